@@ -1,0 +1,6 @@
+"""``python -m kvlab``."""
+
+from kvlab.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Hooks on the projection modules of attention layers; no forward is replaced.
+
+The tap sees Q and K after their norm, where a model has one (Qwen3), else after the projection, and V
+after its projection: in every case the last tensor before the rotary embedding. Each engine lays its
+projections out in its own way, so each has its own list of places; the rest is common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from kvlab.engines.base import Tap
+from kvlab.errors import CapabilityError
+from kvlab.model import ModelInfo
+
+
+def attention_layers(model: nn.Module, info: ModelInfo) -> list[nn.Module]:
+    """The `self_attn` modules in order of depth."""
+    layers = [module for name, module in model.named_modules() if name.endswith(".self_attn")]
+    if len(layers) != info.n_layers:
+        raise CapabilityError(f"found {len(layers)} attention modules where the config promises {info.n_layers} layers")
+    return layers
+
+
+def through(tap: Tap, layer: int, part: str, flat: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:
+    """Hand one projection to the tap as (heads, tokens, head_dim), and its answer back in its own layout.
+
+    `flat` is (..., tokens, heads * head_dim) after a projection, (..., tokens, heads, head_dim) after a
+    norm; both hold the same numbers in the same order.
+    """
+    answer = tap(layer, part, flat.reshape(-1, heads, head_dim).transpose(0, 1))
+    if answer is None:
+        return flat
+    return answer.transpose(0, 1).reshape(flat.shape).to(flat.dtype).contiguous()
+
+
+@contextmanager
+def installed(places: list[tuple[nn.Module, Callable]]) -> Iterator[None]:
+    """Forward hooks in place for the length of a `with` block, removed whatever happens in it."""
+    handles = [module.register_forward_hook(hook) for module, hook in places]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def separate_projections(model: nn.Module, info: ModelInfo, tap: Tap) -> list[tuple[nn.Module, Callable]]:
+    """Places in a transformers model: q_proj, k_proj, v_proj, or q_norm and k_norm in front of RoPE."""
+
+    def hook(layer: int, part: str, heads: int) -> Callable:
+        return lambda _module, _inputs, output: through(tap, layer, part, output, heads, info.head_dim)
+
+    places = []
+    for layer, attention in enumerate(attention_layers(model, info)):
+        q = getattr(attention, "q_norm", None) or attention.q_proj
+        k = getattr(attention, "k_norm", None) or attention.k_proj
+        places += [
+            (q, hook(layer, "q", info.n_heads)),
+            (k, hook(layer, "k", info.n_kv_heads)),
+            (attention.v_proj, hook(layer, "v", info.n_kv_heads)),
+        ]
+    return places
+
+
+def fused_projection(model: nn.Module, info: ModelInfo, tap: Tap) -> list[tuple[nn.Module, Callable]]:
+    """Places in a vLLM model: the fused qkv_proj, and q_norm and k_norm where the model has them."""
+    q_size, kv_size = info.n_heads * info.head_dim, info.n_kv_heads * info.head_dim
+
+    def norm_hook(layer: int, part: str, heads: int) -> Callable:
+        return lambda _module, _inputs, output: through(tap, layer, part, output, heads, info.head_dim)
+
+    def fused_hook(layer: int, normed: bool) -> Callable:
+        def hook(_module, _inputs, output):
+            fused, bias = output
+            q, k, v = fused.split([q_size, kv_size, kv_size], dim=-1)
+            if not normed:
+                q = through(tap, layer, "q", q, info.n_heads, info.head_dim)
+                k = through(tap, layer, "k", k, info.n_kv_heads, info.head_dim)
+            v = through(tap, layer, "v", v, info.n_kv_heads, info.head_dim)
+            return torch.cat([q, k, v], dim=-1), bias
+
+        return hook
+
+    places = []
+    for layer, attention in enumerate(attention_layers(model, info)):
+        normed = getattr(attention, "k_norm", None) is not None
+        places.append((attention.qkv_proj, fused_hook(layer, normed)))
+        if normed:
+            places.append((attention.q_norm, norm_hook(layer, "q", info.n_heads)))
+            places.append((attention.k_norm, norm_hook(layer, "k", info.n_kv_heads)))
+    return places

@@ -1,0 +1,107 @@
+"""vLLM as an engine, in this process, so that hooks reach the live model.
+
+The environment variables must be set before the first import of vllm. Prefix caching and chunked
+prefill would let a pass reuse or split what the hooks should see whole; both are switched off.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+for _name, _value in SETTINGS.items():
+    os.environ.setdefault(_name, _value)
+
+import torch  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+
+from kvlab.engines.base import Engine, Tap, refuse_broken_weights  # noqa: E402
+from kvlab.engines.hooks import fused_projection, installed  # noqa: E402
+from kvlab.errors import CodecNotActive, ModelError  # noqa: E402
+from kvlab.model import ModelInfo  # noqa: E402
+
+
+class VLLMEngine(Engine):
+    """vLLM's own model, attention kernel and paged cache; one prompt per call, eager mode."""
+
+    name = "vllm"
+    attention = "default"
+
+    def __init__(self, info: ModelInfo, dtype: str, attention: str, max_tokens: int):
+        super().__init__(info, dtype)
+        try:
+            self.llm = LLM(
+                model=str(info.path),
+                dtype=dtype,
+                enforce_eager=True,
+                enable_prefix_caching=False,
+                max_model_len=max_tokens + 1,
+                max_num_batched_tokens=max(max_tokens + 1, 2048),
+                max_num_seqs=1,
+                disable_log_stats=True,
+                skip_tokenizer_init=True,
+                logprobs_mode="raw_logits",
+                **({"gpu_memory_utilization": 0.5} if torch.cuda.is_available() else {}),
+            )
+        except ValueError as error:
+            raise ModelError(f"vLLM cannot load {info.path}: {' '.join(str(error).split())[:300]}") from None
+        self.model = self.llm.apply_model(lambda model: model)[0]
+        refuse_broken_weights(self.model, info)
+        self._sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+
+    @property
+    def device(self) -> str:
+        """The device in words."""
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+    @torch.inference_mode()
+    def score(self, ids: Sequence[int], first: int, tap: Tap | None = None) -> torch.Tensor:
+        """See `Engine.score`."""
+        places = fused_projection(self.model, self.info, tap) if tap else []
+        with installed(places), _LogitsOf(self.model, rows=len(ids) - 1) as logits:
+            self.llm.generate({"prompt_token_ids": list(ids)}, self._sampling, use_tqdm=False)
+        return logits.taken()[first:, : self.info.vocab_size]
+
+    def close(self) -> None:
+        """Shut the engine core down."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+class _LogitsOf:
+    """Keeps the full-vocabulary prompt logits that the model computes inside a `with` block.
+
+    vLLM calls ``compute_logits`` once for the prompt (one row per predicted prompt token) and once
+    for the token it samples (one row); the prompt's call is known by its number of rows.
+    """
+
+    def __init__(self, model: torch.nn.Module, rows: int):
+        self._model, self._rows, self._logits = model, rows, None
+
+    def __enter__(self) -> _LogitsOf:
+        compute = self._model.compute_logits
+
+        def keep(*args, **kwargs):
+            logits = compute(*args, **kwargs)
+            if logits.shape[0] == self._rows:
+                self._logits = logits.clone()
+            return logits
+
+        self._model.compute_logits = keep
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        del self._model.compute_logits  # the instance attribute; the class's method shows again
+
+    def taken(self) -> torch.Tensor:
+        """The logits; `CodecNotActive` when vLLM never computed them in one piece."""
+        if self._logits is None:
+            raise CodecNotActive(
+                f"vLLM did not compute the {self._rows} prompt logits in one piece; nothing was measured"
+            )
+        return self._logits

@@ -1,0 +1,113 @@
+"""Exceptions that carry data and say what was given, what is allowed and how to mend it.
+
+`UserError` and its children are mistakes a person can mend (exit code 2); `Fault` and its children
+mean that a number could not be trusted and was therefore not produced (exit code 1).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KvlabError(Exception):
+    """Root of every error that kvlab raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(KvlabError):
+    """The input is wrong; the message is one line that says how to mend it."""
+
+    exit_code = 2
+
+
+class Fault(KvlabError):
+    """The run is wrong; the number it would have produced is withheld."""
+
+    exit_code = 1
+
+
+class ParamsError(UserError):
+    """A parameter is unknown, missing or outside its range."""
+
+
+class UnknownName(UserError):
+    """A name is not in the list of allowed names.
+
+    Parameters
+    ----------
+    kind : str
+        What the name stands for, such as ``"engine"``.
+    given : object
+        The name as it was given.
+    allowed : iterable of str
+        The allowed names.
+    """
+
+    def __init__(self, kind: str, given: object, allowed: Iterable[str]):
+        self.kind, self.given, self.allowed = kind, given, sorted(map(str, allowed))
+        near = nearest(str(given), self.allowed)
+        hint = f"; did you mean {near!r}?" if near else ""
+        super().__init__(f"{kind} {given!r} is not known; allowed: {', '.join(self.allowed)}{hint}")
+
+
+class CorpusError(UserError):
+    """The text is missing, too short, or not the text that was promised."""
+
+
+class ModelError(UserError):
+    """The model is missing, unsupported, or not the model that was promised."""
+
+
+class CapabilityError(UserError):
+    """The engine would accept this and get it silently wrong."""
+
+
+class CalibrationMismatch(UserError):
+    """The calibration belongs to another model or another configuration."""
+
+
+class StorageError(UserError):
+    """A file could not be read or written; nothing half-written was left behind."""
+
+
+class NonFinite(Fault):
+    """NaN or infinity where a number was expected."""
+
+
+class CodecNotActive(Fault):
+    """A codec that was asked for did not fire, or fired without effect."""
+
+
+class MixedIdentity(Fault):
+    """Rows that differ outside the compared factor were about to be compared.
+
+    Parameters
+    ----------
+    fields : dict of str to iterable
+        The differing fields and the values found in each.
+    """
+
+    def __init__(self, fields: dict[str, Iterable]):
+        self.fields = {name: sorted(map(str, values)) for name, values in fields.items()}
+        shown = "; ".join(f"{name}: {' | '.join(values)}" for name, values in self.fields.items())
+        super().__init__(f"these rows may not be compared, they differ in {shown}")
+
+
+class StaleResult(Fault):
+    """A result on disk is not one that these parameters plan, or it is there twice."""
+
+
+class MissingResult(UserError):
+    """A result that these parameters plan has not been measured."""
+
+
+class EnginesDisagree(Fault):
+    """The engines differ in fp32 by more than rounding; no cross-engine number is printed."""
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name that looks most like `given`, or None when none is close."""
+    matches = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    return matches[0] if matches else None

@@ -1,0 +1,1 @@
+"""Studies: a function from cells to rows."""

@@ -1,0 +1,183 @@
+"""Taps that put a codec into an engine's forward pass, under one of the two protocols.
+
+`in_forward`: the context's K and V are coded as they appear inside the one forward, so that every
+layer sees the damage of the layers below. `snapshot`: a clean pass is made first, its cache is coded,
+and the evaluation tokens attend to that cache. For the second, the context's K and V of *every* layer
+are put in place by the tap during a pass over the whole window; what the context's own activations do
+in that pass no longer matters, since nothing but K and V carries them to the scored tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from kvlab.calibration.load import Calibrated
+from kvlab.codec.base import Codec, Site, Stats
+from kvlab.codec.registry import build
+from kvlab.engines.base import Part
+from kvlab.errors import CodecNotActive
+from kvlab.recipe import Cell, StreamRecipe, digest
+from kvlab.records import Coding
+
+STREAMS = ("k", "v")
+
+
+@dataclass
+class Tally:
+    """What a cell's codec did so far."""
+
+    fires: int = 0
+    coded_values: int = 0
+    coded_bytes: int = 0
+    d_eff: dict[str, Counter] = field(default_factory=lambda: {s: Counter() for s in STREAMS})
+    outliers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0))
+    coefficients: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0))
+    error_sq: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0.0))
+    signal_sq: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0.0))
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A round trip through a codec: the decoded tensor and what it took."""
+
+    tensor: torch.Tensor
+    nbytes: int
+    packed: bool
+    stats: Stats
+
+
+class Coder:
+    """Runs the recipe of one cell and keeps its tally.
+
+    Parameters
+    ----------
+    cell : Cell
+        Whose recipe, layers and streams are coded.
+    calibrated : Calibrated or None
+        Whiteners and codebooks; None when no recipe of the cell needs them.
+    memo : dict
+        Shared by the cells of a job and emptied at every window: the coded snapshots of clean tensors,
+        which cells with equal recipes need not code again.
+    """
+
+    def __init__(self, cell: Cell, calibrated: Calibrated | None, memo: dict | None = None):
+        self.cell, self.tally, self._memo = cell, Tally(), memo if memo is not None else {}
+        self._codecs: dict[str, Codec] = {}
+        self._recipes: dict[str, StreamRecipe] = {}
+        for stream in STREAMS if cell.stream == "kv" else (cell.stream,):
+            recipe = cell.recipe.k if stream == "k" else cell.recipe.v
+            self._recipes[stream] = recipe
+            self._codecs[stream] = build(recipe, calibrated.stream(recipe) if calibrated else None)
+
+    def codes(self, layer: int, part: Part) -> bool:
+        """Whether this cell codes that layer's K or V (never Q)."""
+        return part in self._codecs and layer in self.cell.layers
+
+    def round_trip(self, x: torch.Tensor, site: Site) -> torch.Tensor:
+        """`x` encoded and decoded, in its own dtype, and counted."""
+        coded = self._code(x, site)
+        self._count(coded, x, site.stream)
+        return coded.tensor.to(x.dtype)
+
+    def snapshot(self, x: torch.Tensor, site: Site) -> torch.Tensor:
+        """`round_trip` of a clean tensor, looked up when an equal recipe has coded it already."""
+        key = (digest(self._recipes[site.stream]), site)
+        if key not in self._memo:
+            self._memo[key] = self._code(x, site)
+        coded = self._memo[key]
+        self._count(coded, x, site.stream)
+        return coded.tensor.to(x.dtype)
+
+    def _code(self, x: torch.Tensor, site: Site) -> Coded:
+        codec = self._codecs[site.stream]
+        encoded = codec.encode(x, site)
+        return Coded(codec.decode(encoded), encoded.nbytes, encoded.packed, encoded.stats)
+
+    def _count(self, coded: Coded, x: torch.Tensor, stream: str) -> None:
+        tally, stats = self.tally, coded.stats
+        tally.fires += 1
+        if coded.packed:
+            tally.coded_values += x.numel()
+            tally.coded_bytes += coded.nbytes
+        tally.d_eff[stream].update(int(rank) for rank in stats.d_eff)
+        tally.outliers[stream] += stats.n_outliers
+        tally.coefficients[stream] += stats.n_coefficients
+        tally.error_sq[stream] += stats.error_sq
+        tally.signal_sq[stream] += stats.signal_sq
+
+    def expected_fires(self) -> int:
+        """Layers times streams times windows."""
+        return self.cell.windows * len(self.cell.layers) * len(self._codecs)
+
+    def coding(self, values_per_token: int, context: int, itemsize: int) -> Coding:
+        """The tally as a record; everything that was not packed counts at the engine's own width."""
+        tally = self.tally
+        if tally.fires != self.expected_fires():
+            raise CodecNotActive(
+                f"cell {self.cell.label!r} ({self.cell.engine}, {self.cell.protocol}): its codec fired {tally.fires}"
+                f" times where {self.expected_fires()} were due"
+            )
+        values = self.cell.windows * context * values_per_token
+        return Coding(
+            fires=tally.fires,
+            expected_fires=self.expected_fires(),
+            values=values,
+            coded_bytes=tally.coded_bytes,
+            raw_bytes=(values - tally.coded_values) * itemsize,
+            d_eff={s: dict(sorted(tally.d_eff[s].items())) for s in STREAMS if tally.d_eff[s]},
+            outlier_rate={s: tally.outliers[s] / n for s, n in tally.coefficients.items() if n},
+            whitened_error={s: tally.error_sq[s] / signal for s, signal in tally.signal_sq.items() if signal},
+        )
+
+
+class CleanCapture:
+    """Tap that keeps the context's K and V of every layer and changes nothing."""
+
+    def __init__(self, context: int):
+        self.context = context
+        self.kept: dict[tuple[int, str], torch.Tensor] = {}
+
+    def __call__(self, layer: int, part: Part, x: torch.Tensor) -> None:
+        """See `Tap`."""
+        if part in STREAMS:
+            self.kept[layer, part] = x[:, : self.context].clone()
+
+
+class InForward:
+    """Tap of the `in_forward` protocol: code the context's K and V where they appear."""
+
+    def __init__(self, coder: Coder, window: int, context: int):
+        self.coder, self.window, self.context = coder, window, context
+
+    def __call__(self, layer: int, part: Part, x: torch.Tensor) -> torch.Tensor | None:
+        """See `Tap`."""
+        if not self.coder.codes(layer, part):
+            return None
+        coded = self.coder.round_trip(x[:, : self.context], Site(self.window, layer, part))
+        return torch.cat([coded, x[:, self.context :]], dim=1)
+
+
+class Snapshot:
+    """Tap of the `snapshot` protocol: put the coded clean cache in the context's place."""
+
+    def __init__(self, coder: Coder, window: int, clean: CleanCapture):
+        self.coder, self.window, self.clean = coder, window, clean
+
+    def __call__(self, layer: int, part: Part, x: torch.Tensor) -> torch.Tensor | None:
+        """See `Tap`."""
+        if part not in STREAMS:
+            return None
+        cache = self.clean.kept[layer, part]
+        if self.coder.codes(layer, part):
+            cache = self.coder.snapshot(cache, Site(self.window, layer, part))
+        return torch.cat([cache, x[:, cache.shape[1] :]], dim=1)
+
+
+def tap_for(protocol: str, coder: Coder, window: int, clean: CleanCapture) -> InForward | Snapshot:
+    """The tap of a protocol."""
+    if protocol == "in_forward":
+        return InForward(coder, window, clean.context)
+    return Snapshot(coder, window, clean)

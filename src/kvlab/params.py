@@ -1,0 +1,355 @@
+"""`params.yaml` as frozen models: every key is known, typed and ranged, or refused by name.
+
+A rule hands its own keys to the CLI as JSON (`Params.parse`); keys that the rule did not name
+cannot be read by the code behind it, so a stage can never depend on an undeclared parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from kvlab.errors import ParamsError, nearest
+from kvlab.recipe import BlockStream, DType, Engine, Frozen, Protocol, Recipe, Stream
+
+Bits = Field(ge=1, le=8)
+Fraction = Field(gt=0, lt=1)
+PRESETS = Path("workflow/presets")
+
+
+class Model(Frozen):
+    """Which model is measured."""
+
+    path: str = Field(min_length=1, description="directory of a Hugging Face model, or a hub id")
+    revision: str | None = Field(description="hub revision (commit or tag); null for a directory")
+    n_layers: int = Field(ge=1, description="number of layers; compared with the model's config")
+
+
+class DatasetSplits(Frozen):
+    """Which split of a `datasets:` source feeds which of ours."""
+
+    calib: str = Field(description="split for calibration windows")
+    test: str = Field(description="split for scored windows")
+
+
+class Corpus(Frozen):
+    """Which text is read."""
+
+    source: str = Field(min_length=1, description="`docstrings`, a file or glob, or `datasets:ID[/CONFIG]`")
+    text_column: str = Field(description="text column of a `datasets:` source")
+    splits: DatasetSplits
+
+
+class Windows(Frozen):
+    """How the text is cut: a window is `context` coded tokens and `eval` scored ones."""
+
+    context: int = Field(ge=8, description="tokens whose K and V are coded")
+    eval: int = Field(ge=2, description="tokens behind the context; all but the first are scored")
+    test: int = Field(ge=2, description="number of scored windows")
+    calib: int = Field(ge=1, description="number of calibration windows")
+    seed: int = Field(ge=0, description="chooses the windows")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a window."""
+        return self.context + self.eval
+
+
+class Calibration(Frozen):
+    """How Sigma_q and the codebooks are fitted."""
+
+    origin: Engine = Field(description="engine whose capture fits the calibration used by every cell")
+    dtype: DType = Field(description="dtype of the captured model")
+    ridge: float = Field(ge=0, description="ridge on Sigma_q, times the mean of its diagonal")
+    codebooks: Literal["fitted", "gaussian"] = Field(description="Lloyd-Max tables")
+
+
+class Codec(Frozen):
+    """The studied recipe, without its bits."""
+
+    name: Literal["block"] = Field(description="codec of the studied recipe")
+    variance_ratio: float = Field(gt=0, le=1, description="energy kept by the PCA, relative to its sketch")
+    block_size: int = Field(ge=2, le=65536, description="vectors per block")
+    layout: Literal["per_head", "mixed_heads"] = Field(description="which vectors share a block")
+    n_centres: int = Field(ge=1, le=256, description="spherical k-means centres")
+    kmeans_iterations: int = Field(ge=0, description="Lloyd rounds at most")
+    pca: Literal["exact", "randomized"] = Field(description="PCA method")
+    rank_fraction: float = Field(gt=0, le=1, description="target rank of the randomised PCA, of head_dim")
+    oversample: int = Field(ge=0, description="extra columns of the sketch")
+    power_iterations: int = Field(ge=0, description="subspace iterations of the sketch")
+    skeleton: Literal["fp16", "fp32"] = Field(description="precision of mean, basis and centres")
+    outlier_threshold: float | None = Field(gt=0, description="K: coefficients beyond it are stored apart")
+    v_outlier_threshold: float | None = Field(gt=0, description="V: the same")
+    share_basis: bool = Field(description="K: one PCA for all blocks of a call")
+    v_share_basis: bool = Field(description="V: the same")
+    whiten: bool = Field(description="whiten K by the Cholesky factor of Sigma_q")
+    whiten_skip_layers: tuple[int, ...] = Field(description="layers whose K is not whitened")
+    boundary_layers: tuple[int, ...] = Field(description="layers that are left uncoded")
+    seed: int = Field(ge=0, description="signs of the rotation, k-means start, sketch")
+    emulate_published_decoder: bool = Field(description="drop the residual's scale as the original did")
+
+
+class Gap(Frozen):
+    """The cells and the factors of the decomposition."""
+
+    dtype: DType
+    streams: tuple[Stream, ...] = Field(min_length=1)
+    variance_ratios: tuple[float, float] = Field(description="low-distortion and high-distortion value")
+
+
+class Layers(Frozen):
+    """Add-one-in: the codec on one layer at a time."""
+
+    dtype: DType
+    protocols: tuple[Protocol, ...] = Field(min_length=1)
+    windows: int = Field(ge=2, description="scored windows, at most `windows.test`")
+
+
+class Noise(Frozen):
+    """Gaussian noise on K or V in place of a codec."""
+
+    dtype: DType
+    streams: tuple[Stream, ...] = Field(min_length=1)
+    sigmas: tuple[float, ...] = Field(min_length=2, description="times the rms of the tensor")
+    windows: int = Field(ge=2, description="scored windows, at most `windows.test`")
+    seed: int = Field(ge=0)
+
+
+class Baseline(Frozen):
+    """Codec off: each engine, dtype and attention implementation against the fp32 truth."""
+
+    hf_attention: tuple[Literal["eager", "sdpa"], ...] = Field(min_length=1)
+    dtypes: tuple[DType, ...] = Field(min_length=1)
+
+
+class Jobs(Frozen):
+    """How measurements are packed into processes."""
+
+    cells_per_job: int = Field(ge=1, description="cells that share one model load")
+    threads: int = Field(ge=1, description="torch threads of a job")
+
+
+class Stats(Frozen):
+    """The bootstrap."""
+
+    resamples: int = Field(ge=200)
+    confidence: float = Fraction
+    seed: int = Field(ge=0)
+
+
+class Verdict(Frozen):
+    """Thresholds of the verdict; the published study's are the defaults."""
+
+    accept_ppl: float = Field(gt=0, description="ACCEPT: whole interval of |ppl_ratio - 1| below")
+    accept_top1: float = Fraction
+    marginal_ppl: float = Field(gt=0)
+    marginal_top1: float = Fraction
+
+
+class Report(Frozen):
+    """Words of the report that are not results."""
+
+    title: str
+
+
+class Params(Frozen):
+    """All parameters. A *partial* instance holds only the keys that a rule named."""
+
+    bits: int = Bits
+    v_bits: int = Bits
+    model: Model
+    corpus: Corpus
+    windows: Windows
+    calibration: Calibration
+    codec: Codec
+    engines: tuple[Engine, ...] = Field(min_length=1)
+    protocols: tuple[Protocol, ...] = Field(min_length=1)
+    gap: Gap
+    layers: Layers
+    noise: Noise
+    baseline: Baseline
+    jobs: Jobs
+    stats: Stats
+    verdict: Verdict
+    report: Report
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Params:
+        for name in ("layers", "noise"):
+            if getattr(self, name).windows > self.windows.test:
+                raise ValueError(f"{name}.windows is larger than windows.test ({self.windows.test})")
+        for name in ("boundary_layers", "whiten_skip_layers"):
+            wrong = [i for i in getattr(self.codec, name) if not 0 <= i < self.model.n_layers]
+            if wrong:
+                raise ValueError(f"codec.{name} names layer {wrong[0]}; allowed: 0..{self.model.n_layers - 1}")
+        return self
+
+    @classmethod
+    def parse(cls, text_or_path: str) -> Params:
+        """Read ``params.yaml`` (all keys) or a JSON object (only the keys a rule named).
+
+        Raises
+        ------
+        ParamsError
+            One line: the key, the value, what is allowed, and the nearest known key.
+        """
+        text = str(text_or_path).strip()
+        if text.startswith("{"):
+            return cls._partial(json.loads(text))
+        return cls.complete(read_yaml(Path(text)))
+
+    @classmethod
+    def complete(cls, data: dict) -> Params:
+        """Check a mapping that must hold all keys; `ParamsError` in one line."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ParamsError(explain(error)) from None
+
+    @classmethod
+    def _partial(cls, data: dict) -> Params:
+        unknown = [key for key in data if key not in cls.model_fields]
+        if unknown:
+            raise ParamsError(unknown_key(unknown[0], cls.model_fields))
+        values = {}
+        for key, value in data.items():
+            field = cls.model_fields[key]
+            annotation = field.annotation if not field.metadata else _annotated(field)
+            try:
+                values[key] = TypeAdapter(annotation).validate_python(value)
+            except ValidationError as error:
+                raise ParamsError(explain(error, prefix=(key,))) from None
+        return cls.model_construct(**values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).model_fields:
+            raise ParamsError(f"parameter {name!r} is read here but not named by the rule; add it to its `cfg`")
+        raise AttributeError(name)
+
+
+def _annotated(field) -> Any:
+    from typing import Annotated
+
+    return Annotated[(field.annotation, *field.metadata)]
+
+
+def read_yaml(path: Path) -> dict:
+    """The mapping in a YAML file; `ParamsError` when there is none."""
+    try:
+        data = yaml.load(path.read_text(), Loader=_Loader)
+    except FileNotFoundError:
+        raise ParamsError(f"params file {str(path)!r} does not exist; run from the repository's root") from None
+    except yaml.YAMLError as error:
+        raise ParamsError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ParamsError(f"{path} must hold a mapping of parameters, not {type(data).__name__}")
+    return data
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-3 as a number (YAML 1.2) where YAML 1.1 reads a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def overlay(base: dict, changes: dict, path: tuple[str, ...] = ()) -> dict:
+    """`base` with the leaves of `changes` put in; a key that `base` lacks is refused."""
+    merged = dict(base)
+    for key, value in changes.items():
+        if key not in base:
+            raise ParamsError(unknown_key(".".join((*path, str(key))), [".".join((*path, k)) for k in base]))
+        is_section = isinstance(base[key], dict) and isinstance(value, dict)
+        merged[key] = overlay(base[key], value, (*path, key)) if is_section else value
+    return merged
+
+
+def preset(name: str, base: dict) -> dict:
+    """`base` with a preset of ``workflow/presets`` applied."""
+    names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    if name not in names:
+        hint = nearest(name, names)
+        raise ParamsError(
+            f"preset {name!r} is not known; allowed: {', '.join(names)}" + (f"; did you mean {hint!r}?" if hint else "")
+        )
+    return overlay(base, read_yaml(PRESETS / f"{name}.yaml"))
+
+
+def unknown_key(given: str, allowed) -> str:
+    """One line that refuses a key."""
+    near = nearest(given, allowed)
+    hint = f"did you mean {near!r}?" if near else f"allowed: {', '.join(sorted(allowed))}"
+    return f"unknown parameter {given!r}; {hint}"
+
+
+def explain(error: ValidationError, prefix: tuple = ()) -> str:
+    """The first problem of a pydantic error as one line with value, rule and nearest name."""
+    # A misspelt key is both unknown and missing; the unknown one is what the person wrote.
+    first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    location = (*prefix, *first["loc"])
+    name = ".".join(str(part) for part in location)
+    if first["type"] == "extra_forbidden":
+        parent = _section(location[:-1])
+        return unknown_key(name, [".".join((*map(str, location[:-1]), key)) for key in parent.model_fields])
+    if first["type"] == "missing":
+        return f"parameter {name!r} is missing"
+    if first["type"] == "value_error":
+        return f"{name + ': ' if name else ''}{first['msg'].removeprefix('Value error, ')}"
+    hint = ""
+    if first["type"] == "literal_error":
+        allowed = [part.strip(" '") for part in first["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        near = nearest(str(first["input"]), allowed)
+        hint = f"; did you mean {near!r}?" if near else ""
+    allowed_text = first["msg"].replace("Input should be", "allowed:")
+    return f"parameter {name!r} is {first['input']!r}; {allowed_text}{hint}"
+
+
+def _section(location: tuple) -> type[Frozen]:
+    section: Any = Params
+    for part in location:
+        annotation = section.model_fields[part].annotation
+        section = next((a for a in (annotation, *get_args(annotation)) if hasattr(a, "model_fields")), section)
+    return section
+
+
+def studied_recipe(params: Params, variance_ratio: float | None = None) -> Recipe:
+    """The recipe that params.yaml describes, at another `variance_ratio` if one is given."""
+    codec = params.codec
+    shared = codec.model_dump(
+        include={
+            *("block_size", "layout", "n_centres", "kmeans_iterations", "pca", "rank_fraction"),
+            *("oversample", "power_iterations", "skeleton", "seed", "emulate_published_decoder"),
+        }
+    )
+    shared["variance_ratio"] = codec.variance_ratio if variance_ratio is None else variance_ratio
+    shared["codebook"] = params.calibration.codebooks
+    k = BlockStream(
+        bits=params.bits,
+        outlier_threshold=codec.outlier_threshold,
+        share_basis=codec.share_basis,
+        whiten=codec.whiten,
+        whiten_skip_layers=codec.whiten_skip_layers if codec.whiten else (),
+        **shared,
+    )
+    v = BlockStream(
+        bits=params.v_bits,
+        outlier_threshold=codec.v_outlier_threshold,
+        share_basis=codec.v_share_basis,
+        whiten=False,
+        **shared,
+    )
+    return Recipe(k=k, v=v)
+
+
+def coded_layers(params: Params) -> tuple[int, ...]:
+    """All layers but the boundary layers."""
+    return tuple(i for i in range(params.model.n_layers) if i not in params.codec.boundary_layers)

