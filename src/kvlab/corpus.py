@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from kvlab.errors import CorpusError
 from kvlab.model import check_window, load_tokenizer, resolve
 from kvlab.params import Corpus, Params, Windows
-from kvlab.records import atomic, sha256, write_json
+from kvlab.records import atomic, from_header, sha256, to_header, write_json
 
 SHINGLE = 64  # tokens; a run this long in both splits is a copy, not chance
 DATASETS_PREFIX = "datasets:"
@@ -222,12 +222,12 @@ def describe(windows: TokenWindows, params: Params, documents: dict[str, list[st
 def save(windows: TokenWindows, out: Path) -> None:
     """Write the windows atomically."""
     metadata = {
-        "context": str(windows.context),
+        "context": windows.context,
         "corpus_hash": windows.corpus_hash,
         "model_hash": windows.model_hash,
     }
     with atomic(out) as temporary:
-        save_file({"calib": windows.calib, "test": windows.test}, temporary, metadata=metadata)
+        save_file({"calib": windows.calib, "test": windows.test}, temporary, metadata=to_header(metadata))
 
 
 def load(path: Path, model_hash: str) -> TokenWindows:
@@ -240,10 +240,10 @@ def load(path: Path, model_hash: str) -> TokenWindows:
     """
     try:
         with safe_open(path, "np") as file:
-            metadata, calib, test = file.metadata(), file.get_tensor("calib"), file.get_tensor("test")
+            metadata, calib, test = from_header(file.metadata()), file.get_tensor("calib"), file.get_tensor("test")
     except Exception as error:  # safetensors raises its own and OSError
         raise CorpusError(f"cannot read windows {path}: {error}; run `kvlab corpus`") from None
-    windows = TokenWindows(calib, test, int(metadata["context"]), metadata["corpus_hash"], metadata["model_hash"])
+    windows = TokenWindows(calib, test, metadata["context"], metadata["corpus_hash"], metadata["model_hash"])
     if windows_hash(calib, test, windows.context) != windows.corpus_hash:
         raise CorpusError(f"{path} does not match its own hash; it was changed after it was written")
     if windows.model_hash != model_hash:

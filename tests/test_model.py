@@ -1,0 +1,80 @@
+"""Models that cannot be measured are refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from kvlab.engines.capability import check
+from kvlab.errors import CapabilityError, ModelError, UnknownName
+from kvlab.model import resolve
+from kvlab.params import Model
+
+
+def model(path, n_layers=3) -> Model:
+    return Model(path=str(path), revision=None, n_layers=n_layers)
+
+
+def edited(folder, tmp_path, **changes):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text()) | changes
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def test_the_shape_is_read_from_the_config(tiny_model):
+    info = resolve(model(tiny_model))
+    assert (info.n_layers, info.n_heads, info.n_kv_heads, info.head_dim) == (3, 4, 2, 32)
+    assert info.values_per_token == 2 * 3 * 2 * 32
+
+
+def test_a_missing_folder_names_its_nearest_neighbour(tiny_model):
+    with pytest.raises(ModelError, match=f"does not exist.*{tiny_model.name}"):
+        resolve(model(str(tiny_model) + "s"))
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        resolve(model(tmp_path))
+
+
+def test_an_architecture_that_the_hooks_do_not_know(tiny_model, tmp_path):
+    with pytest.raises(ModelError, match=r"'Qwen2MoeForCausalLM' is not supported.*Qwen2ForCausalLM"):
+        resolve(model(edited(tiny_model, tmp_path, architectures=["Qwen2MoeForCausalLM"])))
+
+
+def test_sliding_windows_are_refused(tiny_model, tmp_path):
+    with pytest.raises(ModelError, match="sliding"):
+        resolve(model(edited(tiny_model, tmp_path, layer_types=["sliding_attention"] * 3)))
+
+
+def test_another_number_of_layers(tiny_model):
+    with pytest.raises(ModelError, match=r"model\.n_layers is 4.*has 3 layers"):
+        resolve(model(tiny_model, n_layers=4))
+
+
+def test_the_hash_follows_the_weights(tiny_model, tmp_path):
+    copy = edited(tiny_model, tmp_path)
+    data = bytearray((copy / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(data)
+    assert resolve(model(copy)).model_hash != resolve(model(tiny_model)).model_hash
+
+
+def test_a_head_size_that_vllm_gets_wrong(tiny_model, tmp_path):
+    info = resolve(model(edited(tiny_model, tmp_path, head_dim=48)))
+    with pytest.raises(CapabilityError, match=r"head size 48; allowed: 32, 64.*nearest: 32"):
+        check("vllm", "float32", "default", info)
+    check("hf", "float32", "eager", info)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "attention"),
+    [("hg", "float32", "eager"), ("hf", "float16", "eager"), ("vllm", "bfloat16", "sdpa")],
+)
+def test_what_an_engine_cannot_do_is_refused_by_name(tiny_model, engine, dtype, attention):
+    with pytest.raises(UnknownName, match="allowed"):
+        check(engine, dtype, attention, resolve(model(tiny_model)))

@@ -1,0 +1,139 @@
+"""Parameters: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlab.errors import ParamsError
+from kvlab.experiments import plan
+from kvlab.params import Params, coded_layers, overlay, preset, studied_recipe
+
+
+def changed(base: dict, **leaves) -> dict:
+    """`base` with dotted leaves (``a__b``) set, unknown ones included."""
+    data = copy.deepcopy(base)
+    for name, value in leaves.items():
+        *sections, leaf = name.split("__")
+        target = data
+        for section in sections:
+            target = target[section]
+        target[leaf] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("leaves", "words"),
+    [
+        ({"bitz": 3}, ["'bitz'", "'bits'"]),
+        ({"bits": 9}, ["'bits'", "9", "8"]),
+        ({"bits": 0}, ["'bits'", "0", "1"]),
+        ({"v_bits": "three"}, ["'v_bits'", "three"]),
+        ({"codec__varience_ratio": 1}, ["codec.varience_ratio", "codec.variance_ratio"]),
+        ({"codec__name": "blok"}, ["blok", "block"]),
+        ({"codec__variance_ratio": 1.5}, ["codec.variance_ratio", "1.5"]),
+        ({"engines": ["hff"]}, ["hff", "'hf'"]),
+        ({"protocols": ["snapshots"]}, ["snapshots", "'snapshot'"]),
+        ({"gap__dtype": "float16"}, ["float16", "'bfloat16'"]),
+        ({"codec__boundary_layers": [0, 6]}, ["boundary_layers", "6", "0..5"]),
+        ({"noise__windows": 33}, ["noise.windows", "32"]),
+        ({"windows__context": -1}, ["windows.context", "-1"]),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_line_that_names_it(base_params, leaves, words):
+    with pytest.raises(ParamsError) as caught:
+        Params.complete(changed(base_params, **leaves))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_missing_key_is_named(base_params):
+    data = changed(base_params)
+    del data["codec"]["pca"]
+    with pytest.raises(ParamsError, match=r"codec\.pca.*missing"):
+        Params.complete(data)
+
+
+def test_a_partial_instance_reads_only_what_its_rule_named(base_params):
+    partial = Params.parse(json.dumps({"bits": 4, "windows": base_params["windows"]}))
+    assert partial.bits == 4
+    assert partial.windows.length == base_params["windows"]["context"] + base_params["windows"]["eval"]
+    with pytest.raises(ParamsError, match="'noise' is read here but not named"):
+        partial.noise  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [('{"bits": 12}', "12"), ('{"bots": 3}', "'bits'"), ('{"codec": {}}', "codec.")]
+)
+def test_partial_values_are_held_to_the_same_ranges(text, word):
+    with pytest.raises(ParamsError, match=word):
+        Params.parse(text)
+
+
+def test_every_preset_is_valid_and_an_unknown_one_names_the_nearest(base_params):
+    for name in ("quick", "published"):
+        Params.complete(preset(name, base_params))
+    with pytest.raises(ParamsError, match="'quick'"):
+        preset("quik", base_params)
+
+
+def test_overlay_refuses_a_key_that_is_not_there(base_params):
+    with pytest.raises(ParamsError, match=r"windows\.tset"):
+        overlay(base_params, {"windows": {"tset": 3}})
+
+
+def test_the_recipe_follows_every_parameter_that_decides_what_the_codec_does(base_params):
+    reference = studied_recipe(Params.complete(base_params)).recipe_id
+    decisive = {
+        "bits": 4,
+        "v_bits": 3,
+        "calibration__codebooks": "gaussian",
+        "codec__variance_ratio": 0.9,
+        "codec__block_size": 64,
+        "codec__layout": "mixed_heads",
+        "codec__n_centres": 8,
+        "codec__outlier_threshold": None,
+        "codec__v_outlier_threshold": 2.0,
+        "codec__whiten": False,
+        "codec__whiten_skip_layers": [],
+        "codec__seed": 1,
+        "codec__emulate_published_decoder": True,
+    }
+    ids = {studied_recipe(Params.complete(changed(base_params, **{k: v}))).recipe_id for k, v in decisive.items()}
+    assert len(ids) == len(decisive)
+    assert reference not in ids
+
+
+def test_words_of_the_report_do_not_touch_the_recipe(base_params):
+    words = changed(base_params, report__title="another")
+    assert studied_recipe(Params.complete(words)) == studied_recipe(Params.complete(base_params))
+
+
+def test_boundary_layers_are_not_coded(base_params):
+    assert coded_layers(Params.complete(base_params)) == (1, 2, 3, 4)
+
+
+@given(size=st.integers(1, 40))
+def test_jobs_hold_every_cell_once_whatever_their_size(base_params, size):
+    params = Params.complete(changed(base_params, jobs__cells_per_job=size))
+    for study in plan.STUDIES:
+        packed = plan.jobs(params, study)
+        cells = [cell for job in packed.values() for cell in job]
+        wanted = [cell for engine in params.engines for cell in plan.study_cells(params, study, engine)]
+        assert sorted(c.cell_id for c in cells) == sorted(c.cell_id for c in wanted)
+        assert len({c.cell_id for c in cells}) == len(cells)
+        assert all(len(job) <= size and len({(c.engine, c.dtype) for c in job}) == 1 for job in packed.values())
+
+
+def test_the_factorial_is_complete(base_params):
+    params = Params.complete(base_params)
+    cells = [
+        c for job in plan.jobs(params, "cells").values() for c in job if c.dtype == "bfloat16" and c.stream == "kv"
+    ]
+    corners = {(c.engine, c.protocol, c.recipe.k.variance_ratio) for c in cells if c.recipe.k.codec == "block"}
+    assert len(corners) == 8
