@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -19,6 +19,8 @@ from kvlab.recipe import BlockStream, DType, Engine, Frozen, Protocol, Recipe, S
 
 Bits = Field(ge=1, le=8)
 Fraction = Field(gt=0, lt=1)
+Ratio = Annotated[float, Field(gt=0, le=1)]
+Sigma = Annotated[float, Field(ge=0)]
 PRESETS = Path("workflow/presets")
 
 
@@ -99,7 +101,7 @@ class Gap(Frozen):
 
     dtype: DType
     streams: tuple[Stream, ...] = Field(min_length=1)
-    variance_ratios: tuple[float, float] = Field(description="low-distortion and high-distortion value")
+    variance_ratios: tuple[Ratio, Ratio] = Field(description="low-distortion and high-distortion value")
 
 
 class Layers(Frozen):
@@ -115,7 +117,7 @@ class Noise(Frozen):
 
     dtype: DType
     streams: tuple[Stream, ...] = Field(min_length=1)
-    sigmas: tuple[float, ...] = Field(min_length=2, description="times the rms of the tensor")
+    sigmas: tuple[Sigma, ...] = Field(min_length=2, description="times the rms of the tensor")
     windows: int = Field(ge=2, description="scored windows, at most `windows.test`")
     seed: int = Field(ge=0)
 
@@ -327,7 +329,7 @@ def studied_recipe(params: Params, variance_ratio: float | None = None) -> Recip
     shared = codec.model_dump(
         include={
             *("block_size", "layout", "n_centres", "kmeans_iterations", "pca", "rank_fraction"),
-            *("oversample", "power_iterations", "skeleton", "seed", "emulate_published_decoder"),
+            *("oversample", "power_iterations", "skeleton", "seed"),
         }
     )
     shared["variance_ratio"] = codec.variance_ratio if variance_ratio is None else variance_ratio
@@ -338,6 +340,7 @@ def studied_recipe(params: Params, variance_ratio: float | None = None) -> Recip
         share_basis=codec.share_basis,
         whiten=codec.whiten,
         whiten_skip_layers=codec.whiten_skip_layers if codec.whiten else (),
+        emulate_published_decoder=codec.emulate_published_decoder,  # the published V kept its scale
         **shared,
     )
     v = BlockStream(

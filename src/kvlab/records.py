@@ -20,7 +20,7 @@ import polars as pl
 from pydantic import ValidationError
 
 from kvlab.errors import NonFinite, StorageError
-from kvlab.recipe import Cell, Frozen
+from kvlab.recipe import Cell, Frozen, digest
 
 # One row per scored token; nats, natural logarithm; `kl` is over the full vocabulary, reference first.
 # `label` is the scored token's id: without it a flip towards the right token cannot be counted.
@@ -93,6 +93,35 @@ class JobRecord(Frozen):
     context: int
     eval: int
     cells: tuple[CellRecord, ...]
+
+
+class BaselineCell(Frozen):
+    """One comparison of a baseline run with the fp32 truth; `protocol` is None for ``plain``."""
+
+    cell_id: str
+    what: str
+    protocol: str | None
+    reference: str
+
+    @classmethod
+    def of(cls, run: str, engine: str, dtype: str, attention: str, what: str, protocol: str | None) -> BaselineCell:
+        """The comparison with its id: the digest of everything that it is."""
+        entry = {"what": what, "protocol": protocol, "reference": "truth"}
+        identity = {"run": run, "engine": engine, "dtype": dtype, "attention": attention}
+        return cls(cell_id=digest(identity | entry), **entry)
+
+
+class BaselineRecord(Frozen):
+    """The JSON of one baseline run."""
+
+    provenance: Provenance
+    run: str
+    engine: str
+    dtype: str
+    attention: str
+    context: int
+    eval: int
+    cells: tuple[BaselineCell, ...]
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from kvlab.experiments.plan import baseline_runs
 from kvlab.experiments.scoring import WindowRun
 from kvlab.model import resolve
 from kvlab.params import Params, coded_layers, studied_recipe
-from kvlab.recipe import IDENTITY, Cell, digest
-from kvlab.records import write_json, write_table
+from kvlab.recipe import IDENTITY, Cell
+from kvlab.records import BaselineCell, BaselineRecord, write_json, write_table
 
 TRUTH = ("hf", "float32", "eager")
 
@@ -54,27 +54,27 @@ def baseline(
     is_truth = (name, dtype, attention) == TRUTH
     truth = engine if is_truth else start(*TRUTH[:2], info=info, attention=TRUTH[2], max_tokens=longest)
     pairs = agreement_pairs(params, name, calibrated) if name != "hf" and dtype == "float32" else []
-    entries = [describe(run, runs[run], "plain", None)]
-    entries += [describe(run, runs[run], what, ours.cell.protocol) for what, _, ours in pairs]
+    entries = [BaselineCell.of(run, *runs[run], "plain", None)]
+    entries += [BaselineCell.of(run, *runs[run], what, ours.cell.protocol) for what, _, ours in pairs]
     tables = []
     for number, ids in enumerate(tqdm(windows.test.tolist(), desc=f"baseline {run}", unit="window")):
         reference, alternative = (WindowRun(e, ids, windows.context, number) for e in (truth, engine))
-        tables.append(reference.rows(entries[0]["cell_id"], alternative.reference))
+        tables.append(reference.rows(entries[0].cell_id, alternative.reference))
         for entry, (_, theirs, ours) in zip(entries[1:], pairs, strict=True):
             expected = reference.logits(theirs.cell, theirs)
-            tables.append(reference.rows(entry["cell_id"], alternative.logits(ours.cell, ours), expected))
+            tables.append(reference.rows(entry.cell_id, alternative.logits(ours.cell, ours), expected))
     write_table(out, pl.concat(tables))
-    record = {
-        "provenance": provenance(engine, windows, calibrated).model_dump(mode="json"),
-        "run": run,
-        "engine": name,
-        "dtype": dtype,
-        "attention": attention,
-        "context": windows.context,
-        "eval": windows.eval,
-        "cells": entries,
-    }
-    write_json(Path(out).with_suffix(".json"), record)
+    record = BaselineRecord(
+        provenance=provenance(engine, windows, calibrated),
+        run=run,
+        engine=name,
+        dtype=dtype,
+        attention=attention,
+        context=windows.context,
+        eval=windows.eval,
+        cells=tuple(entries),
+    )
+    write_json(Path(out).with_suffix(".json"), record.model_dump(mode="json"))
     _close(engine, truth)
 
 
@@ -101,13 +101,6 @@ def agreement_pairs(params: Params, engine: str, calibrated: Calibrated | None) 
             ]
             pairs.append((what, *(Coder(cell, calibrated) for cell in cells)))
     return pairs
-
-
-def describe(run: str, identity: tuple[str, str, str], what: str, protocol: str | None) -> dict:
-    """One entry of the record; its id is the digest of its other fields."""
-    engine, dtype, attention = identity
-    entry = {"what": what, "protocol": protocol, "reference": "truth"}
-    return {"cell_id": digest({"run": run, "engine": engine, "dtype": dtype, "attention": attention} | entry)} | entry
 
 
 def _close(*engines: Engine) -> None:

@@ -20,9 +20,8 @@ from kvlab.experiments.scoring import WindowRun, canary_kl
 from kvlab.model import resolve
 from kvlab.params import Params
 from kvlab.recipe import Cell
-from kvlab.records import CellRecord, JobRecord, Provenance, versions, write_job
+from kvlab.records import CANARY_MIN, CellRecord, JobRecord, Provenance, versions, write_job
 
-CANARY_MIN = 1e-4  # nats per token; far above any rounding, far below what one bit does
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 

@@ -56,7 +56,7 @@ def layers_study(params: Params, engine: str) -> list[Cell]:
     everything = tuple(range(params.model.n_layers))
     choices = [(f"layer {i}", (i,)) for i in everything] + [("all layers", everything)]
     recipe = studied_recipe(params)
-    return [
+    cells = [
         Cell(
             study="layers",
             label=label,
@@ -71,6 +71,7 @@ def layers_study(params: Params, engine: str) -> list[Cell]:
         for protocol in params.layers.protocols
         for label, layers in choices
     ]
+    return unique(cells)
 
 
 def noise_study(params: Params, engine: str) -> list[Cell]:

@@ -1,0 +1,290 @@
+"""Clustered, paired bootstrap: windows are drawn with replacement, tokens follow their window.
+
+Tokens of one window share a text, so they are not independent and windows are the clusters (Davison &
+Hinkley 1997, section 3.8). Every statistic is a function of column means; a resample of windows is a
+row of counts, so all resampled means are one matrix product. The counts depend on nothing but (number
+of windows, resamples, seed): whatever is estimated over the same windows is resampled alike, which is
+what pairs two cells.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+
+from kvlab.errors import Fault, MixedIdentity, NonFinite
+
+FEWEST_FOR_BCA = 8
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its interval.
+
+    `resolvable` is half the interval's width: the smallest absolute effect that this many windows can
+    tell from zero. `method` names how the interval was made: ``bca``, ``t`` (too few windows for a
+    bootstrap), ``percentile`` (no scatter, or BCa undefined) or ``exact`` (a rate of 0 or 1).
+    """
+
+    value: float
+    low: float
+    high: float
+    n_windows: int
+    n_tokens: int
+    resolvable: float
+    method: str
+
+    def to_json(self) -> dict:
+        """The fields as a plain dict."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One quantity of one cell, summed per window.
+
+    Parameters
+    ----------
+    sums, counts : float64 [windows]
+        Sum of the quantity and number of terms, by window.
+    windows : tuple of int
+        The windows, ascending.
+    key : str
+        Digest of every (window, position); two columns are paired when their keys are equal.
+    n_tokens : int
+        Tokens behind the sums.
+    """
+
+    sums: np.ndarray
+    counts: np.ndarray
+    windows: tuple[int, ...]
+    key: str
+    n_tokens: int
+
+    @classmethod
+    def of(cls, window: np.ndarray, position: np.ndarray, values: np.ndarray) -> Column:
+        """Sum `values` [tokens] by `window` [tokens]; rows may come in any order.
+
+        Raises
+        ------
+        NonFinite
+            When a value is NaN or infinite.
+        """
+        values = np.asarray(values, dtype=np.float64)
+        wrong = values.size - int(np.isfinite(values).sum())
+        if wrong or not values.size:
+            raise NonFinite(f"{wrong} of {values.size} values are NaN or infinite; at least one is needed")
+        rows = np.stack([np.asarray(window, np.int64), np.asarray(position, np.int64)], axis=1)
+        key = hashlib.sha256(rows[np.lexsort(rows.T[::-1])].tobytes()).hexdigest()
+        windows, index = np.unique(rows[:, 0], return_inverse=True)
+        counts = np.bincount(index).astype(np.float64)
+        return cls(np.bincount(index, weights=values), counts, tuple(windows.tolist()), key, values.size)
+
+    @property
+    def means(self) -> np.ndarray:
+        """Mean of each window, float64 [windows]."""
+        return self.sums / self.counts
+
+    def per_window(self, function: Callable[[np.ndarray], np.ndarray]) -> Column:
+        """`function` of each window's mean, every window counting once (an unweighted mean of windows)."""
+        values = function(self.means)
+        return Column(values, np.ones_like(values), self.windows, self.key, self.n_tokens)
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """How intervals are made: number of resamples, two-sided confidence, seed."""
+
+    resamples: int
+    confidence: float
+    seed: int
+
+    def mean(self, column: Column) -> Estimate:
+        """Mean over tokens."""
+        return self.combine([column], lambda m: m[..., 0])
+
+    def rate(self, column: Column) -> Estimate:
+        """Mean of a column of zeros and ones.
+
+        When all are equal no resample differs and a bootstrap would claim certainty; the interval then
+        is the exact binomial one over the tokens (Clopper & Pearson 1934), method ``exact``. It takes
+        tokens as independent, because without an event no design effect can be estimated.
+        """
+        found = self.mean(column)
+        if found.value not in (0.0, 1.0):
+            return found
+        bound = 1 - ((1 - self.confidence) / 2) ** (1 / column.n_tokens)
+        low, high = (0.0, bound) if found.value == 0 else (1 - bound, 1.0)
+        return replace(found, low=low, high=high, resolvable=bound / 2, method="exact")
+
+    def exp_mean(self, column: Column) -> Estimate:
+        """exp of the mean over tokens; of delta_nll this is ppl_ratio."""
+        return self.combine([column], lambda m: np.exp(m[..., 0]))
+
+    def difference(self, a: Column, b: Column) -> Estimate:
+        """Mean of `a` minus mean of `b`, paired by window and position."""
+        return self.combine([a, b], lambda m: m[..., 0] - m[..., 1])
+
+    def ratio(self, a: Column, b: Column) -> Estimate:
+        """Mean of `a` over mean of `b`, paired; `NonFinite` when the denominator can be zero."""
+        return self.combine([a, b], lambda m: m[..., 0] / m[..., 1])
+
+    def combine(self, columns: Sequence[Column], statistic: Callable[[np.ndarray], np.ndarray]) -> Estimate:
+        """`statistic` of the columns' means.
+
+        Parameters
+        ----------
+        columns : sequence of Column
+            Paired: over the same windows and positions.
+        statistic : callable
+            Takes means [..., columns], returns [...]; vectorised over the leading axes.
+
+        Raises
+        ------
+        MixedIdentity
+            When the columns are not paired.
+        NonFinite
+            When the statistic is not finite for the data or for a resample.
+        """
+        return self.combine_many(columns, lambda m: statistic(m)[..., None])[0]
+
+    def combine_many(self, columns: Sequence[Column], statistic: Callable[[np.ndarray], np.ndarray]) -> list[Estimate]:
+        """Several statistics at once: `statistic` returns [..., statistics]; as `combine` otherwise."""
+        refuse_unpaired(columns)
+        sums = np.stack([column.sums for column in columns], axis=1)
+        counts = np.stack([column.counts for column in columns], axis=1)
+        n = len(sums)
+        if n < 2:
+            raise Fault("an interval over windows needs at least 2 windows")
+        drawn = resample_counts(n, self.resamples, self.seed)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            value = statistic(sums.sum(0) / counts.sum(0))
+            jackknife = statistic((sums.sum(0) - sums) / (counts.sum(0) - counts))
+            resampled = statistic((drawn @ sums) / (drawn @ counts))
+        for part in (value, jackknife, resampled):
+            if not np.isfinite(part).all():
+                raise NonFinite(f"a statistic over {n} windows is not finite (a denominator near zero?)")
+        return [
+            self._estimate(float(value[i]), resampled[:, i], jackknife[:, i], n, columns[0].n_tokens)
+            for i in range(value.shape[-1])
+        ]
+
+    def _estimate(self, value, resampled, jackknife, n_windows, n_tokens) -> Estimate:
+        low, high, method = interval(value, resampled, jackknife, self.confidence)
+        return Estimate(value, low, high, n_windows, n_tokens, (high - low) / 2, method)
+
+
+def refuse_unpaired(columns: Sequence[Column]) -> None:
+    """`MixedIdentity` unless all columns cover the same windows and positions."""
+    if len({column.key for column in columns}) > 1:
+        seen = [f"{c.n_tokens} tokens of windows {c.windows[0]}..{c.windows[-1]} ({c.key[:8]})" for c in columns]
+        raise MixedIdentity({"scored windows and positions": set(seen)})
+
+
+@functools.lru_cache(maxsize=8)
+def resample_counts(n_windows: int, resamples: int, seed: int) -> np.ndarray:
+    """How often each window is drawn in each resample, float64 [resamples, n_windows], read-only."""
+    draws = np.random.default_rng(seed).integers(0, n_windows, (resamples, n_windows))
+    flat = draws + n_windows * np.arange(resamples)[:, None]
+    counts = np.bincount(flat.ravel(), minlength=resamples * n_windows).astype(np.float64)
+    counts.setflags(write=False)
+    return counts.reshape(resamples, n_windows)
+
+
+def interval(value: float, resampled: np.ndarray, jackknife: np.ndarray, confidence: float) -> tuple[float, float, str]:
+    r"""Two-sided interval of a statistic over n windows.
+
+    From 8 windows on: BCa (Efron & Tibshirani 1993, equations 14.9, 14.10 and 14.15, acceleration from
+    the jackknife over windows). Its nominal normal quantile is widened to
+    :math:`\sqrt{n/(n-1)}\,t_{n-1}` because resampled windows scatter too little by (n-1)/n and their
+    scatter is itself estimated (Hesterberg 2015, The American Statistician 69, section 4).
+
+    Below 8 windows no bootstrap covers what it says, so the interval is
+    :math:`value \pm t_{n-1}\, se` with the jackknife's standard error (Efron & Tibshirani 1993,
+    equation 11.5).
+
+    Parameters
+    ----------
+    value : float
+        The statistic of the data.
+    resampled : float64 [resamples]
+    jackknife : float64 [windows]
+        The statistic without each window.
+    confidence : float in (0, 1)
+
+    Returns
+    -------
+    low, high : float
+    method : str
+        ``bca``, ``t`` or ``percentile``.
+    """
+    n = jackknife.size
+    quantile = student_quantile(0.5 + confidence / 2, n - 1)
+    if np.ptp(resampled) <= 1e-12 * abs(value):
+        return float(min(value, resampled.min())), float(max(value, resampled.max())), "percentile"
+    if n < FEWEST_FOR_BCA:
+        pull = jackknife - jackknife.mean()
+        half = quantile * math.sqrt((n - 1) / n * float(pull @ pull))
+        return value - half, value + half, "t"
+    wide = math.sqrt(n / (n - 1)) * quantile
+    levels, method = bca_levels(value, resampled, jackknife, wide), "bca"
+    if levels is None:
+        levels, method = (_NORMAL.cdf(-wide), _NORMAL.cdf(wide)), "percentile"
+    low, high = np.quantile(resampled, levels)
+    return float(low), float(high), method
+
+
+def bca_levels(value: float, resampled: np.ndarray, jackknife: np.ndarray, wide: float) -> tuple[float, float] | None:
+    """Which quantiles of the resamples bound the BCa interval (Efron & Tibshirani 1993, 14.10).
+
+    `wide` is the normal quantile before correction. None where the correction is undefined (the
+    acceleration is so large that its denominator changes sign).
+    """
+    pull = jackknife.mean() - jackknife
+    spread = float(pull @ pull) ** 1.5
+    acceleration = float((pull**3).sum()) / (6 * spread) if spread > 0 else 0.0
+    if abs(acceleration) * wide >= 1:
+        return None
+    below = float((resampled < value).mean() + (resampled == value).mean() / 2)
+    edge = 1 / (resampled.size + 1)
+    bias = _NORMAL.inv_cdf(min(max(below, edge), 1 - edge))
+    shifted = [bias + z for z in (-wide, wide)]
+    if any(acceleration * z >= 1 for z in shifted):
+        return None
+    low, high = (_NORMAL.cdf(bias + z / (1 - acceleration * z)) for z in shifted)
+    return low, high
+
+
+@functools.lru_cache(maxsize=64)
+def student_quantile(probability: float, df: int) -> float:
+    """Quantile of Student's t with an integer `df` >= 1, for `probability` >= 0.5.
+
+    Bisection on the closed form of the distribution function (Abramowitz & Stegun 26.7.3 and 26.7.4).
+    """
+    low, high = 0.0, 1.0
+    while student_cdf(high, df) < probability:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, df) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def student_cdf(t: float, df: int) -> float:
+    """P(T <= t) of Student's t for t >= 0 and an integer `df` (Abramowitz & Stegun 26.7.3, 26.7.4)."""
+    angle = math.atan(t / math.sqrt(df))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = df % 2
+    total = term = 1.0 if df > 1 else 0.0
+    for i in range(1 + odd, df - 2 + odd, 2):
+        term *= i / (i + 1) * cosine**2
+        total += term
+    inside = 2 / math.pi * (angle + sine * cosine * total) if odd else sine * total
+    return 0.5 + inside / 2

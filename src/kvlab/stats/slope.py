@@ -1,0 +1,52 @@
+"""Slope of a power law, fitted on logarithms."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvlab.errors import Fault
+from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
+
+FLOOR_MULTIPLE = 10.0
+SATURATION = 0.5
+
+
+def linear_range(kl: np.ndarray, floor: float) -> np.ndarray:
+    """Which points of a KL curve obey its power law, bool [points].
+
+    A point counts when its mean KL is above 10 times the identity cell's, where the engine's own noise
+    adds less than a tenth, and below 0.5 nat per token, beyond which KL bends towards its ceiling.
+    """
+    kl = np.asarray(kl)
+    return (kl > FLOOR_MULTIPLE * floor) & (kl > 0) & (kl < SATURATION)
+
+
+def log_log_slope(bootstrap: Bootstrap, x: np.ndarray, columns: list[Column]) -> Estimate:
+    r"""Slope of log(mean of each column) against log(x), with its interval over windows.
+
+    Weighted least squares with weights :math:`(\bar y_i / se_i)^2`, the inverse variance of
+    :math:`\log \bar y_i` (delta method), with `se` between windows; the weights are fixed by the data
+    and the fit is repeated in every resample. KL of small noise is quadratic in it, so the slope is 2.
+
+    Parameters
+    ----------
+    bootstrap : Bootstrap
+    x : float64 [points], positive
+        At least two different values.
+    columns : list of Column, paired
+        One per point.
+    """
+    x = np.log(np.asarray(x, dtype=np.float64))
+    if len(columns) != x.size or np.unique(x).size < 2:
+        raise Fault(f"a slope needs a column per point and two different points, not {x.size} points")
+    weights = np.array([_weight(column) for column in columns])
+    weights = weights / weights.sum() if np.isfinite(weights).all() else np.full(x.size, 1 / x.size)
+    centred = x - weights @ x
+    pull = weights * centred / (weights @ centred**2)
+    return bootstrap.combine(columns, lambda means: np.log(means) @ pull)
+
+
+def _weight(column: Column) -> float:
+    mean, n = column.means.mean(), len(column.windows)
+    variance = column.means.var(ddof=1) / n
+    return mean**2 / variance if variance > 0 else np.inf

@@ -1,0 +1,293 @@
+"""A folder of results with planted effects: every job, baseline run, codebook and sigma sidecar.
+
+The mean of every planted quantity is exact in every table (tokens are scaled to it), so a test can
+compare a point value with what was planted, and an interval with what the tokens scatter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from kvlab.experiments import plan
+from kvlab.params import Params, overlay, read_yaml, studied_recipe
+from kvlab.recipe import IDENTITY, BlockStream, Cell, NoiseStream, digest
+from kvlab.records import (
+    TOKENS,
+    CellRecord,
+    Coding,
+    JobRecord,
+    Provenance,
+    write_job,
+    write_json,
+    write_table,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = 512
+SMALL = {
+    "windows": {"context": 64, "eval": 17, "test": 12, "calib": 2},
+    "layers": {"windows": 12, "dtype": "float32", "protocols": ["in_forward"]},
+    "noise": {"windows": 12},
+    "jobs": {"cells_per_job": 5},
+    "stats": {"resamples": 600},
+}
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What is planted. KL in nats per token.
+
+    `engine`, `protocol` and `variance_ratio` are added to `base` when the factor is at its high
+    level; `pairs` holds what two high factors add together, keyed by a tuple of their names.
+    """
+
+    base: float = 0.010
+    engine: float = 0.002
+    protocol: float = 0.004
+    variance_ratio: float = 0.060
+    pairs: dict[tuple[str, str], float] = field(default_factory=lambda: {("engine", "protocol"): 0.001})
+    stream_share: dict[str, float] = field(default_factory=lambda: {"kv": 1.0, "k": 0.65, "v": 0.35})
+    floor: dict[str, float] = field(default_factory=lambda: {"hf": 1e-4, "vllm": 5e-5})
+    identity_fp32: float = 1e-9
+    cross_identity: float = 3e-8
+    cross_codec: float = 1e-5
+    codec_disagreement: float = 0.001
+    nll_per_kl: float = 0.8
+    flip_rate: float = 0.25
+    layer_kl: tuple[float, ...] = (0.012, 0.004, 0.003, 0.002, 0.0015, 0.0)
+    additivity: float = 1.3
+    noise_coefficient: dict[str, float] = field(default_factory=lambda: {"k": 0.5, "v": 0.3, "kv": 0.8})
+    noise_saturation: float = 2.0
+    window_spread: float = 0.3
+    jitter: float = 0.1
+    canary: float = 0.05
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where `write_results` put things, in the order `metrics.build` takes them."""
+
+    baseline: list[Path]
+    jobs: list[Path]
+    codebooks: Path
+    sigmas: list[Path]
+
+
+def small_params(**changes) -> Params:
+    """The repository's params.yaml, shrunk, with `changes` (nested dicts) laid over it."""
+    data = overlay(read_yaml(ROOT / "params.yaml"), SMALL)
+    return Params.model_validate(overlay(data, changes))
+
+
+def write_results(folder: Path | str, params: Params, effects: Effects | None = None) -> Paths:
+    """Write everything that `kvlab metrics` reads into `folder`."""
+    folder, effects = Path(folder), effects or Effects()
+    text = Text(params, effects)
+    jobs = []
+    for study in plan.STUDIES:
+        for name, cells in plan.jobs(params, study).items():
+            path = folder / "results" / study / f"{name}.json"
+            tokens = pl.concat(
+                [text.rows(cell.cell_id, planted_kl(params, effects, cell), cell.windows) for cell in cells]
+            )
+            record = JobRecord(
+                provenance=provenance(),
+                context=params.windows.context,
+                eval=params.windows.eval,
+                cells=tuple(cell_record(params, effects, cell) for cell in cells),
+            )
+            write_job(path, record, tokens)
+            jobs.append(path)
+    return Paths(
+        baseline=write_baseline(folder, params, effects, text),
+        jobs=jobs,
+        codebooks=write_codebooks(folder, params),
+        sigmas=[write_sigma(folder, params, engine) for engine in params.engines],
+    )
+
+
+def provenance(**changes) -> Provenance:
+    """The identity that all synthetic rows share."""
+    values = {
+        "model_hash": "5" * 16,
+        "corpus_hash": "c" * 16,
+        "calibration_hash": "a" * 16,
+        "versions": {"kvlab": "0.1.0", "python": "3.11"},
+        "device": "cpu",
+    }
+    return Provenance(**values | changes)
+
+
+def planted_kl(params: Params, effects: Effects, cell: Cell) -> float:
+    """Mean KL planted in one cell."""
+    if cell.study == "noise":
+        sigma = cell.recipe.k.sigma
+        quadratic = effects.noise_coefficient[cell.stream] * sigma**2
+        return effects.noise_saturation * -np.expm1(-quadratic / effects.noise_saturation)
+    if cell.study == "layers":
+        shares = np.resize(effects.layer_kl, params.model.n_layers)
+        return float(shares[cell.layers[0]] if len(cell.layers) == 1 else effects.additivity * shares.sum())
+    if cell.recipe == IDENTITY:
+        floor = effects.identity_fp32 if cell.dtype == "float32" else effects.floor[cell.engine]
+        return floor if cell.layers else floor / 2
+    return effects.stream_share[cell.stream] * codec_kl(params, effects, cell)
+
+
+def codec_kl(params: Params, effects: Effects, cell: Cell) -> float:
+    """Mean KL planted in a codec cell of both streams."""
+    high = {
+        "engine": cell.engine == "vllm" and cell.dtype != "float32",
+        "protocol": cell.protocol == "in_forward",
+        "variance_ratio": cell.recipe.k.variance_ratio == params.gap.variance_ratios[1],
+    }
+    kl = effects.base + sum(getattr(effects, name) for name, is_high in high.items() if is_high)
+    kl += sum(value for pair, value in effects.pairs.items() if all(high[name] for name in pair))
+    if cell.engine == "vllm" and cell.dtype == "float32":
+        kl *= 1 + effects.codec_disagreement
+    return kl
+
+
+class Text:
+    """The scored tokens: the same windows, labels and references in every cell."""
+
+    def __init__(self, params: Params, effects: Effects):
+        rng = np.random.default_rng(effects.seed)
+        self.effects, self.windows = effects, params.windows.test
+        self.positions = np.arange(params.windows.context + 1, params.windows.length)
+        shape = (self.windows, self.positions.size)
+        window = np.exp(effects.window_spread * rng.standard_normal((self.windows, 1)))
+        self.weight = window * rng.gamma(2.0, 0.5, shape)
+        self.normal = rng.standard_normal(shape)
+        self.uniform = rng.random(shape)
+        self.p_max = rng.uniform(0.02, 0.99, shape)
+        self.top1 = rng.integers(0, VOCABULARY, shape)
+        right = rng.random(shape) < self.p_max
+        self.label = np.where(right, self.top1, (self.top1 + 1) % VOCABULARY)
+        self.nll = -np.log(self.p_max) + np.where(right, 0, 0.1 + rng.exponential(2.0, shape))
+
+    def rows(self, cell_id: str, mean_kl: float, windows: int) -> pl.DataFrame:
+        """Rows of one cell whose mean KL is exactly `mean_kl` and mean delta NLL `nll_per_kl` times it."""
+        rng = np.random.default_rng(int(digest({"cell": cell_id, "seed": self.effects.seed})[:8], 16))
+        kl = self.weight[:windows] * np.exp(self.effects.jitter * rng.standard_normal((windows, self.positions.size)))
+        kl *= mean_kl / kl.mean()
+        scatter = np.sqrt(2 * kl) * self.normal[:windows]
+        delta = self.effects.nll_per_kl * kl + scatter - scatter.mean()
+        flipped = self.uniform[:windows] < self.effects.flip_rate * np.sqrt(kl)
+        goal = np.where(self.normal[:windows] > 0.5, self.label[:windows], (self.top1[:windows] + 2) % VOCABULARY)
+        goal = np.where(goal == self.top1[:windows], (self.top1[:windows] + 2) % VOCABULARY, goal)
+        top1_alt = np.where(flipped, goal, self.top1[:windows])
+        window, position = np.meshgrid(np.arange(windows), self.positions, indexing="ij")
+        columns = {
+            "window": window,
+            "position": position,
+            "label": self.label[:windows],
+            "nll_ref": self.nll[:windows],
+            "nll_alt": self.nll[:windows] + delta,
+            "kl": kl,
+            "top1_ref": self.top1[:windows],
+            "top1_alt": top1_alt,
+            "p_ref_max": self.p_max[:windows],
+        }
+        table = pl.DataFrame({name: values.ravel() for name, values in columns.items()})
+        return table.with_columns(cell_id=pl.lit(cell_id)).select(list(TOKENS)).cast(dict(TOKENS))
+
+
+def cell_record(params: Params, effects: Effects, cell: Cell) -> CellRecord:
+    """The record of one cell whose codec fired as often as it should."""
+    coded = cell.recipe != IDENTITY
+    fires = len(cell.layers) * cell.windows * len(cell.stream)
+    streams = list(cell.stream) if coded and isinstance(cell.recipe.k, BlockStream) else []
+    ratio = cell.recipe.k.variance_ratio if streams else 1.0
+    return CellRecord(
+        cell_id=cell.cell_id,
+        recipe_id=cell.recipe_id,
+        cell=cell,
+        coding=Coding(
+            fires=fires,
+            expected_fires=fires,
+            values=1000 * params.model.n_layers,
+            coded_bytes=len(cell.layers) * 450 if streams else 0,
+            raw_bytes=(params.model.n_layers - (len(cell.layers) if streams else 0)) * 2000,
+            d_eff={stream: {int(32 * ratio) - 1: 10, int(32 * ratio): 30} for stream in streams},
+            outlier_rate={stream: 0.045 if stream == "k" else 0.0 for stream in streams},
+            whitened_error={stream: 0.03 for stream in streams},
+        ),
+        canary_kl=effects.canary if coded and not isinstance(cell.recipe.k, NoiseStream) else None,
+    )
+
+
+def write_baseline(folder: Path, params: Params, effects: Effects, text: Text) -> list[Path]:
+    """One file pair per baseline run; vLLM in float32 also carries the agreement cells."""
+    paths = []
+    for run, (engine, dtype, attention) in plan.baseline_runs(params).items():
+        plain = effects.floor[engine] * 10 if dtype == "bfloat16" else effects.identity_fp32
+        planted = [("plain", None, 0.0 if run == "hf-float32-eager" else plain)]
+        if engine == "vllm" and dtype == "float32":
+            planted += [("identity", protocol, effects.cross_identity) for protocol in params.protocols]
+            planted += [("kv", protocol, effects.cross_codec) for protocol in params.protocols]
+        shared = {"run": run, "engine": engine, "dtype": dtype, "attention": attention}
+        cells, tables = [], []
+        for what, protocol, kl in planted:
+            cell = {"what": what, "protocol": protocol, "reference": "truth"}
+            cell["cell_id"] = digest(shared | cell)
+            cells.append(cell)
+            tables.append(text.rows(cell["cell_id"], kl, params.windows.test))
+        path = folder / "results" / "baseline" / f"{run}.json"
+        write_table(path.with_suffix(".parquet"), pl.concat(tables))
+        coded = len(cells) > 1
+        origin = provenance() if coded else provenance(calibration_hash=None)
+        shared |= {"context": params.windows.context, "eval": params.windows.eval}
+        write_json(path, shared | {"provenance": origin.model_dump(), "cells": cells})
+        paths.append(path)
+    return paths
+
+
+def write_codebooks(folder: Path, params: Params) -> Path:
+    """The codebooks' JSON: one table per stream and variance ratio."""
+    tables = []
+    for ratio in sorted({*params.gap.variance_ratios, params.codec.variance_ratio}):
+        for stream, bits in (("k", params.bits), ("v", params.v_bits)):
+            name = f"{stream.upper()}_vr{ratio:g}"
+            table = {
+                "name": name,
+                "stream": stream,
+                "bits": bits,
+                "variance_ratio": ratio,
+                "layout": params.codec.layout,
+                "centroids": np.linspace(-2.0, 2.0, 2**bits).tolist(),
+                "n_samples": 10000,
+                "std": 1.02,
+                "mse_gaussian": 0.04,
+                "mse_fitted": 0.038,
+                "origin": params.calibration.origin,
+                "file": f"{name}.f32",
+                "stream_recipe_id": digest(getattr(studied_recipe(params, ratio), stream)),
+            }
+            tables.append(table)
+    path = folder / "calib" / "codebooks" / f"{params.calibration.origin}.json"
+    origin = provenance()
+    head = {"origin": params.calibration.origin, "model_hash": origin.model_hash, "corpus_hash": origin.corpus_hash}
+    write_json(path, head | {"tables": tables})
+    return path
+
+
+def write_sigma(folder: Path, params: Params, engine: str) -> Path:
+    """The sidecar of one engine's Sigma_q; vLLM's trace is 1 % larger everywhere."""
+    diagnostics = []
+    for layer in range(params.model.n_layers):
+        for head in range(2):
+            trace = (100.0 + 10 * layer + head) * (1.01 if engine == "vllm" else 1.0)
+            entry = {"layer": layer, "kv_head": head, "sigma_trace": trace, "eig_min": 0.1, "eig_max": 50.0}
+            entry |= {"condition": 500.0 + 100 * layer + head, "diag_mean": 2.0, "off_diag_max_abs": 6.0}
+            diagnostics.append(entry)
+    path = folder / "calib" / "sigma" / f"{engine}.json"
+    origin = provenance()
+    head = {"calibration_source": engine, "ridge": params.calibration.ridge}
+    head |= {"model_hash": origin.model_hash, "corpus_hash": origin.corpus_hash}
+    write_json(path, head | {"diagnostics": diagnostics})
+    return path

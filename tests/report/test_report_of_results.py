@@ -1,0 +1,35 @@
+"""The whole reporting wing on a folder of planted results: tables in, report out."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvlab.gate.verdict import judge
+from kvlab.report import figures, findings, metrics
+from report.synthetic import Effects, small_params, write_results
+
+
+@pytest.mark.parametrize(
+    ("engines", "effects", "answer"),
+    [
+        (["hf", "vllm"], Effects(), "`variance_ratio` carries"),
+        (["hf", "vllm"], Effects(codec_disagreement=0.1), "**Withheld.**"),
+        (["hf"], Effects(), "`variance_ratio` carries"),
+        (["vllm"], Effects(), "`variance_ratio` carries"),
+    ],
+    ids=["agree", "disagree", "hf", "vllm"],
+)
+def test_report_of_planted_results(tmp_path, monkeypatch, engines, effects, answer):
+    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(str(name)))
+    params = small_params(engines=engines, stats={"resamples": 200})
+    there = write_results(tmp_path, params, effects)
+    found = metrics.build(params, there.baseline, there.jobs, there.codebooks, there.sigmas)
+    out = tmp_path / "FINDINGS.md"
+    findings.write(params, found, judge(params, found), out)
+    text = out.read_text()
+    assert answer in text.split("\n\n")[1]
+    assert "None" not in text and "nan" not in text
+    if engines == ["hf"]:
+        assert "`vllm`" not in text and "withheld" not in text.lower()
+    if engines == ["vllm"]:
+        assert "only vllm was measured" in text  # against the HF truth, unchecked: the baseline is withheld

@@ -1,0 +1,157 @@
+import math
+
+import numpy as np
+import pytest
+
+from kvlab.errors import Fault, MixedIdentity, NonFinite
+from kvlab.stats.bootstrap import Bootstrap, Column, Estimate, resample_counts, student_quantile
+
+BOOT = Bootstrap(resamples=1500, confidence=0.95, seed=0)
+
+
+def make(values, offset=0):
+    """A Column of values [windows, tokens]."""
+    windows, tokens = values.shape
+    window = np.repeat(np.arange(windows), tokens)
+    return Column.of(window, offset + np.tile(np.arange(tokens), windows), values.ravel())
+
+
+def clustered(rng, windows, tokens=20):
+    """Skewed tokens of mean 1 whose windows differ: a lognormal factor of mean 1 times gammas of mean 1."""
+    factor = np.exp(0.5 * rng.standard_normal((windows, 1)) - 0.125)
+    return factor * rng.gamma(1.0, 1.0, (windows, tokens))
+
+
+def coverage(windows, repeats, statistic=BOOT.mean, truth=1.0):
+    rng = np.random.default_rng(7)
+    found = [statistic(make(clustered(rng, windows))) for _ in range(repeats)]
+    return np.mean([estimate.low <= truth <= estimate.high for estimate in found])
+
+
+def test_interval_covers_the_planted_mean():
+    assert 0.90 <= coverage(32, 400) <= 0.99
+
+
+def test_interval_covers_the_planted_ppl_ratio():
+    assert 0.90 <= coverage(32, 300, BOOT.exp_mean, truth=math.e) <= 0.99
+
+
+@pytest.mark.parametrize("windows", [4, 7, 8, 12])
+def test_few_windows_still_cover(windows):
+    assert coverage(windows, 300) >= 0.88
+
+
+def test_tokens_as_if_independent_would_not_cover():
+    """The reason for clusters: the same data with every token its own window is overconfident."""
+    rng = np.random.default_rng(3)
+    boot, hits = Bootstrap(300, 0.95, 0), []
+    for _ in range(100):
+        estimate = boot.mean(make(clustered(rng, 16).reshape(-1, 1)))
+        hits.append(estimate.low <= 1 <= estimate.high)
+    assert np.mean(hits) < 0.85
+
+
+def test_wider_confidence_gives_a_wider_interval():
+    column = make(clustered(np.random.default_rng(0), 32))
+    low, high = (Bootstrap(2000, confidence, 0).mean(column) for confidence in (0.8, 0.99))
+    assert low.resolvable < high.resolvable
+
+
+def test_skewed_data_gives_a_skewed_interval():
+    estimate = BOOT.mean(make(np.random.default_rng(1).lognormal(0, 1.5, (32, 1))))
+    assert estimate.high - estimate.value > 1.2 * (estimate.value - estimate.low)
+
+
+def test_the_same_windows_are_drawn_every_time():
+    column = make(clustered(np.random.default_rng(0), 16))
+    assert BOOT.mean(column) == BOOT.mean(column)
+    assert Bootstrap(1500, 0.95, 1).mean(column) != BOOT.mean(column)
+    counts = resample_counts(16, 300, 5)
+    assert (counts.sum(1) == 16).all() and counts.shape == (300, 16)
+
+
+def test_mean_weights_windows_by_their_tokens():
+    window, position = np.array([0, 0, 0, 1]), np.array([1, 2, 3, 1])
+    column = Column.of(window, position, np.array([1.0, 1.0, 1.0, 5.0]))
+    estimate = BOOT.mean(column)
+    assert estimate.value == 2.0
+    assert (estimate.n_windows, estimate.n_tokens) == (2, 4)
+    assert BOOT.mean(column.per_window(lambda means: means)).value == 3.0
+
+
+def test_pairing_reduces_the_interval():
+    rng = np.random.default_rng(0)
+    base = clustered(rng, 32)
+    a, b = make(base + 0.1 + 0.01 * rng.standard_normal(base.shape)), make(base)
+    paired = BOOT.difference(a, b)
+    assert paired.value == pytest.approx(0.1, abs=0.01)
+    assert paired.low < 0.1 < paired.high
+    assert paired.resolvable < 0.1 * BOOT.mean(a).resolvable
+
+
+def test_unpaired_columns_are_refused():
+    values = clustered(np.random.default_rng(0), 8)
+    with pytest.raises(MixedIdentity, match="scored windows and positions"):
+        BOOT.difference(make(values), make(values, offset=1))
+    with pytest.raises(MixedIdentity):
+        BOOT.ratio(make(values), make(values[:6]))
+
+
+def test_row_order_does_not_matter():
+    values = clustered(np.random.default_rng(0), 8, 5)
+    window, position = np.repeat(np.arange(8), 5), np.tile(np.arange(5), 8)
+    order = np.random.default_rng(1).permutation(40)
+    shuffled = Column.of(window[order], position[order], values.ravel()[order])
+    assert BOOT.difference(make(values), shuffled).value == pytest.approx(0, abs=1e-15)
+
+
+def test_ratio_and_exp_mean():
+    values = clustered(np.random.default_rng(0), 16)
+    ratio = BOOT.ratio(make(3 * values), make(values))
+    assert (ratio.low, ratio.value, ratio.high) == pytest.approx((3, 3, 3))
+    assert BOOT.exp_mean(make(values)).value == pytest.approx(math.exp(values.mean()))
+
+
+def test_no_scatter_gives_a_point():
+    estimate = BOOT.mean(make(np.full((9, 3), 0.25)))
+    assert (estimate.value, estimate.low, estimate.high, estimate.resolvable) == (0.25, 0.25, 0.25, 0)
+    assert estimate.method == "percentile"
+
+
+def test_a_rate_without_an_event_is_not_certain():
+    estimate = BOOT.rate(make(np.ones((10, 30))))
+    assert estimate.high == 1 and estimate.method == "exact"
+    assert estimate.low == pytest.approx(0.025 ** (1 / 300))  # Clopper-Pearson with n of n
+    assert BOOT.rate(make(np.zeros((10, 30)))).high == pytest.approx(1 - 0.025 ** (1 / 300))
+
+
+def test_few_windows_use_student():
+    values = np.array([[1.0], [2.0], [3.0], [6.0]])
+    estimate = BOOT.mean(make(values))
+    half = 3.182446 * values.std(ddof=1) / 2
+    assert estimate.method == "t"
+    assert (estimate.low, estimate.high) == pytest.approx((3 - half, 3 + half), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("probability", "df", "expected"),
+    [(0.975, 1, 12.7062), (0.975, 2, 4.30265), (0.975, 31, 2.03951), (0.95, 10, 1.81246), (0.995, 7, 3.49948)],
+)
+def test_student_quantile(probability, df, expected):
+    assert student_quantile(probability, df) == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_is_not_finite_is_refused():
+    values = np.ones((8, 2))
+    values[3, 1] = np.nan
+    with pytest.raises(NonFinite, match="1 of 16"):
+        make(values)
+    with pytest.raises(NonFinite, match="denominator"):
+        BOOT.ratio(make(np.ones((8, 2))), make(np.zeros((8, 2))))
+    with pytest.raises(Fault, match="at least 2 windows"):
+        BOOT.mean(make(np.ones((1, 4))))
+
+
+def test_estimate_to_json():
+    estimate = Estimate(1.0, 0.5, 2.0, 8, 80, 0.75, "bca")
+    assert set(estimate.to_json()) == {"value", "low", "high", "n_windows", "n_tokens", "resolvable", "method"}

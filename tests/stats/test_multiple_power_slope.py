@@ -1,0 +1,111 @@
+import math
+
+import numpy as np
+import pytest
+
+from kvlab.errors import Fault, NonFinite
+from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
+from kvlab.stats.multiple import benjamini_hochberg, sign_flip_p
+from kvlab.stats.power import effective_tokens, predicted_standard_error, windows_for_sign, windows_needed
+from kvlab.stats.slope import linear_range, log_log_slope
+
+BOOT = Bootstrap(800, 0.95, 0)
+
+
+def make(values):
+    windows, tokens = values.shape
+    return Column.of(np.repeat(np.arange(windows), tokens), np.tile(np.arange(tokens), windows), values.ravel())
+
+
+def test_benjamini_hochberg_by_hand():
+    # m p / rank: .005*5/1, .009*5/2, .05*5/3, .039*5/4 is out of order, .5
+    p = [0.05, 0.005, 0.5, 0.009, 0.051]
+    assert benjamini_hochberg(p) == pytest.approx([0.06375, 0.0225, 0.5, 0.0225, 0.06375])
+    assert benjamini_hochberg([0.9, 1.0]) == pytest.approx([1, 1])
+    with pytest.raises(NonFinite):
+        benjamini_hochberg([0.1, np.nan])
+
+
+def test_sign_flip_counts_all_patterns_when_it_can():
+    assert sign_flip_p(np.array([1.0, 2.0, 3.0]), draws=100, seed=0) == 1 / 8
+    assert sign_flip_p(np.array([-1.0, 2.0, 3.0]), draws=100, seed=0) == 2 / 8
+    assert sign_flip_p(np.zeros(5), draws=100, seed=0) == 1
+
+
+def test_sign_flip_holds_its_level_and_finds_effects():
+    rng = np.random.default_rng(0)
+    p = [sign_flip_p(rng.standard_normal(32), draws=400, seed=1) for _ in range(300)]
+    assert 0.02 < np.mean(np.array(p) <= 0.05) < 0.09
+    assert sign_flip_p(rng.standard_normal(32) + 2, draws=400, seed=1) == 1 / 401
+
+
+def test_predicted_standard_error_is_what_delta_nll_scatters():
+    """Logit noise on a real distribution: the second-order prediction holds within a few per cent."""
+    rng = np.random.default_rng(0)
+    tokens, vocabulary = 20000, 64
+    p = rng.dirichlet(np.ones(vocabulary))
+    shift = 0.05 * rng.standard_normal((tokens, vocabulary))
+    q = p * np.exp(shift)
+    q /= q.sum(1, keepdims=True)
+    labels = rng.choice(vocabulary, tokens, p=p)
+    delta = np.log(p[labels]) - np.log(q[np.arange(tokens), labels])
+    kl = (p * np.log(p / q)).sum(1).mean()
+    assert predicted_standard_error(kl, tokens) == pytest.approx(delta.std() / math.sqrt(tokens), rel=0.05)
+    with pytest.raises(Fault):
+        predicted_standard_error(kl, 0)
+
+
+def test_effective_tokens():
+    rng = np.random.default_rng(0)
+    independent = rng.standard_normal((200, 20))
+    copies = np.repeat(rng.standard_normal((200, 1)), 20, axis=1)
+    for values, expected in ((independent, 4000), (copies, 200)):
+        assert effective_tokens(make(values), make(values**2)) == pytest.approx(expected, rel=0.15)
+
+
+def test_windows_needed():
+    assert windows_needed(width=0.02, distance=0.01, n_windows=32) == 129
+    assert windows_needed(width=0.01, distance=0.02, n_windows=32) == 33
+    assert windows_needed(width=0.01, distance=0.0, n_windows=32) is None
+    open_, settled = Estimate(0.5, -0.5, 1.5, 10, 100, 1.0, "bca"), Estimate(0.5, 0.1, 0.9, 10, 100, 0.4, "bca")
+    assert windows_for_sign(open_) == 41
+    assert windows_for_sign(settled) == 10
+    assert windows_for_sign(Estimate(-0.5, -1.5, 0.5, 10, 100, 1.0, "bca")) == 41
+    assert windows_for_sign(Estimate(0.0, -1.0, 1.0, 10, 100, 1.0, "bca")) is None
+
+
+def test_windows_needed_are_enough():
+    """Planted: as many windows as the small sample asked for do settle the sign."""
+    rng = np.random.default_rng(5)
+    small = BOOT.mean(make(0.2 + rng.standard_normal((16, 1))))
+    assert small.low < 0 < small.high
+    needed = windows_for_sign(small)
+    larger = BOOT.mean(make(small.value + rng.standard_normal((2 * needed, 1))))
+    assert larger.low > 0
+
+
+def test_linear_range():
+    kl = np.array([0.0, 9e-8, 1.1e-7, 1e-3, 0.499, 0.5, 2.0])
+    assert linear_range(kl, floor=1e-8).tolist() == [False, False, True, True, True, False, False]
+
+
+def test_slope_is_recovered():
+    rng = np.random.default_rng(0)
+    x = np.array([0.01, 0.03, 0.1])
+    window = np.exp(0.3 * rng.standard_normal((16, 1)))
+    columns = [make(0.5 * s**1.7 * window * rng.gamma(20, 0.05, (16, 10))) for s in x]
+    slope = log_log_slope(BOOT, x, columns)
+    assert slope.low < 1.7 < slope.high
+    assert slope.resolvable < 0.1
+    exact = [make(s**2 * window) for s in x]
+    assert log_log_slope(BOOT, x, exact).value == pytest.approx(2)
+    with pytest.raises(Fault, match="two different points"):
+        log_log_slope(BOOT, x[:1], columns[:1])
+
+
+def test_slope_trusts_the_precise_points():
+    rng = np.random.default_rng(1)
+    x = np.array([0.01, 0.1, 1.0])
+    scatter = (0.01, 0.01, 3.0)
+    columns = [make(s**2 * np.exp(z * rng.standard_normal((32, 1)))) for s, z in zip(x, scatter, strict=True)]
+    assert log_log_slope(BOOT, x, columns).value == pytest.approx(2, abs=0.05)

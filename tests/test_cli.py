@@ -1,0 +1,159 @@
+"""The command line: bad input is one line and exit code 2, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from kvlab import cli
+from kvlab.params import Params
+
+
+def run(*arguments: str, capsys) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one verb, in this process."""
+    try:
+        cli.main([str(a) for a in arguments])
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture
+def in_root(root, monkeypatch):
+    monkeypatch.chdir(root)
+
+
+def test_help_teaches_the_order_of_the_steps(capsys):
+    code, out, _ = run("--help", capsys=capsys)
+    assert code == 0
+    steps = ["corpus", "capture", "sigma", "codebooks", "baseline", "measure", "metrics", "gate", "report"]
+    places = [out.index(f"\n  {step} ") for step in steps]
+    assert places == sorted(places)
+
+
+def test_every_verb_of_the_overview_exists_and_none_is_missing():
+    actions = [a for a in cli.parser()._actions if hasattr(a, "choices") and a.choices]
+    verbs = set(actions[0].choices)
+    named = {line.split()[0] for line in cli.OVERVIEW.splitlines() if line.startswith("  ") and line.strip()}
+    assert verbs == named
+
+
+def test_params_prints_what_it_checked_and_the_recipe_ids(in_root, capsys, base_params):
+    code, out, _ = run("params", capsys=capsys)
+    assert code == 0
+    assert yaml.safe_load(out) == Params.complete(base_params).model_dump(mode="json")
+    assert "# recipes" in out and "hf-bfloat16-0" in out
+
+
+def test_params_as_json_can_be_given_back(in_root, capsys, base_params):
+    _, out, _ = run("params", "--json", "--set", "bits=4", capsys=capsys)
+    assert Params.parse(out).bits == 4
+    assert json.loads(out)["windows"] == base_params["windows"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["parmas"], ["'parmas'", "'params'"]),
+        (["params", "--set", "bits=0"], ["'bits'", "0", "1"]),
+        (["params", "--set", "codec.nam=x"], ["codec.nam", "codec.name"]),
+        (["params", "--set", "bits"], ["KEY=VALUE"]),
+        (["params", "--preset", "quik"], ["'quik'", "'quick'"]),
+        (["params", "--params", "nowhere.yaml"], ["nowhere.yaml", "does not exist"]),
+        (["measure", "--out", "x"], ["--study"]),
+    ],
+)
+def test_bad_words_are_one_line(in_root, capsys, arguments, words):
+    code, out, err = run(*arguments, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert all(word in err for word in words), err
+
+
+def measure(params: Params, folder, windows, calibration, capsys, /, **changed):
+    """`kvlab measure` with some arguments changed; returns what `run` returns."""
+    given = {
+        "--params": json.dumps(params.model_dump(mode="json")),
+        "--study": "cells",
+        "--job": "hf-float32-0",
+        "--windows": windows,
+        "--sigma": calibration["sigma"],
+        "--codebooks": calibration["codebooks"],
+        "--out": folder / "out" / "hf-float32-0.parquet",
+    } | {f"--{name}": value for name, value in changed.items()}
+    return run("measure", *(word for pair in given.items() for word in pair), capsys=capsys)
+
+
+def test_a_job_leaves_a_table_and_its_record(tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys):
+    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys)
+    assert code == 0, err
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"hf-float32-0.json", "hf-float32-0.parquet"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"job": "hf-float32-7"}, ["'hf-float32-7'", "'hf-float32-0'"]),
+        ({"study": "cell"}, ["'cell'", "'cells'"]),
+        ({"windows": "nowhere.safetensors"}, ["nowhere.safetensors", "kvlab corpus"]),
+        ({"sigma": "nowhere.safetensors"}, ["nowhere.json"]),
+        ({"params": '{"bits": 3}'}, ["is read here but not named"]),
+    ],
+)
+def test_a_job_that_cannot_run_leaves_nothing(
+    tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys, changed, words
+):
+    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys, **changed)
+    assert (code, err.strip().count("\n")) == (2, 0), err
+    assert all(word in err for word in words), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_calibration_of_another_model_stops_the_job(tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys):
+    sidecar = tiny_calibration["sigma"].with_suffix(".json")
+    facts = json.loads(sidecar.read_text())
+    (tmp_path / "hf.json").write_text(json.dumps(facts | {"model_hash": "another"}))
+    (tmp_path / "hf.safetensors").write_bytes(tiny_calibration["sigma"].read_bytes())
+    code, _, err = measure(
+        tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys, sigma=tmp_path / "hf.safetensors"
+    )
+    assert code == 2 and "fitted on model another" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_loses_the_job_and_nothing_else(
+    tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys, monkeypatch
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvlab.records.os.replace", full)
+    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys)
+    assert code == 2 and "the disk is full" in err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_fault_is_exit_code_one(tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvlab.experiments.measure.CANARY_MIN", 1e9)
+    code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys)
+    assert code == 1 and "does not reach the attention" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_module_can_be_run(root):
+    answer = subprocess.run(
+        [sys.executable, "-m", "kvlab", "params", "--set", "engines=[hg]"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": "src"},
+    )
+    assert answer.returncode == 2
+    assert answer.stderr.count("\n") == 1 and "did you mean 'hf'" in answer.stderr
