@@ -1,0 +1,118 @@
+"""Principal components of each block, exact or from a random sketch, and how many of them to keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvlab.codec.seeding import generator
+from kvlab.recipe import BlockStream
+
+RESOLUTION = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Pca:
+    """Mean [blocks, D], axes in descending energy [blocks, k, D] (float64), kept rank [blocks]."""
+
+    mean: Tensor
+    axes: Tensor
+    d_eff: Tensor
+
+
+def fit(rows: Tensor, recipe: BlockStream) -> Pca:
+    """Principal components of each block of [blocks, n, D].
+
+    ``exact`` may keep up to D components, ``randomized`` up to ``max(2, int(D * rank_fraction))``;
+    neither more than a block has rows. All in float64; the sign of an axis makes its largest entry
+    positive.
+    """
+    _, count, dim = rows.shape
+    rows = rows.double()
+    mean = rows.mean(dim=1)
+    centred = rows - mean[:, None]
+    gram = centred.mT @ centred
+    if recipe.pca == "exact":
+        rank = min(dim, count)
+        energy, axes = descending_eigh(gram)
+    else:
+        rank = min(max(2, int(dim * recipe.rank_fraction)), dim, count)
+        width = min(rank + recipe.oversample, dim, count)
+        start = centred.mT @ sketch(recipe.seed, count, width).to(rows.device)
+        energy, axes = subspace_eigh(gram, start, recipe.power_iterations)
+    size = gram.diagonal(dim1=1, dim2=2).sum(-1) + count * mean.square().sum(-1)
+    d_eff = effective_rank(energy, recipe.variance_ratio, rank, RESOLUTION**2 * size)
+    return Pca(mean, axes[:, :rank], d_eff)
+
+
+def effective_rank(energy: Tensor, ratio: float, rank: int, floor: Tensor) -> Tensor:
+    """How many components carry `ratio` of the energy that is given.
+
+    Parameters
+    ----------
+    energy : Tensor
+        Descending energies [blocks, r]. All D of them make the ratio relative to the total
+        variance; the r of a sketch make it relative to what the sketch retained.
+    ratio : float
+        In (0, 1]; 1 keeps `rank` components.
+    rank : int
+        Upper limit.
+    floor : Tensor
+        [blocks]; a block whose energy is not above it has no direction, and keeps 1 component.
+
+    Returns
+    -------
+    Tensor
+        int64 [blocks], each in 1..rank.
+    """
+    energy = energy.clamp(min=0)
+    total = energy.sum(-1)
+    if ratio < 1:
+        needed = (energy.cumsum(-1) < ratio * total[:, None]).sum(-1) + 1
+    else:
+        needed = torch.full_like(total, rank, dtype=torch.int64)
+    return torch.where(total > floor, needed, 1).clamp(1, rank)
+
+
+def descending_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, descending, and eigenvectors as rows with a fixed sign, of [blocks, D, D]."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return values.flip(-1), fixed_sign(vectors.flip(-1).mT)
+
+
+def subspace_eigh(gram: Tensor, start: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """The leading eigenpairs of `gram` inside the range of gram^iterations @ start.
+
+    Halko, Martinsson and Tropp (2011), algorithm 4.4, with start = A^T Omega. A enters only through
+    gram = A^T A, since span(A^T orth(A Z)) = span(gram Z); the singular values of A Q squared are
+    the eigenvalues of Q^T gram Q.
+
+    Parameters
+    ----------
+    gram : Tensor
+        [blocks, D, D], float64.
+    start : Tensor
+        [blocks, D, r], float64.
+    iterations : int
+        Power iterations.
+    """
+    basis = torch.linalg.qr(start).Q
+    for _ in range(iterations):
+        basis = torch.linalg.qr(gram @ basis).Q
+    energy, inner = descending_eigh(basis.mT @ gram @ basis)
+    return energy, fixed_sign(inner @ basis.mT)
+
+
+@lru_cache(maxsize=8)
+def sketch(seed: int, count: int, width: int) -> Tensor:
+    """The random test matrix Omega [count, width], the same for every block of that size."""
+    return torch.randn(count, width, generator=generator("sketch", seed), dtype=torch.float64)
+
+
+def fixed_sign(axes: Tensor) -> Tensor:
+    """Turn each row of [..., k, D] so that its entry of largest magnitude is positive."""
+    largest = axes.abs().argmax(-1, keepdim=True)
+    return axes * torch.where(axes.gather(-1, largest) < 0, -1.0, 1.0)

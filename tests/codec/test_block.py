@@ -1,0 +1,301 @@
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from codec.making import SITE, recipe, relative_error, second_moment, stream
+from kvlab.codec import quantizer, whitening
+from kvlab.codec.base import Site, StreamCalibration
+from kvlab.codec.registry import build
+from kvlab.codec.stored import expand, prefix_mask
+from kvlab.errors import CalibrationMismatch, CodecNotActive, NonFinite
+
+FULL_RATE = {"skeleton": "fp32", "rank_fraction": 1.0}
+
+
+def round_trip(x, calibration=None, site=SITE, **changes):
+    codec = build(recipe(**changes), calibration)
+    encoded = codec.encode(x, site)
+    return encoded, codec.decode(encoded)
+
+
+@pytest.mark.parametrize("pca", ["exact", "randomized"])
+def test_error_falls_with_bits_and_vanishes_at_high_rate(pca):
+    x = stream()
+    errors = [relative_error(x, round_trip(x, bits=b, pca=pca, **FULL_RATE)[1]) for b in range(1, 9)]
+    assert all(later < 0.45 * before for before, later in pairwise(errors))
+    assert errors[-1] < 1e-4
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("codebook", ["gaussian", "fitted"])
+def test_tiny_threshold_is_nearly_lossless(bits, codebook):
+    x = stream()
+    table = StreamCalibration({}, quantizer.gaussian_table(bits).float())
+    encoded, decoded = round_trip(x, table, bits=bits, codebook=codebook, outlier_threshold=1e-6, **FULL_RATE)
+    assert relative_error(x, decoded) < 1e-6
+    assert encoded.stats.n_outliers > 0.99 * encoded.stats.n_coefficients
+
+
+def test_error_is_what_the_table_promises():
+    x = torch.randn(1, 2048, 64, generator=torch.Generator().manual_seed(0))
+    kept = {"block_size": 2048, "n_centres": 1, **FULL_RATE}
+    for bits in (1, 2, 3, 4):
+        # white rows keep all of their energy in the residual but for one centre of 64 dimensions
+        error = relative_error(x, round_trip(x, bits=bits, **kept)[1])
+        assert error == pytest.approx(quantizer.mse(quantizer.gaussian_table(bits)), rel=0.06)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    heads=st.integers(1, 3),
+    tokens=st.sampled_from([1, 2, 3, 31, 32, 33, 70]),
+    dim=st.sampled_from([1, 2, 3, 17, 24, 64]),
+    bits=st.integers(1, 8),
+    layout=st.sampled_from(["per_head", "mixed_heads"]),
+    share_basis=st.booleans(),
+    pca=st.sampled_from(["exact", "randomized"]),
+    ratio=st.sampled_from([1.0, 0.9]),
+    threshold=st.sampled_from([None, 2.0, 0.1]),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_and_setting_round_trips(heads, tokens, dim, bits, layout, share_basis, pca, ratio, threshold, seed):
+    x = stream(heads, tokens, dim, seed)
+    encoded, decoded = round_trip(
+        x, bits=bits, layout=layout, share_basis=share_basis, pca=pca, variance_ratio=ratio,
+        outlier_threshold=threshold, block_size=32, n_centres=5, skeleton="fp32",
+    )  # fmt: skip
+    assert decoded.shape == x.shape and decoded.dtype == torch.float32
+    measured = (decoded.double() - x).square().sum().item()
+    assert measured == pytest.approx(encoded.stats.error_sq, rel=1e-3, abs=1e-6)
+    blocks = math.ceil(tokens / 32) * heads if layout == "per_head" else math.ceil(tokens * heads / 32)
+    assert len(encoded.stats.d_eff) == blocks
+    assert encoded.nbytes == sum(len(raw(tensor)) for tensor in encoded.tensors())
+
+
+def raw(tensor):
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 511, 512, 513, 700])
+def test_ragged_last_block_is_coded(tokens):
+    x = stream(tokens=tokens)
+    encoded, decoded = round_trip(x, bits=6, **FULL_RATE)
+    assert relative_error(x, decoded) < 2e-3 if tokens > 1 else torch.allclose(x, decoded, atol=1e-6)
+    assert len(encoded.stats.d_eff) == 2 * math.ceil(tokens / 512)
+    half, decoded = round_trip(x, bits=6)
+    assert 0 < (decoded[:, -1] - x[:, -1]).abs().max() < 2  # a tail that passed through would be exact
+    assert half.nbytes < encoded.nbytes
+
+
+def test_bytes_equal_a_formula_written_by_hand():
+    # 2 heads x 700 tokens x 64 dims: two blocks of 512 and two of 188 rows, rank 32, 16 centres, 3 bits
+    x = stream(tokens=700)
+    encoded, _ = round_trip(x, outlier_threshold=2.0)
+    per_block = 2 + 2 + 2 * 64 + 2 * 32 * 64 + 2 * 16 * 32  # d_eff, centres' number, mean, axes, centres
+    per_vector = 0.5 + 2 + 2 + 32 * 3 / 8 + 1  # segment, gain, norm, codes, number of outliers
+    outliers = encoded.stats.n_outliers * (1 + 2)
+    assert encoded.stats.d_eff == (32,) * 4
+    assert encoded.stats.n_coefficients == 1400 * 32
+    assert 0.01 < encoded.stats.n_outliers / encoded.stats.n_coefficients < 0.06
+    assert encoded.nbytes == 16 + 4 * per_block + 1400 * per_vector + outliers
+    assert encoded.nbytes == len(b"".join(raw(tensor) for tensor in encoded.tensors()))
+
+
+def test_shared_basis_is_stored_once():
+    x = stream(tokens=1024)
+    own, _ = round_trip(x, block_size=256)
+    shared, decoded = round_trip(x, block_size=256, share_basis=True)
+    basis = 2 + 2 * 64 + 2 * 32 * 64
+    assert own.nbytes - shared.nbytes == (8 - 1) * basis
+    assert len(shared.stats.d_eff) == 8
+    assert relative_error(x, decoded) < 0.3
+
+
+def test_per_head_equals_each_head_alone():
+    x = stream(heads=3, tokens=300)
+    settings = {"block_size": 128, "outlier_threshold": 2.0}
+    together, decoded = round_trip(x, **settings)
+    alone = [round_trip(head[None], **settings) for head in x]
+    assert together.nbytes == sum(encoded.nbytes for encoded, _ in alone) - 2 * 16
+    assert (decoded - torch.cat([part for _, part in alone])).norm() < 1e-3 * decoded.norm()
+
+
+def test_mixed_heads_share_blocks_of_interleaved_rows():
+    x = stream(heads=2, tokens=128)
+    settings = {"block_size": 64, "variance_ratio": 0.9}
+    mixed, decoded = round_trip(x, layout="mixed_heads", **settings)
+    interleaved = x.transpose(0, 1).reshape(1, 256, 64)  # row = token * heads + head
+    as_one, expected = round_trip(interleaved, **settings)
+    assert mixed.nbytes == as_one.nbytes
+    assert torch.allclose(decoded.transpose(0, 1).reshape(1, 256, 64), expected, atol=1e-5)
+    moved = x.clone()
+    moved[1] += 1
+    for layout, touched in (("mixed_heads", True), ("per_head", False)):
+        before, after = (round_trip(y, layout=layout, **settings)[1][0] for y in (x, moved))
+        assert (not torch.allclose(before, after, atol=1e-6)) is touched
+
+
+def test_blocks_of_different_rank_keep_their_place():
+    x = stream(heads=1, tokens=256)
+    rank_two = torch.randn(128, 2, generator=torch.Generator().manual_seed(5)) @ stream(1, 2, 64, 6)[0]
+    x[0, 64:192] = rank_two
+    encoded, decoded = round_trip(x, block_size=64, variance_ratio=0.999, bits=6, pca="exact", skeleton="fp32")
+    high, low = encoded.stats.d_eff[::3], encoded.stats.d_eff[1:3]
+    assert set(low) == {2} and min(high) > 8
+    assert encoded.stats.n_coefficients == sum(64 * 2 ** math.ceil(math.log2(d)) for d in encoded.stats.d_eff)
+    assert relative_error(x, decoded) < 5e-3
+
+
+def test_zero_residual_decodes_to_an_exact_zero_residual():
+    x = torch.zeros(2, 40, 16)
+    encoded, decoded = round_trip(x, bits=1, skeleton="fp32")
+    assert torch.equal(decoded, x)
+    assert encoded.stats.error_sq == 0
+    x[:, 3] = 2.0  # one direction: its centre explains it, nothing is left over
+    assert torch.allclose(round_trip(x, bits=1, skeleton="fp32")[1], x, atol=1e-5)
+
+
+@pytest.mark.parametrize("share_basis", [True, False])
+def test_constant_rows_decode_to_the_constant(share_basis):
+    x = torch.full((1, 600, 24), -3.7)
+    encoded, decoded = round_trip(x, bits=1, share_basis=share_basis)
+    assert torch.allclose(decoded, x, rtol=1e-3)
+    assert set(encoded.stats.d_eff) == {1}
+
+
+def test_repeat_is_bit_equal_whatever_was_coded_before():
+    x = stream(tokens=600)
+    first, once = round_trip(x, outlier_threshold=2.0)
+    round_trip(stream(tokens=37, dim=17), bits=5, seed=99, pca="exact")
+    torch.manual_seed(1)
+    second, twice = round_trip(x, outlier_threshold=2.0)
+    assert torch.equal(once, twice)
+    assert all(torch.equal(a, b) for a, b in zip(first.tensors(), second.tensors(), strict=True))
+    assert first.stats == second.stats
+
+
+def test_decoder_reads_nothing_but_the_stored_tensors():
+    x = stream(tokens=300)
+    codec = build(recipe(bits=2, outlier_threshold=2.0, share_basis=True, variance_ratio=0.97))
+    encoded = codec.encode(x, SITE)
+    expected = codec.decode(encoded)
+    copies = [tensor.clone() for tensor in encoded.tensors()]
+    x.fill_(float("nan"))
+    other = build(codec.recipe)
+    assert torch.equal(other.decode(encoded), expected)
+    assert all(torch.equal(a, b) for a, b in zip(copies, encoded.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_any_float_dtype_is_coded_as_float32(dtype):
+    x = stream().to(dtype)
+    assert torch.equal(round_trip(x)[1], round_trip(x.float())[1])
+
+
+def test_emulated_decoder_loses_the_scale_unless_whitened():
+    x = 40 * stream()
+    correct = relative_error(x, round_trip(x, bits=4)[1])
+    published = relative_error(x, round_trip(x, bits=4, emulate_published_decoder=True)[1])
+    assert published > 10 * correct
+    calibration = StreamCalibration({1: whitening.fit(second_moment(), 1e-3)}, None)
+    whitened = [round_trip(x, calibration, whiten=True, emulate_published_decoder=flag)[1] for flag in (False, True)]
+    assert torch.equal(*whitened)
+    skipped = [
+        round_trip(x, None, whiten=True, whiten_skip_layers=(1,), emulate_published_decoder=flag)[1]
+        for flag in (False, True)
+    ]
+    assert relative_error(x, skipped[1]) > 10 * relative_error(x, skipped[0])
+
+
+def test_whitening_lowers_the_weighted_error_and_is_what_stats_measure():
+    x, sigma = stream(), second_moment()
+    whitener = whitening.fit(sigma, 1e-3)
+    encoded, decoded = round_trip(x, StreamCalibration({1: whitener}, None), whiten=True)
+    _, plain = round_trip(x)
+    weighted = [whitener.whiten(y - x).double().square().sum().item() for y in (decoded, plain)]
+    assert weighted[0] < 0.8 * weighted[1]
+    assert encoded.stats.error_sq == pytest.approx(weighted[0], rel=1e-3)
+    rows = whitener.whiten(x).double()
+    signal = (rows - rows.mean(1, keepdim=True)).square().sum().item()
+    assert encoded.stats.signal_sq == pytest.approx(signal, rel=1e-5)
+
+
+def test_half_precision_overflow_is_refused_with_its_remedy():
+    x = 1e6 * stream()
+    remedy = "use skeleton: fp32"
+    with pytest.raises(NonFinite, match=f"layer 1 k: .*{remedy}$"):
+        round_trip(x)
+    calibration = StreamCalibration({1: whitening.fit(second_moment(), 1e-3)}, None)
+    with pytest.raises(NonFinite, match=f"{remedy}, or add layer 1 to whiten_skip_layers"):
+        round_trip(x, calibration, whiten=True)
+    assert relative_error(x, round_trip(x, skeleton="fp32", bits=4)[1]) < 0.1
+
+
+def test_overflow_of_a_norm_alone_is_refused():
+    x = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(0))
+    x = 1e4 * (x - x.mean(1, keepdim=True))
+    with pytest.raises(NonFinite, match="residual norm of"):
+        round_trip(x, n_centres=1, rank_fraction=1.0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_input_names_layer_and_stream(bad):
+    x = stream()
+    x[1, 5, 6] = bad
+    with pytest.raises(NonFinite, match="layer 3 v"):
+        round_trip(x, site=Site(0, 3, "v"))
+
+
+def test_empty_input_is_refused():
+    with pytest.raises(CodecNotActive, match="no values"):
+        round_trip(torch.zeros(2, 0, 64))
+
+
+def test_missing_calibration_is_refused_in_one_line():
+    x = stream()
+    for calibration in (None, StreamCalibration({2: whitening.fit(second_moment(), 1e-3)}, None)):
+        with pytest.raises(CalibrationMismatch, match="no whitener"):
+            round_trip(x, calibration, whiten=True)
+    with pytest.raises(CalibrationMismatch, match="holds none"):
+        round_trip(x, codebook="fitted")
+    with pytest.raises(CalibrationMismatch, match=r"shape \[4\], 3 bits need \[8\]"):
+        round_trip(x, StreamCalibration({}, torch.arange(4.0)), codebook="fitted")
+    with pytest.raises(CalibrationMismatch, match="ascending"):
+        round_trip(x, StreamCalibration({}, -torch.arange(8.0)), codebook="fitted")
+
+
+@pytest.mark.parametrize("threshold", [None, 2.0])
+def test_residuals_are_what_the_quantiser_sees(threshold):
+    x = stream(tokens=700)
+    changes = {"outlier_threshold": threshold, "variance_ratio": 0.99}
+    codec = build(recipe(**changes))
+    z = codec.residuals(x, SITE)
+    stats = codec.encode(x, SITE).stats
+    assert z.numel() == stats.n_coefficients - stats.n_outliers
+    if threshold is None:  # a unit residual rotated over N coordinates has mean square 1
+        assert z.square().mean().item() == pytest.approx(1, rel=1e-4)
+    else:
+        assert z.abs().max() <= threshold
+    assert codec.residuals(torch.zeros(1, 9, 8), SITE).numel() == 0
+
+
+def test_codebook_fitted_on_the_residuals_lowers_the_error():
+    x = stream(tokens=1024)
+    changes = {"outlier_threshold": 2.0}
+    table = quantizer.fit(build(recipe(**changes)).residuals(x, SITE), 3)
+    fitted = round_trip(x, StreamCalibration({}, table), codebook="fitted", **changes)[0].stats
+    gaussian = round_trip(x, **changes)[0].stats
+    assert fitted.n_outliers == gaussian.n_outliers
+    assert fitted.error_sq < gaussian.error_sq
+
+
+def test_prefix_storage_restores_what_it_kept():
+    lengths = torch.tensor([2, 0, 3])
+    mask = prefix_mask(lengths, 3)
+    assert mask.tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    full = torch.arange(9.0).reshape(3, 3)
+    assert torch.equal(expand(full[mask].half(), mask), full * mask)

@@ -1,0 +1,85 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from codec.making import SITE, recipe, stream
+from kvlab.codec.base import Site, Stats
+from kvlab.codec.block import BlockCodec
+from kvlab.codec.registry import CODECS, build
+from kvlab.codec.seeding import stable_seed
+from kvlab.errors import NonFinite, UnknownName
+from kvlab.recipe import IdentityStream, NoiseStream
+
+
+def noised(sigma, x, site=SITE, seed=3):
+    codec = build(NoiseStream(sigma=sigma, seed=seed))
+    encoded = codec.encode(x, site)
+    return encoded, codec.decode(encoded)
+
+
+def test_registry_builds_every_codec_and_refuses_others():
+    recipes = {"identity": IdentityStream(), "noise": NoiseStream(sigma=0, seed=0), "block": recipe()}
+    assert set(CODECS) == set(recipes)
+    assert all(build(each).recipe == each for each in recipes.values())
+    assert isinstance(build(recipe()), BlockCodec)
+    with pytest.raises(UnknownName, match="did you mean 'block'"):
+        build(SimpleNamespace(codec="blok"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_identity_keeps_every_bit_and_counts_the_bytes_of_its_dtype(dtype):
+    x = stream(tokens=50).to(dtype)
+    codec = build(IdentityStream())
+    encoded = codec.encode(x, SITE)
+    decoded = codec.decode(encoded)
+    assert decoded.dtype == torch.float32
+    assert torch.equal(decoded, x.float())
+    assert encoded.packed and encoded.nbytes == x.numel() * x.element_size()
+    assert encoded.stats.error_sq == 0 < encoded.stats.signal_sq
+    decoded.zero_()
+    x.zero_()
+    assert codec.decode(encoded).abs().sum() > 0
+
+
+@pytest.mark.parametrize("sigma", [0.01, 0.1, 1.0])
+def test_planted_sigma_is_recovered(sigma):
+    x = 7 * stream(tokens=1000)
+    encoded, decoded = noised(sigma, x)
+    rms = x.square().mean().sqrt()
+    error = (decoded - x) / rms
+    n = x.numel()
+    assert error.square().mean().sqrt().item() == pytest.approx(sigma, rel=4 / (2 * n) ** 0.5)
+    assert abs(error.mean().item()) < 4 * sigma / n**0.5
+    assert encoded.stats.error_sq == pytest.approx((decoded - x).double().square().sum().item(), rel=1e-6)
+    assert not encoded.packed and encoded.nbytes == 0
+
+
+def test_noise_is_paired_across_sigmas_and_new_at_every_site():
+    x = stream()
+    quiet, loud = (noised(sigma, x)[1] - x for sigma in (0.5, 1.0))
+    assert torch.allclose(2 * quiet, loud, atol=1e-5)
+    assert torch.equal(noised(0.0, x)[1], x)
+    others = [Site(1, 1, "k"), Site(0, 2, "k"), Site(0, 1, "v")]
+    draws = [loud] + [noised(1.0, x, site)[1] - x for site in others] + [noised(1.0, x, seed=4)[1] - x]
+    for i, one in enumerate(draws):
+        for other in draws[i + 1 :]:
+            assert abs(torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1]) < 0.02
+
+
+def test_seeds_are_stable_and_separate_their_parts():
+    assert stable_seed("a", 1) == 4742018630964328543  # the same in every process
+    assert stable_seed("a", 11) != stable_seed("a1", 1)
+
+
+@pytest.mark.parametrize("stream_recipe", [IdentityStream(), NoiseStream(sigma=0.1, seed=0), recipe()])
+def test_every_codec_refuses_non_finite_input(stream_recipe):
+    x = stream(tokens=20)
+    x[0, 0, 0] = float("inf")
+    with pytest.raises(NonFinite, match="layer 1 k"):
+        build(stream_recipe).encode(x, SITE)
+
+
+def test_stats_add_up():
+    total = Stats((3,), 1, 10, 0.5, 2.0) + Stats((4, 5), 2, 20, 0.25, 3.0)
+    assert total == Stats((3, 4, 5), 3, 30, 0.75, 5.0)
