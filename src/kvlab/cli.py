@@ -178,7 +178,7 @@ def parser() -> argparse.ArgumentParser:
     def verb(function: Callable, *flags: tuple) -> None:
         name = function.__name__.removesuffix("_verb")
         sub = verbs.add_parser(name, help=argparse.SUPPRESS, description=function.__doc__)
-        sub.set_defaults(run=function)
+        sub.set_defaults(step=function)
         sub.add_argument("--params", default="params.yaml", metavar="FILE|JSON", help="default: params.yaml")
         for flag, options in flags:
             sub.add_argument(flag, **options)
@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one verb; errors become one line on stderr and an exit code."""
     args = parser().parse_args(arguments)
     try:
-        args.run(args)
+        args.step(args)
     except KvlabError as error:
         _fail(f"kvlab {args.verb}: {error}", error.exit_code)
     except OSError as error:

@@ -24,6 +24,7 @@ from kvlab.records import atomic, from_header, sha256, to_header, write_json
 
 SHINGLE = 64  # tokens; a run this long in both splits is a copy, not chance
 DATASETS_PREFIX = "datasets:"
+DOCSTRINGS_RECORD = Path("models/reference/corpus.json")  # what `corpus.source: docstrings` must hash to
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def read_documents(corpus: Corpus) -> dict[str, list[str]]:
     if corpus.source == "docstrings":
         from kvlab.corpus_docstrings import load_checked
 
-        splits = load_checked()
+        splits = load_checked(DOCSTRINGS_RECORD)
         return {split: [document.text for document in splits[split]] for split in ("calib", "test")}
     if corpus.source.startswith(DATASETS_PREFIX):
         return dataset_documents(corpus)

@@ -17,7 +17,9 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 from kvlab.errors import CorpusError
@@ -85,10 +87,13 @@ def extract(packages: Sequence[str] = PACKAGES) -> list[Document]:
     CorpusError
         If a package is not installed.
     """
+    files = [(package, path) for package in packages for path in _source_files(package)]
     documents: dict[str, Document] = {}
-    for package in packages:
-        for path in _source_files(package):
-            for text in _docstrings(path):
+    # Parsing is all the work; processes share it, `map` keeps the order.
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        found = pool.map(_docstrings, [path for _, path in files], chunksize=64)
+        for (package, _), texts in zip(files, found, strict=True):
+            for text in texts:
                 digest = _sha256(text)
                 documents.setdefault(digest, Document(text, package, digest))
     return list(documents.values())
@@ -225,16 +230,16 @@ def _is_wanted(package: str, parts: list[str]) -> bool:
     return True
 
 
-def _docstrings(path: Path) -> Iterator[str]:
+def _docstrings(path: Path) -> list[str]:
     try:
         source = path.read_bytes().decode("utf-8")
         if not LONG_STRING.search(source):  # parsing is the slow part, and many files have nothing to offer
-            return
+            return []
         tree = _parse(source)
     except (OSError, ValueError, SyntaxError) as error:
         raise CorpusError(f"cannot read docstrings from {path.parent.name}/{path.name}: {error}") from error
     texts = _called(tree) if TORCH_DOC_FILE.match(path.name) else _written(tree)
-    yield from (text for text in texts if len(text) > MIN_CHARS)
+    return [text for text in texts if len(text) > MIN_CHARS]
 
 
 def _parse(source: str) -> ast.Module:

@@ -51,8 +51,9 @@ def baseline(
     calibrated = calibration.load(sigma, codebooks, info.model_hash) if sigma and codebooks else None
     longest = windows.test.shape[1]
     engine = start(name, info, dtype, attention, max_tokens=longest)
-    is_truth = (name, dtype, attention) == TRUTH
-    truth = engine if is_truth else start(*TRUTH[:2], info=info, attention=TRUTH[2], max_tokens=longest)
+    truth = engine
+    if (name, dtype, attention) != TRUTH:
+        truth = start(TRUTH[0], info, TRUTH[1], TRUTH[2], max_tokens=longest)
     pairs = agreement_pairs(params, name, calibrated) if name != "hf" and dtype == "float32" else []
     entries = [BaselineCell.of(run, *runs[run], "plain", None)]
     entries += [BaselineCell.of(run, *runs[run], what, ours.cell.protocol) for what, _, ours in pairs]

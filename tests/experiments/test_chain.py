@@ -1,0 +1,145 @@
+"""From windows to verdicts on both engines, in one process: the chain that the rules run step by step."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+from kvlab.errors import UnknownName
+from kvlab.experiments import baseline as baseline_module
+from kvlab.experiments import measure as measure_module
+from kvlab.experiments.baseline import baseline
+from kvlab.experiments.measure import measure
+from kvlab.experiments.plan import STUDIES, baseline_runs, jobs
+from kvlab.gate.verdict import judge
+from kvlab.params import Params, overlay
+from kvlab.records import read_job, read_tokens, write_json
+from kvlab.report import findings
+from kvlab.report.metrics import build
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def params(tiny_params) -> Params:
+    """Everything in float32, so that the session's engines serve every job."""
+    changes = {
+        "gap": {"dtype": "float32"},
+        "baseline": {"dtypes": ["float32"], "hf_attention": ["eager"]},
+    }
+    return Params.complete(overlay(tiny_params.model_dump(mode="json"), changes))
+
+
+@pytest.fixture(scope="module")
+def results(params, tiny_windows, tiny_calibration, hf_engine, vllm_engine, tmp_path_factory):
+    """Paths of every baseline run and job, measured for real."""
+    folder = tmp_path_factory.mktemp("results")
+    engines = {"hf": hf_engine, "vllm": vllm_engine}
+    calibration = (tiny_calibration["sigma"], tiny_calibration["codebooks"])
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (baseline_module, measure_module):
+            patch.setattr(module, "start", lambda name, *_, **__: engines[name])
+        for engine in engines.values():
+            patch.setattr(engine, "close", lambda: None)
+        runs = [folder / "baseline" / f"{run}.parquet" for run in baseline_runs(params)]
+        for path in runs:
+            baseline(params, path.stem, tiny_windows, *calibration, path)
+        done = {}
+        for study in STUDIES:
+            for job in jobs(params, study):
+                done[study, job] = folder / study / f"{job}.parquet"
+                measure(params, study, job, tiny_windows, *calibration, done[study, job])
+    return runs, done
+
+
+@pytest.fixture(scope="module")
+def metrics(params, results, tiny_calibration, tmp_path_factory) -> dict:
+    runs, done = results
+    sidecar = tiny_calibration["sigma"].with_suffix(".json")
+    return build(
+        params,
+        [path.with_suffix(".json") for path in runs],
+        [path.with_suffix(".json") for path in done.values()],
+        tiny_calibration["codebooks"],
+        [sidecar],
+    )
+
+
+def test_the_engines_agree_with_the_truth(metrics):
+    by_run = {row["run"]: row["kl"]["value"] for row in metrics["baseline"]}
+    assert by_run["hf-float32-eager"] == pytest.approx(0, abs=1e-12)
+    assert by_run["vllm-float32-default"] < 1e-6
+    assert all(kl["value"] < 1e-6 for kl in metrics["agreement"]["identity"].values())
+    assert metrics["agreement"]["holds"], metrics["agreement"]["why"]
+
+
+def test_identity_and_rerun_cost_nothing(metrics):
+    for cell in metrics["cells"]:
+        if cell["role"] != "codec":
+            assert cell["kl"]["value"] < 1e-9
+
+
+def test_fewer_kept_directions_cost_more(metrics):
+    for protocol in ("in_forward", "snapshot"):
+        by_ratio = {
+            cell["variance_ratio"]: cell["kl"]["value"]
+            for cell in metrics["cells"]
+            if (cell["engine"], cell["protocol"], cell["stream"], cell["role"]) == ("hf", protocol, "kv", "codec")
+        }
+        assert by_ratio[0.95] > by_ratio[1.0] > 0
+
+
+def test_the_parts_sum_to_the_gap(metrics):
+    for measure_ in metrics["gap"]["measures"].values():
+        parts = sum(part["share"]["value"] for part in measure_["parts"])
+        assert parts == pytest.approx(measure_["gap"]["value"], abs=1e-12)
+    assert metrics["gap"]["factors"] == ["engine", "protocol", "variance_ratio"]
+
+
+def test_noise_is_quadratic_on_both_engines(metrics):
+    for row in metrics["noise_slope"]:
+        assert row["slope"]["value"] == pytest.approx(2, abs=0.2)
+
+
+def test_every_cell_scored_the_same_labels(results):
+    _, done = results
+    keys = ["window", "position", "label"]
+    scored = {}
+    for path in done.values():
+        record, tokens = read_job(path)
+        for cell in record.cells:
+            rows = tokens.filter(pl.col("cell_id") == cell.cell_id).select(keys).rows()
+            scored.setdefault(cell.cell.windows, set()).add(tuple(sorted(rows)))
+    assert {windows: len(labels) for windows, labels in scored.items()} == {4: 1, 3: 1}
+
+
+def test_measuring_again_gives_the_same_bytes(
+    params, results, tiny_windows, tiny_calibration, hf_engine, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(measure_module, "start", lambda *_, **__: hf_engine)
+    out = tmp_path / "hf-float32-0.parquet"
+    measure(
+        params, "layers", "hf-float32-0", tiny_windows, tiny_calibration["sigma"], tiny_calibration["codebooks"], out
+    )
+    first = results[1]["layers", "hf-float32-0"]
+    assert out.read_bytes() == first.read_bytes()
+    assert out.with_suffix(".json").read_bytes() == first.with_suffix(".json").read_bytes()
+
+
+def test_the_report_is_written_from_it(params, metrics, tmp_path):
+    verdict = judge(params, metrics)
+    write_json(tmp_path / "metrics.json", metrics)
+    findings.write(params, metrics, verdict, tmp_path / "FINDINGS.md")
+    text = (tmp_path / "FINDINGS.md").read_text()
+    assert "## What the gap decomposes into" in text and "Withheld" not in text
+    assert {p.suffix for p in (tmp_path / "figures").iterdir()} == {".svg", ".csv"}
+
+
+def test_an_unknown_run_names_the_nearest(params, tiny_windows, tmp_path):
+    with pytest.raises(UnknownName, match="'hf-float32-eager'"):
+        baseline(params, "hf-float32-eger", tiny_windows, None, None, tmp_path / "x.parquet")
+
+
+def test_baseline_tables_hold_the_schema(results):
+    for path in results[0]:
+        assert len(read_tokens(path)) > 0
