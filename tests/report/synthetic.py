@@ -230,6 +230,7 @@ def write_baseline(folder: Path, params: Params, effects: Effects, text: Text) -
         if engine == "vllm" and dtype == "float32":
             planted += [("identity", protocol, effects.cross_identity) for protocol in params.protocols]
             planted += [("kv", protocol, effects.cross_codec) for protocol in params.protocols]
+            planted += [("jitter", protocol, effects.cross_codec) for protocol in params.protocols]
         shared = {"run": run, "engine": engine, "dtype": dtype, "attention": attention}
         cells, tables = [], []
         for what, protocol, kl in planted:

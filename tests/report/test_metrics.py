@@ -297,14 +297,21 @@ def test_agreement_holds(metrics):
     ("effects", "words"),
     [
         (Effects(cross_identity=2e-6), "without codec"),
-        (Effects(codec_disagreement=0.021), "2.10%"),
-        (Effects(codec_disagreement=-0.021), "-2.10%"),
+        (Effects(codec_disagreement=0.06), "2%"),
+        (Effects(codec_disagreement=-0.06), "2%"),
     ],
 )
 def test_agreement_fails(params, tmp_path, effects, words):
     agreement = run(params, write_results(tmp_path, params, effects))["agreement"]
     assert not agreement["holds"]
     assert len(agreement["why"]) == 2 and words in agreement["why"][0]
+
+
+def test_agreement_holds_while_a_difference_is_not_resolved(params, tmp_path):
+    agreement = run(params, write_results(tmp_path, params, Effects(codec_disagreement=0.02)))["agreement"]
+    assert agreement["holds"]
+    relative = agreement["codec"]["snapshot"]["relative_difference"]
+    assert relative["low"] < 0.02 < relative["high"]
 
 
 # ------------------------------------------------------------------------------ smaller studies

@@ -2,11 +2,14 @@
 
 The truth is transformers in float32 with eager attention, run beside the engine in question and
 compared window by window, so that no logits are stored. In float32 the two engines must also agree
-when both run the same codec; that is checked here, for identity and for the studied recipe.
+when both run the same codec; that is checked here, for identity and for the studied recipe. Beside it
+stands what a rounding error does to the codec on the truth's own engine, since a codec's rounding is
+discontinuous and carries a difference in the last bit up through the layers.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -19,13 +22,13 @@ from kvlab.calibration.load import Calibrated
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.errors import UnknownName
-from kvlab.experiments.coding import Coder
+from kvlab.experiments.coding import Coder, JitteredCoder
 from kvlab.experiments.measure import provenance
 from kvlab.experiments.plan import baseline_runs
 from kvlab.experiments.scoring import WindowRun
 from kvlab.model import resolve
 from kvlab.params import Params, coded_layers, studied_recipe
-from kvlab.recipe import IDENTITY, Cell
+from kvlab.recipe import IDENTITY, Cell, Recipe
 from kvlab.records import BaselineCell, BaselineRecord, write_json, write_table
 
 TRUTH = ("hf", "float32", "eager")
@@ -54,16 +57,15 @@ def baseline(
     truth = engine
     if (name, dtype, attention) != TRUTH:
         truth = start(TRUTH[0], info, TRUTH[1], TRUTH[2], max_tokens=longest)
-    pairs = agreement_pairs(params, name, calibrated) if name != "hf" and dtype == "float32" else []
+    trials = agreement_trials(params, name, calibrated) if name != "hf" and dtype == "float32" else []
     entries = [BaselineCell.of(run, *runs[run], "plain", None)]
-    entries += [BaselineCell.of(run, *runs[run], what, ours.cell.protocol) for what, _, ours in pairs]
+    entries += [BaselineCell.of(run, *runs[run], what, trial.protocol) for trial in trials for what in trial.names]
     tables = []
     for number, ids in enumerate(tqdm(windows.test.tolist(), desc=f"baseline {run}", unit="window")):
-        reference, alternative = (WindowRun(e, ids, windows.context, number) for e in (truth, engine))
-        tables.append(reference.rows(entries[0].cell_id, alternative.reference))
-        for entry, (_, theirs, ours) in zip(entries[1:], pairs, strict=True):
-            expected = reference.logits(theirs.cell, theirs)
-            tables.append(reference.rows(entry.cell_id, alternative.logits(ours.cell, ours), expected))
+        reference, ours = (WindowRun(one, ids, windows.context, number) for one in (truth, engine))
+        pairs = [(ours.reference, reference.reference)]
+        pairs += [pair for trial in trials for pair in trial.logits(reference, ours)]
+        tables += [reference.rows(entry.cell_id, *pair) for entry, pair in zip(entries, pairs, strict=True)]
     write_table(out, pl.concat(tables))
     record = BaselineRecord(
         provenance=provenance(engine, windows, calibrated),
@@ -79,29 +81,51 @@ def baseline(
     _close(engine, truth)
 
 
-def agreement_pairs(params: Params, engine: str, calibrated: Calibrated | None) -> list[tuple[str, Coder, Coder]]:
-    """(what, coder on HF, the same coder on `engine`) for identity and the studied recipe, by protocol."""
-    choices = {"identity": (IDENTITY, tuple(range(params.model.n_layers)))}
-    choices["kv"] = (studied_recipe(params), coded_layers(params))
-    pairs = []
-    for what, (recipe, layers) in choices.items():
-        for protocol in params.protocols:
-            cells = [
-                Cell(
-                    study="cells",
-                    label=what,
-                    engine=name,
-                    dtype="float32",
-                    protocol=protocol,
-                    stream="kv",
-                    layers=layers,
-                    windows=params.windows.test,
-                    recipe=recipe,
-                )
-                for name in ("hf", engine)
-            ]
-            pairs.append((what, *(Coder(cell, calibrated) for cell in cells)))
-    return pairs
+@dataclass(frozen=True)
+class Trial:
+    """The same codec on the truth's engine and on another, under one protocol.
+
+    `jittered` is that codec once more on the truth's engine, behind a rounding error; None for a codec
+    that rounds nothing.
+    """
+
+    what: str
+    protocol: str
+    theirs: Coder
+    ours: Coder
+    jittered: Coder | None
+
+    @property
+    def names(self) -> list[str]:
+        """What is compared, in the order of `logits`."""
+        return [self.what] if self.jittered is None else [self.what, "jitter"]
+
+    def logits(self, reference: WindowRun, ours: WindowRun) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(alternative, expected) logits of one window."""
+        expected = reference.logits(self.theirs.cell, self.theirs)
+        pairs = [(ours.logits(self.ours.cell, self.ours), expected)]
+        if self.jittered is not None:
+            pairs.append((reference.logits(self.jittered.cell, self.jittered), expected))
+        return pairs
+
+
+def agreement_trials(params: Params, engine: str, calibrated: Calibrated | None) -> list[Trial]:
+    """Identity and the studied recipe under every protocol."""
+
+    def cell(what: str, protocol: str, name: str, recipe: Recipe, layers: tuple[int, ...]) -> Cell:
+        shared = {"study": "cells", "dtype": "float32", "stream": "kv", "windows": params.windows.test}
+        return Cell(label=what, engine=name, protocol=protocol, layers=layers, recipe=recipe, **shared)
+
+    trials = []
+    for protocol in params.protocols:
+        everything = tuple(range(params.model.n_layers))
+        hf, other = (cell("identity", protocol, name, IDENTITY, everything) for name in ("hf", engine))
+        trials.append(Trial("identity", protocol, Coder(hf, None), Coder(other, None), None))
+        recipe, layers = studied_recipe(params), coded_layers(params)
+        hf, other = (cell("kv", protocol, name, recipe, layers) for name in ("hf", engine))
+        coders = Coder(hf, calibrated), Coder(other, calibrated), JitteredCoder(hf, calibrated)
+        trials.append(Trial("kv", protocol, *coders))
+    return trials
 
 
 def _close(*engines: Engine) -> None:

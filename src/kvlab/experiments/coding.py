@@ -17,12 +17,14 @@ import torch
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.base import Codec, Site, Stats
 from kvlab.codec.registry import build
+from kvlab.codec.seeding import generator
 from kvlab.engines.base import Part
 from kvlab.errors import CodecNotActive
 from kvlab.recipe import Cell, StreamRecipe, digest
 from kvlab.records import Coding
 
 STREAMS = ("k", "v")
+JITTER = 2.0**-22  # relative; the float32 engines' captures of one model differ by about this much
 
 
 @dataclass
@@ -131,6 +133,18 @@ class Coder:
             outlier_rate={s: tally.outliers[s] / n for s, n in tally.coefficients.items() if n},
             whitened_error={s: tally.error_sq[s] / signal for s, signal in tally.signal_sq.items() if signal},
         )
+
+
+class JitteredCoder(Coder):
+    """A coder whose input is first moved by `JITTER`, relative, at random.
+
+    In float32 two engines differ by such roundings and by nothing else. What a rounding does to one engine's
+    own result, through a codec that is discontinuous, is what the engines' difference is held against.
+    """
+
+    def _code(self, x: torch.Tensor, site: Site) -> Coded:
+        noise = torch.randn(x.shape, generator=generator("jitter", site.window, site.layer, site.stream))
+        return super()._code((x * (1 + JITTER * noise.to(x.device))).to(x.dtype), site)
 
 
 class CleanCapture:

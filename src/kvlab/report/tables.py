@@ -156,12 +156,14 @@ def agreement(given: dict) -> str:
                 f"`{protocol}`",
                 fmt.estimate(given["identity"].get(protocol)),
                 fmt.estimate(coded.get("cross_kl")),
+                fmt.estimate(coded.get("jitter_kl")),
                 fmt.number(coded.get("hf_kl")),
                 fmt.number(coded.get("vllm_kl")),
                 fmt.estimate(coded.get("relative_difference"), 100),
             ]
         )
     headers = ["protocol", "no codec: KL between engines", "codec: KL between engines"]
+    headers += ["codec: KL of `hf` to itself, jittered"]
     headers += ["codec: KL on `hf`", "codec: KL on `vllm`", "difference, %"]
     return fmt.table(headers, lines)
 
