@@ -17,15 +17,11 @@ from kvlab.errors import (
 from kvlab.experiments import plan
 from kvlab.records import read_job, read_json, read_tokens, write_job, write_json, write_table
 from kvlab.report.gather import comparable, gather
-from kvlab.report.metrics import (
-    additivity_entries,
-    agreement_entry,
-    build,
-    gap_entry,
-    layer_entries,
-    noise_slope_entries,
-    summary,
-)
+from kvlab.report.metrics import build, summary
+from kvlab.report.studies.agreement import agreement_entry
+from kvlab.report.studies.gap import gap_entry
+from kvlab.report.studies.layers import additivity_entries, layer_entries
+from kvlab.report.studies.noise import noise_slope_entries
 from kvlab.stats.bootstrap import Bootstrap
 from report.synthetic import Effects, Paths, provenance, small_params, write_results
 

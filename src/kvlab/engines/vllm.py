@@ -14,6 +14,7 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `jobs.threads` decides; bound threads of two jobs share a core
 }
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
