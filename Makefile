@@ -1,0 +1,55 @@
+# What a person types. `make` alone lists the targets; each sets up .venv first when that is needed.
+SHELL := bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+PRESET ?=
+ARGS ?=
+
+# Pins by machine: CUDA builds where an NVIDIA GPU answers, CPU builds everywhere else.
+FLAVOUR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+READY := .venv/ready-$(FLAVOUR)
+BIN := $(CURDIR)/.venv/bin
+REPORT := results/gap/FINDINGS.md
+RULES := Snakefile workflow/rules
+
+.PHONY: help setup findings test lint reference sync pins clean
+
+help:  ## this list
+	@echo "make TARGET, with ARGS='...' for options of the command behind it"
+	@sed -nE 's/^([a-z]+):[^#]*##(.*)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+setup: $(READY)  ## .venv with everything in it (PYTHON=python3.11, EXTRA_INDEX=address)
+
+$(READY): requirements/$(FLAVOUR).txt pyproject.toml
+	@PYTHON='$(PYTHON)' EXTRA_INDEX='$(EXTRA_INDEX)' bash workflow/scripts/setup.sh $(FLAVOUR)
+
+findings: $(READY)  ## run what is not done yet, up to the report (PRESET=quick: small and fast)
+	@set -e; place=.; \
+	if [ -n '$(PRESET)' ]; then place=$$($(BIN)/python workflow/scripts/workspace.py '$(PRESET)'); fi; \
+	echo "Findings from $$place/params.yaml; what is done already stays done. Ctrl-C stops, the same command goes on."; \
+	cd "$$place"; $(BIN)/snakemake $(REPORT) $(ARGS); \
+	echo "Report: $$place/$(REPORT)"
+
+test: $(READY)  ## all tests
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml against the rules
+	$(BIN)/ruff check src tests workflow
+	$(BIN)/ruff format --check src tests workflow
+	$(BIN)/snakefmt --check --line-length 110 $(RULES)
+	$(BIN)/snakemake --lint
+	$(BIN)/python workflow/scripts/dvc_sync.py --check
+
+reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
+	$(BIN)/python -m kvlab reference --out models/reference $(ARGS)
+
+sync: $(READY)  ## dvc.yaml from the rules, after a rule, a module or the model's files have changed
+	@$(BIN)/python workflow/scripts/dvc_sync.py
+
+pins: $(READY)  ## resolve requirements/in.txt again, into requirements/{cpu,cuda}.txt
+	$(BIN)/python workflow/scripts/pins.py $(ARGS)
+
+clean:  ## caches and the workspaces of presets; results/, calib/ and .venv stay
+	rm -rf .runs .pytest_cache .ruff_cache .hypothesis build dvc_plots
+	find src tests workflow -name __pycache__ -prune -exec rm -rf {} +

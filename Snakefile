@@ -1,0 +1,51 @@
+"""From parameters to findings: what the KV codec costs, on which engine, and why.
+
+snakemake results/gap/FINDINGS.md    everything, as far as it is not there yet
+snakemake capture                    one stage; a stage is a file of workflow/rules
+"""
+
+from snakemake.utils import min_version
+
+min_version("9.0")
+
+
+configfile: "params.yaml"
+
+
+container: "docker://python:3.11-slim"  # for `--sdm apptainer` only
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/corpus.smk"
+include: "workflow/rules/capture.smk"
+include: "workflow/rules/sigma.smk"
+include: "workflow/rules/codebooks.smk"
+include: "workflow/rules/baseline.smk"
+include: "workflow/rules/cells.smk"
+include: "workflow/rules/layers.smk"
+include: "workflow/rules/noise.smk"
+include: "workflow/rules/gap.smk"
+include: "workflow/rules/report.smk"
+
+
+wildcard_constraints:
+    engine="[a-z]+",
+    dtype="[a-z]+[0-9]+",
+    attention="[a-z]+",
+    number="[0-9]+",
+
+
+rule all:
+    default_target: True
+    input:
+        rules.report.output,
+    message:
+        "all: the report is there"
+
+
+onstart:
+    print("Jobs write to results/logs; to watch them: tail -F results/logs/*/*.log", file=sys.stderr)
+
+
+onerror:
+    print("", failures(log), "", sep="\n", file=sys.stderr)

@@ -1,0 +1,125 @@
+"""Parse the rules in the working folder and print what the tests ask about, as JSON. Run as a process.
+
+Snakemake leaves modules, signal handlers and warning filters behind, so it is kept out of pytest's process.
+"""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "workflow" / "scripts"), str(ROOT / "src")]
+
+import dvc_sync  # noqa: E402
+
+from kvlab.errors import ParamsError  # noqa: E402
+from kvlab.params import Params, read_yaml  # noqa: E402
+
+OTHER_WORDS = {
+    "hf": "vllm",
+    "float32": "bfloat16",
+    "bfloat16": "float32",
+    "fitted": "gaussian",
+    "per_head": "mixed_heads",
+    "randomized": "exact",
+    "fp16": "fp32",
+    "kv": "v",
+    "in_forward": "snapshot",
+    "eager": "sdpa",
+}
+
+
+def leaves(node, path=()):
+    """(path, value) of everything in params.yaml that is not a section."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def alternatives(value):
+    """Other values that might be allowed where `value` is."""
+    if value is None:
+        return [1.0, "main"]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 1, value - 1, value / 2, value * 1.01]
+    if isinstance(value, list):
+        first = [[other, *value[1:]] for other in alternatives(value[0])]
+        return [value[:-1], *first]
+    return [OTHER_WORDS[value]] if value in OTHER_WORDS else [f"{value}_other"]
+
+
+def changed(params, path):
+    """`params` with another allowed value at `path`; None when that leaf allows only the one it has."""
+    for value in alternatives(value_at(params, path)):
+        other = copy.deepcopy(params)
+        value_at(other, path[:-1])[path[-1]] = value
+        try:
+            if Params.complete(other) != Params.complete(params):
+                return other
+        except ParamsError:
+            continue
+    return None
+
+
+def value_at(params, path):
+    """The value at a path of keys."""
+    for key in path:
+        params = params[key]
+    return params
+
+
+def signature(rule):
+    """What decides whether the jobs of a rule run again, as comparable text."""
+    inputs = sorted(dvc_sync.input_files(rule))
+    return json.dumps([inputs, sorted(map(str, rule.output)), dict(rule.params.items()), rule.shellcmd])
+
+
+def stage_signatures(config=None):
+    """The signatures of each stage's rules."""
+    stages = {}
+    for rule in dvc_sync.parse_rules(config):
+        stages.setdefault(Path(rule.snakefile).stem, {})[rule.name] = signature(rule)
+    return stages
+
+
+def affected_stages(params):
+    """Changed leaf -> the stages whose rules change with it; leaves with one allowed value are left out."""
+    before, found = stage_signatures(), {}
+    for path, _ in leaves(params):
+        other = changed(params, path)
+        if other is not None:
+            after = stage_signatures(other)
+            found[".".join(path)] = sorted(name for name in after if after[name] != before[name])
+    return found
+
+
+def described(rule):
+    """What every rule that runs something must have."""
+    return {
+        "runs": rule.shellcmd is not None,
+        "docstring": bool(rule.docstring),
+        "log": list(map(str, rule.log)),
+        "benchmark": str(rule.benchmark or ""),
+        "mem_mb": rule.resources.get("mem_mb"),
+        "runtime": rule.resources.get("runtime"),
+        "inputs": {engine: job_inputs(rule, engine) for engine in ("hf", "vllm")},
+    }
+
+
+def job_inputs(rule, engine):
+    """The inputs of a job on `engine`; other wildcards are left as they are written."""
+    files = []
+    for item in rule.input:
+        files += item(SimpleNamespace(engine=engine)) if callable(item) else [str(item)]
+    return files
+
+
+if __name__ == "__main__":
+    rules = {rule.name: described(rule) for rule in dvc_sync.parse_rules()}
+    print(json.dumps({"rules": rules, "affected": affected_stages(read_yaml(Path("params.yaml")))}, default=str))

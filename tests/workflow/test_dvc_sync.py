@@ -1,0 +1,87 @@
+"""dvc_sync on stages written by hand: what it derives and what it refuses. No Snakemake involved."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+SCRIPT = Path(__file__).resolve().parents[2] / "workflow" / "scripts" / "dvc_sync.py"
+DOCUMENT = """\
+stages:
+  fit:
+    desc: by hand  # kept
+    outs:
+      - calib/fit
+  draw:
+    outs:
+      - results/picture.svg
+    metrics:
+      - results/summary.json
+"""
+
+
+@pytest.fixture(scope="module")
+def dvc_sync():
+    spec = importlib.util.spec_from_file_location("dvc_sync", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def stages(dvc_sync):
+    fit = dvc_sync.Stage("rules/fit.smk", ["fit", "fit_one"], {"src/fit.py"}, {"calib/fit/a.json"}, {"bits"})
+    inputs = {"src/draw.py", "calib/fit/a.json", "results/summary.json"}
+    outputs = {"results/picture.svg", "results/summary.json"}
+    return {"fit": fit, "draw": dvc_sync.Stage("rules/draw.smk", ["draw"], inputs, outputs, {"title", "bits"})}
+
+
+TRACKED = {"src/fit.py", "src/draw.py"}
+
+
+def document():
+    return YAML().load(DOCUMENT)
+
+
+def test_a_stage_gets_its_command_dependencies_and_parameters(dvc_sync, stages):
+    draw = dvc_sync.synced(document(), stages, TRACKED)["stages"]["draw"]
+    assert draw["cmd"] == "snakemake --nolock --allowed-rules draw -- draw"
+    assert draw["deps"] == ["calib/fit", "rules/draw.smk", "src/draw.py"]
+    assert draw["params"] == ["bits", "title"]
+    assert list(draw) == ["cmd", "deps", "params", "outs", "metrics"]
+
+
+def test_what_is_written_by_hand_stays(dvc_sync, stages, tmp_path):
+    YAML().dump(dvc_sync.synced(document(), stages, TRACKED), tmp_path / "dvc.yaml")
+    assert "desc: by hand  # kept" in (tmp_path / "dvc.yaml").read_text()
+
+
+def test_a_second_run_changes_nothing_and_a_stale_dependency_is_named(dvc_sync, stages):
+    once = dvc_sync.synced(document(), stages, TRACKED)
+    again = dvc_sync.synced(YAML().load(DOCUMENT) | {"stages": once["stages"]}, stages, TRACKED)
+    assert dvc_sync.differences(once, again) == []
+    stale = YAML(typ="safe").load(DOCUMENT)
+    stale["stages"] = {name: dict(entry) for name, entry in once["stages"].items()}
+    stale["stages"]["draw"]["deps"] = ["rules/draw.smk", "src/draw.py", "src/gone.py"]
+    assert dvc_sync.differences(stale, once) == ["draw.deps: + ['calib/fit'] - ['src/gone.py']"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda stages: stages["fit"].outputs.add("calib/loose.json"), "stage fit makes calib/loose.json; declare it"),
+        (lambda stages: stages["draw"].outputs.add("calib/fit/b.json"), "stage draw makes calib/fit/b.json"),
+        (lambda stages: stages["fit"].outputs.clear(), "declares calib/fit in stage fit, but no rule"),
+        (lambda stages: stages["fit"].inputs.add("notes.txt"), "which no stage makes and git does not track"),
+        (lambda stages: stages["fit"].rules.remove("fit"), "has no rule 'fit'"),
+        (lambda stages: stages.pop("draw"), "stages without rules: ['draw']"),
+    ],
+)
+def test_a_contradiction_is_refused(dvc_sync, stages, mistake, message):
+    mistake(stages)
+    with pytest.raises(dvc_sync.Mismatch) as refusal:
+        dvc_sync.synced(document(), stages, TRACKED)
+    assert message in str(refusal.value)

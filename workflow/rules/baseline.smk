@@ -1,0 +1,48 @@
+rule baseline_run:
+    """Codec off: one engine, dtype and attention against the float32 truth of HF on the same tokens.
+
+    In float32 also the studied recipe on both engines: whether they agree decides what may be compared.
+    """
+    input:
+        code=engine_code("kvlab.experiments.baseline", "kvlab.engines.hf", *CODECS),
+        model=model_files(),
+        windows="calib/corpus/windows.safetensors",
+        sigma=f"calib/sigma/{ORIGIN}.safetensors",
+        record=f"calib/sigma/{ORIGIN}.json",
+        codebooks=f"calib/codebooks/{ORIGIN}.json",
+    output:
+        tokens="results/baseline/{engine}-{dtype}-{attention}.parquet",
+        record="results/baseline/{engine}-{dtype}-{attention}.json",
+    log:
+        "results/logs/baseline/{engine}-{dtype}-{attention}.log",
+    benchmark:
+        "results/benchmarks/baseline/{engine}-{dtype}-{attention}.tsv"
+    threads: PARAMS.jobs.threads
+    resources:
+        mem_mb=8000,
+        runtime=120,
+        device=accelerators(),
+    params:
+        cfg=pick(*CODEC_KEYS, "windows", "baseline", "engines", "protocols", "jobs"),
+    message:
+        "baseline: {wildcards.engine}, {wildcards.dtype}, {wildcards.attention} attention"
+    shell:
+        "python -m kvlab baseline"
+        " --params {params.cfg:q}"
+        " --run {wildcards.engine}-{wildcards.dtype}-{wildcards.attention}"
+        " --windows {input.windows:q}"
+        " --sigma {input.sigma:q}"
+        " --codebooks {input.codebooks:q}"
+        " --out {output.tokens:q}"
+        " > {log:q} 2>&1"
+
+
+rule baseline:
+    """Every engine, dtype and attention of the engine baseline."""
+    input:
+        run_files("parquet"),
+        run_files("json"),
+    params:
+        cfg=pick("engines", "baseline"),
+    message:
+        "baseline: complete"

@@ -1,0 +1,128 @@
+"""Shared by all stages: the checked parameters, and the files that a result depends on."""
+
+import json
+import re
+import sys
+from glob import glob
+from pathlib import Path
+from shutil import which
+
+SRC = Path("src")
+sys.path[:0] = [str(SRC.resolve()), str(Path("workflow/scripts").resolve())]
+
+from closure import code
+from kvlab.errors import ParamsError
+from kvlab.experiments import plan
+from kvlab.params import Params
+
+FIGURES = ("gap_shapley", "baseline", "cells", "layers", "noise")
+TEMPLATES = sorted(map(str, (SRC / "kvlab/report/templates").glob("*")))
+# Jobs run the code beside this Snakefile, with the Python of this snakemake. An editable install would
+# point to another checkout in the workspaces of `dvc exp run --temp` and `--queue`.
+shell.prefix(f'export PATH=\'{Path(sys.executable).parent}\':"$PATH" PYTHONPATH="$PWD/{SRC}"; ')
+
+
+class Cfg(dict):
+    """Parameters of a rule. As text they are JSON, which is what `kvlab --params` takes."""
+
+    def __str__(self):
+        return json.dumps(self)
+
+
+def checked(data):
+    """The parameters, or one line on what is wrong with them and exit code 2."""
+    try:
+        params = Params.complete(data)
+        plan.baseline_runs(params)
+        return params
+    except ParamsError as problem:
+        print(f"error: params.yaml: {problem}", file=sys.stderr)
+        raise SystemExit(problem.exit_code) from None
+
+
+PARAMS = checked(config)
+CORPUS_RECORD = Path("models/reference/corpus.json")
+ORIGIN = PARAMS.calibration.origin
+CAPTURED = sorted({*PARAMS.engines, ORIGIN})
+ALL_KEYS = frozenset(Params.model_fields)
+RATIOS = sorted({PARAMS.codec.variance_ratio, *PARAMS.gap.variance_ratios})
+
+# What a job with a codec reads, and the codecs that it loads by name.
+CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec")
+CODECS = ("kvlab.codec.block", "kvlab.codec.identity")
+
+
+def pick(*keys):
+    """Whole top-level entries of params.yaml: a rule's `cfg`, and its stage's `params` in dvc.yaml."""
+    return Cfg(PARAMS.model_dump(mode="json", include=set(keys)))
+
+
+def engine_code(*modules):
+    """Input function: `code` of `modules` and of the engine that the job's name begins with.
+
+    Its attribute `every` lists all files that it can return; dvc.yaml takes its deps from there.
+    """
+
+    def files(wildcards):
+        return code(*modules, f"kvlab.engines.{wildcards.engine}")
+
+    files.every = code(*modules, *(f"kvlab.engines.{engine}" for engine in CAPTURED))
+    return files
+
+
+def model_files():
+    """Files of a model that lies in this repository; none for a hub id or a folder elsewhere."""
+    folder = Path(PARAMS.model.path)
+    if folder.is_absolute() or ".." in folder.parts or not folder.is_dir():
+        return []
+    return sorted(
+        str(path)
+        for path in folder.iterdir()
+        if path.suffix in {".json", ".safetensors", ".txt"} and path.name != CORPUS_RECORD.name
+    )
+
+
+def corpus_files():
+    """The text that params.yaml names, as files; for `docstrings` the record that they are checked by."""
+    source = PARAMS.corpus.source
+    if source == "docstrings":
+        return [str(CORPUS_RECORD)]
+    return sorted(path for path in glob(source, recursive=True) if Path(path).is_file())
+
+
+def accelerators():
+    """1 if this machine has an NVIDIA GPU: it holds one engine at a time. On CPUs the cores are the limit."""
+    return int(which("nvidia-smi") is not None)
+
+
+def job_files(kind, *studies):
+    """Results of the jobs of some studies, of all of them if none is named."""
+    return [
+        f"results/{study}/{job}.{kind}"
+        for study in studies or plan.STUDIES
+        for job in plan.jobs(PARAMS, study)
+    ]
+
+
+def run_files(kind):
+    """Results of the runs of the engine baseline."""
+    return [f"results/baseline/{run}.{kind}" for run in plan.baseline_runs(PARAMS)]
+
+
+def failures(snakemake_logs):
+    """What failed and why: how each failed job ended, its log, and the log's last line."""
+    text = "".join(Path(path).read_text() for path in snakemake_logs)
+    failed = re.findall(r"^Error in \w+ (\w+):.*?^    log: (\S+)", text, re.M | re.S)
+    lines = [f"{name} failed; {path} ends with\n    {last_line(Path(path))}" for name, path in failed]
+    if re.search(r"died with <Signals|exit status (137|143)\b", text):
+        lines.append(
+            "A job was killed from outside; without a reason in its log that is often a lack of memory."
+        )
+    return "\n".join([*lines, "Mend that and type the same command again: what is done stays done."])
+
+
+def last_line(path):
+    """The last words of a log; a progress bar overwrites its line, so those are lines too."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    words = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+    return words[-1] if words else "nothing: it was killed at once, or a folder could not be written"

@@ -1,0 +1,36 @@
+rule sigma_engine:
+    """Fit Sigma_q, the covariance of the queries per layer and KV head, from one engine's capture."""
+    input:
+        code=code("kvlab.calibration.sigma"),
+        model=model_files(),
+        capture="calib/capture/{engine}.safetensors",
+    output:
+        sigma="calib/sigma/{engine}.safetensors",
+        record="calib/sigma/{engine}.json",
+    log:
+        "results/logs/sigma/{engine}.log",
+    benchmark:
+        "results/benchmarks/sigma/{engine}.tsv"
+    resources:
+        mem_mb=4000,
+        runtime=30,
+    params:
+        cfg=pick("model", "calibration"),
+    message:
+        "sigma: covariance of the queries of {wildcards.engine}"
+    shell:
+        "python -m kvlab sigma"
+        " --params {params.cfg:q}"
+        " --capture {input.capture:q}"
+        " --out {output.sigma:q}"
+        " > {log:q} 2>&1"
+
+
+rule sigma:
+    """Sigma_q of every engine; the cells use the one of `calibration.origin`."""
+    input:
+        expand("calib/sigma/{engine}.{kind}", engine=CAPTURED, kind=["safetensors", "json"]),
+    params:
+        cfg=pick("engines", "calibration"),
+    message:
+        "sigma: complete"

@@ -1,0 +1,189 @@
+"""Write `cmd`, `deps` and `params` of dvc.yaml from the rules: there is one DAG, and DVC gets a view of it.
+
+    python workflow/scripts/dvc_sync.py           writes dvc.yaml
+    python workflow/scripts/dvc_sync.py --check   says whether it would, and what
+
+A stage is a file of workflow/rules. Its `outs`, `metrics` and `plots` are written by hand and checked here:
+each declared one must be made by a rule of that file, and each file a rule makes must be declared, because
+DVC deletes the outs of a stage before it runs and what it does not know would survive with old content.
+"""
+
+import argparse
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+DVC_YAML = Path("dvc.yaml")
+HELPERS = {"common"}  # files of workflow/rules that hold no rule
+
+
+class Mismatch(Exception):
+    """The rules and dvc.yaml contradict each other in what is written by hand."""
+
+
+@dataclass
+class Stage:
+    """What the rules of one file make, read and depend on."""
+
+    file: str
+    rules: list[str] = field(default_factory=list)
+    inputs: set[str] = field(default_factory=set)
+    outputs: set[str] = field(default_factory=set)
+    params: set[str] = field(default_factory=set)
+
+
+def parse_rules(config=None):
+    """The rules of the Snakefile here, parsed without building a DAG; `config` overrides params.yaml."""
+    from snakemake.api import SnakemakeApi
+    from snakemake.settings.enums import Quietness
+    from snakemake.settings.types import ConfigSettings, OutputSettings, ResourceSettings
+
+    with SnakemakeApi(OutputSettings(quiet={Quietness.ALL})) as api:
+        workflow = api.workflow(
+            ResourceSettings(cores=1),
+            config_settings=ConfigSettings(config=config or {}),
+            snakefile=Path("Snakefile"),
+        )
+        return list(workflow._workflow.rules)
+
+
+def input_files(rule):
+    """All files that a rule may read; an input function lists them in its attribute `every`."""
+    files = set()
+    for item in rule.input:
+        if not callable(item):
+            files.add(str(item))
+        elif hasattr(item, "every"):
+            files |= set(item.every)
+        else:
+            raise Mismatch(f"rule {rule.name} has an input function without `every`; DVC could not see its files")
+    return files
+
+
+def read_stages(rules):
+    """The stages by name, in the order of the Snakefile."""
+    stages = {}
+    for rule in rules:
+        name = Path(rule.snakefile).stem
+        if Path(rule.snakefile).suffix != ".smk" or name in HELPERS:
+            continue
+        stage = stages.setdefault(name, Stage(f"workflow/rules/{name}.smk"))
+        stage.rules.append(rule.name)
+        stage.inputs |= input_files(rule)
+        stage.outputs |= set(map(str, rule.output))
+        stage.params |= set(getattr(rule.params, "cfg", {}))
+    return stages
+
+
+def declared_outs(entry):
+    """Paths under `outs`, `metrics` and `plots` of a stage; an entry may be a path or {path: options}."""
+    items = [item for kind in ("outs", "metrics", "plots") for item in entry.get(kind, [])]
+    return [next(iter(item)) if isinstance(item, dict) else item for item in items]
+
+
+def owner(path, outs):
+    """(stage, out) of the declared out that is `path` or a folder above it; None when there is none."""
+    for stage, declared in outs.items():
+        for out in declared:
+            if path == out or path.startswith(f"{out}/"):
+                return stage, out
+    return None
+
+
+def check_outs(stages, outs):
+    """Refuse an output that is not declared in its own stage, and a declared out that no rule makes."""
+    for name, stage in stages.items():
+        for path in sorted(stage.outputs):
+            found = owner(path, outs)
+            if found is None or found[0] != name:
+                raise Mismatch(f"stage {name} makes {path}; declare it under `outs` of {name} in {DVC_YAML}")
+        for out in outs[name]:
+            if not any(owner(path, {name: [out]}) for path in stage.outputs):
+                raise Mismatch(f"{DVC_YAML} declares {out} in stage {name}, but no rule of {stage.file} makes it")
+
+
+def sources():
+    """Files that git tracks, or would track: not ignored."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return set(listed.stdout.splitlines())
+
+
+def dependencies(name, stage, outs, tracked):
+    """`deps` of a stage: its rules, the outs of other stages that it reads, and sources."""
+    deps = {stage.file}
+    for path in stage.inputs - stage.outputs:
+        found = owner(path, outs)
+        if found is not None and found[0] == name:
+            continue
+        if found is None and path not in tracked and not Path(path).is_absolute():
+            raise Mismatch(f"stage {name} reads {path}, which no stage makes and git does not track")
+        deps.add(found[1] if found else path)
+    return sorted(deps)
+
+
+def synced(document, stages, tracked):
+    """`document` with the derived keys of every stage; what is written by hand stays."""
+    entries = document.setdefault("stages", {})
+    missing, gone = stages.keys() - entries.keys(), entries.keys() - stages.keys()
+    if missing or gone:
+        raise Mismatch(f"stages without rules: {sorted(gone)}; rules without a stage: {sorted(missing)}")
+    outs = {name: declared_outs(entry) for name, entry in entries.items()}
+    check_outs(stages, outs)
+    for name, stage in stages.items():
+        if name not in stage.rules:
+            raise Mismatch(f"{stage.file} has no rule {name!r}, which would be the target of its stage")
+        derived = {
+            "cmd": f"snakemake --nolock --allowed-rules {' '.join(sorted(stage.rules))} -- {name}",
+            "deps": dependencies(name, stage, outs, tracked),
+            "params": sorted(stage.params),
+        }
+        for place, (key, value) in enumerate(derived.items()):
+            entries[name].pop(key, None)
+            entries[name].insert(place, key, value)
+    return document
+
+
+def differences(before, after):
+    """One line for each derived key that differs."""
+    lines = []
+    for name, entry in after["stages"].items():
+        for key in ("cmd", "deps", "params"):
+            old, new = before["stages"][name].get(key), entry[key]
+            if old != new and isinstance(new, list):
+                added, gone = sorted(set(new) - set(old or [])), sorted(set(old or []) - set(new))
+                lines.append(f"{name}.{key}: + {added} - {gone}")
+            elif old != new:
+                lines.append(f"{name}.{key}: {new}")
+    return lines
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--check", action="store_true", help="change nothing; exit 1 if dvc.yaml is behind")
+    check = arguments.parse_args().check
+    yaml = YAML()
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.width = 200
+    before = YAML(typ="safe").load(DVC_YAML.read_text())
+    try:
+        document = synced(yaml.load(DVC_YAML.read_text()), read_stages(parse_rules()), sources())
+    except Mismatch as problem:
+        sys.exit(f"error: {problem}")
+    lines = differences(before, document)
+    if check and lines:
+        sys.exit("\n".join([*lines, "error: dvc.yaml is behind the rules; run make sync"]))
+    if lines:
+        yaml.dump(document, DVC_YAML)
+    print("\n".join(lines) or "dvc.yaml agrees with the rules")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Make .venv from python3 and pip alone: bash workflow/scripts/setup.sh {cpu|cuda}
+# PYTHON names another interpreter, EXTRA_INDEX a further package index for pip.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+flavour=$1
+python=${PYTHON:-python3}
+log=.venv/setup.log
+
+stop() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || stop "$python does not run"
+[ "$found" = 3.11 ] || stop "Python 3.11 is needed, $python is $found; give one with: make setup PYTHON=python3.11"
+for other in cpu cuda; do
+    [ "$other" = "$flavour" ] || [ ! -e ".venv/ready-$other" ] ||
+        stop ".venv was made for $other, this machine wants $flavour; remove .venv and run make setup again"
+done
+
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+echo "Installing $(grep -c "^[^#].*==" "requirements/$flavour.txt") pinned packages into .venv ($flavour); this takes 2 to 5 minutes"
+
+# The pins are complete, so pip has nothing to resolve.
+install() {
+    .venv/bin/python -m pip install -q --disable-pip-version-check --no-input --no-deps "$@" >"$log" 2>&1
+}
+if ! install -r "requirements/$flavour.txt"; then
+    [ -n "${EXTRA_INDEX:-}" ] || {
+        tail -n 5 "$log" >&2
+        stop "pip could not install the pins (all of it: $log). If torch's CPU build was not found: make setup" \
+            "EXTRA_INDEX=ADDRESS, with the address that PyTorch's install page gives for pip, Linux and CPU"
+    }
+    install --extra-index-url "$EXTRA_INDEX" -r "requirements/$flavour.txt" || {
+        tail -n 5 "$log" >&2
+        stop "pip could not install the pins, with EXTRA_INDEX either (all of it: $log)"
+    }
+fi
+install --no-build-isolation -e . || {
+    tail -n 5 "$log" >&2
+    stop "pip could not install kvlab itself (all of it: $log)"
+}
+touch ".venv/ready-$flavour"
+echo "Ready: source .venv/bin/activate, or go on with make"
