@@ -13,7 +13,7 @@ BIN := $(CURDIR)/.venv/bin
 REPORT := results/gap/FINDINGS.md
 RULES := Snakefile workflow/rules
 
-.PHONY: help setup findings test lint reference sync pins clean
+.PHONY: help setup findings test lint reference sync headline pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command behind it"
@@ -46,6 +46,9 @@ reference: $(READY)  ## train the embedded reference model again, into models/re
 
 sync: $(READY)  ## dvc.yaml from the rules, after a rule, a module or the model's files have changed
 	@$(BIN)/python workflow/scripts/dvc_sync.py
+
+headline: $(READY)  ## the block at the top of README.md, from results/
+	@$(BIN)/python -m kvlab report --metrics results/gap/metrics.json --verdict results/gate/verdict.json --readme README.md
 
 pins: $(READY)  ## resolve requirements/in.txt again, into requirements/{cpu,cuda}.txt
 	$(BIN)/python workflow/scripts/pins.py $(ARGS)

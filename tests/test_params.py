@@ -41,6 +41,7 @@ def changed(base: dict, **leaves) -> dict:
         ({"gap__dtype": "float16"}, ["float16", "'bfloat16'"]),
         ({"codec__boundary_layers": [0, 6]}, ["boundary_layers", "6", "0..5"]),
         ({"noise__windows": 33}, ["noise.windows", "32"]),
+        ({"calibration__engines": ["vllm"]}, ["calibration.origin", "'hf'", "vllm"]),
         ({"windows__context": -1}, ["windows.context", "-1"]),
     ],
 )

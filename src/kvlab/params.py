@@ -65,7 +65,8 @@ class Windows(Frozen):
 class Calibration(Frozen):
     """How Sigma_q and the codebooks are fitted."""
 
-    origin: Engine = Field(description="engine whose capture fits the calibration used by every cell")
+    engines: tuple[Engine, ...] = Field(min_length=1, description="engines that are captured")
+    origin: Engine = Field(description="the one whose capture fits the calibration used by every cell")
     dtype: DType = Field(description="dtype of the captured model")
     ridge: float = Field(ge=0, description="ridge on Sigma_q, times the mean of its diagonal")
     codebooks: Literal["fitted", "gaussian"] = Field(description="Lloyd-Max tables")
@@ -185,6 +186,9 @@ class Params(Frozen):
         for name in ("layers", "noise"):
             if getattr(self, name).windows > self.windows.test:
                 raise ValueError(f"{name}.windows is larger than windows.test ({self.windows.test})")
+        if self.calibration.origin not in self.calibration.engines:
+            captured = ", ".join(self.calibration.engines)
+            raise ValueError(f"calibration.origin is {self.calibration.origin!r}; captured are only: {captured}")
         for name in ("boundary_layers", "whiten_skip_layers"):
             wrong = [i for i in getattr(self.codec, name) if not 0 <= i < self.model.n_layers]
             if wrong:

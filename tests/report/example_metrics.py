@@ -126,6 +126,7 @@ def _agreement(make):
         return {
             "cross_kl": make.estimate(1e-8),
             "jitter_kl": make.estimate(1e-8),
+            "beyond_jitter": make.estimate(1e-8),
             "hf_kl": make.number(0.03),
             "vllm_kl": make.number(0.03),
             "relative_difference": make.estimate(1e-3),

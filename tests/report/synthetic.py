@@ -55,6 +55,7 @@ class Effects:
     identity_fp32: float = 1e-9
     cross_identity: float = 3e-8
     cross_codec: float = 1e-5
+    rounding: float = 2e-4
     codec_disagreement: float = 0.001
     nll_per_kl: float = 0.8
     flip_rate: float = 0.25
@@ -230,7 +231,7 @@ def write_baseline(folder: Path, params: Params, effects: Effects, text: Text) -
         if engine == "vllm" and dtype == "float32":
             planted += [("identity", protocol, effects.cross_identity) for protocol in params.protocols]
             planted += [("kv", protocol, effects.cross_codec) for protocol in params.protocols]
-            planted += [("jitter", protocol, effects.cross_codec) for protocol in params.protocols]
+            planted += [("jitter", protocol, effects.rounding) for protocol in params.protocols]
         shared = {"run": run, "engine": engine, "dtype": dtype, "attention": attention}
         cells, tables = [], []
         for what, protocol, kl in planted:

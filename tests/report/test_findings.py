@@ -26,7 +26,9 @@ PART = re.compile(r"(?<![A-Za-z_\d.])[-+]?\d+(?:\.\d+)?(?:e-?\d+)?")
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """Drawing is what takes time; ``test_figures.py`` draws, and draws twice."""
-    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(f"{name} of {len(table)}"))
+    monkeypatch.setattr(
+        figures.registry, "picture", lambda name, table, path: path.write_text(f"{name} of {len(table)}")
+    )
 
 
 def some_params(seed: int = 0) -> Params:

@@ -303,6 +303,12 @@ def test_agreement_fails(params, tmp_path, effects, words):
     assert len(agreement["why"]) == 2 and words in agreement["why"][0]
 
 
+def test_agreement_fails_when_the_runs_are_further_apart_than_rounding_explains(params, tmp_path):
+    paths = write_results(tmp_path, params, Effects(cross_codec=1e-3, rounding=1e-6))
+    agreement = run(params, paths)["agreement"]
+    assert not agreement["holds"] and "rounding error" in agreement["why"][0]
+
+
 def test_agreement_holds_while_a_difference_is_not_resolved(params, tmp_path):
     agreement = run(params, write_results(tmp_path, params, Effects(codec_disagreement=0.02)))["agreement"]
     assert agreement["holds"]

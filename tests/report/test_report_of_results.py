@@ -20,7 +20,7 @@ from report.synthetic import Effects, small_params, write_results
     ids=["agree", "disagree", "hf", "vllm"],
 )
 def test_report_of_planted_results(tmp_path, monkeypatch, engines, effects, answer):
-    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(str(name)))
+    monkeypatch.setattr(figures.registry, "picture", lambda name, table, path: path.write_text(str(name)))
     params = small_params(engines=engines, stats={"resamples": 200})
     there = write_results(tmp_path, params, effects)
     found = metrics.build(params, there.baseline, there.jobs, there.codebooks, there.sigmas)

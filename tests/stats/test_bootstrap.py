@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvlab.errors import Fault, MixedIdentity, NonFinite
-from kvlab.stats.bootstrap import Bootstrap, Column, Estimate, resample_counts, student_quantile
+from kvlab.stats.bootstrap import Bootstrap, Column, Estimate, resample_counts
 
 BOOT = Bootstrap(resamples=1500, confidence=0.95, seed=0)
 
@@ -131,14 +131,6 @@ def test_few_windows_use_student():
     half = 3.182446 * values.std(ddof=1) / 2
     assert estimate.method == "t"
     assert (estimate.low, estimate.high) == pytest.approx((3 - half, 3 + half), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("probability", "df", "expected"),
-    [(0.975, 1, 12.7062), (0.975, 2, 4.30265), (0.975, 31, 2.03951), (0.95, 10, 1.81246), (0.995, 7, 3.49948)],
-)
-def test_student_quantile(probability, df, expected):
-    assert student_quantile(probability, df) == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_is_not_finite_is_refused():

@@ -85,8 +85,11 @@ def test_windows_needed_are_enough():
 
 
 def test_linear_range():
-    kl = np.array([0.0, 9e-8, 1.1e-7, 1e-3, 0.499, 0.5, 2.0])
-    assert linear_range(kl, floor=1e-8).tolist() == [False, False, True, True, True, False, False]
+    x = np.array([0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0])
+    kl = np.array([0.0, 9e-8, 1e-6, 9e-6, 1e-4, 3e-3, 0.2])  # from 0.1 to 0.3 the slope is above three
+    assert linear_range(x, kl, floor=1e-8).tolist() == [False, False, True, True, True, False, False]
+    quadratic = 3 * x**2
+    assert linear_range(x, quadratic, floor=0).tolist() == [False, True, True, True, True, True, False]
 
 
 def test_slope_is_recovered():

@@ -29,10 +29,10 @@ rule capture_engine:
 
 
 rule capture:
-    """Captures of every engine, and of the one that the calibration comes from."""
+    """Captures of all engines that params.yaml lists under `calibration`."""
     input:
         expand("calib/capture/{engine}.safetensors", engine=CAPTURED),
     params:
-        cfg=pick("engines", "calibration"),
+        cfg=pick("calibration"),
     message:
         "capture: complete"

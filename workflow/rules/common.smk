@@ -43,7 +43,8 @@ def checked(data):
 PARAMS = checked(config)
 CORPUS_RECORD = Path("models/reference/corpus.json")
 ORIGIN = PARAMS.calibration.origin
-CAPTURED = sorted({*PARAMS.engines, ORIGIN})
+CAPTURED = sorted(PARAMS.calibration.engines)
+ENGINES = sorted({*PARAMS.engines, *CAPTURED})
 ALL_KEYS = frozenset(Params.model_fields)
 RATIOS = sorted({PARAMS.codec.variance_ratio, *PARAMS.gap.variance_ratios})
 
@@ -66,7 +67,7 @@ def engine_code(*modules):
     def files(wildcards):
         return code(*modules, f"kvlab.engines.{wildcards.engine}")
 
-    files.every = code(*modules, *(f"kvlab.engines.{engine}" for engine in CAPTURED))
+    files.every = code(*modules, *(f"kvlab.engines.{engine}" for engine in ENGINES))
     return files
 
 

@@ -27,10 +27,10 @@ rule sigma_engine:
 
 
 rule sigma:
-    """Sigma_q of every engine; the cells use the one of `calibration.origin`."""
+    """Sigma_q of every captured engine; the cells use the one of `calibration.origin`."""
     input:
         expand("calib/sigma/{engine}.{kind}", engine=CAPTURED, kind=["safetensors", "json"]),
     params:
-        cfg=pick("engines", "calibration"),
+        cfg=pick("calibration"),
     message:
         "sigma: complete"

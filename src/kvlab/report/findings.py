@@ -170,7 +170,8 @@ def gap_context(gap: dict | None, level: str) -> dict | None:
     """The decomposition: a dict per measure, and the corners in words."""
     if not gap or not gap["factors"] or not gap["measures"]:
         return None
-    measures = {name: measure_context(measure, level) for name, measure in gap["measures"].items()}
+    names = sorted(gap["measures"], key=lambda name: name != "kl")  # the headline's measure first
+    measures = {name: measure_context(gap["measures"][name], level) for name in names}
     return {
         "main": "kl" if "kl" in measures else next(iter(measures)),
         "factors": gap["factors"],

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
+from scipy.special import stdtrit
 
 from kvlab.errors import Fault, MixedIdentity, NonFinite
 
@@ -119,7 +120,7 @@ class Bootstrap:
         """
         found = self.mean(column)
         if found.value not in (0.0, 1.0):
-            return found
+            return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0))
         bound = 1 - ((1 - self.confidence) / 2) ** (1 / column.n_tokens)
         low, high = (0.0, bound) if found.value == 0 else (1 - bound, 1.0)
         return replace(found, low=low, high=high, resolvable=bound / 2, method="exact")
@@ -226,7 +227,7 @@ def interval(value: float, resampled: np.ndarray, jackknife: np.ndarray, confide
         ``bca``, ``t`` or ``percentile``.
     """
     n = jackknife.size
-    quantile = student_quantile(0.5 + confidence / 2, n - 1)
+    quantile = float(stdtrit(n - 1, 0.5 + confidence / 2))
     if np.ptp(resampled) <= 1e-12 * abs(value):
         return float(min(value, resampled.min())), float(max(value, resampled.max())), "percentile"
     if n < FEWEST_FOR_BCA:
@@ -260,31 +261,3 @@ def bca_levels(value: float, resampled: np.ndarray, jackknife: np.ndarray, wide:
         return None
     low, high = (_NORMAL.cdf(bias + z / (1 - acceleration * z)) for z in shifted)
     return low, high
-
-
-@functools.lru_cache(maxsize=64)
-def student_quantile(probability: float, df: int) -> float:
-    """Quantile of Student's t with an integer `df` >= 1, for `probability` >= 0.5.
-
-    Bisection on the closed form of the distribution function (Abramowitz & Stegun 26.7.3 and 26.7.4).
-    """
-    low, high = 0.0, 1.0
-    while student_cdf(high, df) < probability:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_cdf(middle, df) < probability else (low, middle)
-    return (low + high) / 2
-
-
-def student_cdf(t: float, df: int) -> float:
-    """P(T <= t) of Student's t for t >= 0 and an integer `df` (Abramowitz & Stegun 26.7.3, 26.7.4)."""
-    angle = math.atan(t / math.sqrt(df))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = df % 2
-    total = term = 1.0 if df > 1 else 0.0
-    for i in range(1 + odd, df - 2 + odd, 2):
-        term *= i / (i + 1) * cosine**2
-        total += term
-    inside = 2 / math.pi * (angle + sine * cosine * total) if odd else sine * total
-    return 0.5 + inside / 2

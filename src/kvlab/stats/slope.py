@@ -9,16 +9,38 @@ from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 
 FLOOR_MULTIPLE = 10.0
 SATURATION = 0.5
+QUADRATIC = 2.0
+SLOPE_TOLERANCE = 0.5
 
 
-def linear_range(kl: np.ndarray, floor: float) -> np.ndarray:
-    """Which points of a KL curve obey its power law, bool [points].
+def linear_range(x: np.ndarray, kl: np.ndarray, floor: float) -> np.ndarray:
+    """Which points of a KL curve lie where the model responds linearly, bool [points].
 
-    A point counts when its mean KL is above 10 times the identity cell's, where the engine's own noise
-    adds less than a tenth, and below 0.5 nat per token, beyond which KL bends towards its ceiling.
+    KL of small noise is quadratic in it. Going up from the smallest noise whose mean KL is above 10 times
+    the identity cell's (below, the engine's own noise shows), points belong to the range as long as the
+    slope from one to the next, on logarithms, is within a quarter of two and KL is below 0.5 nat.
+
+    Parameters
+    ----------
+    x : float64 [points], ascending
+        Size of the noise.
+    kl : float64 [points]
+        Mean KL, nats per token.
+    floor : float
+        Mean KL of the identity cell.
     """
-    kl = np.asarray(kl)
-    return (kl > FLOOR_MULTIPLE * floor) & (kl > 0) & (kl < SATURATION)
+    x, kl = np.asarray(x), np.asarray(kl)
+    inside = np.zeros(kl.size, dtype=bool)
+    usable = (x > 0) & (kl > FLOOR_MULTIPLE * floor) & (kl > 0) & (kl < SATURATION)
+    for i in np.flatnonzero(usable):
+        previous = np.flatnonzero(inside)
+        if previous.size:
+            j = previous[-1]
+            slope = np.log(kl[i] / kl[j]) / np.log(x[i] / x[j])
+            if j != i - 1 or abs(slope - QUADRATIC) > SLOPE_TOLERANCE:
+                break
+        inside[i] = True
+    return inside
 
 
 def log_log_slope(bootstrap: Bootstrap, x: np.ndarray, columns: list[Column]) -> Estimate:

@@ -37,7 +37,7 @@ def noise_slope_entries(params: Params, results: Results, boot: Bootstrap) -> li
         level = boot.mean(floor.column("kl", found[0].cell.windows)).value if floor else 0.0
         columns = [measured.column("kl") for measured in found]
         sigmas = np.array([measured.cell.recipe.k.sigma for measured in found])
-        inside = np.flatnonzero(linear_range([boot.mean(c).value for c in columns], level) & (sigmas > 0))
+        inside = np.flatnonzero(linear_range(sigmas, [boot.mean(c).value for c in columns], level))
         slope: Estimate | None = None
         if inside.size >= 2:
             slope = log_log_slope(boot, sigmas[inside], [columns[i] for i in inside])
