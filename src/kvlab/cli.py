@@ -258,16 +258,14 @@ def main(arguments: list[str] | None = None) -> None:
         args.step(args)
     except KvlabError as error:
         _fail(f"kvlab {args.verb}: {error}", error.exit_code)
+    except BrokenPipeError:  # `kvlab params | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         from kvlab.records import storage_error
 
-        _fail(f"kvlab {args.verb}: {storage_error(Path(error.filename or args.out), error)}", 2)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail(f"kvlab {args.verb}: {storage_error(Path(error.filename or getattr(args, 'out', '.')), error)}", 2)
 
 
 def _fail(message: str, code: int) -> None:
     print(" ".join(message.split()), file=sys.stderr)
-    # An engine may hold threads that outlive an exception; the exit code must not wait for them.
-    sys.stderr.flush()
-    os._exit(code) if "vllm" in sys.modules else sys.exit(code)
+    sys.exit(code)

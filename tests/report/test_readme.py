@@ -103,3 +103,7 @@ def test_what_is_not_finite_is_refused(page):
     with pytest.raises(NonFinite, match="gap"):
         updated(page, metrics)
     assert page.read_text() == TEXT
+
+
+def test_the_committed_readme_says_what_its_numbers_say(root):
+    assert readme.check(root / "README.md") == []

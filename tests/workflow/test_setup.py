@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -31,7 +32,9 @@ def checkout(tmp_path) -> Path:
 
 
 def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["make", *arguments], cwd=checkout, capture_output=True, text=True, timeout=60)
+    """`make` as from a shell: what a `make test` around us left in the environment is taken out."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", *arguments], cwd=checkout, capture_output=True, text=True, timeout=60, env=clean)
 
 
 def pins(flavour: str) -> dict[str, str]:
