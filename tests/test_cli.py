@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from kvlab import cli
-from kvlab.params import Params
+from kvlab.params import Params, overlay
 
 
 def run(*arguments: str, capsys) -> tuple[int, str, str]:
@@ -125,6 +126,33 @@ def test_calibration_of_another_model_stops_the_job(tiny_params, tiny_windows, t
         tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys, sigma=tmp_path / "hf.safetensors"
     )
     assert code == 2 and "fitted on model another" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("where", ["weights", "folder", "architecture"])
+def test_a_broken_model_is_one_line(tiny_params, tiny_windows, tiny_model, tmp_path, capsys, where):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    if where == "weights":  # the last norm: every logit of the model becomes NaN
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"][0] = float("nan")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    elif where == "architecture":
+        config = json.loads((folder / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+        (folder / "config.json").write_text(json.dumps(config))
+    changed = overlay(
+        tiny_params.model_dump(mode="json"),
+        {"model": {"path": str(folder if where != "folder" else tmp_path / "modle")}},
+    )
+    windows = tmp_path / "windows.safetensors"
+    corpus_run = run("corpus", "--params", json.dumps(changed), "--out", windows, capsys=capsys)
+    capture = ("capture", "--engine", "hf", "--windows", windows, "--out", tmp_path / "out" / "c.safetensors")
+    code, _, err = run(*capture, "--params", json.dumps(changed), capsys=capsys) if corpus_run[0] == 0 else corpus_run
+    words = {"weights": "'model.norm.weight'", "folder": "did you mean", "architecture": "'GPT2LMHeadModel'"}
+    last = err.strip().splitlines()[-1]
+    assert code == 2 and words[where] in last and last.startswith("kvlab "), err
     assert not (tmp_path / "out").exists()
 
 

@@ -32,7 +32,7 @@ Beside it:
   reference   train the embedded reference model again
 
 Every verb reads `--params`: params.yaml, or a JSON object of just the top-level keys it may use.
-Exit codes: 0 done, 2 the input is wrong (one line says how to mend it), 1 the run is wrong.
+Exit codes: 0 done; 2 the input is wrong, one line says how to mend it; 1 the run is wrong.
 """
 
 EXAMPLES = """\
@@ -170,71 +170,84 @@ def report_verb(args: argparse.Namespace) -> None:
         findings.write(Params.parse(args.params), metrics, verdict, args.out)
 
 
+Flag = tuple[str, dict]
+
+
+def path(flag: str, text: str, **options) -> Flag:
+    """A flag that names a file; needed unless `options` say otherwise."""
+    return flag, {"type": Path, "metavar": "FILE", "help": text, "required": True} | options
+
+
+def word(flag: str, text: str, **options) -> Flag:
+    """A flag that takes one word."""
+    return flag, {"help": text} | options
+
+
+OUT = path("--out", "what is written (with companions of the same stem beside it)")
+WINDOWS = path("--windows", "windows.safetensors of `kvlab corpus`")
+CAPTURE = path("--capture", "what `kvlab capture` wrote")
+SIGMA = path("--sigma", "what `kvlab sigma` wrote")
+CODEBOOKS = path("--codebooks", "what `kvlab codebooks` wrote")
+METRICS = path("--metrics", "what `kvlab metrics` wrote")
+IF_CODED = [  # a run without a codec does without them
+    path("--sigma", "what `kvlab sigma` wrote; needed by cells with a codec", required=False),
+    path("--codebooks", "what `kvlab codebooks` wrote; likewise", required=False),
+]
+PARAMS = word("--params", "default: params.yaml", default="params.yaml", metavar="FILE|JSON")
+
+VERBS: dict[Callable, list[Flag]] = {
+    params_verb: [
+        word("--preset", "overlay workflow/presets/NAME.yaml", metavar="NAME"),
+        word("--set", "change one leaf; may be repeated", metavar="KEY=VALUE", action="append"),
+        word("--yaml", "nothing but YAML", action="store_true"),
+        word("--json", "canonical JSON", action="store_true"),
+    ],
+    reference_verb: [
+        path("--out", "model folder, replaced when the run ends", default=Path("models/reference"), required=False),
+        word("--tokens", "training tokens; default: 9 000 000", type=int, default=9_000_000),
+        word("--max-minutes", "finish the schedule within this time", type=float),
+        word("--resume", "continue a run that was killed", action="store_true"),
+    ],
+    corpus_verb: [OUT],
+    capture_verb: [word("--engine", "hf or vllm", required=True), WINDOWS, OUT],
+    sigma_verb: [CAPTURE, OUT],
+    codebooks_verb: [CAPTURE, SIGMA, OUT],
+    baseline_verb: [
+        word("--run", "a name that `kvlab params` lists under baseline", required=True),
+        *(WINDOWS, *IF_CODED, OUT),
+    ],
+    measure_verb: [
+        word("--study", "cells, layers or noise", required=True),
+        word("--job", "a name that `kvlab params` lists under the study", required=True),
+        *(WINDOWS, *IF_CODED, OUT),
+    ],
+    metrics_verb: [
+        path("--baseline", "json records of the baseline runs", nargs="+"),
+        path("--jobs", "json records of the jobs of cells", nargs="+"),
+        CODEBOOKS,
+        path("--sigmas", "json sidecars of `kvlab sigma`", nargs="+"),
+        path("--summary", "also write a dozen headline scalars here", required=False),
+        OUT,
+    ],
+    gate_verb: [METRICS, OUT],
+    report_verb: [
+        METRICS,
+        path("--verdict", "what `kvlab gate` wrote"),
+        path("--out", "FINDINGS.md; figures go into figures/ beside it", required=False),
+        path("--readme", "README whose headline block is brought up to date", required=False),
+    ],
+}
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     root = _Parser("kvlab", description=OVERVIEW, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = root.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
-
-    def verb(function: Callable, *flags: tuple) -> None:
-        name = function.__name__.removesuffix("_verb")
-        sub = verbs.add_parser(name, help=argparse.SUPPRESS, description=function.__doc__)
-        sub.set_defaults(step=function)
-        sub.add_argument("--params", default="params.yaml", metavar="FILE|JSON", help="default: params.yaml")
-        for flag, options in flags:
-            sub.add_argument(flag, **options)
-
-    def path(flag: str, text: str, **options) -> tuple:
-        return flag, {"type": Path, "metavar": "FILE", "help": text, "required": True} | options
-
-    out = path("--out", "what is written (with companions of the same stem beside it)")
-    windows = path("--windows", "windows.safetensors of `kvlab corpus`")
-    capture = path("--capture", "what `kvlab capture` wrote")
-    sigma = path("--sigma", "what `kvlab sigma` wrote")
-    optional_sigma = path("--sigma", "what `kvlab sigma` wrote; needed by cells with a codec", required=False)
-    optional_codebooks = path("--codebooks", "what `kvlab codebooks` wrote; likewise", required=False)
-    many = {"nargs": "+"}
-
-    verb(
-        params_verb,
-        ("--preset", {"metavar": "NAME", "help": "overlay workflow/presets/NAME.yaml"}),
-        ("--set", {"metavar": "KEY=VALUE", "action": "append", "help": "change one leaf; may be repeated"}),
-        ("--yaml", {"action": "store_true", "help": "nothing but YAML"}),
-        ("--json", {"action": "store_true", "help": "canonical JSON"}),
-    )
-    verb(
-        reference_verb,
-        path("--out", "model folder, replaced when the run ends", default=Path("models/reference"), required=False),
-        ("--tokens", {"type": int, "default": 9_000_000, "help": "training tokens; default: 9 000 000"}),
-        ("--max-minutes", {"type": float, "help": "finish the schedule within this time"}),
-        ("--resume", {"action": "store_true", "help": "continue a run that was killed"}),
-    )
-    verb(corpus_verb, out)
-    verb(capture_verb, ("--engine", {"required": True, "help": "hf or vllm"}), windows, out)
-    verb(sigma_verb, capture, out)
-    verb(codebooks_verb, capture, sigma, out)
-    run = ("--run", {"required": True, "help": "a name that `kvlab params` lists under baseline"})
-    verb(baseline_verb, run, windows, optional_sigma, optional_codebooks, out)
-    study = ("--study", {"required": True, "help": "cells, layers or noise"})
-    job = ("--job", {"required": True, "help": "a name that `kvlab params` lists under the study"})
-    verb(measure_verb, study, job, windows, optional_sigma, optional_codebooks, out)
-    verb(
-        metrics_verb,
-        path("--baseline", "json records of the baseline runs", **many),
-        path("--jobs", "json records of the jobs of cells", **many),
-        path("--codebooks", "what `kvlab codebooks` wrote"),
-        path("--sigmas", "json sidecars of `kvlab sigma`", **many),
-        path("--summary", "also write a dozen headline scalars here", required=False),
-        out,
-    )
-    metrics = path("--metrics", "what `kvlab metrics` wrote")
-    verb(gate_verb, metrics, out)
-    verb(
-        report_verb,
-        metrics,
-        path("--verdict", "what `kvlab gate` wrote"),
-        path("--out", "FINDINGS.md; figures go into figures/ beside it", required=False),
-        path("--readme", "README whose headline block is brought up to date", required=False),
-    )
+    for function, flags in VERBS.items():
+        verb = verbs.add_parser(function.__name__.removesuffix("_verb"), description=function.__doc__)
+        verb.set_defaults(step=function)
+        for flag, options in [PARAMS, *flags]:
+            verb.add_argument(flag, **options)
     return root
 
 

@@ -73,7 +73,9 @@ class StorageError(UserError):
 
 
 class NonFinite(Fault):
-    """NaN or infinity where a number was expected."""
+    """NaN or infinity where a number was expected: as a rule the input's, weights or captures, hence exit code 2."""
+
+    exit_code = 2
 
 
 class CodecNotActive(Fault):

@@ -60,13 +60,7 @@ def baseline(
     trials = agreement_trials(params, name, calibrated) if name != "hf" and dtype == "float32" else []
     entries = [BaselineCell.of(run, *runs[run], "plain", None)]
     entries += [BaselineCell.of(run, *runs[run], what, trial.protocol) for trial in trials for what in trial.names]
-    tables = []
-    for number, ids in enumerate(tqdm(windows.test.tolist(), desc=f"baseline {run}", unit="window")):
-        reference, ours = (WindowRun(one, ids, windows.context, number) for one in (truth, engine))
-        pairs = [(ours.reference, reference.reference)]
-        pairs += [pair for trial in trials for pair in trial.logits(reference, ours)]
-        tables += [reference.rows(entry.cell_id, *pair) for entry, pair in zip(entries, pairs, strict=True)]
-    write_table(out, pl.concat(tables))
+    write_table(out, compare(run, windows, truth, engine, entries, trials))
     record = BaselineRecord(
         provenance=provenance(engine, windows, calibrated),
         run=run,
@@ -78,7 +72,26 @@ def baseline(
         cells=tuple(entries),
     )
     write_json(Path(out).with_suffix(".json"), record.model_dump(mode="json"))
-    _close(engine, truth)
+    for one in {engine, truth}:
+        one.close()
+
+
+def compare(
+    run: str,
+    windows: corpus.TokenWindows,
+    truth: Engine,
+    engine: Engine,
+    entries: list[BaselineCell],
+    trials: list[Trial],
+) -> pl.DataFrame:
+    """Token rows of all comparisons, window by window, so that memory holds one window's logits."""
+    tables = []
+    for number, ids in enumerate(tqdm(windows.test.tolist(), desc=f"baseline {run}", unit="window")):
+        reference, ours = (WindowRun(one, ids, windows.context, number) for one in (truth, engine))
+        pairs = [(ours.reference, reference.reference)]
+        pairs += [pair for trial in trials for pair in trial.logits(reference, ours)]
+        tables += [reference.rows(entry.cell_id, *pair) for entry, pair in zip(entries, pairs, strict=True)]
+    return pl.concat(tables)
 
 
 @dataclass(frozen=True)
@@ -126,8 +139,3 @@ def agreement_trials(params: Params, engine: str, calibrated: Calibrated | None)
         coders = Coder(hf, calibrated), Coder(other, calibrated), JitteredCoder(hf, calibrated)
         trials.append(Trial("kv", protocol, *coders))
     return trials
-
-
-def _close(*engines: Engine) -> None:
-    for engine in set(engines):
-        engine.close()

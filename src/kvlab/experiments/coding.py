@@ -60,13 +60,13 @@ class Coder:
         Whose recipe, layers and streams are coded.
     calibrated : Calibrated or None
         Whiteners and codebooks; None when no recipe of the cell needs them.
-    memo : dict
+    memo : dict, optional
         Shared by the cells of a job and emptied at every window: the coded snapshots of clean tensors,
         which cells with equal recipes need not code again.
     """
 
     def __init__(self, cell: Cell, calibrated: Calibrated | None, memo: dict | None = None):
-        self.cell, self.tally, self._memo = cell, Tally(), memo if memo is not None else {}
+        self.cell, self.tally, self._memo = cell, Tally(), memo
         self._codecs: dict[str, Codec] = {}
         self._recipes: dict[str, StreamRecipe] = {}
         for stream in STREAMS if cell.stream == "kv" else (cell.stream,):
@@ -86,6 +86,8 @@ class Coder:
 
     def snapshot(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         """`round_trip` of a clean tensor, looked up when an equal recipe has coded it already."""
+        if self._memo is None:
+            return self.round_trip(x, site)
         key = (digest(self._recipes[site.stream]), site)
         if key not in self._memo:
             self._memo[key] = self._code(x, site)
