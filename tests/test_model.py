@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from kvlab.engines.capability import check
+from kvlab.engines.capability import check, check_protocol
 from kvlab.errors import CapabilityError, ModelError, UnknownName
 from kvlab.model import resolve
 from kvlab.params import Model
@@ -51,6 +51,38 @@ def test_sliding_windows_are_refused(tiny_model, tmp_path):
         resolve(model(edited(tiny_model, tmp_path, layer_types=["sliding_attention"] * 3)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, True),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, True),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, False),
+        ({"sliding_window": 4096, "use_sliding_window": False}, False),
+        ({"sliding_window": 4096, "use_sliding_window": True}, True),
+    ],
+)
+def test_a_window_counts_where_the_model_uses_it(tiny_model, tmp_path, changes, refused):
+    copy = edited(tiny_model, tmp_path)
+    config = json.loads((copy / "config.json").read_text())
+    config = {k: v for k, v in config.items() if k not in ("sliding_window", "use_sliding_window", "layer_types")}
+    (copy / "config.json").write_text(json.dumps(config | changes))
+    if refused:
+        with pytest.raises(ModelError, match="sliding"):
+            resolve(model(copy))
+    else:
+        resolve(model(copy))
+
+
+def test_a_hub_id_must_be_pinned():
+    with pytest.raises(ModelError, match=r"pin it with model\.revision"):
+        resolve(model("owner/name"))
+
+
+def test_a_protocol_outside_the_table():
+    with pytest.raises(UnknownName, match="'snapshot'"):
+        check_protocol("vllm", "snapshots")
+
+
 def test_another_number_of_layers(tiny_model):
     with pytest.raises(ModelError, match=r"model\.n_layers is 4.*has 3 layers"):
         resolve(model(tiny_model, n_layers=4))
@@ -69,6 +101,7 @@ def test_a_head_size_that_vllm_gets_wrong(tiny_model, tmp_path):
     with pytest.raises(CapabilityError, match=r"head size 48; allowed: 32, 64.*nearest: 32"):
         check("vllm", "float32", "default", info)
     check("hf", "float32", "eager", info)
+    check("vllm", "float32", "default", info, on_cpu=False)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,21 @@ def test_a_full_disk_is_one_clear_line(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_the_same_line_from_every_library(tmp_path):
+    from safetensors import SafetensorError
+
+    with pytest.raises(StorageError, match="the disk is full"), records.atomic(tmp_path / "a.safetensors"):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+def test_an_old_record_does_not_outlive_its_data(tmp_path, monkeypatch):
+    (tmp_path / "job.json").write_text("{}")
+    monkeypatch.setattr(records, "write_table", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        records.write_job(tmp_path / "job.parquet", None, tokens())
+    assert not (tmp_path / "job.json").exists()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
 def test_a_number_that_is_none_is_refused(tmp_path, value):
     records.write_table(tmp_path / "t.parquet", tokens(value))

@@ -11,6 +11,7 @@ import glob
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,9 @@ from safetensors.numpy import save_file
 from kvlab.errors import CorpusError
 from kvlab.model import check_window, load_tokenizer, resolve
 from kvlab.params import Corpus, Params, Windows
-from kvlab.records import atomic, from_header, sha256, to_header, write_json
+from kvlab.records import atomic, forget, from_header, sha256, to_header, write_json
 
+TOKENIZED_AT_ONCE = 1000  # documents; a corpus may be far larger than what its windows need
 SHINGLE = 64  # tokens; a run this long in both splits is a copy, not chance
 DATASETS_PREFIX = "datasets:"
 DOCSTRINGS_RECORD = Path("models/reference/corpus.json")  # what `corpus.source: docstrings` must hash to
@@ -89,6 +91,7 @@ def build(params: Params, out: Path) -> TokenWindows:
         model_hash=info.model_hash,
     )
     refuse_shared_windows(windows)
+    forget(out)
     save(windows, out)
     write_json(Path(out).with_suffix(".json"), describe(windows, params, documents))
     return windows
@@ -160,9 +163,17 @@ def bos(tokenizer) -> list[int]:
 def stream(documents: Iterable[str], tokenizer) -> np.ndarray:
     """All documents as one stream of ids, each closed by the end-of-text token."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    texts = list(documents)
-    ids = tokenizer(texts, add_special_tokens=False).input_ids if texts else []
-    return np.array([token for document in ids for token in (*document, *end)], dtype=np.int32)
+    parts = [np.empty(0, dtype=np.int32)]
+    for texts in batched(documents, TOKENIZED_AT_ONCE):
+        ids = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
+        parts += [np.array([*document, *end], dtype=np.int32) for document in ids]
+    return np.concatenate(parts)
+
+
+def batched(items: Iterable, size: int) -> Iterable[tuple]:
+    """Tuples of `size` items, the last one shorter (itertools has it from Python 3.12 on)."""
+    source = iter(items)
+    return iter(lambda: tuple(islice(source, size)), ())
 
 
 def cut(ids: np.ndarray, windows: Windows, split: str, prefix: list[int]) -> np.ndarray:

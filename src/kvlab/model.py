@@ -51,7 +51,7 @@ def resolve(model: Model) -> ModelInfo:
         near = nearest(architecture, ARCHITECTURES)
         hint = f"; did you mean {near}?" if near else ""
         raise ModelError(f"architecture {architecture!r} is not supported; allowed: {', '.join(ARCHITECTURES)}{hint}")
-    if "sliding_attention" in (config.get("layer_types") or ()) or config.get("use_sliding_window"):
+    if slides(config, architecture):
         raise ModelError(
             f"{model.path} uses sliding-window attention, whose cache is not a whole prefix; not supported"
         )
@@ -73,6 +73,18 @@ def resolve(model: Model) -> ModelInfo:
     return info
 
 
+def slides(config: dict, architecture: str) -> bool:
+    """Whether any layer attends to a window only.
+
+    Mistral has no switch: its window counts whenever it is not null, and is 4096 where none is given.
+    """
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        return True
+    always_on = architecture == "MistralForCausalLM"
+    window = config.get("sliding_window", 4096 if always_on else None)
+    return window is not None and config.get("use_sliding_window", always_on)
+
+
 def locate(model: Model) -> Path:
     """The model's folder: as named, or downloaded from the hub (HF_HOME and HF_HUB_OFFLINE are honoured)."""
     path = Path(model.path)
@@ -87,6 +99,8 @@ def locate(model: Model) -> Path:
         raise ModelError(
             f"model directory {model.path!r} does not exist; give a directory or a hub id (owner/name){hint}"
         )
+    if model.revision is None:
+        raise ModelError(f"model {model.path!r} is a hub id; pin it with model.revision (a commit or a tag)")
     return _download(model)
 
 

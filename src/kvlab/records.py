@@ -18,6 +18,7 @@ from pathlib import Path
 
 import polars as pl
 from pydantic import ValidationError
+from safetensors import SafetensorError
 
 from kvlab.errors import NonFinite, StorageError
 from kvlab.recipe import Cell, Frozen, digest
@@ -139,15 +140,17 @@ def atomic(path: Path | str) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, SafetensorError, pl.exceptions.PolarsError) as error:
         raise storage_error(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def storage_error(path: Path, error: OSError) -> StorageError:
-    """A failed write as one line."""
-    reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)
+def storage_error(path: Path, error: Exception) -> StorageError:
+    """A failed write as one line, whichever library it failed in."""
+    reason = getattr(error, "strerror", None) or str(error)
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in reason:
+        reason = "the disk is full"
     return StorageError(f"cannot write {path}: {reason}; nothing was left behind, mend it and run again")
 
 
@@ -209,9 +212,15 @@ def finite(table: pl.DataFrame, origin) -> pl.DataFrame:
     return table
 
 
-def write_job(path: Path | str, record: JobRecord, tokens: pl.DataFrame) -> None:
+def forget(path: Path | str) -> None:
+    """Remove the JSON of a result that is about to be replaced: it must not stand beside newer data."""
+    Path(path).with_suffix(".json").unlink(missing_ok=True)
+
+
+def write_job(path: Path | str, record: JobRecord | BaselineRecord, tokens: pl.DataFrame) -> None:
     """Write a job's parquet, then its JSON beside it; the JSON's presence marks the job as whole."""
     path = Path(path)
+    forget(path)
     write_table(path.with_suffix(".parquet"), finite(tokens, path).match_to_schema(TOKENS))
     write_json(path.with_suffix(".json"), record.model_dump(mode="json"))
 

@@ -75,6 +75,12 @@ def test_calibration_of_another_model_is_refused(tiny_calibration):
         Captured(tiny_calibration["capture"], "another")
 
 
+def test_calibration_on_other_windows_than_are_scored_is_refused(tiny_params, tiny_calibration):
+    paths = tiny_calibration["sigma"], tiny_calibration["codebooks"]
+    with pytest.raises(CalibrationMismatch, match="scored are windows another"):
+        calibration.load(*paths, resolve(tiny_params.model).model_hash, "another")
+
+
 def test_a_table_of_another_recipe_is_refused(tiny_params, tiny_calibration):
     model_hash = resolve(tiny_params.model).model_hash
     calibrated = calibration.load(tiny_calibration["sigma"], tiny_calibration["codebooks"], model_hash)

@@ -150,6 +150,20 @@ def test_the_canary_moves_the_logits(run):
     assert all(kl > 1e-3 for kl in found.values())
 
 
+def test_a_dead_hook_of_one_stream_is_caught(run, monkeypatch):
+    score = type(run.engine).score
+
+    def deaf_to_k(self, ids, first, tap=None):
+        def only_v(layer, part, x):
+            return tap(layer, part, x) if part == "v" else None
+
+        return score(self, ids, first, only_v if tap else None)
+
+    monkeypatch.setattr(type(run.engine), "score", deaf_to_k)
+    with pytest.raises(CodecNotActive, match="one-bit codec on K"):
+        check_canaries(run, [cell()])
+
+
 def test_a_hook_that_reaches_nothing_is_caught(run, monkeypatch):
     monkeypatch.setattr(type(run.engine), "score", lambda self, ids, first, tap=None: run.reference)
     with pytest.raises(CodecNotActive, match="does not reach the attention"):

@@ -1,7 +1,7 @@
 rule cells_job:
     """Score the studied recipe and the identity, by protocol, stream and variance ratio."""
     input:
-        code=engine_code("kvlab.experiments.measure", *CODECS),
+        code=engine_code("kvlab.experiments.measure", *study_codecs("cells")),
         model=model_files(),
         windows="calib/corpus/windows.safetensors",
         sigma=f"calib/sigma/{ORIGIN}.safetensors",

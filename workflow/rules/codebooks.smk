@@ -1,7 +1,7 @@
 rule codebooks:
     """Fit the quantiser's tables on the variable that it will meet, from the origin's capture."""
     input:
-        code=code("kvlab.calibration.codebooks", "kvlab.codec.block"),
+        code=code("kvlab.calibration.codebooks", *codec_modules(studied_recipe(PARAMS))),
         model=model_files(),
         capture=f"calib/capture/{ORIGIN}.safetensors",
         sigma=f"calib/sigma/{ORIGIN}.safetensors",

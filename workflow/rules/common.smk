@@ -11,9 +11,11 @@ SRC = Path("src")
 sys.path[:0] = [str(SRC.resolve()), str(Path("workflow/scripts").resolve())]
 
 from closure import code
+from kvlab.codec.names import CODECS
 from kvlab.errors import ParamsError
 from kvlab.experiments import plan
-from kvlab.params import Params
+from kvlab.params import Params, studied_recipe
+from kvlab.recipe import IDENTITY
 
 FIGURES = ("gap_shapley", "baseline", "cells", "layers", "noise")
 TEMPLATES = sorted(map(str, (SRC / "kvlab/report/templates").glob("*")))
@@ -48,14 +50,25 @@ ENGINES = sorted({*PARAMS.engines, *CAPTURED})
 ALL_KEYS = frozenset(Params.model_fields)
 RATIOS = sorted({PARAMS.codec.variance_ratio, *PARAMS.gap.variance_ratios})
 
-# What a job with a codec reads, and the codecs that it loads by name.
+# What a job with a codec reads.
 CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec")
-CODECS = ("kvlab.codec.block", "kvlab.codec.identity")
 
 
 def pick(*keys):
     """Whole top-level entries of params.yaml: a rule's `cfg`, and its stage's `params` in dvc.yaml."""
     return Cfg(PARAMS.model_dump(mode="json", include=set(keys)))
+
+
+def codec_modules(*recipes):
+    """Modules of the codecs that recipes name; jobs load them by name, which `code` cannot see."""
+    names = {stream.codec for recipe in recipes for stream in (recipe.k, recipe.v)}
+    return sorted(CODECS[name].partition(":")[0] for name in names)
+
+
+def study_codecs(study):
+    """`codec_modules` of a study's cells, and of the canary's block codec."""
+    cells = [cell for job in plan.jobs(PARAMS, study).values() for cell in job]
+    return codec_modules(studied_recipe(PARAMS), *(cell.recipe for cell in cells))
 
 
 def engine_code(*modules):
@@ -72,14 +85,14 @@ def engine_code(*modules):
 
 
 def model_files():
-    """Files of a model that lies in this repository; none for a hub id or a folder elsewhere."""
+    """Files of a model in a folder; none for a hub id, which `model.revision` pins."""
     folder = Path(PARAMS.model.path)
-    if folder.is_absolute() or ".." in folder.parts or not folder.is_dir():
+    if not folder.is_dir():
         return []
     return sorted(
         str(path)
         for path in folder.iterdir()
-        if path.suffix in {".json", ".safetensors", ".txt"} and path.name != CORPUS_RECORD.name
+        if path.suffix in {".json", ".safetensors", ".txt", ".model", ".jinja"} and path.name != CORPUS_RECORD.name
     )
 
 

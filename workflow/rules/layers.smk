@@ -1,7 +1,7 @@
 rule layers_job:
     """Score the studied recipe on one layer at a time, and on all layers together."""
     input:
-        code=engine_code("kvlab.experiments.measure", *CODECS),
+        code=engine_code("kvlab.experiments.measure", *study_codecs("layers")),
         model=model_files(),
         windows="calib/corpus/windows.safetensors",
         sigma=f"calib/sigma/{ORIGIN}.safetensors",

@@ -1,7 +1,7 @@
 rule noise_job:
     """Score Gaussian noise of known size on K or V, in place of a codec."""
     input:
-        code=engine_code("kvlab.experiments.measure", "kvlab.codec.block", "kvlab.codec.noise"),
+        code=engine_code("kvlab.experiments.measure", *study_codecs("noise")),
         model=model_files(),
         windows="calib/corpus/windows.safetensors",
     output:

@@ -17,10 +17,11 @@ from kvlab.records import file_hash, read_json
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Whiteners by layer, tables by stream recipe, and the hash of the files they came from."""
+    """Whiteners by layer, tables by stream recipe, the windows they saw, and the hash of their files."""
 
     whiteners: dict[int, Whitener]
     tables: dict[str, torch.Tensor]
+    corpus_hash: str
     calibration_hash: str
 
     def stream(self, recipe: StreamRecipe) -> StreamCalibration | None:
@@ -43,13 +44,19 @@ class Calibrated:
         return StreamCalibration(whiteners=self.whiteners, centroids=self.tables[digest(recipe)])
 
 
-def load(sigma_path: Path, codebooks_path: Path, model_hash: str) -> Calibrated:
+def load(sigma_path: Path, codebooks_path: Path, model_hash: str, corpus_hash: str | None = None) -> Calibrated:
     """Read Sigma_q and the tables.
+
+    Parameters
+    ----------
+    corpus_hash : str, optional
+        Of the windows that will be scored. Their file holds the calibration windows too, and keeps both
+        apart; a calibration from another file could have seen the scored text.
 
     Raises
     ------
     CalibrationMismatch
-        They belong to another model, or to different captures.
+        They belong to another model, to different captures, or to other windows than are scored.
     """
     whiteners = load_whiteners(sigma_path, model_hash)
     codebooks = read_json(codebooks_path)
@@ -63,8 +70,14 @@ def load(sigma_path: Path, codebooks_path: Path, model_hash: str) -> Calibrated:
         codebooks["origin"],
     ):
         raise CalibrationMismatch(f"{sigma_path} and {codebooks_path} come from different captures")
+    if corpus_hash is not None and codebooks["corpus_hash"] != corpus_hash:
+        raise CalibrationMismatch(
+            f"{codebooks_path} was fitted on windows {codebooks['corpus_hash']}, scored are windows {corpus_hash};"
+            " calibrate on the same windows file"
+        )
     return Calibrated(
         whiteners=whiteners,
         tables={t["stream_recipe_id"]: torch.tensor(t["centroids"]) for t in codebooks["tables"]},
+        corpus_hash=codebooks["corpus_hash"],
         calibration_hash=file_hash(sigma_path, codebooks_path),
     )

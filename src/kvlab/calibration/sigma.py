@@ -17,7 +17,7 @@ from kvlab.codec.whitening import Whitener, fit
 from kvlab.errors import CalibrationMismatch
 from kvlab.model import resolve
 from kvlab.params import Params
-from kvlab.records import atomic, read_json, to_header, write_json
+from kvlab.records import atomic, forget, read_json, to_header, write_json
 
 
 def second_moment(q: torch.Tensor, n_kv_heads: int) -> torch.Tensor:
@@ -65,6 +65,7 @@ def fit_sigma(params: Params, capture_path: Path, out: Path) -> None:
             for head in range(info.n_kv_heads)
         ]
     identity = {name: captured.metadata[name] for name in ("model_hash", "corpus_hash", "engine")}
+    forget(out)
     with atomic(out) as temporary:
         save_file(tensors, temporary, metadata=to_header(identity))
     sidecar = {

@@ -5,14 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 
 from kvlab.codec.base import Codec, StreamCalibration
+from kvlab.codec.names import CODECS
 from kvlab.errors import UnknownName
 from kvlab.recipe import StreamRecipe
-
-CODECS = {
-    "identity": "kvlab.codec.identity:IdentityCodec",
-    "noise": "kvlab.codec.noise:NoiseCodec",
-    "block": "kvlab.codec.block:BlockCodec",
-}
 
 
 def build(stream_recipe: StreamRecipe, calibration: StreamCalibration | None = None) -> Codec:

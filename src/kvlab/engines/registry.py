@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+import torch
+
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import check
 from kvlab.errors import UnknownName
@@ -26,6 +28,6 @@ def start(name: str, info: ModelInfo, dtype: str, attention: str | None = None, 
     if name not in ENGINES:
         raise UnknownName("engine", name, ENGINES)
     attention = attention or DEFAULT_ATTENTION[name]
-    check(name, dtype, attention, info)
+    check(name, dtype, attention, info, on_cpu=not torch.cuda.is_available())
     module, _, attribute = ENGINES[name].partition(":")
     return getattr(import_module(module), attribute)(info, dtype, attention, max_tokens)

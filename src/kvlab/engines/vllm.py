@@ -1,7 +1,7 @@
 """vLLM as an engine, in this process, so that hooks reach the live model.
 
-The environment variables must be set before the first import of vllm. Prefix caching and chunked
-prefill would let a pass reuse or split what the hooks should see whole; both are switched off.
+The environment variables must be set before the first import of vllm. A pass must not reuse or split what
+the hooks should see whole: prefix caching is switched off, and the token budget of a step holds a window.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+REQUIRED = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # hooks reach only a model in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner computes prompt logits in pieces
+}
 SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `jobs.threads` decides; bound threads of two jobs share a core
 }
+os.environ.update(REQUIRED)
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
 
 import torch  # noqa: E402
+from safetensors import SafetensorError  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
 from kvlab.engines.base import Engine, Tap, refuse_broken_weights  # noqa: E402
@@ -50,7 +55,7 @@ class VLLMEngine(Engine):
                 logprobs_mode="raw_logits",
                 **({"gpu_memory_utilization": 0.5} if torch.cuda.is_available() else {}),
             )
-        except ValueError as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"vLLM cannot load {info.path}: {' '.join(str(error).split())[:300]}") from None
         self.model = self.llm.apply_model(lambda model: model)[0]
         refuse_broken_weights(self.model, info)

@@ -29,7 +29,7 @@ from kvlab.experiments.scoring import WindowRun
 from kvlab.model import resolve
 from kvlab.params import Params, coded_layers, studied_recipe
 from kvlab.recipe import IDENTITY, Cell, Recipe
-from kvlab.records import BaselineCell, BaselineRecord, write_json, write_table
+from kvlab.records import BaselineCell, BaselineRecord, write_job
 
 TRUTH = ("hf", "float32", "eager")
 
@@ -51,7 +51,9 @@ def baseline(
     name, dtype, attention = runs[run]
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
-    calibrated = calibration.load(sigma, codebooks, info.model_hash) if sigma and codebooks else None
+    calibrated = None
+    if sigma and codebooks:
+        calibrated = calibration.load(sigma, codebooks, info.model_hash, windows.corpus_hash)
     longest = windows.test.shape[1]
     engine = start(name, info, dtype, attention, max_tokens=longest)
     truth = engine
@@ -60,7 +62,7 @@ def baseline(
     trials = agreement_trials(params, name, calibrated) if name != "hf" and dtype == "float32" else []
     entries = [BaselineCell.of(run, *runs[run], "plain", None)]
     entries += [BaselineCell.of(run, *runs[run], what, trial.protocol) for trial in trials for what in trial.names]
-    write_table(out, compare(run, windows, truth, engine, entries, trials))
+    tokens = compare(run, windows, truth, engine, entries, trials)
     record = BaselineRecord(
         provenance=provenance(engine, windows, calibrated),
         run=run,
@@ -71,7 +73,7 @@ def baseline(
         eval=windows.eval,
         cells=tuple(entries),
     )
-    write_json(Path(out).with_suffix(".json"), record.model_dump(mode="json"))
+    write_job(out, record, tokens)
     for one in {engine, truth}:
         one.close()
 

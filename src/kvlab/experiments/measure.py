@@ -12,9 +12,10 @@ from kvlab import corpus
 from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Calibrated
 from kvlab.engines.base import Engine
+from kvlab.engines.capability import check_protocol
 from kvlab.engines.registry import start
 from kvlab.errors import CodecNotActive
-from kvlab.experiments.coding import Coder
+from kvlab.experiments.coding import STREAMS, Coder
 from kvlab.experiments.plan import job_cells
 from kvlab.experiments.scoring import WindowRun, canary_kl
 from kvlab.model import resolve
@@ -49,7 +50,11 @@ def measure(
     cells = job_cells(params, study, job)
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
-    calibrated = calibration.load(sigma, codebooks, info.model_hash) if sigma and codebooks else None
+    calibrated = None
+    if sigma and codebooks:
+        calibrated = calibration.load(sigma, codebooks, info.model_hash, windows.corpus_hash)
+    for cell in cells:
+        check_protocol(cell.engine, cell.protocol)
     engine = start(cells[0].engine, info, cells[0].dtype, max_tokens=windows.test.shape[1])
     memo: dict = {}
     coders = {cell.cell_id: Coder(cell, calibrated, memo) for cell in cells}
@@ -74,14 +79,20 @@ def measure(
 
 
 def check_canaries(run: WindowRun, cells: list[Cell]) -> dict[str, float]:
-    """One-bit KL of every protocol in use; refused when it does not move the logits."""
-    found = {protocol: canary_kl(run, protocol) for protocol in sorted({cell.protocol for cell in cells})}
-    for protocol, kl in found.items():
-        if kl < CANARY_MIN:
-            raise CodecNotActive(
-                f"a one-bit codec moves the logits of {run.engine.name} ({protocol}) by KL {kl:.1e} nats only;"
-                " the hook does not reach the attention"
-            )
+    """One-bit KL of every protocol in use, of K or of V alone, whichever is smaller.
+
+    Refused when either does not move the logits: together they would hide that one hook is dead.
+    """
+    found = {}
+    for protocol in sorted({cell.protocol for cell in cells}):
+        by_stream = {stream: canary_kl(run, protocol, stream) for stream in STREAMS}
+        for stream, kl in by_stream.items():
+            if kl < CANARY_MIN:
+                raise CodecNotActive(
+                    f"a one-bit codec on {stream.upper()} moves the logits of {run.engine.name} ({protocol}) by KL"
+                    f" {kl:.1e} nats only; the hook does not reach the attention"
+                )
+        found[protocol] = min(by_stream.values())
     return found
 
 

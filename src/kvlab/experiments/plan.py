@@ -93,7 +93,7 @@ def noise_study(params: Params, engine: str) -> list[Cell]:
                     recipe=Recipe(k=noise, v=noise),
                 )
             )
-    return cells
+    return unique(cells)
 
 
 def unique(cells: list[Cell]) -> list[Cell]:

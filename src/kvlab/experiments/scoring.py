@@ -77,8 +77,8 @@ class WindowRun:
         return pl.DataFrame(columns).select(pl.col(name).cast(dtype) for name, dtype in TOKENS.items())
 
 
-def canary_kl(run: WindowRun, protocol: str) -> float:
-    """Mean KL of a one-bit codec on every layer: proof that what the tap returns reaches the logits."""
+def canary_kl(run: WindowRun, protocol: str, stream: str) -> float:
+    """Mean KL of a one-bit codec on every layer of a stream: proof that what the tap returns is used."""
     everything = tuple(range(run.engine.info.n_layers))
     cell = Cell(
         study="cells",
@@ -86,7 +86,7 @@ def canary_kl(run: WindowRun, protocol: str) -> float:
         engine=run.engine.name,
         dtype=run.engine.dtype,
         protocol=protocol,
-        stream="kv",
+        stream=stream,
         layers=everything,
         windows=1,
         recipe=CANARY,
