@@ -4,7 +4,11 @@ rule baseline_run:
     In float32 also the studied recipe on both engines: whether they agree decides what may be compared.
     """
     input:
-        code=engine_code("kvlab.experiments.baseline", "kvlab.engines.hf", *codec_modules(IDENTITY, studied_recipe(PARAMS))),
+        code=engine_code(
+            "kvlab.experiments.baseline",
+            "kvlab.engines.hf",
+            *codec_modules(IDENTITY, studied_recipe(PARAMS)),
+        ),
         model=model_files(),
         windows="calib/corpus/windows.safetensors",
         sigma=f"calib/sigma/{ORIGIN}.safetensors",

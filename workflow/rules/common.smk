@@ -92,7 +92,8 @@ def model_files():
     return sorted(
         str(path)
         for path in folder.iterdir()
-        if path.suffix in {".json", ".safetensors", ".txt", ".model", ".jinja"} and path.name != CORPUS_RECORD.name
+        if path.suffix in {".json", ".safetensors", ".txt", ".model", ".jinja"}
+        and path.name != CORPUS_RECORD.name
     )
 
 
