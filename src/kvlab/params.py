@@ -42,7 +42,7 @@ class DatasetSplits(Frozen):
 class Corpus(Frozen):
     """Which text is read."""
 
-    source: str = Field(min_length=1, description="`docstrings`, a file or glob, or `datasets:ID[/CONFIG]`")
+    source: str = Field(min_length=1, description="`docstrings`, a file or glob, or `datasets:ID[/config=NAME]`")
     text_column: str = Field(description="text column of a `datasets:` source")
     splits: DatasetSplits
 
@@ -85,7 +85,7 @@ class Codec(Frozen):
     rank_fraction: float = Field(gt=0, le=1, description="target rank of the randomised PCA, of head_dim")
     oversample: int = Field(ge=0, description="extra columns of the sketch")
     power_iterations: int = Field(ge=0, description="subspace iterations of the sketch")
-    skeleton: Literal["fp16", "fp32"] = Field(description="precision of mean, basis and centres")
+    skeleton: Literal["fp16", "fp32"] = Field(description="precision of mean, basis, centres, gains and norms")
     outlier_threshold: float | None = Field(gt=0, description="K: coefficients beyond it are stored apart")
     v_outlier_threshold: float | None = Field(gt=0, description="V: the same")
     share_basis: bool = Field(description="K: one PCA for all blocks of a call")
