@@ -255,6 +255,7 @@ class _Parser(argparse.ArgumentParser):
     """Argparse that answers in one line and names the nearest verb."""
 
     def error(self, message: str) -> None:
+        """Leave with exit code 2 and one line."""
         given = message.split("'")[1] if "invalid choice" in message else ""
         verbs = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         if given and verbs:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from kvlab.errors import CorpusError
@@ -133,6 +133,7 @@ def file_documents(source: str) -> dict[str, list[str]]:
 def dataset_documents(corpus: Corpus) -> dict[str, list[str]]:
     """Rows of a Hugging Face dataset; its own splits keep calibration and test apart."""
     from datasets import load_dataset
+    from huggingface_hub.errors import HfHubHTTPError
 
     name, _, config = corpus.source.removeprefix(DATASETS_PREFIX).partition("/config=")
     documents = {}
@@ -140,7 +141,7 @@ def dataset_documents(corpus: Corpus) -> dict[str, list[str]]:
         theirs = getattr(corpus.splits, split)
         try:
             rows = load_dataset(name, config or None, split=theirs)
-        except Exception as error:  # `datasets` raises many unrelated types for "not there"
+        except (OSError, ValueError, RuntimeError, HfHubHTTPError) as error:
             raise CorpusError(f"dataset {name!r} (split {theirs!r}) could not be loaded: {error}") from error
         if corpus.text_column not in rows.column_names:
             raise CorpusError(f"dataset {name!r} has no column {corpus.text_column!r}; it has {rows.column_names}")
@@ -253,9 +254,9 @@ def load(path: Path, model_hash: str) -> TokenWindows:
     try:
         with safe_open(path, "np") as file:
             metadata, calib, test = from_header(file.metadata()), file.get_tensor("calib"), file.get_tensor("test")
-    except Exception as error:  # safetensors raises its own and OSError
+        windows = TokenWindows(calib, test, metadata["context"], metadata["corpus_hash"], metadata["model_hash"])
+    except (OSError, SafetensorError, KeyError) as error:
         raise CorpusError(f"cannot read windows {path}: {error}; run `kvlab corpus`") from None
-    windows = TokenWindows(calib, test, metadata["context"], metadata["corpus_hash"], metadata["model_hash"])
     if windows_hash(calib, test, windows.context) != windows.corpus_hash:
         raise CorpusError(f"{path} does not match its own hash; it was changed after it was written")
     if windows.model_hash != model_hash:

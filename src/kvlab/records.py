@@ -227,11 +227,20 @@ def write_job(path: Path | str, record: JobRecord | BaselineRecord, tokens: pl.D
 
 def read_job(path: Path | str) -> tuple[JobRecord, pl.DataFrame]:
     """Read a job's JSON and the parquet beside it."""
+    return _read_result(path, JobRecord, "job")
+
+
+def read_baseline(path: Path | str) -> tuple[BaselineRecord, pl.DataFrame]:
+    """Read a baseline run's JSON and the parquet beside it."""
+    return _read_result(path, BaselineRecord, "baseline")
+
+
+def _read_result(path: Path | str, model: type[Frozen], kind: str) -> tuple:
     path = Path(path)
     try:
-        record = JobRecord.model_validate(read_json(path.with_suffix(".json")))
+        record = model.model_validate(read_json(path.with_suffix(".json")))
     except ValidationError as error:
-        raise StorageError(f"{path.with_suffix('.json')} is not a job record: {error.errors()[0]}") from None
+        raise StorageError(f"{path.with_suffix('.json')} is not a {kind} record: {error.errors()[0]}") from None
     return record, read_tokens(path.with_suffix(".parquet"))
 
 

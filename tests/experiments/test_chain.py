@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from kvlab.errors import UnknownName
+from kvlab.errors import CodecNotActive, UnknownName
 from kvlab.experiments import baseline as baseline_module
 from kvlab.experiments import measure as measure_module
 from kvlab.experiments.baseline import baseline
@@ -133,6 +133,27 @@ def test_the_report_is_written_from_it(params, metrics, tmp_path):
     text = (tmp_path / "FINDINGS.md").read_text()
     assert "## What the gap decomposes into" in text and "Withheld" not in text
     assert {p.suffix for p in (tmp_path / "figures").iterdir()} == {".svg", ".csv"}
+
+
+def test_a_baseline_whose_codec_stays_idle_is_not_written(
+    params, tiny_windows, tiny_calibration, hf_engine, vllm_engine, tmp_path, monkeypatch
+):
+    """The engines would agree perfectly if neither ran the codec."""
+    engines = {"hf": hf_engine, "vllm": vllm_engine}
+    monkeypatch.setattr(baseline_module, "start", lambda name, *_, **__: engines[name])
+    monkeypatch.setattr(vllm_engine, "close", lambda: None)
+    score = type(vllm_engine).score
+    monkeypatch.setattr(type(vllm_engine), "score", lambda self, ids, first, tap=None: score(self, ids, first))
+    with pytest.raises(CodecNotActive, match="fired 0 times"):
+        baseline(
+            params,
+            "vllm-float32-default",
+            tiny_windows,
+            tiny_calibration["sigma"],
+            tiny_calibration["codebooks"],
+            tmp_path / "x.parquet",
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_run_names_the_nearest(params, tiny_windows, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from kvlab.codec.base import Site
 from kvlab.errors import CodecNotActive
 from kvlab.experiments.coding import CleanCapture, Coder, InForward
 from kvlab.experiments.measure import check_canaries
-from kvlab.experiments.scoring import WindowRun
+from kvlab.experiments.scoring import CANARY, WindowRun
 from kvlab.params import studied_recipe
 from kvlab.recipe import IDENTITY, Cell, NoiseStream, Recipe
 
@@ -136,6 +138,23 @@ def test_planted_noise_is_recovered(run):
             assert (error[stream] * spread / power) ** 0.5 == pytest.approx(sigma, rel=0.05)
     assert measured[1] / measured[0] == pytest.approx(4, rel=0.25)
     assert measured[2] / measured[1] == pytest.approx(4, rel=0.25)
+
+
+@pytest.mark.parametrize("protocol", ["in_forward", "snapshot"])
+def test_every_measure_of_damage_falls_with_bits(run, protocol):
+    """Error and KL, from one bit to eight, with nothing truncated; at eight almost nothing is left."""
+    errors, kls, flips = [], [], []
+    for bits in (1, 2, 4, 6, 8):
+        stream = CANARY.k.model_copy(update={"bits": bits})
+        coder = Coder(cell(protocol, Recipe(k=stream, v=stream)), None)
+        rows = run.rows("x", run.logits(coder.cell, coder))
+        kls.append(float(rows["kl"].mean()))
+        flips.append(int((rows["top1_ref"] != rows["top1_alt"]).sum()))
+        errors.append(coder.coding(run.engine.info.values_per_token, CONTEXT, 4).whitened_error)
+    for falling in ([e["k"] for e in errors], [e["v"] for e in errors], kls):
+        assert all(after < before for before, after in pairwise(falling))
+    assert kls[-1] < 1e-3 * kls[0] and errors[-1]["k"] < 1e-3 * errors[0]["k"]
+    assert flips[-1] <= flips[0]
 
 
 def test_a_codec_that_fires_too_seldom_is_refused(run):

@@ -1,7 +1,7 @@
 """Lloyd-Max tables fitted on the exact variable that the quantiser will meet.
 
 The published tables were fitted on another variable than the one that is coded (full rank, no k-means
-step), which costs up to 44 % in error on the true one. Here the codec itself is run on the calibration
+step) and are worse than the Gaussian ones on the true one. Here the codec itself is run on the calibration
 contexts, and its own normalised residuals are pooled: same rank, same k-means, same outlier threshold,
 same blocks, same heads. One table per stream and variance ratio, because the ratio changes the rank.
 """

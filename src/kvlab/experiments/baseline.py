@@ -63,6 +63,8 @@ def baseline(
     entries = [BaselineCell.of(run, *runs[run], "plain", None)]
     entries += [BaselineCell.of(run, *runs[run], what, trial.protocol) for trial in trials for what in trial.names]
     tokens = compare(run, windows, truth, engine, entries, trials)
+    for coder in (coder for trial in trials for coder in trial.coders):
+        coder.refuse_idle()
     record = BaselineRecord(
         provenance=provenance(engine, windows, calibrated),
         run=run,
@@ -109,6 +111,11 @@ class Trial:
     theirs: Coder
     ours: Coder
     jittered: Coder | None
+
+    @property
+    def coders(self) -> list[Coder]:
+        """All that must have fired."""
+        return [coder for coder in (self.theirs, self.ours, self.jittered) if coder is not None]
 
     @property
     def names(self) -> list[str]:

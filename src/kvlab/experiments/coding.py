@@ -116,14 +116,19 @@ class Coder:
         """Layers times streams times windows."""
         return self.cell.windows * len(self.cell.layers) * len(self._codecs)
 
-    def coding(self, values_per_token: int, context: int, itemsize: int) -> Coding:
-        """The tally as a record; everything that was not packed counts at the engine's own width."""
+    def refuse_idle(self) -> None:
+        """`CodecNotActive` unless the codec fired on every layer, stream and window that it should have."""
         tally = self.tally
         if tally.fires != self.expected_fires():
             raise CodecNotActive(
                 f"cell {self.cell.label!r} ({self.cell.engine}, {self.cell.protocol}): its codec fired {tally.fires}"
                 f" times where {self.expected_fires()} were due"
             )
+
+    def coding(self, values_per_token: int, context: int, itemsize: int) -> Coding:
+        """The tally as a record; everything that was not packed counts at the engine's own width."""
+        self.refuse_idle()
+        tally = self.tally
         values = self.cell.windows * context * values_per_token
         return Coding(
             fires=tally.fires,

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
-from pydantic import ValidationError
 
-from kvlab.errors import CodecNotActive, Fault, MissingResult, MixedIdentity, StaleResult, StorageError
+from kvlab.errors import CodecNotActive, Fault, MissingResult, MixedIdentity, StaleResult
 from kvlab.experiments import plan
 from kvlab.params import Params
 from kvlab.recipe import IDENTITY, Cell, NoiseStream
@@ -25,9 +24,8 @@ from kvlab.records import (
     BaselineRecord,
     CellRecord,
     Provenance,
+    read_baseline,
     read_job,
-    read_json,
-    read_tokens,
 )
 from kvlab.stats.bootstrap import Column
 
@@ -242,16 +240,6 @@ def read_baselines(
         if run not in found:
             raise MissingResult(f"baseline run {run!r} is missing; run `kvlab baseline --run {run}`")
     return {run: found[run] for run in planned}, tables
-
-
-def read_baseline(path: Path) -> tuple[BaselineRecord, pl.DataFrame]:
-    """A baseline run's JSON and the parquet beside it."""
-    path = Path(path)
-    try:
-        record = BaselineRecord.model_validate(read_json(path.with_suffix(".json")))
-    except ValidationError as error:
-        raise StorageError(f"{path.with_suffix('.json')} is not a baseline record: {error.errors()[0]}") from None
-    return record, read_tokens(path.with_suffix(".parquet"))
 
 
 def refuse_stale_comparison(record: BaselineRecord, cell: BaselineCell, path: Path) -> None:
