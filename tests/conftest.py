@@ -20,7 +20,7 @@ def root() -> Path:
 @pytest.fixture(scope="session")
 def base_params() -> dict:
     """params.yaml as it is committed, as a mapping."""
-    from kvlab.params import read_yaml
+    from kvlab.paramfile import read_yaml
 
     return read_yaml(ROOT / "params.yaml")
 
@@ -37,7 +37,8 @@ def tiny_model(tmp_path_factory) -> Path:
 def tiny_params(tiny_model, tmp_path_factory, base_params):
     """Parameters that fit the tiny model: windows of 64 + 32 tokens."""
     import tiny
-    from kvlab.params import Params, overlay
+    from kvlab.paramfile import overlay
+    from kvlab.params import Params
 
     text = tiny.write_text(tmp_path_factory.mktemp("text") / "text.txt")
     changes = {

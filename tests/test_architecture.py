@@ -13,6 +13,7 @@ SRC = Path(__file__).parent.parent / "src"
 FLOORS = {
     "kvlab.errors": 0,
     "kvlab.recipe": 0.1,
+    "kvlab.paramfile": 0.1,
     "kvlab.params": 0.2,
     "kvlab.records": 0.3,
     "kvlab.model": 0.4,
@@ -31,7 +32,15 @@ FLOORS = {
     "kvlab.__main__": 6,
     "kvlab": 0,
 }
-REPORTING = ("kvlab.gate", "kvlab.report", "kvlab.params", "kvlab.recipe", "kvlab.records", "kvlab.experiments.plan")
+REPORTING = (
+    "kvlab.gate",
+    "kvlab.report",
+    "kvlab.paramfile",
+    "kvlab.params",
+    "kvlab.recipe",
+    "kvlab.records",
+    "kvlab.experiments.plan",
+)
 HEAVY = ("torch", "transformers", "vllm", "datasets")
 TORCH_IN_STATS = "kvlab.stats.divergences"
 

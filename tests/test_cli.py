@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from kvlab import cli
-from kvlab.params import Params, overlay
+from kvlab.paramfile import overlay
+from kvlab.params import Params
 
 
 def run(*arguments: str, capsys) -> tuple[int, str, str]:

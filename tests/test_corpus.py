@@ -11,7 +11,8 @@ import tiny
 from kvlab import corpus
 from kvlab.errors import CorpusError, ModelError
 from kvlab.model import resolve
-from kvlab.params import Params, overlay
+from kvlab.paramfile import overlay
+from kvlab.params import Params
 
 
 def with_changes(params: Params, **changes) -> Params:
@@ -103,3 +104,11 @@ def test_a_dataset_uses_its_own_splits(tiny_params, tmp_path, monkeypatch):
     )
     windows = corpus.build(changed, tmp_path / "w.safetensors")
     assert len(windows.test) == 4
+
+
+def test_a_file_of_others_is_refused_in_one_line(tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"calib": np.zeros((1, 4), np.int32), "test": np.ones((1, 4), np.int32)}, tmp_path / "w.safetensors")
+    with pytest.raises(CorpusError, match="run `kvlab corpus`"):
+        corpus.load(tmp_path / "w.safetensors", "any")

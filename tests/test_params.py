@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvlab.errors import ParamsError
 from kvlab.experiments import plan
-from kvlab.params import Params, coded_layers, overlay, preset, studied_recipe
+from kvlab.paramfile import overlay, preset
+from kvlab.params import Params, coded_layers, studied_recipe
 
 
 def changed(base: dict, **leaves) -> dict:

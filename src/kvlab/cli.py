@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvlab.errors import KvlabError, UserError, nearest
-from kvlab.params import Params, overlay, preset, read_yaml
+from kvlab.paramfile import overlay, preset, read_yaml
+from kvlab.params import Params
 
 OVERVIEW = """\
 kvlab measures what compressing an LLM's KV cache costs, on which engine, and why.

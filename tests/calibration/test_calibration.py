@@ -15,7 +15,8 @@ from kvlab.calibration.codebooks import fit_codebooks
 from kvlab.calibration.sigma import describe, second_moment
 from kvlab.errors import CalibrationMismatch, NonFinite
 from kvlab.model import resolve
-from kvlab.params import Params, overlay, studied_recipe
+from kvlab.paramfile import overlay
+from kvlab.params import Params, studied_recipe
 
 
 def test_second_moment_is_the_mean_over_the_group_and_all_tokens():

@@ -12,7 +12,8 @@ from kvlab.experiments.baseline import baseline
 from kvlab.experiments.measure import measure
 from kvlab.experiments.plan import STUDIES, baseline_runs, jobs
 from kvlab.gate.verdict import judge
-from kvlab.params import Params, overlay
+from kvlab.paramfile import overlay
+from kvlab.params import Params
 from kvlab.records import read_job, read_tokens, write_json
 from kvlab.report import findings
 from kvlab.report.metrics import build

@@ -13,7 +13,8 @@ import numpy as np
 import polars as pl
 
 from kvlab.experiments import plan
-from kvlab.params import Params, overlay, read_yaml, studied_recipe
+from kvlab.paramfile import overlay, read_yaml
+from kvlab.params import Params, studied_recipe
 from kvlab.recipe import IDENTITY, BlockStream, Cell, NoiseStream, digest
 from kvlab.records import (
     TOKENS,

@@ -12,7 +12,8 @@ import polars as pl
 import pytest
 
 from kvlab.errors import Fault, NonFinite
-from kvlab.params import Params, overlay, read_yaml
+from kvlab.paramfile import overlay, read_yaml
+from kvlab.params import Params
 from kvlab.report import figures, findings
 from kvlab.report import format as fmt
 from report.example_metrics import build, verdict

@@ -15,7 +15,8 @@ sys.path[:0] = [str(ROOT / "workflow" / "scripts"), str(ROOT / "src")]
 import dvc_sync  # noqa: E402
 
 from kvlab.errors import ParamsError  # noqa: E402
-from kvlab.params import Params, read_yaml  # noqa: E402
+from kvlab.paramfile import read_yaml  # noqa: E402
+from kvlab.params import Params  # noqa: E402
 
 OTHER_WORDS = {
     "hf": "vllm",

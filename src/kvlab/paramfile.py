@@ -1,0 +1,100 @@
+"""The file params.yaml: read, overlaid by presets, and refused in one line that names what is wrong.
+
+Knows nothing of which parameters there are; that is `kvlab.params`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from kvlab.errors import ParamsError, nearest
+
+PRESETS = Path("workflow/presets")
+
+
+def read_yaml(path: Path) -> dict:
+    """The mapping in a YAML file; `ParamsError` when there is none."""
+    try:
+        data = yaml.load(path.read_text(), Loader=_Loader)
+    except FileNotFoundError:
+        raise ParamsError(f"params file {str(path)!r} does not exist; run from the repository's root") from None
+    except yaml.YAMLError as error:
+        raise ParamsError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ParamsError(f"{path} must hold a mapping of parameters, not {type(data).__name__}")
+    return data
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-3 as a number (YAML 1.2) where YAML 1.1 reads a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def overlay(base: dict, changes: dict, path: tuple[str, ...] = ()) -> dict:
+    """`base` with the leaves of `changes` put in; a key that `base` lacks is refused."""
+    merged = dict(base)
+    for key, value in changes.items():
+        if key not in base:
+            raise ParamsError(unknown_key(".".join((*path, str(key))), [".".join((*path, k)) for k in base]))
+        is_section = isinstance(base[key], dict) and isinstance(value, dict)
+        merged[key] = overlay(base[key], value, (*path, key)) if is_section else value
+    return merged
+
+
+def preset(name: str, base: dict) -> dict:
+    """`base` with a preset of ``workflow/presets`` applied."""
+    names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    if name not in names:
+        hint = nearest(name, names)
+        raise ParamsError(
+            f"preset {name!r} is not known; allowed: {', '.join(names)}" + (f"; did you mean {hint!r}?" if hint else "")
+        )
+    return overlay(base, read_yaml(PRESETS / f"{name}.yaml"))
+
+
+def unknown_key(given: str, allowed) -> str:
+    """One line that refuses a key."""
+    near = nearest(given, allowed)
+    hint = f"did you mean {near!r}?" if near else f"allowed: {', '.join(sorted(allowed))}"
+    return f"unknown parameter {given!r}; {hint}"
+
+
+def explain(error: ValidationError, root: type[BaseModel], prefix: tuple = ()) -> str:
+    """The first problem of a pydantic error as one line with value, rule and nearest name."""
+    # A misspelt key is both unknown and missing; the unknown one is what the person wrote.
+    first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    location = (*prefix, *first["loc"])
+    name = ".".join(str(part) for part in location)
+    if first["type"] == "extra_forbidden":
+        parent = _section(root, location[:-1])
+        return unknown_key(name, [".".join((*map(str, location[:-1]), key)) for key in parent.model_fields])
+    if first["type"] == "missing":
+        return f"parameter {name!r} is missing"
+    if first["type"] == "value_error":
+        return f"{name + ': ' if name else ''}{first['msg'].removeprefix('Value error, ')}"
+    hint = ""
+    if first["type"] == "literal_error":
+        allowed = [part.strip(" '") for part in first["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        near = nearest(str(first["input"]), allowed)
+        hint = f"; did you mean {near!r}?" if near else ""
+    allowed_text = first["msg"].replace("Input should be", "allowed:")
+    return f"parameter {name!r} is {first['input']!r}; {allowed_text}{hint}"
+
+
+def _section(root: type[BaseModel], location: tuple) -> type[BaseModel]:
+    section: Any = root
+    for part in location:
+        annotation = section.model_fields[part].annotation
+        section = next((a for a in (annotation, *get_args(annotation)) if hasattr(a, "model_fields")), section)
+    return section
