@@ -40,16 +40,18 @@ def tiny_params(tiny_model, tmp_path_factory, base_params):
     from kvlab.paramfile import overlay
     from kvlab.params import Params
 
-    text = tiny.write_text(tmp_path_factory.mktemp("text") / "text.txt")
+    folder = tmp_path_factory.mktemp("text")
+    text, other = tiny.write_text(folder / "text.txt"), tiny.write_text(folder / "other.txt", seed=1)
     changes = {
         "model": {"path": str(tiny_model), "n_layers": 3},
-        "corpus": {"source": str(text)},
-        "windows": {"context": 64, "eval": 32, "test": 4, "calib": 6},
+        "corpus": {"source": str(text), "other": str(other)},
+        "windows": {"context": 64, "eval": 32, "test": 4, "calib": 6, "other": 3},
         "codec": {"block_size": 64, "boundary_layers": [0], "n_centres": 4},
         "layers": {"windows": 3},
         "noise": {"windows": 3, "sigmas": [0.03, 0.1, 0.3]},
+        "ladder": {"windows": 3, "bits": [2, 4], "conditioned": ["hadamard"]},
         "stats": {"resamples": 500},
-        "jobs": {"threads": 2},
+        "jobs": {"threads": 1},
     }
     return Params.complete(overlay(base_params, changes))
 
@@ -86,9 +88,10 @@ def vllm_engine(tiny_params):
 
 @pytest.fixture(scope="session")
 def tiny_calibration(tiny_params, tiny_windows, tmp_path_factory) -> dict[str, Path]:
-    """Capture, Sigma_q and codebooks of the tiny model, from transformers."""
+    """Capture, Sigma_q, codebooks and components of the tiny model, from transformers."""
     from kvlab.calibration.capture import capture
     from kvlab.calibration.codebooks import fit_codebooks
+    from kvlab.calibration.components import fit_components
     from kvlab.calibration.sigma import fit_sigma
 
     folder = tmp_path_factory.mktemp("calib")
@@ -96,8 +99,18 @@ def tiny_calibration(tiny_params, tiny_windows, tmp_path_factory) -> dict[str, P
         "capture": folder / "capture" / "hf.safetensors",
         "sigma": folder / "sigma" / "hf.safetensors",
         "codebooks": folder / "codebooks" / "hf.json",
+        "components": folder / "components" / "hf.safetensors",
     }
     capture(tiny_params, "hf", tiny_windows, paths["capture"])
     fit_sigma(tiny_params, paths["capture"], paths["sigma"])
     fit_codebooks(tiny_params, paths["capture"], paths["sigma"], paths["codebooks"])
+    fit_components(tiny_params, paths["capture"], paths["sigma"], paths["components"])
     return paths
+
+
+@pytest.fixture(scope="session")
+def tiny_fitted(tiny_calibration):
+    """The same as the measuring verbs take it."""
+    from kvlab.calibration.load import Fitted
+
+    return Fitted(*(tiny_calibration[name] for name in ("sigma", "codebooks", "components")))

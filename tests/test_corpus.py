@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from kvlab import corpus
+from kvlab import corpus, corpus_licences
 from kvlab.errors import CorpusError, ModelError
 from kvlab.model import resolve
 from kvlab.paramfile import overlay
@@ -21,9 +21,9 @@ def with_changes(params: Params, **changes) -> Params:
 
 def test_calibration_and_test_windows_never_meet(tiny_params, tiny_windows):
     windows = corpus.load(tiny_windows, resolve(tiny_params.model).model_hash)
-    assert windows.calib.shape == (6, 96) and windows.test.shape == (4, 96)
+    assert windows.calib.shape == (6, 96) and windows.test.shape == (4, 96) and windows.other.shape == (3, 96)
     assert not {row.tobytes() for row in windows.calib} & {row.tobytes() for row in windows.test}
-    assert corpus.overlap(windows) == 0.0
+    assert corpus.overlap(windows) == 0.0 and corpus.overlap(windows, "other") == 0.0
 
 
 def test_a_shared_document_is_refused(tiny_params, tmp_path, monkeypatch):
@@ -37,8 +37,72 @@ def test_a_shared_document_is_refused(tiny_params, tmp_path, monkeypatch):
 def test_a_shared_window_is_refused_even_from_other_documents():
     rows = np.arange(192, dtype=np.int32).reshape(2, 96)
     windows = corpus.TokenWindows(rows, rows[1:], 64, "x", "y")
-    with pytest.raises(CorpusError, match="also a test window"):
+    with pytest.raises(CorpusError, match="also a window of 'test'"):
         corpus.refuse_shared_windows(windows)
+
+
+def test_a_window_of_the_other_text_that_the_calibration_saw_is_refused():
+    rows = np.arange(288, dtype=np.int32).reshape(3, 96)
+    windows = corpus.TokenWindows(rows[:2], rows[2:], 64, "x", "y", other=rows[1:2])
+    with pytest.raises(CorpusError, match="also a window of 'other'"):
+        corpus.refuse_shared_windows(windows)
+
+
+def test_the_other_text_may_not_be_the_calibration_s(tiny_params, tmp_path):
+    same = with_changes(tiny_params, corpus={"other": tiny_params.corpus.source})
+    with pytest.raises(CorpusError, match="in the calibration and in the other text"):
+        corpus.build(same, tmp_path / "w.safetensors")
+
+
+def test_the_other_text_can_be_left_out(tiny_params, tiny_windows, tmp_path):
+    alone = with_changes(tiny_params, corpus={"other": None}, ladder={"texts": ["test"]})
+    windows = corpus.build(alone, tmp_path / "w.safetensors")
+    loaded, with_other = (corpus.load(path, windows.model_hash) for path in (tmp_path / "w.safetensors", tiny_windows))
+    assert loaded.other is None and np.array_equal(loaded.test, with_other.test)
+    assert loaded.corpus_hash != with_other.corpus_hash
+    with pytest.raises(CorpusError, match=r"`corpus\.other`"):
+        loaded.scored("other")
+    assert np.array_equal(with_other.scored("other"), with_other.other)
+
+
+def test_another_other_text_is_another_corpus(tiny_params, tiny_windows, tmp_path):
+    text = tiny.write_text(tmp_path / "third.txt", seed=2)
+    changed = corpus.build(with_changes(tiny_params, corpus={"other": str(text)}), tmp_path / "w.safetensors")
+    known = corpus.load(tiny_windows, changed.model_hash)
+    assert np.array_equal(changed.calib, known.calib) and changed.corpus_hash != known.corpus_hash
+
+
+def test_licences_are_prose_without_copies_and_describe_themselves():
+    licences = corpus_licences.extract()
+    assert licences == corpus_licences.extract()
+    paragraphs = [p for licence in licences for p in licence.text.split("\n\n")]
+    assert len(paragraphs) == len(set(paragraphs)) > 200
+    mit = [p for p in paragraphs if p.startswith("Permission is hereby granted, free of charge")]
+    assert len(mit) <= 2
+    record = corpus_licences.describe(licences)
+    assert record["distributions"].keys() == {licence.distribution for licence in licences}
+    assert sum(part["bytes"] for part in record["distributions"].values()) > 100_000
+    assert corpus_licences.describe(licences[:-1])["sha256"] != record["sha256"]
+
+
+def test_a_copied_paragraph_is_dropped_though_its_lines_break_elsewhere():
+    words = [f"{a}{b}" for a in ("ka", "lo", "mi", "ren", "tu") for b in ("sha", "vo", "pel", "dri", "an")]
+    text, seen = " ".join(words), set()
+    assert list(corpus_licences._new_paragraphs(text, seen)) == [text]
+    again = "\n".join(words[:12]).upper() + " " + "\n".join(words[12:])
+    assert list(corpus_licences._new_paragraphs(again + "\n\n" + "too short", seen)) == []
+    other = " ".join(reversed(words))
+    assert list(corpus_licences._new_paragraphs(other, seen)) == [other]
+
+
+def test_licences_of_what_is_not_installed_say_what_to_do():
+    with pytest.raises(CorpusError, match=r"nowhere-to-be-found is not installed.*pinned requirements"):
+        corpus_licences.extract(["nowhere-to-be-found"])
+
+
+def test_an_other_text_that_is_too_short_is_named(tiny_params, tmp_path):
+    with pytest.raises(CorpusError, match=r"its other text has .* windows\.other asks for 9999"):
+        corpus.build(with_changes(tiny_params, windows={"other": 9999}), tmp_path / "w.safetensors")
 
 
 def test_a_copied_run_shows_in_the_overlap():

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.errors import ParamsError
+from kvlab.errors import ParamsError, UnknownName
 from kvlab.experiments import plan
+from kvlab.ladder import default_recipe, ladder_recipe
 from kvlab.paramfile import overlay, preset
 from kvlab.params import Params, coded_layers, studied_recipe
 
@@ -42,6 +43,12 @@ def changed(base: dict, **leaves) -> dict:
         ({"gap__dtype": "float16"}, ["float16", "'bfloat16'"]),
         ({"codec__boundary_layers": [0, 6]}, ["boundary_layers", "6", "0..5"]),
         ({"noise__windows": 33}, ["noise.windows", "32"]),
+        ({"ladder__windows": 33}, ["ladder.windows", "windows.test", "32"]),
+        ({"windows__other": 8}, ["ladder.windows", "windows.other", "8"]),
+        ({"corpus__other": None}, ["ladder.texts", "corpus.other"]),
+        ({"ladder__codecs": ["klt"]}, ["ladder.conditioned", "'hadamard'"]),
+        ({"ladder__codecs": ["clt"]}, ["clt", "'klt'"]),
+        ({"ladder__conditioned": ["klt"]}, ["klt"]),
         ({"calibration__engines": ["vllm"]}, ["calibration.origin", "'hf'", "vllm"]),
         ({"windows__context": -1}, ["windows.context", "-1"]),
     ],
@@ -130,6 +137,66 @@ def test_jobs_hold_every_cell_once_whatever_their_size(base_params, size):
         assert sorted(c.cell_id for c in cells) == sorted(c.cell_id for c in wanted)
         assert len({c.cell_id for c in cells}) == len(cells)
         assert all(len(job) <= size and len({(c.engine, c.dtype) for c in job}) == 1 for job in packed.values())
+
+
+def test_the_ladder_runs_on_its_own_engine_and_scores_every_rung_on_every_text(base_params):
+    params = Params.complete(changed(base_params, ladder__engine="vllm", ladder__bits=[2, 4]))
+    cells = [cell for job in plan.jobs(params, plan.LADDER).values() for cell in job]
+    assert {(cell.engine, cell.dtype, cell.protocol, cell.stream) for cell in cells} == {
+        ("vllm", "float32", "snapshot", "kv")
+    }
+    names = {text: [cell.label for cell in cells if cell.text == text] for text in params.ladder.texts}
+    assert names["test"] == names["other"] and len(set(names["test"])) == len(names["test"])
+    assert {"klt 2", "kivi+center 4", "hadamard+center+whiten 2", "fp8", "block 4"} <= set(names["test"])
+    assert len({cell.cell_id for cell in cells}) == len(cells) == 2 * (8 * 2 + 1 + 5 * 2 * 2)
+
+
+def test_the_ladder_is_no_study_of_the_report(base_params):
+    assert plan.LADDER not in plan.STUDIES
+
+
+def test_rungs_condition_k_and_v_as_they_say(base_params):
+    params = Params.complete(base_params)
+    plain, centred, white = (ladder_recipe("kivi", 3, c, params) for c in ("", "center", "center+whiten"))
+    assert (plain.k.axis, plain.v.axis, plain.k.bits, plain.v.bits) == ("channel", "token", 3, 3)
+    assert not (plain.k.center or plain.k.whiten or plain.v.center or plain.v.whiten)
+    assert centred.k.center and centred.v.center and not centred.k.whiten
+    assert white.k.center and white.k.whiten and white.v == centred.v
+    assert ladder_recipe("fp8", None, "", params).k.codec == "fp8"
+
+
+def test_the_block_rung_is_the_studied_recipe_at_other_bits(base_params):
+    params = Params.complete(base_params)
+    studied, rung = studied_recipe(params), ladder_recipe("block", 4, "", params)
+    other = {"bits": 4, "codebook": "gaussian"}
+    assert rung.k == studied.k.model_copy(update=other) and rung.v == studied.v.model_copy(update=other)
+    less = Params.parse(json.dumps({key: base_params[key] for key in ("codec", "calibration")}))
+    assert ladder_recipe("block", 4, "", less) == rung
+
+
+@pytest.mark.parametrize(
+    ("rung", "error", "words"),
+    [
+        (("klt", 3, "center"), ParamsError, "'klt' cannot be conditioned"),
+        (("fp8", 8, ""), ParamsError, "fp8 takes no bits"),
+        (("int", None, ""), ParamsError, "fp8 takes no bits"),
+        (("hadamar", 3, ""), UnknownName, "did you mean 'hadamard'"),
+        (("int", 3, "centre"), UnknownName, "did you mean 'center'"),
+    ],
+)
+def test_a_rung_that_cannot_be_is_refused(base_params, rung, error, words):
+    with pytest.raises(error, match=words):
+        ladder_recipe(*rung, Params.complete(base_params))
+
+
+def test_the_default_recipe_is_klt_at_the_bits_of_the_params(base_params):
+    recipe = default_recipe(Params.complete(base_params))
+    assert (recipe.k.codec, recipe.k.bits, recipe.v.codec, recipe.v.bits) == ("klt", 3.0, "klt", 2.0)
+
+
+def test_the_text_is_part_of_a_cell_s_identity(base_params):
+    cell = next(iter(plan.jobs(Params.complete(base_params), plan.LADDER).values()))[0]
+    assert cell.text == "test" and cell.model_copy(update={"text": "other"}).cell_id != cell.cell_id
 
 
 def test_the_factorial_is_complete(base_params):

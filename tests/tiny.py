@@ -72,7 +72,7 @@ def paragraphs(count: int, seed: int = 0) -> list[str]:
     return [" ".join(chance.choices(words, k=60)) + "." for _ in range(count)]
 
 
-def write_text(path: Path, count: int = 120) -> Path:
+def write_text(path: Path, count: int = 120, seed: int = 0) -> Path:
     """The text as a file, a blank line between paragraphs."""
-    path.write_text("\n\n".join(paragraphs(count)))
+    path.write_text("\n\n".join(paragraphs(count, seed)))
     return path

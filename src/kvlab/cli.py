@@ -21,8 +21,9 @@ The pipeline, in order (snakemake runs it: `snakemake results/gap/FINDINGS.md`):
   capture     pre-rotary Q, K, V of the calibration windows, from one engine
   sigma       Sigma_q and its Cholesky factor, per layer and KV head
   codebooks   Lloyd-Max tables on the variable that the quantiser really sees
+  components  mean, covariance and KLT of K and V, per layer and KV head
   baseline    codec off: an engine, dtype and attention against the fp32 truth
-  measure     a batch of cells on one engine: codec cells, single layers, noise
+  measure     a batch of cells on one engine: codec cells, single layers, noise, the ladder
   metrics     tables -> estimates with intervals; refuses what may not be compared
   gate        estimates -> verdicts, and whether numbers may be published
   report      estimates and verdicts -> FINDINGS.md with its figures
@@ -30,6 +31,11 @@ The pipeline, in order (snakemake runs it: `snakemake results/gap/FINDINGS.md`):
 Beside it:
 
   params      check params.yaml and print it resolved, with the recipe ids
+  recipe      write the file that encode, decode and the drop-ins read
+  encode      the cache of a captured window as a coded stream
+  inspect     check a coded stream and say what is in it
+  decode      a coded stream as safetensors
+  bench       every codec's speed, size, error and KL -> BENCH.md
   reference   train the embedded reference model again
 
 Every verb reads `--params`: params.yaml, or a JSON object of just the top-level keys it may use.
@@ -76,9 +82,9 @@ def _nested(change: str) -> dict:
 
 
 def _print_recipes(params: Params) -> None:
-    from kvlab.experiments.plan import STUDIES, baseline_runs, jobs
+    from kvlab.experiments.plan import LADDER, STUDIES, baseline_runs, jobs
 
-    packed = {study: jobs(params, study) for study in STUDIES}
+    packed = {study: jobs(params, study) for study in (*STUDIES, LADDER)}
     print("\n# recipes")
     recipes = {}
     for cells in (cell for study in packed.values() for job in study.values() for cell in job):
@@ -125,19 +131,33 @@ def codebooks_verb(args: argparse.Namespace) -> None:
     fit_codebooks(Params.parse(args.params), args.capture, args.sigma, args.out)
 
 
+def components_verb(args: argparse.Namespace) -> None:
+    """Fit the components of K and V."""
+    from kvlab.calibration.components import fit_components
+
+    fit_components(Params.parse(args.params), args.capture, args.sigma, args.out)
+
+
+def _fitted(args: argparse.Namespace):
+    from kvlab.calibration.load import Fitted
+
+    if args.sigma is None and (args.codebooks or args.components):
+        raise UserError("--codebooks and --components belong to a Sigma_q; name it with --sigma")
+    return Fitted(args.sigma, args.codebooks, args.components) if args.sigma else None
+
+
 def baseline_verb(args: argparse.Namespace) -> None:
     """Measure one run of the engine baseline."""
     from kvlab.experiments.baseline import baseline
 
-    baseline(Params.parse(args.params), args.run, args.windows, args.sigma, args.codebooks, args.out)
+    baseline(Params.parse(args.params), args.run, args.windows, _fitted(args), args.out)
 
 
 def measure_verb(args: argparse.Namespace) -> None:
     """Measure one job of cells."""
     from kvlab.experiments.measure import measure
 
-    params = Params.parse(args.params)
-    measure(params, args.study, args.job, args.windows, args.sigma, args.codebooks, args.out)
+    measure(Params.parse(args.params), args.study, args.job, args.windows, _fitted(args), args.out)
 
 
 def metrics_verb(args: argparse.Namespace) -> None:
@@ -171,6 +191,51 @@ def report_verb(args: argparse.Namespace) -> None:
         findings.write(Params.parse(args.params), metrics, verdict, args.out)
 
 
+def recipe_verb(args: argparse.Namespace) -> None:
+    """Write the recipe file that encode, decode and the drop-ins read: klt at the bits of params.yaml."""
+    from kvlab.dropins.recipe_file import CalibrationFiles, write_recipe_file
+    from kvlab.ladder import default_recipe, labelled
+
+    params = Params.parse(args.params)
+    recipe = labelled(args.codec, params) if args.codec else default_recipe(params)
+    files = None
+    if _fitted(args):
+        files = CalibrationFiles(sigma=args.sigma, codebooks=args.codebooks, components=args.components)
+    write_recipe_file(args.out, recipe, calibration=files)
+    print(f"{args.out}: recipe {recipe.recipe_id}")
+
+
+def encode_verb(args: argparse.Namespace) -> None:
+    """Write the cache of one captured window as a coded stream."""
+    from kvlab.streams import describe, encode
+
+    reader = encode(Params.parse(args.params), args.recipe, args.capture, args.window, args.out)
+    print("\n".join(describe(reader)))
+
+
+def decode_verb(args: argparse.Namespace) -> None:
+    """Decode a coded stream into safetensors."""
+    from kvlab.streams import decode
+
+    decode(Params.parse(args.params), args.recipe, args.stream, args.out)
+
+
+def inspect_verb(args: argparse.Namespace) -> None:
+    """Check a coded stream and say what is in it."""
+    from kvlab.codec.cache_file import CacheReader
+    from kvlab.streams import describe
+
+    print("\n".join(describe(CacheReader(args.stream))))
+
+
+def bench_verb(args: argparse.Namespace) -> None:
+    """Measure every codec, and what else is installed, on speed, size, error and KL."""
+    from kvlab.bench.run import Effort, Inputs, bench
+
+    inputs = Inputs(args.capture, args.sigma, args.tensors, args.ladder, args.windows)
+    bench(Params.parse(args.params), args.out, inputs, Effort(rounds=args.rounds))
+
+
 Flag = tuple[str, dict]
 
 
@@ -189,10 +254,13 @@ WINDOWS = path("--windows", "windows.safetensors of `kvlab corpus`")
 CAPTURE = path("--capture", "what `kvlab capture` wrote")
 SIGMA = path("--sigma", "what `kvlab sigma` wrote")
 CODEBOOKS = path("--codebooks", "what `kvlab codebooks` wrote")
+RECIPE = path("--recipe", "what `kvlab recipe` wrote")
+STREAM = path("--stream", "what `kvlab encode` wrote")
 METRICS = path("--metrics", "what `kvlab metrics` wrote")
 IF_CODED = [  # a run without a codec does without them
     path("--sigma", "what `kvlab sigma` wrote; needed by cells with a codec", required=False),
-    path("--codebooks", "what `kvlab codebooks` wrote; likewise", required=False),
+    path("--codebooks", "what `kvlab codebooks` wrote; needed by fitted tables", required=False),
+    path("--components", "what `kvlab components` wrote; needed by klt, oscar and mean removal", required=False),
 ]
 PARAMS = word("--params", "default: params.yaml", default="params.yaml", metavar="FILE|JSON")
 
@@ -213,12 +281,13 @@ VERBS: dict[Callable, list[Flag]] = {
     capture_verb: [word("--engine", "hf or vllm", required=True), WINDOWS, OUT],
     sigma_verb: [CAPTURE, OUT],
     codebooks_verb: [CAPTURE, SIGMA, OUT],
+    components_verb: [CAPTURE, SIGMA, OUT],
     baseline_verb: [
         word("--run", "a name that `kvlab params` lists under baseline", required=True),
         *(WINDOWS, *IF_CODED, OUT),
     ],
     measure_verb: [
-        word("--study", "cells, layers or noise", required=True),
+        word("--study", "cells, layers, noise or ladder", required=True),
         word("--job", "a name that `kvlab params` lists under the study", required=True),
         *(WINDOWS, *IF_CODED, OUT),
     ],
@@ -231,6 +300,24 @@ VERBS: dict[Callable, list[Flag]] = {
         OUT,
     ],
     gate_verb: [METRICS, OUT],
+    recipe_verb: [word("--codec", "a rung of the ladder, as `hadamard+center`; default: klt"), *IF_CODED, OUT],
+    encode_verb: [
+        RECIPE,
+        CAPTURE,
+        word("--window", "number of the captured window", type=int, default=0),
+        OUT,
+    ],
+    decode_verb: [RECIPE, STREAM, OUT],
+    inspect_verb: [STREAM],
+    bench_verb: [
+        path("--capture", "what `kvlab capture` wrote: K and V of the model are coded", required=False),
+        path("--windows", "windows.safetensors of `kvlab corpus`: for the KL of other libraries", required=False),
+        path("--ladder", "folder of the ladder study: for the KL of the codecs", required=False),
+        path("--sigma", "a Sigma_q file: metric of the planted streams", required=False),
+        path("--tensors", "folder of K_*.npy and V_*.npy: coded beside published numbers", required=False),
+        word("--rounds", "repetitions of every timing", type=int, default=7),
+        path("--out", "folder of BENCH.md, bench.json and figures/"),
+    ],
     report_verb: [
         METRICS,
         path("--verdict", "what `kvlab gate` wrote"),

@@ -3,6 +3,7 @@
 A window is `context` tokens whose K and V are coded and `eval` tokens that are scored behind them.
 Documents are joined by the end-of-text token and the stream is cut into consecutive windows, of which
 a seeded choice is kept. No document feeds both splits; the hash of the windows is the `corpus_hash`.
+Beside the test split another text may be scored, of a domain that the calibration does not know.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from safetensors.numpy import save_file
 from kvlab.errors import CorpusError
 from kvlab.model import check_window, load_tokenizer, resolve
 from kvlab.params import Corpus, Params, Windows
+from kvlab.recipe import Text
 from kvlab.records import atomic, forget, from_header, sha256, to_header, write_json
 
 TOKENIZED_AT_ONCE = 1000  # documents; a corpus may be far larger than what its windows need
@@ -31,7 +33,7 @@ DOCSTRINGS_RECORD = Path("models/reference/corpus.json")  # what `corpus.source:
 
 @dataclass(frozen=True)
 class TokenWindows:
-    """Token windows of both splits.
+    """Token windows of both splits, and of the other text.
 
     Attributes
     ----------
@@ -39,9 +41,11 @@ class TokenWindows:
     context : int
         Tokens of a window whose K and V are coded.
     corpus_hash : str
-        Hash of both arrays and of `context`.
+        Hash of all arrays and of `context`.
     model_hash : str
         The model whose tokenizer made the ids.
+    other : numpy.ndarray of int32 or None
+        Windows of `corpus.other`, shaped like the others; None without one.
     """
 
     calib: np.ndarray
@@ -49,6 +53,18 @@ class TokenWindows:
     context: int
     corpus_hash: str
     model_hash: str
+    other: np.ndarray | None = None
+
+    def scored(self, text: Text) -> np.ndarray:
+        """The windows of a text that cells may score; `CorpusError` when there is no such text."""
+        if text == "test":
+            return self.test
+        if self.other is None:
+            raise CorpusError(
+                "these windows hold no other text; name one in `corpus.other` and run `kvlab corpus`, or leave 'other'"
+                " out of `ladder.texts`"
+            )
+        return self.other
 
     @property
     def eval(self) -> int:
@@ -71,29 +87,29 @@ def build(params: Params, out: Path) -> TokenWindows:
     Raises
     ------
     CorpusError
-        The text is missing or too short, or a document would feed both splits.
+        A text is missing or too short, or a document would feed the calibration and a scored text.
     """
     info = resolve(params.model)
     check_window(info, params.windows.length)
     documents = read_documents(params.corpus)
-    shared = set(map(text_hash, documents["calib"])) & set(map(text_hash, documents["test"]))
-    if shared:
-        raise CorpusError(f"{len(shared)} documents are in the calibration and in the test split")
+    other, facts = read_other(params.corpus)
+    documents |= {} if params.corpus.other is None else {"other": other}
+    refuse_shared_documents(documents)
     tokenizer = load_tokenizer(info)
     arrays = {
-        split: cut(stream(documents[split], tokenizer), params.windows, split, bos(tokenizer))
-        for split in ("calib", "test")
+        split: cut(stream(texts, tokenizer), params.windows, split, bos(tokenizer))
+        for split, texts in documents.items()
     }
     windows = TokenWindows(
         **arrays,
         context=params.windows.context,
-        corpus_hash=windows_hash(arrays["calib"], arrays["test"], params.windows.context),
+        corpus_hash=windows_hash(arrays, params.windows.context),
         model_hash=info.model_hash,
     )
     refuse_shared_windows(windows)
     forget(out)
     save(windows, out)
-    write_json(Path(out).with_suffix(".json"), describe(windows, params, documents))
+    write_json(Path(out).with_suffix(".json"), describe(windows, params, documents) | facts)
     return windows
 
 
@@ -109,25 +125,40 @@ def read_documents(corpus: Corpus) -> dict[str, list[str]]:
     return file_documents(corpus.source)
 
 
+def read_other(corpus: Corpus) -> tuple[list[str], dict]:
+    """Documents of the other text, and what ``windows.json`` says of it; both empty without one."""
+    if corpus.other is None:
+        return [], {}
+    if corpus.other == "licences":
+        from kvlab import corpus_licences
+
+        licences = corpus_licences.extract()
+        return [licence.text for licence in licences], {"licences": corpus_licences.describe(licences)}
+    return paragraphs_of(corpus.other, "corpus.other", "`licences`"), {}
+
+
 def file_documents(source: str) -> dict[str, list[str]]:
-    """Paragraphs of the named text files, without repetition: the first half calibrates, the second tests.
+    """Paragraphs of the named text files: the first half calibrates, the second tests.
 
     Halves rather than a random choice, because neighbouring paragraphs of one text share its words.
     """
-    paths = sorted(glob.glob(source, recursive=True))
-    if not paths:
-        raise CorpusError(
-            f"corpus.source {source!r} matches no file; give a file, a glob, `docstrings` or `datasets:ID`"
-        )
-    try:
-        texts = [Path(path).read_text(encoding="utf-8") for path in paths if Path(path).is_file()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorpusError(f"corpus.source {source!r} is not readable text: {error}") from None
-    paragraphs = list(dict.fromkeys(p.strip() for text in texts for p in text.split("\n\n") if p.strip()))
+    paragraphs = paragraphs_of(source, "corpus.source", "`docstrings` or `datasets:ID`")
     middle = sum(map(len, paragraphs)) / 2
     ends = np.cumsum([len(p) for p in paragraphs])
     cut_at = int(np.searchsorted(ends, middle))
     return {"calib": paragraphs[:cut_at], "test": paragraphs[cut_at:]}
+
+
+def paragraphs_of(source: str, parameter: str, instead: str) -> list[str]:
+    """Paragraphs of the named text files, without repetition."""
+    paths = sorted(glob.glob(source, recursive=True))
+    if not paths:
+        raise CorpusError(f"{parameter} {source!r} matches no file; give a file, a glob, {instead}")
+    try:
+        texts = [Path(path).read_text(encoding="utf-8") for path in paths if Path(path).is_file()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"{parameter} {source!r} is not readable text: {error}") from None
+    return list(dict.fromkeys(p.strip() for text in texts for p in text.split("\n\n") if p.strip()))
 
 
 def dataset_documents(corpus: Corpus) -> dict[str, list[str]]:
@@ -183,8 +214,8 @@ def cut(ids: np.ndarray, windows: Windows, split: str, prefix: list[int]) -> np.
     available, wanted = len(ids) // body, getattr(windows, split)
     if available < wanted:
         raise CorpusError(
-            f"the corpus is too short: its {split} split has {len(ids)} tokens, {available} windows of"
-            f" {windows.length}, and windows.{split} asks for {wanted}"
+            f"the corpus is too short: its {split} {'text' if split == 'other' else 'split'} has {len(ids)} tokens,"
+            f" {available} windows of {windows.length}, and windows.{split} asks for {wanted}"
         )
     chosen = np.sort(np.random.default_rng(windows.seed).permutation(available)[:wanted])
     cuts = ids[: available * body].reshape(available, body)[chosen]
@@ -192,28 +223,45 @@ def cut(ids: np.ndarray, windows: Windows, split: str, prefix: list[int]) -> np.
     return np.ascontiguousarray(np.concatenate([head, cuts], axis=1))
 
 
+def refuse_shared_documents(documents: dict[str, list[str]]) -> None:
+    """`CorpusError` when the calibration reads a document that is scored."""
+    calibrating = set(map(text_hash, documents["calib"]))
+    for split in documents.keys() - {"calib"}:
+        shared = calibrating & set(map(text_hash, documents[split]))
+        if shared:
+            text = "the other text" if split == "other" else "the test split"
+            raise CorpusError(f"{len(shared)} documents are in the calibration and in {text}")
+
+
 def refuse_shared_windows(windows: TokenWindows) -> None:
     """A scored window that the calibration has seen makes every number worthless."""
     seen = {row.tobytes() for row in windows.calib}
-    if any(row.tobytes() in seen for row in windows.test):
-        raise CorpusError("a calibration window is also a test window; the corpus repeats itself")
+    for name, rows in scored_arrays(windows).items():
+        if any(row.tobytes() in seen for row in rows):
+            raise CorpusError(f"a calibration window is also a window of {name!r}; the corpus repeats itself")
 
 
-def overlap(windows: TokenWindows) -> float:
-    """Fraction of the scored windows' 64-token runs that also stand in the calibration windows."""
+def overlap(windows: TokenWindows, text: Text = "test") -> float:
+    """Fraction of a scored text's 64-token runs that also stand in the calibration windows."""
     size = min(SHINGLE, windows.test.shape[1])
 
     def shingles(rows: np.ndarray) -> Iterable[bytes]:
         return (row[i : i + size].tobytes() for row in rows for i in range(row.size - size + 1))
 
     seen = set(shingles(windows.calib))
-    hits = [run in seen for run in shingles(windows.test)]
+    hits = [run in seen for run in shingles(windows.scored(text))]
     return float(np.mean(hits))
 
 
-def windows_hash(calib: np.ndarray, test: np.ndarray, context: int) -> str:
+def scored_arrays(windows: TokenWindows) -> dict[Text, np.ndarray]:
+    """The windows that may be scored, by text."""
+    return {"test": windows.test} | ({} if windows.other is None else {"other": windows.other})
+
+
+def windows_hash(arrays: dict[str, np.ndarray], context: int) -> str:
     """Identity of the windows."""
-    return sha256(b"calib", calib.tobytes(), b"test", test.tobytes(), str(context).encode())
+    named = (part for split in sorted(arrays) for part in (split.encode(), arrays[split].tobytes()))
+    return sha256(*named, str(context).encode())
 
 
 def describe(windows: TokenWindows, params: Params, documents: dict[str, list[str]]) -> dict:
@@ -222,12 +270,13 @@ def describe(windows: TokenWindows, params: Params, documents: dict[str, list[st
         "corpus_hash": windows.corpus_hash,
         "model_hash": windows.model_hash,
         "source": params.corpus.source,
+        "other": params.corpus.other,
         "context": windows.context,
         "eval": windows.eval,
-        "windows": {"calib": len(windows.calib), "test": len(windows.test)},
+        "windows": {"calib": len(windows.calib)} | {text: len(rows) for text, rows in scored_arrays(windows).items()},
         "documents": {split: len(texts) for split, texts in documents.items()},
         "scored_labels": [windows.labels.start, windows.labels.stop - 1],
-        "shared_run_fraction": overlap(windows),
+        "shared_run_fraction": {text: overlap(windows, text) for text in scored_arrays(windows)},
         "shared_run_tokens": SHINGLE,
     }
 
@@ -240,7 +289,7 @@ def save(windows: TokenWindows, out: Path) -> None:
         "model_hash": windows.model_hash,
     }
     with atomic(out) as temporary:
-        save_file({"calib": windows.calib, "test": windows.test}, temporary, metadata=to_header(metadata))
+        save_file({"calib": windows.calib, **scored_arrays(windows)}, temporary, metadata=to_header(metadata))
 
 
 def load(path: Path, model_hash: str) -> TokenWindows:
@@ -253,11 +302,13 @@ def load(path: Path, model_hash: str) -> TokenWindows:
     """
     try:
         with safe_open(path, "np") as file:
-            metadata, calib, test = from_header(file.metadata()), file.get_tensor("calib"), file.get_tensor("test")
-        windows = TokenWindows(calib, test, metadata["context"], metadata["corpus_hash"], metadata["model_hash"])
+            names = set(file.keys())
+            metadata, arrays = from_header(file.metadata()), {name: file.get_tensor(name) for name in names}
+        identity = {name: metadata[name] for name in ("context", "corpus_hash", "model_hash")}
+        windows = TokenWindows(**{name: arrays.get(name) for name in ("calib", "test", "other")}, **identity)
     except (OSError, SafetensorError, KeyError) as error:
         raise CorpusError(f"cannot read windows {path}: {error}; run `kvlab corpus`") from None
-    if windows_hash(calib, test, windows.context) != windows.corpus_hash:
+    if windows_hash(arrays, windows.context) != windows.corpus_hash:
         raise CorpusError(f"{path} does not match its own hash; it was changed after it was written")
     if windows.model_hash != model_hash:
         raise CorpusError(f"{path} was tokenised for model {windows.model_hash}, this model is {model_hash}")

@@ -72,6 +72,10 @@ class StorageError(UserError):
     """A file could not be read or written; nothing half-written was left behind."""
 
 
+class StreamError(UserError):
+    """A coded stream is damaged, cut short, or of another version, recipe or calibration."""
+
+
 class NonFinite(Fault):
     """NaN or infinity where a number was expected: as a rule the input's, weights or captures, hence exit code 2."""
 

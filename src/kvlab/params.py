@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from kvlab.errors import ParamsError
 from kvlab.paramfile import explain, read_yaml, unknown_key
-from kvlab.recipe import BlockStream, DType, Engine, Frozen, Protocol, Recipe, Stream
+from kvlab.recipe import BlockStream, DType, Engine, Frozen, Protocol, Recipe, Stream, Text
 
 Bits = Field(ge=1, le=8)
 Fraction = Field(gt=0, lt=1)
@@ -43,6 +43,9 @@ class Corpus(Frozen):
     source: str = Field(min_length=1, description="`docstrings`, a file or glob, or `datasets:ID[/config=NAME]`")
     text_column: str = Field(description="text column of a `datasets:` source")
     splits: DatasetSplits
+    other: Annotated[str, Field(min_length=1)] | None = Field(
+        description="text of another domain: `licences`, or a file or glob; null for none"
+    )
 
 
 class Windows(Frozen):
@@ -52,6 +55,7 @@ class Windows(Frozen):
     eval: int = Field(ge=2, description="tokens behind the context; all but the first are scored")
     test: int = Field(ge=2, description="number of scored windows")
     calib: int = Field(ge=1, description="number of calibration windows")
+    other: int = Field(ge=2, description="number of scored windows of `corpus.other`")
     seed: int = Field(ge=0, description="chooses the windows")
 
     @property
@@ -61,7 +65,7 @@ class Windows(Frozen):
 
 
 class Calibration(Frozen):
-    """How Sigma_q and the codebooks are fitted."""
+    """How Sigma_q, the codebooks and the components are fitted."""
 
     engines: tuple[Engine, ...] = Field(min_length=1, description="engines that are captured")
     origin: Engine = Field(description="the one whose capture fits the calibration used by every cell")
@@ -121,6 +125,23 @@ class Noise(Frozen):
     seed: int = Field(ge=0)
 
 
+Laddered = Literal["klt", "hadamard", "kivi", "oscar", "int", "d4", "e8", "block", "fp8"]
+Conditionable = Literal["hadamard", "kivi", "oscar", "int", "d4", "e8", "fp8"]
+
+
+class Ladder(Frozen):
+    """Every codec at the same bits, on every layer, in float32 and under `snapshot`; on two texts."""
+
+    engine: Engine
+    codecs: tuple[Laddered, ...] = Field(min_length=1)
+    bits: tuple[Annotated[int, Bits], ...] = Field(min_length=1, description="bits of both streams, by recipe")
+    conditioned: tuple[Conditionable, ...] = Field(
+        description="those also measured behind mean removal, and behind mean removal and whitening"
+    )
+    texts: tuple[Text, ...] = Field(min_length=1, description="`test`, and `other` if there is a second text")
+    windows: int = Field(ge=2, description="scored windows of each text")
+
+
 class Baseline(Frozen):
     """Codec off: each engine, dtype and attention implementation against the fp32 truth."""
 
@@ -173,6 +194,7 @@ class Params(Frozen):
     gap: Gap
     layers: Layers
     noise: Noise
+    ladder: Ladder
     baseline: Baseline
     jobs: Jobs
     stats: Stats
@@ -181,9 +203,16 @@ class Params(Frozen):
 
     @model_validator(mode="after")
     def _consistent(self) -> Params:
-        for name in ("layers", "noise"):
-            if getattr(self, name).windows > self.windows.test:
-                raise ValueError(f"{name}.windows is larger than windows.test ({self.windows.test})")
+        scored = [("layers", "test"), ("noise", "test"), *(("ladder", text) for text in self.ladder.texts)]
+        for name, text in scored:
+            available = getattr(self.windows, text)
+            if getattr(self, name).windows > available:
+                raise ValueError(f"{name}.windows is larger than windows.{text} ({available})")
+        if "other" in self.ladder.texts and self.corpus.other is None:
+            raise ValueError("ladder.texts names 'other' but corpus.other is null; name a text, or only 'test'")
+        idle = [codec for codec in self.ladder.conditioned if codec not in self.ladder.codecs]
+        if idle:
+            raise ValueError(f"ladder.conditioned names {idle[0]!r}, which is not in ladder.codecs")
         if self.calibration.origin not in self.calibration.engines:
             captured = ", ".join(self.calibration.engines)
             raise ValueError(f"calibration.origin is {self.calibration.origin!r}; captured are only: {captured}")

@@ -16,8 +16,10 @@ Engine = Literal["hf", "vllm"]
 DType = Literal["float32", "bfloat16"]
 Protocol = Literal["in_forward", "snapshot"]
 Stream = Literal["k", "v", "kv"]
+Text = Literal["test", "other"]
 
 ID_LENGTH = 12
+RECIPE_VARIABLE = "KVLAB_RECIPE"  # names the file of the recipe that the vLLM plugin runs
 
 
 class Frozen(BaseModel):
@@ -56,6 +58,8 @@ class BlockStream(Frozen):
     whiten: bool
     whiten_skip_layers: tuple[int, ...] = ()
     codebook: Literal["gaussian", "fitted"]
+    metric: Literal["mse", "inner_product", "linf"] = "mse"
+    exact_rank_cap: int | None = Field(default=None, ge=1)
     seed: int = Field(ge=0)
     emulate_published_decoder: bool = False
 
@@ -68,7 +72,104 @@ class NoiseStream(Frozen):
     seed: int = Field(ge=0)
 
 
-StreamRecipe = Annotated[IdentityStream | BlockStream | NoiseStream, Field(discriminator="codec")]
+class Conditioned(Frozen):
+    """What every codec of the ladder may have in front of it, calibrated: mean removal and whitening.
+
+    `center` subtracts the calibrated mean of each head, `whiten` (K only) multiplies by the Cholesky
+    factor of Sigma_q except on `whiten_skip_layers`; neither stores anything per tensor. `block_size`
+    is the number of tokens of a stored block.
+    """
+
+    center: bool = False
+    whiten: bool = False
+    whiten_skip_layers: tuple[int, ...] = ()
+    block_size: int = Field(default=512, ge=1, le=65536)
+
+
+class IntStream(Conditioned):
+    """Round to nearest on an asymmetric grid per `group` of neighbouring channels of one token."""
+
+    codec: Literal["int"] = "int"
+    bits: int = Field(ge=1, le=8)
+    group: int = Field(default=64, ge=2, le=65536)
+
+
+class KiviStream(Conditioned):
+    """KIVI: asymmetric integers, K in groups of `group` tokens per channel, V per token."""
+
+    codec: Literal["kivi"] = "kivi"
+    bits: int = Field(ge=1, le=8)
+    axis: Literal["channel", "token"]
+    group: int = Field(default=64, ge=2, le=65536)
+
+
+class HadamardStream(Conditioned):
+    """Norm, randomised Walsh-Hadamard rotation, Gaussian Lloyd-Max table: the TurboQuant family."""
+
+    codec: Literal["hadamard"] = "hadamard"
+    bits: int = Field(ge=1, le=8)
+    seed: int = Field(default=3405691582, ge=0)
+
+
+class OscarStream(Conditioned):
+    """OSCAR: eigenvectors of the query covariance, Hadamard, clipping, group scales."""
+
+    codec: Literal["oscar"] = "oscar"
+    bits: int = Field(ge=1, le=8)
+    group: int = Field(default=64, ge=2, le=65536)
+    clip: float = Field(default=0.96, gt=0, le=1)
+
+
+class Fp8Stream(Conditioned):
+    """Each value rounded to 8-bit floating point (4 exponent and 3 mantissa bits), one scale per head."""
+
+    codec: Literal["fp8"] = "fp8"
+
+
+class D4Stream(Conditioned):
+    """Norm, Hadamard rotation, nearest point of the D4 lattice in as many points as `bits` can index."""
+
+    codec: Literal["d4"] = "d4"
+    bits: int = Field(ge=1, le=8)
+    seed: int = Field(default=3405691582, ge=0)
+
+
+class E8Stream(Conditioned):
+    """Norm, Hadamard rotation, nearest point of the E8 lattice in as many points as `bits` can index."""
+
+    codec: Literal["e8"] = "e8"
+    bits: int = Field(ge=1, le=8)
+    seed: int = Field(default=3405691582, ge=0)
+
+
+class KltStream(Frozen):
+    """The calibrated transform codec: KLT in the metric of the scores, bits by reverse water-filling.
+
+    `bits` is what a full block of `block_size` tokens may take per value, everything stored included.
+    With `escape` a component that falls so far out of its table that storing it apart is the better
+    bargain is stored apart.
+    """
+
+    codec: Literal["klt"] = "klt"
+    bits: float = Field(gt=0, le=8)
+    block_size: int = Field(default=512, ge=1, le=65536)
+    escape: bool = True
+
+
+StreamRecipe = Annotated[
+    IdentityStream
+    | BlockStream
+    | NoiseStream
+    | IntStream
+    | KiviStream
+    | HadamardStream
+    | OscarStream
+    | Fp8Stream
+    | D4Stream
+    | E8Stream
+    | KltStream,
+    Field(discriminator="codec"),
+]
 
 
 def canonical(value: BaseModel | dict) -> str:
@@ -97,10 +198,11 @@ class Recipe(Frozen):
 class Cell(Frozen):
     """One measurement: an engine, a dtype and a protocol, a recipe, the coded layers and streams.
 
+    `text` says which windows are scored: those of the corpus' test split, or those of its other text.
     `label` is a readable name inside its study and not part of the identity.
     """
 
-    study: Literal["cells", "layers", "noise"]
+    study: Literal["cells", "layers", "noise", "ladder"]
     label: str
     engine: Engine
     dtype: DType
@@ -108,6 +210,7 @@ class Cell(Frozen):
     stream: Stream
     layers: tuple[int, ...]
     windows: int = Field(ge=1)
+    text: Text = "test"
     recipe: Recipe
 
     @property

@@ -58,8 +58,10 @@ class Coding(Frozen):
     """What a cell's codec did: how often it fired and what it wrote.
 
     `values` counts every K and V element of the scored windows' contexts over all layers, coded or
-    not; `coded_bytes` is the size of what the codec packed, `raw_bytes` the size of everything that
-    stayed in the engine's dtype (uncoded layers and streams). `d_eff` counts blocks by kept rank.
+    not; `coded_bytes` is the length of the frames that the codec wrote, `raw_bytes` that of everything
+    else of the stream: frames of what stayed in the engine's dtype, and the streams' headers. `d_eff`
+    counts blocks by kept rank. `whitened_error` is the squared error over the squared deviation from the
+    heads' means, K in the metric of Sigma_q.
     """
 
     fires: int

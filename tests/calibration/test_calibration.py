@@ -1,4 +1,4 @@
-"""Sigma_q and codebooks: the formulas, the published formats, and whose they are."""
+"""Sigma_q, codebooks and components: the formulas, the formats, and whose they are."""
 
 from __future__ import annotations
 
@@ -12,11 +12,23 @@ from safetensors.torch import load_file, save_file
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured, capture
 from kvlab.calibration.codebooks import fit_codebooks
+from kvlab.calibration.components import FIELDS, fit_components
+from kvlab.calibration.load import Fitted
+from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.sigma import describe, second_moment
+from kvlab.codec.metric import ridged
 from kvlab.errors import CalibrationMismatch, NonFinite
+from kvlab.ladder import default_recipe, ladder_recipe
 from kvlab.model import resolve
 from kvlab.paramfile import overlay
 from kvlab.params import Params, studied_recipe
+from kvlab.recipe import IDENTITY
+
+
+def load_all(params: Params, paths: dict, **changed) -> calibration.Calibrated:
+    """The calibration with every file of `paths`."""
+    fitted = Fitted(paths["sigma"], paths["codebooks"], paths["components"])
+    return calibration.load(fitted, **{"model_hash": resolve(params.model).model_hash} | changed)
 
 
 def test_second_moment_is_the_mean_over_the_group_and_all_tokens():
@@ -33,6 +45,37 @@ def test_diagnostics_of_a_known_matrix():
     assert facts["condition"] == pytest.approx(4)
     assert facts["whitening_gain_db"] == pytest.approx(10 * np.log10(2.5 / 2))
     assert facts["off_diag_max_abs"] == 0
+
+
+def test_components_are_stored_by_layer_and_stream(tiny_calibration):
+    tensors = load_file(tiny_calibration["components"])
+    names = {f"layer_{layer}_{stream}_{name}" for layer in range(3) for stream in "kv" for name in FIELDS}
+    assert set(tensors) == names
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    sidecar = json.loads(tiny_calibration["components"].with_suffix(".json").read_text())
+    assert (sidecar["n_windows"], sidecar["n_tokens"], sidecar["head_dim"]) == (6, 6 * 64, 32)
+    assert len(sidecar["diagnostics"]) == 3 * 2 * 2
+    assert all(row["coding_gain_db"] > 0 and row["condition"] > 1 for row in sidecar["diagnostics"])
+
+
+def test_components_are_those_of_the_context_in_the_metric_of_what_errors_do(tiny_params, tiny_calibration):
+    """The weighted error of x is the plain error of its components, on the context and not behind it."""
+    info = resolve(tiny_params.model)
+    captured = Captured(tiny_calibration["capture"], info.model_hash)
+    calibrated, metrics = load_all(tiny_params, tiny_calibration), ErrorMetrics(info, captured.context)
+    for stream in "kv":
+        found = calibrated.components[stream][1]
+        rows = captured.layer(1, stream)[:, :, : captured.context].transpose(0, 1).reshape(2, -1, 32).double()
+        torch.testing.assert_close(found.mean.double(), rows.mean(1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.covariance.double(), torch.stack([torch.cov(r.mT) for r in rows]))
+        chol = calibrated.whiteners[1].chol.double()
+        metric = ridged(metrics.k(chol @ chol.mT) if stream == "k" else metrics.v(1), tiny_params.calibration.ridge)
+        forward = found.forward.double()
+        scale = metric.diagonal(dim1=1, dim2=2).mean()
+        torch.testing.assert_close(forward @ forward.mT / scale, metric / scale, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(
+            forward @ found.inverse.double(), torch.eye(32).double().expand(2, 32, 32), atol=1e-3, rtol=0
+        )
 
 
 def test_the_published_format_is_kept(tiny_calibration):
@@ -67,28 +110,79 @@ def test_calibrating_again_gives_the_same_bytes(tiny_params, tiny_calibration, t
     assert (tmp_path / "c.safetensors").read_bytes() == tiny_calibration["capture"].read_bytes()
     fit_codebooks(tiny_params, tmp_path / "c.safetensors", tiny_calibration["sigma"], tmp_path / "cb.json")
     assert (tmp_path / "cb.json").read_bytes() == tiny_calibration["codebooks"].read_bytes()
+    fit_components(tiny_params, tmp_path / "c.safetensors", tiny_calibration["sigma"], tmp_path / "p.safetensors")
+    for suffix in (".safetensors", ".json"):
+        again = (tmp_path / "p").with_suffix(suffix).read_bytes()
+        assert again == tiny_calibration["components"].with_suffix(suffix).read_bytes()
 
 
-def test_calibration_of_another_model_is_refused(tiny_calibration):
+def test_calibration_of_another_model_is_refused(tiny_params, tiny_calibration):
     with pytest.raises(CalibrationMismatch, match="this model is another"):
-        calibration.load(tiny_calibration["sigma"], tiny_calibration["codebooks"], "another")
+        load_all(tiny_params, tiny_calibration, model_hash="another")
     with pytest.raises(CalibrationMismatch, match="captured from model"):
         Captured(tiny_calibration["capture"], "another")
 
 
 def test_calibration_on_other_windows_than_are_scored_is_refused(tiny_params, tiny_calibration):
-    paths = tiny_calibration["sigma"], tiny_calibration["codebooks"]
     with pytest.raises(CalibrationMismatch, match="scored are windows another"):
-        calibration.load(*paths, resolve(tiny_params.model).model_hash, "another")
+        load_all(tiny_params, tiny_calibration, corpus_hash="another")
+
+
+def test_components_of_another_sigma_are_refused(tiny_params, tiny_calibration, tmp_path):
+    """K was fitted in the metric of that Sigma_q; another would weigh other errors."""
+    tensors, sidecar = load_file(tiny_calibration["sigma"]), tiny_calibration["sigma"].with_suffix(".json")
+    tensors["layer_0_chol"] = tensors["layer_0_chol"] * 2
+    save_file(tensors, tmp_path / "s.safetensors")
+    (tmp_path / "s.json").write_text(sidecar.read_text())
+    with pytest.raises(CalibrationMismatch, match=r"fitted for sigma_hash .*run `kvlab components` again"):
+        load_all(tiny_params, tiny_calibration | {"sigma": tmp_path / "s.safetensors"})
+
+
+def test_sigma_of_another_capture_fits_no_components(tiny_params, tiny_calibration, tmp_path):
+    (tmp_path / "s.safetensors").write_bytes(tiny_calibration["sigma"].read_bytes())
+    facts = json.loads(tiny_calibration["sigma"].with_suffix(".json").read_text())
+    (tmp_path / "s.json").write_text(json.dumps(facts | {"calibration_source": "vllm"}))
+    with pytest.raises(CalibrationMismatch, match="is not the capture that"):
+        fit_components(tiny_params, tiny_calibration["capture"], tmp_path / "s.safetensors", tmp_path / "p.safetensors")
+    assert not (tmp_path / "p.safetensors").exists()
+
+
+def test_a_file_that_holds_no_components_says_what_to_run(tiny_params, tiny_calibration, tmp_path):
+    (tmp_path / "p.safetensors").write_bytes(b"short")
+    with pytest.raises(CalibrationMismatch, match="run `kvlab components`"):
+        load_all(tiny_params, tiny_calibration | {"components": tmp_path / "p.safetensors"})
+    save_file({"a": torch.zeros(1)}, tmp_path / "q.safetensors")
+    with pytest.raises(CalibrationMismatch, match="fitted for model_hash None"):
+        load_all(tiny_params, tiny_calibration | {"components": tmp_path / "q.safetensors"})
+
+
+def test_the_calibration_hash_covers_every_file(tiny_params, tiny_calibration):
+    model_hash = resolve(tiny_params.model).model_hash
+    sigma, codebooks, components = (tiny_calibration[name] for name in ("sigma", "codebooks", "components"))
+    choices = [Fitted(sigma, c, p) for c in (codebooks, None) for p in (components, None)]
+    assert len({calibration.load(fitted, model_hash).calibration_hash for fitted in choices}) == 4
+
+
+def test_each_recipe_gets_what_it_needs_and_nothing_else(tiny_params, tiny_calibration):
+    calibrated = load_all(tiny_params, tiny_calibration)
+    for stream in "kv":
+        klt = calibrated.stream(default_recipe(tiny_params).k, stream)
+        assert klt.components is calibrated.components[stream] and klt.centroids is None
+        centred = ladder_recipe("int", 3, "center+whiten", tiny_params)
+        assert calibrated.stream(getattr(centred, stream), stream).components is calibrated.components[stream]
+        oscar = ladder_recipe("oscar", 2, "", tiny_params)
+        assert bool(calibrated.stream(getattr(oscar, stream), stream).whiteners) == (stream == "k")
+        for bare in (ladder_recipe("int", 3, "", tiny_params), ladder_recipe("fp8", None, "", tiny_params), IDENTITY):
+            assert calibrated.stream(getattr(bare, stream), stream) is None
+        assert calibrated.stream(getattr(studied_recipe(tiny_params), stream), stream).centroids is not None
 
 
 def test_a_table_of_another_recipe_is_refused(tiny_params, tiny_calibration):
-    model_hash = resolve(tiny_params.model).model_hash
-    calibrated = calibration.load(tiny_calibration["sigma"], tiny_calibration["codebooks"], model_hash)
-    assert calibrated.stream(studied_recipe(tiny_params).k).centroids is not None
+    calibrated = load_all(tiny_params, tiny_calibration)
+    assert calibrated.stream(studied_recipe(tiny_params).k, "k").centroids is not None
     other = Params.complete(overlay(tiny_params.model_dump(mode="json"), {"bits": 4}))
     with pytest.raises(CalibrationMismatch, match=r"no codebook was fitted.*bits 4"):
-        calibrated.stream(studied_recipe(other).k)
+        calibrated.stream(studied_recipe(other).k, "k")
 
 
 def test_nan_in_a_capture_is_refused(tiny_params, tiny_windows, tmp_path, monkeypatch):

@@ -54,3 +54,13 @@ def relative_error(x, decoded) -> float:
     """Squared error over squared deviation from each head's mean."""
     x = x.double()
     return ((decoded - x).square().sum() / (x - x.mean(1, keepdim=True)).square().sum()).item()
+
+
+def tensors(encoded) -> list[torch.Tensor]:
+    """Every stored array."""
+    return [array for arrays in (encoded.shared, *encoded.blocks) for array in arrays]
+
+
+def nbytes(encoded) -> int:
+    """Bytes of the stored arrays, without what a stream adds to say what they are."""
+    return sum(array.numel() * array.element_size() for array in tensors(encoded))

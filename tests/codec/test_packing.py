@@ -1,8 +1,12 @@
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.codec import outliers, packing
+from kvlab.errors import StreamError
 
 
 def bit_string(symbols, bits):
@@ -25,6 +29,22 @@ def test_packing_round_trip_size_and_layout(bits, count, seed, vectors):
 
 
 @settings(deadline=None, max_examples=60)
+@given(st.integers(1, 8), st.integers(1, 70), st.integers(0, 2**32), st.sampled_from([(1,), (3,), (2, 5)]))
+def test_look_up_is_unpacking_and_indexing(bits, count, seed, vectors):
+    source = torch.Generator().manual_seed(seed)
+    symbols = torch.randint(0, 2**bits, (*vectors, count), generator=source)
+    table = torch.randn(2**bits, generator=source)
+    found = packing.LookUp(table, bits)(packing.pack(symbols, bits), count)
+    assert torch.equal(found, table[symbols])
+
+
+def test_any_integer_type_is_packed():
+    symbols = torch.arange(16)
+    packed = [packing.pack(symbols.to(dtype), 4) for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)]
+    assert all(torch.equal(one, packed[0]) for one in packed)
+
+
+@settings(deadline=None, max_examples=60)
 @given(st.sampled_from([1, 8, 128, 256, 512]), st.sampled_from([1e-9, 0.5, 2.0, 9.0]), st.integers(0, 99))
 def test_outliers_restore_exactly_what_was_taken(width, threshold, seed):
     z = torch.randn(5, width, generator=torch.Generator().manual_seed(seed))
@@ -43,6 +63,18 @@ def test_outlier_fields_cannot_overflow():
         assert apart.places.to(torch.int64).max() == width - 1
         assert (apart.counts.element_size(), apart.places.element_size()) == (count_size, place_size)
         assert apart.values.dtype == torch.float16
+
+
+def test_outliers_that_cannot_be_are_refused():
+    z = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    apart = outliers.take(z, 0.5)
+    for wrong in (
+        replace(apart, counts=apart.counts + 1),
+        replace(apart, places=apart.places[1:]),
+        replace(apart, places=torch.full_like(apart.places, 32)),
+    ):
+        with pytest.raises(StreamError):
+            outliers.restore(z, wrong)
 
 
 def test_outlier_threshold_is_strict():

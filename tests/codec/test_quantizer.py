@@ -49,6 +49,16 @@ def test_quantise_is_the_nearest_value_and_the_lower_one_on_a_tie():
     assert torch.equal(quantizer.quantise(z, table), (z[:, None] - table).abs().argmin(-1))
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_are_the_indices_of_the_nearest_values_as_bytes(bits):
+    z, table = gaussian(5000).float(), quantizer.gaussian_table(bits).float()
+    z = torch.cat((z, quantizer.boundaries(table)))
+    codes = quantizer.codes(z, table)
+    assert codes.dtype == torch.uint8
+    assert torch.equal(codes.long(), torch.bucketize(z, quantizer.boundaries(table)))
+    assert torch.equal(quantizer.quantise(z, table), codes.long())
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_fit_on_gaussian_samples_gives_the_gaussian_table(bits):
     fitted = quantizer.fit(gaussian(1_000_000), bits)

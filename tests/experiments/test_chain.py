@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import polars as pl
 import pytest
 
@@ -10,7 +12,7 @@ from kvlab.experiments import baseline as baseline_module
 from kvlab.experiments import measure as measure_module
 from kvlab.experiments.baseline import baseline
 from kvlab.experiments.measure import measure
-from kvlab.experiments.plan import STUDIES, baseline_runs, jobs
+from kvlab.experiments.plan import LADDER, STUDIES, baseline_runs, jobs
 from kvlab.gate.verdict import judge
 from kvlab.paramfile import overlay
 from kvlab.params import Params
@@ -32,11 +34,10 @@ def params(tiny_params) -> Params:
 
 
 @pytest.fixture(scope="module")
-def results(params, tiny_windows, tiny_calibration, hf_engine, vllm_engine, tmp_path_factory):
+def results(params, tiny_windows, tiny_fitted, hf_engine, vllm_engine, tmp_path_factory):
     """Paths of every baseline run and job, measured for real."""
     folder = tmp_path_factory.mktemp("results")
     engines = {"hf": hf_engine, "vllm": vllm_engine}
-    calibration = (tiny_calibration["sigma"], tiny_calibration["codebooks"])
     with pytest.MonkeyPatch.context() as patch:
         for module in (baseline_module, measure_module):
             patch.setattr(module, "start", lambda name, *_, **__: engines[name])
@@ -44,12 +45,12 @@ def results(params, tiny_windows, tiny_calibration, hf_engine, vllm_engine, tmp_
             patch.setattr(engine, "close", lambda: None)
         runs = [folder / "baseline" / f"{run}.parquet" for run in baseline_runs(params)]
         for path in runs:
-            baseline(params, path.stem, tiny_windows, *calibration, path)
+            baseline(params, path.stem, tiny_windows, tiny_fitted, path)
         done = {}
         for study in STUDIES:
             for job in jobs(params, study):
                 done[study, job] = folder / study / f"{job}.parquet"
-                measure(params, study, job, tiny_windows, *calibration, done[study, job])
+                measure(params, study, job, tiny_windows, tiny_fitted, done[study, job])
     return runs, done
 
 
@@ -115,16 +116,33 @@ def test_every_cell_scored_the_same_labels(results):
 
 
 def test_measuring_again_gives_the_same_bytes(
-    params, results, tiny_windows, tiny_calibration, hf_engine, tmp_path, monkeypatch
+    params, results, tiny_windows, tiny_fitted, hf_engine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(measure_module, "start", lambda *_, **__: hf_engine)
     out = tmp_path / "hf-float32-0.parquet"
-    measure(
-        params, "layers", "hf-float32-0", tiny_windows, tiny_calibration["sigma"], tiny_calibration["codebooks"], out
-    )
+    measure(params, "layers", "hf-float32-0", tiny_windows, tiny_fitted, out)
     first = results[1]["layers", "hf-float32-0"]
     assert out.read_bytes() == first.read_bytes()
     assert out.with_suffix(".json").read_bytes() == first.with_suffix(".json").read_bytes()
+
+
+def test_the_ladder_scores_both_texts_without_codebooks(
+    params, tiny_windows, tiny_fitted, hf_engine, tmp_path, monkeypatch
+):
+    """Every rung on 64 tokens: all fire, and klt at 4 bits does less harm than at 2 on either text."""
+    monkeypatch.setattr(measure_module, "start", lambda *_, **__: hf_engine)
+    monkeypatch.setattr(hf_engine, "close", lambda: None)
+    without_codebooks = replace(tiny_fitted, codebooks=None)
+    kls = {}
+    for job in jobs(params, LADDER):
+        measure(params, LADDER, job, tiny_windows, without_codebooks, tmp_path / f"{job}.parquet")
+        record, tokens = read_job(tmp_path / f"{job}.json")
+        means = dict(tokens.group_by("cell_id").agg(pl.col("kl").mean()).iter_rows())
+        kls |= {(entry.cell.text, entry.cell.label): means[entry.cell_id] for entry in record.cells}
+    assert len(kls) == len({cell.cell_id for job in jobs(params, LADDER).values() for cell in job})
+    for text in ("test", "other"):
+        assert kls[text, "klt 4"] < kls[text, "klt 2"]
+    assert kls["test", "klt 2"] != kls["other", "klt 2"]
 
 
 def test_the_report_is_written_from_it(params, metrics, tmp_path):
@@ -137,7 +155,7 @@ def test_the_report_is_written_from_it(params, metrics, tmp_path):
 
 
 def test_a_baseline_whose_codec_stays_idle_is_not_written(
-    params, tiny_windows, tiny_calibration, hf_engine, vllm_engine, tmp_path, monkeypatch
+    params, tiny_windows, tiny_fitted, hf_engine, vllm_engine, tmp_path, monkeypatch
 ):
     """The engines would agree perfectly if neither ran the codec."""
     engines = {"hf": hf_engine, "vllm": vllm_engine}
@@ -150,8 +168,7 @@ def test_a_baseline_whose_codec_stays_idle_is_not_written(
             params,
             "vllm-float32-default",
             tiny_windows,
-            tiny_calibration["sigma"],
-            tiny_calibration["codebooks"],
+            tiny_fitted,
             tmp_path / "x.parquet",
         )
     assert list(tmp_path.iterdir()) == []
@@ -159,7 +176,7 @@ def test_a_baseline_whose_codec_stays_idle_is_not_written(
 
 def test_an_unknown_run_names_the_nearest(params, tiny_windows, tmp_path):
     with pytest.raises(UnknownName, match="'hf-float32-eager'"):
-        baseline(params, "hf-float32-eger", tiny_windows, None, None, tmp_path / "x.parquet")
+        baseline(params, "hf-float32-eger", tiny_windows, None, tmp_path / "x.parquet")
 
 
 def test_baseline_tables_hold_the_schema(results):

@@ -10,19 +10,21 @@ import torch
 from kvlab import corpus
 from kvlab.calibration import load as calibration
 from kvlab.codec.base import Site
+from kvlab.codec.cache_file import CacheHeader, CacheReader, CacheWriter
+from kvlab.codec.identity import IdentityCodec
 from kvlab.errors import CodecNotActive
 from kvlab.experiments.coding import CleanCapture, Coder, InForward
 from kvlab.experiments.measure import check_canaries
 from kvlab.experiments.scoring import CANARY, WindowRun
 from kvlab.params import studied_recipe
-from kvlab.recipe import IDENTITY, Cell, NoiseStream, Recipe
+from kvlab.recipe import IDENTITY, Cell, IdentityStream, NoiseStream, Recipe
 
 CONTEXT = 64
 
 
 @pytest.fixture(scope="module")
-def calibrated(tiny_calibration, hf_engine):
-    return calibration.load(tiny_calibration["sigma"], tiny_calibration["codebooks"], hf_engine.info.model_hash)
+def calibrated(tiny_fitted, hf_engine):
+    return calibration.load(tiny_fitted, hf_engine.info.model_hash)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def test_planted_noise_is_recovered(run):
     for sigma in (0.005, 0.01, 0.02):
         coder = Coder(cell(recipe=noise(sigma)), None)
         measured.append(kl(run, coder.cell, coder))
-        error = coder.coding(run.engine.info.values_per_token, CONTEXT, 4).whitened_error
+        error = coder.coding(run.engine.info, CONTEXT, "float32").whitened_error
         for stream in "kv":  # the tally divides by the spread about the mean, sigma is relative to the rms
             clean = [run.clean.kept[layer, stream] for layer in range(3)]
             power = sum(x.square().mean() * x.numel() for x in clean)
@@ -150,7 +152,7 @@ def test_every_measure_of_damage_falls_with_bits(run, protocol):
         rows = run.rows("x", run.logits(coder.cell, coder))
         kls.append(float(rows["kl"].mean()))
         flips.append(int((rows["top1_ref"] != rows["top1_alt"]).sum()))
-        errors.append(coder.coding(run.engine.info.values_per_token, CONTEXT, 4).whitened_error)
+        errors.append(coder.coding(run.engine.info, CONTEXT, "float32").whitened_error)
     for falling in ([e["k"] for e in errors], [e["v"] for e in errors], kls):
         assert all(after < before for before, after in pairwise(falling))
     assert kls[-1] < 1e-3 * kls[0] and errors[-1]["k"] < 1e-3 * errors[0]["k"]
@@ -161,7 +163,7 @@ def test_a_codec_that_fires_too_seldom_is_refused(run):
     coder = Coder(cell(), None)
     coder.tally.fires = 5
     with pytest.raises(CodecNotActive, match="fired 5 times where 6 were due"):
-        coder.coding(run.engine.info.values_per_token, CONTEXT, 4)
+        coder.coding(run.engine.info, CONTEXT, "float32")
 
 
 def test_the_canary_moves_the_logits(run):
@@ -199,17 +201,25 @@ def test_the_memo_changes_no_count_and_no_logit(run, calibrated, tiny_params):
     assert len(memo) == 6
 
 
-def test_bytes_are_what_was_packed(run, calibrated, tiny_params):
+def test_bytes_are_those_of_the_whole_cache_as_a_file(run, calibrated, tiny_params, tmp_path):
+    """K of one layer coded, everything else left alone: the record's bytes are the file's."""
     recipe, info = studied_recipe(tiny_params), run.engine.info
     coder = Coder(cell("snapshot", recipe, layers=(1,), stream="k"), calibrated)
     run.logits(coder.cell, coder)
-    coding = coder.coding(info.values_per_token, CONTEXT, 4)
+    coding = coder.coding(info, CONTEXT, "float32")
+    header = CacheHeader(
+        info.n_layers, info.n_kv_heads, info.head_dim, CONTEXT, "float32", recipe.recipe_id, None, info.model_hash
+    )
     codec = coder._codecs["k"]
-    encoded = codec.encode(run.clean.kept[1, "k"], Site(0, 1, "k"))
-    assert coding.coded_bytes == sum(len(t.contiguous().view(torch.uint8).flatten()) for t in encoded.tensors())
-    coded_values = info.n_kv_heads * CONTEXT * info.head_dim
-    assert coding.values == CONTEXT * info.values_per_token
-    assert coding.raw_bytes == (coding.values - coded_values) * 4
+    with open(tmp_path / "cache.kvls", "wb") as file:
+        writer = CacheWriter(file, header)
+        for layer, stream in header.frames:
+            own = codec if (layer, stream) == (1, "k") else IdentityCodec(IdentityStream())
+            writer.add(own.encode(run.clean.kept[layer, stream], Site(0, layer, stream)))
+        writer.close()
+    assert coding.coded_bytes + coding.raw_bytes == writer.nbytes
+    assert coding.values == header.values == CONTEXT * info.values_per_token
+    assert coding.bits_per_value == CacheReader(tmp_path / "cache.kvls").bits_per_value
 
 
 @pytest.mark.engine

@@ -120,9 +120,9 @@ def test_shape(whole):
     params = small_params()
     verdict = judge(params, whole)
     assert set(verdict) == {"cells", "preconditions", "publishable", "cross_engine_allowed"}
-    assert len(verdict["cells"]) == 2 * 2 * (3 + 1)
+    assert len(verdict["cells"]) == 2 * 2 * (3 + 1 + 1)
     for cell in verdict["cells"]:
-        assert cell["dtype"] == params.gap.dtype and cell["variance_ratio"] is not None
+        assert cell["dtype"] == params.gap.dtype and (cell["variance_ratio"] is None) == (cell["label"] == "klt")
         assert (cell["windows_needed"] is None) == (cell["verdict"] != "INCONCLUSIVE")
         assert len(cell["reasons"]) == 2
     assert verdict["publishable"] and verdict["cross_engine_allowed"] and failing(verdict) == []

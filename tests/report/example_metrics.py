@@ -196,6 +196,7 @@ def _cell(make, engine, dtype, protocol, label, stream, ratio, recipe_id):
     return {
         "cell_id": digest({"of": [engine, dtype, protocol, label, ratio]}),
         "recipe_id": recipe_id,
+        "role": "codec" if coded else "identity",
         "label": label,
         "engine": engine,
         "dtype": dtype,

@@ -33,6 +33,7 @@ SMALL = {
     "windows": {"context": 64, "eval": 17, "test": 12, "calib": 2},
     "layers": {"windows": 12, "dtype": "float32", "protocols": ["in_forward"]},
     "noise": {"windows": 12},
+    "ladder": {"texts": ["test"], "windows": 12},
     "jobs": {"cells_per_job": 5},
     "stats": {"resamples": 600},
 }
@@ -47,6 +48,7 @@ class Effects:
     """
 
     base: float = 0.010
+    default_recipe: float = 0.002
     engine: float = 0.002
     protocol: float = 0.004
     variance_ratio: float = 0.060
@@ -142,6 +144,8 @@ def planted_kl(params: Params, effects: Effects, cell: Cell) -> float:
 
 def codec_kl(params: Params, effects: Effects, cell: Cell) -> float:
     """Mean KL planted in a codec cell of both streams."""
+    if cell.recipe.k.codec == "klt":
+        return effects.default_recipe
     high = {
         "engine": cell.engine == "vllm" and cell.dtype != "float32",
         "protocol": cell.protocol == "in_forward",

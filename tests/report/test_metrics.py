@@ -293,8 +293,8 @@ def test_agreement_holds(metrics):
     ("effects", "words"),
     [
         (Effects(cross_identity=2e-6), "without codec"),
-        (Effects(codec_disagreement=0.06), "2%"),
-        (Effects(codec_disagreement=-0.06), "2%"),
+        (Effects(codec_disagreement=0.1), "2%"),
+        (Effects(codec_disagreement=-0.1), "2%"),
     ],
 )
 def test_agreement_fails(params, tmp_path, effects, words):
@@ -577,7 +577,7 @@ def test_every_comparison_passes_the_door(params, paths):
 
 def test_recipes_that_differ_outside_the_factor_refuse_to_be_compared(params, paths):
     results = gather(params, paths.baseline, paths.jobs)
-    corners = results.select("cells", "codec", dtype="bfloat16", stream="kv")
+    corners = results.select("cells", "codec", dtype="bfloat16", stream="kv", label="kv")
     comparable(corners, {"engine", "protocol", "variance_ratio"})
     with pytest.raises(MixedIdentity) as caught:
         comparable(corners, {"engine", "protocol"})

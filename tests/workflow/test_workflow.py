@@ -78,7 +78,7 @@ def test_the_report_plans_every_job(workspace, params):
     counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
     captured = len(params.calibration.engines)
     expected = {
-        **dict.fromkeys(("corpus", "codebooks", "gap_metrics", "gap_verdict", "report"), 1),
+        **dict.fromkeys(("corpus", "codebooks", "components", "gap_metrics", "gap_verdict", "report"), 1),
         **dict.fromkeys(("capture_engine", "sigma_engine"), captured),
         "baseline_run": len(plan.baseline_runs(params)),
         **{f"{study}_job": len(plan.jobs(params, study)) for study in plan.STUDIES},
@@ -144,7 +144,21 @@ def test_a_job_depends_on_its_own_engine_only(inspected):
     assert {"src/kvlab/engines/hf.py", "src/kvlab/engines/vllm.py"} <= set(on_vllm)
 
 
-@pytest.mark.parametrize("study", plan.STUDIES)
+def test_the_ladder_plans_its_own_jobs_and_reads_no_codebooks(workspace, params):
+    planned = run(*SNAKEMAKE, "-n", "ladder", cwd=workspace)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    counts = dict(re.findall(r"^(\w+) +(\d+)$", planned.stdout.partition("Job stats:")[2], re.MULTILINE))
+    assert int(counts["ladder_job"]) == len(plan.jobs(params, plan.LADDER))
+    assert not {"codebooks", "cells_job", "report"} & counts.keys()
+
+
+def test_other_bits_fit_no_components_and_measure_no_ladder(inspected):
+    for leaf in ("bits", "v_bits"):
+        assert not {"components", "ladder"} & set(inspected["affected"][leaf])
+        assert {"codebooks", "cells"} <= set(inspected["affected"][leaf])
+
+
+@pytest.mark.parametrize("study", [*plan.STUDIES, plan.LADDER])
 def test_a_study_depends_on_the_codecs_that_it_loads_by_name(study, stages, params):
     cells = [cell for job in plan.jobs(params, study).values() for cell in job]
     names = {stream.codec for cell in cells for stream in (cell.recipe.k, cell.recipe.v)}

@@ -14,6 +14,7 @@ rule baseline_run:
         sigma=f"calib/sigma/{ORIGIN}.safetensors",
         record=f"calib/sigma/{ORIGIN}.json",
         codebooks=f"calib/codebooks/{ORIGIN}.json",
+        components=f"calib/components/{ORIGIN}.safetensors",
     output:
         tokens="results/baseline/{engine}-{dtype}-{attention}.parquet",
         record="results/baseline/{engine}-{dtype}-{attention}.json",
@@ -37,6 +38,7 @@ rule baseline_run:
         " --windows {input.windows:q}"
         " --sigma {input.sigma:q}"
         " --codebooks {input.codebooks:q}"
+        " --components {input.components:q}"
         " --out {output.tokens:q}"
         " > {log:q} 2>&1"
 

@@ -7,6 +7,7 @@ rule cells_job:
         sigma=f"calib/sigma/{ORIGIN}.safetensors",
         record=f"calib/sigma/{ORIGIN}.json",
         codebooks=f"calib/codebooks/{ORIGIN}.json",
+        components=f"calib/components/{ORIGIN}.safetensors",
     output:
         tokens="results/cells/{engine}-{dtype}-{number}.parquet",
         record="results/cells/{engine}-{dtype}-{number}.json",
@@ -31,6 +32,7 @@ rule cells_job:
         " --windows {input.windows:q}"
         " --sigma {input.sigma:q}"
         " --codebooks {input.codebooks:q}"
+        " --components {input.components:q}"
         " --out {output.tokens:q}"
         " > {log:q} 2>&1"
 

@@ -47,9 +47,10 @@ CORPUS_RECORD = Path("models/reference/corpus.json")
 ORIGIN = PARAMS.calibration.origin
 CAPTURED = sorted(PARAMS.calibration.engines)
 ENGINES = sorted({*PARAMS.engines, *CAPTURED})
-ALL_KEYS = frozenset(Params.model_fields)
 RATIOS = sorted({PARAMS.codec.variance_ratio, *PARAMS.gap.variance_ratios})
 
+# What the report reads: everything but the ladder, which is no part of it.
+REPORT_KEYS = frozenset(Params.model_fields) - {plan.LADDER}
 # What a job with a codec reads.
 CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec")
 
@@ -98,11 +99,14 @@ def model_files():
 
 
 def corpus_files():
-    """The text that params.yaml names, as files; for `docstrings` the record that they are checked by."""
-    source = PARAMS.corpus.source
-    if source == "docstrings":
-        return [str(CORPUS_RECORD)]
-    return sorted(path for path in glob(source, recursive=True) if Path(path).is_file())
+    """The texts that params.yaml names, as files; for `docstrings` the record that they are checked by.
+
+    `licences` are read from the environment: their hash is in the windows' record.
+    """
+    record = [str(CORPUS_RECORD)] if PARAMS.corpus.source == "docstrings" else []
+    named = [PARAMS.corpus.source, PARAMS.corpus.other or ""]
+    paths = {path for source in named for path in glob(source, recursive=True) if Path(path).is_file()}
+    return record + sorted(paths)
 
 
 def accelerators():
@@ -111,7 +115,7 @@ def accelerators():
 
 
 def job_files(kind, *studies):
-    """Results of the jobs of some studies, of all of them if none is named."""
+    """Results of the jobs of some studies, of all that the report reads if none is named."""
     return [
         f"results/{study}/{job}.{kind}"
         for study in studies or plan.STUDIES

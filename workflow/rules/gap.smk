@@ -18,7 +18,7 @@ rule gap_metrics:
         mem_mb=4000,
         runtime=60,
     params:
-        cfg=pick(*(ALL_KEYS - {"report", "verdict"})),
+        cfg=pick(*(REPORT_KEYS - {"report", "verdict"})),
     message:
         "gap: numbers and intervals"
     shell:
@@ -48,7 +48,7 @@ rule gap_verdict:
         mem_mb=1000,
         runtime=10,
     params:
-        cfg=pick(*(ALL_KEYS - {"report"})),
+        cfg=pick(*(REPORT_KEYS - {"report"})),
     message:
         "gap: verdicts"
     shell:

@@ -16,7 +16,7 @@ rule report:
         mem_mb=2000,
         runtime=10,
     params:
-        cfg=pick(*ALL_KEYS),
+        cfg=pick(*REPORT_KEYS),
     message:
         "report: {output.findings}"
     shell:

@@ -18,6 +18,7 @@ from kvlab.params import Params
 from kvlab.records import atomic, from_header, to_header, versions
 
 PARTS = ("q", "k", "v")
+SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 
 
 def capture(params: Params, engine: str, windows_path: Path, out: Path) -> None:
@@ -91,6 +92,12 @@ class Captured:
     def context(self) -> int:
         """Tokens of a window whose K and V a codec would see."""
         return self.metadata["context"]
+
+    @property
+    def dtype(self) -> str:
+        """``float32`` or ``bfloat16``: what the captured model ran in."""
+        with safe_open(self.path, "pt") as file:
+            return SAFETENSORS_DTYPES[file.get_slice("layer_0_k").get_dtype()]
 
     @property
     def n_layers(self) -> int:

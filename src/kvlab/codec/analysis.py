@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.codec import rotation, shape_gain, transform
-from kvlab.codec.skeleton import Centres, Skeleton
+from kvlab.codec import shape_gain, transform
+from kvlab.codec.skeleton import Centres, Frame
 from kvlab.codec.stored import Rounding
-from kvlab.codec.synthesis import Synthesis
-from kvlab.codec.vector_code import Group, Vectors
 from kvlab.recipe import BlockStream
 
 
@@ -21,51 +19,39 @@ class Analysis:
 
     Parameters
     ----------
-    skeleton, centres : Skeleton, Centres
+    frame, centres : Frame, Centres
         As stored.
-    synthesis : Synthesis
-        The same as read back.
-    segment, gain, norm : Tensor
-        [B, n]; gain and norm in the stored precision.
+    segment : Tensor
+        int64 [B, n].
+    scalars : Tensor
+        Gains and residual norms in the stored precision [B, 2, n].
     unit : Tensor
         Residuals of norm 1, float32 [B, n, W]; 0 where the stored norm is 0.
     """
 
-    skeleton: Skeleton
+    frame: Frame
     centres: Centres
-    synthesis: Synthesis
     segment: Tensor
-    gain: Tensor
-    norm: Tensor
+    scalars: Tensor
     unit: Tensor
 
-    def vectors(self, group: Group) -> Vectors:
-        """The vectors of a group with the rotated residual z, of mean square 1 per coordinate."""
-        at = group.index
-        z = rotation.rotate(self.unit[at][..., : group.width], self.synthesis.seed)
-        return Vectors(self.segment[at], self.gain[at], self.norm[at], z)
 
-
-def analyse(
-    blocks: Tensor, recipe: BlockStream, shared: Skeleton | None, rounding: Rounding, apply_norm: bool
-) -> Analysis:
-    """Run the chain on blocks [B, n, D], with the call's `shared` skeleton if there is one.
+def analyse(blocks: Tensor, recipe: BlockStream, shared: Frame | None, rounding: Rounding) -> Analysis:
+    """Run the chain on blocks [B, n, D], with the call's `shared` frame if there is one.
 
     Raises
     ------
     NonFinite
         When a mean, centre, gain or norm does not fit the stored precision.
     """
-    skeleton = shared or Skeleton.store(transform.fit(blocks, recipe), rounding)
-    frame = skeleton.read().repeated(len(blocks))
+    frame = shared.repeated(len(blocks)) if shared else Frame.store(transform.fit(blocks, recipe), rounding)
     coefficients = frame.project(blocks)
     directions, counts = shape_gain.spherical_kmeans(
         coefficients, recipe.n_centres, recipe.kmeans_iterations, recipe.seed
     )
-    centres = Centres.store(directions, counts, frame, rounding)
-    synthesis = Synthesis(frame, centres.read(frame), counts, recipe.seed, apply_norm)
-    segment, gain, residual = shape_gain.split(coefficients, synthesis.centres, rounding)
-    length = residual.norm(dim=-1)
+    centres = Centres.store(directions, counts, rounding)
+    segment, gain, residual = shape_gain.split(coefficients, centres.values.float(), rounding)
+    length = torch.linalg.vector_norm(residual, dim=-1)
     norm = rounding(length, "residual norm")
-    unit = torch.where((norm > 0)[..., None], residual / length[..., None], 0.0)
-    return Analysis(skeleton, centres, synthesis, segment, gain, norm, unit)
+    scale = torch.where(norm > 0, length.reciprocal(), 0.0)
+    return Analysis(frame, centres, segment, torch.stack((gain, norm), dim=1), residual * scale[..., None])

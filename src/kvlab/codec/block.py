@@ -1,47 +1,30 @@
-"""The block codec: whiten, cut into blocks, PCA, spherical k-means, rotate, quantise, pack.
+"""The published block codec, v1.3: whiten, cut into blocks, PCA, spherical k-means, rotate, quantise, pack.
 
-The residual's norm is always stored and always applied. The published decoder left it out wherever
-K was not whitened; ``emulate_published_decoder`` reproduces that, for comparison only.
+`metric` is part of the recipe because it was part of the published one, where it decided which norm is written
+and whether the decoder applies it. It never changed what a vector is coded as: the nearest value of a table is
+the same by the squared error and by Huber's function of it (``linf``). Here the residual's norm is always stored
+and always applied, so the three metrics make the same stream. ``emulate_published_decoder`` leaves the norm out
+where the original did, under ``inner_product`` and wherever K was not whitened; it is for comparison only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvlab.codec import layout, transform
+from kvlab.codec import synthesis, transform, vector_code
 from kvlab.codec.analysis import Analysis, analyse
-from kvlab.codec.base import Encoded, Site, Stats, StreamCalibration, checked, spread_sq, sum_sq
+from kvlab.codec.base import Encoded, Place, Site, Stats, StreamCalibration, checked
 from kvlab.codec.codebook import codebook
-from kvlab.codec.skeleton import Centres, Skeleton
-from kvlab.codec.stored import Rounding
-from kvlab.codec.synthesis import Synthesis
-from kvlab.codec.vector_code import VectorCode, write
+from kvlab.codec.layout import Grid, Run
+from kvlab.codec.packing import LookUp
+from kvlab.codec.skeleton import Frame
+from kvlab.codec.stored import PRECISION, BlockArrays, Rounding
 from kvlab.codec.whitening import Whitener
-from kvlab.errors import CalibrationMismatch
+from kvlab.errors import CalibrationMismatch, StreamError
 from kvlab.recipe import BlockStream
-
-PRECISION = {"fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Blocks of equal length as stored; `skeleton` is None when the call shares one."""
-
-    skeleton: Skeleton | None
-    centres: Centres
-    parts: tuple[VectorCode, ...]
-
-
-@dataclass(frozen=True)
-class BlockEncoded(Encoded):
-    """One call as stored; the header holds heads, tokens, head_dim, layer as int32 [4] on the CPU."""
-
-    header: Tensor
-    skeleton: Skeleton | None
-    batches: tuple[Batch, ...]
 
 
 class BlockCodec:
@@ -60,36 +43,59 @@ class BlockCodec:
         When the codebook is missing, or is not 2**bits ascending numbers.
     """
 
+    per_token: ClassVar[bool] = False
+
     def __init__(self, recipe: BlockStream, calibration: StreamCalibration | None = None):
         self.recipe = recipe
         self.whiteners = calibration.whiteners if calibration else {}
         self.table = codebook(recipe, calibration)
 
     @torch.no_grad()
-    def encode(self, x: Tensor, site: Site) -> BlockEncoded:
+    def encode(self, x: Tensor, site: Site) -> Encoded:
         """Code [heads, tokens, head_dim]; the ragged last block is coded like the others."""
-        header = torch.tensor([*x.shape, site.layer], dtype=torch.int32)
+        recipe = self.recipe
         batches, shared = self._analysed(x, site)
-        stored, stats = zip(*(self._stored(*batch, shared) for batch in batches), strict=True)
-        return BlockEncoded(stats=sum(stats, Stats()), header=header, skeleton=shared, batches=stored)
+        table = self.table.to(x.device)
+        blocks: dict[int, BlockArrays] = {}
+        for numbers, analysis in batches:
+            written = vector_code.write(analysis, table, recipe.bits, recipe.outlier_threshold, recipe.seed)
+            blocks |= zip(numbers, written, strict=True)
+        ordered = [blocks[number] for number in range(len(blocks))]
+        return Encoded(
+            shape=tuple(x.shape),
+            layer=site.layer,
+            stream=site.stream,
+            shared=(shared.of(0),) if shared else (),
+            blocks=tuple(block.arrays(recipe.share_basis) for block in ordered),
+            stats=Stats(
+                d_eff=tuple(block.rank for block in ordered),
+                n_outliers=sum(block.apart.places.numel() for block in ordered if block.apart),
+                n_coefficients=sum(block.width * len(block.codes) for block in ordered),
+            ),
+        )
 
     @torch.no_grad()
-    def decode(self, encoded: BlockEncoded) -> Tensor:
-        """Read the stored tensors, float32 [heads, tokens, head_dim]."""
-        heads, _, _, layer = encoded.header.tolist()
-        whitener = self._whitener(layer)
-        batches = []
-        for batch in encoded.batches:
-            skeleton = batch.skeleton or encoded.skeleton
-            synthesis = Synthesis.read(skeleton, batch.centres, self.recipe.seed, self._applies_norm(layer))
-            table = self.table.to(skeleton.mean.device)
-            parts = [
-                synthesis.rows(group, part.read(group, table, self.recipe.bits))
-                for group, part in zip(synthesis.groups(), batch.parts, strict=True)
-            ]
-            batches.append(synthesis.assemble(parts))
-        rows = layout.join(batches, self.recipe.layout, heads)
-        return whitener.unwhiten(rows) if whitener else rows
+    def decode(self, encoded: Encoded) -> Tensor:
+        """Read the stored arrays, float32 [heads, tokens, head_dim]; `StreamError` when they cannot be."""
+        grid = self._grid(encoded)
+        blocks = [self._read(encoded, grid, number) for number in range(grid.count)]
+        rows = torch.empty(encoded.shape, dtype=torch.float32, device=blocks[0].codes.device)
+        for group in synthesis.grouped(blocks):
+            weights = self._weights(encoded, [blocks[number] for number in group])
+            for number, own in zip(group, weights, strict=True):
+                runs = grid.runs(number)
+                self._fill(encoded, blocks[number], own, runs, [rows[run.head, run.tokens] for run in runs])
+        return rows
+
+    @torch.no_grad()
+    def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
+        """See `Codec.decode_block`; heads and tokens are index tensors when a block mixes heads."""
+        grid = self._grid(encoded)
+        block = self._read(encoded, grid, index)
+        rows = torch.empty(len(block.codes), encoded.shape[2], dtype=torch.float32, device=block.codes.device)
+        runs = grid.runs(index)
+        self._fill(encoded, block, self._weights(encoded, [block])[0], runs, [rows[run.rows] for run in runs])
+        return grid.place(index), rows if grid.mixed else rows[None]
 
     @torch.no_grad()
     def residuals(self, x: Tensor, site: Site) -> Tensor:
@@ -101,14 +107,14 @@ class BlockCodec:
         threshold = self.recipe.outlier_threshold
         pool = []
         for _, analysis in self._analysed(x, site)[0]:
-            for group in analysis.synthesis.groups():
-                vectors = analysis.vectors(group)
-                z = vectors.z[vectors.norm > 0].flatten()
+            for group in vector_code.groups(analysis):
+                z = vector_code.rotated(analysis, group, self.recipe.seed)
+                z = z[group.of(analysis.scalars)[:, 1] > 0].flatten()
                 pool.append(z if threshold is None else z[z.abs() <= threshold])
         return torch.cat(pool)
 
-    def _analysed(self, x: Tensor, site: Site) -> tuple[list[tuple[Tensor, Analysis]], Skeleton | None]:
-        """Batches of whitened blocks, each with its analysis, and the skeleton they share."""
+    def _analysed(self, x: Tensor, site: Site) -> tuple[list[tuple[list[int], Analysis]], Frame | None]:
+        """Numbers and analysis of each batch of whitened blocks, and the frame that they share."""
         recipe = self.recipe
         rows, whitener = checked(x, site), self._whitener(site.layer)
         if whitener:
@@ -116,28 +122,47 @@ class BlockCodec:
         rounding = Rounding(PRECISION[recipe.skeleton], site, whitened=whitener is not None)
         shared = None
         if recipe.share_basis:
-            shared = Skeleton.store(transform.fit(rows.reshape(1, -1, rows.shape[-1]), recipe), rounding)
-        batches = [
-            (blocks, analyse(blocks, recipe, shared, rounding, self._applies_norm(site.layer)))
-            for blocks in layout.split(rows, recipe.layout, recipe.block_size)
-        ]
-        return batches, shared
+            shared = Frame.store(transform.fit(rows.reshape(1, -1, rows.shape[-1]), recipe), rounding)
+        batches = Grid.of(rows.shape, recipe).batches(rows)
+        return [(numbers, analyse(blocks, recipe, shared, rounding)) for blocks, numbers in batches], shared
 
-    def _stored(self, blocks: Tensor, analysis: Analysis, shared: Skeleton | None) -> tuple[Batch, Stats]:
-        """Quantise and pack one batch, and count what that did."""
-        recipe, synthesis, table = self.recipe, analysis.synthesis, self.table.to(blocks.device)
-        stats = Stats(d_eff=tuple(synthesis.frame.d_eff.tolist()), signal_sq=spread_sq(blocks))
-        parts = []
-        for group in synthesis.groups():
-            vectors = analysis.vectors(group)
-            part, seen = write(vectors, group, table, recipe.bits, recipe.outlier_threshold)
-            parts.append(part)
-            stats += Stats(
-                n_outliers=part.outliers.places.numel() if part.outliers else 0,
-                n_coefficients=vectors.z.numel(),
-                error_sq=sum_sq(synthesis.rows(group, seen) - blocks[group.index]),
+    def _grid(self, encoded: Encoded) -> Grid:
+        """The grid of the stored shape; `StreamError` when it does not have as many blocks as are stored."""
+        if min(encoded.shape) < 1:
+            raise StreamError(f"a coded tensor cannot have the shape {list(encoded.shape)}")
+        whitener = self._whitener(encoded.layer)
+        if whitener:
+            whitener.fits(encoded.shape)
+        grid = Grid.of(encoded.shape, self.recipe)
+        if len(encoded.blocks) != grid.count:
+            raise StreamError(
+                f"{len(encoded.blocks)} blocks where a tensor of shape {list(encoded.shape)} needs {grid.count}"
             )
-        return Batch(None if shared else analysis.skeleton, analysis.centres, tuple(parts)), stats
+        return grid
+
+    def _read(self, encoded: Encoded, grid: Grid, number: int) -> BlockArrays:
+        """The checked arrays of one block."""
+        arrays = encoded.blocks[number]
+        _, first, last = grid.span(range(grid.count)[number])
+        return BlockArrays.read(arrays, encoded.shared, (last - first, encoded.shape[2]), self.recipe)
+
+    def _weights(self, encoded: Encoded, blocks: list[BlockArrays]) -> Tensor:
+        """See `synthesis.weights`."""
+        look_up = LookUp(self.table.to(blocks[0].codes.device), self.recipe.bits)
+        return synthesis.weights(blocks, look_up, self._applies_norm(encoded.layer))
+
+    def _fill(
+        self, encoded: Encoded, block: BlockArrays, weights: Tensor, runs: list[Run], targets: list[Tensor]
+    ) -> None:
+        """Write the decoded rows of a block, run by run; one product per run, whatever is decoded with it.
+
+        The encoder's whitening is undone on the few vectors that the rows are sums of.
+        """
+        vectors = synthesis.vectors(block, self.recipe.seed)
+        whitener = self._whitener(encoded.layer)
+        for run, target in zip(runs, targets, strict=True):
+            own = whitener.unwhiten_head(vectors, run.head) if whitener else vectors
+            torch.addmm(own[0], weights[run.rows], own[1:], out=target)
 
     def _whitener(self, layer: int) -> Whitener | None:
         if not self.recipe.whiten or layer in self.recipe.whiten_skip_layers:
@@ -151,4 +176,5 @@ class BlockCodec:
 
     def _applies_norm(self, layer: int) -> bool:
         whitened = self.recipe.whiten and layer not in self.recipe.whiten_skip_layers
-        return whitened or not self.recipe.emulate_published_decoder
+        dropped = self.recipe.metric == "inner_product" or not whitened
+        return not (dropped and self.recipe.emulate_published_decoder)

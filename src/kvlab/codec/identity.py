@@ -1,35 +1,43 @@
-"""The stream as it is: the control of every measurement."""
+"""The stream as it is: the control of every measurement, and how layers that are left alone are stored."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvlab.codec.base import Encoded, Site, Stats, StreamCalibration, checked, spread_sq
+from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, checked
+from kvlab.errors import StreamError
 from kvlab.recipe import IdentityStream
 
 
-@dataclass(frozen=True)
-class RawTensor(Encoded):
-    """The tensor in the dtype it came in."""
-
-    values: Tensor
-
-
 class IdentityCodec:
-    """Stores the tensor unchanged, in its own dtype."""
+    """Stores the tensor unchanged, in its own dtype, as one block."""
+
+    per_token: ClassVar[bool] = True
 
     def __init__(self, recipe: IdentityStream, calibration: StreamCalibration | None = None):
         self.recipe = recipe
 
     @torch.no_grad()
-    def encode(self, x: Tensor, site: Site) -> RawTensor:
+    def encode(self, x: Tensor, site: Site) -> Encoded:
         """A copy of `x`."""
-        stats = Stats(signal_sq=spread_sq(checked(x, site)))
-        return RawTensor(stats=stats, values=x.detach().clone())
+        checked(x, site)
+        values = x.detach().clone(memory_format=torch.contiguous_format)
+        return Encoded(tuple(x.shape), site.layer, site.stream, shared=(), blocks=((values,),))
 
-    def decode(self, encoded: RawTensor) -> Tensor:
+    def decode(self, encoded: Encoded) -> Tensor:
         """The copy as float32."""
-        return encoded.values.to(torch.float32, copy=True)
+        if len(encoded.blocks) != 1 or len(encoded.blocks[0]) != 1:
+            raise StreamError("an uncoded tensor is one block of one array")
+        values = encoded.blocks[0][0]
+        if tuple(values.shape) != tuple(encoded.shape) or not values.dtype.is_floating_point:
+            raise StreamError(f"an uncoded tensor of shape {list(encoded.shape)} is stored as {list(values.shape)}")
+        return values.to(torch.float32, copy=True)
+
+    def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
+        """See `Codec.decode_block`; there is one block only."""
+        if index != 0:
+            raise IndexError(f"block {index} of an uncoded tensor; there is block 0 only")
+        return (slice(None), slice(None)), self.decode(encoded)

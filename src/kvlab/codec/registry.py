@@ -27,8 +27,12 @@ def build(stream_recipe: StreamRecipe, calibration: StreamCalibration | None = N
     CalibrationMismatch
         When the recipe asks for a fitted codebook that `calibration` does not hold.
     """
-    name = stream_recipe.codec
+    return codec_class(stream_recipe.codec)(stream_recipe, calibration)
+
+
+def codec_class(name: str) -> type[Codec]:
+    """The class that has this name; `UnknownName` when none has it."""
     if name not in CODECS:
         raise UnknownName("codec", name, CODECS)
     module, class_name = CODECS[name].split(":")
-    return getattr(import_module(module), class_name)(stream_recipe, calibration)
+    return getattr(import_module(module), class_name)

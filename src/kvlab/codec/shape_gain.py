@@ -49,35 +49,50 @@ def spherical_kmeans(rows: Tensor, n_centres: int, iterations: int, seed: int) -
 
 def farthest_first(unit: Tensor, valid: Tensor, n_centres: int, seed: int) -> Tensor:
     """Start centres [B, n_centres, W]: a seeded row, then always the row least like those chosen."""
-    draw = torch.rand(unit.shape[1], generator=generator("kmeans", seed)).to(unit.device)
+    draw = torch.rand(unit.shape[1], generator=generator("kmeans", seed), dtype=torch.float32).to(unit.device)
     chosen = torch.where(valid, draw, -1.0).argmax(-1)
     blocks = torch.arange(len(unit), device=unit.device)
     likeness = torch.where(valid, -2.0, 2.0)
     centres = [unit[blocks, chosen]]
     for _ in range(n_centres - 1):
-        likeness = torch.maximum(likeness, torch.bmm(unit, centres[-1][:, :, None])[..., 0])
+        cosine = torch.bmm(centres[-1][:, None], unit.mT)[:, 0]
+        likeness = torch.maximum(likeness, cosine)
         centres.append(unit[blocks, likeness.argmin(-1)])
     return torch.stack(centres, dim=1)
 
 
 def lloyd(unit: Tensor, centres: Tensor, iterations: int) -> Tensor:
-    """Alternate assignment and sign-aligned means; blocks that have settled stay as they are."""
+    """Alternate assignment and sign-aligned means; blocks that have settled are left as they are, and out.
+
+    Cosines are kept as [B, K, n]: the maximum over K then runs over neighbours in memory, and both steps
+    of a round are matrix products.
+    """
+    settled = centres.clone()
+    running = torch.arange(len(unit), device=unit.device)
     assigned = torch.full(unit.shape[:2], -1, device=unit.device)
     for _ in range(iterations):
-        cosine = unit @ centres.mT
-        nearest = cosine.abs().argmax(-1)
+        nearest, signed = closest(centres, unit)
         moving = (nearest != assigned).any(-1)
-        if not moving.any():
-            break
+        if not moving.all():
+            running, unit, centres = running[moving], unit[moving], centres[moving]
+            nearest, signed = nearest[moving], signed[moving]
+            if not len(running):
+                break
         assigned = nearest
-        index = nearest[..., None]
-        sign = torch.where(cosine.gather(-1, index) < 0, -1.0, 1.0)
-        member = torch.zeros_like(cosine).scatter_(-1, index, sign)
-        total = member.mT @ unit
+        member = unit.new_zeros(*centres.shape[:2], unit.shape[1])
+        member.scatter_(1, nearest[:, None], torch.where(signed < 0, -1.0, 1.0)[:, None])
+        total = member @ unit
         length = total.norm(dim=-1, keepdim=True)
-        renewed = (length > TINY) & moving[:, None, None]
-        centres = torch.where(renewed, total / length.clamp(min=TINY), centres)
-    return centres
+        centres = torch.where(length > TINY, total / length.clamp(min=TINY), centres)
+        settled[running] = centres
+    return settled
+
+
+def closest(centres: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Centre with the largest |inner product|, the first of equals, int64 [B, n]; and that product, signed."""
+    inner = centres @ rows.mT
+    nearest = inner.abs().max(dim=1).indices
+    return nearest, inner.gather(1, nearest[:, None])[:, 0]
 
 
 def split(coefficients: Tensor, centres: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,13 +116,14 @@ def split(coefficients: Tensor, centres: Tensor, rounding: Rounding) -> tuple[Te
     residual : Tensor
         float32 [B, n, W]: coefficients - gain * centre, with the rounded gain.
     """
-    inner = coefficients @ centres.mT
-    segment = inner.abs().argmax(-1)
-    gain = rounding(inner.gather(-1, segment[..., None])[..., 0], "gain")
+    segment, inner = closest(centres, coefficients)
+    gain = rounding(inner, "gain")
     return segment, gain, coefficients - predict(centres, segment, gain)
 
 
 def predict(centres: Tensor, segment: Tensor, gain: Tensor) -> Tensor:
     """gain * centre for each vector, float32 [B, n, W]."""
-    index = segment[..., None].expand(-1, -1, centres.shape[-1])
-    return gain.float()[..., None] * centres.gather(1, index)
+    blocks, count, width = centres.shape
+    index = segment + count * torch.arange(blocks, device=segment.device)[:, None]
+    chosen = centres.flatten(0, 1).index_select(0, index.flatten()).view(*segment.shape, width)
+    return chosen * gain.float()[..., None]

@@ -1,4 +1,4 @@
-"""What a block stores about its distribution: mean, axes and centres, ragged and rounded.
+"""What a batch of blocks stores about its distribution: mean, axes and centres, rounded.
 
 The encoder works with what it reads back from here, so it sees exactly what the decoder will see.
 """
@@ -10,82 +10,54 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.codec.stored import Rounding, bits_for, expand, prefix_mask
+from kvlab.codec.stored import Rounding
 from kvlab.codec.transform import Pca
 
 
 @dataclass(frozen=True)
 class Frame:
-    """An affine frame per block, float32: mean [B, D], axes [B, W, D] (0 beyond d_eff), d_eff [B]."""
+    """An affine frame per block as stored: the mean and W axes [B, 1 + W, D], of which d_eff are kept.
 
-    mean: Tensor
-    axes: Tensor
-    d_eff: Tensor
+    Axes beyond d_eff [B] are zero, and not stored.
+    """
+
+    values: Tensor
+    d_eff: list[int]
+
+    @classmethod
+    def store(cls, pca: Pca, rounding: Rounding) -> Frame:
+        """Round, and clear the axes beyond d_eff."""
+        kept = torch.arange(pca.axes.shape[1], device=pca.d_eff.device) < pca.d_eff[:, None]
+        axes = torch.where(kept[..., None], pca.axes, 0.0)
+        values = torch.cat((rounding(pca.mean, "mean")[:, None], rounding(axes, "basis")), dim=1)
+        return cls(values, pca.d_eff.tolist())
 
     def project(self, rows: Tensor) -> Tensor:
         """Coefficients [B, n, W] of rows [B, n, D]."""
-        return (rows - self.mean[:, None]) @ self.axes.mT
+        values = self.values.float()
+        return (rows - values[:, :1]) @ values[:, 1:].mT
 
-    def restore(self, coefficients: Tensor) -> Tensor:
-        """Rows [B, n, D] of coefficients [B, n, W]."""
-        return torch.baddbmm(self.mean[:, None], coefficients, self.axes)
-
-    def at(self, index: Tensor) -> Frame:
-        """The frames of some of the blocks."""
-        return Frame(self.mean[index], self.axes[index], self.d_eff[index])
+    def of(self, block: int) -> Tensor:
+        """What is stored of one block [1 + d_eff, D]."""
+        return self.values[block, : 1 + self.d_eff[block]]
 
     def repeated(self, blocks: int) -> Frame:
-        """A shared frame once for each block; a frame per block as it is."""
-        if len(self.mean) == blocks:
-            return self
-        return Frame(*(part.expand(blocks, *part.shape[1:]) for part in (self.mean, self.axes, self.d_eff)))
-
-
-@dataclass(frozen=True)
-class Skeleton:
-    """A frame as stored: d_eff u16 [B], mean [B, D], the kept axes one after the other [sum d_eff, D]."""
-
-    d_eff: Tensor
-    mean: Tensor
-    axes: Tensor
-
-    @classmethod
-    def store(cls, pca: Pca, rounding: Rounding) -> Skeleton:
-        """Round and drop the axes beyond d_eff."""
-        kept = prefix_mask(pca.d_eff, pca.axes.shape[1])
-        return cls(
-            d_eff=pca.d_eff.to(torch.uint16),
-            mean=rounding(pca.mean, "mean"),
-            axes=rounding(pca.axes[kept], "basis"),
-        )
-
-    def read(self) -> Frame:
-        """The frame, padded to the power of two W that holds the largest d_eff."""
-        d_eff = self.d_eff.long()
-        width = 1 << int(bits_for(d_eff.max()))
-        return Frame(self.mean.float(), expand(self.axes, prefix_mask(d_eff, width)), d_eff)
+        """A shared frame once for each block."""
+        return Frame(self.values.expand(blocks, -1, -1), self.d_eff * blocks)
 
 
 @dataclass(frozen=True)
 class Centres:
-    """Centres as stored: how many u16 [B], and their d_eff coordinates one after the other."""
+    """Centres as stored [B, K, W], zero beyond the coordinates that are kept, and how many are used."""
 
-    counts: Tensor
     values: Tensor
+    counts: list[int]
 
     @classmethod
-    def store(cls, centres: Tensor, counts: Tensor, frame: Frame, rounding: Rounding) -> Centres:
-        """Round, and drop centres beyond `counts` [B] and coordinates beyond d_eff of [B, K, W]."""
-        kept = cls.mask(counts, frame)
-        values = centres[:, : kept.shape[1]][kept]
-        return cls(counts=counts.to(torch.uint16), values=rounding(values, "centre"))
+    def store(cls, directions: Tensor, counts: Tensor, rounding: Rounding) -> Centres:
+        """Round."""
+        return cls(rounding(directions, "centre"), counts.tolist())
 
-    def read(self, frame: Frame) -> Tensor:
-        """Centres float32 [B, K, W], 0 where nothing is stored."""
-        return expand(self.values, self.mask(self.counts.long(), frame))
-
-    @staticmethod
-    def mask(counts: Tensor, frame: Frame) -> Tensor:
-        """Where a centre has a stored coordinate: bool [B, K, W]."""
-        of_centre = prefix_mask(counts, int(counts.max()))
-        return of_centre[:, :, None] & prefix_mask(frame.d_eff, frame.axes.shape[1])[:, None]
+    def of(self, block: int, rank: int) -> Tensor:
+        """What is stored of one block [count, rank]."""
+        return self.values[block, : self.counts[block], :rank].contiguous()

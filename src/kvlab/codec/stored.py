@@ -1,4 +1,4 @@
-"""Rounding to the stored precision, and ragged tensors stored without their padding."""
+"""Rounding to the stored precision, and the arrays of one block, written and read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.codec.base import Site
-from kvlab.errors import NonFinite
+from kvlab.codec import outliers, packing
+from kvlab.codec.base import Arrays, Site, stored
+from kvlab.codec.outliers import Outliers
+from kvlab.errors import NonFinite, StreamError
+from kvlab.recipe import BlockStream
+
+PRECISION = {"fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -31,18 +36,86 @@ class Rounding:
         return rounded
 
 
-def prefix_mask(lengths: Tensor, width: int) -> Tensor:
-    """True at the first lengths[i] of `width` places: [n] -> bool [n, width]."""
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
+def bits_for(count: int) -> int:
+    """ceil(log2(count)) of an integer from 1 on."""
+    return (count - 1).bit_length()
 
 
-def expand(values: Tensor, mask: Tensor) -> Tensor:
-    """Spread flat `values` [true places, ...] over the True places of `mask`, as float32; 0 elsewhere."""
-    full = torch.zeros(*mask.shape, *values.shape[1:], dtype=torch.float32, device=values.device)
-    full[mask] = values.float()
-    return full
+@dataclass(frozen=True)
+class BlockArrays:
+    """What is stored of a block of n vectors of D numbers, of which d coefficients are kept.
 
+    Parameters
+    ----------
+    frame : Tensor
+        [1 + d, D] in the stored precision: the mean and the axes. Not among the block's own arrays when
+        all blocks share one.
+    centres : Tensor
+        [K, d], stored precision.
+    segments : Tensor
+        Packed number of each vector's centre, uint8.
+    scalars : Tensor
+        [2, n], stored precision: gains and residual norms.
+    codes : Tensor
+        Packed residuals of N = 2**ceil(log2 d) numbers, uint8 [n, ceil(N * bits / 8)].
+    apart : Outliers or None
+        With an outlier threshold.
+    """
 
-def bits_for(counts: Tensor) -> Tensor:
-    """ceil(log2(count)) of integers from 1 on, exactly."""
-    return torch.frexp((counts - 1).double()).exponent.long()
+    frame: Tensor
+    centres: Tensor
+    segments: Tensor
+    scalars: Tensor
+    codes: Tensor
+    apart: Outliers | None
+
+    @property
+    def rank(self) -> int:
+        """d."""
+        return len(self.frame) - 1
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return 1 << bits_for(self.rank)
+
+    def arrays(self, share_basis: bool) -> Arrays:
+        """In the order in which they are stored."""
+        frame = () if share_basis else (self.frame,)
+        apart = (self.apart.counts, self.apart.places, self.apart.values) if self.apart else ()
+        return (*frame, self.centres, self.segments, self.scalars, self.codes, *apart)
+
+    @classmethod
+    def read(cls, arrays: Arrays, shared: Arrays, shape: tuple[int, int], recipe: BlockStream) -> BlockArrays:
+        """The inverse of `arrays` for a block of `shape` [n, D].
+
+        Raises
+        ------
+        StreamError
+            When number, dtype or shape of an array is not what recipe and shape allow. Numbers inside the
+            packed arrays are checked when they are unpacked.
+        """
+        count, dim = shape
+        precision = PRECISION[recipe.skeleton]
+        if not recipe.share_basis:
+            shared, arrays = arrays[:1], arrays[1:]
+        (frame,) = stored(shared, (precision, (None, dim)))
+        rank = len(frame) - 1
+        if not 1 <= rank <= dim:
+            raise StreamError(f"a block keeps {rank} components of {dim}")
+        width = 1 << bits_for(rank)
+        n_centres = len(arrays[0]) if arrays and arrays[0].dim() else 0
+        if not 1 <= n_centres <= recipe.n_centres:
+            raise StreamError(f"a block has {n_centres} centres where the recipe allows 1 to {recipe.n_centres}")
+        expected = [
+            (precision, (n_centres, rank)),
+            (torch.uint8, (packing.packed_size(count, bits_for(n_centres)),)),
+            (precision, (2, count)),
+            (torch.uint8, (count, packing.packed_size(width, recipe.bits))),
+        ]
+        if recipe.outlier_threshold is not None:
+            of_counts, of_places = outliers.dtypes(width)
+            listed = len(arrays[-1]) if arrays[-1].dim() else 0
+            expected += [(of_counts, (count,)), (of_places, (listed,)), (torch.float16, (listed,))]
+        arrays = stored(arrays, *expected)
+        return cls(frame, *arrays[:4], apart=Outliers(*arrays[4:]) if arrays[4:] else None)

@@ -1,63 +1,66 @@
-"""From what is stored to rows: shared by the decoder and by the encoder's own bookkeeping."""
+"""From what is stored to rows.
+
+A row is mean + axes^T (gain * centre + norm * D H z / N), a sum of the block's vectors with the row's numbers
+as weights. So a block is decoded as one product weights @ vectors, where the vectors are the rows of
+(D H / N) axes and of centres axes, un-whitened beforehand: they are few, the rows are many.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from kvlab.codec import rotation, shape_gain
-from kvlab.codec.skeleton import Centres, Frame, Skeleton
-from kvlab.codec.vector_code import Group, Vectors, groups
+from kvlab.codec import outliers, packing, rotation
+from kvlab.codec.outliers import Outliers
+from kvlab.codec.packing import LookUp
+from kvlab.codec.stored import BlockArrays, bits_for
+from kvlab.errors import StreamError
 
 
-@dataclass(frozen=True)
-class Synthesis:
-    """What the decoder knows about a batch of blocks, and what it makes of their vectors.
+def grouped(blocks: list[BlockArrays]) -> Iterator[list[int]]:
+    """Numbers of blocks whose arrays of vectors have the same shapes."""
+    found: dict[tuple, list[int]] = {}
+    for number, block in enumerate(blocks):
+        found.setdefault((block.scalars.shape[1], block.width, len(block.centres)), []).append(number)
+    yield from found.values()
 
-    Parameters
-    ----------
-    frame : Frame
-        Mean, axes, d_eff of each block.
-    centres : Tensor
-        float32 [B, K, W].
-    n_centres : Tensor
-        int64 [B].
-    seed : int
-        Of the rotation.
-    apply_norm : bool
-        False drops the residual's norm, as the published decoder did.
+
+def weights(blocks: list[BlockArrays], look_up: LookUp, apply_norm: bool) -> Tensor:
+    """Weights of the vectors of `vectors`, float32 [b, n, N + K], of b blocks of the same shapes.
+
+    Raises
+    ------
+    StreamError
+        When a segment is none of the centres, or outliers do not fit the vectors.
     """
+    first = blocks[0]
+    n_centres, width, count = len(first.centres), first.width, first.scalars.shape[1]
+    z = look_up(torch.stack([block.codes for block in blocks]), width)
+    if first.apart is not None:
+        z = restored(z, blocks)
+    segment = packing.unpack(torch.stack([block.segments for block in blocks]), bits_for(n_centres), count)
+    if n_centres & (n_centres - 1) and int(segment.max()) >= n_centres:
+        raise StreamError(f"a vector has centre {int(segment.max())} of {n_centres}")
+    gain, norm = torch.stack([block.scalars for block in blocks]).float()[..., None].unbind(1)
+    found = z.new_empty(*z.shape[:2], width + n_centres)
+    torch.mul(z, norm if apply_norm else 1.0, out=found[..., :width])
+    found[..., width:].zero_().scatter_(-1, segment[..., None], gain)
+    return found
 
-    frame: Frame
-    centres: Tensor
-    n_centres: Tensor
-    seed: int
-    apply_norm: bool
 
-    @classmethod
-    def read(cls, skeleton: Skeleton, centres: Centres, seed: int, apply_norm: bool) -> Synthesis:
-        """From the stored skeleton (its own per block, or one for all) and centres."""
-        frame = skeleton.read().repeated(len(centres.counts))
-        return cls(frame, centres.read(frame), centres.counts.long(), seed, apply_norm)
+def restored(z: Tensor, blocks: list[BlockArrays]) -> Tensor:
+    """z [b, n, N] with the outliers of the blocks in their places."""
+    parts = ([getattr(block.apart, name) for block in blocks] for name in ("counts", "places", "values"))
+    return outliers.restore(z.flatten(0, 1), Outliers(*map(torch.cat, parts))).view_as(z)
 
-    def groups(self) -> list[Group]:
-        """The blocks by the stored size of their vectors."""
-        return groups(self.frame.d_eff, self.n_centres)
 
-    def rows(self, group: Group, vectors: Vectors) -> Tensor:
-        """Decoded rows [b, n, D] of a group: mean + axes^T (gain * centre + norm * D H z / N)."""
-        residual = rotation.unrotate(vectors.z, self.seed)
-        if self.apply_norm:
-            residual = residual * vectors.norm.float()[..., None]
-        centres = self.centres[group.index]
-        beyond = centres.shape[-1] - group.width
-        coefficients = shape_gain.predict(centres, vectors.segment, vectors.gain) + pad(residual, (0, beyond))
-        return self.frame.at(group.index).restore(coefficients)
-
-    def assemble(self, parts: list[Tensor]) -> Tensor:
-        """The rows of all groups back in the order of the blocks, [B, n, D]."""
-        order = torch.cat([group.index for group in self.groups()])
-        return torch.cat(parts)[torch.argsort(order)]
+def vectors(block: BlockArrays, seed: int) -> Tensor:
+    """What the rows of a block are sums of, float32 [1 + N + K, D]: the mean, rotated axes, centres."""
+    frame, width = block.frame.float(), block.width
+    found = frame.new_empty(1 + width + len(block.centres), frame.shape[1])
+    found[0] = frame[0]
+    torch.mm(rotation.inverse(seed, width, frame.device)[:, : block.rank], frame[1:], out=found[1 : 1 + width])
+    torch.mm(block.centres.float(), frame[1:], out=found[1 + width :])
+    return found

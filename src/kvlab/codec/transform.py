@@ -11,12 +11,13 @@ from torch import Tensor
 from kvlab.codec.seeding import generator
 from kvlab.recipe import BlockStream
 
-RESOLUTION = torch.finfo(torch.float32).eps
+# A mean of float32 numbers is off by a few units in the last place: what is left of a constant block
+CONSTANT = (16 * torch.finfo(torch.float32).eps) ** 2
 
 
 @dataclass(frozen=True)
 class Pca:
-    """Mean [blocks, D], axes in descending energy [blocks, k, D] (float64), kept rank [blocks]."""
+    """Mean [blocks, D], axes in descending energy [blocks, k, D], kept rank [blocks]."""
 
     mean: Tensor
     axes: Tensor
@@ -24,14 +25,14 @@ class Pca:
 
 
 def fit(rows: Tensor, recipe: BlockStream) -> Pca:
-    """Principal components of each block of [blocks, n, D].
+    """Principal components of each block of [blocks, n, D], float32.
 
-    ``exact`` may keep up to D components, ``randomized`` up to ``max(2, int(D * rank_fraction))``;
-    neither more than a block has rows. All in float64; the sign of an axis makes its largest entry
-    positive.
+    ``exact`` may keep up to D components, or up to ``exact_rank_cap``; ``randomized`` up to
+    ``max(2, int(D * rank_fraction))``, and there the cap is not looked at. Neither keeps more than a block
+    has rows. The sign of an axis makes its largest entry positive.
     """
     _, count, dim = rows.shape
-    rows = rows.double()
+    rows, scale = to_unit_size(rows.float())
     mean = rows.mean(dim=1)
     centred = rows - mean[:, None]
     gram = centred.mT @ centred
@@ -44,8 +45,20 @@ def fit(rows: Tensor, recipe: BlockStream) -> Pca:
         start = centred.mT @ sketch(recipe.seed, count, width).to(rows.device)
         energy, axes = subspace_eigh(gram, start, recipe.power_iterations)
     size = gram.diagonal(dim1=1, dim2=2).sum(-1) + count * mean.square().sum(-1)
-    d_eff = effective_rank(energy, recipe.variance_ratio, rank, RESOLUTION**2 * size)
-    return Pca(mean, axes[:, :rank], d_eff)
+    d_eff = effective_rank(energy, recipe.variance_ratio, rank, CONSTANT * size)
+    if recipe.pca == "exact" and recipe.exact_rank_cap is not None:
+        d_eff = d_eff.clamp(max=recipe.exact_rank_cap)
+    return Pca(mean / scale, axes[:, : int(d_eff.max())], d_eff)
+
+
+def to_unit_size(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Each block of [blocks, n, D] times the power of two [blocks, 1] that brings its largest number to 1..2.
+
+    Squares of any float32 numbers then neither overflow nor vanish, and no other bit changes.
+    """
+    peak = rows.abs().amax(dim=(1, 2))
+    scale = torch.exp2((1 - torch.frexp(peak).exponent.clamp(-120, 120)).float())[:, None]
+    return rows * scale[:, None], scale
 
 
 def effective_rank(energy: Tensor, ratio: float, rank: int, floor: Tensor) -> Tensor:
@@ -88,28 +101,43 @@ def subspace_eigh(gram: Tensor, start: Tensor, iterations: int) -> tuple[Tensor,
 
     Halko, Martinsson and Tropp (2011), algorithm 4.4, with start = A^T Omega. A enters only through
     gram = A^T A, since span(A^T orth(A Z)) = span(gram Z); the singular values of A Q squared are
-    the eigenvalues of Q^T gram Q.
+    the eigenvalues of Q^T gram Q. Between two iterations the lower factor of an LU decomposition stands
+    for the orthonormal basis of the same space (Li et al. 2017, algorithm 971): it always has full rank
+    and is well conditioned, and small LU and Cholesky factors cost a tenth of a QR decomposition.
 
     Parameters
     ----------
     gram : Tensor
-        [blocks, D, D], float64.
+        [blocks, D, D].
     start : Tensor
-        [blocks, D, r], float64.
+        [blocks, D, r].
     iterations : int
         Power iterations.
     """
-    basis = torch.linalg.qr(start).Q
     for _ in range(iterations):
-        basis = torch.linalg.qr(gram @ basis).Q
+        start = gram @ lower_basis(start)
+    basis = orthonormal(lower_basis(start))
     energy, inner = descending_eigh(basis.mT @ gram @ basis)
     return energy, fixed_sign(inner @ basis.mT)
 
 
-@lru_cache(maxsize=8)
+def lower_basis(columns: Tensor) -> Tensor:
+    """A basis of the span of `columns` [blocks, D, r], completed to r columns where they are dependent."""
+    order, lower, _ = torch.linalg.lu(columns)
+    return order @ lower
+
+
+def orthonormal(basis: Tensor) -> Tensor:
+    """Orthonormal columns with the span of a well-conditioned `basis`: B C^-T with C C^T = B^T B, in float64."""
+    wide = basis.double()
+    factor = torch.linalg.cholesky(wide.mT @ wide)
+    return torch.linalg.solve_triangular(factor.mT, wide, upper=True, left=False).to(basis.dtype)
+
+
+@lru_cache(maxsize=4)
 def sketch(seed: int, count: int, width: int) -> Tensor:
     """The random test matrix Omega [count, width], the same for every block of that size."""
-    return torch.randn(count, width, generator=generator("sketch", seed), dtype=torch.float64)
+    return torch.randn(count, width, generator=generator("sketch", seed), dtype=torch.float32)
 
 
 def fixed_sign(axes: Tensor) -> Tensor:

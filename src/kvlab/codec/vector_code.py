@@ -1,4 +1,4 @@
-"""What is stored per vector: segment, gain, residual norm, packed residual, outliers."""
+"""The vectors of a batch of blocks as they are stored: rotated, quantised, packed, outliers apart."""
 
 from __future__ import annotations
 
@@ -7,95 +7,66 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.codec import outliers, packing, quantizer
+from kvlab.codec import outliers, packing, quantizer, rotation
+from kvlab.codec.analysis import Analysis
 from kvlab.codec.outliers import Outliers
-from kvlab.codec.stored import bits_for
+from kvlab.codec.stored import BlockArrays, bits_for
 
 
 @dataclass(frozen=True)
 class Group:
     """Blocks whose vectors have the same stored size: padded width and bits of a segment."""
 
-    index: Tensor
+    index: list[int]
     width: int
     segment_bits: int
 
+    def of(self, batch: Tensor) -> Tensor:
+        """Their part of a batch; the batch itself when it is all of them."""
+        return batch if len(self.index) == len(batch) else batch[self.index]
 
-def groups(d_eff: Tensor, n_centres: Tensor) -> list[Group]:
-    """Blocks by (next power of two of d_eff, bits of a segment), in ascending order of these.
 
-    Encoder and decoder both derive it from the stored d_eff and number of centres, int64 [blocks].
-    """
-    exponent, segment_bits = bits_for(d_eff), bits_for(n_centres)
-    key = exponent * 16 + segment_bits
+def groups(analysis: Analysis) -> list[Group]:
+    """The blocks of a batch by (next power of two of d_eff, bits of a segment)."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for block, (rank, count) in enumerate(zip(analysis.frame.d_eff, analysis.centres.counts, strict=True)):
+        found.setdefault((1 << bits_for(rank), bits_for(count)), []).append(block)
+    return [Group(index, *key) for key, index in found.items()]
+
+
+def rotated(analysis: Analysis, group: Group, seed: int) -> Tensor:
+    """Residuals of a group behind the rotation, float32 [b, n, width], of mean square 1 per coordinate."""
+    unit = group.of(analysis.unit)
+    matrix = rotation.forward(seed, group.width, unit.device)
+    kept = min(group.width, unit.shape[-1])
+    return unit[..., :kept] @ matrix[:kept]
+
+
+def write(analysis: Analysis, table: Tensor, bits: int, threshold: float | None, seed: int) -> list[BlockArrays]:
+    """Rotate, quantise and pack all blocks of a batch."""
+    written: list[BlockArrays | None] = [None] * len(analysis.unit)
+    for group in groups(analysis):
+        z = rotated(analysis, group, seed)
+        codes = packing.pack(quantizer.codes(z, table), bits)
+        segments = packing.pack(group.of(analysis.segment), group.segment_bits)
+        apart = [None] * len(z) if threshold is None else outliers_of(z, threshold)
+        for place, block in enumerate(group.index):
+            written[block] = BlockArrays(
+                frame=analysis.frame.of(block),
+                centres=analysis.centres.of(block, analysis.frame.d_eff[block]),
+                segments=segments[place],
+                scalars=analysis.scalars[block],
+                codes=codes[place],
+                apart=apart[place],
+            )
+    return written
+
+
+def outliers_of(z: Tensor, threshold: float) -> list[Outliers]:
+    """The outliers of each block of z [b, n, width]."""
+    found = outliers.take(z.flatten(0, 1), threshold)
+    counts = found.counts.view(z.shape[:2])
+    sizes = counts.to(torch.int32).sum(-1).tolist()
     return [
-        Group((key == value).nonzero().flatten(), 1 << (value // 16), value % 16)
-        for value in torch.unique(key).tolist()
+        Outliers(*parts) for parts in zip(counts, found.places.split(sizes), found.values.split(sizes), strict=True)
     ]
-
-
-@dataclass(frozen=True)
-class Vectors:
-    """The vectors of a group, b blocks of n, as the decoder knows them.
-
-    Parameters
-    ----------
-    segment : Tensor
-        int64 [b, n].
-    gain, norm : Tensor
-        Stored precision [b, n].
-    z : Tensor
-        Rotated unit residuals, float32 [b, n, width]; before or after quantisation.
-    """
-
-    segment: Tensor
-    gain: Tensor
-    norm: Tensor
-    z: Tensor
-
-
-@dataclass(frozen=True)
-class VectorCode:
-    """The same, as stored."""
-
-    segments: Tensor
-    gains: Tensor
-    norms: Tensor
-    codes: Tensor
-    outliers: Outliers | None
-
-    def read(self, group: Group, table: Tensor, bits: int) -> Vectors:
-        """Unpack."""
-        segment = packing.unpack(self.segments, group.segment_bits, self.gains.shape[1])
-        z = table[packing.unpack(self.codes, bits, group.width)]
-        if self.outliers is not None:
-            z = outliers.restore(z.flatten(0, 1), self.outliers).view_as(z)
-        return Vectors(segment, self.gains, self.norms, z)
-
-
-def write(
-    vectors: Vectors, group: Group, table: Tensor, bits: int, threshold: float | None
-) -> tuple[VectorCode, Vectors]:
-    """Quantise and pack the vectors of a group.
-
-    Returns
-    -------
-    VectorCode
-        What is stored.
-    Vectors
-        What `VectorCode.read` will give.
-    """
-    codes = quantizer.quantise(vectors.z, table)
-    z = table[codes]
-    apart = None
-    if threshold is not None:
-        apart = outliers.take(vectors.z.flatten(0, 1), threshold)
-        z = outliers.restore(z.flatten(0, 1), apart).view_as(z)
-    code = VectorCode(
-        segments=packing.pack(vectors.segment, group.segment_bits),
-        gains=vectors.gain,
-        norms=vectors.norm,
-        codes=packing.pack(codes, bits),
-        outliers=apart,
-    )
-    return code, Vectors(vectors.segment, vectors.gain, vectors.norm, z)

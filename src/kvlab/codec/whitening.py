@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlab.codec.products import product
 from kvlab.errors import CalibrationMismatch, Fault, NonFinite
 
 EXTRA_RIDGE = 1e-2
@@ -34,16 +35,24 @@ class Whitener:
 
     def whiten(self, rows: Tensor) -> Tensor:
         """[heads, tokens, head_dim] into the whitened domain; `CalibrationMismatch` on another shape."""
-        if (rows.shape[0], rows.shape[2]) != tuple(self.chol.shape[:2]):
-            raise CalibrationMismatch(
-                f"the whitener is for {self.chol.shape[0]} KV heads of {self.chol.shape[1]} dimensions, the model "
-                f"has {rows.shape[0]} of {rows.shape[2]}; calibrate this model"
-            )
-        return rows @ self.chol.to(rows.device)
+        self.fits(rows.shape)
+        return product(rows, self.chol.to(rows.device))
 
     def unwhiten(self, rows: Tensor) -> Tensor:
         """[heads, tokens, head_dim] back from the whitened domain."""
-        return rows @ self.inv_chol.to(rows.device)
+        return product(rows, self.inv_chol.to(rows.device))
+
+    def unwhiten_head(self, rows: Tensor, head: int) -> Tensor:
+        """[n, head_dim] of one head back from the whitened domain."""
+        return rows @ self.inv_chol[head].to(rows.device)
+
+    def fits(self, shape: tuple[int, ...]) -> None:
+        """`CalibrationMismatch` when [heads, tokens, head_dim] is not what the whitener is for."""
+        if (shape[0], shape[2]) != tuple(self.chol.shape[:2]):
+            raise CalibrationMismatch(
+                f"the whitener is for {self.chol.shape[0]} KV heads of {self.chol.shape[1]} dimensions, the model "
+                f"has {shape[0]} of {shape[2]}; calibrate this model"
+            )
 
 
 def fit(sigma: Tensor, ridge: float) -> Whitener:

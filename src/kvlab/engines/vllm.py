@@ -29,8 +29,9 @@ from vllm import LLM, SamplingParams  # noqa: E402
 
 from kvlab.engines.base import Engine, Tap, refuse_broken_weights  # noqa: E402
 from kvlab.engines.hooks import fused_projection, installed  # noqa: E402
-from kvlab.errors import CodecNotActive, ModelError  # noqa: E402
+from kvlab.errors import CapabilityError, CodecNotActive, ModelError  # noqa: E402
 from kvlab.model import ModelInfo  # noqa: E402
+from kvlab.recipe import RECIPE_VARIABLE  # noqa: E402
 
 
 class VLLMEngine(Engine):
@@ -41,6 +42,8 @@ class VLLMEngine(Engine):
 
     def __init__(self, info: ModelInfo, dtype: str, attention: str, max_tokens: int):
         super().__init__(info, dtype)
+        if os.environ.get(RECIPE_VARIABLE):
+            raise CapabilityError(f"{RECIPE_VARIABLE} is set, so vLLM would code every pass once more; unset it")
         try:
             self.llm = LLM(
                 model=str(info.path),

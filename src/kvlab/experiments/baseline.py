@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from kvlab import corpus
 from kvlab.calibration import load as calibration
-from kvlab.calibration.load import Calibrated
+from kvlab.calibration.load import Calibrated, Fitted
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.errors import UnknownName
@@ -35,7 +35,11 @@ TRUTH = ("hf", "float32", "eager")
 
 
 def baseline(
-    params: Params, run: str, windows_path: Path, sigma: Path | None, codebooks: Path | None, out: Path
+    params: Params,
+    run: str,
+    windows_path: Path,
+    fitted: Fitted | None,
+    out: Path,
 ) -> None:
     """Measure one run of the engine baseline and write its ``.parquet`` and ``.json``.
 
@@ -51,9 +55,7 @@ def baseline(
     name, dtype, attention = runs[run]
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
-    calibrated = None
-    if sigma and codebooks:
-        calibrated = calibration.load(sigma, codebooks, info.model_hash, windows.corpus_hash)
+    calibrated = calibration.load(fitted, info.model_hash, windows.corpus_hash) if fitted else None
     longest = windows.test.shape[1]
     engine = start(name, info, dtype, attention, max_tokens=longest)
     truth = engine

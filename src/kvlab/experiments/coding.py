@@ -10,16 +10,20 @@ in that pass no longer matters, since nothing but K and V carries them to the sc
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.base import Codec, Site, Stats
+from kvlab.codec.base import Codec, Encoded, Site, Stats
+from kvlab.codec.bitstream import frame_bytes, read_frame
+from kvlab.codec.cache_file import CacheHeader
 from kvlab.codec.registry import build
 from kvlab.codec.seeding import generator
 from kvlab.engines.base import Part
 from kvlab.errors import CodecNotActive
+from kvlab.model import ModelInfo
 from kvlab.recipe import Cell, StreamRecipe, digest
 from kvlab.records import Coding
 
@@ -32,6 +36,7 @@ class Tally:
     """What a cell's codec did so far."""
 
     fires: int = 0
+    coded_frames: int = 0
     coded_values: int = 0
     coded_bytes: int = 0
     d_eff: dict[str, Counter] = field(default_factory=lambda: {s: Counter() for s in STREAMS})
@@ -43,12 +48,18 @@ class Tally:
 
 @dataclass(frozen=True)
 class Coded:
-    """A round trip through a codec: the decoded tensor and what it took."""
+    """A round trip through a codec: the decoded tensor, what it took and what it cost.
+
+    `nbytes` is the length of the stream that was decoded, 0 for a codec that stores nothing. The error
+    and the signal are sums of squares, K in the metric of Sigma_q where it is known, the signal about the
+    mean of each head.
+    """
 
     tensor: torch.Tensor
     nbytes: int
-    packed: bool
     stats: Stats
+    error_sq: float
+    signal_sq: float
 
 
 class Coder:
@@ -67,12 +78,13 @@ class Coder:
 
     def __init__(self, cell: Cell, calibrated: Calibrated | None, memo: dict | None = None):
         self.cell, self.tally, self._memo = cell, Tally(), memo
+        self._whiteners = calibrated.whiteners if calibrated else {}
         self._codecs: dict[str, Codec] = {}
         self._recipes: dict[str, StreamRecipe] = {}
         for stream in STREAMS if cell.stream == "kv" else (cell.stream,):
             recipe = cell.recipe.k if stream == "k" else cell.recipe.v
             self._recipes[stream] = recipe
-            self._codecs[stream] = build(recipe, calibrated.stream(recipe) if calibrated else None)
+            self._codecs[stream] = build(recipe, calibrated.stream(recipe, stream) if calibrated else None)
 
     def codes(self, layer: int, part: Part) -> bool:
         """Whether this cell codes that layer's K or V (never Q)."""
@@ -98,19 +110,23 @@ class Coder:
     def _code(self, x: torch.Tensor, site: Site) -> Coded:
         codec = self._codecs[site.stream]
         encoded = codec.encode(x, site)
-        return Coded(codec.decode(encoded), encoded.nbytes, encoded.packed, encoded.stats)
+        data = frame_bytes(encoded) if encoded.packed else b""
+        decoded = codec.decode(read_frame(data).to(x.device) if encoded.packed else encoded)
+        weigh = self._whiteners[site.layer].whiten if site.stream == "k" and site.layer in self._whiteners else None
+        return Coded(decoded, len(data), encoded.stats, *squares(x, decoded, weigh))
 
     def _count(self, coded: Coded, x: torch.Tensor, stream: str) -> None:
         tally, stats = self.tally, coded.stats
         tally.fires += 1
-        if coded.packed:
+        if coded.nbytes:
+            tally.coded_frames += 1
             tally.coded_values += x.numel()
             tally.coded_bytes += coded.nbytes
         tally.d_eff[stream].update(int(rank) for rank in stats.d_eff)
         tally.outliers[stream] += stats.n_outliers
         tally.coefficients[stream] += stats.n_coefficients
-        tally.error_sq[stream] += stats.error_sq
-        tally.signal_sq[stream] += stats.signal_sq
+        tally.error_sq[stream] += coded.error_sq
+        tally.signal_sq[stream] += coded.signal_sq
 
     def expected_fires(self) -> int:
         """Layers times streams times windows."""
@@ -125,21 +141,39 @@ class Coder:
                 f" times where {self.expected_fires()} were due"
             )
 
-    def coding(self, values_per_token: int, context: int, itemsize: int) -> Coding:
-        """The tally as a record; everything that was not packed counts at the engine's own width."""
+    def coding(self, info: ModelInfo, context: int, dtype: str) -> Coding:
+        """The tally as a record: the bytes are those of a `cache_file` of each window.
+
+        Layers that were not packed count as frames of the identity codec, in the engine's own dtype.
+        """
         self.refuse_idle()
-        tally = self.tally
-        values = self.cell.windows * context * values_per_token
+        tally, windows = self.tally, self.cell.windows
+        values = windows * context * info.values_per_token
+        uncoded_frames = windows * 2 * info.n_layers - tally.coded_frames
         return Coding(
             fires=tally.fires,
             expected_fires=self.expected_fires(),
             values=values,
             coded_bytes=tally.coded_bytes,
-            raw_bytes=(values - tally.coded_values) * itemsize,
+            raw_bytes=uncoded_frames * uncoded_frame_size(info, context, dtype) + windows * CacheHeader.SIZE,
             d_eff={s: dict(sorted(tally.d_eff[s].items())) for s in STREAMS if tally.d_eff[s]},
             outlier_rate={s: tally.outliers[s] / n for s, n in tally.coefficients.items() if n},
             whitened_error={s: tally.error_sq[s] / signal for s, signal in tally.signal_sq.items() if signal},
         )
+
+
+def uncoded_frame_size(info: ModelInfo, context: int, dtype: str) -> int:
+    """Bytes of one layer's K or V as a frame of the identity codec."""
+    shape = (info.n_kv_heads, context, info.head_dim)
+    values = torch.zeros(shape, dtype=getattr(torch, dtype))
+    return len(frame_bytes(Encoded(shape, 0, "k", shared=(), blocks=((values,),))))
+
+
+def squares(x: torch.Tensor, decoded: torch.Tensor, weigh: Callable | None) -> tuple[float, float]:
+    """Squared error, and squared deviation of `x` from each head's mean, both after `weigh`."""
+    x = x.float()
+    parts = (decoded - x, x - x.mean(dim=1, keepdim=True))
+    return tuple((weigh(part) if weigh else part).double().square().sum().item() for part in parts)
 
 
 class JitteredCoder(Coder):

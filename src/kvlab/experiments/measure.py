@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from kvlab import corpus
 from kvlab.calibration import load as calibration
-from kvlab.calibration.load import Calibrated
+from kvlab.calibration.load import Calibrated, Fitted
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import check_protocol
 from kvlab.engines.registry import start
@@ -23,21 +23,19 @@ from kvlab.params import Params
 from kvlab.recipe import Cell
 from kvlab.records import CANARY_MIN, CellRecord, JobRecord, Provenance, versions, write_job
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
-
 
 def measure(
     params: Params,
     study: str,
     job: str,
     windows_path: Path,
-    sigma: Path | None,
-    codebooks: Path | None,
+    fitted: Fitted | None,
     out: Path,
 ) -> None:
     """Measure the cells of one job and write its ``.parquet`` and ``.json``.
 
-    The clean pass of a window is made once and serves every cell. Memory is one window's logits.
+    `fitted` is None where no codec needs a calibration. The clean pass of a window is made once and
+    serves every cell. Memory is one window's logits.
 
     Raises
     ------
@@ -50,24 +48,19 @@ def measure(
     cells = job_cells(params, study, job)
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
-    calibrated = None
-    if sigma and codebooks:
-        calibrated = calibration.load(sigma, codebooks, info.model_hash, windows.corpus_hash)
+    calibrated = calibration.load(fitted, info.model_hash, windows.corpus_hash) if fitted else None
     for cell in cells:
         check_protocol(cell.engine, cell.protocol)
     engine = start(cells[0].engine, info, cells[0].dtype, max_tokens=windows.test.shape[1])
     memo: dict = {}
     coders = {cell.cell_id: Coder(cell, calibrated, memo) for cell in cells}
     tables, canaries = [], {}
-    ids_by_window = windows.test.tolist()[: max(cell.windows for cell in cells)]
-    for number, ids in enumerate(tqdm(ids_by_window, desc=f"{study} {job}", unit="window")):
+    for due, number, ids in tqdm(scored(cells, windows), desc=f"{study} {job}", unit="window"):
         run = WindowRun(engine, ids, windows.context, number)
         if not canaries:
             canaries = check_canaries(run, cells)
         memo.clear()
-        tables += [
-            run.rows(cell.cell_id, run.logits(cell, coders[cell.cell_id])) for cell in cells if number < cell.windows
-        ]
+        tables += [run.rows(cell.cell_id, run.logits(cell, coders[cell.cell_id])) for cell in due]
     record = JobRecord(
         provenance=provenance(engine, windows, calibrated),
         context=windows.context,
@@ -76,6 +69,16 @@ def measure(
     )
     write_job(out, record, pl.concat(tables))
     engine.close()
+
+
+def scored(cells: list[Cell], windows: corpus.TokenWindows) -> list[tuple[list[Cell], int, list[int]]]:
+    """(cells that score it, its number, its ids) of each window of each text that is needed."""
+    todo = []
+    for text in dict.fromkeys(cell.text for cell in cells):
+        for number, ids in enumerate(windows.scored(text).tolist()):
+            due = [cell for cell in cells if cell.text == text and number < cell.windows]
+            todo += [(due, number, ids)] if due else []
+    return todo
 
 
 def check_canaries(run: WindowRun, cells: list[Cell]) -> dict[str, float]:
@@ -113,6 +116,6 @@ def cell_record(cell: Cell, coder: Coder, canaries: dict[str, float], context: i
         cell_id=cell.cell_id,
         recipe_id=cell.recipe_id,
         cell=cell,
-        coding=coder.coding(info.values_per_token, context, ITEMSIZE[cell.dtype]),
+        coding=coder.coding(info, context, cell.dtype),
         canary_kl=canaries[cell.protocol] if cell.layers else None,
     )

@@ -6,17 +6,20 @@ The workflow reads the number of jobs from here, the CLI the cells of one job; b
 from __future__ import annotations
 
 from kvlab.errors import ParamsError, UnknownName
+from kvlab.ladder import default_recipe, rungs
 from kvlab.params import Params, coded_layers, studied_recipe
 from kvlab.recipe import IDENTITY, Cell, NoiseStream, Recipe
 
-STUDIES = ("cells", "layers", "noise")
+STUDIES = ("cells", "layers", "noise")  # those of the report
+LADDER = "ladder"
 
 
 def cells_study(params: Params, engine: str) -> list[Cell]:
-    """Identity and the studied recipe, by protocol, stream and variance ratio.
+    """Identity, the studied recipe by protocol, stream and variance ratio, and the default recipe.
 
     The float32 cells carry the cross-engine agreement check; the cells in ``gap.dtype`` carry the
-    numbers, with a rerun (no hook at all) as the engine's own noise floor.
+    numbers, with a rerun (no hook at all) as the engine's own noise floor. Beside them, on all layers,
+    stands the recipe that the drop-ins run.
     """
     everything = tuple(range(params.model.n_layers))
     layers = coded_layers(params)
@@ -48,6 +51,7 @@ def cells_study(params: Params, engine: str) -> list[Cell]:
             recipe = studied_recipe(params, ratio)
             if recipe != studied or "kv" not in params.gap.streams:
                 cells.append(cell("kv", dtype, protocol, "kv", layers, recipe))
+        cells.append(cell("klt", dtype, protocol, "kv", everything, default_recipe(params)))
     return unique(cells)
 
 
@@ -96,6 +100,31 @@ def noise_study(params: Params, engine: str) -> list[Cell]:
     return unique(cells)
 
 
+def ladder_study(params: Params, engine: str) -> list[Cell]:
+    """Every rung of the ladder on every layer, over the coded clean cache, text by text.
+
+    The snapshot protocol and float32, so that nothing but the codec's own error is measured.
+    """
+    return unique(
+        [
+            Cell(
+                study="ladder",
+                label=label,
+                engine=engine,
+                dtype="float32",
+                protocol="snapshot",
+                stream="kv",
+                layers=tuple(range(params.model.n_layers)),
+                windows=params.ladder.windows,
+                text=text,
+                recipe=recipe,
+            )
+            for text in params.ladder.texts
+            for label, recipe in rungs(params)
+        ]
+    )
+
+
 def unique(cells: list[Cell]) -> list[Cell]:
     """The cells without repetition, in their first order."""
     return list({cell.cell_id: cell for cell in cells}.values())
@@ -103,7 +132,7 @@ def unique(cells: list[Cell]) -> list[Cell]:
 
 def study_cells(params: Params, study: str, engine: str) -> list[Cell]:
     """The cells of one study on one engine."""
-    makers = {"cells": cells_study, "layers": layers_study, "noise": noise_study}
+    makers = {"cells": cells_study, "layers": layers_study, "noise": noise_study, LADDER: ladder_study}
     if study not in makers:
         raise UnknownName("study", study, makers)
     return makers[study](params, engine)
@@ -115,7 +144,7 @@ def jobs(params: Params, study: str) -> dict[str, list[Cell]]:
     Names read ``<engine>-<dtype>-<number>``, for example ``hf-bfloat16-0``.
     """
     packed = {}
-    for engine in params.engines:
+    for engine in (params.ladder.engine,) if study == LADDER else params.engines:
         cells = study_cells(params, study, engine)
         for dtype in sorted({cell.dtype for cell in cells}):
             same = [cell for cell in cells if cell.dtype == dtype]

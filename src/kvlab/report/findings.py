@@ -219,7 +219,7 @@ def agreement_context(agreement: dict | None, level: str) -> dict | None:
 
 def cells_context(cells: list[dict] | None, level: str) -> dict:
     """All cells, and the coded ones again by percentile, confidence and the published estimator."""
-    coded = [cell for cell in cells or [] if cell["variance_ratio"] is not None]
+    coded = [cell for cell in cells or [] if cell["role"] == "codec"]
     every = {
         "groups": tables.by_engine(cells or [], tables.cells),
         "basis": basis([cell["kl_net"] for cell in cells or []], level),

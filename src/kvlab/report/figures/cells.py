@@ -21,7 +21,7 @@ from kvlab.report.figures.canvas import (
 
 def cells_table(metrics: dict) -> pl.DataFrame | None:
     """One row per coded cell in the dtype of the gap: net KL and bits per value."""
-    coded = [cell for cell in metrics.get("cells") or [] if cell["variance_ratio"] is not None]
+    coded = [cell for cell in metrics.get("cells") or [] if cell["role"] == "codec"]
     reduced = [cell for cell in coded if cell["dtype"] != "float32"]
     keys = ("cell_id", "label", "engine", "dtype", "protocol", "variance_ratio", "bits_per_value")
     rows = [
@@ -61,8 +61,11 @@ def cells(table: pl.DataFrame):
 
 
 def cell_name(line: dict) -> str:
-    """A cell's name on the axis: what is coded, where, at which ratio."""
-    return f"{line['label']}, {line['protocol']}, {fmt.plain(line['variance_ratio'])}"
+    """A cell's name on the axis: what is coded, where, at which ratio if it has one."""
+    parts = [line["label"], line["protocol"]]
+    if line["variance_ratio"] is not None:
+        parts.append(fmt.plain(line["variance_ratio"]))
+    return ", ".join(parts)
 
 
 def dtypes(lines: list[dict]) -> list[str]:

@@ -29,7 +29,7 @@ def cell_entry(results: Results, boot: Bootstrap, measured: Measured) -> dict:
         "dtype": cell.dtype,
         "protocol": cell.protocol,
         "stream": cell.stream,
-        "variance_ratio": coded.variance_ratio if coded else None,
+        "variance_ratio": getattr(coded, "variance_ratio", None),  # of the block codec only
         "bits_per_value": coding.bits_per_value,
         "fires": coding.fires,
         "expected_fires": coding.expected_fires,

@@ -1,0 +1,172 @@
+"""The components of K and V: mean, covariance and KLT per layer and KV head, for every codec that needs them.
+
+K is fitted in the metric of the scores, V in that of the attention's output (see `codec.metric`). Nothing here
+depends on a rate: tables are made from the stored quantiles when a codec is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from kvlab.calibration.capture import Captured
+from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.sigma import load_whiteners
+from kvlab.codec import components as klt
+from kvlab.codec.components import Components
+from kvlab.codec.metric import ridged
+from kvlab.codec.whitening import Whitener
+from kvlab.errors import CalibrationMismatch, NonFinite
+from kvlab.model import resolve
+from kvlab.params import Params
+from kvlab.records import atomic, file_hash, forget, from_header, read_json, to_header, write_json
+
+STREAMS = ("k", "v")
+FIELDS = tuple(field.name for field in fields(Components))
+
+
+def fit_components(params: Params, capture_path: Path, sigma_path: Path, out: Path) -> None:
+    """Fit the components of every layer and stream on the calibration contexts.
+
+    Writes ``layer_{l}_{k|v}_{mean,covariance,forward,inverse,variance,sketch}``, float32, as `Components`
+    describes them; the ``.json`` beside it holds the diagnostics of each head.
+
+    Raises
+    ------
+    CalibrationMismatch
+        Capture and Sigma_q belong to another model, or not to each other.
+    NonFinite
+        A fitted tensor holds NaN or infinity.
+    """
+    torch.set_num_threads(params.jobs.threads)
+    info = resolve(params.model)
+    captured = Captured(capture_path, info.model_hash)
+    whiteners = load_whiteners(sigma_path, info.model_hash)
+    refuse_another_capture(captured, sigma_path)
+    metrics = ErrorMetrics(info, captured.context)
+    tensors, diagnostics = {}, []
+    for layer in tqdm(range(info.n_layers), desc="components", unit="layer"):
+        for stream in STREAMS:
+            rows = calibration_rows(captured, layer, stream)
+            metric = metrics.k(ridged_sigma(whiteners[layer])) if stream == "k" else metrics.v(layer)
+            metric = ridged(metric, params.calibration.ridge)
+            components = klt.fit(rows, metric)
+            tensors |= named(components, layer, stream)
+            diagnostics += describe(rows, metric, components, layer, stream)
+    identity = {name: captured.metadata[name] for name in ("model_hash", "corpus_hash", "engine")}
+    identity["sigma_hash"] = file_hash(sigma_path)
+    forget(out)
+    with atomic(out) as temporary:
+        save_file(tensors, temporary, metadata=to_header(identity))
+    sidecar = identity | {
+        "model_path": params.model.path,
+        "num_layers": info.n_layers,
+        "num_kv_heads": info.n_kv_heads,
+        "head_dim": info.head_dim,
+        "n_windows": rows.shape[1],
+        "context": captured.context,
+        "n_tokens": rows.shape[1] * rows.shape[2],
+        "diagnostics": diagnostics,
+    }
+    write_json(Path(out).with_suffix(".json"), sidecar)
+
+
+def refuse_another_capture(captured: Captured, sigma_path: Path) -> None:
+    """`CalibrationMismatch` when Sigma_q was fitted on other windows, or on another engine, than were captured."""
+    sidecar = read_json(Path(sigma_path).with_suffix(".json"))
+    if (sidecar["corpus_hash"], sidecar["calibration_source"]) != (
+        captured.metadata["corpus_hash"],
+        captured.metadata["engine"],
+    ):
+        raise CalibrationMismatch(f"{captured.path} is not the capture that {sigma_path} was fitted on")
+
+
+def calibration_rows(captured: Captured, layer: int, stream: str) -> Tensor:
+    """What a codec would have seen of one stream, float32 [heads, windows, context, head_dim]."""
+    return captured.layer(layer, stream)[:, :, : captured.context].transpose(0, 1).contiguous()
+
+
+def ridged_sigma(whitener: Whitener) -> Tensor:
+    """The ridged Sigma_q of each head, float64 [heads, head_dim, head_dim]."""
+    chol = whitener.chol.double()
+    return chol @ chol.mT
+
+
+def named(components: Components, layer: int, stream: str) -> dict[str, Tensor]:
+    """The tensors of one stream under their names in the file.
+
+    Raises
+    ------
+    NonFinite
+        One of them holds NaN or infinity.
+    """
+    found = {f"layer_{layer}_{stream}_{name}": getattr(components, name).float().contiguous() for name in FIELDS}
+    for name, tensor in found.items():
+        if not torch.isfinite(tensor).all():
+            raise NonFinite(f"components: {name} holds NaN or infinity; use more calibration windows")
+    return found
+
+
+def describe(rows: Tensor, metric: Tensor | None, components: Components, layer: int, stream: str) -> list[dict]:
+    """Diagnostics of each head.
+
+    `coding_gain_db` is the ratio of the arithmetic to the geometric mean of the components' variances (Jayant
+    and Noll, Digital Coding of Waveforms, 1984): what allocating bits to them gains over equal bits. `condition`
+    is the ratio of the largest to the smallest. `mismatch_db` is what the fit loses on windows that it has
+    not seen, against those that it has.
+    """
+    variance = components.variance.double().clamp_min(1e-30)
+    gain = 10 * (variance.mean(-1).log10() - variance.log10().mean(-1))
+    condition = variance.amax(-1) / variance.amin(-1)
+    loss = klt.mismatch(rows, metric)
+    return [
+        {
+            "layer": layer,
+            "stream": stream,
+            "kv_head": head,
+            "coding_gain_db": float(gain[head]),
+            "condition": float(condition[head]),
+            "mismatch_db": float(loss[head]),
+        }
+        for head in range(rows.shape[0])
+    ]
+
+
+def load_components(path: Path, identity: dict[str, str]) -> dict[str, dict[int, Components]]:
+    """Stream -> layer -> Components, from what `fit_components` wrote.
+
+    Parameters
+    ----------
+    identity : dict of str to str
+        What the header must say: of which model, windows, engine and Sigma_q.
+
+    Raises
+    ------
+    CalibrationMismatch
+        The file is missing, no such file, or of another identity; names what differs.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            header, names = from_header(file.metadata()), list(file.keys())
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CalibrationMismatch(f"cannot read components {path}: {error}; run `kvlab components`") from None
+    for name, expected in identity.items():
+        if header.get(name) != expected:
+            raise CalibrationMismatch(
+                f"{path} was fitted for {name} {header.get(name)}, this is {expected}; run `kvlab components` again"
+            )
+    n_layers = sum(name.endswith("_k_mean") for name in tensors)
+    return {
+        stream: {
+            layer: Components(**{name: tensors[f"layer_{layer}_{stream}_{name}"] for name in FIELDS})
+            for layer in range(n_layers)
+        }
+        for stream in STREAMS
+    }

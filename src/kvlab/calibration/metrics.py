@@ -1,0 +1,57 @@
+"""What errors of a model's K and V are weighed by, from Sigma_q and from the model's own files."""
+
+from __future__ import annotations
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvlab.codec.metric import of_outputs, over_lags
+from kvlab.engines.hooks import attention_layers
+from kvlab.errors import ModelError
+from kvlab.model import ModelInfo, weight_files
+
+
+class ErrorMetrics:
+    """The metrics of every layer of one model; see `codec.metric` for what they mean.
+
+    Parameters
+    ----------
+    info : ModelInfo
+        The model. Its output projections are read one at a time, nothing else of its weights.
+    context : int
+        Tokens of a cache: lags from 0 to `context` - 1 are averaged over.
+    """
+
+    def __init__(self, info: ModelInfo, context: int):
+        self.info = info
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(info.path))
+        self.cos, self.sin = _rotary(skeleton, context)
+        names = {parameter: name for name, parameter in skeleton.named_parameters()}
+        self._outputs = [names[attention.o_proj.weight] for attention in attention_layers(skeleton, info)]
+
+    def k(self, sigma: Tensor) -> Tensor:
+        """Sigma_q turned by every lag, float64 [kv_heads, head_dim, head_dim]."""
+        return over_lags(sigma, self.cos, self.sin)
+
+    def v(self, layer: int) -> Tensor:
+        """W_o^T W_o of a layer, float64 [kv_heads, head_dim, head_dim]."""
+        return of_outputs(_tensor(self.info, self._outputs[layer]), self.info.n_kv_heads, self.info.head_dim)
+
+
+def _rotary(skeleton: torch.nn.Module, tokens: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of the model's rotary embedding at positions 0.., float32 [tokens, pairs] each."""
+    rotary = type(skeleton.model.rotary_emb)(config=skeleton.config)  # anew: the skeleton's holds no numbers
+    cos, sin = rotary(torch.zeros(1), torch.arange(tokens)[None])
+    pairs = cos.shape[-1] // 2
+    return cos[0, :, :pairs], sin[0, :, :pairs]
+
+
+def _tensor(info: ModelInfo, name: str) -> Tensor:
+    for path in weight_files(info.path):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                return file.get_tensor(name)
+    raise ModelError(f"{info.path} has no weight {name!r}")

@@ -1,0 +1,234 @@
+"""A whole KV cache as one stream: a header, then a frame for every layer's K and V.
+
+    file   := magic "KVLS", u16 version, u16 layers, u16 heads, u16 head_dim, u32 tokens, u8 dtype, u8 0,
+              6 bytes recipe id, 8 bytes calibration digest, 8 bytes model hash, crc, frame * 2 layers
+    frame  := see `bitstream`; K and V of layer 0, K and V of layer 1, ...
+
+All integers are little-endian. A layer that the recipe leaves alone is a frame of the identity codec, so the
+length of the file is what the whole cache takes. Writer and reader hold one frame at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, ClassVar, Literal
+
+import google_crc32c
+import torch
+
+from kvlab.codec.base import Codec, Encoded, Place
+from kvlab.codec.bitstream import STREAMS, U32, FrameHeader, frame_bytes, read_frame
+from kvlab.codec.identity import IdentityCodec
+from kvlab.errors import StorageError, StreamError
+from kvlab.recipe import IdentityStream
+
+MAGIC, VERSION = b"KVLS", 1
+HEADER = struct.Struct("<4sHHHHIBB6s8s8s")
+DTYPES = ("float32", "bfloat16", "float16")
+NO_CALIBRATION = "0" * 16
+
+
+@dataclass(frozen=True)
+class CacheHeader:
+    """What a cache is, and what it takes to decode it.
+
+    Parameters
+    ----------
+    layers, heads, head_dim, tokens : int
+        Shape of the cache; `heads` counts KV heads.
+    dtype : {"float32", "bfloat16", "float16"}
+        Of the cache that was coded.
+    recipe_id : str
+        Identity of the recipe, 12 hexadecimal digits.
+    calibration_hash : str or None
+        Of the calibration files, 16 hexadecimal digits; None when the recipe needs none.
+    model_hash : str
+        Of the model whose cache it is, 16 hexadecimal digits.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    tokens: int
+    dtype: Literal["float32", "bfloat16", "float16"]
+    recipe_id: str
+    calibration_hash: str | None
+    model_hash: str
+
+    SIZE: ClassVar[int] = HEADER.size + U32.size
+
+    @property
+    def values(self) -> int:
+        """Numbers of the whole cache, K and V."""
+        return 2 * self.layers * self.heads * self.head_dim * self.tokens
+
+    @property
+    def frames(self) -> list[tuple[int, Literal["k", "v"]]]:
+        """Layer and stream of each frame, in order."""
+        return [(layer, stream) for layer in range(self.layers) for stream in STREAMS]
+
+    def pack(self) -> bytes:
+        """The first bytes of the file."""
+        try:
+            ids = [bytes.fromhex(text or NO_CALIBRATION) for text in (self.calibration_hash, self.model_hash)]
+            shape = (self.layers, self.heads, self.head_dim, self.tokens)
+            raw = HEADER.pack(
+                MAGIC, VERSION, *shape, DTYPES.index(self.dtype), 0, bytes.fromhex(self.recipe_id), *ids
+            )  # fmt: skip
+        except (struct.error, ValueError) as error:
+            raise StorageError(f"{self} does not fit a stream's header: {error}") from None
+        return raw + U32.pack(google_crc32c.value(raw))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> CacheHeader:
+        """Read the header back; `StreamError` when it is damaged, or of a version this reader does not know."""
+        if len(data) < cls.SIZE:
+            raise StreamError(f"the stream is cut short: {len(data)} bytes where its header takes {cls.SIZE}")
+        raw = data[: HEADER.size]
+        magic, version, layers, heads, head_dim, tokens, dtype, _, recipe, calibration, model = HEADER.unpack(raw)
+        if magic != MAGIC:
+            raise StreamError(f"this is no coded cache: it begins with {magic!r} instead of {MAGIC!r}")
+        if version != VERSION:
+            raise StreamError(f"the stream has version {version}, this reader knows version {VERSION}")
+        if google_crc32c.value(raw) != U32.unpack_from(data, HEADER.size)[0]:
+            raise StreamError("the checksum of the stream's header is wrong; the stream is damaged")
+        if dtype >= len(DTYPES):
+            raise StreamError(f"the stream's header names dtype {dtype}; known are 0..{len(DTYPES) - 1}")
+        known = None if not any(calibration) else calibration.hex()
+        return cls(layers, heads, head_dim, tokens, DTYPES[dtype], recipe.hex(), known, model.hex())
+
+
+class CacheWriter:
+    """Writes frames in their order into an open binary file; `close` refuses an incomplete cache."""
+
+    def __init__(self, file: BinaryIO, header: CacheHeader):
+        self._file, self.header = file, header
+        self._due = iter(header.frames)
+        self.nbytes = file.write(header.pack())
+
+    def add(self, encoded: Encoded) -> None:
+        """Write the next frame; `StorageError` when it is not the layer, stream and shape that is due."""
+        due, header = next(self._due, None), self.header
+        given = (encoded.layer, encoded.stream)
+        shape = (header.heads, header.tokens, header.head_dim)
+        if given != due or tuple(encoded.shape) != shape or not encoded.packed:
+            raise StorageError(f"layer and stream {given} of shape {list(encoded.shape)} where {due} of {shape} is due")
+        self.nbytes += self._file.write(frame_bytes(encoded))
+
+    def close(self) -> None:
+        """`StorageError` when frames are missing. The file itself stays open."""
+        missing = next(self._due, None)
+        if missing is not None:
+            raise StorageError(f"the cache is not complete: the frame of {missing} was never added")
+
+
+class CacheReader:
+    """Reads a coded cache frame by frame, or one block of one frame.
+
+    Parameters
+    ----------
+    path : Path
+        The file. It is walked once, from header to header, when it is opened.
+
+    Raises
+    ------
+    StreamError
+        When the file is not exactly the frames that its header promises.
+    """
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        with open(self.path, "rb") as file:
+            self.header = CacheHeader.unpack(file.read(CacheHeader.SIZE))
+            self._spans = dict(self._walk(file))
+
+    def _walk(self, file: BinaryIO) -> Iterator[tuple[tuple[int, str], tuple[int, int]]]:
+        at, end = CacheHeader.SIZE, os.fstat(file.fileno()).st_size
+        expected = (self.header.heads, self.header.tokens, self.header.head_dim)
+        for layer, stream in self.header.frames:
+            file.seek(at)
+            frame = FrameHeader.read(memoryview(file.read(FrameHeader.SIZE)))
+            if (frame.layer, frame.stream, frame.shape) != (layer, stream, expected):
+                raise StreamError(
+                    f"the frame of layer {frame.layer} {frame.stream}, {list(frame.shape)}, stands where layer"
+                    f" {layer} {stream}, {list(expected)}, should be"
+                )
+            if frame.length < FrameHeader.SIZE or at + frame.length > end:
+                raise StreamError(f"the frame of layer {layer} {stream} is cut short")
+            yield (layer, stream), (at, frame.length)
+            at += frame.length
+        if at != end:
+            raise StreamError(f"{end - at} bytes follow the last frame")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return CacheHeader.SIZE + sum(length for _, length in self._spans.values())
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of the whole file over the numbers of the whole cache."""
+        return self.nbytes * 8 / self.header.values
+
+    def frame_bytes(self, layer: int, stream: Literal["k", "v"]) -> int:
+        """Bytes of one frame."""
+        return self._spans[layer, stream][1]
+
+    def frame(self, layer: int, stream: Literal["k", "v"], block: int | None = None) -> Encoded:
+        """One layer's K or V as stored, or one block of it; `StreamError` when it is damaged."""
+        at, length = self._spans[layer, stream]
+        with open(self.path, "rb") as file:
+            file.seek(at)
+            return read_frame(file.read(length), only=block)
+
+
+@dataclass(frozen=True)
+class CacheCodec:
+    """The codecs of a recipe with the identities that a stream must carry to be decoded by them.
+
+    Parameters
+    ----------
+    recipe_id, calibration_hash
+        As in `CacheHeader`.
+    k, v : Codec
+        The codecs of the two streams.
+    layers : frozenset of int
+        Layers that are coded; the others are stored as they are.
+    """
+
+    recipe_id: str
+    calibration_hash: str | None
+    k: Codec
+    v: Codec
+    layers: frozenset[int]
+
+    def of(self, layer: int, stream: Literal["k", "v"]) -> Codec:
+        """The codec of a layer's K or V."""
+        if layer not in self.layers:
+            return IdentityCodec(IdentityStream())
+        return self.k if stream == "k" else self.v
+
+    def check(self, header: CacheHeader) -> None:
+        """`StreamError` when the stream was coded by another recipe or calibration."""
+        for name in ("recipe_id", "calibration_hash"):
+            coded, given = getattr(header, name), getattr(self, name)
+            if coded != given:
+                raise StreamError(
+                    f"the stream was coded with {name} {coded}, given is {given}; decode it with the same"
+                )
+
+    def decode(self, reader: CacheReader, layer: int, stream: Literal["k", "v"]) -> torch.Tensor:
+        """One layer's K or V, float32 [heads, tokens, head_dim]."""
+        self.check(reader.header)
+        return self.of(layer, stream).decode(reader.frame(layer, stream))
+
+    def decode_block(
+        self, reader: CacheReader, layer: int, stream: Literal["k", "v"], index: int
+    ) -> tuple[Place, torch.Tensor]:
+        """One block of it; nothing else of the file is decoded."""
+        self.check(reader.header)
+        return self.of(layer, stream).decode_block(reader.frame(layer, stream, index), index)

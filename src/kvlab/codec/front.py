@@ -1,0 +1,62 @@
+"""What may stand before any codec of the ladder: mean removal and whitening, both calibrated."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvlab.codec.base import StreamCalibration
+from kvlab.codec.whitening import Whitener
+from kvlab.errors import CalibrationMismatch
+from kvlab.recipe import Conditioned
+
+
+class Front:
+    """Subtracts the calibrated mean and whitens, as the recipe asks, and undoes both.
+
+    Parameters
+    ----------
+    recipe : Conditioned
+        Its `center`, `whiten` and `whiten_skip_layers`.
+    calibration : StreamCalibration or None
+        Holds the means (in `components`) and the whiteners.
+    """
+
+    def __init__(self, recipe: Conditioned, calibration: StreamCalibration | None):
+        self.recipe, self.calibration = recipe, calibration or StreamCalibration()
+
+    def forward(self, x: Tensor, layer: int) -> Tensor:
+        """[heads, tokens, head_dim] into the codec's domain; `CalibrationMismatch` when something is missing."""
+        mean, whitener = self._mean(layer), self._whitener(layer)
+        if mean is not None:
+            if (x.shape[0], x.shape[2]) != tuple(mean.shape):
+                raise CalibrationMismatch(
+                    f"the calibrated mean is for {mean.shape[0]} KV heads of {mean.shape[1]} dimensions, the tensor "
+                    f"has {x.shape[0]} of {x.shape[2]}; calibrate this model"
+                )
+            x = x - mean.to(x.device)[:, None]
+        return whitener.whiten(x) if whitener else x
+
+    def inverse(self, rows: Tensor, layer: int) -> Tensor:
+        """Back from the codec's domain."""
+        mean, whitener = self._mean(layer), self._whitener(layer)
+        rows = whitener.unwhiten(rows) if whitener else rows
+        return rows if mean is None else rows + mean.to(rows.device)[:, None]
+
+    def _mean(self, layer: int) -> Tensor | None:
+        if not self.recipe.center:
+            return None
+        return needed(self.calibration.components, layer, "center", "mean").mean
+
+    def _whitener(self, layer: int) -> Whitener | None:
+        if not self.recipe.whiten or layer in self.recipe.whiten_skip_layers:
+            return None
+        return needed(self.calibration.whiteners, layer, "whiten", "whitener")
+
+
+def needed(found: dict, layer: int, setting: str, what: str):
+    """`found[layer]`, or `CalibrationMismatch` that names the recipe's setting that asks for it."""
+    if layer not in found:
+        raise CalibrationMismatch(
+            f"the recipe asks for `{setting}` but the calibration has no {what} for layer {layer}; calibrate this model"
+        )
+    return found[layer]

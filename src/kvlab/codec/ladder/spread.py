@@ -1,0 +1,23 @@
+"""Vectors spread over a power of two of coordinates by the seeded Hadamard rotation, and back."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvlab.codec import rotation
+from kvlab.codec.products import product
+
+
+def width(head_dim: int, least: int = 1) -> int:
+    """The power of two that holds `head_dim` coordinates, and at least `least`."""
+    return max(1 << (head_dim - 1).bit_length(), least)
+
+
+def forward(rows: Tensor, seed: int, wide: int) -> Tensor:
+    """[heads, n, head_dim] into [heads, n, wide] coordinates whose mean square is the squared norm of the row."""
+    return product(rows, rotation.forward(seed, wide, rows.device)[: rows.shape[-1]])
+
+
+def inverse(spread: Tensor, seed: int, head_dim: int) -> Tensor:
+    """[heads, n, wide] back into [heads, n, head_dim]."""
+    return product(spread, rotation.inverse(seed, spread.shape[-1], spread.device))[..., :head_dim]

@@ -1,0 +1,86 @@
+"""Planted streams, calibrations that fit them, and a recipe of every codec, for the tests of all codecs."""
+
+from functools import lru_cache
+
+import torch
+
+from codec import making
+from kvlab.codec import components, whitening
+from kvlab.codec.base import StreamCalibration
+from kvlab.codec.registry import build
+from kvlab.recipe import (
+    D4Stream,
+    E8Stream,
+    Fp8Stream,
+    HadamardStream,
+    IdentityStream,
+    IntStream,
+    KiviStream,
+    KltStream,
+    NoiseStream,
+    OscarStream,
+)
+
+BLOCK = 32
+LAYER = making.SITE.layer
+
+RECIPES = {
+    "identity": lambda bits: IdentityStream(),
+    "noise": lambda bits: NoiseStream(sigma=2.0**-bits, seed=0),
+    "block": lambda bits: making.recipe(bits=bits, block_size=BLOCK, skeleton="fp32"),
+    "klt": lambda bits: KltStream(bits=bits, block_size=BLOCK),
+    "int": lambda bits: IntStream(bits=bits, block_size=BLOCK),
+    "kivi": lambda bits: KiviStream(bits=bits, axis="channel", group=16, block_size=BLOCK),
+    "kivi-token": lambda bits: KiviStream(bits=bits, axis="token", block_size=BLOCK),
+    "hadamard": lambda bits: HadamardStream(bits=bits, block_size=BLOCK),
+    "oscar": lambda bits: OscarStream(bits=bits, clip=1.0, block_size=BLOCK),
+    "fp8": lambda bits: Fp8Stream(block_size=BLOCK),
+    "d4": lambda bits: D4Stream(bits=bits, block_size=BLOCK),
+    "e8": lambda bits: E8Stream(bits=bits, block_size=BLOCK),
+}
+"""A recipe of each codec at some bits; a new codec adds its line here."""
+
+CONDITIONS = {"plain": {}, "center": {"center": True}, "whiten": {"center": True, "whiten": True}}
+
+
+def cases() -> list[tuple[str, str]]:
+    """Every codec under every condition that its recipe knows."""
+    return [
+        (name, condition)
+        for name, recipe in RECIPES.items()
+        for condition, changes in CONDITIONS.items()
+        if set(changes) <= set(type(recipe(4)).model_fields)
+    ]
+
+
+def planted(heads=2, tokens=70, dim=64, draw=0) -> torch.Tensor:
+    """Gaussian rows of one planted distribution per head: a mean, a decaying spectrum, some loud channels."""
+    plan = torch.Generator().manual_seed(1000 * heads + dim)
+    turn = torch.linalg.qr(torch.randn(heads, dim, dim, generator=plan)).Q
+    mean = torch.randn(heads, 1, dim, generator=plan)
+    loud = 1 + 9 * (torch.rand(heads, 1, dim, generator=plan) > 0.95)
+    white = torch.randn(heads, tokens, dim, generator=torch.Generator().manual_seed(draw))
+    return ((white * torch.logspace(0, -1, dim)) @ turn + mean) * loud
+
+
+@lru_cache(maxsize=32)
+def calibration(heads: int, dim: int) -> StreamCalibration:
+    """A whitener and components of the planted stream, from rows that no test codes."""
+    whitener = whitening.fit(making.second_moment(heads, dim), ridge=1e-3)
+    rows = planted(heads, 1024, dim, draw=99).unflatten(1, (2, 512))
+    metric = whitener.chol.double() @ whitener.chol.double().mT
+    return StreamCalibration(whiteners={LAYER: whitener}, components={LAYER: components.fit(rows, metric)})
+
+
+@lru_cache(maxsize=256)
+def codec(name: str, condition: str = "plain", bits: float = 4, heads: int = 2, dim: int = 64):
+    """One codec of the table, calibrated; kept, since calibrated tables take a while."""
+    return fresh(name, condition, bits, heads, dim)
+
+
+def fresh(name: str, condition: str = "plain", bits: float = 4, heads: int = 2, dim: int = 64, **changes):
+    """The same, newly built; `changes` replace fields that the recipe has."""
+    recipe = RECIPES[name](bits)
+    known = {key: value for key, value in changes.items() if key in type(recipe).model_fields}
+    recipe = type(recipe)(**{**recipe.model_dump(), **CONDITIONS[condition], **known})
+    return build(recipe, calibration(heads, dim))

@@ -1,0 +1,53 @@
+rule ladder_job:
+    """Score every codec of the ladder at the same bits, over the coded clean cache, on both texts.
+
+    No codebooks are read: other bits of the studied recipe leave the ladder as it is.
+    """
+    input:
+        code=code(
+            "kvlab.experiments.measure",
+            f"kvlab.engines.{PARAMS.ladder.engine}",
+            *study_codecs(plan.LADDER),
+        ),
+        model=model_files(),
+        windows="calib/corpus/windows.safetensors",
+        sigma=f"calib/sigma/{ORIGIN}.safetensors",
+        record=f"calib/sigma/{ORIGIN}.json",
+        components=f"calib/components/{ORIGIN}.safetensors",
+    output:
+        tokens="results/ladder/{engine}-{dtype}-{number}.parquet",
+        record="results/ladder/{engine}-{dtype}-{number}.json",
+    log:
+        "results/logs/ladder/{engine}-{dtype}-{number}.log",
+    benchmark:
+        "results/benchmarks/ladder/{engine}-{dtype}-{number}.tsv"
+    threads: PARAMS.jobs.threads
+    resources:
+        mem_mb=8000,
+        runtime=240,
+        device=accelerators(),
+    params:
+        cfg=pick("model", "calibration", "codec", "ladder", "jobs"),
+    message:
+        "ladder: the codecs beside one another, {wildcards.engine} {wildcards.dtype}, job {wildcards.number}"
+    shell:
+        "python -m kvlab measure"
+        " --params {params.cfg:q}"
+        " --study ladder"
+        " --job {wildcards.engine}-{wildcards.dtype}-{wildcards.number}"
+        " --windows {input.windows:q}"
+        " --sigma {input.sigma:q}"
+        " --components {input.components:q}"
+        " --out {output.tokens:q}"
+        " > {log:q} 2>&1"
+
+
+rule ladder:
+    """All cells of the ladder; FINDINGS.md does not need them."""
+    input:
+        job_files("parquet", plan.LADDER),
+        job_files("json", plan.LADDER),
+    params:
+        cfg=pick("model", "calibration", "codec", "ladder", "jobs"),
+    message:
+        "ladder: complete"
