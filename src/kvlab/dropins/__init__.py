@@ -1,0 +1,1 @@
+"""kvlab's codecs inside engines that other people run."""

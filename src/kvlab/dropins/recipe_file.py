@@ -1,0 +1,86 @@
+"""The file that tells the vLLM plugin what to run: a recipe, the layers, the calibration's files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from kvlab.errors import ParamsError
+from kvlab.recipe import Frozen, Recipe
+from kvlab.records import read_json, write_json
+
+
+class CalibrationFiles(Frozen):
+    """Where a calibration lies; relative paths start at the recipe file's own folder."""
+
+    sigma: Path
+    codebooks: Path | None = None
+    components: Path | None = None
+
+
+class RecipeFile(Frozen):
+    """What to run and where: `layers` None means every layer, `calibration` None that nothing was fitted."""
+
+    recipe: Recipe
+    layers: tuple[int, ...] | None = None
+    calibration: CalibrationFiles | None = None
+
+
+def read_recipe_file(path: Path | str) -> RecipeFile:
+    """Read a recipe file; the calibration's paths come back absolute.
+
+    Raises
+    ------
+    StorageError
+        The file is missing or no JSON.
+    ParamsError
+        It is no recipe; one line that names the field.
+    """
+    data = read_json(path)
+    try:
+        found = RecipeFile.model_validate(data)
+    except ValidationError as error:
+        raise ParamsError(f"{path}: {_first_problem(error)}") from None
+    if found.layers is not None and (not found.layers or len(set(found.layers)) < len(found.layers)):
+        raise ParamsError(f"{path}: layers is {list(found.layers)}; give each layer once, or null for all of them")
+    if found.calibration is None:
+        return found
+    folder = Path(path).absolute().parent
+    files = {name: file and folder / file for name, file in found.calibration}
+    return found.model_copy(update={"calibration": CalibrationFiles(**files)})
+
+
+def write_recipe_file(
+    path: Path | str,
+    recipe: Recipe,
+    layers: Iterable[int] | None = None,
+    calibration: CalibrationFiles | None = None,
+) -> Path:
+    """Write a recipe file and give its absolute path, which is what ``KVLAB_RECIPE`` takes.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        What is done to K and to V.
+    layers : iterable of int, optional
+        The coded layers; every layer when left out.
+    calibration : CalibrationFiles, optional
+        Files as seen from here; they are stored relative to the new file, so that the folder can move.
+    """
+    path = Path(path).absolute()
+    if calibration is not None:
+        files = {name: file and Path(os.path.relpath(file, path.parent)) for name, file in calibration}
+        calibration = CalibrationFiles(**files)
+    content = RecipeFile(recipe=recipe, layers=None if layers is None else tuple(layers), calibration=calibration)
+    write_json(path, content.model_dump(mode="json"))
+    return path
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    where, given = ".".join(map(str, problem["loc"])) or "the file", problem["input"]
+    shown = "" if isinstance(given, dict) else f" is {given!r}"
+    return f"{where}{shown}: {problem['msg']}"
