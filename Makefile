@@ -5,6 +5,7 @@ SHELL := bash
 PYTHON ?= python3
 PRESET ?=
 ARGS ?=
+BENCH ?=
 
 # Pins by machine: CUDA builds where an NVIDIA GPU answers, CPU builds everywhere else.
 FLAVOUR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -13,11 +14,11 @@ BIN := $(CURDIR)/.venv/bin
 REPORT := results/gap/FINDINGS.md
 RULES := Snakefile workflow/rules
 
-.PHONY: help setup findings test lint reference sync headline pins clean
+.PHONY: help setup findings test lint bench-codec reference sync headline pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command behind it"
-	@sed -nE 's/^([a-z]+):[^#]*##(.*)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@sed -nE 's/^([a-z-]+):[^#]*##(.*)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 setup: $(READY)  ## .venv with everything in it (PYTHON=python3.11, EXTRA_INDEX=address)
 
@@ -40,6 +41,13 @@ lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml against the rules
 	$(BIN)/snakefmt --check --line-length 110 $(RULES)
 	$(BIN)/snakemake --lint
 	$(BIN)/python workflow/scripts/dvc_sync.py --check
+
+bench-codec: $(READY)  ## every codec beside other libraries -> results/codec/BENCH.md (BENCH='--tensors DIR --sigma FILE')
+	@$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/rivals -r requirements/bench.txt \
+		|| echo "Without all of requirements/bench.txt; BENCH.md names what is missing."
+	@$(BIN)/snakemake ladder calib/capture/hf.safetensors $(ARGS)
+	@PATH="$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/.venv/rivals" $(BIN)/python -m kvlab bench --out results/codec \
+		--capture calib/capture/hf.safetensors --windows calib/corpus/windows.safetensors --ladder results/ladder $(BENCH)
 
 reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
 	$(BIN)/python -m kvlab reference --out models/reference $(ARGS)

@@ -1,0 +1,1 @@
+"""The codec bench: speed, bytes and distance to the limit of every codec, beside the libraries a user would pick."""

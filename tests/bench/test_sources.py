@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvlab.bench import sources
+from kvlab.calibration.capture import Captured
+from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.sigma import second_moment
+from kvlab.codec import limit
+from kvlab.errors import StorageError, UserError
+from kvlab.model import resolve
+
+
+def test_captured_windows_are_split_and_weighed_by_their_own_queries(tiny_params, tiny_calibration):
+    info = resolve(tiny_params.model)
+    capture, metrics = Captured(tiny_calibration["capture"], info.model_hash), ErrorMetrics(info, 64)
+    source = sources.captured(tiny_calibration["capture"], info)
+    assert [(s.layer, s.stream) for s in source.samples] == [(layer, s) for layer in range(3) for s in ("k", "v")]
+    first = source.first("k")
+    assert first.calib.shape == first.scored.shape == (3, 2, 64, 32) and first.scored.dtype == torch.bfloat16
+    assert torch.equal(first.scored, capture.layer(0, "k")[3:, :, :64].bfloat16())
+    sigma, scored = (second_moment(q, 2) for q in capture.layer(0, "q").split(3))
+    assert torch.equal(first.sigma, sigma) and torch.equal(first.calib_weight, metrics.k(sigma))
+    assert torch.equal(first.weight, metrics.k(scored)) and not torch.equal(first.weight, first.calib_weight)
+    assert torch.equal(source.first("v").weight, metrics.v(0))
+
+
+def test_planted_is_what_it_says():
+    source = sources.planted(heads=2, tokens=512, head_dim=32)
+    keys, values = source.first("k"), source.first("v")
+    assert torch.equal(keys.scored, sources.planted(heads=2, tokens=512, head_dim=32).first("k").scored)
+    assert not torch.equal(keys.scored, keys.calib)
+    rows = keys.scored.float().transpose(0, 1).flatten(1, 2)
+    scale = rows.std(1)
+    assert (scale.amax(1) > 3 * scale.median(1).values).all()  # outlier channels
+    lag = rows - rows.mean(1, keepdim=True)
+    assert (lag[:, 1:] * lag[:, :-1]).mean() > 0.2 * lag.square().mean()  # neighbours are alike
+    spectrum = limit.spectrum(limit.covariance(values.scored.float().transpose(0, 1).flatten(1, 2)))
+    assert (spectrum[:, 0] / spectrum[:, -1] > 30).all()
+
+
+def test_real_sigma_is_read_by_layer(tmp_path):
+    sigma = {f"layer_{layer}_sigma": torch.eye(16).expand(2, 16, 16) * (layer + 1) for layer in range(6)}
+    save_file({name: tensor.contiguous() for name, tensor in sigma.items()}, tmp_path / "s.safetensors")
+    source = sources.planted_with(tmp_path / "s.safetensors", layers=3, tokens=64)
+    assert sorted({sample.layer for sample in source.samples}) == [1, 3, 5]
+    assert source.first("k").scored.shape == (1, 2, 64, 16)
+    assert torch.equal(source.first("k").weight, 2 * torch.eye(16).double().expand(2, 16, 16))
+    save_file({"other": torch.zeros(1)}, tmp_path / "o.safetensors")
+    with pytest.raises(StorageError, match="no layer_"):
+        sources.planted_with(tmp_path / "o.safetensors")
+
+
+def test_given_tensors_find_their_sigma(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((40, 2, 8)).astype(np.float32)
+    for name in ("K_L05", "K_L13", "V_L05"):
+        np.save(tmp_path / f"{name}.npy", rows)
+    sigma = np.stack([np.stack([np.eye(8) * (layer + 1)] * 2) for layer in range(2)])
+    np.save(tmp_path / "sigma_q_L05_L13.npy", sigma)
+    source = sources.given(tmp_path)
+    by_place = {(s.stream, s.layer): s for s in source.samples}
+    assert set(by_place) == {("k", 5), ("k", 13), ("v", 5)}
+    assert torch.equal(by_place["k", 13].weight, 2 * torch.eye(8).double().expand(2, 8, 8))
+    sample = by_place["k", 5]
+    assert torch.equal(torch.cat((sample.calib[0], sample.scored[0]), dim=1), sample.whole)
+    assert sample.whole.shape == (2, 40, 8)
+    np.save(tmp_path / "K_L20.npy", rows)
+    with pytest.raises(StorageError, match="K_L20"):
+        sources.given(tmp_path)
+
+
+def test_one_window_cannot_be_split():
+    with pytest.raises(UserError):
+        sources.halves(torch.zeros(1, 2, 4, 8))
