@@ -33,6 +33,8 @@ FLOORS = {
     "kvlab.bench": 3.2,
     "kvlab.dropins": 3.3,
     "kvlab.report": 4,
+    "kvlab.bench.contest": 4.1,
+    "kvlab.bench.divergence": 4.1,
     "kvlab.bench.figures": 4.1,
     "kvlab.bench.page": 4.2,
     "kvlab.bench.run": 4.3,

@@ -186,3 +186,129 @@ def test_the_module_can_be_run(root):
     )
     assert answer.returncode == 2
     assert answer.stderr.count("\n") == 1 and "did you mean 'hf'" in answer.stderr
+
+
+# -- coded caches and the bench
+
+
+@pytest.fixture
+def coded(tiny_params, tiny_calibration, tmp_path, capsys):
+    """Runs a verb on the tiny model; arguments that are not given are files that are right."""
+    files = {name: tiny_calibration[name] for name in ("sigma", "codebooks", "components")}
+    right = {
+        "recipe": files | {"out": tmp_path / "recipe.json"},
+        "encode": {
+            "recipe": tmp_path / "recipe.json",
+            "capture": tiny_calibration["capture"],
+            "out": tmp_path / "c.kvls",
+        },
+        "inspect": {"stream": tmp_path / "c.kvls"},
+        "decode": {
+            "recipe": tmp_path / "recipe.json",
+            "stream": tmp_path / "c.kvls",
+            "out": tmp_path / "c.safetensors",
+        },
+        "bench": {"out": tmp_path / "bench"},
+    }
+
+    def verb(name: str, **changed):
+        given = {"params": json.dumps(tiny_params.model_dump(mode="json"))} | right[name] | changed
+        words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
+        return run(name, *words, capsys=capsys)
+
+    return verb
+
+
+@pytest.mark.parametrize("codec", [None, "hadamard", "studied"])
+def test_a_captured_window_goes_to_a_stream_and_back(coded, tiny_calibration, tmp_path, codec):
+    from safetensors.torch import load_file
+
+    for verb in ("recipe", "encode", "inspect", "decode"):
+        code, out, err = coded(verb, **({"codec": codec} if verb == "recipe" else {}))
+        assert (code, err) == (0, ""), err
+        if verb == "encode":
+            written = out
+        if verb == "inspect":
+            assert out == written
+    assert f"{(tmp_path / 'c.kvls').stat().st_size} bytes" in written
+    recipe_id = json.loads((tmp_path / "recipe.json").read_text())["recipe"]["k"]["codec"]
+    assert recipe_id == {None: "klt", "hadamard": "hadamard", "studied": "block"}[codec]
+    decoded, captured = load_file(tmp_path / "c.safetensors"), load_file(tiny_calibration["capture"])
+    assert len(decoded) == 6
+    for name, x in decoded.items():
+        wanted = captured[name][0, :, :64].float()
+        error = (x.float() - wanted).square().sum() / wanted.square().sum()
+        boundary = codec == "studied" and name.startswith("layer_0_")
+        assert error == 0 if boundary else 0 < error < 0.25, name
+
+
+def _files(folder) -> list:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _other(folder, which: str):
+    """Files that are none of those that a verb expects."""
+    path = folder / f"other.{which}"
+    if which == "binary":
+        path.write_bytes(bytes(range(128, 256)))
+    elif which == "object":
+        path.write_text("{}")
+    elif which == "list":
+        path.write_text("[]")
+    elif which == "tensors":
+        from safetensors.torch import save_file
+        from torch import zeros
+
+        save_file({"layer_0_k": zeros(1)}, path)
+        path.with_suffix(".json").write_text("{}")
+    elif which == "folder":
+        path.mkdir()
+    return path
+
+
+BAD = {
+    "recipe without its calibration": ("recipe", dict.fromkeys(("sigma", "codebooks", "components")), "--components"),
+    "recipe without components": ("recipe", {"components": None}, "--components"),
+    "studied without codebooks": ("recipe", {"codec": "studied", "codebooks": None}, "--codebooks"),
+    "recipe of no sigma": ("recipe", {"sigma": "nothing"}, "cannot read"),
+    "recipe of a sigma that is none": ("recipe", {"sigma": "tensors"}, "kvlab sigma"),
+    "recipe of a folder": ("recipe", {"components": "folder"}, "kvlab components"),
+    "recipe of components that are none": ("recipe", {"components": "tensors"}, "kvlab components"),
+    "recipe of components that are text": ("recipe", {"components": "object"}, "kvlab components"),
+    "recipe of codebooks that are none": ("recipe", {"codebooks": "object"}, "kvlab codebooks"),
+    "recipe of codebooks that are a list": ("recipe", {"codebooks": "list"}, "kvlab codebooks"),
+    "recipe of codebooks that are no text": ("recipe", {"codebooks": "binary"}, "is not JSON"),
+    "recipe of no codec": ("recipe", {"codec": "hadamrad"}, "did you mean 'hadamard'"),
+    "recipe of no conditioning": ("recipe", {"codec": "int+white"}, "center+whiten, none"),
+    "encode no recipe": ("encode", {"recipe": "nothing"}, "cannot read"),
+    "encode a recipe that is no text": ("encode", {"recipe": "binary"}, "is not JSON"),
+    "encode a recipe that is none": ("encode", {"recipe": "object"}, "recipe: Field required"),
+    "encode no capture": ("encode", {"capture": "nothing"}, "kvlab capture"),
+    "encode a capture that is none": ("encode", {"capture": "tensors"}, "kvlab capture"),
+    "encode a window that is none": ("encode", {"window": "99"}, "allowed: 0..5"),
+    "inspect nothing": ("inspect", {"stream": "nothing"}, "cannot read"),
+    "inspect a folder": ("inspect", {"stream": "folder"}, "cannot read"),
+    "inspect what is no stream": ("inspect", {"stream": "binary"}, "this is no coded cache"),
+    "decode nothing": ("decode", {"stream": "nothing"}, "cannot read"),
+    "decode what is no stream": ("decode", {"stream": "object"}, "cut short"),
+    "bench no capture": ("bench", {"capture": "nothing"}, "kvlab capture"),
+    "bench a capture that is none": ("bench", {"capture": "tensors"}, "kvlab capture"),
+    "bench no rounds": ("bench", {"rounds": "0"}, "at least one"),
+    "bench half a round": ("bench", {"rounds": "0.5"}, "invalid int value"),
+    "bench no ladder": ("bench", {"ladder": "nothing"}, "nothing"),
+    "bench no tensors": ("bench", {"tensors": "folder"}, "folder"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_nothing_is_left(coded, tmp_path, case):
+    verb, changed, said = BAD[case]
+    if verb in ("encode", "decode"):
+        assert coded("recipe", codec="hadamard")[0] == 0
+    kinds = ("nothing", "binary", "object", "list", "tensors", "folder")
+    changed = {key: _other(tmp_path, value) if value in kinds else value for key, value in changed.items()}
+    before = _files(tmp_path)
+    code, out, err = coded(verb, **changed)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert said in err, err
+    assert _files(tmp_path) == before

@@ -193,15 +193,23 @@ def report_verb(args: argparse.Namespace) -> None:
 
 def recipe_verb(args: argparse.Namespace) -> None:
     """Write the recipe file that encode, decode and the drop-ins read: klt at the bits of params.yaml."""
-    from kvlab.dropins.recipe_file import CalibrationFiles, write_recipe_file
-    from kvlab.ladder import default_recipe, labelled
+    from kvlab.dropins.prepared import prepared, refuse_missing
+    from kvlab.dropins.recipe_file import CalibrationFiles, RecipeFile, write_recipe_file
+    from kvlab.ladder import STUDIED, default_recipe, labelled
+    from kvlab.model import resolve
+    from kvlab.params import coded_layers
 
     params = Params.parse(args.params)
     recipe = labelled(args.codec, params) if args.codec else default_recipe(params)
-    files = None
+    layers, files = None, None
+    if args.codec == STUDIED and params.codec.boundary_layers:
+        layers = coded_layers(params)
     if _fitted(args):
         files = CalibrationFiles(sigma=args.sigma, codebooks=args.codebooks, components=args.components)
-    write_recipe_file(args.out, recipe, calibration=files)
+        refuse_missing(files)
+    # whatever the readers of the file would refuse is refused before it is written
+    prepared(RecipeFile(recipe=recipe, layers=layers, calibration=files), resolve(params.model))
+    write_recipe_file(args.out, recipe, layers, files)
     print(f"{args.out}: recipe {recipe.recipe_id}")
 
 
@@ -300,7 +308,11 @@ VERBS: dict[Callable, list[Flag]] = {
         OUT,
     ],
     gate_verb: [METRICS, OUT],
-    recipe_verb: [word("--codec", "a rung of the ladder, as `hadamard+center`; default: klt"), *IF_CODED, OUT],
+    recipe_verb: [
+        word("--codec", "a rung of the ladder, as `hadamard+center`, or `studied`; default: klt"),
+        *IF_CODED,
+        OUT,
+    ],
     encode_verb: [
         RECIPE,
         CAPTURE,

@@ -5,30 +5,22 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from kvlab.errors import ParamsError, UnknownName
-from kvlab.params import Conditionable, Laddered, Params, studied_recipe
-from kvlab.recipe import (
-    Conditioned,
-    D4Stream,
-    E8Stream,
-    Fp8Stream,
-    HadamardStream,
-    IntStream,
-    KiviStream,
-    KltStream,
-    OscarStream,
-    Recipe,
-)
+from kvlab.params import CONDITIONABLE, LADDERED, Params, studied_recipe
+from kvlab.recipe import STREAMS, KltStream, Recipe
 
+STUDIED = "studied"
 Conditioning = Literal["", "center", "center+whiten"]
 
-WITH_BITS: dict[str, type[Conditioned]] = {
-    "int": IntStream,
-    "hadamard": HadamardStream,
-    "d4": D4Stream,
-    "e8": E8Stream,
-}
-
 UNCLIPPED = 4  # bits from which OSCAR's clipping (.96 of K and .92 of V, meant for 2 bits) costs more than it gains
+
+
+def own_settings(codec: str, bits: int | None) -> tuple[dict, dict]:
+    """What a codec's recipe says besides bits and conditioning, for K and for V."""
+    if codec == "kivi":
+        return {"axis": "channel"}, {"axis": "token"}
+    if codec == "oscar":
+        return ({"clip": 0.96}, {"clip": 0.92}) if bits < UNCLIPPED else ({"clip": 1.0}, {"clip": 1.0})
+    return {}, {}
 
 
 def default_recipe(params: Params) -> Recipe:
@@ -36,13 +28,13 @@ def default_recipe(params: Params) -> Recipe:
     return Recipe(k=KltStream(bits=params.bits), v=KltStream(bits=params.v_bits))
 
 
-def ladder_recipe(codec: Laddered, bits: int | None, conditioning: Conditioning, params: Params) -> Recipe:
+def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, params: Params) -> Recipe:
     """The recipe of one rung: the same bits for K and V.
 
     Parameters
     ----------
     codec : str
-        A name of `Laddered`.
+        A name of `LADDERED`.
     bits : int or None
         None for `fp8`, which has 8 and no choice.
     conditioning : str
@@ -58,30 +50,27 @@ def ladder_recipe(codec: Laddered, bits: int | None, conditioning: Conditioning,
     ParamsError
         The codec cannot be conditioned (it brings its own), or takes no bits or needs some.
     """
-    if codec not in get_args(Laddered):
-        raise UnknownName("codec of the ladder", codec, get_args(Laddered))
+    if codec not in LADDERED:
+        raise UnknownName("codec of the ladder", codec, LADDERED)
     if conditioning not in get_args(Conditioning):
-        raise UnknownName("conditioning", conditioning, get_args(Conditioning))
-    if conditioning and codec not in get_args(Conditionable):
-        raise ParamsError(f"codec {codec!r} cannot be conditioned; allowed: {', '.join(get_args(Conditionable))}")
-    if (bits is None) != (codec == "fp8"):
+        raise UnknownName("conditioning", conditioning, [name or "none" for name in get_args(Conditioning)])
+    if conditioning and codec not in CONDITIONABLE:
+        raise ParamsError(f"codec {codec!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}")
+    if (bits is None) == has_bits(codec):
         raise ParamsError(f"codec {codec!r} at bits {bits}: fp8 takes no bits, every other codec needs them")
-    if codec == "klt":
-        return Recipe(k=KltStream(bits=bits), v=KltStream(bits=bits))
     if codec == "block":
         return _block(bits, params)
-    v = {"center": bool(conditioning)}
-    k = v | {"whiten": conditioning.endswith("whiten")}
-    if codec == "kivi":
-        return Recipe(k=KiviStream(bits=bits, axis="channel", **k), v=KiviStream(bits=bits, axis="token", **v))
-    if codec == "fp8":
-        return Recipe(k=Fp8Stream(**k), v=Fp8Stream(**v))
-    if codec == "oscar" and bits < UNCLIPPED:
-        return Recipe(k=OscarStream(bits=bits, clip=0.96, **k), v=OscarStream(bits=bits, clip=0.92, **v))
-    if codec == "oscar":
-        return Recipe(k=OscarStream(bits=bits, clip=1.0, **k), v=OscarStream(bits=bits, clip=1.0, **v))
-    stream = WITH_BITS[codec]
-    return Recipe(k=stream(bits=bits, **k), v=stream(bits=bits, **v))
+    k, v = own_settings(codec, bits)
+    common = {"bits": bits} if has_bits(codec) else {}
+    common |= {"center": True} if conditioning else {}
+    whitened = {"whiten": True} if conditioning == "center+whiten" else {}
+    stream = STREAMS[codec]
+    return Recipe(k=stream(**common, **whitened, **k), v=stream(**common, **v))
+
+
+def has_bits(codec: str) -> bool:
+    """Whether the codec's recipe has bits to choose."""
+    return "bits" in STREAMS[codec].model_fields
 
 
 def _block(bits: int, params: Params) -> Recipe:
@@ -97,7 +86,7 @@ def rungs(params: Params) -> list[tuple[str, Recipe]]:
         choices: list[Conditioning] = [""]
         if codec in params.ladder.conditioned:
             choices += ["center", "center+whiten"]
-        for bits in (None,) if codec == "fp8" else params.ladder.bits:
+        for bits in params.ladder.bits if has_bits(codec) else (None,):
             for conditioning in choices:
                 name = "+".join(filter(None, [codec, conditioning]))
                 label = name if bits is None else f"{name} {bits}"
@@ -106,16 +95,26 @@ def rungs(params: Params) -> list[tuple[str, Recipe]]:
 
 
 def labelled(name: str, params: Params) -> Recipe:
-    """The rung that a person names as ``codec[+center[+whiten]]``, K at ``bits`` and V at ``v_bits``.
+    """The recipe that a person names, K at ``bits`` and V at ``v_bits``.
+
+    Parameters
+    ----------
+    name : str
+        A rung as ``codec[+center[+whiten]]``, or ``studied``: the recipe of params.yaml.
 
     Raises
     ------
     UnknownName
         No codec, or no conditioning, has that name.
     """
+    if name == STUDIED:
+        return studied_recipe(params)
     codec, _, conditioning = name.partition("+")
+    if codec not in LADDERED:
+        raise UnknownName("codec", codec, (*LADDERED, STUDIED))
+    conditioning = "" if conditioning == "none" else conditioning
     k, v = (
-        ladder_recipe(codec, None if codec == "fp8" else bits, conditioning, params)
+        ladder_recipe(codec, bits if has_bits(codec) else None, conditioning, params)
         for bits in (params.bits, params.v_bits)
     )
     return Recipe(k=k.k, v=v.v)

@@ -10,11 +10,22 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
-from kvlab.errors import ParamsError
+from kvlab.errors import ParamsError, nearest
 from kvlab.paramfile import explain, read_yaml, unknown_key
-from kvlab.recipe import BlockStream, DType, Engine, Frozen, Protocol, Recipe, Stream, Text
+from kvlab.recipe import (
+    STREAMS,
+    BlockStream,
+    Conditioned,
+    DType,
+    Engine,
+    Frozen,
+    Protocol,
+    Recipe,
+    Stream,
+    Text,
+)
 
 Bits = Field(ge=1, le=8)
 Fraction = Field(gt=0, lt=1)
@@ -84,12 +95,16 @@ class Codec(Frozen):
     n_centres: int = Field(ge=1, le=256, description="spherical k-means centres")
     kmeans_iterations: int = Field(ge=0, description="Lloyd rounds at most")
     pca: Literal["exact", "randomized"] = Field(description="PCA method")
+    exact_rank_cap: int | None = Field(ge=1, description="largest rank of the exact PCA; null for none")
     rank_fraction: float = Field(gt=0, le=1, description="target rank of the randomised PCA, of head_dim")
     oversample: int = Field(ge=0, description="extra columns of the sketch")
     power_iterations: int = Field(ge=0, description="subspace iterations of the sketch")
     skeleton: Literal["fp16", "fp32"] = Field(description="precision of mean, basis, centres, gains and norms")
     outlier_threshold: float | None = Field(gt=0, description="K: coefficients beyond it are stored apart")
     v_outlier_threshold: float | None = Field(gt=0, description="V: the same")
+    metric: Literal["mse", "inner_product", "linf"] = Field(
+        description="K: what the published encoder was told; it changed its decoder only, never a choice"
+    )
     share_basis: bool = Field(description="K: one PCA for all blocks of a call")
     v_share_basis: bool = Field(description="V: the same")
     whiten: bool = Field(description="whiten K by the Cholesky factor of Sigma_q")
@@ -125,8 +140,23 @@ class Noise(Frozen):
     seed: int = Field(ge=0)
 
 
-Laddered = Literal["klt", "hadamard", "kivi", "oscar", "int", "d4", "e8", "block", "fp8"]
-Conditionable = Literal["hadamard", "kivi", "oscar", "int", "d4", "e8", "fp8"]
+LADDERED = tuple(sorted(set(STREAMS) - {"identity", "noise"}))
+CONDITIONABLE = tuple(name for name in LADDERED if issubclass(STREAMS[name], Conditioned))
+
+
+def _one_of(allowed: tuple[str, ...]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in allowed:
+            near = nearest(name, allowed)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ValueError(f"{name!r} is not allowed here; allowed: {', '.join(allowed)}{hint}")
+        return name
+
+    return AfterValidator(check)
+
+
+Laddered = Annotated[str, _one_of(LADDERED)]
+Conditionable = Annotated[str, _one_of(CONDITIONABLE)]
 
 
 class Ladder(Frozen):
@@ -276,7 +306,7 @@ def studied_recipe(params: Params, variance_ratio: float | None = None) -> Recip
     codec = params.codec
     shared = codec.model_dump(
         include={
-            *("block_size", "layout", "n_centres", "kmeans_iterations", "pca", "rank_fraction"),
+            *("block_size", "layout", "n_centres", "kmeans_iterations", "pca", "exact_rank_cap", "rank_fraction"),
             *("oversample", "power_iterations", "skeleton", "seed"),
         }
     )
@@ -285,6 +315,7 @@ def studied_recipe(params: Params, variance_ratio: float | None = None) -> Recip
     k = BlockStream(
         bits=params.bits,
         outlier_threshold=codec.outlier_threshold,
+        metric=codec.metric,
         share_basis=codec.share_basis,
         whiten=codec.whiten,
         whiten_skip_layers=codec.whiten_skip_layers if codec.whiten else (),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -121,7 +121,10 @@ class OscarStream(Conditioned):
 
 
 class Fp8Stream(Conditioned):
-    """Each value rounded to 8-bit floating point (4 exponent and 3 mantissa bits), one scale per head."""
+    """Each value rounded to 8-bit floating point (4 exponent and 3 mantissa bits).
+
+    There is one scale per head and block.
+    """
 
     codec: Literal["fp8"] = "fp8"
 
@@ -156,7 +159,7 @@ class KltStream(Frozen):
     escape: bool = True
 
 
-StreamRecipe = Annotated[
+AnyStream = (
     IdentityStream
     | BlockStream
     | NoiseStream
@@ -167,9 +170,11 @@ StreamRecipe = Annotated[
     | Fp8Stream
     | D4Stream
     | E8Stream
-    | KltStream,
-    Field(discriminator="codec"),
-]
+    | KltStream
+)
+StreamRecipe = Annotated[AnyStream, Field(discriminator="codec")]
+STREAMS: dict[str, type[Frozen]] = {stream.model_fields["codec"].default: stream for stream in get_args(AnyStream)}
+"""The settings of every codec, by its name."""
 
 
 def canonical(value: BaseModel | dict) -> str:

@@ -172,12 +172,12 @@ def write_json(path: Path | str, data) -> None:
 
 
 def read_json(path: Path | str):
-    """Read JSON; `StorageError` in one line when the file is missing or broken."""
+    """Read JSON; `StorageError` in one line when the file is missing, broken, or no text."""
     try:
         return json.loads(Path(path).read_text())
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or brackets without end
         raise StorageError(f"{path} is not JSON: {error}") from None
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
-from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured
-from kvlab.calibration.load import Fitted
 from kvlab.codec.base import Site
 from kvlab.codec.bitstream import STREAMS
 from kvlab.codec.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
-from kvlab.codec.registry import build
+from kvlab.codec.tensor_file import TensorFileWriter
+from kvlab.dropins.prepared import prepared
 from kvlab.dropins.recipe_file import RecipeFile, read_recipe_file
-from kvlab.errors import CalibrationMismatch, UserError
+from kvlab.errors import CalibrationMismatch, CapabilityError, StreamError, UserError
 from kvlab.model import ModelInfo, resolve
 from kvlab.params import Params
+from kvlab.recipe import NoiseStream
 from kvlab.records import atomic, to_header
 
 
@@ -27,28 +25,35 @@ def cache_codec(file: RecipeFile, info: ModelInfo) -> CacheCodec:
 
     Raises
     ------
+    ParamsError
+        The recipe names a layer that the model does not have.
     CalibrationMismatch
-        The calibration belongs to another model, or the recipe names a layer that the model does not have.
+        The calibration is missing or belongs to another model.
+    CapabilityError
+        The recipe adds noise, which leaves nothing to store.
     """
-    fitted = None
-    if file.calibration is not None:
-        fitted = calibration.load(Fitted(**dict(file.calibration)), info.model_hash)
-    layers = frozenset(range(info.n_layers) if file.layers is None else file.layers)
-    if not layers <= frozenset(range(info.n_layers)):
-        raise CalibrationMismatch(
-            f"the recipe file codes layer {max(layers)}, the model has layers 0..{info.n_layers - 1}"
-        )
-    k, v = (
-        build(recipe, fitted.stream(recipe, stream) if fitted else None)
-        for stream, recipe in (("k", file.recipe.k), ("v", file.recipe.v))
-    )
-    return CacheCodec(file.recipe.recipe_id, fitted.calibration_hash if fitted else None, k, v, layers)
+    for stream in STREAMS:
+        if isinstance(getattr(file.recipe, stream), NoiseStream):
+            raise CapabilityError(f"codec 'noise' of stream {stream} writes no codes to store; choose another codec")
+    ready = prepared(file, info)
+    k, v = (partial(ready.codec, stream) for stream in STREAMS)
+    return CacheCodec(ready.identity, ready.calibration_hash, k, v, frozenset(ready.layers))
 
 
 def encode(params: Params, recipe_path: Path, capture_path: Path, window: int, out: Path) -> CacheReader:
-    """Write the context of one captured window as a coded cache; one layer is in memory at a time."""
+    """Write the context of one captured window as a coded cache; one layer's K or V is in memory at a time.
+
+    Raises
+    ------
+    UserError
+        The window was not captured.
+    CalibrationMismatch
+        The capture or the calibration belongs to another model.
+    """
     info = resolve(params.model)
     captured = Captured(capture_path, info.model_hash)
+    if not 0 <= window < captured.n_windows:
+        raise UserError(f"window {window} was not captured; allowed: 0..{captured.n_windows - 1}")
     codec = cache_codec(read_recipe_file(recipe_path), info)
     header = CacheHeader(
         layers=info.n_layers,
@@ -63,31 +68,43 @@ def encode(params: Params, recipe_path: Path, capture_path: Path, window: int, o
     with atomic(out) as temporary, open(temporary, "wb") as file:
         writer = CacheWriter(file, header)
         for layer, stream in header.frames:
-            windows = captured.layer(layer, stream)
-            if not 0 <= window < len(windows):
-                raise UserError(f"window {window} was not captured; allowed: 0..{len(windows) - 1}")
-            x = windows[window, :, : captured.context].to(getattr(torch, captured.dtype))
+            x = captured.window(layer, stream, window)[:, : captured.context]
             writer.add(codec.of(layer, stream).encode(x, Site(window, layer, stream)))
         writer.close()
     return CacheReader(out)
 
 
 def decode(params: Params, recipe_path: Path, stream_path: Path, out: Path) -> None:
-    """Decode a whole file into safetensors: ``layer_{l}_{k|v}`` [heads, tokens, head_dim] in the cache's dtype."""
+    """Decode a whole file into safetensors: ``layer_{l}_{k|v}`` [heads, tokens, head_dim] in the cache's dtype.
+
+    One layer's K or V is in memory at a time.
+
+    Raises
+    ------
+    CalibrationMismatch
+        The cache is another model's.
+    StreamError
+        It was coded by another recipe, on other layers or with another calibration, or is damaged.
+    """
     info, reader = resolve(params.model), CacheReader(stream_path)
-    if reader.header.model_hash != info.model_hash:
-        raise CalibrationMismatch(
-            f"{stream_path} is a cache of model {reader.header.model_hash}, this model is {info.model_hash}"
-        )
+    header = reader.header
+    if header.model_hash != info.model_hash:
+        raise CalibrationMismatch(f"{stream_path} is a cache of model {header.model_hash}, this is {info.model_hash}")
+    if (header.layers, header.heads, header.head_dim) != (info.n_layers, info.n_kv_heads, info.head_dim):
+        raise StreamError(f"{stream_path} does not have the layers, heads and dimensions of its own model")
     codec = cache_codec(read_recipe_file(recipe_path), info)
-    dtype = getattr(torch, reader.header.dtype)
-    tensors = {
-        f"layer_{layer}_{stream}": codec.decode(reader, layer, stream).to(dtype)
-        for layer, stream in reader.header.frames
-    }
-    identity = {"model_hash": info.model_hash, "recipe_id": codec.recipe_id}
-    with atomic(out) as temporary:
-        save_file(tensors, temporary, metadata=to_header(identity))
+    codec.check(header)
+    shapes = {_name(*frame): (header.heads, header.tokens, header.head_dim) for frame in header.frames}
+    identity = to_header({"model_hash": info.model_hash, "recipe_id": codec.recipe_id})
+    with atomic(out) as temporary, open(temporary, "wb") as file:
+        writer = TensorFileWriter(file, header.dtype, shapes, identity)
+        for frame in header.frames:
+            writer.add(_name(*frame), codec.decode(reader, *frame))
+        writer.close()
+
+
+def _name(layer: int, stream: str) -> str:
+    return f"layer_{layer}_{stream}"
 
 
 def describe(reader: CacheReader) -> Iterable[str]:

@@ -17,12 +17,14 @@ from kvlab.calibration.load import Fitted
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.sigma import describe, second_moment
 from kvlab.codec.metric import ridged
+from kvlab.codec.published import read_centroids
 from kvlab.errors import CalibrationMismatch, NonFinite
 from kvlab.ladder import default_recipe, ladder_recipe
 from kvlab.model import resolve
 from kvlab.paramfile import overlay
 from kvlab.params import Params, studied_recipe
-from kvlab.recipe import IDENTITY
+from kvlab.recipe import IDENTITY, HadamardStream, KltStream, OscarStream, Recipe
+from kvlab.records import to_header
 
 
 def load_all(params: Params, paths: dict, **changed) -> calibration.Calibrated:
@@ -95,8 +97,9 @@ def test_tables_are_files_of_ascending_floats(tiny_calibration, tiny_params):
     folder = tiny_calibration["codebooks"].with_suffix("")
     names = {path.name for path in folder.iterdir()}
     assert names == {"K_vr1.f32", "K_vr0.95.f32", "V_vr1.f32", "V_vr0.95.f32"}
-    table = np.fromfile(folder / "K_vr1.f32", "<f4")
-    assert len(table) == 2**tiny_params.bits and (np.diff(table) > 0).all()
+    for table in json.loads(tiny_calibration["codebooks"].read_text())["tables"]:
+        assert read_centroids(folder / table["file"]).tolist() == table["centroids"]
+        assert len(table["centroids"]) == 2 ** table["bits"] and (np.diff(table["centroids"]) > 0).all()
 
 
 def test_a_fitted_table_is_never_worse_on_its_own_pool(tiny_calibration):
@@ -131,11 +134,25 @@ def test_calibration_on_other_windows_than_are_scored_is_refused(tiny_params, ti
 def test_components_of_another_sigma_are_refused(tiny_params, tiny_calibration, tmp_path):
     """K was fitted in the metric of that Sigma_q; another would weigh other errors."""
     tensors, sidecar = load_file(tiny_calibration["sigma"]), tiny_calibration["sigma"].with_suffix(".json")
-    tensors["layer_0_chol"] = tensors["layer_0_chol"] * 2
+    tensors |= {"layer_0_chol": tensors["layer_0_chol"] * 2, "layer_0_inv_chol": tensors["layer_0_inv_chol"] / 2}
     save_file(tensors, tmp_path / "s.safetensors")
     (tmp_path / "s.json").write_text(sidecar.read_text())
     with pytest.raises(CalibrationMismatch, match=r"fitted for sigma_hash .*run `kvlab components` again"):
         load_all(tiny_params, tiny_calibration | {"sigma": tmp_path / "s.safetensors"})
+
+
+@pytest.mark.parametrize("part", ["chol", "inv_chol", "sigma"])
+def test_a_sigma_that_is_not_whole_is_refused(tiny_params, tiny_calibration, tmp_path, part):
+    tensors = load_file(tiny_calibration["sigma"])
+    (tmp_path / "s.json").write_text(tiny_calibration["sigma"].with_suffix(".json").read_text())
+    changed = [{name: tensor for name, tensor in tensors.items() if name != f"layer_1_{part}"}]
+    changed.append({name: tensor for name, tensor in tensors.items() if not name.startswith("layer_2")})
+    if part != "sigma":
+        changed.append(tensors | {f"layer_1_{part}": tensors[f"layer_1_{part}"] * 2})
+    for wrong in changed:
+        save_file(wrong, tmp_path / "s.safetensors")
+        with pytest.raises(CalibrationMismatch, match="run `kvlab sigma`"):
+            load_all(tiny_params, tiny_calibration | {"sigma": tmp_path / "s.safetensors"})
 
 
 def test_sigma_of_another_capture_fits_no_components(tiny_params, tiny_calibration, tmp_path):
@@ -152,7 +169,7 @@ def test_a_file_that_holds_no_components_says_what_to_run(tiny_params, tiny_cali
     with pytest.raises(CalibrationMismatch, match="run `kvlab components`"):
         load_all(tiny_params, tiny_calibration | {"components": tmp_path / "p.safetensors"})
     save_file({"a": torch.zeros(1)}, tmp_path / "q.safetensors")
-    with pytest.raises(CalibrationMismatch, match="fitted for model_hash None"):
+    with pytest.raises(CalibrationMismatch, match="has no 'model_hash'; run `kvlab components`"):
         load_all(tiny_params, tiny_calibration | {"components": tmp_path / "q.safetensors"})
 
 
@@ -207,3 +224,48 @@ def test_a_broken_capture_file_says_what_to_run(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "d.safetensors")
     with pytest.raises(CalibrationMismatch, match="run `kvlab capture`"):
         Captured(tmp_path / "d.safetensors", "x")
+
+
+def test_what_is_no_capture_is_refused_when_it_is_opened(tiny_params, tiny_calibration, tmp_path):
+    """Also the calibration's own files, which carry the same identity."""
+    model_hash = resolve(tiny_params.model).model_hash
+    for name in ("sigma", "components"):
+        with pytest.raises(CalibrationMismatch, match=r"has no '(engine|context|corpus_hash)'; run `kvlab capture`"):
+            Captured(tiny_calibration[name], model_hash)
+    facts = {"engine": "hf", "model_hash": model_hash, "corpus_hash": "c", "context": 4}
+    for tensors in ({"layer_0_q": torch.zeros(1)}, {"a": torch.zeros(1)}):
+        save_file(tensors, tmp_path / "c.safetensors", metadata=to_header(facts))
+        with pytest.raises(CalibrationMismatch, match="Q, K and V of every layer"):
+            Captured(tmp_path / "c.safetensors", model_hash)
+    save_file({"a": torch.zeros(1)}, tmp_path / "c.safetensors", metadata={"kvlab": "{"})
+    with pytest.raises(CalibrationMismatch, match="has no 'engine'"):
+        Captured(tmp_path / "c.safetensors", model_hash)
+
+
+@pytest.mark.parametrize("sidecar", ["{}", "[]", '{"model_hash": 1}'])
+def test_a_sidecar_that_is_none_says_what_to_run(tiny_params, tiny_calibration, tmp_path, sidecar):
+    (tmp_path / "s.safetensors").write_bytes(tiny_calibration["sigma"].read_bytes())
+    (tmp_path / "s.json").write_text(sidecar)
+    with pytest.raises(CalibrationMismatch, match="not what `kvlab sigma` writes"):
+        load_all(tiny_params, tiny_calibration | {"sigma": tmp_path / "s.safetensors"})
+
+
+@pytest.mark.parametrize("table", [{}, [], {"stream_recipe_id": "a", "centroids": ["x"]}])
+def test_tables_that_are_none_say_what_to_run(tiny_params, tiny_calibration, tmp_path, table):
+    facts = json.loads(tiny_calibration["codebooks"].read_text()) | {"tables": [table]}
+    (tmp_path / "c.json").write_text(json.dumps(facts))
+    with pytest.raises(CalibrationMismatch, match="run `kvlab codebooks` again"):
+        load_all(tiny_params, tiny_calibration | {"codebooks": tmp_path / "c.json"})
+
+
+def test_the_files_that_a_recipe_needs(tiny_params):
+    def needed(k, v=None):
+        return calibration.needed_files(Recipe(k=k, v=v or IDENTITY.v))
+
+    studied = studied_recipe(tiny_params)
+    plain = studied.v.model_copy(update={"codebook": "gaussian"})
+    assert needed(IDENTITY.k) == needed(HadamardStream(bits=2)) == needed(plain) == []
+    assert needed(HadamardStream(bits=2, whiten=True)) == needed(OscarStream(bits=2)) == ["sigma"]
+    assert needed(HadamardStream(bits=2, center=True)) == needed(IDENTITY.k, OscarStream(bits=2))
+    assert needed(KltStream(bits=2)) == ["sigma", "components"]
+    assert calibration.needed_files(studied) == ["sigma", "codebooks"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import struct
 
 import google_crc32c
 
 from kvlab.codec import bitstream
 from kvlab.codec.bitstream import HEADER, U32
+from kvlab.errors import StreamError
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
@@ -29,10 +31,24 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
     return bytes(out)
 
 
+def renamed(data: bytes, chance: random.Random) -> bytes:
+    """The same frame under another header: layer, stream, flags or a size is forged, all checksums are right."""
+    fields = list(HEADER.unpack_from(data))
+    place = chance.randrange(1, len(fields))
+    widest = (16, 8, 8, 16, 16, 32, 32)[place - 1]
+    small = max(0, fields[place] + chance.choice((-1, 1, 2, -fields[place] // 2, 7)))
+    fields[place] = chance.choice((small, 2 * fields[place], chance.randrange(1 << widest), (1 << widest) - 1))
+    if place in (2, 3):
+        fields[place] = chance.randrange(4)
+    return resealed(HEADER.pack(*fields) + data[HEADER.size :])
+
+
 def resealed(data: bytes) -> bytes:
     """The same bytes with right checksums wherever the lengths lead: a forger's stream, not a damaged one."""
     data = bytearray(data)
-    data[HEADER.size : HEADER.size + 4] = U32.pack(google_crc32c.value(bytes(data[: HEADER.size])))
+    if len(data) < HEADER.size + U32.size:
+        return bytes(data)
+    U32.pack_into(data, HEADER.size, google_crc32c.value(bytes(data[: HEADER.size])))
     try:
         header = bitstream.FrameHeader.read(memoryview(bytes(data)))
         at = header.SIZE
@@ -42,6 +58,6 @@ def resealed(data: bytes) -> bytes:
             at += 4 + length
             U32.pack_into(data, at, bitstream._section_crc(header.crc, number, payload))
             at += 4
-    except Exception:
-        return bytes(data)
+    except (StreamError, struct.error):  # no such header, or a length that leads out of the frame
+        pass
     return bytes(data)

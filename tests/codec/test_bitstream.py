@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import random
 import tracemalloc
+from math import prod
 
 import google_crc32c
 import pytest
@@ -12,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codec.accidents import damaged, resealed
+from kvlab.codec import bitstream
 from kvlab.codec.base import Encoded
-from kvlab.codec.bitstream import DTYPES, HEADER, U32, frame_bytes, read_frame
+from kvlab.codec.bitstream import DTYPES, HEADER, U32, frame_bytes, read_block, read_frame
 from kvlab.errors import StorageError, StreamError
 
 
@@ -105,6 +108,65 @@ def test_what_does_not_fit_is_not_written():
         frame_bytes(Encoded((1, 1, 1), 70000, "k", shared=(), blocks=((torch.zeros(1),),)))
 
 
+@pytest.mark.parametrize(
+    "shape", [(0, 65536, 65536, 65536, 65536), (0, 1 << 34), (1 << 20, 0, 1 << 20), (1 << 16, 1 << 16, 0)]
+)
+def test_an_empty_array_that_promises_too_much_is_refused_by_reader_and_writer(shape):
+    """Torch itself refuses such shapes with a RuntimeError, so the array is forged."""
+    dims = b"".join(map(bitstream._varint, shape))
+    with pytest.raises(StreamError, match="an empty array of shape"):
+        read_frame(sealed(bytes([1, len(shape) << 4]) + dims))
+    if prod(max(size, 1) for size in shape) < 1 << 62:
+        with pytest.raises(StorageError, match="an empty array of shape"):
+            frame_bytes(Encoded((1, 1, 1), 0, "k", shared=(), blocks=((torch.empty(shape, dtype=torch.uint8),),)))
+
+
+def sealed(payload: bytes) -> bytes:
+    """A frame of one block with this payload and right checksums."""
+    head = HEADER.pack(HEADER.size + 12 + len(payload), 0, 0, 0, 1, 1, 1, 1)
+    crc = google_crc32c.value(head)
+    section = bitstream._section_crc(crc, 1, payload)
+    return head + U32.pack(crc) + U32.pack(len(payload)) + payload + U32.pack(section)
+
+
+def test_what_could_not_be_read_back_is_not_written():
+    arrays = (torch.zeros(1, dtype=torch.uint8),)
+    with pytest.raises(StorageError, match=r"256 arrays do not fit a section; allowed: 0\.\.255"):
+        frame_bytes(Encoded((1, 1, 1), 0, "k", shared=(), blocks=(256 * arrays,)))
+    with pytest.raises(StorageError, match="9 dimensions"):
+        frame_bytes(Encoded((1, 1, 1), 0, "k", shared=(), blocks=((torch.zeros(9 * [1]),),)))
+    for shape, blocks in (((1, 0, 1), (arrays,)), ((0, 1, 1), (arrays,)), ((1, 1, 1), ())):
+        with pytest.raises(StorageError, match="none may be zero"):
+            frame_bytes(Encoded(shape, 0, "k", shared=(), blocks=blocks))
+
+
+def test_one_block_is_read_from_a_file_without_the_others():
+    encoded, before = made(blocks=6), b"something else"
+    frame = frame_bytes(encoded)
+    file = Counting(before + frame)
+    for index in range(6):
+        file.seek(len(before))
+        file.taken = 0
+        assert same(read_block(file, index), read_frame(frame, only=index))
+        assert file.taken < len(frame) / 2
+    for cut in range(len(before), len(before) + len(frame)):
+        broken = io.BytesIO(file.getvalue()[:cut])
+        broken.seek(len(before))
+        with pytest.raises(StreamError):
+            read_block(broken, 5)
+
+
+class Counting(io.BytesIO):
+    """Counts the bytes that were read."""
+
+    taken = 0
+
+    def read(self, size=-1):
+        data = super().read(size)
+        self.taken += len(data)
+        return data
+
+
 def test_ten_thousand_accidents_are_all_refused():
     encoded = made(shape=(1, 24, 8), blocks=2)
     data = frame_bytes(encoded)
@@ -120,7 +182,7 @@ def test_ten_thousand_accidents_are_all_refused():
 def test_forged_frames_are_refused_or_read_within_their_size():
     """Right checksums over wrong lengths, dtypes and dimensions: typed errors, and no memory by promise."""
     data = frame_bytes(made())
-    chance = random.Random(1)
+    chance, read = random.Random(1), 0
     tracemalloc.start()
     for _ in range(2_000):
         forged = resealed(damaged(data, chance))
@@ -128,7 +190,9 @@ def test_forged_frames_are_refused_or_read_within_their_size():
             encoded = read_frame(forged)
         except StreamError:
             continue
+        read += 1
         arrays = [*encoded.shared, *(a for block in encoded.blocks for a in block)]
         assert sum(a.numel() * a.element_size() for a in arrays) <= len(forged)
     assert tracemalloc.get_traced_memory()[1] < 4_000_000
     tracemalloc.stop()
+    assert read > 100, "or nothing was forged"

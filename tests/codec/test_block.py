@@ -212,6 +212,16 @@ def test_emulated_decoder_loses_the_scale_unless_whitened():
     assert relative_error(x, skipped[1]) > 10 * relative_error(x, skipped[0])
 
 
+def test_emulated_decoder_keeps_the_norm_of_v_but_where_the_metric_dropped_it():
+    x, site = 40 * stream(), Site(window=0, layer=1, stream="v")
+    correct = round_trip(x, site=site, bits=4)[1]
+    for metric in ("mse", "linf"):
+        emulated = round_trip(x, site=site, bits=4, metric=metric, emulate_published_decoder=True)[1]
+        assert torch.equal(emulated, correct)
+    dropped = round_trip(x, site=site, bits=4, metric="inner_product", emulate_published_decoder=True)[1]
+    assert relative_error(x, dropped) > 10 * relative_error(x, correct)
+
+
 def test_metric_decides_nothing_but_whether_the_published_decoder_lost_the_norm():
     x = 40 * stream()
     whitened = {"whiten": True, "bits": 4}
@@ -259,6 +269,22 @@ def test_half_precision_overflow_is_refused_with_its_remedy():
     with pytest.raises(NonFinite, match=f"{remedy}, or add layer 1 to whiten_skip_layers"):
         round_trip(x, calibration, whiten=True)
     assert relative_error(x, round_trip(x, skeleton="fp32", bits=4)[1]) < 0.1
+
+
+@pytest.mark.parametrize("pca", ["exact", "randomized"])
+def test_what_whitening_takes_out_of_float32_is_refused_by_name(pca):
+    x = stream()
+    calibration = StreamCalibration({1: whitening.fit(1e4 * second_moment(), 1e-3)})
+    with pytest.raises(NonFinite, match=r"layer 1 k: .* window 0; .* whiten_skip_layers"):
+        round_trip(x / x.abs().max() * 3e38, calibration, whiten=True, pca=pca)
+
+
+def test_a_decoder_with_another_calibration_refuses_the_stream():
+    calibration = StreamCalibration({1: whitening.fit(second_moment(), 1e-3)})
+    encoded, _ = round_trip(stream(), calibration, whiten=True)
+    for other in (None, StreamCalibration({1: whitening.fit(second_moment(heads=3), 1e-3)})):
+        with pytest.raises(StreamError, match="layer 1 k of 2 KV heads of 64 dimensions"):
+            build(recipe(whiten=True), other).decode(encoded)
 
 
 def test_overflow_of_a_norm_alone_is_refused():
@@ -370,6 +396,11 @@ def forgeries():
         ("an outlier beyond the vector", PLACES, lambda a: torch.full_like(a, 255)),
         ("fewer places", PLACES, lambda a: a[:-1]),
         ("a scalar for places", PLACES, lambda a: a[0]),
+        ("a frame that is not finite", FRAME, lambda a: a * math.inf),
+        ("centres that are not finite", CENTRES, lambda a: a * math.nan),
+        ("an infinite gain", SCALARS, lambda a: torch.cat((a[:1] + math.inf, a[1:]))),
+        ("a norm that is no number", SCALARS, lambda a: torch.cat((a[:1], a[1:] * math.nan))),
+        ("an infinite outlier", VALUES, lambda a: a + math.inf),
         ("values of another type", VALUES, lambda a: a.float()),
         ("a scalar for values", VALUES, lambda a: a[0]),
     ]
@@ -398,6 +429,9 @@ def test_forged_shapes_and_lists_are_refused():
         replace(encoded, blocks=(encoded.blocks[0][:-1], *encoded.blocks[1:])),
         replace(encoded, shared=()),
         replace(encoded, shared=encoded.shared * 2),
+        replace(encoded, shared=(encoded.shared[0] * math.nan,)),
+        replace(encoded, shared=(encoded.shared[0].flatten(),)),
+        replace(encoded, shared=(encoded.shared[0].view(torch.uint16),)),
     ):
         with pytest.raises(StreamError):
             codec.decode(wrong)

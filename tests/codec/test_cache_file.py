@@ -6,14 +6,17 @@ import io
 import random
 import subprocess
 import sys
+from functools import partial
 
+import google_crc32c
 import pytest
 import torch
 
 from kvlab.codec.base import Encoded, Site
-from kvlab.codec.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
+from kvlab.codec.bitstream import U32
+from kvlab.codec.cache_file import HEADER, CacheCodec, CacheHeader, CacheReader, CacheWriter
 from kvlab.codec.ladder.int_groups import IntCodec
-from kvlab.errors import StorageError, StreamError
+from kvlab.errors import StorageError, StreamError, UserError
 from kvlab.recipe import IntStream
 
 HEADS, TOKENS, DIM = 2, 40, 16
@@ -34,8 +37,8 @@ def header(**changes) -> CacheHeader:
 
 
 def codecs(**changes) -> CacheCodec:
-    codec = IntCodec(IntStream(bits=4, block_size=16))
-    fields = {"recipe_id": "0123456789ab", "calibration_hash": None, "k": codec, "v": codec, "layers": frozenset({1})}
+    make = partial(IntCodec, IntStream(bits=4, block_size=16))
+    fields = {"recipe_id": "0123456789ab", "calibration_hash": None, "k": make, "v": make, "layers": frozenset({1})}
     return CacheCodec(**fields | changes)
 
 
@@ -98,6 +101,58 @@ def test_frames_out_of_order_and_incomplete_caches_are_refused():
         header(layers=70000).pack()
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"recipe_id": "0123456789"}, "recipe_id has 10 digits, it takes 12"),
+        ({"model_hash": "0" * 18}, "model_hash has 18 digits, it takes 16"),
+        ({"model_hash": ""}, "model_hash has 0 digits"),
+        ({"calibration_hash": "ab"}, "calibration_hash has 2 digits"),
+        ({"recipe_id": "no recipe id"}, "does not fit"),
+        ({"tokens": 0}, "no size may be zero"),
+        ({"layers": 0}, "no size may be zero"),
+        ({"dtype": "float64"}, "does not fit"),
+    ],
+)
+def test_a_header_that_could_not_be_read_back_is_not_written(changes, message):
+    with pytest.raises(StorageError, match=message):
+        header(**changes).pack()
+
+
+@pytest.mark.parametrize("place, width", [(6, 2), (8, 2), (10, 2), (12, 4), (17, 1)])
+def test_a_forged_header_is_refused(place, width):
+    """Sizes of zero, and a reserved byte that is not; the checksum is right."""
+    raw = bytearray(header().pack()[: HEADER.size])
+    raw[place : place + width] = bytes([7]) if place == 17 else bytes(width)
+    with pytest.raises(StreamError, match="reserved byte 7" if place == 17 else "none of them may be zero"):
+        CacheHeader.unpack(bytes(raw) + U32.pack(google_crc32c.value(bytes(raw))))
+
+
+def test_what_the_file_does_not_hold_is_named_with_what_it_holds(tmp_path):
+    written(tmp_path / "cache.kvls")
+    reader = CacheReader(tmp_path / "cache.kvls")
+    for frame in ((5, "k"), (-1, "v"), (0, "q")):
+        with pytest.raises(UserError, match=r"allowed: layers 0\.\.2 of k and v"):
+            reader.frame(*frame)
+        with pytest.raises(UserError, match=r"allowed: layers 0\.\.2 of k and v"):
+            reader.frame_bytes(*frame)
+    for block in (3, -1):
+        with pytest.raises(UserError, match=r"blocks 0\.\.2"):
+            reader.frame(1, "k", block)
+
+
+def test_only_the_last_layers_codec_is_kept():
+    made = []
+
+    def make():
+        made.append(IntCodec(IntStream(bits=4)))
+        return made[-1]
+
+    codec = codecs(k=make, v=make, layers=frozenset(range(3)))
+    assert codec.of(0, "k") is codec.of(0, "k") and len(made) == 1
+    assert codec.of(1, "k") is made[1] and codec.of(0, "k") is made[2] and codec.of(0, "v") is made[3]
+
+
 def test_damage_anywhere_in_the_file_is_refused(tmp_path):
     path = tmp_path / "cache.kvls"
     written(path)
@@ -121,32 +176,45 @@ def test_damage_anywhere_in_the_file_is_refused(tmp_path):
 
 
 MEASURE = """
-import resource, sys, torch
+import re, sys, torch
+from pathlib import Path
 torch.set_num_threads(1)
-from kvlab.codec.base import Site
+from functools import partial
+from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
+from kvlab.codec.components import Components
 from kvlab.codec.ladder.int_groups import IntCodec
-from kvlab.recipe import IntStream
+from kvlab.codec.klt import KltCodec
+from kvlab.codec.marginal import gaussian_sketch
+from kvlab.recipe import IntStream, KltStream
 
-codec = IntCodec(IntStream(bits=4))
-x = torch.randn(4, 4096, 64)
+heads, dim = 4, 64
+x = torch.randn(heads, 2048, dim)
+turn = torch.linalg.qr(torch.randn(heads, dim, dim)).Q
+sketch = gaussian_sketch(dim).float().expand(heads, -1, -1)
+plain = Components(torch.zeros(heads, dim), turn, turn, turn.mT, torch.ones(heads, dim), sketch)
+calibration = StreamCalibration(components={layer: plain for layer in range(12)})
+make = {"int": partial(IntCodec, IntStream(bits=4)), "klt": partial(KltCodec, KltStream(bits=4), calibration)}
 for layers in (2, 2, 12):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    codecs = CacheCodec("0" * 12, None, make[sys.argv[2]], make[sys.argv[2]], frozenset(range(layers)))
     with open(sys.argv[1], "wb") as file:
-        writer = CacheWriter(file, CacheHeader(layers, 4, 64, 4096, "float32", "0" * 12, None, "0" * 16))
+        writer = CacheWriter(file, CacheHeader(layers, heads, dim, 2048, "float32", "0" * 12, None, "0" * 16))
         for layer, stream in writer.header.frames:
-            writer.add(codec.encode(x, Site(0, layer, stream)))
+            writer.add(codecs.of(layer, stream).encode(x, Site(0, layer, stream)))
         writer.close()
     reader = CacheReader(sys.argv[1])
-    codecs = CacheCodec("0" * 12, None, codec, codec, frozenset(range(layers)))
     for frame in reader.header.frames:
         codecs.decode(reader, *frame)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+    # not ru_maxrss, which a process takes over from the one that started it
+    print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024)
 """
 
 
-def test_memory_does_not_grow_with_layers(tmp_path):
-    """Peak memory of coding and decoding 12 layers, once 2 layers are warm: one layer's K is 4 MiB."""
-    run = [sys.executable, "-c", MEASURE, str(tmp_path / "cache.kvls")]
+@pytest.mark.parametrize("name", ["int", "klt"])
+def test_memory_does_not_grow_with_layers(tmp_path, name):
+    """Peak memory of coding and decoding 12 layers, once 2 layers are warm: one layer's K is 2 MiB."""
+    run = [sys.executable, "-c", MEASURE, str(tmp_path / "cache.kvls"), name]
     _, few, many = map(int, subprocess.run(run, capture_output=True, text=True, check=True).stdout.split())
     assert many - few <= 8
 

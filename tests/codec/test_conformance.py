@@ -127,6 +127,14 @@ def test_each_block_decodes_alone_to_the_same_values(name, condition, tokens):
 
 
 @ALL
+def test_no_other_block_than_those_that_there_are(name, condition):
+    chosen, encoded, _ = coded(name, condition, planted())
+    for index in (-1, -len(encoded.blocks), len(encoded.blocks)):
+        with pytest.raises(IndexError, match=f"block {index} of"):
+            chosen.decode_block(encoded, index)
+
+
+@ALL
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_input_is_refused_by_name(name, condition, bad):
     x = planted()
@@ -162,9 +170,27 @@ def test_forged_arrays_are_refused(name, condition):
             forged.append(dataclasses.replace(encoded, blocks=(block, *others)))
     forged.append(dataclasses.replace(encoded, blocks=(first[:-1], *others)))
     forged.append(dataclasses.replace(encoded, blocks=((*first, first[0]), *others)))
+    forged.append(dataclasses.replace(encoded, shared=(first[0],)))
     for each in forged:
         with pytest.raises(StreamError):
             chosen.decode(each)
+
+
+@STORING
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_stored_floats_that_are_not_numbers_are_refused(name, condition, bad):
+    chosen, encoded, _ = coded(name, condition, planted(tokens=BLOCK + 7))
+    first, *others = encoded.blocks
+    for index, array in enumerate(first):
+        if array.is_floating_point():
+            wrong = array.clone()
+            wrong.view(-1)[-1] = bad
+            forged = dataclasses.replace(encoded, blocks=((*first[:index], wrong, *first[index + 1 :]), *others))
+            for decode in (chosen.decode, lambda stored: chosen.decode_block(stored, 0)):
+                with pytest.raises(StreamError, match="NaN or infinity"):
+                    decode(forged)
+            for other in range(1, len(encoded.blocks)):
+                chosen.decode_block(forged, other)
 
 
 @STORING
@@ -195,13 +221,7 @@ def test_tokens_that_do_not_depend_on_each_other_may_be_cut_anywhere(name, condi
         parts = [chosen.decode(chosen.encode(part, SITE)) for part in x.split(cuts, dim=1)]
         apart = torch.cat(parts, dim=1)
         assert apart.shape == x.shape
-        if name in TOGETHER:
-            continue
-        # a matrix product may round a row alone otherwise, and a value between two levels may then change its level
-        moved = (apart - decoded).norm(dim=-1) > 1e-4 * decoded.norm(dim=-1)
-        assert moved.float().mean() < 0.01
-        if condition != "whiten":
-            assert torch.equal(apart, decoded)
+        assert name in TOGETHER or torch.equal(apart, decoded)
 
 
 @ALL
@@ -227,7 +247,7 @@ def test_a_row_of_zeros_among_others(name, condition):
 
 
 @ALL
-@pytest.mark.parametrize("magnitude", [1e-38, 1e-8, 1e3, 1e8, 1e30, 3e37])
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-8, 1e3, 1e8, 1e30, 3e37, 3e38])
 def test_any_magnitude_is_coded_or_refused(name, condition, magnitude):
     x = planted(tokens=BLOCK + 3)
     x = x / x.abs().max() * magnitude

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
-from kvlab.codec import components, packing, quantizer, rotation, whitening
+from kvlab.codec import components, packing, products, quantizer, rotation, whitening
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.bitstream import frame_bytes
 from kvlab.codec.ladder import halves, lattice, oscar, spread, uniform
@@ -355,9 +355,13 @@ def test_oscar_decodes_with_another_instance_as_with_its_own():
     assert torch.equal(one.decode(encoded), other.decode(encoded))
 
 
-def test_products_do_not_depend_on_how_many_rows_there_are():
-    for dim, wide in itertools.product((32, 64, 128), (64, 128)):
-        rows, matrix = gaussian(2, 40, dim), gaussian(2, dim, wide)
-        whole = spread.product(rows, matrix)
-        for n in (1, 2, 3, 15, 16, 17):
-            assert torch.allclose(spread.product(rows[:, :n], matrix), whole[:, :n], rtol=1e-6, atol=1e-5)
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("turned", [False, True], ids=["matrix", "transposed"])
+def test_products_do_not_depend_on_how_many_rows_there_are(heads, turned):
+    for dim, wide in itertools.product((32, 63, 64, 128), (64, 128)):
+        rows, matrix = gaussian(heads, 600, dim), gaussian(heads, dim, wide)
+        matrix = matrix.mT.contiguous().mT if turned else matrix
+        for own in (matrix, matrix[0]):
+            whole = products.product(rows, own)
+            for n in (1, 2, 3, 7, 15, 16, 17, 33, 100, 512):
+                assert torch.equal(products.product(rows[:, :n].contiguous(), own), whole[:, :n])

@@ -79,3 +79,9 @@ def test_outliers_that_cannot_be_are_refused():
 
 def test_outlier_threshold_is_strict():
     assert outliers.take(torch.tensor([[2.0, -2.0, 2.001]]), 2.0).places.tolist() == [2]
+
+
+def test_bits_for_is_the_least_that_numbers_them_all():
+    for count in (*range(1, 70), 255, 256, 257, 2**40, 2**40 + 1):
+        bits = packing.bits_for(count)
+        assert 2**bits >= count and (bits == 0 or 2 ** (bits - 1) < count)

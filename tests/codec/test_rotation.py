@@ -1,14 +1,12 @@
 import pytest
+import scipy.linalg
 import torch
 
 from kvlab.codec import rotation
 
 
 def sylvester(width):
-    matrix = torch.ones(1, 1)
-    while len(matrix) < width:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix
+    return torch.from_numpy(scipy.linalg.hadamard(width)).float()
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 32, 128, 256, 512, 1024])

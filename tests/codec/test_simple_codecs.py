@@ -10,7 +10,7 @@ from kvlab.codec.base import Site, Stats
 from kvlab.codec.block import BlockCodec
 from kvlab.codec.registry import CODECS, build
 from kvlab.codec.seeding import stable_seed
-from kvlab.errors import NonFinite, StreamError, UnknownName
+from kvlab.errors import NonFinite, StreamError, UnknownName, UserError
 from kvlab.recipe import IdentityStream, NoiseStream, StreamRecipe
 
 
@@ -41,8 +41,9 @@ def test_identity_keeps_every_bit_and_counts_the_bytes_of_its_dtype(dtype):
     assert encoded.packed and nbytes(encoded) == x.numel() * x.element_size()
     place, values = codec.decode_block(encoded, 0)
     assert torch.equal(decoded[place], values)
-    with pytest.raises(IndexError):
-        codec.decode_block(encoded, 1)
+    for index in (-1, 1):
+        with pytest.raises(IndexError):
+            codec.decode_block(encoded, index)
     decoded.zero_()
     x.zero_()
     assert codec.decode(encoded).abs().sum() > 0
@@ -96,6 +97,16 @@ def test_identity_refuses_arrays_that_it_did_not_store(arrays):
     for wrong in (replace(encoded, blocks=(arrays,)), replace(encoded, blocks=())):
         with pytest.raises(StreamError):
             codec.decode(wrong)
+
+
+def test_identity_refuses_numbers_that_are_no_floats():
+    with pytest.raises(UserError, match=r"layer 1 k: .* torch.int32"):
+        build(IdentityStream()).encode(torch.zeros(2, 5, 64, dtype=torch.int32), SITE)
+
+
+def test_noise_that_leaves_float32_is_refused():
+    with pytest.raises(NonFinite, match=r"layer 1 k: a value of 3e\+38 with noise"):
+        noised(1.0, torch.full((1, 9, 8), 3e38))
 
 
 def test_stats_add_up():

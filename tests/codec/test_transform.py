@@ -81,6 +81,23 @@ def test_sketched_axes_are_orthonormal_whatever_the_spectrum():
     assert torch.allclose(axes @ axes.mT, torch.eye(28).expand(5, -1, -1), atol=2e-6)
 
 
+def test_large_test_matrices_are_not_kept():
+    transform.kept_probe.cache_clear()
+    large = transform.probe(3, transform.KEPT // 8 + 1, 8)
+    assert transform.kept_probe.cache_info().currsize == 0
+    assert torch.equal(transform.probe(3, transform.KEPT // 8 + 1, 8), large)
+    assert transform.probe(3, 512, 8) is transform.probe(3, 512, 8)
+    assert torch.equal(transform.probe(3, 512, 8), transform.drawn_probe(3, 512, 8))
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_the_largest_entry_of_an_axis_is_positive(dim):
+    axes = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    fixed = transform.fixed_sign(axes, dim)
+    assert fixed.dtype == axes.dtype and torch.equal(fixed.abs(), axes.abs())
+    assert (fixed.amax(dim) == axes.abs().amax(dim)).all()
+
+
 @pytest.mark.parametrize(("cap", "expected"), [(None, 5), (3, 3), (8, 5), (100, 5), (1, 1)])
 def test_rank_cap_of_the_exact_transform(cap, expected):
     rows, _ = planted([10, 9, 8, 7, 6, 0.01, 0.01, 0.01])

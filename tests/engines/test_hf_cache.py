@@ -370,6 +370,9 @@ def test_a_padded_row_is_stored_as_the_row_alone(model):
         row, single = both.layers[0].rows["k"][0], alone.layers[0].rows["k"][0]
         assert (row.pads, row.coded, row.waiting) == (9, single.coded, single.waiting)
         assert sum(e.values for e in both.coding()) == (31 + 40) * LAYERS * 2 * HEADS * HEAD_DIM
+        whole = KVCache(model, recipe, semantics="serving")
+        logits(model, whole, IDS)
+        assert both.nbytes == alone.nbytes + whole.nbytes
 
 
 def positions(mask):
@@ -446,7 +449,7 @@ def test_rows_follow_a_reorder_and_share_their_blocks(model):
         cache.reorder_cache(torch.tensor([1, 1]))
         after = cache.decoded(2)
         assert all(torch.equal(a, b[[1, 1]]) for a, b in zip(after, before, strict=True))
-        assert cache.nbytes - cache.positions.nbytes == (size - cache.positions.nbytes) // 2
+        assert cache.nbytes == size // 2
         logits(model, cache, torch.tensor([[5], [9]]))
         assert (cache.decoded(2)[0][0] - cache.decoded(2)[0][1]).abs().max() > 0
         assert torch.equal(cache.decoded(2)[0][:, :, :20], after[0])
@@ -456,7 +459,9 @@ def test_rows_are_repeated_and_selected(model):
     cache = KVCache(model, hadamard(2))
     logits(model, cache, torch.cat([IDS, IDS.flip(1)]))
     k, v = cache.decoded(0)
+    size = cache.nbytes
     cache.batch_repeat_interleave(2)
+    assert cache.nbytes == size
     assert torch.equal(cache.decoded(0)[1], v.repeat_interleave(2, dim=0))
     cache.batch_select_indices(torch.tensor([False, False, True, False]))
     assert torch.equal(cache.decoded(0)[0], k[1:])
@@ -507,7 +512,7 @@ def test_k_may_be_coded_where_it_arrives(model):
     logits(model, cache, IDS)
     k = plain.layers[0].keys[0]
     assert torch.equal(cache.decoded(0)[0][0], codec.decode(codec.encode(k, Site(0, 0, "k"))))
-    assert cache.positions is None
+    assert cache.positions == []
 
 
 def test_the_turn_is_undone_under_attention_scaling():
@@ -591,13 +596,28 @@ def test_unknown_semantics_noise_and_training_are_refused(model):
         KVCache(model, IDENTITY, placement="postrope")
     with pytest.raises(CapabilityError, match="'noise'"):
         KVCache(model, Recipe(k=NoiseStream(sigma=0.1, seed=0), v=IdentityStream()))
-    cache = KVCache(model, hadamard())
-    model.train()
-    try:
-        with pytest.raises(CapabilityError, match="gradients"):
-            model(IDS, past_key_values=cache)
-    finally:
-        model.eval()
+    with pytest.raises(CapabilityError, match="gradients"), torch.enable_grad():
+        model(IDS, past_key_values=KVCache(model, hadamard()))
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 1, 40, 40, dtype=torch.bool).tril(), {"full_attention": None}])
+def test_masks_that_do_not_show_padding_are_refused_while_a_row_is_new(model, mask):
+    with pytest.raises(CapabilityError, match=r"attention mask came (of shape|as dict)"):
+        logits(model, KVCache(model, hadamard()), IDS, attention_mask=mask)
+    cache = KVCache(model, hadamard(), semantics="in_forward")
+    logits(model, cache, IDS)
+    logits(model, cache, IDS[:, :1], attention_mask=torch.zeros(1, 1, 1, 41))
+
+
+def test_an_empty_cache_is_reordered_and_selected_as_the_ordinary_one(model):
+    cache, plain = KVCache(model, hadamard(), semantics="in_forward"), DynamicCache()
+    for empty in (plain, cache):
+        empty.reorder_cache(torch.tensor([1, 0]))
+        empty.batch_select_indices(torch.tensor([1]))
+        empty.batch_repeat_interleave(2)
+    assert (cache.get_seq_length(), cache.nbytes) == (0, 0)
+    want = logits(model, KVCache(model, hadamard(), semantics="in_forward"), IDS)
+    assert torch.equal(logits(model, cache, IDS), want)
 
 
 def test_a_cache_that_no_token_reached_is_not_active(model):

@@ -116,6 +116,8 @@ def config(**changes) -> SimpleNamespace:
         "cache_dtype": "auto",
         "speculative_config": None,
         "lora_config": None,
+        "kv_transfer_config": None,
+        "kv_offloading_size": None,
     } | changes
     leaf = SimpleNamespace(dtype=torch.bfloat16, **leaves)
     return SimpleNamespace(
@@ -124,6 +126,7 @@ def config(**changes) -> SimpleNamespace:
         cache_config=leaf,
         speculative_config=leaf.speculative_config,
         lora_config=leaf.lora_config,
+        kv_transfer_config=leaf.kv_transfer_config,
     )
 
 
@@ -135,6 +138,8 @@ def config(**changes) -> SimpleNamespace:
         ({"data_parallel_size": 2}, "data_parallel_size above 1"),
         ({"speculative_config": object()}, "draft model"),
         ({"lora_config": object()}, "LoRA"),
+        ({"kv_transfer_config": object()}, "kv_transfer_config"),
+        ({"kv_offloading_size": 4.0}, "kv_offloading_size"),
         ({"cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
     ],
 )

@@ -1,84 +1,165 @@
-"""KL on the reference model: of the ladder's rungs from its tables, of the rivals measured here."""
+"""KL on the reference model: of the ladder from its tables, of the rivals measured here, on the same windows."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import polars as pl
 import torch
 
-from kvlab import corpus
 from kvlab.bench.subjects import Subject
 from kvlab.codec.base import Site
+from kvlab.corpus import TokenWindows
 from kvlab.engines.registry import start
+from kvlab.errors import StaleResult, StorageError
+from kvlab.experiments import plan
 from kvlab.experiments.coding import Snapshot
 from kvlab.experiments.scoring import WindowRun
-from kvlab.model import resolve
+from kvlab.model import ModelInfo
 from kvlab.params import Params
 from kvlab.records import read_job
+from kvlab.report import gather
+from kvlab.report.gather import Measured
 
-Divergences = dict[str, dict[str, float]]
-"""Label -> text (`test` or `other`) -> nats per token."""
+Divergences = dict[str, dict[str, dict]]
+"""Label -> text (`test` or `other`) -> ``bits`` per value, and ``windows``: nats per token of each window."""
+
+AGAIN = "run `snakemake ladder`"
 
 
-def of_ladder(folder: Path) -> Divergences:
-    """Mean KL of every cell of the ladder study; empty when it was not run."""
+def of_ladder(params: Params, folder: Path, model_hash: str, corpus_hash: str | None, windows: int) -> Divergences:
+    """KL of every cell of the ladder study.
+
+    Parameters
+    ----------
+    params : Params
+        Plan the cells; the folder holds those and no others.
+    folder : Path
+    model_hash : str
+        Of the model that the params name.
+    corpus_hash : str or None
+        Of the windows that rivals are scored on; None when there are none.
+    windows : int
+        Of each text, the first so many.
+
+    Raises
+    ------
+    StorageError
+        The folder, or a job in it, cannot be read.
+    StaleResult
+        A job or a cell is not planned, or was measured on another model or other windows.
+    MixedIdentity, CodecNotActive, NonFinite
+        As the report refuses the cells of its studies, see `report.gather`.
+    """
+    cells = read_ladder(params, Path(folder))
+    gather.refuse_mixed(cells, params)
+    for text in params.ladder.texts:
+        gather.refuse_other_labels([measured.tokens for measured in cells if measured.cell.text == text])
+    for name, expected in (("model_hash", model_hash), ("corpus_hash", corpus_hash)):
+        found = getattr(cells[0].provenance, name)
+        if expected is not None and found != expected:
+            raise StaleResult(f"{folder} was measured under {name} {found}, here it is {expected}; {AGAIN}")
     found: Divergences = defaultdict(dict)
-    for path in sorted(Path(folder).glob("*.json")):
-        record, tokens = read_job(path)
-        means = dict(tokens.group_by("cell_id").agg(pl.col("kl").mean()).iter_rows())
-        for measured in record.cells:
-            found[measured.cell.label][measured.cell.text] = means[measured.cell_id]
+    for measured in cells:
+        means = measured.column("kl", windows).means.tolist()
+        bits = measured.record.coding.bits_per_value
+        found[measured.cell.label][measured.cell.text] = {"bits": bits, "windows": means}
     return dict(found)
 
 
+def read_ladder(params: Params, folder: Path) -> list[Measured]:
+    """Every planned cell of the ladder, from exactly the planned jobs."""
+    if not folder.is_dir():
+        raise StorageError(f"the ladder's folder {folder} is missing; {AGAIN}")
+    planned = plan.jobs(params, plan.LADDER)
+    unplanned = sorted(path.name for path in folder.glob("*.json") if path.stem not in planned)
+    if unplanned:
+        raise StaleResult(f"{folder / unplanned[0]} is no job of the ladder these parameters plan; remove it, {AGAIN}")
+    missing = [job for job in planned if not (folder / f"{job}.json").is_file()]
+    if missing:
+        raise StorageError(f"{folder} lacks {', '.join(missing)} of the planned {len(planned)} jobs; {AGAIN}")
+    return [measured for job, cells in planned.items() for measured in read_cells(cells, folder / f"{job}.json")]
+
+
+def read_cells(planned: list, path: Path) -> list[Measured]:
+    """The cells of one job, which are the planned ones."""
+    record, tokens = read_job(path)
+    due = {cell.cell_id: cell for cell in planned}
+    for cell in record.cells:
+        gather.refuse_stale(cell, due, path)
+    tables = gather.by_cell(tokens, [cell.cell_id for cell in record.cells], path)
+    if set(tables) != set(due):
+        raise StaleResult(f"{path} holds {len(tables)} of the {len(due)} cells planned for it; {AGAIN}")
+    found = []
+    for cell in record.cells:
+        name = gather.describe(cell.cell)
+        rows = gather.on_grid(tables[cell.cell_id], cell.cell.windows, record.context, record.eval, name)
+        found.append(Measured(cell, record.provenance, record.context, record.eval, rows))
+        gather.refuse_inactive(found[-1])
+    return found
+
+
+@dataclass
 class OutsideCoder:
     """What `experiments.coding.Snapshot` asks of a coder, around a codec without calibration, on every layer."""
 
-    def __init__(self, subject: Subject, head_dim: int):
-        self.coders = {stream: subject.coder(stream, head_dim, None) for stream in ("k", "v")}
+    subject: Subject
+    head_dim: int
+    nbytes: float = 0.0
+    values: int = 0
+    coders: dict = field(init=False)
+
+    def __post_init__(self):
+        self.coders = {stream: self.subject.coder(stream, self.head_dim, None) for stream in ("k", "v")}
 
     def codes(self, layer: int, part: str) -> bool:
         """K and V of every layer."""
         return part in self.coders
 
     def snapshot(self, x: torch.Tensor, site: Site) -> torch.Tensor:
-        """`x` there and back, coded in bfloat16 as in the bench."""
+        """`x` there and back, coded in bfloat16 as in the bench; bytes are counted."""
         coder = self.coders[site.stream]
-        return coder.decode(coder.encode(x.bfloat16(), site)).to(x.dtype)
+        coded = coder.encode(x.bfloat16(), site)
+        self.nbytes += coder.nbytes(coded)
+        self.values += x.numel()
+        return coder.decode(coded).to(x.dtype)
 
 
-def of_rivals(params: Params, subjects: Iterable[Subject], path: Path | None, windows: int) -> Divergences:
-    """Mean KL of codecs that need no calibration, under the protocol of the ladder study and on its texts.
+def of_rivals(
+    params: Params, info: ModelInfo, subjects: Iterable[Subject], tokens: TokenWindows, windows: int
+) -> Divergences:
+    """KL of codecs that need no calibration, under the protocol of the ladder study and on its texts.
 
     Parameters
     ----------
     params : Params
-        Names the model, the engine and the texts.
+        Names the engine and the texts.
+    info : ModelInfo
     subjects : iterable of Subject
-    path : Path or None
-        Token windows; without them nothing is measured.
+    tokens : TokenWindows
+        What the ladder scored.
     windows : int
-        Scored windows of each text.
+        Scored windows of each text, the first so many.
     """
     subjects = list(subjects)
-    if not subjects or path is None:
+    if not subjects:
         return {}
-    info = resolve(params.model)
-    tokens = corpus.load(path, info.model_hash)
-    engine = start(params.ladder.engine, info, "float32", max_tokens=tokens.test.shape[1])
-    coders = {subject.label: OutsideCoder(subject, info.head_dim) for subject in subjects}
     found: Divergences = defaultdict(dict)
-    for text in params.ladder.texts:
-        tables: dict[str, list[float]] = defaultdict(list)
-        for number, ids in enumerate(tokens.scored(text).tolist()[:windows]):
-            run = WindowRun(engine, ids, tokens.context, number)
+    engine = start(params.ladder.engine, info, "float32", max_tokens=tokens.test.shape[1])
+    try:
+        for text in params.ladder.texts:
+            coders = {subject.label: OutsideCoder(subject, info.head_dim) for subject in subjects}
+            means: dict[str, list[float]] = {label: [] for label in coders}
+            for number, ids in enumerate(tokens.scored(text).tolist()[:windows]):
+                run = WindowRun(engine, ids, tokens.context, number)
+                for label, coder in coders.items():
+                    logits = engine.score(ids, tokens.context, Snapshot(coder, number, run.clean))
+                    means[label].append(run.rows(label, logits).select(pl.col("kl").mean()).item())
             for label, coder in coders.items():
-                logits = engine.score(ids, tokens.context, Snapshot(coder, number, run.clean))
-                tables[label].append(float(run.rows(label, logits)["kl"].mean()))
-        for label, means in tables.items():
-            found[label][text] = sum(means) / len(means)
-    engine.close()
+                found[label][text] = {"bits": 8 * coder.nbytes / coder.values, "windows": means[label]}
+    finally:
+        engine.close()
     return dict(found)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import polars as pl
 
+from kvlab.bench.summary import STREAMS, family, over_layers
+from kvlab.report import format as fmt
 from kvlab.report.figures.canvas import GREY, INK, PALE, canvas, rows_axis, styled, title
 
 # Okabe and Ito's palette and one more; the libraries are grey and told apart by their marks.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c6d1f", INK)
 MARKS = "sD^vP"
-STREAMS = ("k", "v")
 
 
 def table(data: dict, source: dict) -> pl.DataFrame:
@@ -17,8 +18,8 @@ def table(data: dict, source: dict) -> pl.DataFrame:
     most, rows = str(max(data["machine"]["threads"])), []
     for one in data["subjects"]:
         for stream in STREAMS:
-            scores = [row for row in source["scores"].get(one["label"], ()) if row["stream"] == stream]
-            if not scores or scores[0]["above_db"] is None:
+            found = over_layers(source, one["label"], stream)
+            if found is None or found["above_db"] is None:
                 continue
             by_task = source["speed"].get(one["label"], {}).get(stream, {})
             rate = {
@@ -30,13 +31,13 @@ def table(data: dict, source: dict) -> pl.DataFrame:
                 {
                     "label": one["label"],
                     "name": name,
-                    "family": name.split("+")[0],
+                    "family": family(name),
                     "conditioning": name.partition("+")[2],
                     "rival": one["rival"],
                     "nominal": one["bits"],
                     "stream": stream,
-                    "bits": sum(row["bits"] for row in scores) / len(scores),
-                    "above": sum(row["above_db"] for row in scores) / len(scores),
+                    "bits": found["bits"],
+                    "above": found["above_db"],
                 }
                 | rate
             )
@@ -53,7 +54,9 @@ def looks(given: pl.DataFrame) -> dict[str, tuple[str, str]]:
 @styled
 def distance(given: pl.DataFrame):
     """dB above the limit against real bits; a panel per stream, a line per codec whose bits can be chosen."""
+    whitened = pl.col("conditioning") == "center+whiten"  # of K alone: V is as with the mean removed
     given = given.filter(pl.col("nominal").is_not_null(), pl.col("conditioning") != "center")
+    given = given.filter(~(whitened & (pl.col("stream") == "v")))
     figure, axes = canvas(height=4.6, panels=len(STREAMS), share=True)
     by_family = looks(given)
     for axis, stream in zip(axes, STREAMS, strict=True):
@@ -69,6 +72,7 @@ def distance(given: pl.DataFrame):
                 markerfacecolor="white" if first["conditioning"] else colour,
                 markersize=4.5,
                 linewidth=2.4 if first["family"] == "klt" else 1.2,
+                zorder=2 if first["rival"] else 4 if first["family"] == "klt" else 3,
                 label=name,
             )
         axis.set_xlabel(f"real bits per value of {stream.upper()}")
@@ -77,7 +81,7 @@ def distance(given: pl.DataFrame):
     axes[0].set_ylabel("weighted error above the limit, dB")
     handles = {handle.get_label(): handle for axis in axes for handle in axis.get_lines()}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, frameon=False, fontsize=7.5)
-    title(figure, "Distance to the Gaussian rate-distortion limit")
+    title(figure, "Distance to the Gaussian rate-distortion limit: down and to the left is better")
     return figure
 
 
@@ -95,15 +99,18 @@ def speed(given: pl.DataFrame):
     figure, (axis,) = canvas(height=1.2 + 0.27 * len(lines))
     by_family = looks(given.filter(pl.col("nominal").is_not_null())) | {"fp8": (INK, "o"), "identity": (INK, "o")}
     axis.set_xscale("log")
+    axis.xaxis.set_major_formatter(lambda value, _: fmt.plain(value))
     for row, line in enumerate(lines.iter_rows(named=True)):
         colour, _ = by_family[line["family"]]
         both = [value for value in (line["encode"], line["decode"]) if value]
         axis.plot(both, [row] * len(both), color=PALE, linewidth=2, zorder=1)
         for value, filled in ((line["encode"], False), (line["decode"], True)):
             if value:
-                axis.plot(value, row, "o", color=colour, markerfacecolor=colour if filled else "white", zorder=2)
+                size = 5.5 if filled else 8  # one inside the other where both are as fast
+                fill = colour if filled else "white"
+                axis.plot(value, row, "o", color=colour, markerfacecolor=fill, markersize=size, zorder=2)
     rows_axis(axis, lines["label"].to_list())
-    axis.set_xlabel("MB/s of bfloat16 input (logarithmic); open: encode, filled: decode")
+    axis.set_xlabel("MB/s of bfloat16 input with most threads (logarithmic); open: encode, filled: decode")
     title(figure, "Speed on K; kvlab's codecs with their bytes")
     return figure
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kvlab.bench import figures
+from kvlab.bench import contest, figures, summary
+from kvlab.bench.summary import PARTS, STREAMS, family, mean, order, over_layers, speed, spread, texts
 from kvlab.records import atomic, write_text
 from kvlab.report import format as fmt
 from kvlab.report.figures import save
-from kvlab.report.findings import render
+from kvlab.report.findings import environment, tidy
 
-PARTS = ("metadata", "mismatch", "allocation", "granular", "shape")
-STREAMS = ("k", "v")
+TEMPLATES = Path(__file__).parent / "templates"
 TASKS = ("encode", "decode", "write", "read")
-BUDGET_SLACK = 0.5  # bits; what others add to the nominal bits for their scales
 
 
 def write(data: dict, out: Path) -> None:
@@ -34,7 +33,8 @@ def write(data: dict, out: Path) -> None:
             links[kind, source["name"]] = f"figures/{name}"
             with atomic(Path(out) / "figures" / name) as temporary:
                 save(draw(table), temporary)
-    write_text(Path(out) / "BENCH.md", render("bench.md.j2", **context(data, links)))
+    text = environment(TEMPLATES).get_template("bench.md.j2").render(context(data, links))
+    write_text(Path(out) / "BENCH.md", tidy(text))
 
 
 def context(data: dict, links: dict) -> dict:
@@ -44,18 +44,22 @@ def context(data: dict, links: dict) -> dict:
         "cpu": machine["cpu"],
         "system": machine["system"],
         "cores": fmt.number(machine["cores"]),
-        "threads": threads_in_words(machine["threads"]),
         "versions": ", ".join(f"{name} {version}" for name, version in sorted(data["versions"].items())),
         "rounds": fmt.number(data["rounds"]),
         "missing": [f"{label} ({reason})" for label, reason in sorted(data["missing"].items())],
         "install": data["install"],
-        "best": best_table(data),
-        "best_kl": "\n".join(f"- {sentence}" for sentence in best_kl(data)),
+        "best_error": contest.best_error(data),
+        "best_kl": contest.best_kl(data),
+        "challenge": listed(contest.challenge(data)),
+        "slack": fmt.plain(contest.SLACK),
         "glance": glance(data),
         "kl_basis": kl_basis(data),
         "published": published_table(data),
+        "published_ratios": listed(published_ratios(data)),
+        "published_refused": listed(published_refused(data)),
         "prototype": prototype_table(data),
         "most_threads": threads_in_words([max(machine["threads"])]),
+        "metrics": "\n".join(f"  - `{source['name']}`: {source['metric']};" for source in data["sources"]),
         "sources": [source_context(source, data, links) for source in data["sources"]],
     }
 
@@ -66,6 +70,7 @@ def source_context(source: dict, data: dict, links: dict) -> dict:
     return {
         "name": source["name"],
         "about": source["about"],
+        "metric": source["metric"],
         "shapes": ", ".join("×".join(map(str, shape)) for shape in source["shapes"]),
         "rows": fmt.span(row["rows"] for row in limits),
         "bias": fmt.number(-min(row["bias"] for row in limits), 2),
@@ -76,9 +81,14 @@ def source_context(source: dict, data: dict, links: dict) -> dict:
         "quality": {stream: quality_table(source, stream, data) for stream in STREAMS},
         "speed": speed_table(source, data),
         "threads": threads_in_words(data["machine"]["threads"]),
-        "refused": "\n".join(f"- {label}: {reason}" for label, reason in sorted(source["refused"].items())),
+        "refused": listed(f"{label}: {reason}" for label, reason in sorted(source["refused"].items())),
         "figures": {kind: links[kind, source["name"]] for kind in figures.FIGURES},
     }
+
+
+def listed(lines: Iterable[str]) -> str:
+    """A Markdown list."""
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def threads_in_words(counts: list[int]) -> str:
@@ -88,67 +98,23 @@ def threads_in_words(counts: list[int]) -> str:
 
 def kl_basis(data: dict) -> str:
     """What the KL was measured on."""
-    rivals = {one["label"] for one in data["subjects"] if one["rival"]}
-    words = []
-    if rivals & data["kl"].keys():
-        words.append(f"of the libraries over {data['kl_windows']} window{'s' * (data['kl_windows'] != 1)} of each text")
-    if data["kl"].keys() - rivals:
-        words.append("of kvlab's codecs over the windows of the ladder study")
-    if not words:
+    windows = sorted({len(found["windows"]) for by_text in data["kl"].values() for found in by_text.values()})
+    if not windows:
         return "KL was not measured: run the ladder study and give its tables."
     return (
-        "KL is in nats per token on the reference model, float32, every layer coded, under the `snapshot` protocol; "
-        + ", ".join(words)
-        + "."
+        "KL is in nats per token on the reference model, float32, every layer coded, under the `snapshot` protocol, "
+        f"over the same {' or '.join(map(str, windows))} windows of each text for every codec. Brackets hold "
+        f"{fmt.percent(data['bootstrap']['confidence'])} intervals of a bootstrap over windows, paired in ratios."
     )
-
-
-# ------------------------------------------------------------------------------------------ numbers
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """Mean; None when a value is missing."""
-    values = list(values)
-    return sum(values) / len(values) if values and None not in values else None
-
-
-def over_layers(source: dict, label: str, stream: str) -> dict | None:
-    """Every number of one codec on one stream, mean over layers; None when it was refused."""
-    rows = [row for row in source["scores"].get(label, ()) if row["stream"] == stream]
-    keys = ("bits", "nmse_db", "above_db", "excess", *PARTS)
-    return {key: mean(row[key] for row in rows) for key in keys} if rows else None
-
-
-def speed(source: dict, label: str, task: str, threads: int) -> float | None:
-    """Median MB/s of K and V one after the other."""
-    found = source["speed"].get(label, {})
-    rates = [found.get(stream, {}).get(task, {}).get(str(threads)) for stream in STREAMS]
-    return len(rates) / sum(1 / rate["value"] for rate in rates) if all(rates) else None
-
-
-def spread(source: dict, label: str) -> float:
-    """Largest half distance of the slowest from the fastest round, over the median."""
-    found = source["speed"].get(label, {})
-    rates = [rate for tasks in found.values() for by in tasks.values() for rate in by.values()]
-    return max(((rate["high"] - rate["low"]) / 2 / rate["value"] for rate in rates), default=0.0)
-
-
-def order(data: dict) -> list[dict]:
-    """Subjects by nominal bits, those without any first."""
-    return sorted(data["subjects"], key=lambda one: (one["bits"] or 0, one["rival"]))
-
-
-def family(label: str) -> str:
-    """The codec in a label: what stands before the conditioning and the bits."""
-    return label.split()[0].split("+")[0]
 
 
 # ------------------------------------------------------------------------------------------- tables
 
 
 def quality_table(source: dict, stream: str, data: dict) -> str:
-    """Distance to the limit and its parts, by nominal bits and then by excess."""
-    rows = [(one, over_layers(source, one["label"], stream)) for one in data["subjects"]]
+    """Distance to the limit and its parts, by nominal bits and then by excess; whitening leaves V as it is."""
+    named = [one for one in data["subjects"] if stream == "k" or "+whiten" not in one["label"]]
+    rows = [(one, over_layers(source, one["label"], stream)) for one in named]
     rows = [(one, found) for one, found in rows if found and found["excess"] is not None]
     rows.sort(key=lambda row: (row[0]["bits"] or 0, row[1]["excess"]))
     return fmt.table(
@@ -187,9 +153,8 @@ def speed_table(source: dict, data: dict) -> str:
 def glance(data: dict) -> str:
     """Everything that a user chooses by, on the first source."""
     source, most = data["sources"][0], max(data["machine"]["threads"])
-    texts = sorted({text for found in data["kl"].values() for text in found}, reverse=True)
     headers = ["codec", "bits K", "bits V", "K above limit dB", "V above limit dB"]
-    headers += [f"KL, {text} text" for text in texts] + ["encode MB/s", "decode MB/s"]
+    headers += [f"KL, {text} text" for text in texts(data)] + ["encode MB/s", "decode MB/s"]
     rows = []
     for one in order(data):
         by_stream = {stream: over_layers(source, one["label"], stream) for stream in STREAMS}
@@ -202,7 +167,7 @@ def glance(data: dict) -> str:
                 one["label"],
                 *(fmt.fixed(by_stream[stream]["bits"], 2) for stream in STREAMS),
                 *(fmt.DASH if value is None else fmt.fixed(value, 2) for value in above),
-                *(fmt.number(data["kl"].get(one["label"], {}).get(text)) for text in texts),
+                *(fmt.estimate(summary.kl(data, one["label"], text)) for text in texts(data)),
                 fmt.number(rate["encode"] if one["rival"] else rate["write"]),
                 fmt.number(rate["decode"] if one["rival"] else rate["read"]),
             ]
@@ -210,111 +175,76 @@ def glance(data: dict) -> str:
     return fmt.table(headers, rows)
 
 
-# --------------------------------------------------------------------------------------- who is best
-
-
-def budgets(data: dict) -> list[float]:
-    """The nominal bits, and what others need for them."""
-    nominal = sorted({one["bits"] for one in data["subjects"] if one["bits"]})
-    return sorted({bits + slack for bits in nominal for slack in (0.0, BUDGET_SLACK)})
-
-
-def contest(found: dict[str, tuple[float, float]], budget: float) -> list[tuple[str, float, float]]:
-    """(label, bits, cost) within a budget, cheapest first, the best of each codec only."""
-    within = [(label, bits, cost) for label, (bits, cost) in found.items() if bits <= budget + 5e-3]
-    within.sort(key=lambda row: row[2])
-    seen: dict[str, tuple[str, float, float]] = {}
-    for row in within:
-        seen.setdefault(family(row[0]), row)
-    return list(seen.values())
-
-
-def errors(source: dict, stream: str) -> dict[str, tuple[float, float]]:
-    """Label -> bits and error in dB."""
-    rows = {label: over_layers(source, label, stream) for label in source["scores"]}
-    return {label: (row["bits"], row["nmse_db"]) for label, row in rows.items() if row and row["nmse_db"] is not None}
-
-
-def best_table(data: dict) -> str:
-    """Who has the least error within each budget, and how far behind the next codec is."""
-    lines = []
-    for source in data["sources"]:
-        for stream in STREAMS:
-            for budget in budgets(data):
-                first, *rest = contest(errors(source, stream), budget) or [None]
-                if first is None:
-                    continue
-                second = rest[0] if rest else None
-                lines.append(
-                    [
-                        source["name"],
-                        stream.upper(),
-                        fmt.plain(budget),
-                        first[0],
-                        fmt.fixed(first[1], 2),
-                        fmt.fixed(first[2], 2),
-                        second[0] if second else fmt.DASH,
-                        fmt.fixed(second[1], 2) if second else fmt.DASH,
-                        fmt.fixed(second[2] - first[2], 2, signed=True) if second else fmt.DASH,
-                    ]
-                )
-    return fmt.table(
-        ["source", "stream", "bits up to", "best", "its bits", "error dB", "next", "its bits", "dB behind"], lines
-    )
-
-
-def best_kl(data: dict) -> list[str]:
-    """A sentence per text and budget: the codec of least KL and the next."""
-    source, sentences = data["sources"][0], []
-    if source["name"] != "capture":  # the bits of another source are not those that cost this KL
-        return sentences
-    for text in sorted({text for found in data["kl"].values() for text in found}, reverse=True):
-        for budget in budgets(data):
-            found = {}
-            for label, by_text in data["kl"].items():
-                bits = [over_layers(source, label, stream) for stream in STREAMS]
-                if text in by_text and all(bits):
-                    found[label] = (mean(row["bits"] for row in bits), by_text[text])
-            ranked = contest(found, budget)
-            if len(ranked) < 2:
-                continue
-            (label, bits, kl), (other, other_bits, other_kl) = ranked[:2]
-            times = f", {fmt.number(other_kl / kl, 2)} times as much" if kl > 0 else ""
-            sentences.append(
-                f"Up to {fmt.plain(budget)} bits on {text} text: `{label}` ({fmt.fixed(bits, 2)} bits) costs "
-                f"{fmt.number(kl)} nats per token; next is `{other}` ({fmt.fixed(other_bits, 2)} bits) with "
-                f"{fmt.number(other_kl)}{times}."
-            )
-    return sentences
-
-
 # ----------------------------------------------------------------------------------- published numbers
+
+
+def published_source(data: dict) -> dict | None:
+    """The source that the published codec was measured on, if it is among the benched ones."""
+    return next((source for source in data["sources"] if source["published"]), None)
+
+
+def published_rows(source: dict, data: dict) -> tuple[list[dict], list[dict]]:
+    """The block codec at the published settings; `klt` beside the first of its stream."""
+    block = [row for row in source["published"] if "refused" not in row]
+    klt = []
+    for stream in STREAMS:
+        first = next((row for row in source["published"] if row["stream"] == stream), None)
+        for one in data["subjects"]:
+            found = over_layers(source, one["label"], stream)
+            if first and found and family(one["label"]) == "klt":
+                ours = {"bits": found["bits"], "error_db": found["nmse_db"]} | rates(source, one, stream, data)
+                label = f"{one['label']} (published: {first['label']})"
+                klt.append({"label": label, "stream": stream, "theirs": first["theirs"], "ours": ours})
+    return block, klt
 
 
 def published_table(data: dict) -> str | None:
     """The published codec's settings run by ours, and `klt` beside the published recipe; every ratio."""
-    source = next((source for source in data["sources"] if source["published"]), None)
+    source = published_source(data)
     if source is None:
         return None
-    rows = [published_row(row["label"], row) for row in source["published"] if "refused" not in row]
-    for stream in STREAMS:
-        theirs = next((row["theirs"] for row in source["published"] if row["stream"] == stream), None)
-        for one in data["subjects"]:
-            found = over_layers(source, one["label"], stream)
-            if theirs and found and family(one["label"]) == "klt":
-                ours = {"bits": found["bits"], "error_db": found["nmse_db"]} | rates(source, one, stream, data)
-                rows.append(
-                    published_row(
-                        f"{one['label']} beside the first", {"stream": stream, "theirs": theirs, "ours": ours}
-                    )
+    block, klt = published_rows(source, data)
+    headers = ["settings", "stream", "bits", "published bits", "bytes ×", "error dB", "published dB", "difference dB"]
+    headers += ["encode MB/s", "encode ×", "decode MB/s", "decode ×"]
+    return fmt.table(headers, map(published_row, block + klt))
+
+
+def published_ratios(data: dict) -> list[str]:
+    """Sentences: the range of every ratio, for the block codec over its settings and for `klt` over its bits."""
+    source, sentences = published_source(data), []
+    if source is None:
+        return sentences
+    for rows, what in zip(published_rows(source, data), ("kvlab's block codec", "`klt`"), strict=True):
+        for stream in STREAMS:
+            found = [ratios(row) for row in rows if row["stream"] == stream]
+            if found:
+                bytes_, encode, decode = (
+                    extent([row[key] for row in found], fmt.number) for key in ("bytes", "encode", "decode")
                 )
-    headers = ["settings", "stream", "bits", "published", "bytes ×", "error dB", "published", "difference dB"]
-    return fmt.table([*headers, "encode MB/s", "encode ×", "decode MB/s", "decode ×"], rows)
+                error = extent([row["error"] for row in found], lambda value: fmt.fixed(value, 2, signed=True))
+                sentences.append(
+                    f"On {stream.upper()} {what} takes {bytes_} times the published codec's bytes, its error differs "
+                    f"by {error} dB, and it encodes {encode} and decodes {decode} times as fast."
+                )
+    return sentences
+
+
+def published_refused(data: dict) -> list[str]:
+    """Settings that were refused here, with the reason."""
+    source = published_source(data)
+    rows = source["published"] if source else ()
+    return [f"{row['label']} ({row['stream'].upper()}): {row['refused']}" for row in rows if "refused" in row]
+
+
+def extent(values: list[float], write: Callable[[float], str]) -> str:
+    """Least and largest value in words."""
+    low, high = write(min(values)), write(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def prototype_table(data: dict) -> str | None:
     """`klt` beside the prototype it grew from, which knew the limit of the true covariance."""
-    source = next((source for source in data["sources"] if source["published"]), None)
+    source = published_source(data)
     if source is None:
         return None
     lines = []
@@ -334,20 +264,31 @@ def rates(source: dict, one: dict, stream: str, data: dict) -> dict:
     return {"encode": by_task["write"][most], "decode": by_task["read"][most]}
 
 
-def published_row(label: str, row: dict) -> list[str]:
-    """One line: ours, theirs, and the ratio of both."""
+def ratios(row: dict) -> dict[str, float]:
+    """Bytes and MB/s over the published ones, and the difference of the errors in dB."""
     ours, theirs = row["ours"], row["theirs"]
+    return {
+        "bytes": ours["bits"] / theirs["bits"],
+        "error": ours["error_db"] - theirs["error_db"],
+        "encode": ours["encode"]["value"] / theirs["encode"],
+        "decode": ours["decode"]["value"] / theirs["decode"],
+    }
+
+
+def published_row(row: dict) -> list[str]:
+    """One line: ours, theirs, and the ratio of both."""
+    ours, theirs, by = row["ours"], row["theirs"], ratios(row)
     return [
-        label,
+        row["label"],
         row["stream"].upper(),
         fmt.fixed(ours["bits"], 2),
         fmt.fixed(theirs["bits"], 2),
-        fmt.fixed(ours["bits"] / theirs["bits"], 3),
+        fmt.fixed(by["bytes"], 3),
         fmt.fixed(ours["error_db"], 2),
         fmt.fixed(theirs["error_db"], 2),
-        fmt.fixed(ours["error_db"] - theirs["error_db"], 2, signed=True),
+        fmt.fixed(by["error"], 2, signed=True),
         fmt.number(ours["encode"]["value"]),
-        fmt.number(ours["encode"]["value"] / theirs["encode"]),
+        fmt.number(by["encode"]),
         fmt.number(ours["decode"]["value"]),
-        fmt.number(ours["decode"]["value"] / theirs["decode"]),
+        fmt.number(by["decode"]),
     ]

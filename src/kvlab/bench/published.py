@@ -47,6 +47,11 @@ class Published:
         """Stream and layer of the tensors that it was measured on."""
         return {(self.stream, layer) for layer in LAYERS}
 
+    def numbers(self) -> dict[str, float]:
+        """What was published: bits, error (mean of the layers), MB/s."""
+        error = sum(self.error_db) / len(self.error_db)
+        return {"bits": self.bits, "error_db": error, "encode": self.encode, "decode": self.decode}
+
     def recipe(self) -> Recipe:
         """The same settings for kvlab's block codec: blocks per head, half precision, the Gaussian table at 3 bits."""
         stream = BlockStream(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from kvlab import corpus
 from kvlab.bench import clock, divergence, page, published, sources
 from kvlab.bench.rivals import INSTALL, LIBRARIES
 from kvlab.bench.score import Scorer, limit_row, whole
-from kvlab.bench.subjects import Roster, Subject, calibrate, roster
+from kvlab.bench.subjects import Subject, calibrate, roster
+from kvlab.bench.summary import mean
+from kvlab.calibration.capture import Captured
 from kvlab.codec.base import Site
-from kvlab.errors import KvlabError
+from kvlab.errors import KvlabError, MixedIdentity, StorageError, UserError
 from kvlab.model import resolve
 from kvlab.params import Params
 from kvlab.records import machine, versions, write_json
@@ -48,11 +52,32 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: rounds of the clock, thread counts, windows of the rivals' KL."""
+    """How much is measured.
+
+    Parameters
+    ----------
+    rounds : int
+        Of the clock.
+    threads : tuple of int
+        Numbers of threads to time with.
+    windows : int or None
+        Of each text for the KL, for libraries and ladder alike; None takes all that the ladder scored.
+    """
 
     rounds: int = 7
     threads: tuple[int, ...] = (1, 2)
-    windows: int = 8
+    windows: int | None = None
+
+    def checked(self, params: Params) -> Effort:
+        """Itself with `windows` filled in; `UserError` when something cannot be measured."""
+        if self.rounds < 1:
+            raise UserError(f"{self.rounds} rounds time nothing; give at least one")
+        if not self.threads or min(self.threads) < 1:
+            raise UserError(f"threads {self.threads} cannot be timed; give numbers from one on")
+        windows = params.ladder.windows if self.windows is None else self.windows
+        if not 2 <= windows <= params.ladder.windows:
+            raise UserError(f"KL over {windows} windows; allowed: 2..{params.ladder.windows} (ladder.windows)")
+        return replace(self, windows=windows)
 
 
 def bench(params: Params, out: Path, inputs: Inputs, effort: Effort | None = None) -> dict:
@@ -71,10 +96,10 @@ def bench(params: Params, out: Path, inputs: Inputs, effort: Effort | None = Non
     dict
         What ``bench.json`` holds.
     """
-    effort = effort or Effort()
+    effort = (effort or Effort()).checked(params)
+    found = opened(params, Path(out), inputs, effort)
     torch.set_num_threads(1)  # windows are small; the clock sets its own
     who = roster(params)
-    measured = [measure(source, who.subjects, params, effort) for source in gather(params, inputs)]
     data = {
         "machine": machine() | {"cpu": cpu_name(), "threads": list(effort.threads)},
         "versions": versions() | {lib.distribution: lib.version for lib in LIBRARIES.values() if lib.version},
@@ -85,13 +110,63 @@ def bench(params: Params, out: Path, inputs: Inputs, effort: Effort | None = Non
             {"label": one.label, "bits": one.bits, "rival": one.recipe is None, "conditioned": "+" in one.label}
             for one in who.subjects
         ],
-        "sources": measured,
-        "kl": divergences(params, who, inputs, effort),
-        "kl_windows": effort.windows,
+        "sources": [],
+        "kl": found.ladder,
+        "bootstrap": params.stats.model_dump(),
     }
-    write_json(Path(out) / "bench.json", data)
+    for source in gather(params, inputs):
+        data["sources"].append(measure(source, who.subjects, params, effort))
+        write_json(Path(out) / "bench.json", data)  # what was measured stays, whatever happens to the rest
+    if found.tokens is not None:
+        refused = {label for source in data["sources"] if source["name"] == "capture" for label in source["refused"]}
+        rivals = [one for one in who.subjects if one.recipe is None and one.label not in refused]
+        info = resolve(params.model)
+        data["kl"] = found.ladder | divergence.of_rivals(params, info, rivals, found.tokens, effort.windows)
+        write_json(Path(out) / "bench.json", data)
     page.write(data, Path(out))
     return data
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What is read before anything is measured: the ladder's KL, and the windows for that of the rivals."""
+
+    ladder: divergence.Divergences
+    tokens: corpus.TokenWindows | None
+
+
+def opened(params: Params, out: Path, inputs: Inputs, effort: Effort) -> Opened:
+    """Open every input, so that a wrong one costs no measuring; sources are read again when their turn comes.
+
+    Raises
+    ------
+    UserError, Fault
+        An input cannot be read, or does not belong to these parameters.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write into {out}: {error.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise StorageError(f"cannot write into {out}; give another folder with --out")
+    info = resolve(params.model) if inputs.capture or inputs.windows or inputs.ladder else None
+    capture = Captured(inputs.capture, info.model_hash) if inputs.capture else None
+    if inputs.sigma:
+        sources.published_weights(inputs.sigma)
+    if inputs.tensors:
+        sources.given(inputs.tensors)
+    tokens = corpus.load(inputs.windows, info.model_hash) if inputs.windows else None
+    for text in params.ladder.texts if tokens else ():
+        if len(tokens.scored(text)) < effort.windows:
+            raise UserError(f"{inputs.windows} holds {len(tokens.scored(text))} {text} windows, not {effort.windows}")
+    hashes = {tokens.corpus_hash} if tokens else set()
+    hashes |= {capture.metadata["corpus_hash"]} if capture else set()
+    if len(hashes) > 1:
+        raise MixedIdentity({"corpus_hash of --capture and --windows": hashes})
+    if not inputs.ladder:
+        return Opened({}, tokens)
+    corpus_hash = next(iter(hashes), None)
+    return Opened(divergence.of_ladder(params, inputs.ladder, info.model_hash, corpus_hash, effort.windows), tokens)
 
 
 def gather(params: Params, inputs: Inputs) -> Iterable[sources.Source]:
@@ -123,6 +198,7 @@ def measure(source: sources.Source, subjects: tuple[Subject, ...], params: Param
     return {
         "name": source.name,
         "about": source.about,
+        "metric": source.metric,
         "shapes": sorted({tuple(sample.scored.shape) for sample in source.samples}),
         "limits": limits,
         "refused": refused,
@@ -177,22 +253,16 @@ def against_published(source: sources.Source, ridge: float, effort: Effort) -> l
         samples = [s for s in source.samples if s.whole is not None and (s.stream, s.layer) in theirs.places]
         if len(samples) != len(theirs.places):
             continue
+        row = {"label": theirs.name, "stream": theirs.stream, "theirs": theirs.numbers()}
         subject = Subject(theirs.label, 3, theirs.recipe())
         try:
             ours = [whole(subject, sample, ridge) for sample in samples]
             speed = whole_speed(subject, samples[0], ridge, effort)
         except (KvlabError, ImportError) as error:
-            rows.append({"label": theirs.label, "stream": theirs.stream, "refused": str(error)})
+            rows.append(row | {"refused": str(error)})
             continue
-        rows.append(
-            {
-                "label": theirs.name,
-                "stream": theirs.stream,
-                "theirs": {"bits": theirs.bits, "error_db": sum(theirs.error_db) / len(theirs.error_db),
-                           "encode": theirs.encode, "decode": theirs.decode},
-                "ours": {"bits": mean(ours, "bits"), "error_db": mean(ours, "nmse_db"), **speed},
-            }
-        )  # fmt: skip
+        errors = {"bits": mean(one["bits"] for one in ours), "error_db": mean(one["nmse_db"] for one in ours)}
+        rows.append(row | {"ours": errors | speed})
     return rows
 
 
@@ -207,21 +277,6 @@ def whole_speed(subject: Subject, sample: sources.Sample, ridge: float, effort: 
         "encode": clock.rate(2 * x.numel(), taken["write", most]),
         "decode": clock.rate(2 * x.numel(), taken["read", most]),
     }
-
-
-def mean(rows: list[dict], key: str) -> float:
-    """Mean over samples."""
-    return sum(row[key] for row in rows) / len(rows)
-
-
-# ------------------------------------------------------------------------------------- the model, the machine
-
-
-def divergences(params: Params, who: Roster, inputs: Inputs, effort: Effort) -> divergence.Divergences:
-    """KL by label and text; empty where nothing to measure it on was given."""
-    found = divergence.of_ladder(inputs.ladder) if inputs.ladder else {}
-    rivals = [subject for subject in who.subjects if subject.recipe is None]
-    return found | divergence.of_rivals(params, rivals, inputs.windows, effort.windows)
 
 
 def cpu_name() -> str:

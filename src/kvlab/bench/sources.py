@@ -55,15 +55,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class Source:
-    """Samples of one origin; `about` says in a sentence what they are."""
+    """Samples of one origin.
+
+    Parameters
+    ----------
+    name : str
+    about, metric : str
+        What the samples are, and what their errors are weighed by: each words of a sentence.
+    samples : tuple of Sample
+    """
 
     name: str
     about: str
+    metric: str
     samples: tuple[Sample, ...]
-
-    def first(self, stream: str) -> Sample:
-        """The first sample of a stream: what codecs are timed on."""
-        return next(sample for sample in self.samples if sample.stream == stream)
 
 
 def halves(windows: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +100,11 @@ def captured(path: Path, info: ModelInfo) -> Source:
         for stream in ("k", "v"):
             x = capture.layer(layer, stream)[:, :, : capture.context].bfloat16()
             samples.append(Sample(layer, stream, *halves(x), **weights[stream]))
-    return Source("capture", "K and V of the reference model on text", tuple(samples))
+    metric = (
+        "errors of K are weighed by Σ_q of the scored windows turned by every lag of the context, a lag weighing "
+        "1 / (1 + lag), those of V by the layer's output projection, W_oᵀ W_o"
+    )
+    return Source("capture", "K and V of the reference model on text", metric, tuple(samples))
 
 
 # ------------------------------------------------------------------------------------------ planted
@@ -105,28 +114,40 @@ def planted(heads: int = 2, tokens: int = 1024, head_dim: int = 128) -> Source:
     """Two windows of K and of V with known statistics, and a planted Sigma_q; nothing is read."""
     weight = planted_weight(heads, head_dim)
     about = "made in code: correlated heavy-tailed factors, full-rank noise and outlier channels; planted Sigma_q"
-    return Source("planted", about, planted_samples({0: weight}, tokens))
+    metric = "errors of K are weighed by the planted Σ_q, those of V are plain"
+    return Source("planted", about, metric, planted_samples({0: weight}, tokens))
 
 
 def planted_with(path: Path, layers: int = 3, tokens: int = 1024) -> Source:
-    """The planted K and V under the real Sigma_q of a published safetensors file, some layers of it.
+    """The planted K and V under the real Sigma_q of a published safetensors file, some layers of it."""
+    weights = published_weights(path, layers)
+    numbers = ", ".join(map(str, weights))
+    metric = f"errors of K are weighed by the published Σ_q of layers {numbers}, those of V are plain"
+    about = "the planted streams under a real model's Σ_q"
+    return Source("real-sigma", about, metric, planted_samples(weights, tokens))
+
+
+def published_weights(path: Path, layers: int = 3) -> dict[int, Tensor]:
+    """Sigma_q of some layers of a file, float64 [heads, head_dim, head_dim] by layer.
 
     Raises
     ------
     StorageError
-        When the file cannot be read or holds no ``layer_<l>_sigma``.
+        When the file cannot be read, or holds no ``layer_<l>_sigma`` of that shape.
     """
     try:
         with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name.endswith("_sigma")]  # noqa: SIM118 (no mapping)
-            numbers = sorted(int(name.split("_")[1]) for name in names)
+            found = (re.fullmatch(r"layer_(\d+)_sigma", name) for name in file.keys())  # noqa: SIM118 (no mapping)
+            numbers = sorted(int(match[1]) for match in found if match)
             chosen = [numbers[(2 * i + 1) * len(numbers) // (2 * layers)] for i in range(layers)] if numbers else []
             weights = {layer: file.get_tensor(f"layer_{layer}_sigma").double() for layer in chosen}
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot read Sigma_q {path}: {error}") from None
     if not weights:
         raise StorageError(f"{path} holds no layer_<l>_sigma; give a Sigma_q file")
-    return Source("real-sigma", "the planted streams under a real model's Sigma_q", planted_samples(weights, tokens))
+    for layer, weight in weights.items():
+        check_sigma(weight, f"layer_{layer}_sigma of {path}")
+    return weights
 
 
 def planted_samples(weights: dict[int, Tensor], tokens: int) -> tuple[Sample, ...]:
@@ -196,26 +217,69 @@ def given(folder: Path) -> Source:
     Raises
     ------
     StorageError
-        When the folder holds no K or V, or a K without Sigma_q.
+        When the folder holds no K or V, or a K without Sigma_q of its shape, or a file is not such an array.
     """
     weights = dict(pair for path in sorted(Path(folder).glob("sigma*.npy")) for pair in weights_in(path))
-    samples = []
+    samples: dict[tuple[str, int], Sample] = {}
     for path in sorted(Path(folder).glob("[KV]*_L*.npy")):
-        layer, stream = int(LAYER_OF.findall(path.stem)[0]), path.name[0].lower()
-        if stream == "k" and layer not in weights:
-            raise StorageError(f"{path.name} has no Sigma_q; put a sigma_q_L{layer:02d}.npy beside it")
-        weight = weights[layer] if stream == "k" else None
-        whole = torch.from_numpy(np.load(path)).transpose(0, 1).contiguous().bfloat16()
-        parts = halves(torch.stack(whole.split(whole.shape[1] // 2, dim=1)[:2]).contiguous())
-        samples.append(Sample(layer, stream, *parts, weight, weight, whole=whole))
-    if {sample.stream for sample in samples} != {"k", "v"}:
+        sample = sample_in(path, weights)
+        if (sample.stream, sample.layer) in samples:
+            raise StorageError(f"{path} is layer {sample.layer} of {sample.stream.upper()} a second time; keep one")
+        samples[sample.stream, sample.layer] = sample
+    if {stream for stream, _ in samples} != {"k", "v"}:
         raise StorageError(f"{folder} holds no K_L<l>.npy and V_L<l>.npy to bench")
-    return Source(
-        "given", "tensors given in a folder: first half of the tokens calibrates, second is scored", tuple(samples)
-    )
+    about = "tensors given in a folder: the first half of the tokens calibrates, the second is scored"
+    metric = "errors of K are weighed by the given Σ_q, those of V are plain"
+    return Source("given", about, metric, tuple(samples.values()))
+
+
+def sample_in(path: Path, weights: dict[int, Tensor]) -> Sample:
+    """One layer's K or V, from the file of one tensor."""
+    (layer,), array = layers_in(path, 1), array_in(path)
+    if array.ndim != 3 or array.shape[0] < 4 or not array.size:
+        raise StorageError(f"{path} has shape {array.shape}; expected [tokens, heads, head_dim], four tokens or more")
+    stream = path.name[0].lower()
+    if stream == "k" and layer not in weights:
+        raise StorageError(f"{path.name} has no Sigma_q; put a sigma_q_L{layer:02d}.npy beside it")
+    weight = weights[layer] if stream == "k" else None
+    if weight is not None and weight.shape != (array.shape[1], array.shape[2], array.shape[2]):
+        raise StorageError(f"{path} has shape {array.shape}, its Sigma_q {tuple(weight.shape)}; these do not fit")
+    whole = torch.from_numpy(array).transpose(0, 1).contiguous().bfloat16()
+    parts = halves(torch.stack(whole.split(whole.shape[1] // 2, dim=1)[:2]).contiguous())
+    return Sample(layer, stream, *parts, weight, weight, whole=whole)
 
 
 def weights_in(path: Path) -> Iterable[tuple[int, Tensor]]:
     """(layer, Sigma_q float64 [heads, n, n]) of one file."""
-    layers, array = [int(number) for number in LAYER_OF.findall(path.stem)], torch.from_numpy(np.load(path)).double()
-    return zip(layers, array if array.ndim == 4 else array[None], strict=True)
+    array = torch.from_numpy(array_in(path)).double()
+    stacked = array if array.ndim == 4 else array[None]
+    for layer, weight in zip(layers_in(path, len(stacked)), stacked, strict=True):
+        check_sigma(weight, f"layer {layer} of {path}")
+        yield layer, weight
+
+
+def layers_in(path: Path, count: int) -> list[int]:
+    """The layers in a file's name, as many as it holds."""
+    layers = [int(number) for number in LAYER_OF.findall(path.stem)]
+    if len(layers) != count:
+        raise StorageError(f"{path} names {len(layers)} layers and holds {count}; write _L<l> for each into its name")
+    return layers
+
+
+def array_in(path: Path) -> np.ndarray:
+    """A float array without NaN and infinity."""
+    try:
+        array = np.load(path)
+    except (OSError, ValueError, EOFError) as error:
+        raise StorageError(f"cannot read {path} as .npy: {error}") from None
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or array.dtype.itemsize > 8:
+        raise StorageError(f"{path} holds {getattr(array, 'dtype', type(array).__name__)}; expected a float array")
+    if not np.isfinite(array).all():
+        raise StorageError(f"{path} holds NaN or infinity")
+    return array
+
+
+def check_sigma(weight: Tensor, origin: str) -> None:
+    """`StorageError` unless this may be a Sigma_q: [heads, n, n], finite."""
+    if weight.ndim != 3 or weight.shape[1] != weight.shape[2] or not weight.isfinite().all():
+        raise StorageError(f"{origin} is no Sigma_q: shape {tuple(weight.shape)}, expected finite [heads, n, n]")

@@ -10,14 +10,16 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from kvlab import corpus
+from kvlab.calibration.facts import header_facts
 from kvlab.engines.base import Part
 from kvlab.engines.registry import start
 from kvlab.errors import CalibrationMismatch, NonFinite
 from kvlab.model import resolve
 from kvlab.params import Params
-from kvlab.records import atomic, from_header, to_header, versions
+from kvlab.records import atomic, to_header, versions
 
 PARTS = ("q", "k", "v")
+FACTS = {"engine": str, "model_hash": str, "corpus_hash": str, "context": int}
 SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 
 
@@ -72,17 +74,23 @@ class Captured:
         What `capture` wrote.
     model_hash : str
         Hash of the model it must have been captured from.
+
+    Raises
+    ------
+    CalibrationMismatch
+        The file cannot be read, is no capture, or of another model.
     """
 
     def __init__(self, path: Path, model_hash: str):
         self.path = Path(path)
         try:
             with safe_open(self.path, "pt") as file:
-                self.metadata, self._names = from_header(file.metadata()), set(file.keys())
+                metadata, self._names = file.metadata(), set(file.keys())
         except (OSError, SafetensorError) as error:
             raise CalibrationMismatch(f"cannot read capture {path}: {error}; run `kvlab capture`") from None
-        if "model_hash" not in self.metadata:
-            raise CalibrationMismatch(f"{path} is no capture; run `kvlab capture`")
+        self.metadata = header_facts(metadata, self.path, FACTS, "capture")
+        if not self._names or self._names != {f"layer_{n}_{part}" for n in range(self.n_layers) for part in PARTS}:
+            raise CalibrationMismatch(f"{path} does not hold Q, K and V of every layer; run `kvlab capture`")
         if self.metadata["model_hash"] != model_hash:
             raise CalibrationMismatch(
                 f"{path} was captured from model {self.metadata['model_hash']}, this model is {model_hash}"
@@ -103,6 +111,17 @@ class Captured:
     def n_layers(self) -> int:
         """Layers that were captured."""
         return sum(name.endswith("_q") for name in self._names)
+
+    @property
+    def n_windows(self) -> int:
+        """Windows that were captured."""
+        with safe_open(self.path, "pt") as file:
+            return file.get_slice("layer_0_k").get_shape()[0]
+
+    def window(self, layer: int, part: Part, window: int) -> torch.Tensor:
+        """One window of one layer as it was captured, shape (heads, tokens, head_dim); no other is read."""
+        with safe_open(self.path, "pt") as file:
+            return file.get_slice(f"layer_{layer}_{part}")[window]
 
     def layer(self, layer: int, part: Part) -> torch.Tensor:
         """One layer's tensor, float32, shape (windows, heads, tokens, head_dim)."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -18,12 +17,13 @@ from kvlab.calibration.capture import Captured
 from kvlab.calibration.sigma import load_whiteners
 from kvlab.codec import quantizer
 from kvlab.codec.base import Site, StreamCalibration
+from kvlab.codec.published import write_centroids
 from kvlab.codec.registry import build
 from kvlab.codec.whitening import Whitener
 from kvlab.model import resolve
 from kvlab.params import Params, coded_layers, studied_recipe
 from kvlab.recipe import BlockStream, digest
-from kvlab.records import atomic, write_json
+from kvlab.records import write_json
 
 POOL_LIMIT = 5_000_000
 
@@ -36,8 +36,8 @@ def variance_ratios(params: Params) -> list[float]:
 def fit_codebooks(params: Params, capture_path: Path, sigma_path: Path, out: Path) -> None:
     """Fit the table of every stream and variance ratio; write the ``.json`` and one ``.f32`` each.
 
-    A ``.f32`` file holds 2**bits ascending little-endian float32 values and nothing else. It lies in a
-    folder named like the json, as ``K_vr1.f32``.
+    A ``.f32`` file is a table in the published format of `codec.published`. It lies in a folder named like
+    the json, as ``K_vr1.f32``.
     """
     torch.set_num_threads(params.jobs.threads)
     info = resolve(params.model)
@@ -51,8 +51,7 @@ def fit_codebooks(params: Params, capture_path: Path, sigma_path: Path, out: Pat
             name = f"{stream.upper()}_vr{ratio:g}"
             pool = residual_pool(stream_recipe, stream, captured, whiteners, coded_layers(params), name)
             table = fit_table(stream_recipe, stream, pool) | {"name": name, "file": f"{name}.f32"}
-            with atomic(out.with_suffix("") / table["file"]) as temporary:
-                np.asarray(table["centroids"], dtype="<f4").tofile(temporary)
+            write_centroids(out.with_suffix("") / table["file"], torch.tensor(table["centroids"]))
             tables.append(table)
     write_json(
         out,
@@ -115,5 +114,4 @@ def fit_table(recipe: BlockStream, stream: str, pool: torch.Tensor) -> dict:
 def pool_mse(pool: torch.Tensor, table: torch.Tensor) -> float:
     """Mean squared error of a table on the pool."""
     table = table.to(pool.dtype)
-    nearest = torch.searchsorted((table[1:] + table[:-1]) / 2, pool)
-    return float((pool - table[nearest]).double().square().mean())
+    return float((pool - table[quantizer.quantise(pool, table)]).double().square().mean())

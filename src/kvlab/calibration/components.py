@@ -16,8 +16,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvlab.calibration.capture import Captured
+from kvlab.calibration.facts import header_facts
 from kvlab.calibration.metrics import ErrorMetrics
-from kvlab.calibration.sigma import load_whiteners
+from kvlab.calibration.sigma import load_whiteners, read_sidecar
 from kvlab.codec import components as klt
 from kvlab.codec.components import Components
 from kvlab.codec.metric import ridged
@@ -25,7 +26,7 @@ from kvlab.codec.whitening import Whitener
 from kvlab.errors import CalibrationMismatch, NonFinite
 from kvlab.model import resolve
 from kvlab.params import Params
-from kvlab.records import atomic, file_hash, forget, from_header, read_json, to_header, write_json
+from kvlab.records import atomic, file_hash, forget, to_header, write_json
 
 STREAMS = ("k", "v")
 FIELDS = tuple(field.name for field in fields(Components))
@@ -79,7 +80,7 @@ def fit_components(params: Params, capture_path: Path, sigma_path: Path, out: Pa
 
 def refuse_another_capture(captured: Captured, sigma_path: Path) -> None:
     """`CalibrationMismatch` when Sigma_q was fitted on other windows, or on another engine, than were captured."""
-    sidecar = read_json(Path(sigma_path).with_suffix(".json"))
+    sidecar = read_sidecar(sigma_path)
     if (sidecar["corpus_hash"], sidecar["calibration_source"]) != (
         captured.metadata["corpus_hash"],
         captured.metadata["engine"],
@@ -153,16 +154,20 @@ def load_components(path: Path, identity: dict[str, str]) -> dict[str, dict[int,
     """
     try:
         with safe_open(path, "pt") as file:
-            header, names = from_header(file.metadata()), list(file.keys())
+            metadata, names = file.metadata(), list(file.keys())
             tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CalibrationMismatch(f"cannot read components {path}: {error}; run `kvlab components`") from None
+    header = header_facts(metadata, path, dict.fromkeys(identity, str), "components")
     for name, expected in identity.items():
         if header.get(name) != expected:
             raise CalibrationMismatch(
                 f"{path} was fitted for {name} {header.get(name)}, this is {expected}; run `kvlab components` again"
             )
     n_layers = sum(name.endswith("_k_mean") for name in tensors)
+    due = {f"layer_{n}_{stream}_{name}" for n in range(n_layers) for stream in STREAMS for name in FIELDS}
+    if missing := sorted(due - set(tensors)) or (not due and ["layer_0_k_mean"]):
+        raise CalibrationMismatch(f"{path} has no {missing[0]}; run `kvlab components`")
     return {
         stream: {
             layer: Components(**{name: tensors[f"layer_{layer}_{stream}_{name}"] for name in FIELDS})

@@ -9,13 +9,16 @@ from typing import Literal
 import torch
 
 from kvlab.calibration.components import load_components
-from kvlab.calibration.sigma import load_whiteners
+from kvlab.calibration.facts import read_facts
+from kvlab.calibration.sigma import load_whiteners, read_sidecar
 from kvlab.codec.base import StreamCalibration
 from kvlab.codec.components import Components
 from kvlab.codec.whitening import Whitener
 from kvlab.errors import CalibrationMismatch
-from kvlab.recipe import BlockStream, Conditioned, KltStream, OscarStream, StreamRecipe, digest
-from kvlab.records import file_hash, read_json
+from kvlab.recipe import BlockStream, Conditioned, KltStream, OscarStream, Recipe, StreamRecipe, digest
+from kvlab.records import file_hash
+
+CODEBOOKS = {"model_hash": str, "corpus_hash": str, "origin": str, "tables": list}
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,24 @@ class Calibrated:
         return self.tables[digest(recipe)]
 
 
+def needed_files(recipe: Recipe) -> list[str]:
+    """Files of `Fitted` that a recipe cannot do without, by field; the other files belong to a `sigma`."""
+    streams, needed = (recipe.k, recipe.v), set()
+    if any(needs_calibration(stream) and not _plain(stream) for stream in streams):
+        needed.add("sigma")
+    if any(isinstance(stream, BlockStream) and stream.codebook == "fitted" for stream in streams):
+        needed.add("codebooks")
+    conditioned = any(isinstance(stream, Conditioned) and stream.center for stream in streams)
+    if conditioned or any(isinstance(stream, KltStream) for stream in streams) or isinstance(recipe.v, OscarStream):
+        needed.add("components")
+    return [name for name in ("sigma", "codebooks", "components") if name in needed]
+
+
+def _plain(recipe: StreamRecipe) -> bool:
+    """A block stream that reads nothing that was fitted."""
+    return isinstance(recipe, BlockStream) and not recipe.whiten and recipe.codebook == "gaussian"
+
+
 def needs_calibration(recipe: StreamRecipe) -> bool:
     """Whether a codec of this recipe reads anything that was fitted."""
     if isinstance(recipe, Conditioned):
@@ -110,7 +131,7 @@ def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None) -> Cal
         They belong to another model, to different captures, or to other windows than are scored.
     """
     whiteners = load_whiteners(fitted.sigma, model_hash)
-    sidecar = read_json(Path(fitted.sigma).with_suffix(".json"))
+    sidecar = read_sidecar(fitted.sigma)
     if corpus_hash is not None and sidecar["corpus_hash"] != corpus_hash:
         raise CalibrationMismatch(
             f"{fitted.sigma} was fitted on windows {sidecar['corpus_hash']}, scored are windows {corpus_hash};"
@@ -129,9 +150,12 @@ def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None) -> Cal
 
 def load_tables(path: Path, model_hash: str, origin: dict[str, str]) -> dict[str, torch.Tensor]:
     """Lloyd-Max tables by stream recipe; refused when not from this model and the capture of `origin`."""
-    codebooks = read_json(path)
+    codebooks = read_facts(path, CODEBOOKS, "codebooks")
     if codebooks["model_hash"] != model_hash:
         raise CalibrationMismatch(f"{path} was fitted on model {codebooks['model_hash']}, this model is {model_hash}")
     if (codebooks["corpus_hash"], codebooks["origin"]) != (origin["corpus_hash"], origin["engine"]):
         raise CalibrationMismatch(f"{path} and Sigma_q come from different captures; run `kvlab codebooks` again")
-    return {table["stream_recipe_id"]: torch.tensor(table["centroids"]) for table in codebooks["tables"]}
+    try:
+        return {table["stream_recipe_id"]: torch.tensor(table["centroids"]) for table in codebooks["tables"]}
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        raise CalibrationMismatch(f"{path} holds a table that is none; run `kvlab codebooks` again") from None

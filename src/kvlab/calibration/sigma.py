@@ -9,15 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from kvlab.calibration.capture import Captured
+from kvlab.calibration.facts import read_facts
+from kvlab.codec.published import SigmaQ, read_sigma, write_sigma
 from kvlab.codec.whitening import Whitener, fit
-from kvlab.errors import CalibrationMismatch
+from kvlab.errors import CalibrationMismatch, StreamError
 from kvlab.model import resolve
 from kvlab.params import Params
-from kvlab.records import atomic, forget, read_json, to_header, write_json
+
+SIDECAR = {"model_hash": str, "corpus_hash": str, "calibration_source": str, "num_layers": int}
 
 
 def second_moment(q: torch.Tensor, n_kv_heads: int) -> torch.Tensor:
@@ -43,31 +44,23 @@ def second_moment(q: torch.Tensor, n_kv_heads: int) -> torch.Tensor:
 
 
 def fit_sigma(params: Params, capture_path: Path, out: Path) -> None:
-    """Fit Sigma_q of every layer and KV head and write it in the published format.
+    """Fit Sigma_q of every layer and KV head and write it in the published format of `codec.published`.
 
-    ``layer_{l}_chol``, ``layer_{l}_inv_chol`` (of the ridged matrix) and ``layer_{l}_sigma`` (without
-    the ridge), float32, shape (n_kv_heads, head_dim, head_dim); the ``.json`` beside it holds the
-    diagnostics of each head.
+    The ``.json`` beside it holds the diagnostics of each head.
     """
     info = resolve(params.model)
     captured = Captured(capture_path, info.model_hash)
-    tensors, diagnostics, n_tokens = {}, [], 0
+    moments, whiteners, diagnostics, n_tokens = {}, {}, [], 0
     for layer in range(info.n_layers):
         q = captured.layer(layer, "q")
         n_tokens = q.shape[0] * q.shape[2]
-        sigma = second_moment(q, info.n_kv_heads)
-        whitener = fit(sigma, params.calibration.ridge)
-        tensors[f"layer_{layer}_chol"] = whitener.chol.contiguous()
-        tensors[f"layer_{layer}_inv_chol"] = whitener.inv_chol.contiguous()
-        tensors[f"layer_{layer}_sigma"] = sigma.float().contiguous()
+        moments[layer] = sigma = second_moment(q, info.n_kv_heads)
+        whiteners[layer] = fit(sigma, params.calibration.ridge)
         diagnostics += [
             {"layer": layer, "kv_head": head} | describe(sigma[head], params.calibration.ridge)
             for head in range(info.n_kv_heads)
         ]
     identity = {name: captured.metadata[name] for name in ("model_hash", "corpus_hash", "engine")}
-    forget(out)
-    with atomic(out) as temporary:
-        save_file(tensors, temporary, metadata=to_header(identity))
     sidecar = {
         "model_path": params.model.path,
         "head_dim": info.head_dim,
@@ -85,7 +78,7 @@ def fit_sigma(params: Params, capture_path: Path, out: Path) -> None:
         "corpus_hash": identity["corpus_hash"],
         "diagnostics": diagnostics,
     }
-    write_json(Path(out).with_suffix(".json"), sidecar)
+    write_sigma(out, SigmaQ(moments, whiteners, sidecar), identity)
 
 
 def describe(sigma: torch.Tensor, ridge: float) -> dict[str, float]:
@@ -108,16 +101,28 @@ def describe(sigma: torch.Tensor, ridge: float) -> dict[str, float]:
     }
 
 
+def read_sidecar(path: Path) -> dict:
+    """What lies beside a Sigma_q file and says whose it is; `CalibrationMismatch` for another JSON."""
+    return read_facts(Path(path).with_suffix(".json"), SIDECAR, "sigma")
+
+
 def load_whiteners(path: Path, model_hash: str) -> dict[int, Whitener]:
-    """Layer -> Whitener, from what `fit_sigma` wrote; refused when it belongs to another model."""
-    sidecar = read_json(Path(path).with_suffix(".json"))
+    """Layer -> Whitener, from what `fit_sigma` wrote.
+
+    Raises
+    ------
+    CalibrationMismatch
+        The file belongs to another model, cannot be read, lacks a layer, or holds a factor and an inverse
+        that do not belong together.
+    """
+    sidecar = read_sidecar(path)
     if sidecar["model_hash"] != model_hash:
         raise CalibrationMismatch(f"{path} was fitted on model {sidecar['model_hash']}, this model is {model_hash}")
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CalibrationMismatch(f"cannot read Sigma_q {path}: {error}; run `kvlab sigma`") from None
-    return {
-        layer: Whitener(tensors[f"layer_{layer}_chol"], tensors[f"layer_{layer}_inv_chol"])
-        for layer in range(sidecar["num_layers"])
-    }
+        whiteners = read_sigma(path).whiteners
+    except StreamError as error:
+        raise CalibrationMismatch(f"{error}; run `kvlab sigma`") from None
+    missing = sorted(set(range(sidecar["num_layers"])) - set(whiteners))
+    if missing:
+        raise CalibrationMismatch(f"{path} has no layer {missing[0]}; run `kvlab sigma`")
+    return whiteners

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlab.codec.whitening import Whitener
-from kvlab.errors import CodecNotActive, NonFinite, StreamError
+from kvlab.errors import CalibrationMismatch, CodecNotActive, NonFinite, StreamError, UserError
 
 if TYPE_CHECKING:
     from kvlab.codec.components import Components
@@ -138,19 +138,64 @@ def checked(x: Tensor, site: Site) -> Tensor:
 
     Raises
     ------
+    UserError
+        When `x` is not a floating tensor of three dimensions.
     NonFinite
         When `x` holds NaN or infinity; names layer and stream.
     CodecNotActive
         When `x` is empty.
     """
+    if x.ndim != 3 or not x.is_floating_point():
+        raise UserError(
+            f"layer {site.layer} {site.stream}: a codec takes floating [heads, tokens, head_dim], given is"
+            f" {x.dtype} {list(x.shape)}"
+        )
     if x.numel() == 0:
         raise CodecNotActive(f"layer {site.layer} {site.stream}: no values to code in window {site.window}")
     x = x.detach().to(torch.float32)
-    if not torch.isfinite(torch.stack(x.aminmax())).all():  # NaN comes out of it as NaN
+    if not all_finite(x):
         raise NonFinite(
             f"layer {site.layer} {site.stream}: NaN or infinity came into the codec in window {site.window}"
         )
     return x
+
+
+def fitting(rows: Tensor, site: Site) -> Tensor:
+    """`rows` in the codec's domain; `NonFinite` when mean removal or whitening took large values out of float32."""
+    if not all_finite(rows):
+        raise NonFinite(
+            f"layer {site.layer} {site.stream}: values so large that they do not fit float32 without their mean, or "
+            f"whitened, in window {site.window}; leave the layer uncoded, or add it to whiten_skip_layers"
+        )
+    return rows
+
+
+def block_index(encoded: Encoded, index: int) -> int:
+    """`index`, which must be that of one of the blocks; `IndexError` otherwise, also below 0."""
+    if not 0 <= index < len(encoded.blocks):
+        raise IndexError(f"block {index} of {len(encoded.blocks)}; allowed: 0..{len(encoded.blocks) - 1}")
+    return index
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether nothing in a float tensor is NaN or infinite."""
+    return values.numel() == 0 or bool(torch.isfinite(torch.stack(values.aminmax())).all())  # NaN comes out as NaN
+
+
+def finite(values: Tensor, what: str) -> Tensor:
+    """Stored floats `values`; `StreamError` names `what` when they hold NaN or infinity, which no encoder writes."""
+    if not all_finite(values):
+        raise StreamError(f"{what} holds NaN or infinity, which no encoder writes")
+    return values
+
+
+def uncalibrated(encoded: Encoded, error: CalibrationMismatch) -> StreamError:
+    """What a decoder says of a tensor that its calibration is not for: whoever decodes did not choose its shape."""
+    heads, _, head_dim = encoded.shape
+    return StreamError(
+        f"the stream names layer {encoded.layer} {encoded.stream} of {heads} KV heads of {head_dim} dimensions, which"
+        f" the calibration that was given does not decode; decode with the one that it was coded with ({error})"
+    )
 
 
 def stored(arrays: Arrays, *expected: tuple[torch.dtype, tuple[int | None, ...]]) -> Arrays:

@@ -20,10 +20,10 @@ refuses what does not fill them exactly: it never allocates by what a length in 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, Literal
+from typing import BinaryIO, ClassVar, Literal
 
 import google_crc32c
 import numpy as np
@@ -50,7 +50,8 @@ DTYPES = (
 CARRIERS = {torch.bfloat16: torch.int16}  # numpy does not know these; they travel as equally wide integers
 MAX_DIMENSIONS = 8
 MAX_VARINT = 5
-MAX_EMPTY = 1 << 16  # the longest dimension beside one of length 0; nothing else limits it
+MAX_ARRAYS = 255
+MAX_EMPTY = 1 << 31  # product of the dimensions of an empty array, zeros left out; no byte limits it
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,12 @@ def frame_bytes(encoded: Encoded) -> bytes:
     Raises
     ------
     StorageError
-        When a size does not fit its field, or an array has a dtype that the format does not know.
+        When a size is zero or does not fit its field, or an array has a dtype that the format does not know.
     """
+    if 0 in (*encoded.shape, len(encoded.blocks)):
+        raise StorageError(
+            f"{len(encoded.blocks)} blocks of a tensor of shape {list(encoded.shape)} are no frame; none may be zero"
+        )
     shared = [_payload(encoded.shared)] if encoded.shared else []
     payloads = [*shared, *map(_payload, encoded.blocks)]
     length = FrameHeader.SIZE + sum(len(payload) + 2 * U32.size for payload in payloads)
@@ -140,14 +145,37 @@ def read_frame(data: bytes | memoryview, only: int | None = None) -> Encoded:
     header = FrameHeader.read(data)
     if len(data) != header.length:
         raise StreamError(f"the frame is {len(data)} bytes long where its header says {header.length}")
+    return _read(lambda at, size: data[at : at + size], header, only)
+
+
+def read_block(file: BinaryIO, index: int) -> Encoded:
+    """What `read_frame` of one block alone gives, of the frame that begins where an open file stands.
+
+    Of the other blocks nothing but their lengths is read. Raises as `read_frame` does.
+    """
+    start = file.tell()
+
+    def read(at: int, size: int) -> memoryview:
+        file.seek(start + at)
+        return memoryview(file.read(size))
+
+    return _read(read, FrameHeader.read(read(0, FrameHeader.SIZE)), index)
+
+
+def _read(read: Callable[[int, int], memoryview], header: FrameHeader, only: int | None) -> Encoded:
+    """The coded tensor, from a function that gives so many bytes from a place in the frame on."""
     if only is not None and not 0 <= only < header.n_blocks:
         raise IndexError(f"block {only} of a frame with blocks 0..{header.n_blocks - 1}")
     shared: Arrays = ()
     blocks: list[Arrays] = []
-    for number, payload, crc in _sections(data, header):
+    for number, at, length in _sections(read, header):
         if only is not None and number not in (0, only + 1):
             blocks.append(())
             continue
+        payload, tail = read(at, length), read(at + length, U32.size)
+        if len(payload) + len(tail) != length + U32.size:
+            raise StreamError(f"the frame is cut short in its section {number} of {header.n_blocks}")
+        (crc,) = U32.unpack(tail)
         if _section_crc(header.crc, number, payload) != crc:
             what = f"block {number - 1}" if number else "the shared part"
             raise StreamError(f"the checksum of {what} of layer {header.layer} {header.stream} is wrong")
@@ -158,20 +186,21 @@ def read_frame(data: bytes | memoryview, only: int | None = None) -> Encoded:
     return Encoded(header.shape, header.layer, header.stream, shared, tuple(blocks), packed=header.packed)
 
 
-def _sections(data: memoryview, header: FrameHeader) -> Iterator[tuple[int, memoryview, int]]:
-    """Number, payload and checksum of each section; they must fill the frame exactly."""
+def _sections(read: Callable[[int, int], memoryview], header: FrameHeader) -> Iterator[tuple[int, int, int]]:
+    """Number, place and length of each section's payload; with their checksums they must fill the frame exactly."""
     at = FrameHeader.SIZE
     for number in range(0 if header.shared else 1, header.n_blocks + 1):
-        if len(data) - at < 2 * U32.size:
+        prefix = read(at, U32.size)
+        if len(prefix) < U32.size or header.length - at < 2 * U32.size:
             raise StreamError(f"the frame ends before its section {number} of {header.n_blocks}")
-        (length,) = U32.unpack_from(data, at)
+        (length,) = U32.unpack(prefix)
         start, end = at + U32.size, at + U32.size + length
-        if end + U32.size > len(data):
-            raise StreamError(f"section {number} is {length} bytes long, the frame has {len(data) - start} left")
-        yield number, data[start:end], U32.unpack_from(data, end)[0]
+        if end + U32.size > header.length:
+            raise StreamError(f"section {number} is {length} bytes long, the frame has {header.length - start} left")
+        yield number, start, length
         at = end + U32.size
-    if at != len(data):
-        raise StreamError(f"{len(data) - at} bytes follow the last block of the frame")
+    if at != header.length:
+        raise StreamError(f"{header.length - at} bytes follow the last block of the frame")
 
 
 def _section_crc(header_crc: int, number: int, payload: bytes | memoryview) -> int:
@@ -180,10 +209,14 @@ def _section_crc(header_crc: int, number: int, payload: bytes | memoryview) -> i
 
 
 def _payload(arrays: Arrays) -> bytes:
+    if len(arrays) > MAX_ARRAYS:
+        raise StorageError(f"{len(arrays)} arrays do not fit a section; allowed: 0..{MAX_ARRAYS}")
     head = [bytes([len(arrays)])]
     for array in arrays:
         if array.dtype not in DTYPES or array.ndim > MAX_DIMENSIONS:
             raise StorageError(f"an array of {array.ndim} dimensions of {array.dtype} cannot be stored in a stream")
+        if _boundless(array.shape):
+            raise StorageError(f"an empty array of shape {list(array.shape)} cannot be stored in a stream")
         head.append(bytes([DTYPES.index(array.dtype) | array.ndim << 4]))
         head += [_varint(size) for size in array.shape]
     return b"".join([*head, *map(_raw, arrays)])
@@ -220,12 +253,17 @@ def _arrays(payload: memoryview) -> Arrays:
 
 def _array(raw: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not raw:
-        if max(shape) > MAX_EMPTY:
+        if _boundless(shape):
             raise StreamError(f"an empty array of shape {list(shape)}")
         return torch.empty(shape, dtype=dtype)
     carrier = CARRIERS.get(dtype, dtype)
     values = np.frombuffer(raw, dtype=str(carrier).removeprefix("torch.")).reshape(shape).copy()
     return torch.from_numpy(values).view(dtype)
+
+
+def _boundless(shape: tuple[int, ...]) -> bool:
+    """Whether an array is empty and its other dimensions promise more than an array can be."""
+    return 0 in shape and prod(max(size, 1) for size in shape) > MAX_EMPTY
 
 
 def _varint(value: int) -> bytes:

@@ -4,7 +4,8 @@
 and whether the decoder applies it. It never changed what a vector is coded as: the nearest value of a table is
 the same by the squared error and by Huber's function of it (``linf``). Here the residual's norm is always stored
 and always applied, so the three metrics make the same stream. ``emulate_published_decoder`` leaves the norm out
-where the original did, under ``inner_product`` and wherever K was not whitened; it is for comparison only.
+where the original did: under ``inner_product``, which its vLLM harness chose by itself for every K that it did not
+whiten. A V of another metric kept its norm there, and keeps it here. The flag is for comparison only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,19 @@ from torch import Tensor
 
 from kvlab.codec import synthesis, transform, vector_code
 from kvlab.codec.analysis import Analysis, analyse
-from kvlab.codec.base import Encoded, Place, Site, Stats, StreamCalibration, checked
+from kvlab.codec.base import (
+    Encoded,
+    Place,
+    Site,
+    Stats,
+    StreamCalibration,
+    block_index,
+    checked,
+    finite,
+    fitting,
+    stored,
+    uncalibrated,
+)
 from kvlab.codec.codebook import codebook
 from kvlab.codec.layout import Grid, Run
 from kvlab.codec.packing import LookUp
@@ -68,7 +81,7 @@ class BlockCodec:
             shared=(shared.of(0),) if shared else (),
             blocks=tuple(block.arrays(recipe.share_basis) for block in ordered),
             stats=Stats(
-                d_eff=tuple(block.rank for block in ordered),
+                d_eff=tuple(block.d_eff for block in ordered),
                 n_outliers=sum(block.apart.places.numel() for block in ordered if block.apart),
                 n_coefficients=sum(block.width * len(block.codes) for block in ordered),
             ),
@@ -91,7 +104,7 @@ class BlockCodec:
     def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
         """See `Codec.decode_block`; heads and tokens are index tensors when a block mixes heads."""
         grid = self._grid(encoded)
-        block = self._read(encoded, grid, index)
+        block = self._read(encoded, grid, block_index(encoded, index))
         rows = torch.empty(len(block.codes), encoded.shape[2], dtype=torch.float32, device=block.codes.device)
         runs = grid.runs(index)
         self._fill(encoded, block, self._weights(encoded, [block])[0], runs, [rows[run.rows] for run in runs])
@@ -118,7 +131,7 @@ class BlockCodec:
         recipe = self.recipe
         rows, whitener = checked(x, site), self._whitener(site.layer)
         if whitener:
-            rows = whitener.whiten(rows)
+            rows = fitting(whitener.whiten(rows), site)
         rounding = Rounding(PRECISION[recipe.skeleton], site, whitened=whitener is not None)
         shared = None
         if recipe.share_basis:
@@ -130,26 +143,34 @@ class BlockCodec:
         """The grid of the stored shape; `StreamError` when it does not have as many blocks as are stored."""
         if min(encoded.shape) < 1:
             raise StreamError(f"a coded tensor cannot have the shape {list(encoded.shape)}")
-        whitener = self._whitener(encoded.layer)
-        if whitener:
-            whitener.fits(encoded.shape)
+        try:
+            whitener = self._whitener(encoded.layer)
+            if whitener:
+                whitener.fits(encoded.shape)
+        except CalibrationMismatch as error:
+            raise uncalibrated(encoded, error) from None
         grid = Grid.of(encoded.shape, self.recipe)
         if len(encoded.blocks) != grid.count:
             raise StreamError(
                 f"{len(encoded.blocks)} blocks where a tensor of shape {list(encoded.shape)} needs {grid.count}"
             )
+        if self.recipe.share_basis:
+            (frame,) = stored(encoded.shared, (PRECISION[self.recipe.skeleton], (None, encoded.shape[2])))
+            finite(frame, "the frame that the blocks share")
+        else:
+            stored(encoded.shared)
         return grid
 
     def _read(self, encoded: Encoded, grid: Grid, number: int) -> BlockArrays:
         """The checked arrays of one block."""
         arrays = encoded.blocks[number]
-        _, first, last = grid.span(range(grid.count)[number])
+        _, first, last = grid.span(number)
         return BlockArrays.read(arrays, encoded.shared, (last - first, encoded.shape[2]), self.recipe)
 
     def _weights(self, encoded: Encoded, blocks: list[BlockArrays]) -> Tensor:
         """See `synthesis.weights`."""
         look_up = LookUp(self.table.to(blocks[0].codes.device), self.recipe.bits)
-        return synthesis.weights(blocks, look_up, self._applies_norm(encoded.layer))
+        return synthesis.weights(blocks, look_up, self._applies_norm(encoded))
 
     def _fill(
         self, encoded: Encoded, block: BlockArrays, weights: Tensor, runs: list[Run], targets: list[Tensor]
@@ -162,7 +183,8 @@ class BlockCodec:
         whitener = self._whitener(encoded.layer)
         for run, target in zip(runs, targets, strict=True):
             own = whitener.unwhiten_head(vectors, run.head) if whitener else vectors
-            torch.addmm(own[0], weights[run.rows], own[1:], out=target)
+            # Not into the target: where the output of a product lies may decide how it is rounded.
+            target.copy_(torch.addmm(own[0], weights[run.rows], own[1:]))
 
     def _whitener(self, layer: int) -> Whitener | None:
         if not self.recipe.whiten or layer in self.recipe.whiten_skip_layers:
@@ -174,7 +196,7 @@ class BlockCodec:
             )
         return self.whiteners[layer]
 
-    def _applies_norm(self, layer: int) -> bool:
-        whitened = self.recipe.whiten and layer not in self.recipe.whiten_skip_layers
-        dropped = self.recipe.metric == "inner_product" or not whitened
+    def _applies_norm(self, encoded: Encoded) -> bool:
+        whitened = self.recipe.whiten and encoded.layer not in self.recipe.whiten_skip_layers
+        dropped = self.recipe.metric == "inner_product" or (encoded.stream == "k" and not whitened)
         return not (dropped and self.recipe.emulate_published_decoder)

@@ -55,8 +55,9 @@ def fit(rows: Tensor, metric: Tensor | None) -> Components:
     rows : Tensor
         [heads, segments, tokens, head_dim], any float dtype; the tokens of a segment follow each other.
     metric : Tensor or None
-        What squared errors are weighed by [heads, head_dim, head_dim], positive definite: the ridged
-        Sigma_q for K. None (V) weighs all alike.
+        What squared errors are weighed by [heads, head_dim, head_dim], positive definite.
+        `codec.metric` makes those of the pipeline: Sigma_q averaged over lags for K, W_o^T W_o for V, both
+        ridged. None weighs all alike.
 
     Raises
     ------
@@ -99,7 +100,7 @@ def _prepared(rows: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor, Tens
     if metric.shape != identity.shape:
         raise CalibrationMismatch(
             f"the metric has shape {list(metric.shape)}, rows of {heads} heads of {head_dim} dimensions need"
-            f" {list(identity.shape)}; fit Sigma_q and components on the same model"
+            f" {list(identity.shape)}; fit metric and components on the same model"
         )
     metric = metric.to(flat)
     chol, failed = torch.linalg.cholesky_ex((metric + metric.mT) / 2)
@@ -118,8 +119,9 @@ def mismatch(rows: Tensor, metric: Tensor | None) -> Tensor:
     """What coding tokens that the fit has not seen costs over coding those that it has, in dB [heads].
 
     Each of four runs of tokens is coded, at 3 bits per value, with what the other three were fitted to.
-    6.02 dB are one bit. Parameters as for `fit`.
+    6.02 dB are one bit. Parameters as for `fit`; the result is on the CPU, where all of it is computed.
     """
+    rows, metric = rows.cpu(), None if metric is None else metric.cpu()  # tables are made there
     flat, _, _ = _prepared(rows, metric)
     seen, unseen = torch.zeros(len(flat)).double(), torch.zeros(len(flat)).double()
     for fold in covariance.folds(flat.shape[1], MISMATCH_FOLDS):

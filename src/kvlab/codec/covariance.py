@@ -5,20 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvlab.codec.transform import fixed_sign
+
 FOLDS = 16
 
 
 def principal(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean [..., D], variances descending [..., D] and axes as columns [..., D, D] of rows [..., n, D].
-
-    The sign of an axis is that of its largest entry, so that equal rows give equal axes.
-    """
+    """Mean [..., D], variances descending [..., D] and axes as columns [..., D, D] of rows [..., n, D]."""
     mean = rows.mean(-2)
     centred = rows - mean[..., None, :]
     values, axes = torch.linalg.eigh(centred.mT @ centred / max(rows.shape[-2] - 1, 1))
-    values, axes = values.flip(-1), axes.flip(-1)
-    largest = axes.gather(-2, axes.abs().argmax(-2, keepdim=True))
-    return mean, values.clamp(min=0), axes * torch.where(largest < 0, -1.0, 1.0)
+    return mean, values.flip(-1).clamp(min=0), fixed_sign(axes.flip(-1), dim=-2)
 
 
 def folds(count: int, most: int = FOLDS) -> list[slice]:

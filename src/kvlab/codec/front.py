@@ -26,14 +26,9 @@ class Front:
 
     def forward(self, x: Tensor, layer: int) -> Tensor:
         """[heads, tokens, head_dim] into the codec's domain; `CalibrationMismatch` when something is missing."""
+        self.fits(tuple(x.shape), layer)
         mean, whitener = self._mean(layer), self._whitener(layer)
-        if mean is not None:
-            if (x.shape[0], x.shape[2]) != tuple(mean.shape):
-                raise CalibrationMismatch(
-                    f"the calibrated mean is for {mean.shape[0]} KV heads of {mean.shape[1]} dimensions, the tensor "
-                    f"has {x.shape[0]} of {x.shape[2]}; calibrate this model"
-                )
-            x = x - mean.to(x.device)[:, None]
+        x = x if mean is None else x - mean.to(x.device)[:, None]
         return whitener.whiten(x) if whitener else x
 
     def inverse(self, rows: Tensor, layer: int) -> Tensor:
@@ -41,6 +36,17 @@ class Front:
         mean, whitener = self._mean(layer), self._whitener(layer)
         rows = whitener.unwhiten(rows) if whitener else rows
         return rows if mean is None else rows + mean.to(rows.device)[:, None]
+
+    def fits(self, shape: tuple[int, int, int], layer: int) -> None:
+        """`CalibrationMismatch` when what the recipe asks for is missing, or is for another [heads, n, head_dim]."""
+        mean, whitener = self._mean(layer), self._whitener(layer)
+        if mean is not None and (shape[0], shape[2]) != tuple(mean.shape):
+            raise CalibrationMismatch(
+                f"the calibrated mean is for {mean.shape[0]} KV heads of {mean.shape[1]} dimensions, the tensor "
+                f"has {shape[0]} of {shape[2]}; calibrate this model"
+            )
+        if whitener:
+            whitener.fits(shape)
 
     def _mean(self, layer: int) -> Tensor | None:
         if not self.recipe.center:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, checked
+from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, block_index, checked, finite, stored
 from kvlab.errors import StreamError
 from kvlab.recipe import IdentityStream
 
@@ -29,15 +29,15 @@ class IdentityCodec:
 
     def decode(self, encoded: Encoded) -> Tensor:
         """The copy as float32."""
+        stored(encoded.shared)
         if len(encoded.blocks) != 1 or len(encoded.blocks[0]) != 1:
             raise StreamError("an uncoded tensor is one block of one array")
         values = encoded.blocks[0][0]
         if tuple(values.shape) != tuple(encoded.shape) or not values.dtype.is_floating_point:
             raise StreamError(f"an uncoded tensor of shape {list(encoded.shape)} is stored as {list(values.shape)}")
-        return values.to(torch.float32, copy=True)
+        return finite(values.to(torch.float32, copy=True), "an uncoded tensor")
 
     def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
         """See `Codec.decode_block`; there is one block only."""
-        if index != 0:
-            raise IndexError(f"block {index} of an uncoded tensor; there is block 0 only")
+        block_index(encoded, index)
         return (slice(None), slice(None)), self.decode(encoded)

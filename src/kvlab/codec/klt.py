@@ -8,25 +8,36 @@ from the calibration, so that a block is nothing but packed indices.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvlab.codec.allocation import bits_of, spending_order
-from kvlab.codec.base import Encoded, Place, Site, Stats, StreamCalibration, checked, stored
+from kvlab.codec.base import (
+    Encoded,
+    Place,
+    Site,
+    Stats,
+    StreamCalibration,
+    all_finite,
+    block_index,
+    checked,
+    stored,
+    uncalibrated,
+)
 from kvlab.codec.components import Components
 from kvlab.codec.escapes import Escapes, Spent, room
 from kvlab.codec.front import needed
 from kvlab.codec.marginal import MAX_WIDTH, Marginals
 from kvlab.codec.nearest import Nearest
 from kvlab.codec.planes import Planes
+from kvlab.codec.products import FEW
 from kvlab.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError
 from kvlab.recipe import KltStream
 
 OVERHEAD = 48  # bytes of a frame with one block that are not indices, bits lost at the ends of planes included
 STRIP = 2048  # tokens that are coded at once: bounds the memory, and stays near the processor
-FEWEST = 16  # columns below which a matrix product may be rounded in another order
 
 
 class KltCodec:
@@ -56,7 +67,7 @@ class KltCodec:
         rows, plan = checked(x, site), self.plan(site.layer, x.shape, x.device)
         size, blocks, escaped = self.recipe.block_size, [], 0
         for start, stop in self._strips(x.shape[1]):
-            symbols, count = plan.analyse(rows[:, start:stop])
+            symbols, count = plan.analyse(rows[:, start:stop], site)
             escaped += count
             whole = (stop - start) // size * size
             for part in (symbols[:, :whole].unflatten(1, (-1, size)), symbols[:, None, whole:]):
@@ -74,12 +85,13 @@ class KltCodec:
     @torch.no_grad()
     def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
         """See `Codec.decode_block`."""
-        start = range(0, encoded.shape[1], self.recipe.block_size)[index]
+        start = block_index(encoded, index) * self.recipe.block_size
         stop = min(start + self.recipe.block_size, encoded.shape[1])
         return (slice(None), slice(start, stop)), self._decoded(encoded, start, stop)
 
     def _decoded(self, encoded: Encoded, start: int, stop: int) -> Tensor:
         """Tokens `start` to `stop`, both at the ends of blocks."""
+        stored(encoded.shared)
         tokens, size = encoded.shape[1], self.recipe.block_size
         if tokens < 1 or len(encoded.blocks) != -(-tokens // size):
             raise StreamError(f"{len(encoded.blocks)} blocks of {size} tokens cannot hold {tokens} tokens")
@@ -87,7 +99,11 @@ class KltCodec:
         for first, last in self._strips(stop - start):
             first, last = first + start, last + start
             blocks = encoded.blocks[first // size : -(-last // size)]
-            plan = self.plan(encoded.layer, encoded.shape, blocks[0][0].device if blocks[0] else torch.device("cpu"))
+            device = blocks[0][0].device if blocks[0] else torch.device("cpu")
+            try:
+                plan = self.plan(encoded.layer, encoded.shape, device)
+            except CalibrationMismatch as error:
+                raise uncalibrated(encoded, error) from None
             whole = (last - first) // size
             symbols = []
             for group, length in ((blocks[:whole], size), (blocks[whole:], (last - first) % size)):
@@ -136,21 +152,22 @@ class Plan:
         deviation = components.variance.double().sqrt().cpu()
         totals = vector_bits(recipe, self.heads, self.head_dim)
         self.escaping = recipe.escape and room(min(totals) - 1, self.head_dim) > 0
-        widths, spent = [], []
+        bought = []
         for head, total in enumerate(totals):
             marginals = Marginals(components.sketch[head])
-            order = spending_order(deviation[head].square()[:, None] * marginals.distortion())
-            order = order[: min(total - self.escaping, MAX_WIDTH * self.head_dim)]
-            bits = bits_of(order, len(order), self.head_dim)
-            values, mass = assembled(marginals, bits)
-            widths.append(bits)
-            spent.append(Spent(order, values, mass, deviation[head], bits))
-        self.widths = torch.stack(widths)
+            most = min(total - self.escaping, MAX_WIDTH * self.head_dim)
+            bought.append(marginals.spend(deviation[head].square(), most))
+        self.widths = torch.stack([bits for _, bits, _, _ in bought])
+        wide = 1 << int(self.widths.max())
+        spent = [
+            Spent(order, values[:, :wide], mass[:, :wide], deviation[head], bits)
+            for head, (order, bits, values, mass) in enumerate(bought)
+        ]
         flags = torch.ones(self.heads * self.escaping, dtype=torch.int64)
         self.planes = Planes(torch.cat((self.widths.flatten(), flags)), device)
         sizes = 1 << self.widths.flatten()
-        table = torch.cat([head.values for head in spent])[:, : int(sizes.max())].float().contiguous()
-        self.nearest, self.table = Nearest(table, sizes).to(device), table.to(device)
+        table = torch.cat([head.values for head in spent]).float()
+        self.sizes, self.table = sizes, table.to(device)
         if self.escaping:
             self.escapes = Escapes(spent, device)
             self.low = (table[:, :1] - self.escapes.reach).to(device)
@@ -159,21 +176,29 @@ class Plan:
         self.forward = (components.forward.double().cpu() / deviation[:, None]).mT.float().contiguous().to(device)
         self.inverse = (components.inverse.double().cpu() * deviation[..., None]).float().contiguous().to(device)
 
-    def analyse(self, x: Tensor) -> tuple[Tensor, int]:
+    @cached_property
+    def nearest(self) -> Nearest:
+        """What finds the symbols; only the encoder needs it."""
+        return Nearest(self.table.cpu(), self.sizes).to(self.table.device)
+
+    def analyse(self, x: Tensor, site: Site) -> tuple[Tensor, int]:
         """Symbols uint8 [rows, n] of x float32 [heads, n, head_dim], and how many components were escaped.
 
         Raises
         ------
         NonFinite
-            When a component does not fit float32.
+            When a component does not fit float32; names layer, stream and window.
         """
         tokens = x.shape[1]
         centred = x - self.mean
-        if tokens < FEWEST:
-            centred = torch.nn.functional.pad(centred, (0, 0, 0, FEWEST - tokens))
+        if tokens < FEW:
+            centred = torch.nn.functional.pad(centred, (0, 0, 0, FEW - tokens))
         z = torch.bmm(self.forward, centred.mT)[..., :tokens].flatten(0, 1)
-        if not torch.isfinite(torch.stack(z.aminmax())).all():
-            raise NonFinite("a value is so large that its components do not fit float32")
+        if not all_finite(z):
+            raise NonFinite(
+                f"layer {site.layer} {site.stream}: a value in window {site.window} is so large that its components"
+                f" do not fit float32"
+            )
         symbols = self.nearest(z)
         if not self.escaping:
             return symbols, 0
@@ -187,8 +212,8 @@ class Plan:
         if self.escaping:
             self._unescape(z, symbols)
         z = z.unflatten(0, (self.heads, -1))
-        if tokens < FEWEST:
-            z = torch.nn.functional.pad(z, (0, FEWEST - tokens))
+        if tokens < FEW:
+            z = torch.nn.functional.pad(z, (0, FEW - tokens))
         return torch.baddbmm(self.mean, z.mT, self.inverse)[:, :tokens]
 
     def _escape(self, z: Tensor, symbols: Tensor) -> int:
@@ -217,15 +242,6 @@ class Plan:
         """Flat places of vectors' components in an array of rows and `tokens` columns [v, head_dim]."""
         rows = head[:, None] * self.head_dim + torch.arange(self.head_dim, device=head.device)
         return rows * tokens + token[:, None]
-
-
-def assembled(marginals: Marginals, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Each component's table of its own width and its cells' masses, float64 [D, 2**MAX_WIDTH], 0 behind its end."""
-    values, mass = torch.zeros(2, len(bits), 1 << MAX_WIDTH, dtype=torch.float64)
-    for width, tables in enumerate(marginals.tables):
-        rows = (bits == width).nonzero().flatten()
-        values[rows, : 1 << width], mass[rows, : 1 << width] = tables.values[rows], tables.mass[rows]
-    return values, mass
 
 
 def vector_bits(recipe: KltStream, heads: int, head_dim: int) -> list[int]:

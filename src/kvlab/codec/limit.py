@@ -5,8 +5,9 @@ A Gaussian vector whose covariance has eigenvalues lambda_i cannot be coded with
     R(D) = 1/n sum_i max(0, 1/2 log2(lambda_i / theta)),   D = 1/n sum_i min(theta, lambda_i)
 
 bits per value at the mean squared error D per value: reverse water-filling (Kolmogorov 1956; Cover and
-Thomas, Elements of Information Theory, 10.3.3). An error e of K costs e^T Sigma_q e, so for K the
-lambda_i are the eigenvalues of Sigma_q^1/2 Sigma_k Sigma_q^1/2; V is weighed by the identity. The limit
+Thomas, Elements of Information Theory, 10.3.3). Where an error e costs e^T W e, the lambda_i are the eigenvalues
+of W^1/2 C W^1/2. W is the caller's: the pipeline's are those of `codec.metric`, Sigma_q averaged over lags for K
+and W_o^T W_o for V. The limit
 is that of one token at a time: what a codec gains from the likeness of neighbouring tokens, or from
 tails that are not Gaussian, may take it below.
 
@@ -51,7 +52,7 @@ def spectrum(covariance: Tensor, weight: Tensor | None = None) -> Tensor:
     covariance : Tensor
         C, of K or V [..., n, n].
     weight : Tensor or None
-        W, Sigma_q of the same heads [..., n, n]; None weighs every direction alike.
+        W, of the same heads [..., n, n]; None weighs every direction alike.
 
     Returns
     -------
@@ -217,7 +218,7 @@ def lloyd_max_loss(bits: Tensor | list[int]) -> Tensor:
     value stays at its mean. For a codec that gives component i its own b_i, the mean over i.
     """
     bits = torch.as_tensor(bits)
-    losses = torch.zeros(bits.shape, dtype=torch.float64)
+    losses = torch.zeros(bits.shape, dtype=torch.float64, device=bits.device)
     for b in bits.unique().tolist():
         if b > 0:
             losses[bits == b] = b + math.log2(mse(gaussian_table(int(b)))) / 2
@@ -232,11 +233,12 @@ def gaussian_twin(rows: Tensor, source: torch.Generator) -> Tensor:
     rows : Tensor
         [heads, rows, n], with more rows than n.
     source : torch.Generator
+        Of any device; the numbers are drawn there.
 
     Returns
     -------
     Tensor
-        float64, the same shape.
+        float64, the same shape, on the device of `rows`.
 
     Raises
     ------
@@ -246,7 +248,8 @@ def gaussian_twin(rows: Tensor, source: torch.Generator) -> Tensor:
     heads, count, size = rows.shape
     if count <= size:
         raise UserError(f"{count} rows cannot have a given covariance of {size} dimensions; give more rows")
-    white = torch.randn(heads, count, size, generator=source, dtype=torch.float64)
+    white = torch.randn(heads, count, size, generator=source, dtype=torch.float64, device=source.device)
+    white = white.to(rows.device)
     white = white - white.mean(1, keepdim=True)
     chol = torch.linalg.cholesky(covariance(white))
     white = torch.linalg.solve_triangular(chol.mT, white, upper=True, left=False)

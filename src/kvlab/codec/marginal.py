@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvlab.codec.allocation import bits_of, spending_order
 from kvlab.codec.quantizer import gaussian_table
 
 POINTS = 256
@@ -16,6 +17,7 @@ PSEUDO_SAMPLES = 8192
 NODES, REACH = 4096, 6.0
 ROUNDS, ROUNDS_OF_WIDE = 12, 4  # of Lloyd's iteration; tables of more than 5 bits start near enough
 MAX_WIDTH = 8
+UNMADE = 1e300  # distortion of a table that was not made: its bits come last
 
 
 def ranks(count: int) -> Tensor:
@@ -80,24 +82,31 @@ class Marginals:
         self.mass, self.first = integral(self.weight), integral(self.weight * self.z)
         self.second = (self.weight * self.z.square()).sum(-1)
 
-    def map(self, n: Tensor) -> Tensor:
-        """g at n [m], float64 [D, m]."""
+    def map(self, n: Tensor, rows: Tensor | None = None) -> Tensor:
+        """g at n [m] of all components or of some `rows` of them, float64 [D, m]."""
+        sketches = self.sketches if rows is None else self.sketches[rows]
         at = ranks(self.sketches.shape[1])
         low = (torch.searchsorted(at, n) - 1).clamp(0, len(at) - 2)
         return torch.lerp(
-            self.sketches[:, low], self.sketches[:, low + 1], (n - at[low]) / (at[low + 1] - at[low])
+            sketches[:, low], sketches[:, low + 1], (n - at[low]) / (at[low + 1] - at[low])
         )  # fmt: skip
 
-    def table(self, width: int) -> Tables:
-        """Lloyd's iteration (Lloyd 1982) from the image of the Gaussian table; width 0 is the mean alone."""
-        values = self.map(gaussian_table(width)) if width else self.first[:, -1:]
+    def table(self, width: int, rows: Tensor | None = None) -> Tables:
+        """Lloyd's iteration (Lloyd 1982) from the image of the Gaussian table; width 0 is the mean alone.
+
+        Of all components, or of some `rows` [m] of them.
+        """
+        rows = torch.arange(len(self.sketches)) if rows is None else rows
+        few = len(rows) < len(self.z)
+        z, firsts = (self.z[rows], self.first[rows]) if few else (self.z, self.first)
+        values = self.map(gaussian_table(width), rows) if width else firsts[:, -1:]
         for _ in range(ROUNDS if 0 < width <= 5 else ROUNDS_OF_WIDE):
             middle = ((values[:, 1:] + values[:, :-1]) / 2).contiguous()
-            cut = torch.nn.functional.pad(torch.searchsorted(self.z, middle), (1, 0))
+            cut = torch.nn.functional.pad(torch.searchsorted(z, middle), (1, 0))
             cut = torch.nn.functional.pad(cut, (0, 1), value=NODES)
-            mass, first = self.mass[cut].diff(dim=1), self.first.gather(1, cut).diff(dim=1)
+            mass, first = self.mass[cut].diff(dim=1), firsts.gather(1, cut).diff(dim=1)
             values = torch.where(mass > 0, first / mass.clamp(min=1e-300), values)
-        return Tables(values, mass.expand_as(values), (self.second - (values * first).sum(1)).clamp(min=0))
+        return Tables(values, mass.expand_as(values), (self.second[rows] - (values * first).sum(1)).clamp(min=0))
 
     @cached_property
     def tables(self) -> tuple[Tables, ...]:
@@ -107,6 +116,36 @@ class Marginals:
     def distortion(self) -> Tensor:
         """Mean squared error of each component at each width [D, 9]."""
         return torch.stack([tables.distortion for tables in self.tables], dim=1)
+
+    def spend(self, energy: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `total` bits buy for components of these energies [D]: reverse water-filling in whole bits.
+
+        A table is made for the components only that reach its width: one that stays below it among fewer
+        offers does so among more, since each further bit of a component gains no more than the one before.
+
+        Returns
+        -------
+        tuple of Tensor
+            Components in the order in which the bits were spent [total], bits of each [D], and each
+            component's table of its own width and its cells' masses, float64 [D, 2**MAX_WIDTH], 0 behind its end.
+        """
+        distortion = torch.full((len(energy), MAX_WIDTH + 1), UNMADE, dtype=torch.float64)
+        rows, made = torch.arange(len(energy)), []
+        for width in range(MAX_WIDTH + 1):
+            tables = self.table(width, rows)
+            made.append((rows, tables))
+            distortion[rows, width] = energy[rows] * tables.distortion
+            order = spending_order(distortion)[:total]
+            bits = bits_of(order, total, len(energy))
+            rows = (bits >= width).nonzero().flatten() if width else rows
+            if not len(rows):
+                break
+        values, mass = torch.zeros(2, len(energy), 1 << MAX_WIDTH, dtype=torch.float64)
+        for width, (rows, tables) in enumerate(made):
+            own = bits[rows] == width
+            values[rows[own], : 1 << width] = tables.values[own]
+            mass[rows[own], : 1 << width] = tables.mass[own]
+        return order, bits, values, mass
 
 
 def integral(values: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def over_lags(sigma: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         Second moments of queries before their rotation [heads, head_dim, head_dim].
     cos, sin : Tensor
         Of the rotary embedding at positions 0, 1, ...: [lags, pairs]. Dimension i turns with dimension
-        i + pairs, dimensions from 2 * pairs on do not turn.
+        i + pairs, dimensions from 2 * pairs on do not turn. They are moved to the device of `sigma`.
 
     Returns
     -------
@@ -31,8 +31,8 @@ def over_lags(sigma: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         float64 [heads, head_dim, head_dim], symmetric.
     """
     sigma, total = sigma.double(), torch.zeros_like(sigma, dtype=torch.float64)
-    weights = 1 / torch.arange(1, len(cos) + 1, dtype=torch.float64)
-    for weight, c, s in zip(weights / weights.sum(), cos.double(), sin.double(), strict=True):
+    weights = 1 / torch.arange(1, len(cos) + 1, dtype=torch.float64, device=sigma.device)
+    for weight, c, s in zip(weights / weights.sum(), cos.to(sigma), sin.to(sigma), strict=True):
         half = _turned(sigma, c, s)
         total += weight * _turned(half.mT, c, s)
     return (total + total.mT) / 2

@@ -7,8 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, checked
+from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, all_finite, block_index, checked
 from kvlab.codec.seeding import generator
+from kvlab.errors import NonFinite
 from kvlab.recipe import NoiseStream
 
 
@@ -26,12 +27,17 @@ class NoiseCodec:
 
     @torch.no_grad()
     def encode(self, x: Tensor, site: Site) -> Encoded:
-        """Add the noise of this site."""
+        """Add the noise of this site; `NonFinite` also when the sum does not fit float32."""
         x = checked(x, site)
         rms = x.double().square().mean().sqrt().item()
         source = generator("noise", self.recipe.seed, site.window, site.layer, site.stream)
         white = torch.randn(x.shape, generator=source, dtype=torch.float32).to(x.device)
         values = x + (self.recipe.sigma * rms) * white
+        if not all_finite(values):
+            raise NonFinite(
+                f"layer {site.layer} {site.stream}: a value of {x.abs().max().item():.4g} with noise does not fit "
+                f"float32 in window {site.window}; use a smaller sigma, or leave the layer uncoded"
+            )
         return Encoded(tuple(x.shape), site.layer, site.stream, shared=(), blocks=((values,),), packed=False)
 
     def decode(self, encoded: Encoded) -> Tensor:
@@ -40,4 +46,5 @@ class NoiseCodec:
 
     def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
         """See `Codec.decode_block`; there is one block only."""
+        block_index(encoded, index)
         return (slice(None), slice(None)), self.decode(encoded)

@@ -16,6 +16,11 @@ HALVES = (8, 16, 32)  # bits between neighbours that are brought together, or ap
 TABLE_BITS = 12  # a look-up table of 2**12 runs of values stays in the first cache
 
 
+def bits_for(count: int) -> int:
+    """Bits that number `count` things, from 1 on: ceil(log2(count))."""
+    return (count - 1).bit_length()
+
+
 def packed_size(count: int, bits: int) -> int:
     """Bytes of `count` symbols of `bits` bits."""
     return -(-count * bits // 8)

@@ -90,8 +90,8 @@ def _check_table(values: np.ndarray, path: Path) -> None:
     powers = [2**bits for bits in range(1, 9)]
     if values.size not in powers:
         raise StreamError(f"{path} holds {values.size} numbers; a table of 1..8 bits has {', '.join(map(str, powers))}")
-    if not np.isfinite(values).all() or not (np.diff(values) > 0).all():
-        raise StreamError(f"{path}: the numbers of a table must be finite and ascend")
+    if not np.isfinite(values).all() or not (np.diff(values) >= 0).all():
+        raise StreamError(f"{path}: the numbers of a table must be finite and must not descend")
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvlab.codec import outliers, packing
-from kvlab.codec.base import Arrays, Site, stored
+from kvlab.codec.base import Arrays, Site, finite, stored
 from kvlab.codec.outliers import Outliers
+from kvlab.codec.packing import bits_for
 from kvlab.errors import NonFinite, StreamError
 from kvlab.recipe import BlockStream
 
@@ -34,11 +35,6 @@ class Rounding:
                 f"does not fit the stored precision; use skeleton: fp32{other}"
             )
         return rounded
-
-
-def bits_for(count: int) -> int:
-    """ceil(log2(count)) of an integer from 1 on."""
-    return (count - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -70,14 +66,14 @@ class BlockArrays:
     apart: Outliers | None
 
     @property
-    def rank(self) -> int:
-        """d."""
+    def d_eff(self) -> int:
+        """d, the components that are kept."""
         return len(self.frame) - 1
 
     @property
     def width(self) -> int:
         """N."""
-        return 1 << bits_for(self.rank)
+        return 1 << bits_for(self.d_eff)
 
     def arrays(self, share_basis: bool) -> Arrays:
         """In the order in which they are stored."""
@@ -92,23 +88,23 @@ class BlockArrays:
         Raises
         ------
         StreamError
-            When number, dtype or shape of an array is not what recipe and shape allow. Numbers inside the
-            packed arrays are checked when they are unpacked.
+            When number, dtype or shape of an array is not what recipe and shape allow, or a float is NaN or
+            infinite. Numbers inside the packed arrays are checked when they are unpacked.
         """
         count, dim = shape
         precision = PRECISION[recipe.skeleton]
         if not recipe.share_basis:
             shared, arrays = arrays[:1], arrays[1:]
         (frame,) = stored(shared, (precision, (None, dim)))
-        rank = len(frame) - 1
-        if not 1 <= rank <= dim:
-            raise StreamError(f"a block keeps {rank} components of {dim}")
-        width = 1 << bits_for(rank)
+        d_eff = len(frame) - 1
+        if not 1 <= d_eff <= dim:
+            raise StreamError(f"a block keeps {d_eff} components of {dim}")
+        width = 1 << bits_for(d_eff)
         n_centres = len(arrays[0]) if arrays and arrays[0].dim() else 0
         if not 1 <= n_centres <= recipe.n_centres:
             raise StreamError(f"a block has {n_centres} centres where the recipe allows 1 to {recipe.n_centres}")
         expected = [
-            (precision, (n_centres, rank)),
+            (precision, (n_centres, d_eff)),
             (torch.uint8, (packing.packed_size(count, bits_for(n_centres)),)),
             (precision, (2, count)),
             (torch.uint8, (count, packing.packed_size(width, recipe.bits))),
@@ -118,4 +114,8 @@ class BlockArrays:
             listed = len(arrays[-1]) if arrays[-1].dim() else 0
             expected += [(of_counts, (count,)), (of_places, (listed,)), (torch.float16, (listed,))]
         arrays = stored(arrays, *expected)
-        return cls(frame, *arrays[:4], apart=Outliers(*arrays[4:]) if arrays[4:] else None)
+        block = cls(frame, *arrays[:4], apart=Outliers(*arrays[4:]) if arrays[4:] else None)
+        own = () if recipe.share_basis else (frame,)  # a shared one is checked with the grid
+        floats = (*own, block.centres, block.scalars, *((block.apart.values,) if block.apart else ()))
+        finite(torch.cat([array.flatten() for array in floats]), "the side information of a block")
+        return block

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvlab.codec import outliers, packing, rotation
 from kvlab.codec.outliers import Outliers
-from kvlab.codec.packing import LookUp
-from kvlab.codec.stored import BlockArrays, bits_for
+from kvlab.codec.packing import LookUp, bits_for
+from kvlab.codec.stored import BlockArrays
 from kvlab.errors import StreamError
 
 
@@ -61,6 +61,6 @@ def vectors(block: BlockArrays, seed: int) -> Tensor:
     frame, width = block.frame.float(), block.width
     found = frame.new_empty(1 + width + len(block.centres), frame.shape[1])
     found[0] = frame[0]
-    torch.mm(rotation.inverse(seed, width, frame.device)[:, : block.rank], frame[1:], out=found[1 : 1 + width])
+    torch.mm(rotation.inverse(seed, width, frame.device)[:, : block.d_eff], frame[1:], out=found[1 : 1 + width])
     torch.mm(block.centres.float(), frame[1:], out=found[1 + width :])
     return found

@@ -8,9 +8,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.codec.base import Arrays, Encoded, Place, Site, Stats, StreamCalibration, checked
+from kvlab.codec.base import (
+    Arrays,
+    Encoded,
+    Place,
+    Site,
+    Stats,
+    StreamCalibration,
+    block_index,
+    checked,
+    fitting,
+    stored,
+    uncalibrated,
+)
 from kvlab.codec.front import Front
-from kvlab.errors import StreamError
+from kvlab.errors import CalibrationMismatch, StreamError
 from kvlab.recipe import Conditioned
 
 
@@ -42,7 +54,7 @@ class TokenBlockCodec(ABC):
     @torch.no_grad()
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """See `Codec.encode`."""
-        rows = self.front.forward(checked(x, site), site.layer)
+        rows = fitting(self.front.forward(checked(x, site), site.layer), site)
         packed = [self.pack(block, site.layer) for block in rows.split(self.recipe.block_size, dim=1)]
         return Encoded(
             shape=tuple(x.shape),
@@ -62,13 +74,18 @@ class TokenBlockCodec(ABC):
     @torch.no_grad()
     def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
         """See `Codec.decode_block`."""
-        span = self.spans(encoded)[index]
-        return (slice(None), span), self.front.inverse(self._rows(encoded, index, span), encoded.layer)
+        span = self.spans(encoded)[block_index(encoded, index)]
+        try:
+            self.front.fits(encoded.shape, encoded.layer)
+            return (slice(None), span), self.front.inverse(self._rows(encoded, index, span), encoded.layer)
+        except CalibrationMismatch as error:
+            raise uncalibrated(encoded, error) from None
 
     def spans(self, encoded: Encoded) -> list[slice]:
         """Tokens of each block; `StreamError` when there are more or fewer blocks than the shape needs."""
+        stored(encoded.shared)
         tokens, size = encoded.shape[1], self.recipe.block_size
-        if len(encoded.blocks) != -(-tokens // size):
+        if tokens < 1 or len(encoded.blocks) != -(-tokens // size):
             raise StreamError(f"{len(encoded.blocks)} blocks of {size} tokens cannot hold {tokens} tokens")
         return [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
 

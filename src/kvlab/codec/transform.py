@@ -14,6 +14,8 @@ from kvlab.recipe import BlockStream
 # A mean of float32 numbers is off by a few units in the last place: what is left of a constant block
 CONSTANT = (16 * torch.finfo(torch.float32).eps) ** 2
 
+KEPT = 1 << 20  # numbers of a test matrix, 4 MB, up to which it is kept; a shared basis may ask for much more
+
 
 @dataclass(frozen=True)
 class Pca:
@@ -42,7 +44,7 @@ def fit(rows: Tensor, recipe: BlockStream) -> Pca:
     else:
         rank = min(max(2, int(dim * recipe.rank_fraction)), dim, count)
         width = min(rank + recipe.oversample, dim, count)
-        start = centred.mT @ sketch(recipe.seed, count, width).to(rows.device)
+        start = centred.mT @ probe(recipe.seed, count, width).to(rows.device)
         energy, axes = subspace_eigh(gram, start, recipe.power_iterations)
     size = gram.diagonal(dim1=1, dim2=2).sum(-1) + count * mean.square().sum(-1)
     d_eff = effective_rank(energy, recipe.variance_ratio, rank, CONSTANT * size)
@@ -134,13 +136,23 @@ def orthonormal(basis: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(factor.mT, wide, upper=True, left=False).to(basis.dtype)
 
 
-@lru_cache(maxsize=4)
-def sketch(seed: int, count: int, width: int) -> Tensor:
-    """The random test matrix Omega [count, width], the same for every block of that size."""
+def probe(seed: int, count: int, width: int) -> Tensor:
+    """The random test matrix Omega [count, width], the same for every block of that size; kept unless it is large."""
+    return (kept_probe if count * width <= KEPT else drawn_probe)(seed, count, width)
+
+
+def drawn_probe(seed: int, count: int, width: int) -> Tensor:
+    """`probe`, drawn anew."""
     return torch.randn(count, width, generator=generator("sketch", seed), dtype=torch.float32)
 
 
-def fixed_sign(axes: Tensor) -> Tensor:
-    """Turn each row of [..., k, D] so that its entry of largest magnitude is positive."""
-    largest = axes.abs().argmax(-1, keepdim=True)
-    return axes * torch.where(axes.gather(-1, largest) < 0, -1.0, 1.0)
+kept_probe = lru_cache(maxsize=4)(drawn_probe)
+
+
+def fixed_sign(axes: Tensor, dim: int = -1) -> Tensor:
+    """Turn each axis, along `dim`, so that its entry of largest magnitude is positive.
+
+    The sign of an eigenvector is free; so fixed, equal rows give equal axes.
+    """
+    largest = axes.abs().argmax(dim, keepdim=True)
+    return axes * torch.where(axes.gather(dim, largest) < 0, -1.0, 1.0)

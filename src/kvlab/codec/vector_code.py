@@ -10,7 +10,8 @@ from torch import Tensor
 from kvlab.codec import outliers, packing, quantizer, rotation
 from kvlab.codec.analysis import Analysis
 from kvlab.codec.outliers import Outliers
-from kvlab.codec.stored import BlockArrays, bits_for
+from kvlab.codec.packing import bits_for
+from kvlab.codec.stored import BlockArrays
 
 
 @dataclass(frozen=True)

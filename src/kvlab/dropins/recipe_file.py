@@ -1,4 +1,4 @@
-"""The file that tells the vLLM plugin what to run: a recipe, the layers, the calibration's files."""
+"""The file that `encode`, `decode` and the drop-ins take: a recipe, the layers, the calibration's files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write_recipe_file(
     layers: Iterable[int] | None = None,
     calibration: CalibrationFiles | None = None,
 ) -> Path:
-    """Write a recipe file and give its absolute path, which is what ``KVLAB_RECIPE`` takes.
+    """Write a recipe file and give its absolute path, as ``KVLAB_RECIPE`` takes it.
 
     Parameters
     ----------

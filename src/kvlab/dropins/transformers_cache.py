@@ -6,7 +6,8 @@ from pathlib import Path
 
 from torch import nn
 
-from kvlab.calibration.load import Fitted, load
+from kvlab.calibration.load import needed_files
+from kvlab.dropins.prepared import prepared
 from kvlab.dropins.recipe_file import read_recipe_file
 from kvlab.engines.hf_cache import KVCache
 from kvlab.errors import CapabilityError
@@ -20,7 +21,7 @@ def kv_cache(model: nn.Module, path: Path | str, **options) -> KVCache:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Loaded from a folder; a calibration is checked against the weights there.
+        A calibration is checked against the weights that it was loaded from, in a folder or in the hub's cache.
     path : Path or str
         What `kvlab recipe` wrote.
     **options
@@ -31,13 +32,14 @@ def kv_cache(model: nn.Module, path: Path | str, **options) -> KVCache:
     CapabilityError
         The file codes some layers only, or the cache cannot hold this model.
     CalibrationMismatch
-        The calibration belongs to another model.
+        The calibration is missing or belongs to another model.
     """
     file = read_recipe_file(path)
     if file.layers is not None:
         raise CapabilityError(f"{path} codes layers {list(file.layers)}; a transformers cache codes all, set null")
-    calibration = None
-    if file.calibration is not None:
-        info = resolve(Model(path=model.name_or_path, revision=None, n_layers=model.config.num_hidden_layers))
-        calibration = load(Fitted(**dict(file.calibration)), info.model_hash)
-    return KVCache(model, file.recipe, calibration, **options)
+    if not needed_files(file.recipe):  # then the model need not be one whose weights are known
+        return KVCache(model, file.recipe, None, **options)
+    config = model.config
+    revision = getattr(config, "_commit_hash", None)  # transformers notes what it found in the hub
+    info = resolve(Model(path=model.name_or_path, revision=revision, n_layers=config.num_hidden_layers))
+    return KVCache(model, file.recipe, prepared(file, info).calibration, **options)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvlab.calibration.load import Calibrated, Fitted, load
 from kvlab.codec.base import Codec, Site
 from kvlab.codec.names import CODECS
-from kvlab.codec.registry import build, codec_class
+from kvlab.codec.registry import codec_class
 from kvlab.codec.seeding import generator
+from kvlab.dropins.prepared import prepared
 from kvlab.dropins.recipe_file import RecipeFile, read_recipe_file
 from kvlab.engines import capability
 from kvlab.engines.base import Part
 from kvlab.engines.hooks import fused_projection
-from kvlab.errors import CapabilityError, CodecNotActive, ParamsError
+from kvlab.errors import CapabilityError, CodecNotActive
 from kvlab.model import ModelInfo, resolve
 from kvlab.params import Model
 from kvlab.recipe import RECIPE_VARIABLE, Recipe
@@ -81,21 +81,10 @@ def prepare(config: VllmConfig) -> Served:
     info = resolve(Model(path=served.model, revision=revision, n_layers=text.num_hidden_layers))
     dtype = str(served.dtype).removeprefix("torch.")
     capability.check("vllm", dtype, "default", info, on_cpu=config.device_config.device_type == "cpu")
-    layers = tuple(range(info.n_layers)) if found.layers is None else found.layers
-    beyond = [layer for layer in layers if not 0 <= layer < info.n_layers]
-    if beyond:
-        raise ParamsError(f"{os.environ[RECIPE_VARIABLE]}: layer {beyond[0]}; the model has 0 to {info.n_layers - 1}")
-    fitted = _calibrated(found, info)
-    recipes = {stream: getattr(found.recipe, stream) for stream in STREAMS}
-    codecs = {s: build(recipe, fitted.stream(recipe, s) if fitted else None) for s, recipe in recipes.items()}
-    _try_out(codecs, layers, info)
-    return Served(found.recipe, info, fitted.calibration_hash if fitted else None, layers, codecs)
-
-
-def _calibrated(found: RecipeFile, info: ModelInfo) -> Calibrated | None:
-    if found.calibration is None:
-        return None
-    return load(Fitted(**dict(found.calibration)), info.model_hash)
+    ready = prepared(found, info)
+    codecs = {stream: ready.codec(stream) for stream in STREAMS}
+    _try_out(codecs, ready.layers, info)
+    return Served(ready.recipe, info, ready.calibration_hash, ready.layers, codecs)
 
 
 def _try_out(codecs: dict[str, Codec], layers: tuple[int, ...], info: ModelInfo) -> None:
@@ -117,6 +106,11 @@ def refuse_settings(config: VllmConfig) -> None:
         (not split, f"{', '.join(split)} above 1 splits the model over processes; set it to 1"),
         (config.speculative_config is None, "a draft model's cache would not be coded; leave speculation out"),
         (config.lora_config is None, "adapters change the projections that the recipe is for; leave LoRA out"),
+        (
+            config.kv_transfer_config is None and config.cache_config.kv_offloading_size is None,
+            "a KV connector or offloading brings K and V from elsewhere, coded or not; leave kv_transfer_config and"
+            " kv_offloading_size out",
+        ),
         (
             config.cache_config.cache_dtype in ("auto", own_dtype),
             f"kv_cache_dtype {config.cache_config.cache_dtype!r} codes the cache a second time; set it to 'auto'",

@@ -112,7 +112,7 @@ class KVCache(Cache):
 
     def _forget(self) -> None:
         """Nothing stored, no forward seen."""
-        self.positions: Tensor | None = None  # [rows, tokens]
+        self.positions: list[Tensor] = []  # by row, without its padding; rows that share a past share it here too
         self._call: Call | None = None
         self._proven = self._rotary is None
         self._watch = Watch(self._model, self._rotary, self)
@@ -123,8 +123,10 @@ class KVCache(Cache):
         Raises
         ------
         CapabilityError
-            K and V are not of the shape or the model that the cache was made for.
+            K and V are not of the shape or the model that the cache was made for, or ask for gradients.
         """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise CapabilityError("gradients do not pass through a coded cache; run the model under torch.no_grad()")
         self._refuse_other_shape(key_states, value_states, layer_idx)
         if layer_idx == 0:
             self._call = self._began(key_states)
@@ -142,16 +144,21 @@ class KVCache(Cache):
         rows = rows or [Row()] * batch
         # asked only while a row has no token yet: on an accelerator the question waits for the device
         asked = seen.mask is not None and any(row.coded + row.waiting == 0 for row in rows)
-        pads = new_pads(seen.mask, rows, tokens) if asked else [0] * batch
+        pads = new_pads(refuse_other_masks(seen.mask), rows, tokens) if asked else [0] * batch
         if self._rotary is None:
             return Call(pads, [Straight()] * batch)
         new = self._checked_positions(seen.positions, batch, tokens)
-        self.positions = new if self.positions is None else torch.cat([self.positions, new], dim=1)
-        call = Call(pads, turns(self._rotary, self.positions, k))
+        old = self.positions or [new[0, :0]] * batch
+        self.positions = [torch.cat([old[i], new[i, pads[i] :]]) for i in range(batch)]
+        call = Call(pads, turns(self._rotary, self._aligned(self.layers[0].get_seq_length() + tokens), k))
         if not self._proven:
             refuse_lossy(call.turns[0], k[0])
             self._proven = True
         return call
+
+    def _aligned(self, length: int) -> Tensor:
+        """Positions of all tokens [rows, length], padding at zero."""
+        return torch.stack([nn.functional.pad(row, (length - row.numel(), 0)) for row in self.positions])
 
     def _checked_positions(self, positions: Tensor | None, batch: int, tokens: int) -> Tensor:
         if positions is None or positions.dim() != 2 or positions.shape[1] != tokens:
@@ -182,10 +189,11 @@ class KVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens (a negative number), or all but the first ones (a positive number)."""
-        length = kept(self.get_seq_length(), tokens_to_remove)
+        before = self.get_seq_length()
+        length = kept(before, tokens_to_remove)
         super().crop(tokens_to_remove)
-        if self.positions is not None:
-            self.positions = self.positions[:, :length].clone()
+        if length < before:
+            self.positions = [row[: max(0, length - before + row.numel())].clone() for row in self.positions]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of a beam search; nothing is copied but references."""
@@ -202,8 +210,7 @@ class KVCache(Cache):
     def _select(self, indices: list[int]) -> None:
         for layer in self.layers:
             layer.select(indices)
-        if self.positions is not None:
-            self.positions = self.positions[indices]
+        self.positions = [self.positions[i] for i in indices] if self.positions else []
 
     def decoded(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer as a later call will see them [batch, heads, tokens, head_dim]."""
@@ -211,7 +218,7 @@ class KVCache(Cache):
         like = torch.empty(1, self.shape.heads, 0, self.shape.head_dim, dtype=held.dtype, device=held.device)
         turn = [Straight()] * held.batch_size
         if self._rotary is not None:
-            turn = turns(self._rotary, self.positions, like)
+            turn = turns(self._rotary, self._aligned(held.get_seq_length()), like)
         call = Call([0] * held.batch_size, turn)
         return held._view("k", like, call), held._view("v", like, call)
 
@@ -221,9 +228,9 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored arrays: codes, exact tails, and the positions that turn K."""
-        positions = 0 if self.positions is None else self.positions.nbytes
-        return positions + sum(entry.nbytes for entry in self.coding())
+        """Bytes of the stored arrays: codes, exact tails, and positions that turn K. What rows share counts once."""
+        positions = {id(row): row.nbytes for row in self.positions}
+        return sum(positions.values()) + sum(entry.nbytes for entry in self.coding())
 
     @property
     def working_bytes(self) -> int:
@@ -305,6 +312,16 @@ def refuse_more_layers(fitted: StreamCalibration | None, layers: int) -> None:
         raise CalibrationMismatch(
             f"the calibration has a layer {max(known)}, the model has {layers} layers; calibrate this model"
         )
+
+
+def refuse_other_masks(mask: object) -> Tensor:
+    """The mask itself; `CapabilityError` unless padding can be read from it."""
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask
+    given = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"as {type(mask).__name__}"
+    raise CapabilityError(
+        f"the attention mask came {given}, padding can only be read from one [rows, tokens]; give that, or none"
+    )
 
 
 def new_pads(mask: Tensor, rows: Sequence[Row], tokens: int) -> list[int]:

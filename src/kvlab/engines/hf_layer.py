@@ -257,7 +257,9 @@ def kept(length: int, tokens_to_remove: int) -> int:
 
 
 def chosen(indices: Tensor, rows: int) -> list[int]:
-    """Row numbers from an index or a mask."""
+    """Row numbers from an index or a mask; none while there are no rows, as in transformers' own caches."""
+    if not rows:
+        return []
     return torch.arange(rows)[torch.as_tensor(indices).cpu()].tolist()
 
 

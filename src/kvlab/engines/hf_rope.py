@@ -117,9 +117,9 @@ def refuse_lossy(turn: RopeTurn, k: Tensor) -> None:
 
 @dataclass
 class Seen:
-    """What the hooks saw of the running forward: its padding mask and its positions."""
+    """What the hooks saw of the running forward: its attention mask, of whatever kind, and its positions."""
 
-    mask: Tensor | None = None
+    mask: object = None
     positions: Tensor | None = None
 
 
@@ -145,9 +145,9 @@ class Watch:
         self._signature = inspect.signature(decoder.forward)
         watch = weakref.ref(self)
 
-        def entered(module, args, kwargs):
+        def entered(_module, args, kwargs):
             if (alive := watch()) is not None:
-                alive._enter(module, args, kwargs)
+                alive._enter(args, kwargs)
 
         def turned(_module, args, kwargs, _output):
             if (alive := watch()) is not None:
@@ -158,15 +158,12 @@ class Watch:
             handles.append(rotary.register_forward_hook(turned, with_kwargs=True))
         weakref.finalize(self, removed, handles)
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _enter(self, args: tuple, kwargs: dict) -> None:
         given = self._signature.bind_partial(*args, **kwargs).arguments
         cache = given.get("past_key_values", given.get("kwargs", {}).get("past_key_values"))
         if cache is None or cache is not self._owner():
             return
-        if module.training and torch.is_grad_enabled():
-            raise CapabilityError("gradients do not pass through a coded cache; call model.eval()")
-        mask = given.get("attention_mask")
-        self.seen = Seen(mask=mask if isinstance(mask, Tensor) and mask.dim() == 2 else None)
+        self.seen = Seen(mask=given.get("attention_mask"))
 
     def _turn(self, args: tuple, kwargs: dict) -> None:
         # `seen` is put down by the first layer's update, so that forwards with other caches pass unseen

@@ -114,8 +114,8 @@ def summary(metrics: dict) -> dict:
     found |= {f"kl.gap.{end}": kl["gap"][end] for end in ("low", "high")}
     found |= {f"kl.share.{part['factor']}": part["share"]["value"] for part in kl["parts"]}
     found["delta_nll.gap"] = delta["gap"]["value"]
-    coded = [c for c in metrics["cells"] if c["role"] == "codec" and c["dtype"] == metrics["gap"]["dtype"]]
-    found["bits_per_value.min"] = min(cell["bits_per_value"] for cell in coded)
+    studied = [c for c in metrics["cells"] if c["variance_ratio"] is not None and c["dtype"] == metrics["gap"]["dtype"]]
+    found["bits_per_value.min"] = min(cell["bits_per_value"] for cell in studied)
     for row in metrics["additivity"]:
         if row["ratio"]:
             found[f"additivity.{row['engine']}.{row['protocol']}"] = row["ratio"]["value"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.codec.base import Arrays, Stats, stored
+from kvlab.codec.base import Arrays, Stats, finite, stored
 from kvlab.codec.token_blocks import TokenBlockCodec
-from kvlab.errors import StreamError
 
 LARGEST = 448.0  # of e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), which has NaN but no infinity
 
@@ -25,7 +24,4 @@ class Fp8Codec(TokenBlockCodec):
     def unpack(self, arrays: Arrays, shape: tuple[int, int, int], layer: int) -> Tensor:
         """The codes' values, scaled."""
         codes, scale = stored(arrays, (torch.uint8, shape), (torch.float32, (shape[0],)))
-        values = codes.view(torch.float8_e4m3fn).float() * scale[:, None, None]
-        if not torch.isfinite(values).all():
-            raise StreamError("a block of 8-bit floats holds NaN or infinity, which no encoder writes")
-        return values
+        return finite(codes.view(torch.float8_e4m3fn).float() * scale[:, None, None], "a block of 8-bit floats")

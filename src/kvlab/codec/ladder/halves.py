@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.errors import NonFinite, StreamError
+from kvlab.codec.base import finite
+from kvlab.errors import NonFinite
 
 ROUNDING, SMALLEST = 2.0**-11, 2.0**-24  # of float16: largest relative error of rounding, smallest positive number
 
@@ -31,10 +32,7 @@ def above(values: Tensor, what: str, layer: int) -> Tensor:
 
 def read(array: Tensor) -> Tensor:
     """Stored float16 as float32; `StreamError` when it holds NaN or infinity, which no encoder writes."""
-    values = array.float()
-    if not torch.isfinite(values).all():
-        raise StreamError("the side information of a block holds NaN or infinity")
-    return values
+    return finite(array.float(), "the side information of a block")
 
 
 def _margin(values: Tensor) -> Tensor:

@@ -12,8 +12,10 @@ from kvlab.codec import rotation
 from kvlab.codec.base import Arrays, Encoded, Site, Stats, StreamCalibration
 from kvlab.codec.front import needed
 from kvlab.codec.ladder import spread, uniform
+from kvlab.codec.packing import bits_for
 from kvlab.codec.products import product
 from kvlab.codec.token_blocks import TokenBlockCodec
+from kvlab.codec.transform import fixed_sign
 from kvlab.errors import CalibrationMismatch
 from kvlab.recipe import OscarStream
 
@@ -78,14 +80,8 @@ class OscarCodec(TokenBlockCodec):
 
 
 def turn(moment: Tensor) -> Tensor:
-    """Eigenvectors by descending eigenvalue, spread by Hadamard, in bit-reversed order.
-
-    An eigenvector's sign is free: here its largest entry is positive, so that the decoder turns as the
-    encoder did.
-    """
-    vectors = torch.linalg.eigh(moment.cpu()).eigenvectors.flip(-1)
-    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
-    vectors = vectors * torch.where(largest < 0, -1.0, 1.0)
+    """Eigenvectors by descending eigenvalue, spread by Hadamard, in bit-reversed order."""
+    vectors = fixed_sign(torch.linalg.eigh(moment.cpu()).eigenvectors.flip(-1), dim=-2)
     wide = spread.width(moment.shape[-1])
     padded = torch.nn.functional.pad(vectors, (0, wide - moment.shape[-1])).float()
     return rotation.hadamard(padded)[..., bit_reversal(wide)] / math.sqrt(wide)
@@ -93,7 +89,7 @@ def turn(moment: Tensor) -> Tensor:
 
 def bit_reversal(wide: int) -> list[int]:
     """0..wide-1 with the bits of each number read backwards."""
-    digits = wide.bit_length() - 1
+    digits = bits_for(wide)
     return [int(format(i, f"0{digits}b")[::-1], 2) if digits else 0 for i in range(wide)]
 
 

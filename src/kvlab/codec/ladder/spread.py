@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvlab.codec import rotation
+from kvlab.codec.packing import bits_for
 from kvlab.codec.products import product
 
 
 def width(head_dim: int, least: int = 1) -> int:
     """The power of two that holds `head_dim` coordinates, and at least `least`."""
-    return max(1 << (head_dim - 1).bit_length(), least)
+    return max(1 << bits_for(head_dim), least)
 
 
 def forward(rows: Tensor, seed: int, wide: int) -> Tensor:
