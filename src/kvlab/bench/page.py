@@ -192,7 +192,8 @@ def published_rows(source: dict, data: dict) -> tuple[list[dict], list[dict]]:
         for one in data["subjects"]:
             found = over_layers(source, one["label"], stream)
             if first and found and family(one["label"]) == "klt":
-                ours = {"bits": found["bits"], "error_db": found["nmse_db"]} | rates(source, one, stream, data)
+                speed = source["whole_speed"][one["label"]][stream]
+                ours = {"bits": found["bits"], "error_db": found["nmse_db"]} | speed
                 label = f"{one['label']} (published: {first['label']})"
                 klt.append({"label": label, "stream": stream, "theirs": first["theirs"], "ours": ours})
     return block, klt
@@ -256,12 +257,6 @@ def prototype_table(data: dict) -> str | None:
                 numbers = (found["excess"], found["excess"] + bias, by_bits[str(one["bits"])])
                 lines.append([one["label"], stream.upper(), *(fmt.fixed(number, 3) for number in numbers)])
     return fmt.table(["codec", "stream", "excess bits", "excess bits, corrected", "prototype"], lines)
-
-
-def rates(source: dict, one: dict, stream: str, data: dict) -> dict:
-    """MB/s with bytes of one stream, most threads."""
-    by_task, most = source["speed"][one["label"]][stream], str(max(data["machine"]["threads"]))
-    return {"encode": by_task["write"][most], "decode": by_task["read"][most]}
 
 
 def ratios(row: dict) -> dict[str, float]:

@@ -18,10 +18,11 @@ from kvlab.bench.score import Scorer, limit_row, whole
 from kvlab.bench.subjects import Subject, calibrate, roster
 from kvlab.bench.summary import mean
 from kvlab.calibration.capture import Captured
-from kvlab.codec.base import Site
+from kvlab.codec.base import Site, StreamCalibration
 from kvlab.errors import KvlabError, MixedIdentity, StorageError, UserError
 from kvlab.model import resolve
 from kvlab.params import Params
+from kvlab.recipe import KltStream
 from kvlab.records import machine, versions, write_json
 
 
@@ -205,6 +206,7 @@ def measure(source: sources.Source, subjects: tuple[Subject, ...], params: Param
         "scores": {subject.label: scores[subject.label] for subject in fit},
         "speed": speeds(kept, fit, effort),
         "published": against_published(source, ridge, effort),
+        "whole_speed": own_speeds(source, fit, ridge, effort),
         "prototype": {s: {str(b): e for b, e in by_bits.items()} for s, by_bits in published.PROTOTYPE.items()},
     }
 
@@ -257,7 +259,9 @@ def against_published(source: sources.Source, ridge: float, effort: Effort) -> l
         subject = Subject(theirs.label, 3, theirs.recipe())
         try:
             ours = [whole(subject, sample, ridge) for sample in samples]
-            speed = whole_speed(subject, samples[0], ridge, effort)
+            first = samples[0]
+            fit = calibrate(first.whole[None], first, first.weight, ridge)
+            speed = whole_speed(subject, first, fit, effort)
         except (KvlabError, ImportError) as error:
             rows.append(row | {"refused": str(error)})
             continue
@@ -266,10 +270,23 @@ def against_published(source: sources.Source, ridge: float, effort: Effort) -> l
     return rows
 
 
-def whole_speed(subject: Subject, sample: sources.Sample, ridge: float, effort: Effort) -> dict:
-    """MB/s of bfloat16, bytes included, on all cores that the bench uses."""
+def own_speeds(source: sources.Source, subjects: list[Subject], ridge: float, effort: Effort) -> dict:
+    """MB/s of `klt` on the tensors that the published codec was timed on, by label and stream."""
+    found: dict = {}
+    for stream in ("k", "v"):
+        sample = next((s for s in source.samples if s.whole is not None and s.stream == stream), None)
+        if sample is None:
+            continue
+        fit = calibrate(sample.calib, sample, sample.calib_weight, ridge)
+        for subject in subjects:
+            if isinstance(subject.of(stream), KltStream):
+                found.setdefault(subject.label, {})[stream] = whole_speed(subject, sample, fit, effort)
+    return found
+
+
+def whole_speed(subject: Subject, sample: sources.Sample, fit: StreamCalibration, effort: Effort) -> dict:
+    """MB/s of bfloat16 on all tokens at once, bytes included, on all cores that the bench uses."""
     x = sample.whole
-    fit = calibrate(x[None], sample, sample.weight, ridge)
     tasks = dict(actions(subject.coder(sample.stream, x.shape[-1], fit), x, sample.layer, sample.stream))
     taken = clock.interleaved({key: tasks[key] for key in (("write",), ("read",))}, effort.rounds, effort.threads)
     most = max(effort.threads)
