@@ -80,7 +80,7 @@ def distance(given: pl.DataFrame):
         axis.set_ylim(bottom=0)
     axes[0].set_ylabel("weighted error above the limit, dB")
     handles = {handle.get_label(): handle for axis in axes for handle in axis.get_lines()}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, frameon=False, fontsize=7.5)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False, fontsize=7)
     title(figure, "Distance to the Gaussian rate-distortion limit: down and to the left is better")
     return figure
 
