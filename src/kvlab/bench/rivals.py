@@ -78,6 +78,7 @@ def quantized_layer(name: str, axis: int, allowed: tuple[int, ...]) -> Callable[
     """A backend of HF's `QuantizedCache`, by the name of its layer class, grouping along `axis`."""
 
     def make(bits: int, head_dim: int) -> Rival:
+        """See `Library.make`."""
         import transformers.cache_utils
 
         if bits not in allowed:
@@ -106,6 +107,7 @@ def lattice(class_name: str) -> Callable[[int, int], Rival]:
     """A lattice of `kakeyalattice`, which stores nothing: its bits are those that it declares."""
 
     def make(bits: int, head_dim: int) -> Rival:
+        """See `Library.make`."""
         import kakeyalattice
 
         class_ = getattr(kakeyalattice, class_name)

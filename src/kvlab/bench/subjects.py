@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlab.bench.rivals import LIBRARIES, Library, Rival, Stored, usable
 from kvlab.bench.sources import Sample
-from kvlab.calibration.load import needs_calibration
+from kvlab.calibration.load import needed_files
 from kvlab.codec import components, limit, whitening
 from kvlab.codec.base import Codec, Encoded, Site, StreamCalibration
 from kvlab.codec.bitstream import frame_bytes, read_frame
@@ -71,8 +71,10 @@ class Subject:
 
     def calibrated(self, stream: str) -> bool:
         """Whether anything that was fitted enters."""
-        recipe = self.of(stream)
-        return recipe is not None and needs_calibration(recipe) and not plain_block(recipe)
+        if self.recipe is None:
+            return False
+        alone = {"k": IdentityStream(), "v": IdentityStream(), stream: self.of(stream)}
+        return bool(needed_files(Recipe(**alone)))
 
     def coder(self, stream: str, head_dim: int, calibration: StreamCalibration | None) -> Coder:
         """The codec of one stream."""
@@ -86,11 +88,6 @@ class Subject:
         if self.recipe is None:
             return self
         return Subject(self.label, self.bits, Recipe(k=bare(self.recipe.k), v=bare(self.recipe.v)))
-
-
-def plain_block(recipe: StreamRecipe) -> bool:
-    """Whether this is the block codec with nothing fitted."""
-    return isinstance(recipe, BlockStream) and not recipe.whiten and recipe.codebook == "gaussian"
 
 
 def bare(recipe: StreamRecipe) -> StreamRecipe:

@@ -193,6 +193,7 @@ def arm(worker) -> None:
     load_model, execute_model = worker.load_model, worker.execute_model
 
     def load_and_hook(*given, **named):
+        """The worker's `load_model`, and then the tap on what it loaded."""
         answer = load_model(*given, **named)
         for module, hook in fused_projection(worker.get_model(), tap.served.info, tap):
             module.register_forward_hook(hook)
@@ -201,6 +202,7 @@ def arm(worker) -> None:
         return answer
 
     def execute_checked(scheduled, *given, **named):
+        """The worker's `execute_model`, and then whether all its tokens passed the tap."""
         tokens = scheduled.total_num_scheduled_tokens
         if not tokens:
             return execute_model(scheduled, *given, **named)
