@@ -36,7 +36,7 @@ from kvlab.ladder import STUDIED, default_recipe, labelled, ladder_recipe
 from kvlab.model import resolve
 from kvlab.paramfile import overlay
 from kvlab.params import studied_recipe
-from kvlab.recipe import HadamardStream, IntStream, KltStream, NoiseStream, Recipe
+from kvlab.recipe import CastStream, HadamardStream, IntStream, IsotropicStream, KltStream, NoiseStream, Recipe
 from kvlab.records import to_header
 
 PLAIN = Recipe(k=IntStream(bits=4, group=16), v=HadamardStream(bits=3))
@@ -121,8 +121,12 @@ def test_all_layers_are_the_same_named_or_not(info):
 
 def test_what_cannot_be_a_stream_is_refused(tiny_params, tiny_calibration, tmp_path):
     noise = Recipe(k=NoiseStream(sigma=0.1, seed=0), v=PLAIN.v)
+    cast = Recipe(k=PLAIN.k, v=CastStream())
+    isotropic = Recipe(k=IsotropicStream(of=KltStream(bits=2), seed=0), v=PLAIN.v)
     for recipe, layers, window, error, said in (
-        (noise, None, 0, CapabilityError, "'noise' of stream k writes no codes"),
+        (noise, None, 0, CapabilityError, "'noise' of stream k writes no codes.* allowed: identity, block"),
+        (cast, None, 0, CapabilityError, "'cast' of stream v writes no codes"),
+        (isotropic, None, 0, CapabilityError, "'isotropic' of stream k writes no codes"),
         (PLAIN, [3], 0, ParamsError, "layer 3; the model has 0 to 2"),
         (PLAIN, None, 6, UserError, r"allowed: 0\.\.5"),
         (PLAIN, None, -1, UserError, r"allowed: 0\.\.5"),

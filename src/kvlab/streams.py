@@ -13,10 +13,9 @@ from kvlab.codec.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWr
 from kvlab.codec.tensor_file import TensorFileWriter
 from kvlab.dropins.prepared import prepared
 from kvlab.dropins.recipe_file import RecipeFile, read_recipe_file
-from kvlab.errors import CalibrationMismatch, CapabilityError, StreamError, UserError
+from kvlab.errors import CalibrationMismatch, StreamError, UserError
 from kvlab.model import ModelInfo, resolve
 from kvlab.params import Params
-from kvlab.recipe import NoiseStream
 from kvlab.records import atomic, to_header
 
 
@@ -29,12 +28,7 @@ def cache_codec(file: RecipeFile, info: ModelInfo) -> CacheCodec:
         The recipe names a layer that the model does not have.
     CalibrationMismatch
         The calibration is missing or belongs to another model.
-    CapabilityError
-        The recipe adds noise, which leaves nothing to store.
     """
-    for stream in STREAMS:
-        if isinstance(getattr(file.recipe, stream), NoiseStream):
-            raise CapabilityError(f"codec 'noise' of stream {stream} writes no codes to store; choose another codec")
     ready = prepared(file, info)
     k, v = (partial(ready.codec, stream) for stream in STREAMS)
     return CacheCodec(ready.identity, ready.calibration_hash, k, v, frozenset(ready.layers))

@@ -7,14 +7,17 @@ import torch
 from codec import making
 from kvlab.codec import components, whitening
 from kvlab.codec.base import StreamCalibration
+from kvlab.codec.names import UNSTORED
 from kvlab.codec.registry import build
 from kvlab.recipe import (
+    CastStream,
     D4Stream,
     E8Stream,
     Fp8Stream,
     HadamardStream,
     IdentityStream,
     IntStream,
+    IsotropicStream,
     KiviStream,
     KltStream,
     NoiseStream,
@@ -27,6 +30,8 @@ LAYER = making.SITE.layer
 RECIPES = {
     "identity": lambda bits: IdentityStream(),
     "noise": lambda bits: NoiseStream(sigma=2.0**-bits, seed=0),
+    "cast": lambda bits: CastStream(dtype="float16" if bits > 4 else "bfloat16"),
+    "isotropic": lambda bits: IsotropicStream(of=RECIPES["block"](bits), seed=0),
     "block": lambda bits: making.recipe(bits=bits, block_size=BLOCK, skeleton="fp32"),
     "klt": lambda bits: KltStream(bits=bits, block_size=BLOCK),
     "int": lambda bits: IntStream(bits=bits, block_size=BLOCK),
@@ -51,6 +56,11 @@ def cases() -> list[tuple[str, str]]:
         for condition, changes in CONDITIONS.items()
         if set(changes) <= set(type(recipe(4)).model_fields)
     ]
+
+
+def storing() -> list[tuple[str, str]]:
+    """Those cases whose codec writes codes."""
+    return [case for case in cases() if case[0] not in UNSTORED]
 
 
 def planted(heads=2, tokens=70, dim=64, draw=0) -> torch.Tensor:

@@ -7,18 +7,18 @@ from itertools import pairwise
 import pytest
 import torch
 
-from codec.ladder_making import BLOCK, RECIPES, cases, codec, fresh, planted
+from codec.ladder_making import BLOCK, RECIPES, cases, codec, fresh, planted, storing
 from codec.making import SITE, relative_error
 from kvlab.codec.base import Site
 from kvlab.codec.bitstream import frame_bytes, read_frame
-from kvlab.codec.names import CODECS
+from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.errors import CodecNotActive, NonFinite, StreamError
 
 STORABLE = {
     torch.uint8, torch.int8, torch.uint16, torch.int32, torch.float16, torch.bfloat16, torch.float32,
 }  # fmt: skip
 ALL = pytest.mark.parametrize("name, condition", cases())
-STORING = pytest.mark.parametrize("name, condition", [case for case in cases() if case[0] != "noise"])
+STORING = pytest.mark.parametrize("name, condition", storing())
 CALIBRATED = {"klt"}  # zero is not their zero, and what lies far outside of the calibrated range is cut off
 TOGETHER = {"block", "kivi", "fp8"}  # a token's code depends on the others of its block
 
@@ -45,6 +45,11 @@ def coded(name, condition, x, **settings):
 
 def test_no_codec_is_left_out():
     assert {RECIPES[name](4).codec for name in RECIPES} == set(CODECS)
+
+
+@ALL
+def test_controls_and_they_alone_are_not_packed(name, condition):
+    assert coded(name, condition, planted())[1].packed == (name not in UNSTORED)
 
 
 @ALL
@@ -91,7 +96,7 @@ def test_the_same_every_time_and_with_any_threads(name, condition):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name, condition", [case for case in cases() if case[0] not in {"identity", "fp8"}])
+@pytest.mark.parametrize("name, condition", [case for case in cases() if case[0] not in {"identity", "cast", "fp8"}])
 def test_error_falls_with_rate(name, condition):
     x = planted(tokens=8 * BLOCK)
     errors = [relative_error(x, coded(name, condition, x, bits=bits)[2]) for bits in (2, 3, 4, 6)]

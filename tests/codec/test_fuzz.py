@@ -18,7 +18,7 @@ from codec.accidents import damaged, renamed, resealed
 from kvlab.codec.bitstream import frame_bytes, read_frame
 from kvlab.errors import StreamError
 
-CASES = [case for case in ladder_making.cases() if case[0] != "noise"]
+CASES = ladder_making.storing()
 NAMES = sorted({name for name, _ in CASES})
 ACCIDENTS, FORGERIES, HEADERS = 1000, 300, 200  # of each codec: more than ten thousand accidents in all
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from codec.making import second_moment
@@ -60,8 +61,20 @@ def test_a_values_error_weighs_as_the_output_moves():
     torch.testing.assert_close(weighed.float(), moved.square().sum(-1).unflatten(0, (2, 3)).sum(-1))
 
 
-def test_the_ridge_is_in_units_of_the_mean_diagonal():
+def test_the_ridge_of_a_channel_is_in_units_of_that_channel():
     sigma = second_moment(2, DIM)
     added = metric.ridged(sigma, 0.5) - sigma
-    mean = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
-    torch.testing.assert_close(added, 0.5 * mean[:, None, None] * torch.eye(DIM, dtype=sigma.dtype))
+    torch.testing.assert_close(added, 0.5 * sigma * torch.eye(DIM, dtype=sigma.dtype))
+    scale = torch.logspace(-3, 3, DIM, dtype=sigma.dtype)
+    singular = torch.ones(1, DIM, DIM, dtype=sigma.dtype) * scale[:, None] * scale
+    correlation = metric.ridged(singular, 0.5) / (scale[:, None] * scale)
+    assert torch.linalg.eigvalsh(correlation).min() == pytest.approx(0.5)
+
+
+def test_rows_turn_by_their_own_positions():
+    rows = torch.randn(3, LAGS, DIM, generator=torch.Generator().manual_seed(2))
+    for pairs in (DIM // 2, 2):  # the whole head, and a part of it
+        found = metric.rotated(rows, *rotary(pairs))
+        for position in range(LAGS):
+            torch.testing.assert_close(found[:, position], turned(rows[:, position], position, pairs))
+        assert torch.equal(found[..., 2 * pairs :], rows[..., 2 * pairs :])

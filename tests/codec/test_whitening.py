@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from codec.making import second_moment, stream
 from kvlab.codec import whitening
@@ -19,8 +21,7 @@ def test_round_trip():
 def test_whitened_error_is_the_weighted_error():
     sigma = second_moment()
     whitener = whitening.fit(sigma, RIDGE)
-    scale = sigma.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
-    weight = sigma + RIDGE * scale * torch.eye(64, dtype=torch.float64)
+    weight = sigma * (1 + RIDGE * torch.eye(64, dtype=torch.float64))
     error = stream(seed=1) - stream(seed=2)
     direct = torch.einsum("htd,hde,hte->", error.double(), weight, error.double())
     assert whitener.whiten(error).double().square().sum() == pytest.approx(direct.item(), rel=1e-5)
@@ -41,9 +42,36 @@ def test_extra_ridge_rescues_a_slightly_indefinite_head_only():
     sigma[1] = vectors @ torch.diag(values) @ vectors.T
     whitener = whitening.fit(sigma, RIDGE)
     assert torch.equal(whitener.chol[0], whitening.fit(sigma[:1], RIDGE).chol[0])
-    expected = sigma[1] + (RIDGE + 1e-2) * scale * torch.eye(64, dtype=torch.float64)
+    unit = torch.eye(64, dtype=torch.float64)
+    expected = sigma[1] * (1 + RIDGE * unit) + 1e-2 * scale * unit
     product = whitener.chol[1].double() @ whitener.chol[1].double().T
     assert torch.allclose(product, expected, atol=1e-5 * scale.item())
+
+
+@pytest.mark.parametrize("silent", [0, 5])
+def test_a_channel_that_no_query_uses_is_whitened_by_the_mean(silent):
+    sigma = second_moment(2, 8)
+    sigma[1, silent], sigma[1, :, silent] = 0, 0
+    whitener = whitening.fit(sigma, RIDGE)
+    mean = sigma[1].diagonal().mean().item()
+    assert whitener.chol[1, silent, silent] == pytest.approx((RIDGE * mean) ** 0.5)
+    others = [channel for channel in range(8) if channel != silent]
+    kept = whitening.fit(sigma[1:, others][:, :, others], RIDGE).chol[0]
+    torch.testing.assert_close(whitener.chol[1, others][:, others], kept)
+    assert (whitener.chol[1] @ whitener.inv_chol[1] - torch.eye(8)).abs().max() < 1e-5
+
+
+@given(exponents=st.lists(st.integers(-7, 7), min_size=16, max_size=16), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_the_whitened_k_does_not_know_the_channels_units(exponents, seed):
+    """Queries times D and keys over D are the same model; powers of two are exact, so K L is the same bit for bit."""
+    units = 2.0 ** torch.tensor(exponents, dtype=torch.float64)
+    sigma = second_moment(2, 16, seed)
+    ours, theirs = whitening.fit(sigma, RIDGE), whitening.fit(units[:, None] * sigma * units, RIDGE)
+    assert torch.equal(theirs.chol, units[:, None].float() * ours.chol)
+    k = stream(2, 40, 16, seed=seed)
+    assert torch.equal(theirs.whiten(k / units.float()), ours.whiten(k))
+    assert torch.equal(theirs.unwhiten(k) * units.float(), ours.unwhiten(k))
 
 
 def test_indefinite_or_broken_moments_are_refused():

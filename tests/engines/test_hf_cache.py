@@ -34,9 +34,11 @@ from kvlab.model import resolve
 from kvlab.params import Model
 from kvlab.recipe import (
     IDENTITY,
+    CastStream,
     HadamardStream,
     IdentityStream,
     IntStream,
+    IsotropicStream,
     KiviStream,
     KltStream,
     NoiseStream,
@@ -589,13 +591,14 @@ def test_a_calibration_of_another_model_is_refused_before_the_first_token(model,
         KVCache(model, recipe, calibration)
 
 
-def test_unknown_semantics_noise_and_training_are_refused(model):
+def test_unknown_semantics_controls_and_training_are_refused(model):
     with pytest.raises(UnknownName, match="in_forward"):
         KVCache(model, IDENTITY, semantics="inforward")
     with pytest.raises(UnknownName, match="post_rope"):
         KVCache(model, IDENTITY, placement="postrope")
-    with pytest.raises(CapabilityError, match="'noise'"):
-        KVCache(model, Recipe(k=NoiseStream(sigma=0.1, seed=0), v=IdentityStream()))
+    for control in (NoiseStream(sigma=0.1, seed=0), CastStream(), IsotropicStream(of=KltStream(bits=2), seed=0)):
+        with pytest.raises(CapabilityError, match=f"'{control.codec}' writes no codes"):
+            KVCache(model, Recipe(k=control, v=IdentityStream()))
     with pytest.raises(CapabilityError, match="gradients"), torch.enable_grad():
         model(IDS, past_key_values=KVCache(model, hadamard()))
 

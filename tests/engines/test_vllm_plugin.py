@@ -26,9 +26,11 @@ from kvlab.errors import CalibrationMismatch, CapabilityError, CodecNotActive, P
 from kvlab.recipe import (
     IDENTITY,
     RECIPE_VARIABLE,
+    CastStream,
     HadamardStream,
     IdentityStream,
     IntStream,
+    IsotropicStream,
     KiviStream,
     KltStream,
     NoiseStream,
@@ -88,13 +90,17 @@ def test_a_missing_file_is_refused(tmp_path):
     [
         Recipe(k=KiviStream(bits=2, axis="channel"), v=IdentityStream()),
         Recipe(k=IdentityStream(), v=NoiseStream(sigma=0.1, seed=0)),
+        Recipe(k=CastStream(), v=IdentityStream()),
+        Recipe(k=IdentityStream(), v=IsotropicStream(of=KltStream(bits=2), seed=0)),
     ],
-    ids=lambda recipe: recipe.k.codec,
+    ids=lambda recipe: f"{recipe.k.codec}-{recipe.v.codec}",
 )
-def test_codecs_that_code_tokens_together_are_refused(tmp_path, monkeypatch, recipe):
+def test_codecs_that_code_tokens_together_and_controls_are_refused(tmp_path, monkeypatch, recipe):
     monkeypatch.setenv(RECIPE_VARIABLE, str(write_recipe_file(tmp_path / "r.json", recipe)))
-    with pytest.raises(CapabilityError, match=r"codec '(kivi|noise)' of stream [kv] .* allowed: .*hadamard"):
+    with pytest.raises(CapabilityError, match=r"codec '\w+' of stream [kv] .* allowed: .*hadamard") as refused:
         vllm_worker.read_recipe()
+    allowed = str(refused.value).partition("allowed: ")[2].split(", ")
+    assert not {"noise", "cast", "isotropic"} & set(allowed)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from kvlab.bench.summary import PARTS, STREAMS, family, mean, order, over_layers
 from kvlab.records import atomic, write_text
 from kvlab.report import format as fmt
 from kvlab.report.figures import save
-from kvlab.report.findings import environment, tidy
+from kvlab.report.rendering import environment, tidy
 
 TEMPLATES = Path(__file__).parent / "templates"
 TASKS = ("encode", "decode", "write", "read")

@@ -59,7 +59,7 @@ class Scorer:
     ----------
     sample : Sample
     ridge : float
-        Of Sigma_q, times the mean of its diagonal.
+        Of Sigma_q, times its own diagonal.
     losses : dict
         Shared by the scorers of a source: what quantisers lose on white Gaussian rows, by codec and shape.
     """

@@ -33,14 +33,23 @@ def over_lags(sigma: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     sigma, total = sigma.double(), torch.zeros_like(sigma, dtype=torch.float64)
     weights = 1 / torch.arange(1, len(cos) + 1, dtype=torch.float64, device=sigma.device)
     for weight, c, s in zip(weights / weights.sum(), cos.to(sigma), sin.to(sigma), strict=True):
-        half = _turned(sigma, c, s)
-        total += weight * _turned(half.mT, c, s)
+        half = rotated(sigma, c, s)
+        total += weight * rotated(half.mT, c, s)
     return (total + total.mT) / 2
 
 
-def _turned(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """R rows: each row's pairs (a, b) become (a cos - b sin, b cos + a sin)."""
-    pairs = len(cos)
+def rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """R rows, the rotary embedding by halves: each row's pairs (a, b) become (a cos - b sin, b cos + a sin).
+
+    Parameters
+    ----------
+    rows : Tensor
+        [..., head_dim].
+    cos, sin : Tensor
+        [pairs] for one rotation of all rows, [tokens, pairs] for rows [..., tokens, head_dim], on their device.
+        Dimension i turns with dimension i + pairs, dimensions from 2 * pairs on do not turn.
+    """
+    pairs = cos.shape[-1]
     a, b, rest = rows.split([pairs, pairs, rows.shape[-1] - 2 * pairs], dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
@@ -65,6 +74,15 @@ def of_outputs(weight: Tensor, n_kv_heads: int, head_dim: int) -> Tensor:
 
 
 def ridged(metric: Tensor, ridge: float) -> Tensor:
-    """`metric` with `ridge` times the mean of each head's diagonal added to the diagonal."""
-    scale = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-    return metric + ridge * scale * torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
+    """`metric` [..., head_dim, head_dim] with `ridge` times its own diagonal added to the diagonal.
+
+    Each channel gets its share of its own second moment, so that the ridge knows no unit: with D diagonal,
+    D metric D is ridged to D (the ridged metric) D. A model may be rewritten with channels of Q times D and
+    those of K over D without another function; what is coded in the metric's frame is then the same, and
+    bit for bit where D holds powers of two. A ridge in units of the mean would drown the weak channels of one
+    writing and not of the other. In units of the correlations, the least eigenvalue is at least `ridge`.
+    Only a channel that nothing looks at, with zero on the diagonal, has no unit of its own: it gets the mean's.
+    """
+    diagonal = metric.diagonal(dim1=-2, dim2=-1)
+    units = torch.where(diagonal > 0, diagonal, diagonal.mean(-1, keepdim=True))
+    return metric + ridge * torch.diag_embed(units)

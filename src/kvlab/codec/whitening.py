@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlab.codec.metric import ridged
 from kvlab.codec.products import product
 from kvlab.errors import CalibrationMismatch, Fault, NonFinite
 
@@ -63,12 +64,13 @@ def fit(sigma: Tensor, ridge: float) -> Whitener:
     sigma : Tensor
         Second moments [heads, head_dim, head_dim]; the symmetric part is used.
     ridge : float
-        Added to the diagonal, times the mean of the diagonal of each head.
+        Added to the diagonal, times the diagonal; see `codec.metric.ridged`.
 
     Returns
     -------
     Whitener
-        Of Sigma + ridge * mean(diag Sigma) * I.
+        Of Sigma + ridge * diag(Sigma). A head that has no Cholesky factor so gets a further
+        1e-2 * mean(diag Sigma) * I.
 
     Raises
     ------
@@ -82,12 +84,11 @@ def fit(sigma: Tensor, ridge: float) -> Whitener:
         raise NonFinite("the second moment of the queries holds NaN or infinity")
     sigma = (sigma + sigma.mT) / 2
     identity = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
-    scale = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-    added = torch.full_like(scale, ridge)
-    chol, failed = torch.linalg.cholesky_ex(sigma + added * scale * identity)
+    metric = ridged(sigma, ridge)
+    chol, failed = torch.linalg.cholesky_ex(metric)
     if failed.any():
-        added[failed > 0] += EXTRA_RIDGE
-        chol, failed = torch.linalg.cholesky_ex(sigma + added * scale * identity)
+        extra = EXTRA_RIDGE * sigma.diagonal(dim1=-2, dim2=-1).mean(-1) * (failed > 0)
+        chol, failed = torch.linalg.cholesky_ex(metric + extra[:, None, None] * identity)
     if failed.any():
         heads = failed.nonzero().flatten().tolist()
         raise NotPositiveDefinite(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from kvlab.errors import ParamsError
+from kvlab.codec.names import CODECS, UNSTORED
+from kvlab.errors import CapabilityError, ParamsError
 from kvlab.recipe import Frozen, Recipe
 from kvlab.records import read_json, write_json
 
@@ -38,6 +39,8 @@ def read_recipe_file(path: Path | str) -> RecipeFile:
         The file is missing or no JSON.
     ParamsError
         It is no recipe; one line that names the field.
+    CapabilityError
+        A codec of it is a control of measurements, which leaves nothing to store or to serve.
     """
     data = read_json(path)
     try:
@@ -46,6 +49,7 @@ def read_recipe_file(path: Path | str) -> RecipeFile:
         raise ParamsError(f"{path}: {_first_problem(error)}") from None
     if found.layers is not None and (not found.layers or len(set(found.layers)) < len(found.layers)):
         raise ParamsError(f"{path}: layers is {list(found.layers)}; give each layer once, or null for all of them")
+    _refuse_controls(found.recipe, path)
     if found.calibration is None:
         return found
     folder = Path(path).absolute().parent
@@ -77,6 +81,15 @@ def write_recipe_file(
     content = RecipeFile(recipe=recipe, layers=None if layers is None else tuple(layers), calibration=calibration)
     write_json(path, content.model_dump(mode="json"))
     return path
+
+
+def _refuse_controls(recipe: Recipe, path: Path | str) -> None:
+    for stream, chosen in recipe:
+        if chosen.codec in UNSTORED:
+            able = ", ".join(name for name in CODECS if name not in UNSTORED)
+            raise CapabilityError(
+                f"{path}: codec {chosen.codec!r} of stream {stream} writes no codes to store; allowed: {able}"
+            )
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvlab.codec.base import Codec, Site
-from kvlab.codec.names import CODECS
+from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.registry import codec_class
 from kvlab.codec.seeding import generator
 from kvlab.dropins.prepared import prepared
@@ -43,7 +43,7 @@ def read_recipe() -> RecipeFile:
     for stream in STREAMS:
         name = getattr(found.recipe, stream).codec
         if not codec_class(name).per_token:
-            able = [other for other in CODECS if codec_class(other).per_token]
+            able = [other for other in CODECS if other not in UNSTORED and codec_class(other).per_token]
             raise CapabilityError(
                 f"{path}: codec {name!r} of stream {stream} codes tokens together, and vLLM mixes tokens of several"
                 f" requests in one pass; allowed: {', '.join(able)}"

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
-from kvlab.errors import NonFinite
+from kvlab.errors import NonFinite, UnknownName
 from kvlab.model import ModelInfo
+from kvlab.recipe import Placement
 
 Part = Literal["q", "k", "v"]
 
 
 class Tap(Protocol):
-    """What sits on the projections of every attention layer, before the rotary embedding.
+    """What looks at every attention layer's tensors, and may replace them.
 
     Called once per layer and part with a tensor of shape (heads, tokens, head_dim) in the engine's
     dtype. The tensor that it returns takes the place of the one it was given; None leaves it alone.
+
+    At the placement ``pre_rope`` it sees Q, K and V as the layer projects them, behind the norm of Q and K
+    where the model has one and in front of the rotary embedding: what it makes of K is rotated afterwards.
+    At ``post_rope`` it sees K behind the rotary embedding, and V, which is never rotated and therefore the
+    same: what attention reads, and what an engine's own cache holds. Q is not shown there.
     """
 
     def __call__(self, layer: int, part: Part, x: torch.Tensor) -> torch.Tensor | None:
@@ -48,7 +54,9 @@ class Engine(ABC):
         """The device in words: ``cpu``, or the accelerator's name."""
 
     @abstractmethod
-    def score(self, ids: Sequence[int], first: int, tap: Tap | None = None) -> torch.Tensor:
+    def score(
+        self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: Placement = "pre_rope"
+    ) -> torch.Tensor:
         """Logits of one window in a single forward pass.
 
         Parameters
@@ -58,16 +66,29 @@ class Engine(ABC):
         first : int
             First position whose logits are wanted.
         tap : Tap, optional
-            Sees, and may replace, pre-rotary Q, K and V of every layer.
+            Sees, and may replace, K and V of every layer, and at ``pre_rope`` Q.
+        placement : {"pre_rope", "post_rope"}
+            On which side of the rotary embedding the tap sits; see `Tap`.
 
         Returns
         -------
         torch.Tensor, shape (len(ids) - 1 - first, vocab_size)
             Row i predicts ``ids[first + i + 1]`` from everything before it.
+
+        Raises
+        ------
+        UnknownName
+            For a placement that there is not.
         """
 
     def close(self) -> None:  # noqa: B027 (an engine that holds nothing has nothing to give back)
         """Give the model's memory back."""
+
+
+def refuse_unknown_placement(placement: str) -> None:
+    """`UnknownName` for a placement that there is not."""
+    if placement not in get_args(Placement):
+        raise UnknownName("placement", placement, get_args(Placement))
 
 
 def refuse_broken_weights(model: torch.nn.Module, info: ModelInfo) -> None:

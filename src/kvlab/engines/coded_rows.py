@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvlab.codec.base import Codec, Encoded, Site
 from kvlab.codec.joining import arrays_of, joiner, refilled
+from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.errors import CapabilityError
 from kvlab.recipe import StreamRecipe
 
@@ -90,7 +91,7 @@ class StreamCoder:
     Raises
     ------
     CapabilityError
-        The codec codes blocks, but its recipe does not say how long they are.
+        The codec is a control of measurements, which leaves nothing to hold.
     CalibrationMismatch
         The calibration does not fit the layer.
     """
@@ -100,10 +101,10 @@ class StreamCoder:
         self.values_per_token = heads * head_dim
         self.size: int | None = getattr(recipe, "block_size", None)
         self.fires = self.read_back = 0
-        if not codec.per_token and self.size is None:
+        if recipe.codec in UNSTORED:
             raise CapabilityError(
-                f"codec {recipe.codec!r} codes a whole stream at once and cannot follow a growing cache; "
-                "use a codec whose tokens are coded one by one, or in blocks of block_size"
+                f"codec {recipe.codec!r} writes no codes that a cache could hold; allowed: "
+                + ", ".join(name for name in CODECS if name not in UNSTORED)
             )
         self.joiner = joiner(codec, site, heads, head_dim)
 

@@ -1,8 +1,10 @@
-"""Hooks on the projection modules of attention layers; no forward is replaced.
+"""Hooks on the modules of attention layers; no forward is replaced.
 
-The tap sees Q and K after their norm, where a model has one (Qwen3), else after the projection, and V
-after its projection: in every case the last tensor before the rotary embedding. Each engine lays its
-projections out in its own way, so each has its own list of places; the rest is common.
+In front of the rotary embedding the tap sees Q and K after their norm, where a model has one (Qwen3), else
+after the projection, and V after its projection: in every case the last tensor before the rotary embedding.
+Each engine lays its projections out in its own way, so each has its own list of places; the rest is common.
+Behind it, vLLM has a module that is called with K and V (`attention_inputs`); transformers has none, its
+models hand K and V to their cache (`kvlab.engines.hf.TapCache`).
 """
 
 from __future__ import annotations
@@ -39,9 +41,13 @@ def through(tap: Tap, layer: int, part: str, flat: torch.Tensor, heads: int, hea
 
 
 @contextmanager
-def installed(places: list[tuple[nn.Module, Callable]]) -> Iterator[None]:
-    """Forward hooks in place for the length of a `with` block, removed whatever happens in it."""
-    handles = [module.register_forward_hook(hook) for module, hook in places]
+def installed(places: list[tuple[nn.Module, Callable]], before: bool = False) -> Iterator[None]:
+    """Forward hooks in place for the length of a `with` block, removed whatever happens in it.
+
+    A hook gets what its module returns; with `before`, what the module is called with.
+    """
+    register = nn.Module.register_forward_pre_hook if before else nn.Module.register_forward_hook
+    handles = [register(module, hook) for module, hook in places]
     try:
         yield
     finally:
@@ -94,3 +100,21 @@ def fused_projection(model: nn.Module, info: ModelInfo, tap: Tap) -> list[tuple[
             places.append((attention.q_norm, norm_hook(layer, "q", info.n_heads)))
             places.append((attention.k_norm, norm_hook(layer, "k", info.n_kv_heads)))
     return places
+
+
+def attention_inputs(model: nn.Module, info: ModelInfo, tap: Tap) -> list[tuple[nn.Module, Callable]]:
+    """Places behind the rotary embedding in a vLLM model: its `attn` modules, which are called with q, k and v.
+
+    The hooks belong before the module.
+    """
+
+    def hook(layer: int) -> Callable:
+        def through_both(_module, inputs):
+            q, k, v, *rest = inputs
+            k = through(tap, layer, "k", k, info.n_kv_heads, info.head_dim)
+            v = through(tap, layer, "v", v, info.n_kv_heads, info.head_dim)
+            return q, k, v, *rest
+
+        return through_both
+
+    return [(attention.attn, hook(layer)) for layer, attention in enumerate(attention_layers(model, info))]

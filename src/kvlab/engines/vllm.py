@@ -27,11 +27,11 @@ import torch  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
-from kvlab.engines.base import Engine, Tap, refuse_broken_weights  # noqa: E402
-from kvlab.engines.hooks import fused_projection, installed  # noqa: E402
+from kvlab.engines.base import Engine, Tap, refuse_broken_weights, refuse_unknown_placement  # noqa: E402
+from kvlab.engines.hooks import attention_inputs, fused_projection, installed  # noqa: E402
 from kvlab.errors import CapabilityError, CodecNotActive, ModelError  # noqa: E402
 from kvlab.model import ModelInfo  # noqa: E402
-from kvlab.recipe import RECIPE_VARIABLE  # noqa: E402
+from kvlab.recipe import RECIPE_VARIABLE, Placement  # noqa: E402
 
 
 class VLLMEngine(Engine):
@@ -70,10 +70,15 @@ class VLLMEngine(Engine):
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
     @torch.inference_mode()
-    def score(self, ids: Sequence[int], first: int, tap: Tap | None = None) -> torch.Tensor:
+    def score(
+        self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: Placement = "pre_rope"
+    ) -> torch.Tensor:
         """See `Engine.score`."""
-        places = fused_projection(self.model, self.info, tap) if tap else []
-        with installed(places), _LogitsOf(self.model, rows=len(ids) - 1) as logits:
+        refuse_unknown_placement(placement)
+        behind = placement == "post_rope"
+        find_places = attention_inputs if behind else fused_projection
+        places = find_places(self.model, self.info, tap) if tap else []
+        with installed(places, before=behind), _LogitsOf(self.model, rows=len(ids) - 1) as logits:
             self.llm.generate({"prompt_token_ids": list(ids)}, self._sampling, use_tqdm=False)
         return logits.taken()[first:, : self.info.vocab_size]
 
