@@ -5,7 +5,7 @@ import pytest
 
 from kvlab.errors import Fault, NonFinite
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
-from kvlab.stats.multiple import benjamini_hochberg, sign_flip_p
+from kvlab.stats.multiple import benjamini_hochberg, sign_flip_p, sign_flip_two_sided_p
 from kvlab.stats.power import effective_tokens, predicted_standard_error, windows_for_sign, windows_needed
 from kvlab.stats.slope import linear_range, log_log_slope
 
@@ -37,6 +37,24 @@ def test_sign_flip_holds_its_level_and_finds_effects():
     p = [sign_flip_p(rng.standard_normal(32), draws=400, seed=1) for _ in range(300)]
     assert 0.02 < np.mean(np.array(p) <= 0.05) < 0.09
     assert sign_flip_p(rng.standard_normal(32) + 2, draws=400, seed=1) == 1 / 401
+
+
+def test_two_sided_sign_flip_counts_both_directions():
+    assert sign_flip_two_sided_p(np.array([1.0, 2.0, 3.0]), draws=100, seed=0) == 2 / 8
+    assert sign_flip_two_sided_p(np.array([-1.0, -2.0, -3.0]), draws=100, seed=0) == 2 / 8
+    # |sum| >= 4 of 1, 2, 3 with any signs: 6, 4 and their opposites
+    assert sign_flip_two_sided_p(np.array([-1.0, 2.0, 3.0]), draws=100, seed=0) == 4 / 8
+    assert sign_flip_two_sided_p(np.zeros(5), draws=100, seed=0) == 1
+    with pytest.raises(Fault):
+        sign_flip_two_sided_p(np.array([]), draws=100, seed=0)
+
+
+def test_two_sided_sign_flip_holds_its_level_and_finds_either_direction():
+    rng = np.random.default_rng(0)
+    p = [sign_flip_two_sided_p(rng.standard_normal(32), draws=400, seed=1) for _ in range(300)]
+    assert 0.02 < np.mean(np.array(p) <= 0.05) < 0.09
+    for shift in (-2, 2):
+        assert sign_flip_two_sided_p(rng.standard_normal(32) + shift, draws=400, seed=1) == 1 / 401
 
 
 def test_predicted_standard_error_is_what_delta_nll_scatters():

@@ -56,6 +56,35 @@ def sign_flip_p(differences: np.ndarray, *, draws: int, seed: int) -> float:
     -------
     float in (0, 1]
     """
+    flipped, observed, slack, exact = _flipped(differences, draws, seed)
+    return _share(flipped >= observed - slack, exact)
+
+
+def sign_flip_two_sided_p(differences: np.ndarray, *, draws: int, seed: int) -> float:
+    """Two-sided p-value that paired differences are centred on zero, whichever way they are off it.
+
+    As `sign_flip_p`, with the size of the sum in place of the sum (Fisher 1935, section 21, which counts the
+    arrangements that give a total as large as the observed one in either direction). A pattern and its
+    opposite give the same size, so the smallest exact p is 2 / 2^n.
+
+    Parameters
+    ----------
+    differences : float64 [windows]
+        Condition minus reference, one per window.
+    draws : int
+        Random sign patterns at most.
+    seed : int
+
+    Returns
+    -------
+    float in (0, 1]
+    """
+    flipped, observed, slack, exact = _flipped(differences, draws, seed)
+    return _share(np.abs(flipped) >= abs(observed) - slack, exact)
+
+
+def _flipped(differences: np.ndarray, draws: int, seed: int) -> tuple[np.ndarray, float, float, bool]:
+    """Sums under the sign patterns, the observed sum, a slack for rounding, and whether all patterns are there."""
     differences = np.asarray(differences, dtype=np.float64)
     n = differences.size
     if not n:
@@ -65,7 +94,10 @@ def sign_flip_p(differences: np.ndarray, *, draws: int, seed: int) -> float:
         patterns = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1
     else:
         patterns = np.random.default_rng(seed).integers(0, 2, (draws, n))
-    flipped = (2 * patterns - 1) @ differences
-    slack = 1e-12 * np.abs(differences).sum()
-    reached = int((flipped >= differences.sum() - slack).sum())
-    return reached / len(patterns) if exact else (1 + reached) / (1 + draws)
+    slack = 1e-12 * float(np.abs(differences).sum())
+    return (2 * patterns - 1) @ differences, float(differences.sum()), slack, exact
+
+
+def _share(reached: np.ndarray, exact: bool) -> float:
+    """Share of the patterns; random ones are counted with the observed one."""
+    return int(reached.sum()) / reached.size if exact else (1 + int(reached.sum())) / (1 + reached.size)

@@ -1,0 +1,38 @@
+rule planted:
+    """Plant values that are known, and find them with the pipeline's own code; fails where one is missed."""
+    input:
+        code=code(
+            "kvlab.planted.run",
+            "kvlab.engines.hf",
+            *[
+                CODECS[name].partition(":")[0]
+                for name in ("identity", "noise", "block", "klt", "hadamard", "int")
+            ],
+        ),
+        templates=sorted(map(str, (SRC / "kvlab/planted/templates").glob("*"))),
+        model=model_files(),
+        windows="calib/corpus/windows.safetensors",
+    output:
+        report="results/planted/REPORT.md",
+        values="results/planted/planted.json",
+    log:
+        "results/logs/planted/planted.log",
+    benchmark:
+        "results/benchmarks/planted/planted.tsv"
+    threads: PARAMS.jobs.threads
+    resources:
+        mem_mb=4000,
+        runtime=30,
+        device=accelerators(),
+    params:
+        cfg=pick("model", "stats", "jobs"),
+    message:
+        "planted: does the pipeline find what was planted?"
+    shell:
+        "python -m kvlab planted"
+        " --params {params.cfg:q}"
+        " --windows {input.windows:q}"
+        " --out results/planted"
+        " > {log:q} 2>&1"
+        # Snakemake takes the outputs of a failed job away; what was missed can be read beside the log.
+        " || {{ cp results/planted/REPORT.md results/logs/planted/; exit 1; }}"
