@@ -46,9 +46,13 @@ def tiny_params(tiny_model, tmp_path_factory, base_params):
         "model": {"path": str(tiny_model), "n_layers": 3},
         "corpus": {"source": str(text), "other": str(other)},
         "windows": {"context": 64, "eval": 32, "test": 4, "calib": 6, "other": 3},
+        "calibration": {"engines": ["hf"]},
         "codec": {"block_size": 64, "boundary_layers": [0], "n_centres": 4},
+        "gap": {"origins": ["hf"]},
+        "cells": {name: None for name in ("other-calibration", "k2v2", "k4v2", "k2v4", "k3v4", "k4v4")},
         "layers": {"windows": 3},
-        "noise": {"windows": 3, "sigmas": [0.03, 0.1, 0.3]},
+        "noise": {"windows": 3, "sigmas": [0.03, 0.1, 0.3], "groups": ["all", "boundary"]},
+        "mitigations": {"windows": 3, "budget": 14.0, "uniform": [[3, 2], [6, 4]]},
         "ladder": {"windows": 3, "bits": [2, 4], "conditioned": ["hadamard"]},
         "stats": {"resamples": 500},
         "jobs": {"threads": 1},
@@ -88,7 +92,7 @@ def vllm_engine(tiny_params):
 
 @pytest.fixture(scope="session")
 def tiny_calibration(tiny_params, tiny_windows, tmp_path_factory) -> dict[str, Path]:
-    """Capture, Sigma_q, codebooks and components of the tiny model, from transformers."""
+    """Capture, Sigma_q (also `rotated`), codebooks and components of the tiny model, from transformers."""
     from kvlab.calibration.capture import capture
     from kvlab.calibration.codebooks import fit_codebooks
     from kvlab.calibration.components import fit_components
@@ -98,19 +102,39 @@ def tiny_calibration(tiny_params, tiny_windows, tmp_path_factory) -> dict[str, P
     paths = {
         "capture": folder / "capture" / "hf.safetensors",
         "sigma": folder / "sigma" / "hf.safetensors",
-        "codebooks": folder / "codebooks" / "hf.json",
+        "rotated": folder / "sigma" / "hf-post_rope.safetensors",
+        "codebooks": folder / "codebooks" / "factors-hf.json",
         "components": folder / "components" / "hf.safetensors",
     }
     capture(tiny_params, "hf", tiny_windows, paths["capture"])
     fit_sigma(tiny_params, paths["capture"], paths["sigma"])
-    fit_codebooks(tiny_params, paths["capture"], paths["sigma"], paths["codebooks"])
+    fit_codebooks(tiny_params, "factors", paths["capture"], paths["sigma"], paths["rotated"], paths["codebooks"])
     fit_components(tiny_params, paths["capture"], paths["sigma"], paths["components"])
     return paths
 
 
 @pytest.fixture(scope="session")
 def tiny_fitted(tiny_calibration):
-    """The same as the measuring verbs take it."""
+    """The same as the codecs take it, with the tables of the factorial."""
     from kvlab.calibration.load import Fitted
 
-    return Fitted(*(tiny_calibration[name] for name in ("sigma", "codebooks", "components")))
+    return Fitted(*(tiny_calibration[name] for name in ("sigma", "codebooks", "components", "rotated")))
+
+
+@pytest.fixture(scope="session")
+def tiny_fitted_for(tiny_params, tiny_calibration, tiny_fitted):
+    """study -> calibrations by origin, with the tables of that study, each fitted once."""
+    from dataclasses import replace
+    from functools import cache
+
+    from kvlab.calibration.codebooks import fit_codebooks
+
+    @cache
+    def fitted(study: str) -> dict:
+        out = tiny_calibration["codebooks"].with_name(f"{study}-hf.json")
+        if not out.exists():
+            given = [tiny_calibration[name] for name in ("capture", "sigma", "rotated")]
+            fit_codebooks(tiny_params, study, *given, out)
+        return {"hf": replace(tiny_fitted, codebooks=out)}
+
+    return fitted

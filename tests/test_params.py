@@ -131,12 +131,16 @@ def test_boundary_layers_are_not_coded(base_params):
 def test_jobs_hold_every_cell_once_whatever_their_size(base_params, size):
     params = Params.complete(changed(base_params, jobs__cells_per_job=size))
     for study in plan.STUDIES:
+        if study == plan.CHOSEN:
+            continue
         packed = plan.jobs(params, study)
         cells = [cell for job in packed.values() for cell in job]
         wanted = [cell for engine in params.engines for cell in plan.study_cells(params, study, engine)]
         assert sorted(c.cell_id for c in cells) == sorted(c.cell_id for c in wanted)
         assert len({c.cell_id for c in cells}) == len(cells)
-        assert all(len(job) <= size and len({(c.engine, c.dtype) for c in job}) == 1 for job in packed.values())
+        alike = [{(c.engine, c.dtype, c.attention) for c in job} for job in packed.values()]
+        assert all(len(job) <= size for job in packed.values()) and all(len(one) == 1 for one in alike)
+        assert plan.job_names(params, study) == list(packed)
 
 
 def test_the_ladder_runs_on_its_own_engine_and_scores_every_rung_on_every_text(base_params):
@@ -202,8 +206,59 @@ def test_the_text_is_part_of_a_cell_s_identity(base_params):
 
 def test_the_factorial_is_complete(base_params):
     params = Params.complete(base_params)
-    cells = [
-        c for job in plan.jobs(params, "cells").values() for c in job if c.dtype == "bfloat16" and c.stream == "kv"
-    ]
-    corners = {(c.engine, c.protocol, c.recipe.k.variance_ratio) for c in cells if c.recipe.k.codec == "block"}
-    assert len(corners) == 8
+    cells = [c for job in plan.jobs(params, "factors").values() for c in job if c.recipe.k.codec == "block"]
+    corners = {(c.engine, c.protocol, c.dtype, c.origin, c.recipe.k.variance_ratio) for c in cells}
+    assert len(corners) == len(cells) == 2**5
+
+
+def entries(base_params: dict, **cells) -> Params:
+    return Params.complete(base_params | {"cells": cells})
+
+
+def planned(params: Params, label: str) -> list:
+    return [c for job in plan.jobs(params, "cells").values() for c in job if c.label == label]
+
+
+def test_a_cell_is_one_entry(base_params):
+    params = entries(base_params, mine={"bits": 4, "origin": "vllm", "codec": {"whiten": False}})
+    found = planned(params, "mine")
+    assert {(c.engine, c.protocol) for c in found} == {(e, p) for e in params.engines for p in params.protocols}
+    assert all(c.origin == "vllm" and c.recipe.k.bits == 4 and not c.recipe.k.whiten for c in found)
+    assert all(c.dtype == params.gap.dtype and c.layers == coded_layers(params) for c in found)
+    fitted = plan.fittings(params, "cells", "vllm")
+    assert ("k", "pre_rope", found[0].recipe.k) in fitted and plan.fittings(params, "cells", "hf") == []
+
+
+def test_an_entry_that_computes_otherwise_brings_its_own_floor(base_params):
+    params = entries(base_params, turned={"placement": "post_rope"}, sdpa={"attention": "sdpa", "engines": ["hf"]})
+    floors = planned(params, "identity")
+    assert {(c.engine, c.attention, c.placement) for c in floors} == {
+        ("hf", "default", "post_rope"),
+        ("vllm", "default", "post_rope"),
+        ("hf", "sdpa", "pre_rope"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"codec": {"whitn": False}}, "unknown parameter 'whitn'; did you mean 'whiten'"),
+        ({"codec": {"variance_ratio": 2}}, "variance_ratio"),
+        ({"span": "window"}, r"set protocols: \[in_forward\]"),
+        ({"attention": "sdpa"}, r"set engines: \[hf\]"),
+        ({"layers": [6]}, "names layer 6; allowed: 0..5"),
+        ({"rung": "klt", "codebooks": "gaussian"}, "names a rung"),
+        ({"bits": 9}, "bits"),
+        ({"bitz": 3}, "did you mean 'cells.a.bits'"),
+    ],
+)
+def test_an_entry_that_cannot_be_is_refused_by_name(base_params, entry, words):
+    with pytest.raises(ParamsError, match=words) as refused:
+        entries(base_params, a=entry)
+    assert "\n" not in str(refused.value) and "cells.a" in str(refused.value)
+
+
+def test_an_overlay_adds_changes_and_takes_out_entries(base_params):
+    changes = {"cells": {"k-only": None, "v-only": {"bits": 4}, "new": {"stream": "k"}}}
+    cells = overlay(base_params, changes)["cells"]
+    assert "k-only" not in cells and cells["v-only"] == {"stream": "v", "bits": 4} and cells["new"] == {"stream": "k"}

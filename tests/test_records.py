@@ -88,6 +88,7 @@ def test_the_digest_ignores_order_and_nothing_else(data):
 
 def test_the_label_is_not_part_of_a_cells_identity():
     shared = {"study": "cells", "engine": "hf", "dtype": "float32", "protocol": "snapshot", "stream": "kv"}
+    shared["origin"] = "hf"
     shared |= {"layers": (0, 1), "windows": 2, "recipe": IDENTITY}
     cell = Cell(label="a", **shared)
     assert cell.cell_id == Cell(label="b", **shared).cell_id

@@ -56,9 +56,9 @@ class TokenWindows:
     other: np.ndarray | None = None
 
     def scored(self, text: Text) -> np.ndarray:
-        """The windows of a text that cells may score; `CorpusError` when there is no such text."""
-        if text == "test":
-            return self.test
+        """The windows of a text, or of the calibration split; `CorpusError` when there is no such text."""
+        if text != "other":
+            return {"test": self.test, "calib": self.calib}[text]
         if self.other is None:
             raise CorpusError(
                 "these windows hold no other text; name one in `corpus.other` and run `kvlab corpus`, or leave 'other'"

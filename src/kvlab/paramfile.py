@@ -41,10 +41,20 @@ _Loader.add_implicit_resolver(
 )
 
 
+OPEN = (("cells",),)  # sections whose keys are names that a person chooses
+
+
 def overlay(base: dict, changes: dict, path: tuple[str, ...] = ()) -> dict:
-    """`base` with the leaves of `changes` put in; a key that `base` lacks is refused."""
+    """`base` with the leaves of `changes` put in; a key that `base` lacks is refused.
+
+    In a section whose keys are chosen names, a new key is a new entry, and null takes one out.
+    """
     merged = dict(base)
     for key, value in changes.items():
+        if path in OPEN:
+            merged.pop(key, None)
+            merged |= {} if value is None else {key: {**base.get(key, {}), **value}}
+            continue
         if key not in base:
             raise ParamsError(unknown_key(".".join((*path, str(key))), [".".join((*path, k)) for k in base]))
         is_section = isinstance(base[key], dict) and isinstance(value, dict)
@@ -93,8 +103,11 @@ def explain(error: ValidationError, root: type[BaseModel], prefix: tuple = ()) -
 
 
 def _section(root: type[BaseModel], location: tuple) -> type[BaseModel]:
+    """The model at a place; the name of an entry in a mapping stays with the model of its entries."""
     section: Any = root
     for part in location:
-        annotation = section.model_fields[part].annotation
-        section = next((a for a in (annotation, *get_args(annotation)) if hasattr(a, "model_fields")), section)
+        if part in section.model_fields:
+            annotation = section.model_fields[part].annotation
+            models = (a for a in (annotation, *get_args(annotation)) if hasattr(a, "model_fields"))
+            section = next(models, section)
     return section

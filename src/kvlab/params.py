@@ -15,16 +15,19 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_
 from kvlab.errors import ParamsError, nearest
 from kvlab.paramfile import explain, read_yaml, unknown_key
 from kvlab.recipe import (
+    CONTROLS,
     STREAMS,
+    Attention,
     BlockStream,
     Conditioned,
     DType,
     Engine,
     Frozen,
+    Placement,
     Protocol,
     Recipe,
+    Span,
     Stream,
-    Text,
 )
 
 Bits = Field(ge=1, le=8)
@@ -81,7 +84,7 @@ class Calibration(Frozen):
     engines: tuple[Engine, ...] = Field(min_length=1, description="engines that are captured")
     origin: Engine = Field(description="the one whose capture fits the calibration used by every cell")
     dtype: DType = Field(description="dtype of the captured model")
-    ridge: float = Field(ge=0, description="ridge on Sigma_q, times the mean of its diagonal")
+    ridge: float = Field(ge=0, description="added to each channel of Sigma_q, times its own second moment")
     codebooks: Literal["fitted", "gaussian"] = Field(description="Lloyd-Max tables")
 
 
@@ -115,19 +118,55 @@ class Codec(Frozen):
 
 
 class Gap(Frozen):
-    """The cells and the factors of the decomposition."""
+    """The factors of the decomposition; each has a level of low and one of high distortion, in that order."""
 
-    dtype: DType
-    streams: tuple[Stream, ...] = Field(min_length=1)
-    variance_ratios: tuple[Ratio, Ratio] = Field(description="low-distortion and high-distortion value")
+    dtype: DType = Field(description="of the published corners, and of the cells")
+    dtypes: tuple[DType, ...] = Field(min_length=1, max_length=2)
+    variance_ratios: tuple[Ratio, Ratio]
+    origins: tuple[Engine, ...] = Field(min_length=1, max_length=2, description="whose capture calibrates")
+
+    @model_validator(mode="after")
+    def _listed(self) -> Gap:
+        if self.dtype not in self.dtypes:
+            raise ValueError(f"gap.dtype is {self.dtype!r}; it must be one of gap.dtypes: {', '.join(self.dtypes)}")
+        return self
+
+
+class CellEntry(Frozen):
+    """One entry of `cells`: what it changes in the studied recipe, and where it is measured.
+
+    Without `engines`, `protocols` and `dtype` it is measured on every engine and under every protocol of the run,
+    in ``gap.dtype``.
+    """
+
+    engines: tuple[Engine, ...] | None = Field(default=None, min_length=1)
+    protocols: tuple[Protocol, ...] | None = Field(default=None, min_length=1)
+    dtype: DType | None = None
+    attention: Attention = Field(default="default", description="`eager` or `sdpa`, on hf only")
+    placement: Placement = "pre_rope"
+    span: Span = Field(default="context", description="`window`: the scored tokens are coded too (in_forward only)")
+    origin: Engine | None = Field(default=None, description="null: calibration.origin")
+    stream: Stream = "kv"
+    layers: Literal["coded", "all"] | tuple[int, ...] = Field(
+        default="coded", description="`coded`: all but codec.boundary_layers"
+    )
+    bits: int | None = Field(default=None, ge=1, le=8)
+    v_bits: int | None = Field(default=None, ge=1, le=8)
+    codebooks: Literal["fitted", "gaussian"] | None = None
+    codec: dict[str, Any] = Field(default={}, description="leaves of `codec`")
+    rung: str | None = Field(default=None, description="another codec, as `klt` or `hadamard+center`")
 
 
 class Layers(Frozen):
-    """Add-one-in: the codec on one layer at a time."""
+    """Per-layer attribution: the codec on one layer at a time, and on all layers but one."""
 
     dtype: DType
     protocols: tuple[Protocol, ...] = Field(min_length=1)
+    streams: tuple[Literal["k", "v"], ...] = Field(min_length=1)
     windows: int = Field(ge=2, description="scored windows, at most `windows.test`")
+
+
+LayerGroup = Literal["all", "coded", "boundary"]
 
 
 class Noise(Frozen):
@@ -136,11 +175,24 @@ class Noise(Frozen):
     dtype: DType
     streams: tuple[Stream, ...] = Field(min_length=1)
     sigmas: tuple[Sigma, ...] = Field(min_length=2, description="times the rms of the tensor")
+    groups: tuple[LayerGroup, ...] = Field(min_length=1, description="`coded`: all but the boundary layers")
     windows: int = Field(ge=2, description="scored windows, at most `windows.test`")
     seed: int = Field(ge=0)
 
 
-LADDERED = tuple(sorted(set(STREAMS) - {"identity", "noise"}))
+class Mitigations(Frozen):
+    """Where to spend bytes: chosen on the calibration split, judged on the test split at equal bytes."""
+
+    protocols: tuple[Protocol, ...] = Field(min_length=1, description="under which they are judged")
+    windows: int = Field(ge=2, description="scored windows, at most `windows.test`")
+    budget: float = Field(gt=0, le=32, description="bits per value that boundary layers may bring the cache to")
+    uniform: tuple[tuple[Annotated[int, Bits], Annotated[int, Bits]], ...] = Field(
+        min_length=2, description="bits and v_bits of the studied recipe: the curve that equal bytes are read from"
+    )
+    klt_bits: float = Field(gt=0, le=8, description="bits per value of the klt arms, of the whole cache")
+
+
+LADDERED = tuple(sorted(set(STREAMS) - set(CONTROLS)))
 CONDITIONABLE = tuple(name for name in LADDERED if issubclass(STREAMS[name], Conditioned))
 
 
@@ -168,7 +220,9 @@ class Ladder(Frozen):
     conditioned: tuple[Conditionable, ...] = Field(
         description="those also measured behind mean removal, and behind mean removal and whitening"
     )
-    texts: tuple[Text, ...] = Field(min_length=1, description="`test`, and `other` if there is a second text")
+    texts: tuple[Literal["test", "other"], ...] = Field(
+        min_length=1, description="`test`, and `other` if there is a second text"
+    )
     windows: int = Field(ge=2, description="scored windows of each text")
 
 
@@ -222,8 +276,10 @@ class Params(Frozen):
     engines: tuple[Engine, ...] = Field(min_length=1)
     protocols: tuple[Protocol, ...] = Field(min_length=1)
     gap: Gap
+    cells: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], CellEntry]
     layers: Layers
     noise: Noise
+    mitigations: Mitigations
     ladder: Ladder
     baseline: Baseline
     jobs: Jobs
@@ -233,7 +289,8 @@ class Params(Frozen):
 
     @model_validator(mode="after")
     def _consistent(self) -> Params:
-        scored = [("layers", "test"), ("noise", "test"), *(("ladder", text) for text in self.ladder.texts)]
+        scored = [(name, "test") for name in ("layers", "noise", "mitigations")]
+        scored += [("ladder", text) for text in self.ladder.texts]
         for name, text in scored:
             available = getattr(self.windows, text)
             if getattr(self, name).windows > available:
@@ -243,14 +300,48 @@ class Params(Frozen):
         idle = [codec for codec in self.ladder.conditioned if codec not in self.ladder.codecs]
         if idle:
             raise ValueError(f"ladder.conditioned names {idle[0]!r}, which is not in ladder.codecs")
-        if self.calibration.origin not in self.calibration.engines:
-            captured = ", ".join(self.calibration.engines)
-            raise ValueError(f"calibration.origin is {self.calibration.origin!r}; captured are only: {captured}")
+        captured = ", ".join(self.calibration.engines)
+        origins = {f"gap.origins[{i}]": origin for i, origin in enumerate(self.gap.origins)}
+        for name, origin in {"calibration.origin": self.calibration.origin, **origins}.items():
+            if origin not in self.calibration.engines:
+                raise ValueError(f"{name} is {origin!r}; captured are only: {captured}")
         for name in ("boundary_layers", "whiten_skip_layers"):
             wrong = [i for i in getattr(self.codec, name) if not 0 <= i < self.model.n_layers]
             if wrong:
                 raise ValueError(f"codec.{name} names layer {wrong[0]}; allowed: 0..{self.model.n_layers - 1}")
+        for name, entry in self.cells.items():
+            self._check_entry(f"cells.{name}", entry)
         return self
+
+    def _check_entry(self, name: str, entry: CellEntry) -> None:
+        if entry.origin is not None and entry.origin not in self.calibration.engines:
+            captured = ", ".join(self.calibration.engines)
+            raise ValueError(f"{name}.origin is {entry.origin!r}; captured are only: {captured}")
+        if entry.rung and (entry.codec or entry.codebooks):
+            raise ValueError(f"{name} names a rung, so it can change neither codec nor codebooks")
+        if entry.span == "window" and entry.protocols != ("in_forward",):
+            clean = "a clean cache has no scored tokens"
+            raise ValueError(f"{name}.span is 'window', but {clean}; set protocols: [in_forward]")
+        if entry.attention != "default" and entry.engines != ("hf",):
+            raise ValueError(f"{name}.attention is {entry.attention!r}, which only hf can choose; set engines: [hf]")
+        if not isinstance(entry.layers, str):
+            wrong = [i for i in entry.layers if not 0 <= i < self.model.n_layers]
+            if wrong:
+                raise ValueError(f"{name}.layers names layer {wrong[0]}; allowed: 0..{self.model.n_layers - 1}")
+        try:
+            self.changed(entry)
+        except ValidationError as error:
+            raise ValueError(f"{name}.codec: {explain(error, Codec)}") from None
+
+    def changed(self, entry: CellEntry) -> Params:
+        """These parameters with what a cell changes in the studied recipe."""
+        changes: dict[str, Any] = {}
+        if entry.codec:
+            changes["codec"] = Codec.model_validate(self.codec.model_dump() | entry.codec)
+        if entry.codebooks:
+            changes["calibration"] = self.calibration.model_copy(update={"codebooks": entry.codebooks})
+        changes |= {name: getattr(entry, name) for name in ("bits", "v_bits") if getattr(entry, name) is not None}
+        return self.model_copy(update=changes)
 
     @classmethod
     def parse(cls, text_or_path: str) -> Params:

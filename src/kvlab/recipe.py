@@ -16,7 +16,11 @@ Engine = Literal["hf", "vllm"]
 DType = Literal["float32", "bfloat16"]
 Protocol = Literal["in_forward", "snapshot"]
 Stream = Literal["k", "v", "kv"]
-Text = Literal["test", "other"]
+Text = Literal["test", "other", "calib"]
+Attention = Literal["default", "eager", "sdpa"]  # `default`: what the engine's cells run with
+Placement = Literal["pre_rope", "post_rope"]  # K is coded before or behind its rotary embedding
+Span = Literal["context", "window"]  # which tokens are coded: the context, or the scored ones too
+Study = Literal["factors", "cells", "layers", "noise", "mitigations", "ladder"]
 
 ID_LENGTH = 12
 RECIPE_VARIABLE = "KVLAB_RECIPE"  # names the file of the recipe that the vLLM plugin runs
@@ -159,10 +163,33 @@ class KltStream(Frozen):
     escape: bool = True
 
 
+class CastStream(Frozen):
+    """Each value rounded to `dtype` and back: what an engine of that dtype does to K and V by itself."""
+
+    codec: Literal["cast"] = "cast"
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+
+
+class IsotropicStream(Frozen):
+    """A codec's error replaced by white Gaussian noise of the same norm, token by token and head by head.
+
+    What the codec's error costs beyond this is due to its direction, not to its size.
+    """
+
+    codec: Literal["isotropic"] = "isotropic"
+    of: Annotated[BlockStream | KltStream, Field(discriminator="codec")]
+    seed: int = Field(ge=0)
+
+
+CONTROLS = ("identity", "noise", "cast", "isotropic")
+"""What sits in a codec's place without being one."""
+
 AnyStream = (
     IdentityStream
     | BlockStream
     | NoiseStream
+    | CastStream
+    | IsotropicStream
     | IntStream
     | KiviStream
     | HadamardStream
@@ -200,23 +227,52 @@ class Recipe(Frozen):
         return digest(self)
 
 
+class LayerRecipe(Frozen):
+    """A recipe for some layers only."""
+
+    layers: tuple[int, ...] = Field(min_length=1)
+    recipe: Recipe
+
+
 class Cell(Frozen):
     """One measurement: an engine, a dtype and a protocol, a recipe, the coded layers and streams.
 
-    `text` says which windows are scored: those of the corpus' test split, or those of its other text.
-    `label` is a readable name inside its study and not part of the identity.
+    Parameters
+    ----------
+    label : str
+        A readable name inside its study; not part of the identity.
+    attention : Attention
+        The engine's attention implementation.
+    placement : Placement
+        Whether K is coded before its rotary embedding or behind it.
+    span : Span
+        Which tokens of a window are coded.
+    origin : Engine
+        Whose capture fitted the calibration that the codec reads, if it reads any.
+    layers : tuple of int
+        Those that are coded.
+    exceptions : tuple of LayerRecipe
+        Coded layers whose recipe is not `recipe`.
+    text : Text
+        Which windows are scored: those of the test split, of the other text, or of the calibration split (to
+        choose by, never to report).
     """
 
-    study: Literal["cells", "layers", "noise", "ladder"]
+    study: Study
     label: str
     engine: Engine
     dtype: DType
+    attention: Attention = "default"
     protocol: Protocol
+    placement: Placement = "pre_rope"
+    span: Span = "context"
+    origin: Engine
     stream: Stream
     layers: tuple[int, ...]
     windows: int = Field(ge=1)
     text: Text = "test"
     recipe: Recipe
+    exceptions: tuple[LayerRecipe, ...] = ()
 
     @property
     def recipe_id(self) -> str:
@@ -228,11 +284,18 @@ class Cell(Frozen):
         """Identity of the cell: of everything but its label."""
         return digest(self.model_dump(mode="json", exclude={"label"}))
 
-    def stream_recipe(self, stream: Literal["k", "v"]) -> StreamRecipe:
-        """The recipe of one stream; identity when the cell does not code that stream."""
+    def stream_recipe(self, stream: Literal["k", "v"], layer: int | None = None) -> StreamRecipe:
+        """The recipe of one stream, of `layer` if given; identity when the cell does not code that stream."""
         if stream not in self.stream:
             return IdentityStream()
-        return self.recipe.k if stream == "k" else self.recipe.v
+        own = [special.recipe for special in self.exceptions if layer in special.layers]
+        recipe = own[0] if own else self.recipe
+        return recipe.k if stream == "k" else recipe.v
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """All recipes that it runs, that of most layers first."""
+        return (self.recipe, *(special.recipe for special in self.exceptions))
 
 
 IDENTITY = Recipe(k=IdentityStream(), v=IdentityStream())

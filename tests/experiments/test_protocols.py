@@ -34,7 +34,7 @@ def run(hf_engine, tiny_windows):
 
 
 def cell(protocol="in_forward", recipe=IDENTITY, layers=(0, 1, 2), stream="kv", engine="hf") -> Cell:
-    shared = {"study": "cells", "label": "test", "engine": engine, "dtype": "float32", "windows": 1}
+    shared = {"study": "cells", "label": "test", "engine": engine, "dtype": "float32", "windows": 1, "origin": "hf"}
     return Cell(protocol=protocol, recipe=recipe, layers=layers, stream=stream, **shared)
 
 
@@ -65,10 +65,11 @@ def test_snapshot_is_what_a_real_cache_does(run, calibrated, tiny_params):
         cache = model(ids[:, :CONTEXT], use_cache=True).past_key_values
         cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(CONTEXT)[None])
         for layer in (1, 2):
-            k = coder.round_trip(run.clean.kept[layer, "k"], Site(0, layer, "k"))
+            k = coder.round_trip(run.clean["pre_rope"].kept[layer, "k"], Site(0, layer, "k"))
             half = k.shape[-1] // 2
             cache.layers[layer].keys = (k * cos + torch.cat([-k[..., half:], k[..., :half]], -1) * sin)[None]
-            cache.layers[layer].values = coder.round_trip(run.clean.kept[layer, "v"], Site(0, layer, "v"))[None]
+            v = run.clean["pre_rope"].kept[layer, "v"]
+            cache.layers[layer].values = coder.round_trip(v, Site(0, layer, "v"))[None]
         logits = model(ids[:, CONTEXT:], past_key_values=cache, use_cache=True).logits[0, :-1]
     torch.testing.assert_close(expected, logits, atol=2e-4, rtol=1e-4)
 
@@ -134,7 +135,7 @@ def test_planted_noise_is_recovered(run):
         measured.append(kl(run, coder.cell, coder))
         error = coder.coding(run.engine.info, CONTEXT, "float32").whitened_error
         for stream in "kv":  # the tally divides by the spread about the mean, sigma is relative to the rms
-            clean = [run.clean.kept[layer, stream] for layer in range(3)]
+            clean = [run.clean["pre_rope"].kept[layer, stream] for layer in range(3)]
             power = sum(x.square().mean() * x.numel() for x in clean)
             spread = sum((x - x.mean(1, keepdim=True)).square().sum() for x in clean)
             assert (error[stream] * spread / power) ** 0.5 == pytest.approx(sigma, rel=0.05)
@@ -174,7 +175,7 @@ def test_the_canary_moves_the_logits(run):
 def test_a_dead_hook_of_one_stream_is_caught(run, monkeypatch):
     score = type(run.engine).score
 
-    def deaf_to_k(self, ids, first, tap=None):
+    def deaf_to_k(self, ids, first, tap=None, placement="pre_rope"):
         def only_v(layer, part, x):
             return tap(layer, part, x) if part == "v" else None
 
@@ -186,7 +187,7 @@ def test_a_dead_hook_of_one_stream_is_caught(run, monkeypatch):
 
 
 def test_a_hook_that_reaches_nothing_is_caught(run, monkeypatch):
-    monkeypatch.setattr(type(run.engine), "score", lambda self, ids, first, tap=None: run.reference)
+    monkeypatch.setattr(type(run.engine), "score", lambda *_: run.reference)
     with pytest.raises(CodecNotActive, match="does not reach the attention"):
         check_canaries(run, [cell()])
 
@@ -210,12 +211,12 @@ def test_bytes_are_those_of_the_whole_cache_as_a_file(run, calibrated, tiny_para
     header = CacheHeader(
         info.n_layers, info.n_kv_heads, info.head_dim, CONTEXT, "float32", recipe.recipe_id, None, info.model_hash
     )
-    codec = coder._codecs["k"]
+    codec = coder._codecs["k", coder.cell.recipe.k]
     with open(tmp_path / "cache.kvls", "wb") as file:
         writer = CacheWriter(file, header)
         for layer, stream in header.frames:
             own = codec if (layer, stream) == (1, "k") else IdentityCodec(IdentityStream())
-            writer.add(own.encode(run.clean.kept[layer, stream], Site(0, layer, stream)))
+            writer.add(own.encode(run.clean["pre_rope"].kept[layer, stream], Site(0, layer, stream)))
         writer.close()
     assert coding.coded_bytes + coding.raw_bytes == writer.nbytes
     assert coding.values == header.values == CONTEXT * info.values_per_token

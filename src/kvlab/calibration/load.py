@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,28 +16,42 @@ from kvlab.codec.base import StreamCalibration
 from kvlab.codec.components import Components
 from kvlab.codec.whitening import Whitener
 from kvlab.errors import CalibrationMismatch
-from kvlab.recipe import BlockStream, Conditioned, KltStream, OscarStream, Recipe, StreamRecipe, digest
+from kvlab.recipe import (
+    BlockStream,
+    Conditioned,
+    IsotropicStream,
+    KltStream,
+    OscarStream,
+    Placement,
+    Recipe,
+    StreamRecipe,
+    digest,
+)
 from kvlab.records import file_hash
 
-CODEBOOKS = {"model_hash": str, "corpus_hash": str, "origin": str, "tables": list}
+CODEBOOKS = {"model_hash": str, "corpus_hash": str, "origin": str, "sigma_hash": str, "tables": list}
+TableKey = tuple[Literal["k", "v"], Placement, str]
+"""Stream, placement and digest of the stream's recipe: what a Lloyd-Max table was fitted for."""
 
 
 @dataclass(frozen=True)
 class Fitted:
     """The files of a calibration: what `kvlab sigma`, `kvlab codebooks` and `kvlab components` wrote.
 
-    Without codebooks or components (None) a recipe that asks for them is refused when its codec is built
-    or first used.
+    `rotated` is the Sigma_q of the queries behind their rotary embedding. Without codebooks, components or it
+    (None) a recipe that asks for them is refused when its codec is built or first used.
     """
 
     sigma: Path
     codebooks: Path | None = None
     components: Path | None = None
+    rotated: Path | None = None
 
     @property
     def paths(self) -> list[Path]:
         """Those that there are."""
-        return [Path(path) for path in (self.sigma, self.codebooks, self.components) if path is not None]
+        named = (self.sigma, self.codebooks, self.components, self.rotated)
+        return [Path(path) for path in named if path is not None]
 
 
 @dataclass(frozen=True)
@@ -45,51 +60,71 @@ class Calibrated:
 
     Parameters
     ----------
-    whiteners : dict of int to Whitener
-        By layer.
-    tables : dict of str to Tensor
-        Lloyd-Max tables by the digest of their stream recipe.
-    corpus_hash, calibration_hash : str
+    whiteners, rotated : dict of int to Whitener
+        By layer; for K in front of its rotary embedding, and behind it.
+    tables : dict of TableKey to Tensor
+        Lloyd-Max tables.
+    origin : str
+        The engine whose capture was fitted.
+    corpus_hash, sigma_hash, calibration_hash : str
+        Of the windows, of the Sigma_q file, and of all files together.
     components : dict of str to dict of int to Components
         By stream and layer.
     """
 
     whiteners: dict[int, Whitener]
-    tables: dict[str, torch.Tensor]
+    tables: dict[TableKey, torch.Tensor]
+    origin: str
     corpus_hash: str
+    sigma_hash: str
     calibration_hash: str
     components: dict[str, dict[int, Components]] = field(default_factory=dict)
+    rotated: dict[int, Whitener] = field(default_factory=dict)
 
-    def stream(self, recipe: StreamRecipe, which: Literal["k", "v"]) -> StreamCalibration | None:
+    def stream(
+        self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope"
+    ) -> StreamCalibration | None:
         """What a codec of this recipe needs for K or for V; None for one that needs nothing.
 
         Raises
         ------
         CalibrationMismatch
-            No table was fitted for exactly this recipe.
+            No table was fitted for exactly this recipe at this placement.
         """
+        recipe = coded_by(recipe)
         if not needs_calibration(recipe):
             return None
         return StreamCalibration(
-            whiteners=self.whiteners if which == "k" else {},  # Sigma_q weighs errors of K
-            centroids=self._table(recipe),
+            whiteners=self.metric(placement) if which == "k" else {},  # Sigma_q weighs errors of K
+            centroids=self._table(recipe, which, placement),
             components=self.components.get(which, {}),
         )
 
-    def _table(self, recipe: StreamRecipe) -> torch.Tensor | None:
+    def metric(self, placement: Placement) -> dict[int, Whitener]:
+        """The whiteners of K at a placement, by layer."""
+        return self.whiteners if placement == "pre_rope" else self.rotated
+
+    def _table(self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement) -> torch.Tensor | None:
         if not isinstance(recipe, BlockStream) or recipe.codebook == "gaussian":
             return None
-        if digest(recipe) not in self.tables:
+        key = (which, placement if which == "k" else "pre_rope", digest(recipe))
+        if key not in self.tables:
             raise CalibrationMismatch(
-                f"no codebook was fitted for stream recipe {digest(recipe)} (bits {recipe.bits}, variance_ratio"
-                f" {recipe.variance_ratio:g}); run `kvlab codebooks` with these parameters"
+                f"no codebook was fitted for {which.upper()} {placement}, stream recipe {digest(recipe)} (bits"
+                f" {recipe.bits}, variance_ratio {recipe.variance_ratio:g}); run `kvlab codebooks` with these"
+                " parameters"
             )
-        return self.tables[digest(recipe)]
+        return self.tables[key]
+
+
+def coded_by(recipe: StreamRecipe) -> StreamRecipe:
+    """The recipe of the codec that runs: an isotropic control runs the codec that it takes the place of."""
+    return recipe.of if isinstance(recipe, IsotropicStream) else recipe
 
 
 def needed_files(recipe: Recipe) -> list[str]:
     """Files of `Fitted` that a recipe cannot do without, by field; the other files belong to a `sigma`."""
-    streams, needed = (recipe.k, recipe.v), set()
+    streams, needed = (coded_by(recipe.k), coded_by(recipe.v)), set()
     if any(needs_calibration(stream) and not _plain(stream) for stream in streams):
         needed.add("sigma")
     if any(isinstance(stream, BlockStream) and stream.codebook == "fitted" for stream in streams):
@@ -107,6 +142,7 @@ def _plain(recipe: StreamRecipe) -> bool:
 
 def needs_calibration(recipe: StreamRecipe) -> bool:
     """Whether a codec of this recipe reads anything that was fitted."""
+    recipe = coded_by(recipe)
     if isinstance(recipe, Conditioned):
         return recipe.center or recipe.whiten or isinstance(recipe, OscarStream)
     return isinstance(recipe, BlockStream | KltStream)
@@ -137,25 +173,84 @@ def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None) -> Cal
             f"{fitted.sigma} was fitted on windows {sidecar['corpus_hash']}, scored are windows {corpus_hash};"
             " calibrate on the same windows file"
         )
+    sigma_hash = file_hash(fitted.sigma)
     origin = {"corpus_hash": sidecar["corpus_hash"], "engine": sidecar["calibration_source"]}
-    of_sigma = {"model_hash": model_hash, **origin, "sigma_hash": file_hash(fitted.sigma)}
+    of_sigma = {"model_hash": model_hash, **origin, "sigma_hash": sigma_hash}
     return Calibrated(
         whiteners=whiteners,
-        tables={} if fitted.codebooks is None else load_tables(fitted.codebooks, model_hash, origin),
+        tables={} if fitted.codebooks is None else load_tables(fitted.codebooks, of_sigma),
+        origin=origin["engine"],
         corpus_hash=sidecar["corpus_hash"],
+        sigma_hash=sigma_hash,
         calibration_hash=file_hash(*fitted.paths),
         components={} if fitted.components is None else load_components(fitted.components, of_sigma),
+        rotated={} if fitted.rotated is None else load_rotated(fitted.rotated, of_sigma),
     )
 
 
-def load_tables(path: Path, model_hash: str, origin: dict[str, str]) -> dict[str, torch.Tensor]:
-    """Lloyd-Max tables by stream recipe; refused when not from this model and the capture of `origin`."""
+def by_origin(
+    sigmas: Sequence[Path],
+    codebooks: Sequence[Path] = (),
+    components: Sequence[Path] = (),
+    rotated: Sequence[Path] = (),
+) -> dict[str, Fitted]:
+    """Files of calibrations on one or several engines' captures, put together by the engine that each names.
+
+    Raises
+    ------
+    CalibrationMismatch
+        Two files of a kind are of one engine's capture, or a file belongs to no given Sigma_q.
+    """
+    named: dict[str, dict[str, Path]] = {}
+    kinds = {
+        "sigma": (sigmas, lambda path: read_sidecar(path)["calibration_source"]),
+        "codebooks": (codebooks, lambda path: read_facts(path, CODEBOOKS, "codebooks")["origin"]),
+        "components": (components, components_origin),
+        "rotated": (rotated, lambda path: read_sidecar(path)["calibration_source"]),
+    }
+    for kind, (files, origin_of) in kinds.items():
+        for path in files:
+            origin = origin_of(path)
+            if kind in named.setdefault(origin, {}):
+                raise CalibrationMismatch(f"{path} is a second one on {origin}, beside {named[origin][kind]}; name one")
+            named[origin][kind] = path
+    for origin, files in named.items():
+        if "sigma" not in files:
+            raise CalibrationMismatch(
+                f"{next(iter(files.values()))} was fitted on {origin}, and no Sigma_q of {origin} is named with --sigma"
+            )
+    return {origin: Fitted(**files) for origin, files in named.items()}
+
+
+def components_origin(path: Path) -> str:
+    """The engine whose capture components were fitted on."""
+    return read_facts(path.with_suffix(".json"), {"engine": str}, "components")["engine"]
+
+
+def load_rotated(path: Path, of_sigma: dict[str, str]) -> dict[int, Whitener]:
+    """Whiteners of K behind its rotary embedding; refused when they are of another capture, or are not."""
+    sidecar = read_sidecar(path)
+    if sidecar.get("placement") != "post_rope":
+        raise CalibrationMismatch(f"{path} is no Sigma_q of rotated queries; name the file ending in -post_rope")
+    if (sidecar["corpus_hash"], sidecar["calibration_source"]) != (of_sigma["corpus_hash"], of_sigma["engine"]):
+        raise CalibrationMismatch(f"{path} and Sigma_q come from different captures; run `kvlab sigma` again")
+    return load_whiteners(path, of_sigma["model_hash"])
+
+
+def load_tables(path: Path, of_sigma: dict[str, str]) -> dict[TableKey, torch.Tensor]:
+    """Lloyd-Max tables; refused when not from this model, this capture and this Sigma_q."""
     codebooks = read_facts(path, CODEBOOKS, "codebooks")
+    model_hash = of_sigma["model_hash"]
     if codebooks["model_hash"] != model_hash:
         raise CalibrationMismatch(f"{path} was fitted on model {codebooks['model_hash']}, this model is {model_hash}")
-    if (codebooks["corpus_hash"], codebooks["origin"]) != (origin["corpus_hash"], origin["engine"]):
+    if (codebooks["corpus_hash"], codebooks["origin"]) != (of_sigma["corpus_hash"], of_sigma["engine"]):
         raise CalibrationMismatch(f"{path} and Sigma_q come from different captures; run `kvlab codebooks` again")
+    if codebooks["sigma_hash"] != of_sigma["sigma_hash"]:
+        raise CalibrationMismatch(f"{path} was fitted with another Sigma_q; run `kvlab codebooks` again")
     try:
-        return {table["stream_recipe_id"]: torch.tensor(table["centroids"]) for table in codebooks["tables"]}
+        return {
+            (table["stream"], table["placement"], table["stream_recipe_id"]): torch.tensor(table["centroids"])
+            for table in codebooks["tables"]
+        }
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise CalibrationMismatch(f"{path} holds a table that is none; run `kvlab codebooks` again") from None

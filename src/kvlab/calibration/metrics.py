@@ -32,6 +32,11 @@ class ErrorMetrics:
         names = {parameter: name for name, parameter in skeleton.named_parameters()}
         self._outputs = [names[attention.o_proj.weight] for attention in attention_layers(skeleton, info)]
 
+    @property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rotary embedding at positions 0.., float32 [context, pairs] each; see `rotated`."""
+        return self.cos, self.sin
+
     def k(self, sigma: Tensor) -> Tensor:
         """Sigma_q turned by every lag, float64 [kv_heads, head_dim, head_dim]."""
         return over_lags(sigma, self.cos, self.sin)

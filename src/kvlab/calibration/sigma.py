@@ -2,6 +2,9 @@
 
 The attention score error of a key error e is q . e, so its mean square is e^T Sigma_q e. Coding K in
 the frame K L, with L L^T = Sigma_q, makes the codec's plain squared error that quantity.
+
+There are two of it. K that is coded in front of its rotary embedding is weighed by the queries as they are
+projected, K that is coded behind it by the queries rotated at their own positions in the window.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ import torch
 
 from kvlab.calibration.capture import Captured
 from kvlab.calibration.facts import read_facts
+from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.codec.metric import ridged, rotated
 from kvlab.codec.published import SigmaQ, read_sigma, write_sigma
 from kvlab.codec.whitening import Whitener, fit
 from kvlab.errors import CalibrationMismatch, StreamError
-from kvlab.model import resolve
+from kvlab.model import ModelInfo, resolve
 from kvlab.params import Params
+from kvlab.recipe import Placement
 
 SIDECAR = {"model_hash": str, "corpus_hash": str, "calibration_source": str, "num_layers": int}
 
@@ -27,7 +33,7 @@ def second_moment(q: torch.Tensor, n_kv_heads: int) -> torch.Tensor:
     Parameters
     ----------
     q : torch.Tensor, shape (windows, n_heads, tokens, head_dim)
-        Pre-rotary queries; query head j belongs to KV head ``j // (n_heads / n_kv_heads)``.
+        Queries; query head j belongs to KV head ``j // (n_heads / n_kv_heads)``.
     n_kv_heads : int
         Number of KV heads.
 
@@ -46,20 +52,47 @@ def second_moment(q: torch.Tensor, n_kv_heads: int) -> torch.Tensor:
 def fit_sigma(params: Params, capture_path: Path, out: Path) -> None:
     """Fit Sigma_q of every layer and KV head and write it in the published format of `codec.published`.
 
-    The ``.json`` beside it holds the diagnostics of each head.
+    `out` holds that of the queries in front of their rotary embedding, `rotated_path` of it that of the
+    same queries behind it. The ``.json`` beside each holds the diagnostics of each head.
     """
     info = resolve(params.model)
     captured = Captured(capture_path, info.model_hash)
-    moments, whiteners, diagnostics, n_tokens = {}, {}, [], 0
+    paths: dict[Placement, Path] = {"pre_rope": Path(out), "post_rope": rotated_path(out)}
+    moments = second_moments(captured, info)
+    for placement, path in paths.items():
+        write_fitted(params, captured, info, placement, moments[placement], path)
+
+
+def rotated_path(path: Path) -> Path:
+    """Where `fit_sigma` puts the Sigma_q of rotated queries: beside `path`, its stem ending in ``-post_rope``."""
+    path = Path(path)
+    return path.with_name(f"{path.stem}-post_rope{path.suffix}")
+
+
+def second_moments(captured: Captured, info: ModelInfo) -> dict[Placement, dict[int, torch.Tensor]]:
+    """`second_moment` by placement and layer; behind the rotary embedding a query turns by its place in its window."""
+    tokens = captured.window(0, "q", 0).shape[1]
+    cos, sin = ErrorMetrics(info, tokens).angles
+    found: dict[Placement, dict[int, torch.Tensor]] = {"pre_rope": {}, "post_rope": {}}
     for layer in range(info.n_layers):
         q = captured.layer(layer, "q")
-        n_tokens = q.shape[0] * q.shape[2]
-        moments[layer] = sigma = second_moment(q, info.n_kv_heads)
-        whiteners[layer] = fit(sigma, params.calibration.ridge)
-        diagnostics += [
-            {"layer": layer, "kv_head": head} | describe(sigma[head], params.calibration.ridge)
-            for head in range(info.n_kv_heads)
-        ]
+        found["pre_rope"][layer] = second_moment(q, info.n_kv_heads)
+        found["post_rope"][layer] = second_moment(rotated(q.double(), cos, sin), info.n_kv_heads)
+    return found
+
+
+def write_fitted(
+    params: Params, captured: Captured, info: ModelInfo, placement: Placement, moments: dict, path: Path
+) -> None:
+    """Whiteners of one placement's second moments, and both with their diagnostics into one file."""
+    ridge = params.calibration.ridge
+    whiteners = {layer: fit(sigma, ridge) for layer, sigma in moments.items()}
+    diagnostics = [
+        {"layer": layer, "kv_head": head} | describe(sigma[head], ridge)
+        for layer, sigma in moments.items()
+        for head in range(info.n_kv_heads)
+    ]
+    windows, tokens = captured.n_windows, captured.window(0, "q", 0).shape[1]
     identity = {name: captured.metadata[name] for name in ("model_hash", "corpus_hash", "engine")}
     sidecar = {
         "model_path": params.model.path,
@@ -70,15 +103,16 @@ def fit_sigma(params: Params, capture_path: Path, out: Path) -> None:
         "layer_types": ["full_attention"] * info.n_layers,
         "calibration_split": "calib",
         "calibration_source": identity["engine"],
-        "n_passages_used": q.shape[0],
-        "ctx_len": q.shape[2],
-        "n_tokens_pooled": n_tokens,
-        "ridge": params.calibration.ridge,
+        "placement": placement,
+        "n_passages_used": windows,
+        "ctx_len": tokens,
+        "n_tokens_pooled": windows * tokens,
+        "ridge": ridge,
         "model_hash": identity["model_hash"],
         "corpus_hash": identity["corpus_hash"],
         "diagnostics": diagnostics,
     }
-    write_sigma(out, SigmaQ(moments, whiteners, sidecar), identity)
+    write_sigma(path, SigmaQ(moments, whiteners, sidecar), identity)
 
 
 def describe(sigma: torch.Tensor, ridge: float) -> dict[str, float]:
@@ -88,7 +122,7 @@ def describe(sigma: torch.Tensor, ridge: float) -> dict[str, float]:
     ridged matrix: what bit allocation over its eigenvectors could gain at most, were K white.
     """
     diagonal = sigma.diagonal()
-    eigenvalues = torch.linalg.eigvalsh(sigma) + ridge * diagonal.mean()
+    eigenvalues = torch.linalg.eigvalsh(ridged(sigma, ridge))
     off_diagonal = sigma - torch.diag(diagonal)
     return {
         "sigma_trace": float(diagonal.sum()),

@@ -68,7 +68,7 @@ def baseline(
     for coder in (coder for trial in trials for coder in trial.coders):
         coder.refuse_idle()
     record = BaselineRecord(
-        provenance=provenance(engine, windows, calibrated),
+        provenance=provenance(engine, windows, {calibrated.origin: calibrated} if calibrated else {}),
         run=run,
         engine=name,
         dtype=dtype,
@@ -137,7 +137,8 @@ def agreement_trials(params: Params, engine: str, calibrated: Calibrated | None)
     """Identity and the studied recipe under every protocol."""
 
     def cell(what: str, protocol: str, name: str, recipe: Recipe, layers: tuple[int, ...]) -> Cell:
-        shared = {"study": "cells", "dtype": "float32", "stream": "kv", "windows": params.windows.test}
+        shared = {"study": "factors", "dtype": "float32", "stream": "kv", "windows": params.windows.test}
+        shared["origin"] = params.calibration.origin
         return Cell(label=what, engine=name, protocol=protocol, layers=layers, recipe=recipe, **shared)
 
     trials = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 
@@ -22,7 +23,7 @@ from kvlab.codec.cache_file import CacheHeader
 from kvlab.codec.registry import build
 from kvlab.codec.seeding import generator
 from kvlab.engines.base import Part
-from kvlab.errors import CodecNotActive
+from kvlab.errors import CodecNotActive, Fault
 from kvlab.model import ModelInfo
 from kvlab.recipe import Cell, StreamRecipe, digest
 from kvlab.records import Coding
@@ -78,17 +79,19 @@ class Coder:
 
     def __init__(self, cell: Cell, calibrated: Calibrated | None, memo: dict | None = None):
         self.cell, self.tally, self._memo = cell, Tally(), memo
-        self._whiteners = calibrated.whiteners if calibrated else {}
-        self._codecs: dict[str, Codec] = {}
-        self._recipes: dict[str, StreamRecipe] = {}
-        for stream in STREAMS if cell.stream == "kv" else (cell.stream,):
-            recipe = cell.recipe.k if stream == "k" else cell.recipe.v
-            self._recipes[stream] = recipe
-            self._codecs[stream] = build(recipe, calibrated.stream(recipe, stream) if calibrated else None)
+        self._whiteners = calibrated.metric(cell.placement) if calibrated else {}
+        self._codecs: dict[tuple[str, StreamRecipe], Codec] = {}
+        self._recipes: dict[tuple[str, int], StreamRecipe] = {}
+        for stream, layer in product(STREAMS if cell.stream == "kv" else (cell.stream,), cell.layers):
+            recipe = cell.stream_recipe(stream, layer)
+            self._recipes[stream, layer] = recipe
+            if (stream, recipe) not in self._codecs:
+                fitted = calibrated.stream(recipe, stream, cell.placement) if calibrated else None
+                self._codecs[stream, recipe] = build(recipe, fitted)
 
     def codes(self, layer: int, part: Part) -> bool:
         """Whether this cell codes that layer's K or V (never Q)."""
-        return part in self._codecs and layer in self.cell.layers
+        return (part, layer) in self._recipes
 
     def round_trip(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         """`x` encoded and decoded, in its own dtype, and counted."""
@@ -100,7 +103,7 @@ class Coder:
         """`round_trip` of a clean tensor, looked up when an equal recipe has coded it already."""
         if self._memo is None:
             return self.round_trip(x, site)
-        key = (digest(self._recipes[site.stream]), site)
+        key = (digest(self._recipes[site.stream, site.layer]), self.cell.origin, self.cell.placement, site)
         if key not in self._memo:
             self._memo[key] = self._code(x, site)
         coded = self._memo[key]
@@ -108,7 +111,7 @@ class Coder:
         return coded.tensor.to(x.dtype)
 
     def _code(self, x: torch.Tensor, site: Site) -> Coded:
-        codec = self._codecs[site.stream]
+        codec = self._codecs[site.stream, self._recipes[site.stream, site.layer]]
         encoded = codec.encode(x, site)
         data = frame_bytes(encoded) if encoded.packed else b""
         decoded = codec.decode(read_frame(data).to(x.device) if encoded.packed else encoded)
@@ -130,7 +133,7 @@ class Coder:
 
     def expected_fires(self) -> int:
         """Layers times streams times windows."""
-        return self.cell.windows * len(self.cell.layers) * len(self._codecs)
+        return self.cell.windows * len(self._recipes)
 
     def refuse_idle(self) -> None:
         """`CodecNotActive` unless the codec fired on every layer, stream and window that it should have."""
@@ -141,30 +144,30 @@ class Coder:
                 f" times where {self.expected_fires()} were due"
             )
 
-    def coding(self, info: ModelInfo, context: int, dtype: str) -> Coding:
-        """The tally as a record: the bytes are those of a `cache_file` of each window.
+    def coding(self, info: ModelInfo, tokens: int, dtype: str) -> Coding:
+        """The tally as a record: the bytes are those of a `cache_file` of each window's `tokens`.
 
         Layers that were not packed count as frames of the identity codec, in the engine's own dtype.
         """
         self.refuse_idle()
         tally, windows = self.tally, self.cell.windows
-        values = windows * context * info.values_per_token
+        values = windows * tokens * info.values_per_token
         uncoded_frames = windows * 2 * info.n_layers - tally.coded_frames
         return Coding(
             fires=tally.fires,
             expected_fires=self.expected_fires(),
             values=values,
             coded_bytes=tally.coded_bytes,
-            raw_bytes=uncoded_frames * uncoded_frame_size(info, context, dtype) + windows * CacheHeader.SIZE,
+            raw_bytes=uncoded_frames * uncoded_frame_size(info, tokens, dtype) + windows * CacheHeader.SIZE,
             d_eff={s: dict(sorted(tally.d_eff[s].items())) for s in STREAMS if tally.d_eff[s]},
             outlier_rate={s: tally.outliers[s] / n for s, n in tally.coefficients.items() if n},
             whitened_error={s: tally.error_sq[s] / signal for s, signal in tally.signal_sq.items() if signal},
         )
 
 
-def uncoded_frame_size(info: ModelInfo, context: int, dtype: str) -> int:
+def uncoded_frame_size(info: ModelInfo, tokens: int, dtype: str) -> int:
     """Bytes of one layer's K or V as a frame of the identity codec."""
-    shape = (info.n_kv_heads, context, info.head_dim)
+    shape = (info.n_kv_heads, tokens, info.head_dim)
     values = torch.zeros(shape, dtype=getattr(torch, dtype))
     return len(frame_bytes(Encoded(shape, 0, "k", shared=(), blocks=((values,),))))
 
@@ -202,17 +205,17 @@ class CleanCapture:
 
 
 class InForward:
-    """Tap of the `in_forward` protocol: code the context's K and V where they appear."""
+    """Tap of the `in_forward` protocol: code K and V of the first `tokens` tokens where they appear."""
 
-    def __init__(self, coder: Coder, window: int, context: int):
-        self.coder, self.window, self.context = coder, window, context
+    def __init__(self, coder: Coder, window: int, tokens: int):
+        self.coder, self.window, self.tokens = coder, window, tokens
 
     def __call__(self, layer: int, part: Part, x: torch.Tensor) -> torch.Tensor | None:
         """See `Tap`."""
         if not self.coder.codes(layer, part):
             return None
-        coded = self.coder.round_trip(x[:, : self.context], Site(self.window, layer, part))
-        return torch.cat([coded, x[:, self.context :]], dim=1)
+        coded = self.coder.round_trip(x[:, : self.tokens], Site(self.window, layer, part))
+        return torch.cat([coded, x[:, self.tokens :]], dim=1)
 
 
 class Snapshot:
@@ -231,8 +234,16 @@ class Snapshot:
         return torch.cat([cache, x[:, cache.shape[1] :]], dim=1)
 
 
-def tap_for(protocol: str, coder: Coder, window: int, clean: CleanCapture) -> InForward | Snapshot:
-    """The tap of a protocol."""
-    if protocol == "in_forward":
-        return InForward(coder, window, clean.context)
+def tap_for(cell: Cell, coder: Coder, window: int, clean: CleanCapture, tokens: int) -> InForward | Snapshot:
+    """The tap of a cell's protocol over a window of `tokens` tokens.
+
+    Raises
+    ------
+    Fault
+        The cell codes the whole window over a clean cache, which holds no scored tokens.
+    """
+    if cell.protocol == "in_forward":
+        return InForward(coder, window, clean.context if cell.span == "context" else tokens)
+    if cell.span != "context":
+        raise Fault(f"cell {cell.label!r} codes the scored tokens, which a snapshot of the context does not hold")
     return Snapshot(coder, window, clean)

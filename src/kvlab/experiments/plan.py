@@ -1,165 +1,131 @@
 """Which cells each study measures, and how they are packed into jobs. Torch-free.
 
-The workflow reads the number of jobs from here, the CLI the cells of one job; both see the same list.
+The workflow reads the jobs' names from here, the CLI the cells of one job; both see the same list. A study's
+cells come from its own file in `plans`, imported when that study is asked for, so that nothing of one study
+hangs on the plan of another.
 """
 
 from __future__ import annotations
 
-from kvlab.errors import ParamsError, UnknownName
-from kvlab.ladder import default_recipe, rungs
-from kvlab.params import Params, coded_layers, studied_recipe
-from kvlab.recipe import IDENTITY, Cell, NoiseStream, Recipe
+from collections.abc import Callable
+from importlib import import_module
 
-STUDIES = ("cells", "layers", "noise")  # those of the report
-LADDER = "ladder"
+from kvlab.errors import MissingResult, ParamsError, UnknownName
+from kvlab.params import Params, studied_recipe
+from kvlab.recipe import BlockStream, Cell, Frozen, IsotropicStream, Placement
+
+STUDIES = ("factors", "cells", "layers", "noise", "mitigations")  # those of the report
+LADDER, CHOSEN = "ladder", "mitigations"
+PLANS = "kvlab.experiments.plans"
 
 
-def cells_study(params: Params, engine: str) -> list[Cell]:
-    """Identity, the studied recipe by protocol, stream and variance ratio, and the default recipe.
+def module(study: str) -> str:
+    """The module of a study's plan."""
+    if study not in (*STUDIES, LADDER):
+        raise UnknownName("study", study, (*STUDIES, LADDER))
+    return f"{PLANS}.{study}"
 
-    The float32 cells carry the cross-engine agreement check; the cells in ``gap.dtype`` carry the
-    numbers, with a rerun (no hook at all) as the engine's own noise floor. Beside them, on all layers,
-    stands the recipe that the drop-ins run.
+
+def study_cells(params: Params, study: str, engine: str, choice: Frozen | None = None) -> list[Cell]:
+    """The cells of one study on one engine, each once, in the plan's order.
+
+    Parameters
+    ----------
+    choice : plans.mitigations.Choice, optional
+        Which layers the calibration split speaks for; the mitigations cannot be planned without.
+
+    Raises
+    ------
+    UnknownName
+        There is no such study.
+    MissingResult
+        The study needs a choice.
     """
-    everything = tuple(range(params.model.n_layers))
-    layers = coded_layers(params)
-    studied = studied_recipe(params)
-
-    def cell(label, dtype, protocol, stream, coded, recipe):
-        return Cell(
-            study="cells",
-            label=label,
-            engine=engine,
-            dtype=dtype,
-            protocol=protocol,
-            stream=stream,
-            layers=coded,
-            windows=params.windows.test,
-            recipe=recipe,
-        )
-
-    cells = []
-    for protocol in params.protocols:
-        cells.append(cell("identity", "float32", protocol, "kv", everything, IDENTITY))
-        cells.append(cell("kv", "float32", protocol, "kv", layers, studied))
-    dtype = params.gap.dtype
-    cells.append(cell("rerun", dtype, "in_forward", "kv", (), IDENTITY))
-    for protocol in params.protocols:
-        cells.append(cell("identity", dtype, protocol, "kv", everything, IDENTITY))
-        cells += [cell(stream, dtype, protocol, stream, layers, studied) for stream in params.gap.streams]
-        for ratio in params.gap.variance_ratios:
-            recipe = studied_recipe(params, ratio)
-            if recipe != studied or "kv" not in params.gap.streams:
-                cells.append(cell("kv", dtype, protocol, "kv", layers, recipe))
-        cells.append(cell("klt", dtype, protocol, "kv", everything, default_recipe(params)))
-    return unique(cells)
+    cells: Callable = import_module(module(study)).cells
+    if study == CHOSEN:
+        if choice is None:
+            raise MissingResult("the mitigations are planned from a choice of layers; run `kvlab choose`")
+        found = cells(params, engine, choice)
+    else:
+        found = cells(params, engine)
+    return list({cell.cell_id: cell for cell in found}.values())
 
 
-def layers_study(params: Params, engine: str) -> list[Cell]:
-    """Add-one-in: the studied recipe on one layer at a time, and on all of them together."""
-    everything = tuple(range(params.model.n_layers))
-    choices = [(f"layer {i}", (i,)) for i in everything] + [("all layers", everything)]
-    recipe = studied_recipe(params)
-    cells = [
-        Cell(
-            study="layers",
-            label=label,
-            engine=engine,
-            dtype=params.layers.dtype,
-            protocol=protocol,
-            stream="kv",
-            layers=layers,
-            windows=params.layers.windows,
-            recipe=recipe,
-        )
-        for protocol in params.layers.protocols
-        for label, layers in choices
-    ]
-    return unique(cells)
+def job_names(params: Params, study: str) -> list[str]:
+    """Names of a study's jobs, for which no choice is needed: a study with a choice has one job per engine."""
+    if study == CHOSEN:
+        return [f"{engine}-{params.gap.dtype}-0" for engine in params.engines]
+    return list(jobs(params, study))
 
 
-def noise_study(params: Params, engine: str) -> list[Cell]:
-    """Gaussian noise of each sigma on each stream, on every layer, inside the one forward."""
-    cells = []
-    for stream in params.noise.streams:
-        for sigma in params.noise.sigmas:
-            noise = NoiseStream(sigma=sigma, seed=params.noise.seed)
-            cells.append(
-                Cell(
-                    study="noise",
-                    label=f"noise {stream} {sigma:g}",
-                    engine=engine,
-                    dtype=params.noise.dtype,
-                    protocol="in_forward",
-                    stream=stream,
-                    layers=tuple(range(params.model.n_layers)),
-                    windows=params.noise.windows,
-                    recipe=Recipe(k=noise, v=noise),
-                )
-            )
-    return unique(cells)
-
-
-def ladder_study(params: Params, engine: str) -> list[Cell]:
-    """Every rung of the ladder on every layer, over the coded clean cache, text by text.
-
-    The snapshot protocol and float32, so that nothing but the codec's own error is measured.
-    """
-    return unique(
-        [
-            Cell(
-                study="ladder",
-                label=label,
-                engine=engine,
-                dtype="float32",
-                protocol="snapshot",
-                stream="kv",
-                layers=tuple(range(params.model.n_layers)),
-                windows=params.ladder.windows,
-                text=text,
-                recipe=recipe,
-            )
-            for text in params.ladder.texts
-            for label, recipe in rungs(params)
-        ]
-    )
-
-
-def unique(cells: list[Cell]) -> list[Cell]:
-    """The cells without repetition, in their first order."""
-    return list({cell.cell_id: cell for cell in cells}.values())
-
-
-def study_cells(params: Params, study: str, engine: str) -> list[Cell]:
-    """The cells of one study on one engine."""
-    makers = {"cells": cells_study, "layers": layers_study, "noise": noise_study, LADDER: ladder_study}
-    if study not in makers:
-        raise UnknownName("study", study, makers)
-    return makers[study](params, engine)
-
-
-def jobs(params: Params, study: str) -> dict[str, list[Cell]]:
-    """Job name -> its cells; a job has one engine, one dtype, and at most ``jobs.cells_per_job`` cells.
+def jobs(params: Params, study: str, choice: Frozen | None = None) -> dict[str, list[Cell]]:
+    """Job name -> its cells; a job has one engine, dtype and attention, and ``jobs.cells_per_job`` cells at most.
 
     Names read ``<engine>-<dtype>-<number>``, for example ``hf-bfloat16-0``.
     """
-    packed = {}
-    for engine in (params.ladder.engine,) if study == LADDER else params.engines:
-        cells = study_cells(params, study, engine)
+    packed: dict[str, list[Cell]] = {}
+    engines = (params.ladder.engine,) if study == LADDER else params.engines
+    for engine in engines:
+        cells = study_cells(params, study, engine, choice)
+        size = max(len(cells), 1) if study == CHOSEN else params.jobs.cells_per_job
         for dtype in sorted({cell.dtype for cell in cells}):
-            same = [cell for cell in cells if cell.dtype == dtype]
-            size = params.jobs.cells_per_job
-            for number, start in enumerate(range(0, len(same), size)):
-                packed[f"{engine}-{dtype}-{number}"] = same[start : start + size]
+            batches = []
+            for attention in dict.fromkeys(cell.attention for cell in cells if cell.dtype == dtype):
+                same = [cell for cell in cells if (cell.dtype, cell.attention) == (dtype, attention)]
+                batches += [same[start : start + size] for start in range(0, len(same), size)]
+            packed |= {f"{engine}-{dtype}-{number}": batch for number, batch in enumerate(batches)}
     return packed
 
 
-def job_cells(params: Params, study: str, job: str) -> list[Cell]:
+def job_cells(params: Params, study: str, job: str, choice: Frozen | None = None) -> list[Cell]:
     """The cells of one job; `UnknownName` lists the job names there are."""
-    packed = jobs(params, study)
+    packed = jobs(params, study, choice)
     if job not in packed:
         raise UnknownName(f"job of study {study!r}", job, packed)
     return packed[job]
+
+
+Fitting = tuple[str, Placement, BlockStream]
+"""A Lloyd-Max table to be fitted: for K or V, coded at a placement, by a stream recipe."""
+
+
+def fittings(params: Params, study: str, origin: str) -> list[Fitting]:
+    """The tables that a study's cells read which are calibrated on one engine's capture, each once.
+
+    Those of ``factors`` serve the engine baseline and the drop-ins too, so the studied recipe is among them.
+    """
+    if study == CHOSEN:
+        recipes = [("pre_rope", recipe) for recipe in mitigated_recipes(params)]
+        recipes = recipes if origin == params.calibration.origin else []
+    else:
+        engines = (params.ladder.engine,) if study == LADDER else params.engines
+        cells = [c for engine in engines for c in study_cells(params, study, engine) if c.origin == origin]
+        recipes = [(cell.placement, recipe) for cell in cells for recipe in cell.recipes]
+    if study == "factors":
+        recipes.insert(0, ("pre_rope", studied_recipe(params)))
+    found = {}
+    for placement, recipe in recipes:
+        for which, stream in (("k", recipe.k), ("v", recipe.v)):
+            stream = stream.of if isinstance(stream, IsotropicStream) else stream
+            if isinstance(stream, BlockStream) and stream.codebook == "fitted":
+                found[which, placement if which == "k" else "pre_rope", stream] = None
+    return list(found)
+
+
+def mitigated_recipes(params: Params) -> list:
+    """Every recipe that an arm of the mitigations may run, whatever is chosen."""
+    plan = import_module(module(CHOSEN))
+    arms = plan.arms(params, plan.Choice.none().model_copy(update={"hot": (0,)}))
+    return [recipe for arm in arms for recipe in (arm.recipe, *(special.recipe for special in arm.exceptions))]
+
+
+def origins(params: Params, study: str) -> list[str]:
+    """Whose captures a study's cells are calibrated on, the usual one first."""
+    if study == CHOSEN:
+        return [params.calibration.origin]
+    engines = (params.ladder.engine,) if study == LADDER else params.engines
+    cells = [cell for engine in engines for cell in study_cells(params, study, engine)]
+    return list(dict.fromkeys([params.calibration.origin, *(cell.origin for cell in cells)]))
 
 
 def baseline_runs(params: Params) -> dict[str, tuple[str, str, str]]:

@@ -41,8 +41,8 @@ class WindowRun:
     ----------
     reference : torch.Tensor, shape (scored tokens, vocab_size)
         Logits of the untouched model.
-    clean : CleanCapture
-        The context's clean K and V, which the snapshot protocol codes.
+    clean : dict of str to CleanCapture
+        The context's clean K and V by placement, which the snapshot protocol codes.
     """
 
     engine: Engine
@@ -50,11 +50,12 @@ class WindowRun:
     context: int
     number: int
     reference: torch.Tensor = field(init=False)
-    clean: CleanCapture = field(init=False)
+    clean: dict[str, CleanCapture] = field(init=False)
 
     def __post_init__(self):
-        self.clean = CleanCapture(self.context)
-        self.reference = self.engine.score(self.ids, self.context, self.clean)
+        first = CleanCapture(self.context)
+        self.reference = self.engine.score(self.ids, self.context, first)
+        self.clean = {"pre_rope": first}
 
     @property
     def labels(self) -> torch.Tensor:
@@ -63,8 +64,17 @@ class WindowRun:
 
     def logits(self, cell: Cell, coder: Coder) -> torch.Tensor:
         """Logits of the window under a cell; a cell without layers is a plain rerun, without hooks."""
-        tap = tap_for(cell.protocol, coder, self.number, self.clean) if cell.layers else None
-        return self.engine.score(self.ids, self.context, tap)
+        if not cell.layers:
+            return self.engine.score(self.ids, self.context)
+        tap = tap_for(cell, coder, self.number, self._clean(cell.placement), len(self.ids))
+        return self.engine.score(self.ids, self.context, tap, cell.placement)
+
+    def _clean(self, placement: str) -> CleanCapture:
+        """The clean K and V as a tap at `placement` sees them; another placement costs another pass."""
+        if placement not in self.clean:
+            self.clean[placement] = CleanCapture(self.context)
+            self.engine.score(self.ids, self.context, self.clean[placement], placement)
+        return self.clean[placement]
 
     def rows(self, cell_id: str, alternative: torch.Tensor, reference: torch.Tensor | None = None) -> pl.DataFrame:
         """Token rows of `alternative` against the clean pass (or another `reference`)."""
@@ -77,7 +87,7 @@ class WindowRun:
         return pl.DataFrame(columns).select(pl.col(name).cast(dtype) for name, dtype in TOKENS.items())
 
 
-def canary_kl(run: WindowRun, protocol: str, stream: str) -> float:
+def canary_kl(run: WindowRun, protocol: str, placement: str, stream: str) -> float:
     """Mean KL of a one-bit codec on every layer of a stream: proof that what the tap returns is used."""
     everything = tuple(range(run.engine.info.n_layers))
     cell = Cell(
@@ -86,6 +96,8 @@ def canary_kl(run: WindowRun, protocol: str, stream: str) -> float:
         engine=run.engine.name,
         dtype=run.engine.dtype,
         protocol=protocol,
+        placement=placement,
+        origin=run.engine.name,
         stream=stream,
         layers=everything,
         windows=1,

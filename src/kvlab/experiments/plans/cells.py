@@ -1,0 +1,62 @@
+"""The cells that params.yaml lists under `cells`: each changes something in the studied recipe."""
+
+from __future__ import annotations
+
+from kvlab.ladder import labelled
+from kvlab.params import CellEntry, Params, coded_layers, studied_recipe
+from kvlab.recipe import IDENTITY, Cell, Recipe
+
+
+def cells(params: Params, engine: str) -> list[Cell]:
+    """The entries on one engine, protocol by protocol.
+
+    An entry whose engine computes in another way than the studied cell's (another attention, K tapped behind
+    its rotary embedding) brings an identity cell of its own, which is its floor.
+    """
+    found = []
+    for name, entry in params.cells.items():
+        if engine in (entry.engines or params.engines):
+            for protocol in (p for p in params.protocols if p in (entry.protocols or params.protocols)):
+                if (entry.attention, entry.placement) != ("default", "pre_rope"):
+                    found.append(_identity(params, entry, engine, protocol))
+                layers = _layers(params, entry)
+                found.append(_cell(params, entry, engine, protocol, name, layers, recipe(params, entry)))
+    return found
+
+
+def recipe(params: Params, entry: CellEntry) -> Recipe:
+    """The recipe of an entry."""
+    changed = params.changed(entry)
+    return labelled(entry.rung, changed) if entry.rung else studied_recipe(changed)
+
+
+def _layers(params: Params, entry: CellEntry) -> tuple[int, ...]:
+    if entry.layers == "all":
+        return tuple(range(params.model.n_layers))
+    return coded_layers(params.changed(entry)) if entry.layers == "coded" else tuple(sorted(set(entry.layers)))
+
+
+def _identity(params: Params, entry: CellEntry, engine: str, protocol: str) -> Cell:
+    everything = tuple(range(params.model.n_layers))
+    plain = CellEntry(attention=entry.attention, placement=entry.placement, dtype=entry.dtype)
+    return _cell(params, plain, engine, protocol, "identity", everything, IDENTITY)
+
+
+def _cell(
+    params: Params, entry: CellEntry, engine: str, protocol: str, label: str, layers: tuple[int, ...], recipe: Recipe
+) -> Cell:
+    return Cell(
+        study="cells",
+        label=label,
+        engine=engine,
+        dtype=entry.dtype or params.gap.dtype,
+        attention=entry.attention,
+        protocol=protocol,
+        placement=entry.placement,
+        span=entry.span,
+        origin=entry.origin or params.calibration.origin,
+        stream=entry.stream,
+        layers=layers,
+        windows=params.windows.test,
+        recipe=recipe,
+    )
