@@ -14,7 +14,7 @@ BIN := $(CURDIR)/.venv/bin
 REPORT := results/gap/FINDINGS.md
 RULES := Snakefile workflow/rules
 
-.PHONY: help setup findings test lint bench-codec reference sync headline pins clean
+.PHONY: help setup findings test lint kill-test recompute cost bench-codec reference sync headline pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command behind it"
@@ -41,6 +41,15 @@ lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml against the rules
 	$(BIN)/snakefmt --check --line-length 110 $(RULES)
 	$(BIN)/snakemake --lint
 	$(BIN)/python workflow/scripts/dvc_sync.py --check
+
+kill-test: $(READY)  ## SIGKILL jobs and Snakemake at random, run again, compare every table (ARGS='--times 20 --seed 0')
+	@$(BIN)/python workflow/scripts/kill_rules.py $(if $(PRESET),--preset '$(PRESET)') $(ARGS)
+
+recompute: $(READY)  ## measure a finished job again and compare it byte for byte (PRESET=quick, ARGS="'results/*/vllm-*'")
+	@$(BIN)/python workflow/scripts/recompute.py $(if $(PRESET),--at '.runs/$(PRESET)') $(ARGS)
+
+cost: $(READY)  ## seconds and memory at two sizes of windows, cells and layers -> results/cost/COST.md
+	@$(BIN)/python workflow/scripts/cost.py $(ARGS)
 
 bench-codec: $(READY)  ## every codec beside other libraries -> results/codec/BENCH.md (BENCH='--tensors DIR --sigma FILE')
 	@$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/rivals -r requirements/bench.txt \

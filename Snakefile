@@ -12,6 +12,9 @@ min_version("9.0")
 configfile: "params.yaml"
 
 
+report: "workflow/report/workflow.rst"
+
+
 container: "docker://python:3.11-slim"  # for `--sdm apptainer` only
 
 
@@ -22,9 +25,13 @@ include: "workflow/rules/sigma.smk"
 include: "workflow/rules/codebooks.smk"
 include: "workflow/rules/components.smk"
 include: "workflow/rules/baseline.smk"
+include: "workflow/rules/factors.smk"
 include: "workflow/rules/cells.smk"
 include: "workflow/rules/layers.smk"
 include: "workflow/rules/noise.smk"
+include: "workflow/rules/mitigations.smk"
+include: "workflow/rules/residual.smk"
+include: "workflow/rules/planted.smk"
 include: "workflow/rules/ladder.smk"
 include: "workflow/rules/gap.smk"
 include: "workflow/rules/report.smk"
@@ -35,6 +42,8 @@ wildcard_constraints:
     dtype="[a-z]+[0-9]+",
     attention="[a-z]+",
     number="[0-9]+",
+    origin="[a-z]+",
+    study="[a-z]+",
 
 
 rule all:

@@ -26,6 +26,7 @@ FLOORS = {
     "kvlab.engines": 2,
     "kvlab.calibration": 2.1,
     "kvlab.reference": 2.1,
+    "kvlab.experiments.plans": 0.4,
     "kvlab.experiments.plan": 0.5,
     "kvlab.experiments": 3,
     "kvlab.gate": 3.1,
@@ -33,6 +34,8 @@ FLOORS = {
     "kvlab.bench": 3.2,
     "kvlab.dropins": 3.3,
     "kvlab.report": 4,
+    "kvlab.published": 4.1,
+    "kvlab.planted": 4.3,
     "kvlab.bench.contest": 4.1,
     "kvlab.bench.divergence": 4.1,
     "kvlab.bench.figures": 4.1,
@@ -45,12 +48,14 @@ FLOORS = {
 REPORTING = (
     "kvlab.gate",
     "kvlab.report",
+    "kvlab.published",
     "kvlab.paramfile",
     "kvlab.params",
     "kvlab.ladder",
     "kvlab.recipe",
     "kvlab.records",
     "kvlab.experiments.plan",
+    "kvlab.experiments.plans",
 )
 HEAVY = ("torch", "transformers", "vllm", "datasets")
 TORCH_IN_STATS = "kvlab.stats.divergences"
@@ -105,7 +110,7 @@ def test_the_reporting_wing_names_no_heavy_package():
 
 def test_reporting_really_runs_without_torch():
     program = (
-        "import sys, kvlab.report.metrics, kvlab.report.findings, kvlab.gate.verdict, kvlab.cli;"
+        "import sys, kvlab.report.metrics, kvlab.report.findings, kvlab.gate.verdict, kvlab.published.main, kvlab.cli;"
         "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
     )
     answer = subprocess.run(

@@ -83,7 +83,7 @@ def measure(params: Params, folder, windows, calibration, capsys, /, **changed):
     """`kvlab measure` with some arguments changed; returns what `run` returns."""
     given = {
         "--params": json.dumps(params.model_dump(mode="json")),
-        "--study": "cells",
+        "--study": "factors",
         "--job": "hf-float32-0",
         "--windows": windows,
         "--sigma": calibration["sigma"],

@@ -23,10 +23,12 @@ The pipeline, in order (snakemake runs it: `snakemake results/gap/FINDINGS.md`):
   codebooks   Lloyd-Max tables on the variable that the quantiser really sees
   components  mean, covariance and KLT of K and V, per layer and KV head
   baseline    codec off: an engine, dtype and attention against the fp32 truth
-  measure     a batch of cells on one engine: codec cells, single layers, noise, the ladder
+  choose      which layers to favour, from the calibration split alone
+  measure     a batch of cells of one study on one engine
+  residual    the codec's own error on each engine's capture
   metrics     tables -> estimates with intervals; refuses what may not be compared
   gate        estimates -> verdicts, and whether numbers may be published
-  report      estimates and verdicts -> FINDINGS.md with its figures
+  report      estimates and verdicts -> FINDINGS.md with its figures, and report.html
 
 Beside it:
 
@@ -36,6 +38,8 @@ Beside it:
   inspect     check a coded stream and say what is in it
   decode      a coded stream as safetensors
   bench       every codec's speed, size, error and KL -> BENCH.md
+  planted     values that are known, and whether the pipeline finds them -> REPORT.md
+  published   a published study's result files, analysed again -> REPORT.md
   reference   train the embedded reference model again
 
 Every verb reads `--params`: params.yaml, or a JSON object of just the top-level keys it may use.
@@ -82,18 +86,19 @@ def _nested(change: str) -> dict:
 
 
 def _print_recipes(params: Params) -> None:
-    from kvlab.experiments.plan import LADDER, STUDIES, baseline_runs, jobs
+    from kvlab.experiments.plan import CHOSEN, LADDER, STUDIES, baseline_runs, job_names, jobs
 
-    packed = {study: jobs(params, study) for study in (*STUDIES, LADDER)}
+    planned = [study for study in (*STUDIES, LADDER) if study != CHOSEN]
     print("\n# recipes")
     recipes = {}
-    for cells in (cell for study in packed.values() for job in study.values() for cell in job):
-        recipes.setdefault(cells.recipe_id, set()).add(f"{cells.study}: {cells.label}")
+    for cell in (cell for study in planned for job in jobs(params, study).values() for cell in job):
+        recipes.setdefault(cell.recipe_id, set()).add(f"{cell.study}: {cell.label}")
     for recipe_id, users in recipes.items():
         print(f"#   {recipe_id}  {', '.join(sorted(users))}")
     print("# jobs")
-    for study, names in (packed | {"baseline": baseline_runs(params)}).items():
-        print(f"#   {study}: {', '.join(names)}")
+    for study in (*STUDIES, LADDER):
+        print(f"#   {study}: {', '.join(job_names(params, study))}")
+    print(f"#   baseline: {', '.join(baseline_runs(params))}")
 
 
 def reference_verb(args: argparse.Namespace) -> None:
@@ -128,7 +133,7 @@ def codebooks_verb(args: argparse.Namespace) -> None:
     """Fit the Lloyd-Max tables."""
     from kvlab.calibration.codebooks import fit_codebooks
 
-    fit_codebooks(Params.parse(args.params), args.capture, args.sigma, args.out)
+    fit_codebooks(Params.parse(args.params), args.study, args.capture, args.sigma, args.rotated, args.out)
 
 
 def components_verb(args: argparse.Namespace) -> None:
@@ -141,9 +146,19 @@ def components_verb(args: argparse.Namespace) -> None:
 def _fitted(args: argparse.Namespace):
     from kvlab.calibration.load import Fitted
 
-    if args.sigma is None and (args.codebooks or args.components):
+    codebooks, components = args.codebooks, getattr(args, "components", None)
+    if args.sigma is None and (codebooks or components):
         raise UserError("--codebooks and --components belong to a Sigma_q; name it with --sigma")
-    return Fitted(args.sigma, args.codebooks, args.components) if args.sigma else None
+    return Fitted(args.sigma, codebooks, components) if args.sigma else None
+
+
+def _by_origin(args: argparse.Namespace) -> dict:
+    from kvlab.calibration.load import by_origin
+
+    given = [getattr(args, name) or [] for name in ("sigma", "codebooks", "components", "rotated")]
+    if any(given) and not given[0]:
+        raise UserError("--codebooks, --components and --rotated belong to a Sigma_q; name it with --sigma")
+    return by_origin(*given)
 
 
 def baseline_verb(args: argparse.Namespace) -> None:
@@ -153,19 +168,55 @@ def baseline_verb(args: argparse.Namespace) -> None:
     baseline(Params.parse(args.params), args.run, args.windows, _fitted(args), args.out)
 
 
+def choose_verb(args: argparse.Namespace) -> None:
+    """Choose on the calibration split which layers the mitigations favour."""
+    from kvlab.experiments.choose import choose
+
+    choose(Params.parse(args.params), args.windows, _by_origin(args), args.out)
+
+
 def measure_verb(args: argparse.Namespace) -> None:
     """Measure one job of cells."""
     from kvlab.experiments.measure import measure
 
-    measure(Params.parse(args.params), args.study, args.job, args.windows, _fitted(args), args.out)
+    choice = _choice(args)
+    measure(Params.parse(args.params), args.study, args.job, args.windows, _by_origin(args), args.out, choice)
+
+
+def _choice(args: argparse.Namespace):
+    from kvlab.experiments.plans.mitigations import read_choice
+
+    return read_choice(args.choice).choice if args.choice else None
+
+
+def residual_verb(args: argparse.Namespace) -> None:
+    """Code one engine's own capture and keep the codec's error."""
+    from kvlab.experiments.residual import residual
+
+    residual(Params.parse(args.params), args.capture, _fitted(args), args.out)
+
+
+def published_verb(args: argparse.Namespace) -> None:
+    """Read a published study's result files and analyse them again."""
+    from kvlab.published.main import published
+
+    published(args.folder, args.out, args.metrics)
+
+
+def planted_verb(args: argparse.Namespace) -> None:
+    """Plant values that are known, and see whether the pipeline finds them."""
+    from kvlab.planted.run import planted
+
+    planted(Params.parse(args.params), args.windows, args.out)
 
 
 def metrics_verb(args: argparse.Namespace) -> None:
     """Turn tables into estimates."""
     from kvlab.records import write_json
-    from kvlab.report.metrics import build, summary
+    from kvlab.report.metrics import Sources, build, summary
 
-    metrics = build(Params.parse(args.params), args.baseline, args.jobs, args.codebooks, args.sigmas)
+    sources = Sources(args.baseline, args.jobs, args.codebooks, args.sigmas, args.residual, args.choice)
+    metrics = build(Params.parse(args.params), sources)
     write_json(args.out, metrics)
     if args.summary:
         write_json(args.summary, summary(metrics))
@@ -188,7 +239,7 @@ def report_verb(args: argparse.Namespace) -> None:
     if args.readme:
         readme.update(args.readme, metrics, verdict)
     if args.out:
-        findings.write(Params.parse(args.params), metrics, verdict, args.out)
+        findings.write(Params.parse(args.params), metrics, verdict, args.out, args.html)
 
 
 def recipe_verb(args: argparse.Namespace) -> None:
@@ -270,6 +321,17 @@ IF_CODED = [  # a run without a codec does without them
     path("--codebooks", "what `kvlab codebooks` wrote; needed by fitted tables", required=False),
     path("--components", "what `kvlab components` wrote; needed by klt, oscar and mean removal", required=False),
 ]
+PER_ORIGIN = [  # one of each for every engine whose capture calibrates a cell
+    path(flag, text, required=False, nargs="+")
+    for flag, text in (
+        ("--sigma", "what `kvlab sigma` wrote; needed by cells with a codec"),
+        ("--codebooks", "what `kvlab codebooks` wrote for the study; needed by fitted tables"),
+        ("--components", "what `kvlab components` wrote; needed by klt, oscar and mean removal"),
+        ("--rotated", "what `kvlab sigma` wrote behind the rotary embedding; needed by post_rope cells"),
+    )
+]
+CHOICE = path("--choice", "what `kvlab choose` wrote; needed by the mitigations", required=False)
+STUDY_HELP = "factors, cells, layers, noise, mitigations or ladder"
 PARAMS = word("--params", "default: params.yaml", default="params.yaml", metavar="FILE|JSON")
 
 VERBS: dict[Callable, list[Flag]] = {
@@ -288,22 +350,38 @@ VERBS: dict[Callable, list[Flag]] = {
     corpus_verb: [OUT],
     capture_verb: [word("--engine", "hf or vllm", required=True), WINDOWS, OUT],
     sigma_verb: [CAPTURE, OUT],
-    codebooks_verb: [CAPTURE, SIGMA, OUT],
+    codebooks_verb: [
+        word("--study", STUDY_HELP, required=True),
+        *(CAPTURE, SIGMA),
+        path("--rotated", "the Sigma_q behind the rotary embedding; needed by post_rope cells", required=False),
+        OUT,
+    ],
     components_verb: [CAPTURE, SIGMA, OUT],
+    residual_verb: [CAPTURE, SIGMA, CODEBOOKS, OUT],
+    published_verb: [
+        ("folder", {"type": Path, "metavar": "DIR", "help": "published result files, subfolders included"}),
+        path("--metrics", "what `kvlab metrics` wrote: this project's own answer beside theirs", required=False),
+        path("--out", "folder of REPORT.md and its tables"),
+    ],
+    planted_verb: [WINDOWS, path("--out", "folder of REPORT.md and planted.json")],
     baseline_verb: [
         word("--run", "a name that `kvlab params` lists under baseline", required=True),
         *(WINDOWS, *IF_CODED, OUT),
     ],
+    choose_verb: [WINDOWS, *PER_ORIGIN, OUT],
     measure_verb: [
-        word("--study", "cells, layers, noise or ladder", required=True),
+        word("--study", STUDY_HELP, required=True),
         word("--job", "a name that `kvlab params` lists under the study", required=True),
-        *(WINDOWS, *IF_CODED, OUT),
+        CHOICE,
+        *(WINDOWS, *PER_ORIGIN, OUT),
     ],
     metrics_verb: [
         path("--baseline", "json records of the baseline runs", nargs="+"),
         path("--jobs", "json records of the jobs of cells", nargs="+"),
-        CODEBOOKS,
+        path("--codebooks", "what `kvlab codebooks` wrote", nargs="+"),
         path("--sigmas", "json sidecars of `kvlab sigma`", nargs="+"),
+        path("--residual", "json records of `kvlab residual`", nargs="+"),
+        path("--choice", "what `kvlab choose` wrote"),
         path("--summary", "also write a dozen headline scalars here", required=False),
         OUT,
     ],
@@ -334,6 +412,7 @@ VERBS: dict[Callable, list[Flag]] = {
         METRICS,
         path("--verdict", "what `kvlab gate` wrote"),
         path("--out", "FINDINGS.md; figures go into figures/ beside it", required=False),
+        path("--html", "the same as one page with interactive figures", required=False),
         path("--readme", "README whose headline block is brought up to date", required=False),
     ],
 }

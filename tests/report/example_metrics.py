@@ -7,6 +7,9 @@ import random
 from itertools import pairwise, product
 
 from kvlab.recipe import digest
+from report.example_mitigations import mitigations_part
+from report.example_residual import residual_part
+from report.example_studies import layer_parts, noise_parts
 
 TWO = ("hf", "vllm")
 
@@ -66,11 +69,13 @@ def build(seed: int = 0, engines: tuple[str, ...] = TWO, unresolved: tuple[str, 
         "baseline": [_baseline(make, *run) for run in _runs(engines)],
         "agreement": _agreement(make) if len(engines) > 1 else None,
         "gap": _gap(make, engines, ratios, unresolved),
+        "factors": _gap(make, engines, ratios, unresolved, dtype=("float32", "bfloat16")),
         "cells": _cells(make, engines, ratios, list(recipes)),
-        "layers": _layers(make, engines),
-        "additivity": [_additivity(make, engine) for engine in engines],
-        "noise": [_noise(make, *choice) for choice in product(engines, "kv", range(4))],
-        "noise_slope": [_slope(make, *choice) for choice in product(engines, "kv")],
+        **layer_parts(make, engines),
+        **noise_parts(make, engines),
+        "residual": residual_part(make, ratios, engines),
+        "mitigations": mitigations_part(make, engines),
+        "claims": _claims(make, engines),
         "codebooks": [_codebook(make, *choice) for choice in product("kv", ratios)],
         "sigma": _sigma(make, engines),
     }
@@ -85,7 +90,7 @@ def _identity(make, recipes):
     return {
         "model_hash": f"{make.count()}",
         "corpus_hash": f"{make.count()}",
-        "calibration_hash": f"{make.count()}",
+        "calibration": {"hf": f"{make.count()}"},
         "versions": {"torch": version, "numpy": version},
         "machine": {"cores": make.count(), "system": "Linux"},
         "device": "cpu",
@@ -141,8 +146,20 @@ def _agreement(make):
     }
 
 
-def _gap(make, engines, ratios, unresolved):
-    levels = {"protocol": ("snapshot", "in_forward"), "variance_ratio": ratios}
+def _claims(make, engines):
+    """Two of each section; with two engines the first of them compares the engines."""
+    found = []
+    for about, other in product(("gap", "factors", "cells", "layers", "noise", "mitigations"), engines[::-1]):
+        ids = [(engine, digest({"of": [about, engine, make.count()]})) for engine in (other, engines[0])]
+        sides = [[{"cell_id": cell_id, "engine": engine}] for engine, cell_id in ids]
+        claim = {"about": about, "subject": f"`{about}` on `{other}`", "up": "raises KL", "down": "lowers KL"}
+        claim |= {"null": 0.0, "unit": "nats per token", "effect": make.estimate(0.01)}
+        found.append(claim | {"windows_needed": make.count(), "compared": sides})
+    return found
+
+
+def _gap(make, engines, ratios, unresolved, **more):
+    levels = {"protocol": ("snapshot", "in_forward"), "variance_ratio": ratios} | more
     if len(engines) > 1:
         levels = {"engine": engines, **levels}
     return {
@@ -202,6 +219,7 @@ def _cell(make, engine, dtype, protocol, label, stream, ratio, recipe_id):
         "dtype": dtype,
         "protocol": protocol,
         "stream": stream,
+        "difference": make.around(make.number(1e-3), 1e-2) if stream != "kv" else None,
         "variance_ratio": ratio,
         "bits_per_value": make.number(3),
         "canary_kl": make.number(1) if coded else None,
@@ -218,53 +236,6 @@ def _cell(make, engine, dtype, protocol, label, stream, ratio, recipe_id):
         "kl_percentiles": percentiles,
         "kl_by_confidence": [*bins, {"low": edges[-1], "high": make.last_edge, "kl": None, "n_tokens": 0}],
     }
-
-
-def _layers(make, engines):
-    first = make.random.randrange(11, 90)
-    rows = []
-    for engine in engines:
-        for layer in (*range(first, first + 5), None):
-            label = "all layers" if layer is None else f"layer {layer}"
-            rows.append(
-                {
-                    "engine": engine,
-                    "protocol": "in_forward",
-                    "label": label,
-                    "layer": layer,
-                    "kl": make.estimate(0.01),
-                    "q_value": make.random.uniform(0.01, 0.6),
-                    "bits_per_value": make.number(3),
-                }
-            )
-    return rows
-
-
-def _additivity(make, engine):
-    joint, total = make.number(0.05), make.number(0.02)
-    return {
-        "engine": engine,
-        "protocol": "in_forward",
-        "joint": make.around(joint),
-        "sum": make.around(total),
-        "ratio": make.around(joint / total),
-        "interaction": make.around(make.number(0.01)),
-    }
-
-
-def _noise(make, engine, stream, step):
-    sigma = (0.011, 0.031, 0.11, 0.31)[step] * make.random.uniform(0.9, 1.1)
-    return {
-        "engine": engine,
-        "stream": stream,
-        "sigma": sigma,
-        "kl": make.around(sigma**2 * make.random.uniform(0.9, 1.1)),
-    }
-
-
-def _slope(make, engine, stream):
-    range_ = [make.random.uniform(0.001, 0.005), make.random.uniform(0.2, 0.25)]
-    return {"engine": engine, "stream": stream, "slope": make.around(2 * make.number(0.5)), "range": range_}
 
 
 def _codebook(make, stream, ratio):

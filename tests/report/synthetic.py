@@ -6,15 +6,16 @@ compare a point value with what was planted, and an interval with what the token
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 
 from kvlab.experiments import plan
+from kvlab.experiments.plans.mitigations import Choice, ChoiceRecord, Step
 from kvlab.paramfile import overlay, read_yaml
-from kvlab.params import Params, studied_recipe
+from kvlab.params import Params
 from kvlab.recipe import IDENTITY, BlockStream, Cell, NoiseStream, digest
 from kvlab.records import (
     TOKENS,
@@ -26,13 +27,17 @@ from kvlab.records import (
     write_json,
     write_table,
 )
+from kvlab.report.metrics import Sources
+from report.planted_residual import write_residuals
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 512
 SMALL = {
     "windows": {"context": 64, "eval": 17, "test": 12, "calib": 2},
+    "cells": {name: None for name in ("k2v2", "k4v2", "k2v4", "k3v4", "k4v4")},
     "layers": {"windows": 12, "dtype": "float32", "protocols": ["in_forward"]},
-    "noise": {"windows": 12},
+    "noise": {"windows": 12, "groups": ["all"]},
+    "mitigations": {"windows": 12, "protocols": ["snapshot"]},
     "ladder": {"texts": ["test"], "windows": 12},
     "jobs": {"cells_per_job": 5},
     "stats": {"resamples": 600},
@@ -78,8 +83,17 @@ class Paths:
 
     baseline: list[Path]
     jobs: list[Path]
-    codebooks: Path
+    codebooks: list[Path]
     sigmas: list[Path]
+    residual: list[Path]
+    choice: Path
+
+    @property
+    def sources(self) -> Sources:
+        return Sources(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+CHOICE = Choice(greedy=(0, 1), extended=(0, 1, 5), hot=(1, 2), klt_boundary=(), klt_hot=(1,))
 
 
 def small_params(**changes) -> Params:
@@ -94,7 +108,7 @@ def write_results(folder: Path | str, params: Params, effects: Effects | None = 
     text = Text(params, effects)
     jobs = []
     for study in plan.STUDIES:
-        for name, cells in plan.jobs(params, study).items():
+        for name, cells in plan.jobs(params, study, CHOICE).items():
             path = folder / "results" / study / f"{name}.json"
             tokens = pl.concat(
                 [text.rows(cell.cell_id, planted_kl(params, effects, cell), cell.windows) for cell in cells]
@@ -110,8 +124,14 @@ def write_results(folder: Path | str, params: Params, effects: Effects | None = 
     return Paths(
         baseline=write_baseline(folder, params, effects, text),
         jobs=jobs,
-        codebooks=write_codebooks(folder, params),
+        codebooks=[
+            write_codebooks(folder, params, study, origin)
+            for study in plan.STUDIES
+            for origin in plan.origins(params, study)
+        ],
         sigmas=[write_sigma(folder, params, engine) for engine in params.engines],
+        residual=write_residuals(folder / "results" / "residual", params),
+        choice=write_choice(folder, params),
     )
 
 
@@ -120,7 +140,7 @@ def provenance(**changes) -> Provenance:
     values = {
         "model_hash": "5" * 16,
         "corpus_hash": "c" * 16,
-        "calibration_hash": "a" * 16,
+        "calibration": {"hf": "a" * 16, "vllm": "b" * 16},
         "versions": {"kvlab": "0.1.0", "python": "3.11"},
         "device": "cpu",
     }
@@ -129,17 +149,29 @@ def provenance(**changes) -> Provenance:
 
 def planted_kl(params: Params, effects: Effects, cell: Cell) -> float:
     """Mean KL planted in one cell."""
-    if cell.study == "noise":
-        sigma = cell.recipe.k.sigma
-        quadratic = effects.noise_coefficient[cell.stream] * sigma**2
-        return effects.noise_saturation * -np.expm1(-quadratic / effects.noise_saturation)
-    if cell.study == "layers":
-        shares = np.resize(effects.layer_kl, params.model.n_layers)
-        return float(shares[cell.layers[0]] if len(cell.layers) == 1 else effects.additivity * shares.sum())
     if cell.recipe == IDENTITY:
         floor = effects.identity_fp32 if cell.dtype == "float32" else effects.floor[cell.engine]
         return floor if cell.layers else floor / 2
+    if cell.study == "noise":
+        return noise_kl(params, effects, cell)
+    if cell.study == "layers":
+        return layers_kl(params, effects, cell)
     return effects.stream_share[cell.stream] * codec_kl(params, effects, cell)
+
+
+def noise_kl(params: Params, effects: Effects, cell: Cell) -> float:
+    """Mean KL planted in a cell of the noise study: quadratic in the size, then saturated."""
+    kind = cell.recipe.k.codec
+    sigma = cell.recipe.k.sigma if kind == "noise" else {"cast": 1.5e-3, "block": 0.06, "isotropic": 0.03}[kind]
+    quadratic = effects.noise_coefficient[cell.stream] * sigma**2
+    return effects.noise_saturation * -np.expm1(-quadratic / effects.noise_saturation)
+
+
+def layers_kl(params: Params, effects: Effects, cell: Cell) -> float:
+    """Mean KL planted in a cell of the layer study: the layers' own, and more when several are coded."""
+    shares = np.resize(effects.layer_kl, params.model.n_layers)[list(cell.layers)]
+    together = 1.0 if len(cell.layers) == 1 else effects.additivity
+    return float(effects.stream_share[cell.stream] * together * shares.sum()) + effects.identity_fp32
 
 
 def codec_kl(params: Params, effects: Effects, cell: Cell) -> float:
@@ -151,7 +183,8 @@ def codec_kl(params: Params, effects: Effects, cell: Cell) -> float:
         "protocol": cell.protocol == "in_forward",
         "variance_ratio": cell.recipe.k.variance_ratio == params.gap.variance_ratios[1],
     }
-    kl = effects.base + sum(getattr(effects, name) for name, is_high in high.items() if is_high)
+    kl = effects.base * 2.0 ** (params.bits - cell.recipe.k.bits)
+    kl += sum(getattr(effects, name) for name, is_high in high.items() if is_high)
     kl += sum(value for pair, value in effects.pairs.items() if all(high[name] for name in pair))
     if cell.engine == "vllm" and cell.dtype == "float32":
         kl *= 1 + effects.codec_disagreement
@@ -208,6 +241,7 @@ def cell_record(params: Params, effects: Effects, cell: Cell) -> CellRecord:
     coded = cell.recipe != IDENTITY
     fires = len(cell.layers) * cell.windows * len(cell.stream)
     streams = list(cell.stream) if coded and isinstance(cell.recipe.k, BlockStream) else []
+    packed = coded and cell.recipe.k.codec in ("block", "klt")
     ratio = cell.recipe.k.variance_ratio if streams else 1.0
     return CellRecord(
         cell_id=cell.cell_id,
@@ -217,14 +251,20 @@ def cell_record(params: Params, effects: Effects, cell: Cell) -> CellRecord:
             fires=fires,
             expected_fires=fires,
             values=1000 * params.model.n_layers,
-            coded_bytes=len(cell.layers) * 450 if streams else 0,
-            raw_bytes=(params.model.n_layers - (len(cell.layers) if streams else 0)) * 2000,
+            coded_bytes=coded_bytes(cell) if packed else 0,
+            raw_bytes=(params.model.n_layers - (len(cell.layers) if packed else 0)) * 2000,
             d_eff={stream: {int(32 * ratio) - 1: 10, int(32 * ratio): 30} for stream in streams},
             outlier_rate={stream: 0.045 if stream == "k" else 0.0 for stream in streams},
             whitened_error={stream: 0.03 for stream in streams},
         ),
         canary_kl=effects.canary if coded and not isinstance(cell.recipe.k, NoiseStream) else None,
     )
+
+
+def coded_bytes(cell: Cell) -> int:
+    """Bytes of the coded layers, of 500 values a stream; the block codec stores as much again, about, as its codes."""
+    each = {"block": 90.0, "klt": 500 / 8}[cell.recipe.k.codec]
+    return round(sum(each * cell.stream_recipe(s, layer).bits for layer in cell.layers for s in cell.stream))
 
 
 def write_baseline(folder: Path, params: Params, effects: Effects, text: Text) -> list[Path]:
@@ -247,39 +287,55 @@ def write_baseline(folder: Path, params: Params, effects: Effects, text: Text) -
         path = folder / "results" / "baseline" / f"{run}.json"
         write_table(path.with_suffix(".parquet"), pl.concat(tables))
         coded = len(cells) > 1
-        origin = provenance() if coded else provenance(calibration_hash=None)
+        origin = provenance() if coded else provenance(calibration={})
         shared |= {"context": params.windows.context, "eval": params.windows.eval}
         write_json(path, shared | {"provenance": origin.model_dump(), "cells": cells})
         paths.append(path)
     return paths
 
 
-def write_codebooks(folder: Path, params: Params) -> Path:
-    """The codebooks' JSON: one table per stream and variance ratio."""
+def write_codebooks(folder: Path, params: Params, study: str, origin: str) -> Path:
+    """The codebooks' JSON of one study and origin."""
     tables = []
-    for ratio in sorted({*params.gap.variance_ratios, params.codec.variance_ratio}):
-        for stream, bits in (("k", params.bits), ("v", params.v_bits)):
-            name = f"{stream.upper()}_vr{ratio:g}"
-            table = {
-                "name": name,
-                "stream": stream,
-                "bits": bits,
-                "variance_ratio": ratio,
-                "layout": params.codec.layout,
-                "centroids": np.linspace(-2.0, 2.0, 2**bits).tolist(),
-                "n_samples": 10000,
-                "std": 1.02,
-                "mse_gaussian": 0.04,
-                "mse_fitted": 0.038,
-                "origin": params.calibration.origin,
-                "file": f"{name}.f32",
-                "stream_recipe_id": digest(getattr(studied_recipe(params, ratio), stream)),
-            }
-            tables.append(table)
-    path = folder / "calib" / "codebooks" / f"{params.calibration.origin}.json"
-    origin = provenance()
-    head = {"origin": params.calibration.origin, "model_hash": origin.model_hash, "corpus_hash": origin.corpus_hash}
-    write_json(path, head | {"tables": tables})
+    for which, placement, recipe in plan.fittings(params, study, origin):
+        table = {
+            "name": f"{which.upper()}_{digest(recipe)}",
+            "stream": which,
+            "placement": placement,
+            "bits": recipe.bits,
+            "variance_ratio": recipe.variance_ratio,
+            "layout": recipe.layout,
+            "centroids": np.linspace(-2.0, 2.0, 2**recipe.bits).tolist(),
+            "n_samples": 10000,
+            "std": 1.02,
+            "mse_gaussian": 0.04,
+            "mse_fitted": 0.038,
+            "file": f"{which.upper()}_{digest(recipe)}.f32",
+            "stream_recipe_id": digest(recipe),
+        }
+        tables.append(table)
+    path = folder / "calib" / "codebooks" / f"{study}-{origin}.json"
+    made = provenance()
+    head = {"origin": origin, "model_hash": made.model_hash, "corpus_hash": made.corpus_hash}
+    write_json(path, head | {"tables": tables, "sigma_hash": made.calibration[origin]})
+    return path
+
+
+def write_choice(folder: Path, params: Params) -> Path:
+    """A choice of layers with searches of one step."""
+    record = ChoiceRecord(
+        provenance=provenance(),
+        engine="hf",
+        dtype=params.gap.dtype,
+        protocol="snapshot",
+        windows=params.windows.calib,
+        choice=CHOICE,
+        searches={
+            name: (Step(layers=layers, kl=0.01, bits_per_value=7.0),) for name, layers in CHOICE.model_dump().items()
+        },
+    )
+    path = folder / "results" / "mitigations" / "choice.json"
+    write_json(path, record.model_dump(mode="json"))
     return path
 
 

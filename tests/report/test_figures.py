@@ -22,7 +22,7 @@ def drawn(name: str, metrics: dict, folder):
     """The figure's CSV and the figure drawn from it."""
     figures.write(name, metrics, folder)
     table = pl.read_csv(folder / f"{name}.csv", infer_schema_length=None)
-    return table, figures.FIGURES[name][1](table)
+    return table, figures.FIGURES[name].draw(table)
 
 
 def dots(axis) -> list[tuple[float, float]]:
@@ -83,31 +83,6 @@ def test_cells_holds_coded_cells_of_the_reduced_dtype_only(tmp_path):
     expected = [c for c in metrics["cells"] if c["variance_ratio"] is not None and c["dtype"] == "bfloat16"]
     assert table["cell_id"].to_list() == [cell["cell_id"] for cell in expected]
     assert table["value"].to_list() == [cell["kl_net"]["value"] for cell in expected]
-
-
-def test_layers_draws_values_intervals_and_open_dots(tmp_path):
-    metrics = build()
-    table, figure = drawn("layers", metrics, tmp_path)
-    axis = figure.axes[0]
-    assert sorted(y for _, y in dots(axis)) == pytest.approx(sorted(table["value"]))
-    alpha = 1 - metrics["sizes"]["confidence"]
-    assert table["clear"].to_list() == [q <= alpha for q in table["q_value"]]
-    hollow = [line.get_markerfacecolor() == "white" for line in axis.lines if line.get_marker() == "o"]
-    assert hollow == [not is_clear for is_clear in table["clear"]]
-    assert "all layers" not in table.columns and table["layer"].null_count() == 0
-
-
-def test_noise_draws_every_point(tmp_path):
-    table, figure = drawn("noise", build(), tmp_path)
-    points = [
-        (float(x), float(y))
-        for axis in figure.axes
-        for line in axis.lines
-        if line.get_marker() in ("o", "s")
-        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
-    ]
-    expected = sorted(zip(table["sigma"], table["value"], strict=True))
-    assert np.array(sorted(points)) == pytest.approx(np.array(expected))
 
 
 @pytest.mark.parametrize("name", ["baseline", "cells", "layers", "noise"])

@@ -16,24 +16,26 @@ from kvlab.errors import (
 )
 from kvlab.experiments import plan
 from kvlab.records import read_job, read_json, read_tokens, write_job, write_json, write_table
+from kvlab.report.claims import sentence
 from kvlab.report.gather import comparable, gather
 from kvlab.report.metrics import build, summary
 from kvlab.report.studies.agreement import agreement_entry
-from kvlab.report.studies.gap import gap_entry
+from kvlab.report.studies.cells import cell_claims
+from kvlab.report.studies.gap import factors_entry, gap_entry
 from kvlab.report.studies.layers import additivity_entries, layer_entries
-from kvlab.report.studies.noise import noise_slope_entries
+from kvlab.report.studies.noise import structure_entries
 from kvlab.stats.bootstrap import Bootstrap
-from report.synthetic import Effects, Paths, provenance, small_params, write_results
+from report.synthetic import CHOICE, Effects, Paths, provenance, small_params, write_results
 
 ESTIMATE = {"value", "low", "high", "n_windows", "n_tokens", "resolvable", "method"}
 
 
 def run(params, paths):
-    return build(params, paths.baseline, paths.jobs, paths.codebooks, paths.sigmas)
+    return build(params, paths.sources)
 
 
 def collect(params, paths):
-    return gather(params, paths.baseline, paths.jobs)
+    return gather(params, paths.baseline, paths.jobs, CHOICE)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def metrics(params, whole):
 @pytest.fixture
 def paths(whole, tmp_path):
     """A copy of the planted results that a test may spoil."""
-    origin = whole.codebooks.parents[2]
+    origin = whole.choice.parents[2]
     shutil.copytree(origin, tmp_path, dirs_exist_ok=True)
 
     def moved(path):
@@ -63,8 +65,10 @@ def paths(whole, tmp_path):
     return Paths(
         baseline=[moved(path) for path in whole.baseline],
         jobs=[moved(path) for path in whole.jobs],
-        codebooks=moved(whole.codebooks),
+        codebooks=[moved(path) for path in whole.codebooks],
         sigmas=[moved(path) for path in whole.sigmas],
+        residual=[moved(path) for path in whole.residual],
+        choice=moved(whole.choice),
     )
 
 
@@ -99,14 +103,17 @@ def edit_cells(record, change, only=lambda cell: True):
 
 def test_top_level_shape(metrics, params):
     assert set(metrics) == {
-        *("identity", "sizes", "floor", "baseline", "agreement", "agreement_why", "gap", "cells", "layers"),
-        *("additivity", "noise", "noise_slope", "codebooks", "sigma"),
+        *("identity", "sizes", "floor", "baseline", "agreement", "agreement_why", "gap", "factors", "cells"),
+        *("layers", "additivity", "noise", "noise_slope", "closure", "structure", "residual", "mitigations"),
+        *("codebooks", "sigma", "claims"),
     }
     json.dumps(metrics, allow_nan=False)
     assert metrics["sizes"] == {"context": 64, "eval": 17, "windows": 12, "confidence": 0.95, "resamples": 600}
     assert metrics["identity"]["calibration_corpus_hash"] == metrics["identity"]["corpus_hash"] == "c" * 16
     assert set(metrics["identity"]["recipes"]) >= {cell["recipe_id"] for cell in metrics["cells"]}
-    assert len(metrics["cells"]) == sum(len(c) for c in plan.jobs(params, "cells").values())
+    listed = [c for c in metrics["cells"] if c["study"] == "cells"]
+    assert len(listed) == sum(len(c) for c in plan.jobs(params, "cells").values())
+    assert {c["dtype"] for c in metrics["cells"]} == {params.gap.dtype}
 
 
 def test_every_interval_is_an_interval(metrics):
@@ -116,14 +123,14 @@ def test_every_interval_is_an_interval(metrics):
         assert set(estimate) == ESTIMATE
         assert estimate["low"] <= estimate["value"] <= estimate["high"]
         assert estimate["resolvable"] == pytest.approx((estimate["high"] - estimate["low"]) / 2)
-        assert (estimate["n_windows"], estimate["n_tokens"]) == (12, 192)
 
 
 def test_gap_recovers_what_was_planted(metrics):
     gap, effects = metrics["gap"], Effects()
     assert gap["factors"] == ["engine", "protocol", "variance_ratio"]
-    assert gap["low"] == {"engine": "hf", "protocol": "snapshot", "variance_ratio": 1.0}
-    assert gap["high"] == {"engine": "vllm", "protocol": "in_forward", "variance_ratio": 0.95}
+    shared = {"dtype": "bfloat16", "origin": "hf"}
+    assert gap["low"] == {"engine": "hf", "protocol": "snapshot", "variance_ratio": 1.0} | shared
+    assert gap["high"] == {"engine": "vllm", "protocol": "in_forward", "variance_ratio": 0.95} | shared
     kl = gap["measures"]["kl"]
     assert kl["low"]["value"] == pytest.approx(effects.base)
     assert kl["gap"]["value"] == pytest.approx(0.067)
@@ -195,7 +202,9 @@ def test_flips_are_counted_by_the_label(params, paths):
         return record, planted
 
     edit_job(paths, "cells", plant)
-    cell = run(params, paths)["cells"][0]
+    planted = next(path for path in paths.jobs if path.parent.name == "cells")
+    first = read_job(planted)[0].cells[0].cell_id
+    cell = next(c for c in run(params, paths)["cells"] if c["cell_id"] == first)
     assert cell["flips_to_wrong"]["value"] == pytest.approx(1 / 192)
     assert cell["flips_to_right"]["value"] == pytest.approx(1 / 192)
     assert cell["top1_agreement"]["value"] == pytest.approx(189 / 192)
@@ -222,53 +231,43 @@ def test_floor_and_baseline(metrics):
     assert rows["hf-float32-eager"]["top1_agreement"]["method"] == "exact"
 
 
-def test_layers_and_additivity(metrics):
+def test_the_whole_factorial_sums_exactly_and_lists_every_pair(metrics):
+    factors = metrics["factors"]
+    assert factors["factors"] == ["engine", "protocol", "variance_ratio", "dtype", "origin"]
+    kl = factors["measures"]["kl"]
+    assert len(kl["corners"]) == 2**5 and len(kl["interactions"]) == 10
+    shares = {part["factor"]: part["share"]["value"] for part in kl["parts"]}
+    assert sum(shares.values()) == pytest.approx(kl["gap"]["value"], rel=1e-12)
+    assert shares["origin"] == pytest.approx(0, abs=1e-12)  # planted: the calibration's origin does nothing
+
+
+def test_claims_name_two_cells_and_their_windows(metrics):
+    about = [claim["about"] for claim in metrics["claims"]]
+    assert set(about) >= {"gap", "factors", "cells"}
+    known = {c["cell_id"] for c in metrics["cells"]}
+    for claim in metrics["claims"]:
+        assert len(claim["compared"]) == 2 and all(claim["compared"]), claim["subject"]
+        words = sentence(claim)
+        assert f"{claim['effect']['n_windows']} windows" in words and " against " in words
+        if claim["about"] in ("gap", "cells"):
+            assert {side[0]["cell_id"] for side in claim["compared"]} <= known
+
+
+def test_a_cell_is_held_against_the_studied_one(metrics):
+    row = next(c for c in metrics["cells"] if (c["label"], c["engine"], c["protocol"]) == ("klt", "hf", "snapshot"))
     effects = Effects()
-    rows = [row for row in metrics["layers"] if row["engine"] == "hf"]
-    assert [row["layer"] for row in rows] == [0, 1, 2, 3, 4, 5, None]
-    assert [row["kl"]["value"] for row in rows[:6]] == pytest.approx(effects.layer_kl)
-    assert all(row["q_value"] < 0.01 for row in rows[:5])
-    assert rows[5]["q_value"] > 0.5  # planted: coding layer 5 does nothing
-    assert rows[6]["q_value"] is None
-    entry = metrics["additivity"][0]
-    assert entry["ratio"]["value"] == pytest.approx(1.3, rel=1e-5)
-    assert covers(entry["ratio"], 1.3) and entry["ratio"]["low"] > 1
-    assert entry["interaction"]["value"] == pytest.approx(0.3 * sum(effects.layer_kl), rel=1e-5)
-
-
-def test_layers_are_judged_against_the_floor(tmp_path):
-    """Planted in a dtype with a floor of 1e-4: layer 5 costs exactly the floor, which is nothing."""
-    params = small_params(layers={"dtype": "bfloat16"})
-    layer_kl = (0.012, 0.004, 0.003, 0.002, 0.0015, 1e-4)
-    metrics = run(params, write_results(tmp_path, params, Effects(layer_kl=layer_kl)))
-    rows = [row for row in metrics["layers"] if row["engine"] == "hf"]
-    assert rows[4]["q_value"] < 0.01 and rows[5]["q_value"] > 0.2
-    entry = metrics["additivity"][0]
-    assert entry["sum"]["value"] == pytest.approx(sum(layer_kl) - 6e-4)
-    assert entry["joint"]["value"] == pytest.approx(1.3 * sum(layer_kl) - 1e-4)
-
-
-def test_noise_slope(params, tmp_path):
-    planted = Effects(noise_saturation=1e9, noise_coefficient={"k": 0.9, "v": 0.3, "kv": 1.0})
-    metrics = run(params, write_results(tmp_path, params, planted))
-    slopes = {(row["engine"], row["stream"]): row for row in metrics["noise_slope"]}
-    assert slopes["hf", "k"]["slope"]["value"] == pytest.approx(2)
-    assert slopes["hf", "k"]["range"] == [0.01, 0.3]  # 0.9 nats at sigma 1 is beyond the range
-    assert slopes["hf", "v"]["range"] == [0.01, 1.0]
-    assert len(metrics["noise"]) == 2 * 2 * 5
-
-
-def test_noise_slope_is_none_without_two_points(params, tmp_path):
-    planted = Effects(noise_saturation=1e9, noise_coefficient={"k": 1e6, "v": 1e-12, "kv": 1.0})
-    metrics = run(params, write_results(tmp_path, params, planted))
-    assert all(row["slope"] is None and row["range"] is None for row in metrics["noise_slope"])
+    assert row["difference"]["value"] == pytest.approx(effects.default_recipe - effects.base)
+    assert covers(row["difference"], effects.default_recipe - effects.base) and row["difference"]["high"] < 0
+    studied = [c for c in metrics["cells"] if c["study"] == "factors"]
+    assert studied and all(c["difference"] is None for c in studied)
 
 
 def test_sigma_and_codebooks(metrics):
     assert metrics["sigma"]["drift"]["trace_difference_max"] == pytest.approx(0.01)
     assert metrics["sigma"]["hf"]["off_diagonal_ratio_median"] == 3
     assert metrics["sigma"]["hf"]["condition_max"] == 1001
-    assert [table["name"] for table in metrics["codebooks"]] == ["K_vr0.95", "V_vr0.95", "K_vr1", "V_vr1"]
+    tables = [(t["origin"], t["stream"], t["placement"], t["stream_recipe_id"]) for t in metrics["codebooks"]]
+    assert len(set(tables)) == len(tables) and {"hf", "vllm"} == {table[0] for table in tables}
 
 
 def test_summary_is_flat(metrics):
@@ -323,11 +322,10 @@ def test_agreement_holds_while_a_difference_is_not_resolved(params, tmp_path):
     ("changes", "factors"),
     [
         ({"engines": ["hf"]}, ["protocol", "variance_ratio"]),
-        ({"engines": ["vllm"]}, ["protocol", "variance_ratio"]),
+        ({"engines": ["vllm"], "cells": {"sdpa": None}}, ["protocol", "variance_ratio"]),
         ({"protocols": ["in_forward"]}, ["engine", "variance_ratio"]),
         ({"engines": ["hf"], "protocols": ["snapshot"]}, ["variance_ratio"]),
         ({"gap": {"variance_ratios": [1.0, 1.0]}}, ["engine", "protocol"]),
-        ({"gap": {"streams": ["k"]}}, ["engine", "protocol", "variance_ratio"]),
     ],
 )
 def test_a_factor_with_one_level_is_dropped(tmp_path, changes, factors):
@@ -336,7 +334,7 @@ def test_a_factor_with_one_level_is_dropped(tmp_path, changes, factors):
     assert metrics["gap"]["factors"] == factors
     kl = metrics["gap"]["measures"]["kl"]
     assert len(kl["corners"]) == 2 ** len(factors)
-    assert set(kl["corners"][0]) == {"engine", "protocol", "variance_ratio", "value"}
+    assert set(kl["corners"][0]) == {"engine", "protocol", "variance_ratio", "dtype", "origin", "value"}
     total = sum(part["share"]["value"] for part in kl["parts"])
     assert total == pytest.approx(kl["gap"]["value"], rel=1e-12)
     if len(params.engines) == 1:
@@ -351,14 +349,6 @@ def test_fewer_windows_in_the_layer_and_noise_studies(tmp_path):
     assert metrics["noise"][0]["kl"]["n_windows"] == metrics["noise_slope"][0]["slope"]["n_windows"] == 9
 
 
-def test_layers_without_an_identity_cell_have_no_q_value(tmp_path):
-    params = small_params(protocols=["snapshot"])  # the layer study stays in_forward
-    metrics = run(params, write_results(tmp_path, params))
-    assert {row["q_value"] for row in metrics["layers"]} == {None}
-    rerun = next(cell for cell in metrics["cells"] if cell["role"] == "rerun")
-    assert rerun["kl_net"] is None
-
-
 # ------------------------------------------------------------------------------------ refusals
 
 
@@ -367,7 +357,7 @@ def test_layers_without_an_identity_cell_have_no_q_value(tmp_path):
     [
         ({"model_hash": "other"}, "model_hash: 5555555555555555 | other"),
         ({"corpus_hash": "other"}, "corpus_hash"),
-        ({"calibration_hash": "other"}, "calibration_hash"),
+        ({"calibration": {"hf": "other"}}, "calibration.hf"),
         ({"device": "cuda"}, "device: cpu | cuda"),
         ({"versions": {"kvlab": "0.2.0", "python": "3.11"}}, "versions.kvlab: 0.1.0 | 0.2.0"),
         ({"versions": {"kvlab": "0.1.0"}}, "versions: kvlab | kvlab, python"),
@@ -389,9 +379,9 @@ def test_mixed_identity_of_a_baseline_run_is_refused(params, paths):
 
 
 def test_a_job_without_calibration_is_no_mixture(params, paths):
-    without = provenance(calibration_hash=None)
+    without = provenance(calibration={})
     edit_job(paths, "noise", lambda r, t: (r.model_copy(update={"provenance": without}), t))
-    assert collect(params, paths).provenance.calibration_hash == "a" * 16
+    assert collect(params, paths).provenance.calibration["hf"] == "a" * 16
 
 
 def test_other_window_sizes_are_refused(params, paths):
@@ -402,7 +392,8 @@ def test_other_window_sizes_are_refused(params, paths):
 
 def test_a_missing_job_is_named(params, paths):
     gone = paths.jobs.pop(3)
-    with pytest.raises(MissingResult, match=rf"cell '.*kvlab measure --study cells --job {gone.stem}`"):
+    study = gone.parent.name
+    with pytest.raises(MissingResult, match=rf"cell '.*kvlab measure --study {study} --job {gone.stem}`"):
         collect(params, paths)
 
 
@@ -418,8 +409,8 @@ def test_a_missing_cell_is_named(params, paths):
         kept = record.model_copy(update={"cells": record.cells[1:]})
         return kept, tokens.filter(pl.col("cell_id") != gone)
 
-    edit_job(paths, "layers", drop)
-    with pytest.raises(MissingResult, match="layer 0"):
+    edit_job(paths, "cells", drop)
+    with pytest.raises(MissingResult, match="'k-only'"):
         collect(params, paths)
 
 
@@ -485,7 +476,7 @@ def test_a_codec_that_did_not_fire_as_planned_is_refused(params, paths, fires):
         coding = cell.coding.model_copy(update={"fires": cell.coding.fires + fires})
         return cell.model_copy(update={"coding": coding})
 
-    edit_job(paths, "cells", lambda r, t: (edit_cells(r, misfire, lambda c: c.cell.label == "kv"), t))
+    edit_job(paths, "factors", lambda r, t: (edit_cells(r, misfire, lambda c: c.cell.label == "kv"), t))
     with pytest.raises(CodecNotActive, match="fired"):
         collect(params, paths)
 
@@ -536,7 +527,7 @@ def test_baseline_without_agreement_cells_is_named(params, paths):
 
 
 def test_calibration_of_another_model_is_refused(params, paths):
-    for path in (paths.codebooks, paths.sigmas[1]):
+    for path in (paths.codebooks[0], paths.sigmas[1]):
         data = read_json(path)
         write_json(path, data | {"model_hash": "other"})
         with pytest.raises(MixedIdentity, match=r"model_hash: .*other"):
@@ -545,15 +536,25 @@ def test_calibration_of_another_model_is_refused(params, paths):
 
 
 def test_codebooks_without_a_used_table_are_refused(params, paths):
-    data = read_json(paths.codebooks)
-    write_json(paths.codebooks, data | {"tables": data["tables"][1:]})
-    with pytest.raises(StaleResult, match="no table for stream recipe"):
+    path = next(path for path in paths.codebooks if path.name == "cells-hf.json")
+    data = read_json(path)
+    write_json(path, data | {"tables": [table for table in data["tables"] if table["placement"] == "pre_rope"]})
+    with pytest.raises(StaleResult, match=r"no codebook holds table hf/k/post_rope/\w+, which measured cells used"):
+        run(params, paths)
+
+
+def test_a_table_that_is_another_one_elsewhere_is_refused(params, paths):
+    path = next(path for path in paths.codebooks if path.name == "layers-hf.json")
+    data = read_json(path)
+    data["tables"][0]["centroids"][0] -= 1.0
+    write_json(path, data)
+    with pytest.raises(StaleResult, match="stands in two codebooks and differs"):
         run(params, paths)
 
 
 def test_every_comparison_passes_the_door(params, paths):
     """Cells changed behind gather's back are still caught by the functions that compare them."""
-    results, boot = gather(params, paths.baseline, paths.jobs), Bootstrap(200, 0.95, 0)
+    results, boot = collect(params, paths), Bootstrap(200, 0.95, 0)
 
     def with_other_device(study, dtype, role):
         cells = [
@@ -565,19 +566,21 @@ def test_every_comparison_passes_the_door(params, paths):
         return replace(results, cells=tuple(cells))
 
     for study, dtype, role, compare in (
-        ("cells", "bfloat16", "codec", gap_entry),
-        ("cells", "float32", "codec", agreement_entry),
-        ("cells", "float32", "identity", layer_entries),
-        ("cells", "float32", "identity", additivity_entries),
-        ("cells", "float32", "identity", noise_slope_entries),
+        ("factors", "bfloat16", "codec", gap_entry),
+        ("factors", "float32", "codec", agreement_entry),
+        ("factors", "float32", "codec", factors_entry),
+        ("cells", "bfloat16", "codec", cell_claims),
+        ("layers", "float32", "identity", layer_entries),
+        ("layers", "float32", "identity", additivity_entries),
+        ("noise", "float32", "isotropic", structure_entries),
     ):
         with pytest.raises(MixedIdentity, match=r"device: cpu \| other"):
             compare(params, with_other_device(study, dtype, role), boot)
 
 
 def test_recipes_that_differ_outside_the_factor_refuse_to_be_compared(params, paths):
-    results = gather(params, paths.baseline, paths.jobs)
-    corners = results.select("cells", "codec", dtype="bfloat16", stream="kv", label="kv")
+    results = collect(params, paths)
+    corners = results.select("factors", "codec", dtype="bfloat16", origin="hf")
     comparable(corners, {"engine", "protocol", "variance_ratio"})
     with pytest.raises(MixedIdentity) as caught:
         comparable(corners, {"engine", "protocol"})

@@ -12,22 +12,23 @@ from report.synthetic import Effects, small_params, write_results
 @pytest.mark.parametrize(
     ("engines", "effects", "answer"),
     [
-        (["hf", "vllm"], Effects(), "`variance_ratio` carries"),
+        (["hf", "vllm"], Effects(), "- `variance_ratio` going from `1.0` to `0.95`"),
         (["hf", "vllm"], Effects(codec_disagreement=0.1), "**Withheld.**"),
-        (["hf"], Effects(), "`variance_ratio` carries"),
-        (["vllm"], Effects(), "`variance_ratio` carries"),
+        (["hf"], Effects(), "- `variance_ratio` going from `1.0` to `0.95`"),
+        (["vllm"], Effects(), "- `variance_ratio` going from `1.0` to `0.95`"),
     ],
     ids=["agree", "disagree", "hf", "vllm"],
 )
 def test_report_of_planted_results(tmp_path, monkeypatch, engines, effects, answer):
     monkeypatch.setattr(figures.registry, "picture", lambda name, table, path: path.write_text(str(name)))
-    params = small_params(engines=engines, stats={"resamples": 200})
+    one = {"calibration": {"engines": ["hf"]}, "gap": {"origins": ["hf"]}, "cells": {"other-calibration": None}}
+    params = small_params(engines=engines, stats={"resamples": 200}, **(one if engines == ["hf"] else {}))
     there = write_results(tmp_path, params, effects)
-    found = metrics.build(params, there.baseline, there.jobs, there.codebooks, there.sigmas)
+    found = metrics.build(params, there.sources)
     out = tmp_path / "FINDINGS.md"
     findings.write(params, found, judge(params, found), out)
     text = out.read_text()
-    assert answer in text.split("\n\n")[1]
+    assert answer in text.partition("\n## ")[0]
     assert "None" not in text and "nan" not in text
     if engines == ["hf"]:
         assert "`vllm`" not in text and "withheld" not in text.lower()

@@ -77,11 +77,13 @@ def test_the_report_plans_every_job(workspace, params):
     table = planned.stdout.partition("Job stats:")[2]
     counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
     captured = len(params.calibration.engines)
+    once = ("corpus", "components", "mitigations_choice", "gap_metrics", "gap_verdict", "report")
     expected = {
-        **dict.fromkeys(("corpus", "codebooks", "components", "gap_metrics", "gap_verdict", "report"), 1),
-        **dict.fromkeys(("capture_engine", "sigma_engine"), captured),
+        **dict.fromkeys(once, 1),
+        **dict.fromkeys(("capture_engine", "sigma_engine", "residual_engine"), captured),
+        "codebooks_study": sum(len(plan.origins(params, study)) for study in plan.STUDIES),
         "baseline_run": len(plan.baseline_runs(params)),
-        **{f"{study}_job": len(plan.jobs(params, study)) for study in plan.STUDIES},
+        **{f"{study}_job": len(plan.job_names(params, study)) for study in plan.STUDIES},
     }
     assert counts == expected | {"total": sum(expected.values())}
     assert written(workspace) == set()
@@ -135,7 +137,7 @@ def test_a_changed_parameter_reaches_exactly_the_stages_that_name_it(inspected, 
 
 
 def test_a_job_depends_on_its_own_engine_only(inspected):
-    for name in ("capture_engine", "cells_job", "layers_job", "noise_job"):
+    for name in ("capture_engine", "factors_job", "cells_job", "layers_job", "noise_job", "mitigations_job"):
         inputs = inspected["rules"][name]["inputs"]
         for engine, other in (("hf", "vllm"), ("vllm", "hf")):
             assert f"src/kvlab/engines/{engine}.py" in inputs[engine], name
@@ -160,8 +162,12 @@ def test_other_bits_fit_no_components_and_measure_no_ladder(inspected):
 
 @pytest.mark.parametrize("study", [*plan.STUDIES, plan.LADDER])
 def test_a_study_depends_on_the_codecs_that_it_loads_by_name(study, stages, params):
-    cells = [cell for job in plan.jobs(params, study).values() for cell in job]
-    names = {stream.codec for cell in cells for stream in (cell.recipe.k, cell.recipe.v)}
+    if study == plan.CHOSEN:
+        recipes = plan.mitigated_recipes(params)
+    else:
+        recipes = [r for job in plan.jobs(params, study).values() for cell in job for r in cell.recipes]
+    streams = [stream for recipe in recipes for stream in (recipe.k, recipe.v)]
+    names = {one.codec for stream in streams for one in (stream, getattr(stream, "of", stream))}
     canary = {"block"}
     for name in names | canary:
         module = CODECS[name].partition(":")[0]

@@ -13,8 +13,7 @@ rule baseline_run:
         windows="calib/corpus/windows.safetensors",
         sigma=f"calib/sigma/{ORIGIN}.safetensors",
         record=f"calib/sigma/{ORIGIN}.json",
-        codebooks=f"calib/codebooks/{ORIGIN}.json",
-        components=f"calib/components/{ORIGIN}.safetensors",
+        codebooks=f"calib/codebooks/factors-{ORIGIN}.json",
     output:
         tokens="results/baseline/{engine}-{dtype}-{attention}.parquet",
         record="results/baseline/{engine}-{dtype}-{attention}.json",
@@ -28,7 +27,7 @@ rule baseline_run:
         runtime=120,
         device=accelerators(),
     params:
-        cfg=pick(*CODEC_KEYS, "windows", "baseline", "engines", "protocols", "jobs"),
+        cfg=pick(*CODEC_KEYS, "windows", "baseline", "engines", "protocols"),
     message:
         "baseline: {wildcards.engine}, {wildcards.dtype}, {wildcards.attention} attention"
     shell:
@@ -38,7 +37,6 @@ rule baseline_run:
         " --windows {input.windows:q}"
         " --sigma {input.sigma:q}"
         " --codebooks {input.codebooks:q}"
-        " --components {input.components:q}"
         " --out {output.tokens:q}"
         " > {log:q} 2>&1"
 

@@ -1,13 +1,16 @@
 rule cells_job:
-    """Score the studied recipe and the identity, by protocol, stream and variance ratio."""
+    """Score the cells that params.yaml lists: each changes something in the studied recipe."""
     input:
         code=engine_code("kvlab.experiments.measure", *study_codecs("cells")),
         model=model_files(),
         windows="calib/corpus/windows.safetensors",
-        sigma=f"calib/sigma/{ORIGIN}.safetensors",
-        record=f"calib/sigma/{ORIGIN}.json",
-        codebooks=f"calib/codebooks/{ORIGIN}.json",
+        sigma=per_origin("calib/sigma/{origin}.safetensors", "cells"),
+        record=per_origin("calib/sigma/{origin}.json", "cells"),
+        codebooks=per_origin("calib/codebooks/cells-{origin}.json", "cells"),
+        rotated=per_origin("calib/sigma/{origin}-post_rope.safetensors", "cells"),
+        rotated_record=per_origin("calib/sigma/{origin}-post_rope.json", "cells"),
         components=f"calib/components/{ORIGIN}.safetensors",
+        components_record=f"calib/components/{ORIGIN}.json",
     output:
         tokens="results/cells/{engine}-{dtype}-{number}.parquet",
         record="results/cells/{engine}-{dtype}-{number}.json",
@@ -21,9 +24,9 @@ rule cells_job:
         runtime=240,
         device=accelerators(),
     params:
-        cfg=pick(*CODEC_KEYS, "windows", "engines", "protocols", "gap", "jobs"),
+        cfg=pick(*STUDY_KEYS["cells"]),
     message:
-        "cells: the gap between the engines, {wildcards.engine} {wildcards.dtype}, job {wildcards.number}"
+        "cells: cells that change one thing, {wildcards.engine} {wildcards.dtype}, job {wildcards.number}"
     shell:
         "python -m kvlab measure"
         " --params {params.cfg:q}"
@@ -32,17 +35,18 @@ rule cells_job:
         " --windows {input.windows:q}"
         " --sigma {input.sigma:q}"
         " --codebooks {input.codebooks:q}"
+        " --rotated {input.rotated:q}"
         " --components {input.components:q}"
         " --out {output.tokens:q}"
         " > {log:q} 2>&1"
 
 
 rule cells:
-    """All cells of the study of the gap."""
+    """All cells of params.yaml."""
     input:
         job_files("parquet", "cells"),
         job_files("json", "cells"),
     params:
-        cfg=pick(*CODEC_KEYS, "windows", "engines", "protocols", "gap", "jobs"),
+        cfg=pick(*STUDY_KEYS["cells"]),
     message:
         "cells: complete"

@@ -17,8 +17,10 @@ from kvlab.experiments import plan
 from kvlab.params import Params, studied_recipe
 from kvlab.recipe import IDENTITY
 
-FIGURES = ("gap_shapley", "baseline", "cells", "layers", "noise")
-TEMPLATES = sorted(map(str, (SRC / "kvlab/report/templates").glob("*")))
+FIGURES = ("gap_shapley", "baseline", "cells", "layers", "noise", "residual", "d_eff", "mitigations")
+TEMPLATES = sorted(
+    str(path) for folder in ("templates", "html/assets") for path in (SRC / "kvlab/report" / folder).glob("*")
+)
 # Jobs run the code beside this Snakefile, with the Python of this snakemake. An editable install would
 # point to another checkout in the workspaces of `dvc exp run --temp` and `--queue`.
 shell.prefix(f'export PATH=\'{Path(sys.executable).parent}\':"$PATH" PYTHONPATH="$PWD/{SRC}"; ')
@@ -47,12 +49,20 @@ CORPUS_RECORD = Path("models/reference/corpus.json")
 ORIGIN = PARAMS.calibration.origin
 CAPTURED = sorted(PARAMS.calibration.engines)
 ENGINES = sorted({*PARAMS.engines, *CAPTURED})
-RATIOS = sorted({PARAMS.codec.variance_ratio, *PARAMS.gap.variance_ratios})
 
 # What the report reads: everything but the ladder, which is no part of it.
 REPORT_KEYS = frozenset(Params.model_fields) - {plan.LADDER}
 # What a job with a codec reads.
-CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec")
+CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec", "jobs")
+# What the cells of a study are planned from.
+STUDY_KEYS = {
+    "factors": (*CODEC_KEYS, "windows", "engines", "protocols", "gap"),
+    "cells": (*CODEC_KEYS, "windows", "engines", "protocols", "gap", "cells"),
+    "layers": (*CODEC_KEYS, "engines", "layers"),
+    "noise": (*CODEC_KEYS, "engines", "noise"),
+    "mitigations": (*CODEC_KEYS, "windows", "engines", "gap", "mitigations"),
+    plan.LADDER: ("model", "calibration", "codec", "ladder", "jobs"),
+}
 
 
 def pick(*keys):
@@ -62,14 +72,24 @@ def pick(*keys):
 
 def codec_modules(*recipes):
     """Modules of the codecs that recipes name; jobs load them by name, which `code` cannot see."""
-    names = {stream.codec for recipe in recipes for stream in (recipe.k, recipe.v)}
+    streams = [stream for recipe in recipes for stream in (recipe.k, recipe.v)]
+    names = {one.codec for stream in streams for one in (stream, getattr(stream, "of", stream))}
     return sorted(CODECS[name].partition(":")[0] for name in names)
 
 
 def study_codecs(study):
-    """`codec_modules` of a study's cells, and of the canary's block codec."""
-    cells = [cell for job in plan.jobs(PARAMS, study).values() for cell in job]
-    return codec_modules(studied_recipe(PARAMS), *(cell.recipe for cell in cells))
+    """The plan of a study, and `codec_modules` of its cells and of the canary's block codec."""
+    if study == plan.CHOSEN:
+        recipes = plan.mitigated_recipes(PARAMS)
+    else:
+        cells = [cell for job in plan.jobs(PARAMS, study).values() for cell in job]
+        recipes = [recipe for cell in cells for recipe in cell.recipes]
+    return [plan.module(study), *codec_modules(IDENTITY, studied_recipe(PARAMS), *recipes)]
+
+
+def per_origin(pattern, study):
+    """A file for each engine whose capture calibrates a cell of the study."""
+    return expand(pattern, origin=plan.origins(PARAMS, study))
 
 
 def engine_code(*modules):
@@ -83,6 +103,26 @@ def engine_code(*modules):
 
     files.every = code(*modules, *(f"kvlab.engines.{engine}" for engine in ENGINES))
     return files
+
+
+def study_code(*modules):
+    """Input function: `code` of `modules` and of the plan of the study that a wildcard names."""
+
+    def files(wildcards):
+        return code(*modules, plan.module(wildcards.study))
+
+    files.every = code(*modules, *map(plan.module, plan.STUDIES))
+    return files
+
+
+def study_cfg():
+    """Parameter function: `pick` of what the study that a wildcard names is planned from."""
+
+    def cfg(wildcards):
+        return pick(*STUDY_KEYS[wildcards.study])
+
+    cfg.every = pick(*{key for study in plan.STUDIES for key in STUDY_KEYS[study]})
+    return cfg
 
 
 def model_files():
@@ -119,7 +159,7 @@ def job_files(kind, *studies):
     return [
         f"results/{study}/{job}.{kind}"
         for study in studies or plan.STUDIES
-        for job in plan.jobs(PARAMS, study)
+        for job in plan.job_names(PARAMS, study)
     ]
 
 

@@ -1,9 +1,16 @@
 rule gap_metrics:
     """Every number of the report, with its interval; refused where rows may not be compared."""
     input:
-        code=code("kvlab.report.metrics"),
+        code=code("kvlab.report.metrics", *map(plan.module, plan.STUDIES)),
         sigmas=expand("calib/sigma/{engine}.json", engine=CAPTURED),
-        codebooks=f"calib/codebooks/{ORIGIN}.json",
+        codebooks=[
+            file
+            for study in plan.STUDIES
+            for file in per_origin(f"calib/codebooks/{study}-{{origin}}.json", study)
+        ],
+        residual=expand("results/residual/{engine}.json", engine=CAPTURED),
+        residual_rows=expand("results/residual/{engine}.parquet", engine=CAPTURED),
+        choice="results/mitigations/choice.json",
         baseline=run_files("json"),
         jobs=job_files("json"),
         tokens=[*run_files("parquet"), *job_files("parquet")],
@@ -27,6 +34,8 @@ rule gap_metrics:
         " --baseline {input.baseline:q}"
         " --jobs {input.jobs:q}"
         " --codebooks {input.codebooks:q}"
+        " --residual {input.residual:q}"
+        " --choice {input.choice:q}"
         " --sigmas {input.sigmas:q}"
         " --out {output.metrics:q}"
         " --summary {output.summary:q}"
@@ -39,7 +48,7 @@ rule gap_verdict:
         code=code("kvlab.gate.verdict"),
         metrics="results/gap/metrics.json",
     output:
-        "results/gate/verdict.json",
+        report("results/gate/verdict.json", caption="../report/verdict.rst", category="Verdict"),
     log:
         "results/logs/gap/verdict.log",
     benchmark:

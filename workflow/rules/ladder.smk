@@ -27,7 +27,7 @@ rule ladder_job:
         runtime=240,
         device=accelerators(),
     params:
-        cfg=pick("model", "calibration", "codec", "ladder", "jobs"),
+        cfg=pick(*STUDY_KEYS[plan.LADDER]),
     message:
         "ladder: the codecs beside one another, {wildcards.engine} {wildcards.dtype}, job {wildcards.number}"
     shell:
@@ -48,6 +48,6 @@ rule ladder:
         job_files("parquet", plan.LADDER),
         job_files("json", plan.LADDER),
     params:
-        cfg=pick("model", "calibration", "codec", "ladder", "jobs"),
+        cfg=pick(*STUDY_KEYS[plan.LADDER]),
     message:
         "ladder: complete"

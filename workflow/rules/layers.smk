@@ -1,13 +1,12 @@
 rule layers_job:
-    """Score the studied recipe on one layer at a time, and on all layers together."""
+    """Score the studied recipe on one layer alone, on all but one, and on all layers, K and V apart."""
     input:
         code=engine_code("kvlab.experiments.measure", *study_codecs("layers")),
         model=model_files(),
         windows="calib/corpus/windows.safetensors",
-        sigma=f"calib/sigma/{ORIGIN}.safetensors",
-        record=f"calib/sigma/{ORIGIN}.json",
-        codebooks=f"calib/codebooks/{ORIGIN}.json",
-        components=f"calib/components/{ORIGIN}.safetensors",
+        sigma=per_origin("calib/sigma/{origin}.safetensors", "layers"),
+        record=per_origin("calib/sigma/{origin}.json", "layers"),
+        codebooks=per_origin("calib/codebooks/layers-{origin}.json", "layers"),
     output:
         tokens="results/layers/{engine}-{dtype}-{number}.parquet",
         record="results/layers/{engine}-{dtype}-{number}.json",
@@ -21,9 +20,9 @@ rule layers_job:
         runtime=240,
         device=accelerators(),
     params:
-        cfg=pick(*CODEC_KEYS, "engines", "layers", "jobs"),
+        cfg=pick(*STUDY_KEYS["layers"]),
     message:
-        "layers: one coded layer at a time, {wildcards.engine} {wildcards.dtype}, job {wildcards.number}"
+        "layers: layers alone and left out, {wildcards.engine} {wildcards.dtype}, job {wildcards.number}"
     shell:
         "python -m kvlab measure"
         " --params {params.cfg:q}"
@@ -32,17 +31,16 @@ rule layers_job:
         " --windows {input.windows:q}"
         " --sigma {input.sigma:q}"
         " --codebooks {input.codebooks:q}"
-        " --components {input.components:q}"
         " --out {output.tokens:q}"
         " > {log:q} 2>&1"
 
 
 rule layers:
-    """All cells of the layer study."""
+    """All cells of the per-layer attribution."""
     input:
         job_files("parquet", "layers"),
         job_files("json", "layers"),
     params:
-        cfg=pick(*CODEC_KEYS, "engines", "layers", "jobs"),
+        cfg=pick(*STUDY_KEYS["layers"]),
     message:
         "layers: complete"

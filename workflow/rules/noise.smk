@@ -1,9 +1,12 @@
 rule noise_job:
-    """Score Gaussian noise of known size on K or V, in place of a codec."""
+    """Score errors of known kind: noise of every size, a rounding, and a codec against its own norm."""
     input:
         code=engine_code("kvlab.experiments.measure", *study_codecs("noise")),
         model=model_files(),
         windows="calib/corpus/windows.safetensors",
+        sigma=per_origin("calib/sigma/{origin}.safetensors", "noise"),
+        record=per_origin("calib/sigma/{origin}.json", "noise"),
+        codebooks=per_origin("calib/codebooks/noise-{origin}.json", "noise"),
     output:
         tokens="results/noise/{engine}-{dtype}-{number}.parquet",
         record="results/noise/{engine}-{dtype}-{number}.json",
@@ -17,15 +20,17 @@ rule noise_job:
         runtime=240,
         device=accelerators(),
     params:
-        cfg=pick("model", "engines", "noise", "jobs"),
+        cfg=pick(*STUDY_KEYS["noise"]),
     message:
-        "noise: noise of known size, {wildcards.engine} {wildcards.dtype}, job {wildcards.number}"
+        "noise: errors of known kind, {wildcards.engine} {wildcards.dtype}, job {wildcards.number}"
     shell:
         "python -m kvlab measure"
         " --params {params.cfg:q}"
         " --study noise"
         " --job {wildcards.engine}-{wildcards.dtype}-{wildcards.number}"
         " --windows {input.windows:q}"
+        " --sigma {input.sigma:q}"
+        " --codebooks {input.codebooks:q}"
         " --out {output.tokens:q}"
         " > {log:q} 2>&1"
 
@@ -36,6 +41,6 @@ rule noise:
         job_files("parquet", "noise"),
         job_files("json", "noise"),
     params:
-        cfg=pick("model", "engines", "noise", "jobs"),
+        cfg=pick(*STUDY_KEYS["noise"]),
     message:
         "noise: complete"

@@ -1,13 +1,23 @@
 rule report:
-    """FINDINGS.md, the figures in it and the numbers drawn in each of them."""
+    """FINDINGS.md and report.html: the same words; the figures, and the numbers drawn in each of them."""
     input:
         code=code("kvlab.report.findings"),
         templates=TEMPLATES,
         metrics="results/gap/metrics.json",
         verdict="results/gate/verdict.json",
     output:
-        findings="results/gap/FINDINGS.md",
-        figures=expand("results/gap/figures/{name}.{kind}", name=FIGURES, kind=["svg", "csv"]),
+        findings=report("results/gap/FINDINGS.md", caption="../report/findings.rst", category="Findings"),
+        html=report("results/gap/report.html", caption="../report/html.rst", category="Findings"),
+        figures=report(
+            expand("results/gap/figures/{name}.svg", name=FIGURES),
+            caption="../report/figures.rst",
+            category="Figures",
+        ),
+        numbers=report(
+            expand("results/gap/figures/{name}.csv", name=FIGURES),
+            caption="../report/tables.rst",
+            category="Numbers",
+        ),
     log:
         "results/logs/report/findings.log",
     benchmark:
@@ -25,4 +35,5 @@ rule report:
         " --metrics {input.metrics:q}"
         " --verdict {input.verdict:q}"
         " --out {output.findings:q}"
+        " --html {output.html:q}"
         " > {log:q} 2>&1"

@@ -1,5 +1,5 @@
 rule sigma_engine:
-    """Fit Sigma_q, the covariance of the queries per layer and KV head, from one engine's capture."""
+    """Fit Sigma_q, the second moment of the queries before and behind RoPE, from one engine's capture."""
     input:
         code=code("kvlab.calibration.sigma"),
         model=model_files(),
@@ -7,6 +7,8 @@ rule sigma_engine:
     output:
         sigma="calib/sigma/{engine}.safetensors",
         record="calib/sigma/{engine}.json",
+        rotated="calib/sigma/{engine}-post_rope.safetensors",
+        rotated_record="calib/sigma/{engine}-post_rope.json",
     log:
         "results/logs/sigma/{engine}.log",
     benchmark:
@@ -29,7 +31,12 @@ rule sigma_engine:
 rule sigma:
     """Sigma_q of every captured engine; the cells use the one of `calibration.origin`."""
     input:
-        expand("calib/sigma/{engine}.{kind}", engine=CAPTURED, kind=["safetensors", "json"]),
+        expand(
+            "calib/sigma/{engine}{placement}.{kind}",
+            engine=CAPTURED,
+            placement=["", "-post_rope"],
+            kind=["safetensors", "json"],
+        ),
     params:
         cfg=pick("calibration"),
     message:

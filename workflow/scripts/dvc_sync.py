@@ -63,6 +63,14 @@ def input_files(rule):
     return files
 
 
+def parameter_keys(rule):
+    """All parameters that a rule may read; a parameter function lists them in its attribute `every`."""
+    cfg = getattr(rule.params, "cfg", {})
+    if callable(cfg) and not hasattr(cfg, "every"):
+        raise Mismatch(f"rule {rule.name} has a function `cfg` without `every`; DVC could not see its parameters")
+    return set(getattr(cfg, "every", cfg))
+
+
 def read_stages(rules):
     """The stages by name, in the order of the Snakefile."""
     stages = {}
@@ -74,7 +82,7 @@ def read_stages(rules):
         stage.rules.append(rule.name)
         stage.inputs |= input_files(rule)
         stage.outputs |= set(map(str, rule.output))
-        stage.params |= set(getattr(rule.params, "cfg", {}))
+        stage.params |= parameter_keys(rule)
     return stages
 
 

@@ -14,7 +14,7 @@ from kvlab.recipe import digest
 from kvlab.records import CANARY_MIN
 from kvlab.stats.power import windows_needed
 
-IDENTITY_FIELDS = ("model_hash", "corpus_hash", "calibration_hash", "versions", "device")
+IDENTITY_FIELDS = ("model_hash", "corpus_hash", "calibration", "versions", "device")
 
 
 def judge(params: Params, metrics: dict) -> dict:

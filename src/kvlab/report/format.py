@@ -65,13 +65,15 @@ def estimate(given: dict | None, scale: float = 1.0, shift: float = 0.0, signed:
     given : dict or None
         ``value``, ``low``, ``high``; None is a dash.
     scale, shift : float
-        What is printed is ``scale * (number - shift)``; per cent of a change is ``100, 1``.
+        What is printed is ``scale * (number - shift)``; per cent of a change is ``100, 1``. A negative scale
+        turns the interval round.
     signed : bool
         Print a plus sign too.
     """
     if given is None:
         return DASH
-    numbers = [scale * (given[name] - shift) for name in ("value", "low", "high")]
+    ends = ("low", "high") if scale > 0 else ("high", "low")
+    numbers = [scale * (given[name] - shift) for name in ("value", *ends)]
     value, low, high = written(numbers, (numbers[2] - numbers[1]) / 2, signed)
     return value if low == high == value else f"{value} [{low}, {high}]"
 

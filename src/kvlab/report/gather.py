@@ -16,8 +16,9 @@ import polars as pl
 
 from kvlab.errors import CodecNotActive, Fault, MissingResult, MixedIdentity, StaleResult
 from kvlab.experiments import plan
+from kvlab.experiments.plans.mitigations import Choice
 from kvlab.params import Params
-from kvlab.recipe import IDENTITY, Cell, NoiseStream
+from kvlab.recipe import CONTROLS, IDENTITY, Cell
 from kvlab.records import (
     CANARY_MIN,
     BaselineCell,
@@ -57,10 +58,11 @@ class Measured:
 
     @property
     def role(self) -> str:
-        """``rerun`` (no hook at all), ``identity``, ``noise`` or ``codec``."""
+        """``rerun`` (no hook at all), ``identity``, ``noise``, ``cast``, ``isotropic`` or ``codec``."""
         if self.cell.recipe == IDENTITY:
             return "identity" if self.cell.layers else "rerun"
-        return "noise" if isinstance(self.cell.recipe.k, NoiseStream) else "codec"
+        name = self.cell.recipe.k.codec
+        return name if name in CONTROLS else "codec"
 
     def column(self, quantity: str, windows: int | None = None) -> Column:
         """A quantity of `QUANTITIES`, of the first `windows` windows if given."""
@@ -69,6 +71,8 @@ class Measured:
     def fields(self) -> dict[str, object]:
         """Everything that decides a number, flat; keys of nested values are joined by dots."""
         identity = self.provenance.model_dump() | {"context": self.context, "eval": self.eval}
+        # Where a calibration is read, its Sigma_q is part of the origin: cells of two origins differ in it.
+        identity["origin.calibration"] = identity.pop("calibration").get(self.cell.origin)
         return identity | _flat(self.cell.model_dump(mode="json", exclude={"study", "label"}))
 
 
@@ -109,8 +113,10 @@ def column(tokens: pl.DataFrame, quantity: str, windows: int | None = None) -> C
     return Column.of(tokens["window"].to_numpy(), tokens["position"].to_numpy(), values.to_numpy())
 
 
-def gather(params: Params, baseline_paths: Sequence[Path], job_paths: Sequence[Path]) -> Results:
-    """Read all jobs and baseline runs, or refuse them.
+def gather(
+    params: Params, baseline_paths: Sequence[Path], job_paths: Sequence[Path], choice: Choice | None = None
+) -> Results:
+    """Read all jobs and baseline runs, or refuse them; `choice` is what the mitigations were planned from.
 
     Raises
     ------
@@ -126,23 +132,24 @@ def gather(params: Params, baseline_paths: Sequence[Path], job_paths: Sequence[P
     CodecNotActive
         A codec did not fire as often as it should, or its canary did not move the logits.
     """
-    cells = read_cells(params, job_paths)
+    cells = read_cells(params, job_paths, choice)
     runs, run_tokens = read_baselines(params, baseline_paths)
     refuse_mixed([*cells, *runs.values()], params)
     for measured in cells:
         refuse_inactive(measured)
     refuse_other_labels([measured.tokens for measured in cells] + list(run_tokens.values()))
     provenances = [found.provenance for found in (*cells, *runs.values())]
-    calibrated = [p for p in provenances if p.calibration_hash is not None]
-    return Results(tuple(cells), runs, run_tokens, (calibrated or provenances)[0])
+    calibration = {origin: sigma for found in provenances for origin, sigma in sorted(found.calibration.items())}
+    provenance = provenances[0].model_copy(update={"calibration": dict(sorted(calibration.items()))})
+    return Results(tuple(cells), runs, run_tokens, provenance)
 
 
-def read_cells(params: Params, paths: Sequence[Path]) -> list[Measured]:
+def read_cells(params: Params, paths: Sequence[Path], choice: Choice | None = None) -> list[Measured]:
     """Every planned cell exactly once, in the plan's order."""
     planned = {
         cell.cell_id: (study, job, cell)
         for study in plan.STUDIES
-        for job, cells in plan.jobs(params, study).items()
+        for job, cells in plan.jobs(params, study, choice).items()
         for cell in cells
     }
     found: dict[str, Measured] = {}
@@ -256,8 +263,6 @@ def refuse_mixed(found: Sequence[Measured | BaselineRecord], params: Params) -> 
     values: dict[str, set[str]] = {"context": {str(params.windows.context)}, "eval": {str(params.windows.eval)}}
     for one in found:
         for name, value in (one.provenance.model_dump() | {"context": one.context, "eval": one.eval}).items():
-            if name == "calibration_hash" and value is None:
-                continue
             shown = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
             for key, single in shown.items():
                 values.setdefault(key, set()).add(str(single))
@@ -276,7 +281,7 @@ def _refuse_several(values: dict[str, set[str]]) -> None:
 def refuse_inactive(measured: Measured) -> None:
     """`CodecNotActive` unless the codec fired as planned and its canary moved the logits."""
     coding, canary = measured.record.coding, measured.record.canary_kl
-    idle = measured.role in ("codec", "noise") and coding.expected_fires == 0
+    idle = measured.role not in ("rerun", "identity") and coding.expected_fires == 0
     if coding.fires != coding.expected_fires or idle:
         raise CodecNotActive(
             f"{describe(measured.cell)}: the codec fired {coding.fires} times, expected {coding.expected_fires}"
@@ -308,7 +313,7 @@ def comparable(rows: Iterable[Measured], compared: Iterable[str]) -> None:
     rows : iterable of Measured
         The cells about to be compared.
     compared : iterable of str
-        Names of fields of a cell: ``engine``, ``protocol``, ``dtype``, ``stream``, ``layers``,
+        Names of fields of a cell: ``engine``, ``protocol``, ``dtype``, ``stream``, ``layers``, ``origin``,
         ``windows``, ``recipe`` (all of it), or one field of a recipe, such as ``variance_ratio``.
 
     Raises
@@ -322,7 +327,7 @@ def comparable(rows: Iterable[Measured], compared: Iterable[str]) -> None:
     for name in sorted({name for fields in found for name in fields}):
         if not factors & {name, name.split(".")[0], name.split(".")[-1]}:
             # A job that reads no calibration has none to differ in.
-            kept = [f.get(name) for f in found if name != "calibration_hash" or f[name] is not None]
+            kept = [f.get(name) for f in found if name != "origin.calibration" or f[name] is not None]
             values[name] = set(map(str, kept))
     _refuse_several(values)
 

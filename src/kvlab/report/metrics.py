@@ -8,40 +8,65 @@ file in `studies`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.errors import Fault
+from kvlab.experiments.plans.mitigations import read_choice
 from kvlab.params import Params
 from kvlab.records import machine
 from kvlab.report.gather import Results, gather
 from kvlab.report.studies.agreement import agreement_entry, baseline_entry, floor_entry
-from kvlab.report.studies.calibration import read_codebooks, sigma_entry
-from kvlab.report.studies.cells import cell_entry
-from kvlab.report.studies.gap import gap_entry
-from kvlab.report.studies.layers import additivity_entries, layer_entries
-from kvlab.report.studies.noise import noise_entry, noise_slope_entries
+from kvlab.report.studies.calibration import codebook_entries, read_codebooks, sigma_entry
+from kvlab.report.studies.cells import cell_claims, cell_entry, studied_cells
+from kvlab.report.studies.gap import factors_entry, gap_claims, gap_entry
+from kvlab.report.studies.layers import additivity_entries, layer_claims, layer_entries
+from kvlab.report.studies.mitigations import mitigation_claims, mitigation_entries
+from kvlab.report.studies.noise import (
+    closure_entries,
+    noise_claims,
+    noise_entries,
+    noise_slope_entries,
+    structure_entries,
+)
+from kvlab.report.studies.residual import residual_entries
 from kvlab.stats.bootstrap import Bootstrap
 
 
-def build(
-    params: Params,
-    baseline_paths: Sequence[Path],
-    job_paths: Sequence[Path],
-    codebooks_path: Path,
-    sigma_paths: Sequence[Path],
-) -> dict:
+@dataclass(frozen=True)
+class Sources:
+    """The files that metrics are made of.
+
+    Parameters
+    ----------
+    baseline, jobs : sequence of Path
+        JSON records of ``kvlab baseline`` and ``kvlab measure``, each with its parquet beside it.
+    codebooks : sequence of Path
+        JSON of ``kvlab codebooks``, one per study and origin.
+    sigmas : sequence of Path
+        JSON sidecars of ``kvlab sigma``, one per engine.
+    residual : sequence of Path
+        JSON records of ``kvlab residual``, one per engine, each with its parquet beside it.
+    choice : Path
+        JSON of ``kvlab choose``.
+    """
+
+    baseline: Sequence[Path]
+    jobs: Sequence[Path]
+    codebooks: Sequence[Path]
+    sigmas: Sequence[Path]
+    residual: Sequence[Path]
+    choice: Path
+
+
+def build(params: Params, sources: Sources) -> dict:
     """The contents of ``metrics.json``.
 
     Parameters
     ----------
     params : Params
         Decides which cells there must be.
-    baseline_paths, job_paths : sequence of Path
-        JSON records of ``kvlab baseline`` and ``kvlab measure``, each with its parquet beside it.
-    codebooks_path : Path
-        JSON of ``kvlab codebooks``.
-    sigma_paths : sequence of Path
-        JSON sidecars of ``kvlab sigma``, one per engine.
+    sources : Sources
 
     Returns
     -------
@@ -53,9 +78,10 @@ def build(
     kvlab.errors.Fault, kvlab.errors.UserError
         Whatever `gather` refuses, and codebooks or sidecars of another model or recipe.
     """
-    results = gather(params, baseline_paths, job_paths)
+    choice = read_choice(sources.choice)
+    results = gather(params, sources.baseline, sources.jobs, choice.choice)
     boot = Bootstrap(params.stats.resamples, params.stats.confidence, params.stats.seed)
-    codebooks = read_codebooks(codebooks_path, results)
+    codebooks = read_codebooks(sources.codebooks, results)
     agreement, why = agreement_entry(params, results, boot)
     return {
         "identity": identity_entry(params, results, codebooks),
@@ -71,26 +97,38 @@ def build(
         "agreement": agreement,
         "agreement_why": why,
         "gap": gap_entry(params, results, boot),
-        "cells": [cell_entry(results, boot, measured) for measured in results.select("cells")],
+        "factors": factors_entry(params, results, boot),
+        "cells": [cell_entry(params, results, boot, measured) for measured in studied_cells(params, results)],
         "layers": layer_entries(params, results, boot),
         "additivity": additivity_entries(params, results, boot),
-        "noise": [noise_entry(boot, measured) for measured in results.select("noise")],
+        "noise": noise_entries(params, results, boot),
         "noise_slope": noise_slope_entries(params, results, boot),
-        "codebooks": codebooks["tables"],
-        "sigma": sigma_entry(sigma_paths, results),
+        "closure": closure_entries(params, results, boot),
+        "structure": structure_entries(params, results, boot),
+        "residual": residual_entries(params, sources.residual, results.provenance, boot),
+        "mitigations": mitigation_entries(params, results, boot, choice),
+        "codebooks": codebook_entries(codebooks, results),
+        "sigma": sigma_entry(sources.sigmas, results),
+        "claims": [
+            *gap_claims(params, results, boot),
+            *cell_claims(params, results, boot),
+            *layer_claims(params, results, boot),
+            *noise_claims(params, results, boot),
+            *mitigation_claims(params, results, boot, choice),
+        ],
     }
 
 
-def identity_entry(params: Params, results: Results, codebooks: dict) -> dict:
+def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> dict:
     """What every number was measured on, and the recipes behind the recipe ids.
 
     `calibration_corpus_hash` is the hash of the windows file that the calibration read; equal to
     `corpus_hash`, calibration and test are the two splits of one file, which are disjoint by its making.
     """
-    recipes = {m.record.recipe_id: m.cell.recipe.model_dump(mode="json") for m in results.cells}
+    recipes = {r.recipe_id: r.model_dump(mode="json") for m in results.cells for r in m.cell.recipes}
     return results.provenance.model_dump() | {
-        "calibration_corpus_hash": codebooks.get("corpus_hash"),
-        "calibration_origin": codebooks.get("origin"),
+        "calibration_corpus_hash": codebooks[0]["corpus_hash"] if codebooks else None,
+        "calibration_origin": params.calibration.origin,
         "machine": machine(),
         "recipes": recipes,
         "model": params.model.path,
@@ -118,7 +156,7 @@ def summary(metrics: dict) -> dict:
     found["bits_per_value.min"] = min(cell["bits_per_value"] for cell in studied)
     for row in metrics["additivity"]:
         if row["ratio"]:
-            found[f"additivity.{row['engine']}.{row['protocol']}"] = row["ratio"]["value"]
+            found[f"additivity.{row['engine']}.{row['protocol']}.{row['stream']}"] = row["ratio"]["value"]
     if metrics["agreement"]:
         found["engines_agree"] = metrics["agreement"]["holds"]
     return found

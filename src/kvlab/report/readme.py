@@ -11,12 +11,14 @@ from pathlib import Path
 
 from kvlab.errors import StorageError
 from kvlab.records import atomic, file_hash, read_json, write_json, write_text
-from kvlab.report import figures, findings, tables
+from kvlab.report import contexts, figures, tables
 from kvlab.report import format as fmt
+from kvlab.report.rendering import render
+from kvlab.report.withheld import withheld_because, without_cross_engine
 
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 NUMBERS, PICTURE = "docs/headline.json", "docs/headline.svg"
-IDENTITY = ("model", "corpus", "model_hash", "corpus_hash", "calibration_hash")
+IDENTITY = ("model", "corpus", "model_hash", "corpus_hash", "calibration")
 
 
 def update(readme: Path, metrics: dict, verdict: dict, figure: Path | None = None) -> None:
@@ -67,8 +69,8 @@ def check(readme: Path) -> list[str]:
 
 def select(metrics: dict, verdict: dict) -> dict:
     """The part of the metrics that the headline prints."""
-    withheld = findings.withheld_because(metrics, verdict)
-    gap = (findings.without_cross_engine(metrics) if withheld else metrics).get("gap")
+    withheld = withheld_because(metrics, verdict)
+    gap = (without_cross_engine(metrics) if withheld else metrics).get("gap")
     if gap and "kl" not in gap["measures"]:
         gap = None
     if gap:
@@ -87,8 +89,8 @@ def select(metrics: dict, verdict: dict) -> dict:
 def block(headline: dict) -> str:
     """The Markdown between the markers, from the content of ``docs/headline.json``."""
     gap = headline["gap"]
-    kl = findings.measure_context(gap["measures"]["kl"], fmt.percent(headline["confidence"])) if gap else None
-    return findings.render(
+    kl = contexts.measure_context(gap["measures"]["kl"], fmt.percent(headline["confidence"])) if gap else None
+    return render(
         "headline.md.j2",
         withheld=headline["withheld"],
         kl=kl,

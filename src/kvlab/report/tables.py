@@ -16,9 +16,11 @@ KL_UNIT = "nats per token"
 
 
 def corner(values: dict) -> str:
-    """A corner in words: settings by their value, ratios by their name too."""
+    """A corner in words: settings by their value, ratios and the calibration's origin by their name too."""
     return ", ".join(
-        f"`{name}` {fmt.plain(value)}" if isinstance(value, float | int) else f"`{value}`"
+        f"`{name}` {fmt.plain(value) if isinstance(value, float | int) else f'`{value}`'}"
+        if isinstance(value, float | int) or name == "origin"
+        else f"`{value}`"
         for name, value in values.items()
         if name != "value"
     )
@@ -200,6 +202,7 @@ def cells(rows: list[dict]) -> str:
             fmt.number(row["bits_per_value"]),
             pair(row["d_eff_mean"]),
             fmt.estimate(row["kl_net"]),
+            fmt.estimate(row["difference"], signed=True),
             fmt.estimate(row["ppl_ratio"], 100, 1),
             fmt.estimate(row["top1_agreement"], 100),
             fmt.estimate(row["flips_to_wrong"], 100),
@@ -207,7 +210,8 @@ def cells(rows: list[dict]) -> str:
         ]
         for row in rows
     ]
-    headers = [*NAME, "bits per value", "kept rank, K / V", f"net KL, {KL_UNIT}", "perplexity change, %"]
+    headers = [*NAME, "bits per value", "kept rank, K / V", f"net KL, {KL_UNIT}", "beside the studied cell"]
+    headers += ["perplexity change, %"]
     headers += ["same top token, %", "right to wrong, %", "wrong to right, %"]
     return fmt.table(headers, lines)
 
@@ -245,71 +249,6 @@ def published(rows: list[dict]) -> str:
     ]
     headers = [*NAME, "published estimator, %", "perplexity change, %"]
     return fmt.table(headers, lines)
-
-
-# ------------------------------------------------------------------------------ layers and noise
-
-
-def layers(rows: list[dict], alpha: float) -> str:
-    """One coded layer at a time."""
-    lines = [
-        [
-            row["label"],
-            f"`{row['engine']}`",
-            f"`{row['protocol']}`",
-            fmt.estimate(row["kl"]),
-            fmt.number(row["q_value"], 2),
-            clear(row["q_value"], alpha),
-            fmt.number(row["bits_per_value"]),
-        ]
-        for row in rows
-    ]
-    headers = ["coded", "engine", "protocol", f"KL, {KL_UNIT}", "q-value", "clear of zero", "bits per value"]
-    return fmt.table(headers, lines)
-
-
-def clear(q_value: float | None, alpha: float) -> str:
-    """Whether a layer's effect is told from zero; a dash where it was not tested."""
-    if q_value is None:
-        return fmt.DASH
-    return "yes" if q_value <= alpha else "no"
-
-
-def additivity(rows: list[dict]) -> str:
-    """All layers together against the sum of the single layers."""
-    lines = [
-        [
-            f"`{row['engine']}`",
-            f"`{row['protocol']}`",
-            *(fmt.estimate(row[key]) for key in ("joint", "sum", "ratio", "interaction")),
-            reading(resolution(row["interaction"])),
-        ]
-        for row in rows
-    ]
-    headers = ["engine", "protocol", "together", "sum of single layers", "ratio", "together minus sum"]
-    return fmt.table([*headers, "reading"], lines)
-
-
-def noise(rows: list[dict]) -> str:
-    """KL at every size of noise."""
-    lines = [
-        [f"`{row['engine']}`", row["stream"].upper(), fmt.plain(row["sigma"]), fmt.estimate(row["kl"])] for row in rows
-    ]
-    return fmt.table(["engine", "stream", "noise, times rms", f"KL, {KL_UNIT}"], lines)
-
-
-def noise_slope(rows: list[dict]) -> str:
-    """The exponent with which KL grows."""
-    lines = [
-        [
-            f"`{row['engine']}`",
-            row["stream"].upper(),
-            fmt.estimate(row["slope"]),
-            " to ".join(map(fmt.plain, row["range"])) if row["range"] else fmt.DASH,
-        ]
-        for row in rows
-    ]
-    return fmt.table(["engine", "stream", "slope", "fitted over noise of"], lines)
 
 
 # ------------------------------------------------------------------------ calibration and others

@@ -118,10 +118,7 @@ def log_axis(axis, table: pl.DataFrame, labelled: bool = False) -> float:
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    positive = [x for name in ("value", "low", "high") for x in table[name] if x > 0] or [1e-12, 1.0]
-    centres = [x for x in table["value"] if x > 0] or positive
-    low, high = max(min(positive), min(centres) / 100), max(positive)
-    floor = low / max(2.0, (high / low) ** 0.06)
+    floor, high = log_ends(table)
     ratio = high / floor
     axis.set_xscale("log")
     axis.set_xlim(floor, high * (ratio**0.5 if labelled else 1.3))
@@ -130,6 +127,14 @@ def log_axis(axis, table: pl.DataFrame, labelled: bool = False) -> float:
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.xaxis.set_minor_formatter(NullFormatter())
     return floor
+
+
+def log_ends(table: pl.DataFrame) -> tuple[float, float]:
+    """The left end of a logarithmic axis, where zeros are put, and the largest number on it."""
+    positive = [x for name in ("value", "low", "high") for x in table[name] if x > 0] or [1e-12, 1.0]
+    centres = [x for x in table["value"] if x > 0] or positive
+    low, high = max(min(positive), min(centres) / 100), max(positive)
+    return low / max(2.0, (high / low) ** 0.06), high
 
 
 def dot(axis, row: float, line: dict, colour: str, floor: float, label: bool = False) -> None:
@@ -157,5 +162,6 @@ def dot(axis, row: float, line: dict, colour: str, floor: float, label: bool = F
 
 
 def interval(given: dict) -> dict:
-    """An Estimate's three numbers as floats, for a table's row."""
-    return {key: float(given[key]) for key in ("value", "low", "high")}
+    """An Estimate's three numbers as floats and what they rest on, for a table's row."""
+    numbers = {key: float(given[key]) for key in ("value", "low", "high")}
+    return numbers | {key: int(given[key]) for key in ("n_windows", "n_tokens")}

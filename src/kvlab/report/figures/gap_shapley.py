@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from kvlab.report import format as fmt
-from kvlab.report.figures.canvas import DOWN, GREY, INK, UP, canvas, styled, title
+from kvlab.report.figures.canvas import DOWN, GREY, INK, UP, canvas, interval, styled, title
 
 
 def gap_shapley_table(metrics: dict) -> pl.DataFrame | None:
@@ -76,8 +76,7 @@ def connect(axis, table: pl.DataFrame) -> None:
 
 def bar(name: str, kind: str, start: float, given: dict) -> dict:
     """One bar of the decomposition; all numbers in nats per token."""
-    numbers = {key: float(given[key]) for key in ("value", "low", "high")}
-    return {"name": name, "kind": kind, "start": float(start)} | numbers
+    return {"name": name, "kind": kind, "start": float(start)} | interval(given)
 
 
 def corner_name(corner: dict) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvlab.params import Params
 from kvlab.report.gather import Results, comparable
-from kvlab.report.studies.counterparts import LEVELS, codec_cell
+from kvlab.report.studies.counterparts import LEVELS, corner_cell
 from kvlab.stats.bootstrap import Bootstrap
 
 AGREEMENT_KL = 1e-6  # nats per token; fp32 engines without a codec may differ by rounding only
@@ -15,7 +15,7 @@ AGREEMENT_CODEC = 0.02  # relative; the same codec must cost the same on both en
 def floor_entry(params: Params, results: Results, boot: Bootstrap, engine: str) -> dict:
     """KL of an engine to itself in ``gap.dtype``: run again, and with an identity codec in place."""
     entry = {}
-    for measured in results.select("cells", engine=engine, dtype=params.gap.dtype):
+    for measured in results.select("factors", engine=engine, dtype=params.gap.dtype):
         if measured.role in ("rerun", "identity"):
             name = "rerun" if measured.role == "rerun" else f"identity_{measured.cell.protocol}"
             entry[name] = boot.mean(measured.column("kl")).to_json()
@@ -65,7 +65,7 @@ def agreement_entry(params: Params, results: Results, boot: Bootstrap) -> tuple[
 
 def codec_agreement(params: Params, results: Results, boot: Bootstrap, run: str, protocol: str) -> dict:
     """The codec in float32 on both engines: KL between them, each one's own KL, their difference."""
-    cells = [codec_cell(params, results, engine, protocol, "float32") for engine in LEVELS["engine"]]
+    cells = [corner_cell(params, results, engine=e, protocol=protocol, dtype="float32") for e in LEVELS["engine"]]
     comparable(cells, {"engine"})
     columns = [measured.column("kl") for measured in cells]
     apart = [results.run_column(run, "kl", what, protocol) for what in ("kv", "jitter")]

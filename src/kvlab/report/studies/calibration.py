@@ -8,29 +8,62 @@ from pathlib import Path
 import numpy as np
 
 from kvlab.errors import MixedIdentity, StaleResult
-from kvlab.recipe import BlockStream, digest
+from kvlab.recipe import BlockStream, IsotropicStream, digest
 from kvlab.records import read_json
 from kvlab.report.gather import Results
 from kvlab.report.studies.counterparts import LEVELS
 
 
-def read_codebooks(path: Path, results: Results) -> dict:
-    """The codebooks' JSON; refused when it is of another model or lacks a table that a cell used."""
-    codebooks = read_json(path)
-    refuse_other_model(codebooks, path, results)
-    used = {
-        digest(stream)
-        for measured in results.cells
-        for stream in (measured.cell.stream_recipe("k"), measured.cell.stream_recipe("v"))
-        if isinstance(stream, BlockStream)
-    }
-    missing = used - {table["stream_recipe_id"] for table in codebooks["tables"]}
+def read_codebooks(paths: Sequence[Path], results: Results) -> list[dict]:
+    """The codebooks, of one model and one text.
+
+    Raises
+    ------
+    MixedIdentity
+        They are of another model than was measured, or of several texts.
+    """
+    found = [(path, read_json(path)) for path in paths]
+    for path, codebooks in found:
+        refuse_other_model(codebooks, path, results)
+    texts = {codebooks["corpus_hash"] for _, codebooks in found}
+    if len(texts) > 1:
+        raise MixedIdentity({"corpus_hash of the codebooks": texts})
+    return [codebooks for _, codebooks in found]
+
+
+def codebook_entries(several: list[dict], results: Results) -> list[dict]:
+    """Every table that a cell used, once, with the origin and the studies that it was fitted for.
+
+    Raises
+    ------
+    StaleResult
+        A table that measured cells used is missing, or stands there twice with different numbers.
+    """
+    tables: dict[tuple, dict] = {}
+    for codebooks in several:
+        for table in codebooks["tables"]:
+            found = {"origin": codebooks["origin"]} | table
+            key = tuple(found[name] for name in ("origin", "stream", "placement", "stream_recipe_id"))
+            if tables.setdefault(key, found)["centroids"] != found["centroids"]:
+                raise StaleResult(f"table {'/'.join(key)} stands in two codebooks and differs; run `kvlab codebooks`")
+    missing = sorted("/".join(key) for key in used_tables(results) - set(tables))
     if missing:
-        raise StaleResult(
-            f"{path} has no table for stream recipe {', '.join(sorted(missing))}, which measured cells used;"
-            " run `kvlab codebooks` and the jobs again"
-        )
-    return codebooks
+        raise StaleResult(f"no codebook holds table {missing[0]}, which measured cells used; run `kvlab codebooks`")
+    return list(tables.values())
+
+
+def used_tables(results: Results) -> set[tuple[str, str, str, str]]:
+    """Origin, stream, placement and recipe of every fitted table that a measured cell used."""
+    found = set()
+    for cell in (measured.cell for measured in results.cells):
+        for recipe in cell.recipes:
+            for which in cell.stream:
+                stream = getattr(recipe, which)
+                stream = stream.of if isinstance(stream, IsotropicStream) else stream
+                if isinstance(stream, BlockStream) and stream.codebook == "fitted":
+                    placement = cell.placement if which == "k" else "pre_rope"
+                    found.add((cell.origin, which, placement, digest(stream)))
+    return found
 
 
 def sigma_entry(paths: Sequence[Path], results: Results) -> dict:

@@ -6,16 +6,67 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvlab.report.gather import Measured, Results
-from kvlab.report.studies.counterparts import identity_of
-from kvlab.stats.bootstrap import Bootstrap
+from kvlab.params import Params
+from kvlab.report.gather import Measured, Results, comparable
+from kvlab.report.studies.claims import claim
+from kvlab.report.studies.counterparts import corner_cell, identity_of
+from kvlab.stats.bootstrap import Bootstrap, Estimate
 from kvlab.stats.power import effective_tokens, predicted_standard_error
 
 PERCENTILES = ("50", "95", "99", "99.9")
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-def cell_entry(results: Results, boot: Bootstrap, measured: Measured) -> dict:
+# In what an entry of `cells` may differ from the studied cell that it is held against.
+CHANGED = {"recipe", "layers", "stream", "attention", "placement", "span", "origin"}
+
+
+def studied_cells(params: Params, results: Results) -> list[Measured]:
+    """The cells in the dtype of the gap: the factorial's under the usual calibration, and those of `cells`."""
+    shared = [
+        *results.select("factors", dtype=params.gap.dtype, origin=params.calibration.origin),
+        *results.select("cells"),
+    ]
+    return sorted(shared, key=lambda m: (params.engines.index(m.cell.engine), m.cell.dtype != params.gap.dtype))
+
+
+def difference_entry(params: Params, results: Results, boot: Bootstrap, measured: Measured) -> dict | None:
+    """KL of a cell of params.yaml minus that of the studied cell, each net of its own floor, paired by token.
+
+    None for the floors, and where no studied cell has the same engine, dtype and protocol.
+    """
+    found = against_studied(params, results, boot, measured)
+    return found and found[0].to_json()
+
+
+def against_studied(
+    params: Params, results: Results, boot: Bootstrap, measured: Measured
+) -> tuple[Estimate, Measured] | None:
+    """The difference of `difference_entry`, and the studied cell."""
+    cell = measured.cell
+    if measured.role != "codec" or cell.study != "cells" or cell.dtype not in params.gap.dtypes:
+        return None
+    studied = corner_cell(params, results, engine=cell.engine, protocol=cell.protocol, dtype=cell.dtype)
+    comparable([measured, studied], CHANGED)
+    floors = [identity_of(results, one) for one in (measured, studied)]
+    columns = [one.column("kl") for one in (measured, studied, *floors)]
+    return boot.combine(columns, lambda m: (m[..., 0] - m[..., 2]) - (m[..., 1] - m[..., 3])), studied
+
+
+def cell_claims(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
+    """What each cell of params.yaml changes beside the studied cell, in net KL."""
+    found = []
+    for measured in results.select("cells", "codec"):
+        compared = against_studied(params, results, boot, measured)
+        if compared:
+            effect, studied = compared
+            cell = measured.cell
+            subject = f"`{cell.label}` in place of the studied cell (`{cell.engine}`, `{cell.protocol}`)"
+            found.append(claim("cells", subject, effect, (measured, studied)))
+    return found
+
+
+def cell_entry(params: Params, results: Results, boot: Bootstrap, measured: Measured) -> dict:
     """Everything about one cell: what it is, what its codec did, and what it cost."""
     cell, coding = measured.cell, measured.record.coding
     coded = cell.recipe.k if measured.role == "codec" else None
@@ -29,6 +80,12 @@ def cell_entry(results: Results, boot: Bootstrap, measured: Measured) -> dict:
         "dtype": cell.dtype,
         "protocol": cell.protocol,
         "stream": cell.stream,
+        "study": cell.study,
+        "attention": cell.attention,
+        "placement": cell.placement,
+        "span": cell.span,
+        "origin": cell.origin,
+        "difference": difference_entry(params, results, boot, measured),
         "variance_ratio": getattr(coded, "variance_ratio", None),  # of the block codec only
         "bits_per_value": coding.bits_per_value,
         "fires": coding.fires,

@@ -1,44 +1,29 @@
-"""The gap between the two published studies, divided among the factors in which they differ."""
+"""The gap between two corners of the factorial, divided among the factors in which they differ."""
 
 from __future__ import annotations
 
 from itertools import product
 
 from kvlab.params import Params
-from kvlab.report.gather import Results, comparable
-from kvlab.report.studies.counterparts import LEVELS, codec_cell
+from kvlab.report.gather import Measured, Results, comparable
+from kvlab.report.studies.claims import claim
+from kvlab.report.studies.counterparts import LEVELS, corner_cell
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.power import windows_for_sign
 from kvlab.stats.shapley import corner_index, interactions, pairs, shapley
 
+QUANTITIES = ("kl", "delta_nll")
+
 
 def gap_entry(params: Params, results: Results, boot: Bootstrap) -> dict:
-    """The gap between the low and the high corner, divided among the factors by Shapley value.
+    """Between the two published corners, which share their dtype and the origin of their calibration."""
+    shared = {"dtype": [params.gap.dtype], "origin": [params.calibration.origin]}
+    return decomposition(params, results, boot, gap_levels(params) | shared)
 
-    A factor with one level (one engine measured, one protocol, equal ratios) is dropped; the corners
-    still name it. KL is not net of the floor here: both corners carry their engine's.
-    """
-    levels = gap_levels(params)
-    factors = [name for name, values in levels.items() if len(values) > 1]
-    corners = [dict(zip(levels, choice, strict=True)) for choice in product(*levels.values())]
-    cells = [
-        codec_cell(params, results, c["engine"], c["protocol"], params.gap.dtype, c["variance_ratio"]) for c in corners
-    ]
-    comparable(cells, factors)
-    index = [corner_index([corner[name] != levels[name][0] for name in factors]) for corner in corners]
-    order = [index.index(i) for i in range(len(corners))]
-    measures = {}
-    for quantity in ("kl", "delta_nll"):
-        columns = [cells[i].column(quantity) for i in order]
-        measures[quantity] = decompose(boot, columns, factors, [corners[i] for i in order])
-    return {
-        "factors": factors,
-        "dtype": params.gap.dtype,
-        "stream": "kv",
-        "low": {name: values[0] for name, values in levels.items()},
-        "high": {name: values[-1] for name, values in levels.items()},
-        "measures": measures,
-    }
+
+def factors_entry(params: Params, results: Results, boot: Bootstrap) -> dict:
+    """Between the corner with every factor low and the one with every factor high: the full factorial."""
+    return decomposition(params, results, boot, gap_levels(params))
 
 
 def gap_levels(params: Params) -> dict[str, list]:
@@ -46,7 +31,41 @@ def gap_levels(params: Params) -> dict[str, list]:
     levels: dict[str, list] = {
         name: [level for level in both if level in getattr(params, f"{name}s")] for name, both in LEVELS.items()
     }
-    return levels | {"variance_ratio": list(dict.fromkeys(params.gap.variance_ratios))}
+    gap = params.gap
+    listed = {"variance_ratio": gap.variance_ratios, "dtype": gap.dtypes, "origin": gap.origins}
+    return levels | {name: list(dict.fromkeys(values)) for name, values in listed.items()}
+
+
+def decomposition(params: Params, results: Results, boot: Bootstrap, levels: dict[str, list]) -> dict:
+    """The gap between the low and the high corner, divided among the factors by Shapley value.
+
+    A factor with one level (one engine measured, one protocol, equal ratios) is no factor; the corners
+    still name it. KL is not net of the floor here: each corner carries its engine's.
+    """
+    factors, corners, cells = factorial(params, results, levels)
+    comparable(cells, set(factors))
+    measures = {}
+    for quantity in QUANTITIES:
+        columns = [cell.column(quantity) for cell in cells]
+        measures[quantity] = decompose(boot, columns, factors, corners)
+    return {
+        "factors": factors,
+        "dtype": params.gap.dtype,
+        "stream": "kv",
+        "low": corners[0],
+        "high": corners[-1],
+        "measures": measures,
+    }
+
+
+def factorial(
+    params: Params, results: Results, levels: dict[str, list]
+) -> tuple[list[str], list[dict], list[Measured]]:
+    """Factors that vary, and by corner index (`stats.shapley`) each corner's levels and cell."""
+    factors = [name for name, values in levels.items() if len(values) > 1]
+    corners = [dict(zip(levels, choice, strict=True)) for choice in product(*levels.values())]
+    corners.sort(key=lambda corner: corner_index([corner[name] != levels[name][0] for name in factors]))
+    return factors, corners, [corner_cell(params, results, **corner) for corner in corners]
 
 
 def decompose(boot: Bootstrap, columns: list[Column], factors: list[str], corners: list[dict]) -> dict:
@@ -77,3 +96,31 @@ def decompose(boot: Bootstrap, columns: list[Column], factors: list[str], corner
         "interactions": [{"factors": n, "effect": e.to_json()} for n, e in zip(names, effects, strict=True)],
         "corners": [corner | {"value": value.to_json()} for corner, value in zip(corners, values, strict=True)],
     }
+
+
+def gap_claims(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
+    """The gap between the published corners, and what each factor contributes; then the whole factorial's."""
+    shared = {"dtype": [params.gap.dtype], "origin": [params.calibration.origin]}
+    levels = gap_levels(params)
+    return [
+        *corner_claims(params, results, boot, levels | shared, "gap", "between the published corners"),
+        *corner_claims(params, results, boot, levels, "factors", "over the whole factorial"),
+    ]
+
+
+def corner_claims(
+    params: Params, results: Results, boot: Bootstrap, levels: dict[str, list], about: str, where: str
+) -> list[dict]:
+    """One claim for the gap and one for each factor, between the low and the high corner."""
+    factors, _, cells = factorial(params, results, levels)
+    if not factors:
+        return []
+    comparable(cells, set(factors))
+    columns = [cell.column("kl") for cell in cells]
+    sides = (cells[-1], cells[0])
+    found = [claim(about, f"Going from low to high {where}", boot.difference(columns[-1], columns[0]), sides)]
+    for name, share in zip(factors, boot.combine_many(columns, shapley), strict=True):
+        low, high = levels[name][0], levels[name][-1]
+        subject = f"`{name}` going from `{low}` to `{high}`, its share {where},"
+        found.append(claim(about, subject, share, sides))
+    return found

@@ -1,91 +1,216 @@
-"""Coding one layer at a time, and whether the single layers add up to all of them together."""
+"""Which layers a codec's cost comes from: each layer coded alone, each left out, and whether the layers add up.
+
+Every KL is net of the identity cell of the same engine, dtype and protocol. A sum over layers would otherwise
+count the engine's own noise once per layer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from kvlab.params import Params
+from kvlab.params import Params, coded_layers
 from kvlab.report.gather import Measured, Results, comparable
-from kvlab.report.studies.counterparts import identity_of
-from kvlab.stats.bootstrap import Bootstrap
-from kvlab.stats.multiple import benjamini_hochberg, sign_flip_p
+from kvlab.report.studies.claims import claim
+from kvlab.report.studies.net import added, divides, net_kl, subtracted
+from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
+from kvlab.stats.multiple import benjamini_hochberg, sign_flip_p, sign_flip_two_sided_p
+
+ONLY, BUT = "only", "but"
+
+
+@dataclass(frozen=True)
+class Coded:
+    """The cells of one stream under one engine and protocol.
+
+    Parameters
+    ----------
+    only : tuple of Measured
+        Each layer alone, by layer.
+    but : tuple of Measured
+        All layers but one, by the one; empty when there is one layer only.
+    joint : Measured
+        All layers.
+    """
+
+    only: tuple[Measured, ...]
+    but: tuple[Measured, ...]
+    joint: Measured
+
+    @classmethod
+    def of(cls, params: Params, results: Results, engine: str, protocol: str, stream: str) -> Coded:
+        """Found by their layers: with two layers, one alone *is* all but the other."""
+        found = results.select("layers", "codec", engine=engine, protocol=protocol, stream=stream)
+        comparable(found, {"layers"})
+        by_layers = {measured.cell.layers: measured for measured in found}
+        everything = tuple(range(params.model.n_layers))
+        rests = [tuple(j for j in everything if j != i) for i in everything]
+        return cls(
+            only=tuple(by_layers[i,] for i in everything),
+            but=tuple(by_layers[rest] for rest in rests if rest),
+            joint=by_layers[everything],
+        )
+
+
+# ----------------------------------------------------------------------------------- single layers
 
 
 def layer_entries(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
-    """KL of coding one layer at a time, with q-values over the layers of one engine and protocol.
+    """What each layer costs alone (``only``) and on top of all the others (``but``).
 
-    KL is never negative, so "no effect" cannot mean KL = 0. The null hypothesis is that coding the
-    layer is exchangeable, window by window, with the engine's identity cell of the same dtype and
-    protocol; the test flips signs of the paired window differences (`stats.multiple.sign_flip_p`).
-    Where there is no such identity cell there is no q-value, nor for all layers together.
+    `kl` is, for ``only``, the KL of coding that layer and nothing else; for ``but``, the KL of coding all layers
+    minus that of coding all but this one. The q-values correct for the layers of one engine, protocol, stream and
+    kind (Benjamini & Hochberg 1995).
+
+    KL is never negative, so "no effect" cannot mean KL = 0: the null hypothesis of ``only`` is that the cell is
+    exchangeable, window by window, with the identity cell, against costing more. That of ``but`` is that coding
+    the layer too is exchangeable with leaving it out, against either direction, for the errors of two layers can
+    cancel.
     """
     entries = []
-    for engine, protocol in product(params.engines, params.layers.protocols):
-        singles, joint = layer_cells(results, engine, protocol)
-        p_values = [layer_p(results, boot, measured) for measured in singles]
-        tested = all(p is not None for p in p_values)
-        q_values = benjamini_hochberg(p_values).tolist() if tested else [None] * len(singles)
-        for measured, q_value in zip([*singles, joint], [*q_values, None], strict=True):
-            entry = {
-                "engine": engine,
-                "protocol": protocol,
-                "label": measured.cell.label,
-                "layer": None if measured is joint else measured.cell.layers[0],
-                "kl": boot.mean(measured.column("kl")).to_json(),
-                "q_value": q_value,
-                "bits_per_value": measured.record.coding.bits_per_value,
-            }
-            entries.append(entry)
+    for engine, protocol, stream in product(params.engines, params.layers.protocols, params.layers.streams):
+        cells = Coded.of(params, results, engine, protocol, stream)
+        for kind, measured, effects in kinds(results, cells):
+            q_values = discovered(boot, effects, two_sided=kind == BUT)
+            for layer, (one, effect, (p, q)) in enumerate(zip(measured, effects, q_values, strict=True)):
+                entry = {
+                    "engine": engine,
+                    "protocol": protocol,
+                    "stream": stream,
+                    "kind": kind,
+                    "layer": layer,
+                    "boundary": layer not in coded_layers(params),
+                    "label": one.cell.label,
+                    "cell_id": one.record.cell_id,
+                    "kl": boot.mean(effect).to_json(),
+                    "p_value": p,
+                    "q_value": q,
+                    "bits_per_value": one.record.coding.bits_per_value,
+                }
+                entries.append(entry)
     return entries
 
 
-def layer_cells(results: Results, engine: str, protocol: str) -> tuple[list[Measured], Measured]:
-    """The single layers in order, and the cell of all layers (which may be the only layer)."""
-    found = results.select("layers", engine=engine, protocol=protocol)
-    comparable(found, {"layers"})
-    joint = max(found, key=lambda m: len(m.cell.layers))
-    singles = [m for m in found if len(m.cell.layers) == 1]
-    return sorted(singles, key=lambda m: m.cell.layers), joint
+def kinds(results: Results, cells: Coded) -> list[tuple[str, tuple[Measured, ...], list[Column]]]:
+    """Per kind its cells and each layer's effect, by layer; without ``but`` when there is one layer only."""
+    alone = (ONLY, cells.only, [net_kl(results, one) for one in cells.only])
+    return [alone, (BUT, cells.but, left_out(cells))] if cells.but else [alone]
 
 
-def layer_p(results: Results, boot: Bootstrap, measured: Measured) -> float | None:
-    """p-value of one layer against the identity cell; None where there is none."""
-    floor = identity_of(results, measured)
-    if floor is None:
-        return None
-    difference = measured.column("kl").means - floor.column("kl", measured.cell.windows).means
-    return sign_flip_p(difference, draws=boot.resamples, seed=boot.seed)
+def left_out(cells: Coded) -> list[Column]:
+    """KL of coding all layers minus that of coding all but one, by the one; the floor cancels."""
+    joint = cells.joint.column("kl")
+    return [subtracted(joint, one.column("kl")) for one in cells.but]
+
+
+def discovered(boot: Bootstrap, effects: Sequence[Column], two_sided: bool) -> list[tuple[float, float]]:
+    """p-value and q-value of each effect, over windows."""
+    test = sign_flip_two_sided_p if two_sided else sign_flip_p
+    p_values = [test(effect.means, draws=boot.resamples, seed=boot.seed) for effect in effects]
+    return list(zip(p_values, benjamini_hochberg(p_values).tolist(), strict=True))
+
+
+# -------------------------------------------------------------------------------------- additivity
 
 
 def additivity_entries(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
-    """All layers together against the sum of the single layers, paired by window.
+    """What is coded together against the sum of its parts, paired by window.
 
-    Each KL is net of the identity cell's where there is one: a sum over layers would otherwise count
-    the engine's own noise once per layer. The ratio is None when the sum is not clear of zero.
+    Where `parts` is ``layers``, one stream's layers; where it is ``streams``, K in all layers and V in all layers.
+    `left_out_sum` adds what each layer costs on top of all the others, which is the same sum where the layers do
+    not compound. `boundary_excess` is what a boundary layer costs alone minus what another layer does, on average;
+    None unless there are both.
     """
     entries = []
     for engine, protocol in product(params.engines, params.layers.protocols):
-        singles, joint = layer_cells(results, engine, protocol)
-        floor = identity_of(results, joint)
-        columns = [measured.column("kl") for measured in (joint, *singles)]
-        columns += [floor.column("kl", joint.cell.windows)] if floor else []
-        n = len(singles)
-
-        def parts(means, n=n, net=floor is not None):
-            noise = means[..., -1] if net else 0.0
-            return means[..., 0] - noise, means[..., 1 : n + 1].sum(-1) - n * noise
-
-        total = boot.combine(columns, lambda m, parts=parts: parts(m)[1])
-        ratio = boot.combine(columns, lambda m, parts=parts: np.divide(*parts(m))) if total.low > 0 else None
-        entry = {
-            "engine": engine,
-            "protocol": protocol,
-            "joint": boot.combine(columns, lambda m, parts=parts: parts(m)[0]).to_json(),
-            "sum": total.to_json(),
-            "ratio": ratio.to_json() if ratio else None,
-            "interaction": boot.combine(columns, lambda m, parts=parts: np.subtract(*parts(m))).to_json(),
-        }
-        entries.append(entry)
+        place = {"engine": engine, "protocol": protocol}
+        streams = {s: Coded.of(params, results, engine, protocol, s) for s in params.layers.streams}
+        for stream, cells in streams.items():
+            singles = [net_kl(results, one) for one in cells.only]
+            excess = boundary_excess(params, boot, singles)
+            entry = together(boot, net_kl(results, cells.joint), singles) | {
+                "left_out_sum": boot.mean(added(left_out(cells))).to_json() if cells.but else None,
+                "boundary_excess": excess and excess.to_json(),
+            }
+            entries.append(place | {"stream": stream, "parts": "layers"} | entry)
+        if len(streams) > 1:
+            both, apart = streams_together(results, streams)
+            entry = together(boot, net_kl(results, both), [net_kl(results, one) for one in apart])
+            empty = {"left_out_sum": None, "boundary_excess": None}
+            entries.append(place | {"stream": "kv", "parts": "streams"} | entry | empty)
     return entries
+
+
+def together(boot: Bootstrap, joint: Column, parts: Sequence[Column]) -> dict:
+    """Joint cost, sum of the parts, their ratio (None where there is none) and their difference."""
+    ratio = additivity_ratio(boot, joint, parts)
+    return {
+        "joint": boot.mean(joint).to_json(),
+        "sum": boot.mean(added(parts)).to_json(),
+        "ratio": ratio and ratio.to_json(),
+        "interaction": boot.difference(joint, added(parts)).to_json(),
+    }
+
+
+def additivity_ratio(boot: Bootstrap, joint: Column, parts: Sequence[Column]) -> Estimate | None:
+    """Joint cost over the sum of the parts; None where that sum cannot be told from zero (`net.divides`)."""
+    total = added(parts)
+    return boot.ratio(joint, total) if divides(boot, total) else None
+
+
+def streams_together(results: Results, streams: dict[str, Coded]) -> tuple[Measured, list[Measured]]:
+    """The cell of K and V in all layers, and the cells of K and of V in all layers."""
+    apart = [cells.joint for cells in streams.values()]
+    same = {name: getattr(apart[0].cell, name) for name in ("engine", "protocol", "layers")}
+    (both,) = results.select("layers", "codec", stream="kv", **same)
+    comparable([both, *apart], {"stream"})
+    return both, apart
+
+
+def boundary_excess(params: Params, boot: Bootstrap, singles: Sequence[Column]) -> Estimate | None:
+    """What a boundary layer costs minus what another layer costs, means over layers; None unless there are both."""
+    inner = np.isin(np.arange(len(singles)), coded_layers(params))
+    if inner.all() or not inner.any():
+        return None
+    pull = np.where(inner, -1 / inner.sum(), 1 / (~inner).sum())
+    return boot.combine(singles, lambda means: means @ pull)
+
+
+# ------------------------------------------------------------------------------------------ claims
+
+
+def layer_claims(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
+    """Whether layers add up, stream by stream, and whether K and V do, under every engine and protocol."""
+    found = []
+    for engine, protocol in product(params.engines, params.layers.protocols):
+        place = f"(`{engine}`, `{protocol}`)"
+        streams = {s: Coded.of(params, results, engine, protocol, s) for s in params.layers.streams}
+        for stream, cells in streams.items():
+            joint, singles = net_kl(results, cells.joint), [net_kl(results, one) for one in cells.only]
+            ratio = additivity_ratio(boot, joint, singles)
+            if ratio and len(singles) > 1:
+                found.append(compounding(f"Coding {stream.upper()} in all layers {place}", ratio, cells))
+        if len(streams) > 1:
+            both, apart = streams_together(results, streams)
+            interaction = boot.difference(net_kl(results, both), added([net_kl(results, one) for one in apart]))
+            found.append(
+                claim(
+                    "layers",
+                    f"Coding K and V together in all layers {place}",
+                    interaction,
+                    [both, apart],
+                    up="raises KL beyond the sum of either alone",
+                    down="keeps KL below the sum of either alone",
+                )
+            )
+    return found
+
+
+def compounding(subject: str, ratio: Estimate, cells: Coded) -> dict:
+    """The claim that the cost of all layers is, or is not, the sum of the layers' own."""
+    unit = "times the sum of its layers coded alone"
+    compared = [cells.joint, list(cells.only)]
+    return claim("layers", subject, ratio, compared, up="raises KL", down="raises KL only", null=1.0, unit=unit)

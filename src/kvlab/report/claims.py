@@ -1,0 +1,64 @@
+"""Claims as sentences: each says how many windows, which interval, and which cells, or that it is not resolved."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from kvlab.report import format as fmt
+
+MOST_NAMED = 3  # cells that a side of a comparison names before it counts them
+
+
+def sections(claims: list[dict] | None) -> list[dict]:
+    """Sentences by what they are about, in the order given: ``about``, ``sentences``."""
+    groups = groupby(claims or [], key=lambda claim: claim["about"])
+    return [{"about": about, "sentences": [sentence(claim) for claim in found]} for about, found in groups]
+
+
+def resolved(claim: dict) -> bool:
+    """Whether the interval leaves out the effect that is no effect."""
+    effect, null = claim["effect"], claim["null"]
+    return not effect["low"] <= null <= effect["high"]
+
+
+def sentence(claim: dict) -> str:
+    """One claim as one sentence, evidence included."""
+    effect, lowered = claim["effect"], claim["effect"]["value"] < claim["null"]
+    if not resolved(claim):
+        size = sized(fmt.estimate(effect), claim["unit"])
+        return f"{claim['subject'].rstrip(',')}: not resolved, {size}{needing(claim)} ({evidence(claim)})."
+    by = "to" if claim["null"] else "by"
+    # "Lowers by" already says which way; a ratio is read as it stands.
+    size = fmt.estimate(effect, -1.0 if lowered and not claim["null"] else 1.0)
+    verb = claim["down"] if lowered else claim["up"]
+    return f"{claim['subject']} {verb} {by} {sized(size, claim['unit'])} ({evidence(claim)})."
+
+
+def sized(text: str, unit: str) -> str:
+    """A number and its unit."""
+    return " ".join(filter(None, [text, unit]))
+
+
+def needing(claim: dict) -> str:
+    """How many windows a claim that is not resolved would take."""
+    needed = claim["windows_needed"]
+    if needed is None or needed >= fmt.OUT_OF_REACH:
+        return ", and no effect is to be seen"
+    return f", about {fmt.whole(needed)} windows needed"
+
+
+def evidence(claim: dict) -> str:
+    """On how much a claim rests, and which cells it compares."""
+    effect = claim["effect"]
+    first, second = (side_words(side) for side in claim["compared"])
+    return f"{effect['n_windows']} windows, {effect['n_tokens']} tokens; {first} against {second}"
+
+
+def side_words(side: list[dict]) -> str:
+    """The cells of one side by id; of many, the first ones and their number."""
+    ids = [f"`{cell['cell_id']}`" for cell in side]
+    if len(ids) == 1:
+        return f"cell {ids[0]}"
+    if len(ids) <= MOST_NAMED:
+        return f"cells {', '.join(ids)} together"
+    return f"{len(ids)} cells together ({ids[0]} to {ids[-1]})"

@@ -1,0 +1,240 @@
+"""What the templates of FINDINGS.md name, as text ready to print; a part that was not measured is None."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+from kvlab.params import Params
+from kvlab.report import claims, tables, tables_layers, tables_mitigations, tables_noise, tables_residual
+from kvlab.report import format as fmt
+from kvlab.report.rendering import needing
+
+SECTIONS = (
+    *("gap", "factors", "baseline", "agreement", "cells", "layers", "noise", "residual", "mitigations"),
+    *("calibration", "verdict", "limits", "identity"),
+)
+METHODS = {
+    "bca": "BCa bootstrap over windows, nowhere inside Student's t",
+    "percentile": "percentile bootstrap over windows",
+    "t": "Student's t over windows",
+}
+
+
+def report_context(params: Params, metrics: dict, verdict: dict, withheld: str | None) -> dict:
+    """Everything that the templates name, as text ready to print; a part not measured is None."""
+    sizes, identity = metrics["sizes"], metrics["identity"]
+    level = fmt.percent(sizes["confidence"])
+    gap = gap_context(metrics.get("gap"), level)
+    return {
+        "title": params.report.title,
+        "sections": SECTIONS,
+        "unit": tables.KL_UNIT,
+        "level": level,
+        "sizes": {name: fmt.number(sizes[name]) for name in ("context", "eval", "resamples")},
+        "alpha": fmt.plain(round(1 - sizes["confidence"], 9)),
+        "withheld": withheld,
+        "withheld_gap": withheld if not gap else None,
+        "gap": gap,
+        "factors": gap_context(metrics.get("factors"), level),
+        "claims": claims_context(metrics.get("claims")),
+        "baseline": part(metrics.get("baseline"), tables.baseline, "kl", level),
+        "floor": floor_context(metrics.get("floor"), level),
+        "agreement": agreement_context(metrics.get("agreement"), level),
+        **cells_context(metrics.get("cells"), level),
+        "layers": tables_layers.context(metrics, partial(basis, level=level)),
+        "noise": tables_noise.context(metrics, partial(basis, level=level)),
+        "residual": tables_residual.context(metrics.get("residual"), sizes["confidence"], METHODS),
+        "mitigations": tables_mitigations.mitigations_context(metrics, partial(basis, level=level)),
+        **calibration_context(metrics),
+        "thresholds": thresholds(params),
+        "verdict": verdict_context(verdict),
+        "limits": limits(metrics),
+        "open_questions": open_questions(metrics, verdict),
+        "identity": identity_context(identity),
+        "model": identity["model"],
+        "corpus": identity["corpus"],
+    }
+
+
+def basis(estimates: list[dict], level: str, unit: str = tables.KL_UNIT) -> str:
+    """The line under a table: on how much it rests and what it can tell from zero."""
+    estimates = tables.scattered([given for given in estimates if given])
+    if not estimates:
+        return ""
+    smallest = [fmt.number(pick(given["resolvable"] for given in estimates), 2) for pick in (min, max)]
+    effect = smallest[0] if smallest[0] == smallest[1] else " to ".join(smallest)
+    used = {given.get("method", "bca") for given in estimates}
+    methods = " or ".join(words for method, words in METHODS.items() if method in used)
+    windows, tokens = (fmt.span(given[key] for given in estimates) for key in ("n_windows", "n_tokens"))
+    return (
+        f"*{windows} windows, {tokens} scored tokens, {level} intervals in brackets ({methods}); "
+        f"the smallest effect told from zero is {effect} {unit}{'' if effect in smallest else ', by row'}.*"
+    )
+
+
+def part(rows: list[dict] | None, make, key: str, level: str) -> dict | None:
+    """A table and the line under it; None when there are no rows."""
+    if not rows:
+        return None
+    return {"table": make(rows), "basis": basis([row[key] for row in rows], level)}
+
+
+def claims_context(found: list[dict] | None) -> dict[str, list[str]]:
+    """The sentences of each section that makes claims."""
+    return {name: [] for name in SECTIONS} | {group["about"]: group["sentences"] for group in claims.sections(found)}
+
+
+def gap_context(gap: dict | None, level: str) -> dict | None:
+    """The decomposition: a dict per measure, and the corners in words."""
+    if not gap or not gap["factors"] or not gap["measures"]:
+        return None
+    names = sorted(gap["measures"], key=lambda name: name != "kl")  # the headline's measure first
+    measures = {name: measure_context(gap["measures"][name], level) for name in names}
+    return {
+        "main": "kl" if "kl" in measures else next(iter(measures)),
+        "factors": gap["factors"],
+        "crosses": gap["low"]["engine"] != gap["high"]["engine"] and len(gap["factors"]) > 1,
+        "measured": ", ".join(f"`{gap[name]}`" for name in ("stream", "dtype") if name in gap),
+        "low": f"({tables.corner(gap['low'])})",
+        "high": f"({tables.corner(gap['high'])})",
+        "measures": measures,
+        "corners": tables.corners(gap["measures"]),
+    }
+
+
+def measure_context(measure: dict, level: str) -> dict:
+    """One measure of the decomposition."""
+    parts = tables.shares(measure)
+    interactions = tables.interactions(measure, tables.KL_UNIT) if measure.get("interactions") else None
+    return tables.resolution(measure["gap"]) | {
+        "parts": [part | {"has_percent": part["of_gap"] != fmt.DASH} for part in parts],
+        "gap": fmt.estimate(measure["gap"]),
+        "rises": measure["gap"]["value"] > 0,
+        "table": tables.decomposition(measure, tables.KL_UNIT),
+        "basis": basis([measure["gap"], *(part["share"] for part in measure["parts"])], level),
+        "interactions": interactions,
+    }
+
+
+def floor_context(floors: dict | None, level: str) -> dict | None:
+    """The engines' own noise."""
+    found = [given for row in (floors or {}).values() for given in row.values() if given]
+    return {"table": tables.floor(floors), "basis": basis(found, level)} if found else None
+
+
+def agreement_context(agreement: dict | None, level: str) -> dict | None:
+    """The float32 check of the engines."""
+    if not agreement:
+        return None
+    found = [*agreement["identity"].values(), *(row["cross_kl"] for row in agreement["codec"].values())]
+    return {
+        "table": tables.agreement(agreement),
+        "basis": basis(found, level),
+        "holds": agreement["holds"],
+        "why": agreement["why"],
+    }
+
+
+def cells_context(cells: list[dict] | None, level: str) -> dict:
+    """All cells, and the coded ones again by percentile, confidence and the published estimator."""
+    coded = [cell for cell in cells or [] if cell["role"] == "codec"]
+    every = {
+        "groups": tables.by_engine(cells or [], tables.cells),
+        "basis": basis([cell["kl_net"] for cell in cells or []], level),
+    }
+    return {
+        "cells": every if cells else None,
+        "percentiles": tables.by_engine(coded, tables.percentiles),
+        "by_confidence": tables.by_engine(coded, tables.by_confidence),
+        "published": tables.by_engine(coded, tables.published),
+    }
+
+
+def calibration_context(metrics: dict) -> dict:
+    """Sigma_q by engine, the drift between engines, and the codebooks."""
+    sigma = dict(metrics.get("sigma") or {})
+    drift = sigma.pop("drift", None)
+    by_engine = {engine: values for engine, values in sigma.items() if isinstance(values, dict)}
+    books = metrics.get("codebooks") or []
+    books = books.get("tables", []) if isinstance(books, dict) else books
+    if tables.is_estimate(drift):
+        drift = {"drift": drift}
+    return {
+        "sigma": tables.side_by_side(by_engine) if by_engine else None,
+        "drift": tables.fields(drift) if drift else None,
+        "codebooks": tables.records(books, leave_out=("file", "name")) if books else None,
+    }
+
+
+def thresholds(params: Params) -> dict:
+    """The bounds of the verdict in per cent."""
+    given = params.verdict
+    return {
+        "accept_ppl": fmt.percent(given.accept_ppl),
+        "accept_top": fmt.percent(given.accept_top1),
+        "marginal_ppl": fmt.percent(given.marginal_ppl),
+        "marginal_top": fmt.percent(given.marginal_top1),
+    }
+
+
+def verdict_context(verdict: dict) -> dict:
+    """Verdicts and what they stand on."""
+    cells, conditions = verdict.get("cells"), verdict.get("preconditions")
+    return {
+        "publishable": verdict["publishable"],
+        "cells": tables.verdicts(cells) if cells else None,
+        "preconditions": tables.preconditions(conditions) if conditions else None,
+    }
+
+
+def limits(metrics: dict) -> str | None:
+    """The smallest resolvable effects of every study that was run."""
+    rows = []
+    for name, measure in ((metrics.get("gap") or {}).get("measures") or {}).items():
+        rows.append((f"shares of the gap, `{name}`", [row["share"] for row in measure["parts"]]))
+        rows.append((f"interactions, `{name}`", [row["effect"] for row in measure["interactions"]]))
+    keyed = {
+        "baseline": ("engines without a codec, KL", "kl"),
+        "cells": ("cells, net KL", "kl_net"),
+        "layers": ("layers alone and left out, KL", "kl"),
+        "additivity": ("layers together minus sum, KL", "interaction"),
+        "noise": ("noise, KL", "kl"),
+        "noise_slope": ("noise, slope", "slope"),
+    }
+    for name, (study, key) in keyed.items():
+        rows.append((study, [row[key] for row in metrics.get(name) or []]))
+    compared = (metrics.get("mitigations") or {}).get("comparisons") or []
+    rows.append(("ways to spend bytes, KL", [row["difference"] for row in compared if not row["same"]]))
+    rows = [(study, found) for study, given in rows if (found := [one for one in given if one])]
+    return tables.limits(rows) if rows else None
+
+
+def open_questions(metrics: dict, verdict: dict) -> list[str]:
+    """The effects and verdicts that this run leaves open."""
+    lines = []
+    for name, measure in ((metrics.get("gap") or {}).get("measures") or {}).items():
+        effects = [(row["factor"], row["share"]) for row in measure["parts"]]
+        effects.append(("the whole gap", measure["gap"]))
+        for factor, given in effects:
+            found = tables.resolution(given)
+            if not found["resolved"]:
+                lines.append(f"Whether {factor} moves `{name}` up or down{needing(found)}.")
+    undecided = [row for row in verdict.get("cells") or [] if row["verdict"] == "INCONCLUSIVE"]
+    needed = [row["windows_needed"] for row in undecided if row["windows_needed"] is not None]
+    if needed:
+        cells = "the INCONCLUSIVE cells" if len(undecided) > 1 else "the INCONCLUSIVE cell"
+        lines.append(f"The verdict of {cells}: {fmt.span(needed)} windows needed.")
+    return lines
+
+
+def identity_context(identity: dict) -> dict:
+    """Hashes, versions and machine as one table; recipes as JSON."""
+    recipes = identity.get("recipes") or {}
+    return {
+        "table": tables.fields({key: value for key, value in identity.items() if key != "recipes"}),
+        "recipes": [
+            {"id": recipe_id, "json": json.dumps(recipe, indent=2, sort_keys=True)}
+            for recipe_id, recipe in sorted(recipes.items())
+        ],
+    }

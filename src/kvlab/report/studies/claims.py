@@ -1,0 +1,71 @@
+"""A claim: one sentence's worth of result, which cannot be had without its interval and the cells it compares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvlab.errors import Fault
+from kvlab.report.gather import Measured
+from kvlab.stats.bootstrap import Estimate
+from kvlab.stats.power import windows_for_sign
+
+UNIT = "nats per token"
+
+
+def claim(
+    about: str,
+    subject: str,
+    effect: Estimate,
+    compared: Sequence[Measured | Sequence[Measured]],
+    *,
+    up: str = "raises KL",
+    down: str = "lowers KL",
+    null: float = 0.0,
+    unit: str = UNIT,
+) -> dict:
+    """What `report.claims.sentence` makes a sentence of.
+
+    Parameters
+    ----------
+    about : str
+        The study, by the name of its section.
+    subject : str
+        What is said to do something, in words that start a sentence; Markdown code spans are allowed.
+    effect : Estimate
+        How large, with its interval.
+    compared : two of Measured, or of a list of Measured that are added up
+        What is set against what; the first is the one that the subject names.
+    up, down : str
+        What it is said to do when the effect is clearly above `null`, and when it is clearly below.
+    null : float
+        The effect that is no effect: 0 for differences, 1 for ratios.
+    unit : str
+        Of the effect; empty for a ratio.
+
+    Raises
+    ------
+    Fault
+        When not two things are compared, or one of them is empty.
+    """
+    sides = [[side] if isinstance(side, Measured) else list(side) for side in compared]
+    if len(sides) != 2 or not all(sides):
+        raise Fault(f"a claim compares two things, not {[len(side) for side in sides]} ({subject})")
+    shifted = Estimate(**{**effect.to_json(), **{end: getattr(effect, end) - null for end in ("value", "low", "high")}})
+    return {
+        "about": about,
+        "subject": subject,
+        "up": up,
+        "down": down,
+        "null": null,
+        "unit": unit,
+        "effect": effect.to_json(),
+        "windows_needed": windows_for_sign(shifted),
+        "compared": [[reference(measured) for measured in side] for side in sides],
+    }
+
+
+def reference(measured: Measured) -> dict:
+    """A cell's id, and where it was measured."""
+    cell = measured.cell
+    keys = ("study", "label", "engine", "dtype", "protocol", "stream")
+    return {"cell_id": measured.record.cell_id} | {key: getattr(cell, key) for key in keys}

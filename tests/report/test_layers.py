@@ -1,0 +1,267 @@
+"""Per-layer attribution: planted layers are found, planted sums add up, planted compounding is told from adding up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+from scipy.stats import false_discovery_control
+
+from kvlab.errors import MissingResult, MixedIdentity
+from kvlab.report import tables_layers
+from kvlab.report.claims import resolved, sentence
+from kvlab.report.figures.interactive.layers import interactive_layers
+from kvlab.report.figures.layers import layers, layers_table
+from kvlab.report.rendering import render
+from kvlab.report.studies.layers import additivity_entries, layer_claims, layer_entries
+from report.planted_cells import BOOT, WINDOWS, plain_basis, planted_params, planted_results, rows
+
+LAYER = {"k": (0.030, 0.004, 0.003, 0.002, 0.0015, 0.020), "v": (0.012, 0.003, 0.002, 0.001, 0.0005, 0.009)}
+
+
+def adding(cell, together=1.0, cross=0.0):
+    """Layers that add up, times `together` when there are several; K and V add up but for `cross`."""
+    kl = sum(LAYER[stream][layer] for stream in cell.stream for layer in cell.layers)
+    return kl * (together if len(cell.layers) > 1 else 1.0) + (cross if cell.stream == "kv" else 0.0)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return planted_params()
+
+
+@pytest.fixture(scope="module")
+def additive(params):
+    return planted_results(params, "layers", adding)
+
+
+def rows_of(entries, **chosen):
+    return [row for row in entries if all(row[key] == value for key, value in chosen.items())]
+
+
+def holds(estimate, value):
+    return estimate["low"] <= value <= estimate["high"]
+
+
+def test_alone_and_left_out_are_the_planted_costs(params, additive):
+    entries = layer_entries(params, additive, BOOT)
+    assert len(entries) == 2 * 2 * 2 * 2 * 6
+    for stream, kind in (("k", "only"), ("v", "only"), ("k", "but"), ("v", "but")):
+        found = rows_of(entries, engine="vllm", protocol="snapshot", stream=stream, kind=kind)
+        assert [row["layer"] for row in found] == list(range(6))
+        assert [row["boundary"] for row in found] == [True, False, False, False, False, True]
+        assert [row["kl"]["value"] for row in found] == pytest.approx(LAYER[stream])
+        assert all(row["kl"]["n_windows"] == WINDOWS for row in found)
+
+
+def test_q_values_are_those_of_an_oracle_within_their_group(params, additive):
+    entries = layer_entries(params, additive, BOOT)
+    groups = {(row["engine"], row["protocol"], row["stream"], row["kind"]) for row in entries}
+    for engine, protocol, stream, kind in groups:
+        found = rows_of(entries, engine=engine, protocol=protocol, stream=stream, kind=kind)
+        p_values = [row["p_value"] for row in found]
+        assert [row["q_value"] for row in found] == pytest.approx(false_discovery_control(p_values))
+
+
+def test_a_layer_that_does_nothing_is_not_discovered(params):
+    def idle(cell):
+        return sum(LAYER["k"][layer] for layer in cell.layers if layer != 2) + 1e-9
+
+    entries = layer_entries(params, planted_results(params, "layers", idle), BOOT)
+    for kind in ("only", "but"):
+        found = rows_of(entries, engine="hf", protocol="in_forward", stream="k", kind=kind)
+        assert [row["q_value"] <= 0.05 for row in found] == [layer != 2 for layer in range(6)], kind
+
+
+def test_a_layer_whose_error_cancels_is_discovered_from_below(params):
+    """Coding layer 3 too makes it better: no KL is negative, but what it costs on top of the others is."""
+
+    def cancelling(cell):
+        return 0.05 - (0.02 if 3 in cell.layers else 0.0) if len(cell.layers) > 1 else 0.01
+
+    entries = layer_entries(params, planted_results(params, "layers", cancelling), BOOT)
+    (row,) = rows_of(entries, engine="hf", protocol="in_forward", stream="v", kind="but", layer=3)
+    assert row["kl"]["value"] == pytest.approx(-0.02) and row["kl"]["high"] < 0 and row["q_value"] <= 0.05
+
+
+def test_identical_layers_share_their_p_values(params):
+    same = planted_results(params, "layers", lambda cell: 0.01 * len(cell.layers), scatter=0.0)
+    entries = layer_entries(params, same, BOOT)
+    assert len({row["kl"]["value"] for row in rows_of(entries, kind="only")}) == 1
+    assert len({row["q_value"] for row in rows_of(entries, kind="only")}) == 1
+    (row, *_) = additivity_entries(params, same, BOOT)
+    assert row["ratio"]["value"] == pytest.approx(1) and row["boundary_excess"]["value"] == pytest.approx(0, abs=1e-12)
+
+
+def test_layers_that_add_up(params, additive):
+    entries = additivity_entries(params, additive, BOOT)
+    assert len(entries) == 2 * 2 * 3
+    for row in entries:
+        total = sum(sum(LAYER[stream]) for stream in row["stream"])
+        assert [row[name]["value"] for name in ("sum", "joint")] == pytest.approx([total, total])
+        assert holds(row["ratio"], 1) and row["ratio"]["value"] == pytest.approx(1)
+        assert holds(row["interaction"], 0)
+        assert row["parts"] == ("streams" if row["stream"] == "kv" else "layers")
+    k, v, kv = entries[:3]
+    assert k["left_out_sum"]["value"] == pytest.approx(sum(LAYER["k"]))
+    assert v["boundary_excess"]["value"] == pytest.approx((0.012 + 0.009) / 2 - (0.003 + 0.002 + 0.001 + 0.0005) / 4)
+    assert v["boundary_excess"]["low"] > 0
+    assert kv["left_out_sum"] is None and kv["boundary_excess"] is None
+    assert [resolved(claim) for claim in layer_claims(params, additive, BOOT)] == [False] * len(entries)
+
+
+@pytest.mark.parametrize("together", [0.8, 1.25])
+def test_compounding_is_found(params, together):
+    results = planted_results(params, "layers", lambda cell: adding(cell, together, cross=0.004))
+    for row in additivity_entries(params, results, BOOT):
+        if row["parts"] == "layers":
+            assert row["ratio"]["value"] == pytest.approx(together) and not holds(row["ratio"], 1)
+            assert not holds(row["interaction"], 0)
+            assert np.sign(row["interaction"]["value"]) == np.sign(together - 1)
+        else:
+            assert row["interaction"]["value"] == pytest.approx(0.004) and row["interaction"]["low"] > 0
+    claims = layer_claims(params, results, BOOT)
+    assert all(map(resolved, claims)) and len(claims) == 12
+    verb = "raises KL to 1.2" if together > 1 else "raises KL only to 0.8"
+    assert f"Coding K in all layers (`hf`, `in_forward`) {verb}" in sentence(claims[0])
+    assert "raises KL beyond the sum of either alone by 0.0" in sentence(claims[2])
+
+
+def test_no_ratio_of_a_sum_that_is_not_clear_of_zero(params):
+    results = planted_results(params, "layers", lambda cell: 0.0, scatter=0.5)
+    entries = additivity_entries(params, results, BOOT)
+    ratios = [row["ratio"] for row in entries]
+    assert None in ratios
+    assert all(row["sum"]["low"] <= 0 for row in entries if row["ratio"] is None)
+    said = [claim["subject"] for claim in layer_claims(params, results, BOOT) if claim["null"] == 1]
+    assert len(said) == sum(row["ratio"] is not None for row in entries if row["parts"] == "layers")
+
+
+@pytest.mark.parametrize(("n_layers", "kinds"), [(1, {"only"}), (2, {"only", "but"})])
+def test_models_so_small_that_cells_coincide(n_layers, kinds):
+    """Of two layers, one alone is all but the other; one layer alone is all there is."""
+    params = planted_params(
+        model={"n_layers": n_layers}, codec={"boundary_layers": [], "whiten_skip_layers": [0]}, cells=no_cells()
+    )
+    results = planted_results(params, "layers", adding)
+    entries = layer_entries(params, results, BOOT)
+    assert {row["kind"] for row in entries} == kinds
+    found = rows_of(entries, engine="hf", protocol="in_forward", stream="k", kind="but")
+    assert [row["kl"]["value"] for row in found] == pytest.approx(LAYER["k"][:n_layers] if n_layers > 1 else [])
+    sums = additivity_entries(params, results, BOOT)
+    assert all(row["boundary_excess"] is None for row in sums)
+    text = report({"layers": entries, "additivity": sums, "claims": layer_claims(params, results, BOOT)})
+    assert "Boundary layers" not in text and ("*Left out*" in text) == (n_layers > 1)
+
+
+def no_cells():
+    from kvlab.paramfile import read_yaml
+    from report.planted_cells import ROOT
+
+    return dict.fromkeys(read_yaml(ROOT / "params.yaml")["cells"])
+
+
+def test_one_stream_has_no_line_of_k_and_v():
+    params = planted_params(layers={"streams": ["k"], "protocols": ["in_forward"]})
+    results = planted_results(params, "layers", adding)
+    assert {row["stream"] for row in additivity_entries(params, results, BOOT)} == {"k"}
+    assert {claim["null"] for claim in layer_claims(params, results, BOOT)} == {1.0}
+
+
+def test_cells_of_other_conditions_are_refused(params, additive):
+    def changed(role):
+        cells = [
+            replace(m, provenance=m.provenance.model_copy(update={"device": "other"})) if m.role == role else m
+            for m in additive.cells[:30]
+        ]
+        return replace(additive, cells=tuple(cells) + additive.cells[30:])
+
+    for role in ("identity", "codec"):
+        with pytest.raises(MixedIdentity, match=r"device: cpu \| other"):
+            layer_entries(params, changed(role), BOOT)
+    bare = replace(additive, cells=tuple(m for m in additive.cells if m.role != "identity"))
+    with pytest.raises(MissingResult, match="no identity cell"):
+        additivity_entries(params, bare, BOOT)
+
+
+# -------------------------------------------------------------------------------------- the report
+
+
+def metrics_of(params, results):
+    return {
+        "sizes": {"confidence": 0.95},
+        "layers": layer_entries(params, results, BOOT),
+        "additivity": additivity_entries(params, results, BOOT),
+        "claims": layer_claims(params, results, BOOT),
+    }
+
+
+def report(metrics):
+    metrics = {"sizes": {"confidence": 0.95}} | metrics
+    claims = {"layers": [sentence(claim) for claim in metrics.get("claims", [])]}
+    context = tables_layers.context(metrics, plain_basis)
+    given = {"figures": {"layers": "figures/layers.svg"}, "alpha": "0.05", "unit": "nats per token"}
+    return render("layers.md.j2", layers=context, claims=claims, **given)
+
+
+def test_the_section(params, additive):
+    text = report(metrics_of(params, additive))
+    assert text.count("| layer | K alone | V alone | K left out | V left out |") == 4
+    lines = [line for line in text.splitlines() if line.startswith("| 0, boundary |")]
+    assert len(lines) == 4 and all(line.count("†") == 4 for line in lines)
+    assert text.count("\n- ") == 12
+    assert "Boundary layers, which the studied recipe leaves uncoded, are coded here too" in text
+    assert "None" not in text and "nan" not in text
+    assert report({}) == "## One layer at a time\n\nThis run did not measure single layers.\n"
+
+
+def test_only_discoveries_are_marked():
+    row = {"engine": "hf", "protocol": "snapshot", "stream": "k", "kind": "only", "layer": 3, "boundary": False}
+    row["kl"] = {"value": 0.5, "low": 0.4, "high": 0.6}
+    marked = [tables_layers.layers([row | {"q_value": q}], 0.05).count("†") for q in (0.05, 0.0501)]
+    assert marked == [1, 0]
+
+
+@pytest.fixture(scope="module")
+def deep():
+    params = planted_params(
+        model={"n_layers": 36},
+        codec={"boundary_layers": [0, 1, 34, 35]},
+        layers={"protocols": ["in_forward"]},
+    )
+    costs = np.linspace(0.01, 0.001, 36)
+    return metrics_of(params, planted_results(params, "layers", lambda cell: float(sum(costs[list(cell.layers)]))))
+
+
+def test_a_deep_model_still_renders(deep):
+    text = report(deep)
+    assert text.count("| 35, boundary |") == 2 and max(map(len, text.splitlines())) < 1000
+    table = layers_table(deep)
+    assert len(table) == 2 * 2 * 2 * 36
+    assert layers(table).axes
+
+
+@pytest.mark.parametrize("of", ["additive", "deep"])
+def test_both_figures_draw_every_row(request, params, of):
+    metrics = (
+        metrics_of(params, request.getfixturevalue("additive")) if of == "additive" else request.getfixturevalue(of)
+    )
+    table = layers_table(metrics)
+    axes = layers(table).axes
+    assert len(axes) == 4
+    dots = [line for axis in axes for line in axis.lines if line.get_marker() in ("o", "s")]
+    assert sorted(line.get_ydata()[0] for line in dots) == pytest.approx(sorted(table["value"]))
+    assert sum(line.get_markerfacecolor() == "white" for line in dots) == table["clear"].not_().sum()
+    drawn = interactive_layers(table)
+    seen = [row for trace in drawn.data for row in (trace.meta or {}).get("rows", [])]
+    assert sorted(seen) == list(range(len(table)))
+    at = dict(zip(seen, (y for trace in drawn.data if trace.meta for y in trace.y), strict=True))
+    assert [at[row] for row in range(len(table))] == pytest.approx(table["value"].to_list())
+    assert layers_table({"sizes": {"confidence": 0.95}, "layers": []}) is None
+
+
+def test_planted_rows_have_the_planted_mean():
+    assert rows("a", 0.25, 0.1)["kl"].mean() == pytest.approx(0.25)
+    assert not rows("a", 0.25, 0.1).equals(rows("b", 0.25, 0.1)) and isinstance(rows("a", 1, 0), pl.DataFrame)

@@ -1,0 +1,207 @@
+"""kill_rules, recompute and cost: that what they look for is seen. No Snakemake, no engine."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import psutil
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "workflow" / "scripts"
+
+
+def load(name: str, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def outcome(monkeypatch):
+    return load("outcome", monkeypatch)
+
+
+@pytest.fixture
+def kill_rules(monkeypatch):
+    return load("kill_rules", monkeypatch)
+
+
+@pytest.fixture
+def recompute(monkeypatch):
+    return load("recompute", monkeypatch)
+
+
+@pytest.fixture
+def cost(monkeypatch):
+    return load("cost", monkeypatch)
+
+
+@pytest.fixture
+def tokens() -> pl.DataFrame:
+    keys = {"cell_id": ["a"] * 4 + ["b"] * 4, "window": [0, 0, 1, 1] * 2, "position": [64, 65] * 4}
+    return pl.DataFrame(keys | {"kl": [0.1 + 0.01 * i for i in range(8)], "protocol": ["snapshot", None] * 4})
+
+
+def changed(tokens: pl.DataFrame) -> pl.DataFrame:
+    one_bit_more = tokens["kl"].to_numpy().copy()
+    one_bit_more[3] += 2**-55
+    return tokens.with_columns(kl=one_bit_more)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        changed,
+        lambda tokens: tokens.head(-1),
+        lambda tokens: pl.concat([tokens, tokens.tail(1)]),
+        lambda tokens: tokens.reverse(),
+        lambda tokens: tokens.drop("kl"),
+        lambda tokens: tokens.rename({"kl": "nll"}),
+        lambda tokens: tokens.cast({"window": pl.Int32}),
+        lambda tokens: tokens.with_columns(pl.col("protocol").fill_null("")),
+    ],
+    ids=["value", "lost row", "row twice", "order", "lost column", "other name", "other type", "null"],
+)
+def test_any_change_of_a_table_is_seen(outcome, tokens, spoil):
+    assert outcome.table_hash(spoil(tokens)) != outcome.table_hash(tokens)
+
+
+def test_a_table_is_its_content_not_its_bytes(outcome, tokens, tmp_path):
+    tokens.write_parquet(tmp_path / "a.parquet", compression="zstd")
+    pl.concat([tokens.head(3), tokens.tail(5)], rechunk=False).write_parquet(tmp_path / "b.parquet", compression="lz4")
+    assert (tmp_path / "a.parquet").read_bytes() != (tmp_path / "b.parquet").read_bytes()
+    assert outcome.file_hash(tmp_path / "a.parquet") == outcome.file_hash(tmp_path / "b.parquet")
+
+
+@pytest.fixture
+def place(tokens, tmp_path) -> Path:
+    for name in ("calib/sigma/hf.json", "results/logs/cells/x.log", "results/benchmarks/cells/x.tsv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "results" / "cells").mkdir()
+    tokens.write_parquet(tmp_path / "results/cells/x.parquet")
+    return tmp_path
+
+
+def test_lost_new_and_other_files_are_told_apart(outcome, place):
+    before = outcome.hashes(place)
+    assert sorted(before) == ["calib/sigma/hf.json", "results/cells/x.parquet"]
+    assert outcome.differences(before, outcome.hashes(place)) == []
+    (place / "calib/sigma/hf.json").write_text("{ }")
+    (place / "results/cells/x.parquet").rename(place / "results/cells/y.parquet")
+    lines = ["lost: results/cells/x.parquet", "new: results/cells/y.parquet", "other: calib/sigma/hf.json"]
+    assert outcome.differences(before, outcome.hashes(place)) == lines
+
+
+def test_what_a_killed_writer_leaves_is_found(outcome, place):
+    assert outcome.temporaries(place) == set()
+    (place / "results/cells/.x.parquet.4711.tmp").touch()
+    (place / "calib/sigma/.hf.json.1.tmp").touch()
+    assert outcome.temporaries(place) == {"calib/sigma/.hf.json.1.tmp", "results/cells/.x.parquet.4711.tmp"}
+
+
+def test_a_row_or_a_cell_twice_is_counted(outcome, place, tokens):
+    tables = outcome.token_tables(place)
+    assert list(tables) == ["results/cells/x.parquet"] and outcome.miscounted(tables) == []
+    doubled = {"x": pl.concat([tokens, tokens.tail(2)])}
+    assert outcome.miscounted(doubled) == ["x: 2 rows more than once"]
+    shared = {"x": tokens, "y": tokens.filter(pl.col("cell_id") == "b")}
+    assert outcome.miscounted(shared) == ["cell b is in x and in y"]
+
+
+def test_every_rule_is_killed_before_one_is_killed_again(kill_rules):
+    drawn = kill_rules.decks(random.Random(3), ["corpus", "cells", "report"], 8)
+    assert len(drawn) == 8
+    assert {*drawn[:3]} == {*drawn[3:6]} == {"corpus", "cells", "report"}
+
+
+def test_a_whole_tree_dies(kill_rules):
+    tree = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", tree], **pipes) as parent:
+        parent.stdout.readline()
+        family = kill_rules.family(psutil.Process(parent.pid))
+        kill_rules.kill(family)
+    assert len(family) == 2
+    assert not any(psutil.pid_exists(process.pid) for process in family)
+
+
+def test_a_difference_names_column_rows_and_values(recompute, tokens):
+    assert recompute.table_differences(tokens, tokens) == []
+    (line,) = recompute.table_differences(tokens, tokens.with_columns(window=pl.col("window") * 7))
+    assert line == "column window: 4 of 8 rows differ: 1 now 7, 1 now 7, 1 now 7"
+    assert recompute.table_differences(tokens, tokens.head(7)) == ["8 rows, now 7"]
+    assert "columns" in recompute.table_differences(tokens, tokens.drop("kl"))[0]
+
+
+def test_bytes_that_differ_are_never_called_the_same(recompute, tokens, tmp_path):
+    first, again = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    tokens.write_parquet(first, compression="zstd")
+    tokens.write_parquet(again, compression="lz4")
+    assert recompute.compare(first, first) == []
+    assert "the same content in other bytes" in recompute.compare(first, again)[0]
+    (tmp_path / "a.json").write_text('{\n "kl": 1\n}')
+    (tmp_path / "b.json").write_text('{\n "kl": 2\n}')
+    assert recompute.compare(tmp_path / "a.json", tmp_path / "b.json") == ['"kl": 1 now "kl": 2']
+
+
+def test_the_smallest_table_that_a_glob_names_is_taken(recompute, place, tokens):
+    tokens.head(1).write_parquet(place / "results/cells/small.parquet")
+    tokens.head(1).select("kl").write_parquet(place / "results/cells/no-cells.parquet")
+    assert recompute.smallest(place) == "results/cells/small.parquet"
+    assert recompute.smallest(place, "results/cells/n*") == "results/cells/no-cells.parquet"
+    assert recompute.smallest(place, "results/cells/x*") == "results/cells/x.parquet"
+    with pytest.raises(SystemExit, match="make findings"):
+        recompute.smallest(place, "results/noise/*")
+
+
+def test_only_a_jobs_own_files_are_missing_from_the_scratch_copy(recompute, outcome, place, tmp_path_factory):
+    scratch = tmp_path_factory.mktemp("scratch")
+    job = outcome.Job("cells_job", ("results/cells/x.parquet",), "results/logs/cells/x.log")
+    (place / "results/cells/other.json").write_text("{}")
+    recompute.mirror(place, scratch, job)
+    assert outcome.made_files(scratch) == ["calib/sigma/hf.json", "results/cells/other.json"]
+    assert (scratch / "calib").samefile(place / "calib")
+
+
+@pytest.mark.parametrize(("fixed_part", "unit"), [(14.0, 0.25), (0.0, 3.0)])
+def test_a_line_has_the_ratio_two_whatever_its_fixed_part(cost, fixed_part, unit):
+    sizes = (2, 8, 16)
+    found = cost.growth(sizes, [fixed_part + unit * size for size in sizes])
+    assert found == pytest.approx((fixed_part, unit, 2))
+
+
+def test_a_square_is_no_line(cost):
+    sizes = (2, 8, 16)
+    *_, ratio = cost.growth(sizes, [size**2 for size in sizes])
+    assert ratio > 3
+
+
+def test_cost_points_cover_each_factor_once_per_engine(cost):
+    points = cost.points()
+    assert len(points) == len(set(points)) == 2 * 7
+    for factor, sizes in cost.SIZES.items():
+        assert set(sizes) <= {getattr(point, factor) for point in points}
+        assert sizes[2] == 2 * sizes[1]
+
+
+def test_cost_survives_its_csv(cost, tmp_path):
+    costs = {point: cost.Cost(1.5 + i, 0.1 * i, 600.0) for i, point in enumerate(cost.points())}
+    (tmp_path / "cost.csv").write_text(cost.csv(costs))
+    assert cost.read_csv(tmp_path / "cost.csv") == costs
+    assert len(cost.growth_table(costs).splitlines()) == 2 + 2 * len(cost.SIZES)
+
+
+def test_no_time_on_the_clock_for_jobs_of_different_days(cost):
+    together = [("cells", 60.0, 600.0, 1060.0), ("layers", 50.0, 900.0, 1055.0)]
+    assert cost.on_the_clock(together) == 60.0
+    assert cost.on_the_clock([*together, ("noise", 40.0, 700.0, 90000.0)]) is None
+
+
+def test_a_limit_that_is_passed_says_no(cost):
+    assert cost.against(cost.LIMITS["MiB"] + 1, "MiB")[1] == "NO"
+    assert cost.against(cost.LIMITS["MiB"] - 1, "MiB")[1] == "yes"
