@@ -61,6 +61,17 @@ def test_params_as_json_can_be_given_back(in_root, capsys, base_params):
     assert json.loads(out)["windows"] == base_params["windows"]
 
 
+def test_a_number_may_be_written_as_yaml_1_2_writes_it(in_root, capsys):
+    _, out, _ = run("params", "--json", "--set", "calibration.ridge=2e-3", capsys=capsys)
+    assert json.loads(out)["calibration"]["ridge"] == 2e-3
+
+
+def test_a_leaf_of_an_entry_is_set_and_its_neighbours_stay(in_root, capsys, base_params):
+    _, out, _ = run("params", "--json", "--set", "cells.published-decoder.codec.variance_ratio=0.9", capsys=capsys)
+    before = base_params["cells"]["published-decoder"]["codec"]
+    assert json.loads(out)["cells"]["published-decoder"]["codec"] == before | {"variance_ratio": 0.9}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -68,6 +79,14 @@ def test_params_as_json_can_be_given_back(in_root, capsys, base_params):
         (["params", "--set", "bits=0"], ["'bits'", "0", "1"]),
         (["params", "--set", "codec.nam=x"], ["codec.nam", "codec.name"]),
         (["params", "--set", "bits"], ["KEY=VALUE"]),
+        (["params", "--set", "windows.test=[8"], ["'windows.test=[8'", "not YAML"]),
+        (["params", "--set", "report.title=2026-13-45"], ["not YAML", "month"]),
+        (["params", "--set", "cells=3"], ["'cells' is 3"]),
+        (["params", "--set", "cells.k-only=3"], ["cells.k-only is 3", "a mapping", "or null"]),
+        (["params", "--set", "cells.klt.rung=klr"], ["'klr' is no rung", "did you mean 'klt'"]),
+        (["params", "--set", "cells.twin.stream=k"], ["cells.k-only", "cells.twin", "same cell", "`twin: null`"]),
+        (["params", "--yaml", "--set", "cells.twin.stream=k"], ["same cell"]),
+        (["params", "--set", "baseline.dtypes=[bfloat16]"], ["baseline.dtypes must contain 'float32'"]),
         (["params", "--preset", "quik"], ["'quik'", "'quick'"]),
         (["params", "--params", "nowhere.yaml"], ["nowhere.yaml", "does not exist"]),
         (["measure", "--out", "x"], ["--study"]),

@@ -6,14 +6,14 @@ import copy
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.errors import ParamsError, UnknownName
 from kvlab.experiments import plan
 from kvlab.ladder import default_recipe, ladder_recipe
 from kvlab.paramfile import overlay, preset
-from kvlab.params import Params, coded_layers, studied_recipe
+from kvlab.params import RUNGS, Params, coded_layers, reads_components, studied_recipe
 
 
 def changed(base: dict, **leaves) -> dict:
@@ -51,6 +51,13 @@ def changed(base: dict, **leaves) -> dict:
         ({"ladder__conditioned": ["klt"]}, ["klt"]),
         ({"calibration__engines": ["vllm"]}, ["calibration.origin", "'hf'", "vllm"]),
         ({"windows__context": -1}, ["windows.context", "-1"]),
+        ({"windows__calib": 1}, ["windows.calib", "1", "2"]),
+        ({"codec__boundary_layers": [0, 1, 2, 3, 4, 5]}, ["codec.boundary_layers", "none is coded", "0..5"]),
+        ({"gap__dtypes": ["bfloat16"]}, ["gap.dtypes is bfloat16", "'float32'", "one engine"]),
+        ({"mitigations__uniform": [[4, 3], [3, 4]]}, ["mitigations.uniform", "[3, 4] behind [4, 3]", "rise"]),
+        ({"mitigations__uniform": [[4, 3], [4, 3]]}, ["[4, 3] behind [4, 3]", "rise"]),
+        ({"mitigations__uniform": [[5, 4], [4, 5]]}, ["[4, 5] behind [5, 4]"]),
+        ({"cells": {"k-only": 3}}, ["cells.k-only", "3"]),
     ],
 )
 def test_a_bad_value_is_refused_in_one_line_that_names_it(base_params, leaves, words):
@@ -127,6 +134,7 @@ def test_boundary_layers_are_not_coded(base_params):
     assert coded_layers(Params.complete(base_params)) == (1, 2, 3, 4)
 
 
+@settings(deadline=None)  # it plans four studies
 @given(size=st.integers(1, 40))
 def test_jobs_hold_every_cell_once_whatever_their_size(base_params, size):
     params = Params.complete(changed(base_params, jobs__cells_per_job=size))
@@ -250,15 +258,117 @@ def test_an_entry_that_computes_otherwise_brings_its_own_floor(base_params):
         ({"rung": "klt", "codebooks": "gaussian"}, "names a rung"),
         ({"bits": 9}, "bits"),
         ({"bitz": 3}, "did you mean 'cells.a.bits'"),
+        ({"rung": "hadamar"}, "'hadamar' is no rung; allowed: .*did you mean 'hadamard'"),
+        ({"rung": "kivi+centre"}, r"did you mean 'kivi\+center'"),
+        ({"rung": "klt+center"}, r"'klt\+center' is no rung"),
+        ({"rung": "studied"}, "'studied' is no rung"),
+        ({"rung": "block"}, "Gaussian table; leave rung out and change bits, v_bits, codebooks or codec"),
+        ({"rung": "klt", "placement": "post_rope"}, "'klt'.*in front of the rotary.*allowed.*: d4, e8, fp8, hadamard,"),
+        ({"rung": "oscar", "placement": "post_rope"}, "'oscar', whose components"),
+        ({"rung": "int+center", "placement": "post_rope"}, r"'int\+center', whose components"),
+        ({"codec": {"boundary_layers": [6]}}, "codec.boundary_layers names layer 6; allowed: 0..5"),
+        ({"codec": {"whiten_skip_layers": [-1]}}, "codec.whiten_skip_layers names layer -1; allowed: 0..5"),
+        ({"codec": {"boundary_layers": list(range(6))}}, "names every layer, so none is coded"),
+        ({"layers": []}, "layers is empty, so nothing is coded"),
+        ({"against": "a"}, "'a', the entry itself; allowed: other, or null"),
+        ({"against": "othr"}, "'othr', no entry of cells; allowed: other, .*did you mean 'other'"),
+        ({"against": "other"}, "has no 'vllm' in its engines; allowed: an entry that has"),
+        ({"against": "other", "engines": ["hf"]}, "has no 'in_forward' in its protocols"),
+        (
+            {"against": "other", "engines": ["hf"], "protocols": ["snapshot"], "dtype": "float32"},
+            "is measured in 'bfloat16'; allowed: an entry in 'float32'",
+        ),
     ],
 )
 def test_an_entry_that_cannot_be_is_refused_by_name(base_params, entry, words):
     with pytest.raises(ParamsError, match=words) as refused:
-        entries(base_params, a=entry)
+        entries(base_params, a=entry, other={"engines": ["hf"], "protocols": ["snapshot"], "stream": "k"})
     assert "\n" not in str(refused.value) and "cells.a" in str(refused.value)
+
+
+def test_an_entry_may_be_held_against_one_that_is_measured_wherever_it_is(base_params):
+    narrow = {"engines": ["hf"], "protocols": ["snapshot"], "stream": "k"}
+    params = entries(base_params, a=narrow | {"bits": 4, "against": "other"}, other=narrow)
+    assert params.cells["a"].against == "other"
+    whole = Params.complete(base_params).cells
+    named = {name: entry.against for name, entry in whole.items() if entry.against}
+    assert named == {"published-decoder": "unwhitened", "post-rope-unwhitened": "unwhitened", "klt": "all-layers"}
+
+
+def test_engines_that_do_not_run_are_not_missed(base_params):
+    one = {"engines": ["hf"], "cells": {"a": {"against": "b"}, "b": {"engines": ["hf"], "stream": "k"}}}
+    assert Params.complete(base_params | one).cells["a"].against == "b"
+
+
+def test_an_entry_whose_counterpart_was_taken_out_is_refused(base_params):
+    without = overlay(base_params, {"cells": {"unwhitened": None}})
+    with pytest.raises(ParamsError, match=r"cells\.\S+\.against is 'unwhitened', no entry of cells"):
+        Params.complete(without)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_rung_is_planned_behind_the_rotary_embedding_unless_it_reads_components(base_params, rung):
+    assert planned(entries(base_params, a={"rung": rung}), "a")
+    turned = {"rung": rung, "placement": "post_rope"}
+    if reads_components(rung):
+        with pytest.raises(ParamsError, match="rotary"):
+            entries(base_params, a=turned)
+    else:
+        cell = planned(entries(base_params, a=turned), "a")[0]
+        streams = (cell.recipe.k, cell.recipe.v)
+        assert not any(getattr(stream, "center", False) or stream.codec in ("klt", "oscar") for stream in streams)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"stream": "k"}, {"stream": "k"}),
+        ({"stream": "k"}, {"stream": "k", "engines": ["hf"]}),
+        ({"layers": "all"}, {"codec": {"boundary_layers": []}}),
+        ({"rung": "fp8"}, {"rung": "fp8", "bits": 4}),
+        ({}, {"against": "one"}),
+    ],
+)
+def test_two_entries_that_are_one_cell_are_refused_by_both_names(base_params, one, other):
+    params = entries(base_params, one=one, other=other)
+    with pytest.raises(ParamsError, match=r"cells\.one and cells\.other are the same cell") as refused:
+        plan.check(params)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_entry_may_be_the_studied_cell_or_share_a_floor(base_params):
+    turned = {"placement": "post_rope"}
+    plan.check(entries(base_params, studied={}, turned=turned, other=turned | {"bits": 4}))
+
+
+def test_one_engine_may_do_without_float32(base_params):
+    alone = changed(base_params, engines=["hf"], gap__dtypes=["bfloat16"])
+    assert Params.complete(alone).gap.dtypes == ("bfloat16",)
+
+
+@pytest.mark.parametrize("bits", [(2, 2), (3, 2), (4, 2), (3, 3), (4, 3), (8, 8)])
+def test_the_curve_takes_a_studied_recipe_that_has_a_place_between_its_points(base_params, bits):
+    assert Params.complete(changed(base_params, bits=bits[0], v_bits=bits[1])).bits == bits[0]
+
+
+@pytest.mark.parametrize(("dtype", "casts"), [("float32", True), ("bfloat16", False)])
+def test_only_an_engine_that_has_something_to_round_is_cast(base_params, dtype, casts):
+    params = Params.complete(changed(base_params, noise__dtype=dtype))
+    labels = {cell.label for job in plan.jobs(params, "noise").values() for cell in job}
+    assert ("cast" in labels) == casts and {"identity", "codec", "isotropic"} <= labels
 
 
 def test_an_overlay_adds_changes_and_takes_out_entries(base_params):
     changes = {"cells": {"k-only": None, "v-only": {"bits": 4}, "new": {"stream": "k"}}}
     cells = overlay(base_params, changes)["cells"]
+    deeper = overlay(base_params, {"cells": {"published-decoder": {"codec": {"seed": 1, "whiten": None}, "bits": 4}}})
+    before = base_params["cells"]["published-decoder"]
+    merged = before | {"bits": 4, "codec": before["codec"] | {"seed": 1, "whiten": None}}
+    assert deeper["cells"]["published-decoder"] == merged and base_params["cells"]["published-decoder"] == before
     assert "k-only" not in cells and cells["v-only"] == {"stream": "v", "bits": 4} and cells["new"] == {"stream": "k"}
+
+
+@pytest.mark.parametrize("value", [3, "k", [1], True])
+def test_an_overlay_with_an_entry_that_is_no_mapping_is_refused(base_params, value):
+    with pytest.raises(ParamsError, match=r"cells\.k-only is .*allowed: a mapping .* or null"):
+        overlay(base_params, {"cells": {"k-only": value}})

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvlab.errors import KvlabError, UserError, nearest
-from kvlab.paramfile import overlay, preset, read_yaml
+from kvlab.paramfile import assignment, overlay, preset, read_yaml
 from kvlab.params import Params
 
 OVERVIEW = """\
@@ -58,31 +58,21 @@ def params_verb(args: argparse.Namespace) -> None:
     """Check params.yaml and print it resolved, with the recipe ids."""
     import yaml
 
+    from kvlab.experiments import plan
     from kvlab.recipe import canonical
 
     data = read_yaml(Path(args.params))
     data = preset(args.preset, data) if args.preset else data
     for change in args.set or ():
-        data = overlay(data, _nested(change))
+        data = overlay(data, assignment(change))
     params = Params.complete(data)
+    plan.check(params)
     if args.json:
         print(canonical(params))
         return
     print(yaml.safe_dump(params.model_dump(mode="json"), sort_keys=False).rstrip())
     if not args.yaml:
         _print_recipes(params)
-
-
-def _nested(change: str) -> dict:
-    import yaml
-
-    key, equals, value = change.partition("=")
-    if not equals:
-        raise UserError(f"--set {change!r} is not KEY=VALUE; for example --set windows.test=8")
-    nested = yaml.safe_load(value)
-    for part in reversed(key.split(".")):
-        nested = {part: nested}
-    return nested
 
 
 def _print_recipes(params: Params) -> None:
@@ -184,9 +174,9 @@ def measure_verb(args: argparse.Namespace) -> None:
 
 
 def _choice(args: argparse.Namespace):
-    from kvlab.experiments.plans.mitigations import read_choice
+    from kvlab.experiments.plans.mitigations import current, read_choice
 
-    return read_choice(args.choice).choice if args.choice else None
+    return current(Params.parse(args.params), read_choice(args.choice)) if args.choice else None
 
 
 def residual_verb(args: argparse.Namespace) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 from kvlab.errors import ParamsError, UnknownName
-from kvlab.params import CONDITIONABLE, LADDERED, Params, studied_recipe
+from kvlab.params import CONDITIONABLE, LADDERED, Conditioning, Params, studied_recipe
 from kvlab.recipe import STREAMS, KltStream, Recipe
 
 STUDIED = "studied"
-Conditioning = Literal["", "center", "center+whiten"]
 
 UNCLIPPED = 4  # bits from which OSCAR's clipping (.96 of K and .92 of V, meant for 2 bits) costs more than it gains
 
@@ -75,7 +74,7 @@ def has_bits(codec: str) -> bool:
 
 def _block(bits: int, params: Params) -> Recipe:
     recipe = studied_recipe(params.model_copy(update={"bits": bits, "v_bits": bits}))
-    gaussian = {"codebook": "gaussian"}  # the calibration fits tables for the bits of params.yaml only
+    gaussian = {"codebook": "gaussian"}  # as every other rung: no table of the ladder is fitted, so it reads none
     return Recipe(k=recipe.k.model_copy(update=gaussian), v=recipe.v.model_copy(update=gaussian))
 
 

@@ -20,14 +20,38 @@ PRESETS = Path("workflow/presets")
 def read_yaml(path: Path) -> dict:
     """The mapping in a YAML file; `ParamsError` when there is none."""
     try:
-        data = yaml.load(path.read_text(), Loader=_Loader)
+        data = _load(path.read_text(), str(path))
     except FileNotFoundError:
         raise ParamsError(f"params file {str(path)!r} does not exist; run from the repository's root") from None
-    except yaml.YAMLError as error:
-        raise ParamsError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError:
+        raise ParamsError(f"{path} is no text in UTF-8, so it is no YAML") from None
     if not isinstance(data, dict):
         raise ParamsError(f"{path} must hold a mapping of parameters, not {type(data).__name__}")
     return data
+
+
+def assignment(change: str) -> dict:
+    """``a.b=VALUE``, the value in YAML, as nested mappings.
+
+    Raises
+    ------
+    ParamsError
+        It has no ``=``, or its value is no YAML.
+    """
+    key, equals, value = change.partition("=")
+    if not equals:
+        raise ParamsError(f"--set {change!r} is not KEY=VALUE; for example --set windows.test=8")
+    nested = _load(value, f"the value of --set {change!r}")
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return nested
+
+
+def _load(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2024-13-45 looks like a date
+        raise ParamsError(f"{what} is not YAML: {' '.join(str(error).split())}") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,19 +71,34 @@ OPEN = (("cells",),)  # sections whose keys are names that a person chooses
 def overlay(base: dict, changes: dict, path: tuple[str, ...] = ()) -> dict:
     """`base` with the leaves of `changes` put in; a key that `base` lacks is refused.
 
-    In a section whose keys are chosen names, a new key is a new entry, and null takes one out.
+    In a section whose keys are chosen names, a new key is a new entry, and null takes one out. An entry names
+    only what it changes, so a leaf of it may be new; what it says already stays.
     """
     merged = dict(base)
     for key, value in changes.items():
         if path in OPEN:
             merged.pop(key, None)
-            merged |= {} if value is None else {key: {**base.get(key, {}), **value}}
+            if value is not None:
+                merged[key] = _entry(base.get(key), value, ".".join((*path, str(key))))
             continue
         if key not in base:
             raise ParamsError(unknown_key(".".join((*path, str(key))), [".".join((*path, k)) for k in base]))
         is_section = isinstance(base[key], dict) and isinstance(value, dict)
         merged[key] = overlay(base[key], value, (*path, key)) if is_section else value
     return merged
+
+
+def _entry(old: Any, new: Any, name: str) -> dict:
+    if not isinstance(new, dict):
+        raise ParamsError(f"{name} is {new!r}; allowed: a mapping of what it changes, or null to take the entry out")
+    return _merged(old, new)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """`new`, and of `old` all that it does not name."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {key: _merged(old.get(key), value) for key, value in new.items()}
 
 
 def preset(name: str, base: dict) -> dict:

@@ -7,8 +7,10 @@ cannot be read by the code behind it, so a stage can never depend on an undeclar
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
@@ -68,7 +70,7 @@ class Windows(Frozen):
     context: int = Field(ge=8, description="tokens whose K and V are coded")
     eval: int = Field(ge=2, description="tokens behind the context; all but the first are scored")
     test: int = Field(ge=2, description="number of scored windows")
-    calib: int = Field(ge=1, description="number of calibration windows")
+    calib: int = Field(ge=2, description="number of calibration windows; intervals on them need two")
     other: int = Field(ge=2, description="number of scored windows of `corpus.other`")
     seed: int = Field(ge=0, description="chooses the windows")
 
@@ -82,7 +84,7 @@ class Calibration(Frozen):
     """How Sigma_q, the codebooks and the components are fitted."""
 
     engines: tuple[Engine, ...] = Field(min_length=1, description="engines that are captured")
-    origin: Engine = Field(description="the one whose capture fits the calibration used by every cell")
+    origin: Engine = Field(description="whose capture calibrates every cell that names no other origin")
     dtype: DType = Field(description="dtype of the captured model")
     ridge: float = Field(ge=0, description="added to each channel of Sigma_q, times its own second moment")
     codebooks: Literal["fitted", "gaussian"] = Field(description="Lloyd-Max tables")
@@ -132,13 +134,59 @@ class Gap(Frozen):
         return self
 
 
+LADDERED = tuple(sorted(set(STREAMS) - set(CONTROLS)))
+CONDITIONABLE = tuple(name for name in LADDERED if issubclass(STREAMS[name], Conditioned))
+Conditioning = Literal["", "center", "center+whiten"]  # in front of a codec, calibrated
+RUNGS = tuple(
+    "+".join(filter(None, (codec, conditioning)))
+    for codec in LADDERED
+    for conditioning in (get_args(Conditioning) if codec in CONDITIONABLE else ("",))
+    if codec != "block"
+)
+"""What an entry of `cells` may run in the studied recipe's place."""
+
+
+def _hint(given: str, allowed: Iterable[str]) -> str:
+    near = nearest(given, allowed)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def _one_of(allowed: tuple[str, ...]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in allowed:
+            raise ValueError(f"{name!r} is not allowed here; allowed: {', '.join(allowed)}{_hint(name, allowed)}")
+        return name
+
+    return AfterValidator(check)
+
+
+def _rung(name: str) -> str:
+    if name.partition("+")[0] == "block":
+        raise ValueError(
+            f"{name!r} is not allowed here: on the ladder it takes the Gaussian table;"
+            " leave rung out and change bits, v_bits, codebooks or codec instead"
+        )
+    if name not in RUNGS:
+        raise ValueError(f"{name!r} is no rung; allowed: {', '.join(RUNGS)}{_hint(name, RUNGS)}")
+    return name
+
+
+def reads_components(rung: str) -> bool:
+    """Whether a rung reads calibrated components: `klt`, `oscar`, and all behind mean removal."""
+    return rung in ("klt", "oscar") or "+center" in rung
+
+
+Rung = Annotated[str, AfterValidator(_rung)]
+
+
 class CellEntry(Frozen):
-    """One entry of `cells`: what it changes in the studied recipe, and where it is measured.
+    """One entry of `cells`: what it changes in the studied recipe, where it is measured, and what it is held against.
 
     Without `engines`, `protocols` and `dtype` it is measured on every engine and under every protocol of the run,
     in ``gap.dtype``.
     """
 
+    against: str | None = Field(default=None, description="the entry it is compared with; null: the studied cell")
     engines: tuple[Engine, ...] | None = Field(default=None, min_length=1)
     protocols: tuple[Protocol, ...] | None = Field(default=None, min_length=1)
     dtype: DType | None = None
@@ -154,7 +202,7 @@ class CellEntry(Frozen):
     v_bits: int | None = Field(default=None, ge=1, le=8)
     codebooks: Literal["fitted", "gaussian"] | None = None
     codec: dict[str, Any] = Field(default={}, description="leaves of `codec`")
-    rung: str | None = Field(default=None, description="another codec, as `klt` or `hadamard+center`")
+    rung: Rung | None = Field(default=None, description="another codec, as `klt` or `hadamard+center`")
 
 
 class Layers(Frozen):
@@ -190,21 +238,6 @@ class Mitigations(Frozen):
         min_length=2, description="bits and v_bits of the studied recipe: the curve that equal bytes are read from"
     )
     klt_bits: float = Field(gt=0, le=8, description="bits per value of the klt arms, of the whole cache")
-
-
-LADDERED = tuple(sorted(set(STREAMS) - set(CONTROLS)))
-CONDITIONABLE = tuple(name for name in LADDERED if issubclass(STREAMS[name], Conditioned))
-
-
-def _one_of(allowed: tuple[str, ...]) -> AfterValidator:
-    def check(name: str) -> str:
-        if name not in allowed:
-            near = nearest(name, allowed)
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise ValueError(f"{name!r} is not allowed here; allowed: {', '.join(allowed)}{hint}")
-        return name
-
-    return AfterValidator(check)
 
 
 Laddered = Annotated[str, _one_of(LADDERED)]
@@ -305,13 +338,34 @@ class Params(Frozen):
         for name, origin in {"calibration.origin": self.calibration.origin, **origins}.items():
             if origin not in self.calibration.engines:
                 raise ValueError(f"{name} is {origin!r}; captured are only: {captured}")
-        for name in ("boundary_layers", "whiten_skip_layers"):
-            wrong = [i for i in getattr(self.codec, name) if not 0 <= i < self.model.n_layers]
-            if wrong:
-                raise ValueError(f"codec.{name} names layer {wrong[0]}; allowed: 0..{self.model.n_layers - 1}")
+        if len(set(self.engines)) > 1 and "float32" not in self.gap.dtypes:
+            given = ", ".join(self.gap.dtypes)
+            raise ValueError(f"gap.dtypes is {given}; engines are compared in 'float32': add it, or run one engine")
+        self._check_layers("codec", self.codec)
+        self._check_uniform()
         for name, entry in self.cells.items():
             self._check_entry(f"cells.{name}", entry)
+            self._check_against(name, entry)
         return self
+
+    def _check_layers(self, name: str, codec: Codec) -> None:
+        last = self.model.n_layers - 1
+        for leaf in ("boundary_layers", "whiten_skip_layers"):
+            wrong = [i for i in getattr(codec, leaf) if not 0 <= i <= last]
+            if wrong:
+                raise ValueError(f"{name}.{leaf} names layer {wrong[0]}; allowed: 0..{last}")
+        if len(set(codec.boundary_layers)) > last:
+            raise ValueError(f"{name}.boundary_layers names every layer, so none is coded; leave one of 0..{last} out")
+
+    def _check_uniform(self) -> None:
+        """The points of the curve rise one after the other."""
+        points = self.mitigations.uniform
+        for low, high in pairwise(points):
+            if low == high or not rises(low, high):
+                raise ValueError(
+                    f"mitigations.uniform has {list(high)} behind {list(low)};"
+                    " allowed: points that rise, bits or v_bits or both, neither falling"
+                )
 
     def _check_entry(self, name: str, entry: CellEntry) -> None:
         if entry.origin is not None and entry.origin not in self.calibration.engines:
@@ -319,6 +373,12 @@ class Params(Frozen):
             raise ValueError(f"{name}.origin is {entry.origin!r}; captured are only: {captured}")
         if entry.rung and (entry.codec or entry.codebooks):
             raise ValueError(f"{name} names a rung, so it can change neither codec nor codebooks")
+        if entry.rung and entry.placement == "post_rope" and reads_components(entry.rung):
+            allowed = ", ".join(rung for rung in RUNGS if not reads_components(rung))
+            raise ValueError(
+                f"{name}.rung is {entry.rung!r}, whose components are fitted in front of the rotary embedding;"
+                f" allowed with placement post_rope: {allowed}, or no rung"
+            )
         if entry.span == "window" and entry.protocols != ("in_forward",):
             clean = "a clean cache has no scored tokens"
             raise ValueError(f"{name}.span is 'window', but {clean}; set protocols: [in_forward]")
@@ -328,10 +388,32 @@ class Params(Frozen):
             wrong = [i for i in entry.layers if not 0 <= i < self.model.n_layers]
             if wrong:
                 raise ValueError(f"{name}.layers names layer {wrong[0]}; allowed: 0..{self.model.n_layers - 1}")
+            if not entry.layers:
+                raise ValueError(f"{name}.layers is empty, so nothing is coded; allowed: `coded`, `all`, or a list")
         try:
-            self.changed(entry)
+            self._check_layers(f"{name}.codec", self.changed(entry).codec)
         except ValidationError as error:
             raise ValueError(f"{name}.codec: {explain(error, Codec)}") from None
+
+    def _check_against(self, label: str, entry: CellEntry) -> None:
+        """The entry's counterpart is another entry, measured wherever it is."""
+        if entry.against is None:
+            return
+        given, others = f"cells.{label}.against is {entry.against!r}", [name for name in self.cells if name != label]
+        if entry.against not in others:
+            why = "the entry itself" if entry.against == label else "no entry of cells"
+            allowed = f"allowed: {', '.join(others)}, or null for the studied cell"
+            raise ValueError(f"{given}, {why}; {allowed}{_hint(entry.against, others)}")
+        other = self.cells[entry.against]
+        for what in ("engines", "protocols"):
+            run = getattr(self, what)
+            here, there = (getattr(one, what) or run for one in (entry, other))
+            missing = [one for one in here if one in run and one not in there]
+            if missing:
+                raise ValueError(f"{given}, which has no {missing[0]!r} in its {what}; allowed: an entry that has")
+        here, there = (one.dtype or self.gap.dtype for one in (entry, other))
+        if here != there:
+            raise ValueError(f"{given}, which is measured in {there!r}; allowed: an entry in {here!r}")
 
     def changed(self, entry: CellEntry) -> Params:
         """These parameters with what a cell changes in the studied recipe."""
@@ -384,6 +466,11 @@ class Params(Frozen):
         if name in type(self).model_fields:
             raise ParamsError(f"parameter {name!r} is read here but not named by the rule; add it to its `cfg`")
         raise AttributeError(name)
+
+
+def rises(low: tuple[int, int], high: tuple[int, int]) -> bool:
+    """Whether neither of two bits is smaller in `high`."""
+    return low[0] <= high[0] and low[1] <= high[1]
 
 
 def _annotated(field) -> Any:

@@ -17,11 +17,11 @@ from importlib import metadata
 from pathlib import Path
 
 import polars as pl
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 
 from kvlab.errors import NonFinite, StorageError
-from kvlab.recipe import Cell, Frozen, digest
+from kvlab.recipe import ID_LENGTH, Cell, Frozen, digest
 
 # One row per scored token; nats, natural logarithm; `kl` is over the full vocabulary, reference first.
 # `label` is the scored token's id: without it a flip towards the right token cannot be counted.
@@ -48,7 +48,8 @@ class Provenance(Frozen):
     """What a number was measured on.
 
     `calibration` says by the engine that was captured which Sigma_q was read; everything else that is fitted
-    names the Sigma_q that it belongs to. It is empty where no calibration is read.
+    (tables, components, the Sigma_q of rotated queries) names the Sigma_q that it belongs to. It is empty where
+    no calibration is read.
     """
 
     model_hash: str
@@ -65,7 +66,7 @@ class Coding(Frozen):
     not; `coded_bytes` is the length of the frames that the codec wrote, `raw_bytes` that of everything
     else of the stream: frames of what stayed in the engine's dtype, and the streams' headers. `d_eff`
     counts blocks by kept rank. `whitened_error` is the squared error over the squared deviation from the
-    heads' means, K in the metric of Sigma_q.
+    heads' means, K in the metric of Sigma_q at the cell's placement, and left out where that is not known.
     """
 
     fires: int
@@ -84,13 +85,18 @@ class Coding(Frozen):
 
 
 class CellRecord(Frozen):
-    """One measured cell."""
+    """One measured cell.
+
+    `fitted` names every piece of calibration that its codecs read (`calibration.needs.pieces`) with the digest of
+    its numbers (`fingerprint`): the id of a cell covers what is asked for, this what was given.
+    """
 
     cell_id: str
     recipe_id: str
     cell: Cell
     coding: Coding
     canary_kl: float | None
+    fitted: dict[str, str] = Field(default_factory=dict)
 
 
 class JobRecord(Frozen):
@@ -103,7 +109,11 @@ class JobRecord(Frozen):
 
 
 class BaselineCell(Frozen):
-    """One comparison of a baseline run with the fp32 truth; `protocol` is None for ``plain``."""
+    """One comparison of a baseline run; `protocol` is None without a codec (``plain`` and ``peer``).
+
+    `reference` is what it is compared with: ``truth``, the fp32 truth, or for ``peer`` the name of the other
+    run, such as ``hf-bfloat16-eager``.
+    """
 
     cell_id: str
     what: str
@@ -111,9 +121,18 @@ class BaselineCell(Frozen):
     reference: str
 
     @classmethod
-    def of(cls, run: str, engine: str, dtype: str, attention: str, what: str, protocol: str | None) -> BaselineCell:
+    def of(
+        cls,
+        run: str,
+        engine: str,
+        dtype: str,
+        attention: str,
+        what: str,
+        protocol: str | None,
+        reference: str = "truth",
+    ) -> BaselineCell:
         """The comparison with its id: the digest of everything that it is."""
-        entry = {"what": what, "protocol": protocol, "reference": "truth"}
+        entry = {"what": what, "protocol": protocol, "reference": reference}
         identity = {"run": run, "engine": engine, "dtype": dtype, "attention": attention}
         return cls(cell_id=digest(identity | entry), **entry)
 
@@ -266,6 +285,11 @@ def sha256(*chunks: bytes) -> str:
     for chunk in chunks:
         state.update(chunk)
     return state.hexdigest()[:16]
+
+
+def fingerprint(*arrays) -> str:
+    """First 12 hexadecimal digits of the sha256 of numpy arrays, of their dtypes, shapes and values."""
+    return sha256(*(part for a in arrays for part in (f"{a.dtype.str}{a.shape}".encode(), a.tobytes())))[:ID_LENGTH]
 
 
 def file_hash(*paths: Path | str) -> str:

@@ -25,7 +25,7 @@ from kvlab.model import resolve
 from kvlab.paramfile import overlay
 from kvlab.params import Params, studied_recipe
 from kvlab.recipe import IDENTITY, HadamardStream, KltStream, OscarStream, Recipe, digest
-from kvlab.records import to_header
+from kvlab.records import file_hash, to_header
 
 
 def load_all(params: Params, paths: dict, **changed) -> calibration.Calibrated:
@@ -222,6 +222,43 @@ def test_k_behind_its_rotation_has_its_own_whitener_and_table(tiny_params, tiny_
         calibration.load(tiny_fitted_for("factors")["hf"], model_hash).stream(recipe.k, "k", "post_rope")
     with pytest.raises(CalibrationMismatch, match="no Sigma_q of rotated queries"):
         calibration.load(replace(fitted, rotated=fitted.sigma), model_hash)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "refused"),
+    [
+        (KltStream(bits=2), True),
+        (HadamardStream(bits=2, center=True), True),
+        (HadamardStream(bits=2, whiten=True), False),
+        (OscarStream(bits=2), False),  # rotates K by Sigma_q, of which there is one behind the embedding
+    ],
+)
+def test_components_of_k_do_not_serve_k_behind_its_rotation(tiny_params, tiny_fitted, recipe, refused):
+    calibrated = calibration.load(tiny_fitted, resolve(tiny_params.model).model_hash)
+    if refused:
+        with pytest.raises(
+            CalibrationMismatch, match=r"reads components of K, which are fitted pre_rope only"
+        ) as found:
+            calibrated.stream(recipe, "k", "post_rope")
+        assert "\n" not in str(found.value)
+        assert calibrated.stream(recipe, "k").components and calibrated.stream(recipe, "v", "post_rope").components
+    else:
+        given = calibrated.stream(recipe, "k", "post_rope")
+        assert given.whiteners is calibrated.rotated and given.components == {}
+
+
+def test_a_rotated_sigma_of_another_sigma_is_refused(tiny_params, tiny_calibration, tiny_fitted_for, tmp_path):
+    model_hash, fitted = resolve(tiny_params.model).model_hash, tiny_fitted_for("cells")["hf"]
+    rotated = tmp_path / "r.safetensors"
+    facts = json.loads(fitted.rotated.with_suffix(".json").read_text())
+    rotated.write_bytes(fitted.rotated.read_bytes())
+    rotated.with_suffix(".json").write_text(json.dumps(facts | {"sigma_hash": "other"}))
+    with pytest.raises(CalibrationMismatch, match="was not written with this Sigma_q"):
+        calibration.load(replace(fitted, rotated=rotated), model_hash)
+    save_file(load_file(fitted.rotated), rotated)  # the same numbers in another file, with its own sidecar
+    rotated.with_suffix(".json").write_text(json.dumps(facts | {"file_hash": file_hash(rotated)}))
+    with pytest.raises(CalibrationMismatch, match="another Sigma_q than"):
+        calibration.load(replace(fitted, rotated=rotated), model_hash)
 
 
 def test_files_find_each_other_by_origin(tiny_calibration, tmp_path):

@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 
 from codec import making
 from kvlab.calibration.capture import Captured
-from kvlab.calibration.sigma import describe, load_whiteners, rotated_path
+from kvlab.calibration.sigma import describe, load_whiteners, rotated_path, round_trip_errors, window_traces
 from kvlab.codec.published import INVERSE_TOLERANCE, SigmaQ, read_sigma, write_sigma
-from kvlab.codec.whitening import fit
+from kvlab.codec.whitening import Whitener, fit
 from kvlab.errors import StreamError
 from kvlab.model import resolve
+from kvlab.records import file_hash
 
 ROPE_BASE = 10_000.0  # of the tiny model, whose configuration names none
 
@@ -51,6 +52,27 @@ def test_it_is_the_second_moment_of_the_queries_at_their_own_positions(tiny_para
         torch.testing.assert_close(*pairs, atol=1e-3, rtol=1e-4)
 
 
+def test_traces_of_single_windows_have_the_pooled_trace_as_their_mean(tiny_params, tiny_calibration):
+    captured = Captured(tiny_calibration["capture"], resolve(tiny_params.model).model_hash)
+    sigma, by_place = read_sigma(tiny_calibration["sigma"]).sigma, {}
+    for row in sidecar(tiny_calibration["sigma"])["diagnostics"]:
+        by_place[row["layer"], row["kv_head"]] = row["window_traces"]
+        assert sum(row["window_traces"]) / 6 == pytest.approx(row["sigma_trace"], rel=1e-12)
+        assert row["sigma_trace"] == pytest.approx(float(sigma[row["layer"]][row["kv_head"]].trace()), rel=1e-6)
+    group = captured.window(2, "q", 4)[2:4].double()  # the query heads that KV head 1 serves
+    assert by_place[2, 1][4] == pytest.approx(float(group.square().sum(-1).mean()), rel=1e-12)
+    assert window_traces(captured.layer(2, "q"), 2).shape == (6, 2)
+
+
+def test_the_round_trip_error_is_that_of_float32_and_sees_a_wrong_inverse(tiny_params, tiny_calibration):
+    for path in (tiny_calibration["sigma"], rotated_path(tiny_calibration["sigma"])):
+        assert all(0 < row["round_trip_error"] < 1e-4 for row in sidecar(path)["diagnostics"])
+    k = torch.randn(2, 2, 50, 8, generator=torch.Generator().manual_seed(0))
+    scale = torch.tensor([1.0, 1.25])[:, None, None]  # the second head's inverse is a quarter too large
+    eye = torch.eye(8).expand(2, 8, 8).contiguous()
+    torch.testing.assert_close(round_trip_errors(k, Whitener(eye, eye * scale)), torch.tensor([0.0, 0.25]).double())
+
+
 def test_whiteners_and_diagnostics_are_those_of_the_rotated_moment(tiny_params, tiny_calibration):
     path, ridge = rotated_path(tiny_calibration["sigma"]), tiny_params.calibration.ridge
     whiteners = load_whiteners(path, resolve(tiny_params.model).model_hash)
@@ -67,7 +89,12 @@ def test_the_two_files_differ_in_what_is_rotated_only(tiny_calibration):
     assert set(load_file(path)) == set(load_file(tiny_calibration["sigma"]))
     ours, theirs = sidecar(path), sidecar(tiny_calibration["sigma"])
     assert (ours.pop("placement"), theirs.pop("placement")) == ("post_rope", "pre_rope")
-    assert ours.pop("diagnostics") != theirs.pop("diagnostics")
+    ours_by_head, theirs_by_head = ours.pop("diagnostics"), theirs.pop("diagnostics")
+    assert ours_by_head != theirs_by_head
+    for mine, other in zip(ours_by_head, theirs_by_head, strict=True):  # a rotation moves no energy
+        assert mine["window_traces"] == other["window_traces"]
+    assert ours.pop("file_hash") == file_hash(path)
+    assert ours.pop("sigma_hash") == theirs.pop("file_hash") == file_hash(tiny_calibration["sigma"])
     assert ours == theirs
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlab.errors import CodecNotActive
 from kvlab.experiments import choose
 from kvlab.experiments.choose import best_last, boundary, excess, hot, klt_boundary, klt_hot, search, together
 from kvlab.experiments.plans import mitigations as plan
@@ -167,6 +168,29 @@ def test_beyond_the_curve_nothing_is_known():
     assert excess(outside, curve) == np.inf
 
 
+def test_what_costs_nothing_is_best_and_one_point_that_costs_nothing_leaves_the_curve_finite():
+    curve = [Step(layers=(), kl=kl, bits_per_value=at) for kl, at in ((0.4, 3.0), (0.1, 5.0), (0.0, 7.0))]
+    free, dear, beside = (
+        Step(layers=(0,), kl=kl, bits_per_value=at) for kl, at in ((0.0, 4.0), (0.1, 4.0), (1e-6, 6.0))
+    )
+    assert excess(free, curve) < excess(dear, curve) == pytest.approx(np.log(0.5))
+    assert np.isfinite([excess(free, curve), excess(beside, curve)]).all()
+    assert excess(Step(layers=(), kl=0.0, bits_per_value=7.0), curve) == 0
+    ties = [Step(layers=layers, kl=0.0, bits_per_value=4.0) for layers in ((1,), (1, 2))]
+    assert best_last(ties, lambda step: excess(step, curve))[-1].layers == (1,)
+
+
+def test_a_search_among_arms_that_cost_nothing_ends(base_params):
+    params = make(base_params, configured=())
+    steps = run(Planted([0] * 6, floor=0.0), hot(params, coded_layers(params)))
+    assert [step.layers for step in steps[:1]] == [()] and len(steps[-1].layers) == 1
+
+
+def test_k_that_has_all_its_bits_has_no_hot_layers(base_params):
+    params = make(base_params, configured=()).model_copy(update={"bits": 8})
+    assert [step.layers for step in run(Planted([9, 1, 1, 1, 1, 1]), hot(params, coded_layers(params)))] == [()]
+
+
 def test_klt_gives_bits_to_the_hot_layers_and_takes_them_from_the_others(base_params):
     params = make(base_params, configured=())
     judge = Planted([100, 1, 1, 1, 90, 1])
@@ -252,8 +276,8 @@ def test_the_best_is_last_and_the_first_of_equals():
 # --------------------------------------------------------------------------------- the real judge
 
 
-@pytest.mark.engine
-def test_the_judge_measures_each_arm_once(tiny_params, tiny_windows, tiny_calibration, tmp_path, monkeypatch):
+@pytest.fixture
+def judge(tiny_params, tiny_windows, tiny_calibration, tmp_path):
     from kvlab import corpus
     from kvlab.calibration import load as calibration
     from kvlab.calibration.codebooks import fit_codebooks
@@ -265,15 +289,42 @@ def test_the_judge_measures_each_arm_once(tiny_params, tiny_windows, tiny_calibr
     fit_codebooks(tiny_params, "mitigations", files["capture"], files["sigma"], files["rotated"], books)
     fitted = Fitted(files["sigma"], books, files["components"])
     windows = corpus.load(tiny_windows, info.model_hash)
-    judge = choose.Judge.start(tiny_params, info, windows, {"hf": calibration.load(fitted, info.model_hash)})
-    passes = []
+    return choose.Judge.start(tiny_params, info, windows, {"hf": calibration.load(fitted, info.model_hash)})
+
+
+@pytest.mark.engine
+def test_the_judge_measures_each_arm_once(tiny_params, judge, monkeypatch):
+    passes, windows = [], judge.windows
     score = judge.engine.score
     monkeypatch.setattr(judge.engine, "score", lambda *given: passes.append(0) or score(*given))
     ones = [((), plan.bounded(tiny_params, "any", ())), ((0,), plan.bounded(tiny_params, "other", (0,)))]
     first = judge.steps(ones)
-    assert len(passes) == 3 * len(windows.calib)  # a clean pass and two arms
+    canaries = 2  # of K and of V, once
+    assert len(passes) == 3 * len(windows.calib) + canaries  # a clean pass and two arms
     again = judge.steps([*reversed(ones), ((7,), ones[0][1])])
-    assert len(passes) == 3 * len(windows.calib)
+    judge.steps([((1,), plan.bounded(tiny_params, "third", (1,)))])
+    assert len(passes) == 5 * len(windows.calib) + canaries
     assert [step.kl for step in again] == [first[1].kl, first[0].kl, first[0].kl]
     assert first[0].kl > first[1].kl > 0 and first[0].bits_per_value < first[1].bits_per_value
     assert [step.layers for step in again] == [(0,), (), (7,)]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("dead", ["k", "v"])
+def test_a_hook_that_does_not_reach_the_attention_is_refused_before_anything_is_chosen(
+    tiny_params, judge, monkeypatch, dead
+):
+    """One stream's hook is dead: what it codes is thrown away."""
+    score = judge.engine.score
+
+    def deaf(ids, context, tap=None, placement="pre_rope"):
+        def half(layer, part, x):
+            found = tap(layer, part, x)
+            return None if part == dead else found
+
+        return score(ids, context, half if tap else None, placement)
+
+    monkeypatch.setattr(judge.engine, "score", deaf)
+    with pytest.raises(CodecNotActive, match=f"codec on {dead.upper()} moves the logits"):
+        judge.steps([((), plan.bounded(tiny_params, "any", ()))])
+    assert judge.known == {}

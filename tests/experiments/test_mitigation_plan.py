@@ -7,7 +7,8 @@ import pytest
 from kvlab.errors import MissingResult, StaleResult, StorageError
 from kvlab.experiments import plan as plans
 from kvlab.experiments.plans import mitigations as plan
-from kvlab.experiments.plans.mitigations import Choice, ChoiceRecord, Step, read_choice
+from kvlab.experiments.plans.mitigations import Choice, ChoiceRecord, Step, current, read_choice, search_id
+from kvlab.paramfile import overlay
 from kvlab.params import Params, coded_layers, studied_recipe
 from kvlab.recipe import IDENTITY
 from kvlab.records import Provenance, write_json
@@ -101,6 +102,62 @@ def test_a_choice_of_other_parameters_is_refused(params, changes, words):
         plan.arms(params, CHOICE.model_copy(update=changes))
 
 
+def record_of(params, **changes) -> ChoiceRecord:
+    values = {
+        "provenance": Provenance(model_hash="a", corpus_hash="b", calibration={"hf": "c"}, versions={}, device="cpu"),
+        "engine": params.calibration.origin,
+        "dtype": params.gap.dtype,
+        "protocol": "snapshot",
+        "windows": params.windows.calib,
+        "budget": params.mitigations.budget,
+        "search_id": search_id(params),
+        "choice": CHOICE,
+        "searches": {"greedy": (Step(layers=(), kl=0.2, bits_per_value=3.0),)},
+    }
+    return ChoiceRecord(**values | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bits": 4},
+        {"v_bits": 3},
+        {"codec": {"variance_ratio": 0.5}},
+        {"codec": {"boundary_layers": [0]}},
+        {"calibration": {"codebooks": "gaussian"}},
+        {"mitigations": {"klt_bits": 5.0}},
+        {"mitigations": {"uniform": [[3, 2], [5, 5]]}},
+        {"mitigations": {"budget": 9.0}},
+        {"windows": {"calib": 3}},
+        {"gap": {"dtype": "float32"}},
+    ],
+    ids=str,
+)
+def test_a_choice_made_under_what_decides_a_search_otherwise_is_refused(base_params, params, changes):
+    """All of these leave its layers possible ones."""
+    now = Params.complete(overlay(base_params, changes))
+    choice = CHOICE.model_copy(update={"klt_boundary": ()})  # in float32 no layer could be left uncoded
+    with pytest.raises(StaleResult, match=r"was made (with|under other).*run `kvlab choose` again"):
+        current(now, record_of(params, choice=choice))
+    assert current(now, record_of(now, choice=choice)) == choice
+
+
+def test_how_a_choice_is_judged_does_not_make_it_stale(base_params, params):
+    changes = {"mitigations": {"windows": 4, "protocols": ["snapshot"]}, "stats": {"seed": 7}, "windows": {"test": 64}}
+    now = Params.complete(overlay(base_params, changes))
+    assert now.mitigations != params.mitigations and current(now, record_of(params)) == CHOICE
+
+
+def test_a_choice_that_none_can_be_is_refused_with_its_record(params):
+    with pytest.raises(StaleResult, match="layer 6 of 6"):
+        current(params, record_of(params, choice=CHOICE.model_copy(update={"hot": (6,)})))
+
+
+def test_k_of_eight_bits_gets_no_ninth(params):
+    full = params.model_copy(update={"bits": 8})
+    assert plan.hot(full, (1, 2)).exceptions == () and plan.hot(params, (1, 2)).exceptions
+
+
 def test_there_are_no_cells_without_a_choice(params):
     with pytest.raises(MissingResult, match="kvlab choose"):
         plans.study_cells(params, "mitigations", "hf")
@@ -114,18 +171,21 @@ def test_favoured_layers_by_the_name_of_the_arm(params):
     assert plan.favoured(CHOICE, "klt hot") == CHOICE.klt_hot
 
 
-def test_a_record_survives_its_file_and_nothing_else_is_read(tmp_path):
-    record = ChoiceRecord(
-        provenance=Provenance(model_hash="a", corpus_hash="b", calibration={"hf": "c"}, versions={}, device="cpu"),
-        engine="hf",
-        dtype="bfloat16",
-        protocol="snapshot",
-        windows=4,
-        choice=CHOICE,
-        searches={"greedy": (Step(layers=(), kl=0.2, bits_per_value=3.0),)},
-    )
+def test_a_record_survives_its_file_and_nothing_else_is_read(params, tmp_path):
+    record = record_of(params)
     write_json(tmp_path / "choice.json", record.model_dump(mode="json"))
     assert read_choice(tmp_path / "choice.json") == record
     write_json(tmp_path / "other.json", record.model_dump(mode="json") | {"choice": {"gready": [1]}})
     with pytest.raises(StorageError, match="kvlab choose"):
         read_choice(tmp_path / "other.json")
+    before = {key: value for key, value in record.model_dump(mode="json").items() if key != "search_id"}
+    write_json(tmp_path / "old.json", before)
+    with pytest.raises(StorageError, match="kvlab choose"):
+        read_choice(tmp_path / "old.json")
+
+
+def test_the_curve_leaves_out_points_that_spend_otherwise_than_the_studied_recipe(base_params):
+    """K3 V4 and K4 V3 may take the same bytes, and a curve has one value at one place."""
+    params = Params.complete(base_params | {"v_bits": 4})
+    names = [arm.name for arm in plan.uniform(params)]
+    assert names[0] == "uniform 3/4" and "uniform 4/3" not in names and "uniform 6/4" in names

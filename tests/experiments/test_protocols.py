@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,7 +18,7 @@ from kvlab.experiments.coding import CleanCapture, Coder, InForward
 from kvlab.experiments.measure import check_canaries
 from kvlab.experiments.scoring import CANARY, WindowRun
 from kvlab.params import studied_recipe
-from kvlab.recipe import IDENTITY, Cell, IdentityStream, NoiseStream, Recipe
+from kvlab.recipe import IDENTITY, Cell, IdentityStream, NoiseStream, Recipe, digest
 
 CONTEXT = 64
 
@@ -120,6 +121,35 @@ def test_only_the_context_is_coded(run):
     assert tap(0, "q", x) is None
 
 
+@pytest.mark.parametrize("placement", ["pre_rope", "post_rope"])
+def test_a_weighted_error_is_recorded_only_where_its_metric_is_known(run, calibrated, placement):
+    """A plain error of K under that name would be compared with weighted ones."""
+    planted = cell(recipe=noise(0.1)).model_copy(update={"placement": placement})
+    for known in [calibrated, replace(calibrated, rotated={})] if placement == "post_rope" else [calibrated, None]:
+        coder = Coder(planted, known)
+        run.logits(planted, coder)
+        due = "kv" if known is calibrated else "v"
+        assert set(coder.coding(run.engine.info, CONTEXT, "float32").whitened_error) == set(due)
+
+
+def test_a_record_names_what_was_read_and_nothing_else(calibrated, tiny_params):
+    """By layer, stream and recipe; another table under the same recipe has another digest."""
+    studied = studied_recipe(tiny_params)
+    named = Coder(cell(recipe=studied, layers=(0, 1, 2)), calibrated).fitted()
+    tables = {f"table/{which}/pre_rope/{digest(getattr(studied, which))}" for which in "kv"}
+    whitened = {0, 1, 2} - set(studied.k.whiten_skip_layers) if studied.k.whiten else set()
+    assert tables <= set(named) and {name for name in named if name not in tables} >= {
+        f"whitener/k/pre_rope/{layer}" for layer in whitened
+    }
+    assert Coder(cell(recipe=noise(0.1)), calibrated).fitted() == Coder(cell(), None).fitted() == {}
+    one = next(iter(tables))
+    key = ("k" if one.startswith("table/k") else "v", "pre_rope", one.rpartition("/")[2])
+    moved = replace(calibrated, tables=calibrated.tables | {key: calibrated.tables[key] * 1.01})
+    again = Coder(cell(recipe=studied, layers=(0, 1, 2)), moved).fitted()
+    assert {name for name in named if named[name] != again[name]} == {one}
+    assert all(len(made) == 12 for made in named.values())
+
+
 def test_uncoded_streams_and_layers_are_left_alone():
     coder = Coder(cell(recipe=noise(0.5), layers=(1,), stream="v"), None)
     assert [coder.codes(layer, part) for layer, part in ((1, "v"), (1, "k"), (0, "v"), (1, "q"))] == [True] + [
@@ -133,7 +163,8 @@ def test_planted_noise_is_recovered(run):
     for sigma in (0.005, 0.01, 0.02):
         coder = Coder(cell(recipe=noise(sigma)), None)
         measured.append(kl(run, coder.cell, coder))
-        error = coder.coding(run.engine.info, CONTEXT, "float32").whitened_error
+        tally = coder.tally
+        error = {stream: tally.error_sq[stream] / tally.signal_sq[stream] for stream in "kv"}
         for stream in "kv":  # the tally divides by the spread about the mean, sigma is relative to the rms
             clean = [run.clean["pre_rope"].kept[layer, stream] for layer in range(3)]
             power = sum(x.square().mean() * x.numel() for x in clean)
@@ -153,7 +184,7 @@ def test_every_measure_of_damage_falls_with_bits(run, protocol):
         rows = run.rows("x", run.logits(coder.cell, coder))
         kls.append(float(rows["kl"].mean()))
         flips.append(int((rows["top1_ref"] != rows["top1_alt"]).sum()))
-        errors.append(coder.coding(run.engine.info, CONTEXT, "float32").whitened_error)
+        errors.append({s: coder.tally.error_sq[s] / coder.tally.signal_sq[s] for s in "kv"})
     for falling in ([e["k"] for e in errors], [e["v"] for e in errors], kls):
         assert all(after < before for before, after in pairwise(falling))
     assert kls[-1] < 1e-3 * kls[0] and errors[-1]["k"] < 1e-3 * errors[0]["k"]

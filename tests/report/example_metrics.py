@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from kvlab.recipe import digest
 from report.example_mitigations import mitigations_part
 from report.example_residual import residual_part
-from report.example_studies import layer_parts, noise_parts
+from report.example_studies import layer_parts, noise_parts, peer_rows
 
 TWO = ("hf", "vllm")
 
@@ -67,6 +67,7 @@ def build(seed: int = 0, engines: tuple[str, ...] = TWO, unresolved: tuple[str, 
         },
         "floor": {engine: _floor(make) for engine in engines},
         "baseline": [_baseline(make, *run) for run in _runs(engines)],
+        "baseline_peers": peer_rows(make, engines),
         "agreement": _agreement(make) if len(engines) > 1 else None,
         "gap": _gap(make, engines, ratios, unresolved),
         "factors": _gap(make, engines, ratios, unresolved, dtype=("float32", "bfloat16")),
@@ -147,10 +148,11 @@ def _agreement(make):
 
 
 def _claims(make, engines):
-    """Two of each section; with two engines the first of them compares the engines."""
+    """Some of each section; with two engines the first of them compare the engines."""
     found = []
-    for about, other in product(("gap", "factors", "cells", "layers", "noise", "mitigations"), engines[::-1]):
-        ids = [(engine, digest({"of": [about, engine, make.count()]})) for engine in (other, engines[0])]
+    sections = ("gap", "factors", "agreement", "cells", "layers", "noise", "residual", "mitigations")
+    for about, other in product(sections, [engines[-1]] * make.random.randrange(11, 40) + [engines[0]]):
+        ids = [(engine, "c" + digest({"of": [about, engine, make.count()]})) for engine in (other, engines[0])]
         sides = [[{"cell_id": cell_id, "engine": engine}] for engine, cell_id in ids]
         claim = {"about": about, "subject": f"`{about}` on `{other}`", "up": "raises KL", "down": "lowers KL"}
         claim |= {"null": 0.0, "unit": "nats per token", "effect": make.estimate(0.01)}

@@ -7,6 +7,22 @@ from itertools import product
 SIGMAS = (0.011, 0.031, 0.11, 0.31)
 
 
+def peer_rows(make, engines: tuple[str, ...]) -> list[dict]:
+    """``baseline_peers``: the second engine against `hf` in bfloat16; empty with one engine."""
+    return [
+        {
+            "run": f"{engine}-bfloat16-default",
+            "against": "hf-bfloat16-eager",
+            "dtype": "bfloat16",
+            "kl": make.estimate(5e-4),
+            "ppl_ratio": make.around(1 + make.number(1e-3), 2e-4),
+            "top1_agreement": make.around(make.random.uniform(0.5, 0.9), 0.01),
+        }
+        for engine in engines
+        if engine != "hf" and "hf" in engines
+    ]
+
+
 def layer_parts(make, engines: tuple[str, ...]) -> dict:
     """``layers`` and ``additivity`` under one protocol; the layers' numbers are random too."""
     first = make.random.randrange(11, 90)
@@ -25,6 +41,7 @@ def layer_parts(make, engines: tuple[str, ...]) -> dict:
                 "kl": make.estimate(0.01),
                 "p_value": make.random.uniform(0.001, 0.01),
                 "q_value": make.random.uniform(0.01, 0.6),
+                "q_stands_out": make.random.uniform(0.01, 0.6),
                 "bits_per_value": make.number(3),
             }
             for (engine, protocol), stream, kind in product(places, "kv", ("only", "but"))

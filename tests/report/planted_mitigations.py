@@ -100,6 +100,8 @@ def planted_choice(params: Params, choice: Choice = CHOICE, saved: float = 0.4, 
         "dtype": params.gap.dtype,
         "protocol": "snapshot",
         "windows": params.windows.calib,
+        "budget": params.mitigations.budget,
+        "search_id": plan.search_id(params),
         "choice": choice,
         "searches": searches,
     }

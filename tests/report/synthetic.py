@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from kvlab.calibration.needs import coded_by, pieces
 from kvlab.experiments import plan
-from kvlab.experiments.plans.mitigations import Choice, ChoiceRecord, Step
+from kvlab.experiments.plans.baseline import peer_of
+from kvlab.experiments.plans.mitigations import Choice, ChoiceRecord, Step, search_id
 from kvlab.paramfile import overlay, read_yaml
-from kvlab.params import Params
+from kvlab.params import Params, coded_layers
 from kvlab.recipe import IDENTITY, BlockStream, Cell, NoiseStream, digest
 from kvlab.records import (
     TOKENS,
@@ -23,6 +25,7 @@ from kvlab.records import (
     Coding,
     JobRecord,
     Provenance,
+    fingerprint,
     write_job,
     write_json,
     write_table,
@@ -63,6 +66,7 @@ class Effects:
     identity_fp32: float = 1e-9
     cross_identity: float = 3e-8
     cross_codec: float = 1e-5
+    cross_peer: float = 1.2e-3
     rounding: float = 2e-4
     codec_disagreement: float = 0.001
     nll_per_kl: float = 0.8
@@ -258,7 +262,24 @@ def cell_record(params: Params, effects: Effects, cell: Cell) -> CellRecord:
             whitened_error={stream: 0.03 for stream in streams},
         ),
         canary_kl=effects.canary if coded and not isinstance(cell.recipe.k, NoiseStream) else None,
+        fitted=fitted(cell),
     )
+
+
+def fitted(cell: Cell) -> dict[str, str]:
+    """Digests of what the cell's codecs would have read: of the tables of `write_codebooks`, and of made-up rest."""
+    bits = {digest(s): s.bits for r in cell.recipes for s in map(coded_by, (r.k, r.v)) if isinstance(s, BlockStream)}
+    return {
+        name: fingerprint(np.array(centroids(bits[piece.place]), np.float32))
+        if piece.kind == "table"
+        else digest({"origin": cell.origin, "piece": name})
+        for name, piece in pieces(cell).items()
+    }
+
+
+def centroids(bits: int) -> list[float]:
+    """The planted table of so many bits."""
+    return np.linspace(-2.0, 2.0, 2**bits).tolist()
 
 
 def coded_bytes(cell: Cell) -> int:
@@ -268,7 +289,7 @@ def coded_bytes(cell: Cell) -> int:
 
 
 def write_baseline(folder: Path, params: Params, effects: Effects, text: Text) -> list[Path]:
-    """One file pair per baseline run; vLLM in float32 also carries the agreement cells."""
+    """One file pair per baseline run; vLLM in float32 also carries the agreement cells, else its peer."""
     paths = []
     for run, (engine, dtype, attention) in plan.baseline_runs(params).items():
         plain = effects.floor[engine] * 10 if dtype == "bfloat16" else effects.identity_fp32
@@ -277,16 +298,19 @@ def write_baseline(folder: Path, params: Params, effects: Effects, text: Text) -
             planted += [("identity", protocol, effects.cross_identity) for protocol in params.protocols]
             planted += [("kv", protocol, effects.cross_codec) for protocol in params.protocols]
             planted += [("jitter", protocol, effects.rounding) for protocol in params.protocols]
+        against = peer_of(plan.baseline_runs(params), run)
+        planted += [("peer", None, effects.cross_peer)] if against else []
         shared = {"run": run, "engine": engine, "dtype": dtype, "attention": attention}
         cells, tables = [], []
         for what, protocol, kl in planted:
-            cell = {"what": what, "protocol": protocol, "reference": "truth"}
+            reference = against if what == "peer" else "truth"
+            cell = {"what": what, "protocol": protocol, "reference": reference}
             cell["cell_id"] = digest(shared | cell)
             cells.append(cell)
             tables.append(text.rows(cell["cell_id"], kl, params.windows.test))
         path = folder / "results" / "baseline" / f"{run}.json"
         write_table(path.with_suffix(".parquet"), pl.concat(tables))
-        coded = len(cells) > 1
+        coded = any(cell["protocol"] for cell in cells)
         origin = provenance() if coded else provenance(calibration={})
         shared |= {"context": params.windows.context, "eval": params.windows.eval}
         write_json(path, shared | {"provenance": origin.model_dump(), "cells": cells})
@@ -305,7 +329,7 @@ def write_codebooks(folder: Path, params: Params, study: str, origin: str) -> Pa
             "bits": recipe.bits,
             "variance_ratio": recipe.variance_ratio,
             "layout": recipe.layout,
-            "centroids": np.linspace(-2.0, 2.0, 2**recipe.bits).tolist(),
+            "centroids": centroids(recipe.bits),
             "n_samples": 10000,
             "std": 1.02,
             "mse_gaussian": 0.04,
@@ -317,7 +341,8 @@ def write_codebooks(folder: Path, params: Params, study: str, origin: str) -> Pa
     path = folder / "calib" / "codebooks" / f"{study}-{origin}.json"
     made = provenance()
     head = {"origin": origin, "model_hash": made.model_hash, "corpus_hash": made.corpus_hash}
-    write_json(path, head | {"tables": tables, "sigma_hash": made.calibration[origin]})
+    head |= {"sigma_hash": made.calibration[origin], "layers": list(coded_layers(params))}
+    write_json(path, head | {"tables": tables})
     return path
 
 
@@ -329,6 +354,8 @@ def write_choice(folder: Path, params: Params) -> Path:
         dtype=params.gap.dtype,
         protocol="snapshot",
         windows=params.windows.calib,
+        budget=params.mitigations.budget,
+        search_id=search_id(params),
         choice=CHOICE,
         searches={
             name: (Step(layers=layers, kl=0.01, bits_per_value=7.0),) for name, layers in CHOICE.model_dump().items()
@@ -340,17 +367,24 @@ def write_choice(folder: Path, params: Params) -> Path:
 
 
 def write_sigma(folder: Path, params: Params, engine: str) -> Path:
-    """The sidecar of one engine's Sigma_q; vLLM's trace is 1 % larger everywhere."""
-    diagnostics = []
+    """The sidecar of one engine's Sigma_q; vLLM's trace is 1 % larger everywhere, over all windows together."""
+    diagnostics, tokens = [], params.windows.calib * params.windows.length
+    windows = np.random.default_rng(0).lognormal(0, 0.3, params.windows.calib)
+    drift = np.random.default_rng(1).normal(0, 0.002, params.windows.calib)
+    drift = 1.01 + drift - (windows * drift).sum() / windows.sum() if engine == "vllm" else 1.0
+    by_window = windows / windows.mean() * drift
     for layer in range(params.model.n_layers):
         for head in range(2):
             trace = (100.0 + 10 * layer + head) * (1.01 if engine == "vllm" else 1.0)
             entry = {"layer": layer, "kv_head": head, "sigma_trace": trace, "eig_min": 0.1, "eig_max": 50.0}
             entry |= {"condition": 500.0 + 100 * layer + head, "diag_mean": 2.0, "off_diag_max_abs": 6.0}
+            entry |= {"whitening_gain_db": 6.0 + layer, "round_trip_error": 1e-6}
+            entry["window_traces"] = ((100.0 + 10 * layer + head) * by_window).tolist()
             diagnostics.append(entry)
     path = folder / "calib" / "sigma" / f"{engine}.json"
     origin = provenance()
     head = {"calibration_source": engine, "ridge": params.calibration.ridge}
     head |= {"model_hash": origin.model_hash, "corpus_hash": origin.corpus_hash}
+    head |= {"file_hash": origin.calibration[engine], "n_tokens_pooled": tokens}
     write_json(path, head | {"diagnostics": diagnostics})
     return path

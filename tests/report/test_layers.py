@@ -10,12 +10,14 @@ import pytest
 from scipy.stats import false_discovery_control
 
 from kvlab.errors import MissingResult, MixedIdentity
-from kvlab.report import tables_layers
 from kvlab.report.claims import resolved, sentence
 from kvlab.report.figures.interactive.layers import interactive_layers
 from kvlab.report.figures.layers import layers, layers_table
 from kvlab.report.rendering import render
-from kvlab.report.studies.layers import additivity_entries, layer_claims, layer_entries
+from kvlab.report.studies.layers import additivity_entries, layer_claims, layer_entries, standing_out
+from kvlab.report.tables import layers as tables_layers
+from kvlab.stats.bootstrap import Column
+from kvlab.stats.multiple import sign_flip_two_sided_p
 from report.planted_cells import BOOT, WINDOWS, plain_basis, planted_params, planted_results, rows
 
 LAYER = {"k": (0.030, 0.004, 0.003, 0.002, 0.0015, 0.020), "v": (0.012, 0.003, 0.002, 0.001, 0.0005, 0.009)}
@@ -95,6 +97,48 @@ def test_identical_layers_share_their_p_values(params):
     assert row["ratio"]["value"] == pytest.approx(1) and row["boundary_excess"]["value"] == pytest.approx(0, abs=1e-12)
 
 
+def stand_out(entries, kind):
+    return [row["q_stands_out"] <= 0.05 for row in rows_of(entries, engine="hf", protocol="snapshot", kind=kind)]
+
+
+def test_layers_that_stand_out_are_told_from_the_mean_layer_and_no_others(params):
+    """Above the mean, below it, and on it, of K; V's layers are alike. All of them are told from zero."""
+    of_k = (0.03, 0.01, 0.01, 0.01, 0.01, -0.01 + 1e-4)  # the mean of the six is all but 0.01
+
+    def planted(cell):
+        return sum(0.02 + (of_k[layer] if stream == "k" else 0.01) for stream in cell.stream for layer in cell.layers)
+
+    entries = layer_entries(params, planted_results(params, "layers", planted), BOOT)
+    for kind in ("only", "but"):
+        assert stand_out(rows_of(entries, stream="k"), kind) == [True, False, False, False, False, True]
+        assert not any(stand_out(rows_of(entries, stream="v"), kind))
+    assert all(row["q_value"] <= 0.05 for row in entries)
+
+
+def test_standing_out_is_corrected_within_its_group_and_is_that_against_the_other_layers(params, additive):
+    entries = layer_entries(params, additive, BOOT)
+    for stream in ("k", "v"):
+        found = additive.select("layers", "codec", engine="hf", protocol="snapshot", stream=stream)
+        kl = {m.cell.layers[0]: m.column("kl").means for m in found if len(m.cell.layers) == 1}
+        others = [kl[i] - np.mean([kl[j] for j in kl if j != i], axis=0) for i in range(6)]
+        p_values = [sign_flip_two_sided_p(one, draws=BOOT.resamples, seed=BOOT.seed) for one in others]
+        rows = rows_of(entries, engine="hf", protocol="snapshot", stream=stream, kind="only")
+        assert [row["q_stands_out"] for row in rows] == pytest.approx(false_discovery_control(p_values))
+
+
+def test_layers_that_are_alike_seldom_stand_out():
+    """Of groups of layers that differ by chance only, about one in twenty names any; those with a dear one name it."""
+    draws, named = np.random.default_rng(0), {1.0: [], 2.5: []}
+    for dearer in named:
+        for _ in range(150):
+            kl = draws.lognormal(0, 0.5, (WINDOWS, 1)) * draws.gamma(8.0, 1 / 8, (WINDOWS, 8))
+            kl[:, 3] *= dearer
+            columns = [Column(one, np.ones(WINDOWS), tuple(range(WINDOWS)), "same", WINDOWS) for one in kl.T]
+            named[dearer].append([q <= 0.05 for q in standing_out(BOOT, columns)])
+    assert np.mean(np.any(named[1.0], axis=1)) <= 0.1
+    assert np.mean(named[2.5], axis=0)[3] >= 0.9
+
+
 def test_layers_that_add_up(params, additive):
     entries = additivity_entries(params, additive, BOOT)
     assert len(entries) == 2 * 2 * 3
@@ -154,6 +198,8 @@ def test_models_so_small_that_cells_coincide(n_layers, kinds):
     assert all(row["boundary_excess"] is None for row in sums)
     text = report({"layers": entries, "additivity": sums, "claims": layer_claims(params, results, BOOT)})
     assert "Boundary layers" not in text and ("*Left out*" in text) == (n_layers > 1)
+    assert {row["q_stands_out"] is None for row in entries} == {n_layers == 1}
+    assert ("double dagger" in text) == ("in both directions" in text) == (n_layers > 1)
 
 
 def no_cells():
@@ -213,6 +259,9 @@ def test_the_section(params, additive):
     assert len(lines) == 4 and all(line.count("†") == 4 for line in lines)
     assert text.count("\n- ") == 12
     assert "Boundary layers, which the studied recipe leaves uncoded, are coded here too" in text
+    assert "A double dagger (‡) marks a layer that stands out" in text and all("†" in line for line in lines)
+    assert all("†  ‡" not in line and line.count("‡") >= 2 for line in lines)  # the dearest of K and of V
+    assert "only that the codec did something to the logits" in text
     assert "None" not in text and "nan" not in text
     assert report({}) == "## One layer at a time\n\nThis run did not measure single layers.\n"
 
@@ -220,8 +269,10 @@ def test_the_section(params, additive):
 def test_only_discoveries_are_marked():
     row = {"engine": "hf", "protocol": "snapshot", "stream": "k", "kind": "only", "layer": 3, "boundary": False}
     row["kl"] = {"value": 0.5, "low": 0.4, "high": 0.6}
-    marked = [tables_layers.layers([row | {"q_value": q}], 0.05).count("†") for q in (0.05, 0.0501)]
-    assert marked == [1, 0]
+    for key, mark, other in (("q_value", "†", "q_stands_out"), ("q_stands_out", "‡", "q_value")):
+        pages = [tables_layers.layers([row | {key: q, other: None}], 0.05) for q in (0.05, 0.0501, None)]
+        assert [page.count(mark) for page in pages] == [1, 0, 0]
+        assert [sum(map(page.count, "†‡")) for page in pages] == [1, 0, 0]
 
 
 @pytest.fixture(scope="module")

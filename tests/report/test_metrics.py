@@ -17,15 +17,17 @@ from kvlab.errors import (
 from kvlab.experiments import plan
 from kvlab.records import read_job, read_json, read_tokens, write_job, write_json, write_table
 from kvlab.report.claims import sentence
+from kvlab.report.contexts import calibration_context
 from kvlab.report.gather import comparable, gather
 from kvlab.report.metrics import build, summary
 from kvlab.report.studies.agreement import agreement_entry
+from kvlab.report.studies.calibration import sigma_drift
 from kvlab.report.studies.cells import cell_claims
 from kvlab.report.studies.gap import factors_entry, gap_entry
 from kvlab.report.studies.layers import additivity_entries, layer_entries
 from kvlab.report.studies.noise import structure_entries
 from kvlab.stats.bootstrap import Bootstrap
-from report.synthetic import CHOICE, Effects, Paths, provenance, small_params, write_results
+from report.synthetic import CHOICE, Effects, Paths, provenance, small_params, write_results, write_sigma
 
 ESTIMATE = {"value", "low", "high", "n_windows", "n_tokens", "resolvable", "method"}
 
@@ -103,7 +105,8 @@ def edit_cells(record, change, only=lambda cell: True):
 
 def test_top_level_shape(metrics, params):
     assert set(metrics) == {
-        *("identity", "sizes", "floor", "baseline", "agreement", "agreement_why", "gap", "factors", "cells"),
+        *("identity", "sizes", "floor", "baseline", "baseline_peers", "agreement", "agreement_why", "gap"),
+        *("factors", "cells"),
         *("layers", "additivity", "noise", "noise_slope", "closure", "structure", "residual", "mitigations"),
         *("codebooks", "sigma", "claims"),
     }
@@ -265,9 +268,30 @@ def test_a_cell_is_held_against_the_studied_one(metrics):
 def test_sigma_and_codebooks(metrics):
     assert metrics["sigma"]["drift"]["trace_difference_max"] == pytest.approx(0.01)
     assert metrics["sigma"]["hf"]["off_diagonal_ratio_median"] == 3
+    assert metrics["sigma"]["vllm"]["whitening_gain_db_median"] == 8.5
+    assert metrics["sigma"]["vllm"]["whitening_gain_db_max"] == 11
+    assert metrics["sigma"]["hf"]["round_trip_error_max"] == 1e-6
     assert metrics["sigma"]["hf"]["condition_max"] == 1001
     tables = [(t["origin"], t["stream"], t["placement"], t["stream_recipe_id"]) for t in metrics["codebooks"]]
     assert len(set(tables)) == len(tables) and {"hf", "vllm"} == {table[0] for table in tables}
+
+
+def test_the_drift_of_sigma_has_an_interval_over_the_captured_windows(tmp_path):
+    """Two captures whose traces differ by 1 % in the mean, and by window by a little more or less."""
+    params = small_params(windows={"calib": 24})
+    paths = [write_sigma(tmp_path, params, engine) for engine in ("hf", "vllm")]
+    ratios = sigma_drift({path.stem: read_json(path) for path in paths}, Bootstrap(600, 0.95, 0))["trace_ratio"]
+    assert list(ratios) == ["all_layers", *(f"layer_{layer}" for layer in range(6))]
+    for found in ratios.values():
+        assert found["value"] == pytest.approx(1.01, rel=1e-12)
+        assert covers(found, 1.01) and 0 < found["resolvable"] < 0.002
+        assert (found["n_windows"], found["n_tokens"]) == (24, 24 * params.windows.length)
+
+
+def test_the_drift_is_printed_with_its_interval(metrics):
+    printed = calibration_context(metrics)
+    assert "trace ratio.all layers" in printed["drift"] and "trace ratio.layer 5" in printed["drift"]
+    assert "whitening gain db median" in printed["sigma"] and "round trip error max" in printed["sigma"]
 
 
 def test_summary_is_flat(metrics):
@@ -549,6 +573,87 @@ def test_a_table_that_is_another_one_elsewhere_is_refused(params, paths):
     data["tables"][0]["centroids"][0] -= 1.0
     write_json(path, data)
     with pytest.raises(StaleResult, match="stands in two codebooks and differs"):
+        run(params, paths)
+
+
+def refitted(record, kind):
+    """A record whose pieces of one kind were other numbers."""
+
+    def change(cell):
+        made = {name: "0" * 12 if name.startswith(kind) else one for name, one in cell.fitted.items()}
+        return cell.model_copy(update={"fitted": made})
+
+    return edit_cells(record, change)
+
+
+def test_cells_measured_with_tables_fitted_on_other_layers_are_refused(params, paths):
+    """Other boundary layers move every study but this one, whose cells keep their ids and had the old tables."""
+    edit_job(paths, "layers", lambda r, t: (refitted(r, "table"), t))
+    with pytest.raises(MixedIdentity, match=r"calibration on hf, table/[kv]/pre_rope/\w+: 0{12}: .*\(layers") as found:
+        collect(params, paths)
+    assert "of job layers/" in str(found.value) and "of job factors/" in str(found.value)
+
+
+@pytest.mark.parametrize("kind", ["table", "whitener"])
+def test_two_jobs_of_a_study_with_other_calibrations_are_refused(params, paths, kind):
+    """As measured with different --codebooks, or with another Sigma_q under the same name."""
+    edit_job(paths, "factors", lambda r, t: (refitted(r, kind), t), index=1)
+    with pytest.raises(MixedIdentity, match=rf"{kind}/[kv]/.* of job factors/.* \| .* of job factors/"):
+        collect(params, paths)
+
+
+def test_a_record_that_does_not_name_its_calibration_is_refused(params, paths):
+    edit_job(paths, "factors", lambda r, t: (edit_cells(r, lambda c: c.model_copy(update={"fitted": {}})), t))
+    with pytest.raises(StaleResult, match=r"do not name the same fitted material .*kvlab measure --study factors"):
+        collect(params, paths)
+
+
+def test_another_calibration_does_not_pass_the_second_door(params, paths):
+    """Also when it came in behind gather's back."""
+    first, *others = collect(params, paths).select("factors", "codec", dtype="bfloat16", origin="hf")
+    comparable([first, *others], {"engine", "protocol", "variance_ratio"})
+    other = replace(first, record=refitted_cell(first.record))
+    with pytest.raises(MixedIdentity, match="calibration on hf, "):
+        comparable([other, *others], {"engine", "protocol", "variance_ratio"})
+
+
+def refitted_cell(record):
+    return record.model_copy(update={"fitted": dict.fromkeys(record.fitted, "0" * 12)})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"sigma_hash": "other"}, MixedIdentity, r"Sigma_q of hf: a{16} \(results\) \| other"),
+        ({"layers": [0, 1]}, StaleResult, r"was fitted on layers \[0, 1\], these parameters code"),
+    ],
+)
+def test_codebooks_of_another_calibration_are_refused(params, paths, change, error, words):
+    path = next(path for path in paths.codebooks if path.name == "layers-hf.json")
+    write_json(path, read_json(path) | change)
+    with pytest.raises(error, match=words):
+        run(params, paths)
+
+
+def test_a_table_that_no_cell_was_measured_with_is_refused(params, paths):
+    for path in paths.codebooks:
+        data = read_json(path)
+        for table in data["tables"]:
+            table["centroids"][0] -= 1.0
+        write_json(path, data)
+    with pytest.raises(StaleResult, match="is not the one that measured cells used"):
+        run(params, paths)
+
+
+def test_a_sigma_of_another_calibration_is_refused(params, paths):
+    data = read_json(paths.sigmas[0])
+    for change in ({"corpus_hash": "other"}, {"file_hash": "other"}):
+        write_json(paths.sigmas[0], data | change)
+        with pytest.raises(MixedIdentity, match=r"(corpus_hash|Sigma_q of hf): .*other"):
+            run(params, paths)
+    write_json(paths.sigmas[0], data)
+    paths.sigmas[0].with_suffix(".safetensors").write_bytes(b"another")
+    with pytest.raises(StaleResult, match=r"is not about hf\.safetensors"):
         run(params, paths)
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from kvlab.errors import Fault, MissingResult, MixedIdentity, StaleResult
 from kvlab.report import claims as said
-from kvlab.report import tables_mitigations as tables
 from kvlab.report.figures.canvas import save
 from kvlab.report.figures.interactive.mitigations import interactive_mitigations
 from kvlab.report.figures.mitigations import mitigations, mitigations_table
 from kvlab.report.rendering import render
 from kvlab.report.studies.mitigations import KLT, STUDIED, mitigation_claims, mitigation_entries
+from kvlab.report.tables import mitigations as tables
 from kvlab.stats.bootstrap import Bootstrap
 from report.planted_mitigations import (
     CHOICE,
@@ -137,7 +137,7 @@ def test_an_arm_that_is_the_studied_recipe_again_is_one_and_the_same(params):
         assert tables.verdict(rows[arm]) == "one and the same cell"
     results = planted_results(params, PLANTED, again)
     found = mitigation_claims(params, results, BOOT, planted_choice(params, again))
-    assert not any("as many as before" in claim["subject"] for claim in found)
+    assert not any("another set of layers" in claim["subject"] for claim in found)
 
 
 def test_the_choice_is_held_against_the_test_split(entries, params):
@@ -158,12 +158,25 @@ def test_claims_name_their_arm_its_layers_and_what_it_is_held_against(params):
     assert len(found) == len(ENGINES) * len(PROTOCOLS) * len((*STUDIED, *KLT))
     assert {claim["about"] for claim in found} == {"mitigations"} and {claim["null"] for claim in found} == {1.0}
     words = [said.sentence(claim) for claim in found]
-    moved = next(text for text in words if "as many as before" in text)
-    assert "layers 2 and 3 (`hf`, `in_forward`), against uniform spending of as many bytes, lowers KL to 0.7" in moved
+    moved = next(text for text in words if "another set" in text)
+    assert moved.startswith(
+        "Leaving another set of layers uncoded, as many as `params.yaml` names: layers 2 and 3 (`hf`,"
+    )
+    assert "(`hf`, `in_forward`), against uniform spending of as many bytes, lowers KL to 0.7" in moved
     beyond = next(text for text in words if text.startswith("Leaving more layers uncoded"))
     assert "`uniform 8/8`, which takes fewer bytes," in beyond
     hot = next(text for text in words if text.startswith("One bit more for K on layer 3"))
     assert "not resolved" in hot
+
+
+@pytest.mark.parametrize("layers, many", [((2,), "fewer than"), ((2, 3), "as many as"), ((1, 2, 3), "more than")])
+def test_moved_boundary_layers_are_counted_before_they_are_called_as_many(params, layers, many):
+    """A greedy search may end before it found as many layers as params.yaml names."""
+    assert len(params.codec.boundary_layers) == 2
+    short = CHOICE.model_copy(update={"moved": layers})
+    found = mitigation_claims(params, planted_results(params, PLANTED, short), BOOT, planted_choice(params, short))
+    subjects = [claim["subject"] for claim in found if "another set" in claim["subject"]]
+    assert subjects and all(f"uncoded, {many} `params.yaml` names: layer" in subject for subject in subjects)
 
 
 def test_searches_that_find_the_same_layers_are_claimed_once(params):
@@ -203,9 +216,18 @@ def test_calibrations_that_only_the_results_read_do_not_matter(params):
         mitigation_entries(params, results, BOOT, planted_choice(params, provenance=other))
 
 
-@pytest.mark.parametrize("changes", [{"engine": "vllm"}, {"dtype": "float32"}, {"windows": 3}])
-def test_a_choice_of_other_parameters_is_refused(params, changes):
-    with pytest.raises(StaleResult, match=next(iter(changes))):
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"engine": "vllm"}, "engine vllm"),
+        ({"dtype": "float32"}, "dtype float32"),
+        ({"windows": 3}, "windows 3"),
+        ({"budget": 11.5}, "budget 11.5"),
+        ({"search_id": "0" * 12}, "000000000000"),
+    ],
+)
+def test_a_choice_of_other_parameters_is_refused(params, changes, named):
+    with pytest.raises(StaleResult, match=rf"{named}.*run `kvlab choose` again"):
         choice = planted_choice(params, **changes)
         mitigation_entries(params, planted_results(params, PLANTED), BOOT, choice)
 
@@ -240,6 +262,7 @@ def test_the_section_says_where_the_choice_was_made(entries):
 
 
 def test_the_path_of_the_search_is_a_table(entries):
+    assert entries["choice"]["budget"] == 10.0 and "more than 10 bits per value" in page(entries)
     lines = tables.path(entries["choice"]["searches"]["greedy"]).splitlines()
     steps = [line.split("|")[1].strip() for line in lines[2:]]
     assert steps == ["none yet", "layer 0", "layer 2", "layer 3"]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvlab.errors import Fault, MissingResult, MixedIdentity, UnknownName
-from kvlab.report import tables_noise
 from kvlab.report.claims import resolved, sentence
 from kvlab.report.figures.interactive.noise import interactive_noise
 from kvlab.report.figures.noise import noise, noise_table
@@ -23,6 +22,7 @@ from kvlab.report.studies.noise import (
     reading,
     structure_entries,
 )
+from kvlab.report.tables import noise as tables_noise
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.quadratic import QuadraticLaw
 from kvlab.stats.rounding import SIGNIFICANT_BITS, relative_rounding

@@ -14,13 +14,14 @@ from kvlab.paramfile import overlay, read_yaml
 from kvlab.params import Params
 from kvlab.records import read_json, write_json
 from kvlab.report import format as fmt
-from kvlab.report import tables_residual as tables
+from kvlab.report.claims import sentence
 from kvlab.report.contexts import METHODS
 from kvlab.report.figures.canvas import save
 from kvlab.report.figures.interactive.residual import interactive_d_eff, interactive_residual
 from kvlab.report.figures.residual import d_eff, d_eff_table, residual, residual_table
 from kvlab.report.rendering import render
-from kvlab.report.studies.residual import residual_entries
+from kvlab.report.studies.residual import residual_claims, residual_entries
+from kvlab.report.tables import residual as tables
 from kvlab.stats.bootstrap import Bootstrap
 from report.example_metrics import Maker
 from report.example_residual import residual_part
@@ -108,7 +109,6 @@ def test_a_codec_without_error_has_no_ratio(params, tmp_path):
     none = [pl.lit(0.0).alias(name) for name in ("raw_error_sq", "whitened_error_sq")]
     made = entries(params, tmp_path, planted_rows(params).with_columns(none))
     assert all(row["ratio"] is None and not row["resolved"] for row in made["ratios"])
-    assert tables.furthest(made) is None
     assert "no error on either" in tables.pooled(made)
     assert one(made["rows"], engine="vllm", layer=1, stream="k", variance_ratio=1.0)["raw_error"]["value"] == 0
 
@@ -175,15 +175,20 @@ def test_rank_spread_by_hand():
 def page(made: dict | None, withheld: str | None = None) -> str:
     context = tables.context(made, 0.95, METHODS)
     links = dict.fromkeys(FIGURES)
-    return render("residual.md.j2", residual=context, withheld=withheld, alpha="0.05", figures=links)
+    return render("residual.md.j2", residual=context, withheld=withheld, alpha="0.05", figures=links, claims={})
 
 
 def test_the_section_says_what_is_resolved_and_what_is_not(params, tmp_path):
-    equal = page(entries(params, tmp_path / "a"))
-    assert "No difference is resolved" in equal and "not resolved, no effect to be seen" in equal
-    planted = page(entries(params, tmp_path / "b", planted_rows(params, factor=1.1, jitter=0.01)))
-    assert "No difference is resolved" not in planted and "larger on `vllm`" in planted
-    assert "calibration split" in planted
+    made = entries(params, tmp_path / "a")
+    equal = page(made)
+    assert "not resolved, no effect to be seen" in equal
+    assert all("not resolved" in sentence(claim) for claim in residual_claims(made))
+    made = entries(params, tmp_path / "b", planted_rows(params, factor=1.1, jitter=0.01))
+    planted = page(made)
+    assert "larger on `vllm`" in planted and "calibration split" in planted
+    words = [sentence(claim) for claim in residual_claims(made)]
+    assert words and all(re.search(r"the squared error rises to 1\.(09|1)", word) for word in words), words
+    assert all("cell `residual/vllm` against cell `residual/hf`" in word for word in words)
 
 
 def test_nothing_between_engines_is_said_when_it_is_withheld(params, tmp_path):
@@ -270,7 +275,7 @@ def test_histograms_that_do_not_count_the_table_are_refused(params, tmp_path):
 
 
 def test_one_window_gives_no_interval(params, tmp_path):
-    single = Params.complete(overlay(params.model_dump(mode="json"), {"windows": {"calib": 1}}))
+    single = params.model_copy(update={"windows": params.windows.model_copy(update={"calib": 1})})
     with pytest.raises(Fault, match="at least 2 windows"):
         entries(single, tmp_path)
 
@@ -338,7 +343,8 @@ def test_nothing_in_the_section_is_typed():
         ratios = tuple(round(make.random.uniform(0.5, 0.999), 4) for _ in range(2))
         context = tables.context(residual_part(make, ratios, ("hf", "vllm")), make.confidence, METHODS)
         alpha = str(round(1 - make.confidence, 9))
-        text = render("residual.md.j2", residual=context, withheld=None, alpha=alpha, figures=dict.fromkeys(FIGURES))
+        shared = {"withheld": None, "figures": dict.fromkeys(FIGURES), "claims": {}}
+        text = render("residual.md.j2", residual=context, alpha=alpha, **shared)
         seen.append(set(numeral.findall(text)))
     assert min(map(len, seen)) > 100
     assert set.intersection(*seen) == set()

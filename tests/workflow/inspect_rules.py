@@ -14,7 +14,8 @@ sys.path[:0] = [str(ROOT / "workflow" / "scripts"), str(ROOT / "src")]
 
 import dvc_sync  # noqa: E402
 
-from kvlab.errors import ParamsError  # noqa: E402
+from kvlab.errors import UserError  # noqa: E402
+from kvlab.experiments import plan  # noqa: E402
 from kvlab.paramfile import read_yaml  # noqa: E402
 from kvlab.params import Params  # noqa: E402
 
@@ -61,9 +62,11 @@ def changed(params, path):
         other = copy.deepcopy(params)
         value_at(other, path[:-1])[path[-1]] = value
         try:
-            if Params.complete(other) != Params.complete(params):
+            found = Params.complete(other)
+            plan.check(found)
+            if found != Params.complete(params):
                 return other
-        except ParamsError:
+        except UserError:
             continue
     return None
 
@@ -78,7 +81,8 @@ def value_at(params, path):
 def signature(rule):
     """What decides whether the jobs of a rule run again, as comparable text."""
     inputs = sorted(dvc_sync.input_files(rule))
-    return json.dumps([inputs, sorted(map(str, rule.output)), dict(rule.params.items()), rule.shellcmd])
+    params = {name: getattr(value, "every", value) for name, value in rule.params.items()}  # as dvc.yaml takes them
+    return json.dumps([inputs, sorted(map(str, rule.output)), params, rule.shellcmd])
 
 
 def stage_signatures(config=None):
@@ -117,7 +121,7 @@ def job_inputs(rule, engine):
     """The inputs of a job on `engine`; other wildcards are left as they are written."""
     files = []
     for item in rule.input:
-        files += item(SimpleNamespace(engine=engine)) if callable(item) else [str(item)]
+        files += item(SimpleNamespace(engine=engine, study="cells")) if callable(item) else [str(item)]
     return files
 
 

@@ -97,11 +97,17 @@ def test_lost_new_and_other_files_are_told_apart(outcome, place):
     assert outcome.differences(before, outcome.hashes(place)) == lines
 
 
-def test_what_a_killed_writer_leaves_is_found(outcome, place):
+def test_what_a_killed_writer_leaves_is_found_and_is_no_result(outcome, kill_rules, place):
+    before = outcome.hashes(place)
     assert outcome.temporaries(place) == set()
-    (place / "results/cells/.x.parquet.4711.tmp").touch()
-    (place / "calib/sigma/.hf.json.1.tmp").touch()
-    assert outcome.temporaries(place) == {"calib/sigma/.hf.json.1.tmp", "results/cells/.x.parquet.4711.tmp"}
+    left = {"calib/sigma/.tmpTbKYnD", "results/cells/.x.parquet.4711.tmp", "results/cells/.y.json.1.tmp"}
+    for name in left:
+        (place / name).touch()
+    (place / "results/cells/.y.json.1.tmp").unlink()
+    (place / "results/cells/.y.json.1.tmp").mkdir()
+    assert outcome.temporaries(place) == left and outcome.hashes(place) == before
+    kill_rules.sweep(place)
+    assert outcome.temporaries(place) == set() and outcome.hashes(place) == before
 
 
 def test_a_row_or_a_cell_twice_is_counted(outcome, place, tokens):

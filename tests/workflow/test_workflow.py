@@ -77,7 +77,7 @@ def test_the_report_plans_every_job(workspace, params):
     table = planned.stdout.partition("Job stats:")[2]
     counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
     captured = len(params.calibration.engines)
-    once = ("corpus", "components", "mitigations_choice", "gap_metrics", "gap_verdict", "report")
+    once = ("corpus", "components_origin", "mitigations_choice", "gap_metrics", "gap_verdict", "report")
     expected = {
         **dict.fromkeys(once, 1),
         **dict.fromkeys(("capture_engine", "sigma_engine", "residual_engine"), captured),
@@ -94,6 +94,8 @@ def test_the_report_plans_every_job(workspace, params):
     [
         ({"codec": {"blok_size": 64}}, "unknown parameter 'codec.blok_size'; did you mean 'codec.block_size'?"),
         ({"baseline": {"dtypes": ["bfloat16"]}}, "baseline.dtypes must contain 'float32'"),
+        ({"cells": {"klt": {"rung": "klr"}}}, "cells.klt.rung: 'klr' is no rung; allowed: "),
+        ({"cells": {"twin": {"stream": "k"}}}, "cells.k-only and cells.twin are the same cell (hf, in_forward)"),
     ],
 )
 def test_a_wrong_parameter_is_one_line_and_writes_nothing(workspace, change, message):
@@ -152,6 +154,19 @@ def test_the_ladder_plans_its_own_jobs_and_reads_no_codebooks(workspace, params)
     counts = dict(re.findall(r"^(\w+) +(\d+)$", planned.stdout.partition("Job stats:")[2], re.MULTILINE))
     assert int(counts["ladder_job"]) == len(plan.jobs(params, plan.LADDER))
     assert not {"codebooks", "cells_job", "report"} & counts.keys()
+
+
+@pytest.mark.parametrize(("rung", "fitted"), [("klt", 2), ("hadamard+center", 2), ("hadamard", 1)])
+def test_a_cell_of_another_origin_gets_components_of_that_origin_when_it_reads_them(workspace, rung, fitted):
+    entry = {"rung": rung, "origin": "vllm", "engines": ["hf"]}
+    data = yaml.safe_load((ROOT / "params.yaml").read_text())
+    data["cells"] |= {"elsewhere": entry}
+    (workspace / "params.yaml").write_text(yaml.safe_dump(data))
+    for target in ("cells", "components"):
+        planned = run(*SNAKEMAKE, "-n", target, cwd=workspace)
+        assert planned.returncode == 0, planned.stdout + planned.stderr
+        counts = dict(re.findall(r"^(\w+) +(\d+)$", planned.stdout.partition("Job stats:")[2], re.MULTILINE))
+        assert int(counts["components_origin"]) == fitted, target
 
 
 def test_other_bits_fit_no_components_and_measure_no_ladder(inspected):

@@ -9,8 +9,8 @@ rule cells_job:
         codebooks=per_origin("calib/codebooks/cells-{origin}.json", "cells"),
         rotated=per_origin("calib/sigma/{origin}-post_rope.safetensors", "cells"),
         rotated_record=per_origin("calib/sigma/{origin}-post_rope.json", "cells"),
-        components=f"calib/components/{ORIGIN}.safetensors",
-        components_record=f"calib/components/{ORIGIN}.json",
+        components=expand("calib/components/{origin}.safetensors", origin=component_origins()),
+        components_record=expand("calib/components/{origin}.json", origin=component_origins()),
     output:
         tokens="results/cells/{engine}-{dtype}-{number}.parquet",
         record="results/cells/{engine}-{dtype}-{number}.json",

@@ -11,8 +11,9 @@ SRC = Path("src")
 sys.path[:0] = [str(SRC.resolve()), str(Path("workflow/scripts").resolve())]
 
 from closure import code
+from kvlab.calibration.needs import needed_files
 from kvlab.codec.names import CODECS
-from kvlab.errors import ParamsError
+from kvlab.errors import UserError
 from kvlab.experiments import plan
 from kvlab.params import Params, studied_recipe
 from kvlab.recipe import IDENTITY
@@ -37,9 +38,9 @@ def checked(data):
     """The parameters, or one line on what is wrong with them and exit code 2."""
     try:
         params = Params.complete(data)
-        plan.baseline_runs(params)
+        plan.check(params)
         return params
-    except ParamsError as problem:
+    except UserError as problem:
         print(f"error: params.yaml: {problem}", file=sys.stderr)
         raise SystemExit(problem.exit_code) from None
 
@@ -90,6 +91,13 @@ def study_codecs(study):
 def per_origin(pattern, study):
     """A file for each engine whose capture calibrates a cell of the study."""
     return expand(pattern, origin=plan.origins(PARAMS, study))
+
+
+def component_origins():
+    """Whose captures components are fitted on: the usual one, and those of listed cells that read components."""
+    cells = [cell for job in plan.jobs(PARAMS, "cells").values() for cell in job]
+    needy = [cell.origin for cell in cells for recipe in cell.recipes if "components" in needed_files(recipe)]
+    return list(dict.fromkeys([ORIGIN, *needy]))
 
 
 def engine_code(*modules):

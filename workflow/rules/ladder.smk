@@ -14,6 +14,7 @@ rule ladder_job:
         sigma=f"calib/sigma/{ORIGIN}.safetensors",
         record=f"calib/sigma/{ORIGIN}.json",
         components=f"calib/components/{ORIGIN}.safetensors",
+        components_record=f"calib/components/{ORIGIN}.json",
     output:
         tokens="results/ladder/{engine}-{dtype}-{number}.parquet",
         record="results/ladder/{engine}-{dtype}-{number}.json",

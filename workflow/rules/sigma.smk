@@ -29,7 +29,7 @@ rule sigma_engine:
 
 
 rule sigma:
-    """Sigma_q of every captured engine; the cells use the one of `calibration.origin`."""
+    """Sigma_q of every captured engine; cells use that of `calibration.origin` unless they name another origin."""
     input:
         expand(
             "calib/sigma/{engine}{placement}.{kind}",

@@ -39,7 +39,7 @@ HEADERS = ("attempt", "round", "killed", "job", "moment", "s after start", "half
 VICTIMS = ("the rule", "snakemake")
 MOMENTS = ("any", "first write")
 PATIENCE = 4  # rounds in which one attempt may be missed because its job was quicker than the hand
-BLINK, NAP = 0.0003, 0.01  # seconds between two looks: for a file about to be written, for a job to start
+BLINK, NAP = 0.0001, 0.01  # seconds between two looks: for a file about to be written, for a job to start
 LISTED = 0.5  # seconds after which the processes of a job are listed again
 SAME, UNLOCKED = "same command", f"{outcome.UNLOCK}, same command"
 
@@ -155,9 +155,11 @@ def begun(pending, parent):
 
 def written(place, job):
     """What a job has written so far: its outputs, and the temporary files that are to become them."""
-    found = {path for path in job.outputs if (place / path).exists()}
-    for path in map(Path, job.outputs):
-        found |= {str(begun) for begun in (place / path.parent).glob(f".{path.name}.*")}
+    found = set()
+    for folder in {os.path.dirname(path) for path in job.outputs}:
+        names = {os.path.basename(path) for path in job.outputs}
+        with contextlib.suppress(FileNotFoundError):
+            found |= {f"{folder}/{name}" for name in os.listdir(place / folder) if name in names or name[0] == "."}
     return found
 
 
@@ -187,7 +189,7 @@ def moment_comes(place, attempt, process, root, chance):
         doomed = family(root)
     else:
         doomed = wait_for_write(place, attempt.job, process, root)
-        time.sleep(chance.uniform(0, 2 * BLINK))
+        time.sleep(chance.choice((0, BLINK, 10 * BLINK)))
     try:
         return doomed if process.status() != psutil.STATUS_ZOMBIE else []
     except psutil.NoSuchProcess:
@@ -197,8 +199,8 @@ def moment_comes(place, attempt, process, root, chance):
 def kill(processes):
     """SIGKILL processes and wait until they are gone."""
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)  # at once: psutil would first look whether it is still the same
     psutil.wait_procs(processes, timeout=30)
 
 
@@ -264,9 +266,12 @@ def disorder(place):
 
 
 def sweep(place):
-    """Remove temporary files, so that the next attempt is not blamed for those of this one."""
-    for path in sorted(outcome.temporaries(place)):
-        (place / path).unlink()
+    """Remove what is temporary, so that the next attempt is not blamed for that of this one."""
+    for path in (place / name for name in outcome.temporaries(place)):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def undisturbed(place):

@@ -91,9 +91,19 @@ def made_files(place):
     return sorted(str(path.relative_to(place)) for path in files)
 
 
+def temporaries(place):
+    """Hidden files and folders under calib/ and results/: what a writer began and did not live to rename.
+
+    Its own are called .NAME.PID.tmp; a library that writes beside the target has names of its own.
+    """
+    found = {path.relative_to(place) for part in MADE for path in (place / part).rglob(".*")}
+    return {str(path) for path in found if path.name != ".gitignore"}
+
+
 def hashes(place):
-    """Hash of every result by its path; logs and benchmarks are left out."""
-    return {name: file_hash(place / name) for name in made_files(place) if not name.startswith(VOLATILE)}
+    """Hash of every result by its path; logs, benchmarks and hidden files are left out."""
+    names = [name for name in made_files(place) if not name.startswith(VOLATILE) and "/." not in name]
+    return {name: file_hash(place / name) for name in names}
 
 
 def differences(before, after):
@@ -101,11 +111,6 @@ def differences(before, after):
     lines = [f"lost: {name}" for name in sorted(before.keys() - after.keys())]
     lines += [f"new: {name}" for name in sorted(after.keys() - before.keys())]
     return lines + [f"other: {name}" for name in sorted(before.keys() & after.keys()) if before[name] != after[name]]
-
-
-def temporaries(place):
-    """Files that a writer had begun and never renamed."""
-    return {name for name in made_files(place) if Path(name).name.startswith(".") and name.endswith(".tmp")}
 
 
 def miscounted(tables):

@@ -70,6 +70,7 @@ def fit_codebooks(
             "corpus_hash": captured.metadata["corpus_hash"],
             "origin": captured.metadata["engine"],
             "sigma_hash": file_hash(sigma_path),
+            "rotated_hash": file_hash(rotated_path) if "post_rope" in {t["placement"] for t in tables} else None,
             "study": study,
             "layers": list(coded_layers(params)),
             "tables": tables,
@@ -110,9 +111,8 @@ def residual_pool(
 
 
 def fit_table(recipe: BlockStream, stream: str, pool: torch.Tensor) -> dict:
-    """Table and diagnostics of one stream; a Gaussian recipe keeps the Gaussian table."""
-    gaussian = quantizer.gaussian_table(recipe.bits)
-    fitted = quantizer.fit(pool, recipe.bits) if recipe.codebook == "fitted" else gaussian
+    """The table of one stream that is best on the pool, and how much better than the Gaussian one it is."""
+    gaussian, fitted = quantizer.gaussian_table(recipe.bits), quantizer.fit(pool, recipe.bits)
     return {
         "stream": stream,
         "stream_recipe_id": digest(recipe),

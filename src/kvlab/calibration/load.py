@@ -9,25 +9,18 @@ from typing import Literal
 
 import torch
 
-from kvlab.calibration.components import load_components
+from kvlab.calibration.components import FIELDS, load_components
 from kvlab.calibration.facts import read_facts
+from kvlab.calibration.needs import Piece, coded_by, needed_files, needs_calibration, pieces, reads
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
 from kvlab.codec.base import StreamCalibration
 from kvlab.codec.components import Components
 from kvlab.codec.whitening import Whitener
 from kvlab.errors import CalibrationMismatch
-from kvlab.recipe import (
-    BlockStream,
-    Conditioned,
-    IsotropicStream,
-    KltStream,
-    OscarStream,
-    Placement,
-    Recipe,
-    StreamRecipe,
-    digest,
-)
-from kvlab.records import file_hash
+from kvlab.recipe import Cell, Placement, StreamRecipe, digest
+from kvlab.records import file_hash, fingerprint
+
+__all__ = ["Calibrated", "Fitted", "by_origin", "load", "needed_files", "needs_calibration"]
 
 CODEBOOKS = {"model_hash": str, "corpus_hash": str, "origin": str, "sigma_hash": str, "tables": list}
 TableKey = tuple[Literal["k", "v"], Placement, str]
@@ -84,29 +77,46 @@ class Calibrated:
     def stream(
         self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope"
     ) -> StreamCalibration | None:
-        """What a codec of this recipe needs for K or for V; None for one that needs nothing.
+        """What a codec of this recipe reads for K or for V, and nothing else; None for one that reads nothing.
 
         Raises
         ------
         CalibrationMismatch
-            No table was fitted for exactly this recipe at this placement.
+            No table was fitted for exactly this recipe at this placement, or the recipe reads components,
+            which are those of K in front of its rotary embedding, for K behind it.
         """
         recipe = coded_by(recipe)
-        if not needs_calibration(recipe):
+        due = reads(recipe, which)
+        if not due:
             return None
+        if "components" in due and (which, placement) == ("k", "post_rope"):
+            raise CalibrationMismatch(
+                f"codec {recipe.codec!r} reads components of K, which are fitted pre_rope only; with placement"
+                " post_rope use a codec without them, such as block, or int without center"
+            )
         return StreamCalibration(
-            whiteners=self.metric(placement) if which == "k" else {},  # Sigma_q weighs errors of K
-            centroids=self._table(recipe, which, placement),
-            components=self.components.get(which, {}),
+            whiteners=self.metric(placement) if "whitener" in due else {},
+            centroids=self._table(recipe, which, placement) if "table" in due else None,
+            components=self.components.get(which, {}) if "components" in due else {},
         )
+
+    def fingerprints(self, cell: Cell) -> dict[str, str]:
+        """Digests of everything fitted that the codecs of a cell read, by the name of the piece."""
+        return {name: fingerprint(*(x.cpu().numpy() for x in self._tensors(p))) for name, p in pieces(cell).items()}
+
+    def _tensors(self, piece: Piece) -> tuple[torch.Tensor, ...]:
+        if piece.kind == "table":
+            return (self.tables[piece.stream, piece.placement, piece.place],)
+        if piece.kind == "whitener":
+            whitener = self.metric(piece.placement)[piece.place]
+            return whitener.chol, whitener.inv_chol
+        return tuple(getattr(self.components[piece.stream][piece.place], name) for name in FIELDS)
 
     def metric(self, placement: Placement) -> dict[int, Whitener]:
         """The whiteners of K at a placement, by layer."""
         return self.whiteners if placement == "pre_rope" else self.rotated
 
-    def _table(self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement) -> torch.Tensor | None:
-        if not isinstance(recipe, BlockStream) or recipe.codebook == "gaussian":
-            return None
+    def _table(self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement) -> torch.Tensor:
         key = (which, placement if which == "k" else "pre_rope", digest(recipe))
         if key not in self.tables:
             raise CalibrationMismatch(
@@ -115,37 +125,6 @@ class Calibrated:
                 " parameters"
             )
         return self.tables[key]
-
-
-def coded_by(recipe: StreamRecipe) -> StreamRecipe:
-    """The recipe of the codec that runs: an isotropic control runs the codec that it takes the place of."""
-    return recipe.of if isinstance(recipe, IsotropicStream) else recipe
-
-
-def needed_files(recipe: Recipe) -> list[str]:
-    """Files of `Fitted` that a recipe cannot do without, by field; the other files belong to a `sigma`."""
-    streams, needed = (coded_by(recipe.k), coded_by(recipe.v)), set()
-    if any(needs_calibration(stream) and not _plain(stream) for stream in streams):
-        needed.add("sigma")
-    if any(isinstance(stream, BlockStream) and stream.codebook == "fitted" for stream in streams):
-        needed.add("codebooks")
-    conditioned = any(isinstance(stream, Conditioned) and stream.center for stream in streams)
-    if conditioned or any(isinstance(stream, KltStream) for stream in streams) or isinstance(recipe.v, OscarStream):
-        needed.add("components")
-    return [name for name in ("sigma", "codebooks", "components") if name in needed]
-
-
-def _plain(recipe: StreamRecipe) -> bool:
-    """A block stream that reads nothing that was fitted."""
-    return isinstance(recipe, BlockStream) and not recipe.whiten and recipe.codebook == "gaussian"
-
-
-def needs_calibration(recipe: StreamRecipe) -> bool:
-    """Whether a codec of this recipe reads anything that was fitted."""
-    recipe = coded_by(recipe)
-    if isinstance(recipe, Conditioned):
-        return recipe.center or recipe.whiten or isinstance(recipe, OscarStream)
-    return isinstance(recipe, BlockStream | KltStream)
 
 
 def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None) -> Calibrated:
@@ -176,15 +155,16 @@ def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None) -> Cal
     sigma_hash = file_hash(fitted.sigma)
     origin = {"corpus_hash": sidecar["corpus_hash"], "engine": sidecar["calibration_source"]}
     of_sigma = {"model_hash": model_hash, **origin, "sigma_hash": sigma_hash}
+    rotated = {} if fitted.rotated is None else load_rotated(fitted.rotated, of_sigma)
     return Calibrated(
         whiteners=whiteners,
-        tables={} if fitted.codebooks is None else load_tables(fitted.codebooks, of_sigma),
+        tables={} if fitted.codebooks is None else load_tables(fitted.codebooks, of_sigma, fitted.rotated),
         origin=origin["engine"],
         corpus_hash=sidecar["corpus_hash"],
         sigma_hash=sigma_hash,
         calibration_hash=file_hash(*fitted.paths),
         components={} if fitted.components is None else load_components(fitted.components, of_sigma),
-        rotated={} if fitted.rotated is None else load_rotated(fitted.rotated, of_sigma),
+        rotated=rotated,
     )
 
 
@@ -228,17 +208,19 @@ def components_origin(path: Path) -> str:
 
 
 def load_rotated(path: Path, of_sigma: dict[str, str]) -> dict[int, Whitener]:
-    """Whiteners of K behind its rotary embedding; refused when they are of another capture, or are not."""
+    """Whiteners of K behind its rotary embedding; refused when they are none, or belong to another Sigma_q."""
     sidecar = read_sidecar(path)
     if sidecar.get("placement") != "post_rope":
         raise CalibrationMismatch(f"{path} is no Sigma_q of rotated queries; name the file ending in -post_rope")
     if (sidecar["corpus_hash"], sidecar["calibration_source"]) != (of_sigma["corpus_hash"], of_sigma["engine"]):
         raise CalibrationMismatch(f"{path} and Sigma_q come from different captures; run `kvlab sigma` again")
+    if (sidecar.get("sigma_hash"), sidecar.get("file_hash")) != (of_sigma["sigma_hash"], file_hash(path)):
+        raise CalibrationMismatch(f"{path} was not written with this Sigma_q; run `kvlab sigma` again")
     return load_whiteners(path, of_sigma["model_hash"])
 
 
-def load_tables(path: Path, of_sigma: dict[str, str]) -> dict[TableKey, torch.Tensor]:
-    """Lloyd-Max tables; refused when not from this model, this capture and this Sigma_q."""
+def load_tables(path: Path, of_sigma: dict[str, str], rotated: Path | None) -> dict[TableKey, torch.Tensor]:
+    """Lloyd-Max tables; refused when not from this model, this capture and this Sigma_q, rotated or not."""
     codebooks = read_facts(path, CODEBOOKS, "codebooks")
     model_hash = of_sigma["model_hash"]
     if codebooks["model_hash"] != model_hash:
@@ -247,6 +229,8 @@ def load_tables(path: Path, of_sigma: dict[str, str]) -> dict[TableKey, torch.Te
         raise CalibrationMismatch(f"{path} and Sigma_q come from different captures; run `kvlab codebooks` again")
     if codebooks["sigma_hash"] != of_sigma["sigma_hash"]:
         raise CalibrationMismatch(f"{path} was fitted with another Sigma_q; run `kvlab codebooks` again")
+    if None not in (rotated, turned := codebooks.get("rotated_hash")) and turned != file_hash(rotated):
+        raise CalibrationMismatch(f"{path} was fitted with another Sigma_q than {rotated}; run `kvlab codebooks` again")
     try:
         return {
             (table["stream"], table["placement"], table["stream_recipe_id"]): torch.tensor(table["centroids"])

@@ -23,6 +23,7 @@ from kvlab.errors import CalibrationMismatch, StreamError
 from kvlab.model import ModelInfo, resolve
 from kvlab.params import Params
 from kvlab.recipe import Placement
+from kvlab.records import file_hash, write_json
 
 SIDECAR = {"model_hash": str, "corpus_hash": str, "calibration_source": str, "num_layers": int}
 
@@ -49,18 +50,40 @@ def second_moment(q: torch.Tensor, n_kv_heads: int) -> torch.Tensor:
     return (sigma + sigma.transpose(1, 2)) / 2
 
 
+def window_traces(q: torch.Tensor, n_kv_heads: int) -> torch.Tensor:
+    """Trace of the second moment of each window alone, float64 [windows, n_kv_heads].
+
+    `q` is as in `second_moment`, whose traces are the means of these over the windows. Rotating queries changes
+    none of them.
+    """
+    windows, heads, tokens, dim = q.shape
+    rows = q.double().reshape(windows, n_kv_heads, heads // n_kv_heads, tokens, dim)
+    return rows.square().sum(-1).mean((2, 3))
+
+
+def round_trip_errors(k: torch.Tensor, whitener: Whitener) -> torch.Tensor:
+    """What whitening and its inverse leave of K in float32: ||K L L^-1 - K|| / ||K|| of each head [n_kv_heads].
+
+    `k` is float32 [windows, n_kv_heads, tokens, head_dim], at the whitener's placement.
+    """
+    rows = k.transpose(0, 1).flatten(1, 2).contiguous()
+    error = whitener.unwhiten(whitener.whiten(rows)).double() - rows.double()
+    return error.flatten(1).norm(dim=1) / rows.double().flatten(1).norm(dim=1).clamp_min(1e-30)
+
+
 def fit_sigma(params: Params, capture_path: Path, out: Path) -> None:
     """Fit Sigma_q of every layer and KV head and write it in the published format of `codec.published`.
 
     `out` holds that of the queries in front of their rotary embedding, `rotated_path` of it that of the
-    same queries behind it. The ``.json`` beside each holds the diagnostics of each head.
+    same queries behind it. The ``.json`` beside each holds the diagnostics of each head and the `file_hash` of
+    its file; that of the rotated queries names by its `sigma_hash` the Sigma_q that it was written with.
     """
     info = resolve(params.model)
     captured = Captured(capture_path, info.model_hash)
-    paths: dict[Placement, Path] = {"pre_rope": Path(out), "post_rope": rotated_path(out)}
     moments = second_moments(captured, info)
-    for placement, path in paths.items():
-        write_fitted(params, captured, info, placement, moments[placement], path)
+    write_fitted(params, captured, info, "pre_rope", moments["pre_rope"], Path(out))
+    of_sigma = {"sigma_hash": file_hash(out)}
+    write_fitted(params, captured, info, "post_rope", moments["post_rope"], rotated_path(out), of_sigma)
 
 
 def rotated_path(path: Path) -> Path:
@@ -81,17 +104,37 @@ def second_moments(captured: Captured, info: ModelInfo) -> dict[Placement, dict[
     return found
 
 
+def diagnose(
+    captured: Captured, info: ModelInfo, placement: Placement, moments: dict, whiteners: dict, ridge: float
+) -> list[dict]:
+    """`describe` of each head, with its `round_trip_error` on the captured contexts and its `window_traces`."""
+    angles = ErrorMetrics(info, captured.context).angles
+    found = []
+    for layer, sigma in moments.items():
+        k = captured.layer(layer, "k")[:, :, : captured.context]
+        errors = round_trip_errors(rotated(k, *angles) if placement == "post_rope" else k, whiteners[layer])
+        traces = window_traces(captured.layer(layer, "q"), info.n_kv_heads)
+        for head in range(info.n_kv_heads):
+            own = {"round_trip_error": float(errors[head]), "window_traces": traces[:, head].tolist()}
+            found.append({"layer": layer, "kv_head": head} | describe(sigma[head], ridge) | own)
+    return found
+
+
 def write_fitted(
-    params: Params, captured: Captured, info: ModelInfo, placement: Placement, moments: dict, path: Path
+    params: Params,
+    captured: Captured,
+    info: ModelInfo,
+    placement: Placement,
+    moments: dict,
+    path: Path,
+    named: dict[str, str] | None = None,
 ) -> None:
-    """Whiteners of one placement's second moments, and both with their diagnostics into one file."""
+    """Whiteners of one placement's second moments, and both with their diagnostics into one file.
+
+    `named` is what the sidecar says besides.
+    """
     ridge = params.calibration.ridge
     whiteners = {layer: fit(sigma, ridge) for layer, sigma in moments.items()}
-    diagnostics = [
-        {"layer": layer, "kv_head": head} | describe(sigma[head], ridge)
-        for layer, sigma in moments.items()
-        for head in range(info.n_kv_heads)
-    ]
     windows, tokens = captured.n_windows, captured.window(0, "q", 0).shape[1]
     identity = {name: captured.metadata[name] for name in ("model_hash", "corpus_hash", "engine")}
     sidecar = {
@@ -110,9 +153,10 @@ def write_fitted(
         "ridge": ridge,
         "model_hash": identity["model_hash"],
         "corpus_hash": identity["corpus_hash"],
-        "diagnostics": diagnostics,
-    }
+        "diagnostics": diagnose(captured, info, placement, moments, whiteners, ridge),
+    } | (named or {})
     write_sigma(path, SigmaQ(moments, whiteners, sidecar), identity)
+    write_json(path.with_suffix(".json"), sidecar | {"file_hash": file_hash(path)})  # known once it is written
 
 
 def describe(sigma: torch.Tensor, ridge: float) -> dict[str, float]:

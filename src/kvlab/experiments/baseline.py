@@ -1,7 +1,8 @@
 """Codec off: how far is each engine, dtype and attention kernel from the fp32 truth?
 
 The truth is transformers in float32 with eager attention, run beside the engine in question and
-compared window by window, so that no logits are stored. In float32 the two engines must also agree
+compared window by window, so that no logits are stored. In a lower dtype the other engine is held against
+transformers in that same dtype too: what is then between the engines. In float32 the two engines must also agree
 when both run the same codec; that is checked here, for identity and for the studied recipe. Beside it
 stands what a rounding error does to the codec on the truth's own engine, since a codec's rounding is
 discontinuous and carries a difference in the last bit up through the layers.
@@ -25,13 +26,12 @@ from kvlab.errors import UnknownName
 from kvlab.experiments.coding import Coder, JitteredCoder
 from kvlab.experiments.measure import provenance
 from kvlab.experiments.plan import baseline_runs
+from kvlab.experiments.plans.baseline import TRUTH, peer_of
 from kvlab.experiments.scoring import WindowRun
 from kvlab.model import resolve
 from kvlab.params import Params, coded_layers, studied_recipe
 from kvlab.recipe import IDENTITY, Cell, Recipe
 from kvlab.records import BaselineCell, BaselineRecord, write_job
-
-TRUTH = ("hf", "float32", "eager")
 
 
 def baseline(
@@ -42,6 +42,8 @@ def baseline(
     out: Path,
 ) -> None:
     """Measure one run of the engine baseline and write its ``.parquet`` and ``.json``.
+
+    Another engine's run below float32 holds three models at a time: its own, the truth, and its peer.
 
     Raises
     ------
@@ -61,10 +63,13 @@ def baseline(
     truth = engine
     if (name, dtype, attention) != TRUTH:
         truth = start(TRUTH[0], info, TRUTH[1], TRUTH[2], max_tokens=longest)
+    against = peer_of(runs, run)
+    peer = start(runs[against][0], info, *runs[against][1:], max_tokens=longest) if against else None
     trials = agreement_trials(params, name, calibrated) if name != "hf" and dtype == "float32" else []
     entries = [BaselineCell.of(run, *runs[run], "plain", None)]
+    entries += [BaselineCell.of(run, *runs[run], "peer", None, against)] if against else []
     entries += [BaselineCell.of(run, *runs[run], what, trial.protocol) for trial in trials for what in trial.names]
-    tokens = compare(run, windows, truth, engine, entries, trials)
+    tokens = compare(run, windows, truth, engine, peer, entries, trials)
     for coder in (coder for trial in trials for coder in trial.coders):
         coder.refuse_idle()
     record = BaselineRecord(
@@ -78,7 +83,7 @@ def baseline(
         cells=tuple(entries),
     )
     write_job(out, record, tokens)
-    for one in {engine, truth}:
+    for one in {engine, truth, peer} - {None}:
         one.close()
 
 
@@ -87,14 +92,20 @@ def compare(
     windows: corpus.TokenWindows,
     truth: Engine,
     engine: Engine,
+    peer: Engine | None,
     entries: list[BaselineCell],
     trials: list[Trial],
 ) -> pl.DataFrame:
-    """Token rows of all comparisons, window by window, so that memory holds one window's logits."""
+    """Token rows of all comparisons, window by window, so that memory holds one window's logits.
+
+    `entries` names them in this order: with the truth, with `peer` if there is one, then the trials' own.
+    """
     tables = []
     for number, ids in enumerate(tqdm(windows.test.tolist(), desc=f"baseline {run}", unit="window")):
         reference, ours = (WindowRun(one, ids, windows.context, number) for one in (truth, engine))
         pairs = [(ours.reference, reference.reference)]
+        if peer:
+            pairs.append((ours.reference, WindowRun(peer, ids, windows.context, number).reference))
         pairs += [pair for trial in trials for pair in trial.logits(reference, ours)]
         tables += [reference.rows(entry.cell_id, *pair) for entry, pair in zip(entries, pairs, strict=True)]
     return pl.concat(tables)

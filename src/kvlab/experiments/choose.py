@@ -28,7 +28,7 @@ from kvlab import corpus
 from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Calibrated, Fitted
 from kvlab.engines.base import Engine
-from kvlab.experiments.measure import coders_of, engine_of, provenance
+from kvlab.experiments.measure import check_canaries, coders_of, engine_of, provenance
 from kvlab.experiments.plans import mitigations as plan
 from kvlab.experiments.plans.mitigations import Arm, Choice, ChoiceRecord, Step
 from kvlab.experiments.scoring import WindowRun
@@ -40,6 +40,7 @@ from kvlab.stats.curve import between
 
 PROTOCOL = "snapshot"  # coded tensors do not depend on the layers below, so one coding serves many arms
 ROUNDING = 1e-9  # bits per value, far below a byte of any cache
+LEAST_KL = 1e-12  # nats per token, far below any codec's: what counts as the logarithm's zero
 
 Asked = tuple[tuple[int, ...], Arm]
 """The layers that an arm favours, and the arm."""
@@ -47,7 +48,13 @@ Search = Generator[list[Asked], list[Step], list[Step]]
 
 
 def choose(params: Params, windows_path: Path, fitted: dict[str, Fitted], out: Path) -> None:
-    """Search on the engine of ``calibration.origin`` and write the choice with every step that led to it."""
+    """Search on the engine of ``calibration.origin`` and write the choice with every step that led to it.
+
+    Raises
+    ------
+    CodecNotActive
+        A one-bit codec leaves the logits alone.
+    """
     torch.set_num_threads(params.jobs.threads)
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
@@ -60,6 +67,8 @@ def choose(params: Params, windows_path: Path, fitted: dict[str, Fitted], out: P
         dtype=params.gap.dtype,
         protocol=PROTOCOL,
         windows=len(windows.calib),
+        budget=params.mitigations.budget,
+        search_id=plan.search_id(params),
         choice=Choice(**{name: steps[-1].layers for name, steps in searches.items()}),
         searches={name: tuple(steps) for name, steps in searches.items()},
     )
@@ -117,6 +126,8 @@ class Judge:
         totals = dict.fromkeys(coders, 0.0)
         for number, window in enumerate(tqdm(ids, desc=f"{len(cells)} arms", unit="window")):
             run = WindowRun(self.engine, window, context, number)
+            if not (self.known or number):
+                check_canaries(run, cells)
             memo.clear()
             for name, coder in coders.items():
                 totals[name] += float(run.rows(name, run.logits(coder.cell, coder))["kl"].mean()) / len(ids)
@@ -183,11 +194,14 @@ def boundary(params: Params, start: tuple[int, ...]) -> Search:
 
 
 def hot(params: Params, coded: tuple[int, ...]) -> Search:
-    """The hot layers of the studied codec that gain the most over uniform spending of as many bytes."""
+    """The hot layers of the studied codec that gain the most over uniform spending of as many bytes.
+
+    None where K has all the bits that the codec can give it.
+    """
     curve = [((), arm) for arm in plan.uniform(params)]
     first, *found = yield [((), plan.hot(params, ())), *curve, *alone(coded, plan.hot(params, ()))]
     curve, order = found[: len(curve)], by_kl(found[len(curve) :])
-    choices = [tuple(sorted(order[:n])) for n in range(1, len(order) + 1)]
+    choices = [tuple(sorted(order[:n])) for n in range(1, len(order) + 1) if plan.affords_hot(params)]
     found = yield [(layers, plan.hot(params, layers)) for layers in choices]
     return [first, *best_last(found, lambda step: excess(step, curve))]
 
@@ -226,11 +240,15 @@ def paid(found: list[Step], uniform: Step) -> list[Step]:
 
 
 def excess(step: Step, curve: list[Step]) -> float:
-    """log KL over that of the uniform curve at equal bytes; infinite beyond the curve, where nothing is known."""
+    """log KL over that of the uniform curve at equal bytes; infinite beyond the curve, where nothing is known.
+
+    KL below `LEAST_KL` counts as that much: an arm of 8 bits may leave the few calibration windows as they are.
+    """
     weights = between(np.array([point.bits_per_value for point in curve]), step.bits_per_value)
     if weights is None:
         return math.inf
-    return math.log(step.kl) - float(weights @ np.log([point.kl for point in curve]))
+    own, *points = np.log(np.maximum([step.kl, *(point.kl for point in curve)], LEAST_KL))
+    return float(own - weights @ points)
 
 
 def best_last(found: list[Step], cost: Callable[[Step], float]) -> list[Step]:

@@ -78,7 +78,7 @@ class Coder:
     """
 
     def __init__(self, cell: Cell, calibrated: Calibrated | None, memo: dict | None = None):
-        self.cell, self.tally, self._memo = cell, Tally(), memo
+        self.cell, self.tally, self._memo, self._calibrated = cell, Tally(), memo, calibrated
         self._whiteners = calibrated.metric(cell.placement) if calibrated else {}
         self._codecs: dict[tuple[str, StreamRecipe], Codec] = {}
         self._recipes: dict[tuple[str, int], StreamRecipe] = {}
@@ -144,12 +144,18 @@ class Coder:
                 f" times where {self.expected_fires()} were due"
             )
 
+    def fitted(self) -> dict[str, str]:
+        """Digests of what was fitted and read, for the cell's record."""
+        return self._calibrated.fingerprints(self.cell) if self._calibrated else {}
+
     def coding(self, info: ModelInfo, tokens: int, dtype: str) -> Coding:
         """The tally as a record: the bytes are those of a `cache_file` of each window's `tokens`.
 
-        Layers that were not packed count as frames of the identity codec, in the engine's own dtype.
+        Layers that were not packed count as frames of the identity codec, in the engine's own dtype. Where no
+        Sigma_q is known at the cell's placement K has no weighted error, and a plain one is not put in its place.
         """
         self.refuse_idle()
+        weighed = {s: signal for s, signal in self.tally.signal_sq.items() if signal and (s == "v" or self._whiteners)}
         tally, windows = self.tally, self.cell.windows
         values = windows * tokens * info.values_per_token
         uncoded_frames = windows * 2 * info.n_layers - tally.coded_frames
@@ -161,7 +167,7 @@ class Coder:
             raw_bytes=uncoded_frames * uncoded_frame_size(info, tokens, dtype) + windows * CacheHeader.SIZE,
             d_eff={s: dict(sorted(tally.d_eff[s].items())) for s in STREAMS if tally.d_eff[s]},
             outlier_rate={s: tally.outliers[s] / n for s, n in tally.coefficients.items() if n},
-            whitened_error={s: tally.error_sq[s] / signal for s, signal in tally.signal_sq.items() if signal},
+            whitened_error={s: tally.error_sq[s] / signal for s, signal in weighed.items()},
         )
 
 

@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from kvlab import corpus
 from kvlab.calibration import load as calibration
-from kvlab.calibration.load import Calibrated, Fitted, needs_calibration
+from kvlab.calibration.load import Calibrated, Fitted
+from kvlab.calibration.needs import needs_calibration
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import check_protocol
 from kvlab.engines.registry import start
@@ -151,4 +152,5 @@ def cell_record(cell: Cell, coder: Coder, canaries: dict, windows: corpus.TokenW
         cell=cell,
         coding=coder.coding(info, tokens, cell.dtype),
         canary_kl=canaries[cell.protocol, cell.placement] if cell.layers else None,
+        fitted=coder.fitted(),
     )

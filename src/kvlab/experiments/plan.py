@@ -51,6 +51,20 @@ def study_cells(params: Params, study: str, engine: str, choice: Frozen | None =
     return list({cell.cell_id: cell for cell in found}.values())
 
 
+def check(params: Params) -> None:
+    """Plan everything, so that what cannot be planned is refused before anything runs.
+
+    Raises
+    ------
+    UserError
+        The first thing that cannot be planned, in one line.
+    """
+    baseline_runs(params)
+    for study in (*STUDIES, LADDER):
+        job_names(params, study)
+    mitigated_recipes(params)
+
+
 def job_names(params: Params, study: str) -> list[str]:
     """Names of a study's jobs, for which no choice is needed: a study with a choice has one job per engine."""
     if study == CHOSEN:

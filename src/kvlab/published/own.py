@@ -8,7 +8,7 @@ from kvlab.errors import StorageError
 from kvlab.published.reanalyse import Figures
 from kvlab.published.tables import Numbers, points, printed
 from kvlab.report import format as fmt
-from kvlab.report import tables as report_tables
+from kvlab.report.tables import parts as report_tables
 from kvlab.report.withheld import withheld_because
 
 MEASURE = "kl"

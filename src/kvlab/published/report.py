@@ -16,7 +16,7 @@ from kvlab.published.tables import Numbers, code, plain, points, printed
 from kvlab.published.verdicts import RULES
 from kvlab.report import format as fmt
 from kvlab.report.rendering import environment, listing, tidy
-from kvlab.report.tables import resolution
+from kvlab.report.tables.parts import resolution
 from kvlab.stats.bootstrap import FEWEST_FOR_BCA
 
 TEMPLATES = Path(__file__).parent / "templates"

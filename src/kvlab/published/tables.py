@@ -13,7 +13,7 @@ from kvlab.published.phases import Knob, LayerSums, Slope, layer_ratio
 from kvlab.published.reanalyse import Difference, Figures
 from kvlab.published.rows import Cell, Check, LayerErrors
 from kvlab.report import format as fmt
-from kvlab.report.tables import reading, resolution
+from kvlab.report.tables.parts import reading, resolution
 from kvlab.stats.bootstrap import Estimate
 
 PRINTED = 2  # decimals of a per cent in the published tables

@@ -7,6 +7,7 @@ from itertools import groupby
 from kvlab.report import format as fmt
 
 MOST_NAMED = 3  # cells that a side of a comparison names before it counts them
+SAME_BYTES = 0.005  # relative; more apart, a sentence says how many bits per value each side stores
 
 
 def sections(claims: list[dict] | None) -> list[dict]:
@@ -16,9 +17,9 @@ def sections(claims: list[dict] | None) -> list[dict]:
 
 
 def resolved(claim: dict) -> bool:
-    """Whether the interval leaves out the effect that is no effect."""
+    """Whether the interval leaves out the effect that is no effect, and no test that came with it speaks against."""
     effect, null = claim["effect"], claim["null"]
-    return not effect["low"] <= null <= effect["high"]
+    return not effect["low"] <= null <= effect["high"] and claim.get("borne_out", True)
 
 
 def sentence(claim: dict) -> str:
@@ -49,16 +50,18 @@ def needing(claim: dict) -> str:
 
 def evidence(claim: dict) -> str:
     """On how much a claim rests, and which cells it compares."""
-    effect = claim["effect"]
-    first, second = (side_words(side) for side in claim["compared"])
+    effect, compared = claim["effect"], claim["compared"]
+    bits = [side[0].get("bits_per_value") if len(side) == 1 else None for side in compared]
+    told = None not in bits and abs(bits[0] / bits[1] - 1) > SAME_BYTES
+    first, second = (side_words(side, stored if told else None) for side, stored in zip(compared, bits, strict=True))
     return f"{effect['n_windows']} windows, {effect['n_tokens']} tokens; {first} against {second}"
 
 
-def side_words(side: list[dict]) -> str:
-    """The cells of one side by id; of many, the first ones and their number."""
+def side_words(side: list[dict], bits: float | None = None) -> str:
+    """The cells of one side by id, a single one with its bits per value if given; of many, their number."""
     ids = [f"`{cell['cell_id']}`" for cell in side]
     if len(ids) == 1:
-        return f"cell {ids[0]}"
+        return f"cell {ids[0]}" + (f" at {fmt.number(bits)} bits per value" if bits else "")
     if len(ids) <= MOST_NAMED:
         return f"cells {', '.join(ids)} together"
     return f"{len(ids)} cells together ({ids[0]} to {ids[-1]})"

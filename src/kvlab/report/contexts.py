@@ -6,9 +6,10 @@ import json
 from functools import partial
 
 from kvlab.params import Params
-from kvlab.report import claims, tables, tables_layers, tables_mitigations, tables_noise, tables_residual
+from kvlab.report import claims
 from kvlab.report import format as fmt
-from kvlab.report.rendering import needing
+from kvlab.report.tables import baseline, layers, mitigations, noise, residual
+from kvlab.report.tables import parts as tables
 
 SECTIONS = (
     *("gap", "factors", "baseline", "agreement", "cells", "layers", "noise", "residual", "mitigations"),
@@ -26,6 +27,7 @@ def report_context(params: Params, metrics: dict, verdict: dict, withheld: str |
     sizes, identity = metrics["sizes"], metrics["identity"]
     level = fmt.percent(sizes["confidence"])
     gap = gap_context(metrics.get("gap"), level)
+    sentences = claims_context(metrics.get("claims"))
     return {
         "title": params.report.title,
         "sections": SECTIONS,
@@ -37,15 +39,17 @@ def report_context(params: Params, metrics: dict, verdict: dict, withheld: str |
         "withheld_gap": withheld if not gap else None,
         "gap": gap,
         "factors": gap_context(metrics.get("factors"), level),
-        "claims": claims_context(metrics.get("claims")),
+        "claims": sentences,
+        "by_chance": fmt.number(float(round((1 - sizes["confidence"]) * len(sentences["cells"]), 1)), 2),
         "baseline": part(metrics.get("baseline"), tables.baseline, "kl", level),
+        "peers": part(metrics.get("baseline_peers"), baseline.peers, "kl", level),
         "floor": floor_context(metrics.get("floor"), level),
         "agreement": agreement_context(metrics.get("agreement"), level),
         **cells_context(metrics.get("cells"), level),
-        "layers": tables_layers.context(metrics, partial(basis, level=level)),
-        "noise": tables_noise.context(metrics, partial(basis, level=level)),
-        "residual": tables_residual.context(metrics.get("residual"), sizes["confidence"], METHODS),
-        "mitigations": tables_mitigations.mitigations_context(metrics, partial(basis, level=level)),
+        "layers": layers.context(metrics, partial(basis, level=level)),
+        "noise": noise.context(metrics, partial(basis, level=level)),
+        "residual": residual.context(metrics.get("residual"), sizes["confidence"], METHODS),
+        "mitigations": mitigations.mitigations_context(metrics, partial(basis, level=level)),
         **calibration_context(metrics),
         "thresholds": thresholds(params),
         "verdict": verdict_context(verdict),
@@ -95,7 +99,7 @@ def gap_context(gap: dict | None, level: str) -> dict | None:
         "main": "kl" if "kl" in measures else next(iter(measures)),
         "factors": gap["factors"],
         "crosses": gap["low"]["engine"] != gap["high"]["engine"] and len(gap["factors"]) > 1,
-        "measured": ", ".join(f"`{gap[name]}`" for name in ("stream", "dtype") if name in gap),
+        "measured": ", ".join(f"`{gap[name]}`" for name in ("stream", "dtype") if gap.get(name)),
         "low": f"({tables.corner(gap['low'])})",
         "high": f"({tables.corner(gap['high'])})",
         "measures": measures,
@@ -191,11 +195,13 @@ def verdict_context(verdict: dict) -> dict:
 def limits(metrics: dict) -> str | None:
     """The smallest resolvable effects of every study that was run."""
     rows = []
-    for name, measure in ((metrics.get("gap") or {}).get("measures") or {}).items():
-        rows.append((f"shares of the gap, `{name}`", [row["share"] for row in measure["parts"]]))
-        rows.append((f"interactions, `{name}`", [row["effect"] for row in measure["interactions"]]))
+    for study, where in (("gap", "of the gap"), ("factors", "over all factors")):
+        for name, measure in ((metrics.get(study) or {}).get("measures") or {}).items():
+            rows.append((f"shares {where}, `{name}`", [row["share"] for row in measure["parts"]]))
+            rows.append((f"interactions {where}, `{name}`", [row["effect"] for row in measure["interactions"]]))
     keyed = {
         "baseline": ("engines without a codec, KL", "kl"),
+        "baseline_peers": ("engines against each other, KL", "kl"),
         "cells": ("cells, net KL", "kl_net"),
         "layers": ("layers alone and left out, KL", "kl"),
         "additivity": ("layers together minus sum, KL", "interaction"),
@@ -211,15 +217,9 @@ def limits(metrics: dict) -> str | None:
 
 
 def open_questions(metrics: dict, verdict: dict) -> list[str]:
-    """The effects and verdicts that this run leaves open."""
-    lines = []
-    for name, measure in ((metrics.get("gap") or {}).get("measures") or {}).items():
-        effects = [(row["factor"], row["share"]) for row in measure["parts"]]
-        effects.append(("the whole gap", measure["gap"]))
-        for factor, given in effects:
-            found = tables.resolution(given)
-            if not found["resolved"]:
-                lines.append(f"Whether {factor} moves `{name}` up or down{needing(found)}.")
+    """The effects of factors and the verdicts that this run leaves open."""
+    divided = [claim for claim in metrics.get("claims") or [] if claim["about"] in ("gap", "factors")]
+    lines = [claims.sentence(claim) for claim in divided if not claims.resolved(claim)]
     undecided = [row for row in verdict.get("cells") or [] if row["verdict"] == "INCONCLUSIVE"]
     needed = [row["windows_needed"] for row in undecided if row["windows_needed"] is not None]
     if needed:

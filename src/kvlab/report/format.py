@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 from kvlab.errors import NonFinite
@@ -81,7 +82,7 @@ def estimate(given: dict | None, scale: float = 1.0, shift: float = 0.0, signed:
 def written(numbers: Sequence[float], half_width: float, signed: bool = False) -> list[str]:
     """Numbers that belong together, with one number of decimals and, where needed, one exponent."""
     largest = max(abs(number) for number in numbers)
-    if largest == 0:
+    if largest < sys.float_info.min:
         return ["0"] * len(numbers)
     if half_width <= 0:
         half_width = largest * 1e-2

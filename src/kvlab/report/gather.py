@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from kvlab.calibration.needs import pieces
 from kvlab.errors import CodecNotActive, Fault, MissingResult, MixedIdentity, StaleResult
 from kvlab.experiments import plan
+from kvlab.experiments.plans.baseline import peer_of
 from kvlab.experiments.plans.mitigations import Choice
 from kvlab.params import Params
 from kvlab.recipe import CONTROLS, IDENTITY, Cell
@@ -165,6 +167,8 @@ def read_cells(params: Params, paths: Sequence[Path], choice: Choice | None = No
     for cell_id, (study, job, cell) in planned.items():
         if cell_id not in found:
             raise MissingResult(f"{describe(cell)} is missing; run `kvlab measure --study {study} --job {job}`")
+        refuse_unnamed_calibration(found[cell_id], study, job)
+    refuse_other_calibration(found.values(), {cell_id: f"{place[0]}/{place[1]}" for cell_id, place in planned.items()})
     return [found[cell_id] for cell_id in planned]
 
 
@@ -184,6 +188,47 @@ def refuse_stale(record: CellRecord, planned: dict, path: Path) -> None:
             f"{path}: {describe(record.cell)} is not planned by these parameters; "
             "it was measured under others, measure the job again"
         )
+
+
+def refuse_unnamed_calibration(measured: Measured, study: str, job: str) -> None:
+    """`StaleResult` unless a record says what was given for everything fitted that its codecs read."""
+    due, named = set(pieces(measured.cell)), set(measured.record.fitted)
+    if due != named:
+        raise StaleResult(
+            f"{describe(measured.cell)}: its record and its recipe do not name the same fitted material"
+            f" ({sorted(due ^ named)[0]}); run `kvlab measure --study {study} --job {job}` again"
+        )
+
+
+def refuse_other_calibration(cells: Iterable[Measured], jobs: dict[str, str] | None = None) -> None:
+    """Cells that read the same piece of one origin's calibration must have been given the same numbers.
+
+    The id of a cell does not change with what a table was fitted on, for example with the layers that
+    ``codec.boundary_layers`` leaves out.
+
+    Parameters
+    ----------
+    cells : iterable of Measured
+        Of any studies.
+    jobs : dict of str to str, optional
+        Where each cell was measured, by its id.
+
+    Raises
+    ------
+    MixedIdentity
+        Names the piece and two cells that differ in it.
+    """
+    first: dict[tuple[str, str], Measured] = {}
+    for measured in cells:
+        for piece, made in measured.record.fitted.items():
+            other = first.setdefault((measured.cell.origin, piece), measured)
+            if other.record.fitted[piece] != made:
+                shown = [
+                    f"{one.record.fitted[piece]}: {describe(one.cell)}"
+                    + (f" of job {jobs[one.cell.cell_id]}" if jobs else "")
+                    for one in (other, measured)
+                ]
+                raise MixedIdentity({f"calibration on {measured.cell.origin}, {piece}": shown})
 
 
 def by_cell(tokens: pl.DataFrame, cell_ids: list[str], path: Path) -> dict[str, pl.DataFrame]:
@@ -240,7 +285,7 @@ def read_baselines(
         found[record.run] = record
         for cell in record.cells:
             name = f"baseline {record.run} {cell.what} {cell.protocol or ''}".strip()
-            refuse_stale_comparison(record, cell, path)
+            refuse_stale_comparison(record, cell, peer_of(planned, record.run), path)
             grid = on_grid(rows[cell.cell_id], params.windows.test, record.context, record.eval, name)
             tables[record.run, cell.what, cell.protocol] = grid
     for run in planned:
@@ -249,9 +294,22 @@ def read_baselines(
     return {run: found[run] for run in planned}, tables
 
 
-def refuse_stale_comparison(record: BaselineRecord, cell: BaselineCell, path: Path) -> None:
-    """The id of a baseline comparison is the digest of what it says it is."""
-    expected = BaselineCell.of(record.run, record.engine, record.dtype, record.attention, cell.what, cell.protocol)
+def refuse_stale_comparison(record: BaselineRecord, cell: BaselineCell, peer: str | None, path: Path) -> None:
+    """A baseline comparison is with what the plan says, and its id is the digest of what it says it is.
+
+    Parameters
+    ----------
+    peer : str or None
+        The run that a ``peer`` comparison is planned with, if one is; everything else is with the truth.
+    """
+    reference = peer if cell.what == "peer" else "truth"
+    if cell.reference != reference:
+        raise StaleResult(
+            f"{path}: {cell.what!r} of run {record.run!r} is against {cell.reference!r}, and these parameters plan"
+            f" {repr(reference) if reference else 'no such comparison'}; measure it again"
+        )
+    made = (record.run, record.engine, record.dtype, record.attention)
+    expected = BaselineCell.of(*made, cell.what, cell.protocol, reference)
     if cell != expected:
         raise StaleResult(
             f"{path}: cell_id {cell.cell_id} is not that of its content, {expected.cell_id}; measure it again"
@@ -319,9 +377,10 @@ def comparable(rows: Iterable[Measured], compared: Iterable[str]) -> None:
     Raises
     ------
     MixedIdentity
-        Names every differing field and its values.
+        Names every differing field and its values, or a piece of calibration that was not the same.
     """
-    factors = set(compared)
+    factors, rows = set(compared), list(rows)
+    refuse_other_calibration(rows)
     found = [measured.fields() for measured in rows]
     values: dict[str, set[str]] = {}
     for name in sorted({name for fields in found for name in fields}):

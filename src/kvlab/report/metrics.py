@@ -16,7 +16,13 @@ from kvlab.experiments.plans.mitigations import read_choice
 from kvlab.params import Params
 from kvlab.records import machine
 from kvlab.report.gather import Results, gather
-from kvlab.report.studies.agreement import agreement_entry, baseline_entry, floor_entry
+from kvlab.report.studies.agreement import (
+    agreement_claims,
+    agreement_entry,
+    baseline_entry,
+    floor_entry,
+    peer_entries,
+)
 from kvlab.report.studies.calibration import codebook_entries, read_codebooks, sigma_entry
 from kvlab.report.studies.cells import cell_claims, cell_entry, studied_cells
 from kvlab.report.studies.gap import factors_entry, gap_claims, gap_entry
@@ -29,7 +35,7 @@ from kvlab.report.studies.noise import (
     noise_slope_entries,
     structure_entries,
 )
-from kvlab.report.studies.residual import residual_entries
+from kvlab.report.studies.residual import residual_claims, residual_entries
 from kvlab.stats.bootstrap import Bootstrap
 
 
@@ -81,8 +87,9 @@ def build(params: Params, sources: Sources) -> dict:
     choice = read_choice(sources.choice)
     results = gather(params, sources.baseline, sources.jobs, choice.choice)
     boot = Bootstrap(params.stats.resamples, params.stats.confidence, params.stats.seed)
-    codebooks = read_codebooks(sources.codebooks, results)
+    codebooks = read_codebooks(sources.codebooks, params, results)
     agreement, why = agreement_entry(params, results, boot)
+    residual = residual_entries(params, sources.residual, results.provenance, boot)
     return {
         "identity": identity_entry(params, results, codebooks),
         "sizes": {
@@ -94,6 +101,7 @@ def build(params: Params, sources: Sources) -> dict:
         },
         "floor": {engine: floor_entry(params, results, boot, engine) for engine in params.engines},
         "baseline": [baseline_entry(results, boot, run) for run in results.runs],
+        "baseline_peers": peer_entries(params, results, boot),
         "agreement": agreement,
         "agreement_why": why,
         "gap": gap_entry(params, results, boot),
@@ -105,15 +113,17 @@ def build(params: Params, sources: Sources) -> dict:
         "noise_slope": noise_slope_entries(params, results, boot),
         "closure": closure_entries(params, results, boot),
         "structure": structure_entries(params, results, boot),
-        "residual": residual_entries(params, sources.residual, results.provenance, boot),
+        "residual": residual,
         "mitigations": mitigation_entries(params, results, boot, choice),
         "codebooks": codebook_entries(codebooks, results),
-        "sigma": sigma_entry(sources.sigmas, results),
+        "sigma": sigma_entry(sources.sigmas, results, boot),
         "claims": [
             *gap_claims(params, results, boot),
+            *agreement_claims(params, results, boot),
             *cell_claims(params, results, boot),
             *layer_claims(params, results, boot),
             *noise_claims(params, results, boot),
+            *residual_claims(residual),
             *mitigation_claims(params, results, boot, choice),
         ],
     }

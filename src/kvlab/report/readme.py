@@ -11,9 +11,10 @@ from pathlib import Path
 
 from kvlab.errors import StorageError
 from kvlab.records import atomic, file_hash, read_json, write_json, write_text
-from kvlab.report import contexts, figures, tables
+from kvlab.report import contexts, figures
 from kvlab.report import format as fmt
 from kvlab.report.rendering import render
+from kvlab.report.tables import parts as tables
 from kvlab.report.withheld import withheld_because, without_cross_engine
 
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"

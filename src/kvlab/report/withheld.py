@@ -28,6 +28,7 @@ def compares_engines(metrics: dict) -> bool:
     sigma, residual = (metrics.get(name) or {} for name in ("sigma", "residual"))
     return bool(
         metrics.get("agreement")
+        or metrics.get("baseline_peers")
         or any(crosses(metrics.get(name)) for name in ("gap", "factors"))
         or any(row["engine"] != TRUTH_ENGINE for row in metrics.get("baseline") or [])
         or sigma.get("drift")
@@ -50,6 +51,7 @@ def without_cross_engine(metrics: dict) -> dict:
     return metrics | {
         **{name: None if crosses(gap := metrics.get(name)) else gap for name in ("gap", "factors")},
         "agreement": None,
+        "baseline_peers": [],
         "claims": [claim for claim in metrics.get("claims") or [] if not claim_crosses(claim)],
         # A cast is held against its own engine, an engine's run in another dtype against the truth's.
         "closure": [

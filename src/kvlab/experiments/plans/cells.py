@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from kvlab.errors import ParamsError
 from kvlab.ladder import labelled
 from kvlab.params import CellEntry, Params, coded_layers, studied_recipe
 from kvlab.recipe import IDENTITY, Cell, Recipe
 
 
 def cells(params: Params, engine: str) -> list[Cell]:
-    """The entries on one engine, protocol by protocol.
+    """The entries on one engine, protocol by protocol, each another cell.
 
     An entry whose engine computes in another way than the studied cell's (another attention, K tapped behind
     its rotary embedding) brings an identity cell of its own, which is its floor.
+
+    Raises
+    ------
+    ParamsError
+        Two entries are one cell.
     """
-    found = []
+    found, names = [], {}
     for name, entry in params.cells.items():
         if engine in (entry.engines or params.engines):
             for protocol in (p for p in params.protocols if p in (entry.protocols or params.protocols)):
@@ -21,7 +27,18 @@ def cells(params: Params, engine: str) -> list[Cell]:
                     found.append(_identity(params, entry, engine, protocol))
                 layers = _layers(params, entry)
                 found.append(_cell(params, entry, engine, protocol, name, layers, recipe(params, entry)))
+                _refuse_twin(found[-1], names)
     return found
+
+
+def _refuse_twin(cell: Cell, names: dict[str, str]) -> None:
+    """`ParamsError` if an entry of `names`, by the ids of their cells, is the same cell."""
+    other = names.setdefault(cell.cell_id, cell.label)
+    if other != cell.label:
+        raise ParamsError(
+            f"cells.{other} and cells.{cell.label} are the same cell ({cell.engine}, {cell.protocol});"
+            f" change one of them, or take it out with `{cell.label}: null`"
+        )
 
 
 def recipe(params: Params, entry: CellEntry) -> Recipe:

@@ -13,14 +13,16 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvlab.errors import StaleResult, StorageError
-from kvlab.params import Params, coded_layers, studied_recipe
-from kvlab.recipe import IDENTITY, Cell, DType, Engine, Frozen, KltStream, LayerRecipe, Protocol, Recipe
+from kvlab.params import Params, coded_layers, rises, studied_recipe
+from kvlab.recipe import IDENTITY, Cell, DType, Engine, Frozen, KltStream, LayerRecipe, Protocol, Recipe, digest
 from kvlab.records import Provenance, read_json
 
 FEWEST_BITS, MOST_BITS = 0.5, 8.0  # of klt: what an arm cannot leave its other layers it cannot afford
 EQUAL_BYTES = 0.005  # relative: arms of klt whose bytes differ by more may not be compared
 UNIFORM = "uniform"  # how the names of the points of the curve begin
 VALUE_BITS = {"float32": 32, "bfloat16": 16}
+MOST_BLOCK_BITS = 8  # of the studied codec; at these no layer's K can get one bit more
+JUDGING = {"windows", "protocols"}  # of `mitigations`: they say how a choice is judged and decide no search
 
 
 class Choice(Frozen):
@@ -35,8 +37,8 @@ class Choice(Frozen):
     klt_boundary, klt_hot : tuple of int
         The same for `klt`, paid for by the other layers; empty where they cannot pay for any.
     moved : tuple of int
-        Boundary layers found like `greedy`, but no more of them than params.yaml names: other layers for the
-        same bytes.
+        Boundary layers found like `greedy`, but no more of them than params.yaml names: as many, for the same
+        bytes, unless `greedy` found fewer.
     """
 
     greedy: tuple[int, ...]
@@ -65,6 +67,15 @@ class ChoiceRecord(Frozen):
 
     The last step of a search is what it chose. The first is what it started from: the studied recipe without
     boundary layers (`greedy`, `moved`) or with those of params.yaml (`extended`, `hot`), and uniform `klt`.
+
+    Parameters
+    ----------
+    windows : int
+        Of the calibration split, all of which were looked at.
+    budget : float
+        Bits per value of the whole cache that boundary layers were allowed to bring it to.
+    search_id : str
+        `search_id` of the parameters that the searches were made under.
     """
 
     provenance: Provenance
@@ -72,6 +83,8 @@ class ChoiceRecord(Frozen):
     dtype: DType
     protocol: Protocol
     windows: int
+    budget: float
+    search_id: str
     choice: Choice
     searches: dict[str, tuple[Step, ...]]
 
@@ -108,6 +121,43 @@ def arms(params: Params, choice: Choice) -> list[Arm]:
     ]
 
 
+def search_id(params: Params) -> str:
+    """Identity of all parameters that decide which layers the searches find, on one model, corpus and Sigma_q."""
+    deciding = {
+        "mitigations": params.mitigations.model_dump(mode="json", exclude=JUDGING),
+        "calibration": params.calibration.model_dump(mode="json", include={"origin", "codebooks"}),
+        "codec": params.codec.model_dump(mode="json"),
+        "bits": [params.bits, params.v_bits],
+        "dtype": params.gap.dtype,
+        "layers": params.model.n_layers,
+        "windows": params.windows.calib,
+    }
+    return digest(deciding)
+
+
+def current(params: Params, record: ChoiceRecord) -> Choice:
+    """The choice of a record; `StaleResult` unless it was made as these parameters say."""
+    due = {
+        "engine": params.calibration.origin,
+        "dtype": params.gap.dtype,
+        "windows": params.windows.calib,
+        "budget": params.mitigations.budget,
+    }
+    for name, value in due.items():
+        if getattr(record, name) != value:
+            raise StaleResult(
+                f"the choice of layers was made with {name} {getattr(record, name)}, these parameters say {value};"
+                " run `kvlab choose` again"
+            )
+    if record.search_id != search_id(params):
+        raise StaleResult(
+            f"the choice of layers was made under other parameters ({record.search_id}) than these"
+            f" ({search_id(params)}): bits, codec, calibration or mitigations; run `kvlab choose` again"
+        )
+    refuse_stale(params, record.choice)
+    return record.choice
+
+
 def refuse_stale(params: Params, choice: Choice) -> None:
     """`StaleResult` for layers that this model has not, and for what `klt` cannot pay at these bits."""
     unknown = {i for layers in choice.model_dump().values() for i in layers} - set(range(params.model.n_layers))
@@ -118,8 +168,13 @@ def refuse_stale(params: Params, choice: Choice) -> None:
 
 
 def uniform(params: Params) -> list[Arm]:
-    """The points of the curve: the studied recipe, and the same layers at other bits."""
-    bits = dict.fromkeys([(params.bits, params.v_bits), *params.mitigations.uniform])
+    """The points of the curve: the studied recipe, and the same layers at more bits or at fewer.
+
+    A point that has more bits for K and fewer for V than the studied recipe, or the reverse, is left out: it spends
+    otherwise, and it could take as many bytes.
+    """
+    studied = (params.bits, params.v_bits)
+    bits = dict.fromkeys([studied, *(p for p in params.mitigations.uniform if rises(studied, p) or rises(p, studied))])
     return [Arm(f"{UNIFORM} {k}/{v}", coded_layers(params), uniform_recipe(params, k, v)) for k, v in bits]
 
 
@@ -139,9 +194,14 @@ def bounded(params: Params, name: str, uncoded: tuple[int, ...]) -> Arm:
 
 
 def hot(params: Params, layers: tuple[int, ...]) -> Arm:
-    """The studied recipe with one bit more for K on some layers."""
-    special = uniform_recipe(params, min(params.bits + 1, 8), params.v_bits)
-    return Arm("hot", coded_layers(params), studied_recipe(params), exceptions(layers, special))
+    """The studied recipe with one bit more for K on some layers; as it is where K has all the bits there are."""
+    special = uniform_recipe(params, params.bits + 1, params.v_bits) if affords_hot(params) else None
+    return Arm("hot", coded_layers(params), studied_recipe(params), exceptions(layers, special) if special else ())
+
+
+def affords_hot(params: Params) -> bool:
+    """Whether the studied codec's K can get one bit more."""
+    return params.bits < MOST_BLOCK_BITS
 
 
 def klt_bits(params: Params, bits: float) -> tuple[float, float]:

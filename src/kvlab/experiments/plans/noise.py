@@ -9,8 +9,8 @@ from kvlab.recipe import IDENTITY, CastStream, Cell, IsotropicStream, NoiseStrea
 def cells(params: Params, engine: str) -> list[Cell]:
     """Noise by stream, layer group and size; per stream the rounding to bfloat16, and codec against control.
 
-    All inside the one forward. The control is the studied codec's error turned in a random direction of the same
-    length, token by token.
+    An engine in bfloat16 has nothing to round, so it brings no such cell. All inside the one forward. The control is
+    the studied codec's error turned in a random direction of the same length, token by token.
     """
     groups = layer_groups(params)
 
@@ -37,7 +37,8 @@ def cells(params: Params, engine: str) -> list[Cell]:
     streams = tuple(dict.fromkeys((*params.noise.streams, "kv")))
     studied = studied_recipe(params)
     for stream in streams:
-        found.append(cell("cast", stream, groups["all"], Recipe(k=CastStream(), v=CastStream())))
+        if params.noise.dtype == "float32":
+            found.append(cell("cast", stream, groups["all"], Recipe(k=CastStream(), v=CastStream())))
         found.append(cell("codec", stream, groups["coded"], studied))
         found.append(cell("isotropic", stream, groups["coded"], isotropic(studied, params.noise.seed)))
     return found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from kvlab.experiments.plan import baseline_runs
+from kvlab.experiments.plans.baseline import peer_of
 from kvlab.params import Params
 from kvlab.report.gather import Results, comparable
+from kvlab.report.studies.claims import claim
 from kvlab.report.studies.counterparts import LEVELS, corner_cell
 from kvlab.stats.bootstrap import Bootstrap
 
@@ -30,9 +33,39 @@ def baseline_entry(results: Results, boot: Bootstrap, run: str) -> dict:
         "engine": record.engine,
         "dtype": record.dtype,
         "attention": record.attention,
-        "kl": boot.mean(results.run_column(run, "kl")).to_json(),
-        "ppl_ratio": boot.exp_mean(results.run_column(run, "delta_nll")).to_json(),
-        "top1_agreement": boot.rate(results.run_column(run, "top1_agreement")).to_json(),
+        **distance(results, boot, run, "plain"),
+    }
+
+
+def peer_entries(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
+    """The engines without codec against each other in one dtype below float32; empty with one engine.
+
+    Returns
+    -------
+    list of dict
+        ``run``, ``against`` (the truth's engine in the same dtype, first in KL), ``dtype``, and the `distance`
+        between the two. How far each is from the fp32 truth is its own `baseline_entry`.
+
+    Raises
+    ------
+    MissingResult
+        A run was measured without the comparison.
+    """
+    runs = baseline_runs(params)
+    pairs = [(run, peer_of(runs, run)) for run in results.runs]
+    return [
+        {"run": run, "against": against, "dtype": results.runs[run].dtype, **distance(results, boot, run, "peer")}
+        for run, against in pairs
+        if against
+    ]
+
+
+def distance(results: Results, boot: Bootstrap, run: str, what: str) -> dict:
+    """A run from what it is compared with: KL in nats per token, ratio of perplexities, rate of equal top tokens."""
+    return {
+        "kl": boot.mean(results.run_column(run, "kl", what)).to_json(),
+        "ppl_ratio": boot.exp_mean(results.run_column(run, "delta_nll", what)).to_json(),
+        "top1_agreement": boot.rate(results.run_column(run, "top1_agreement", what)).to_json(),
     }
 
 
@@ -90,4 +123,18 @@ def disagreements(codec: dict) -> list[str]:
         found.append(
             f"the codec's runs are KL {cross:.2g} apart, over {JITTER_MULTIPLE} times what a rounding error does"
         )
+    return found
+
+
+def agreement_claims(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
+    """What the same codec costs on vLLM beside HF in float32, under every protocol; none with one engine."""
+    if set(params.engines) != set(LEVELS["engine"]):
+        return []
+    found = []
+    for protocol in params.protocols:
+        cells = [corner_cell(params, results, engine=e, protocol=protocol, dtype="float32") for e in LEVELS["engine"]]
+        comparable(cells, {"engine"})
+        effect = boot.difference(cells[1].column("kl"), cells[0].column("kl"))
+        subject = f"The studied codec on `vllm` in place of `hf`, in float32 (`{protocol}`),"
+        found.append(claim("agreement", subject, effect, cells[::-1]))
     return found

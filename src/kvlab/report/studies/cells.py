@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from kvlab.errors import MissingResult
 from kvlab.params import Params
+from kvlab.recipe import Cell
 from kvlab.report.gather import Measured, Results, comparable
 from kvlab.report.studies.claims import claim
 from kvlab.report.studies.counterparts import corner_cell, identity_of
@@ -17,7 +19,7 @@ PERCENTILES = ("50", "95", "99", "99.9")
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-# In what an entry of `cells` may differ from the studied cell that it is held against.
+# In what an entry of `cells` may differ from its counterpart.
 CHANGED = {"recipe", "layers", "stream", "attention", "placement", "span", "origin"}
 
 
@@ -31,9 +33,9 @@ def studied_cells(params: Params, results: Results) -> list[Measured]:
 
 
 def difference_entry(params: Params, results: Results, boot: Bootstrap, measured: Measured) -> dict | None:
-    """KL of a cell of params.yaml minus that of the studied cell, each net of its own floor, paired by token.
+    """KL of a cell of params.yaml minus that of its counterpart, each net of its own floor, paired by token.
 
-    None for the floors, and where no studied cell has the same engine, dtype and protocol.
+    None for the floors, and for cells in a dtype that the factorial does not have.
     """
     found = against_studied(params, results, boot, measured)
     return found and found[0].to_json()
@@ -42,26 +44,41 @@ def difference_entry(params: Params, results: Results, boot: Bootstrap, measured
 def against_studied(
     params: Params, results: Results, boot: Bootstrap, measured: Measured
 ) -> tuple[Estimate, Measured] | None:
-    """The difference of `difference_entry`, and the studied cell."""
+    """The difference of `difference_entry`, and the cell that it is held against."""
     cell = measured.cell
     if measured.role != "codec" or cell.study != "cells" or cell.dtype not in params.gap.dtypes:
         return None
-    studied = corner_cell(params, results, engine=cell.engine, protocol=cell.protocol, dtype=cell.dtype)
+    studied = counterpart(params, results, cell)
     comparable([measured, studied], CHANGED)
     floors = [identity_of(results, one) for one in (measured, studied)]
     columns = [one.column("kl") for one in (measured, studied, *floors)]
     return boot.combine(columns, lambda m: (m[..., 0] - m[..., 2]) - (m[..., 1] - m[..., 3])), studied
 
 
+def counterpart(params: Params, results: Results, cell: Cell) -> Measured:
+    """The cell that an entry is held against: the one that it names, else the studied one."""
+    other = params.cells[cell.label].against
+    if other is None:
+        return corner_cell(params, results, engine=cell.engine, protocol=cell.protocol, dtype=cell.dtype)
+    found = results.select("cells", "codec", label=other, engine=cell.engine, protocol=cell.protocol)
+    if len(found) != 1:
+        raise MissingResult(
+            f"{len(found)} cells {other!r} of {cell.engine}, {cell.protocol} for {cell.label!r} to meet"
+        )
+    return found[0]
+
+
 def cell_claims(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
-    """What each cell of params.yaml changes beside the studied cell, in net KL."""
+    """What each cell of params.yaml changes beside its counterpart, in net KL."""
     found = []
     for measured in results.select("cells", "codec"):
         compared = against_studied(params, results, boot, measured)
         if compared:
             effect, studied = compared
             cell = measured.cell
-            subject = f"`{cell.label}` in place of the studied cell (`{cell.engine}`, `{cell.protocol}`)"
+            other = params.cells[cell.label].against
+            place = f"`{other}`" if other else "the studied cell"
+            subject = f"`{cell.label}` in place of {place} (`{cell.engine}`, `{cell.protocol}`)"
             found.append(claim("cells", subject, effect, (measured, studied)))
     return found
 
@@ -85,6 +102,7 @@ def cell_entry(params: Params, results: Results, boot: Bootstrap, measured: Meas
         "placement": cell.placement,
         "span": cell.span,
         "origin": cell.origin,
+        "against": params.cells[cell.label].against if cell.label in params.cells else None,
         "difference": difference_entry(params, results, boot, measured),
         "variance_ratio": getattr(coded, "variance_ratio", None),  # of the block codec only
         "bits_per_value": coding.bits_per_value,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvlab.errors import Fault
 from kvlab.report.gather import Measured
@@ -48,24 +49,23 @@ def claim(
         When not two things are compared, or one of them is empty.
     """
     sides = [[side] if isinstance(side, Measured) else list(side) for side in compared]
-    if len(sides) != 2 or not all(sides):
-        raise Fault(f"a claim compares two things, not {[len(side) for side in sides]} ({subject})")
-    shifted = Estimate(**{**effect.to_json(), **{end: getattr(effect, end) - null for end in ("value", "low", "high")}})
-    return {
-        "about": about,
-        "subject": subject,
-        "up": up,
-        "down": down,
-        "null": null,
-        "unit": unit,
-        "effect": effect.to_json(),
-        "windows_needed": windows_for_sign(shifted),
-        "compared": [[reference(measured) for measured in side] for side in sides],
-    }
+    named = [[reference(measured) for measured in side] for side in sides]
+    words = {"about": about, "subject": subject, "up": up, "down": down, "null": null, "unit": unit}
+    return stated(words, effect, named)
+
+
+def stated(words: dict, effect: Estimate, compared: list[list[dict]]) -> dict:
+    """A claim whose sides are references already; `words` are those of `claim`."""
+    if len(compared) != 2 or not all(compared):
+        raise Fault(f"a claim compares two things, not {[len(side) for side in compared]} ({words['subject']})")
+    ends = {end: getattr(effect, end) - words["null"] for end in ("value", "low", "high")}
+    needed = windows_for_sign(replace(effect, **ends))
+    return words | {"effect": effect.to_json(), "windows_needed": needed, "compared": compared}
 
 
 def reference(measured: Measured) -> dict:
-    """A cell's id, and where it was measured."""
+    """A cell's id, where it was measured, and what it stores."""
     cell = measured.cell
     keys = ("study", "label", "engine", "dtype", "protocol", "stream")
-    return {"cell_id": measured.record.cell_id} | {key: getattr(cell, key) for key in keys}
+    found = {"cell_id": measured.record.cell_id} | {key: getattr(cell, key) for key in keys}
+    return found | {"bits_per_value": measured.record.coding.bits_per_value}

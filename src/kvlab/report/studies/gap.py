@@ -50,7 +50,7 @@ def decomposition(params: Params, results: Results, boot: Bootstrap, levels: dic
         measures[quantity] = decompose(boot, columns, factors, corners)
     return {
         "factors": factors,
-        "dtype": params.gap.dtype,
+        "dtype": None if "dtype" in factors else params.gap.dtype,
         "stream": "kv",
         "low": corners[0],
         "high": corners[-1],

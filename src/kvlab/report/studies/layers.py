@@ -68,14 +68,17 @@ def layer_entries(params: Params, results: Results, boot: Bootstrap) -> list[dic
     KL is never negative, so "no effect" cannot mean KL = 0: the null hypothesis of ``only`` is that the cell is
     exchangeable, window by window, with the identity cell, against costing more. That of ``but`` is that coding
     the layer too is exchangeable with leaving it out, against either direction, for the errors of two layers can
-    cancel.
+    cancel. Where the floor is exactly zero, as of an engine that repeats itself to the last bit, every codec that
+    does anything is told from the identity cell; so `q_value` of ``only`` then says that a codec fired, and no more.
+
+    `q_stands_out` asks what tells layers apart: see `standing_out`.
     """
     entries = []
     for engine, protocol, stream in product(params.engines, params.layers.protocols, params.layers.streams):
         cells = Coded.of(params, results, engine, protocol, stream)
         for kind, measured, effects in kinds(results, cells):
-            q_values = discovered(boot, effects, two_sided=kind == BUT)
-            for layer, (one, effect, (p, q)) in enumerate(zip(measured, effects, q_values, strict=True)):
+            tests = discovered(boot, effects, two_sided=kind == BUT), standing_out(boot, effects)
+            for layer, (one, effect, (p, q), out) in enumerate(zip(measured, effects, *tests, strict=True)):
                 entry = {
                     "engine": engine,
                     "protocol": protocol,
@@ -88,6 +91,7 @@ def layer_entries(params: Params, results: Results, boot: Bootstrap) -> list[dic
                     "kl": boot.mean(effect).to_json(),
                     "p_value": p,
                     "q_value": q,
+                    "q_stands_out": out,
                     "bits_per_value": one.record.coding.bits_per_value,
                 }
                 entries.append(entry)
@@ -111,6 +115,21 @@ def discovered(boot: Bootstrap, effects: Sequence[Column], two_sided: bool) -> l
     test = sign_flip_two_sided_p if two_sided else sign_flip_p
     p_values = [test(effect.means, draws=boot.resamples, seed=boot.seed) for effect in effects]
     return list(zip(p_values, benjamini_hochberg(p_values).tolist(), strict=True))
+
+
+def standing_out(boot: Bootstrap, effects: Sequence[Column]) -> list[float | None]:
+    """q-value of each layer's cost against the mean of its stream's layers; None where there is one layer only.
+
+    The null hypothesis is that a layer costs what the mean layer does: that its windows' differences from the mean
+    over layers, paired by window, are centred on zero, against either direction. The mean counts the layer itself,
+    which shrinks every difference alike and leaves p as it is against the mean of the others.
+    """
+    if len(effects) < 2:
+        return [None] * len(effects)
+    mean = sum(effect.means for effect in effects) / len(effects)
+    apart = [effect.means - mean for effect in effects]
+    p_values = [sign_flip_two_sided_p(one, draws=boot.resamples, seed=boot.seed) for one in apart]
+    return benjamini_hochberg(p_values).tolist()
 
 
 # -------------------------------------------------------------------------------------- additivity

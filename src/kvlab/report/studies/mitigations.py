@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from kvlab.errors import Fault, MissingResult, MixedIdentity, StaleResult
+from kvlab.errors import Fault, MissingResult, MixedIdentity
 from kvlab.experiments.plans import mitigations as plan
 from kvlab.experiments.plans.mitigations import ChoiceRecord, Step
 from kvlab.params import Params
@@ -30,7 +30,7 @@ SPENT = {"recipe", "layers", "exceptions"}  # what arms differ in
 UNIT = "times that of uniform spending"
 ENDS = ("value", "low", "high")
 SUBJECTS = {
-    "moved": "Leaving other layers uncoded, as many as before: {layers}",
+    "moved": "Leaving another set of layers uncoded, {many} `params.yaml` names: {layers}",
     "greedy": "Leaving the layers uncoded that a greedy search finds: {layers}",
     "extended": "Leaving more layers uncoded: {layers}",
     "hot": "One bit more for K on {layers}",
@@ -93,7 +93,7 @@ def mitigation_entries(params: Params, results: Results, boot: Bootstrap, choice
     """
     panels = panels_of(params, results, choice)
     return {
-        "choice": choice_entry(params, choice),
+        "choice": choice_entry(choice),
         "arms": [row for panel in panels for row in arm_entries(results, boot, panel, choice)],
         "comparisons": [comparison(boot, panel, name, choice) for panel in panels for name in (*STUDIED, *KLT)],
         "generalises": generalisation(params, boot, panels, choice),
@@ -110,12 +110,18 @@ def mitigation_claims(params: Params, results: Results, boot: Bootstrap, choice:
             if is_same(arm, rival) or arm.record.cell_id in claimed:
                 continue
             claimed.add(arm.record.cell_id)
-            layers = layer_words(plan.favoured(choice.choice, name))
-            where = f"(`{panel.engine}`, `{panel.protocol}`)"
-            subject = f"{SUBJECTS[name].format(layers=layers)} {where}, {against_words(rival)}"
+            subject = f"{arm_words(params, name, plan.favoured(choice.choice, name))} (`{panel.engine}`,"
+            subject += f" `{panel.protocol}`), {against_words(rival)}"
             _, _, ratio = against(boot, arm, rival)
             found.append(claim("mitigations", subject, ratio, (arm, rival.cells), null=1.0, unit=UNIT))
     return found
+
+
+def arm_words(params: Params, name: str, layers: Sequence[int]) -> str:
+    """What an arm does to its layers; a search may have found fewer than params.yaml names."""
+    before = len(params.codec.boundary_layers)
+    many = "as many as" if len(layers) == before else "fewer than" if len(layers) < before else "more than"
+    return SUBJECTS[name].format(layers=layer_words(layers), many=many)
 
 
 def layer_words(layers: Sequence[int]) -> str:
@@ -140,12 +146,12 @@ def against_words(rival: Rival) -> str:
 def panels_of(params: Params, results: Results, choice: ChoiceRecord) -> list[Panel]:
     """Every engine and protocol with its arms, found by their cells' ids: two arms may be one cell."""
     refuse_foreign(results, choice)
-    refuse_stale(params, choice)
+    chosen = plan.current(params, choice)
     cells = {measured.record.cell_id: measured for measured in results.select("mitigations")}
     panels = []
     for engine, protocol in product(params.engines, params.mitigations.protocols):
         arms = {}
-        for arm in plan.arms(params, choice.choice):
+        for arm in plan.arms(params, chosen):
             cell = plan.cell_of(arm, params, engine, protocol, params.mitigations.windows)
             if cell.cell_id not in cells:
                 raise MissingResult(f"{describe(cell)} is missing; run `kvlab measure --study mitigations`")
@@ -169,17 +175,6 @@ def identity(provenance: Provenance) -> dict[str, str]:
     return {"model_hash": provenance.model_hash, "corpus_hash": provenance.corpus_hash} | calibration
 
 
-def refuse_stale(params: Params, choice: ChoiceRecord) -> None:
-    """`StaleResult` unless the choice was made as these parameters say."""
-    due = {"engine": params.calibration.origin, "dtype": params.gap.dtype, "windows": params.windows.calib}
-    for name, value in due.items():
-        if getattr(choice, name) != value:
-            raise StaleResult(
-                f"the choice of layers was made with {name} {getattr(choice, name)}, these parameters say {value};"
-                " run `kvlab choose` again"
-            )
-
-
 def bits_of(measured: Measured) -> float:
     """Bits per value of the whole cache."""
     return measured.record.coding.bits_per_value
@@ -188,14 +183,15 @@ def bits_of(measured: Measured) -> float:
 # ------------------------------------------------------------------------------------- what is said
 
 
-def choice_entry(params: Params, choice: ChoiceRecord) -> dict:
-    """What was chosen and how."""
+def choice_entry(choice: ChoiceRecord) -> dict:
+    """What was chosen and how, all of it as the record has it."""
     return {
         "engine": choice.engine,
         "dtype": choice.dtype,
         "protocol": choice.protocol,
         "windows": choice.windows,
-        "budget": params.mitigations.budget,
+        "budget": choice.budget,
+        "search_id": choice.search_id,
         "layers": {name: list(plan.favoured(choice.choice, name)) for name in (*STUDIED, *KLT)},
         "searches": {name: [step.model_dump(mode="json") for step in steps] for name, steps in choice.searches.items()},
     }

@@ -19,8 +19,9 @@ from kvlab.errors import MissingResult, MixedIdentity, StaleResult
 from kvlab.experiments.plans.residual import KEY, RESIDUAL, STREAMS, ResidualRecord, read_residual, recipes
 from kvlab.params import Params, coded_layers
 from kvlab.records import Provenance
+from kvlab.report.studies.claims import stated
 from kvlab.report.studies.counterparts import LEVELS
-from kvlab.stats.bootstrap import Bootstrap, Column
+from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_two_sided_p
 from kvlab.stats.power import windows_needed
 
@@ -372,3 +373,34 @@ def ratio_entry(
     width = found.value - found.low if found.value > 1 else found.high - found.value
     needed = None if clear else windows_needed(width, abs(found.value - 1), found.n_windows)
     return entry | {"ratio": found.to_json(), "resolved": clear and likely, "windows_needed": needed}
+
+
+# ------------------------------------------------------------------------------------- in words
+
+
+def residual_claims(entries: dict) -> list[dict]:
+    """Whether the codec errs more on one engine's capture, over the layers that the studied recipe codes.
+
+    The cells that such a claim compares are the two captures, by the names of their results.
+    """
+    pooled = [row for row in entries["ratios"] if row["layer"] is None and row["ratio"]]
+    widest = "coded" if any(row["group"] == "coded" for row in pooled) else "all"
+    return [residual_claim(row) for row in pooled if row["group"] == widest]
+
+
+def residual_claim(row: dict) -> dict:
+    """One of them; it counts as resolved only when the row does."""
+    low, high = LEVELS["engine"]
+    words = {
+        "about": "residual",
+        "subject": (
+            f"Coding {row['stream'].upper()} of `{high}` in place of `{low}`, `variance_ratio`"
+            f" `{row['variance_ratio']:g}`, {row['measure']}:"
+        ),
+        "up": "the squared error rises",
+        "down": "the squared error falls",
+        "null": 1.0,
+        "unit": "times",
+    }
+    sides = [[{"cell_id": f"residual/{engine}", "engine": engine}] for engine in (high, low)]
+    return stated(words, Estimate(**row["ratio"]), sides) | {"borne_out": row["resolved"]}

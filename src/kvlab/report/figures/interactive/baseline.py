@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import polars as pl
 
-from kvlab.report import tables
 from kvlab.report.figures.interactive import marks
 from kvlab.report.figures.interactive.rows import by_row
+from kvlab.report.tables import parts as tables
 
 
 def interactive_baseline(table: pl.DataFrame):

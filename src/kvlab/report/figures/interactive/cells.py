@@ -5,10 +5,10 @@ from __future__ import annotations
 import polars as pl
 
 from kvlab.report import format as fmt
-from kvlab.report import tables
 from kvlab.report.figures.cells import cell_name
 from kvlab.report.figures.interactive import marks
 from kvlab.report.figures.interactive.rows import by_row
+from kvlab.report.tables import parts as tables
 
 
 def interactive_cells(table: pl.DataFrame):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import polars as pl
 
 from kvlab.report import format as fmt
-from kvlab.report import tables
 from kvlab.report.figures.canvas import DOWN, GREY, INK, UP
 from kvlab.report.figures.interactive import marks
+from kvlab.report.tables import parts as tables
 
 ROW, HEAD = 62, 90  # pixels
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import polars as pl
 
 from kvlab.report import format as fmt
-from kvlab.report import tables
 from kvlab.report.figures.canvas import PALE
 from kvlab.report.figures.interactive import marks
 from kvlab.report.figures.layers import KINDS, beside
+from kvlab.report.tables import parts as tables
 
 HEIGHT = 300  # pixels of a row of panels
 ROW_GAP = 0.2  # of the figure's height

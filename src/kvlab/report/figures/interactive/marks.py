@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import polars as pl
 
 from kvlab.report import format as fmt
-from kvlab.report import tables
 from kvlab.report.figures.canvas import DOWN, GREY, INK, OTHER_COLOUR, PALE, UP, colour_of
+from kvlab.report.tables import parts as tables
 
 PAPER = "#ffffff"
 # What a colour of the light theme becomes on the dark one. Marks keep a contrast of 3 to their ground, words 4.5.

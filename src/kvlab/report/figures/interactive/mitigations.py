@@ -5,10 +5,10 @@ from __future__ import annotations
 import polars as pl
 
 from kvlab.report import format as fmt
-from kvlab.report import tables
 from kvlab.report.figures.canvas import INK, colour_of, log_ends
 from kvlab.report.figures.interactive import marks
 from kvlab.report.figures.mitigations import MARKS, curve_of, is_open, smaller
+from kvlab.report.tables import parts as tables
 
 HEIGHT = 460  # pixels
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import polars as pl
 
 from kvlab.report import format as fmt
-from kvlab.report import tables
 from kvlab.report.figures.canvas import colour_of, log_ends
 from kvlab.report.figures.interactive import marks
 from kvlab.report.figures.interactive.layers import grid
 from kvlab.report.figures.noise import CAST, GROUPS, NOISE, fitted_ends
+from kvlab.report.tables import parts as tables
 
 HEIGHT = 310  # pixels of a row of panels
 

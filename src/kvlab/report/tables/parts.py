@@ -210,7 +210,7 @@ def cells(rows: list[dict]) -> str:
         ]
         for row in rows
     ]
-    headers = [*NAME, "bits per value", "kept rank, K / V", f"net KL, {KL_UNIT}", "beside the studied cell"]
+    headers = [*NAME, "bits per value", "kept rank, K / V", f"net KL, {KL_UNIT}", "beside its counterpart"]
     headers += ["perplexity change, %"]
     headers += ["same top token, %", "right to wrong, %", "wrong to right, %"]
     return fmt.table(headers, lines)

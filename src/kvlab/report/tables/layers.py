@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvlab.report import format as fmt
-from kvlab.report.tables import KL_UNIT, reading, resolution
+from kvlab.report.tables.parts import KL_UNIT, reading, resolution
 
 MARK = "†"  # behind what is told from zero after the correction for many layers
+APART = "‡"  # behind what is told from the mean of the layers, after the same correction
 KINDS = {"only": "alone", "but": "left out"}
 PARTS = {"k": "the layers of K", "v": "the layers of V", "kv": "K and V"}
 
@@ -43,11 +44,12 @@ def place(layer: int, boundary: bool) -> str:
 
 
 def cost(row: dict | None, alpha: float) -> str:
-    """A layer's cost, marked when it is told from zero."""
+    """A layer's cost, marked when it is told from zero, and when it is told from the mean of the layers."""
     if row is None:
         return fmt.DASH
-    discovered = row["q_value"] is not None and row["q_value"] <= alpha
-    return f"{fmt.estimate(row['kl'])}{' ' + MARK if discovered else ''}"
+    tested = {MARK: row["q_value"], APART: row["q_stands_out"]}
+    marks = [mark for mark, q in tested.items() if q is not None and q <= alpha]
+    return " ".join([fmt.estimate(row["kl"]), *marks])
 
 
 def additivity(rows: list[dict]) -> str:
@@ -98,6 +100,7 @@ def context(metrics: dict, basis: Callable[[list[dict]], str]) -> dict | None:
     return {
         "groups": by_place(rows, round(1 - metrics["sizes"]["confidence"], 9)),
         "mark": MARK,
+        "apart": APART if any(row["q_stands_out"] is not None for row in rows) else None,
         "left_out": any(row["kind"] == "but" for row in rows),
         "boundary_layers": any(row["boundary"] for row in rows),
         "basis": basis([row["kl"] for row in rows]),

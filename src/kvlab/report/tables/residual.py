@@ -127,17 +127,6 @@ def basis(residual: dict, level: str, methods: dict[str, str]) -> str:
     )
 
 
-def furthest(residual: dict) -> str | None:
-    """How far any single layer's interval reaches from equal errors, in per cent; None without a ratio."""
-    ends = [
-        abs(row["ratio"][end] - 1)
-        for row in residual["ratios"]
-        if row["ratio"] and row["layer"] is not None
-        for end in ("low", "high")
-    ]
-    return f"{fmt.number(100 * max(ends), 2)} %" if ends else None
-
-
 def pooled(residual: dict) -> str:
     """The comparison over the layers that the studied recipe codes, which are all if it leaves none alone."""
     rows = [row for row in residual["ratios"] if row["layer"] is None]
@@ -173,7 +162,5 @@ def context(residual: dict | None, confidence: float, methods: dict[str, str]) -
         "ranks": ranks(residual),
         "ratios": ratios(residual),
         "pooled": pooled(residual),
-        "furthest": furthest(residual),
-        "any_resolved": any(row["resolved"] for row in residual["ratios"]),
         "basis": basis(residual, fmt.percent(confidence), methods),
     }

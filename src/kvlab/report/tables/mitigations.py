@@ -6,10 +6,10 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from kvlab.report import format as fmt
-from kvlab.report.tables import KL_UNIT
+from kvlab.report.tables.parts import KL_UNIT
 
 WORDS = {
-    "moved": "boundary layers, as many as before",
+    "moved": "boundary layers, found from none, no more than before",
     "greedy": "boundary layers, found from none",
     "extended": "boundary layers, extended",
     "hot": "one bit more for K",

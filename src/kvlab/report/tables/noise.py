@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvlab.report import format as fmt
-from kvlab.report.tables import KL_UNIT, reading, resolution
+from kvlab.report.tables.parts import KL_UNIT, reading, resolution
 
 GROUPS = {"all": "all layers", "coded": "coded layers", "boundary": "boundary layers"}
 STREAMS = {"k": "K", "v": "V", "kv": "K and V"}

@@ -1,0 +1,82 @@
+"""Which fitted material a recipe reads, and a cell with it. Torch-free: the plan and the report ask too."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Literal, NamedTuple
+
+from kvlab.recipe import (
+    BlockStream,
+    Cell,
+    Conditioned,
+    IsotropicStream,
+    KltStream,
+    OscarStream,
+    Placement,
+    Recipe,
+    StreamRecipe,
+    digest,
+)
+
+Kind = Literal["whitener", "table", "components"]
+FILES: dict[Kind, str] = {"whitener": "sigma", "table": "codebooks", "components": "components"}
+
+
+class Piece(NamedTuple):
+    """One fitted thing that a codec reads.
+
+    `placement` is that of K, ``pre_rope`` for V, which has no rotary embedding; `place` is the layer, or for a
+    table, which serves all layers, the digest of its recipe.
+    """
+
+    kind: Kind
+    stream: Literal["k", "v"]
+    placement: Placement
+    place: int | str
+
+    @property
+    def name(self) -> str:
+        """The piece in one word, as a record of a cell names it; for example ``whitener/k/pre_rope/3``."""
+        return "/".join(map(str, self))
+
+
+def coded_by(recipe: StreamRecipe) -> StreamRecipe:
+    """The recipe of the codec that runs: an isotropic control runs the codec that it takes the place of."""
+    return recipe.of if isinstance(recipe, IsotropicStream) else recipe
+
+
+def reads(recipe: StreamRecipe, which: Literal["k", "v"]) -> tuple[Kind, ...]:
+    """The kinds of fitted material that a codec of this recipe reads for K or for V."""
+    recipe = coded_by(recipe)
+    oscar = isinstance(recipe, OscarStream)  # rotates K by Sigma_q and V by its own covariance
+    whitens = isinstance(recipe, BlockStream | Conditioned) and recipe.whiten
+    centres = isinstance(recipe, Conditioned) and recipe.center
+    found: dict[Kind, bool] = {
+        "whitener": which == "k" and (whitens or oscar),  # Sigma_q weighs errors of K
+        "table": isinstance(recipe, BlockStream) and recipe.codebook == "fitted",
+        "components": centres or isinstance(recipe, KltStream) or (oscar and which == "v"),
+    }
+    return tuple(kind for kind, is_read in found.items() if is_read)
+
+
+def needs_calibration(recipe: StreamRecipe) -> bool:
+    """Whether a codec of this recipe reads anything that was fitted, for K or for V."""
+    return bool(reads(recipe, "k") or reads(recipe, "v"))
+
+
+def needed_files(recipe: Recipe) -> list[str]:
+    """Files of `Fitted` that a recipe cannot do without, by field; the other files belong to a `sigma`."""
+    needed = {FILES[kind] for kind in (*reads(recipe.k, "k"), *reads(recipe.v, "v"))}
+    needed |= {"sigma"} if needed else set()
+    return [name for name in FILES.values() if name in needed]
+
+
+def pieces(cell: Cell) -> dict[str, Piece]:
+    """Everything fitted that the codecs of a cell read, by name."""
+    found = []
+    for which, layer in product(cell.stream, cell.layers):
+        recipe = coded_by(cell.stream_recipe(which, layer))
+        placement = cell.placement if which == "k" else "pre_rope"
+        for kind in reads(recipe, which):
+            found.append(Piece(kind, which, placement, digest(recipe) if kind == "table" else layer))
+    return {piece.name: piece for piece in found}
