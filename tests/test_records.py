@@ -95,3 +95,16 @@ def test_the_label_is_not_part_of_a_cells_identity():
     others = [{"engine": "vllm"}, {"dtype": "bfloat16"}, {"protocol": "in_forward"}, {"stream": "k"}, {"layers": (0,)}]
     others += [{"recipe": Recipe(k=NoiseStream(sigma=0.1, seed=0), v=IDENTITY.v)}, {"windows": 3}]
     assert len({cell.cell_id} | {Cell(label="a", **(shared | o)).cell_id for o in others}) == len(others) + 1
+
+
+def test_what_a_killed_writer_left_is_swept_and_a_live_one_s_is_not(tmp_path):
+    target = tmp_path / "a.json"
+    dead, alive = 2**22 + 1, os.getppid()  # above any process id that Linux gives out
+    left, working = (tmp_path / f".a.json.{pid}.tmp" for pid in (dead, alive))
+    for folder in (left, working):
+        folder.mkdir()
+        (folder / "half").write_text("{")
+    records.write_json(target, {"whole": 1})
+    assert records.read_json(target) == {"whole": 1}
+    assert not left.exists() and (working / "half").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [working.name, "a.json"]

@@ -7,10 +7,12 @@ A job of cells leaves two files: ``<job>.parquet`` with one row per (cell, windo
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -152,7 +154,10 @@ class BaselineRecord(Frozen):
 
 @contextmanager
 def atomic(path: Path | str) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, renamed to it on success and removed on failure.
+    """Yield a path in a folder of its own beside `path`; moved to `path` on success and removed on failure.
+
+    A folder, because some libraries write temporary files of their own beside their target. What writers of
+    `path` left behind when they were killed is removed first.
 
     Raises
     ------
@@ -160,15 +165,36 @@ def atomic(path: Path | str) -> Iterator[Path]:
         When the disk is full or the folder cannot be written; `path` is left as it was.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        os.replace(temporary, path)
+        _sweep(path)
+        folder.mkdir()
+        yield folder / path.name
+        os.replace(folder / path.name, path)
     except (OSError, SafetensorError, pl.exceptions.PolarsError) as error:
         raise storage_error(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(path: Path) -> None:
+    """Remove the temporary folders of `path` whose writer no longer runs on this machine."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        writer = left.name.split(".")[-2]
+        if writer == str(os.getpid()) or not (writer.isdecimal() and _runs(int(writer))):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is a process with this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def storage_error(path: Path, error: Exception) -> StorageError:

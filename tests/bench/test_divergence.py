@@ -39,7 +39,7 @@ def record(cell):
 
 
 def origin(**changes):
-    values = {"model_hash": MODEL, "corpus_hash": CORPUS, "calibration_hash": "a" * 16, "versions": {"kvlab": "1"}}
+    values = {"model_hash": MODEL, "corpus_hash": CORPUS, "calibration": {"hf": "a" * 16}, "versions": {"kvlab": "1"}}
     return Provenance(**values | {"device": "cpu"} | changes)
 
 
@@ -117,9 +117,12 @@ def test_a_job_that_lacks_a_cell_is_refused(folder, tiny_params):
         read(tiny_params, folder)
 
 
-@pytest.mark.parametrize("field", ["model_hash", "corpus_hash", "calibration_hash", "device"])
-def test_jobs_of_two_origins_are_refused(folder, tiny_params, field):
-    rewrite(folder / "hf-float32-0.json", provenance=origin(**{field: "other"}))
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [("model_hash", "other"), ("corpus_hash", "other"), ("calibration", {"hf": "other"}), ("device", "other")],
+)
+def test_jobs_of_two_origins_are_refused(folder, tiny_params, field, other):
+    rewrite(folder / "hf-float32-0.json", provenance=origin(**{field: other}))
     with pytest.raises(MixedIdentity, match=field):
         read(tiny_params, folder)
 

@@ -307,7 +307,7 @@ def test_no_attribute_leads_to_a_network(tmp_path):
 
 def test_without_figures_the_page_does_without_plotly(tmp_path):
     metrics = build(engines=("hf",))
-    for name in ("gap", "baseline", "cells", "layers", "noise"):
+    for name in ("gap", "baseline", "cells", "layers", "noise", "residual", "mitigations"):
         metrics[name] = None
     html = render(tmp_path, metrics)[1]
     assert PLOTLY not in html and "<h1" in html

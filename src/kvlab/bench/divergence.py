@@ -156,7 +156,7 @@ def of_rivals(
             for number, ids in enumerate(tokens.scored(text).tolist()[:windows]):
                 run = WindowRun(engine, ids, tokens.context, number)
                 for label, coder in coders.items():
-                    logits = engine.score(ids, tokens.context, Snapshot(coder, number, run.clean))
+                    logits = engine.score(ids, tokens.context, Snapshot(coder, number, run.clean["pre_rope"]))
                     means[label].append(run.rows(label, logits).select(pl.col("kl").mean()).item())
             for label, coder in coders.items():
                 found[label][text] = {"bits": 8 * coder.nbytes / coder.values, "windows": means[label]}
