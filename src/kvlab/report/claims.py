@@ -27,7 +27,7 @@ def sentence(claim: dict) -> str:
     effect, lowered = claim["effect"], claim["effect"]["value"] < claim["null"]
     if not resolved(claim):
         size = sized(fmt.estimate(effect), claim["unit"])
-        return f"{claim['subject'].rstrip(',')}: not resolved, {size}{needing(claim)} ({evidence(claim)})."
+        return f"{claim['subject'].rstrip(',:')}: not resolved, {size}{needing(claim)} ({evidence(claim)})."
     by = "to" if claim["null"] else "by"
     # "Lowers by" already says which way; a ratio is read as it stands.
     size = fmt.estimate(effect, -1.0 if lowered and not claim["null"] else 1.0)

@@ -64,8 +64,9 @@ def stated(words: dict, effect: Estimate, compared: list[list[dict]]) -> dict:
 
 
 def reference(measured: Measured) -> dict:
-    """A cell's id, where it was measured, and what it stores."""
+    """A cell's id, where it was measured, and what it stores if it stores anything."""
     cell = measured.cell
     keys = ("study", "label", "engine", "dtype", "protocol", "stream")
     found = {"cell_id": measured.record.cell_id} | {key: getattr(cell, key) for key in keys}
-    return found | {"bits_per_value": measured.record.coding.bits_per_value}
+    stored = measured.record.coding.bits_per_value if measured.role == "codec" else None
+    return found | {"bits_per_value": stored}

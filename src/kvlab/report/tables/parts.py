@@ -13,6 +13,7 @@ from kvlab.errors import Fault
 from kvlab.report import format as fmt
 
 KL_UNIT = "nats per token"
+FACTORS = ("engine", "protocol", "dtype", "variance_ratio", "origin")  # in the order in which a corner names them
 
 
 def corner(values: dict) -> str:
@@ -21,8 +22,7 @@ def corner(values: dict) -> str:
         f"`{name}` {fmt.plain(value) if isinstance(value, float | int) else f'`{value}`'}"
         if isinstance(value, float | int) or name == "origin"
         else f"`{value}`"
-        for name, value in values.items()
-        if name != "value"
+        for name, value in ((name, values[name]) for name in FACTORS if name in values)
     )
 
 
@@ -112,7 +112,7 @@ def interactions(measure: dict, unit: str) -> str:
 def corners(measures: dict) -> str:
     """Every corner of the factorial with each measure."""
     names = list(measures)
-    settings = [name for name in measures[names[0]]["corners"][0] if name != "value"]
+    settings = [name for name in FACTORS if name in measures[names[0]]["corners"][0]]
     columns = [fmt.column([row["value"] for row in measures[name]["corners"]]) for name in names]
     lines = [
         [*(fmt.plain(v) if isinstance(v := row[key], float | int) else f"`{v}`" for key in settings), *texts]
