@@ -1,4 +1,4 @@
-"""What the codec costs, by stream, protocol and engine."""
+"""What the codec costs, cell by cell."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cells(table: pl.DataFrame):
     axis.text(
         -0.008,
         1.0,
-        "stream, protocol, variance_ratio",
+        "cell, protocol, variance_ratio",
         transform=axis.transAxes,
         color=GREY,
         ha="right",
@@ -56,7 +56,7 @@ def cells(table: pl.DataFrame):
         fontsize=8,
     )
     axis.set_xlabel("KL net of the engine's own noise floor, nats per token (logarithmic)")
-    title(figure, f"What the codec costs, by stream, protocol and engine ({', '.join(dtypes(lines))})")
+    title(figure, f"What the codec costs, cell by cell ({', '.join(dtypes(lines))})")
     return figure
 
 

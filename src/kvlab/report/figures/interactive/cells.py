@@ -1,4 +1,4 @@
-"""Interactive: what the codec costs, by stream, protocol and engine."""
+"""Interactive: what the codec costs, cell by cell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def interactive_cells(table: pl.DataFrame):
         name=cell_name,
         said=cell_words,
         title=f"net KL, {tables.KL_UNIT}",
-        note="Rows are named by stream, protocol and variance_ratio. Net KL is KL less the engine's own noise "
+        note="Rows are named by cell, protocol and variance_ratio. Net KL is KL less the engine's own noise "
         "floor. The axis is logarithmic; an arrow at its left end stands for a value that is not above zero.",
     )
 
