@@ -11,6 +11,7 @@ from kvlab.report import format as fmt
 from kvlab.report.tables import parts as report_tables
 from kvlab.report.withheld import withheld_because
 
+SHARED = ("engine", "protocol", "variance_ratio")  # what the published files record of a corner
 MEASURE = "kl"
 
 
@@ -64,7 +65,7 @@ def corners(metrics: dict, gap: dict, rows: Sequence[Figures], numbers: Numbers)
     lines = []
     for which in ("low", "high"):
         corner = gap[which]
-        words = ", ".join(str(given) for given in corner.values())
+        words = report_tables.corner({name: corner[name] for name in SHARED if name in corner})
         own = own_cell(metrics, gap, corner)
         lines.append(
             [
@@ -90,12 +91,13 @@ def corners(metrics: dict, gap: dict, rows: Sequence[Figures], numbers: Numbers)
 
 
 def own_cell(metrics: dict, gap: dict, corner: dict) -> dict | None:
-    """Our cell at a corner, when exactly one of the gap's stream and dtype is there."""
+    """Our cell of the factorial at a corner, when exactly one of the gap's stream and dtype is there."""
     wanted = corner | {name: gap[name] for name in ("stream", "dtype") if name in gap} | {"role": "codec"}
     found = [
         cell
         for cell in metrics.get("cells") or []
         if all(cell.get(name) == given for name, given in wanted.items())
+        and cell.get("study", "factors") == "factors"
         and "ppl_ratio" in cell
         and "top1_agreement" in cell
     ]
@@ -109,5 +111,5 @@ def published_at(corner: dict, rows: Sequence[Figures]) -> list[Figures]:
         for row in rows
         if row.cell.role == "codec"
         and row.cell.facts.stream in (None, "kv")
-        and all(getattr(row.cell.facts, name, None) == given for name, given in corner.items())
+        and all(getattr(row.cell.facts, name, None) == corner[name] for name in SHARED if name in corner)
     ]
