@@ -20,6 +20,7 @@ MADE = ("calib", "results")
 # They hold seconds, process ids and progress bars: other in every run, and no result.
 VOLATILE = ("results/benchmarks/", "results/logs/")
 KEYS = ["cell_id", "window", "position"]  # of a scored token; a table holds each once
+KEPT = {".gitignore", ".snakemake_timestamp"}  # hidden files that stay; Snakemake marks folders that it made
 UNLOCK = "--unlock"  # what Snakemake's message names when a lock was left behind
 
 
@@ -97,7 +98,7 @@ def temporaries(place):
     Its own are called .NAME.PID.tmp; a library that writes beside the target has names of its own.
     """
     found = {path.relative_to(place) for part in MADE for path in (place / part).rglob(".*")}
-    return {str(path) for path in found if path.name != ".gitignore"}
+    return {str(path) for path in found if path.name not in KEPT}
 
 
 def hashes(place):
