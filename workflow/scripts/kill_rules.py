@@ -120,6 +120,14 @@ def attempts(place, jobs, times, chance):
         yield Attempt(job, victim, moment, chance.uniform(0, seconds_of(place, job)))
 
 
+def take_away(path):
+    """A file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove(place, jobs, chosen):
     """Remove the files of some jobs and all that follows from them: a run that was stopped half-way."""
     forced = [path for job in chosen for path in job.outputs]
@@ -128,7 +136,7 @@ def remove(place, jobs, chosen):
     if plan.returncode or not set(chosen) <= set(following):
         sys.exit(f"error: Snakemake gives no plan for {forced}:\n{plan.stdout}")
     for path in (path for job in following for path in job.outputs):
-        (place / path).unlink(missing_ok=True)
+        take_away(place / path)
 
 
 def process_of(job, parent):
