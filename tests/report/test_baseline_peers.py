@@ -14,7 +14,7 @@ from kvlab.report import format as fmt
 from kvlab.report.gather import Results, read_baselines
 from kvlab.report.rendering import render
 from kvlab.report.studies.agreement import baseline_entry, peer_entries
-from kvlab.report.tables import baseline as baseline_tables
+from kvlab.report.tables import parts as baseline_tables
 from kvlab.stats.bootstrap import Bootstrap
 from report.example_metrics import Maker
 from report.example_studies import peer_rows

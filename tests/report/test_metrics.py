@@ -298,6 +298,8 @@ def test_summary_is_flat(metrics):
     found = summary(metrics)
     assert found["kl.share.variance_ratio"] == pytest.approx(0.06)
     assert found["engines_agree"] is True
+    studied = [c["bits_per_value"] for c in metrics["cells"] if c["study"] == "factors" and c["role"] == "codec"]
+    assert found["bits_per_value.min"] == min(studied) > min(c["bits_per_value"] for c in metrics["cells"])
     assert all(isinstance(value, float | bool) for value in found.values())
 
 

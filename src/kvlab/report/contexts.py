@@ -8,7 +8,7 @@ from functools import partial
 from kvlab.params import Params
 from kvlab.report import claims
 from kvlab.report import format as fmt
-from kvlab.report.tables import baseline, layers, mitigations, noise, residual
+from kvlab.report.tables import layers, mitigations, noise, residual
 from kvlab.report.tables import parts as tables
 
 SECTIONS = (
@@ -42,7 +42,7 @@ def report_context(params: Params, metrics: dict, verdict: dict, withheld: str |
         "claims": sentences,
         "by_chance": fmt.number(float(round((1 - sizes["confidence"]) * len(sentences["cells"]), 1)), 2),
         "baseline": part(metrics.get("baseline"), tables.baseline, "kl", level),
-        "peers": part(metrics.get("baseline_peers"), baseline.peers, "kl", level),
+        "peers": part(metrics.get("baseline_peers"), tables.peers, "kl", level),
         "floor": floor_context(metrics.get("floor"), level),
         "agreement": agreement_context(metrics.get("agreement"), level),
         **cells_context(metrics.get("cells"), level),
@@ -96,7 +96,6 @@ def gap_context(gap: dict | None, level: str) -> dict | None:
     names = sorted(gap["measures"], key=lambda name: name != "kl")  # the headline's measure first
     measures = {name: measure_context(gap["measures"][name], level) for name in names}
     return {
-        "main": "kl" if "kl" in measures else next(iter(measures)),
         "factors": gap["factors"],
         "crosses": gap["low"]["engine"] != gap["high"]["engine"] and len(gap["factors"]) > 1,
         "measured": ", ".join(f"`{gap[name]}`" for name in ("stream", "dtype") if gap.get(name)),
@@ -109,10 +108,8 @@ def gap_context(gap: dict | None, level: str) -> dict | None:
 
 def measure_context(measure: dict, level: str) -> dict:
     """One measure of the decomposition."""
-    parts = tables.shares(measure)
     interactions = tables.interactions(measure, tables.KL_UNIT) if measure.get("interactions") else None
     return tables.resolution(measure["gap"]) | {
-        "parts": [part | {"has_percent": part["of_gap"] != fmt.DASH} for part in parts],
         "gap": fmt.estimate(measure["gap"]),
         "rises": measure["gap"]["value"] > 0,
         "table": tables.decomposition(measure, tables.KL_UNIT),

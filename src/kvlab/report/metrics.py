@@ -162,8 +162,8 @@ def summary(metrics: dict) -> dict:
     found |= {f"kl.gap.{end}": kl["gap"][end] for end in ("low", "high")}
     found |= {f"kl.share.{part['factor']}": part["share"]["value"] for part in kl["parts"]}
     found["delta_nll.gap"] = delta["gap"]["value"]
-    studied = [c for c in metrics["cells"] if c["variance_ratio"] is not None and c["dtype"] == metrics["gap"]["dtype"]]
-    found["bits_per_value.min"] = min(cell["bits_per_value"] for cell in studied)
+    corners = [cell for cell in metrics["cells"] if cell["study"] == "factors" and cell["role"] == "codec"]
+    found["bits_per_value.min"] = min(cell["bits_per_value"] for cell in corners)
     for row in metrics["additivity"]:
         if row["ratio"]:
             found[f"additivity.{row['engine']}.{row['protocol']}.{row['stream']}"] = row["ratio"]["value"]

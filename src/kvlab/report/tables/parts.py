@@ -132,19 +132,24 @@ def floor(floors: dict) -> str:
     return fmt.table(["engine", *(f"{name.replace('_', ' ', 1)}, {KL_UNIT}" for name in names)], lines)
 
 
-def baseline(rows: list[dict]) -> str:
-    """Uncompressed runs against the float32 truth."""
+def baseline(rows: list[dict], keys: tuple[str, ...] = ("engine", "dtype", "attention")) -> str:
+    """Uncompressed runs against the float32 truth, or against whatever `keys` say."""
     lines = [
         [
-            *(f"`{row[key]}`" for key in ("engine", "dtype", "attention")),
+            *(f"`{row[key]}`" for key in keys),
             fmt.estimate(row["kl"]),
             fmt.estimate(row["ppl_ratio"], 100, 1),
             fmt.estimate(row["top1_agreement"], 100),
         ]
         for row in rows
     ]
-    headers = ["engine", "dtype", "attention", f"KL, {KL_UNIT}", "perplexity change, %", "same top token, %"]
+    headers = [*keys, f"KL, {KL_UNIT}", "perplexity change, %", "same top token, %"]
     return fmt.table(headers, lines)
+
+
+def peers(rows: list[dict]) -> str:
+    """Uncompressed runs of two engines in the same dtype, against each other."""
+    return baseline(rows, ("run", "against", "dtype"))
 
 
 def agreement(given: dict) -> str:
