@@ -73,6 +73,7 @@ def tiny_params(tiny_model, tmp_path_factory, base_params):
         "noise": {"windows": 3, "sigmas": [0.03, 0.1, 0.3], "groups": ["all", "boundary"]},
         "mitigations": {"windows": 3, "budget": 14.0, "uniform": [[3, 2], [6, 4]]},
         "ladder": {"windows": 3, "bits": [2, 4], "conditioned": ["hadamard"]},
+        "mechanisms": {"dtype": "float32", "codecs": ["klt", "int", "fp8"], "bits": [2], "needles": 4},
         "stats": {"resamples": 500},
         "jobs": {"threads": 1},
     }

@@ -197,6 +197,64 @@ def test_the_schedule_ends_low_by_tokens_or_by_time():
     assert rates[100] == pytest.approx(recipe.learning_rate * recipe.final_fraction)
 
 
+def test_a_model_of_text_goes_on_with_copying_alone_and_only_once(tmp_path):
+    out = tmp_path / "reference"
+    run_tiny(out)
+    whole = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({key: whole[key] for key in whole if key != "copying"}))
+    run_tiny(out, go_on=True)
+    run = json.loads((out / "run.json").read_text())
+    assert (run["training"], run["recipe"]) == (whole["training"], whole["recipe"])
+    assert run["copying"]["training"]["tokens"] >= 10_000
+    assert run["files"]["model.safetensors"] != whole["files"]["model.safetensors"]
+    with pytest.raises(ModelError, match="trained on copying already"):
+        run_tiny(out, go_on=True)
+    with pytest.raises(ModelError, match="no model at"):
+        run_tiny(tmp_path / "none", go_on=True)
+
+
+def test_a_run_killed_while_it_copies_goes_on_there(tmp_path, monkeypatch):
+    out = tmp_path / "reference"
+    with monkeypatch.context() as patch:
+        stop_at_step(patch, 4)  # the training on text has three steps
+        with pytest.raises(KeyboardInterrupt):
+            run_tiny(out)
+    left = {path.name for path in (tmp_path / ".reference.partial").iterdir()}
+    assert {"checkpoint-text.pt", "checkpoint-copying.pt"} <= left
+    run_tiny(out, resume=True)
+    assert json.loads((out / "run.json").read_text())["training"]["steps"] == 3
+
+
+def test_rows_of_copying_are_drawn_anew_for_each_step_and_alike_for_each_run():
+    import torch
+
+    from kvlab.reference import copying
+
+    stream = torch.arange(1, 5001, dtype=torch.int32) % 300
+    inputs, targets = copying.batch(stream, 300, step=3, done=0.0, seed=0)
+    assert inputs.shape == targets.shape == (8, 256)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(copying.batch(stream, 300, step=3, done=0.0, seed=0)[0], inputs)
+    assert not torch.equal(copying.batch(stream, 300, step=3, done=0.0, seed=1)[0], inputs)
+    assert copying.batch(stream, 300, step=4, done=0.9, seed=0)[0].shape == (1, 2304)
+
+
+@pytest.mark.parametrize("kind", ["spans", "facts"])
+def test_what_stood_in_a_row_of_copying_returns(kind):
+    from itertools import pairwise
+    from random import Random
+
+    import torch
+
+    from kvlab.reference.copying import Rows
+
+    stream = torch.arange(1, 100_001, dtype=torch.int32)  # no token twice, so what comes twice was brought back
+    row = getattr(Rows(stream, 4096, Random(0)), kind)(400)
+    assert len(row) == 400
+    pairs = list(pairwise(row))
+    assert len(set(pairs)) < 0.9 * len(pairs)
+
+
 def test_batches_continue_the_stream_and_start_again_at_its_end():
     import torch
 
@@ -258,13 +316,14 @@ def tiny_description(documents: list[corpus.Document]) -> dict:
     return text | {"splits": sides, "packages": {"toylib": text | {"version": "1.0"}}}
 
 
-def run_tiny(out: Path, resume: bool = False, learning_rate: float = 1e-3) -> None:
+def run_tiny(out: Path, resume: bool = False, learning_rate: float = 1e-3, go_on: bool = False) -> None:
     from kvlab.reference.build import build_from
     from kvlab.reference.optimise import Recipe
 
     documents = tiny_documents()
     recipe = Recipe(tokens=3 * 64, shapes=((2, 32),), learning_rate=learning_rate, compiled=False)
-    build_from(documents, tiny_description(documents), TINY, recipe, out, resume=resume)
+    lessons = Recipe(tokens=10_000, learning_rate=1e-3, compiled=False)
+    build_from(documents, tiny_description(documents), TINY, recipe, lessons, out, resume=resume, go_on=go_on)
 
 
 def stop_at_step(patch: pytest.MonkeyPatch, last: int) -> None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kvlab import gate_verbs, lifeline, verbs
+from kvlab import eval_verb, gate_verbs, lifeline, verbs
 from kvlab.errors import KvlabError, nearest, suggestion
 from kvlab.flags import Flag, path, word
 
@@ -19,6 +19,7 @@ kvlab measures what compressing an LLM's KV cache costs, on which engine, and wh
 The pipeline, in order (snakemake runs it: `snakemake results/gap/FINDINGS.md`):
 
   corpus      text -> fixed token windows, calibration and test kept apart
+  needles     facts planted in texts of their own, and questions that ask for them
   capture     pre-rotary Q, K, V of the calibration windows, from one engine
   sigma       Sigma_q and its Cholesky factor, per layer and KV head
   codebooks   Lloyd-Max tables on the variable that the quantiser really sees
@@ -27,6 +28,7 @@ The pipeline, in order (snakemake runs it: `snakemake results/gap/FINDINGS.md`):
   choose      which layers to favour, from the calibration split alone
   measure     a batch of cells of one study on one engine
   residual    the codec's own error on each engine's capture
+  mechanisms  what the gate judges: each codec, and an engine's own cache dtypes, on text and on needles
   metrics     tables -> estimates with intervals; refuses what may not be compared
   compare     several models' estimates beside one another, with intervals of their differences
   verdict     estimates -> verdicts, and whether numbers may be published
@@ -43,7 +45,8 @@ Beside it:
   planted     values that are known, and whether the pipeline finds them -> REPORT.md
   published   a published study's result files, analysed again -> REPORT.md
   reference   train the embedded reference model again
-  gate        which rows may claim what: `kvlab gate check`, ingest, query and more
+  eval        a task of lm-evaluation-harness, plain and coded -> evidence for the gate
+  gate        which rows may claim what: `kvlab gate rows` and `report` in the pipeline, check, query and more
 
 Every verb but gate reads `--params`: params.yaml, or a JSON object of just the top-level keys it may use.
 Exit codes: 0 done; 2 the input is wrong, one line says how to mend it; 1 the run is wrong, or the gate fails.
@@ -59,6 +62,7 @@ examples:
 
 OUT = path("--out", "what is written (with companions of the same stem beside it)")
 WINDOWS = path("--windows", "windows.safetensors of `kvlab corpus`")
+NEEDLES = path("--needles", "needles.parquet of `kvlab needles`")
 CAPTURE = path("--capture", "what `kvlab capture` wrote")
 SIGMA = path("--sigma", "what `kvlab sigma` wrote")
 CODEBOOKS = path("--codebooks", "what `kvlab codebooks` wrote")
@@ -93,11 +97,13 @@ VERBS: dict[Callable, list[Flag]] = {
     ],
     verbs.reference_verb: [
         path("--out", "model folder, replaced when the run ends", default=Path("models/reference"), required=False),
-        word("--tokens", "training tokens; default: 9 000 000", type=int, default=9_000_000),
+        word("--tokens", "training tokens of text; default: 9 000 000", type=int, default=9_000_000),
         word("--max-minutes", "finish the schedule within this time", type=float),
         word("--resume", "continue a run that was killed", action="store_true"),
+        word("--go-on", "take the model at --out as it is, and train it on copying alone", action="store_true"),
     ],
     verbs.corpus_verb: [OUT],
+    verbs.needles_verb: [OUT],
     verbs.capture_verb: [word("--engine", "hf or vllm", required=True), WINDOWS, OUT],
     verbs.sigma_verb: [CAPTURE, OUT],
     verbs.codebooks_verb: [
@@ -124,6 +130,12 @@ VERBS: dict[Callable, list[Flag]] = {
         word("--job", "a name that `kvlab params` lists under the study", required=True),
         CHOICE,
         *(WINDOWS, *PER_ORIGIN, OUT),
+    ],
+    verbs.mechanisms_verb: [
+        word("--engine", "hf or vllm", required=True),
+        *(WINDOWS, NEEDLES, *PER_ORIGIN),
+        word("--code", "digest of the code that measures; evidence of other code is stale", required=True),
+        OUT,
     ],
     verbs.metrics_verb: [
         path("--baseline", "json records of the baseline runs", nargs="+"),
@@ -163,12 +175,14 @@ VERBS: dict[Callable, list[Flag]] = {
         word("--rounds", "repetitions of every timing", type=int, default=7),
         path("--out", "folder of BENCH.md, bench.json and figures/"),
     ],
+    eval_verb.eval_verb: eval_verb.FLAGS,
     verbs.report_verb: [
         METRICS,
         path("--verdict", "what `kvlab verdict` wrote"),
         path("--out", "FINDINGS.md; figures go into figures/ beside it", required=False),
         path("--html", "the same as one page with interactive figures", required=False),
         path("--comparison", "json of `kvlab compare`; needed by the pages of several models", required=False),
+        path("--claims", "json of `kvlab gate report`: what may be claimed; its GATE.md is linked", required=False),
         path("--readme", "README whose headline block is brought up to date", required=False),
     ],
 }

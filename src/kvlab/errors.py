@@ -75,6 +75,47 @@ class StreamError(UserError):
     """A coded stream is damaged, cut short, or of another version, recipe or calibration."""
 
 
+class LayoutMismatch(UserError):
+    """K and V are not of the shape, dtype or length that the store was built for."""
+
+
+class PagerError(UserError):
+    """The pager cannot do this as things stand; nothing has changed."""
+
+
+class PoolTooSmall(PagerError):
+    """The pool cannot hold what is never evicted and one chunk to turn over beside it."""
+
+
+class PoolExhausted(PagerError):
+    """No block is free, and no chunk may go."""
+
+
+class PinRefused(PagerError):
+    """The pins would leave the pool nothing to turn over; none of them was set."""
+
+
+class SnapshotRefused(UserError):
+    """A snapshot is damaged, or not the one that is needed; nothing of it was used.
+
+    Parameters
+    ----------
+    reasons : iterable of (str, str)
+        Code and one line of everything that speaks against it.
+    origin : object
+        The file.
+    """
+
+    def __init__(self, reasons: Iterable[tuple[str, str]], origin: object = "the snapshot"):
+        self.reasons, self.origin = tuple(reasons), origin
+        super().__init__(f"{origin} is refused: " + "; ".join(f"{line} [{code}]" for code, line in self.reasons))
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes alone."""
+        return tuple(code for code, _ in self.reasons)
+
+
 class NonFinite(Fault):
     """NaN or infinity where a number was expected: as a rule the input's, weights or captures, hence exit code 2."""
 

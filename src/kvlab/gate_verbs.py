@@ -15,7 +15,9 @@ from kvlab.tables import FORMATS, as_json, as_text, printable
 ABOUT = """\
 Which numbers may be published: rows against their evidence, the registries and one another (docs/gate.md).
 
+  rows        rows and evidence out of what `kvlab mechanisms` measured
   check       judge rows: what each earns of the tier that it claims, with every reason
+  report      GATE.md: what every row earns and why, and how far the gate can be trusted
   ingest      put rows into a store, with what the gate says of them
   query       rows of a store, or groups of rows, or the best of each group
   export      rows of a store as parquet
@@ -30,6 +32,36 @@ Exit codes: 0 done, or the gate passes; 1 the gate fails; 2 the input is wrong, 
 FIRST = ("run", "row_id", "support_status", "earned_tier", "derived_status")
 
 
+# ------------------------------------------------------------------------------------ measured rows
+
+
+def rows_verb(args: argparse.Namespace) -> None:
+    """Rows with their evidence out of what `kvlab mechanisms` measured of one model, and what is current now.
+
+    Every piece of evidence is made of the tables of scores, item by item. What could not be measured becomes a row
+    that claims nothing and says why.
+    """
+    from kvlab.gate.measured_rows import write
+
+    rows = write(args.records, args.windows, args.needles, args.code, args.claim, args.out, args.current)
+    print(f"{args.out}: {len(rows)} rows")
+
+
+def report_verb(args: argparse.Namespace) -> None:
+    """Write GATE.md: what every row earns and why, what is best of it, and how far the gate can be trusted.
+
+    Rows that earn less than they claim are no failure here, the page says so; `kvlab gate check` is what fails.
+    Corruptions, false alarms and planted losses are played anew, from seeds: equal rows give equal bytes. The curve
+    of planted losses is drawn beside the page, as detection.svg and detection.csv.
+    """
+    from kvlab.gate.page import write
+    from kvlab.gate.samples import read
+
+    summary = write(_rows(args), _context(args), args.out, args.json, read(args.records))
+    earned = ", ".join(f"{count} {tier}" for tier, count in summary.counts.items() if count)
+    print(f"{args.out}: {len(summary.rows)} rows, of which {earned or 'none was judged'}")
+
+
 # ------------------------------------------------------------------------------------- judging
 
 
@@ -39,8 +71,8 @@ def check_verb(args: argparse.Namespace) -> int:
     Exit code 0 when every row that declares a mechanism earns what it claims, or is waived; 1 when one does not; 2 when
     the input is wrong, or no row declares a mechanism: nothing checked is not nothing wrong.
 
-    Evidence in files belongs to the rows of the same model, engine, recipe_id, context_tokens, dtype, protocol and
-    device; evidence of no row is refused.
+    Evidence in files belongs to the rows of the same model, engine, recipe_id, context_tokens, dtype, protocol, device
+    and calibration; evidence of no row is refused.
     """
     from kvlab.gate import render
     from kvlab.gate.check import check
@@ -79,8 +111,8 @@ def _summary(report) -> Iterable[str]:
 def _rows(args: argparse.Namespace) -> list:
     """The rows of all files, with the evidence that was given beside them."""
     from kvlab.gate import evidence
+    from kvlab.gate.catalogue.rows import read_rows
     from kvlab.gate.inputs import attached
-    from kvlab.gate.rows import read_rows
 
     rows = [row for file in args.files for row in read_rows(file)]
     return attached(rows, {str(file): evidence.read(file) for file in args.evidence})
@@ -97,7 +129,7 @@ def _context(args: argparse.Namespace, waivers: Path | None = None):
 
     return Context(
         registry.load(args.mechanisms, args.evals),
-        read_current(args.current) if args.current else None,
+        read_current(*args.current) if args.current else None,
         read(waivers, WAIVABLE) if waivers else (),
         datetime.date.today(),
     )
@@ -132,9 +164,9 @@ def ingest_verb(args: argparse.Namespace) -> int:
     """
     from kvlab.gate.catalogue import given
     from kvlab.gate.check import check
-    from kvlab.gate.ingest import ingest, prepared
     from kvlab.gate.inputs import filled
     from kvlab.gate.store import open_store
+    from kvlab.gate.store.ingest import ingest, prepared
 
     rows = [filled(row, given(args)) for row in _rows(args)]
     report = check(rows, _context(args), args.strict)
@@ -152,11 +184,12 @@ def ingest_verb(args: argparse.Namespace) -> int:
 def query_verb(args: argparse.Namespace) -> None:
     """Rows of a store, or groups of rows, or the best row of each group.
 
-    Every answer says which tier its rows have earned: groups are divided by it, so that no average mixes what is
-    certified with what is not. A database of an older schema is upgraded in place, by additions only.
+    Every answer says which tier its rows have earned, and by which registry: groups are divided by both, so that no
+    average mixes what is certified with what is not, or not any more. A database of an older schema is upgraded in
+    place, by additions only.
     """
-    from kvlab.gate.queries import query
     from kvlab.gate.store import open_store
+    from kvlab.gate.store.queries import query
 
     with open_store(args.db) as store:
         _show(query(store, _where(args.where), args.group_by, args.best, args.certified), args.format)
@@ -164,8 +197,8 @@ def query_verb(args: argparse.Namespace) -> None:
 
 def export_verb(args: argparse.Namespace) -> None:
     """Write rows of a store as parquet, with every column."""
-    from kvlab.gate.queries import export
     from kvlab.gate.store import open_store
+    from kvlab.gate.store.queries import export
 
     with open_store(args.db) as store:
         found = export(store, args.out, _where(args.where))
@@ -177,8 +210,8 @@ def diff_verb(args: argparse.Namespace) -> None:
 
     What the gate says of a row is compared like its values. Exit code 0, whether anything changed or not.
     """
-    from kvlab.gate.queries import diff
     from kvlab.gate.store import open_store
+    from kvlab.gate.store.queries import diff
 
     with open_store(args.db) as store:
         _show(diff(store, args.run_a, args.run_b), args.format)
@@ -275,6 +308,16 @@ def _mechanism_flags(parser: argparse.ArgumentParser) -> None:
     flags(parser, groups=("mechanism",))
 
 
+def _tier(text: str) -> str:
+    """A tier; the catalogue that lists them is read when one is given."""
+    from kvlab.errors import UnknownName
+    from kvlab.gate.catalogue.columns import TIERS
+
+    if text not in TIERS:
+        raise argparse.ArgumentTypeError(str(UnknownName("tier", text, TIERS)))
+    return text
+
+
 DB = place("db", "the store, an SQLite file", metavar="DB")
 FILES = place("files", "rows as JSON: a list of objects or one, of this project's or the published style", nargs="+")
 REGISTRY = [
@@ -283,7 +326,13 @@ REGISTRY = [
 ]
 JUDGED_BY = [
     path("--evidence", "evidence that is not written into its row", required=False, nargs="+", default=[]),
-    path("--current", "JSON by model: model_hash, corpus_hash and code of now; others are stale", required=False),
+    path(
+        "--current",
+        "JSON by model: model_hash, corpus_hash and code of now; others are stale",
+        required=False,
+        nargs="+",
+        default=[],
+    ),
     *REGISTRY,
 ]
 WHERE = word(
@@ -302,6 +351,29 @@ def _format(choices: Iterable[str]) -> Flag:
 
 
 VERBS: dict[Callable, list[Flag]] = {
+    rows_verb: [
+        place("records", "what `kvlab mechanisms` wrote of one model, a file for each engine", nargs="+"),
+        path("--windows", "what `kvlab corpus` wrote of it"),
+        path("--needles", "what `kvlab needles` wrote of it"),
+        word("--code", "digest of the code that measures now", required=True),
+        word("--claim", "tier that every measured row claims", required=True, type=_tier),
+        path("--out", "the rows"),
+        path("--current", "what their evidence must have been measured on"),
+    ],
+    report_verb: [
+        FILES,
+        *JUDGED_BY,
+        path(
+            "--records",
+            "what `kvlab mechanisms` wrote, of which the rows were made: throughputs get intervals, and the baseline's"
+            " second run is told",
+            required=False,
+            nargs="+",
+            default=[],
+        ),
+        path("--out", "the page; its figure is written beside it"),
+        path("--json", "what the page says of each row", required=False),
+    ],
     check_verb: [
         FILES,
         word("--strict", "waived rows and rows without a mechanism fail too", action="store_true"),

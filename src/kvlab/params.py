@@ -284,6 +284,22 @@ class Ladder(Frozen):
     windows: int = Field(ge=2, description="scored windows of each text")
 
 
+class Mechanisms(Frozen):
+    """What the gate judges: codecs and an engine's own cache dtypes, each with its quality, bytes and throughput."""
+
+    dtype: DType = Field(description="what the engines compute in")
+    protocol: Protocol = Field(description="of the codecs; an engine's own cache stores inside the forward")
+    codecs: tuple[Laddered, ...] = Field(min_length=1, description="each on every engine of the run")
+    bits: tuple[Annotated[int, Bits], ...] = Field(min_length=1, description="bits of both streams, by recipe")
+    cache_dtypes: tuple[Literal["fp8_e4m3", "fp8_e5m2"], ...] = Field(
+        description="that vLLM's own cache is told to store; none: leave them out"
+    )
+    needles: int = Field(ge=2, description="retrieval items, each with a text of its own")
+    claim: Literal["supported", "reviewed_preview", "gated", "artifact_only", "unsupported"] = Field(
+        description="tier that every row claims; the gate says which one it earns"
+    )
+
+
 class Baseline(Frozen):
     """Codec off: each engine, dtype and attention implementation against the fp32 truth."""
 
@@ -344,6 +360,7 @@ class Params(Frozen):
     noise: Noise
     mitigations: Mitigations
     ladder: Ladder
+    mechanisms: Mechanisms
     baseline: Baseline
     jobs: Jobs
     stats: Stats

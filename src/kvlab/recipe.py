@@ -20,7 +20,7 @@ Text = Literal["test", "other", "calib"]
 Attention = Literal["default", "eager", "sdpa"]  # `default`: what the engine's cells run with
 Placement = Literal["pre_rope", "post_rope"]  # K is coded before or behind its rotary embedding
 Span = Literal["context", "window"]  # which tokens are coded: the context, or the scored ones too
-Study = Literal["factors", "cells", "layers", "noise", "mitigations", "ladder"]
+Study = Literal["factors", "cells", "layers", "noise", "mitigations", "ladder", "mechanisms"]
 
 ID_LENGTH = 12
 RECIPE_VARIABLE = "KVLAB_RECIPE"  # names the file of the recipe that the vLLM plugin runs

@@ -59,12 +59,19 @@ def reference_verb(args: argparse.Namespace) -> None:
     """Train the embedded reference model and write it."""
     from kvlab.reference import main_train
 
-    main_train(args.out, tokens=args.tokens, max_minutes=args.max_minutes, resume=args.resume)
+    main_train(args.out, tokens=args.tokens, max_minutes=args.max_minutes, resume=args.resume, go_on=args.go_on)
 
 
 def corpus_verb(args: argparse.Namespace) -> None:
     """Cut the corpus into windows."""
     from kvlab.corpus import build
+
+    build(_params(args), args.out)
+
+
+def needles_verb(args: argparse.Namespace) -> None:
+    """Plant the facts that retrieval is measured on."""
+    from kvlab.needles import build
 
     build(_params(args), args.out)
 
@@ -137,6 +144,13 @@ def measure_verb(args: argparse.Namespace) -> None:
     measure(_params(args), args.study, args.job, args.windows, _by_origin(args), args.out, choice)
 
 
+def mechanisms_verb(args: argparse.Namespace) -> None:
+    """Measure what the gate judges: every codec, and every dtype of an engine's own cache, on one engine."""
+    from kvlab.experiments.mechanisms import mechanisms
+
+    mechanisms(_params(args), args.engine, args.windows, args.needles, _by_origin(args), args.code, args.out)
+
+
 def _choice(args: argparse.Namespace):
     from kvlab.experiments.plans.mitigations import current, read_choice
 
@@ -207,7 +221,7 @@ def report_verb(args: argparse.Namespace) -> None:
         readme.update(args.readme, metrics, verdict)
     if args.out:
         comparison = read_json(args.comparison) if args.comparison else None
-        findings.write(_params(args), metrics, verdict, args.out, args.html, comparison)
+        findings.write(_params(args), metrics, verdict, args.out, args.html, comparison, args.claims)
 
 
 def recipe_verb(args: argparse.Namespace) -> None:

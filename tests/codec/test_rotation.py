@@ -42,9 +42,8 @@ def test_rotation_makes_a_spike_gaussian_sized():
     assert torch.equal(z.abs(), torch.ones(64))
 
 
-def test_rows_are_rotated_as_if_alone():
-    x = torch.randn(100, 128, generator=torch.Generator().manual_seed(2))
+@pytest.mark.parametrize("width", [64, 128, 512])
+def test_rows_are_rotated_as_if_alone(width):
+    x = torch.randn(100, width, generator=torch.Generator().manual_seed(2))
     together = rotation.rotate(x, seed=3)
-    assert torch.equal(torch.cat([rotation.rotate(part, seed=3) for part in x.split([2, 3, 30, 65])]), together)
-    # a single row is a product of vector and matrix, which some processors add up in another order
-    torch.testing.assert_close(rotation.rotate(x[:1], seed=3), together[:1], rtol=0, atol=1e-5)
+    assert torch.equal(torch.cat([rotation.rotate(part, seed=3) for part in x.split([1, 2, 3, 30, 64])]), together)

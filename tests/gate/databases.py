@@ -13,10 +13,10 @@ from pathlib import Path
 
 from kvlab.gate.catalogue import Row, checked_row
 from kvlab.gate.check import WORDS, Claim, Finding, Report
-from kvlab.gate.ingest import ingest as put
-from kvlab.gate.ingest import prepared
-from kvlab.gate.migrations import published_columns
-from kvlab.gate.quality import Judgement
+from kvlab.gate.evidence.quality import Judgement
+from kvlab.gate.store.ingest import ingest as put
+from kvlab.gate.store.ingest import prepared
+from kvlab.gate.store.migrations import published_columns
 
 SRC = Path(__file__).parents[2] / "src"
 

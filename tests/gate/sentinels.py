@@ -6,14 +6,15 @@ import re
 
 from hypothesis import strategies as st
 
-from kvlab.gate.columns import COLUMNS, MOST_WHOLE, Column
-from kvlab.gate.values import CONTROL
+from kvlab.gate.catalogue.columns import COLUMNS, MOST_WHOLE, Column
+from kvlab.gate.catalogue.values import CONTROL
 
 WORDS = {
     "mechanism": "kv_quantization",
     "compression_scope": "attention",
     "quality_eval_status": "failed",
     "support_status": "gated",
+    "stored_span": "window",
 }
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import kvlab
 from kvlab.gate import registry
+from kvlab.gate.audit.mutations import TODAY, as_row, valid_case
+from kvlab.gate.audit.published_rules import RECORD, RULES, published_record, published_verdict
+from kvlab.gate.catalogue.columns import TIERS
+from kvlab.gate.catalogue.rows import EVIDENCE, Row
 from kvlab.gate.check import EXIT_CODES, check
-from kvlab.gate.columns import TIERS
-from kvlab.gate.mutations import TODAY, as_row, valid_case
-from kvlab.gate.published_rules import RECORD, RULES, published_record, published_verdict
 from kvlab.gate.render import to_json
-from kvlab.gate.rows import EVIDENCE, Row
 from kvlab.gate.rules import CRITERIA, FALSEHOODS, PUBLISHED, WAIVABLE, Context
 from kvlab.gate.waivers import Waiver
 
@@ -375,7 +375,7 @@ def test_whoever_passes_earns_the_claim(given, where):
 def test_equal_arguments_give_equal_bytes_in_every_process():
     program = (
         "from kvlab.gate import registry; from kvlab.gate.check import check; from kvlab.gate.rules import Context\n"
-        "from kvlab.gate.mutations import MUTATIONS, TODAY, as_row; from kvlab.gate.render import *\n"
+        "from kvlab.gate.audit.mutations import MUTATIONS, TODAY, as_row; from kvlab.gate.render import *\n"
         "case = [x for x in MUTATIONS if x.code == 'observed_dtype_other'][0].applied()\n"
         "context = Context(registry.parse(case['mechanisms'], case['evals']), case['current'], today=TODAY)\n"
         "report = check(map(as_row, case['rows'].values()), context)\n"

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from kvlab.errors import NonFinite, StorageError
 from kvlab.gate import reasons
+from kvlab.gate.catalogue.rows import checked_row
+from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.evidence import BASELINE_RECIPE, EvidenceError, build, parse, problems, read, status
-from kvlab.gate.measures import measured, paired
-from kvlab.gate.registry import load
-from kvlab.gate.rows import checked_row
-from kvlab.gate.values import RowError
-from kvlab.records import write_json
+from kvlab.gate.evidence.measures import measured, paired
+from kvlab.gate.registry import Registry, load
+from kvlab.records import CANARY_MIN, write_json
 
 REGISTRY = load()
 IDENTITY = {
@@ -51,7 +51,7 @@ def needles(lost=0, n=500):
 def content(lost=0, **changes):
     """Everything of evidence but its id, as JSON."""
     identity = IDENTITY | {"versions": {"kvlab": "0.1.0"}}
-    counted = {"fires": 96, "expected_fires": 96, "kv_bytes": 4500, "kv_values": 8000}
+    counted = {"fires": 96, "expected_fires": 96, "kv_bytes": 4500, "kv_values": 8000, "canary_kl": 2.0}
     return {
         "quality_eval_id": "needle",
         "version": "1",
@@ -190,6 +190,9 @@ PLANTED = [
         ),
         {"context_tokens": 64},
     ),
+    ("evidence_other_calibration", evidence(), {"calibration": "another fit"}),
+    ("evidence_canary", forged(("observed", "canary_kl"), CANARY_MIN / 2), {}),
+    ("evidence_canary", forged(("observed", "canary_kl"), None), {}),
     ("evidence_codec_idle", forged(("observed", "fires"), 0), {}),
     ("evidence_codec_idle", forged(("observed", "fires"), 95), {}),
     ("evidence_codec_idle", evidence(observed=content()["observed"] | {"fires": 0, "expected_fires": 0}), {}),
@@ -405,3 +408,19 @@ def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "e.json").write_text("{}")
     with pytest.raises(EvidenceError, match=r"e\.json: this is no evidence: .*is missing"):
         read(tmp_path / "e.json")
+
+
+def test_an_engine_s_own_cache_must_move_the_logits_by_itself():
+    fp8 = {"kv_cache_dtype": "fp8_e4m3", "codec": None}
+    shown = {"mechanism_variant": "fp8_e4m3", "codec": None, "kv_cache_dtype": "fp8_e4m3"}
+    for moved, expected in ((1e-9, set()), (None, set()), (0.0, {"evidence_canary"}), (-1.0, {"evidence_canary"})):
+        observed = content()["observed"] | fp8 | {"fires": 0, "expected_fires": 0, "canary_kl": moved}
+        assert codes(problems(evidence(observed=observed), row(**shown), REGISTRY)) == expected
+
+
+def test_another_harness_need_not_say_that_it_looked():
+    entry = REGISTRY.evals["needle"].model_copy(update={"harness": "lm-evaluation-harness"})
+    other = Registry(REGISTRY.mechanisms, REGISTRY.evals | {"needle": entry})
+    piece = forged(("observed", "canary_kl"), None)
+    assert codes(problems(piece, row(), other)) == set()
+    assert codes(problems(forged(("observed", "canary_kl"), 0.0), row(), other)) == {"evidence_canary"}

@@ -11,14 +11,14 @@ from kvlab.errors import NonFinite, StorageError, UnknownName, UserError
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue import BY_NAME, COLUMNS, Row, RowError, checked_row, read_rows
 from kvlab.gate.check import check
-from kvlab.gate.claims import ClaimRecord
-from kvlab.gate.ingest import Ingested, prepared, stored_rows
-from kvlab.gate.ingest import ingest as put
-from kvlab.gate.queries import query
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import load
-from kvlab.gate.selection import QUALITY
 from kvlab.gate.store import StoreLocked, open_store
+from kvlab.gate.store.claims import ClaimRecord
+from kvlab.gate.store.ingest import Ingested, prepared, stored_rows
+from kvlab.gate.store.ingest import ingest as put
+from kvlab.gate.store.queries import query
+from kvlab.gate.store.selection import QUALITY
 
 NASTY = (
     "'; DROP TABLE rows; --",
@@ -249,7 +249,9 @@ def test_evidence_keeps_its_order(store):
 
 def test_a_field_that_rows_gain_later_makes_them_no_others(store, monkeypatch):
     ingest(store, [row(1)], "a")
-    monkeypatch.setattr("kvlab.gate.ingest.checked_row", lambda values: checked_row(values) | {"of_the_future": None})
+    monkeypatch.setattr(
+        "kvlab.gate.store.ingest.checked_row", lambda values: checked_row(values) | {"of_the_future": None}
+    )
     assert ingest(store, [row(1)], "a").same == 1
 
 
@@ -322,7 +324,7 @@ def test_ten_processes_at_once_lose_nothing(path, old):
 KILLED_INGEST = """
 import os, signal, sys
 from gate.databases import ingest, row
-from kvlab.gate import ingest as module
+from kvlab.gate.store import ingest as module
 from kvlab.gate.store import open_store
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -6,7 +6,7 @@ from scipy.special import xlogy
 from scipy.stats import binomtest
 
 from kvlab.errors import MixedIdentity, NonFinite
-from kvlab.gate.measures import BOOTSTRAP, Measure, change_bounds, measured, paired, rate_se
+from kvlab.gate.evidence.measures import BOOTSTRAP, Measure, change_bounds, measured, paired, rate_se
 from kvlab.stats.bootstrap import Column
 
 NOMINAL = 0.025

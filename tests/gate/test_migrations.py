@@ -5,11 +5,10 @@ import pytest
 
 from gate.databases import checksum, dump, held, ingest, published, row, start
 from kvlab.errors import StorageError
-from kvlab.gate import migrations
 from kvlab.gate.catalogue import sql_columns
-from kvlab.gate.ingest import stored_rows
-from kvlab.gate.queries import query
-from kvlab.gate.store import StoreLocked, open_store
+from kvlab.gate.store import StoreLocked, migrations, open_store
+from kvlab.gate.store.ingest import stored_rows
+from kvlab.gate.store.queries import query
 
 ROWS = 10_000
 
@@ -232,7 +231,7 @@ def test_a_later_migration_runs_once_and_alone(tmp_path, monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from kvlab.gate import migrations
+from kvlab.gate.store import migrations
 from kvlab.gate.store import open_store
 migrations._sign = lambda connection: os.kill(os.getpid(), signal.SIGKILL)
 with open_store(sys.argv[1]):

@@ -2,7 +2,7 @@ import copy
 
 import pytest
 
-from kvlab.gate.mutations import ABSENT, MUTATIONS, Mutation, judged, published_passes, table, valid_case
+from kvlab.gate.audit.mutations import ABSENT, MUTATIONS, Mutation, judged, published_passes, table, valid_case
 from kvlab.gate.reasons import REASONS
 
 # What is found in whole files, and what depends on the day: see the tests of their readers.

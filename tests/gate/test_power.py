@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.errors import UserError
-from kvlab.gate.entries import Metric
-from kvlab.gate.measures import measured, paired
-from kvlab.gate.power import NOMINAL, detection_curve, false_alarm, items_needed, words
-from kvlab.gate.quality import judge
+from kvlab.gate.evidence.measures import measured, paired
+from kvlab.gate.evidence.power import NOMINAL, detection_curve, false_alarm, items_needed, repeated, words
+from kvlab.gate.evidence.quality import judge
 from kvlab.gate.registry import load
+from kvlab.gate.registry.entries import Metric
 
 RECALL = Metric(key="recall", direction="higher", tolerance_se=2.0, tolerance_max=0.05, floor=0.2)
 # so little allowed that the rate is that of the interval's end alone
@@ -101,3 +101,17 @@ def test_what_cannot_be_planted_is_refused():
         detection_curve(RECALL, losses=(0.95,))
     with pytest.raises(UserError, match="better when lower"):
         detection_curve(Metric(key="kl", direction="lower", tolerance_se=None, tolerance_max=0.1))
+
+
+def test_a_baseline_scored_twice_is_judged_as_its_items_are():
+    rng = np.random.default_rng(0)
+    first = (rng.random(200) < 0.9).astype(float)
+    assert repeated(RECALL, first, first, rate=True) == {"within": 200, "open": 0, "beyond": 0}
+    lost = first.copy()
+    lost[:60] = 0
+    assert repeated(RECALL, lost, first, rate=True)["beyond"] == 200
+    kl = Metric(key="kl", direction="lower", tolerance_se=None, tolerance_max=0.01)
+    assert repeated(kl, np.zeros(32), np.zeros(32), rate=False) == {"within": 200, "open": 0, "beyond": 0}
+    assert repeated(kl, np.full(32, 0.5), np.zeros(32), rate=False)["beyond"] == 200
+    near = repeated(kl, 0.01 + 0.01 * rng.standard_normal(32), np.zeros(32), rate=False, resamples=40)
+    assert sum(near.values()) == 40 and near["open"] > 0

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from kvlab.gate.published_rules import (
+from kvlab.gate.audit.published_rules import (
     EVALS,
     RECORD,
     RULES,

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvlab.gate.entries import Metric
-from kvlab.gate.measures import Measure, measured, paired
-from kvlab.gate.quality import judge, tolerance
+from kvlab.gate.evidence.measures import Measure, measured, paired
+from kvlab.gate.evidence.quality import judge, tolerance
+from kvlab.gate.registry.entries import Metric
 
 
 def metric(direction="lower", tolerance_se=2.0, tolerance_max=0.5, floor=None):

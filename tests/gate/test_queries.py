@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from gate.databases import claim, dump, ingest, published, row
 from kvlab.errors import StorageError, UnknownName, UserError
 from kvlab.gate.catalogue import BY_NAME, groupable
-from kvlab.gate.queries import BEST, QUALITY_KEYS, SUMMARIES, diff, export, query, runs
-from kvlab.gate.selection import QUALITY, QUALITY_WORDS, schema
+from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.store import open_store
-from kvlab.gate.values import RowError
+from kvlab.gate.store.queries import BEST, QUALITY_KEYS, SUMMARIES, diff, export, query, runs
+from kvlab.gate.store.selection import QUALITY, QUALITY_WORDS, schema
 
 NASTY = (
     "'; DROP TABLE rows; --",
@@ -101,6 +101,14 @@ def test_a_group_never_mixes_what_is_certified_with_what_is_not(store):
     certified = query(store, group_by=["mechanism", "mechanism"], certified_only=True)
     assert certified["rows"].to_list() == [4]
     assert query(store, group_by=["quality_eval_id"]).columns[:3] == ["quality_eval_id", *QUALITY_KEYS[:2]]
+
+
+def test_a_group_never_mixes_what_different_registries_allow(tmp_path):
+    with open_store(tmp_path / "rows.db", create=True) as opened:
+        for number, registry in enumerate(("r1", "r1", "r2")):
+            ingest(opened, [row(number)], "a", [claim(number)], registry=registry)
+        table = query(opened, group_by=["mechanism"])
+    assert table.select("registry_digest", "rows").rows() == [("r1", 2), ("r2", 1)]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlab import needles
 from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.errors import UserError
-from kvlab.gate.columns import MECHANISMS
-from kvlab.gate.measures import measured, paired
-from kvlab.gate.quality import judge
+from kvlab.gate.catalogue.columns import MECHANISMS
+from kvlab.gate.evidence.measures import measured, paired
+from kvlab.gate.evidence.quality import judge
 from kvlab.gate.reasons import REGISTRY_REASONS
 from kvlab.gate.registry import SHIPPED, Registry, RegistryError, load, parse, problems
 from kvlab.params import LADDERED
@@ -465,3 +466,9 @@ def test_an_own_entry_is_all_that_a_new_method_takes(tmp_path):
 
 def test_every_mechanism_that_a_row_may_name_is_registered():
     assert {entry.mechanism for entry in load().mechanisms.values()} == set(MECHANISMS)
+
+
+def test_the_needles_floor_is_four_caps_above_what_copying_any_value_finds():
+    (metric,) = load().evals["needle"].metrics
+    copied_at_random = 1 / (1 + needles.DISTRACTORS)
+    assert metric.floor == pytest.approx(copied_at_random + 4 * metric.tolerance_max)

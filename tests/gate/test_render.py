@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from gate.test_check import CONTEXT, NOT_SHOWN, TIGHT, context, row, waiver
+from kvlab.gate.catalogue.columns import TIERS
+from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.check import check
-from kvlab.gate.columns import TIERS
-from kvlab.gate.render import cell, to_json, to_junit, to_markdown
-from kvlab.gate.rows import Row
+from kvlab.gate.markdown import cell
+from kvlab.gate.render import to_json, to_junit, to_markdown
 from kvlab.gate.rules import CRITERIA
 
 ROWS = [row("baseline"), row("fp8"), row("int", **NOT_SHOWN), row("preview"), row("mtp", draft_model_id=None)]

@@ -9,11 +9,11 @@ from jsonschema import Draft202012Validator
 from gate.sentinels import fields_of, sentinel, value_of
 from kvlab.errors import StorageError
 from kvlab.gate.catalogue import row_schema
-from kvlab.gate.columns import BY_NAME, COLUMNS
+from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS
+from kvlab.gate.catalogue.rows import PUBLISHED_NAMES, PUBLISHED_UNREAD, checked_row, read_rows, row_id
+from kvlab.gate.catalogue.strict import read_json
+from kvlab.gate.catalogue.values import MOST_CHARACTERS, RowError
 from kvlab.gate.reasons import CONFIG_REASONS
-from kvlab.gate.rows import PUBLISHED_NAMES, PUBLISHED_UNREAD, checked_row, read_rows, row_id
-from kvlab.gate.strict import read_json
-from kvlab.gate.values import MOST_CHARACTERS, RowError
 
 # not refused: whoever shows or stores them escapes or binds them
 HARMLESS = [

@@ -6,8 +6,8 @@ import pytest
 
 from gate.databases import dump, held, ingest, published, row, start
 from kvlab.errors import StorageError, UserError
-from kvlab.gate.queries import query
 from kvlab.gate.store import StoreLocked, open_store
+from kvlab.gate.store.queries import query
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ PROFILES = ROOT / "workflow/profiles"
 SLURM, KUBERNETES = (("--profile", f"workflow/profiles/{name}") for name in ("slurm", "kubernetes"))
 REPORT = "results/gap/FINDINGS.md"
 ENGINES_RUN = {"capture_engine", "baseline_run", "mitigations_choice"} | {
-    f"{study}_job" for study in ("factors", "cells", "layers", "noise", "mitigations")
+    f"{study}_job" for study in ("factors", "cells", "layers", "noise", "mitigations", "mechanisms")
 }
 
 

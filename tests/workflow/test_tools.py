@@ -52,6 +52,18 @@ def changed(tokens: pl.DataFrame) -> pl.DataFrame:
     return tokens.with_columns(kl=one_bit_more)
 
 
+def test_results_that_hold_seconds_have_to_be_there_and_may_differ(outcome, tmp_path):
+    for name in ("results/mechanisms/m/hf.json", "results/mechanisms/m/hf.txt", "results/gate/GATE.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("12 tokens/s")
+    before = outcome.hashes(tmp_path)
+    for name in before:
+        (tmp_path / name).write_text("13 tokens/s")
+    (tmp_path / "results/gate/GATE.md").unlink()
+    found = outcome.differences(before, outcome.hashes(tmp_path))
+    assert found == ["lost: results/gate/GATE.md", "other: results/mechanisms/m/hf.txt"]
+
+
 @pytest.mark.parametrize(
     "spoil",
     [

@@ -78,9 +78,10 @@ def test_the_report_plans_every_job(workspace, params):
     table = planned.stdout.partition("Job stats:")[2]
     counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
     captured = len(params.calibration.engines)
-    once = ("corpus_model", "components_origin", "mitigations_choice", "gap_metrics", "gap_verdict")
+    once = ("corpus_model", "needles_model", "components_origin", "mitigations_choice", "gap_metrics", "gap_verdict")
     expected = {
-        **dict.fromkeys((*once, "report_comparison", "report_lead"), 1),
+        **dict.fromkeys((*once, "gate_rows", "gate_report", "report_comparison", "report_lead"), 1),
+        "mechanisms_job": len(params.engines),
         **dict.fromkeys(("capture_engine", "sigma_engine", "residual_engine"), captured),
         "codebooks_study": sum(len(plan.origins(params, study)) for study in plan.STUDIES),
         "baseline_run": len(plan.baseline_runs(params)),

@@ -21,6 +21,7 @@ from kvlab.calibration.needs import needed_files
 from kvlab.codec.names import CODECS
 from kvlab.errors import UserError
 from kvlab.experiments import plan
+from kvlab.experiments.plans import mechanisms as planned_mechanisms
 from kvlab.params import Params, studied_recipe
 from kvlab.per_model import by_model
 from kvlab.recipe import IDENTITY
@@ -77,8 +78,8 @@ CAPTURED = sorted(PARAMS.calibration.engines)
 ENGINES = sorted({*PARAMS.engines, *CAPTURED})
 RUNS = plan.baseline_runs(PARAMS)
 
-# What the numbers are made with: not the ladder, which is no part of the report, and not what is said about them.
-METRICS_KEYS = frozenset(Params.model_fields) - {plan.LADDER, "report", "verdict"}
+# What the numbers are made with: not the ladder and the gate's rows, which go other ways, and not what is said.
+METRICS_KEYS = frozenset(Params.model_fields) - {plan.LADDER, "mechanisms", "report", "verdict"}
 # What a job with a codec reads.
 CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec", "jobs")
 # What the cells of a study are planned from.
@@ -90,6 +91,7 @@ STUDY_KEYS = {
     "mitigations": (*CODEC_KEYS, "windows", "engines", "gap", "mitigations"),
     plan.LADDER: ("model", "calibration", "codec", "ladder", "jobs"),
 }
+MECHANISMS_KEYS = ("model", "calibration", "codec", "engines", "mechanisms", "jobs")
 
 
 class Declared:
@@ -157,6 +159,17 @@ def study_codecs(study):
     else:
         recipes = [recipe for cell in cells_of(study) for recipe in cell.recipes]
     return [plan.module(study), *codec_modules(IDENTITY, studied_recipe(PARAMS), *recipes)]
+
+
+@lru_cache(None)
+def mechanisms_code():
+    """`Code` of what measures the gate's rows, on all engines: the rows of a model name one."""
+    cells = [cell for engine in PARAMS.engines for cell in planned_mechanisms.cells(PARAMS, engine)]
+    return Code(
+        "kvlab.experiments.mechanisms",
+        *(f"kvlab.engines.{engine}" for engine in sorted(PARAMS.engines)),
+        *codec_modules(IDENTITY, studied_recipe(PARAMS), *(cell.recipe for cell in cells)),
+    )
 
 
 def all_code(wildcards):

@@ -36,6 +36,7 @@ rule report_lead:
         metrics=f"results/gap/metrics/{LEAD}.json",
         verdict=f"results/gate/verdict/{LEAD}.json",
         comparison="results/gap/models/comparison.json",
+        claims="results/gate/claims.json",
     output:
         findings=report("results/gap/FINDINGS.md", caption="../report/findings.rst", category="Findings"),
         html=report("results/gap/report.html", caption="../report/html.rst", category="Findings"),
@@ -67,6 +68,7 @@ rule report_lead:
         " --metrics {input.metrics:q}"
         " --verdict {input.verdict:q}"
         " --comparison {input.comparison:q}"
+        " --claims {input.claims:q}"
         " --out {output.findings:q}"
         " --html {output.html:q}"
         " > {log:q} 2>&1"
@@ -79,6 +81,7 @@ rule report_model:
         metrics="results/gap/metrics/{model}.json",
         verdict="results/gate/verdict/{model}.json",
         comparison="results/gap/models/comparison.json",
+        claims="results/gate/claims.json",
     output:
         findings=report(
             "results/gap/models/{model}/FINDINGS.md", caption="../report/findings.rst", category="Findings"
@@ -107,6 +110,7 @@ rule report_model:
         " --metrics {input.metrics:q}"
         " --verdict {input.verdict:q}"
         " --comparison {input.comparison:q}"
+        " --claims {input.claims:q}"
         " --out {output.findings:q}"
         " --html {output.html:q}"
         " > {log:q} 2>&1"

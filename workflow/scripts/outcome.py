@@ -10,6 +10,7 @@ import hashlib
 import subprocess
 import sys
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import polars as pl
@@ -19,6 +20,8 @@ REPORT = "results/gap/FINDINGS.md"
 MADE = ("calib", "results")
 # They hold seconds, process ids and progress bars: other in every run, and no result.
 VOLATILE = ("results/benchmarks/", "results/logs/")
+# Results that say how fast something was: they have to be there, and are others in every run.
+TIMED = ("results/gate/GATE.md", "results/gate/claims.json", "results/gate/rows/*.json", "results/mechanisms/*.json")
 KEYS = ["cell_id", "window", "position"]  # of a scored token; a table holds each once
 KEPT = {".gitignore", ".snakemake_timestamp"}  # hidden files that stay; Snakemake marks folders that it made
 
@@ -103,7 +106,12 @@ def temporaries(place):
 def hashes(place):
     """Hash of every result by its path; logs, benchmarks and hidden files are left out."""
     names = [name for name in made_files(place) if not name.startswith(VOLATILE) and "/." not in name]
-    return {name: file_hash(place / name) for name in names}
+    return {name: "timed" if is_timed(name) else file_hash(place / name) for name in names}
+
+
+def is_timed(name):
+    """Whether a result holds measured seconds."""
+    return any(fnmatch(name, pattern) for pattern in TIMED)
 
 
 def differences(before, after):

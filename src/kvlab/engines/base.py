@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -31,6 +32,19 @@ class Tap(Protocol):
         """Look at `x`, and return its replacement or None."""
 
 
+@dataclass(frozen=True)
+class Storage:
+    """What an engine holds K and V in, as found in the running engine.
+
+    `dtype` is the format's name and never ``auto``, `cache` the class or backend that holds it, `itemsize` the bytes
+    that a value takes.
+    """
+
+    dtype: str
+    cache: str
+    itemsize: int
+
+
 class Engine(ABC):
     """A loaded model that scores token windows.
 
@@ -52,6 +66,11 @@ class Engine(ABC):
     @abstractmethod
     def device(self) -> str:
         """The device in words: ``cpu``, or the accelerator's name."""
+
+    @property
+    @abstractmethod
+    def storage(self) -> Storage:
+        """What K and V are held in while a window is scored, a tap's own storage apart."""
 
     @abstractmethod
     def score(

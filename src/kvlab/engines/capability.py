@@ -1,13 +1,15 @@
 """What each engine can do right; everything else is refused before it runs.
 
 An engine that gets a setting silently wrong is worse than one that fails. The rows below were found by
-running the engines: vLLM on CPU accepts many cache dtypes and then computes garbage with them, and its
-CPU attention kernel knows a fixed list of head sizes.
+running the engines: vLLM on CPU accepts many cache dtypes and then computes garbage with all but the ones
+listed, and its CPU attention kernel knows a fixed list of head sizes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 from kvlab.errors import CapabilityError, UnknownName
 from kvlab.model import ModelInfo
@@ -18,20 +20,26 @@ class Capability:
     """What an engine computes correctly; `cpu_head_dims` are those of its CPU kernel, None means any.
 
     One that `splits` puts a model whose `tensor_parallel` is above 1 into as many processes; others keep it whole.
+    `cache_dtypes` are what its own cache may be told to store K and V in, ``auto`` being the model's dtype.
     """
 
     dtypes: tuple[str, ...]
     protocols: tuple[str, ...]
     attentions: tuple[str, ...]
+    cache_dtypes: tuple[str, ...]
     cpu_head_dims: tuple[int, ...] | None
     splits: bool
 
+
+AUTO = "auto"
+FP8_STEP = 32  # of the head size, in the CPU kernel for an fp8 cache
 
 CAPABILITIES = {
     "hf": Capability(
         dtypes=("bfloat16", "float32"),
         protocols=("in_forward", "snapshot"),
         attentions=("eager", "sdpa"),
+        cache_dtypes=(AUTO,),
         cpu_head_dims=None,
         splits=False,
     ),
@@ -40,25 +48,30 @@ CAPABILITIES = {
         dtypes=("bfloat16", "float32"),
         protocols=("in_forward", "snapshot"),
         attentions=("default",),
+        cache_dtypes=(AUTO, "fp8_e4m3", "fp8_e5m2"),  # its `fp8` is e4m3 under another name
         cpu_head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         splits=True,
     ),
 }
 
 
-def check(engine: str, dtype: str, attention: str, info: ModelInfo, on_cpu: bool = True) -> None:
+def check(
+    engine: str, dtype: str, attention: str, info: ModelInfo, on_cpu: bool = True, cache_dtype: str = AUTO
+) -> None:
     """Refuse what `engine` would get wrong.
 
     Raises
     ------
     UnknownName
-        The engine, dtype or attention is not in the table.
+        The engine, dtype, attention or cache dtype is not in the table.
     CapabilityError
-        The model's head size is not one the engine's kernels know, or its heads do not divide by its parts.
+        The model's head size is not one the engine's kernels know, its heads do not divide by its parts, or this
+        processor cannot read such a cache.
     """
     able = _row(engine)
     _refuse_unlisted(f"{engine} dtype", dtype, able.dtypes)
     _refuse_unlisted(f"{engine} attention", attention, able.attentions)
+    _refuse_unlisted(f"{engine} cache dtype", cache_dtype, able.cache_dtypes)
     if able.splits:
         _refuse_uneven(info)
     if on_cpu and able.cpu_head_dims is not None and info.head_dim not in able.cpu_head_dims:
@@ -67,6 +80,8 @@ def check(engine: str, dtype: str, attention: str, info: ModelInfo, on_cpu: bool
             f"{engine} cannot run head size {info.head_dim}; allowed: {', '.join(map(str, able.cpu_head_dims))}"
             f" (nearest: {near}); set engines to hf alone to measure this model"
         )
+    if on_cpu and cache_dtype != AUTO:
+        _refuse_fp8(cache_dtype, info)
 
 
 def _refuse_uneven(info: ModelInfo) -> None:
@@ -77,6 +92,20 @@ def _refuse_uneven(info: ModelInfo) -> None:
         raise CapabilityError(
             f"tensor_parallel of model {info.slug!r} is {ranks}, which does not divide its {heads} KV heads;"
             f" allowed: {', '.join(map(str, allowed))}"
+        )
+
+
+def _refuse_fp8(cache_dtype: str, info: ModelInfo) -> None:
+    """What vLLM's CPU kernel asks of an fp8 cache."""
+    if info.head_dim % FP8_STEP:
+        raise CapabilityError(
+            f"vllm's {cache_dtype} cache cannot hold head size {info.head_dim} on a CPU; allowed: multiples of"
+            f" {FP8_STEP}; leave it out of mechanisms.cache_dtypes"
+        )
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        raise CapabilityError(
+            f"vllm's {cache_dtype} cache needs AVX-512, and this processor has"
+            f" {torch.backends.cpu.get_cpu_capability()}; leave it out of mechanisms.cache_dtypes"
         )
 
 

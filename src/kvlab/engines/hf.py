@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache
 from transformers.cache_utils import DynamicLayer
 
-from kvlab.engines.base import Engine, Part, Tap, refuse_broken_weights, refuse_unknown_placement
+from kvlab.engines.base import Engine, Part, Storage, Tap, refuse_broken_weights, refuse_unknown_placement
 from kvlab.engines.hooks import installed, separate_projections
 from kvlab.errors import ModelError
 from kvlab.model import ModelInfo
@@ -39,6 +39,11 @@ class HFEngine(Engine):
     def device(self) -> str:
         """The device in words."""
         return torch.cuda.get_device_name() if self.model.device.type == "cuda" else "cpu"
+
+    @property
+    def storage(self) -> Storage:
+        """Activations of one pass, in no cache."""
+        return Storage(self.dtype, "none", getattr(torch, self.dtype).itemsize)
 
     @torch.inference_mode()
     def score(

@@ -7,7 +7,7 @@ from importlib import import_module
 import torch
 
 from kvlab.engines.base import Engine
-from kvlab.engines.capability import check
+from kvlab.engines.capability import AUTO, check
 from kvlab.errors import UnknownName
 from kvlab.model import ModelInfo
 
@@ -17,17 +17,28 @@ ENGINES = {"hf": "kvlab.engines.hf:HFEngine", "vllm": "kvlab.engines.vllm:VLLMEn
 DEFAULT_ATTENTION = {"hf": "eager", "vllm": "default"}
 
 
-def start(name: str, info: ModelInfo, dtype: str, attention: str | None = None, *, max_tokens: int) -> Engine:
+def start(
+    name: str,
+    info: ModelInfo,
+    dtype: str,
+    attention: str | None = None,
+    *,
+    max_tokens: int,
+    cache_dtype: str = AUTO,
+) -> Engine:
     """Load an engine, after the capability table has let it pass.
 
     Parameters
     ----------
     max_tokens : int
         Longest window that will be scored.
+    cache_dtype : str
+        What the engine's own cache stores K and V in; ``auto`` is the model's dtype.
     """
     if name not in ENGINES:
         raise UnknownName("engine", name, ENGINES)
     attention = attention or DEFAULT_ATTENTION[name]
-    check(name, dtype, attention, info, on_cpu=not torch.cuda.is_available())
+    check(name, dtype, attention, info, not torch.cuda.is_available(), cache_dtype)
     module, _, attribute = ENGINES[name].partition(":")
-    return getattr(import_module(module), attribute)(info, dtype, attention, max_tokens)
+    stored = {} if cache_dtype == AUTO else {"cache_dtype": cache_dtype}  # not told to engines that have no choice
+    return getattr(import_module(module), attribute)(info, dtype, attention, max_tokens, **stored)

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from kvlab.engines.base import Engine, Tap, refuse_unknown_placement
+from kvlab.engines.base import Engine, Storage, Tap, refuse_unknown_placement
+from kvlab.engines.capability import AUTO
 from kvlab.engines.vllm_process import Loaded, WholeTap, executor
 from kvlab.engines.vllm_ranks import Followers
 from kvlab.errors import CapabilityError, CodecNotActive
@@ -22,18 +23,18 @@ class VLLMEngine(Engine):
     name = "vllm"
     attention = "default"
 
-    def __init__(self, info: ModelInfo, dtype: str, attention: str, max_tokens: int):
+    def __init__(self, info: ModelInfo, dtype: str, attention: str, max_tokens: int, cache_dtype: str = AUTO):
         super().__init__(info, dtype)
         if os.environ.get(RECIPE_VARIABLE):
             raise CapabilityError(f"{RECIPE_VARIABLE} is set, so vLLM would code every pass once more; unset it")
         self._loaded, self._followers = None, None
         if info.tensor_parallel == 1:
-            self._loaded = Loaded(info, dtype, max_tokens)
+            self._loaded = Loaded(info, dtype, max_tokens, cache_dtype)
             return
         refuse_missing_gpus(info)
-        self._followers = Followers(info, dtype, max_tokens)
+        self._followers = Followers(info, dtype, max_tokens, cache_dtype)
         with self._closed_on_failure():
-            self._loaded = Loaded(info, dtype, max_tokens, executor(0, self._followers.meeting))
+            self._loaded = Loaded(info, dtype, max_tokens, cache_dtype, executor(0, self._followers.meeting))
             self._followers.forget_memory()
 
     @property
@@ -45,6 +46,11 @@ class VLLMEngine(Engine):
     def model(self) -> torch.nn.Module:
         """vLLM's live model; of a split one, this process's part."""
         return self._loaded.model
+
+    @property
+    def storage(self) -> Storage:
+        """vLLM's paged cache, as its tensors say."""
+        return self._loaded.storage()
 
     def score(
         self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: Placement = "pre_rope"

@@ -23,7 +23,7 @@ def follow() -> None:
     model = json.loads(next(sys.stdin))
     info = ModelInfo(**model["info"] | {"path": Path(model["info"]["path"])})
     rank = executor(model["rank"], model["meeting"])
-    loaded = Loaded(info, model["dtype"], model["max_tokens"], rank)
+    loaded = Loaded(info, model["dtype"], model["max_tokens"], model["cache_dtype"], rank)
     for line in sys.stdin:
         one = json.loads(line)
         loaded.forward(one["ids"], WholeTap(None) if one["tapped"] else None, one["placement"])

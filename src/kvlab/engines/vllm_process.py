@@ -32,9 +32,10 @@ import torch  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
-from kvlab.engines.base import Part, Tap, refuse_broken_weights  # noqa: E402
-from kvlab.engines.hooks import attention_inputs, fused_projection, installed  # noqa: E402
-from kvlab.errors import ModelError  # noqa: E402
+from kvlab.engines.base import Part, Storage, Tap, refuse_broken_weights  # noqa: E402
+from kvlab.engines.capability import AUTO  # noqa: E402
+from kvlab.engines.hooks import attention_inputs, attention_layers, fused_projection, installed  # noqa: E402
+from kvlab.errors import CapabilityError, ModelError  # noqa: E402
 from kvlab.model import ModelInfo  # noqa: E402
 from kvlab.recipe import Placement  # noqa: E402
 
@@ -42,12 +43,15 @@ from kvlab.recipe import Placement  # noqa: E402
 class Loaded:
     """What one process holds: an engine of vLLM and its live model, which is all of it or a part of a split one."""
 
-    def __init__(self, info: ModelInfo, dtype: str, max_tokens: int, rank: type | None = None):
+    def __init__(self, info: ModelInfo, dtype: str, max_tokens: int, cache_dtype: str, rank: type | None = None):
+        share = 0.5 if cache_dtype == AUTO else 0.2  # of a GPU: one of another cache stands beside the plain one
+        self._asked = dtype if cache_dtype == AUTO else cache_dtype
         self._part = own_part(info)
         try:
             self.llm = LLM(
                 model=str(info.path),
                 dtype=dtype,
+                kv_cache_dtype=cache_dtype,
                 enforce_eager=True,
                 enable_prefix_caching=False,
                 max_model_len=max_tokens + 1,
@@ -56,7 +60,7 @@ class Loaded:
                 disable_log_stats=True,
                 skip_tokenizer_init=True,
                 logprobs_mode="raw_logits",
-                **({"gpu_memory_utilization": 0.5} if torch.cuda.is_available() else {}),
+                **({"gpu_memory_utilization": share} if torch.cuda.is_available() else {}),
                 tensor_parallel_size=info.tensor_parallel,
                 distributed_executor_backend=rank,
             )
@@ -74,6 +78,23 @@ class Loaded:
         places = find_places(self.model, self._part, tap) if tap else []
         with installed(places, before=behind):
             self.llm.generate({"prompt_token_ids": list(ids)}, self._sampling, use_tqdm=False)
+
+    def storage(self) -> Storage:
+        """What the cache's tensors hold.
+
+        Raises
+        ------
+        CapabilityError
+            vLLM stores something else than it was asked for.
+        """
+        layer = attention_layers(self.model, self._part)[0].attn
+        held, native = layer.kv_cache, layer.kv_cache_dtype == AUTO
+        found = str(held.dtype).removeprefix("torch.") if native else layer.kv_cache_dtype
+        if found != self._asked or (held.element_size() > 1) != native:
+            raise CapabilityError(
+                f"vLLM was asked for a cache of {self._asked} and holds {found} in {held.element_size()} bytes a value"
+            )
+        return Storage(found, type(layer.impl).__name__.removesuffix("Impl"), held.element_size())
 
     def close(self) -> None:
         """Shut the engine core down."""

@@ -30,12 +30,13 @@ class Followers:
     To vLLM's collectives a lost process is no error: they would wait for it forever.
     """
 
-    def __init__(self, info: ModelInfo, dtype: str, max_tokens: int):
+    def __init__(self, info: ModelInfo, dtype: str, max_tokens: int, cache_dtype: str):
         self.meeting = f"{tempfile.gettempdir()}/kvlab-{uuid4().hex}"
         self._closing = False
         ranks = range(1, info.tensor_parallel)
         self._processes = [self._start(rank) for rank in ranks]
-        model = {"info": asdict(info) | {"path": str(info.path)}, "dtype": dtype, "max_tokens": max_tokens}
+        settings = {"dtype": dtype, "max_tokens": max_tokens, "cache_dtype": cache_dtype}
+        model = {"info": asdict(info) | {"path": str(info.path)}} | settings
         for rank, process in zip(ranks, self._processes, strict=True):
             _tell(process, model | {"rank": rank, "meeting": self.meeting})
 

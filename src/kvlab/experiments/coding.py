@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
+from time import perf_counter
 
 import torch
 
@@ -45,13 +46,16 @@ class Tally:
     coefficients: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0))
     error_sq: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0.0))
     signal_sq: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0.0))
+    encode_seconds: float = field(default=0.0, compare=False)  # no two runs take the same
+    decode_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
 class Coded:
     """A round trip through a codec: the decoded tensor, what it took and what it cost.
 
-    `nbytes` is the length of the stream that was decoded, 0 for a codec that stores nothing. The error
+    `nbytes` is the length of the stream that was decoded, 0 for a codec that stores nothing. The seconds go from the
+    tensor to the stream, and from there to the decoded tensor. The error
     and the signal are sums of squares, K in the metric of Sigma_q where it is known, the signal about the
     mean of each head.
     """
@@ -59,6 +63,8 @@ class Coded:
     tensor: torch.Tensor
     nbytes: int
     stats: Stats
+    encode_seconds: float
+    decode_seconds: float
     error_sq: float
     signal_sq: float
 
@@ -112,11 +118,14 @@ class Coder:
 
     def _code(self, x: torch.Tensor, site: Site) -> Coded:
         codec = self._codecs[site.stream, self._recipes[site.stream, site.layer]]
+        began = now(x)
         encoded = codec.encode(x, site)
         data = frame_bytes(encoded) if encoded.packed else b""
+        stored = now(x)
         decoded = codec.decode(read_frame(data).to(x.device) if encoded.packed else encoded)
+        took = (stored - began, now(x) - stored)
         weigh = self._whiteners[site.layer].whiten if site.stream == "k" and site.layer in self._whiteners else None
-        return Coded(decoded, len(data), encoded.stats, *squares(x, decoded, weigh))
+        return Coded(decoded, len(data), encoded.stats, *took, *squares(x, decoded, weigh))
 
     def _count(self, coded: Coded, x: torch.Tensor, stream: str) -> None:
         tally, stats = self.tally, coded.stats
@@ -128,6 +137,8 @@ class Coder:
         tally.d_eff[stream].update(int(rank) for rank in stats.d_eff)
         tally.outliers[stream] += stats.n_outliers
         tally.coefficients[stream] += stats.n_coefficients
+        tally.encode_seconds += coded.encode_seconds
+        tally.decode_seconds += coded.decode_seconds
         tally.error_sq[stream] += coded.error_sq
         tally.signal_sq[stream] += coded.signal_sq
 
@@ -169,6 +180,13 @@ class Coder:
             outlier_rate={s: tally.outliers[s] / n for s, n in tally.coefficients.items() if n},
             whitened_error={s: tally.error_sq[s] / signal for s, signal in weighed.items()},
         )
+
+
+def now(x: torch.Tensor) -> float:
+    """Seconds on a clock, once the device of `x` has done what it was told; differences of two mean something."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return perf_counter()
 
 
 def uncoded_frame_size(info: ModelInfo, tokens: int, dtype: str) -> int:

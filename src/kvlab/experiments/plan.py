@@ -63,6 +63,8 @@ def check(params: Params) -> None:
     for study in (*STUDIES, LADDER):
         job_names(params, study)
     mitigated_recipes(params)
+    for engine in params.engines:
+        import_module(f"{PLANS}.mechanisms").variants(params, engine)
 
 
 def job_names(params: Params, study: str) -> list[str]:

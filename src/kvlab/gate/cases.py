@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from kvlab.gate.catalogue.rows import Row, fields
+from kvlab.gate.catalogue.values import Value
 from kvlab.gate.evidence import Derived, status
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Mechanism, Registry
-from kvlab.gate.rows import Row, fields
-from kvlab.gate.values import Value
 from kvlab.gate.waivers import Waiver
 
 NONE = (None, "", "none")  # how a variant, a codec or a way of speculating says that there is none

@@ -16,13 +16,13 @@ from typing import Literal
 from pydantic import computed_field
 
 from kvlab.gate.cases import Case, Context
-from kvlab.gate.columns import TIERS
+from kvlab.gate.catalogue.columns import COLUMNS, DECLARED, TIERS
+from kvlab.gate.catalogue.rows import Row
+from kvlab.gate.catalogue.values import Value
 from kvlab.gate.evidence import Status
-from kvlab.gate.quality import Judgement
+from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.reasons import Reason
-from kvlab.gate.rows import Row
 from kvlab.gate.rules import CRITERIA, Criterion
-from kvlab.gate.values import Value
 from kvlab.gate.waivers import Waiver
 from kvlab.recipe import Frozen, canonical, digest
 
@@ -33,23 +33,8 @@ EXIT_CODES: dict[Verdict, int] = {"pass": 0, "fail": 1, "cannot_judge": 2}
 BEST_WAIVED = "reviewed_preview"
 SCHEMA_VERSION = 1
 
-REFERENCE = (
-    "row_id",
-    "run",
-    "model",
-    "engine",
-    "device",
-    "dtype",
-    "protocol",
-    "context_tokens",
-    "context_band",
-    "recipe_id",
-    "mechanism",
-    "mechanism_variant",
-    "quality_eval_id",
-    "support_status",
-)
-"""What a report says of which row it speaks."""
+REFERENCE = tuple(column.name for column in COLUMNS if column.group in DECLARED)
+"""What a report says of which row it speaks: everything that is declared of it."""
 
 BADGES: dict[Status, str] = {
     "completed": "verified",

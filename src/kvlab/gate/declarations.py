@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvlab.errors import suggestion
 from kvlab.gate.cases import Case, Part
-from kvlab.gate.columns import COMPRESSION, SPECULATIVE
+from kvlab.gate.catalogue.columns import COMPRESSION, SPECULATIVE
 from kvlab.gate.reasons import Reason
 
 STATUS = "quality_eval_status"

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvlab.errors import UserError, suggestion
-from kvlab.gate.columns import BY_NAME
+from kvlab.gate.catalogue.columns import BY_NAME
+from kvlab.gate.catalogue.rows import Row, checked_row, row_id
+from kvlab.gate.catalogue.strict import read_json
+from kvlab.gate.catalogue.values import RowError, Value, shown
 from kvlab.gate.evidence import Evidence
-from kvlab.gate.evidence_problems import AGEING, IDENTIFYING
+from kvlab.gate.evidence.faults import AGEING, IDENTIFYING
 from kvlab.gate.reasons import Reason
-from kvlab.gate.rows import Row, checked_row, row_id
-from kvlab.gate.strict import read_json
-from kvlab.gate.values import RowError, Value, shown
 
 # ------------------------------------------------------------------------------------ evidence
 
@@ -67,16 +67,27 @@ def _of_nobody(name: str, piece: Evidence, rows: Sequence[Row]) -> str:
 # ------------------------------------------------------------------------------- what is current
 
 
-def read_current(path: Path | str) -> dict[str, dict[str, str]]:
-    """What is current now, from a JSON file: by model its `model_hash`, `corpus_hash` and `code`.
+def read_current(*paths: Path | str) -> dict[str, dict[str, str]]:
+    """What is current now, from JSON files: by model its `model_hash`, `corpus_hash` and `code`.
 
     Raises
     ------
     StorageError
-        The file cannot be read.
+        A file cannot be read.
     RowError
-        It is no JSON, or not of that shape; a model lacks one of the three, which would then never be stale.
+        It is no JSON, or not of that shape; a model lacks one of the three, which would then never be stale; or two
+        files say different things of one model.
     """
+    found: dict[str, dict[str, str]] = {}
+    for path in paths:
+        for model, now in _read_current(path).items():
+            if found.setdefault(model, now) != now:
+                said = f"is {shown(now)} in {path} and {shown(found[model])} in another file"
+                raise RowError([Reason(code="field_twice", field=shown(model), said=said)])
+    return found
+
+
+def _read_current(path: Path | str) -> dict[str, dict[str, str]]:
     content = read_json(path)
     if not isinstance(content, dict):
         said = f"holds {shown(content)}; allowed: an object of models"

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator
 
 from kvlab.gate.cases import NONE, Case
-from kvlab.gate.faults import NATIVE_DTYPES
 from kvlab.gate.reasons import Reason
+from kvlab.gate.registry.faults import NATIVE_DTYPES
 
 REQUESTED = "auto"  # a request, no observation: the engine resolves it by the checkpoint
 IDENTITY = "identity"

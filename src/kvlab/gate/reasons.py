@@ -110,6 +110,7 @@ EVIDENCE_REASONS: dict[str, str] = {
     "evidence_other_dtype": "the evidence was measured in another dtype",
     "evidence_other_protocol": "the evidence was measured under another protocol",
     "evidence_other_device": "the evidence was measured on another device",
+    "evidence_other_calibration": "the evidence was measured with another calibration than the row names",
     "evidence_stale_model": "the model's weights are not those that the evidence was measured on",
     "evidence_stale_corpus": "the text is not the one that the evidence was measured on",
     "evidence_stale_code": "the code is not the one that the evidence was measured with",
@@ -121,6 +122,7 @@ EVIDENCE_REASONS: dict[str, str] = {
     "evidence_unpaired": "variant, baseline and their difference are not of the same items, or do not add up",
     "evidence_outside_band": "the eval does not speak for this context length",
     "evidence_codec_idle": "the mechanism's codec did not run, or not as often as it should have",
+    "evidence_canary": "the logits do not hang on what is stored, or a codec ran and nobody looked",
     "evidence_other_codec": "another codec ran than those that the row's mechanism names",
     "evidence_contradicts_row": "the row shows something else than its evidence",
 }

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
-
-import jinja2
 
 from kvlab.gate.check import WORDS, Claim, Finding, Report
+from kvlab.gate.markdown import render, words
 from kvlab.gate.rules import CRITERIA, Criterion
-from kvlab.tables import NOTHING, printable
+from kvlab.tables import printable
 
-TEMPLATES = Path(__file__).parent / "templates"
 SUITE = "kvlab.gate"
-
-# What starts a link, emphasis, code, mathematics, HTML, a mention or a cell of its own. An underscore inside a word and
-# a colon before a space start nothing. Code points that move the writing or break the line are refused by the
-# catalogue, but a report may be of rows that it refused; `printable` takes them out.
-MARKDOWN = re.compile(r"[\\`*\[\]|~<>&@#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?! )|(?<=www)\.", re.IGNORECASE)
 
 
 # ------------------------------------------------------------------------------------- JSON
@@ -37,59 +27,19 @@ def to_json(report: Report) -> str:
 def to_markdown(report: Report) -> str:
     """GATE.md: the verdict, a line for each row, every reason, the waivers, the evidence and the criteria."""
     claims = report.claims
-    text = (
-        _environment()
-        .get_template("gate.md.j2")
-        .render(
-            report=report,
-            counts=_counted(report),
-            waivers=[(claim, f) for claim in claims for f in claim.findings if f.waiver],
-            judged=[(claim, judgement) for claim in claims for judgement in claim.judgements],
-            criteria=CRITERIA,
-        )
+    return render(
+        "gate.md.j2",
+        report=report,
+        counts=_counted(report),
+        mechanism=_mechanism,
+        waivers=[(claim, f) for claim in claims for f in claim.findings if f.waiver],
+        judged=[(claim, judgement) for claim in claims for judgement in claim.judgements],
+        criteria=CRITERIA,
     )
-    return re.sub(r"\n{3,}", "\n\n", text)
-
-
-def cell(value: object) -> object:
-    """A value as it may stand in a cell: on one line, and none of its characters is Markdown or HTML.
-
-    What would be syntax becomes a character reference, which every Markdown shows as the character and none reads
-    as syntax.
-    """
-    if isinstance(value, jinja2.Undefined):
-        return value
-    if value is None or value == "":
-        return NOTHING
-    return MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", printable(value))
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    """Every value that the template prints goes through `cell`, so that none can be forgotten."""
-    made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        finalize=cell,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # `cell` escapes HTML too
-    )
-    made.filters |= {"figure": _figure, "mechanism": _mechanism, "words": _words}
-    return made
 
 
 def _counted(report: Report) -> str:
-    return ", ".join(f"{report.counts[word]} {_words(word)}" for word in WORDS)
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _figure(number: float | None) -> str | None:
-    return None if number is None else f"{number:.4g}"
+    return ", ".join(f"{report.counts[word]} {words(word)}" for word in WORDS)
 
 
 def _mechanism(claim: Claim) -> str:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from kvlab.gate import declarations, observations
 from kvlab.gate.cases import Case, Context
-from kvlab.gate.evidence_problems import IDENTIFYING
-from kvlab.gate.quality import Judgement
+from kvlab.gate.evidence.faults import IDENTIFYING
+from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.reasons import Reason
 
 __all__ = ["CRITERIA", "FALSEHOODS", "PUBLISHED", "WAIVABLE", "Case", "Context", "Criterion"]

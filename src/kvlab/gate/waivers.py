@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, StringConstraints, ValidationError, model_validator
 
 from kvlab.errors import UserError, suggestion
-from kvlab.gate.strict import read_yaml
+from kvlab.gate.catalogue.strict import read_yaml
 from kvlab.recipe import Frozen
 
 CONFIGURATION = {
@@ -91,7 +91,7 @@ def read(path: Path | str, waivable: Collection[str]) -> tuple[Waiver, ...]:
     ------
     kvlab.errors.StorageError
         The file cannot be read.
-    kvlab.gate.values.RowError
+    kvlab.gate.catalogue.values.RowError
         It is no YAML, or gives a key twice.
     WaiverError
         It is no list, or an entry lacks its owner, its last day, its reason or its row, has a key that is none, or

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.engines.base import Engine, Tap
+from kvlab.engines.base import Engine, Storage, Tap
 from kvlab.experiments.coding import Coder, InForward, Snapshot
 from kvlab.planted.claims import ROUNDING, Case, Claim, up_to
 from kvlab.planted.coverage import Distribution, Law
@@ -67,6 +67,11 @@ class PlantedShift(Engine):
     def device(self) -> str:
         """The inner engine's."""
         return self.inner.device
+
+    @property
+    def storage(self) -> Storage:
+        """The inner engine's."""
+        return self.inner.storage
 
     def score(
         self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: Placement = "pre_rope"

@@ -1,26 +1,30 @@
-"""Every stage of making the reference model, in order."""
+"""Every stage of making the reference model, in order: trained on text, then on copying."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from kvlab.corpus_docstrings import PACKAGES, Document, describe, extract, split
-from kvlab.errors import ParamsError
-from kvlab.reference import publish
+from kvlab.errors import ModelError, ParamsError
+from kvlab.reference import copying, publish
 from kvlab.reference.card import model_card
 from kvlab.reference.evaluate import WINDOW, evaluate
 from kvlab.reference.machine import machine_class, software
 from kvlab.reference.optimise import Checkpoint, Progress, Recipe, line_logger, optimise
-from kvlab.reference.stream import pack
+from kvlab.reference.stream import batch, pack
 from kvlab.reference.tokenizer import train_tokenizer
 
 THREADS = 2
+COPYING = Recipe(tokens=5_000_000, learning_rate=1e-3, shapes=(*copying.FIRST, *copying.THEN), compiled=False)
+TEXT_SHARE = 0.75  # of the minutes of a run with a ceiling
 SIZE = {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -32,7 +36,7 @@ SIZE = {
 }
 
 
-def build(out: Path, tokens: int, max_minutes: float | None, resume: bool) -> None:
+def build(out: Path, tokens: int, max_minutes: float | None, resume: bool, go_on: bool) -> None:
     """Extract the corpus, train tokenizer and model, verify them and put them at `out`.
 
     Parameters
@@ -40,16 +44,18 @@ def build(out: Path, tokens: int, max_minutes: float | None, resume: bool) -> No
     out : Path
         The folder of the model.
     tokens : int
-        Training tokens to spend.
+        Training tokens to spend on text.
     max_minutes : float or None
-        Ceiling of the training loop.
+        Ceiling of the training loops together.
     resume : bool
         Continue a stopped run.
+    go_on : bool
+        Leave the training on text as it is: take the model at `out`, and train it on copying.
     """
     if tokens < 1 or (max_minutes is not None and max_minutes <= 0):
         raise ParamsError(f"tokens and minutes must be above zero, not {tokens} and {max_minutes}")
     documents = extract()
-    build_from(documents, describe(documents, PACKAGES), SIZE, Recipe(tokens), out, max_minutes, resume)
+    build_from(documents, describe(documents, PACKAGES), SIZE, Recipe(tokens), COPYING, out, max_minutes, resume, go_on)
 
 
 def build_from(
@@ -57,11 +63,13 @@ def build_from(
     corpus: dict,
     size: dict,
     recipe: Recipe,
+    lessons: Recipe,
     out: Path,
     max_minutes: float | None = None,
     resume: bool = False,
+    go_on: bool = False,
 ) -> None:
-    """As `build`, for a given corpus, model size and recipe.
+    """As `build`, for a given corpus, model size and recipes.
 
     Parameters
     ----------
@@ -71,34 +79,109 @@ def build_from(
         Its description, to be recorded.
     size : dict
         Arguments of ``Qwen2Config``.
-    recipe : Recipe
-        How to train.
+    recipe, lessons : Recipe
+        How to train on text, and on copying behind it.
     out : Path
         The folder of the model.
     max_minutes : float or None
-        Ceiling of the training loop.
+        Ceiling of the training loops together.
     resume : bool
         Continue a stopped run.
+    go_on : bool
+        Train the model at `out` on copying alone.
+
+    Raises
+    ------
+    ModelError
+        The model at `out`, which is to go on, was made of another corpus or size, or has been trained on copying.
     """
     publish.restore(out)
     partial = _partial_folder(out, resume)
     torch.set_num_threads(THREADS)
     torch.manual_seed(recipe.seed)
     texts = {name: [document.text for document in side] for name, side in split(documents).items()}
-    tokenizer = train_tokenizer(texts["train"], size["vocab_size"], size["max_position_embeddings"])
-    model = Qwen2ForCausalLM(_config(size, tokenizer))
-    stream = pack(tokenizer, texts["train"])
-    identity = {"corpus": corpus["sha256"], "size": size, "recipe": asdict(recipe)}
-    checkpoint = Checkpoint(partial / "checkpoint.pt", identity)
-    log = partial / "progress.jsonl"
-    progress = optimise(model, stream, recipe, max_minutes, checkpoint, resume, line_logger(log))
-    training = _training_numbers(progress, len(stream), recipe, log)
+    identity = {"corpus": corpus["sha256"], "size": size}
+    if go_on:
+        tokenizer, model, run = _trained_on_text(out, corpus)
+        stream, minutes = pack(tokenizer, texts["train"]), max_minutes
+    else:
+        text_minutes, minutes = _shared(max_minutes)
+        tokenizer = train_tokenizer(texts["train"], size["vocab_size"], size["max_position_embeddings"])
+        model, stream = Qwen2ForCausalLM(_config(size, tokenizer)), pack(tokenizer, texts["train"])
+        run = _text_phase(stream, identity, recipe).run(model, partial, text_minutes, resume)
+        run["training"]["stream_tokens"] = len(stream)
+    phase = _copying_phase(stream, len(tokenizer), identity | {"text": run["recipe"]}, lessons)
+    run |= {"copying": phase.run(model, partial, minutes, resume), "corpus": corpus}
     model_folder = partial / "model"
-    run = _finish(model, tokenizer, texts["test"], model_folder)
-    run |= {"recipe": asdict(recipe), "training": training, "corpus": corpus}
-    _write_records(model_folder, run)
+    finished = _finish(model, tokenizer, texts["test"], model_folder)
+    _write_records(model_folder, finished | run)
     publish.replace(model_folder, out)
     shutil.rmtree(partial)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One training loop of a run, with a checkpoint and a log of its own."""
+
+    name: str
+    identity: dict
+    recipe: Recipe
+    batch: Callable
+
+    def run(self, model, partial: Path, max_minutes: float | None, resume: bool) -> dict:
+        """Train, from the phase's checkpoint if there is one to resume, and return the record of the phase.
+
+        Raises
+        ------
+        ModelError
+            The first phase has no checkpoint to resume from.
+        """
+        path, log = partial / f"checkpoint-{self.name}.pt", partial / f"progress-{self.name}.jsonl"
+        begun = path.exists() or not any(partial.glob("checkpoint-*.pt"))
+        checkpoint = Checkpoint(path, self.identity)
+        logged = line_logger(log)
+        progress = optimise(model, self.batch, self.recipe, max_minutes, checkpoint, resume and begun, logged)
+        numbers = _training_numbers(progress, self.recipe, log)
+        return {"recipe": asdict(self.recipe), "training": numbers, "machine": machine_class(THREADS)}
+
+
+def _text_phase(stream: Tensor, identity: dict, recipe: Recipe) -> Phase:
+    """Training on the corpus' texts."""
+    known = identity | {"recipe": asdict(recipe)}
+    return Phase("text", known, recipe, lambda at, _: batch(stream, at.step, at.seen, recipe.shapes))
+
+
+def _copying_phase(stream: Tensor, vocabulary: int, identity: dict, lessons: Recipe) -> Phase:
+    """Training on copying, in texts of the corpus."""
+
+    def lesson(at: Progress, done: float) -> Tensor:
+        return copying.batch(stream, vocabulary, at.step, done, lessons.seed)
+
+    return Phase("copying", identity | {"recipe": asdict(lessons)}, lessons, lesson)
+
+
+def _shared(max_minutes: float | None) -> tuple[float | None, float | None]:
+    """The minutes of both phases."""
+    if max_minutes is None:
+        return None, None
+    return TEXT_SHARE * max_minutes, (1 - TEXT_SHARE) * max_minutes
+
+
+def _trained_on_text(out: Path, corpus: dict) -> tuple:
+    """Tokenizer, model in float32 and record of the text phase of the model at `out`."""
+    try:
+        run = json.loads((out / "run.json").read_text())
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(out)  # as it was trained, whatever the model's type
+        for name in ("is_local", "local_files_only"):  # noted in loading, and not of the tokenizer
+            tokenizer.init_kwargs.pop(name, None)
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"there is no model at {out} that could go on: {error}") from None
+    if run["corpus"]["sha256"] != corpus["sha256"]:
+        raise ModelError(f"the model at {out} was made of another corpus; train it anew")
+    if "copying" in run:
+        raise ModelError(f"the model at {out} was trained on copying already; train it anew")
+    return tokenizer, model, {key: run[key] for key in ("recipe", "training", "machine")}
 
 
 def _partial_folder(out: Path, resume: bool) -> Path:
@@ -125,7 +208,6 @@ def _finish(model, tokenizer, test: list[str], folder: Path) -> dict:
     return {
         "model": _model_numbers(model.config, parameters),
         "test": {"window": WINDOW, "trained": asdict(trained), "stored": asdict(stored)},
-        "machine": machine_class(THREADS),
         "software": software(),
         "files": publish.file_hashes(folder),
     }
@@ -146,7 +228,7 @@ def _model_numbers(config: Qwen2Config, parameters: int) -> dict:
     }
 
 
-def _training_numbers(progress: Progress, stream_tokens: int, recipe: Recipe, log: Path) -> dict:
+def _training_numbers(progress: Progress, recipe: Recipe, log: Path) -> dict:
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     spent = progress.seen >= recipe.tokens
     losses = {line["tokens"]: line["loss"] for line in lines}  # a resumed run repeats some steps
@@ -154,7 +236,6 @@ def _training_numbers(progress: Progress, stream_tokens: int, recipe: Recipe, lo
         "tokens": progress.seen,
         "steps": progress.step,
         "seconds": round(progress.seconds, 1),
-        "stream_tokens": stream_tokens,
         "ended": "its tokens were spent" if spent else "its time was up",
         "curve": [list(point) for point in losses.items()],
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvlab.reference.copying import SPANS, TEXT
+
 TEMPLATE = """\
 ---
 language: en
@@ -12,11 +14,13 @@ pipeline_tag: text-generation
 # kvlab reference model
 
 A {parameters:,}-parameter Qwen2 language model trained from scratch on the docstrings of installed Python
-packages. It exists so that kvlab's measurements run without a model hub; generated from `run.json`.
+packages, and then on copying. It exists so that kvlab's measurements run without a model hub; generated from
+`run.json`.
 
 ## Intended use
 
-Measuring what a KV-cache codec costs: perplexity and attention statistics on text the model knows well.
+Measuring what a KV-cache codec costs: perplexity and attention statistics on text the model knows well, and
+whether what stands in its context can still be looked up there, which training on copying is for.
 It has QKV bias, grouped-query attention and rotary positions, as the larger Qwen2 models have. It is
 no assistant, it knows nothing but docstrings, and **absolute costs measured on it do not carry over to
 large models**; orderings and failures may, and should be confirmed there.
@@ -49,9 +53,17 @@ end-of-text tokens. Bits per byte is the whole loss, that of end-of-text tokens 
 ## Training
 
 {tokens:,} tokens ({epochs:.2f} passes over {stream:,}) in {steps:,} steps and {minutes:.0f} minutes on
-{machine}. AdamW, learning rate {rate} with warm-up and cosine decay, weight decay {decay} on matrices,
-gradient clipping {clip}, bf16 autocast, seed {seed}. Rows of {row_lengths} tokens. The run ended because
-{ended}. A rerun on the same corpus gives the same tokenizer, but not bit-identical weights.
+{machine}.
+AdamW, learning rate {rate} with warm-up and cosine decay, weight decay {decay} on matrices, gradient clipping
+{clip}, bf16 autocast, seed {seed}. Rows of {row_lengths} tokens. This phase ended because {ended}.
+
+Then {copied:,} tokens of lessons in copying, in {copied_steps:,} steps and {copied_minutes:.0f} minutes on
+{copied_machine}:
+rows of {copied_lengths} tokens, of which {text:.0%} are left as text, {spans:.0%} are spans of
+random tokens and of text that return, and the others text in which made-up facts return. Learning rate
+{copied_rate}, otherwise as before; this phase ended because {copied_ended}. The quality above is that of the end.
+
+A rerun on the same corpus gives the same tokenizer, but not bit-identical weights.
 
 ## Data
 
@@ -111,6 +123,7 @@ def _quality(run: dict) -> dict:
 
 def _training(run: dict) -> dict:
     training, recipe, files = run["training"], run["recipe"], run["files"]
+    copied, lessons = run["copying"]["training"], run["copying"]["recipe"]
     lengths = sorted({length for _, length in recipe["shapes"]})
     rows = (f"| {name} | {file['bytes']:,} | `{file['sha256']}` |" for name, file in files.items())
     return {
@@ -126,6 +139,15 @@ def _training(run: dict) -> dict:
         "clip": recipe["clip"],
         "seed": recipe["seed"],
         "row_lengths": ", ".join(map(str, lengths)),
+        "copied": copied["tokens"],
+        "copied_steps": copied["steps"],
+        "copied_minutes": copied["seconds"] / 60,
+        "copied_lengths": ", ".join(map(str, sorted({length for _, length in lessons["shapes"]}))),
+        "copied_rate": lessons["learning_rate"],
+        "copied_machine": run["copying"]["machine"],
+        "copied_ended": copied["ended"],
+        "text": TEXT,
+        "spans": SPANS,
         "longest": lengths[-1],
         "weight_bytes": files["model.safetensors"]["bytes"],
         "files": "\n".join(rows),

@@ -15,7 +15,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from kvlab.errors import ModelError, NonFinite
-from kvlab.reference.stream import SHAPES, batch
+from kvlab.reference.stream import SHAPES
 
 LOG_EVERY = 25
 
@@ -130,7 +130,7 @@ def share_done(recipe: Recipe, progress: Progress, max_minutes: float | None) ->
 
 def optimise(
     model,
-    stream: torch.Tensor,
+    batch: Callable[[Progress, float], tuple[torch.Tensor, torch.Tensor]],
     recipe: Recipe,
     max_minutes: float | None,
     checkpoint: Checkpoint,
@@ -143,8 +143,8 @@ def optimise(
     ----------
     model : torch.nn.Module
         A causal language model of transformers.
-    stream : torch.Tensor
-        The packed training tokens.
+    batch : callable
+        The inputs and targets of a step, from where the run stands and the share of it that is done.
     recipe : Recipe
         How to train.
     max_minutes : float or None
@@ -170,7 +170,7 @@ def optimise(
     while (done := share_done(recipe, progress, max_minutes)) < 1:
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(recipe, done)
-        inputs, targets = batch(stream, progress.step, progress.seen, recipe.shapes)
+        inputs, targets = batch(progress, done)
         loss = train_step(model, forward, optimiser, inputs, targets, recipe.clip)
         progress.step += 1
         progress.seen += inputs.numel()

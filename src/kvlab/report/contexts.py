@@ -8,12 +8,12 @@ from functools import partial
 from kvlab.params import Params
 from kvlab.report import claims
 from kvlab.report import format as fmt
-from kvlab.report.tables import layers, mitigations, models, noise, residual
+from kvlab.report.tables import certified, layers, mitigations, models, noise, residual
 from kvlab.report.tables import parts as tables
 
 SECTIONS = (
     *("gap", "factors", "models", "baseline", "agreement", "cells", "layers", "noise", "residual", "mitigations"),
-    *("calibration", "verdict", "limits", "identity"),
+    *("calibration", "verdict", "certified", "limits", "identity"),
 )
 METHODS = {
     "bca": "BCa bootstrap over windows, nowhere inside Student's t",
@@ -24,9 +24,18 @@ METHODS = {
 
 
 def report_context(
-    params: Params, metrics: dict, verdict: dict, withheld: str | None, comparison: dict | None = None
+    params: Params,
+    metrics: dict,
+    verdict: dict,
+    withheld: str | None,
+    comparison: dict | None = None,
+    claims_file: dict | None = None,
+    gate_page: str = "",
 ) -> dict:
-    """Everything that the templates name, as text ready to print; a part not measured is None."""
+    """Everything that the templates name, as text ready to print; a part not measured is None.
+
+    `gate_page` is where GATE.md is, seen from the report.
+    """
     sizes, identity = metrics["sizes"], metrics["identity"]
     level = fmt.percent(sizes["confidence"])
     gap = gap_context(metrics.get("gap"), level)
@@ -58,6 +67,7 @@ def report_context(
         **calibration_context(metrics),
         "thresholds": thresholds(params),
         "verdict": verdict_context(verdict),
+        "certified": certified.context(claims_file, identity.get("slug"), gate_page),
         "limits": limits(metrics),
         "open_questions": open_questions(metrics, verdict),
         "identity": identity_context(identity),

@@ -7,10 +7,11 @@ before anything is rendered when the engines do not agree, so no sentence can le
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kvlab.params import Params
-from kvlab.records import write_text
+from kvlab.records import read_json, write_text
 from kvlab.report import figures
 from kvlab.report import format as fmt
 from kvlab.report.contexts import report_context
@@ -18,11 +19,18 @@ from kvlab.report.html import page
 from kvlab.report.rendering import render
 from kvlab.report.withheld import withheld_because, without_cross_engine
 
+GATE_PAGE = "GATE.md"
 WITHHELD = "Withheld: this run may not compare engines."
 
 
 def write(
-    params: Params, metrics: dict, verdict: dict, out: Path, html: Path | None = None, comparison: dict | None = None
+    params: Params,
+    metrics: dict,
+    verdict: dict,
+    out: Path,
+    html: Path | None = None,
+    comparison: dict | None = None,
+    claims: Path | None = None,
 ) -> None:
     """Write FINDINGS.md to `out` and all figures (SVG and CSV) to ``figures/`` beside it; to `html` the page of both.
 
@@ -39,6 +47,8 @@ def write(
         Where the same words and tables go as one page with interactive figures; its links lead to such pages.
     comparison : dict, optional
         ``comparison.json``. The first of its models sets all of them beside one another, the others link that page.
+    claims : Path, optional
+        ``claims.json`` of the gate, beside its GATE.md, which is linked.
 
     Raises
     ------
@@ -47,15 +57,18 @@ def write(
     Fault
         When the shares of a decomposition do not add up to its gap.
     UserError
-        When the comparison is none, or of other models.
+        When the comparison is none, or of other models; when the claims are none.
     """
     out = Path(out)
     fmt.refuse_non_finite(metrics, "metrics")
     fmt.refuse_non_finite(verdict, "verdict")
     fmt.refuse_non_finite(comparison, "comparison")
+    claimed = read_json(claims) if claims else None
+    fmt.refuse_non_finite(claimed, "claims")
     withheld = withheld_because(metrics, verdict)
     shown = without_cross_engine(metrics) if withheld else metrics
-    context = report_context(params, shown, verdict, withheld, comparison)
+    gate_page = Path(os.path.relpath(Path(claims).with_name(GATE_PAGE), out.parent)).as_posix() if claims else ""
+    context = report_context(params, shown, verdict, withheld, comparison, claimed, gate_page)
     drawable = {name: figures.drawable(name, shown) for name in figures.FIGURES}
     links = {name: f"figures/{name}.svg" if there else None for name, there in drawable.items()}
     # Rendered before any file is touched: a report that cannot be rendered leaves the old one whole.

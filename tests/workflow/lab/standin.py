@@ -17,13 +17,17 @@ import sys
 import time
 from pathlib import Path
 
+MADE = {"calib", "results"}  # what verbs write; of other files, as a registry, only the bytes count
 FIGURES = ("gap_shapley", "baseline", "cells", "layers", "noise", "residual", "d_eff", "mitigations")
 
 
 def main():
     if not Path("src/kvlab/__main__.py").samefile(__file__):
         sys.exit(f"{__file__} is not the code of this folder")
-    verb, flags = sys.argv[1], named(sys.argv[2:])
+    verb, words = sys.argv[1], sys.argv[2:]
+    if verb == "gate":
+        verb, words = f"gate_{words[0]}", words[1:]
+    flags = named(words)
     out = Path(flags.pop("--out")[0])
     with open(os.environ.get("STANDIN_TRACE", os.devnull), "a") as trace:
         trace.write(f"{verb} {out}\n")
@@ -31,15 +35,16 @@ def main():
     if verb == os.environ.get("STANDIN_FAIL"):
         sys.exit(f"kvlab {verb}: failed, because STANDIN_FAIL says so")
     params = json.loads(flags.pop("--params", ["{}"])[0])
-    beside = [Path(flags.pop(flag)[0]) for flag in ("--html", "--json", "--summary") if flag in flags]
-    words = description(verb, params, flags)
+    made = ("--html", "--json", "--summary", *(["--current"] if verb == "gate_rows" else []))
+    beside = [Path(flags.pop(flag)[0]) for flag in made if flag in flags]
+    told = description(verb, params, flags)
     for path in [*written(verb, out), *beside]:
-        write(path, content(path, words | {"file": str(path)}))
+        write(path, content(path, told | {"file": str(path)}))
 
 
 def named(words):
-    """The command line as {flag: its words}."""
-    flags = {}
+    """The command line as {flag: its words}; those in front of every flag are under "files"."""
+    flags = {"files": []}
     for word in words:
         if word.startswith("--"):
             flags[word] = []
@@ -57,6 +62,8 @@ def description(verb, params, flags):
     saw = {"models": {model.get("slug")}, "bits": {params.get("bits")}}
     for path in (Path(word) for words in flags.values() for word in words if Path(word).is_file()):
         given.update(path.read_bytes())
+        if path.parts[0] not in MADE:
+            continue
         for kind, values in read(path.name, path.read_text())["saw"].items():
             saw[kind] |= set(values)
     seen = {kind: sorted(values - {None}) for kind, values in saw.items()}
@@ -71,6 +78,8 @@ def written(verb, out):
         beside = [f"{out.stem}{end}" for end in (".json", "-post_rope.safetensors", "-post_rope.json")]
     elif verb == "codebooks":
         beside = [f"{out.stem}/tables.safetensors"]
+    elif verb == "gate_report":
+        beside = ["detection.svg", "detection.csv"]
     elif verb == "report":
         beside = [f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "csv")]
     else:
@@ -84,7 +93,7 @@ def content(path, words):
     bits = words["saw"]["bits"]
     if path.suffix == ".csv":
         table = io.StringIO()
-        rows = [["sigma", "layer", "value", "words"], [0.1, 0, *bits, json.dumps(words)]]
+        rows = [["sigma", "layer", "value", "words"], [0.1, 0, bits[0] if bits else 0, json.dumps(words)]]
         csv.writer(table, lineterminator="\n").writerows(rows)
         return table.getvalue()
     numbers = {slug: {"bits": bits[0]} for slug in words["saw"]["models"]} if path.name == "summary.json" else {}

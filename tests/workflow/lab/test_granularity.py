@@ -11,6 +11,7 @@ ALL = ("results/gap/FINDINGS.md", "ladder", "planted")
 CODED = {"codebooks_study", "baseline_run", "residual_engine", "mitigations_choice"}
 CODED |= {f"{study}_job" for study in ("factors", "cells", "layers", "noise", "mitigations")}
 REPORTED = {"gap_metrics", "gap_verdict", "report_comparison", "report_lead"}
+JUDGED = {"mechanisms_job", "gate_rows", "gate_report"}
 
 
 def planned(lab):
@@ -60,12 +61,12 @@ def test_other_bits_rerun_no_capture_and_no_sigma(lab):
 def test_a_codec_file_reruns_what_uses_it(lab):
     rung, block = "src/kvlab/codec/ladder/kivi.py", "src/kvlab/codec/block.py"
     (lab.root / rung).open("a").write("\nNEW = 1\n")
-    assert planned(lab) == {"ladder_job"}
-    assert changed(lab) == depending(lab, rung) == {"ladder"}
+    assert planned(lab) == JUDGED | {"ladder_job", "report_lead"}
+    assert changed(lab) == depending(lab, rung) == {"ladder", "mechanisms"}
     (lab.root / block).open("a").write("\nNEW = 1\n")
-    assert planned(lab) == CODED | REPORTED | {"ladder_job", "planted"}
+    assert planned(lab) == CODED | REPORTED | JUDGED | {"ladder_job", "planted"}
     assert changed(lab) == depending(lab, rung, block)
-    assert not {"corpus", "capture", "sigma", "components", "report"} & changed(lab)
+    assert not {"corpus", "capture", "sigma", "components", "needles", "report"} & changed(lab)
 
 
 def test_comments_and_times_rerun_nothing(lab):

@@ -1,0 +1,202 @@
+"""One case of everything that the gate reads, as plain data, with nothing wrong in it: where corruptions start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlab.gate import registry
+from kvlab.gate.audit import published_rules
+from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE
+from kvlab.gate.evidence import build
+from kvlab.recipe import IDENTITY
+
+MODEL = "reference"
+TOKENS, VALUES, FIRES, ITEMS = 4096, 2**20, 96, 400
+
+
+def valid_case() -> dict[str, Any]:
+    """Everything that the gate reads, as plain data, and nothing wrong with it.
+
+    Returns
+    -------
+    dict
+        ``config`` and ``environment``, what a person declares; ``mechanisms`` and ``evals``, the registry's two
+        files; ``rows``, objects by a name, each with its evidence; ``current``, what is current now. Every row passes
+        the published rules too.
+    """
+    return {
+        "config": _config(),
+        "environment": {"MECHANISM": "speculative_decoding", "MECHANISM_VARIANT": "mtp", "DRAFT_MODEL_ID": "draft"}
+        | {"SPECULATIVE_ACCEPTANCE_RATE": "0.7", "SPECULATIVE_WASTED_TOKENS": "12"},
+        "mechanisms": {"schema_version": registry.SCHEMA_VERSION, "mechanisms": _mechanisms()},
+        "evals": {"schema_version": registry.SCHEMA_VERSION, "evals": [_needle(), _fidelity()]},
+        "rows": _rows(),
+        "current": {MODEL: {"model_hash": "weights", "corpus_hash": "text", "code": "commit"}},
+    }
+
+
+def _config() -> dict[str, Any]:
+    return {
+        "mechanism": "kv_quantization",
+        "mechanism-variant": "fp8_e4m3",
+        "compression-ratio": 0.5,
+        "compression-overhead-ms": 1.5,
+        "quality-eval-id": "needle",
+        "mechanism-notes": "per-tensor scales",
+        "support-status": "reviewed_preview",
+    }
+
+
+def _mechanisms() -> list[dict[str, Any]]:
+    native = ["float32", "bfloat16", "float16"]
+    cache = {"kind": "compression", "scope": "kv_cache", "lossless": False, "description": "fewer bits"}
+    untouched = {"method": None, "scope": None, "lossless": True, "kv_cache_dtypes": native}
+    return [
+        {"mechanism": "baseline", "variant": "none", "kind": "baseline", "description": "as it is"} | untouched,
+        {"mechanism": "kv_quantization", "variant": "fp8_e4m3", "method": "fp8_e4m3"}
+        | {"kv_cache_dtypes": ["fp8", "fp8_e4m3"], "sources": ["arXiv:2209.05433"]}
+        | cache,
+        {"mechanism": "kv_quantization", "variant": "int", "method": "int", "kv_cache_dtypes": native}
+        | {"codecs": ["int"], "evals": ["kv_fidelity"]}
+        | cache,
+        {"mechanism": "kv_quantization", "variant": "turboquant_class", "method": "turboquant_class"}
+        | {"umbrella": True, "kv_cache_dtypes": native, "codecs": ["hadamard"]}
+        | cache,
+        {"mechanism": "speculative_decoding", "variant": "mtp", "kind": "speculative", "needs_draft": True}
+        | {"description": "drafts of its own"}
+        | untouched,
+    ]
+
+
+def _needle() -> dict[str, Any]:
+    metric = {"key": "needle_recall", "direction": "higher", "tolerance_se": 2.0, "tolerance_max": 0.05, "floor": 0.2}
+    return {
+        "quality_eval_id": "needle",
+        "version": "1",
+        "harness": "kvlab",
+        "task": None,
+        "scope": "retrieval",
+        "metrics": [metric],
+        "baseline_required": True,
+        "band": [128, 32768],
+        "generates": True,
+        "description": "one planted fact for each context",
+    }
+
+
+def _fidelity() -> dict[str, Any]:
+    capped = {"tolerance_se": None, "floor": None}
+    return {
+        "quality_eval_id": "kv_fidelity",
+        "version": "1",
+        "harness": "kvlab",
+        "task": None,
+        "scope": "next_token_distribution",
+        "metrics": [
+            {"key": "kl", "direction": "lower", "tolerance_max": 0.01} | capped,
+            {"key": "top1_agreement", "direction": "higher", "tolerance_max": 0.05} | capped,
+        ],
+        "baseline_required": True,
+        "band": [1, 8192],
+        "generates": False,
+        "description": "how far the distribution of the next token moves",
+    }
+
+
+def _rows() -> dict[str, dict[str, Any]]:
+    needle = {"quality_eval_id": "needle", "quality_eval_status": "completed"}
+    fp8 = {"mechanism": "kv_quantization", "mechanism_variant": "fp8_e4m3", "compression_method": "fp8_e4m3"}
+    fp8 |= {"compression_scope": "kv_cache", "compression_ratio": 0.5} | _observed("fp8_e4m3", 8)
+    coded = {"mechanism": "kv_quantization", "fires": FIRES, "expected_fires": FIRES}
+    fidelity = {"quality_eval_id": "kv_fidelity", "quality_eval_status": "completed", "kl": 0.002}
+    rows = {
+        "baseline": {"mechanism": "baseline"} | _observed("bfloat16", 16),
+        "fp8": fp8 | needle,
+        "int": coded
+        | {
+            "mechanism_variant": "int",
+            "codec": "int",
+            "calibration": "fit",
+            "compression_ratio": 0.3,
+            "bits_per_value": 4.8,
+        }
+        | _observed("bfloat16", 4.8)
+        | fidelity,
+        "class": coded
+        | {"mechanism_variant": "turboquant_class", "codec": "hadamard", "mechanism_notes": "kvlab hadamard"}
+        | _observed("bfloat16", 4)
+        | needle,
+        "mtp": {"mechanism": "speculative_decoding", "mechanism_variant": "mtp", "draft_model_id": "draft"}
+        | {"speculative_acceptance_rate": 0.7}
+        | _observed("bfloat16", 16)
+        | needle
+        | {"spec_decoding": "mtp"},
+        "preview": fp8 | {"support_status": "reviewed_preview", "quality_eval_status": "pending"},
+        "recorded": fp8 | {"support_status": "reviewed_preview"},
+    }
+    rows = {name: _identity(name) | {"row_id": name} | row for name, row in rows.items()}
+    for name in ("fp8", "int", "class", "mtp"):
+        rows[name][EVIDENCE] = [_evidence(rows[name])]
+    rows["recorded"][EMBEDDED] = published_rules.published_record(rows["recorded"])
+    return rows
+
+
+def _identity(name: str) -> dict[str, Any]:
+    return {
+        "support_status": "supported",
+        "model": MODEL,
+        "model_hash": "weights",
+        "engine": "vllm",
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "protocol": "snapshot",
+        "context_tokens": TOKENS,
+        "context_band": "4k",
+        "corpus_hash": "text",
+        "recipe_id": f"recipe-{name}",
+        "code": "commit",
+    }
+
+
+def _observed(dtype: str, bits: float) -> dict[str, Any]:
+    counted = {"kv_bytes": round(bits * VALUES / 8), "kv_values": VALUES}
+    return {"kv_cache_dtype": dtype, "cache_class": "PagedCache", "spec_decoding": "none"} | counted
+
+
+def _evidence(row: dict[str, Any]) -> dict[str, Any]:
+    """Evidence of a row with a small loss, well inside its tolerance."""
+    keys = ("model", "model_hash", "engine", "device", "dtype", "protocol", "context_tokens", "corpus_hash", "code")
+    identity = {key: row[key] for key in keys} | {"versions": {"kvlab": "0"}, "calibration": row.get("calibration")}
+    observed = {key: row[key] for key in ("kv_cache_dtype", "cache_class", "kv_bytes", "kv_values")}
+    observed |= {"codec": row.get("codec"), "fires": row.get("fires", 0), "expected_fires": row.get("fires", 0)}
+    observed |= {"canary_kl": 2.0 if row.get("codec") else None}
+    return build(
+        quality_eval_id=row["quality_eval_id"],
+        version="1",
+        **(_recall() if row["quality_eval_id"] == "needle" else _divergence()),
+        identity=identity | {"recipe_id": row["recipe_id"]},
+        observed=observed,
+        baseline_recipe_id=IDENTITY.recipe_id,
+        baseline_identity=identity | {"recipe_id": IDENTITY.recipe_id},
+    ).model_dump(mode="json")
+
+
+def _recall() -> dict[str, Any]:
+    return {
+        "metrics": {"needle_recall": _measure(0.90625, 0.0625, 0.03125)},
+        "baseline": {"needle_recall": _measure(0.9140625, 0.0625, 0.03125)},
+        "paired": {"needle_recall": _measure(-0.0078125, 0.00390625, 0.001953125)},
+    }
+
+
+def _divergence() -> dict[str, Any]:
+    lost = {"kl": _measure(0.002, 0.001, 0.0005)}
+    return {
+        "metrics": lost | {"top1_agreement": _measure(0.984375, 0.00390625, 0.001953125)},
+        "baseline": {"kl": _measure(0.0, 0.0, 0.0), "top1_agreement": _measure(1.0, 0.0, 0.0)},
+        "paired": lost | {"top1_agreement": _measure(-0.015625, 0.00390625, 0.001953125)},
+    }
+
+
+def _measure(value: float, side: float, se: float) -> dict[str, Any]:
+    return {"value": value, "low": value - side, "high": value + side, "se": se, "n": ITEMS}

@@ -1,0 +1,24 @@
+"""What was measured of a row's quality, and what may be concluded from it."""
+
+from kvlab.gate.evidence.derived import Derived, Status, status
+from kvlab.gate.evidence.faults import BASELINE_RECIPE, problems
+from kvlab.gate.evidence.measures import Measure, measured, paired
+from kvlab.gate.evidence.record import Evidence, EvidenceError, Identity, Observed, build, parse, read
+
+__all__ = [
+    "BASELINE_RECIPE",
+    "Derived",
+    "Evidence",
+    "EvidenceError",
+    "Identity",
+    "Measure",
+    "Observed",
+    "Status",
+    "build",
+    "measured",
+    "paired",
+    "parse",
+    "problems",
+    "read",
+    "status",
+]

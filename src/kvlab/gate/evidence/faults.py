@@ -1,0 +1,252 @@
+"""Whether a row may rest on a piece of evidence: everything that is wrong with it, each thing by its own code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from kvlab.errors import suggestion
+from kvlab.gate.evidence.measures import Measure
+from kvlab.gate.evidence.record import Evidence, EvidenceError, Observed, parse
+from kvlab.gate.reasons import Reason
+from kvlab.gate.registry import Eval, Mechanism, Registry
+from kvlab.recipe import IDENTITY
+from kvlab.records import CANARY_MIN
+
+BASELINE_RECIPE = IDENTITY.recipe_id  # a baseline codes nothing; anything else would flatter what is held against it
+NO_CODEC = (None, "", "identity")
+OWN_HARNESS = "kvlab"
+NARROWEST = 1.9  # standard errors; at 95 % an interval is about four wide, at a rate of 0 or 1 half of that
+ROUNDED = 1e-3  # relative; rows show rounded numbers
+OTHER_TEXT = 0.05  # relative; a codec that stores outliers takes other bytes for the texts of another eval
+
+
+def problems(
+    evidence: object,
+    row: Mapping,
+    registry: Registry,
+    current: Mapping[str, Mapping[str, str]] | None = None,
+) -> list[Reason]:
+    """Everything that keeps a row from resting on this evidence; parameters as in `status`, but one evidence.
+
+    Evidence that is malformed, not finite or tampered with is not looked at any further: what else it says is not
+    known to be what was measured.
+
+    Returns
+    -------
+    list of Reason
+    """
+    if evidence is None:
+        return [Reason(code="evidence_missing", field="evidence", said="is not there")]
+    try:
+        evidence = parse(evidence)
+    except EvidenceError as error:
+        return [Reason(code="evidence_malformed", field="evidence", said=str(error))]
+    broken = [*_not_finite(evidence)] or [*_tampered(evidence)]
+    if broken:
+        return broken
+    entry = registry.eval(evidence.quality_eval_id)
+    if entry is None:
+        known = suggestion(evidence.quality_eval_id, registry.evals)
+        said = f"is {evidence.quality_eval_id!r}, which is not registered{known}"
+        return [Reason(code="evidence_unregistered_eval", field="quality_eval_id", said=said)]
+    return [
+        *_other_version(evidence, entry),
+        *_other_identity(evidence, row),
+        *_stale(evidence, row, current),
+        *_outside_band(evidence, entry),
+        *_baseline(evidence, entry),
+        *_metrics(evidence, entry),
+        *_codec(evidence, row, registry),
+        *_canary(evidence, entry),
+        *_contradictions(evidence, row),
+    ]
+
+
+def _measures(evidence: Evidence) -> Iterator[tuple[str, Measure]]:
+    """Every measure with where it stands."""
+    for part in ("metrics", "baseline", "paired"):
+        for key, measure in getattr(evidence, part).items():
+            yield f"{part}.{key}", measure
+
+
+def _not_finite(evidence: Evidence) -> Iterator[Reason]:
+    for place, measure in _measures(evidence):
+        for name, value in measure:
+            if not math.isfinite(value):
+                yield Reason(code="evidence_not_finite", field=f"{place}.{name}", said=f"is {value}")
+
+
+def _tampered(evidence: Evidence) -> Iterator[Reason]:
+    if evidence.content_id() != evidence.evidence_id:
+        said = f"is {evidence.evidence_id!r}, the content's is {evidence.content_id()!r}"
+        yield Reason(code="evidence_tampered", field="evidence_id", said=said)
+
+
+def _other_version(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
+    if evidence.version != entry.version:
+        said = f"is {evidence.version!r}, registered is {entry.version!r}"
+        yield Reason(code="evidence_other_version", field="version", said=said)
+
+
+# A row that does not say one of these could borrow any evidence, so nothing said is equal to nothing alone.
+IDENTIFYING = {
+    "model": "model",
+    "engine": "engine",
+    "recipe_id": "recipe",
+    "context_tokens": "context",
+    "dtype": "dtype",
+    "protocol": "protocol",
+    "device": "device",
+    "calibration": "calibration",
+}
+AGEING = {"model_hash": "model", "corpus_hash": "corpus", "code": "code"}
+
+
+def _other_identity(evidence: Evidence, row: Mapping) -> Iterator[Reason]:
+    for name, what in IDENTIFYING.items():
+        measured, claimed = getattr(evidence.identity, name), row.get(name)
+        if measured != claimed:
+            said = f"is {claimed!r} in the row and {measured!r} in the evidence"
+            yield Reason(code=f"evidence_other_{what}", field=name, said=said)
+
+
+def _stale(evidence: Evidence, row: Mapping, current: Mapping[str, Mapping[str, str]] | None) -> Iterator[Reason]:
+    now = None if current is None else current.get(evidence.identity.model)
+    if current is not None and now is None:
+        said = f"is {evidence.identity.model!r}; known are {', '.join(sorted(current)) or 'none'}"
+        yield Reason(code="evidence_stale_unknown", field="model", said=said)
+    for name, what in AGEING.items():
+        measured = getattr(evidence.identity, name)
+        for where, other in (("in the row", row.get(name)), ("now", (now or {}).get(name))):
+            if other is not None and other != measured:
+                said = f"is {other!r} {where} and {measured!r} in the evidence"
+                yield Reason(code=f"evidence_stale_{what}", field=name, said=said)
+                break
+
+
+def _outside_band(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
+    if not entry.covers(evidence.identity.context_tokens):
+        band = "{} to {}".format(*entry.band)
+        said = f"is {evidence.identity.context_tokens}, {entry.quality_eval_id} speaks for {band}"
+        yield Reason(code="evidence_outside_band", field="context_tokens", said=said)
+
+
+def _baseline(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
+    """The baseline codes nothing and is otherwise the variant's twin."""
+    identity, recipe = evidence.baseline_identity, evidence.baseline_recipe_id
+    if identity is None or recipe is None or not evidence.baseline:
+        if entry.baseline_required:
+            yield Reason(code="evidence_no_baseline", field="baseline", said="is not there, or not what it was run on")
+        return
+    for name, found in (("baseline_recipe_id", recipe), ("baseline_identity.recipe_id", identity.recipe_id)):
+        if found != BASELINE_RECIPE:
+            said = f"is {found!r}, that of no codec is {BASELINE_RECIPE!r}"
+            yield Reason(code="evidence_other_baseline", field=name, said=said)
+    for name, value in identity:
+        variants = getattr(evidence.identity, name)
+        if name != "recipe_id" and value != variants:
+            said = f"is {value!r} for the baseline and {variants!r} for the variant"
+            yield Reason(code="evidence_other_baseline", field=f"baseline_identity.{name}", said=said)
+
+
+def _metrics(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
+    """Every registered metric is there, with intervals that can be, and its parts belong together."""
+    for place, measure in _measures(evidence):
+        outside = not measure.low <= measure.value <= measure.high
+        narrow = measure.high - measure.low < NARROWEST * measure.se
+        if outside or narrow or measure.se < 0 or measure.n < 2:
+            said = f"is {measure.value} in [{measure.low}, {measure.high}], se {measure.se}, n {measure.n}"
+            yield Reason(code="evidence_interval", field=place, said=said)
+    parts = ("metrics", "baseline", "paired") if entry.baseline_required or evidence.baseline else ("metrics",)
+    for metric in entry.metrics:
+        missing = [part for part in parts if metric.key not in getattr(evidence, part)]
+        for part in missing:
+            yield Reason(code="evidence_metric_missing", field=f"{part}.{metric.key}", said="is not there")
+        if not missing and len(parts) > 1:
+            yield from _unpaired(evidence, metric.key)
+
+
+def _unpaired(evidence: Evidence, key: str) -> Iterator[Reason]:
+    value, baseline, paired = evidence.metrics[key], evidence.baseline[key], evidence.paired[key]
+    if not value.n == baseline.n == paired.n:
+        said = f"is over {paired.n} items, the variant over {value.n}, the baseline over {baseline.n}"
+        yield Reason(code="evidence_unpaired", field=f"paired.{key}", said=said)
+    size = max(abs(value.value), abs(baseline.value))
+    if not math.isclose(paired.value, value.value - baseline.value, rel_tol=1e-6, abs_tol=1e-9 * max(1.0, size)):
+        said = f"is {paired.value}, but variant minus baseline is {value.value - baseline.value}"
+        yield Reason(code="evidence_unpaired", field=f"paired.{key}", said=said)
+
+
+def _codec(evidence: Evidence, row: Mapping, registry: Registry) -> Iterator[Reason]:
+    """The mechanism's codec ran: one that did not costs no quality, and says nothing about one that does."""
+    observed, mechanisms = evidence.observed, mechanisms_of(row, registry)
+    if observed.codec in NO_CODEC:
+        yield from _idle(observed, mechanisms, _cache_dtypes(registry.mechanism("baseline", "none")))
+        return
+    if observed.fires == 0 or observed.fires != observed.expected_fires:
+        said = f"is {observed.fires} for {observed.codec}, expected {observed.expected_fires}"
+        yield Reason(code="evidence_codec_idle", field="observed.fires", said=said)
+    named = {codec for mechanism in mechanisms if mechanism for codec in mechanism.codecs}
+    if None not in mechanisms and observed.codec not in named:
+        said = f"is {observed.codec!r}, the row's mechanism names {', '.join(sorted(named)) or 'none'}"
+        yield Reason(code="evidence_other_codec", field="observed.codec", said=said)
+
+
+def _canary(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
+    """The logits hang on what is stored: else nothing that is stored costs any quality.
+
+    Another harness looks at it by itself, on what it asks; it need not say so.
+    """
+    found, coded = evidence.observed.canary_kl, evidence.observed.codec not in NO_CODEC
+    if found is None:
+        if coded and entry.harness == OWN_HARNESS:
+            yield Reason(code="evidence_canary", field="observed.canary_kl", said="is not there; a codec ran")
+    elif not (found >= CANARY_MIN if coded else found > 0):
+        least = f"at least {CANARY_MIN:g}" if coded else "more than 0"
+        yield Reason(code="evidence_canary", field="observed.canary_kl", said=f"is {found!r}; expected is {least}")
+
+
+def _idle(observed: Observed, mechanisms: list[Mechanism | None], plain: set[str]) -> Iterator[Reason]:
+    """No codec of ours ran: then the engine has to store something that `plain` caches do not."""
+    for mechanism in filter(None, mechanisms):
+        codecs, dtypes = set(mechanism.codecs) - set(NO_CODEC), _cache_dtypes(mechanism) - plain
+        if not mechanism.lossless and (codecs or dtypes) and observed.kv_cache_dtype not in dtypes:
+            expected = " or ".join([*sorted(codecs), *(f"a cache of {dtype}" for dtype in sorted(dtypes))])
+            said = f"is none and the cache holds {observed.kv_cache_dtype}; expected is {expected}"
+            yield Reason(code="evidence_codec_idle", field="observed.codec", said=said)
+
+
+def _cache_dtypes(mechanism: Mechanism | None) -> set[str]:
+    return set(mechanism.kv_cache_dtypes) if mechanism else set()
+
+
+def _contradictions(evidence: Evidence, row: Mapping) -> Iterator[Reason]:
+    """What a row says of itself that its evidence saw otherwise; what it does not say contradicts nothing."""
+    observed = evidence.observed
+    for name in ("kv_cache_dtype", "cache_class", "codec"):
+        seen, said_so = getattr(observed, name) or None, row.get(name) or None
+        if said_so is not None and seen != said_so:
+            yield _contradiction(name, said_so, seen)
+    numbers = {key: measure.value for key, measure in evidence.metrics.items()}
+    if observed.kv_values > 0:
+        numbers["bits_per_value"] = 8 * observed.kv_bytes / observed.kv_values
+    rounded = {"bits_per_value": ROUNDED if evidence.quality_eval_id == row.get("quality_eval_id") else OTHER_TEXT}
+    for name, seen in numbers.items():
+        shown = row.get(name)
+        if shown is not None and not math.isclose(shown, seen, rel_tol=rounded.get(name, ROUNDED), abs_tol=1e-9):
+            yield _contradiction(name, shown, seen)
+
+
+def _contradiction(name: str, shown: object, seen: object) -> Reason:
+    said = f"is {shown!r} in the row and {seen!r} in the evidence"
+    return Reason(code="evidence_contradicts_row", field=name, said=said)
+
+
+def mechanisms_of(row: Mapping, registry: Registry) -> list[Mechanism | None]:
+    """The row's registered mechanisms, ``a+b`` being two; None for one that is not registered."""
+    names = str(row.get("mechanism") or "").split("+")
+    variants = str(row.get("mechanism_variant") or "none").split("+")
+    if len(names) != len(variants):
+        return [None]
+    return [registry.mechanism(*pair) for pair in zip(names, variants, strict=True)]

@@ -1,0 +1,320 @@
+"""What may be said of every row, in one place: its numbers with their intervals, what it earns and why not more.
+
+Pages and programs read this instead of rows and reports. A metric is told only of evidence that is the row's own and
+has no problem: what a row says of its own quality backs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from kvlab.errors import UserError
+from kvlab.gate.cases import Context
+from kvlab.gate.catalogue.columns import BY_NAME, TIERS
+from kvlab.gate.catalogue.rows import Row
+from kvlab.gate.check import Claim, Report, check
+from kvlab.gate.evidence import Evidence, Measure, measured, parse, problems
+from kvlab.gate.reasons import Reason
+from kvlab.gate.samples import Sampled, Samples, speed
+from kvlab.recipe import Frozen
+
+SCHEMA_VERSION = 1
+CERTIFIED = TIERS[0]
+BASELINE = "baseline"
+ALIKE = ("run", "model", "engine", "device", "dtype", "context_tokens")
+"""Fields in which a row and the baseline that its throughput is held against are equal."""
+
+TOLD = (
+    *("row_id", "run", "model", "engine", "device", "dtype", "protocol", "context_tokens", "stored_span"),
+    *("mechanism", "mechanism_variant", "bits", "bits_per_value", "compression_ratio", "throughput_tok_s"),
+)
+"""Fields of a row that a line repeats."""
+
+
+AGEING = ("model_hash", "corpus_hash", "code")
+
+
+class Ratio(Frozen):
+    """Of throughputs, over that of the baseline; without an interval where the windows' times are not there."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+
+
+class Line(Frozen):
+    """One row as it is told.
+
+    Parameters
+    ----------
+    throughput_ratio : Ratio or None
+        Over that of the baseline of the same run; None where there is not exactly one. Of mean seconds over the same
+        windows where these are known, and of the throughputs otherwise.
+    metrics, baseline : dict of str to Measure
+        What evidence without a problem found, of the row and of its baseline. Of a baseline, what its second run found
+        and what its first did.
+    claimed, earned : str or None
+        Tiers.
+    why : str
+        Why it does not earn what it claims, or was not measured, in a few words; empty where nothing is to be said.
+    """
+
+    row_id: str
+    run: str | None
+    model: str | None
+    engine: str | None
+    device: str | None
+    dtype: str | None
+    protocol: str | None
+    context_tokens: int | None
+    stored_span: str | None
+    mechanism: str | None
+    mechanism_variant: str | None
+    bits: int | None
+    bits_per_value: float | None
+    compression_ratio: float | None
+    throughput_tok_s: float | None
+    throughput_ratio: Ratio | None
+    measured: bool
+    metrics: dict[str, Measure]
+    baseline: dict[str, Measure]
+    claimed: str | None
+    earned: str | None
+    status: str | None
+    badge: str
+    word: str
+    codes: tuple[str, ...]
+    why: str
+
+    @property
+    def compresses(self) -> bool:
+        """Whether it is measured and something else than the baseline."""
+        return self.measured and self.mechanism not in (None, BASELINE)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where it was measured: the group of lines that are set beside one another."""
+        return self.model or "", self.engine or ""
+
+    @property
+    def name(self) -> str:
+        """``mechanism/variant``, or the mechanism alone."""
+        return "/".join(filter(None, (self.mechanism, self.mechanism_variant)))
+
+
+class Best(Frozen):
+    """The best certified row of one engine and protocol by a measure.
+
+    Parameters
+    ----------
+    row_id : str or None
+        None where none is certified, or the first is not told apart from others.
+    tied : tuple of str
+        The rows that cannot be told apart from the first, which is among them; empty where there is a best.
+    certified, tried : int
+        Of how many certified rows it is the best, and of how many that were measured. The best of many is better by
+        luck, too: the more, the more it is flattered.
+    """
+
+    model: str
+    engine: str
+    protocol: str
+    by: str
+    row_id: str | None
+    tied: tuple[str, ...]
+    certified: int
+    tried: int
+
+
+class Summary(Frozen):
+    """All lines in a fixed order, how many earned each tier, and the best of those that are certified."""
+
+    schema_version: int = SCHEMA_VERSION
+    registry: str
+    current: str | None
+    counts: dict[str, int]
+    best: tuple[Best, ...]
+    rows: tuple[Line, ...]
+
+    def told(self) -> dict:
+        """As JSON for programs: of a metric its value, interval and number of items."""
+        measures = {"metrics": {"__all__": {"se"}}, "baseline": True}
+        return self.model_dump(mode="json", exclude={"rows": {"__all__": measures}})
+
+
+def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None) -> tuple[Report, Summary]:
+    """The gate's report on rows, and what may be said of each.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+    context : Context
+    samples : Samples, optional
+        What the rows were made of; without them no throughput has an interval, and no baseline is repeated.
+
+    Raises
+    ------
+    UserError
+        Two rows have the same run and `row_id`, or a row two pieces of evidence on one metric: nothing could be said
+        of either.
+    """
+    samples = samples or {}
+    report = check(rows, context)
+    claims = {(claim.row["run"], claim.row["row_id"]): claim for claim in report.claims}
+    if len(claims) != len(rows):
+        raise UserError(f"{len(rows) - len(claims)} rows are there twice, with the same run and row_id; give each once")
+    lines = sorted((_line(row, claims[_place(row)], rows, context, samples) for row in rows), key=_order)
+    earned = [line.earned for line in lines]
+    return report, Summary(
+        registry=report.registry,
+        current=report.current,
+        counts={tier: earned.count(tier) for tier in TIERS},
+        best=tuple(_best(lines, samples)),
+        rows=tuple(lines),
+    )
+
+
+def _place(row: Row) -> tuple:
+    return row.values.get("run"), row.values.get("row_id")
+
+
+def _order(line: Line) -> tuple:
+    """By engine; there the baseline first, then by tier, and the smallest first in each."""
+    tier = TIERS.index(line.earned) if line.earned else len(TIERS)
+    held = float("inf") if line.bits_per_value is None else line.bits_per_value
+    return (*line.place, line.mechanism != BASELINE, not line.measured, tier, held, line.name, line.row_id)
+
+
+def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples: Samples) -> Line:
+    metrics, baseline = _measures(row, context, samples.get(_place(row)))
+    was_measured = any(
+        row.values.get(name) is not None for name, column in BY_NAME.items() if column.group == "measured"
+    )
+    return Line(
+        **{name: row.values.get(name) for name in TOLD},
+        throughput_ratio=_ratio(row, rows, samples),
+        measured=was_measured,
+        metrics=metrics,
+        baseline=baseline,
+        claimed=claim.claimed,
+        earned=claim.earned,
+        status=claim.status,
+        badge=claim.badge,
+        word=claim.word,
+        codes=tuple(dict.fromkeys(reason.code for reason in _counting(claim))),
+        why=_why(claim) if was_measured else str(row.values.get("mechanism_notes") or "not measured"),
+    )
+
+
+def _measures(row: Row, context: Context, sampled: Sampled | None) -> tuple[dict[str, Measure], dict[str, Measure]]:
+    """The metrics of a row and of what it is held against, the latter of a baseline being its own first run."""
+    evidence = list(_sound(row, context))
+    times = Counter(key for piece in evidence for key in piece.metrics)
+    if twice := sorted(key for key, number in times.items() if number > 1):
+        raise UserError(
+            f"row {row.values.get('row_id')!r} has more than one piece of evidence on {', '.join(twice)}; give one"
+        )
+    if row.values.get("mechanism") == BASELINE and not evidence and sampled and _is_current(row, context):
+        repeats = sorted(sampled.repeats, key=lambda repeat: repeat.metric)
+        return (
+            {repeat.metric: measured(repeat.second, repeat.rate) for repeat in repeats},
+            {repeat.metric: measured(repeat.first, repeat.rate) for repeat in repeats},
+        )
+    return _merged(piece.metrics for piece in evidence), _merged(piece.baseline for piece in evidence)
+
+
+def _merged(parts: Iterable[Mapping[str, Measure]]) -> dict[str, Measure]:
+    return {key: measure for part in parts for key, measure in sorted(part.items())}
+
+
+def _sound(row: Row, context: Context) -> Iterator[Evidence]:
+    for piece in row.evidence:
+        if not problems(piece, row.values, context.registry, context.current):
+            yield parse(piece)
+
+
+def _is_current(row: Row, context: Context) -> bool:
+    """Whether what a row without evidence was measured on is what there is now, as far as that is known."""
+    if context.current is None:
+        return True
+    now = context.current.get(row.values.get("model"), {})
+    return all(row.values.get(name) == now.get(name) for name in AGEING)
+
+
+def _ratio(row: Row, rows: Sequence[Row], samples: Samples) -> Ratio | None:
+    own = row.values.get("throughput_tok_s")
+    plain = [
+        other
+        for other in rows
+        if other.values.get("mechanism") == BASELINE
+        and other.values.get("throughput_tok_s")
+        and all(other.values.get(name) == row.values.get(name) for name in ALIKE)
+    ]
+    if own is None or len(plain) != 1:
+        return None
+    found = _speed(_place(row), _place(plain[0]), samples)
+    if found is None:
+        return Ratio(value=own / plain[0].values["throughput_tok_s"])
+    return Ratio(value=found.value, low=found.low, high=found.high, n=found.n_windows)
+
+
+def _speed(place: tuple, other: tuple, samples: Samples):
+    """How many times as fast as another row; None where that is not known of both."""
+    if place not in samples or other not in samples:
+        return None
+    return speed(samples[place].seconds, samples[other].seconds)
+
+
+def _counting(claim: Claim) -> list[Reason]:
+    """The reasons that keep the row from its claim."""
+    return [reason for finding in claim.findings if finding.counts for reason in finding.reasons]
+
+
+def _why(claim: Claim) -> str:
+    """Which metrics lose too much or are not settled; for everything else the codes."""
+    counting = _counting(claim)
+    told = []
+    for code, word in (("quality_beyond", "beyond"), ("quality_open", "open")):
+        keys = [reason.field.removeprefix("metrics.") for reason in counting if reason.code == code]
+        told += [f"{', '.join(keys)} {word}"] if keys else []
+    others = dict.fromkeys(r.code for r in counting if r.code not in ("quality_beyond", "quality_open"))
+    return "; ".join([*told, *others])
+
+
+def _best(lines: Iterable[Line], samples: Samples) -> Iterator[Best]:
+    """Of each engine and protocol the fastest certified row, and the smallest."""
+    groups: dict[tuple, list[Line]] = {}
+    for line in lines:
+        if line.compresses:
+            groups.setdefault((*line.place, line.protocol or ""), []).append(line)
+    for (model, engine, protocol), tried in groups.items():
+        certified = [line for line in tried if line.earned == CERTIFIED]
+        for by, first in (("throughput_tok_s", _fastest), ("bits_per_value", _smallest)):
+            tied = first([line for line in certified if getattr(line, by) is not None], samples)
+            yield Best(
+                model=model,
+                engine=engine,
+                protocol=protocol,
+                by=by,
+                row_id=tied[0] if len(tied) == 1 else None,
+                tied=tuple(tied) if len(tied) > 1 else (),
+                certified=len(certified),
+                tried=len(tried),
+            )
+
+
+def _fastest(lines: list[Line], samples: Samples) -> list[str]:
+    """The fastest row, and behind it those from which the same windows do not tell it apart."""
+    if not lines:
+        return []
+    first, *others = sorted(lines, key=lambda line: (-line.throughput_tok_s, line.row_id))
+    found = {other.row_id: _speed((first.run, first.row_id), (other.run, other.row_id), samples) for other in others}
+    return [first.row_id, *(name for name, faster in found.items() if faster is None or faster.low <= 1)]
+
+
+def _smallest(lines: list[Line], _samples: Samples) -> list[str]:
+    """The smallest rows; bytes are counted, so two are alike or they are not."""
+    least = min((line.bits_per_value for line in lines), default=None)
+    return sorted(line.row_id for line in lines if line.bits_per_value == least)

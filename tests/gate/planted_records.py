@@ -1,0 +1,152 @@
+"""Records of made-up measurements, as `kvlab mechanisms` writes them, in which every loss is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from kvlab.experiments.plans.mechanism_records import (
+    SCORES,
+    EvalRun,
+    MechanismRow,
+    MechanismsRecord,
+    Missing,
+    write_mechanisms,
+)
+from kvlab.experiments.plans.mechanisms import BASELINE, FIDELITY, NEEDLE
+from kvlab.gate.measured_rows import RAN
+from kvlab.recipe import IDENTITY, digest
+from kvlab.records import Provenance, write_json
+
+WINDOWS, NEEDLES, CONTEXT = 32, 400, 512
+VALUES = 2 * 6 * 64 * CONTEXT  # of one item
+PLAIN = {"kv_cache_dtype": "bfloat16", "cache_class": "DynamicCache"}
+SCORED = {FIDELITY: WINDOWS, NEEDLE: NEEDLES}
+
+
+def seconds(each: float) -> tuple[float, ...]:
+    """What the passes of all windows took, within a tenth of `each`."""
+    return tuple(each * (1 + 0.1 * np.sin(np.arange(WINDOWS) + each)))
+
+
+def record(engine="hf", rows=(), missing=(), **changed) -> MechanismsRecord:
+    """What a job says of itself."""
+    provenance = {"model": "reference", "model_hash": "5eed", "corpus_hash": "7e47", "calibration": {"hf": "ca11"}}
+    provenance |= {"versions": {"kvlab": "0"}, "device": "cpu"}
+    changed_there = {key: changed.pop(key) for key in list(changed) if key in provenance}
+    fixed = {"needles_hash": "2eed1e", "code": "c0de", "dtype": "bfloat16", "context": CONTEXT, "eval": 128}
+    return MechanismsRecord(
+        provenance=Provenance(**provenance | changed_there),
+        engine=engine,
+        rows=tuple(rows),
+        missing=tuple(missing),
+        **fixed | changed,
+    )
+
+
+def row(label, mechanism, variant, bits=None, stored=16.0, fires=0, drift=1.0, **changed) -> MechanismRow:
+    """A variant that stores so many bits per value; over the needles `drift` times as many."""
+    counted = {name: round(stored * items * VALUES / 8) for name, items in SCORED.items()}
+    runs = tuple(
+        EvalRun(
+            quality_eval_id=name,
+            version="1",
+            items=items,
+            fires=fires * items,
+            expected_fires=fires * items,
+            kv_bytes=round(counted[name] * (drift if name == NEEDLE else 1)),
+            kv_values=items * VALUES,
+        )
+        for name, items in SCORED.items()
+    )
+    baseline = mechanism == BASELINE
+    told = {
+        "label": label,
+        "mechanism": mechanism,
+        "mechanism_variant": variant,
+        "method": None if baseline else variant,
+        "scope": None if baseline else "kv_cache",
+        "bits": bits,
+        "protocol": "snapshot",
+        "span": "context",
+        "recipe_id": IDENTITY.recipe_id if baseline else digest({"label": label}),
+        "codec": variant if fires else None,
+        "throughput_tok_s": 5000.0 if baseline else 1250.0,
+        "seconds": seconds(1.0 if baseline else 4.0),
+        "compression_overhead_ms": 3.5 if fires else None,
+        "decompression_overhead_ms": 1.5 if fires else None,
+        "canary_kl": 2.0 if fires else None,
+    }
+    return MechanismRow(**told | PLAIN | runs[0].model_dump(include=set(RAN)) | changed, evals=runs)
+
+
+def scores(label, kl=0.0, disagreeing=0.0, lost=0, found=0.9, scatter=0.1) -> pl.DataFrame:
+    """Scores of one variant: windows that lose `kl` nats within a tenth of it, and `lost` of the needles found."""
+    rng = np.random.default_rng(sum(map(ord, label)))
+    shape = 1 + scatter * rng.uniform(-1, 1, WINDOWS)
+    plain = np.zeros(NEEDLES)
+    plain[: round(found * NEEDLES)] = 1
+    coded = plain.copy()
+    coded[:lost] = 0
+    ones = np.ones(WINDOWS)
+    by_metric = {
+        (FIDELITY, "kl"): (kl * shape, 0 * ones),
+        (FIDELITY, "delta_nll"): (kl * shape[::-1], 0 * ones),
+        (FIDELITY, "top1_agreement"): (1 - disagreeing * shape, ones),
+        (NEEDLE, "needle_recall"): (coded, plain),
+    }
+    return pl.concat(
+        pl.DataFrame(
+            {
+                "label": [label] * len(variant),
+                "quality_eval_id": [name] * len(variant),
+                "metric": [metric] * len(variant),
+                "item": range(len(variant)),
+                "variant": variant,
+                "baseline": baseline,
+            },
+            schema=SCORES,
+        )
+        for (name, metric), (variant, baseline) in by_metric.items()
+    )
+
+
+BASE = row("baseline", BASELINE, "none")
+GOOD = row("klt 4", "kv_compression", "klt", 4, 4.25, fires=6)
+LOSSY = row("int 2", "kv_quantization", "int", 2, 2.5, fires=6)
+OWN = row(
+    "fp8_e4m3",
+    "kv_quantization",
+    "fp8_e4m3",
+    stored=8.0,
+    protocol="in_forward",
+    span="window",
+    kv_cache_dtype="fp8_e4m3",
+    throughput_tok_s=6000.0,
+    seconds=seconds(0.8),
+)
+ABSENT = Missing(
+    label="fp8_e5m2", mechanism="kv_quantization", mechanism_variant="fp8_e5m2", reason="no AVX-512 |\n<b>here</b>"
+)
+QUALITY = {
+    "baseline": {},
+    "klt 4": {"kl": 0.002, "disagreeing": 0.01},
+    "int 2": {"kl": 0.2, "disagreeing": 0.2, "lost": 80},
+    "fp8_e4m3": {"kl": 0.0005, "disagreeing": 0.004},
+}
+
+
+def table(*rows: MechanismRow, **quality) -> pl.DataFrame:
+    """The scores of some rows; `quality` by label replaces what `QUALITY` says."""
+    return pl.concat(scores(one.label, **(QUALITY | quality).get(one.label, {})) for one in rows)
+
+
+def plant(folder: Path) -> dict[str, Path]:
+    """The files of two engines, and what windows and needles say of themselves."""
+    for engine, rows, missing in (("hf", (BASE, GOOD, LOSSY), ()), ("vllm", (BASE, GOOD, OWN), (ABSENT,))):
+        write_mechanisms(folder / engine, record(engine, rows, missing), table(*rows))
+    write_json(folder / "windows.json", {"model_hash": "5eed", "corpus_hash": "7e47", "windows": {"test": WINDOWS}})
+    write_json(folder / "needles.json", {"model_hash": "5eed", "needles_hash": "2eed1e", "n": NEEDLES})
+    return {name: folder / f"{name}.json" for name in ("hf", "vllm", "windows", "needles")}

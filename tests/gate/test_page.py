@@ -1,0 +1,479 @@
+"""GATE.md and claims.json over measured rows: complete, the same every time, not to be broken by what a row says."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from markdown_it import MarkdownIt
+
+from gate.planted_records import ABSENT, BASE, GOOD, LOSSY, NEEDLES, OWN, WINDOWS, plant, record, seconds, table
+from kvlab.errors import UserError
+from kvlab.experiments.plans.mechanism_records import write_mechanisms
+from kvlab.gate import registry, samples
+from kvlab.gate.audit.mutations import MUTATIONS
+from kvlab.gate.audit.trust import losses, trust, words_of
+from kvlab.gate.cases import Context
+from kvlab.gate.catalogue.columns import TIERS
+from kvlab.gate.catalogue.rows import Row, checked_row, read_rows
+from kvlab.gate.evidence.power import CHURN, LOSSES, NOMINAL, SIZES, WORDS
+from kvlab.gate.markdown import TEMPLATES
+from kvlab.gate.measured_rows import current_of, rows_of
+from kvlab.gate.page import write
+from kvlab.gate.rules import CRITERIA
+from kvlab.gate.summary import judged
+
+REGISTRY = registry.load()
+CURRENT = {
+    "reference": current_of(
+        {"model_hash": "5eed", "corpus_hash": "7e47"}, {"model_hash": "5eed", "needles_hash": "2eed1e"}, "c0de"
+    )
+}
+CONTEXT = Context(REGISTRY, CURRENT)
+NASTY = (
+    "| a | b |",
+    "<script>alert(1)</script>",
+    "[click](https://example.com)",
+    "`code` *bold* _under_ ~~gone~~",
+    "![x](x.png)",
+    "</details><h1>x</h1>",
+    "{{ 7 * 7 }} {% raw %}",
+    "# heading",
+    "=HYPERLINK(1)",
+    "naïve 漢字 😀",
+)
+
+
+@functools.cache
+def trusted(digest: str, baselines: tuple[tuple[float, int], ...]) -> dict:
+    return trust(REGISTRY, baselines)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _played_once():
+    """What is played anew for every page is the same for all of them, so it is played once."""
+
+    def cached(given, baselines, repeats):
+        if given.digest != REGISTRY.digest:
+            return trust(given, baselines, repeats)
+        found = [line for where, repeat in repeats for line in words_of(where, repeat, given)]
+        return trusted(given.digest, tuple(sorted(baselines))) | {"repeats": found}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvlab.gate.page.trust", cached)
+        yield
+
+
+def read(tmp_path: Path, objects: list[dict]) -> list[Row]:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(objects))
+    return read_rows(path)
+
+
+def objects(**changed) -> list[dict]:
+    given = (BASE, GOOD, LOSSY)
+    made = rows_of(record("hf", given, **changed), table(*given), "supported")
+    own = (BASE, GOOD, OWN)
+    return made + rows_of(record("vllm", own, [ABSENT], **changed), table(*own), "supported")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return read(tmp_path_factory.mktemp("rows"), objects())
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """What the rows were made of."""
+    files = plant(tmp_path_factory.mktemp("records"))
+    return samples.read([files["hf"], files["vllm"]])
+
+
+@pytest.fixture(scope="module")
+def written(rows, sampled, tmp_path_factory):
+    """The folder of a page with everything beside it."""
+    folder = tmp_path_factory.mktemp("gate")
+    write(rows, CONTEXT, folder / "GATE.md", folder / "claims.json", sampled)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(written):
+    return (written / "GATE.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def claims(written):
+    return json.loads((written / "claims.json").read_text())
+
+
+def html_of(text: str) -> str:
+    return MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Cells of every table of the rendered page, without tags."""
+    return [
+        [
+            [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", line, re.S)]
+            for line in re.findall(r"<tr>(.*?)</tr>", found, re.S)
+        ]
+        for found in re.findall(r"<table>(.*?)</table>", html_of(text), re.S)
+    ]
+
+
+def section(text: str, title: str) -> str:
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+# ------------------------------------------------------------------------------------ what it says
+
+
+def test_every_row_is_there_with_what_it_earns(page, rows):
+    told = dict(re.findall(r"<summary>(.+?): (\w+)</summary>", section(page, "Why each row earns what it earns")))
+    _, summary = judged(rows, CONTEXT)
+    assert told == {line.row_id: line.earned for line in summary.rows if line.measured}
+    assert len(told) == len(rows) - 1  # one was not measured
+    (missing,) = tables(section(page, "What was not measured"))
+    assert missing[1] == ["reference", "vllm", "kv_quantization/fp8_e5m2", "no AVX-512 | &lt;b&gt;here&lt;/b&gt;"]
+
+
+def test_the_claims_stand_engine_by_engine_the_baseline_first(page):
+    hf, hf_quality, vllm, vllm_quality = tables(section(page, "Claims"))
+    assert [line[0] for line in hf[1:]] == ["baseline", "kv_compression/klt", "kv_quantization/int"]
+    assert [line[7] for line in hf[1:]] == ["supported", "supported", "reviewed_preview"]
+    assert hf[1][1:7] == ["snapshot", "context", "–", "16.0", "5000", "1.000"]
+    assert hf[2][1:6] == ["snapshot", "context", "4", "4.25", "1250"]
+    assert re.fullmatch(r"0\.25\d* \[0\.2\d+,\s0\.2\d+\]", hf[2][6])
+    assert hf[3][8] == "kl, delta_nll, top1_agreement, needle_recall beyond" and hf[2][8] == "–"
+    assert [line[0] for line in vllm[1:]] == ["baseline", "kv_compression/klt", "kv_quantization/fp8_e4m3"]
+    assert [line[1:3] for line in vllm[1:]] == [["snapshot", "context"]] * 2 + [["in_forward", "window"]]
+    assert [line[0] for line in hf_quality[1:]] == ["baseline", "klt 4", "int 2"]
+    assert hf_quality[1][1:4] == ["0", "0", "100.0"]
+    assert [line[4].split(" [")[0] for line in hf_quality[1:]] == ["90.0", "90.0", "70.0"]
+    assert re.fullmatch(r"0\.00\d+ \[0\.00\d+,\s0\.00\d+\]", hf_quality[2][1])
+    assert len(vllm_quality) == 4
+
+
+def test_the_best_of_each_engine_and_protocol_is_named_with_how_many_were_tried(page, claims):
+    (best,) = tables(section(page, "The best of what is certified"))
+    klt, fp8 = "kv_compression/klt at 4 bits", "kv_quantization/fp8_e4m3"
+    assert [line[1:6] for line in best[1:]] == [
+        ["hf", "snapshot", "throughput", klt, "1 of 2"],
+        ["hf", "snapshot", "size", klt, "1 of 2"],
+        ["vllm", "snapshot", "throughput", klt, "1 of 1"],
+        ["vllm", "snapshot", "size", klt, "1 of 1"],
+        ["vllm", "in_forward", "throughput", fp8, "1 of 1"],
+        ["vllm", "in_forward", "size", fp8, "1 of 1"],
+    ]
+    assert [one["row_id"].split("/")[2] for one in claims["best"]] == ["klt-4"] * 4 + ["fp8_e4m3"] * 2
+
+
+def second_codec(**changed):
+    """Another certified codec on the same engine, by default as large as the first."""
+    told = GOOD.model_dump() | {"label": "int 4", "mechanism": "kv_quantization", "mechanism_variant": "int"}
+    told |= {"method": "int", "codec": "int", "recipe_id": "another"} | changed
+    return type(GOOD).model_validate(told)
+
+
+def best_of(tmp_path, *given):
+    """The best of some rows on one engine, and the page that says it."""
+    made = {one.label: table(GOOD).with_columns(label=pl.lit(one.label)) for one in given[1:]}
+    scores = pl.concat([table(BASE), *made.values()])
+    write_mechanisms(tmp_path / "vllm", record("vllm", given), scores)
+    found = samples.read([tmp_path / "vllm.json"])
+    rows = read(tmp_path, rows_of(record("vllm", given), scores, "supported"))
+    summary = write(rows, CONTEXT, tmp_path / "GATE.md", samples=found)
+    return {one.by: one for one in summary.best}, (tmp_path / "GATE.md").read_text()
+
+
+def test_fastest_and_smallest_may_be_two_rows(tmp_path):
+    fast = second_codec(throughput_tok_s=9000.0, seconds=seconds(0.5))
+    runs = tuple(run.model_copy(update={"kv_bytes": 2 * run.kv_bytes}) for run in GOOD.evals)
+    fast = fast.model_copy(update={"kv_bytes": 2 * GOOD.kv_bytes, "evals": runs})
+    best, _ = best_of(tmp_path, BASE, GOOD, fast)
+    assert best["throughput_tok_s"].row_id == "reference/vllm/int-4"
+    assert best["bits_per_value"].row_id == "reference/vllm/klt-4"
+    lossy = read(tmp_path, rows_of(record("hf", (BASE, LOSSY)), table(BASE, LOSSY), "supported"))
+    assert {(one.row_id, one.certified, one.tried) for one in judged(lossy, CONTEXT)[1].best} == {(None, 0, 1)}
+    write(lossy, CONTEXT, tmp_path / "GATE.md")
+    assert "none is certified" in (tmp_path / "GATE.md").read_text()
+
+
+def test_rows_that_the_windows_do_not_tell_apart_are_said_to_be_so(tmp_path):
+    close = tuple(one * (1 + 0.05 * (-1) ** number) for number, one in enumerate(GOOD.seconds))
+    best, text = best_of(tmp_path, BASE, GOOD, second_codec(throughput_tok_s=1251.0, seconds=close))
+    for one in best.values():
+        assert one.row_id is None and set(one.tied) == {"reference/vllm/klt-4", "reference/vllm/int-4"}
+    assert "not told apart: kv_compression/klt at 4 bits, kv_quantization/int at 4 bits" in text
+    assert best["throughput_tok_s"].tied[0] == "reference/vllm/int-4"
+
+
+def test_rows_of_different_protocols_are_not_set_against_one_another(tmp_path):
+    made = read(tmp_path, objects())
+    assert {(one.engine, one.protocol) for one in judged(made, CONTEXT)[1].best} == {
+        ("hf", "snapshot"),
+        ("vllm", "snapshot"),
+        ("vllm", "in_forward"),
+    }
+
+
+def test_a_throughput_s_interval_is_that_of_the_paired_windows(rows, sampled, claims):
+    told = {one["row_id"]: one["throughput_ratio"] for one in claims["rows"]}
+    own, plain = np.array(GOOD.seconds), np.array(BASE.seconds)
+    found = told["reference/hf/klt-4"]
+    assert found["value"] == pytest.approx(plain.mean() / own.mean()) and found["n"] == WINDOWS
+    assert found["low"] < found["value"] < found["high"]
+    paired, doubled = samples.speed(own, 2 * own), samples.speed(own, tuple(2 * own)[::-1])
+    assert paired.value == pytest.approx(2) and paired.high - paired.low < 1e-9  # equal windows: nothing is left
+    assert doubled.high - doubled.low > 0.01
+    assert samples.speed(own, own[:-1]) is samples.speed((1.0,), (1.0,)) is None
+    without = {line.row_id: line.throughput_ratio for line in judged(rows, CONTEXT)[1].rows}
+    assert without["reference/hf/klt-4"].model_dump() == {"value": 0.25, "low": None, "high": None, "n": None}
+
+
+def test_the_baseline_s_line_is_what_its_second_run_found(tmp_path, rows, page):
+    changed = table(BASE, GOOD)
+    second = (pl.col("label") == "baseline") & (pl.col("metric") == "needle_recall") & (pl.col("item") < 8)
+    changed = changed.with_columns(variant=pl.when(second).then(0.0).otherwise(pl.col("variant")))
+    write_mechanisms(tmp_path / "hf", record("hf", (BASE, GOOD)), changed)
+    summary = write(rows, CONTEXT, tmp_path / "GATE.md", samples=samples.read([tmp_path / "hf.json"]))
+    line = next(line for line in summary.rows if line.row_id == "reference/hf/baseline")
+    assert (line.metrics["needle_recall"].value, line.baseline["needle_recall"].value) == (0.88, 0.9)
+    assert line.status == "not_required" and line.earned == "supported"
+    text = (tmp_path / "GATE.md").read_text()
+    (again, *_) = tables(section(text, "How far the gate can be trusted").split("### The engine scored twice")[1])
+    said = {line[1]: line[2:] for line in again[1:]}
+    assert said["kl"] == [f"0 of {WINDOWS}", "200", "0", "0"] and said["needle_recall"][0] == f"8 of {NEEDLES}"
+    assert sum(map(int, said["needle_recall"][1:])) == 200 and int(said["needle_recall"][2]) > 0
+    stale = Context(REGISTRY, {"reference": CURRENT["reference"] | {"code": "newer"}})
+    write(rows, stale, tmp_path / "GATE.md", samples=samples.read([tmp_path / "hf.json"]))
+    assert "The engine scored twice" not in (tmp_path / "GATE.md").read_text()
+
+
+def test_without_what_rows_were_made_of_the_baseline_has_no_numbers(rows, tmp_path):
+    write(rows, CONTEXT, tmp_path / "GATE.md")
+    text = (tmp_path / "GATE.md").read_text()
+    assert "The engine scored twice" not in text
+    assert tables(section(text, "Claims"))[1][1][1:] == ["–"] * 4
+
+
+def test_two_pieces_of_evidence_on_one_metric_are_refused(tmp_path):
+    made = objects()
+    worse = next(one for one in made if one["row_id"] == "reference/hf/klt-4")
+    worse["evidence"].append(worse["evidence"][1])
+    with pytest.raises(UserError, match="more than one piece of evidence on needle_recall") as refused:
+        judged(read(tmp_path, made), CONTEXT)
+    assert "klt-4" in str(refused.value)
+
+
+def test_numbers_that_no_evidence_backs_are_not_told(tmp_path):
+    made = objects()
+    for one in made:
+        if one["row_id"] == "reference/hf/klt-4":
+            one["evidence"][0]["metrics"]["kl"]["value"] = 0.0015  # by hand
+            one.pop("kl")
+    _, summary = judged(read(tmp_path, made), CONTEXT)
+    line = next(line for line in summary.rows if line.row_id == "reference/hf/klt-4")
+    assert line.metrics.keys() == {"needle_recall"} and line.earned == "unsupported"
+    assert line.codes == ("evidence_tampered",) and "evidence_tampered" in line.why
+
+
+def test_what_is_stale_is_said_in_a_word(rows):
+    now = {"reference": CURRENT["reference"] | {"code": "newer"}}
+    _, summary = judged(rows, Context(REGISTRY, now))
+    assert {line.why for line in summary.rows if line.compresses} == {"evidence_stale_code"}
+    assert not any(line.metrics for line in summary.rows)
+
+
+def test_a_ratio_needs_one_baseline_of_the_same_run(tmp_path):
+    made = [one for one in objects() if one["engine"] == "hf"]
+    alone = judged(read(tmp_path, made[1:]), CONTEXT)[1]
+    assert {line.throughput_ratio for line in alone.rows} == {None}
+    other_run = judged(read(tmp_path, [made[0] | {"run": "other"}, *made[1:]]), CONTEXT)[1]
+    assert [line.throughput_ratio for line in other_run.rows if line.compresses] == [None, None]
+
+
+def test_the_same_row_twice_is_refused(rows):
+    with pytest.raises(UserError, match="twice"):
+        judged([*rows, rows[0]], CONTEXT)
+
+
+def test_rows_that_declare_nothing_are_counted_as_not_judged(tmp_path):
+    row = Row(checked_row({"row_id": "x", "model": "m", "engine": "hf", "throughput_tok_s": 1}), source="x")
+    write([row], Context(REGISTRY), tmp_path / "GATE.md", tmp_path / "claims.json")
+    assert "| not judged | 1 | |" in (tmp_path / "GATE.md").read_text()
+    assert set(json.loads((tmp_path / "claims.json").read_text())["counts"].values()) == {0}
+
+
+def test_no_rows_at_all_are_a_page_too(tmp_path):
+    write([], Context(REGISTRY), tmp_path / "GATE.md", tmp_path / "claims.json")
+    assert "How far the gate can be trusted" in (tmp_path / "GATE.md").read_text()
+
+
+# --------------------------------------------------------------------------------- the claims as JSON
+
+
+def test_claims_hold_what_a_page_needs(claims):
+    assert claims["schema_version"] == 1 and claims["registry"] == REGISTRY.digest
+    assert list(claims["counts"]) == sorted(TIERS) and sum(claims["counts"].values()) == len(claims["rows"])
+    good = next(one for one in claims["rows"] if one["row_id"] == "reference/hf/klt-4")
+    assert good["earned"] == good["claimed"] == "supported" and good["stored_span"] == "context"
+    assert good["metrics"].keys() == {"kl", "delta_nll", "top1_agreement", "needle_recall"}
+    assert good["metrics"]["kl"].keys() == {"value", "low", "high", "n"}
+
+
+def test_claims_are_small(written):
+    assert (written / "claims.json").stat().st_size < 2000 * len(objects())
+
+
+def test_equal_rows_in_any_order_give_equal_bytes(rows, sampled, written, tmp_path):
+    write(rows[::-1], CONTEXT, tmp_path / "GATE.md", tmp_path / "claims.json", dict(reversed(sampled.items())))
+    for name in ("GATE.md", "claims.json", "detection.svg", "detection.csv"):
+        assert (tmp_path / name).read_bytes() == (written / name).read_bytes(), name
+
+
+# ------------------------------------------------------------------------------------------ injection
+
+
+def named(text: str, tmp_path: Path) -> str:
+    """The page of rows in which every field that may hold any text holds this one."""
+    made = objects(model=text, device=text)
+    made.append(made[1] | {"row_id": text, "mechanism_variant": text, "evidence": []})
+    for one in made:
+        if one["support_status"] == "unsupported":
+            one["mechanism_notes"] = text
+    write(read(tmp_path, made), Context(REGISTRY), tmp_path / "GATE.md")
+    return (tmp_path / "GATE.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def benign(tmp_path_factory):
+    return outline(named("benign", tmp_path_factory.mktemp("benign")))
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_what_a_row_says_does_not_change_the_shape_of_the_page(text, benign, tmp_path):
+    nasty = named(text, tmp_path)
+    assert outline(nasty) == benign
+    shown = re.sub(r"&lt;|&gt;|&amp;|&quot;", unescape, re.sub(r"<[^>]+>", "", html_of(nasty)))
+    assert plain(text) in plain(shown)
+
+
+def outline(text: str) -> dict[str, int]:
+    """How often each element of the rendered page begins."""
+    return dict(Counter(re.findall(r"<(/?\w+)", html_of(text))))
+
+
+def unescape(found: re.Match) -> str:
+    return {"&lt;": "<", "&gt;": ">", "&amp;": "&", "&quot;": '"'}[found[0]]
+
+
+def plain(text: str) -> str:
+    return "".join(text.split())
+
+
+# ---------------------------------------------------------------------------------- trust in the gate
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    return trust(REGISTRY, [(0.5, 320), (0.1, 150)])
+
+
+def test_every_corruption_is_listed_and_detected(page, numbers):
+    kinds, corruptions = tables(section(page, "How far the gate can be trusted"))[:2]
+    assert len(corruptions) - 1 == len(MUTATIONS) == len(numbers["mutations"]) >= 40
+    assert all(line[2] == "yes" for line in corruptions[1:])
+    assert {line[1] for line in corruptions[1:]} == {mutation.code for mutation in MUTATIONS}
+    assert sum(int(line[1]) for line in kinds[1:]) == len(MUTATIONS)
+    seen = [line for line in corruptions[1:] if line[3] == "yes"]
+    assert sum(int(line[3]) for line in kinds[1:]) == len(seen) < len(MUTATIONS) / 2
+    assert sum(int(line[4]) for line in kinds[1:]) == sum(line[4] == "pass" for line in seen)
+    assert all(line[4] == "pass" for line in corruptions[1:] if line[3] == "no")
+    assert f"{len(seen)} of the corruptions change something" in page
+
+
+def test_a_corruption_that_is_missed_would_be_told(monkeypatch, rows, tmp_path):
+    from kvlab.gate.audit import mutations
+
+    made = mutations.table(MUTATIONS[:3])
+    made[1]["detected"] = False
+    monkeypatch.setattr(mutations, "table", lambda: made)
+    monkeypatch.setattr("kvlab.gate.page.trust", trust)
+    write(rows, CONTEXT, tmp_path / "GATE.md")
+    text = (tmp_path / "GATE.md").read_text()
+    assert "2 of 3 corruptions are detected" in text and "| no |" in text
+
+
+def test_the_baseline_against_itself_fails_at_most_at_the_nominal_rate(numbers, page):
+    alarms = numbers["power"]["alarms"]
+    registered = [alarm for alarm in alarms if alarm["allowed"] == "as registered"]
+    tried = [(alarm["base_rate"], alarm["n_items"]) for alarm in registered]
+    assert tried == [*((0.9, size) for size in sorted({*SIZES, 150, 320})), (0.5, 320)]  # 0.1 is below the floor
+    assert all(alarm["resamples"] >= 200 and alarm["rate"] <= NOMINAL for alarm in registered)
+    strictest = [alarm for alarm in alarms if alarm not in registered]
+    assert len(strictest) == len(SIZES) and all(alarm["low"] <= NOMINAL for alarm in strictest)
+    assert all(sum(alarm[word] for word in WORDS) == alarm["resamples"] for alarm in alarms)
+    assert "false alarm, which may be at most 2.5 % of the repeats" in page
+
+
+def test_planted_losses_have_their_curve(numbers, written):
+    curve = numbers["power"]["curve"]
+    assert {row["loss"] for row in curve} == set(LOSSES) >= {0.02, 0.05, 0.1}
+    with open(written / "detection.csv") as file:
+        drawn = list(csv.DictReader(file))
+    assert {(float(row["loss"]), int(row["n_items"])) for row in drawn} >= {(x, n) for x in LOSSES for n in SIZES}
+    assert (written / "detection.svg").read_text().startswith("<?xml")
+    large = [row for row in curve if row["loss"] >= 0.05]
+    assert all(row["within"] <= NOMINAL for row in large)
+    assert [row["word"] for row in numbers["power"]["needed"]] == ["within", "beyond", "beyond", "beyond"]
+
+
+def test_the_sizes_hold_the_needles_of_this_run(written):
+    with open(written / "detection.csv") as file:
+        assert NEEDLES in {int(row["n_items"]) for row in csv.DictReader(file)}
+
+
+def test_the_curve_is_drawn_at_the_baselines_of_this_run_too(numbers):
+    own = [row for row in numbers["power"]["curve"] if row["base_rate"] == 0.5]
+    assert [(row["loss"], row["n_items"], row["churn"]) for row in own] == [(loss, 320, CHURN) for loss in LOSSES]
+    assert 0.1 not in {row["base_rate"] for row in numbers["power"]["curve"]}
+    perfect = [row for row in losses(REGISTRY.eval("needle").metrics[0], [(1.0, 200)])["curve"] if row["churn"] == 0]
+    assert {row["n_items"] for row in perfect} == {200} and perfect[0]["within"] == 1
+
+
+def test_a_registry_without_that_eval_has_no_curve(rows, tmp_path):
+    evals = {name: entry for name, entry in REGISTRY.evals.items() if name != "needle"}
+    write(rows, Context(registry.Registry(REGISTRY.mechanisms, evals)), tmp_path / "GATE.md")
+    assert "Planted losses" not in (tmp_path / "GATE.md").read_text()
+    assert (tmp_path / "detection.csv").read_text().startswith("base_rate,") and "<svg" in (
+        tmp_path / "detection.svg"
+    ).read_text()
+
+
+# ------------------------------------------------------------------------------------------ the page
+
+
+def test_the_registry_and_every_criterion_are_named(page):
+    (criteria,) = tables(section(page, "What rows are judged by"))
+    assert [line[0].replace("=&gt;", "=>") for line in criteria[1:]] == [criterion.name for criterion in CRITERIA]
+    assert f"Registry `{REGISTRY.digest}`" in page
+
+
+def test_no_numeral_is_typed_into_the_template():
+    prose = re.sub(r"{{.*?}}|{%.*?%}|{#.*?#}", "", (TEMPLATES / "page.md.j2").read_text(), flags=re.S)
+    assert not re.findall(r"\d", prose)
+
+
+def test_the_links_of_the_page_lead_from_where_it_is_written(page, root):
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    assert targets == ["../../docs/gate.md", "detection.svg"]
+    assert (root / "results/gate" / targets[0]).resolve().relative_to(root) == Path("docs/gate.md")

@@ -1,0 +1,168 @@
+"""The section of FINDINGS.md on what may be claimed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from kvlab.errors import NonFinite, UserError
+from kvlab.gate.catalogue.columns import TIERS
+from kvlab.gate.summary import Line
+from kvlab.report import figures, findings
+from kvlab.report.tables.certified import context, sentence
+from report.example_metrics import build, verdict
+from report.shipped import shipped
+
+MEASURED = {"value": 0.00234, "low": 0.00213, "high": 0.00255, "n": 32}
+NEEDLES = {"value": 0.875, "low": 0.825, "high": 0.915, "n": 200}
+
+
+def row(row_id, model, earned, mechanism="kv_compression", variant="klt", **changed):
+    told = dict.fromkeys(Line.model_fields)
+    told |= {"row_id": row_id, "model": model, "engine": "hf", "mechanism": mechanism, "mechanism_variant": variant}
+    told |= {"bits": 4, "bits_per_value": 4.19, "throughput_tok_s": 1234.5, "measured": True}
+    told |= {"throughput_ratio": {"value": 0.247, "low": 0.243, "high": 0.252, "n": 32}, "protocol": "snapshot"}
+    told |= {"stored_span": "context", "device": "cpu", "dtype": "bfloat16", "context_tokens": 512}
+    told |= {"metrics": {"kl": MEASURED, "needle_recall": NEEDLES}, "earned": earned, "claimed": "supported"}
+    return told | changed
+
+
+def claims(model):
+    rows = [
+        row("a", model, "supported", "baseline", None, bits=None, metrics={}),
+        row("b", model, "supported"),
+        row("c", model, "reviewed_preview", "kv_quantization", "int"),
+        row("d", model, "unsupported", "kv_quantization", "fp8_e5m2", measured=False, metrics={}),
+        row("e", "another", "supported", "kv_quantization", "kivi"),
+    ]
+    counts = {tier: sum(one["earned"] == tier for one in rows) for tier in TIERS}
+    return {"schema_version": 1, "registry": "r", "current": "c", "counts": counts, "best": [], "rows": rows}
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Drawing is what takes time."""
+    monkeypatch.setattr(figures.registry, "picture", lambda name, table, path: path.write_text(str(name)))
+
+
+@pytest.fixture
+def metrics():
+    made = build(0)
+    made["identity"]["slug"] = "reference"
+    return made
+
+
+@pytest.fixture
+def written(tmp_path, metrics):
+    """Writes FINDINGS.md where the pipeline does, with these claims, and gives its text."""
+
+    def write(given, place="results/gap", html=None):
+        path = tmp_path / "results/gate/claims.json"
+        out = tmp_path / place / "FINDINGS.md"
+        if given is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(given))
+        findings.write(
+            shipped(),
+            metrics,
+            verdict(metrics, 0),
+            out,
+            html and out.with_name(html),
+            claims=None if given is None else path,
+        )
+        return out.read_text()
+
+    return write
+
+
+def section(text):
+    return text.split("## What may be claimed\n")[1].split("\n## ")[0]
+
+
+def test_the_certified_rows_of_the_model_and_the_counts_are_told(written, metrics):
+    found = section(written(claims(metrics["identity"]["slug"])))
+    assert "| supported | 2 |" in found and "| reviewed_preview | 1 |" in found and "| unsupported | 1 |" in found
+    assert (
+        "Of 2 rows that compress, 1 is certified: it earns `supported`. Measured on cpu, bfloat16, 512 tokens" in found
+    )
+    lines = [line for line in found.splitlines() if line.startswith("| hf")]
+    assert lines == [
+        "| hf | kv_compression/klt | snapshot | context | 4 | 4.19 | 0.00234 [0.00213, 0.00255] | – "
+        "| 87.5 [82.5, 91.5] |"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "link"), [("results/gap", "../gate/GATE.md"), ("results/gap/models/other", "../../../gate/GATE.md")]
+)
+def test_the_page_of_the_gate_is_linked_from_where_the_report_is(written, metrics, tmp_path, place, link):
+    text = written(claims(metrics["identity"]["slug"]), place, "report.html")
+    assert re.findall(r"\[GATE\.md\]\(([^)]+)\)", text) == [link]
+    assert f'href="{link}"' in (tmp_path / place / "report.html").read_text()
+
+
+def test_where_nothing_is_certified_there_is_no_table(written, metrics):
+    given = claims(metrics["identity"]["slug"])
+    given["rows"] = [one for one in given["rows"] if one["row_id"] in "acd"]
+    found = section(written(given))
+    assert "The one row that compresses is not certified." in found and "| hf |" not in found
+
+
+def test_without_claims_or_rows_of_the_model_it_says_so(written):
+    for given in (None, claims("yet another")):
+        assert section(written(given)).strip() == "The gate has judged no row of this model."
+
+
+def test_the_section_stands_behind_the_verdict(written):
+    titles = re.findall(r"^## (.+)$", written(None), re.M)
+    assert titles[titles.index("Verdict") + 1] == "What may be claimed"
+
+
+@pytest.mark.parametrize("given", [[], {}, {"schema_version": 0}, "claims"])
+def test_what_is_no_claims_is_refused(given, written, tmp_path):
+    with pytest.raises(UserError, match="--claims"):
+        written(given)
+    assert not (tmp_path / "results/gap/FINDINGS.md").exists()
+
+
+def test_a_number_that_is_none_is_refused(written, metrics):
+    given = claims(metrics["identity"]["slug"])
+    given["rows"][1]["bits_per_value"] = float("nan")
+    with pytest.raises(NonFinite, match="claims"):
+        written(given)
+
+
+def test_what_a_name_says_stays_in_its_cell():
+    given = claims("m")
+    given["rows"][1]["mechanism_variant"] = "a | b <b>[x](y)"
+    table = context(given, "m", "GATE.md")["table"]
+    assert "<b>" not in table and "[x]" not in table and {line.count(" | ") for line in table.splitlines()[2:]} == {8}
+
+
+@pytest.mark.parametrize(
+    ("certified", "coded", "said"),
+    [
+        (0, 0, "No row that compresses was measured."),
+        (0, 1, "The one row that compresses is not certified."),
+        (1, 1, "The one row that compresses is certified: it earns `supported`."),
+        (0, 3, "Of 3 rows that compress, none are certified."),
+        (2, 3, "Of 3 rows that compress, 2 are certified: they earn `supported`."),
+    ],
+)
+def test_one_row_and_many_are_told_in_english(certified, coded, said):
+    assert sentence(certified, coded, "") == said
+
+
+def test_how_fast_a_row_was_is_no_part_of_the_findings():
+    slow, fast = claims("m"), claims("m")
+    fast["rows"][1]["throughput_tok_s"] = 9999.0
+    assert context(slow, "m", "GATE.md") == context(fast, "m", "GATE.md")
+
+
+def test_other_places_are_told():
+    given = claims("m")
+    given["rows"][2] |= {"device": "cuda", "context_tokens": 4096}
+    found = context(given, "m", "GATE.md")
+    assert found["sentence"].endswith("Measured on cpu and cuda, bfloat16, 512 and 4096 tokens of context.")

@@ -1,0 +1,80 @@
+rule gate_rows:
+    """A model's rows with their evidence, out of the tables that were measured; and what is current now."""
+    input:
+        windows="calib/corpus/{model}/windows.json",
+        needles="calib/needles/{model}/needles.json",
+        records=of_model("results/mechanisms/{model}/{engine}.json", engine=PARAMS.engines),
+        scores=of_model("results/mechanisms/{model}/{engine}.parquet", engine=PARAMS.engines),
+    output:
+        rows="results/gate/rows/{model}.json",
+        current="results/gate/current/{model}.json",
+    log:
+        "results/logs/gate/{model}/rows.log",
+    benchmark:
+        "results/benchmarks/gate/{model}/rows.tsv"
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    params:
+        code=Code("kvlab.gate.measured_rows"),
+        cfg=pick("engines", "mechanisms"),
+        measured_code=mechanisms_code(),
+    message:
+        "gate: rows and evidence of {wildcards.model}"
+    shell:
+        "python -m kvlab gate rows {input.records:q}"
+        " --windows {input.windows:q}"
+        " --needles {input.needles:q}"
+        " --code {params.measured_code:q}"
+        " --claim {params.cfg[mechanisms][claim]:q}"
+        " --out {output.rows:q}"
+        " --current {output.current:q}"
+        " > {log:q} 2>&1"
+
+
+rule gate_report:
+    """GATE.md: what every row of every model may claim, why, and how far the gate itself can be trusted."""
+    input:
+        mechanisms="src/kvlab/gate/registry/mechanisms.yaml",
+        evals="src/kvlab/gate/registry/evals.yaml",
+        template="src/kvlab/gate/templates/page.md.j2",
+        rows=of_models("results/gate/rows/{model}.json"),
+        current=of_models("results/gate/current/{model}.json"),
+        records=of_models("results/mechanisms/{model}/{engine}.json", engine=PARAMS.engines),
+        scores=of_models("results/mechanisms/{model}/{engine}.parquet", engine=PARAMS.engines),
+    output:
+        page=report("results/gate/GATE.md", caption="../report/gate.rst", category="Verdict"),
+        claims="results/gate/claims.json",
+        detection=report("results/gate/detection.svg", caption="../report/detection.rst", category="Figures"),
+        numbers="results/gate/detection.csv",
+    log:
+        "results/logs/gate/report.log",
+    benchmark:
+        "results/benchmarks/gate/report.tsv"
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    params:
+        code=Code("kvlab.gate.page"),
+        cfg=parameters("model", "engines"),
+    message:
+        "gate: {output.page}"
+    shell:
+        "python -m kvlab gate report {input.rows:q}"
+        " --current {input.current:q}"
+        " --records {input.records:q}"
+        " --mechanisms {input.mechanisms:q}"
+        " --evals {input.evals:q}"
+        " --out {output.page:q}"
+        " --json {output.claims:q}"
+        " > {log:q} 2>&1"
+
+
+rule gate:
+    """What may be claimed of every mechanism, and why not more."""
+    input:
+        rules.gate_report.output,
+    params:
+        cfg=parameters("model"),
+    message:
+        "gate: complete"

@@ -1,0 +1,32 @@
+rule needles_model:
+    """Plant a fact in each of some texts of the test split, and ask for it: what retrieval is measured on."""
+    input:
+        text=corpus_files(),
+        model=model_files(),
+    output:
+        needles="calib/needles/{model}/needles.parquet",
+        record="calib/needles/{model}/needles.json",
+    log:
+        "results/logs/needles/{model}/needles.log",
+    benchmark:
+        "results/benchmarks/needles/{model}/needles.tsv"
+    resources:
+        mem_mb=2000,
+        runtime=30,
+    params:
+        code=Code("kvlab.needles"),
+        cfg=pick("model", "corpus", "windows", "mechanisms"),
+    message:
+        "needles: facts planted in texts for {wildcards.model}"
+    shell:
+        "python -m kvlab needles" " --params {params.cfg:q}" " --out {output.needles:q}" " > {log:q} 2>&1"
+
+
+rule needles:
+    """The retrieval items of every model."""
+    input:
+        of_models("calib/needles/{model}/needles.{kind}", kind=["parquet", "json"]),
+    params:
+        cfg=parameters("model"),
+    message:
+        "needles: complete"
