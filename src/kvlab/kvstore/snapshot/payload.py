@@ -1,0 +1,240 @@
+"""A chunk's K and V as bytes: as they are, or coded by any codec of the ladder.
+
+    raw   := the tensor [layers, 2, kv_heads, chunk_tokens, head_dim] as it lies in memory, little-endian
+    coded := frame of layer 0's K, frame of its V, frame of layer 1's K, ...; see `kvlab.codec.bitstream`
+
+A chunk is coded by itself, so that a prefix can be read without what follows it. A codec whose blocks are longer
+than a chunk therefore codes shorter ones than elsewhere: evidence of what it costs is evidence at this chunk size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.calibration.needs import needs_calibration
+from kvlab.codec.base import Codec, Site, StreamCalibration, all_finite
+from kvlab.codec.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
+from kvlab.codec.identity import IdentityCodec
+from kvlab.codec.names import CODECS, UNSTORED
+from kvlab.codec.registry import build
+from kvlab.engines.coded_rows import Straight, Turn
+from kvlab.errors import CapabilityError, ParamsError, StreamError, UserError
+from kvlab.kvstore.geometry import Geometry
+from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity
+from kvlab.recipe import IdentityStream, Placement, Recipe, StreamRecipe
+
+
+class ChunkCoder(Protocol):
+    """Turns a chunk's payload into bytes and back; `codec` is what a reader must have to do so, None for raw."""
+
+    codec: CodecIdentity | None
+
+    def encode(self, chunk: Tensor, number: int) -> bytes:
+        """The bytes of chunk `number`, counted from the context's first."""
+
+    def decode(self, data: bytes, number: int) -> Tensor:
+        """The tensor of `Geometry.chunk_shape` that they stand for; `StreamError` when they stand for none."""
+
+
+class Calibration(Protocol):
+    """What was fitted for the model; `kvlab.calibration.load.Calibrated` is one."""
+
+    calibration_hash: str
+
+    def stream(self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement) -> StreamCalibration | None:
+        """What the codec of this recipe needs."""
+
+
+class RawChunks:
+    """Bytes as they are.
+
+    Parameters
+    ----------
+    geometry : Geometry
+        Of the chunks.
+    """
+
+    codec = None
+
+    def __init__(self, geometry: Geometry):
+        self.geometry = geometry
+        self._words = np.dtype(f"<i{geometry.torch_dtype.itemsize}")  # numpy does not know bfloat16
+
+    def encode(self, chunk: Tensor, number: int) -> bytes:
+        """See `ChunkCoder`; `LayoutMismatch` when the tensor is no payload of this geometry."""
+        self.geometry.check_payload(chunk)
+        words = chunk.detach().view(getattr(torch, self._words.name)).numpy()
+        return words.astype(self._words, copy=False).tobytes()
+
+    def decode(self, data: bytes, number: int) -> Tensor:
+        """See `ChunkCoder`; `StreamError` when there are more or fewer bytes than a chunk has."""
+        if len(data) != self.geometry.chunk_bytes:
+            raise StreamError(f"chunk {number} has {len(data)} bytes where {self.geometry.chunk_bytes} are due")
+        words = np.frombuffer(data, self._words).astype(self._words.newbyteorder("="))
+        return torch.from_numpy(words).view(self.geometry.torch_dtype).view(self.geometry.chunk_shape)
+
+
+class CodedChunks:
+    """Bytes as a recipe's codecs write them, layer by layer.
+
+    Memory is that of what the codecs prepare for all layers: every chunk meets all of them.
+
+    Parameters
+    ----------
+    geometry : Geometry
+        Of the chunks.
+    recipe : Recipe
+        What is done to K and to V.
+    calibration : Calibration or None
+        For a recipe that reads one.
+    layers : iterable of int, optional
+        The coded ones; all of them when left out. The others are stored as they are.
+    placement : {"pre_rope", "post_rope"}
+        Whether K is turned back before it is coded. Calibrated components are those of K in front of the rotary
+        embedding, so that ``klt`` needs ``pre_rope``.
+    turn : Turn or None
+        The rotary embedding at the context's positions 0, 1, ..; `kvlab.engines.hf_rope.turns` makes one.
+
+    Raises
+    ------
+    CapabilityError
+        A codec of the recipe writes nothing that could be stored.
+    ParamsError
+        A layer that there is not, or K is to be turned back and no turn is given.
+    CalibrationMismatch
+        The calibration lacks what the recipe reads.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        recipe: Recipe,
+        calibration: Calibration | None = None,
+        layers: Iterable[int] | None = None,
+        placement: Placement = "pre_rope",
+        turn: Turn | None = None,
+    ):
+        self.geometry, coded = geometry, range(geometry.layers) if layers is None else layers
+        fitted = calibration if needs_calibration(recipe.k) or needs_calibration(recipe.v) else None
+        self.codec = CodecIdentity(
+            recipe_id=recipe.recipe_id,
+            recipe=recipe,
+            layers=tuple(sorted(set(coded))),
+            placement=placement,
+            calibration_hash=fitted.calibration_hash if fitted else None,
+        )
+        _refuse(self.codec, geometry)
+        self._codecs = {s: _built(recipe, s, placement, fitted) for s in STREAMS}
+        self._turn = self._chosen(turn)
+
+    def _chosen(self, turn: Turn | None) -> Turn:
+        """What stands between a chunk's K and the codec."""
+        if self.codec.placement == "post_rope" or isinstance(self.codec.recipe.k, IdentityStream):
+            return Straight()
+        if turn is None:
+            raise ParamsError(
+                "K is coded in front of its rotary embedding, and no turn was given that takes it there; give the"
+                " model's own, or code with placement post_rope"
+            )
+        return turn
+
+    def encode(self, chunk: Tensor, number: int) -> bytes:
+        """See `ChunkCoder`.
+
+        Raises
+        ------
+        LayoutMismatch
+            When the tensor is no payload of this geometry.
+        NonFinite
+            When it holds NaN or infinity, which no codec takes.
+        """
+        self.geometry.check_payload(chunk)
+        return b"".join(self._frame(chunk[layer, part], number, layer, s) for layer, part, s in self._parts())
+
+    def _frame(self, x: Tensor, number: int, layer: int, stream: str) -> bytes:
+        if self._turns(layer, stream):
+            x = self._turn.undo(x, number * self.geometry.chunk_tokens)
+        return frame_bytes(self._of(layer, stream).encode(x, Site(number, layer, stream)))
+
+    def decode(self, data: bytes, number: int) -> Tensor:
+        """See `ChunkCoder`; `StreamError` when the bytes are not exactly the frames that are due."""
+        view, at, parts = memoryview(data), 0, []
+        for layer, _, stream in self._parts():
+            header = self._due(view[at:], layer, stream)
+            parts.append(self._tensor(view[at : at + header.length], number, layer, stream))
+            at += header.length
+        if at != len(view):
+            raise StreamError(f"{len(view) - at} bytes follow the last frame of chunk {number}")
+        return torch.stack(parts).view(self.geometry.chunk_shape)
+
+    def _due(self, view: memoryview, layer: int, stream: str) -> FrameHeader:
+        """The header of a frame, which must be of this layer, this stream and the geometry's shape."""
+        header, geometry = FrameHeader.read(view), self.geometry
+        found = (header.layer, header.stream, header.shape)
+        if found != (layer, stream, (geometry.kv_heads, geometry.chunk_tokens, geometry.head_dim)):
+            raise StreamError(f"a frame of {found} stands where layer {layer} {stream} of a chunk should be")
+        if not FrameHeader.SIZE <= header.length <= len(view):
+            raise StreamError(f"the frame of layer {layer} {stream} is cut short")
+        return header
+
+    def _tensor(self, view: memoryview, number: int, layer: int, stream: str) -> Tensor:
+        x = self._of(layer, stream).decode(read_frame(view))
+        if self._turns(layer, stream):
+            x = self._turn.redo(x, number * self.geometry.chunk_tokens)
+        x = x.to(self.geometry.torch_dtype)
+        if not all_finite(x):
+            raise StreamError(f"layer {layer} {stream} of chunk {number} does not fit {self.geometry.dtype}")
+        return x
+
+    def _parts(self) -> Iterator[tuple[int, int, str]]:
+        """Layer, place on the chunk's second axis and stream of each frame, in order."""
+        return ((layer, part, s) for layer in range(self.geometry.layers) for part, s in enumerate(STREAMS))
+
+    def _turns(self, layer: int, stream: str) -> bool:
+        return stream == "k" and layer in self.codec.layers
+
+    def _of(self, layer: int, stream: str) -> Codec:
+        return self._codecs[stream] if layer in self.codec.layers else _AS_IT_IS
+
+
+_AS_IT_IS = IdentityCodec(IdentityStream())
+
+
+def _built(recipe: Recipe, stream: str, placement: Placement, calibration: Calibration | None) -> Codec:
+    own = getattr(recipe, stream)
+    return build(own, calibration.stream(own, stream, placement) if calibration else None)
+
+
+def _refuse(codec: CodecIdentity, geometry: Geometry) -> None:
+    """Refuse codecs that store nothing, and layers that there are not."""
+    for stream, own in codec.recipe:
+        if own.codec in UNSTORED:
+            able = ", ".join(name for name in CODECS if name not in UNSTORED)
+            raise CapabilityError(f"codec {own.codec!r} of stream {stream} writes no codes to store; allowed: {able}")
+    beyond = [layer for layer in codec.layers if not 0 <= layer < geometry.layers]
+    if beyond:
+        raise ParamsError(f"layer {beyond[0]} cannot be coded; the chunks have layers 0 to {geometry.layers - 1}")
+
+
+def coder_for(identity: Identity, calibration: Calibration | None = None, turn: Turn | None = None) -> ChunkCoder:
+    """What decodes the payload of a snapshot of this identity, its recipe taken from there.
+
+    Raises
+    ------
+    UserError
+        When the calibration or the turn that the recipe needs is missing, or is another than the payload's.
+    """
+    codec = identity.codec
+    if codec is None:
+        return RawChunks(identity.geometry)
+    coder = CodedChunks(identity.geometry, codec.recipe, calibration, codec.layers, codec.placement, turn)
+    if coder.codec != codec:
+        raise UserError(
+            f"the payload was coded with calibration {codec.calibration_hash}, given is {coder.codec.calibration_hash}"
+        )
+    return coder

@@ -1,0 +1,316 @@
+"""Opening a snapshot: what it is, whether it may be used here, and its chunks, none of them unchecked.
+
+`open` looks at everything but the payload: header, length, manifest, index, tokens, chain. Chunks are then handed out
+one by one, each after its own checksum, so that a long context passes through little memory. The hash of the whole file
+can be known at its end only, and so the last chunk that was asked for is handed out after it has been found right:
+whoever has them all has them from an undamaged file. A reader builds something new from them and puts it in place when
+it has the last one, as `Pager.restored` does; what was there before is then untouched by a snapshot that is refused.
+
+An open snapshot stays the one that was opened: a file that is put in its place is another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO
+
+import google_crc32c
+from torch import Tensor
+
+from kvlab.errors import SnapshotRefused, StorageError, StreamError, UserError
+from kvlab.kvstore.geometry import Geometry
+from kvlab.kvstore.ledger import Ledger
+from kvlab.kvstore.snapshot import chain
+from kvlab.kvstore.snapshot.format import DIGEST_BYTES, STEP, Header, Record, read_index
+from kvlab.kvstore.snapshot.identity import Identity, differences
+from kvlab.kvstore.snapshot.manifest import Manifest, read_manifest
+from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks
+from kvlab.kvstore.snapshot.reasons import Code, Reason, refusal
+
+
+def open(path: Path | str) -> Snapshot:
+    """Open a snapshot and check everything but its payload.
+
+    Raises
+    ------
+    StorageError
+        When the file is missing or cannot be read.
+    SnapshotRefused
+        When it is damaged, no snapshot, or of another version.
+    """
+    path = Path(path)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise StorageError(f"cannot read {path}: it is no file")
+        file = path.open("rb", buffering=0)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        return Snapshot(path, file)
+    except SnapshotRefused as error:
+        file.close()
+        raise SnapshotRefused(error.reasons, path) from None
+    except BaseException:
+        file.close()
+        raise
+
+
+class Snapshot:
+    """An open snapshot; use it in a ``with`` block, or `close` it.
+
+    Parameters
+    ----------
+    path : Path
+        Its name, for messages.
+    file : BinaryIO
+        Unbuffered and open for reading.
+
+    Attributes
+    ----------
+    header : Header
+    manifest : Manifest
+    records : tuple of Record
+        The index.
+    tokens : array of int
+        Ids of the `length` tokens.
+    nbytes : int
+        Of the file.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO):
+        self.path, self._file = path, file
+        self.nbytes = os.fstat(file.fileno()).st_size
+        first = self._read(0, min(Header.SIZE, self.nbytes))
+        self.header = Header.read(first)
+        self.header.refuse_length(self.nbytes)
+        front = first + self._read(Header.SIZE, self.header.payload_at - Header.SIZE)
+        self._hashed = hashlib.sha256(front)
+        said, index, ids = (front[span] for span in self.header.spans)
+        _refuse_damage(self.header, said, index, ids)
+        self.manifest: Manifest = read_manifest(said)
+        self.records: tuple[Record, ...] = tuple(read_index(index, self.manifest.clock))
+        self.tokens = chain.read_tokens(ids)
+        _refuse_contradictions(self)
+        self._places = tuple(accumulate((r.nbytes for r in self.records), initial=self.header.payload_at))
+
+    @property
+    def geometry(self) -> Geometry:
+        """Layout and dtype of the chunks."""
+        return self.manifest.identity.geometry
+
+    @property
+    def length(self) -> int:
+        """Tokens, a multiple of a chunk's."""
+        return self.manifest.length
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was known of each chunk when it was saved."""
+        return Ledger(tuple(record.entry for record in self.records), self.manifest.clock)
+
+    @property
+    def chain(self) -> tuple[bytes, ...]:
+        """The chunks' links, see `chain`."""
+        return tuple(record.link for record in self.records)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file without its last 32 bytes, as those say; 64 hexadecimal digits."""
+        return self._read(self.header.digest_at, DIGEST_BYTES).hex()
+
+    def usable_prefix(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a prompt, whole chunks from the first on, this snapshot holds."""
+        size = self.geometry.chunk_tokens
+        theirs = chain.links(tokens[: self.length], size, self.manifest.identity.salt)
+        return chain.shared(self.chain, theirs) * size
+
+    def check(self, expected: Identity, tokens: Sequence[int] | None = None, *, unproven: bool = False) -> list[Reason]:
+        """Everything that speaks against using this snapshot here; empty when nothing does.
+
+        Parameters
+        ----------
+        expected : Identity
+            What is needed. Its codec is that of the coder that will read the payload, None for raw.
+        tokens : sequence of int, optional
+            The prompt; one that shares no chunk with the snapshot is a reason.
+        unproven : bool
+            Let a lossy payload pass that names no evidence of what it costs: for measuring just that.
+        """
+        reasons = differences(self.manifest.identity, expected)
+        reasons += [] if unproven else self.manifest.unproven()
+        if tokens is not None and not self.usable_prefix(tokens):
+            line = f"the first {self.geometry.chunk_tokens} tokens of the prompt are not the snapshot's; none is reused"
+            reasons.append(Reason(Code.PREFIX, line))
+        return reasons
+
+    def chunks(
+        self, upto: int | None = None, coder: ChunkCoder | None = None, *, whole: bool = True
+    ) -> Iterator[Tensor]:
+        """Payloads from the first on, each after its checksum was found right.
+
+        Parameters
+        ----------
+        upto : int, optional
+            Tokens; the chunks that they fill. All when left out.
+        coder : ChunkCoder, optional
+            For a coded payload, see `payload.coder_for`.
+        whole : bool
+            Read the file to its end and check its hash before the last of these chunks is handed out. Without it a
+            short prefix of a long file is read alone, under the checksums of its own chunks.
+
+        Raises
+        ------
+        UserError
+            `upto` is beyond the snapshot, or the coder is not the payload's.
+        SnapshotRefused
+            In place of the first damaged chunk, or of the last one when the file is not the one that was written.
+        """
+        coder = self._fitting(coder)
+        return self._streamed(self._count(upto), coder, whole)
+
+    def load(self, upto: int | None = None, coder: ChunkCoder | None = None) -> tuple[Tensor, ...]:
+        """The payloads of `chunks`, once the whole file has been found right."""
+        return tuple(self.chunks(upto, coder))
+
+    def verify(self, coder: ChunkCoder | None = None) -> list[Reason]:
+        """Read everything and name every damage, not the first alone; empty when the file is what was written.
+
+        Parameters
+        ----------
+        coder : ChunkCoder, optional
+            Also decode each chunk.
+        """
+        coder = None if coder is None else self._fitting(coder)
+        state, reasons = self._hashed.copy(), []
+        for number in range(len(self.records)):
+            data = self._stored(number)
+            state.update(data)
+            reasons += self._damage(number, data) or self._undecodable(number, data, coder)
+        return [*reasons, *self._other_file(state, self.header.digest_at)]
+
+    def close(self) -> None:
+        """Let the file go; what was read stays."""
+        self._file.close()
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _count(self, upto: int | None) -> int:
+        """The chunks that so many tokens fill."""
+        if upto is None:
+            return len(self.records)
+        if not 0 <= upto <= self.length:
+            raise UserError(f"{upto} tokens cannot be read; {self.path} holds {self.length}")
+        return upto // self.geometry.chunk_tokens
+
+    def _fitting(self, coder: ChunkCoder | None) -> ChunkCoder:
+        coder = RawChunks(self.geometry) if coder is None else coder
+        needed = self.manifest.identity
+        reasons = differences(needed, needed.coded(coder.codec))
+        if reasons:
+            raise SnapshotRefused(reasons, self.path)
+        return coder
+
+    def _streamed(self, count: int, coder: ChunkCoder, whole: bool) -> Iterator[Tensor]:
+        state = self._hashed.copy()
+        for number in range(count):
+            data = self._stored(number)
+            state.update(data)
+            self._refuse(self._damage(number, data))
+            chunk = self._decoded(number, data, coder)
+            if whole and number == count - 1:
+                self._refuse(self._other_file(state, self._places[count]))
+            yield chunk
+
+    def _refuse(self, reasons: list[Reason]) -> None:
+        if reasons:
+            raise SnapshotRefused(reasons, self.path)
+
+    def _stored(self, number: int) -> bytes:
+        """A chunk's bytes, not yet checked."""
+        return self._read(self._places[number], self.records[number].nbytes)
+
+    def _damage(self, number: int, data: bytes) -> list[Reason]:
+        """Whether a chunk's bytes are those that were written."""
+        if google_crc32c.value(data) == self.records[number].crc:
+            return []
+        return [Reason(Code.CHUNK_CHECKSUM, f"the checksum of chunk {number} is wrong; the snapshot is damaged")]
+
+    def _undecodable(self, number: int, data: bytes, coder: ChunkCoder | None) -> list[Reason]:
+        """Whether a coder, if there is one, can read a chunk."""
+        try:
+            if coder is not None:
+                self._decoded(number, data, coder)
+        except SnapshotRefused as error:
+            return list(error.reasons)
+        return []
+
+    def _decoded(self, number: int, data: bytes, coder: ChunkCoder) -> Tensor:
+        try:
+            return coder.decode(data, number)
+        except StreamError as error:
+            line = f"chunk {number} is not what its codec writes: {error}"
+            raise SnapshotRefused([Reason(Code.CHUNK_UNDECODABLE, line)], self.path) from None
+
+    def _other_file(self, state, at: int) -> list[Reason]:
+        """Whether the file, whose first `at` bytes `state` has seen, has the hash that it ends with."""
+        while at < self.header.digest_at:
+            data = self._read(at, min(STEP, self.header.digest_at - at))
+            state.update(data)
+            at += len(data)
+        if state.hexdigest() == self.digest:
+            return []
+        return [
+            Reason(Code.FILE_HASH, "the hash of the file is not the one that it ends with; the snapshot is damaged")
+        ]
+
+    def _read(self, at: int, size: int) -> bytes:
+        """So many bytes from a place on, which were there when the snapshot was opened."""
+        parts, left = [], size
+        try:
+            while left and (part := os.pread(self._file.fileno(), left, at + size - left)):
+                parts.append(part)
+                left -= len(part)
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}: {error.strerror}") from None
+        if left:
+            line = f"the file ends {left} bytes before it should; it has shrunk since it was opened"
+            raise SnapshotRefused([Reason(Code.TRUNCATED, line)], self.path)
+        return b"".join(parts)
+
+
+def _refuse_damage(header: Header, said: bytes, index: bytes, ids: bytes) -> None:
+    """`SnapshotRefused` unless every section in front of the payload has its checksum."""
+    sections = (
+        (said, header.manifest_crc, Code.MANIFEST_CHECKSUM, "manifest"),
+        (index, header.index_crc, Code.INDEX_CHECKSUM, "index"),
+        (ids, header.tokens_crc, Code.TOKENS_CHECKSUM, "tokens"),
+    )
+    for data, crc, code, what in sections:
+        if google_crc32c.value(data) != crc:
+            raise refusal(code, f"the checksum of the {what} is wrong; the snapshot is damaged")
+
+
+def _refuse_contradictions(snapshot: Snapshot) -> None:
+    """`SnapshotRefused` when sections with right checksums contradict one another."""
+    header, manifest, geometry = snapshot.header, snapshot.manifest, snapshot.geometry
+    sizes = {record.nbytes for record in snapshot.records}
+    said = {
+        "tokens of a chunk": (header.chunk_tokens, geometry.chunk_tokens),
+        "tokens": (header.length, manifest.length),
+        "bytes of the payload": (header.payload_bytes, sum(record.nbytes for record in snapshot.records)),
+        "bytes of a chunk": (sizes, {geometry.chunk_bytes} if manifest.identity.codec is None else sizes),
+    }
+    for what, (one, other) in said.items():
+        if one != other:
+            raise refusal(Code.INCONSISTENT, f"the snapshot contradicts itself about the {what}: {one} and {other}")
+    if chain.links(snapshot.tokens, geometry.chunk_tokens, manifest.identity.salt) != snapshot.chain:
+        raise refusal(Code.CHAIN_BROKEN, "the token chain is not that of the tokens")

@@ -1,0 +1,210 @@
+"""Saving a snapshot: written beside its place, made durable, and put there in one step.
+
+Whatever happens on the way, whoever opens the path finds the old snapshot or the new one. One chunk is in memory at a
+time. Equal content gives equal bytes: nothing in the file says when or where it was written.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain as joined
+from itertools import repeat
+from pathlib import Path
+from typing import BinaryIO
+
+import google_crc32c
+from torch import Tensor
+
+from kvlab.errors import StorageError, UserError
+from kvlab.kvstore.ledger import Ledger
+from kvlab.kvstore.snapshot.chain import links, token_bytes
+from kvlab.kvstore.snapshot.format import STEP, Header, Record, index_bytes
+from kvlab.kvstore.snapshot.identity import Identity
+from kvlab.kvstore.snapshot.manifest import Manifest, build
+from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks
+from kvlab.records import atomic, versions
+
+
+@dataclass(frozen=True)
+class Source:
+    """What there is to save.
+
+    Parameters
+    ----------
+    identity : Identity
+        Whose context it is; its codec counts for nothing, the coder's does.
+    payloads : iterable of Tensor or None
+        The context's chunks from the first on, at least those that are saved; None for one that was never written.
+    ledger : Ledger
+        What is known of them; entries behind the saved ones are left out.
+    tokens : sequence of int
+        The context's ids, whole chunks or not.
+    """
+
+    identity: Identity
+    payloads: Iterable[Tensor | None]
+    ledger: Ledger
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A snapshot that was written.
+
+    Parameters
+    ----------
+    path : Path
+        Where.
+    manifest : Manifest
+        What it says of itself.
+    nbytes, payload_bytes : int
+        Of the file, and of the K and V in it.
+    digest : str
+        SHA-256 of everything in front of the digest in the file, 64 hexadecimal digits.
+    """
+
+    path: Path
+    manifest: Manifest
+    nbytes: int
+    payload_bytes: int
+    digest: str
+
+
+def save(
+    path: Path | str,
+    source: Source,
+    *,
+    upto: int | None = None,
+    coder: ChunkCoder | None = None,
+    evidence: Sequence[str] = (),
+    made: Mapping[str, str] | None = None,
+) -> Saved:
+    """Write the whole chunks of a context's first tokens.
+
+    Parameters
+    ----------
+    path : Path
+        The file; replaced in one step when there is one.
+    source : Source
+        What to save.
+    upto : int, optional
+        How many tokens, all when left out; a chunk that they do not fill is left out.
+    coder : ChunkCoder, optional
+        How K and V are stored; as they are when left out.
+    evidence : sequence of str
+        Ids of the gate's evidence of what a lossy coder costs.
+    made : mapping, optional
+        What the caller adds to the versions of the packages in the manifest: the engine, the attention.
+
+    Raises
+    ------
+    UserError
+        The tokens do not fill one chunk, there are fewer than `upto`, one is no id, or a chunk is missing.
+    LayoutMismatch
+        A payload is not of the identity's geometry.
+    StorageError
+        The disk is full or the folder cannot be written; what was there is still there.
+    """
+    path, geometry = Path(path), source.identity.geometry
+    coder = RawChunks(geometry) if coder is None else coder
+    length = geometry.floor(_length(source.tokens, upto))
+    if not length:
+        raise UserError(
+            f"{_length(source.tokens, upto)} tokens do not fill one chunk of {geometry.chunk_tokens};"
+            " a snapshot of them would restore nothing and was not written"
+        )
+    manifest = build(
+        identity=source.identity.coded(coder.codec),
+        length=length,
+        clock=source.ledger.clock,
+        evidence=tuple(evidence),
+        made=versions() | dict(made or {}),
+    )
+    with atomic(path) as temporary, temporary.open("w+b") as file:
+        saved = _written(file, path, manifest, source, coder)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(path)
+    return saved
+
+
+def _length(tokens: Sequence[int], upto: int | None) -> int:
+    """The tokens that are asked for."""
+    if upto is None:
+        return len(tokens)
+    if not 0 <= upto <= len(tokens):
+        raise UserError(f"{upto} tokens cannot be saved; the context has {len(tokens)}")
+    return upto
+
+
+def _written(file: BinaryIO, path: Path, manifest: Manifest, source: Source, coder: ChunkCoder) -> Saved:
+    """The payload first, for its length may show only then; then what stands in front of it; then the digest."""
+    geometry, said = manifest.identity.geometry, manifest.pack()
+    tokens = source.tokens[: manifest.length]
+    chain = links(tokens, geometry.chunk_tokens, manifest.identity.salt)
+    ids = token_bytes(tokens)
+    blank = Header(len(said), len(chain), geometry.chunk_tokens, 0, 0, 0, 0)
+    file.seek(blank.payload_at)
+    records = []
+    for number, data in enumerate(_coded(source.payloads, len(chain), coder)):
+        _put(file, data)
+        records.append(Record(chain[number], len(data), google_crc32c.value(data), source.ledger.entry(number)))
+    index = index_bytes(records)
+    payload_bytes = sum(record.nbytes for record in records)
+    names = ("manifest_crc", "index_crc", "tokens_crc")
+    crcs = dict(zip(names, map(google_crc32c.value, (said, index, ids)), strict=True))
+    header = replace(blank, payload_bytes=payload_bytes, **crcs)
+    file.seek(0)
+    for section in (header.pack(), said, index, ids):
+        _put(file, section)
+    digest = _digest(file, header.digest_at)
+    _put(file, digest)
+    return Saved(path, manifest, header.file_bytes, payload_bytes, digest.hex())
+
+
+def _coded(payloads: Iterable[Tensor | None], chunks: int, coder: ChunkCoder) -> Iterator[bytes]:
+    """The bytes of each chunk; a hole is refused, for zeros in its place would be read as K and V."""
+    found = zip(range(chunks), joined(payloads, repeat(None)), strict=False)
+    for number, payload in found:
+        if payload is None:
+            raise UserError(f"chunk {number} of the {chunks} to be saved was never written; save the tokens before it")
+        yield coder.encode(payload, number)
+
+
+def _put(file: BinaryIO, data: bytes) -> None:
+    """Every byte of a snapshot goes through here."""
+    file.write(data)
+
+
+def _digest(file: BinaryIO, end: int) -> bytes:
+    """SHA-256 of the first `end` bytes of an open file, which then stands behind them."""
+    state = hashlib.sha256()
+    file.seek(0)
+    for at in range(0, end, STEP):
+        state.update(file.read(min(STEP, end - at)))
+    return state.digest()
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the new name durable; the file is in place already, whole, and stays there if this fails.
+
+    Raises
+    ------
+    StorageError
+        When the disk cannot promise it. A file system that knows no such promise is no error.
+    """
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise StorageError(
+                f"{path} is in place and whole, but the disk does not promise to keep it: {error.strerror}; save again"
+            ) from error

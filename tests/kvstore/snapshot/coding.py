@@ -1,0 +1,74 @@
+"""Coders of every codec of the ladder for one small layout, calibrated by planted streams."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from codec import ladder_making
+from kvlab.calibration.load import Calibrated
+from kvlab.engines.hf_rope import RopeTurn, rotate
+from kvlab.kvstore.geometry import Geometry
+from kvlab.kvstore.snapshot.payload import CodedChunks
+from kvlab.recipe import Recipe
+
+GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=16, dtype="float32", chunk_tokens=16)
+CHUNKS = 3
+LENGTH = CHUNKS * GEOMETRY.chunk_tokens
+
+
+def recipe(name: str, condition: str = "plain", bits: int = 4) -> Recipe:
+    """The same codec for K and for V; only K is whitened."""
+    changes = ladder_making.CONDITIONS[condition]
+    k, v = (
+        type(plain).model_validate(plain.model_dump() | {key: value for key, value in changes.items() if key in keys})
+        for plain, keys in (
+            (ladder_making.RECIPES[name](bits), changes),
+            (ladder_making.RECIPES[name](bits), ["center"]),
+        )
+    )
+    return Recipe(k=k, v=v)
+
+
+@cache
+def calibrated(calibration_hash: str = "c" * 16) -> Calibrated:
+    """One planted calibration, the same for all layers and both streams."""
+    fitted = ladder_making.calibration(GEOMETRY.kv_heads, GEOMETRY.head_dim)
+    (whitener,), (components,) = fitted.whiteners.values(), fitted.components.values()
+    layers = range(GEOMETRY.layers)
+    return Calibrated(
+        whiteners=dict.fromkeys(layers, whitener),
+        tables={},
+        origin="hf",
+        corpus_hash="a" * 16,
+        sigma_hash="b" * 16,
+        calibration_hash=calibration_hash,
+        components={stream: dict.fromkeys(layers, components) for stream in ("k", "v")},
+        rotated=dict.fromkeys(layers, whitener),
+    )
+
+
+def turn(tokens: int = LENGTH) -> RopeTurn:
+    """A rotary embedding at positions 0, 1, .."""
+    half = GEOMETRY.head_dim // 2
+    angles = torch.arange(tokens)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    return RopeTurn(angles.cos().repeat(1, 2), angles.sin().repeat(1, 2))
+
+
+def coder(name: str, condition: str = "plain", bits: int = 4, **changes) -> CodedChunks:
+    settings = {"calibration": calibrated(), "placement": "pre_rope", "turn": turn()}
+    return CodedChunks(GEOMETRY, recipe(name, condition, bits), **settings | changes)
+
+
+def payload(number: int, geometry: Geometry = GEOMETRY) -> Tensor:
+    """Planted K, turned, and V."""
+    first, size = number * geometry.chunk_tokens, geometry.chunk_tokens
+    span, found = slice(first, first + size), []
+    for layer in range(geometry.layers):
+        k, v = (
+            ladder_making.planted(geometry.kv_heads, size, geometry.head_dim, 10 * number + layer + p) for p in (0, 5)
+        )
+        found += [rotate(k, turn().cos[span], turn().sin[span]), v]
+    return torch.stack(found).view(geometry.chunk_shape).to(geometry.torch_dtype)

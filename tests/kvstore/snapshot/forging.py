@@ -1,0 +1,70 @@
+"""Snapshots taken apart, changed, and put together with right checksums: a forger's files, not damaged ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+
+import google_crc32c
+
+from kvlab.kvstore.snapshot.format import DIGEST_BYTES, HEADER, MAGIC, RECORD, U32, VERSION, Header
+from kvlab.recipe import canonical
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is between the header and the digest, and what the header counts beside their lengths."""
+
+    said: bytes
+    index: bytes
+    ids: bytes
+    payload: bytes
+    counts: dict
+
+    @classmethod
+    def of(cls, data: bytes) -> Parts:
+        header = Header.read(data[: Header.SIZE])
+        sections = [data[span] for span in header.spans]
+        return cls(*sections, data[header.payload_at : -DIGEST_BYTES], {})
+
+    @property
+    def manifest(self) -> dict:
+        return json.loads(self.said)
+
+    def saying(self, **changes) -> Parts:
+        """With other fields of the manifest; a dotted name leads inside, and None for a name's value removes it."""
+        manifest = self.manifest
+        for name, value in changes.items():
+            *way, last = name.split("__")
+            inside = manifest
+            for step in way:
+                inside = inside[step]
+            inside[last] = value
+        return replace(self, said=canonical(manifest).encode())
+
+    def indexed(self, number: int, **changes) -> Parts:
+        """With other fields of one record."""
+        names = ("link", "nbytes", "last_use", "score", "crc", "flags")
+        at = number * RECORD.size
+        fields = dict(zip(names, RECORD.unpack_from(self.index, at), strict=True)) | changes
+        return replace(self, index=self.index[:at] + RECORD.pack(*fields.values()) + self.index[at + RECORD.size :])
+
+    def counting(self, **counts) -> Parts:
+        """With a header that counts otherwise."""
+        return replace(self, counts=counts)
+
+    def sealed(self) -> bytes:
+        """The file."""
+        fields = {
+            "version": VERSION,
+            "size": Header.SIZE,
+            "manifest_bytes": len(self.said),
+            "chunks": len(self.index) // RECORD.size,
+            "chunk_tokens": len(self.ids) // U32.size // max(1, len(self.index) // RECORD.size),
+            "payload_bytes": len(self.payload),
+        } | self.counts
+        crcs = map(google_crc32c.value, (self.said, self.index, self.ids))
+        raw = HEADER.pack(MAGIC, *fields.values(), *crcs)
+        data = raw + U32.pack(google_crc32c.value(raw)) + self.said + self.index + self.ids + self.payload
+        return data + hashlib.sha256(data).digest()
