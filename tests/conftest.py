@@ -74,6 +74,13 @@ def tiny_params(tiny_model, tmp_path_factory, base_params):
         "mitigations": {"windows": 3, "budget": 14.0, "uniform": [[3, 2], [6, 4]]},
         "ladder": {"windows": 3, "bits": [2, 4], "conditioned": ["hadamard"]},
         "mechanisms": {"dtype": "float32", "codecs": ["klt", "int", "fp8"], "bits": [2], "needles": 4},
+        "kvstore": {
+            "restore": {"chunk_tokens": 8, "prompts": 2, "decode": 4, "lengths": [48, 96], "suffix": 8, "repeats": 3}
+            | {"codecs": ["klt", "fp8"]},
+            "policy": {"needles": 4},
+            "bitplanes": {"windows": 2, "queries": 4},
+            "placement": {"windows": 2, "orders": 4, "decode": 4},
+        },
         "stats": {"resamples": 500},
         "jobs": {"threads": 1},
     }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import get_args
 
 from kvlab.errors import ParamsError, UnknownName
-from kvlab.params import CONDITIONABLE, LADDERED, Conditioning, Params, studied_recipe
+from kvlab.ladder_names import CONDITIONABLE, LADDERED
+from kvlab.params import Conditioning, Params, studied_recipe
 from kvlab.recipe import STREAMS, KltStream, Recipe
 
 STUDIED = "studied"

@@ -14,14 +14,13 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from kvlab.errors import ParamsError, suggestion
+from kvlab.kvstore_params import KVStore
+from kvlab.ladder_names import CONDITIONABLE, LADDERED, Conditionable, Laddered, suggested
 from kvlab.layer_numbers import from_the_start
 from kvlab.paramfile import explain, unknown_key
 from kvlab.recipe import (
-    CONTROLS,
-    STREAMS,
     Attention,
     BlockStream,
-    Conditioned,
     DType,
     Engine,
     Frozen,
@@ -157,8 +156,6 @@ class Gap(Frozen):
         return self
 
 
-LADDERED = tuple(sorted(set(STREAMS) - set(CONTROLS)))
-CONDITIONABLE = tuple(name for name in LADDERED if issubclass(STREAMS[name], Conditioned))
 Conditioning = Literal["", "center", "center+whiten"]  # in front of a codec, calibrated
 RUNGS = tuple(
     "+".join(filter(None, (codec, conditioning)))
@@ -167,20 +164,6 @@ RUNGS = tuple(
     if codec != "block"
 )
 """What an entry of `cells` may run in the studied recipe's place."""
-
-
-def _one_of(allowed: tuple[str, ...]) -> AfterValidator:
-    def check(name: str) -> str:
-        if name not in allowed:
-            raise ValueError(f"{name!r} is not allowed here; allowed: {', '.join(allowed)}{suggestion(name, allowed)}")
-        return name
-
-    return AfterValidator(check)
-
-
-def _suggested(allowed: tuple[str, ...]) -> Any:
-    """Names that a validator allows, for the JSON schema: editors offer them."""
-    return Field(json_schema_extra={"enum": list(allowed)})
 
 
 def _rung(name: str) -> str:
@@ -199,7 +182,7 @@ def reads_components(rung: str) -> bool:
     return rung in ("klt", "oscar") or "+center" in rung
 
 
-Rung = Annotated[str, AfterValidator(_rung), _suggested(RUNGS)]
+Rung = Annotated[str, AfterValidator(_rung), suggested(RUNGS)]
 
 
 class CellEntry(Frozen):
@@ -263,10 +246,6 @@ class Mitigations(Frozen):
         min_length=2, description="bits and v_bits of the studied recipe: the curve that equal bytes are read from"
     )
     klt_bits: float = Field(gt=0, le=8, description="bits per value of the klt arms, of the whole cache")
-
-
-Laddered = Annotated[str, _one_of(LADDERED), _suggested(LADDERED)]
-Conditionable = Annotated[str, _one_of(CONDITIONABLE), _suggested(CONDITIONABLE)]
 
 
 class Ladder(Frozen):
@@ -361,6 +340,7 @@ class Params(Frozen):
     mitigations: Mitigations
     ladder: Ladder
     mechanisms: Mechanisms
+    kvstore: KVStore
     baseline: Baseline
     jobs: Jobs
     stats: Stats
@@ -383,6 +363,7 @@ class Params(Frozen):
                 raise ValueError(f"{name}.windows is larger than windows.{text} ({available})")
         if "other" in self.ladder.texts and self.corpus.other is None:
             raise ValueError("ladder.texts names 'other' but corpus.other is null; name a text, or only 'test'")
+        self._check_kvstore()
         idle = [codec for codec in self.ladder.conditioned if codec not in self.ladder.codecs]
         if idle:
             raise ValueError(f"ladder.conditioned names {idle[0]!r}, which is not in ladder.codecs")
@@ -400,6 +381,21 @@ class Params(Frozen):
             self._check_entry(f"cells.{name}", entry)
             self._check_against(name, entry)
         return self
+
+    def _check_kvstore(self) -> None:
+        test, needles = self.windows.test, self.mechanisms.needles
+        asked = {
+            "restore.prompts": (self.kvstore.restore.prompts, "windows.test", test),
+            "bitplanes.windows": (self.kvstore.bitplanes.windows, "windows.test", test),
+            "placement.windows": (self.kvstore.placement.windows, "windows.test", test),
+            "policy.needles": (self.kvstore.policy.needles, "mechanisms.needles", needles),
+        }
+        for name, (wanted, source, available) in asked.items():
+            if wanted > available:
+                raise ValueError(f"kvstore.{name} is {wanted}, larger than {source} ({available})")
+        longest, text = max(self.kvstore.restore.lengths), test * (self.windows.context + self.windows.eval)
+        if longest > text:
+            raise ValueError(f"kvstore.restore.lengths names {longest}; the test split has {text} tokens")
 
     def _check_layers(self, name: str, codec: Codec) -> None:
         last = self.model.n_layers - 1

@@ -15,7 +15,7 @@ from kvlab.gate.evidence.measures import measured, paired
 from kvlab.gate.evidence.quality import judge
 from kvlab.gate.reasons import REGISTRY_REASONS
 from kvlab.gate.registry import SHIPPED, Registry, RegistryError, load, parse, problems
-from kvlab.params import LADDERED
+from kvlab.ladder_names import LADDERED
 
 PUBLISHED_PAIRS = {
     ("baseline", "none"): (None, None),

@@ -79,7 +79,7 @@ ENGINES = sorted({*PARAMS.engines, *CAPTURED})
 RUNS = plan.baseline_runs(PARAMS)
 
 # What the numbers are made with: not the ladder and the gate's rows, which go other ways, and not what is said.
-METRICS_KEYS = frozenset(Params.model_fields) - {plan.LADDER, "mechanisms", "report", "verdict"}
+METRICS_KEYS = frozenset(Params.model_fields) - {plan.LADDER, "mechanisms", "kvstore", "report", "verdict"}
 # What a job with a codec reads.
 CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec", "jobs")
 # What the cells of a study are planned from.

@@ -43,7 +43,7 @@ class HFEngine(Engine):
     @property
     def storage(self) -> Storage:
         """Activations of one pass, in no cache."""
-        return Storage(self.dtype, "none", getattr(torch, self.dtype).itemsize)
+        return Storage(str(self.model.dtype).removeprefix("torch."), "none", self.model.dtype.itemsize)
 
     @torch.inference_mode()
     def score(
