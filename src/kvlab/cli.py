@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kvlab import eval_verb, gate_verbs, lifeline, verbs
+from kvlab import eval_verb, gate_verbs, kvstore_verbs, lifeline, snapshot_verbs, verbs
 from kvlab.errors import KvlabError, nearest, suggestion
-from kvlab.flags import Flag, path, word
+from kvlab.flags import MODEL, PARAMS, Flag, path, word
 
 OVERVIEW = """\
 kvlab measures what compressing an LLM's KV cache costs, on which engine, and why.
@@ -47,8 +47,10 @@ Beside it:
   reference   train the embedded reference model again
   eval        a task of lm-evaluation-harness, plain and coded -> evidence for the gate
   gate        which rows may claim what: `kvlab gate rows` and `report` in the pipeline, check, query and more
+  snapshot    the KV cache of a context as a file: save, inspect, verify, restore, diff
+  kvstore     studies of the paged cache and its snapshots: restore, policy, bitplanes, placement
 
-Every verb but gate reads `--params`: params.yaml, or a JSON object of just the top-level keys it may use.
+Every verb but gate and snapshot reads `--params`: params.yaml, or a JSON object of just the top-level keys it may use.
 Exit codes: 0 done; 2 the input is wrong, one line says how to mend it; 1 the run is wrong, or the gate fails.
 """
 
@@ -85,8 +87,6 @@ PER_ORIGIN = [  # one of each for every engine whose capture calibrates a cell
 ]
 CHOICE = path("--choice", "what `kvlab choose` wrote; needed by the mitigations", required=False)
 STUDY_HELP = "factors, cells, layers, noise, mitigations or ladder"
-PARAMS = word("--params", "default: params.yaml", default="params.yaml", metavar="FILE|JSON")
-MODEL = word("--model", "one of `models`; needed where params.yaml lists several", metavar="SLUG")
 
 VERBS: dict[Callable, list[Flag]] = {
     verbs.params_verb: [
@@ -186,7 +186,11 @@ VERBS: dict[Callable, list[Flag]] = {
         path("--readme", "README whose headline block is brought up to date", required=False),
     ],
 }
-GROUPS = {"gate": (gate_verbs.ABOUT, gate_verbs.VERBS)}
+GROUPS = {
+    "gate": (gate_verbs.ABOUT, gate_verbs.VERBS),
+    "snapshot": (snapshot_verbs.ABOUT, snapshot_verbs.VERBS),
+    "kvstore": (kvstore_verbs.ABOUT, kvstore_verbs.VERBS),
+}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -23,3 +23,7 @@ def word(flag: str, text: str, **options) -> Flag:
 def place(name: str, text: str, **options) -> Flag:
     """A file that is given without a flag."""
     return name, {"type": Path, "metavar": "FILE", "help": text} | options
+
+
+PARAMS = word("--params", "default: params.yaml", default="params.yaml", metavar="FILE|JSON")
+MODEL = word("--model", "one of `models`; needed where params.yaml lists several", metavar="SLUG")

@@ -571,3 +571,15 @@ def test_a_broken_invariant_is_named(geometry, how):
     damaged(pager, how)
     names = {"leak": "not all blocks", "share": "share a block"}
     assert any(names.get(how, how) in fault for fault in pager.check())
+
+
+@pytest.mark.parametrize("order", ["logical", "slot"])
+def test_columns_are_what_will_be_gathered_once_all_places_are_written(geometry, config, order):
+    rows = numbers(geometry, 60)
+    pager = filled(rows[:, :, :, :57], geometry, config, step=3, block_order=[5, 1, 7, 0, 2, 6, 4, 3])
+    pager.alloc_span(57, 3)
+    columns = pager.columns(order)
+    write(pager, rows)
+    assert columns.tolist() == pager.gather(1, order).positions.tolist()
+    with pytest.raises(UnknownName):
+        pager.columns("other")

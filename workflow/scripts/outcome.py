@@ -22,6 +22,7 @@ MADE = ("calib", "results")
 VOLATILE = ("results/benchmarks/", "results/logs/")
 # Results that say how fast something was: they have to be there, and are others in every run.
 TIMED = ("results/gate/GATE.md", "results/gate/claims.json", "results/gate/rows/*.json", "results/mechanisms/*.json")
+TIMED += ("results/kvstore/RESTORE.md", "results/kvstore/restore/*.json")
 KEYS = ["cell_id", "window", "position"]  # of a scored token; a table holds each once
 KEPT = {".gitignore", ".snakemake_timestamp"}  # hidden files that stay; Snakemake marks folders that it made
 

@@ -229,9 +229,24 @@ class Pager:
         if order not in ORDERS:
             raise UnknownName("order", order, ORDERS)
         end = self._written[layer]
-        below = range(self.geometry.chunks(end))
-        placed = [(number, block) for number in below if (block := self.chunks[number].block) is not None]
-        return self.chunks.pool.gather(layer, sorted(placed, key=ORDERS[order]), end)
+        return self.chunks.pool.gather(layer, self._placed(end, order), end)
+
+    def columns(self, order: str = "logical") -> Tensor:
+        """Positions of the rows that `gather` gives of a layer as soon as all places are written.
+
+        Parameters
+        ----------
+        order : {"logical", "slot"}
+            See `gather`.
+
+        Returns
+        -------
+        Tensor
+            int64 [rows]: what the columns of an attention mask stand for, before a forward has begun.
+        """
+        if order not in ORDERS:
+            raise UnknownName("order", order, ORDERS)
+        return self.chunks.pool.positions(self._placed(self.length, order), self.length)[0]
 
     # Who is in the pool
 
@@ -441,6 +456,12 @@ class Pager:
             self.chunks.admit(payload, entries[number], number in stays)
         if number + 1 < len(entries):
             raise LayoutMismatch(f"there are {number + 1} payloads for {len(entries)} chunks")
+
+    def _placed(self, end: int, order: str) -> list[tuple[int, int]]:
+        """(chunk, block) of each resident chunk that begins below a position."""
+        below = range(self.geometry.chunks(end))
+        placed = [(number, block) for number in below if (block := self.chunks[number].block) is not None]
+        return sorted(placed, key=ORDERS[order])
 
     def _known(self, chunk: int) -> None:
         if not 0 <= chunk < len(self.chunks):

@@ -91,14 +91,20 @@ class Pool:
         end : int
             The first position that is left out.
         """
+        positions, rows = self.positions(placed, end)
+        blocks = torch.tensor([block for _, block in placed], dtype=torch.int64, device=self.data.device)
+        k, v = (self._rows(layer, stream, blocks)[:, rows].contiguous() for stream in (K, V))
+        return Gathered(k, v, positions)
+
+    def positions(self, placed: Sequence[tuple[int, int]], end: int) -> tuple[Tensor, slice | Tensor]:
+        """The positions of these rows, and which of the chunks' rows they are; see `gather`."""
         device, size = self.data.device, self.geometry.chunk_tokens
-        chunks, blocks = torch.tensor(placed, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
+        chunks = torch.tensor([chunk for chunk, _ in placed], dtype=torch.int64, device=device)
         positions = (chunks[:, None] * size + torch.arange(size, device=device)).flatten()
         below = positions < end
         count = int(below.sum())
         rows = slice(count) if bool(below[:count].all()) else below  # in logical order only the end is left out
-        k, v = (self._rows(layer, stream, blocks)[:, rows].contiguous() for stream in (K, V))
-        return Gathered(k, v, positions[rows])
+        return positions[rows], rows
 
     def _rows(self, layer: int, stream: int, blocks: Tensor) -> Tensor:
         """[kv_heads, blocks * chunk_tokens, head_dim]."""

@@ -42,9 +42,17 @@ class Seen:
 
 
 class Policy(Protocol):
-    """Who stays."""
+    """Who stays.
+
+    Attributes
+    ----------
+    name : str
+    needs : tuple of str
+        Fields of `Seen` that `scores` reads beside the chain; empty for a policy that does not look.
+    """
 
     name: str
+    needs: tuple[str, ...]
 
     def rank(self, chunk: int, entry: Entry) -> float:
         """The higher, the longer a chunk stays; of equals the first one goes."""
@@ -63,6 +71,7 @@ class Lru:
     """
 
     name = "lru"
+    needs = ()
 
     def rank(self, chunk: int, entry: Entry) -> float:
         """The clock at its last use."""
@@ -84,6 +93,7 @@ class Random:
     """
 
     name = "random"
+    needs = ()
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -115,6 +125,7 @@ class Qk(Scored):
     """
 
     name = "qk"
+    needs = ("queries",)
 
     def __init__(self, scorer: Scorer):
         self.scorer = scorer
@@ -131,9 +142,10 @@ class SignBit(Qk):
 
 
 class Oracle(Scored):
-    """Chunks that attention really looks at stay: what no policy could beat."""
+    """Chunks that the last token really attends to stay: what no guess at it could beat."""
 
     name = "oracle"
+    needs = ("mass",)
 
     def scores(self, seen: Seen) -> list[float]:
         """The true attention mass; `CapabilityError` when it was not measured."""

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 MADE = {"calib", "results"}  # what verbs write; of other files, as a registry, only the bytes count
+GROUPS = ("gate", "kvstore")  # verbs that are followed by one
 FIGURES = ("gap_shapley", "baseline", "cells", "layers", "noise", "residual", "d_eff", "mitigations")
 
 
@@ -25,8 +26,8 @@ def main():
     if not Path("src/kvlab/__main__.py").samefile(__file__):
         sys.exit(f"{__file__} is not the code of this folder")
     verb, words = sys.argv[1], sys.argv[2:]
-    if verb == "gate":
-        verb, words = f"gate_{words[0]}", words[1:]
+    if verb in GROUPS:
+        verb, words = f"{verb}_{words[0]}", words[1:]
     flags = named(words)
     out = Path(flags.pop("--out")[0])
     with open(os.environ.get("STANDIN_TRACE", os.devnull), "a") as trace:

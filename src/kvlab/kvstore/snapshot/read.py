@@ -177,6 +177,12 @@ class Snapshot:
         """The payloads of `chunks`, once the whole file has been found right."""
         return tuple(self.chunks(upto, coder))
 
+    def stored(self, number: int) -> bytes:
+        """A chunk's bytes as they lie in the file; `SnapshotRefused` unless their checksum is right."""
+        data = self._stored(number)
+        self._refuse(self._damage(number, data))
+        return data
+
     def verify(self, coder: ChunkCoder | None = None) -> list[Reason]:
         """Read everything and name every damage, not the first alone; empty when the file is what was written.
 
@@ -294,9 +300,13 @@ def _refuse_damage(header: Header, said: bytes, index: bytes, ids: bytes) -> Non
         (index, header.index_crc, Code.INDEX_CHECKSUM, "index"),
         (ids, header.tokens_crc, Code.TOKENS_CHECKSUM, "tokens"),
     )
-    for data, crc, code, what in sections:
-        if google_crc32c.value(data) != crc:
-            raise refusal(code, f"the checksum of the {what} is wrong; the snapshot is damaged")
+    reasons = [
+        Reason(code, f"the checksum of the {what} is wrong; the snapshot is damaged")
+        for data, crc, code, what in sections
+        if google_crc32c.value(data) != crc
+    ]
+    if reasons:
+        raise SnapshotRefused(reasons)
 
 
 def _refuse_contradictions(snapshot: Snapshot) -> None:

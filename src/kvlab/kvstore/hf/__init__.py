@@ -1,0 +1,1 @@
+"""Transformers models that read their K and V from a pager."""

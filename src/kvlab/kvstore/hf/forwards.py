@@ -1,0 +1,264 @@
+"""One sequence on a paged model: prefill and greedy decoding, over a pool that may hold a part of it.
+
+While prefilling, forwards are cut where chunks end: one chunk a forward, never shrunk or shifted. Whoever begins at a
+chunk's first token therefore does the very forwards that a run from nothing does from there on, in the same shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlab.errors import ModelError, PagerError, UserError
+from kvlab.kvstore.config import PagerConfig
+from kvlab.kvstore.counts import counted
+from kvlab.kvstore.geometry import K
+from kvlab.kvstore.hf.cache import PagedCache
+from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.hf.queries import LastQueries, attention_mass
+from kvlab.kvstore.pager import Moves, Pager
+from kvlab.kvstore.residency import Policy, Seen, build
+from kvlab.kvstore.scorer import Scorer
+from kvlab.kvstore.snapshot.chain import links
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What greedy decoding wrote.
+
+    Attributes
+    ----------
+    tokens : tuple of int
+    logits : Tensor
+        float32 [len(tokens), vocab]; each token is the most likely one of its row.
+    """
+
+    tokens: tuple[int, ...]
+    logits: Tensor
+
+
+class Forwards:
+    """One sequence; see `run.PagedRun`, which can be saved and restored too.
+
+    Attributes
+    ----------
+    pager : Pager
+    tokens : list of int
+        All that the model has seen.
+    chain : tuple of bytes
+        Links of the sealed chunks.
+    exact : int
+        Tokens from the first on, whole chunks, that a cold run of the same tokens would leave in the very same bits.
+        Tokens that were decoded, or prefilled in several calls that do not meet where a chunk ends, came in other
+        batch shapes, and what stands behind them read them. Neither is it known what a cold run would have read, once
+        chunks that were moved by hand, pinned, or restored from another pool are out of the pool.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        config: PagerConfig,
+        policy: Policy | str = "lru",
+        *,
+        every: int = 64,
+        salt: str = "",
+        seed: int = 0,
+        order: str = "logical",
+        block_order: Sequence[int] | None = None,
+    ):
+        geometry = model.geometry(config.chunk_tokens)
+        policy = build(policy, geometry, seed) if isinstance(policy, str) else policy
+        self.model, self.every, self.salt = model, counted("every", every, least=1), salt
+        self._queries = LastQueries(model) if policy.needs else None
+        self._hold(Pager(geometry, config, policy, model.device, block_order=block_order), order)
+        if (scorer := self._scorer) is not None:
+            scorer.keep(())  # whatever another request left behind
+        self.tokens: list[int] = []
+        self.chain: tuple[bytes, ...] = ()
+        self.exact = self._complete = self._scored_at = 0
+        self._by_hand = False
+        self.other_numerics: dict[str, str] = {}  # what was restored says of itself, see `run.NUMERICS`
+        self._last: Tensor | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """Who stays in the pool."""
+        return self.pager.policy
+
+    @property
+    def logits(self) -> Tensor | None:
+        """float32 [vocab] behind the last token; None before the first forward."""
+        return self._last
+
+    def extend(self, tokens: Sequence[int]) -> Tensor:
+        """Prefill.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            At least one.
+
+        Returns
+        -------
+        Tensor
+            float32 [vocab], the logits behind the last token.
+
+        Raises
+        ------
+        UserError, ModelError, PagerError
+            See `check`.
+        NonFinite
+            When a logit is NaN or infinite. The run cannot go on then.
+        """
+        for part in self._parts(tokens):
+            self._forward(part, keep=1)
+        return self._last
+
+    def score(self, tokens: Sequence[int]) -> Tensor:
+        """The same forwards, with the logits behind every token: float32 [len(tokens), vocab]."""
+        return torch.cat([self._forward(part, keep=len(part)) for part in self._parts(tokens)])
+
+    def check(self, tokens: Sequence[int]) -> None:
+        """Refuse what `extend` would refuse, and do nothing else.
+
+        Raises
+        ------
+        UserError
+            No tokens, or one that is none of the model's.
+        ModelError
+            They are more than the model has positions for.
+        PagerError
+            An earlier forward has failed midway.
+        """
+        if not len(tokens):
+            raise UserError("no tokens were given; a forward takes at least one")
+        if bad := [token for token in tokens if not 0 <= token < self.model.info.vocab_size]:
+            raise UserError(f"token {bad[0]} is none of the model's {self.model.info.vocab_size}")
+        self._refuse_length(len(tokens))
+
+    def decode(self, n: int, *, stop: Collection[int] = ()) -> Decoded:
+        """Greedy decoding, one token a forward; every token that is written has been read too.
+
+        Parameters
+        ----------
+        n : int
+            Tokens, from 1.
+        stop : collection of int
+            Tokens behind which decoding ends, themselves written.
+
+        Raises
+        ------
+        UserError
+            When nothing was prefilled, so that no logits are there to begin with.
+        ModelError
+            When the model has too few positions.
+        """
+        if self._last is None:
+            raise UserError("there are no logits to decode from; prefill at least one token")
+        self._refuse_length(counted("n", n, least=1))
+        written, logits = [], []
+        while len(written) < n and not (written and written[-1] in stop):
+            logits.append(self._last)
+            written.append(int(self._last.argmax()))
+            self._forward(written[-1:], keep=1)
+        return Decoded(tuple(written), torch.stack(logits))
+
+    def reselect(self) -> Moves:
+        """Fill the pool anew, by what the last token's queries say when the policy looks at them."""
+        self._by_hand = True
+        return self._reselect()
+
+    def keys(self) -> Tensor:
+        """K of all tokens, evicted ones included, in logical order [layers, kv_heads, tokens, head_dim] on the CPU."""
+        pager, layers = self.pager, range(self.pager.geometry.layers)
+        parts = [pager.payload(chunk)[:, K] for chunk in range(pager.sealed)]
+        if rows := len(self.tokens) - pager.sealed * pager.geometry.chunk_tokens:  # of the chunk that is filling
+            parts.append(torch.stack([pager.gather(layer).k[:, -rows:] for layer in layers]).cpu())
+        return torch.cat(parts, dim=2)
+
+    def fork(self) -> Forwards:
+        """A run that goes its own way from here, over a copy of the pager."""
+        twin = copy.copy(self)
+        twin._queries = None if self._queries is None else self._queries.fork()
+        twin._hold(copy.deepcopy(self.pager), self._cache.order)
+        twin.tokens = list(self.tokens)
+        return twin
+
+    # Inside
+
+    def _hold(self, pager: Pager, order: str) -> None:
+        self.pager, self._cache, self._epoch = pager, PagedCache(pager, order), pager.epoch
+
+    @property
+    def _scorer(self) -> Scorer | None:
+        return getattr(self.pager.policy, "scorer", None)
+
+    def _refuse_length(self, more: int) -> None:
+        length, most = len(self.tokens) + more, self.model.info.max_positions
+        if length > most:
+            raise ModelError(f"{length} tokens are more than the model's {most} positions")
+        if self.pager.length != len(self.tokens):
+            raise PagerError("a forward of this run has failed midway, and it cannot go on; begin another")
+
+    def _parts(self, tokens: Sequence[int]) -> Iterator[list[int]]:
+        """What each forward takes: what is missing of a chunk, then a chunk at a time."""
+        tokens, size = list(tokens), self.pager.geometry.chunk_tokens
+        self.check(tokens)
+        first = -len(self.tokens) % size
+        starts = [*([0] if first else []), *range(first, len(tokens), size)]
+        return (tokens[at : first if at < first else at + size] for at in starts)
+
+    def _forward(self, tokens: list[int], keep: int) -> Tensor:
+        start, end = len(self.tokens), len(self.tokens) + len(tokens)
+        self._by_hand = self._by_hand or bool(self.pager.pins) or self.pager.epoch != self._epoch
+        self.pager.alloc_span(start, len(tokens))
+        columns = self.pager.columns(self._cache.order)
+        logits = self.model.forward(tokens, self._cache, columns, start, keep, self._queries)
+        self.tokens += tokens
+        self._last = logits[-1]
+        self._note(start, end, columns.numel())
+        self._seal()
+        if self._queries is not None and end // self.every > start // self.every:
+            self._reselect()
+        self._epoch = self.pager.epoch
+        return logits
+
+    def _note(self, start: int, end: int, rows: int) -> None:
+        """How far this run is the cold one, and how far it has read everything."""
+        if start == self._complete and rows == end:
+            self._complete = end
+        whole = start == self.exact and end - start == self.pager.geometry.chunk_tokens
+        if whole and (self._complete == end or not self._by_hand):
+            self.exact = end
+
+    def _seal(self) -> None:
+        """What is kept of chunks that are full now."""
+        known = len(self.chain)
+        if self.pager.sealed == known:
+            return
+        self.chain = links(self.tokens, self.pager.geometry.chunk_tokens, self.salt)
+        if (scorer := self._scorer) is not None:
+            for chunk in range(known, len(self.chain)):
+                scorer.add(self.chain[chunk], self.pager.payload(chunk))
+
+    def _reselect(self) -> Moves:
+        if self._queries is not None and self._last is not None:
+            scores = self.policy.scores(self._seen())
+            if scores is not None:
+                self.pager.set_scores(scores)
+                self._scored_at = len(self.tokens)
+        moves = self.pager.reselect()
+        self._epoch = self.pager.epoch
+        return moves
+
+    def _seen(self) -> Seen:
+        """What the last token shows of the sealed chunks."""
+        queries, mass = self._queries.at(len(self.tokens) - 1), None
+        if "mass" in self.policy.needs:
+            size = self.pager.geometry.chunk_tokens
+            mass = attention_mass(queries, self.keys(), size, self.model.scaling)[: self.pager.sealed].tolist()
+        return Seen(queries, self.chain, mass)

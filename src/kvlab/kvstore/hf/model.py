@@ -1,0 +1,211 @@
+"""A transformers model whose K and V may lie in a pager: what has to be true of it, and one forward."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from kvlab.engines.capability import check
+from kvlab.engines.hf import HFEngine
+from kvlab.engines.hf_cache import Shape, shape_of
+from kvlab.engines.hf_rope import CHANGING, RopeTurn, find_rotary, turns
+from kvlab.engines.hooks import attention_layers
+from kvlab.errors import CapabilityError, NonFinite
+from kvlab.kvstore.geometry import DTYPES, Geometry, named
+from kvlab.kvstore.hf.queries import LastQueries
+from kvlab.kvstore.snapshot.identity import Identity, identity_of, rope_of
+from kvlab.model import ModelInfo
+
+MASKABLE = ("eager", "sdpa")  # attention that is given a mask of its own for every query and column
+
+
+class PagedModel:
+    """A loaded model, fit to be paged.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        In evaluation mode, with the weights of `info`. An adapter on top of them has to be named in the salt of
+        whoever saves what it computes.
+    info : ModelInfo
+
+    Attributes
+    ----------
+    dtype : {"float32", "bfloat16", "float16"}
+        Of K and V.
+    device : str
+
+    Raises
+    ------
+    CapabilityError
+        The model would get it silently wrong: another shape or class than `info` says, attention over a window or by
+        a recurrent state, a rotary embedding that changes with the length, attention that takes no mask, dropout.
+    """
+
+    def __init__(self, model: nn.Module, info: ModelInfo):
+        self.model, self.info = model, info
+        refuse_unfit(model, info)
+        self.dtype = named(model.dtype)
+        self.device = str(model.device)
+
+    @classmethod
+    def load(cls, info: ModelInfo, dtype: str = "float32", attention: str = "sdpa") -> PagedModel:
+        """Load a model's files, on the GPU when there is one.
+
+        Parameters
+        ----------
+        info : ModelInfo
+        dtype : {"float32", "bfloat16"}
+        attention : {"sdpa", "eager"}
+
+        Raises
+        ------
+        UnknownName
+            For another dtype or attention.
+        ModelError
+            When the files cannot be loaded.
+        NonFinite
+            When a weight is NaN or infinite.
+        """
+        check("hf", dtype, attention, info)
+        return cls(HFEngine(info, dtype, attention, info.max_positions).model, info)
+
+    @property
+    def attention(self) -> str:
+        """Which attention runs."""
+        return self.model.config._attn_implementation
+
+    @property
+    def made(self) -> dict[str, str]:
+        """What decides the last bits of K and V beside the weights: for the manifest of a snapshot."""
+        if self.device.startswith("cuda"):
+            where = {"device": torch.cuda.get_device_name(self.device)}
+        else:
+            capability = torch.backends.cpu.get_cpu_capability()
+            where = {"device": f"{self.device} {capability}", "threads": str(torch.get_num_threads())}
+        return {"engine": "transformers", "attention": self.attention, **where}
+
+    def geometry(self, chunk_tokens: int = 64) -> Geometry:
+        """The cache of this model, cut into such chunks."""
+        info = self.info
+        return Geometry(info.n_layers, info.n_kv_heads, info.head_dim, self.dtype, chunk_tokens)
+
+    def identity(self, chunk_tokens: int = 64, salt: str = "") -> Identity:
+        """Whose K and V these are, with the rotary embedding that runs, whatever config.json says."""
+        return self._identity.model_copy(update={"geometry": self.geometry(chunk_tokens), "salt": salt})
+
+    @cached_property
+    def _identity(self) -> Identity:
+        """As the files were when it was first asked for."""
+        return identity_of(self.info, self.dtype, rope=rope_of(self.model.config.to_dict()))
+
+    @property
+    def scaling(self) -> float:
+        """What attention multiplies its scores by."""
+        return attention_layers(self.model, self.info)[0].scaling
+
+    @cached_property
+    def rotary(self) -> nn.Module:
+        """The rotary module; `CapabilityError` when what it does to K cannot be said."""
+        return find_rotary(self.model, self.info.head_dim)
+
+    def turn(self, tokens: int) -> RopeTurn:
+        """The rotary embedding of positions 0 to `tokens`: for a codec that sees K in front of it."""
+        like = torch.empty(0, dtype=DTYPES[self.dtype], device=self.device)
+        turn = turns(self.rotary, torch.arange(tokens, device=self.device)[None], like)[0]
+        return RopeTurn(turn.cos.cpu(), turn.sin.cpu())  # payloads lie there
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: list[int],
+        cache: Cache,
+        columns: Tensor,
+        start: int,
+        keep: int,
+        queries: LastQueries | None = None,
+    ) -> Tensor:
+        """One forward of one sequence.
+
+        Parameters
+        ----------
+        tokens : list of int
+        cache : Cache
+            Takes their K and V, and gives attention what it reads.
+        columns : Tensor
+            int64 [rows], the position of each row that the cache will give.
+        start : int
+            Position of the first token.
+        keep : int
+            Logits are wanted of so many last tokens.
+        queries : LastQueries, optional
+            Notes those of the last token.
+
+        Returns
+        -------
+        Tensor
+            float32 [keep, vocab].
+
+        Raises
+        ------
+        NonFinite
+            When a logit is NaN or infinite.
+        """
+        places = torch.arange(start, start + len(tokens), device=self.device)
+        with ExitStack() as stack:
+            if queries is not None:
+                stack.enter_context(queries.watching())
+            output = self.model(
+                torch.tensor([tokens], device=self.device),
+                attention_mask=mask(places, columns, DTYPES[self.dtype]),
+                position_ids=places[None],
+                past_key_values=cache,
+                use_cache=False,  # that the model makes none of its own
+                logits_to_keep=keep,
+            )
+        logits = output.logits[0].float()
+        if not bool(torch.isfinite(logits).all()):
+            raise NonFinite(f"a logit behind tokens {start} to {start + len(tokens)} is NaN or infinite")
+        return logits
+
+
+def mask(places: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to attention's scores [1, 1, queries, columns]: a query reads what stands at or before it.
+
+    By positions, for a column may hold any of them. The least number stands in for minus infinity, as in
+    transformers itself: its exponential is 0 beside any score.
+    """
+    hidden = columns[None] > places[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=places.device).masked_fill_(hidden, torch.finfo(dtype).min)[
+        None, None
+    ]
+
+
+def refuse_unfit(model: nn.Module, info: ModelInfo) -> None:
+    """`CapabilityError` for a model that would be paged wrongly; see `PagedModel`."""
+    found, wanted = shape_of(model), Shape(info.n_layers, info.n_kv_heads, info.head_dim)
+    if found != wanted or type(model).__name__ != info.architecture:
+        raise CapabilityError(
+            f"the loaded model is {type(model).__name__} with {found.layers} layers of {found.heads} KV heads of "
+            f"{found.head_dim}, {info.path} is {info.architecture} with {wanted.layers} of {wanted.heads} of "
+            f"{wanted.head_dim}; give the folder that it was loaded from"
+        )
+    attention, kind = model.config._attn_implementation, rope_of(model.config.to_dict())["rope_type"]
+    if attention not in MASKABLE:
+        raise CapabilityError(
+            f"attention {attention!r} takes no mask of its own for every row, which a paged cache needs;"
+            f" allowed: {', '.join(MASKABLE)}"
+        )
+    if kind in CHANGING:
+        raise CapabilityError(
+            f"rope type {kind!r} changes its frequencies with the length, so that a stored K is no longer what the"
+            " model would compute; it cannot be paged"
+        )
+    if model.training:
+        raise CapabilityError("the model is in training mode, where dropout may change what it computes; call eval()")
+    if named(model.dtype) not in DTYPES:
+        raise CapabilityError(f"the model computes in {named(model.dtype)}; allowed: {', '.join(DTYPES)}")

@@ -1,0 +1,72 @@
+"""How far a snapshot's K and V, and what is in the pool behind them, are those of a cold run.
+
+A token's K and V depend on what was in the pool when it was computed. As long as every chunk is, the pool's size and
+policy make no difference, and a snapshot serves every run of the model. From the first token on that was computed
+while a chunk was out, it serves runs with the same pool alone; it is then saved under a salt that says which.
+"""
+
+from __future__ import annotations
+
+from kvlab.kvstore.config import PagerConfig
+from kvlab.kvstore.residency import Policy
+from kvlab.kvstore.snapshot.manifest import Manifest
+
+SCORED_AT = "scored_at"  # in a manifest's `made`: tokens of the run when its chunks were last scored
+
+
+def pool_salt(salt: str, config: PagerConfig, policy: Policy, every: int) -> str:
+    """The salt of what was computed while a chunk was out of such a pool.
+
+    Parameters
+    ----------
+    salt : str
+        Of the run.
+    config : PagerConfig
+    policy : Policy
+    every : int
+        Tokens between two selections, for a policy that scores.
+    """
+    parts = [f"pool {config.blocks} chunks", f"sinks {config.sink_chunks}", f"tail {config.tail_chunks}", policy.name]
+    if (seed := getattr(policy, "seed", None)) is not None:
+        parts.append(f"seed {seed}")
+    if policy.needs:
+        parts.append(f"every {every}")
+    return f"{salt}[{', '.join(parts)}]"
+
+
+def same_as_cold(manifest: Manifest, upto: int, config: PagerConfig, policy: Policy, every: int, salt: str) -> int:
+    """Of a snapshot's first tokens, how many leave a run where it would be had it computed them itself.
+
+    A snapshot that was made while every chunk was in the pool serves as far as this pool reaches. Policies that do
+    not look at the data rank chunks by numbers that do not change afterwards, and so the pool at any earlier length
+    can be told. Scores do change: those in a snapshot are right at the length at which they were made, and elsewhere
+    as long as new ones come before the first chunk has to go.
+
+    Parameters
+    ----------
+    manifest : Manifest
+        Of a snapshot with the run's own identity.
+    upto : int
+        Tokens, whole chunks.
+    config, policy, every, salt
+        Of the run.
+
+    Returns
+    -------
+    int
+        At most `upto`, whole chunks.
+    """
+    own = manifest.identity.salt == pool_salt(salt, config, policy, every)
+    if not policy.needs:
+        return upto if own else min(upto, config.pool_tokens)
+    known = scored_at(manifest)
+    if own and known is not None and known <= upto:
+        return upto
+    reach = max(0, config.pool_tokens - every)
+    return min(upto, reach - reach % config.chunk_tokens)
+
+
+def scored_at(manifest: Manifest) -> int | None:
+    """How many tokens the run had when the scores of a snapshot were made; None where that is not said."""
+    said = manifest.made.get(SCORED_AT, "")
+    return int(said) if said.isdecimal() else None

@@ -1,0 +1,151 @@
+"""Finding the snapshot with the longest prefix that may be used for a prompt, and a run that stands behind it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kvlab.errors import SnapshotRefused, StorageError, UserError
+from kvlab.kvstore.config import PagerConfig
+from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.hf.sameness import same_as_cold
+from kvlab.kvstore.residency import Policy
+from kvlab.kvstore.scorer import Rebuilt
+from kvlab.kvstore.snapshot import read
+from kvlab.kvstore.snapshot.payload import ChunkCoder, coder_for
+from kvlab.kvstore.snapshot.reasons import Code, Reason, refusal
+
+
+def files(snapshots: Path | str | Sequence[Path] | None) -> list[Path]:
+    """A folder's files in order of their names; hidden ones are still being written."""
+    if snapshots is None:
+        return []
+    if not isinstance(snapshots, str | Path):
+        return [Path(path) for path in snapshots]
+    path = Path(snapshots)
+    if not path.is_dir():
+        return [path]
+    return sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+
+
+@contextmanager
+def _noting(path: Path, reasons: list[Reason]) -> Iterator[None]:
+    """What keeps a file from being used goes to the reasons, under its name."""
+    try:
+        yield
+    except SnapshotRefused as error:
+        reasons += [Reason(code, f"{path.name}: {line}") for code, line in error.reasons]
+    except StorageError as error:
+        reasons.append(Reason(Code.UNREADABLE, str(error)))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A run that has yet to compute the rest of the prompt, and how it got there."""
+
+    run: PagedRun
+    load_ms: float | None = None
+    bytes_read: int | None = None
+    rebuilt: Rebuilt | None = None
+    snapshot: Path | None = None
+    lossless: bool | None = None
+    other_numerics: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `restore` was asked for."""
+
+    model: PagedModel
+    tokens: tuple[int, ...]
+    config: PagerConfig
+    policy: Policy | str
+    coder: ChunkCoder | None
+    unproven: bool
+    salt: str
+    every: int
+    seed: int
+
+    def fresh(self) -> PagedRun:
+        """A run that has seen nothing."""
+        return PagedRun(self.model, self.config, self._policy(), every=self.every, salt=self.salt, seed=self.seed)
+
+    def _policy(self) -> Policy | str:
+        return copy.deepcopy(self.policy)
+
+    def warm(self, paths: Sequence[Path]) -> tuple[Standing | None, tuple[Reason, ...]]:
+        """A run behind the longest prefix there is, or every reason why there is none."""
+        if not paths:
+            return None, (Reason(Code.PREFIX, "there is no snapshot to be restored"),)
+        began, reasons, usable = self.now(), [], []
+        for path in paths:
+            with _noting(path, reasons), read.open(path) as snapshot:
+                usable.append((self._usable(snapshot), path))
+        for _, path in sorted(usable, key=lambda one: -one[0]):
+            with _noting(path, reasons), read.open(path) as snapshot:
+                standing = self._loaded(snapshot)
+                return replace(standing, load_ms=self.now() - began), ()
+        return None, tuple(reasons)
+
+    def _usable(self, snapshot: read.Snapshot) -> int:
+        """Tokens, from one chunk on, or `SnapshotRefused`."""
+        run, tokens, size = self.fresh(), self.tokens, snapshot.geometry.chunk_tokens
+        expected = run.expected(snapshot, self._coder(snapshot))
+        if reasons := snapshot.check(expected, tokens, unproven=self.unproven):
+            raise SnapshotRefused(reasons, snapshot.path)
+        shared = min(snapshot.usable_prefix(tokens), (len(tokens) - 1) // size * size)
+        upto = same_as_cold(snapshot.manifest, shared, self.config, run.policy, self.every, self.salt)
+        if upto:
+            return upto
+        raise refusal(
+            Code.PREFIX,
+            f"of the {len(tokens)} tokens of the prompt, {snapshot.usable_prefix(tokens)} are shared: none of them "
+            f"leaves one to compute and a pool of {self.config.pool_tokens} tokens as a cold run would have it",
+        )
+
+    def _loaded(self, snapshot: read.Snapshot) -> Standing:
+        run, rebuilt = PagedRun.restored(
+            self.model,
+            snapshot,
+            self._usable(snapshot),
+            self.config,
+            self._policy(),
+            coder=self._coder(snapshot),
+            unproven=self.unproven,
+            every=self.every,
+            salt=self.salt,
+            seed=self.seed,
+        )
+        return Standing(
+            run,
+            bytes_read=snapshot.nbytes,
+            rebuilt=rebuilt,
+            snapshot=snapshot.path,
+            lossless=snapshot.manifest.lossless,
+            other_numerics=tuple(sorted(run.other_numerics)),
+        )
+
+    def _coder(self, snapshot: read.Snapshot) -> ChunkCoder | None:
+        """What decodes a payload; None for one that is stored as it is."""
+        identity = snapshot.manifest.identity
+        if identity.codec is None or self.coder is not None:
+            return None if identity.codec is None else self.coder
+        turn = self.model.turn(snapshot.length) if identity.codec.placement == "pre_rope" else None
+        try:
+            return coder_for(identity, None, turn)
+        except UserError as error:
+            code = Code.CODEC if identity.codec.calibration_hash is None else Code.CALIBRATION
+            raise refusal(code, f"the payload cannot be decoded without a coder for it: {error}") from None
+
+    def now(self) -> float:
+        """Milliseconds, once the GPU has done what it was told."""
+        if self.model.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        return time.perf_counter() * 1e3

@@ -1,0 +1,158 @@
+"""Whose K and V an engine of vLLM holds, and which engines' K and V cannot be told apart well enough to be saved."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvlab.errors import CapabilityError
+from kvlab.kvstore.geometry import named
+from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, Identity, identity_of, rope_of
+from kvlab.kvstore.vllm.settings import Settings
+from kvlab.model import ModelInfo, locate, resolve
+from kvlab.params import Model
+from kvlab.recipe import RECIPE_VARIABLE, canonical
+from kvlab.records import read_json
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+MOVING_ROPE = ("dynamic", "longrope")  # the angle of a position depends on the length that the engine allows
+
+
+@dataclass(frozen=True)
+class Context:
+    """What both halves of the connector know of their engine.
+
+    Parameters
+    ----------
+    settings : Settings
+    identity : Identity
+        Of a request that brings no salt of its own.
+    block_tokens : int
+        Tokens of a block of vLLM's paged cache.
+    made : dict of str to str
+        What a manifest says of the engine.
+    """
+
+    settings: Settings
+    identity: Identity
+    block_tokens: int
+    made: dict[str, str]
+
+    def identity_for(self, request_salt: str | None) -> Identity:
+        """The identity of a request's context; vLLM's ``cache_salt`` keeps contexts apart here too."""
+        if not request_salt:
+            return self.identity
+        salt = canonical({"engine": self.identity.salt, "request": request_salt})
+        return self.identity.model_copy(update={"salt": salt})
+
+
+def salt_of(settings: Settings) -> str:
+    """The salt that keeps this engine's K and V apart from other engines', unless they are to be shared.
+
+    A snapshot promises that a warm run is the cold run. Between engines, and between their devices, that does not
+    hold: the same tokens have K and V that agree up to rounding. `Identity` knows of the model and not of the engine,
+    so that it is the salt that says it, and transformers refuses what vLLM saved, and the other way round.
+    """
+    if settings.across_engines:
+        return settings.salt
+    return canonical({"engine": "vllm", "device": current_platform.device_type, "salt": settings.salt})
+
+
+def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> Context:
+    """What an engine of this configuration holds.
+
+    Raises
+    ------
+    CapabilityError
+        When its cache is not a whole prefix of plain K and V on the CPU, or not the K and V of the model's files.
+    ModelError
+        When the model has no tokenizer, or its architecture is none of `kvlab.model`.
+    """
+    reasons = [*_of_engine(vllm_config), *_of_model(vllm_config.model_config), *_of_cache(kv_cache_config)]
+    if reasons:
+        raise CapabilityError(f"snapshots cannot be used here: {'; '.join(reasons)}")
+    spec, config = kv_cache_config.kv_cache_groups[0].kv_cache_spec, vllm_config.model_config
+    identity = _identity(
+        str(config.model), config.revision, named(config.dtype), settings.chunk_tokens, _rope(config), salt_of(settings)
+    )
+    geometry = identity.geometry
+    found = (len(kv_cache_config.kv_cache_groups[0].layer_names), spec.num_kv_heads, spec.head_size, named(spec.dtype))
+    said = (geometry.layers, geometry.kv_heads, geometry.head_dim, geometry.dtype)
+    if found != said:
+        raise CapabilityError(
+            f"snapshots cannot be used here: vLLM's cache has layers, KV heads, head size and dtype {found},"
+            f" the model {said}; leave kv_cache_dtype at auto"
+        )
+    made = {
+        "engine": "vllm",
+        "device": f"{current_platform.device_type} {torch.backends.cpu.get_cpu_capability()}",
+        "threads": str(torch.get_num_threads()),
+        "block_tokens": str(spec.block_size),
+        "across_engines": "yes" if settings.across_engines else "no",
+    }
+    return Context(settings, identity, spec.block_size, made)
+
+
+def _of_engine(config: VllmConfig) -> Iterator[str]:
+    if os.environ.get(RECIPE_VARIABLE):
+        yield f"{RECIPE_VARIABLE} is set, so the cache holds coded K and V and not the model's; unset it"
+    if current_platform.device_type != "cpu":
+        yield f"the cache lies on {current_platform.device_type}; the connector is made for vLLM on the CPU"
+    if config.parallel_config.world_size != 1:
+        yield f"the model is split over {config.parallel_config.world_size} processes, each with a part of K and V"
+    if config.speculative_config is not None:
+        yield "with speculative decoding, K and V of rejected tokens lie in the cache"
+
+
+def _of_model(config: ModelConfig) -> Iterator[str]:
+    if config.quantization is not None:
+        yield f"the weights are quantised ({config.quantization}), which a snapshot's identity does not know of"
+    overrides = config.hf_overrides
+    if callable(overrides):
+        yield "hf_overrides is a function, and what it does to K and V cannot be said"
+    elif others := sorted(set(overrides) - set(ROPE_FIELDS)):
+        yield f"hf_overrides changes {', '.join(others)}, which a snapshot's identity takes from config.json"
+    kind = rope_of(config.hf_config.to_dict())["rope_type"]
+    if kind in MOVING_ROPE:
+        yield f"the rotary embedding is {kind}, whose angles depend on the longest context that the engine allows"
+
+
+def _of_cache(config: KVCacheConfig) -> Iterator[str]:
+    groups = config.kv_cache_groups
+    if len(groups) != 1:
+        yield f"the cache has {len(groups)} groups of layers; only a model of full-attention layers alone is supported"
+        return
+    spec = groups[0].kv_cache_spec
+    if type(spec) is not FullAttentionSpec:
+        yield f"the layers keep {type(spec).__name__} and not K and V of all tokens"
+    elif spec.sliding_window is not None or spec.attention_chunk_size is not None:
+        yield "the layers attend to a window only"
+
+
+def _rope(config: ModelConfig) -> str:
+    return canonical(rope_of(config.hf_config.to_dict()))
+
+
+@lru_cache(maxsize=4)
+def _identity(model: str, revision: str | None, dtype: str, chunk_tokens: int, rope: str, salt: str) -> Identity:
+    """Made once for both halves: the files of the model are read for it."""
+    return identity_of(_info(model, revision), dtype, chunk_tokens, rope=json.loads(rope), salt=salt)
+
+
+def _info(model: str, revision: str | None) -> ModelInfo:
+    folder = locate(Model(path=model, revision=revision, n_layers=1))
+    layers = read_json(folder / "config.json").get("num_hidden_layers")
+    if not isinstance(layers, int):
+        raise CapabilityError(f"snapshots cannot be used here: {folder} does not say how many layers the model has")
+    return resolve(Model(path=str(folder), n_layers=layers))

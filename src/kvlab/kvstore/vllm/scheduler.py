@@ -1,0 +1,205 @@
+"""The connector's half that stands beside vLLM's scheduler: it decides what is restored and what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from kvlab.kvstore.snapshot import chain
+from kvlab.kvstore.snapshot.identity import Identity
+from kvlab.kvstore.snapshot.reasons import Reason
+from kvlab.kvstore.vllm.cold import Cold
+from kvlab.kvstore.vllm.context import Context
+from kvlab.kvstore.vllm.jobs import Jobs, Load, Outcome, Outcomes, Save
+from kvlab.kvstore.vllm.settings import OURS, Wish
+from kvlab.kvstore.vllm.shelf import Match, Shelf
+from kvlab.recipe import digest
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+SUFFIX = ".kvsnap"
+ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass
+class _Course:
+    """What is known of a request while it runs."""
+
+    request: Request
+    wish: Wish
+    identity: Identity
+    match: Match | None = None
+    begin: int = 0
+    restored: int | None = 0  # None from the promise on until the worker has said what came of it
+    saved: int = 0  # tokens that a save was planned for
+    path: Path | None = None  # of the last snapshot that was written
+    reasons: list[Reason] = field(default_factory=list)
+
+
+class Planner:
+    """Decides, request by request.
+
+    Parameters
+    ----------
+    context : Context
+        Of the engine.
+    """
+
+    def __init__(self, context: Context):
+        self.context, self.shelf = context, Shelf(Path(context.settings.folder))
+        self._courses: dict[str, _Course] = {}
+        self._loads: list[Load] = []
+        self._late: list[Save] = []
+
+    def matched(self, request: Request, local: int) -> int:
+        """How many tokens a snapshot holds behind the first `local` ones, which vLLM has; plans nothing yet."""
+        course = self._course(request)
+        course.match, course.begin, course.reasons = None, local, []
+        refused = self._refused(course)
+        if refused:
+            course.reasons = [refused]
+            return 0
+        geometry = course.identity.geometry
+        whole = geometry.floor(request.num_tokens - 1)  # the last token is computed: its logits are what is asked for
+        if not whole:
+            course.reasons = [Reason(Cold.TOO_SHORT, f"{request.num_tokens} tokens hold no chunk and one token more")]
+            return 0
+        match, course.reasons = self.shelf.find(course.identity, request.all_token_ids[:whole])
+        if match is None:
+            course.reasons = course.reasons or [Reason(Cold.NO_SNAPSHOT, "there is no snapshot in the folder")]
+            return 0
+        if match.tokens <= local:
+            course.reasons = [
+                Reason(Cold.PREFIX_CACHED, f"vLLM's own cache holds {local} tokens, the snapshot no more")
+            ]
+            return 0
+        course.match, course.reasons = match, []
+        return match.tokens - local
+
+    def allocated(self, request: Request, block_ids: Sequence[int], external: int) -> None:
+        """vLLM has blocks for a request, and `external` tokens of what was promised are to be loaded."""
+        if not external:
+            return
+        course = self._course(request)
+        course.restored = None
+        tokens = list(request.all_token_ids[: course.begin + external])
+        self._loads.append(
+            Load(request.request_id, course.match.path, tokens, course.begin, request.cache_salt, list(block_ids))
+        )
+
+    def planned(self, output: SchedulerOutput) -> Jobs:
+        """The jobs of the step that vLLM is about to run."""
+        saves = [save for name, n in output.num_scheduled_tokens.items() if (save := self._save(name, n, output))]
+        jobs = Jobs(self._loads, [*self._late, *saves])
+        self._loads, self._late = [], []
+        return jobs
+
+    def learned(self, outcomes: Outcomes) -> None:
+        """What came of a step's jobs."""
+        for name, outcome in outcomes.loads.items():
+            if outcome.reasons:
+                self.shelf.spoil(outcome.path, outcome.reasons)
+            if course := self._courses.get(name):
+                course.restored = outcome.tokens
+                course.reasons += outcome.reasons
+                course.saved = 0 if outcome.reasons else course.saved  # the damaged file counted as saved
+        for name, outcome in outcomes.saves.items():
+            if course := self._courses.get(name):
+                self._keep(course, outcome)
+
+    def finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether vLLM keeps its blocks for a save, and what its answer says of snapshots."""
+        course = self._courses.pop(request.request_id, None)
+        if course is None:
+            return False, None
+        answer = self.context.settings.save == "answer" and request.status in ENDED
+        late = self._due(course, request.num_computed_tokens, block_ids, last=True) if answer else None
+        self._late += [late] if late else []
+        return late is not None, {OURS: _said(course)}
+
+    def _course(self, request: Request) -> _Course:
+        name = request.request_id
+        if name not in self._courses:
+            wish, identity = Wish.of(request.kv_transfer_params), self.context.identity_for(request.cache_salt)
+            self._courses[name] = _Course(request, wish, identity)
+        return self._courses[name]
+
+    def _refused(self, course: _Course) -> Reason | None:
+        """Why a request is not restored, whatever lies in the folder."""
+        if not (self.context.settings.restore and course.wish.restore):
+            return Reason(Cold.UNWANTED, "the settings or the request say that nothing be restored")
+        if not _plain(course.request):
+            return Reason(Cold.NOT_TOKENS, "its K and V are not the model's for its token ids alone")
+        if course.request.skip_reading_prefix_cache:
+            return Reason(Cold.PROMPT_LOGPROBS, "vLLM computes the whole prompt, as a rule for its log-probabilities")
+        return None
+
+    def _save(self, name: str, scheduled: int, output: SchedulerOutput) -> Save | None:
+        """The save that a running request is due behind this step."""
+        course = self._courses.get(name)
+        if course is None or course.saved:
+            return None
+        after = course.request.num_computed_tokens + scheduled
+        if after < course.request.num_prompt_tokens:
+            return None
+        (block_ids,) = output.kv_connector_block_state.get_block_ids(name)
+        return self._due(course, course.request.num_prompt_tokens, block_ids)
+
+    def _due(self, course: _Course, computed: int, block_ids: Sequence[int], last: bool = False) -> Save | None:
+        """A save of the whole chunks of the first `computed` tokens, unless a snapshot holds them."""
+        request, identity = course.request, course.identity
+        wanted = self.context.settings.save != "never" and course.wish.save and _plain(request)
+        length = identity.geometry.floor(min(computed, request.num_tokens))
+        if not wanted or length <= course.saved:
+            return None
+        course.saved = length
+        tokens = list(request.all_token_ids[:length])
+        match, _ = self.shelf.find(identity, tokens)
+        if match is not None and match.tokens == length:
+            return None
+        path = self.shelf.folder / file_name(identity, tokens)
+        return Save(request.request_id, path, tokens, request.cache_salt, list(block_ids), last)
+
+    @staticmethod
+    def _keep(course: _Course, outcome: Outcome) -> None:
+        if not outcome.reasons:
+            course.path = outcome.path
+        elif any(reason.code == Cold.LOAD_FAILED for reason in outcome.reasons):
+            course.saved = 0
+        else:
+            course.reasons += outcome.reasons
+
+
+def file_name(identity: Identity, tokens: Sequence[int]) -> str:
+    """Of a snapshot of these tokens: equal contexts get equal names, and others never."""
+    link = chain.links(tokens, identity.geometry.chunk_tokens, identity.salt)[-1]
+    return f"{link.hex()[:32]}-{digest(identity)}{SUFFIX}"
+
+
+def _plain(request: Request) -> bool:
+    """Whether a request's K and V are those of its token ids: no adapter, no images, no embeddings."""
+    return (
+        request.lora_request is None
+        and not request.mm_features
+        and request.prompt_embeds is None
+        and request.prompt_token_ids is not None
+    )
+
+
+def _said(course: _Course) -> dict[str, Any]:
+    """What a request's answer says: plain values, for they may leave the process.
+
+    `restored` is None where the request has ended in the step that loaded, before the worker could be heard.
+    """
+    return {
+        "restored": course.restored,
+        "snapshot": course.match.path.name if course.match else None,
+        "saved": course.path.name if course.path else None,
+        "reasons": [[str(code), line] for code, line in course.reasons],
+    }

@@ -1,0 +1,116 @@
+"""The snapshots of a folder, and which of them holds most of a prompt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from kvlab.errors import SnapshotRefused, StorageError
+from kvlab.kvstore.snapshot import chain, read
+from kvlab.kvstore.snapshot.identity import Identity, differences
+from kvlab.kvstore.snapshot.reasons import Code, Reason
+from kvlab.kvstore.vllm.cold import reasons_of
+
+Signature = tuple[int, int, int]  # inode, time of the last change in ns, bytes
+
+
+@dataclass(frozen=True)
+class _Book:
+    """A snapshot as it was found: what it is, or why it is nothing."""
+
+    signature: Signature
+    identity: Identity | None
+    chain: tuple[bytes, ...]
+    unusable: tuple[Reason, ...]
+
+
+class Match(NamedTuple):
+    """The snapshot that holds most of a prompt.
+
+    Parameters
+    ----------
+    path : Path
+    tokens : int
+        Of the prompt's first ones, whole chunks.
+    """
+
+    path: Path
+    tokens: int
+
+
+class Shelf:
+    """A folder of snapshots. Each is opened once, and again when its file has changed.
+
+    Parameters
+    ----------
+    folder : Path
+        Files in it that begin with a dot, and folders, are passed over. It need not be there.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self._books = folder, {}
+
+    def find(self, identity: Identity, tokens: Sequence[int]) -> tuple[Match | None, list[Reason]]:
+        """The snapshot with the longest usable prefix of these tokens, and what speaks against the others.
+
+        Parameters
+        ----------
+        identity : Identity
+            What is needed.
+        tokens : sequence of int
+            Of the prompt.
+
+        Returns
+        -------
+        tuple of (Match or None, list of Reason)
+            Each kind of reason once.
+        """
+        size, best, reasons = identity.geometry.chunk_tokens, None, {}
+        links = chain.links(tokens, size, identity.salt)
+        for path, book in self._scanned():
+            against = [*book.unusable, *(differences(book.identity, identity) if book.identity else ())]
+            shared = 0 if against else chain.shared(book.chain, links) * size
+            if not against and not shared:
+                line = f"the first {size} tokens of the prompt are not those of {path.name}"
+                against = [Reason(Code.PREFIX, line)]
+            for reason in against:
+                reasons.setdefault(reason.code, Reason(reason.code, f"{path.name}: {reason.message}"))
+            if shared > (best.tokens if best else 0):
+                best = Match(path, shared)
+        return best, list(reasons.values())
+
+    def spoil(self, path: Path, reasons: Sequence[Reason]) -> None:
+        """Offer a snapshot no more that was found damaged when it was loaded, until its file is another."""
+        book = self._books.get(path)
+        if book is not None:
+            self._books[path] = _Book(book.signature, None, (), tuple(reasons))
+
+    def _scanned(self) -> Iterator[tuple[Path, _Book]]:
+        found = dict(self._files())
+        self._books = {
+            path: book if (book := self._books.get(path)) and book.signature == signature else _opened(path, signature)
+            for path, signature in sorted(found.items())
+        }
+        yield from self._books.items()
+
+    def _files(self) -> Iterator[tuple[Path, Signature]]:
+        try:
+            with os.scandir(self.folder) as entries:
+                for entry in entries:
+                    if not entry.name.startswith(".") and entry.is_file():
+                        state = entry.stat()
+                        yield Path(entry.path), (state.st_ino, state.st_mtime_ns, state.st_size)
+        except OSError:  # no folder, or one that changes under our hands: whoever comes next looks again
+            return
+
+
+def _opened(path: Path, signature: Signature) -> _Book:
+    try:
+        with read.open(path) as snapshot:
+            unproven = tuple(snapshot.manifest.unproven())
+            return _Book(signature, snapshot.manifest.identity, snapshot.chain, unproven)
+    except (SnapshotRefused, StorageError) as error:
+        return _Book(signature, None, (), reasons_of(error))

@@ -1,0 +1,162 @@
+"""The connector's half that stands beside the cache: it moves K and V between snapshots and vLLM's blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvlab.errors import CapabilityError, KvlabError, SnapshotRefused
+from kvlab.kvstore.ledger import Entry, Ledger
+from kvlab.kvstore.snapshot import read
+from kvlab.kvstore.snapshot.reasons import Code, Reason
+from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.vllm.cold import Cold, reasons_of
+from kvlab.kvstore.vllm.context import Context
+from kvlab.kvstore.vllm.jobs import Counts, Jobs, Load, Outcome, Outcomes, Save
+from kvlab.kvstore.vllm.layout import PagedRows
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+NUMERICS = ("engine", "attention", "device", "threads")  # what a manifest's `made` says of the last bits of a number
+
+
+class Mover:
+    """Loads and saves.
+
+    A load that fails has changed blocks of its own request alone, and these are named to vLLM, which computes them.
+
+    Parameters
+    ----------
+    context : Context
+        Of the engine.
+
+    Attributes
+    ----------
+    counts : Counts
+        What was done so far.
+    """
+
+    def __init__(self, context: Context):
+        self.context, self.counts, self._rows = context, Counts(), None
+        self._here, self._made = dict(context.made), dict(context.made)
+        self._failed, self._done, self._read = set(), Outcomes(), set()
+
+    def take(self, caches: Mapping[str, Tensor], config: VllmConfig) -> None:
+        """The cache, as vLLM has laid it out.
+
+        Parameters
+        ----------
+        caches : mapping of str to Tensor
+            Of each layer, by its name.
+        config : VllmConfig
+            Knows the layers by the same names.
+
+        Raises
+        ------
+        CapabilityError
+            When K and V could not be read back from it.
+        """
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        geometry = self.context.identity.geometry
+        names = sorted(caches, key=extract_layer_index)
+        if [extract_layer_index(name) for name in names] != list(range(geometry.layers)):
+            raise CapabilityError(f"snapshots cannot be used here: the cache is of layers {', '.join(names)}")
+        layers = config.compilation_config.static_forward_context
+        self._rows = PagedRows([caches[name] for name in names], [layers[name] for name in names], geometry)
+        backend = layers[names[0]].get_attn_backend().get_name()
+        self._here["attention"] = f"{backend} {getattr(layers[names[0]], 'isa', '')}".rstrip()
+        self._made = dict(self._here)
+
+    def load(self, jobs: Jobs) -> None:
+        """Do the step's loads."""
+        for job in jobs.loads:
+            outcome = self._timed(self._loaded, job)
+            if outcome.reasons:
+                self._failed |= set(self._blocks(job, job.begin))
+            self._done.loads[job.request] = outcome
+            self.counts.loaded(outcome)
+
+    def save(self, jobs: Jobs) -> None:
+        """Do the step's saves, but for those that a failed load has left without their beginning."""
+        for job in jobs.saves:
+            if self._failed.intersection(self._blocks(job)):
+                line = "its K and V could not be loaded and are computed once more; it is saved then"
+                outcome = Outcome.failed(job.path, (Reason(Cold.LOAD_FAILED, line),))
+            else:
+                outcome = self._timed(self._saved, job)
+                self.counts.saved(outcome)
+            self._done.saves[job.request] = outcome
+            if job.last:
+                self._read.add(job.request)
+
+    def failed_blocks(self) -> set[int]:
+        """The blocks that were to be loaded in this step and hold nothing that may be used."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def done(self) -> Outcomes | None:
+        """What came of this step's jobs; None when there were none."""
+        done, self._done = self._done, Outcomes()
+        return done if done.loads or done.saves else None
+
+    def let_go(self) -> set[str]:
+        """Ended requests whose blocks vLLM has kept for a save, and need not any more."""
+        read_out, self._read = self._read, set()
+        return read_out
+
+    def _timed(self, act, job: Load | Save) -> Outcome:
+        began = time.perf_counter()
+        try:
+            tokens, nbytes = act(job)
+        except KvlabError as error:  # of the snapshot or the disk: a request without it is slower and not wrong
+            return Outcome.failed(job.path, reasons_of(error))
+        return Outcome(job.path, tokens, nbytes, 1000 * (time.perf_counter() - began))
+
+    def _loaded(self, job: Load) -> tuple[int, int]:
+        """Tokens that were put in the cache, and bytes of the file."""
+        size = self.context.identity.geometry.chunk_tokens
+        with read.open(job.path) as snapshot:
+            reasons = snapshot.check(self.context.identity_for(job.salt))
+            if snapshot.usable_prefix(job.tokens) < len(job.tokens):
+                reasons.append(Reason(Code.PREFIX, "the file is another than the one that was chosen"))
+            if reasons:
+                raise SnapshotRefused(reasons, job.path)
+            for number, chunk in enumerate(snapshot.chunks(len(job.tokens))):
+                if (number + 1) * size > job.begin:
+                    self._rows.write(job.block_ids, number * size, chunk, job.begin)
+            self._mixed_with(snapshot.manifest.made)
+            return len(job.tokens) - job.begin, snapshot.nbytes
+
+    def _mixed_with(self, made: Mapping[str, str]) -> None:
+        """What is saved from now on may have begun with K and V of other numerics, for vLLM shares its blocks."""
+        for name in NUMERICS:
+            was, here = made.get(name), self._here[name]
+            if was not in (None, here, self._made[name]):
+                self._made[name] = was if was.endswith(f", then {here}") else f"{was}, then {here}"
+
+    def _saved(self, job: Save) -> tuple[int, int]:
+        source = Source(self.context.identity_for(job.salt), self._chunks(job), _ledger(self._count(job)), job.tokens)
+        saved = save(job.path, source, made=self._made)
+        return saved.manifest.length, saved.nbytes
+
+    def _chunks(self, job: Save) -> Iterator[Tensor]:
+        size = self.context.identity.geometry.chunk_tokens
+        return (self._rows.read(job.block_ids, number * size) for number in range(self._count(job)))
+
+    def _count(self, job: Save) -> int:
+        return len(job.tokens) // self.context.identity.geometry.chunk_tokens
+
+    def _blocks(self, job: Load | Save, begin: int = 0) -> list[int]:
+        """The blocks that hold the job's tokens from one on."""
+        size = self.context.block_tokens
+        return job.block_ids[begin // size : -(-len(job.tokens) // size)]
+
+
+def _ledger(chunks: int) -> Ledger:
+    """vLLM scores no chunk and evicts none of a running request: all were there, and were asked for in order."""
+    return Ledger(tuple(Entry(True, None, number + 1) for number in range(chunks)), chunks)

@@ -1,0 +1,348 @@
+"""Restoring: the longest usable prefix, every reason against a snapshot, and a cold run wherever there is one."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import tiny
+from kvlab.calibration.load import load as load_calibration
+from kvlab.errors import SnapshotRefused, UnknownName, UserError
+from kvlab.kvstore.hf.comparison import compare, margin
+from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.ledger import Ledger
+from kvlab.kvstore.restore import MODES, restore
+from kvlab.kvstore.snapshot import read
+from kvlab.kvstore.snapshot.format import Header
+from kvlab.kvstore.snapshot.payload import CodedChunks
+from kvlab.kvstore.snapshot.reasons import Code
+from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.model import resolve
+from kvlab.params import Model
+from kvlab.recipe import IntStream, KltStream, Recipe
+from kvstore.hf.prompts import behind, prompt
+
+OLD = prompt(64)  # what the snapshots of these tests hold
+NEW = OLD + prompt(21, 1)
+
+
+@pytest.fixture
+def file(model, roomy, tmp_path):
+    return behind(OLD, model, roomy, salt="").save(tmp_path / "old.kv").path
+
+
+@pytest.fixture(scope="module")
+def cold(model):
+    """Logits behind NEW from nothing."""
+    from kvlab.kvstore.config import PagerConfig
+
+    return behind(NEW, model, PagerConfig(pool_tokens=256, chunk_tokens=8)).logits
+
+
+class TestIdentity:
+    """Cold and warm are one; `test_new_process` says it of another process."""
+
+    def test_prompts_of_many_lengths(self, model, roomy, tmp_path):
+        for seed in range(6):
+            old = prompt(random.Random(seed).randrange(16, 100), seed)
+            new = old + prompt(30, seed + 100)
+            path = behind(old, model, roomy).save(tmp_path / "s").path
+            warm = restore(model, new, path, roomy, mode="consume")
+            assert warm.report.prefix_len == len(old) // 8 * 8 == len(new) - warm.report.tokens_prefilled
+            cold = restore(model, new, path, roomy, mode="recompute")
+            assert torch.equal(cold.logits, warm.logits)
+            ours, theirs = warm.run.decode(64), cold.run.decode(64)
+            assert ours.tokens == theirs.tokens and torch.equal(ours.logits, theirs.logits)
+
+    def test_in_bfloat16(self, halved, roomy, tmp_path):
+        for seed in range(5):
+            old = prompt(70, seed)
+            path = behind(old, halved, roomy).save(tmp_path / "s").path
+            found = restore(halved, old + prompt(20, 99), path, roomy, mode="verify", decode=64).report.comparison
+            assert found.tokens_equal and found.steps == 64
+
+    @pytest.mark.parametrize("changed, reused", [(63, 56), (24, 24), (23, 16), (8, 8)])
+    def test_an_edited_history_reuses_what_it_shares(self, model, roomy, file, changed, reused):
+        edited = [*NEW[:changed], (NEW[changed] + 1) % 320, *NEW[changed + 1 :]]
+        found = restore(model, edited, file, roomy, mode="verify").report
+        assert found.prefix_len == reused and found.comparison.max_abs_dlogit == 0
+
+    def test_a_conversation_that_grows(self, model, roomy, tmp_path):
+        said, reused = prompt(20), []
+        for turn in range(4):
+            found = restore(model, said, tmp_path if turn else None, roomy, mode="verify" if turn else "auto")
+            if turn:
+                reused.append(found.report.prefix_len)
+                assert found.report.comparison.max_abs_dlogit == 0 and found.report.comparison.tokens_equal
+            found.run.save(tmp_path / f"turn-{turn}.kv")
+            found.run.decode(13)  # not saved: the next turn prefills it, as a cold run would
+            said = found.run.tokens + prompt(15, turn)
+        assert reused == [16, 48, 72] and all(one < other for one, other in pairwise(reused))
+
+    def test_a_prompt_that_ends_where_the_snapshot_does_computes_its_last_chunk(self, model, roomy, file):
+        found = restore(model, OLD, file, roomy, mode="verify").report
+        assert (found.prefix_len, found.comparison.max_abs_dlogit) == (56, 0)
+        shorter = restore(model, OLD[:33], file, roomy, mode="verify").report
+        assert (shorter.prefix_len, shorter.comparison.max_abs_dlogit) == (32, 0)
+
+
+class TestChoice:
+    def test_the_longest_usable_prefix(self, model, roomy, tmp_path):
+        for name, tokens in {"a": OLD[:24], "b": OLD[:48], "c": OLD[:40] + prompt(40, 7), "d": prompt(64, 8)}.items():
+            behind(tokens, model, roomy).save(tmp_path / name)
+        (tmp_path / ".e").write_bytes(b"being written")
+        found = restore(model, NEW, tmp_path, roomy).report
+        assert (found.prefix_len, found.snapshot, found.reasons) == (48, tmp_path / "b", ())
+        some = [tmp_path / name for name in "dca"]
+        assert restore(model, NEW, some, roomy).report.prefix_len == 40
+
+    def test_one_that_turns_out_damaged_leaves_the_next(self, model, roomy, tmp_path, cold):
+        for name, length in {"short": 24, "long": 64}.items():
+            behind(OLD[:length], model, roomy).save(tmp_path / name)
+        flip(tmp_path / "long", -40)
+        found = restore(model, NEW, tmp_path, roomy)
+        assert found.report.prefix_len == 24 and torch.equal(found.logits, cold)
+
+    def test_counts(self, model, roomy, file):
+        found = restore(model, NEW, file, roomy, "qk").report
+        assert (found.from_keys, found.from_seed, found.missing) == (8, 0, 0)
+        assert (found.bytes_read, found.tokens_prefilled) == (os.path.getsize(file), 21)
+        assert found.load_ms > 0 and found.prefill_ms > 0 and found.lossless and found.other_numerics == ()
+        none = restore(model, NEW, None, roomy).report
+        assert none.load_ms is none.bytes_read is none.from_keys is none.lossless is none.snapshot is None
+
+    def test_recompute_never_looks(self, model, roomy, tmp_path, cold, monkeypatch):
+        monkeypatch.setattr(read, "open", None)
+        found = restore(model, NEW, tmp_path / "missing", roomy, mode="recompute")
+        assert not found.report.consumed and found.report.reasons == () and torch.equal(found.logits, cold)
+
+    def test_unknown_mode_and_broken_prompt(self, model, roomy, file):
+        with pytest.raises(UnknownName, match="consume"):
+            restore(model, NEW, file, roomy, mode="use")
+        for bad in ([], [*NEW, 320], [*NEW, -1]):
+            for mode in MODES:
+                with pytest.raises(UserError):
+                    restore(model, bad, file, roomy, mode=mode)
+
+
+def flip(path, at: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+class TestRefused:
+    """In `auto` a cold run with the reason, in `consume` an error with the same one."""
+
+    def refused(self, model, path, config, *, codes: list[Code], tokens=NEW, cold=None, **settings) -> None:
+        found = restore(model, tokens, path, config, **settings)
+        assert [code for code, _ in found.report.reasons] == codes
+        assert not found.report.consumed and found.report.prefix_len == 0
+        assert found.report.tokens_prefilled == len(tokens) and found.run.pager.stats.page_ins == 0
+        if cold is not None:
+            assert torch.equal(found.logits, cold)
+        verified = restore(model, tokens, path, config, mode="verify", **settings).report
+        assert verified.comparison is None and [code for code, _ in verified.reasons] == codes
+        with pytest.raises(SnapshotRefused) as refusal:
+            restore(model, tokens, path, config, mode="consume", **settings)
+        assert list(refusal.value.codes) == codes
+
+    def test_of_other_tokens(self, model, roomy, file):
+        self.refused(model, file, roomy, codes=[Code.PREFIX], tokens=[1, *NEW[1:]])
+        self.refused(model, file, roomy, codes=[Code.PREFIX], tokens=OLD[:8])
+        self.refused(model, file, roomy, codes=[Code.PREFIX], tokens=OLD[:1])
+
+    def test_of_other_weights(self, roomy, file, tmp_path):
+        folder = tiny.write_model(tmp_path / "other", seed=1)
+        other = PagedModel.load(resolve(Model(path=str(folder), n_layers=3)))
+        self.refused(other, file, roomy, codes=[Code.MODEL])
+
+    def test_of_another_rotary_embedding(self, model, info, roomy, file):
+        from transformers import AutoModelForCausalLM
+
+        rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+        other = AutoModelForCausalLM.from_pretrained(info.path, dtype=torch.float32, rope_parameters=rope)
+        self.refused(PagedModel(other.eval(), info), file, roomy, codes=[Code.ROPE])
+
+    def test_of_another_dtype(self, halved, roomy, file):
+        self.refused(halved, file, roomy, codes=[Code.DTYPE])
+
+    def test_of_other_chunks(self, model, roomy, file):
+        self.refused(model, file, replace(roomy, chunk_tokens=16), codes=[Code.LAYOUT, Code.PREFIX][:1])
+
+    def test_of_another_salt(self, model, roomy, file, cold):
+        self.refused(model, file, roomy, codes=[Code.SALT], salt="tenant", cold=cold)
+
+    def test_files_that_are_none(self, model, roomy, file, tmp_path, cold):
+        (tmp_path / "text").write_text("no snapshot, but longer than the header of one would be, by some bytes")
+        (tmp_path / "folder").mkdir()
+        self.refused(model, tmp_path / "text", roomy, codes=[Code.NOT_A_SNAPSHOT], cold=cold)
+        self.refused(model, tmp_path / "gone", roomy, codes=[Code.UNREADABLE], cold=cold)
+        self.refused(model, tmp_path / "folder", roomy, codes=[Code.PREFIX], cold=cold)
+        self.refused(model, [tmp_path / "gone", tmp_path / "text"], roomy, codes=[Code.UNREADABLE, Code.NOT_A_SNAPSHOT])
+        self.refused(model, None, roomy, codes=[Code.PREFIX], cold=cold)
+
+    @pytest.mark.parametrize(
+        "where, code",
+        [
+            ("first chunk", Code.CHUNK_CHECKSUM),
+            ("last chunk", Code.CHUNK_CHECKSUM),
+            ("digest", Code.FILE_HASH),
+            ("cut", Code.TRUNCATED),
+            ("longer", Code.TRAILING_BYTES),
+            ("header", Code.HEADER_CHECKSUM),
+        ],
+    )
+    def test_damaged_ones(self, model, roomy, file, cold, where, code):
+        data = file.read_bytes()
+        header = Header.read(data)
+        if where == "cut":
+            file.write_bytes(data[:-1])
+        elif where == "longer":
+            file.write_bytes(data + b"\0")
+        else:
+            place = {"first chunk": header.payload_at, "last chunk": header.digest_at - 1, "digest": -1, "header": 20}
+            flip(file, place[where])
+        self.refused(model, file, roomy, codes=[code], cold=cold)
+
+    def test_any_bit(self, model, roomy, file):
+        """Of 60 places drawn at random, the tail behind the shared prefix included."""
+        data, chance = file.read_bytes(), random.Random(0)
+        for _ in range(60):
+            file.write_bytes(data)
+            flip(file, chance.randrange(len(data)), chance.randrange(8))
+            with pytest.raises(SnapshotRefused):
+                restore(model, OLD[:30], file, roomy, mode="consume")
+        file.write_bytes(data)
+        assert restore(model, OLD[:30], file, roomy, mode="consume").report.prefix_len == 24
+
+
+class TestCoded:
+    """Lossy payloads are used when they are asked for, and never pass for the bits of a cold run."""
+
+    @pytest.fixture
+    def recipe(self):
+        return Recipe(k=IntStream(bits=8, block_size=64), v=IntStream(bits=8, block_size=64))
+
+    @pytest.mark.parametrize("placement", ["pre_rope", "post_rope"])
+    def test_with_a_codec_that_reads_no_calibration(self, model, roomy, tmp_path, recipe, placement):
+        coder = CodedChunks(model.geometry(8), recipe, placement=placement, turn=model.turn(64))
+        run = behind(OLD, model, roomy)
+        path = run.save(tmp_path / "coded", coder=coder).path
+        refused = restore(model, NEW, path, roomy).report
+        assert [code for code, _ in refused.reasons] == [Code.UNPROVEN] and recipe.recipe_id in refused.reasons[
+            0
+        ].message
+        found = restore(model, NEW, path, roomy, mode="verify", unproven=True).report
+        assert found.consumed and found.lossless is False and found.prefix_len == 64
+        assert 0 < found.comparison.max_abs_dlogit < 0.2
+        proven = run.save(tmp_path / "proven", coder=coder, evidence=["0123456789ab"]).path
+        assert restore(model, NEW, proven, roomy, mode="consume").report.prefix_len == 64
+
+    def test_what_was_read_from_one_is_not_saved_as_exact(self, model, roomy, tmp_path, recipe):
+        coder = CodedChunks(model.geometry(8), recipe, placement="post_rope")
+        path = behind(OLD, model, roomy).save(tmp_path / "coded", coder=coder).path
+        run = restore(model, NEW, path, roomy, mode="consume", unproven=True).run
+        assert run.exact == 0
+        for upto in (None, 64):
+            with pytest.raises(UserError):
+                run.save(tmp_path / "poison", upto=upto)
+        assert not (tmp_path / "poison").exists()
+
+    def test_with_one_that_reads_a_calibration(self, model, roomy, tmp_path, info, tiny_fitted):
+        fitted = load_calibration(tiny_fitted, info.model_hash)
+        recipe = Recipe(k=KltStream(bits=6, block_size=64), v=KltStream(bits=6, block_size=64))
+        coder = CodedChunks(model.geometry(8), recipe, fitted, turn=model.turn(96))
+        path = behind(OLD, model, roomy).save(tmp_path / "coded", coder=coder).path
+        refused = restore(model, NEW, path, roomy, unproven=True).report
+        assert [code for code, _ in refused.reasons] == [Code.CALIBRATION]
+        found = restore(model, NEW, path, roomy, mode="verify", coder=coder, unproven=True).report
+        assert found.prefix_len == 64 and found.comparison.max_abs_dlogit > 0
+        raw = behind(OLD, model, roomy).save(tmp_path / "raw").path
+        assert restore(model, NEW, raw, roomy, mode="verify", coder=coder).report.comparison.max_abs_dlogit == 0
+
+
+class TestNumerics:
+    def test_other_attention_is_named_and_inherited(self, model, info, roomy, file, tmp_path):
+        eager = PagedModel.load(info, attention="eager")
+        found = restore(eager, NEW, file, roomy, mode="verify")
+        assert found.report.other_numerics == ("attention",) and found.report.comparison.tokens_equal
+        assert 0 < found.report.comparison.max_abs_dlogit < 1e-4
+        mixed = restore(eager, NEW, file, roomy).run.save(tmp_path / "mixed")
+        assert mixed.manifest.made["attention"] == "sdpa, then eager"
+        assert restore(model, NEW, mixed.path, roomy).report.other_numerics == ("attention",)
+
+    def test_slot_order_is_named(self, model, roomy, tmp_path):
+        path = behind(OLD, model, roomy, order="slot").save(tmp_path / "s").path
+        assert restore(model, NEW, path, roomy).report.other_numerics == ("order",)
+
+
+class TestComparison:
+    """What it is to find is found."""
+
+    def forged(self, model, roomy, tmp_path, change):
+        """A run from a snapshot with right checksums and other K and V."""
+        run = behind(OLD, model, roomy)
+        payloads = [run.pager.payload(chunk) for chunk in range(8)]
+        change(payloads)
+        source = Source(model.identity(8), payloads, Ledger((), 0), OLD)
+        return restore(model, NEW, save(tmp_path / "forged", source).path, roomy, mode="verify", decode=20)
+
+    def test_a_planted_difference(self, model, roomy, tmp_path):
+        found = self.forged(model, roomy, tmp_path, lambda chunks: chunks[3].mul_(-1))
+        comparison, report = found.report.comparison, found.report
+        assert report.consumed and not comparison.tokens_equal and comparison.max_abs_dlogit > 0.1
+        at = comparison.first_divergence
+        assert comparison.steps == at + 1 and comparison.residency_equal
+        logits = found.run.logits if at == 0 else found.run.decode(at) and found.run.logits
+        assert comparison.margin_at_divergence == pytest.approx(margin(logits))
+
+    def test_one_bit_of_one_number(self, model, roomy, tmp_path):
+        def change(chunks):
+            chunks[3].view(torch.int32)[1, 1, 0, 5, 3] ^= 1 << 20
+
+        comparison = self.forged(model, roomy, tmp_path, change).report.comparison
+        assert (comparison.max_abs_dlogit > 0 and comparison.first_divergence is None) or not comparison.tokens_equal
+
+    def test_another_pool(self, model, small, roomy):
+        found = compare(behind(OLD, model, roomy), behind(OLD, model, small), 3)
+        assert not found.residency_equal
+
+    def test_only_runs_behind_the_same_tokens(self, model, roomy):
+        for other in (behind(NEW, model, roomy), PagedRun(model, roomy)):
+            with pytest.raises(UserError, match="same prefilled tokens"):
+                compare(behind(OLD, model, roomy), other, 3)
+
+    def test_at_the_models_last_position(self, model, roomy):
+        run = behind(prompt(255), model, roomy)
+        assert compare(run, run.fork(), 16).steps == 2
+
+
+def test_saving_more_than_is_exact_is_refused(model, roomy, tmp_path):
+    run = behind(prompt(30), model, roomy)
+    run.decode(20)
+    assert run.save(tmp_path / "s").manifest.length == 24
+    assert run.save(tmp_path / "s", upto=23).manifest.length == 16
+    for upto in (32, 1000):
+        with pytest.raises(UserError, match="at most 24"):
+            run.save(tmp_path / "t", upto=upto)
+    assert not (tmp_path / "t").exists()
+
+
+def test_restored_by_hand(model, halved, roomy, file):
+    with read.open(file) as snapshot:
+        for upto in (63, 72, 0):
+            with pytest.raises(UserError):
+                PagedRun.restored(model, snapshot, upto, roomy)
+        with pytest.raises(SnapshotRefused, match="dtype"):
+            PagedRun.restored(halved, snapshot, 64, roomy)
+        run, rebuilt = PagedRun.restored(model, snapshot, 48, roomy, "sign_bit")
+    assert run.tokens == OLD[:48] and rebuilt.from_keys == 6 and run.logits is None and run.exact == 48
+    with pytest.raises(UserError, match="prefill"):
+        run.decode(1)

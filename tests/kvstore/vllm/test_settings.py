@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvlab.errors import ParamsError, UnknownName
+from kvlab.kvstore.vllm.settings import Settings, Wish, transfer_config
+
+
+def test_what_the_configuration_says_is_what_the_connector_reads(tmp_path):
+    given = transfer_config(tmp_path, chunk_tokens=32, save="answer", salt="x")
+    assert json.loads(json.dumps(given)) == given
+    assert Settings.read(given["kv_connector_extra_config"]) == Settings(str(tmp_path), 32, "x", save="answer")
+    assert given["kv_load_failure_policy"] == "recompute" and given["kv_role"] == "kv_both"
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "said"),
+    [
+        ({}, ParamsError, "needs a folder"),
+        ({"folder": "f", "chunk_token": 4}, UnknownName, "did you mean 'chunk_tokens'"),
+        ({"folder": "f", "save": "always"}, UnknownName, "allowed: answer, never, prompt"),
+        ({"folder": "f", "chunk_tokens": 0}, ParamsError, "chunk_tokens"),
+        ({"folder": "f", "chunk_tokens": 1 << 20}, ParamsError, "65536 at most"),
+        ({"folder": "f", "restore": "no"}, ParamsError, "restore"),
+        ({"folder": 3}, ParamsError, "folder"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(extra, error, said):
+    with pytest.raises(error, match=said) as caught:
+        Settings.read(extra)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "wish"),
+    [
+        (None, Wish(True, True)),
+        ({}, Wish(True, True)),
+        ({"kvlab": None}, Wish(True, True)),
+        ({"kvlab": "no"}, Wish(True, True)),
+        ({"kvlab": {"restore": False}}, Wish(False, True)),
+        ({"kvlab": {"save": False, "restore": 0}}, Wish(True, False)),
+        ({"other": {"save": False}}, Wish(True, True)),
+    ],
+)
+def test_a_request_switches_off_what_it_does_not_want(params, wish):
+    assert Wish.of(params) == wish
