@@ -12,11 +12,12 @@ import google_crc32c
 import pytest
 import torch
 
-from kvlab import cli, snapshot_verbs
+from kvlab import cli
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import PUBLISHED_MAGIC
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.v1 import HEADER
+from kvlab.verbs import snapshot as snapshot_verbs
 from kvstore.snapshot import making
 from kvstore.snapshot.forging import Parts
 
@@ -39,7 +40,6 @@ loaded = functools.cache(snapshot_verbs._model)
 def run(capsys, monkeypatch):
     """Exit code, stdout and stderr of a verb of `kvlab snapshot`, in this process; a model is loaded once."""
     monkeypatch.setattr(snapshot_verbs, "_model", loaded)
-    monkeypatch.setitem(cli.GROUPS, "snapshot", (snapshot_verbs.ABOUT, snapshot_verbs.VERBS))
 
     def one(*arguments) -> tuple[int, str, str]:
         try:

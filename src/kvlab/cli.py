@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kvlab import eval_verb, gate_verbs, kvstore_verbs, lifeline, snapshot_verbs, verbs
+from kvlab import lifeline
 from kvlab.errors import KvlabError, nearest, suggestion
 from kvlab.flags import MODEL, PARAMS, Flag, path, word
+from kvlab.verbs import evals, gate, kvstore, pipeline, snapshot
 
 OVERVIEW = """\
 kvlab measures what compressing an LLM's KV cache costs, on which engine, and why.
@@ -89,55 +90,55 @@ CHOICE = path("--choice", "what `kvlab choose` wrote; needed by the mitigations"
 STUDY_HELP = "factors, cells, layers, noise, mitigations or ladder"
 
 VERBS: dict[Callable, list[Flag]] = {
-    verbs.params_verb: [
+    pipeline.params_verb: [
         word("--preset", "overlay workflow/presets/NAME.yaml", metavar="NAME"),
         word("--set", "change one leaf; may be repeated", metavar="KEY=VALUE", action="append"),
         word("--yaml", "nothing but YAML", action="store_true"),
         word("--json", "canonical JSON", action="store_true"),
     ],
-    verbs.reference_verb: [
+    pipeline.reference_verb: [
         path("--out", "model folder, replaced when the run ends", default=Path("models/reference"), required=False),
         word("--tokens", "training tokens of text; default: 9 000 000", type=int, default=9_000_000),
         word("--max-minutes", "finish the schedule within this time", type=float),
         word("--resume", "continue a run that was killed", action="store_true"),
         word("--go-on", "take the model at --out as it is, and train it on copying alone", action="store_true"),
     ],
-    verbs.corpus_verb: [OUT],
-    verbs.needles_verb: [OUT],
-    verbs.capture_verb: [word("--engine", "hf or vllm", required=True), WINDOWS, OUT],
-    verbs.sigma_verb: [CAPTURE, OUT],
-    verbs.codebooks_verb: [
+    pipeline.corpus_verb: [OUT],
+    pipeline.needles_verb: [OUT],
+    pipeline.capture_verb: [word("--engine", "hf or vllm", required=True), WINDOWS, OUT],
+    pipeline.sigma_verb: [CAPTURE, OUT],
+    pipeline.codebooks_verb: [
         word("--study", STUDY_HELP, required=True),
         *(CAPTURE, SIGMA),
         path("--rotated", "the Sigma_q behind the rotary embedding; needed by post_rope cells", required=False),
         OUT,
     ],
-    verbs.components_verb: [CAPTURE, SIGMA, OUT],
-    verbs.residual_verb: [CAPTURE, SIGMA, CODEBOOKS, OUT],
-    verbs.published_verb: [
+    pipeline.components_verb: [CAPTURE, SIGMA, OUT],
+    pipeline.residual_verb: [CAPTURE, SIGMA, CODEBOOKS, OUT],
+    pipeline.published_verb: [
         ("folder", {"type": Path, "metavar": "DIR", "help": "published result files, subfolders included"}),
         path("--metrics", "what `kvlab metrics` wrote: this project's own answer beside theirs", required=False),
         path("--out", "folder of REPORT.md and its tables"),
     ],
-    verbs.planted_verb: [WINDOWS, path("--out", "folder of REPORT.md and planted.json")],
-    verbs.baseline_verb: [
+    pipeline.planted_verb: [WINDOWS, path("--out", "folder of REPORT.md and planted.json")],
+    pipeline.baseline_verb: [
         word("--run", "a name that `kvlab params` lists under baseline", required=True),
         *(WINDOWS, *IF_CODED, OUT),
     ],
-    verbs.choose_verb: [WINDOWS, *PER_ORIGIN, OUT],
-    verbs.measure_verb: [
+    pipeline.choose_verb: [WINDOWS, *PER_ORIGIN, OUT],
+    pipeline.measure_verb: [
         word("--study", STUDY_HELP, required=True),
         word("--job", "a name that `kvlab params` lists under the study", required=True),
         CHOICE,
         *(WINDOWS, *PER_ORIGIN, OUT),
     ],
-    verbs.mechanisms_verb: [
+    pipeline.mechanisms_verb: [
         word("--engine", "hf or vllm", required=True),
         *(WINDOWS, NEEDLES, *PER_ORIGIN),
         word("--code", "digest of the code that measures; evidence of other code is stale", required=True),
         OUT,
     ],
-    verbs.metrics_verb: [
+    pipeline.metrics_verb: [
         path("--baseline", "json records of the baseline runs", nargs="+"),
         path("--jobs", "json records of the jobs of cells", nargs="+"),
         path("--codebooks", "what `kvlab codebooks` wrote", nargs="+"),
@@ -146,27 +147,27 @@ VERBS: dict[Callable, list[Flag]] = {
         path("--choice", "what `kvlab choose` wrote"),
         OUT,
     ],
-    verbs.compare_verb: [
+    pipeline.compare_verb: [
         path("--metrics", "what `kvlab metrics` wrote for each model, the leading one first", nargs="+"),
         path("--out", "comparison.csv: a row per model and quantity"),
         path("--json", "the same for `kvlab report`", required=False),
         path("--summary", "also write a dozen headline scalars of each model here", required=False),
     ],
-    verbs.verdict_verb: [METRICS, OUT],
-    verbs.recipe_verb: [
+    pipeline.verdict_verb: [METRICS, OUT],
+    pipeline.recipe_verb: [
         word("--codec", "a rung of the ladder, as `hadamard+center`, or `studied`; default: klt"),
         *IF_CODED,
         OUT,
     ],
-    verbs.encode_verb: [
+    pipeline.encode_verb: [
         RECIPE,
         CAPTURE,
         word("--window", "number of the captured window", type=int, default=0),
         OUT,
     ],
-    verbs.decode_verb: [RECIPE, STREAM, OUT],
-    verbs.inspect_verb: [STREAM],
-    verbs.bench_verb: [
+    pipeline.decode_verb: [RECIPE, STREAM, OUT],
+    pipeline.inspect_verb: [STREAM],
+    pipeline.bench_verb: [
         path("--capture", "what `kvlab capture` wrote: K and V of the model are coded", required=False),
         path("--windows", "windows.safetensors of `kvlab corpus`: for the KL of other libraries", required=False),
         path("--ladder", "folder of the ladder study: for the KL of the codecs", required=False),
@@ -175,8 +176,8 @@ VERBS: dict[Callable, list[Flag]] = {
         word("--rounds", "repetitions of every timing", type=int, default=7),
         path("--out", "folder of BENCH.md, bench.json and figures/"),
     ],
-    eval_verb.eval_verb: eval_verb.FLAGS,
-    verbs.report_verb: [
+    evals.eval_verb: evals.FLAGS,
+    pipeline.report_verb: [
         METRICS,
         path("--verdict", "what `kvlab verdict` wrote"),
         path("--out", "FINDINGS.md; figures go into figures/ beside it", required=False),
@@ -187,9 +188,9 @@ VERBS: dict[Callable, list[Flag]] = {
     ],
 }
 GROUPS = {
-    "gate": (gate_verbs.ABOUT, gate_verbs.VERBS),
-    "snapshot": (snapshot_verbs.ABOUT, snapshot_verbs.VERBS),
-    "kvstore": (kvstore_verbs.ABOUT, kvstore_verbs.VERBS),
+    "gate": (gate.ABOUT, gate.VERBS),
+    "snapshot": (snapshot.ABOUT, snapshot.VERBS),
+    "kvstore": (kvstore.ABOUT, kvstore.VERBS),
 }
 
 

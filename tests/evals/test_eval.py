@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from evals import local
-from kvlab import cli, eval_verb
+from kvlab import cli
 from kvlab.dropins.recipe_file import write_recipe_file
 from kvlab.gate import registry
 from kvlab.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, Recipe
+from kvlab.verbs import evals as eval_verb
 
 CODED = "--codec hadamard --bits 2"
 

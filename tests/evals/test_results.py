@@ -115,7 +115,7 @@ def test_the_corpus_is_what_was_asked_and_of_which_version():
 
 def test_evidence_is_made_without_torch(root):
     program = (
-        "import sys, kvlab.eval_verb, kvlab.evals.results, kvlab.evals.evidence, kvlab.evals.canary;"
+        "import sys, kvlab.verbs.evals, kvlab.evals.results, kvlab.evals.evidence, kvlab.evals.canary;"
         "print([m for m in ('torch', 'transformers', 'vllm', 'lm_eval') if m in sys.modules])"
     )
     found = subprocess.run(

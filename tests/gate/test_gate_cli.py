@@ -23,7 +23,7 @@ from jsonschema import Draft202012Validator
 from gate.databases import SRC, checksum, published
 from gate.planted_records import plant
 from gate.sentinels import sentinel
-from kvlab import cli, gate_verbs
+from kvlab import cli
 from kvlab.errors import NonFinite
 from kvlab.gate import registry
 from kvlab.gate.audit.mutations import valid_case
@@ -32,6 +32,7 @@ from kvlab.gate.catalogue.rows import EVIDENCE
 from kvlab.gate.check import EXIT_CODES, REFERENCE
 from kvlab.gate.reasons import REASONS
 from kvlab.tables import as_text
+from kvlab.verbs import gate as gate_verbs
 from test_cli import run
 
 QUALITY = "supported+compression => quality_eval_status == completed"
