@@ -40,6 +40,9 @@ BEYOND_A_SCHEMA = {
     r"span is 'window', but": {"cells": {"whole-window": {"protocols": ["snapshot"]}}},
     r"which only hf can choose": {"cells": {"sdpa": {"engines": ["vllm"]}}},
     r"\.against is .*(no entry|the entry itself|which has no|measured in)": {"cells": {"k-only": {"against": "k"}}},
+    r"kvstore\.\S+ is \d+, larger than": {"kvstore": {"policy": {"needles": 201}}},
+    r"the test split has": {"kvstore": {"restore": {"lengths": [10**6]}}},
+    r"leaves no whole chunk of": {"kvstore": {"restore": {"suffix": 512}}},
     r"gives its results no folder name": {"models": {"0": {"path": "/"}}},
 }
 WRONG = ("words", "", None, True, -7, 0, 0.5, 10**6, [], [None], ["words"], [0.5], {}, {"zzz": 1})

@@ -11,7 +11,13 @@ REPORT = "results/gap/FINDINGS.md"
 SIGMA = "calib/sigma/reference/hf.safetensors"
 CORPUS, CAPTURE = "calib/corpus/reference/windows.safetensors", "calib/capture/reference/hf.safetensors"
 TO_SIGMA = [f"capture {CAPTURE}", f"corpus {CORPUS}", f"sigma {SIGMA}"]
-OUTSIDE_THE_REPORT = ["measure results/ladder/reference/hf-float32-0.parquet", "planted results/planted"]
+STUDIES = ("restore", "policy", "bitplanes", "placement")  # of the KV store
+OUTSIDE_THE_REPORT = [
+    "measure results/ladder/reference/hf-float32-0.parquet",
+    "planted results/planted",
+    *(f"kvstore_{study} results/kvstore/{study}/reference.json" for study in STUDIES),
+    *(f"kvstore_page results/kvstore/{study.upper()}.md" for study in STUDIES),
+]
 
 
 def test_dvc_repro_makes_everything_once(reproduced):

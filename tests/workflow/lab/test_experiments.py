@@ -14,6 +14,7 @@ import pytest
 MODELS, BITS = ("reference", "other"), (2, 3, 4)
 # Verbs whose jobs do not depend on bits: their results are those of the run before.
 WITHOUT_BITS = {"corpus", "needles", "capture", "sigma", "components", "planted"}
+WITHOUT_BITS |= {f"kvstore_{verb}" for verb in ("restore", "policy", "bitplanes", "placement", "page")}
 WITHOUT_BITS |= {"mechanisms", "gate_rows", "gate_report"}  # the gate's rows have bits of their own
 LADDER = "measure results/ladder/"  # has bits of its own
 PATIENCE = 1800  # seconds, for the whole queue

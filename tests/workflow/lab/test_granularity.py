@@ -7,7 +7,7 @@ import re
 
 import yaml
 
-ALL = ("results/gap/FINDINGS.md", "ladder", "planted")
+ALL = ("results/gap/FINDINGS.md", "ladder", "planted", "restore", "policy", "bitplanes", "placement")
 CODED = {"codebooks_study", "baseline_run", "residual_engine", "mitigations_choice"}
 CODED |= {f"{study}_job" for study in ("factors", "cells", "layers", "noise", "mitigations")}
 REPORTED = {"gap_metrics", "gap_verdict", "report_comparison", "report_lead"}
@@ -61,10 +61,10 @@ def test_other_bits_rerun_no_capture_and_no_sigma(lab):
 def test_a_codec_file_reruns_what_uses_it(lab):
     rung, block = "src/kvlab/codec/ladder/kivi.py", "src/kvlab/codec/block.py"
     (lab.root / rung).open("a").write("\nNEW = 1\n")
-    assert planned(lab) == JUDGED | {"ladder_job", "report_lead"}
-    assert changed(lab) == depending(lab, rung) == {"ladder", "mechanisms"}
+    assert planned(lab) == JUDGED | {"ladder_job", "restore_job", "report_lead"}
+    assert changed(lab) == depending(lab, rung) == {"ladder", "mechanisms", "restore"}
     (lab.root / block).open("a").write("\nNEW = 1\n")
-    assert planned(lab) == CODED | REPORTED | JUDGED | {"ladder_job", "planted"}
+    assert planned(lab) == CODED | REPORTED | JUDGED | {"ladder_job", "restore_job", "planted"}
     assert changed(lab) == depending(lab, rung, block)
     assert not {"corpus", "capture", "sigma", "components", "needles", "report"} & changed(lab)
 
