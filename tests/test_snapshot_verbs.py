@@ -358,7 +358,7 @@ def test_bad_input_of_restore_is_one_line(run, saved, tiny_model, ids, tmp_path)
 
 
 def test_names_that_the_flags_know_are_those_of_the_library():
-    from kvlab.kvstore.residency import MAKERS
+    from kvlab.kvstore.paging.residency import MAKERS
     from kvlab.kvstore.restore import MODES
 
     known = (snapshot_verbs.POLICIES, snapshot_verbs.MODES)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from kvlab.kvstore.geometry import Geometry
-from kvlab.kvstore.pager import PagerConfig
+from kvlab.kvstore.paging.geometry import Geometry
+from kvlab.kvstore.paging.pager import PagerConfig
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvlab.kvstore.geometry import Geometry, same_bits
-from kvlab.kvstore.ledger import Ledger
-from kvlab.kvstore.pager import Pager, PagerConfig
-from kvlab.kvstore.residency import build
+from kvlab.kvstore.paging.geometry import Geometry, same_bits
+from kvlab.kvstore.paging.ledger import Ledger
+from kvlab.kvstore.paging.pager import Pager, PagerConfig
+from kvlab.kvstore.paging.residency import build
 
 
 def random_bits(geometry: Geometry, tokens: int, seed: int = 0) -> Tensor:

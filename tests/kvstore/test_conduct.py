@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvlab.errors import ParamsError, SnapshotRefused, UserError
-from kvlab.kvstore.arms import ARMS, CONSUME, DAMAGED, FOREIGN, OFF, Doubt, Trial
-from kvlab.kvstore.conduct import PagedAttempt, conduct, flipped
+from kvlab.kvstore.harness.arms import ARMS, CONSUME, DAMAGED, FOREIGN, OFF, Doubt, Trial
+from kvlab.kvstore.harness.conduct import PagedAttempt, conduct, flipped
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 from kvlab.kvstore.snapshot.write import Source, save
@@ -164,9 +164,9 @@ def test_the_damage_is_one_bit_of_the_payload(own, tmp_path):
 
 
 def test_a_model_passes(tiny_params, tmp_path):
-    from kvlab.kvstore.config import PagerConfig
     from kvlab.kvstore.hf.model import PagedModel
     from kvlab.kvstore.hf.run import PagedRun
+    from kvlab.kvstore.paging.config import PagerConfig
     from kvlab.model import resolve
 
     model = PagedModel.load(resolve(tiny_params.model))

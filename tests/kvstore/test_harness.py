@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.errors import ParamsError
-from kvlab.kvstore.arms import (
+from kvlab.kvstore.harness.arms import (
     ARMS,
     BROKEN,
     CONSUME,
@@ -24,7 +24,7 @@ from kvlab.kvstore.arms import (
     Trial,
     Verdict,
 )
-from kvlab.kvstore.harness import combined, judge
+from kvlab.kvstore.harness.judging import combined, judge
 
 PREFIX = 64
 ANSWER = (5, 6, 7)

@@ -18,10 +18,10 @@ from kvlab.errors import (
     PoolTooSmall,
     UnknownName,
 )
-from kvlab.kvstore.geometry import Geometry, same_bits
-from kvlab.kvstore.ledger import UNKNOWN, Entry, Ledger
-from kvlab.kvstore.pager import Moves, Pager, PagerConfig
-from kvlab.kvstore.residency import build
+from kvlab.kvstore.paging.geometry import Geometry, same_bits
+from kvlab.kvstore.paging.ledger import UNKNOWN, Entry, Ledger
+from kvlab.kvstore.paging.pager import Moves, Pager, PagerConfig
+from kvlab.kvstore.paging.residency import build
 from kvstore.paging import append, chunk_of, filled, gathers, holds, numbers, random_bits, saved, state, write
 
 

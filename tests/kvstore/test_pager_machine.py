@@ -19,9 +19,9 @@ from hypothesis.stateful import (
 )
 
 from kvlab.errors import PagerError, PinRefused, PoolExhausted
-from kvlab.kvstore.geometry import Geometry, same_bits
-from kvlab.kvstore.pager import Pager, PagerConfig
-from kvlab.kvstore.residency import MAKERS, build
+from kvlab.kvstore.paging.geometry import Geometry, same_bits
+from kvlab.kvstore.paging.pager import Pager, PagerConfig
+from kvlab.kvstore.paging.residency import MAKERS, build
 from kvstore.paging import holds, random_bits, saved, state, write
 
 STEPS = 2000

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvlab.errors import CapabilityError, UnknownName
-from kvlab.kvstore.geometry import Geometry
-from kvlab.kvstore.ledger import Entry
-from kvlab.kvstore.pager import Pager, PagerConfig
-from kvlab.kvstore.residency import MAKERS, Seen, build, staying, worst_first
+from kvlab.kvstore.paging.geometry import Geometry
+from kvlab.kvstore.paging.ledger import Entry
+from kvlab.kvstore.paging.pager import Pager, PagerConfig
+from kvlab.kvstore.paging.residency import MAKERS, Seen, build, staying, worst_first
 from kvstore.paging import append, chunk_of, filled, numbers, saved
 
 ENTRIES = [Entry(True, score, used) for score, used in ((0.5, 9), (None, 1), (-1.0, 4), (0.5, 2), (0.1, 7))]

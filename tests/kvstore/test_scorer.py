@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
 from kvlab.errors import LayoutMismatch, NonFinite
-from kvlab.kvstore.geometry import Geometry, same_bits
-from kvlab.kvstore.ledger import Entry, Ledger
-from kvlab.kvstore.pager import PagerConfig
-from kvlab.kvstore.scorer import MEAN, MISSING, SIGNS, Rebuilt, Scorer, pairwise_sum
+from kvlab.kvstore.paging.geometry import Geometry, same_bits
+from kvlab.kvstore.paging.ledger import Entry, Ledger
+from kvlab.kvstore.paging.pager import PagerConfig
+from kvlab.kvstore.paging.scorer import MEAN, MISSING, SIGNS, Rebuilt, Scorer, pairwise_sum
 from kvlab.kvstore.snapshot.chain import links
 from kvstore.paging import chunk_of, filled, numbers, random_bits
 
@@ -212,7 +212,7 @@ def test_a_score_does_not_depend_on_which_other_chunks_there_are(geometry, monke
     asked = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(9))
     together = scorer.scores(asked, CHAIN)
     assert [scorer.scores(asked, [identity])[0] for identity in CHAIN] == together
-    monkeypatch.setattr("kvlab.kvstore.scorer.AT_ONCE", 1)
+    monkeypatch.setattr("kvlab.kvstore.paging.scorer.AT_ONCE", 1)
     assert scorer.scores(asked, CHAIN) == together
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from kvlab.kvstore.counts import counted
+from kvlab.kvstore.paging.counts import counted
 
 AT_LEAST_ONE = ("kv_bytes_per_tok", "max_ctx", "gpu_total", "core")
 

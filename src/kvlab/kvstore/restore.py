@@ -14,12 +14,12 @@ from pathlib import Path
 from torch import Tensor
 
 from kvlab.errors import SnapshotRefused, UnknownName
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.comparison import Comparison, compare
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.hf.warm import Request, Standing, files
-from kvlab.kvstore.residency import Policy
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.residency import Policy
 from kvlab.kvstore.snapshot.payload import ChunkCoder
 from kvlab.kvstore.snapshot.reasons import Reason
 

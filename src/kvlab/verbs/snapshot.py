@@ -214,7 +214,7 @@ def _text(info, tokens: Sequence[int]) -> str:
 
 def _pool(pool_tokens: int | None, chunk_tokens: int, needed: int):
     """The pool that was asked for, or one from which nothing is ever evicted."""
-    from kvlab.kvstore.config import PagerConfig
+    from kvlab.kvstore.paging.config import PagerConfig
 
     if pool_tokens is None:
         floor = PagerConfig(pool_tokens=chunk_tokens << 10, chunk_tokens=chunk_tokens).floor_tokens

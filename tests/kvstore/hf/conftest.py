@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.model import ModelInfo, resolve
 
 

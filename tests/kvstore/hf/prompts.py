@@ -6,8 +6,8 @@ import random
 
 from torch import Tensor
 
-from kvlab.kvstore.geometry import same_bits
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.geometry import same_bits
 
 VOCABULARY = 320  # of the tiny model
 POLICIES = ("lru", "qk", "oracle", "random", "sign_bit")

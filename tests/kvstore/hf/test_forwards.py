@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvlab.errors import ModelError, PagerError, UnknownName, UserError
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.run import PagedRun
-from kvlab.kvstore.residency import build
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.residency import build
 from kvstore.hf.prompts import POLICIES, behind, prompt, same_chunks
 
 

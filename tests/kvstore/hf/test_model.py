@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import tiny
 from kvlab.errors import CapabilityError, ModelError, NonFinite, UnknownName
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel, mask
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.snapshot.identity import differences
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.model import resolve

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 import kvlab
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.model import load_tokenizer, resolve
 from kvlab.params import Model
 from kvstore.hf.prompts import POLICIES, behind, prompt
@@ -25,7 +25,7 @@ ELSEWHERE = """
 import json, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from kvlab.kvstore.config import PagerConfig
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.restore import restore
 from kvlab.model import resolve

@@ -7,10 +7,10 @@ import torch
 
 import tiny
 from kvlab.errors import CapabilityError, LayoutMismatch
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.queries import LastQueries, attention_mass
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.model import resolve
 from kvlab.params import Model
 from kvstore.hf.prompts import behind, prompt

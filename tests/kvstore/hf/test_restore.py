@@ -16,7 +16,7 @@ from kvlab.errors import SnapshotRefused, UnknownName, UserError
 from kvlab.kvstore.hf.comparison import compare, margin
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
-from kvlab.kvstore.ledger import Ledger
+from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.restore import MODES, restore
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import Header
@@ -40,7 +40,7 @@ def file(model, roomy, tmp_path):
 @pytest.fixture(scope="module")
 def cold(model):
     """Logits behind NEW from nothing."""
-    from kvlab.kvstore.config import PagerConfig
+    from kvlab.kvstore.paging.config import PagerConfig
 
     return behind(NEW, model, PagerConfig(pool_tokens=256, chunk_tokens=8)).logits
 

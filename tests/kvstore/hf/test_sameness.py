@@ -9,10 +9,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.hf.sameness import pool_salt, same_as_cold
-from kvlab.kvstore.residency import build
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.residency import build
 from kvlab.kvstore.restore import restore
 from kvlab.kvstore.snapshot import read
 from kvstore.hf.prompts import POLICIES, behind, prompt, same_chunks

@@ -10,7 +10,7 @@ from torch import Tensor
 from codec import ladder_making
 from kvlab.calibration.load import Calibrated
 from kvlab.engines.hf_rope import RopeTurn, rotate
-from kvlab.kvstore.geometry import Geometry
+from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.recipe import Recipe
 

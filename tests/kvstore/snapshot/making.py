@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvlab.kvstore.geometry import Geometry
-from kvlab.kvstore.ledger import Entry, Ledger
+from kvlab.kvstore.paging.geometry import Geometry
+from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.write import Saved, Source, save
 

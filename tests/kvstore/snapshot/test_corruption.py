@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvlab.errors import SnapshotRefused, StorageError
-from kvlab.kvstore.geometry import Geometry
+from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import DIGEST_BYTES, Header
 from kvlab.kvstore.snapshot.reasons import Code

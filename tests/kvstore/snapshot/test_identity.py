@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvlab.errors import ModelError
-from kvlab.kvstore.geometry import Geometry
+from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.identity import CodecIdentity, differences, identity_of, rope_of
 from kvlab.kvstore.snapshot.reasons import Code

@@ -24,7 +24,7 @@ from kvlab.errors import (
     StreamError,
     UserError,
 )
-from kvlab.kvstore.geometry import Geometry
+from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.payload import CodedChunks, RawChunks, coder_for
 from kvlab.kvstore.snapshot.reasons import Code

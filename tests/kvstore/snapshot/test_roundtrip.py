@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.errors import LayoutMismatch, StorageError, UserError
-from kvlab.kvstore.geometry import Geometry
-from kvlab.kvstore.ledger import Entry, Ledger
+from kvlab.kvstore.paging.geometry import Geometry
+from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.chain import links
 from kvlab.kvstore.snapshot.write import Source, save

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvlab.errors import SnapshotRefused, StorageError
-from kvlab.kvstore.geometry import Geometry
-from kvlab.kvstore.ledger import Entry, Ledger
+from kvlab.kvstore.paging.geometry import Geometry
+from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.v1 import read_published

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.errors import SnapshotRefused
-from kvlab.kvstore.geometry import Geometry, same_bits
-from kvlab.kvstore.pager import Pager, PagerConfig
-from kvlab.kvstore.residency import build
+from kvlab.kvstore.paging.geometry import Geometry, same_bits
+from kvlab.kvstore.paging.pager import Pager, PagerConfig
+from kvlab.kvstore.paging.residency import build
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import Header
 from kvlab.kvstore.snapshot.write import Source, save

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvlab import corpus
 from kvlab.errors import CapabilityError, Fault, ParamsError, StorageError
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.studies import placement
 from kvlab.kvstore.studies.placement.controls import shifted, tied
 from kvlab.kvstore.studies.placement.measuring import Runs, Text, control, orders, shift

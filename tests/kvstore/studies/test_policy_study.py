@@ -7,9 +7,9 @@ import torch
 
 from kvlab import needles
 from kvlab.errors import ParamsError, PoolTooSmall, StorageError
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.studies import policy
 from kvlab.kvstore.studies.policy.asking import Observed, ask, planted_chunks
 from kvlab.kvstore.studies.policy.measuring import arms, blocks_of, thirds

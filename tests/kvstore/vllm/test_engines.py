@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
-from kvlab.kvstore.ledger import Entry, Ledger
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.restore import restore
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.identity import identity_of

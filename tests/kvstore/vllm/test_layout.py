@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvlab.errors import CapabilityError
-from kvlab.kvstore.geometry import Geometry, same_bits
+from kvlab.kvstore.paging.geometry import Geometry, same_bits
 from kvlab.kvstore.vllm.layout import PagedRows, found_out
 
 HEADS, BLOCK, DIM, BLOCKS = 2, 32, 32, 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.kvstore.ledger import Ledger
+from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.write import Source, save

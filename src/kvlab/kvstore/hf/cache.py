@@ -7,7 +7,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from kvlab.errors import CapabilityError
-from kvlab.kvstore.pager import Pager
+from kvlab.kvstore.paging.pager import Pager
 
 
 class PagedCache(Cache):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvlab.errors import UserError
-from kvlab.kvstore.counts import counted
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.counts import counted
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from kvlab.errors import ModelError, PagerError, UserError
-from kvlab.kvstore.config import PagerConfig
-from kvlab.kvstore.counts import counted
-from kvlab.kvstore.geometry import K
 from kvlab.kvstore.hf.cache import PagedCache
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.queries import LastQueries, attention_mass
-from kvlab.kvstore.pager import Moves, Pager
-from kvlab.kvstore.residency import Policy, Seen, build
-from kvlab.kvstore.scorer import Scorer
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.counts import counted
+from kvlab.kvstore.paging.geometry import K
+from kvlab.kvstore.paging.pager import Moves, Pager
+from kvlab.kvstore.paging.residency import Policy, Seen, build
+from kvlab.kvstore.paging.scorer import Scorer
 from kvlab.kvstore.snapshot.chain import links
 
 

@@ -15,8 +15,8 @@ from kvlab.engines.hf_cache import Shape, shape_of
 from kvlab.engines.hf_rope import CHANGING, RopeTurn, find_rotary, turns
 from kvlab.engines.hooks import attention_layers
 from kvlab.errors import CapabilityError, NonFinite
-from kvlab.kvstore.geometry import DTYPES, Geometry, named
 from kvlab.kvstore.hf.queries import LastQueries
+from kvlab.kvstore.paging.geometry import DTYPES, Geometry, named
 from kvlab.kvstore.snapshot.identity import Identity, identity_of, rope_of
 from kvlab.model import ModelInfo
 

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvlab.errors import SnapshotRefused, UserError
-from kvlab.kvstore.config import PagerConfig
-from kvlab.kvstore.counts import counted
 from kvlab.kvstore.hf.forwards import Decoded, Forwards
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.sameness import SCORED_AT, pool_salt, same_as_cold, scored_at
-from kvlab.kvstore.pager import Pager
-from kvlab.kvstore.residency import Policy
-from kvlab.kvstore.scorer import Rebuilt
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.counts import counted
+from kvlab.kvstore.paging.pager import Pager
+from kvlab.kvstore.paging.residency import Policy
+from kvlab.kvstore.paging.scorer import Rebuilt
 from kvlab.kvstore.snapshot.chain import links
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.manifest import Manifest

@@ -7,8 +7,8 @@ while a chunk was out, it serves runs with the same pool alone; it is then saved
 
 from __future__ import annotations
 
-from kvlab.kvstore.config import PagerConfig
-from kvlab.kvstore.residency import Policy
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.residency import Policy
 from kvlab.kvstore.snapshot.manifest import Manifest
 
 SCORED_AT = "scored_at"  # in a manifest's `made`: tokens of the run when its chunks were last scored

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from kvlab.errors import SnapshotRefused, StorageError, UserError
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.hf.sameness import same_as_cold
-from kvlab.kvstore.residency import Policy
-from kvlab.kvstore.scorer import Rebuilt
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.residency import Policy
+from kvlab.kvstore.paging.scorer import Rebuilt
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.payload import ChunkCoder, coder_for
 from kvlab.kvstore.snapshot.reasons import Code, Reason, refusal

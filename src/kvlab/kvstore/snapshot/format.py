@@ -29,7 +29,7 @@ from typing import ClassVar, NamedTuple
 import google_crc32c
 
 from kvlab.errors import UserError
-from kvlab.kvstore.ledger import Entry
+from kvlab.kvstore.paging.ledger import Entry
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 
 MAGIC, VERSION = b"KVLABSNP", 2

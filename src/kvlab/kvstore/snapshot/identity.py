@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field, JsonValue, model_validator
 
 from kvlab.errors import ModelError
-from kvlab.kvstore.geometry import Geometry
+from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.model import ModelInfo
 from kvlab.recipe import Frozen, IdentityStream, Placement, Recipe, canonical, digest

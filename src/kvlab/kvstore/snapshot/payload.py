@@ -24,7 +24,7 @@ from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.registry import build
 from kvlab.engines.coded_rows import Straight, Turn
 from kvlab.errors import CapabilityError, ParamsError, StreamError, UserError
-from kvlab.kvstore.geometry import Geometry
+from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity
 from kvlab.recipe import IdentityStream, Placement, Recipe, StreamRecipe
 

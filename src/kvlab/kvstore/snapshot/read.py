@@ -23,8 +23,8 @@ import google_crc32c
 from torch import Tensor
 
 from kvlab.errors import SnapshotRefused, StorageError, StreamError, UserError
-from kvlab.kvstore.geometry import Geometry
-from kvlab.kvstore.ledger import Ledger
+from kvlab.kvstore.paging.geometry import Geometry
+from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot import chain
 from kvlab.kvstore.snapshot.format import DIGEST_BYTES, STEP, Header, Record, read_index
 from kvlab.kvstore.snapshot.identity import Identity, differences

@@ -27,8 +27,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvlab.errors import SnapshotRefused, StorageError
-from kvlab.kvstore.geometry import Geometry
-from kvlab.kvstore.ledger import Entry, Ledger
+from kvlab.kvstore.paging.geometry import Geometry
+from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot.format import MAX_CHUNKS, PUBLISHED_MAGIC
 from kvlab.kvstore.snapshot.payload import RawChunks
 from kvlab.kvstore.snapshot.reasons import Code, refusal

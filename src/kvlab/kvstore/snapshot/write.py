@@ -20,7 +20,7 @@ import google_crc32c
 from torch import Tensor
 
 from kvlab.errors import StorageError, UserError
-from kvlab.kvstore.ledger import Ledger
+from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot.chain import links, token_bytes
 from kvlab.kvstore.snapshot.format import STEP, Header, Record, index_bytes
 from kvlab.kvstore.snapshot.identity import Identity

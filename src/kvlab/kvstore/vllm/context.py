@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvlab.errors import CapabilityError
-from kvlab.kvstore.geometry import named
+from kvlab.kvstore.paging.geometry import named
 from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, Identity, identity_of, rope_of
 from kvlab.kvstore.vllm.settings import Settings
 from kvlab.model import ModelInfo, locate, resolve

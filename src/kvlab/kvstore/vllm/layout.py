@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlab.errors import CapabilityError
-from kvlab.kvstore.geometry import Geometry, named, same_bits
+from kvlab.kvstore.paging.geometry import Geometry, named, same_bits
 
 BASE = 128  # of the digits in which a place is numbered; whole numbers below it are exact in every dtype
 

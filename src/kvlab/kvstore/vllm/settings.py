@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from kvlab.errors import ParamsError, UnknownName
-from kvlab.kvstore.counts import counted
+from kvlab.kvstore.paging.counts import counted
 from kvlab.kvstore.snapshot.format import MAX_CHUNK_TOKENS
 
 CONNECTOR, MODULE = "SnapshotConnector", "kvlab.kvstore.vllm.connector"

@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from kvlab import corpus
 from kvlab.errors import ParamsError
-from kvlab.kvstore.config import PagerConfig
-from kvlab.kvstore.geometry import same_bits
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.geometry import same_bits
 from kvlab.kvstore.studies.placement.controls import hidden_states, shifted, tied
 from kvlab.kvstore.studies.placement.record import Control, Logical, PlacementRecord, Verdict
 from kvlab.kvstore.studies.placement.verdict import FACTOR, Binned, comparable, flips, judge, leads

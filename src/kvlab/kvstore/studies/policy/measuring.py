@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from kvlab import needles
 from kvlab.errors import ParamsError
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.snapshot import read as snapshots
 from kvlab.kvstore.studies.policy.asking import ask, columns
 from kvlab.kvstore.studies.policy.record import (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.restore import Restored, restore
 from kvlab.kvstore.studies.restore.prompts import pool_of, shared_tokens, snapshot_of
 from kvlab.kvstore.studies.restore.record import Agreement, Evicted, Settings

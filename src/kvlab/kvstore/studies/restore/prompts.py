@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.errors import ParamsError
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.snapshot.write import Saved
 
 

@@ -14,9 +14,9 @@ from tqdm import tqdm
 from kvlab import corpus
 from kvlab.calibration.load import Calibrated, needed_files
 from kvlab.errors import CapabilityError
-from kvlab.kvstore.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.restore import restore
 from kvlab.kvstore.snapshot.payload import ChunkCoder, CodedChunks, RawChunks
 from kvlab.kvstore.studies.restore.prompts import pool_of, timed_save

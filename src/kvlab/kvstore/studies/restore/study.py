@@ -14,7 +14,7 @@ from kvlab import corpus
 from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Fitted
 from kvlab.errors import ParamsError
-from kvlab.kvstore.conduct import PagedAttempt, conduct
+from kvlab.kvstore.harness.conduct import PagedAttempt, conduct
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.studies.restore.identity import agreements, evicted, new_process
 from kvlab.kvstore.studies.restore.prompts import joined, pool_of, shared_tokens, snapshot_of

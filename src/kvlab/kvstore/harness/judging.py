@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvlab.kvstore.arms import (
+from kvlab.kvstore.harness.arms import (
     ARMS,
     BROKEN,
     CONSUME,
@@ -29,7 +29,7 @@ from kvlab.kvstore.arms import (
     Outcome,
     Verdict,
 )
-from kvlab.kvstore.counts import counted
+from kvlab.kvstore.paging.counts import counted
 
 
 def judge(arms: Mapping[str, Arm], controls: Mapping[str, Control], expected_prefix: int) -> Verdict:

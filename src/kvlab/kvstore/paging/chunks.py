@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvlab.kvstore.geometry import Geometry, same_bits
-from kvlab.kvstore.ledger import Entry
-from kvlab.kvstore.pool import Pool
+from kvlab.kvstore.paging.geometry import Geometry, same_bits
+from kvlab.kvstore.paging.ledger import Entry
+from kvlab.kvstore.paging.pool import Pool
 
 
 @dataclass

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kvlab.codec.packing import pack, unpack
 from kvlab.errors import LayoutMismatch, NonFinite
-from kvlab.kvstore.geometry import Geometry, K
-from kvlab.kvstore.ledger import Ledger
+from kvlab.kvstore.paging.geometry import Geometry, K
+from kvlab.kvstore.paging.ledger import Ledger
 
 EPS = 1e-6  # a key or a query shorter than this has no direction
 MISSING = -2.0  # below every score there is, so that a chunk without keys outranks none that has them

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from kvlab.errors import NonFinite, ParamsError
-from kvlab.kvstore.counts import counted
+from kvlab.kvstore.paging.counts import counted
 
 
 @dataclass(frozen=True)

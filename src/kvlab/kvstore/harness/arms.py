@@ -1,4 +1,4 @@
-"""What an arm of the restore harness did, and what may be said of all of them: the values that `harness` judges."""
+"""What an arm of the restore harness did, and what may be said of all of them: the values that `judging` judges."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from typing import Protocol
 from torch import Tensor
 
 from kvlab.errors import CapabilityError, UnknownName
-from kvlab.kvstore.config import PagerConfig
-from kvlab.kvstore.geometry import Geometry
-from kvlab.kvstore.ledger import Entry
-from kvlab.kvstore.scorer import MEAN, SIGNS, Identity, Scorer
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.geometry import Geometry
+from kvlab.kvstore.paging.ledger import Entry
+from kvlab.kvstore.paging.scorer import MEAN, SIGNS, Identity, Scorer
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlab.errors import ParamsError
-from kvlab.kvstore.geometry import Geometry, K, V
+from kvlab.kvstore.paging.geometry import Geometry, K, V
 
 
 @dataclass(frozen=True)

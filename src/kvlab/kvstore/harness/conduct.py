@@ -1,4 +1,4 @@
-"""Running what `harness` judges: the arms take turns on one prompt, then the controls."""
+"""Running what `judging` judges: the arms take turns on one prompt, then the controls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvlab.errors import SnapshotRefused, UserError
-from kvlab.kvstore.arms import (
+from kvlab.kvstore.harness.arms import (
     ARMS,
     CONSUME,
     CONTROLS,
@@ -23,10 +23,10 @@ from kvlab.kvstore.arms import (
     Trial,
     Verdict,
 )
-from kvlab.kvstore.config import PagerConfig
-from kvlab.kvstore.counts import counted
-from kvlab.kvstore.harness import judge
+from kvlab.kvstore.harness.judging import judge
 from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.counts import counted
 from kvlab.kvstore.restore import restore
 from kvlab.kvstore.snapshot import read
 from kvlab.records import versions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlab.errors import ParamsError, PoolTooSmall
-from kvlab.kvstore.counts import counted
+from kvlab.kvstore.paging.counts import counted
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvlab.errors import LayoutMismatch, NonFinite, PagerError, PinRefused, PoolExhausted, UnknownName
-from kvlab.kvstore.chunks import Chunks, Stats
-from kvlab.kvstore.config import PagerConfig
-from kvlab.kvstore.counts import counted
-from kvlab.kvstore.geometry import Geometry
-from kvlab.kvstore.ledger import Entry, Ledger
-from kvlab.kvstore.pool import Gathered
-from kvlab.kvstore.residency import Policy, staying, worst_first
+from kvlab.kvstore.paging.chunks import Chunks, Stats
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.counts import counted
+from kvlab.kvstore.paging.geometry import Geometry
+from kvlab.kvstore.paging.ledger import Entry, Ledger
+from kvlab.kvstore.paging.pool import Gathered
+from kvlab.kvstore.paging.residency import Policy, staying, worst_first
 
 ORDERS: dict[str, Callable[[tuple[int, int]], int]] = {
     "logical": lambda placed: placed[0],
