@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import google_crc32c
@@ -18,6 +19,7 @@ from kvlab.kvstore.snapshot.format import PUBLISHED_MAGIC
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.v1 import HEADER
 from kvlab.verbs import snapshot as snapshot_verbs
+from kvlab.verbs import snapshot_inputs as inputs
 from kvstore.snapshot import making
 from kvstore.snapshot.forging import Parts
 
@@ -151,7 +153,37 @@ def test_verify_of_a_file_of_another_version_or_of_none(run, planted, tmp_path):
     newer = Parts.of(planted.read_bytes()).counting(version=3).sealed()
     (tmp_path / "newer").write_bytes(newer)
     assert run("verify", tmp_path / "newer")[0] == 2
-    refused(run("verify", tmp_path / "none"), "cannot read")
+    code, out, _ = run("verify", tmp_path / "none")
+    assert code == 2 and "cannot read" in out and "[unreadable]" in out
+
+
+def test_verify_looks_at_every_file_whatever_is_wrong_with_one(run, planted, tmp_path):
+    bad = changed(planted, "bad", payload_at(planted))
+    code, out, _ = run("verify", bad, tmp_path / "none", planted)
+    assert code == 1 and "[chunk_checksum]" in out and "[unreadable]" in out and f"{planted}: whole" in out
+
+
+def test_verify_with_a_model_tells_that_a_snapshot_is_of_another(run, planted, saved, tiny_model):
+    code, out, _ = run("verify", planted, saved, "--model", tiny_model)
+    assert code == 1 and f"{saved}: whole" in out and all(f"[{name}]" in out for name in ("model", "layout"))
+
+
+def test_verify_without_the_calibration_judges_the_bytes_and_goes_on(run, saved, tiny_model, monkeypatch):
+    from kvlab.errors import CapabilityError
+    from kvlab.recipe import Fp8Stream, Recipe
+
+    recipe = Recipe(k=Fp8Stream(), v=Fp8Stream())
+    codec = {"recipe_id": recipe.recipe_id, "recipe": recipe.model_dump(mode="json"), "layers": [0]}
+    codec |= {"placement": "pre_rope", "calibration_hash": "f" * 16}
+    parts = Parts.of(saved.read_bytes()).saying(identity__codec=codec)
+    (saved.parent / "coded").write_bytes(parts.sealed())
+
+    def missing(*_):
+        raise CapabilityError("no such rotary embedding")
+
+    monkeypatch.setattr(snapshot_verbs, "_decoder", missing)
+    code, out, _ = run("verify", saved.parent / "coded", saved, "--model", tiny_model)
+    assert code == 2 and "[calibration]" in out and "no such rotary embedding" in out and f"{saved}: whole" in out
 
 
 # --------------------------------------------------------------------------------------- diff
@@ -244,9 +276,10 @@ def test_verify_mode_compares_both_and_says_so(run, saved, restored, tiny_model,
     said = restored(saved, "--mode", "verify")
     assert said["comparison"]["tokens_equal"] and said["comparison"]["max_abs_dlogit"] == 0
     code, out, _ = run("restore", saved, "--model", tiny_model, "--tokens", ids, "--mode", "verify", "--decode", 3)
-    assert code == 0 and "restored 64 of 70 tokens" in out and "cold and warm: the same tokens" in out
+    assert code == 0 and "restored 64 of 70 tokens" in out
+    assert "cold and warm, compared at 3 tokens: the same tokens, the same logits" in out
     said = restored("--mode", "verify", "--chunk-tokens", CHUNK, code=2)  # nothing to compare is not equal
-    assert said["comparison"] is None and said["reasons"][0]["code"] == "prefix"
+    assert said["comparison"] is None and said["reasons"][0]["code"] == "no_snapshot"
 
 
 def test_auto_goes_cold_and_says_why_where_consume_refuses(run, saved, restored, tiny_model, ids):
@@ -274,6 +307,46 @@ def test_a_folder_of_snapshots_is_searched_for_the_longest(run, saved, restored,
     assert said["prefix_len"] == 64 and said["snapshot"].endswith("long")
     (folder / "long").write_bytes(b"no longer")
     assert restored(folder)["prefix_len"] == 32
+
+
+def test_settings_are_those_of_the_snapshot_that_serves_the_prompt(run, saved, restored, tiny_model, ids, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    making.written(folder / "a")  # of another model, chunks of 4
+    flags = ("--model", tiny_model, "--tokens", ids, "--chunk-tokens", 8)
+    assert run("save", folder / "c", *flags, "--salt", "tenant")[0] == 0
+    assert run("save", folder / "d", *flags, "--upto", 32, "--dtype", "bfloat16")[0] == 0
+    half = Parts.of((folder / "d").read_bytes()).saying(identity__geometry__dtype="float16")  # nothing runs in it here
+    (folder / "b").write_bytes(half.sealed())
+    assert restored(folder)["snapshot"].endswith("d")
+    (folder / "e").write_bytes(saved.read_bytes())
+    said = restored(folder)
+    assert (said["consumed"], said["prefix_len"]) == (True, 64) and said["snapshot"].endswith("e")
+    assert restored(folder, "--dtype", "bfloat16")["prefix_len"] == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({}, 0),
+        ({"max_abs_dlogit": 1e-6}, 1),
+        ({"max_abs_dlogit": float("nan")}, 1),
+        ({"residency_equal": False}, 1),
+        ({"tokens_equal": False, "first_divergence": 1}, 1),
+    ],
+)
+def test_verify_mode_exits_by_every_bit_that_is_promised(change, code):
+    from kvlab.kvstore.hf.comparison import Comparison
+    from kvlab.kvstore.restore import Report
+    from kvlab.verbs.snapshot_said import verified
+
+    same = Comparison(True, 0.0, None, None, True, 4)
+    took = {"load_ms": 1.0, "prefill_ms": 1.0, "bytes_read": 1, "page_outs": 0, "page_ins": 0}
+    report = Report("verify", True, 8, 1, **took, comparison=replace(same, **change), lossless=True)
+    assert verified(report) == code
+    tokens = int(not report.comparison.tokens_equal)
+    assert verified(replace(report, lossless=False)) == verified(replace(report, other_numerics=("threads",))) == tokens
+    assert verified(replace(report, comparison=None)) == 2
 
 
 def test_a_small_pool_evicts_and_stays_the_cold_run(run, tiny_model, tmp_path):
@@ -312,11 +385,71 @@ def test_a_lossy_payload_needs_its_evidence_or_whoever_asks_for_it(run, restored
     assert [one["code"] for one in restored(tmp_path / "lossy")["reasons"]] == ["unproven"]
     said = restored(tmp_path / "lossy", "--unproven")
     assert said["consumed"] and said["lossless"] is False
-    assert run("save", tmp_path / "proven", *flags, "--evidence", "0123456789ab")[0] == 0
+    out = run("restore", tmp_path / "lossy", "--model", tiny_model, "--tokens", ids, "--unproven")[1]
+    assert "the payload is lossy" in out
+    proof = evidence(tmp_path / "proof", tiny_model, recipe)
+    assert run("save", tmp_path / "proven", *flags, "--evidence", proof)[0] == 0
     assert restored(tmp_path / "proven")["consumed"]
-    refused(run("save", tmp_path / "x", *flags, "--evidence", "it is fine"), "evidence")
-    assert not (tmp_path / "x").exists()
+    with read.open(tmp_path / "proven") as snapshot:
+        assert list(snapshot.manifest.evidence) == [json.loads(proof.read_text())["evidence_id"]]
     assert run("diff", tmp_path / "lossy", tmp_path / "proven")[0] == 0  # evidence is a note
+
+
+def evidence(out: Path, model: Path, recipe: Path, **other) -> Path:
+    """Evidence of a recipe on a model, or of others."""
+    from kvlab.dropins.recipe_file import read_recipe_file
+    from kvlab.gate.audit.passing_case import valid_case
+    from kvlab.gate.catalogue.rows import EVIDENCE
+    from kvlab.gate.evidence import build
+
+    found = valid_case()["rows"]["fp8"][EVIDENCE][0]
+    ours = {"recipe_id": read_recipe_file(recipe).recipe.recipe_id, "model_hash": inputs.info_of(model).model_hash}
+    fields = {name: value for name, value in found.items() if name != "evidence_id"}
+    made = build(**fields | {"identity": found["identity"] | ours | other})
+    out.write_text(made.model_dump_json())
+    return out
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    from kvlab.dropins.recipe_file import write_recipe_file
+    from kvlab.recipe import Fp8Stream, Recipe
+
+    return write_recipe_file(tmp_path / "fp8.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
+
+
+def test_verify_with_another_recipe_says_that_it_could_not_decode(run, tiny_model, ids, tmp_path, recipe):
+    from kvlab.dropins.recipe_file import write_recipe_file
+    from kvlab.recipe import Fp8Stream, IdentityStream, Recipe
+
+    flags = ("--model", tiny_model, "--tokens", ids, "--chunk-tokens", CHUNK, "--recipe", recipe)
+    assert run("save", tmp_path / "coded", *flags)[0] == 0
+    other = write_recipe_file(tmp_path / "k.json", Recipe(k=Fp8Stream(), v=IdentityStream()))
+    verify = ("verify", tmp_path / "coded", "--model", tiny_model, "--recipe")
+    assert run(*verify, recipe)[:2] == (0, f"{tmp_path / 'coded'}: whole\n")
+    code, out, _ = run(*verify, other)
+    assert code == 2 and "[codec]" in out and "checksum" not in out
+    bad = changed(tmp_path / "coded", "bad", payload_at(tmp_path / "coded"))
+    code, out, _ = run("verify", bad, "--model", tiny_model, "--recipe", other)
+    assert code == 1 and "[codec]" in out and "[chunk_checksum]" in out
+
+
+def test_evidence_of_something_else_is_not_stored(run, tiny_model, ids, tmp_path, recipe):
+    flags = ("--model", tiny_model, "--tokens", ids, "--chunk-tokens", CHUNK)
+    coded = (*flags, "--recipe", recipe)
+    good = evidence(tmp_path / "good", tiny_model, recipe)
+    (tmp_path / "edited").write_text(good.read_text().replace('"context_tokens":4096', '"context_tokens":128'))
+    cases = {
+        "on model weights": evidence(tmp_path / "model", tiny_model, recipe, model_hash="weights"),
+        "evidence of recipe int": evidence(tmp_path / "recipe", tiny_model, recipe, recipe_id="int"),
+        "is not the evidence that was written": tmp_path / "edited",
+        "cannot read": tmp_path / "none",
+        "no evidence": ids,
+    }
+    for words, file in cases.items():
+        refused(run("save", tmp_path / "x", *coded, "--evidence", good, file), words)
+    refused(run("save", tmp_path / "x", *flags, "--evidence", good), "stored as they are without --recipe")
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(

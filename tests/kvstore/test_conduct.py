@@ -10,9 +10,13 @@ import pytest
 from kvlab.errors import ParamsError, SnapshotRefused, UserError
 from kvlab.kvstore.harness.arms import ARMS, CONSUME, DAMAGED, FOREIGN, OFF, Doubt, Trial
 from kvlab.kvstore.harness.conduct import PagedAttempt, conduct, flipped
+from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.model import resolve
 from kvstore.snapshot import making
 
 PROMPT = [*making.tokens(24), 1, 2, 3]
@@ -60,6 +64,9 @@ class Reader:
     def setting(self) -> dict[str, str]:
         return {"model_hash": "5eed"}
 
+    def reach(self, snapshot: read.Snapshot, shared: int) -> int:
+        return shared
+
 
 def test_an_honest_reader_passes_and_the_arms_take_turns(own, foreign):
     reader = Reader()
@@ -74,7 +81,28 @@ def test_an_honest_reader_passes_and_the_arms_take_turns(own, foreign):
     assert reader.calls[9:] == [("auto", "own"), ("auto", "foreign")]
     assert {name: len(arm.trials) for name, arm in found.arms.items()} == dict.fromkeys(ARMS, 3)
     assert found.controls[DAMAGED].trial.codes == ("chunk_checksum",)
-    assert found.controls[FOREIGN].trial.codes == ("prefix",)
+    assert found.controls[FOREIGN].trial.codes == ("prefix",) and found.expected_prefix == 24
+
+
+def test_no_more_is_expected_than_leaves_a_token_to_compute(own, foreign):
+    found = conduct(Leaving(), own, foreign, PROMPT[:24])
+    assert (found.verdict.outcome, found.expected_prefix) == ("pass", 20)
+    with pytest.raises(UserError, match="none that leave one to compute"):
+        conduct(Reader(), own, foreign, PROMPT[:4])
+
+
+class Leaving(Reader):
+    """Restores all chunks but the last one."""
+
+    def read(self, snapshot):
+        return super().read(snapshot) - 4
+
+
+class Drifting(Reader):
+    """Runs with another number of threads from some run on."""
+
+    def setting(self):
+        return {"threads": str(1 + (len(self.calls) > 4))}
 
 
 class Disabled(Reader):
@@ -132,6 +160,7 @@ class Warm(Reader):
         (Shifted, "fail", Doubt.TOKENS_DIFFER),
         (Clockless, "inconclusive", Doubt.MISSING),
         (Warm, "inconclusive", Doubt.OFF_NOT_COLD),
+        (Drifting, "inconclusive", Doubt.SETTINGS_DIFFER),
     ],
 )
 def test_a_broken_reader_never_passes(own, foreign, broken, outcome, doubt):
@@ -163,23 +192,42 @@ def test_the_damage_is_one_bit_of_the_payload(own, tmp_path):
     assert (before[other[0]] ^ after[other[0]]).bit_count() == 1
 
 
-def test_a_model_passes(tiny_params, tmp_path):
-    from kvlab.kvstore.hf.model import PagedModel
-    from kvlab.kvstore.hf.run import PagedRun
-    from kvlab.kvstore.paging.config import PagerConfig
-    from kvlab.model import resolve
+MODEL_PROMPT = tuple(7 * n % 320 for n in range(70))
 
-    model = PagedModel.load(resolve(tiny_params.model))
-    prompt = tuple(7 * n % 320 for n in range(70))
-    config = PagerConfig(pool_tokens=96, chunk_tokens=8, tail_chunks=1)
-    for name, tokens in (("own", prompt[:64]), ("foreign", prompt[1:17])):
+
+@pytest.fixture(scope="module")
+def model(tiny_params):
+    return PagedModel.load(resolve(tiny_params.model))
+
+
+def saved(model: PagedModel, config: PagerConfig, folder: Path) -> tuple[Path, Path]:
+    """Snapshots of what the prompt begins with, and of another."""
+    for name, tokens in (("own", MODEL_PROMPT[:64]), ("foreign", MODEL_PROMPT[1:17])):
         run = PagedRun(model, config)
         run.extend(tokens)
-        run.save(tmp_path / name)
+        run.save(folder / name)
+    return folder / "own", folder / "foreign"
+
+
+def test_a_prompt_that_ends_with_its_snapshot_and_a_small_pool_can_pass(model, tmp_path):
+    config = PagerConfig(pool_tokens=96, chunk_tokens=8, tail_chunks=1)
+    pair = saved(model, config, tmp_path)
+    found = conduct(PagedAttempt(model, MODEL_PROMPT[:64], config, decode=2), *pair, MODEL_PROMPT[:64])
+    assert (found.verdict.reasons, found.expected_prefix) == ((), 56)
+    small = PagerConfig(pool_tokens=32, chunk_tokens=8, tail_chunks=1)  # reached by what was made in a larger one
+    found = conduct(PagedAttempt(model, MODEL_PROMPT, small, decode=2), *pair, MODEL_PROMPT)
+    assert (found.verdict.reasons, found.expected_prefix) == ((), 32)
+
+
+def test_a_model_passes(model, tmp_path):
+    prompt = MODEL_PROMPT
+    config = PagerConfig(pool_tokens=96, chunk_tokens=8, tail_chunks=1)
+    saved(model, config, tmp_path)
     attempt = PagedAttempt(model, prompt, config, decode=5)
     found = conduct(attempt, tmp_path / "own", tmp_path / "foreign", prompt)
     assert found.verdict.reasons == () and found.verdict.outcome == "pass" and found.verdict.speedup > 0
     assert {trial.prefix_len for trial in found.arms[CONSUME].trials} == {64}
-    assert found.arms[OFF].setting["model_hash"] == model.info.model_hash
+    ran = found.arms[OFF].trials[0].setting
+    assert ran["model_hash"] == model.info.model_hash and {"threads", "attention", "policy"} <= set(ran)
     with pytest.raises(ParamsError, match="decode is 0"):
         replace(attempt, decode=0)

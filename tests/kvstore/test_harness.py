@@ -28,15 +28,16 @@ from kvlab.kvstore.harness.judging import combined, judge
 
 PREFIX = 64
 ANSWER = (5, 6, 7)
-COLD = Trial(ANSWER, consumed=False, prefix_len=0, prefill_ms=40.0)
-WARM = Trial(ANSWER, consumed=True, prefix_len=PREFIX, prefill_ms=4.0, load_ms=2.0)
+RAN = {"model_hash": "5eed", "threads": "1"}
+COLD = Trial(ANSWER, consumed=False, prefix_len=0, prefill_ms=40.0, setting=RAN)
+WARM = Trial(ANSWER, consumed=True, prefix_len=PREFIX, prefill_ms=4.0, load_ms=2.0, setting=RAN)
 BOTH = replace(WARM, agrees=True)
 
 
 def arms(**changes) -> dict[str, Arm]:
     """Three honest arms, each with three trials; a change replaces an arm's trials."""
     trials = {OFF: (COLD,) * 3, CONSUME: (WARM,) * 3, VERIFY: (BOTH,) * 3} | changes
-    return {name: Arm(found, {"model_hash": "5eed"}) for name, found in trials.items() if found is not None}
+    return {name: Arm(tuple(found)) for name, found in trials.items() if found is not None}
 
 
 def controls(**changes) -> dict[str, Control]:
@@ -89,10 +90,14 @@ CASES = {
     "no repeats": (arms(consume=()), Doubt.FEW_REPEATS),
     "an arm that did not run": (arms(verify=None), Doubt.NO_SUCH_ARM),
     "arms of different models": (
-        arms() | {OFF: Arm((COLD,) * 3, {"model_hash": "0dd"})},
+        arms(off=(replace(COLD, setting=RAN | {"model_hash": "0dd"}),) * 3),
         Doubt.SETTINGS_DIFFER,
     ),
-    "an arm that does not say what it ran": (arms() | {OFF: Arm((COLD,) * 3, {})}, Doubt.SETTINGS_DIFFER),
+    "one trial of an arm ran with more threads": (
+        arms(consume=some(WARM, setting=RAN | {"threads": "2"})),
+        Doubt.SETTINGS_DIFFER,
+    ),
+    "an arm that does not say what it ran": (arms(off=(replace(COLD, setting={}),) * 3), Doubt.SETTINGS_DIFFER),
 }
 
 
@@ -120,6 +125,7 @@ CONTROL_CASES = {
         Doubt.CONTROL_OTHER_REASON,
     ),
     "not run": (controls(damaged=None), Doubt.CONTROL_MISSING),
+    "ran something else": (control(FOREIGN, setting=RAN | {"threads": "2"}), Doubt.SETTINGS_DIFFER),
     "says nothing": (control(FOREIGN, consumed=None), Doubt.CONTROL_MISSING),
 }
 

@@ -1,8 +1,10 @@
 """A prompt answered from a snapshot where one may be used, and from nothing where not.
 
-A warm run is the cold run from a later point on: it has the same logits, bit for bit, on the same machine and with the
-same number of threads. What would make it another is refused: a snapshot of another model, a damaged one, one that was
-computed over a smaller pool. A snapshot that turns out damaged while it is read leaves nothing behind.
+A warm run is the cold run from a later point on. It has the same logits, bit for bit, where the snapshot is without
+loss and was made by the same numerics: engine, attention, device, number of threads, packages. What would make it a run
+of something else is refused: a snapshot of another model, a damaged one, one that was computed over a smaller pool. One
+of other numerics, or a lossy one with evidence, is used all the same; the report says so, and nothing of that run is
+saved as a cold run's. A snapshot that turns out damaged while it is read leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ class Report:
     lossless : bool or None
         Whether its payload gave back the very bits.
     other_numerics : tuple of str
-        In what its manifest and this run differ of versions, engine, attention, threads: K and V are the same
-        numbers then, but perhaps not the same bits.
+        In what its manifest and this run differ of what `snapshot.numerics` names: K and V are the same numbers
+        then, but perhaps not the same bits, and the run's `exact` is 0.
     """
 
     mode: str
@@ -114,7 +116,8 @@ def restore(
     tokens : sequence of int
         The prompt's ids, at least one.
     snapshots : path, sequence of paths or None
-        Files, or one folder of files. The one with the longest usable prefix is restored, or else the next.
+        Files, or one folder of files. The one with the longest usable prefix is restored, or else the next; of equal
+        ones first those without loss, then those of the same numerics.
     config, policy, salt, every, seed
         See `PagedRun`; a policy that is given as an object is copied.
     mode : {"auto", "consume", "recompute", "verify"}
@@ -133,13 +136,15 @@ def restore(
         For another mode.
     SnapshotRefused
         Under ``consume``, when no snapshot can be restored.
+    StorageError
+        When the folder cannot be listed.
     UserError
         When the tokens are none, not the model's, or too many.
     """
     if mode not in MODES:
         raise UnknownName("restore mode", mode, MODES)
     job = Request(model, tuple(tokens), config, policy, coder, unproven, salt, every, seed)
-    job.fresh().check(job.tokens)
+    job.check()
     warm, reasons = (None, ()) if mode == "recompute" else job.warm(files(snapshots))
     if warm is None and mode == "consume":
         raise SnapshotRefused(reasons, "every snapshot")

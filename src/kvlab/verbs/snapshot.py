@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from kvlab.errors import SnapshotRefused, UserError
+from kvlab.errors import SnapshotRefused, StorageError, UserError
 from kvlab.flags import Flag, path, place, word
 from kvlab.tables import as_json, printable
+from kvlab.verbs import snapshot_inputs as inputs
+from kvlab.verbs import snapshot_said as said
+from kvlab.verbs.snapshot_inputs import CHUNK_TOKENS, DTYPE, DTYPES
 
 ABOUT = """\
 The KV cache of a context in a file, and back: prefill once, ask many times (docs/kvstore.md).
@@ -19,33 +22,34 @@ The KV cache of a context in a file, and back: prefill once, ask many times (doc
   restore     answer a prompt, with what snapshots hold of it, and say what was used and why not
   diff        how two snapshots differ: identity, tokens, stored bits
 
-Exit codes: 0 done, whole, the same; 1 damaged, different, or the warm run differs from the cold one; 2 the input is
-wrong, or a file cannot be judged.
+Exit codes: 0 done, whole, the same; 1 damaged, another model's, different, or the warm run is not the cold one; 2 the
+input is wrong, or a file cannot be judged.
 """
-DTYPES = ("float32", "bfloat16")  # in which transformers runs here
 MODES = ("auto", "consume", "recompute", "verify")  # as in `kvstore.restore`
 POLICIES = ("lru", "qk", "oracle", "random", "sign_bit")  # as in `kvstore.residency`
-CHUNK_TOKENS, DTYPE = 64, "float32"
-UNJUDGED = ("not_a_snapshot", "unknown_version", "published_layout")  # codes that say nothing of damage
+UNJUDGED = ("unreadable", "not_a_snapshot", "unknown_version", "published_layout", "codec", "calibration")
+"""Codes of `verify` that say nothing of damage: there is nothing to judge, or nothing to judge it by."""
 
 
 def save_verb(args: argparse.Namespace) -> None:
     """Prefill a text with a model, chunk by chunk, and write the KV cache of its whole chunks.
 
-    K and V are stored as they are, or coded by --recipe; a lossy payload is restored from only if it names its
-    evidence, or by whoever asks for it unproven.
+    K and V are stored as they are, or coded by --recipe; a lossy payload is restored from only if it names evidence of
+    the gate, or by whoever asks for it unproven. Evidence has to be of this recipe and this model; what it says of
+    them is judged by `kvlab gate check`.
     """
     from kvlab.kvstore.hf.run import PagedRun
 
-    info, chunk = _info(args.model), _given(args.chunk_tokens, CHUNK_TOKENS)
-    tokens = _tokens(args, info)
+    info, chunk = inputs.info_of(args.model), inputs.given(args.chunk_tokens, CHUNK_TOKENS)
+    tokens = inputs.tokens_of(args, info)
     if args.upto is not None and not 0 < args.upto <= len(tokens):
         raise UserError(f"--upto is {args.upto}; the prompt has 1 to {len(tokens)} tokens to save")
-    config, ready = _pool(args.pool_tokens, chunk, len(tokens)), _recipe(args.recipe, info)
+    config, ready = inputs.pool_of(args.pool_tokens, chunk, len(tokens)), inputs.recipe_of(args.recipe, info)
+    evidence = inputs.evidence_ids(args.evidence, ready, info)
     model = _model(info, args.dtype or DTYPE)
     run = PagedRun(model, config, args.policy, salt=args.salt)
     run.extend(tokens)
-    saved = run.save(args.out, upto=args.upto, coder=_coder(ready, model, chunk, len(tokens)), evidence=args.evidence)
+    saved = run.save(args.out, upto=args.upto, coder=_coder(ready, model, chunk, len(tokens)), evidence=evidence)
     length = saved.manifest.length
     print(
         f"{saved.path}: {length} of {len(tokens)} tokens in {length // chunk} chunks, {saved.nbytes} bytes, sha256"
@@ -72,10 +76,13 @@ def inspect_verb(args: argparse.Namespace) -> None:
 def verify_verb(args: argparse.Namespace) -> int:
     """Read snapshots to their last byte and name every damage.
 
-    Exit code 0 when all are what was written; 1 when one is damaged; 2 when one is missing, is no snapshot, or has
-    no checksums to be judged by, as the published KVFLASH1 layout. With --model each chunk is decoded as well.
+    Exit code 0 when all are what was written; 1 when one is damaged, or of another model than --model; else 2 when one
+    cannot be judged: it is missing, is no snapshot, is of another version, or has no checksums, as the published
+    KVFLASH1 layout. With --model each coded chunk is decoded as well, where --recipe names the calibration that takes.
     """
-    found = {str(file): _damages(file, args) for file in args.files}
+    info = inputs.info_of(args.model) if args.model else None
+    ready = inputs.recipe_of(args.recipe, info) if info else None
+    found = {str(file): _damages(file, info, ready) for file in args.files}
     if args.json:
         rows = {
             file: {"whole": not reasons, "reasons": [reason._asdict() for reason in reasons]}
@@ -84,41 +91,61 @@ def verify_verb(args: argparse.Namespace) -> int:
         print(as_json(rows))
     else:
         for file, reasons in found.items():
-            print("\n".join(f"{file}: {line}" for line in _said(reasons)))
+            print("\n".join(f"{file}: {line}" for line in said.damages(reasons)))
     codes = {reason.code for reasons in found.values() for reason in reasons}
     return 1 if codes - set(UNJUDGED) else 2 * bool(codes)
 
 
-def _damages(file: Path, args: argparse.Namespace) -> list:
-    """Everything that is wrong with one file."""
+def _damages(file: Path, info, ready) -> list:
+    """Everything that is wrong with one file; nothing of it keeps the next one from being looked at."""
     from kvlab.kvstore.snapshot import read
+    from kvlab.kvstore.snapshot.reasons import Code, Reason
 
     try:
-        snapshot = read.open(file)
+        with read.open(file) as snapshot:
+            return _verified(snapshot, info, ready)
     except SnapshotRefused as error:
         return list(error.reasons)
-    with snapshot:
-        coder = _decoder(snapshot, args.model, args.recipe) if args.model else None
-        return snapshot.verify(coder)
+    except StorageError as error:
+        return [Reason(Code.UNREADABLE, str(error))]
 
 
-def _said(reasons: Sequence) -> Iterable[str]:
-    return [printable(f"{reason.message} [{reason.code}]") for reason in reasons] or ["whole"]
+def _verified(snapshot, info, ready) -> list:
+    """What is wrong with an open snapshot; its chunks are decoded when they are coded and a model is given."""
+    from kvlab.kvstore.snapshot.reasons import Code, Reason
+
+    codec = snapshot.manifest.identity.codec
+    strange = inputs.strangeness(snapshot.manifest.identity, info) if info else []
+    if info is None or strange or codec is None:
+        return [*strange, *snapshot.verify()]
+    try:
+        return snapshot.verify(_decoder(snapshot, info, ready))
+    except SnapshotRefused as error:  # the recipe that was given is another
+        return [*error.reasons, *snapshot.verify()]
+    except StorageError:
+        raise
+    except UserError as error:
+        code = Code.CODEC if codec.calibration_hash is None else Code.CALIBRATION
+        return [Reason(code, f"the payload cannot be decoded by what was given: {error}"), *snapshot.verify()]
 
 
 def restore_verb(args: argparse.Namespace) -> int:
     """Answer a prompt, taking from snapshots what they hold of it, and say what was used.
 
     auto takes the snapshot with the longest usable prefix, or computes everything and says why; consume does the
-    same or fails; recompute reads none; verify does both and compares them (exit code 1 when they differ).
+    same or fails; recompute reads none; verify does both and compares them. Its exit code is 1 when the tokens differ,
+    or, of a payload that gives back the bits and was made as this run makes them, any bit of a logit or a resident
+    chunk; 2 when nothing was restored that could be compared.
     """
+    from kvlab.kvstore.hf.warm import files as files_of
     from kvlab.kvstore.restore import restore
 
-    files = _candidates(args.files)
-    chunk, dtype = _settings(args, files)
-    info = _info(args.model)
-    tokens = _tokens(args, info)
-    config, ready = _pool(args.pool_tokens, chunk, len(tokens) + args.decode), _recipe(args.recipe, info)
+    files = [file for given in args.files for file in files_of(given)]
+    info = inputs.info_of(args.model)
+    tokens = inputs.tokens_of(args, info)
+    chunk, dtype = inputs.settings_of(args, files, info, tokens)
+    config = inputs.pool_of(args.pool_tokens, chunk, len(tokens) + args.decode)
+    ready = inputs.recipe_of(args.recipe, info)
     model = _model(info, dtype)
     done = restore(
         model,
@@ -134,10 +161,11 @@ def restore_verb(args: argparse.Namespace) -> int:
     )
     answer = done.run.decode(args.decode).tokens if args.decode else ()
     text = _text(model.info, answer)
-    print(as_json(_report(done, answer, text)) if args.json else "\n".join(_lines(done.report, len(tokens), text)))
-    if args.mode != "verify":
-        return 0
-    return 2 if done.report.comparison is None else int(not done.report.comparison.tokens_equal)
+    if args.json:
+        print(as_json(said.report_data(done, answer, text)))
+    else:
+        print("\n".join(said.report_lines(done.report, len(tokens), text)))
+    return said.verified(done.report) if args.mode == "verify" else 0
 
 
 def diff_verb(args: argparse.Namespace) -> int:
@@ -150,26 +178,11 @@ def diff_verb(args: argparse.Namespace) -> int:
 
     with read.open(args.file_a) as first, read.open(args.file_b) as second:
         found = compare(first, second)
-    print(as_json(_compared(found)) if args.json else "\n".join(map(printable, _differences(found))))
+    print(as_json(said.diff_data(found)) if args.json else "\n".join(map(printable, said.diff_lines(found))))
     return int(not found.same)
 
 
 # --------------------------------------------------------------------------------- what verbs need
-
-
-def _info(folder: Path):
-    """A model's folder, its shape and its identity."""
-    from kvlab.errors import ModelError
-    from kvlab.model import resolve
-    from kvlab.params import Model
-    from kvlab.records import read_json
-
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; give a Hugging Face model directory")
-    layers = read_json(folder / "config.json").get("num_hidden_layers")
-    if not isinstance(layers, int):
-        raise ModelError(f"{folder}/config.json names no num_hidden_layers; give a decoder-only text model")
-    return resolve(Model(path=str(folder), n_layers=layers))
 
 
 def _model(info, dtype: str):
@@ -182,81 +195,10 @@ def _model(info, dtype: str):
     return PagedModel.load(info, dtype=dtype)
 
 
-def _tokens(args: argparse.Namespace, info) -> list[int]:
-    """The ids of --text or --tokens, in the model's vocabulary."""
-    from kvlab.model import load_tokenizer
-    from kvlab.records import read_json
-
-    if (args.text is None) == (args.tokens is None):
-        raise UserError("give the prompt once: --text FILE or --tokens FILE")
-    if args.text is not None:
-        try:
-            text = args.text.read_bytes().decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{args.text} is no UTF-8 text: {error.reason} at byte {error.start}") from None
-        ids = load_tokenizer(info)(text)["input_ids"]
-        if not ids:
-            raise UserError(f"{args.text} holds no text")
-        return ids
-    ids = read_json(args.tokens)
-    if not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
-        raise UserError(f"{args.tokens} is no JSON list of token ids")
-    if wrong := [token for token in ids if not 0 <= token < info.vocab_size]:
-        raise UserError(f"{args.tokens} holds token {wrong[0]}; the model has 0 to {info.vocab_size - 1}")
-    return ids
-
-
-def _text(info, tokens: Sequence[int]) -> str:
+def _text(info, tokens) -> str:
     from kvlab.model import load_tokenizer
 
     return load_tokenizer(info).decode(list(tokens)) if tokens else ""
-
-
-def _pool(pool_tokens: int | None, chunk_tokens: int, needed: int):
-    """The pool that was asked for, or one from which nothing is ever evicted."""
-    from kvlab.kvstore.paging.config import PagerConfig
-
-    if pool_tokens is None:
-        floor = PagerConfig(pool_tokens=chunk_tokens << 10, chunk_tokens=chunk_tokens).floor_tokens
-        pool_tokens = max(floor, -(-needed // chunk_tokens) * chunk_tokens)
-    return PagerConfig(pool_tokens=pool_tokens, chunk_tokens=chunk_tokens)
-
-
-def _given(value: int | None, default: int) -> int:
-    """What was asked for, 0 included: it is refused where it is used."""
-    return default if value is None else value
-
-
-def _candidates(paths: Iterable[Path]) -> list[Path]:
-    """The files that were named, and those of folders; hidden ones are still being written."""
-    found = []
-    for given in paths:
-        inside = sorted(given.iterdir()) if given.is_dir() else [given]
-        found += [file for file in inside if not (given.is_dir() and (file.name.startswith(".") or file.is_dir()))]
-    return found
-
-
-def _settings(args: argparse.Namespace, files: Iterable[Path]) -> tuple[int, str]:
-    """Chunk and dtype: as asked for, or those of the first snapshot that can be opened."""
-    from kvlab.errors import StorageError
-    from kvlab.kvstore.snapshot import read
-
-    for file in files:
-        try:
-            with read.open(file) as snapshot:
-                own = snapshot.geometry
-                return _given(args.chunk_tokens, own.chunk_tokens), args.dtype or own.dtype
-        except (SnapshotRefused, StorageError):
-            continue  # `restore` says why it was not used
-    return _given(args.chunk_tokens, CHUNK_TOKENS), args.dtype or DTYPE
-
-
-def _recipe(file: Path | None, info):
-    """A recipe file with the calibration that it names, checked against the model; None without a file."""
-    from kvlab.dropins.prepared import prepared
-    from kvlab.dropins.recipe_file import read_recipe_file
-
-    return None if file is None else prepared(read_recipe_file(file), info)
 
 
 def _coder(ready, model, chunk_tokens: int, tokens: int):
@@ -269,88 +211,15 @@ def _coder(ready, model, chunk_tokens: int, tokens: int):
     return CodedChunks(geometry, ready.recipe, ready.calibration, ready.layers, turn=turn)
 
 
-def _decoder(snapshot, folder: Path, recipe: Path | None):
-    """What decodes a snapshot's payload, its codec as it says itself or as a recipe file does."""
+def _decoder(snapshot, info, ready):
+    """What decodes a coded payload, its codec as it says itself or as a recipe file does."""
     from kvlab.kvstore.snapshot.payload import coder_for
 
-    info, own = _info(folder), snapshot.manifest.identity
-    ready, model = _recipe(recipe, info), _model(info, own.geometry.dtype)
-    coder = _coder(ready, model, own.geometry.chunk_tokens, snapshot.length)
-    return coder or coder_for(own, None, model.turn(snapshot.length))
-
-
-# ------------------------------------------------------------------------------------ what is said
-
-
-def _report(done, answer: Sequence[int], text: str) -> dict:
-    """What `restore` did, for programs; the digest tells whether two runs gave the same logits, bit for bit."""
-    import dataclasses
-    import hashlib
-
-    report = dataclasses.asdict(done.report)
-    report["reasons"] = [reason._asdict() for reason in done.report.reasons]
-    logits = done.logits.detach().float().cpu().contiguous().numpy()
-    return report | {
-        "snapshot": report["snapshot"] and str(report["snapshot"]),
-        "tokens": list(answer),
-        "text": text,
-        "logits_sha256": hashlib.sha256(logits.tobytes()).hexdigest(),
-        "resident": list(done.run.pager.resident),
-    }
-
-
-def _lines(report, tokens: int, text: str) -> Iterable[str]:
-    """The same for people."""
-    if report.consumed:
-        took = f"{_ms(report.load_ms)}, {report.bytes_read} bytes read"
-        yield f"restored {report.prefix_len} of {tokens} tokens of {report.snapshot} in {took}"
-    else:
-        yield f"restored nothing of {tokens} tokens"
-        yield from (printable(f"because {reason.message} [{reason.code}]") for reason in report.reasons)
-    yield f"prefilled {report.tokens_prefilled} tokens in {_ms(report.prefill_ms)}"
-    if report.from_keys is not None:
-        scored = f"{report.from_keys} from keys, {report.from_seed} from the ledger, {report.missing} missing"
-        yield f"scored chunks: {scored}"
-    if report.other_numerics:
-        yield f"made with another {', '.join(report.other_numerics)}: the last bits may differ"
-    if said := report.comparison:
-        yield from _verified(said)
-    if text:
-        yield f"answer: {printable(text)}"
-
-
-def _ms(value: float | None) -> str:
-    return "unknown time" if value is None else f"{value:.1f} ms"
-
-
-def _verified(said) -> Iterable[str]:
-    same = "the same tokens" if said.tokens_equal else f"other tokens from number {said.first_divergence} on"
-    apart = f"logits up to {said.max_abs_dlogit:.3g} apart" if said.max_abs_dlogit else "the same logits"
-    yield f"cold and warm: {same}, {apart}"
-    if not said.tokens_equal and said.margin_at_divergence is not None:
-        yield f"the cold run's two best tokens were {said.margin_at_divergence:.3g} apart there"
-    yield f"resident chunks: {'the same' if said.residency_equal else 'different'}"
-
-
-def _compared(found) -> dict:
-    import dataclasses
-
-    data = dataclasses.asdict(found) | {"same": found.same}
-    return data | {"identity": [reason._asdict() for reason in found.identity]}
-
-
-def _differences(found) -> Iterable[str]:
-    """What `diff` found, for people."""
-    yield "the same" if found.same else "different"
-    yield f"tokens: {found.shared_tokens} shared of {found.lengths[0]} and {found.lengths[1]}"
-    yield from (f"identity: {reason.message} [{reason.code}]" for reason in found.identity)
-    yield f"payload: {len(found.chunks)} of {found.compared_chunks} compared chunks differ"
-    for chunk in found.chunks:
-        share = "stored otherwise" if chunk.bits is None else f"{chunk.bits} of {chunk.of_bits} bits"
-        yield f"chunk {chunk.number}: {share}"
-    if found.ledger:
-        yield f"ledger: differs on chunks {', '.join(map(str, found.ledger))}"
-    yield from (f"note: {note}" for note in found.notes)
+    own = snapshot.manifest.identity
+    model = _model(info, own.geometry.dtype)
+    return _coder(ready, model, own.geometry.chunk_tokens, snapshot.length) or coder_for(
+        own, None, model.turn(snapshot.length)
+    )
 
 
 # --------------------------------------------------------------------------------------- flags
@@ -384,14 +253,23 @@ VERBS: dict[Callable, list[Flag]] = {
         place("out", "the snapshot, replaced in one step when there is one"),
         *(MODEL, *PROMPT, *RUNNING, RECIPE),
         word("--upto", "save no more than the first N tokens", type=int, metavar="N"),
-        word(
-            "--evidence", "ids of the gate's evidence of what a lossy recipe costs", nargs="+", default=[], metavar="ID"
+        path(
+            "--evidence",
+            "the gate's evidence of what a lossy recipe costs, as `kvlab eval` writes it",
+            required=False,
+            nargs="+",
+            default=[],
         ),
     ],
     inspect_verb: [place("file", "a snapshot"), JSON],
     verify_verb: [
         place("files", "snapshots", nargs="+"),
-        path("--model", "also decode each chunk, for this model", required=False, metavar="DIR"),
+        path(
+            "--model",
+            "also whether they are of this model, coded chunks decoded",
+            required=False,
+            metavar="DIR",
+        ),
         DECODER,
         JSON,
     ],

@@ -170,17 +170,21 @@ class TestExact:
         cold = behind(prompt(50) * 2, model, roomy)
         assert run.exact == 48 and cold.exact == 96
 
-    @pytest.mark.parametrize("hand", ["pin", "page_out", "reselect"])
+    @pytest.mark.parametrize("hand", ["pin", "page_out", "page_in", "set_scores", "reselect"])
     def test_nor_what_was_read_of_a_pool_that_was_changed_by_hand(self, model, small, hand):
+        """What the run read while all its chunks were there stays; behind that, no cold run has this pool."""
         run = behind(prompt(56), model, small, "qk")
-        assert run.exact == 56
+        assert run.exact == 56 and not run.by_hand
         {
             "pin": lambda: run.pager.pin(8, 9),
             "page_out": lambda: run.pager.page_out(run.pager.resident[1]),
+            "page_in": lambda: run.pager.page_in(run.pager.resident[1]),
+            "set_scores": lambda: run.pager.set_scores([0.5]),
             "reselect": run.reselect,
         }[hand]()
+        assert run.exact == 40 and run.by_hand and run.fork().exact == 40
         run.extend(prompt(16))
-        assert run.exact == 56
+        assert run.exact == 40
 
     def test_while_everything_is_in_the_pool_hands_change_nothing(self, model, roomy):
         run = behind(prompt(48), model, roomy, "qk")

@@ -98,6 +98,33 @@ class TestRefusals:
         with pytest.raises(UnknownName, match="float8"):
             PagedModel.load(info, "float8")
 
+    def test_weights_that_are_not_those_of_the_files(self, info):
+        class LoraLinear(torch.nn.Module):
+            """As adapters are put in: around the layer."""
+
+            def __init__(self, base: torch.nn.Linear):
+                super().__init__()
+                self.base, self.lora = base, torch.nn.Linear(base.in_features, base.out_features)
+
+            def forward(self, x):
+                return self.base(x) + self.lora(x)
+
+        loaded = AutoModelForCausalLM.from_pretrained(info.path).eval()
+        layer = loaded.model.layers[1].mlp
+        plain = layer.up_proj
+        layer.up_proj = LoraLinear(plain)
+        with pytest.raises(CapabilityError, match=r"layers\.1\.mlp\.up_proj is a .*LoraLinear of another library"):
+            PagedModel(loaded, info)
+        layer.up_proj = plain
+        weight, plain.weight = plain.weight, torch.nn.Parameter(plain.weight.to(torch.int8), requires_grad=False)
+        with pytest.raises(CapabilityError, match=r"up_proj\.weight is int8"):
+            PagedModel(loaded, info)
+        plain.weight = weight
+        PagedModel(loaded, info)
+        loaded.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+        with pytest.raises(CapabilityError, match="quantised"):
+            PagedModel(loaded, info)
+
     def test_numbers_that_are_none(self, info, roomy):
         broken = PagedModel.load(info)
         with torch.no_grad():

@@ -12,10 +12,11 @@ import torch
 
 import tiny
 from kvlab.calibration.load import load as load_calibration
-from kvlab.errors import SnapshotRefused, UnknownName, UserError
+from kvlab.errors import CapabilityError, SnapshotRefused, StorageError, UnknownName, UserError
 from kvlab.kvstore.hf.comparison import compare, margin
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging import chunks
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.restore import MODES, restore
 from kvlab.kvstore.snapshot import read
@@ -102,6 +103,38 @@ class TestChoice:
         some = [tmp_path / name for name in "dca"]
         assert restore(model, NEW, some, roomy).report.prefix_len == 40
 
+    def test_of_equal_prefixes_the_one_nearest_to_a_cold_run(self, model, roomy, tmp_path, monkeypatch, cold):
+        run, recipe = behind(OLD, model, roomy), Recipe(k=IntStream(bits=8), v=IntStream(bits=8))
+        coder = CodedChunks(model.geometry(8), recipe, placement="post_rope")
+        run.save(tmp_path / "a", coder=coder, evidence=["0123456789ab"])
+        assert restore(model, NEW, tmp_path, roomy).report.lossless is False
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "get_num_threads", lambda: 77)
+            run.save(tmp_path / "b")
+        found = restore(model, NEW, tmp_path, roomy).report
+        assert (found.snapshot.name, found.lossless, found.other_numerics) == ("b", True, ("threads",))
+        run.save(tmp_path / "c")
+        found = restore(model, NEW, tmp_path, roomy)
+        assert found.report.snapshot.name == "c" and torch.equal(found.logits, cold)
+
+    def test_one_pool_whatever_the_candidates(self, model, roomy, tmp_path, monkeypatch):
+        for name, length in {"a": 24, "b": 48, "c": 64}.items():
+            behind(OLD[:length], model, roomy).save(tmp_path / name)
+        made, pool = [], chunks.Pool
+        monkeypatch.setattr(chunks, "Pool", lambda *args: made.append(args) or pool(*args))
+        assert restore(model, NEW, tmp_path, roomy, "qk").report.prefix_len == 64 and len(made) == 1
+        flip(tmp_path / "c", -40)
+        assert restore(model, NEW, tmp_path, roomy, mode="verify").report.prefix_len == 48
+        assert len(made) == 1 + 3  # the damaged one's, the next one's, the cold run's
+
+    def test_a_folder_that_cannot_be_listed(self, model, roomy, tmp_path, monkeypatch):
+        def fail(_):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(type(tmp_path), "iterdir", fail)
+        with pytest.raises(StorageError, match="Permission denied"):
+            restore(model, NEW, tmp_path, roomy)
+
     def test_one_that_turns_out_damaged_leaves_the_next(self, model, roomy, tmp_path, cold):
         for name, length in {"short": 24, "long": 64}.items():
             behind(OLD[:length], model, roomy).save(tmp_path / name)
@@ -184,9 +217,9 @@ class TestRefused:
         (tmp_path / "folder").mkdir()
         self.refused(model, tmp_path / "text", roomy, codes=[Code.NOT_A_SNAPSHOT], cold=cold)
         self.refused(model, tmp_path / "gone", roomy, codes=[Code.UNREADABLE], cold=cold)
-        self.refused(model, tmp_path / "folder", roomy, codes=[Code.PREFIX], cold=cold)
+        self.refused(model, tmp_path / "folder", roomy, codes=[Code.NO_SNAPSHOT], cold=cold)
         self.refused(model, [tmp_path / "gone", tmp_path / "text"], roomy, codes=[Code.UNREADABLE, Code.NOT_A_SNAPSHOT])
-        self.refused(model, None, roomy, codes=[Code.PREFIX], cold=cold)
+        self.refused(model, None, roomy, codes=[Code.NO_SNAPSHOT], cold=cold)
 
     @pytest.mark.parametrize(
         "where, code",
@@ -251,9 +284,26 @@ class TestCoded:
         run = restore(model, NEW, path, roomy, mode="consume", unproven=True).run
         assert run.exact == 0
         for upto in (None, 64):
-            with pytest.raises(UserError):
+            with pytest.raises(UserError, match=r"at most 0: .* lossy"):
                 run.save(tmp_path / "poison", upto=upto)
         assert not (tmp_path / "poison").exists()
+
+    def test_where_k_cannot_be_turned_back_the_raw_one_is_used(self, model, roomy, tmp_path, recipe, monkeypatch, cold):
+        run = behind(OLD, model, roomy)
+        coder = CodedChunks(model.geometry(8), recipe, placement="pre_rope", turn=model.turn(64))
+        run.save(tmp_path / "coded", coder=coder)
+
+        def refuse(*_):
+            raise CapabilityError("the model has 2 rotary modules")
+
+        monkeypatch.setattr(PagedModel, "turn", refuse)
+        found = restore(model, NEW, tmp_path, roomy, unproven=True)
+        assert [code for code, _ in found.report.reasons] == [Code.CODEC] and torch.equal(found.logits, cold)
+        assert "2 rotary modules" in found.report.reasons[0].message
+        codes = [code for code, _ in restore(model, NEW, tmp_path, roomy, unproven=True, salt="b").report.reasons]
+        assert codes == [Code.SALT]  # whose it is comes first
+        run.save(tmp_path / "raw")
+        assert restore(model, NEW, tmp_path, roomy, unproven=True).report.snapshot.name == "raw"
 
     def test_with_one_that_reads_a_calibration(self, model, roomy, tmp_path, info, tiny_fitted):
         fitted = load_calibration(tiny_fitted, info.model_hash)
@@ -269,18 +319,44 @@ class TestCoded:
 
 
 class TestNumerics:
-    def test_other_attention_is_named_and_inherited(self, model, info, roomy, file, tmp_path):
+    """K and V of other numerics are used, and never pass for a cold run's."""
+
+    def inexact(self, found, name: str, path) -> None:
+        assert found.report.consumed and found.report.lossless and found.report.other_numerics == (name,)
+        assert found.run.exact == 0
+        found.run.extend(prompt(24, 3))
+        for upto in (None, 64):
+            with pytest.raises(UserError, match=f"at most 0: .* another {name}"):
+                found.run.save(path, upto=upto)
+        assert not path.exists()
+
+    def test_other_attention(self, model, info, roomy, file, tmp_path):
         eager = PagedModel.load(info, attention="eager")
         found = restore(eager, NEW, file, roomy, mode="verify")
         assert found.report.other_numerics == ("attention",) and found.report.comparison.tokens_equal
         assert 0 < found.report.comparison.max_abs_dlogit < 1e-4
-        mixed = restore(eager, NEW, file, roomy).run.save(tmp_path / "mixed")
-        assert mixed.manifest.made["attention"] == "sdpa, then eager"
-        assert restore(model, NEW, mixed.path, roomy).report.other_numerics == ("attention",)
+        assert found.run.exact == 80 and found.run.other_numerics == ()  # this one is the cold run
+        warm = restore(eager, NEW, file, roomy)
+        self.inexact(warm, "attention", tmp_path / "mixed")
+        assert warm.run.made["attention"] == "sdpa, then eager"
 
-    def test_slot_order_is_named(self, model, roomy, tmp_path):
+    def test_another_number_of_threads(self, model, roomy, file, tmp_path, monkeypatch):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+        self.inexact(restore(model, NEW, file, roomy), "threads", tmp_path / "mixed")
+
+    def test_slot_order(self, model, roomy, tmp_path):
         path = behind(OLD, model, roomy, order="slot").save(tmp_path / "s").path
-        assert restore(model, NEW, path, roomy).report.other_numerics == ("order",)
+        self.inexact(restore(model, NEW, path, roomy), "order", tmp_path / "mixed")
+
+    def test_tokens_that_were_decoded(self, model, roomy, tmp_path):
+        path = behind(OLD, model, roomy).save(tmp_path / "s", made={"computed": "prefill, decode"}).path
+        self.inexact(restore(model, NEW, path, roomy), "computed", tmp_path / "mixed")
+
+    def test_one_that_does_not_say(self, model, roomy, tmp_path):
+        run = behind(OLD, model, roomy)
+        source = Source(model.identity(8), map(run.pager.payload, range(8)), Ledger((), 0), OLD)
+        found = restore(model, NEW, save(tmp_path / "s", source).path, roomy)
+        assert found.report.consumed and "engine" in found.report.other_numerics and found.run.exact == 0
 
 
 class TestComparison:

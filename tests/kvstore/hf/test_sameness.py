@@ -119,6 +119,21 @@ class TestOtherPools:
         assert "pool 5 chunks" in report.reasons[0].message
 
 
+@pytest.mark.parametrize("policy", ["lru", "qk"])
+@pytest.mark.parametrize("hand", [lambda pager: pager.page_in(1), lambda pager: pager.set_scores([3.0, 2.0, 1.0])])
+@pytest.mark.parametrize("further", [0, 8])
+def test_hands_on_a_whole_context_leave_no_trace_in_what_is_saved(model, small, roomy, file, policy, hand, further):
+    """Its K and V are a cold run's; when each chunk was asked for, and how it scores, is not."""
+    run = behind(prompt(40), model, roomy, policy, every=8)
+    hand(run.pager)
+    if further:
+        run.extend(prompt(40 + further)[40:])
+    run.save(file)
+    report = restore(model, prompt(64), file, small, policy, mode="verify", every=8, decode=24).report
+    assert report.prefix_len == (40 if policy == "lru" else 32)
+    assert report.comparison.max_abs_dlogit == 0 and report.comparison.residency_equal
+
+
 def test_as_far_as_scores_hold(model, small, roomy, file):
     """By hand: of 10 chunks, scored at 64 and 80, with room for 5."""
     saved = behind(prompt(80), model, small, "qk", every=16).save(file).manifest

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -155,7 +156,61 @@ def test_killed_at_every_step(tmp_path, steps, wanted):
             assert snapshot.verify() == []
     assert found == [wanted[OLD]] * (len(steps) - 1) + [wanted[NEW]]
     save(path)
-    assert [p.name for p in tmp_path.iterdir()] == ["s"], "the next save sweeps up what the killed ones left"
+    left = [p for p in tmp_path.iterdir() if p != path]
+    assert len(left) == len(steps) - 2, "of every one that was at work on its file; it may be at work still"
+    for file in left:
+        age(file, days=2)
+    save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["s"], "the next save sweeps up what is old"
+
+
+def age(path: Path, days: float) -> None:
+    at = time.time() - days * 24 * 60 * 60
+    os.utime(path, (at, at))
+
+
+def test_only_what_is_old_and_of_this_name_is_swept_up(tmp_path):
+    random = "0123456789abcdef"
+    kept = {f".s.{random}.tmp": 0.5, f".s.t.{random}.tmp": 2, ".s.mine.tmp": 2, f".s.{random}": 2, f"s.{random}.tmp": 2}
+    for name, days in kept.items():
+        (tmp_path / name).write_bytes(b"part of a snapshot")
+        age(tmp_path / name, days)
+    (tmp_path / f".s.{random[::-1]}.tmp").write_bytes(b"part of a snapshot")
+    age(tmp_path / f".s.{random[::-1]}.tmp", days=2)
+    save(tmp_path / "s")
+    assert {p.name for p in tmp_path.iterdir()} == {"s", *kept}
+
+
+def test_who_else_saves_under_the_name_is_not_disturbed(tmp_path, wanted, monkeypatch):
+    """Two containers that share a folder have equal process ids, and know nothing of one another."""
+    path = tmp_path / "s"
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+
+    def payloads():
+        for number in range(OLD):
+            save(path)
+            assert path.read_bytes() == wanted[NEW]
+            yield making.chunk(number)
+
+    source = making.source(OLD * making.GEOMETRY.chunk_tokens)
+    write.save(path, write.Source(source.identity, payloads(), source.ledger, source.tokens))
+    assert path.read_bytes() == wanted[OLD] and [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+def test_threads_of_one_process(tmp_path, wanted):
+    path = tmp_path / "s"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: save(path, (OLD, NEW)[n % 2]), range(40)))
+    assert path.read_bytes() in wanted.values() and [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+def test_who_may_read_it_is_as_for_any_file(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save(tmp_path / "s")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o640
 
 
 def test_killed_at_any_time(tmp_path, wanted):

@@ -11,11 +11,12 @@ import torch
 
 from kvlab.errors import Fault, ParamsError, StorageError
 from kvlab.kvstore.studies.restore import study as measuring
+from kvlab.kvstore.studies.restore.promises import unmet
 from kvlab.kvstore.studies.restore.prompts import joined, pool_of, shared_tokens
 from kvlab.kvstore.studies.restore.record import RestoreRecord, Settings, Speed, break_even, read
 from kvlab.kvstore.studies.restore.speed import timed, turns
 from kvlab.kvstore.studies.restore.stored import RAW, common
-from kvlab.kvstore.studies.restore.tables import tables, unmet
+from kvlab.kvstore.studies.restore.tables import tables
 
 SMALL = Settings(
     prompts=2,
@@ -188,8 +189,11 @@ def test_the_tables_hold_every_row_and_a_dash_for_what_was_not_seen(record):
 
 
 def test_promises_that_are_not_kept_are_said(record):
-    kept = record.model_copy(update={"speeds": ()})
+    fast = {"speeds": (speed(2000, 10.0, 1.0, 1.0),), "settings": SMALL.model_copy(update={"lengths": (2000,)})}
+    kept = record.model_copy(update=fast)
     assert unmet(kept) == []
+    first = tables(kept)[0]
+    assert first.title == "Promises" and first.text == "All 5 promises are kept." and len(first.rows) == 5
     one = kept.agreements[1].model_copy(update={"logits_equal": 1})
     pooled = kept.evicted[0].model_copy(update={"residency_equal": 0})
     slow = speed(2000, 10.0, 1.5, 1.0)
@@ -197,9 +201,31 @@ def test_promises_that_are_not_kept_are_said(record):
     changes["settings"] = SMALL.model_copy(update={"lengths": (2000,)})
     changes["harness"] = kept.harness.model_copy(update={"outcome": "fail", "reasons": ("tokens_differ: x",)})
     said = unmet(kept.model_copy(update=changes))
-    assert len(said) == 4
-    assert "logits of float32 in new process are equal for 1 of 2" in said[0] and "policy lru" in said[1]
-    assert "6.67 times faster, due is 7.00" in said[2] and "tokens_differ" in said[3]
+    assert len(said) == 5
+    assert "logits of float32 in new process are equal for 1 of 2" in said[0] and "nothing was measured" in said[1]
+    assert "policy lru" in said[2] and "6.67 times faster, due is 7.00" in said[3] and "tokens_differ" in said[4]
+    first = tables(kept.model_copy(update=changes))[0]
+    assert first.text == "**Of 5 promises 4 not kept and 1 not measured.**" and said[3] in first.rows[3][2]
+
+
+def test_a_promise_about_nothing_is_not_kept(record):
+    assert [line for line in unmet(record) if "no reported length" in line]  # the longest prompt here has 160 tokens
+    assert [row[1] for row in tables(record)[0].rows] == ["kept", "kept", "kept", "not measured", "kept"]
+    bare = record.model_copy(update={"agreements": (), "evicted": (), "speeds": ()})
+    assert [row[1] for row in tables(bare)[0].rows] == ["not measured"] * 4 + ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_abs_dlogit": 1e-6}, "logits up to"),
+        ({"page_outs": 0}, "no chunk had to go"),
+        ({"restored": 0}, "cold and"),
+    ],
+)
+def test_a_small_pool_promises_bits_and_that_it_was_small(record, change, words):
+    one = record.evicted[0].model_copy(update=change)
+    assert any(words in line for line in unmet(record.model_copy(update={"evicted": (one,)})))
 
 
 def test_another_file_is_no_record(tmp_path):

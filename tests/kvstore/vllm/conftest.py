@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from kvlab.model import ModelInfo, resolve
 from kvlab.params import Model
-from kvstore.vllm.served import Engine
+from kvstore.vllm.served import Engine, Nursery
 
 CHUNK = 16
 
@@ -42,10 +42,17 @@ def prompts(reference) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def engine(reference, tmp_path_factory):
+def nursery(tmp_path_factory):
+    one = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="session")
+def engine(nursery, reference, tmp_path_factory):
     """Without vLLM's own prefix cache; blocks of 32 tokens, chunks of 16."""
     folder = tmp_path_factory.mktemp("engine") / "snapshots"
-    one = Engine(reference, folder, {"chunk_tokens": CHUNK, "across_engines": True}, block_size=32,
+    one = Engine(nursery, reference, folder, {"chunk_tokens": CHUNK, "across_engines": True}, block_size=32,
                  enable_prefix_caching=False)  # fmt: skip
     yield one
     one.close()

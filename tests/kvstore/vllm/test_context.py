@@ -58,7 +58,12 @@ def config(reference):
         hf_overrides={},
         hf_config=AutoConfig.from_pretrained(reference),
     )
-    return SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(world_size=1), speculative_config=None)
+    return SimpleNamespace(
+        model_config=model,
+        load_config=SimpleNamespace(load_format="auto"),
+        parallel_config=SimpleNamespace(world_size=1),
+        speculative_config=None,
+    )
 
 
 def test_a_shared_identity_is_the_one_that_transformers_has(config, info, context_of, cache):
@@ -100,6 +105,8 @@ def changed(config, path: str, value) -> None:
     [
         ("parallel_config.world_size", 2, "split over 2 processes"),
         ("speculative_config", object(), "speculative"),
+        ("load_config.load_format", "dummy", "load_format dummy.*allowed: auto, hf, safetensors"),
+        ("load_config.load_format", "a plugin's", "load_format a plugin's"),
         ("model_config.quantization", "fp8", r"quantised \(fp8\)"),
         ("model_config.hf_overrides", {"rms_norm_eps": 1.0}, "rms_norm_eps"),
         ("model_config.hf_overrides", lambda config: config, "a function"),

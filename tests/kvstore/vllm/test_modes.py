@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from tokenizers import Tokenizer
 
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.identity import identity_of
@@ -16,11 +17,12 @@ BLOCKS = 30  # of 32 tokens: three of the prompts
 
 
 @pytest.fixture(scope="module")
-def own(reference, tmp_path_factory):
+def own(nursery, reference, tmp_path_factory):
     folder = tmp_path_factory.mktemp("own") / "snapshots"
     one = Engine(
-        reference, folder, {"chunk_tokens": CHUNK, "save": "answer"}, processes=True, dtype="bfloat16", block_size=32,
-        enable_prefix_caching=False, num_gpu_blocks_override=BLOCKS, disable_log_stats=False, max_model_len=512,
+        nursery, reference, folder, {"chunk_tokens": CHUNK, "save": "answer"}, processes=True, dtype="bfloat16",
+        block_size=32, enable_prefix_caching=False, num_gpu_blocks_override=BLOCKS, disable_log_stats=False,
+        max_model_len=512, skip_tokenizer_init=False,
     )  # fmt: skip
     yield one
     one.close()
@@ -51,22 +53,41 @@ def test_an_answer_is_saved_with_its_prompt(own, prompts):
     asked = len(prompts[0]) // CHUNK * CHUNK
     answered = (len(history) - 1) // CHUNK * CHUNK  # of the last token K and V were never computed
     assert asked < answered
-    deadline = time.monotonic() + 20
-    while not {asked, answered} <= lengths(own, history) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert lengths(own, history) == {asked, answered}
+    assert awaited(own, history, answered) == {asked: "prefill", answered: "prefill, decode"}
     goes_on = [*history, 5, 6, 7]
     warm = own.generate(goes_on)
     assert warm["said"][0]["restored"] == answered and warm["tokens"] == own.cold(goes_on)["tokens"]
 
 
-def lengths(engine: Engine, history: list[int]) -> set[int]:
-    """Of the snapshots that hold the beginning of a history; those of others may still be on their way."""
-    found = set()
+def test_an_answer_that_ends_on_a_stop_string_is_saved_too(own, reference, prompts):
+    own.empty()
+    cold = own.cold(prompts[1], n=60)["tokens"][0]
+    tokenizer = Tokenizer.from_file(str(reference / "tokenizer.json"))
+    said, length = tokenizer.decode(cold), len(prompts[1])
+    stop = next(said[at : at + 8] for at in range(len(said) // 2, len(said)) if said.find(said[at : at + 8]) == at)
+    ended = own.generate(prompts[1], n=60, stop=[stop])
+    answer = ended["tokens"][0]
+    assert CHUNK < len(answer) < 60 and cold[: len(answer)] == answer and ended["said"] == [None]
+    answered = (length + len(answer) - 1) // CHUNK * CHUNK
+    assert answered in awaited(own, [*prompts[1], *answer], answered)
+
+
+def awaited(engine: Engine, history: list[int], length: int) -> dict[int, str]:
+    """How the snapshots of a history's beginning were computed, by length, when that of a length has come."""
+    deadline = time.monotonic() + 60
+    while length not in (found := computed(engine, history)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def computed(engine: Engine, history: list[int]) -> dict[int, str]:
+    """Those of others may still be on their way."""
+    found = {}
     for path in engine.files():
         if not path.name.startswith("."):
             with read.open(path) as snapshot:
-                found |= {snapshot.length} if list(snapshot.tokens) == history[: snapshot.length] else set()
+                if list(snapshot.tokens) == history[: snapshot.length]:
+                    found[snapshot.length] = snapshot.manifest.made["computed"]
     return found
 
 

@@ -21,12 +21,12 @@ def answers(engine, prompts):
 
 
 @pytest.fixture(scope="module")
-def second(engine, answers, reference, tmp_path_factory):
+def second(engine, answers, nursery, reference, tmp_path_factory):
     """Another process over a copy of the first one's snapshots."""
     folder = tmp_path_factory.mktemp("second") / "snapshots"
     shutil.copytree(engine.folder, folder)
     one = Engine(
-        reference, folder, {"chunk_tokens": CHUNK, "across_engines": True}, block_size=BLOCK,
+        nursery, reference, folder, {"chunk_tokens": CHUNK, "across_engines": True}, block_size=BLOCK,
         enable_prefix_caching=True, max_num_batched_tokens=96, max_num_seqs=4,
     )  # fmt: skip
     yield one

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import takewhile
+from unittest.mock import Mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlab.errors import StorageError
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.vllm.cold import Cold
 from kvlab.kvstore.vllm.shelf import Match, Shelf
 from kvstore.snapshot import making
 
@@ -64,6 +67,16 @@ def test_what_was_found_damaged_is_not_offered_until_it_is_another_file(tmp_path
     match, reasons = shelf.find(IDENTITY, tokens)
     assert match is None and [reason.code for reason in reasons] == [Code.CHUNK_CHECKSUM]
     put(tmp_path / "a", tokens)
+    assert shelf.find(IDENTITY, tokens)[0] == Match(tmp_path / "a", 12)
+
+
+def test_a_disk_that_does_not_answer_hides_a_file_for_that_moment_alone(tmp_path, monkeypatch):
+    shelf, tokens = Shelf(tmp_path), making.tokens(12)
+    put(tmp_path / "a", tokens)
+    with monkeypatch.context() as busy:
+        busy.setattr(read, "open", Mock(side_effect=StorageError("too many open files")))
+        match, reasons = shelf.find(IDENTITY, tokens)
+    assert match is None and [reason.code for reason in reasons] == [Cold.STORAGE]
     assert shelf.find(IDENTITY, tokens)[0] == Match(tmp_path / "a", 12)
 
 

@@ -1,4 +1,4 @@
-"""A person's own program around vLLM with the connector: `user.py MODEL SETTINGS_JSON`, then one JSON line a wish.
+"""A person's own program around vLLM with the connector: it answers wishes, a line of JSON each.
 
 It is a process of its own, because a connector belongs to all engines of a process.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
+import socket
+from typing import TextIO
 
-ANSWER = "ANSWER "
 LIMITS = {"max_model_len": 1024, "max_num_seqs": 20, "max_num_batched_tokens": 4096}
 PLAIN = {"enforce_eager": True, "disable_log_stats": True, "skip_tokenizer_init": True, "logprobs_mode": "raw_logits"}
 
@@ -32,7 +32,8 @@ def generated(llm, wish: dict) -> dict:
         SamplingParams(
             max_tokens=wish.get("n", 8),
             temperature=0.0,
-            detokenize=False,
+            detokenize="stop" in wish,
+            stop=wish.get("stop"),
             ignore_eos=True,
             logprobs=1,
             prompt_logprobs=wish.get("prompt_logprobs"),
@@ -50,7 +51,7 @@ def generated(llm, wish: dict) -> dict:
             [step[token].logprob for step, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)]
             for o in outputs
         ],
-        "said": [output.kv_transfer_params["kvlab"] for output in outputs],
+        "said": [(output.kv_transfer_params or {}).get("kvlab") for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
         "counts": dataclasses.asdict(counts(llm) - before) if in_process else None,
     }
@@ -76,19 +77,23 @@ def measured(llm, wish: dict) -> dict:
 DEEDS = {"generate": generated, "settle": settled, "forget": forgotten, "measure": measured}
 
 
-def main() -> None:
-    model, settings = sys.argv[1], json.loads(sys.argv[2])
+def serve(line: socket.socket) -> None:
+    """The first thing said is where and how to start; then a wish a line, an answer a line."""
+    said = line.makefile("rw", buffering=1)
+    given = json.loads(said.readline())
+    os.environ.update(given["environment"])
+    say(said, {"pid": os.getpid()})
     try:
-        llm = start(model, settings)
+        llm = start(given["model"], given["settings"])
     except Exception as error:
-        print(ANSWER + json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
+        say(said, {"error": type(error).__name__, "message": str(error)})
         return
-    print(ANSWER + "{}", flush=True)
-    for line in sys.stdin:
-        wish = json.loads(line)
-        print(ANSWER + json.dumps(DEEDS[wish["do"]](llm, wish)), flush=True)
+    say(said, {})
+    for wish in map(json.loads, said):
+        say(said, DEEDS[wish["do"]](llm, wish))
     llm.llm_engine.engine_core.shutdown()
 
 
-if __name__ == "__main__":
-    main()
+def say(line: TextIO, answer: dict) -> None:
+    line.write(json.dumps(answer) + "\n")
+    line.flush()

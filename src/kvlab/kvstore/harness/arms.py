@@ -33,6 +33,9 @@ class Trial:
         Of the verifying arm: whether its warm run gave the tokens of its cold one.
     codes : tuple of str
         Why no snapshot was used.
+    setting : mapping of str to str
+        What it ran with, read when it had run: hash of the model, versions, threads, pool, policy. Equal for all
+        trials, or they are not trials of one experiment.
     """
 
     tokens: tuple[int, ...] | None
@@ -42,22 +45,14 @@ class Trial:
     load_ms: float | None = None
     agrees: bool | None = None
     codes: tuple[str, ...] = ()
+    setting: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """All trials of one arm, and what they ran with.
-
-    Parameters
-    ----------
-    trials : tuple of Trial
-        In the order in which they ran.
-    setting : mapping of str to str
-        Hash of the model, versions, pool, policy: equal for all arms, or they are not arms of one experiment.
-    """
+    """All trials of one arm, in the order in which they ran."""
 
     trials: tuple[Trial, ...]
-    setting: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -25,12 +25,15 @@ from kvlab.kvstore.harness.arms import (
 )
 from kvlab.kvstore.harness.judging import judge
 from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.hf.sameness import same_as_cold
+from kvlab.kvstore.paging import residency
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.counts import counted
 from kvlab.kvstore.restore import restore
 from kvlab.kvstore.snapshot import read
 from kvlab.records import versions
 
+EVERY = 64  # tokens between two selections of a policy that scores
 MODES = {OFF: "recompute", CONSUME: "consume", VERIFY: "verify"}
 
 
@@ -41,16 +44,20 @@ class Attempt(Protocol):
         """One run in a mode of `restore.MODES`; the snapshot is None where there is to be none."""
 
     def setting(self) -> Mapping[str, str]:
-        """What it ran with."""
+        """What it runs with just now; asked for behind every run."""
+
+    def reach(self, snapshot: read.Snapshot, shared: int) -> int:
+        """Of so many shared tokens, how many it has to take from the snapshot; fewer where its pool is small."""
 
 
 @dataclass(frozen=True)
 class Conducted:
-    """All that was run, and what it proves."""
+    """All that was run, and what it proves; `expected_prefix` tokens had to come from the snapshot."""
 
     arms: Mapping[str, Arm]
     controls: Mapping[str, Control]
     verdict: Verdict
+    expected_prefix: int
 
 
 def conduct(
@@ -63,7 +70,8 @@ def conduct(
     attempt : Attempt
         Answers the prompt.
     snapshot : Path
-        Of a context that shares whole chunks with the prompt; as many as it shares are expected to be restored.
+        Of a context that shares whole chunks with the prompt. As many as it shares are expected to be restored, as
+        far as one token is left to compute, and as the attempt's pool reaches.
     foreign : Path
         Of a context that shares none.
     prompt : sequence of int
@@ -74,36 +82,47 @@ def conduct(
     Raises
     ------
     UserError
-        The snapshot shares no chunk with the prompt, or the foreign one does.
+        The snapshot shares no chunk with the prompt, or none that could be restored, or the foreign one shares some.
     SnapshotRefused, StorageError
         A snapshot cannot be opened.
     """
     counted("repeats", repeats, least=LEAST_REPEATS)
-    expected = _shared(snapshot, prompt)
-    if not expected:
-        raise UserError(f"{snapshot} shares no chunk with the prompt, so nothing could be restored from it")
-    if _shared(foreign, prompt):
+    expected = _expected(attempt, snapshot, prompt)
+    with read.open(foreign) as opened:
+        shared = opened.usable_prefix(prompt)
+    if shared:
         raise UserError(f"{foreign} shares tokens with the prompt, so it is no control; give one of another prompt")
     trials: dict[str, list[Trial]] = {name: [] for name in ARMS}
     for turn in range(repeats):
         for name in ARMS[turn % len(ARMS) :] + ARMS[: turn % len(ARMS)]:  # another begins each time
             trials[name].append(_tried(attempt, MODES[name], None if name == OFF else snapshot))
-    arms = {name: Arm(tuple(found), dict(attempt.setting())) for name, found in trials.items()}
+    arms = {name: Arm(tuple(found)) for name, found in trials.items()}
     controls = _controls(attempt, snapshot, foreign)
-    return Conducted(arms, controls, judge(arms, controls, expected))
+    return Conducted(arms, controls, judge(arms, controls, expected), expected)
 
 
-def _shared(snapshot: Path, prompt: Sequence[int]) -> int:
+def _expected(attempt: Attempt, snapshot: Path, prompt: Sequence[int]) -> int:
+    """Tokens that have to come from the snapshot, at least one chunk, and never the whole prompt."""
     with read.open(snapshot) as opened:
-        return opened.usable_prefix(prompt)
+        size, shared = opened.geometry.chunk_tokens, opened.usable_prefix(prompt)
+        if not shared:
+            raise UserError(f"{snapshot} shares no chunk with the prompt, so nothing could be restored from it")
+        found = attempt.reach(opened, min(shared, (len(prompt) - 1) // size * size))
+    if not found:
+        raise UserError(
+            f"{snapshot} shares {shared} tokens with the prompt, but none that leave one to compute and fit the pool as"
+            " a cold run would have it; give a longer prompt or a larger pool"
+        )
+    return found
 
 
 def _tried(attempt: Attempt, mode: str, snapshot: Path | None) -> Trial:
-    """One run; a refused snapshot is a finding of the trial, not its end."""
+    """One run and what it ran with; a refused snapshot is a finding of the trial, not its end."""
     try:
-        return attempt(mode, snapshot)
+        trial = attempt(mode, snapshot)
     except SnapshotRefused as error:
-        return Trial(tokens=None, consumed=False, prefix_len=0, codes=error.codes)
+        trial = Trial(tokens=None, consumed=False, prefix_len=0, codes=error.codes)
+    return replace(trial, setting=dict(attempt.setting()))
 
 
 def _controls(attempt: Attempt, snapshot: Path, foreign: Path) -> dict[str, Control]:
@@ -153,7 +172,8 @@ class PagedAttempt:
 
     def __call__(self, mode: str, snapshot: Path | None) -> Trial:
         """See `Attempt`."""
-        done = restore(self.model, self.prompt, snapshot, self.config, self.policy, mode=mode, decode=self.decode)
+        how = {"mode": mode, "every": EVERY, "decode": self.decode}
+        done = restore(self.model, self.prompt, snapshot, self.config, self.policy, **how)
         report, said = done.report, done.report.comparison
         return Trial(
             tokens=tuple(done.run.decode(self.decode).tokens),
@@ -169,5 +189,10 @@ class PagedAttempt:
         """See `Attempt`."""
         info = self.model.info
         pool = {name: str(value) for name, value in asdict(self.config).items()}
-        own = {"model_hash": info.model_hash, "dtype": self.model.dtype, "device": str(self.model.device)}
-        return versions() | pool | own | {"policy": self.policy, "decode": str(self.decode)}
+        own = {"model_hash": info.model_hash, "dtype": self.model.dtype}
+        return versions() | self.model.made | pool | own | {"policy": self.policy, "decode": str(self.decode)}
+
+    def reach(self, snapshot: read.Snapshot, shared: int) -> int:
+        """See `Attempt`; said by `sameness.same_as_cold`."""
+        policy = residency.build(self.policy, snapshot.geometry)
+        return same_as_cold(snapshot.manifest, shared, self.config, policy, EVERY, salt="")

@@ -52,7 +52,7 @@ def judge(arms: Mapping[str, Arm], controls: Mapping[str, Control], expected_pre
     counted("expected_prefix", expected_prefix, least=1)
     present = {name: arms[name] for name in ARMS if name in arms}
     warm, off = {name: arm for name, arm in present.items() if name != OFF}, present.get(OFF)
-    found = [*_incomplete(present), *_off(off)]
+    found = [*_incomplete(present), *_settings(present, controls), *_off(off)]
     for name, arm in warm.items():
         found += [*_warm(name, arm), *_restored(name, arm, expected_prefix), *_against_off(name, arm, off)]
     for name in CONTROLS:
@@ -70,16 +70,20 @@ def combined(verdicts: Iterable[Verdict]) -> Outcome:
 
 
 def _incomplete(arms: Mapping[str, Arm]) -> Iterable[Finding]:
-    """Arms that are not there, ran too seldom, or ran something else."""
+    """Arms that are not there, or ran too seldom."""
     for name in ARMS:
         if name not in arms:
             yield Finding(Doubt.NO_SUCH_ARM, f"the arm {name!r} did not run")
         elif (count := len(arms[name].trials)) < LEAST_REPEATS:
             yield Finding(Doubt.FEW_REPEATS, f"the arm {name!r} ran {count} times; {LEAST_REPEATS} are needed")
-    settings = [dict(arm.setting) for arm in arms.values()]
-    keys = sorted({key for setting in settings for key in setting})
-    if other := [key for key in keys if len({setting.get(key) for setting in settings}) > 1]:
-        yield Finding(Doubt.SETTINGS_DIFFER, f"the arms ran with different {', '.join(other)}")
+
+
+def _settings(arms: Mapping[str, Arm], controls: Mapping[str, Control]) -> Iterable[Finding]:
+    """Whether all trials ran the same thing: those of one arm among themselves, of all arms, and the controls."""
+    trials = [trial for arm in arms.values() for trial in arm.trials] + [one.trial for one in controls.values()]
+    keys = sorted({key for trial in trials for key in trial.setting})
+    if other := [key for key in keys if len({trial.setting.get(key) for trial in trials}) > 1]:
+        yield Finding(Doubt.SETTINGS_DIFFER, f"the trials ran with different {', '.join(other)}")
 
 
 def _off(arm: Arm | None) -> Iterable[Finding]:

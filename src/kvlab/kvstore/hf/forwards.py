@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.errors import ModelError, PagerError, UserError
+from kvlab.errors import PagerError, UserError
 from kvlab.kvstore.hf.cache import PagedCache
-from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.hf.model import PagedModel, refuse_length, refuse_tokens
 from kvlab.kvstore.hf.queries import LastQueries, attention_mass
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.counts import counted
@@ -51,11 +51,6 @@ class Forwards:
         All that the model has seen.
     chain : tuple of bytes
         Links of the sealed chunks.
-    exact : int
-        Tokens from the first on, whole chunks, that a cold run of the same tokens would leave in the very same bits.
-        Tokens that were decoded, or prefilled in several calls that do not meet where a chunk ends, came in other
-        batch shapes, and what stands behind them read them. Neither is it known what a cold run would have read, once
-        chunks that were moved by hand, pinned, or restored from another pool are out of the pool.
     """
 
     def __init__(
@@ -72,17 +67,37 @@ class Forwards:
     ):
         geometry = model.geometry(config.chunk_tokens)
         policy = build(policy, geometry, seed) if isinstance(policy, str) else policy
+        pager = Pager(geometry, config, policy, model.device, block_order=block_order)
+        self._begin(model, pager, every, salt, order)
+
+    def _begin(self, model: PagedModel, pager: Pager, every: int, salt: str, order: str) -> None:
+        """With this pager, and nothing known yet of what may lie in it."""
         self.model, self.every, self.salt = model, counted("every", every, least=1), salt
-        self._queries = LastQueries(model) if policy.needs else None
-        self._hold(Pager(geometry, config, policy, model.device, block_order=block_order), order)
-        if (scorer := self._scorer) is not None:
-            scorer.keep(())  # whatever another request left behind
+        self._queries = LastQueries(model) if pager.policy.needs else None
         self.tokens: list[int] = []
         self.chain: tuple[bytes, ...] = ()
-        self.exact = self._complete = self._scored_at = 0
-        self._by_hand = False
-        self.other_numerics: dict[str, str] = {}  # what was restored says of itself, see `run.NUMERICS`
+        self._exact = self._complete = self._scored_at = 0
+        self._touched = False
         self._last: Tensor | None = None
+        self._hold(pager, order)
+        if (scorer := self._scorer) is not None:
+            scorer.keep(())  # whatever another request left behind
+
+    @property
+    def exact(self) -> int:
+        """Tokens from the first on, whole chunks, that a cold run of the same tokens would leave in the same bits.
+
+        And with the same chunks in the pool, where not all of them are. Tokens that were decoded, or prefilled in
+        several calls that do not meet where a chunk ends, came in other batch shapes, and what stands behind them
+        read them. Neither is it known what a cold run would have in the pool, once chunks were moved, asked for,
+        scored or pinned by hand, or restored from another pool.
+        """
+        return min(self._exact, self._complete) if self.by_hand else self._exact
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether anyone but this run's own forwards has moved, asked for, scored or pinned chunks of its pager."""
+        return self._touched or bool(self.pager.pins) or _state(self.pager) != self._left
 
     @property
     def policy(self) -> Policy:
@@ -127,18 +142,13 @@ class Forwards:
 
         Raises
         ------
-        UserError
-            No tokens, or one that is none of the model's.
-        ModelError
-            They are more than the model has positions for.
         PagerError
             An earlier forward has failed midway.
+        UserError, ModelError
+            See `refuse_tokens`.
         """
-        if not len(tokens):
-            raise UserError("no tokens were given; a forward takes at least one")
-        if bad := [token for token in tokens if not 0 <= token < self.model.info.vocab_size]:
-            raise UserError(f"token {bad[0]} is none of the model's {self.model.info.vocab_size}")
-        self._refuse_length(len(tokens))
+        self._refuse_broken()
+        refuse_tokens(self.model, tokens, len(self.tokens))
 
     def decode(self, n: int, *, stop: Collection[int] = ()) -> Decoded:
         """Greedy decoding, one token a forward; every token that is written has been read too.
@@ -159,7 +169,8 @@ class Forwards:
         """
         if self._last is None:
             raise UserError("there are no logits to decode from; prefill at least one token")
-        self._refuse_length(counted("n", n, least=1))
+        self._refuse_broken()
+        refuse_length(self.model, len(self.tokens) + counted("n", n, least=1))
         written, logits = [], []
         while len(written) < n and not (written and written[-1] in stop):
             logits.append(self._last)
@@ -169,7 +180,7 @@ class Forwards:
 
     def reselect(self) -> Moves:
         """Fill the pool anew, by what the last token's queries say when the policy looks at them."""
-        self._by_hand = True
+        self._touched = True
         return self._reselect()
 
     def keys(self) -> Tensor:
@@ -183,6 +194,7 @@ class Forwards:
     def fork(self) -> Forwards:
         """A run that goes its own way from here, over a copy of the pager."""
         twin = copy.copy(self)
+        twin._touched = self.by_hand
         twin._queries = None if self._queries is None else self._queries.fork()
         twin._hold(copy.deepcopy(self.pager), self._cache.order)
         twin.tokens = list(self.tokens)
@@ -191,16 +203,13 @@ class Forwards:
     # Inside
 
     def _hold(self, pager: Pager, order: str) -> None:
-        self.pager, self._cache, self._epoch = pager, PagedCache(pager, order), pager.epoch
+        self.pager, self._cache, self._left = pager, PagedCache(pager, order), _state(pager)
 
     @property
     def _scorer(self) -> Scorer | None:
         return getattr(self.pager.policy, "scorer", None)
 
-    def _refuse_length(self, more: int) -> None:
-        length, most = len(self.tokens) + more, self.model.info.max_positions
-        if length > most:
-            raise ModelError(f"{length} tokens are more than the model's {most} positions")
+    def _refuse_broken(self) -> None:
         if self.pager.length != len(self.tokens):
             raise PagerError("a forward of this run has failed midway, and it cannot go on; begin another")
 
@@ -214,7 +223,7 @@ class Forwards:
 
     def _forward(self, tokens: list[int], keep: int) -> Tensor:
         start, end = len(self.tokens), len(self.tokens) + len(tokens)
-        self._by_hand = self._by_hand or bool(self.pager.pins) or self.pager.epoch != self._epoch
+        self._touched = self.by_hand
         self.pager.alloc_span(start, len(tokens))
         columns = self.pager.columns(self._cache.order)
         logits = self.model.forward(tokens, self._cache, columns, start, keep, self._queries)
@@ -224,16 +233,16 @@ class Forwards:
         self._seal()
         if self._queries is not None and end // self.every > start // self.every:
             self._reselect()
-        self._epoch = self.pager.epoch
+        self._left = _state(self.pager)
         return logits
 
     def _note(self, start: int, end: int, rows: int) -> None:
         """How far this run is the cold one, and how far it has read everything."""
         if start == self._complete and rows == end:
             self._complete = end
-        whole = start == self.exact and end - start == self.pager.geometry.chunk_tokens
-        if whole and (self._complete == end or not self._by_hand):
-            self.exact = end
+        whole = start == self._exact and end - start == self.pager.geometry.chunk_tokens
+        if whole and (self._complete == end or not self._touched):
+            self._exact = end
 
     def _seal(self) -> None:
         """What is kept of chunks that are full now."""
@@ -251,9 +260,7 @@ class Forwards:
             if scores is not None:
                 self.pager.set_scores(scores)
                 self._scored_at = len(self.tokens)
-        moves = self.pager.reselect()
-        self._epoch = self.pager.epoch
-        return moves
+        return self.pager.reselect()
 
     def _seen(self) -> Seen:
         """What the last token shows of the sealed chunks."""
@@ -262,3 +269,8 @@ class Forwards:
             size = self.pager.geometry.chunk_tokens
             mass = attention_mass(queries, self.keys(), size, self.model.scaling)[: self.pager.sealed].tolist()
         return Seen(queries, self.chain, mass)
+
+
+def _state(pager: Pager) -> tuple:
+    """What changes whenever a chunk of a pager is moved, asked for or scored."""
+    return pager.epoch, pager.chunks.clock, tuple(chunk.score for chunk in pager.chunks.items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 
@@ -11,16 +12,14 @@ from transformers import Cache
 
 from kvlab.engines.capability import check
 from kvlab.engines.hf import HFEngine
-from kvlab.engines.hf_cache import Shape, shape_of
-from kvlab.engines.hf_rope import CHANGING, RopeTurn, find_rotary, turns
+from kvlab.engines.hf_rope import RopeTurn, find_rotary, turns
 from kvlab.engines.hooks import attention_layers
-from kvlab.errors import CapabilityError, NonFinite
+from kvlab.errors import ModelError, NonFinite, UserError
+from kvlab.kvstore.hf.fitness import refuse_unfit
 from kvlab.kvstore.hf.queries import LastQueries
 from kvlab.kvstore.paging.geometry import DTYPES, Geometry, named
 from kvlab.kvstore.snapshot.identity import Identity, identity_of, rope_of
 from kvlab.model import ModelInfo
-
-MASKABLE = ("eager", "sdpa")  # attention that is given a mask of its own for every query and column
 
 
 class PagedModel:
@@ -29,8 +28,9 @@ class PagedModel:
     Parameters
     ----------
     model : PreTrainedModel
-        In evaluation mode, with the weights of `info`. An adapter on top of them has to be named in the salt of
-        whoever saves what it computes.
+        In evaluation mode, with the weights of `info`. Layers of an adapter and quantised ones are refused. Weights
+        that were changed in place, by an adapter that was merged into them, cannot be told from the files' own:
+        they have to be named in the salt of whoever saves what they compute.
     info : ModelInfo
 
     Attributes
@@ -42,8 +42,8 @@ class PagedModel:
     Raises
     ------
     CapabilityError
-        The model would get it silently wrong: another shape or class than `info` says, attention over a window or by
-        a recurrent state, a rotary embedding that changes with the length, attention that takes no mask, dropout.
+        The model would get it silently wrong, or compute by other weights than those of its files, see
+        `fitness.refuse_unfit`.
     """
 
     def __init__(self, model: nn.Module, info: ModelInfo):
@@ -185,27 +185,24 @@ def mask(places: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
     ]
 
 
-def refuse_unfit(model: nn.Module, info: ModelInfo) -> None:
-    """`CapabilityError` for a model that would be paged wrongly; see `PagedModel`."""
-    found, wanted = shape_of(model), Shape(info.n_layers, info.n_kv_heads, info.head_dim)
-    if found != wanted or type(model).__name__ != info.architecture:
-        raise CapabilityError(
-            f"the loaded model is {type(model).__name__} with {found.layers} layers of {found.heads} KV heads of "
-            f"{found.head_dim}, {info.path} is {info.architecture} with {wanted.layers} of {wanted.heads} of "
-            f"{wanted.head_dim}; give the folder that it was loaded from"
-        )
-    attention, kind = model.config._attn_implementation, rope_of(model.config.to_dict())["rope_type"]
-    if attention not in MASKABLE:
-        raise CapabilityError(
-            f"attention {attention!r} takes no mask of its own for every row, which a paged cache needs;"
-            f" allowed: {', '.join(MASKABLE)}"
-        )
-    if kind in CHANGING:
-        raise CapabilityError(
-            f"rope type {kind!r} changes its frequencies with the length, so that a stored K is no longer what the"
-            " model would compute; it cannot be paged"
-        )
-    if model.training:
-        raise CapabilityError("the model is in training mode, where dropout may change what it computes; call eval()")
-    if named(model.dtype) not in DTYPES:
-        raise CapabilityError(f"the model computes in {named(model.dtype)}; allowed: {', '.join(DTYPES)}")
+def refuse_tokens(model: PagedModel, tokens: Sequence[int], behind: int = 0) -> None:
+    """Refuse what a model cannot prefill behind so many other tokens.
+
+    Raises
+    ------
+    UserError
+        No tokens, or one that is none of the model's.
+    ModelError
+        They are more than the model has positions for.
+    """
+    if not len(tokens):
+        raise UserError("no tokens were given; a forward takes at least one")
+    if bad := [token for token in tokens if not 0 <= token < model.info.vocab_size]:
+        raise UserError(f"token {bad[0]} is none of the model's {model.info.vocab_size}")
+    refuse_length(model, behind + len(tokens))
+
+
+def refuse_length(model: PagedModel, length: int) -> None:
+    """`ModelError` when a context would be longer than the model has positions for."""
+    if length > model.info.max_positions:
+        raise ModelError(f"{length} tokens are more than the model's {model.info.max_positions} positions")

@@ -33,10 +33,8 @@ class LastQueries:
     """
 
     def __init__(self, model: Watched):
-        self._model, self._rotary = (
-            model,
-            model.rotary,
-        )  # asked for here, so that an unfit one is refused before it runs
+        self._model = model
+        self._rotary = model.rotary  # asked for here, so that an unfit one is refused before it runs
         self._seen: list[Tensor | None] = [None] * model.info.n_layers
         layers = attention_layers(model.model, model.info)
         self._places = [(projection(attention), self._hook(layer)) for layer, attention in enumerate(layers)]

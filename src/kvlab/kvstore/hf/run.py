@@ -1,6 +1,7 @@
 """A run that can be saved, and taken up again from a snapshot, in this process or another.
 
-What it does from there on is what a cold run does: the same forwards, over the same bits.
+From there on it does what a cold run does: the same forwards. They are over the same bits when the snapshot was made
+by the same numerics, see `snapshot.numerics`; else nothing of it is saved as a cold run's.
 """
 
 from __future__ import annotations
@@ -11,23 +12,28 @@ from pathlib import Path
 from kvlab.errors import SnapshotRefused, UserError
 from kvlab.kvstore.hf.forwards import Decoded, Forwards
 from kvlab.kvstore.hf.model import PagedModel
-from kvlab.kvstore.hf.sameness import SCORED_AT, pool_salt, same_as_cold, scored_at
+from kvlab.kvstore.hf.sameness import (
+    SCORED_AT,
+    expected,
+    numerics_of,
+    salts,
+    same_as_cold,
+    scored_at,
+    untouched,
+)
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.counts import counted
 from kvlab.kvstore.paging.pager import Pager
-from kvlab.kvstore.paging.residency import Policy
+from kvlab.kvstore.paging.residency import Policy, build
 from kvlab.kvstore.paging.scorer import Rebuilt
 from kvlab.kvstore.snapshot.chain import links
-from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.manifest import Manifest
+from kvlab.kvstore.snapshot.numerics import differing, mixed
 from kvlab.kvstore.snapshot.payload import ChunkCoder
 from kvlab.kvstore.snapshot.read import Snapshot
 from kvlab.kvstore.snapshot.write import Saved, Source, save
-from kvlab.records import versions
 
 __all__ = ["Decoded", "PagedRun"]
-NUMERICS = ("engine", "attention", "device", "threads", "order", "torch", "transformers")
-"""What a manifest's `made` says that may change the last bits of a number."""
 
 
 class PagedRun(Forwards):
@@ -53,10 +59,13 @@ class PagedRun(Forwards):
         See `Pager`.
     """
 
+    _was: Mapping[str, str] | None = None  # `made` of the snapshot that was restored
+    _lossy = False
+
     @property
     def salts(self) -> tuple[str, str]:
         """Of snapshots that this run can go on from: made with every chunk in the pool, and with such a pool."""
-        return self.salt, pool_salt(self.salt, self.pager.config, self.policy, self.every)
+        return salts(self.salt, self.pager.config, self.policy, self.every)
 
     @property
     def made(self) -> dict[str, str]:
@@ -64,9 +73,17 @@ class PagedRun(Forwards):
 
         Where what was restored says otherwise, both.
         """
-        here = versions() | self.model.made | {"order": self._cache.order}
-        both = {name: f"{was}, then {here.get(name, 'none')}" for name, was in self.other_numerics.items()}
-        return here | both | ({SCORED_AT: str(self._scored_at)} if self.policy.needs else {})
+        scored = {SCORED_AT: str(self._scored_at)} if self.policy.needs else {}
+        return (self._here if self._was is None else mixed(self._was, self._here)) | scored
+
+    @property
+    def other_numerics(self) -> tuple[str, ...]:
+        """In what the snapshot that was restored and this run differ of it; such a run is never `exact`."""
+        return () if self._was is None else differing(self._was, self._here)
+
+    @property
+    def _here(self) -> dict[str, str]:
+        return numerics_of(self.model, self._cache.order)
 
     def save(
         self,
@@ -95,17 +112,18 @@ class PagedRun(Forwards):
             See `snapshot.write.save`.
         """
         geometry = self.pager.geometry
-        upto = self.exact if upto is None else geometry.floor(counted("upto", upto))
-        if upto > self.exact:
+        asked = len(self.tokens) if upto is None else counted("upto", upto)
+        upto = self.exact if upto is None else geometry.floor(upto)
+        if upto > self.exact or (self.chain and not self.exact):
             raise UserError(
-                f"{upto} tokens cannot be saved, at most {self.exact}: what stands behind them was decoded, not"
-                " prefilled in whole chunks, or read what a cold run would not; prefill it in a run of its own"
+                f"{asked} tokens cannot be saved, at most {self.exact}: {self._inexact()}; prefill them in a run of"
+                " their own"
             )
         chunks = upto // geometry.chunk_tokens
         source = Source(
             identity=self.model.identity(geometry.chunk_tokens, self.salts[upto > self._complete]),
             payloads=(self.pager.payload(chunk) for chunk in range(chunks)),
-            ledger=self.pager.ledger(chunks),
+            ledger=untouched(chunks) if self.by_hand else self.pager.ledger(chunks),
             tokens=self.tokens,
         )
         return save(path, source, upto=upto, coder=coder, evidence=evidence, made=dict(made or {}) | self.made)
@@ -152,56 +170,56 @@ class PagedRun(Forwards):
         Raises
         ------
         SnapshotRefused
-            When the snapshot is another model's, or damaged. Nothing of it is used.
+            When the snapshot is another model's, or damaged. Nothing of it is used, and no run is begun.
         UserError
             When `upto` is no whole number of its chunks.
         """
-        run = cls(model, config, policy, every=every, salt=salt, seed=seed, order=order, block_order=block_order)
-        run._refuse(snapshot, upto, coder, unproven)
-        return run, run._load(snapshot, upto, coder, order, block_order)
-
-    def expected(self, snapshot: Snapshot, coder: ChunkCoder | None = None) -> Identity:
-        """The identity that a snapshot has to have for this run to go on from it.
-
-        Parameters
-        ----------
-        snapshot : Snapshot
-            Either of `salts` will do.
-        coder : ChunkCoder, optional
-            What will decode it.
-        """
-        found = snapshot.manifest.identity.salt
-        salt = found if found in self.salts else self.salt
-        return self.model.identity(self.pager.geometry.chunk_tokens, salt).coded(coder.codec if coder else None)
-
-    def _refuse(self, snapshot: Snapshot, upto: int, coder: ChunkCoder | None, unproven: bool) -> None:
-        size = self.pager.geometry.chunk_tokens
-        if reasons := snapshot.check(self.expected(snapshot, coder), unproven=unproven):
+        geometry = model.geometry(config.chunk_tokens)
+        policy = build(policy, geometry, seed) if isinstance(policy, str) else policy
+        own = salts(salt, config, policy, every)
+        wanted = expected(snapshot, model, config, own, coder.codec if coder else None)
+        if reasons := snapshot.check(wanted, unproven=unproven):
             raise SnapshotRefused(reasons, snapshot.path)
-        if counted("upto", upto, least=1) % size or upto > snapshot.length:
-            raise UserError(
-                f"{upto} tokens cannot be restored: allowed are multiples of {size} up to {snapshot.length}"
-            )
+        _refuse_length(snapshot, upto)
+        chunks, ledger = snapshot.chunks(upto, coder), snapshot.ledger
+        pager = Pager.restored(geometry, config, policy, chunks, ledger, upto, model.device, block_order=block_order)
+        pager.reselect()  # a longer context's pool, or a smaller one's, has left blocks free
+        run = cls.__new__(cls)
+        run._begin(model, pager, every, salt, order)
+        return run, run._take_up(snapshot)
 
-    def _load(self, snapshot: Snapshot, upto: int, coder: ChunkCoder | None, order: str, block_order) -> Rebuilt | None:
-        geometry, config, ledger = self.pager.geometry, self.pager.config, snapshot.ledger
-        chunks, device = snapshot.chunks(upto, coder), self.model.device
-        loaded = Pager.restored(geometry, config, self.policy, chunks, ledger, upto, device, block_order=block_order)
-        loaded.reselect()  # a longer context's pool, or a smaller one's, has left blocks free
-        self._hold(loaded, order)
+    def _take_up(self, snapshot: Snapshot) -> Rebuilt | None:
+        """Everything beside the pager that is known of a snapshot's first tokens, which lie there."""
+        pager, upto = self.pager, self.pager.length
         self.tokens = list(snapshot.tokens[:upto])
-        self.chain = links(self.tokens, geometry.chunk_tokens, self.salt)
+        self.chain = links(self.tokens, pager.geometry.chunk_tokens, self.salt)
         self._inherit(snapshot.manifest, upto)
         if (scorer := self._scorer) is None:
             return None
-        return scorer.rebuild(self.chain, map(loaded.payload, range(loaded.sealed)), ledger.upto(loaded.sealed))
+        return scorer.rebuild(self.chain, map(pager.payload, range(pager.sealed)), snapshot.ledger.upto(pager.sealed))
 
     def _inherit(self, manifest: Manifest, upto: int) -> None:
         """What this run may claim of chunks that it has not computed."""
-        self._scored_at = scored_at(manifest) or 0
-        here, was = self.made, manifest.made
-        self.other_numerics = {name: was[name] for name in NUMERICS if name in was and was[name] != here.get(name)}
-        if manifest.lossless:  # other bits than a cold run's are never saved as such
+        self._scored_at, self._was, self._lossy = scored_at(manifest) or 0, manifest.made, not manifest.lossless
+        if not self._lossy and not self.other_numerics:  # other bits than a cold run's are never saved as such
             config, own = self.pager.config, manifest.identity.salt != self.salt
             self._complete = min(upto, config.pool_tokens) if own else upto
-            self.exact = same_as_cold(manifest, upto, config, self.policy, self.every, self.salt)
+            self._exact = same_as_cold(manifest, upto, config, self.policy, self.every, self.salt)
+
+    def _inexact(self) -> str:
+        """Why no more can be saved."""
+        if self._lossy:
+            return "they follow a snapshot whose payload is lossy"
+        if self.other_numerics:
+            return f"they follow a snapshot that was made with another {', '.join(self.other_numerics)}"
+        return (
+            "what stands behind them was decoded, not prefilled in whole chunks, or read or changed by hand what a"
+            " cold run would not"
+        )
+
+
+def _refuse_length(snapshot: Snapshot, upto: int) -> None:
+    """`UserError` unless so many tokens are whole chunks of a snapshot."""
+    size = snapshot.geometry.chunk_tokens
+    if counted("upto", upto, least=1) % size or upto > snapshot.length:
+        raise UserError(f"{upto} tokens cannot be restored: allowed are multiples of {size} up to {snapshot.length}")

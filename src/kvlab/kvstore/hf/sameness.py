@@ -3,15 +3,33 @@
 A token's K and V depend on what was in the pool when it was computed. As long as every chunk is, the pool's size and
 policy make no difference, and a snapshot serves every run of the model. From the first token on that was computed
 while a chunk was out, it serves runs with the same pool alone; it is then saved under a salt that says which.
+
+All this is to the bit where the numerics are the same, see `snapshot.numerics`.
 """
 
 from __future__ import annotations
 
+from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.paging.residency import Policy
+from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity
 from kvlab.kvstore.snapshot.manifest import Manifest
+from kvlab.kvstore.snapshot.read import Snapshot
+from kvlab.records import versions
 
 SCORED_AT = "scored_at"  # in a manifest's `made`: tokens of the run when its chunks were last scored
+
+
+def salts(salt: str, config: PagerConfig, policy: Policy, every: int) -> tuple[str, str]:
+    """Of snapshots that a run can go on from: made with every chunk in the pool, and with such a pool.
+
+    Parameters
+    ----------
+    salt, config, policy, every
+        See `pool_salt`.
+    """
+    return salt, pool_salt(salt, config, policy, every)
 
 
 def pool_salt(salt: str, config: PagerConfig, policy: Policy, every: int) -> str:
@@ -32,6 +50,35 @@ def pool_salt(salt: str, config: PagerConfig, policy: Policy, every: int) -> str
     if policy.needs:
         parts.append(f"every {every}")
     return f"{salt}[{', '.join(parts)}]"
+
+
+def expected(
+    snapshot: Snapshot, model: PagedModel, config: PagerConfig, own: tuple[str, str], codec: CodecIdentity | None
+) -> Identity:
+    """The identity that a snapshot has to have for a run to go on from it.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+    model, config
+        The run's.
+    own : tuple of str
+        Its `salts`; either will do.
+    codec : CodecIdentity or None
+        Of the coder that will decode the payload.
+    """
+    found = snapshot.manifest.identity.salt
+    return model.identity(config.chunk_tokens, found if found in own else own[0]).coded(codec)
+
+
+def numerics_of(model: PagedModel, order: str = "logical") -> dict[str, str]:
+    """What decides the last bits of what a run computes; for the `made` of a manifest."""
+    return versions() | model.made | {"order": order}
+
+
+def untouched(chunks: int) -> Ledger:
+    """The ledger of a run in which every chunk is in the pool, that was asked for them in order and never scored."""
+    return Ledger(tuple(Entry(True, None, number + 1) for number in range(chunks)), chunks)
 
 
 def same_as_cold(manifest: Manifest, upto: int, config: PagerConfig, policy: Policy, every: int, salt: str) -> int:

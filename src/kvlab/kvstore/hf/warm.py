@@ -12,13 +12,16 @@ from pathlib import Path
 import torch
 
 from kvlab.errors import SnapshotRefused, StorageError, UserError
-from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.hf.model import PagedModel, refuse_tokens
 from kvlab.kvstore.hf.run import PagedRun
-from kvlab.kvstore.hf.sameness import same_as_cold
+from kvlab.kvstore.hf.sameness import expected, numerics_of, salts, same_as_cold
 from kvlab.kvstore.paging.config import PagerConfig
-from kvlab.kvstore.paging.residency import Policy
+from kvlab.kvstore.paging.counts import counted
+from kvlab.kvstore.paging.residency import Policy, build
 from kvlab.kvstore.paging.scorer import Rebuilt
 from kvlab.kvstore.snapshot import read
+from kvlab.kvstore.snapshot.identity import CodecIdentity
+from kvlab.kvstore.snapshot.numerics import differing
 from kvlab.kvstore.snapshot.payload import ChunkCoder, coder_for
 from kvlab.kvstore.snapshot.reasons import Code, Reason, refusal
 
@@ -32,7 +35,10 @@ def files(snapshots: Path | str | Sequence[Path] | None) -> list[Path]:
     path = Path(snapshots)
     if not path.is_dir():
         return [path]
-    return sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    try:
+        return sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from None
 
 
 @contextmanager
@@ -73,37 +79,53 @@ class Request:
     every: int
     seed: int
 
+    def check(self) -> None:
+        """Refuse the prompt where a run would, before there is one; the errors are those of `refuse_tokens`."""
+        counted("every", self.every, least=1)
+        refuse_tokens(self.model, self.tokens)
+
     def fresh(self) -> PagedRun:
         """A run that has seen nothing."""
         return PagedRun(self.model, self.config, self._policy(), every=self.every, salt=self.salt, seed=self.seed)
 
-    def _policy(self) -> Policy | str:
+    def _policy(self) -> Policy:
+        if isinstance(self.policy, str):
+            return build(self.policy, self.model.geometry(self.config.chunk_tokens), self.seed)
         return copy.deepcopy(self.policy)
 
     def warm(self, paths: Sequence[Path]) -> tuple[Standing | None, tuple[Reason, ...]]:
-        """A run behind the longest prefix there is, or every reason why there is none."""
+        """A run behind the longest prefix there is, or every reason why there is none.
+
+        Of equal prefixes one without loss comes first, then one of the numerics of this run.
+        """
         if not paths:
-            return None, (Reason(Code.PREFIX, "there is no snapshot to be restored"),)
+            return None, (Reason(Code.NO_SNAPSHOT, "there is no snapshot to be restored"),)
         began, reasons, usable = self.now(), [], []
         for path in paths:
             with _noting(path, reasons), read.open(path) as snapshot:
-                usable.append((self._usable(snapshot), path))
-        for _, path in sorted(usable, key=lambda one: -one[0]):
+                usable.append((self._rank(snapshot), path))
+        for _, path in sorted(usable, key=lambda one: one[0]):
             with _noting(path, reasons), read.open(path) as snapshot:
                 standing = self._loaded(snapshot)
                 return replace(standing, load_ms=self.now() - began), ()
         return None, tuple(reasons)
 
-    def _usable(self, snapshot: read.Snapshot) -> int:
-        """Tokens, from one chunk on, or `SnapshotRefused`."""
-        run, tokens, size = self.fresh(), self.tokens, snapshot.geometry.chunk_tokens
-        expected = run.expected(snapshot, self._coder(snapshot))
-        if reasons := snapshot.check(expected, tokens, unproven=self.unproven):
+    def _rank(self, snapshot: read.Snapshot) -> tuple[int, bool, bool]:
+        """The lowest is tried first; `SnapshotRefused` for one that cannot be used."""
+        upto, _ = self._usable(snapshot)
+        other = differing(snapshot.manifest.made, numerics_of(self.model))
+        return -upto, not snapshot.manifest.lossless, bool(other)
+
+    def _usable(self, snapshot: read.Snapshot) -> tuple[int, ChunkCoder | None]:
+        """Tokens, from one chunk on, and what decodes them; or `SnapshotRefused`. No pool is made for it."""
+        tokens, size, policy = self.tokens, snapshot.geometry.chunk_tokens, self._policy()
+        own = salts(self.salt, self.config, policy, self.every)
+        wanted = expected(snapshot, self.model, self.config, own, self._codec(snapshot))
+        if reasons := snapshot.check(wanted, tokens, unproven=self.unproven):
             raise SnapshotRefused(reasons, snapshot.path)
         shared = min(snapshot.usable_prefix(tokens), (len(tokens) - 1) // size * size)
-        upto = same_as_cold(snapshot.manifest, shared, self.config, run.policy, self.every, self.salt)
-        if upto:
-            return upto
+        if upto := same_as_cold(snapshot.manifest, shared, self.config, policy, self.every, self.salt):
+            return upto, self._coder(snapshot)
         raise refusal(
             Code.PREFIX,
             f"of the {len(tokens)} tokens of the prompt, {snapshot.usable_prefix(tokens)} are shared: none of them "
@@ -111,13 +133,14 @@ class Request:
         )
 
     def _loaded(self, snapshot: read.Snapshot) -> Standing:
+        upto, coder = self._usable(snapshot)
         run, rebuilt = PagedRun.restored(
             self.model,
             snapshot,
-            self._usable(snapshot),
+            upto,
             self.config,
             self._policy(),
-            coder=self._coder(snapshot),
+            coder=coder,
             unproven=self.unproven,
             every=self.every,
             salt=self.salt,
@@ -132,13 +155,18 @@ class Request:
             other_numerics=tuple(sorted(run.other_numerics)),
         )
 
+    def _codec(self, snapshot: read.Snapshot) -> CodecIdentity | None:
+        """How the payload has to be coded: as the given coder does it, or else as any is for which one can be made."""
+        found = snapshot.manifest.identity.codec
+        return found if found is None or self.coder is None else self.coder.codec
+
     def _coder(self, snapshot: read.Snapshot) -> ChunkCoder | None:
-        """What decodes a payload; None for one that is stored as it is."""
+        """What decodes a payload that is this model's; None for one that is stored as it is."""
         identity = snapshot.manifest.identity
         if identity.codec is None or self.coder is not None:
             return None if identity.codec is None else self.coder
-        turn = self.model.turn(snapshot.length) if identity.codec.placement == "pre_rope" else None
         try:
+            turn = self.model.turn(snapshot.length) if identity.codec.placement == "pre_rope" else None
             return coder_for(identity, None, turn)
         except UserError as error:
             code = Code.CODEC if identity.codec.calibration_hash is None else Code.CALIBRATION

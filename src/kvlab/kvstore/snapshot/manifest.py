@@ -33,7 +33,8 @@ class Manifest(Frozen):
     evidence : tuple of str
         Ids of the gate's evidence of what a lossy payload costs; empty where there is none.
     made : dict of str to str
-        What wrote it: versions of the packages, and what the caller adds, such as the engine. Not compared.
+        What wrote it: versions of the packages, and what the caller adds, such as the engine. It keeps no snapshot
+        from being used, and says whether what follows it is a cold run's to the bit, see `numerics`.
     """
 
     identity: Identity

@@ -11,6 +11,7 @@ from kvlab.errors import SnapshotRefused
 class Code(StrEnum):
     """What is wrong, in one word for programs and tests; no two troubles share one."""
 
+    NO_SNAPSHOT = "no_snapshot"  # none was given, or the folder is empty
     UNREADABLE = "unreadable"  # no file, or none that may be read
     # the file's first bytes
     NOT_A_SNAPSHOT = "not_a_snapshot"

@@ -1,7 +1,8 @@
 """Saving a snapshot: written beside its place, made durable, and put there in one step.
 
 Whatever happens on the way, whoever opens the path finds the old snapshot or the new one. One chunk is in memory at a
-time. Equal content gives equal bytes: nothing in the file says when or where it was written.
+time. Equal content, saved by equal packages on equal machines, gives equal bytes: the manifest names those, and
+nothing in the file says when it was written.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from kvlab.kvstore.snapshot.format import STEP, Header, Record, index_bytes
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.manifest import Manifest, build
 from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks
-from kvlab.records import atomic, versions
+from kvlab.kvstore.snapshot.placing import placed
+from kvlab.records import versions
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,8 @@ def save(
         evidence=tuple(evidence),
         made=versions() | dict(made or {}),
     )
-    with atomic(path) as temporary, temporary.open("w+b") as file:
+    with placed(path) as file:
         saved = _written(file, path, manifest, source, coder)
-        file.flush()
-        os.fsync(file.fileno())
     _sync_folder(path)
     return saved
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from kvlab.errors import KvlabError, SnapshotRefused
-from kvlab.kvstore.snapshot.reasons import Reason
+from kvlab.kvstore.snapshot.reasons import Code, Reason
 
 
 class Cold(StrEnum):
@@ -19,6 +19,15 @@ class Cold(StrEnum):
     PREFIX_CACHED = "prefix_cached"
     STORAGE = "storage"
     LOAD_FAILED = "load_failed"
+
+
+DAMAGE = frozenset({
+    Code.NOT_A_SNAPSHOT, Code.UNKNOWN_VERSION, Code.HEADER_SHORT, Code.HEADER_CHECKSUM, Code.HEADER_COUNTS,
+    Code.TRUNCATED, Code.TRAILING_BYTES, Code.MANIFEST_CHECKSUM, Code.MANIFEST_INVALID, Code.INDEX_CHECKSUM,
+    Code.INDEX_INVALID, Code.TOKENS_CHECKSUM, Code.CHAIN_BROKEN, Code.INCONSISTENT, Code.CHUNK_CHECKSUM,
+    Code.CHUNK_UNDECODABLE, Code.FILE_HASH,
+})  # fmt: skip
+"""What a file that was good when it was chosen shows when its bytes have changed: the next load will fail too."""
 
 
 def reasons_of(error: KvlabError) -> tuple[Reason, ...]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+PLAIN_FORMATS = ("auto", "hf", "safetensors")  # of weights: those that read the files of the identity's hash
 MOVING_ROPE = ("dynamic", "longrope")  # the angle of a position depends on the length that the engine allows
 
 
@@ -111,6 +112,9 @@ def _of_engine(config: VllmConfig) -> Iterator[str]:
         yield f"the cache lies on {current_platform.device_type}; the connector is made for vLLM on the CPU"
     if config.parallel_config.world_size != 1:
         yield f"the model is split over {config.parallel_config.world_size} processes, each with a part of K and V"
+    if (form := str(config.load_config.load_format)) not in PLAIN_FORMATS:
+        allowed = ", ".join(PLAIN_FORMATS)
+        yield f"weights of load_format {form} need not be those of the model's files; allowed: {allowed}"
     if config.speculative_config is not None:
         yield "with speculative decoding, K and V of rejected tokens lie in the cache"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvlab.kvstore.snapshot.reasons import Reason
+from kvlab.kvstore.vllm.computed import PREFILL
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Load:
 class Save:
     """Write the K and V of a request's first tokens, whole chunks; the fields are those of `Load`.
 
-    `last` is set where vLLM keeps the blocks of a request that has ended until they have been read.
+    `computed` goes into the manifest, see
+    `kvlab.kvstore.vllm.computed`. `last` is set where vLLM keeps the blocks of a request that has
+    ended until they have been read.
     """
 
     request: str
@@ -53,6 +56,7 @@ class Save:
     tokens: list[int]
     salt: str | None
     block_ids: list[int]
+    computed: str = PREFILL
     last: bool = False
 
 

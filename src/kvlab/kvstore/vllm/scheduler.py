@@ -12,7 +12,8 @@ from vllm.v1.request import RequestStatus
 from kvlab.kvstore.snapshot import chain
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.reasons import Reason
-from kvlab.kvstore.vllm.cold import Cold
+from kvlab.kvstore.vllm.cold import DAMAGE, Cold
+from kvlab.kvstore.vllm.computed import DECODED, PREFILL
 from kvlab.kvstore.vllm.context import Context
 from kvlab.kvstore.vllm.jobs import Jobs, Load, Outcome, Outcomes, Save
 from kvlab.kvstore.vllm.settings import OURS, Wish
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 SUFFIX = ".kvsnap"
-ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+ENDED = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+    RequestStatus.FINISHED_ABORTED,  # so vLLM ends a request at a stop string, which its frontend finds
+)
 
 
 @dataclass
@@ -39,7 +45,9 @@ class _Course:
     restored: int | None = 0  # None from the promise on until the worker has said what came of it
     saved: int = 0  # tokens that a save was planned for
     path: Path | None = None  # of the last snapshot that was written
-    reasons: list[Reason] = field(default_factory=list)
+    cold: list[Reason] = field(default_factory=list)  # why nothing was restored when it was last begun
+    failed: list[Reason] = field(default_factory=list)  # loads and saves, however often it was begun
+    seen: tuple | None = None  # the folder's state and the tokens at the last look, and what was found
 
 
 class Planner:
@@ -56,31 +64,20 @@ class Planner:
         self._courses: dict[str, _Course] = {}
         self._loads: list[Load] = []
         self._late: list[Save] = []
+        self._writing: dict[Path, list[_Course]] = {}  # saves without an outcome yet, and who waits for it
 
     def matched(self, request: Request, local: int) -> int:
         """How many tokens a snapshot holds behind the first `local` ones, which vLLM has; plans nothing yet."""
         course = self._course(request)
-        course.match, course.begin, course.reasons = None, local, []
-        refused = self._refused(course)
-        if refused:
-            course.reasons = [refused]
-            return 0
-        geometry = course.identity.geometry
-        whole = geometry.floor(request.num_tokens - 1)  # the last token is computed: its logits are what is asked for
-        if not whole:
-            course.reasons = [Reason(Cold.TOO_SHORT, f"{request.num_tokens} tokens hold no chunk and one token more")]
-            return 0
-        match, course.reasons = self.shelf.find(course.identity, request.all_token_ids[:whole])
-        if match is None:
-            course.reasons = course.reasons or [Reason(Cold.NO_SNAPSHOT, "there is no snapshot in the folder")]
-            return 0
-        if match.tokens <= local:
-            course.reasons = [
-                Reason(Cold.PREFIX_CACHED, f"vLLM's own cache holds {local} tokens, the snapshot no more")
-            ]
-            return 0
-        course.match, course.reasons = match, []
-        return match.tokens - local
+        course.match, course.begin = None, local
+        match, course.cold = self._looked_up(course)
+        if match is not None and match.tokens <= local:
+            line = f"vLLM's own cache holds {local} tokens, the snapshot no more"
+            course.cold = [Reason(Cold.PREFIX_CACHED, line)]
+        elif match is not None:
+            course.match, course.cold = match, []
+            return match.tokens - local
+        return 0
 
     def allocated(self, request: Request, block_ids: Sequence[int], external: int) -> None:
         """vLLM has blocks for a request, and `external` tokens of what was promised are to be loaded."""
@@ -103,14 +100,14 @@ class Planner:
     def learned(self, outcomes: Outcomes) -> None:
         """What came of a step's jobs."""
         for name, outcome in outcomes.loads.items():
-            if outcome.reasons:
+            if any(reason.code in DAMAGE for reason in outcome.reasons):
                 self.shelf.spoil(outcome.path, outcome.reasons)
             if course := self._courses.get(name):
                 course.restored = outcome.tokens
-                course.reasons += outcome.reasons
+                course.failed += outcome.reasons
                 course.saved = 0 if outcome.reasons else course.saved  # the damaged file counted as saved
-        for name, outcome in outcomes.saves.items():
-            if course := self._courses.get(name):
+        for outcome in outcomes.saves.values():
+            for course in self._writing.pop(outcome.path, ()):
                 self._keep(course, outcome)
 
     def finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -129,6 +126,22 @@ class Planner:
             wish, identity = Wish.of(request.kv_transfer_params), self.context.identity_for(request.cache_salt)
             self._courses[name] = _Course(request, wish, identity)
         return self._courses[name]
+
+    def _looked_up(self, course: _Course) -> tuple[Match | None, list[Reason]]:
+        """The snapshot for a request, or why there is none."""
+        if refused := self._refused(course):
+            return None, [refused]
+        request = course.request
+        whole = course.identity.geometry.floor(request.num_tokens - 1)  # the last token's logits are what is asked for
+        if not whole:
+            return None, [Reason(Cold.TOO_SHORT, f"{request.num_tokens} tokens hold no chunk and one token more")]
+        state = self.shelf.state(), whole
+        if course.seen is None or course.seen[0] != state:  # vLLM asks at every step while it has no blocks for it
+            course.seen = state, self.shelf.find(course.identity, request.all_token_ids[:whole])
+        match, reasons = course.seen[1]
+        if match is None and not reasons:
+            reasons = [Reason(Cold.NO_SNAPSHOT, "there is no snapshot in the folder")]
+        return match, reasons
 
     def _refused(self, course: _Course) -> Reason | None:
         """Why a request is not restored, whatever lies in the folder."""
@@ -160,11 +173,15 @@ class Planner:
             return None
         course.saved = length
         tokens = list(request.all_token_ids[:length])
+        path = self.shelf.folder / file_name(identity, tokens)
+        if path in self._writing:  # the same tokens of another request
+            self._writing[path].append(course)
+            return None
         match, _ = self.shelf.find(identity, tokens)
         if match is not None and match.tokens == length:
             return None
-        path = self.shelf.folder / file_name(identity, tokens)
-        return Save(request.request_id, path, tokens, request.cache_salt, list(block_ids), last)
+        self._writing[path] = [course]
+        return Save(request.request_id, path, tokens, request.cache_salt, list(block_ids), _computed(course), last)
 
     @staticmethod
     def _keep(course: _Course, outcome: Outcome) -> None:
@@ -173,13 +190,20 @@ class Planner:
         elif any(reason.code == Cold.LOAD_FAILED for reason in outcome.reasons):
             course.saved = 0
         else:
-            course.reasons += outcome.reasons
+            course.failed += outcome.reasons
 
 
 def file_name(identity: Identity, tokens: Sequence[int]) -> str:
     """Of a snapshot of these tokens: equal contexts get equal names, and others never."""
     link = chain.links(tokens, identity.geometry.chunk_tokens, identity.salt)[-1]
     return f"{link.hex()[:32]}-{digest(identity)}{SUFFIX}"
+
+
+def _computed(course: _Course) -> str:
+    """How the tokens of a save went through the model; what vLLM's own cache held may be another one's answer."""
+    answered = course.saved > course.request.num_prompt_tokens
+    decoded = answered or course.begin or (course.match is not None and course.match.decoded)
+    return DECODED if decoded else PREFILL
 
 
 def _plain(request: Request) -> bool:
@@ -195,11 +219,12 @@ def _plain(request: Request) -> bool:
 def _said(course: _Course) -> dict[str, Any]:
     """What a request's answer says: plain values, for they may leave the process.
 
-    `restored` is None where the request has ended in the step that loaded, before the worker could be heard.
+    A request that ends in the step that loads or saves does so before the worker could be heard: `restored` is then
+    None, and `saved` too. The snapshot of an answer is written later still.
     """
     return {
         "restored": course.restored,
         "snapshot": course.match.path.name if course.match else None,
         "saved": course.path.name if course.path else None,
-        "reasons": [[str(code), line] for code, line in course.reasons],
+        "reasons": [[str(code), line] for code, line in dict.fromkeys([*course.cold, *course.failed])],
     }

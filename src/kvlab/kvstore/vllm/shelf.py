@@ -13,18 +13,23 @@ from kvlab.kvstore.snapshot import chain, read
 from kvlab.kvstore.snapshot.identity import Identity, differences
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.vllm.cold import reasons_of
+from kvlab.kvstore.vllm.computed import COMPUTED, PREFILL
 
 Signature = tuple[int, int, int]  # inode, time of the last change in ns, bytes
 
 
 @dataclass(frozen=True)
 class _Book:
-    """A snapshot as it was found: what it is, or why it is nothing."""
+    """A snapshot as it was found: what it is, or why it is nothing.
 
-    signature: Signature
+    There is no signature where the disk could not be read, so that it is looked at again the next time.
+    """
+
+    signature: Signature | None
     identity: Identity | None
     chain: tuple[bytes, ...]
     unusable: tuple[Reason, ...]
+    decoded: bool = False
 
 
 class Match(NamedTuple):
@@ -35,10 +40,13 @@ class Match(NamedTuple):
     path : Path
     tokens : int
         Of the prompt's first ones, whole chunks.
+    decoded : bool
+        Whether some of its tokens may have been computed one at a time, see `kvlab.kvstore.vllm.computed`.
     """
 
     path: Path
     tokens: int
+    decoded: bool = False
 
 
 class Shelf:
@@ -51,7 +59,7 @@ class Shelf:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self._books = folder, {}
+        self.folder, self._books, self._spoilt = folder, {}, 0
 
     def find(self, identity: Identity, tokens: Sequence[int]) -> tuple[Match | None, list[Reason]]:
         """The snapshot with the longest usable prefix of these tokens, and what speaks against the others.
@@ -79,7 +87,7 @@ class Shelf:
             for reason in against:
                 reasons.setdefault(reason.code, Reason(reason.code, f"{path.name}: {reason.message}"))
             if shared > (best.tokens if best else 0):
-                best = Match(path, shared)
+                best = Match(path, shared, book.decoded)
         return best, list(reasons.values())
 
     def spoil(self, path: Path, reasons: Sequence[Reason]) -> None:
@@ -87,6 +95,18 @@ class Shelf:
         book = self._books.get(path)
         if book is not None:
             self._books[path] = _Book(book.signature, None, (), tuple(reasons))
+            self._spoilt += 1
+
+    def state(self) -> tuple[int, ...] | None:
+        """Equal while `find` would find the same, as far as the folder alone tells; None when there is no folder.
+
+        A file that is overwritten where it lies does not show here. Whoever loads it sees that it is another.
+        """
+        try:
+            folder = self.folder.stat()
+        except OSError:
+            return None
+        return self._spoilt, folder.st_dev, folder.st_ino, folder.st_mtime_ns
 
     def _scanned(self) -> Iterator[tuple[Path, _Book]]:
         found = dict(self._files())
@@ -111,6 +131,9 @@ def _opened(path: Path, signature: Signature) -> _Book:
     try:
         with read.open(path) as snapshot:
             unproven = tuple(snapshot.manifest.unproven())
-            return _Book(signature, snapshot.manifest.identity, snapshot.chain, unproven)
-    except (SnapshotRefused, StorageError) as error:
+            decoded = snapshot.manifest.made.get(COMPUTED, PREFILL) != PREFILL
+            return _Book(signature, snapshot.manifest.identity, snapshot.chain, unproven, decoded)
+    except SnapshotRefused as error:
         return _Book(signature, None, (), reasons_of(error))
+    except StorageError as error:  # of the moment, it may be: too many open files, or a disk that did not answer
+        return _Book(None, None, (), reasons_of(error))

@@ -11,17 +11,18 @@ from torch import Tensor
 from kvlab.errors import CapabilityError, KvlabError, SnapshotRefused
 from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot import read
+from kvlab.kvstore.snapshot.numerics import mixed
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save
 from kvlab.kvstore.vllm.cold import Cold, reasons_of
+from kvlab.kvstore.vllm.computed import COMPUTED, PREFILL
 from kvlab.kvstore.vllm.context import Context
 from kvlab.kvstore.vllm.jobs import Counts, Jobs, Load, Outcome, Outcomes, Save
 from kvlab.kvstore.vllm.layout import PagedRows
+from kvlab.records import versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-NUMERICS = ("engine", "attention", "device", "threads")  # what a manifest's `made` says of the last bits of a number
 
 
 class Mover:
@@ -42,7 +43,7 @@ class Mover:
 
     def __init__(self, context: Context):
         self.context, self.counts, self._rows = context, Counts(), None
-        self._here, self._made = dict(context.made), dict(context.made)
+        self._made = versions() | context.made | {COMPUTED: PREFILL}
         self._failed, self._done, self._read = set(), Outcomes(), set()
 
     def take(self, caches: Mapping[str, Tensor], config: VllmConfig) -> None:
@@ -69,8 +70,7 @@ class Mover:
         layers = config.compilation_config.static_forward_context
         self._rows = PagedRows([caches[name] for name in names], [layers[name] for name in names], geometry)
         backend = layers[names[0]].get_attn_backend().get_name()
-        self._here["attention"] = f"{backend} {getattr(layers[names[0]], 'isa', '')}".rstrip()
-        self._made = dict(self._here)
+        self._made["attention"] = f"{backend} {getattr(layers[names[0]], 'isa', '')}".rstrip()
 
     def load(self, jobs: Jobs) -> None:
         """Do the step's loads."""
@@ -133,15 +133,15 @@ class Mover:
             return len(job.tokens) - job.begin, snapshot.nbytes
 
     def _mixed_with(self, made: Mapping[str, str]) -> None:
-        """What is saved from now on may have begun with K and V of other numerics, for vLLM shares its blocks."""
-        for name in NUMERICS:
-            was, here = made.get(name), self._here[name]
-            if was not in (None, here, self._made[name]):
-                self._made[name] = was if was.endswith(f", then {here}") else f"{was}, then {here}"
+        """What is saved from now on may have begun with K and V of other numerics, for vLLM shares its blocks.
+
+        How its tokens were computed is known of each save, and is said with it.
+        """
+        self._made = mixed({**made, COMPUTED: PREFILL}, self._made)
 
     def _saved(self, job: Save) -> tuple[int, int]:
         source = Source(self.context.identity_for(job.salt), self._chunks(job), _ledger(self._count(job)), job.tokens)
-        saved = save(job.path, source, made=self._made)
+        saved = save(job.path, source, made=self._made | {COMPUTED: job.computed})
         return saved.manifest.length, saved.nbytes
 
     def _chunks(self, job: Save) -> Iterator[Tensor]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvlab.kvstore.studies.restore.promises import unmet
 from kvlab.kvstore.studies.restore.record import RestoreRecord, Settings, read
-from kvlab.kvstore.studies.restore.tables import ABOUT, TITLE, tables, unmet
+from kvlab.kvstore.studies.restore.tables import ABOUT, TITLE, tables
 
 if TYPE_CHECKING:
     from kvlab.calibration.load import Fitted

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
 
+from kvlab.kvstore.studies.restore import promises
 from kvlab.kvstore.studies.restore.record import RestoreRecord, Speed, Stored, break_even
 from kvlab.kvstore.studies.table import Table, estimate
 from kvlab.report.format import DASH, number, percent
@@ -15,12 +15,12 @@ A snapshot holds the KV cache of a context's whole chunks. A prompt that begins 
 file and computes the rest. This page asks whether the answer is the same, what that saves, what it costs to load, and
 what becomes of it when K and V are stored coded. Times are of this machine and change from run to run; everything else
 does not."""
-LEAST_SHARE = 0.7  # of the ideal ratio, which a restore of 90 % of a prompt has to reach
 
 
 def tables(record: RestoreRecord) -> list[Table]:
     """What the page says, in its order."""
     found = [
+        promises.table(record),
         _harness(record),
         _identity(record),
         _evicted(record),
@@ -96,8 +96,8 @@ def _prefill(record: RestoreRecord) -> Table:
     text = (
         "Cold over warm, medians of the rounds, loading left out; the ideal is 1 / (1 - reuse), as if every token"
         " were as dear as every other. A later token costs more than an earlier one, and a forward costs something"
-        f" however short it is, so the ideal is not reached; due is {percent(LEAST_SHARE, 0)} of it. In brackets stand"
-        " the least and the greatest round."
+        f" however short it is, so the ideal is not reached; due is {percent(promises.LEAST_SHARE, 0)} of it. In"
+        " brackets stand the least and the greatest round."
     )
     header = ("tokens", "reuse", "cold ms", "warm ms", "cold / warm", "ideal", "share of the ideal")
     rows = tuple(
@@ -189,31 +189,3 @@ def _stored_row(way: Stored) -> tuple[str, ...]:
 def _unstored(record: RestoreRecord) -> Table:
     rows = tuple((one.label, one.reason) for one in record.unstored)
     return Table("Not measured", "", ("codec", "why"), rows)
-
-
-def unmet(record: RestoreRecord) -> list[str]:
-    """What of the study's own promises this record does not keep, a line each; empty when it keeps all."""
-    return [*_unequal(record), *_slow(_reported(record)), *_unproven(record)]
-
-
-def _unequal(record: RestoreRecord) -> Iterable[str]:
-    for one in record.agreements:
-        due = {"answers": one.tokens_equal} | ({"logits": one.logits_equal} if one.dtype == "float32" else {})
-        for what, count in due.items():
-            if count < one.prompts:
-                yield f"{what} of {one.dtype} in {one.process} process are equal for {count} of {one.prompts} prompts"
-    for pooled in record.evicted:
-        if pooled.restored < pooled.prompts or min(pooled.tokens_equal, pooled.residency_equal) < pooled.prompts:
-            yield f"policy {pooled.policy} in a small pool is not the same, cold and warm, for every prompt"
-
-
-def _slow(speeds: Sequence[Speed]) -> Iterable[str]:
-    for speed in speeds:
-        if speed.reuse >= 0.9 and speed.length >= 1000 and speed.ratio < LEAST_SHARE * speed.ideal:
-            due = number(LEAST_SHARE * speed.ideal)
-            yield f"prefill of {speed.length} tokens is {number(speed.ratio)} times faster, due is {due}"
-
-
-def _unproven(record: RestoreRecord) -> Iterable[str]:
-    if record.harness.outcome != "pass":
-        yield f"the harness says {record.harness.outcome}: {'; '.join(record.harness.reasons)}"
