@@ -228,9 +228,11 @@ def test_a_needle_is_found_where_every_token_of_the_answer_is_the_most_likely(pl
 
 def test_what_is_found_is_what_greedy_decoding_writes(root, base_params, tmp_path):
     from kvlab.needles import build, sequence
+    from kvlab.paramfile import overlay
     from kvlab.params import Params
 
-    params = Params.complete(base_params | {"mechanisms": base_params["mechanisms"] | {"needles": 8}})
+    fewer = {"mechanisms": {"needles": 8}, "kvstore": {"policy": {"needles": 8}}}
+    params = Params.complete(overlay(base_params, fewer))
     planted = build(params, tmp_path / "needles.parquet")
     info = resolve(params.model)
     engine = real_start("hf", info, "float32", max_tokens=640)
