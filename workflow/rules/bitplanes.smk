@@ -28,8 +28,8 @@ rule bitplanes_job:
         " > {log:q} 2>&1"
 
 
-rule bitplanes:
-    """BITPLANES.md: the same, to be read; FINDINGS.md does not need it."""
+rule bitplanes_page:
+    """BITPLANES.md: the same, to be read."""
     input:
         of_models("results/kvstore/bitplanes/{model}.json"),
     output:
@@ -48,3 +48,13 @@ rule bitplanes:
         "bitplanes: {output}"
     shell:
         "python -m kvlab kvstore page {input:q}" " --study bitplanes" " --out {output:q}" " > {log:q} 2>&1"
+
+
+rule bitplanes:
+    """The page of every model; FINDINGS.md does not need it."""
+    input:
+        rules.bitplanes_page.output,
+    params:
+        cfg=parameters("model"),
+    message:
+        "bitplanes: complete"

@@ -1,4 +1,4 @@
-rule code:
+rule code_records:
     """Say what each module and each file of rules does, by digests: for DVC, whose stages depend on these records."""
     input:
         package=ancient(closure.PACKAGE),
@@ -20,3 +20,13 @@ rule code:
         "code: what the modules and the rules do"
     shell:
         "python {input.script:q} {output.records:q} > {log:q} 2>&1"
+
+
+rule code:
+    """The records of what the code does."""
+    input:
+        rules.code_records.output,
+    params:
+        cfg=Cfg(),
+    message:
+        "code: complete"

@@ -28,8 +28,8 @@ rule placement_job:
         " > {log:q} 2>&1"
 
 
-rule placement:
-    """PLACEMENT.md: the same, to be read; FINDINGS.md does not need it."""
+rule placement_page:
+    """PLACEMENT.md: the same, to be read."""
     input:
         of_models("results/kvstore/placement/{model}.json"),
     output:
@@ -48,3 +48,13 @@ rule placement:
         "placement: {output}"
     shell:
         "python -m kvlab kvstore page {input:q}" " --study placement" " --out {output:q}" " > {log:q} 2>&1"
+
+
+rule placement:
+    """The page of every model; FINDINGS.md does not need it."""
+    input:
+        rules.placement_page.output,
+    params:
+        cfg=parameters("model"),
+    message:
+        "placement: complete"

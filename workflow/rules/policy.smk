@@ -29,8 +29,8 @@ rule policy_job:
         " > {log:q} 2>&1"
 
 
-rule policy:
-    """POLICY.md: the same, to be read; FINDINGS.md does not need it."""
+rule policy_page:
+    """POLICY.md: the same, to be read."""
     input:
         of_models("results/kvstore/policy/{model}.json"),
     output:
@@ -49,3 +49,13 @@ rule policy:
         "policy: {output}"
     shell:
         "python -m kvlab kvstore page {input:q}" " --study policy" " --out {output:q}" " > {log:q} 2>&1"
+
+
+rule policy:
+    """The page of every model; FINDINGS.md does not need it."""
+    input:
+        rules.policy_page.output,
+    params:
+        cfg=parameters("model"),
+    message:
+        "policy: complete"

@@ -44,8 +44,8 @@ rule restore_job:
         " > {log:q} 2>&1"
 
 
-rule restore:
-    """RESTORE.md: the same, to be read; FINDINGS.md does not need it."""
+rule restore_page:
+    """RESTORE.md: the same, to be read."""
     input:
         of_models("results/kvstore/restore/{model}.json"),
     output:
@@ -64,3 +64,13 @@ rule restore:
         "restore: {output}"
     shell:
         "python -m kvlab kvstore page {input:q}" " --study restore" " --out {output:q}" " > {log:q} 2>&1"
+
+
+rule restore:
+    """The page of every model; FINDINGS.md does not need it."""
+    input:
+        rules.restore_page.output,
+    params:
+        cfg=parameters("model"),
+    message:
+        "restore: complete"

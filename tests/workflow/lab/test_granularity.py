@@ -20,7 +20,7 @@ def planned(lab):
     table = said.rpartition("Job stats:")[2].partition("\n\n")[0]
     assert table or "Nothing to be done" in said, said
     rules = set(re.findall(r"^(\w+) +\d+$", table, re.MULTILINE)) - {"total"}
-    return {rule for rule in rules if rule not in stages(lab) or rule in {"corpus", "planted"}}
+    return {rule for rule in rules if rule not in stages(lab) or rule == "corpus"}
 
 
 def stages(lab):
@@ -61,10 +61,10 @@ def test_other_bits_rerun_no_capture_and_no_sigma(lab):
 def test_a_codec_file_reruns_what_uses_it(lab):
     rung, block = "src/kvlab/codec/ladder/kivi.py", "src/kvlab/codec/block.py"
     (lab.root / rung).open("a").write("\nNEW = 1\n")
-    assert planned(lab) == JUDGED | {"ladder_job", "restore_job", "report_lead"}
+    assert planned(lab) == JUDGED | {"ladder_job", "restore_job", "restore_page", "report_lead"}
     assert changed(lab) == depending(lab, rung) == {"ladder", "mechanisms", "restore"}
     (lab.root / block).open("a").write("\nNEW = 1\n")
-    assert planned(lab) == CODED | REPORTED | JUDGED | {"ladder_job", "restore_job", "planted"}
+    assert planned(lab) == CODED | REPORTED | JUDGED | {"ladder_job", "restore_job", "restore_page", "planted_report"}
     assert changed(lab) == depending(lab, rung, block)
     assert not {"corpus", "capture", "sigma", "components", "needles", "report"} & changed(lab)
 
