@@ -16,11 +16,12 @@ READY := .venv/ready-$(FLAVOUR)
 BIN := $(CURDIR)/.venv/bin
 REPORT := results/gap/FINDINGS.md
 RULES := Snakefile workflow/rules
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --no-loadscope-reorder
 
-.PHONY: help setup findings test lint kill-test recompute cost bench-codec reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
+.PHONY: help setup findings test test-all test-rest wheel-test lint kill-test recompute cost bench-codec reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
 
 help:  ## this list
-	@echo "make TARGET, with ARGS='...' for options of the command behind it"
+	@echo "make TARGET, with ARGS='...' for options of the command that it runs"
 	@sed -nE 's/^([a-z-]+):[^#]*##(.*)/  \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 setup: $(READY)  ## .venv with everything in it (PYTHON=python3.11, EXTRA_INDEX=address)
@@ -35,8 +36,16 @@ findings: $(READY)  ## run what is not done yet, up to the report (PRESET=quick:
 	cd "$$place"; $(BIN)/snakemake $(REPORT) $(ARGS); \
 	echo "Report: $$place/$(REPORT)"
 
-test: $(READY)  ## all tests, in two processes (WORKERS=1: in one)
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --no-loadscope-reorder $(ARGS)
+test: $(READY)  ## what one runs before a commit, in two processes (WORKERS=1: in one)
+	@$(PYTEST) -m "not full" $(ARGS)
+
+test-all: test test-rest  ## all tests: those of `make test`, then the rest
+
+test-rest: $(READY)  ## what `make test` leaves out: DVC, schedulers, S3, a browser; properties with all their examples
+	@$(PYTEST) -m "full or hypothesis" --hypothesis-profile=second $(ARGS)
+
+wheel-test: $(READY)  ## build the wheel, install it into a new environment and use it there
+	@$(BIN)/python workflow/scripts/wheel_test.py $(ARGS)
 
 lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml and config/ against the rules
 	$(BIN)/ruff check src tests workflow
@@ -45,6 +54,7 @@ lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml and config/ agains
 	$(BIN)/snakemake --lint
 	$(BIN)/python workflow/scripts/dvc_sync.py --check
 	$(BIN)/python workflow/scripts/params_docs.py --check
+	$(BIN)/python workflow/scripts/metrics_schema.py --check
 
 kill-test: $(READY)  ## SIGKILL jobs and Snakemake with all their children, run again, compare every table
 	@$(BIN)/python workflow/scripts/kill_rules.py $(if $(PRESET),--preset '$(PRESET)') $(ARGS)
@@ -70,7 +80,7 @@ bench-codec: $(READY)  ## every codec beside other libraries -> results/codec/BE
 		--model $(MODEL) --ladder results/ladder/$(MODEL) $(BENCH)
 
 reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
-	$(BIN)/python -m kvlab reference --out models/reference $(ARGS)
+	$(BIN)/python -m kvlab step reference --out models/reference $(ARGS)
 
 adopt: $(READY)  ## record in DVC what plain snakemake made (STAGE='sigma codebooks'; default: all)
 	@$(BIN)/python workflow/scripts/dvc_sync.py --check >/dev/null
@@ -91,12 +101,12 @@ params-docs: $(READY)  ## config/PARAMS.md and the JSON schema, after a paramete
 	@$(BIN)/python workflow/scripts/params_docs.py
 
 headline: $(READY)  ## the block at the top of README.md, from results/ (MODEL=SLUG)
-	@$(BIN)/python -m kvlab report --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
+	@$(BIN)/python -m kvlab step report --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
 		--readme README.md
 
 pins: $(READY)  ## resolve requirements/in.txt again, into requirements/{cpu,cuda}.txt (ARGS=--keep: only what is new)
 	$(BIN)/python workflow/scripts/pins.py $(ARGS)
 
-clean:  ## caches and the workspaces of presets; results/, calib/ and .venv stay
-	rm -rf .runs .pytest_cache .ruff_cache .hypothesis build dvc_plots
+clean:  ## caches, what was measured before, and the workspaces of presets; results/, calib/ and .venv stay
+	rm -rf .runs .kvlab .pytest_cache .ruff_cache .hypothesis build dvc_plots
 	find src tests workflow -name __pycache__ -prune -exec rm -rf {} +

@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+from tiers import FIRST
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
-FIRST = "workflow"  # the folder that takes longest; the others fill up the time beside it
+LONG = ("workflow", "kvstore/vllm", "codec")  # folders that take longest; the others fill up the time beside them
+ONE_ENGINE = ("engines", "lab", "studies")  # their tests share the session's engines, so one process runs them all
+settings.load_profile(FIRST)  # unless --hypothesis-profile names the other
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Marks and what they mean; see `tiers`."""
+    config.addinivalue_line("markers", "full: only in `make test-all`, as it runs other programs or waits for them")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with `FIRST`."""
-    items.sort(key=lambda item: FIRST not in item.path.parts)
+    """Begin with the folders in `LONG`."""
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.parent.relative_to(ROOT / "tests").as_posix()
+        return next((number for number, name in enumerate(LONG) if folder.startswith(name)), len(LONG))
+
+    items.sort(key=place)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Of several processes (`pytest -n 2`), each takes a folder at a time: what its tests share is made once."""
+    """Of several processes (`pytest -n 2`), each takes a folder at a time: what its tests share is made once.
+
+    So does all of `ONE_ENGINE`: vLLM starts once.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0].rpartition("/")[0]
+            folder = nodeid.partition("::")[0].rpartition("/")[0]
+            return "engine" if folder.removeprefix("tests/") in ONE_ENGINE else folder
 
     return ByFolder(config, log)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Small tensors gain nothing from threads, and lose a lot to them on a busy machine."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -36,12 +64,16 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def base_params() -> dict:
-    """params.yaml as it is committed, as a mapping of one model's parameters."""
-    from kvlab.paramfile import read_yaml
+    """params.yaml as it is committed, with every default written out, as a mapping of one model's parameters."""
+    from kvlab.base.paramfile import read_yaml
+    from kvlab.studies.settings import by_model, resolved
 
-    data = read_yaml(ROOT / "params.yaml")
-    (model,) = data.pop("models")
-    return data | {"model": model}
+    with contextlib.chdir(ROOT):
+        data = read_yaml(ROOT / "params.yaml")
+        (settings,) = by_model(data).values()
+        found = resolved(data) | {"model": settings.model.model_dump(mode="json")}
+    del found["models"]
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -56,8 +88,8 @@ def tiny_model(tmp_path_factory) -> Path:
 def tiny_params(tiny_model, tmp_path_factory, base_params):
     """Parameters that fit the tiny model: windows of 64 + 32 tokens."""
     import tiny
-    from kvlab.paramfile import overlay
-    from kvlab.params import Params
+    from kvlab.base.paramfile import overlay
+    from kvlab.studies.settings import Settings
 
     folder = tmp_path_factory.mktemp("text")
     text, other = tiny.write_text(folder / "text.txt"), tiny.write_text(folder / "other.txt", seed=1)
@@ -84,13 +116,13 @@ def tiny_params(tiny_model, tmp_path_factory, base_params):
         "stats": {"resamples": 500},
         "jobs": {"threads": 1},
     }
-    return Params.complete(overlay(base_params, changes))
+    return Settings.complete(overlay(base_params, changes))
 
 
 @pytest.fixture(scope="session")
 def tiny_windows(tiny_params, tmp_path_factory) -> Path:
     """The tiny corpus, cut."""
-    from kvlab.corpus import build
+    from kvlab.text.corpus import build
 
     out = tmp_path_factory.mktemp("corpus") / "windows.safetensors"
     build(tiny_params, out)
@@ -100,8 +132,8 @@ def tiny_windows(tiny_params, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def hf_engine(tiny_params):
     """The tiny model in transformers, float32, eager."""
+    from kvlab.base.model import resolve
     from kvlab.engines.registry import start
-    from kvlab.model import resolve
 
     return start("hf", resolve(tiny_params.model), "float32", max_tokens=96)
 
@@ -109,8 +141,8 @@ def hf_engine(tiny_params):
 @pytest.fixture(scope="session")
 def vllm_engine(tiny_params):
     """The tiny model in vLLM, float32: the one start of the session."""
+    from kvlab.base.model import resolve
     from kvlab.engines.registry import start
-    from kvlab.model import resolve
 
     engine = start("vllm", resolve(tiny_params.model), "float32", max_tokens=96)
     yield engine
@@ -121,9 +153,9 @@ def vllm_engine(tiny_params):
 def tiny_calibration(tiny_params, tiny_windows, tmp_path_factory) -> dict[str, Path]:
     """Capture, Sigma_q (also `rotated`), codebooks and components of the tiny model, from transformers."""
     from kvlab.calibration.capture import capture
-    from kvlab.calibration.codebooks import fit_codebooks
     from kvlab.calibration.components import fit_components
     from kvlab.calibration.sigma import fit_sigma
+    from kvlab.lab.codebooks import fit_codebooks
 
     folder = tmp_path_factory.mktemp("calib")
     paths = {
@@ -154,7 +186,7 @@ def tiny_fitted_for(tiny_params, tiny_calibration, tiny_fitted):
     from dataclasses import replace
     from functools import cache
 
-    from kvlab.calibration.codebooks import fit_codebooks
+    from kvlab.lab.codebooks import fit_codebooks
 
     @cache
     def fitted(study: str) -> dict:

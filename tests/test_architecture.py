@@ -5,91 +5,56 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-SRC = Path(__file__).parent.parent / "src"
+SRC = Path(__file__).parents[1] / "src"
 
-# A module may import from its own floor and from those below. Longest prefix wins.
+# Every folder stands on one floor; a module imports from its own folder and from lower floors, never upwards and
+# never from another folder of its own floor.
 FLOORS = {
-    "kvlab.errors": 0,
-    "kvlab.lifeline": 0.1,
-    "kvlab.recipe": 0.1,
-    "kvlab.paramfile": 0.1,
-    "kvlab.layer_numbers": 0.1,
-    "kvlab.ladder_names": 0.2,
-    "kvlab.kvstore_params": 0.2,
-    "kvlab.params": 0.2,
-    "kvlab.per_model": 0.3,
-    "kvlab.ladder": 0.2,
-    "kvlab.records": 0.3,
-    "kvlab.model": 0.4,
-    "kvlab.corpus_docstrings": 0.5,
-    "kvlab.corpus_licences": 0.5,
-    "kvlab.corpus": 1,
-    "kvlab.needles": 1,
-    "kvlab.codec": 1,
-    "kvlab.stats": 1,
-    "kvlab.engines": 2,
-    "kvlab.calibration": 2.1,
-    "kvlab.reference": 2.1,
-    "kvlab.experiments.plans": 0.4,
-    "kvlab.experiments.plan": 0.5,
-    "kvlab.experiments": 3,
-    "kvlab.kvstore": 3.05,
-    "kvlab.kvstore.studies": 4.1,
-    "kvlab.kvstore.page": 4.2,
-    "kvlab.gate": 3.1,
-    "kvlab.gate.detection": 4.1,
-    "kvlab.gate.page": 4.1,
-    "kvlab.streams": 3.4,
-    "kvlab.bench": 3.2,
-    "kvlab.dropins": 3.3,
-    "kvlab.evals": 3.5,
-    "kvlab.report": 4,
-    "kvlab.published": 4.1,
-    "kvlab.planted": 4.3,
-    "kvlab.bench.contest": 4.1,
-    "kvlab.bench.divergence": 4.1,
-    "kvlab.bench.figures": 4.1,
-    "kvlab.bench.page": 4.2,
-    "kvlab.bench.run": 4.3,
-    "kvlab.flags": 0,
-    "kvlab.tables": 0.1,
-    "kvlab.verbs": 4.9,
-    "kvlab.cli": 5,
-    "kvlab.__main__": 6,
-    "kvlab": 0,
+    "base": 0,
+    "stats": 1,
+    "text": 1,
+    "codec": 2,
+    "pages": 2,
+    "engines": 3,
+    "calibration": 4,
+    "cache": 5,
+    "kvstore": 6,
+    "lab": 6,
+    "studies": 7,
+    "gate": 8,
+    "evals": 9,
+    "report": 9,
+    "cli": 10,
+    "validation": 11,
 }
 REPORTING = (
-    "kvlab.gate",
-    "kvlab.report",
-    "kvlab.published",
-    "kvlab.paramfile",
-    "kvlab.layer_numbers",
-    "kvlab.kvstore_params",
-    "kvlab.ladder_names",
-    "kvlab.params",
-    "kvlab.per_model",
-    "kvlab.ladder",
-    "kvlab.recipe",
-    "kvlab.records",
-    "kvlab.experiments.plan",
-    "kvlab.experiments.plans",
+    *("kvlab.pages", "kvlab.gate", "kvlab.report", "validation.published", "kvlab.lab.plan"),
+    *(f"kvlab.base.{name}" for name in ("paramfile", "params", "rungs", "recipe", "records", "errors")),
+    *("kvlab.studies.kvstore_params", "kvlab.studies.settings"),
+)
+REPORTING_PARTS = (  # files of a study
+    *("params", "plan", "schema", "numbers", "claims", "tables", "figure", "records"),
 )
 HEAVY = ("torch", "transformers", "vllm", "datasets")
 TORCH_IN_STATS = "kvlab.stats.divergences"
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     found = {}
-    for path in sorted((SRC / "kvlab").rglob("*.py")):
-        name = ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
-        found[name] = ast.parse(path.read_text())
+    for root in (SRC / "kvlab", SRC.parent / "validation"):
+        for path in sorted(root.rglob("*.py")):
+            name = ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")
+            found[name] = ast.parse(path.read_text())
     return found
 
 
-def imported(tree: ast.Module) -> set[str]:
+@cache
+def imported(tree: ast.Module) -> frozenset[str]:
     """Every module named in an import, inside functions too."""
     names = set()
     for node in ast.walk(tree):
@@ -98,23 +63,43 @@ def imported(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
-def floor(name: str) -> float:
+def folder(name: str) -> str | None:
+    """The folder of a module; None for the package's own two files, which may import anything."""
     parts = name.split(".")
-    return next(FLOORS[key] for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in FLOORS)
+    if parts[0] == "validation":
+        return parts[0]
+    return parts[1] if len(parts) > 2 or parts[-1] in FLOORS else None
 
 
 def test_imports_run_downwards_only():
     known = modules()
-    upwards = [
+    wrong = [
         f"{name} imports {target}"
         for name, tree in known.items()
-        for target in imported(tree)
-        if target in known and target != "kvlab" and floor(target) > floor(name)
+        for target in imported(tree) & known.keys()
+        if None not in (here := folder(name), there := folder(target))
+        and here != there
+        and FLOORS[there] >= FLOORS[here]
     ]
-    assert upwards == []
+    assert wrong == []
+
+
+def test_a_study_knows_no_other_study():
+    known = modules()
+    studies = {name.split(".")[2] for name in known if name.startswith("kvlab.studies.") and name.count(".") > 2}
+    wrong = [
+        f"{name} imports {target}"
+        for name, tree in known.items()
+        for target in imported(tree) & known.keys()
+        if name.startswith("kvlab.studies.")
+        and target.startswith("kvlab.studies.")
+        and {(here := name.split(".")[2]), (there := target.split(".")[2])} <= studies
+        and here != there
+    ]
+    assert wrong == []
 
 
 def test_no_modules_import_one_another_in_a_circle():
@@ -127,12 +112,22 @@ def test_no_modules_import_one_another_in_a_circle():
     TopologicalSorter(needed).prepare()  # a `CycleError` names the circle
 
 
-def test_every_module_has_a_floor_of_its_own_choosing():
-    assert [name for name in modules() if name.count(".") == 1 and name not in FLOORS] == []
+def test_every_folder_has_a_floor_and_says_what_it_is():
+    folders = [path for path in (SRC / "kvlab").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert {path.name for path in folders} | {"validation"} == FLOORS.keys()
+    packages = [path.parent for root in ("src/kvlab", "validation") for path in (SRC.parent / root).rglob("*.py")]
+    untold = [path for path in set(packages) if not ast.get_docstring(ast.parse((path / "__init__.py").read_text()))]
+    assert untold == []
+
+
+def test_no_file_is_longer_than_a_reader_can_hold():
+    long = [p for root in ("src/kvlab", "validation") for p in (SRC.parent / root).rglob("*.py")]
+    assert [str(path) for path in long if len(path.read_text().splitlines()) >= 400] == []
 
 
 def test_the_reporting_wing_names_no_heavy_package():
     wing = [name for name in modules() if name.startswith((*REPORTING, "kvlab.stats")) and name != TORCH_IN_STATS]
+    wing += [n for n in modules() if n.startswith("kvlab.studies.") and n.split(".")[-1] in REPORTING_PARTS]
     assert len(wing) > 10
     heavy = {name: imported(tree) & set(HEAVY) for name, tree in modules().items() if name in wing}
     assert {name: found for name, found in heavy.items() if found} == {}
@@ -141,21 +136,22 @@ def test_the_reporting_wing_names_no_heavy_package():
 def test_reporting_really_runs_without_torch():
     program = (
         "import sys, kvlab.report.metrics, kvlab.report.comparison, kvlab.report.findings, kvlab.gate.verdict;"
-        "import kvlab.published.main, kvlab.cli;"
+        "import validation.published.main, kvlab.cli.main;"
         "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": str(SRC)}
+        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": f"{SRC}:{SRC.parent}"}
     )
     assert answer.stdout.strip() == "[]", answer.stderr
 
 
 def test_params_load_nothing_that_takes_time():
     program = (
-        "import sys, kvlab.cli, kvlab.experiments.plan; print(sorted({'torch','polars','numpy'} & set(sys.modules)))"
+        "import sys, kvlab.cli.main, kvlab.cli.checked, kvlab.lab.plan;"
+        "print(sorted({'torch', 'polars', 'numpy'} & set(sys.modules)))"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": str(SRC)}
+        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": f"{SRC}:{SRC.parent}"}
     )
     assert answer.stdout.strip() == "[]", answer.stderr
 

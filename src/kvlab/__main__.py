@@ -1,6 +1,6 @@
 """``python -m kvlab``."""
 
-from kvlab.cli import main
+from kvlab.cli.main import main
 
 if __name__ == "__main__":
     main()

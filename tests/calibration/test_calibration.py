@@ -8,27 +8,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from kvlab.base.errors import CalibrationMismatch
+from kvlab.base.model import resolve
+from kvlab.base.paramfile import overlay
+from kvlab.base.params import studied_recipe
+from kvlab.base.recipe import IDENTITY, HadamardStream, KltStream, OscarStream, Recipe, digest
+from kvlab.base.records import file_hash, from_header, to_header
+from kvlab.base.rungs import default_recipe, ladder_recipe
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured, capture
-from kvlab.calibration.codebooks import fit_codebooks
 from kvlab.calibration.components import FIELDS, fit_components
 from kvlab.calibration.load import Fitted, by_origin
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.sigma import describe, second_moment
 from kvlab.codec.metric import ridged
-from kvlab.codec.published import read_centroids
-from kvlab.errors import CalibrationMismatch, NonFinite
-from kvlab.ladder import default_recipe, ladder_recipe
-from kvlab.model import resolve
-from kvlab.paramfile import overlay
-from kvlab.params import Params, studied_recipe
-from kvlab.recipe import IDENTITY, HadamardStream, KltStream, OscarStream, Recipe, digest
-from kvlab.records import file_hash, to_header
+from kvlab.codec.stream.published import read_centroids
+from kvlab.lab.codebooks import fit_codebooks
+from kvlab.studies.settings import Settings
 
 
-def load_all(params: Params, paths: dict, **changed) -> calibration.Calibrated:
+def load_all(params: Settings, paths: dict, **changed) -> calibration.Calibrated:
     """The calibration with every file of `paths`."""
     fitted = Fitted(paths["sigma"], paths["codebooks"], paths["components"])
     return calibration.load(fitted, **{"model_hash": resolve(params.model).model_hash} | changed)
@@ -61,14 +63,12 @@ def test_components_are_stored_by_layer_and_stream(tiny_calibration):
     assert all(row["coding_gain_db"] > 0 and row["condition"] > 1 for row in sidecar["diagnostics"])
 
 
-def test_components_are_those_of_the_context_in_the_metric_of_what_errors_do(tiny_params, tiny_calibration):
-    """The weighted error of x is the plain error of its components, on the context and not behind it."""
-    info = resolve(tiny_params.model)
-    captured = Captured(tiny_calibration["capture"], info.model_hash)
-    calibrated, metrics = load_all(tiny_params, tiny_calibration), ErrorMetrics(info, captured.context)
+def test_components_are_those_of_the_context_in_the_metric_of_what_errors_do(tiny_params, tiny_calibration, everything):
+    """The weighted error of x is the plain error of its components, on the context and not after it."""
+    calibrated, metrics = load_all(tiny_params, tiny_calibration), ErrorMetrics(resolve(tiny_params.model), 64)
     for stream in "kv":
         found = calibrated.components[stream][1]
-        rows = captured.layer(1, stream)[:, :, : captured.context].transpose(0, 1).reshape(2, -1, 32).double()
+        rows = everything[f"layer_1_{stream}"][:, :, :64].transpose(0, 1).reshape(2, -1, 32).double()
         torch.testing.assert_close(found.mean.double(), rows.mean(1), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(found.covariance.double(), torch.stack([torch.cov(r.mT) for r in rows]))
         chol = calibrated.whiteners[1].chol.double()
@@ -141,9 +141,9 @@ def test_components_of_another_sigma_are_refused(tiny_params, tiny_calibration, 
     save_file(tensors, tmp_path / "s.safetensors")
     (tmp_path / "s.json").write_text(sidecar.read_text())
     model_hash = resolve(tiny_params.model).model_hash
-    with pytest.raises(CalibrationMismatch, match=r"fitted for sigma_hash .*run `kvlab components` again"):
+    with pytest.raises(CalibrationMismatch, match=r"fitted for sigma_hash .*run `kvlab step components` again"):
         calibration.load(Fitted(tmp_path / "s.safetensors", None, tiny_calibration["components"]), model_hash)
-    with pytest.raises(CalibrationMismatch, match=r"another Sigma_q; run `kvlab codebooks` again"):
+    with pytest.raises(CalibrationMismatch, match=r"another Sigma_q; run `kvlab step codebooks` again"):
         calibration.load(Fitted(tmp_path / "s.safetensors", tiny_calibration["codebooks"]), model_hash)
 
 
@@ -157,7 +157,7 @@ def test_a_sigma_that_is_not_whole_is_refused(tiny_params, tiny_calibration, tmp
         changed.append(tensors | {f"layer_1_{part}": tensors[f"layer_1_{part}"] * 2})
     for wrong in changed:
         save_file(wrong, tmp_path / "s.safetensors")
-        with pytest.raises(CalibrationMismatch, match="run `kvlab sigma`"):
+        with pytest.raises(CalibrationMismatch, match="run `kvlab step sigma`"):
             load_all(tiny_params, tiny_calibration | {"sigma": tmp_path / "s.safetensors"})
 
 
@@ -172,10 +172,10 @@ def test_sigma_of_another_capture_fits_no_components(tiny_params, tiny_calibrati
 
 def test_a_file_that_holds_no_components_says_what_to_run(tiny_params, tiny_calibration, tmp_path):
     (tmp_path / "p.safetensors").write_bytes(b"short")
-    with pytest.raises(CalibrationMismatch, match="run `kvlab components`"):
+    with pytest.raises(CalibrationMismatch, match="run `kvlab step components`"):
         load_all(tiny_params, tiny_calibration | {"components": tmp_path / "p.safetensors"})
     save_file({"a": torch.zeros(1)}, tmp_path / "q.safetensors")
-    with pytest.raises(CalibrationMismatch, match="has no 'model_hash'; run `kvlab components`"):
+    with pytest.raises(CalibrationMismatch, match="has no 'model_hash'; run `kvlab step components`"):
         load_all(tiny_params, tiny_calibration | {"components": tmp_path / "q.safetensors"})
 
 
@@ -203,20 +203,20 @@ def test_each_recipe_gets_what_it_needs_and_nothing_else(tiny_params, tiny_calib
 def test_a_table_of_another_recipe_is_refused(tiny_params, tiny_calibration):
     calibrated = load_all(tiny_params, tiny_calibration)
     assert calibrated.stream(studied_recipe(tiny_params).k, "k").centroids is not None
-    other = Params.complete(overlay(tiny_params.model_dump(mode="json"), {"bits": 4}))
+    other = Settings.complete(overlay(tiny_params.model_dump(mode="json"), {"bits": 4}))
     with pytest.raises(CalibrationMismatch, match=r"no codebook was fitted.*bits 4"):
         calibrated.stream(studied_recipe(other).k, "k")
 
 
-def test_k_behind_its_rotation_has_its_own_whitener_and_table(tiny_params, tiny_fitted_for):
+def test_k_after_its_rotation_has_its_own_whitener_and_table(tiny_params, tiny_fitted_for):
     """Without them a post_rope cell is refused, and so is the one file in the other's place."""
     fitted = tiny_fitted_for("cells")["hf"]
     model_hash = resolve(tiny_params.model).model_hash
     calibrated = calibration.load(fitted, model_hash)
     recipe = studied_recipe(tiny_params)
-    before, behind = (calibrated.stream(recipe.k, "k", placement) for placement in ("pre_rope", "post_rope"))
-    assert not torch.equal(before.whiteners[1].chol, behind.whiteners[1].chol)
-    assert not torch.equal(before.centroids, behind.centroids)
+    before, after = (calibrated.stream(recipe.k, "k", placement) for placement in ("pre_rope", "post_rope"))
+    assert not torch.equal(before.whiteners[1].chol, after.whiteners[1].chol)
+    assert not torch.equal(before.centroids, after.centroids)
     assert calibrated.stream(recipe.v, "v", "post_rope").centroids is not None
     with pytest.raises(CalibrationMismatch, match="K post_rope"):
         calibration.load(tiny_fitted_for("factors")["hf"], model_hash).stream(recipe.k, "k", "post_rope")
@@ -230,10 +230,10 @@ def test_k_behind_its_rotation_has_its_own_whitener_and_table(tiny_params, tiny_
         (KltStream(bits=2), True),
         (HadamardStream(bits=2, center=True), True),
         (HadamardStream(bits=2, whiten=True), False),
-        (OscarStream(bits=2), False),  # rotates K by Sigma_q, of which there is one behind the embedding
+        (OscarStream(bits=2), False),  # rotates K by Sigma_q, of which there is one after the embedding
     ],
 )
-def test_components_of_k_do_not_serve_k_behind_its_rotation(tiny_params, tiny_fitted, recipe, refused):
+def test_components_of_k_do_not_serve_k_after_its_rotation(tiny_params, tiny_fitted, recipe, refused):
     calibrated = calibration.load(tiny_fitted, resolve(tiny_params.model).model_hash)
     if refused:
         with pytest.raises(
@@ -266,35 +266,23 @@ def test_files_find_each_other_by_origin(tiny_calibration, tmp_path):
         tiny_calibration[name] for name in ("sigma", "codebooks", "components", "rotated")
     )
     assert by_origin([sigma], [codebooks], [components], [rotated]) == {
-        "hf": Fitted(sigma, codebooks, components, rotated)
+        "hf": Fitted(sigma, (codebooks,), components, rotated)
     }
+    both = (codebooks, tmp_path / "more.json")  # each study has its own
+    both[1].write_bytes(codebooks.read_bytes())
+    assert by_origin([sigma], both)["hf"].codebooks == both
     with pytest.raises(CalibrationMismatch, match="a second one on hf"):
         by_origin([sigma, sigma])
     with pytest.raises(CalibrationMismatch, match="no Sigma_q of hf is named"):
         by_origin([], [codebooks])
 
 
-def test_nan_in_a_capture_is_refused(tiny_params, tiny_windows, tmp_path, monkeypatch):
-    from kvlab.calibration import capture as module
-
-    class Broken:
-        device = "cpu"
-
-        def score(self, ids, first, tap):
-            tap(0, "k", torch.full((2, 96, 32), float("nan")))
-
-    monkeypatch.setattr(module, "start", lambda *a, **k: Broken())
-    with pytest.raises(NonFinite, match="layer_0_k"):
-        capture(tiny_params, "hf", tiny_windows, tmp_path / "c.safetensors")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_broken_capture_file_says_what_to_run(tmp_path):
     (tmp_path / "c.safetensors").write_bytes(b"short")
-    with pytest.raises(CalibrationMismatch, match="run `kvlab capture`"):
+    with pytest.raises(CalibrationMismatch, match="run `kvlab step capture`"):
         Captured(tmp_path / "c.safetensors", "x")
     save_file({"a": torch.zeros(1)}, tmp_path / "d.safetensors")
-    with pytest.raises(CalibrationMismatch, match="run `kvlab capture`"):
+    with pytest.raises(CalibrationMismatch, match="run `kvlab step capture`"):
         Captured(tmp_path / "d.safetensors", "x")
 
 
@@ -302,12 +290,17 @@ def test_what_is_no_capture_is_refused_when_it_is_opened(tiny_params, tiny_calib
     """Also the calibration's own files, which carry the same identity."""
     model_hash = resolve(tiny_params.model).model_hash
     for name in ("sigma", "components"):
-        with pytest.raises(CalibrationMismatch, match=r"has no '(engine|context|corpus_hash)'; run `kvlab capture`"):
+        with pytest.raises(
+            CalibrationMismatch, match=r"has no '(engine|context|corpus_hash)';" r" run `kvlab step capture`"
+        ):
             Captured(tiny_calibration[name], model_hash)
-    facts = {"engine": "hf", "model_hash": model_hash, "corpus_hash": "c", "context": 4}
-    for tensors in ({"layer_0_q": torch.zeros(1)}, {"a": torch.zeros(1)}):
+    with safe_open(tiny_calibration["capture"], "pt") as file:
+        facts = from_header(file.metadata())
+    whole = load_file(tiny_calibration["capture"])
+    part = {name: tensor for name, tensor in whole.items() if name != "layer_1_k_scatter"}
+    for tensors in ({"layer_0_q_count": torch.zeros(1)}, {"a": torch.zeros(1)}, part):
         save_file(tensors, tmp_path / "c.safetensors", metadata=to_header(facts))
-        with pytest.raises(CalibrationMismatch, match="Q, K and V of every layer"):
+        with pytest.raises(CalibrationMismatch, match="moments of Q, K and V of every layer"):
             Captured(tmp_path / "c.safetensors", model_hash)
     save_file({"a": torch.zeros(1)}, tmp_path / "c.safetensors", metadata={"kvlab": "{"})
     with pytest.raises(CalibrationMismatch, match="has no 'engine'"):
@@ -318,7 +311,7 @@ def test_what_is_no_capture_is_refused_when_it_is_opened(tiny_params, tiny_calib
 def test_a_sidecar_that_is_none_says_what_to_run(tiny_params, tiny_calibration, tmp_path, sidecar):
     (tmp_path / "s.safetensors").write_bytes(tiny_calibration["sigma"].read_bytes())
     (tmp_path / "s.json").write_text(sidecar)
-    with pytest.raises(CalibrationMismatch, match="not what `kvlab sigma` writes"):
+    with pytest.raises(CalibrationMismatch, match="not what `kvlab step sigma` writes"):
         load_all(tiny_params, tiny_calibration | {"sigma": tmp_path / "s.safetensors"})
 
 
@@ -326,7 +319,7 @@ def test_a_sidecar_that_is_none_says_what_to_run(tiny_params, tiny_calibration, 
 def test_tables_that_are_none_say_what_to_run(tiny_params, tiny_calibration, tmp_path, table):
     facts = json.loads(tiny_calibration["codebooks"].read_text()) | {"tables": [table]}
     (tmp_path / "c.json").write_text(json.dumps(facts))
-    with pytest.raises(CalibrationMismatch, match="run `kvlab codebooks` again"):
+    with pytest.raises(CalibrationMismatch, match="run `kvlab step codebooks` again"):
         load_all(tiny_params, tiny_calibration | {"codebooks": tmp_path / "c.json"})
 
 

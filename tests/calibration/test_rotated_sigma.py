@@ -1,4 +1,4 @@
-"""Sigma_q of the queries behind their rotary embedding: of the tiny model, against its own captured queries."""
+"""Sigma_q of the queries after their rotary embedding: of the tiny model, against its own captured queries."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from codec import making
-from kvlab.calibration.capture import Captured
-from kvlab.calibration.sigma import describe, load_whiteners, rotated_path, round_trip_errors, window_traces
-from kvlab.codec.published import INVERSE_TOLERANCE, SigmaQ, read_sigma, write_sigma
+from kvlab.base.errors import StreamError
+from kvlab.base.model import resolve
+from kvlab.base.records import file_hash
+from kvlab.calibration.sigma import describe, load_whiteners, rotated_path, round_trip_errors
+from kvlab.codec.stream.published import INVERSE_TOLERANCE, SigmaQ, read_sigma, write_sigma
 from kvlab.codec.whitening import Whitener, fit
-from kvlab.errors import StreamError
-from kvlab.model import resolve
-from kvlab.records import file_hash
+from tiers import examples
 
 ROPE_BASE = 10_000.0  # of the tiny model, whose configuration names none
 
@@ -34,13 +34,12 @@ def sidecar(path) -> dict:
     return json.loads(path.with_suffix(".json").read_text())
 
 
-def test_it_is_the_second_moment_of_the_queries_at_their_own_positions(tiny_params, tiny_calibration):
+def test_it_is_the_second_moment_of_the_queries_at_their_own_positions(tiny_calibration, everything):
     path = rotated_path(tiny_calibration["sigma"])
-    captured = Captured(tiny_calibration["capture"], resolve(tiny_params.model).model_hash)
     found, before = read_sigma(path), read_sigma(tiny_calibration["sigma"])
     assert sorted(found.sigma) == [0, 1, 2]
     for layer, sigma in found.sigma.items():
-        q = turned(captured.layer(layer, "q"))  # windows, heads, tokens, head_dim
+        q = turned(everything[f"layer_{layer}_q"])  # windows, heads, tokens, head_dim
         for head in range(2):
             group = q[:, 2 * head : 2 * head + 2].reshape(-1, 32)
             torch.testing.assert_close(sigma[head].double(), group.mT @ group / len(group), atol=1e-4, rtol=1e-4)
@@ -52,16 +51,15 @@ def test_it_is_the_second_moment_of_the_queries_at_their_own_positions(tiny_para
         torch.testing.assert_close(*pairs, atol=1e-3, rtol=1e-4)
 
 
-def test_traces_of_single_windows_have_the_pooled_trace_as_their_mean(tiny_params, tiny_calibration):
-    captured = Captured(tiny_calibration["capture"], resolve(tiny_params.model).model_hash)
+def test_traces_of_single_windows_have_the_pooled_trace_as_their_mean(tiny_calibration, everything):
     sigma, by_place = read_sigma(tiny_calibration["sigma"]).sigma, {}
     for row in sidecar(tiny_calibration["sigma"])["diagnostics"]:
         by_place[row["layer"], row["kv_head"]] = row["window_traces"]
         assert sum(row["window_traces"]) / 6 == pytest.approx(row["sigma_trace"], rel=1e-12)
         assert row["sigma_trace"] == pytest.approx(float(sigma[row["layer"]][row["kv_head"]].trace()), rel=1e-6)
-    group = captured.window(2, "q", 4)[2:4].double()  # the query heads that KV head 1 serves
+    group = everything["layer_2_q"][4, 2:4].double()  # the query heads that KV head 1 serves
     assert by_place[2, 1][4] == pytest.approx(float(group.square().sum(-1).mean()), rel=1e-12)
-    assert window_traces(captured.layer(2, "q"), 2).shape == (6, 2)
+    assert all(len(traces) == 6 for traces in by_place.values())
 
 
 def test_the_round_trip_error_is_that_of_float32_and_sees_a_wrong_inverse(tiny_params, tiny_calibration):
@@ -99,7 +97,7 @@ def test_the_two_files_differ_in_what_is_rotated_only(tiny_calibration):
 
 
 @given(exponents=st.lists(st.integers(-7, 7), min_size=16, max_size=16))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_whiteners_follow_a_rewriting_of_the_channels(tiny_calibration, exponents):
     """Q times powers of two, K over them, pair by pair: the same model, and the same whitened K bit for bit."""
     units = 2.0 ** torch.tensor(2 * exponents, dtype=torch.float64)

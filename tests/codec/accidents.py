@@ -7,9 +7,9 @@ import struct
 
 import google_crc32c
 
-from kvlab.codec import bitstream
-from kvlab.codec.bitstream import HEADER, U32
-from kvlab.errors import StreamError
+from kvlab.base.errors import StreamError
+from kvlab.codec.stream import bitstream
+from kvlab.codec.stream.bitstream import HEADER, U32
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:

@@ -5,11 +5,7 @@ from functools import lru_cache
 import torch
 
 from codec import making
-from kvlab.codec import components, whitening
-from kvlab.codec.base import StreamCalibration
-from kvlab.codec.names import UNSTORED
-from kvlab.codec.registry import build
-from kvlab.recipe import (
+from kvlab.base.recipe import (
     CastStream,
     D4Stream,
     E8Stream,
@@ -23,6 +19,11 @@ from kvlab.recipe import (
     NoiseStream,
     OscarStream,
 )
+from kvlab.codec import whitening
+from kvlab.codec.base import StreamCalibration
+from kvlab.codec.klt import components
+from kvlab.codec.names import UNSTORED
+from kvlab.codec.registry import build
 
 BLOCK = 32
 LAYER = making.SITE.layer

@@ -2,13 +2,14 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.codec.allocation import bits_of, reverse_water_filling, spending_order
-from kvlab.codec.marginal import MAX_WIDTH, Marginals, gaussian_sketch
+from kvlab.base.errors import CapabilityError
+from kvlab.codec.klt.allocation import bits_of, reverse_water_filling, spending_order
+from kvlab.codec.klt.marginal import MAX_WIDTH, Marginals, gaussian_sketch
 from kvlab.codec.quantizer import gaussian_table, mse
-from kvlab.errors import CapabilityError
+from tiers import examples
 
 GAUSSIAN = torch.tensor([1.0] + [mse(gaussian_table(bits)) for bits in range(1, MAX_WIDTH + 1)], dtype=torch.float64)
 
@@ -17,7 +18,7 @@ def distortion_of(table, bits):
     return table.gather(1, torch.as_tensor(bits)[:, None]).sum().item()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4), st.integers(0, 9))
 def test_no_allocation_of_the_same_total_is_better(variances, total):
     table = torch.tensor(variances, dtype=torch.float64)[:, None] * GAUSSIAN[:5]

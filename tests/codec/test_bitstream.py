@@ -10,14 +10,15 @@ from math import prod
 import google_crc32c
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.accidents import damaged, resealed
-from kvlab.codec import bitstream
+from kvlab.base.errors import StorageError, StreamError
 from kvlab.codec.base import Encoded
-from kvlab.codec.bitstream import DTYPES, HEADER, U32, frame_bytes, read_block, read_frame
-from kvlab.errors import StorageError, StreamError
+from kvlab.codec.stream import bitstream
+from kvlab.codec.stream.bitstream import DTYPES, HEADER, U32, frame_bytes, read_block, read_frame
+from tiers import examples
 
 
 def array(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -63,7 +64,7 @@ def test_a_frame_reads_back_exactly(shared):
     shape=st.lists(st.integers(0, 5), min_size=0, max_size=4),
     seed=st.integers(0, 100),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_dtype_and_shape_reads_back_exactly(dtype, shape, seed):
     encoded = Encoded((1, 1, 1), 0, "k", shared=(), blocks=((array(dtype, tuple(shape), seed),),))
     assert same(read_frame(frame_bytes(encoded)), encoded)

@@ -4,14 +4,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.making import SITE, nbytes, recipe, relative_error, second_moment, stream, tensors
+from kvlab.base.errors import CalibrationMismatch, CodecNotActive, NonFinite, StreamError
 from kvlab.codec import quantizer, whitening
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.registry import build
-from kvlab.errors import CalibrationMismatch, CodecNotActive, NonFinite, StreamError
+from tiers import examples
 
 FULL_RATE = {"skeleton": "fp32", "rank_fraction": 1.0}
 
@@ -49,7 +50,7 @@ def test_error_is_what_the_table_promises():
         assert error == pytest.approx(quantizer.mse(quantizer.gaussian_table(bits)), rel=0.06)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     heads=st.integers(1, 3),
     tokens=st.sampled_from([1, 2, 3, 31, 32, 33, 70]),

@@ -12,12 +12,12 @@ import google_crc32c
 import pytest
 import torch
 
+from kvlab.base.errors import StorageError, StreamError, UserError
+from kvlab.base.recipe import IntStream
 from kvlab.codec.base import Encoded, Site
-from kvlab.codec.bitstream import U32
-from kvlab.codec.cache_file import HEADER, CacheCodec, CacheHeader, CacheReader, CacheWriter
 from kvlab.codec.ladder.int_groups import IntCodec
-from kvlab.errors import StorageError, StreamError, UserError
-from kvlab.recipe import IntStream
+from kvlab.codec.stream.bitstream import U32
+from kvlab.codec.stream.cache_file import HEADER, CacheCodec, CacheHeader, CacheReader, CacheWriter
 
 HEADS, TOKENS, DIM = 2, 40, 16
 
@@ -181,12 +181,12 @@ from pathlib import Path
 torch.set_num_threads(1)
 from functools import partial
 from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
-from kvlab.codec.components import Components
+from kvlab.codec.stream.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
+from kvlab.codec.klt.components import Components
 from kvlab.codec.ladder.int_groups import IntCodec
-from kvlab.codec.klt import KltCodec
-from kvlab.codec.marginal import gaussian_sketch
-from kvlab.recipe import IntStream, KltStream
+from kvlab.codec.klt.codec import KltCodec
+from kvlab.codec.klt.marginal import gaussian_sketch
+from kvlab.base.recipe import IntStream, KltStream
 
 heads, dim = 4, 64
 x = torch.randn(heads, 2048, dim)

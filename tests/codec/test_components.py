@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from codec.making import second_moment
-from kvlab.codec import components, covariance
-from kvlab.codec.marginal import PSEUDO_SAMPLES, Marginals, gaussian_sketch, ranks, sketch
+from kvlab.base.errors import CalibrationMismatch, NonFinite
+from kvlab.codec.klt import components, covariance
+from kvlab.codec.klt.marginal import PSEUDO_SAMPLES, Marginals, gaussian_sketch, ranks, sketch
+from kvlab.codec.klt.moments import folds
 from kvlab.codec.quantizer import gaussian_table, mse
-from kvlab.errors import CalibrationMismatch, NonFinite
 
 
 def source(seed=0):
@@ -57,7 +58,7 @@ def test_shrunk_variances_beat_eigenvalues_out_of_sample(memory):
     fitted = components.fit(rows, None)
     y = (unseen[:, 0] - fitted.mean[:, None]) @ fitted.forward.double()
     met = y.square().mean(1)
-    _, raw, _ = covariance.principal(rows[:, 0])
+    raw, _ = covariance.principal(torch.stack([torch.cov(r.mT) for r in rows[:, 0]]))
 
     def loss(variance):  # Stein's, what a Gaussian code pays in bits for a wrong variance
         ratio = met / variance
@@ -87,7 +88,7 @@ def test_descending_is_isotonic_least_squares(values):
 
 def test_folds_are_runs_that_cover_every_token_once():
     for count in (4, 5, 31, 1000):
-        runs = covariance.folds(count)
+        runs = folds(count)
         assert [t for run in runs for t in range(count)[run]] == list(range(count))
         assert all(run.stop - run.start >= 2 for run in runs) and len(runs) <= 16
 

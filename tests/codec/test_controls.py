@@ -6,14 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
+from kvlab.base.errors import CalibrationMismatch, NonFinite
+from kvlab.base.recipe import CastStream, IsotropicStream, KltStream, Recipe, digest
 from kvlab.codec.base import Site
 from kvlab.codec.registry import build
-from kvlab.errors import CalibrationMismatch, NonFinite
-from kvlab.recipe import CastStream, IsotropicStream, KltStream, Recipe, digest
+from tiers import examples
 
 SITE = making.SITE
 KLT = KltStream(bits=2, block_size=64)
@@ -131,7 +132,7 @@ def test_where_the_codec_makes_no_error_nothing_is_added():
 
 
 @given(exponent=st.integers(-8, 8), seed=st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_the_norm_differs_by_the_rounding_of_the_sum_and_by_nothing_else(exponent, seed):
     x = making.stream(heads=1, tokens=30, dim=16, seed=seed) * 10.0**exponent
     before, after = errors(making.recipe(block_size=30, skeleton="fp32"), x)

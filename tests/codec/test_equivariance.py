@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
-from kvlab.codec import components, whitening
+from kvlab.codec import whitening
 from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.bitstream import frame_bytes
+from kvlab.codec.klt import components
 from kvlab.codec.metric import over_lags, ridged
 from kvlab.codec.registry import build
+from kvlab.codec.stream.bitstream import frame_bytes
+from tiers import examples
 
 HEADS, DIM, RIDGE = 2, 32, 1e-3
 SITE = Site(0, making.SITE.layer, "k")
@@ -48,7 +50,7 @@ def coded(name: str, units: torch.Tensor, k: torch.Tensor, whiten: bool = True) 
 
 @pytest.mark.parametrize("name", sorted(WHITENED | {"block", "klt"}))
 @given(exponents=st.lists(st.integers(-7, 7), min_size=DIM // 2, max_size=DIM // 2), draw=st.integers(0, 2**32))
-@settings(max_examples=3, deadline=None)
+@examples(3)
 def test_codecs_that_weigh_by_the_queries_do_not_know_the_channels_units(name, exponents, draw):
     units = 2.0 ** torch.tensor(2 * exponents, dtype=torch.float64)
     k = ladder_making.planted(HEADS, 64, DIM, draw)

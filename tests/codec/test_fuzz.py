@@ -15,8 +15,8 @@ import torch
 
 from codec import ladder_making, making
 from codec.accidents import damaged, renamed, resealed
-from kvlab.codec.bitstream import frame_bytes, read_frame
-from kvlab.errors import StreamError
+from kvlab.base.errors import StreamError
+from kvlab.codec.stream.bitstream import frame_bytes, read_frame
 
 CASES = ladder_making.storing()
 NAMES = sorted({name for name, _ in CASES})
@@ -99,8 +99,8 @@ import torch
 torch.set_num_threads(1)
 from codec import ladder_making, making
 from codec.accidents import damaged, renamed, resealed
-from kvlab.codec.bitstream import frame_bytes, read_frame
-from kvlab.errors import StreamError
+from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.base.errors import StreamError
 
 streams = []
 for name in sys.argv[2:]:

@@ -3,21 +3,22 @@ from functools import lru_cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.making import SITE, relative_error, second_moment, stream
-from kvlab.codec import components
-from kvlab.codec.allocation import spending_order
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UserError
+from kvlab.base.recipe import KltStream
 from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.bitstream import frame_bytes, read_frame
-from kvlab.codec.klt import KltCodec
-from kvlab.codec.marginal import Marginals, gaussian_sketch, ranks
-from kvlab.codec.nearest import Nearest
-from kvlab.codec.planes import Planes
+from kvlab.codec.klt import components
+from kvlab.codec.klt.allocation import spending_order
+from kvlab.codec.klt.codec import KltCodec
+from kvlab.codec.klt.marginal import Marginals, gaussian_sketch, ranks
+from kvlab.codec.klt.nearest import Nearest
+from kvlab.codec.klt.planes import Planes
 from kvlab.codec.quantizer import gaussian_table, mse, quantise
-from kvlab.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UserError
-from kvlab.recipe import KltStream
+from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from tiers import examples
 
 
 @lru_cache
@@ -99,12 +100,14 @@ def test_two_encodings_are_equal_whatever_the_threads():
 def test_what_a_plan_buys_is_what_all_tables_would_buy():
     """Tables are made where they are used only; the order of spending is that of all of them."""
     own = calibration().components[SITE.layer]
-    marginals, energy = Marginals(own.sketch[0]), own.variance[0].double()
-    for total in (0, 1, 40, 130, 400, 64 * 8):
-        order, bits, values, mass = marginals.spend(energy, total)
-        expected = spending_order(energy[:, None] * marginals.distortion())[:total]
-        assert torch.equal(order, expected)
-        for component, width in enumerate(bits.tolist()):
+    energy = own.variance[:2].double()
+    marginals, heads = Marginals(own.sketch[:2].flatten(0, 1)), [Marginals(sketch) for sketch in own.sketch[:2]]
+    for totals in ([0, 1], [40, 130], [400, 400], [64 * 8, 3]):
+        orders, bits, values, mass = marginals.spend(energy, totals)
+        for head, total in enumerate(totals):
+            expected = spending_order(energy[head][:, None] * heads[head].distortion())[:total]
+            assert torch.equal(orders[head], expected)
+        for component, width in enumerate(bits.flatten().tolist()):
             table = marginals.tables[width]
             assert torch.equal(values[component, : 1 << width], table.values[component])
             assert torch.equal(mass[component, : 1 << width], table.mass[component])
@@ -304,7 +307,7 @@ def test_the_golden_stream_is_written_and_read_as_it_always_was():
     assert frame_bytes(encoded).hex() == GOLDEN
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 3), st.integers(0, 99))
 def test_planes_return_what_was_packed_in_the_bytes_they_promise(widths, tokens, blocks, seed):
     source, widths = torch.Generator().manual_seed(seed), torch.tensor(widths)
@@ -319,7 +322,7 @@ def test_planes_return_what_was_packed_in_the_bytes_they_promise(widths, tokens,
     assert torch.equal(planes.unpack(data, tokens), symbols)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=6), st.integers(0, 999))
 def test_nearest_is_the_search_by_comparison(widths, seed):
     source = torch.Generator().manual_seed(seed)

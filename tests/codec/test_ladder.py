@@ -4,19 +4,22 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
-from kvlab.codec import components, packing, products, quantizer, rotation, whitening
+from kvlab.base.errors import CalibrationMismatch, NonFinite, StreamError
+from kvlab.base.recipe import D4Stream, E8Stream, Fp8Stream, HadamardStream, IntStream, KiviStream, OscarStream
+from kvlab.codec import products, quantizer, rotation, whitening
 from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.bitstream import frame_bytes
+from kvlab.codec.klt import components
 from kvlab.codec.ladder import halves, lattice, oscar, spread, uniform
 from kvlab.codec.ladder.d4 import D4Codec
 from kvlab.codec.ladder.e8 import E8Codec
 from kvlab.codec.registry import build
-from kvlab.errors import CalibrationMismatch, NonFinite, StreamError
-from kvlab.recipe import D4Stream, E8Stream, Fp8Stream, HadamardStream, IntStream, KiviStream, OscarStream
+from kvlab.codec.stream import packing
+from kvlab.codec.stream.bitstream import frame_bytes
+from tiers import examples
 
 SITE = making.SITE
 LATTICES = [(4, 1), (8, 2)]  # coordinates of a word, boxes
@@ -39,7 +42,7 @@ def error_share(x, decoded):
 # halves
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.lists(st.floats(-65000, 65000, width=32), min_size=1, max_size=9))
 def test_halves_bound_from_their_side_and_are_near(numbers):
     values = torch.tensor(numbers, dtype=torch.float32)
@@ -60,7 +63,7 @@ def test_what_float16_cannot_hold_is_refused_with_the_layer(recipe):
 # integer grids
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     n=st.integers(1, 70), group=st.integers(2, 70), bits=st.integers(1, 8), shift=st.sampled_from([0.0, 3.7, -500.0])
 )
@@ -201,7 +204,7 @@ def test_nearest_point_is_the_nearest_of_all(dim, boxes, bits, spread_of):
     assert torch.allclose(found, of_all, rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(
     which=st.sampled_from(LATTICES), bits=st.integers(1, 8), shares=st.lists(st.floats(0, 1), min_size=2, max_size=24)
 )

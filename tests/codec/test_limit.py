@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlab.base.errors import NonFinite, UserError
 from kvlab.codec import limit, quantizer
 from kvlab.codec.seeding import generator
-from kvlab.errors import NonFinite, UserError
 
 DOUBLING = torch.tensor([16.0, 4.0, 1.0], dtype=torch.float64)
 
@@ -96,7 +96,7 @@ def test_weighted_spectrum_is_that_of_the_whitened_rows():
 def test_coding_gain_is_what_equal_bits_forfeit():
     assert limit.coding_gain(torch.ones(5)).item() == 0
     bits, gain = 6.0, limit.coding_gain(DOUBLING).item()
-    equal = DOUBLING.mean() * 4**-bits  # an ideal code of `bits` everywhere, behind a rotation
+    equal = DOUBLING.mean() * 4**-bits  # an ideal code of `bits` everywhere, after a rotation
     assert bits - limit.rate_at(DOUBLING, equal).item() == pytest.approx(gain)
     assert gain == pytest.approx(0.5 * math.log2(7 / 4))
 
@@ -122,7 +122,7 @@ def test_lloyd_max_losses():
 
 
 def test_split_of_a_rotated_scalar_codec_on_a_gaussian_source():
-    """Equal bits behind a rotation lose the coding gain in allocation and the table's loss in granular."""
+    """Equal bits after a rotation lose the coding gain in allocation and the table's loss in granular."""
     eigenvalues = torch.logspace(0, -1, 32, dtype=torch.float64)
     rows = rows_of(eigenvalues, 20000)
     spectrum = limit.spectrum(limit.covariance(rows))

@@ -24,7 +24,7 @@ def turned(x: torch.Tensor, position: int, pairs: int = DIM // 2) -> torch.Tenso
 
 
 def test_a_keys_error_weighs_as_its_scores_move():
-    """Queries of a finite set, keys any lag behind them: the mean square of the score's error, by brute force."""
+    """Queries of a finite set, keys any lag after them: the mean square of the score's error, by brute force."""
     source = torch.Generator().manual_seed(0)
     queries = torch.randn(5, DIM, generator=source)
     error = torch.randn(DIM, generator=source)

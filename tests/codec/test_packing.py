@@ -2,11 +2,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.codec import outliers, packing
-from kvlab.errors import StreamError
+from kvlab.base.errors import StreamError
+from kvlab.codec.block import outliers
+from kvlab.codec.stream import packing
+from tiers import examples
 
 
 def bit_string(symbols, bits):
@@ -15,7 +17,7 @@ def bit_string(symbols, bits):
     return number.to_bytes(-(-len(symbols) * bits // 8), "little")
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.integers(0, 8), st.integers(1, 70), st.integers(0, 2**32), st.integers(1, 3))
 def test_packing_round_trip_size_and_layout(bits, count, seed, vectors):
     source = torch.Generator().manual_seed(seed)
@@ -28,7 +30,7 @@ def test_packing_round_trip_size_and_layout(bits, count, seed, vectors):
     assert [bytes(row.tolist()) for row in packed] == [bit_string(row, bits) for row in symbols]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(1, 8), st.integers(1, 70), st.integers(0, 2**32), st.sampled_from([(1,), (3,), (2, 5)]))
 def test_look_up_is_unpacking_and_indexing(bits, count, seed, vectors):
     source = torch.Generator().manual_seed(seed)
@@ -44,7 +46,7 @@ def test_any_integer_type_is_packed():
     assert all(torch.equal(one, packed[0]) for one in packed)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.sampled_from([1, 8, 128, 256, 512]), st.sampled_from([1e-9, 0.5, 2.0, 9.0]), st.integers(0, 99))
 def test_outliers_restore_exactly_what_was_taken(width, threshold, seed):
     z = torch.randn(5, width, generator=torch.Generator().manual_seed(seed))

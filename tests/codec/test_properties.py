@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
 from kvlab.codec import rotation, whitening
 from kvlab.codec.base import Site
-from kvlab.codec.bitstream import frame_bytes, read_frame
+from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from tiers import examples
 
 CASES = ladder_making.storing()
 seeds = st.integers(0, 2**32)
@@ -23,7 +24,7 @@ def rows(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 @given(exponent=st.integers(0, 8), count=st.integers(1, 20), draw=seeds, seed=seeds)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_rotation_keeps_angles_and_has_an_inverse(exponent, count, draw, seed):
     x = rows(draw, count, 1 << exponent)
     y = rotation.rotate(x, seed)
@@ -32,7 +33,7 @@ def test_rotation_keeps_angles_and_has_an_inverse(exponent, count, draw, seed):
 
 
 @given(heads=st.integers(1, 3), dim=st.integers(2, 48), tokens=st.integers(1, 20), draw=seeds, seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_whitening_turns_weighted_errors_into_plain_ones_and_has_an_inverse(heads, dim, tokens, draw, seed):
     sigma = making.second_moment(heads, dim, seed)
     whitener = whitening.fit(sigma, ridge=1e-3)
@@ -55,7 +56,7 @@ def test_whitening_turns_weighted_errors_into_plain_ones_and_has_an_inverse(head
     share_basis=st.booleans(),
     outlier_threshold=st.sampled_from([None, 3.0]),
 )
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_the_whole_chain(name, condition, heads, dim, tokens, exponent, dtype, draw, **settings):
     """To bytes and back at 6 bits: exact, block by block, finite, and near to what went in."""
     if name == "block":  # with all components: how many a smaller basis loses is the recipe's choice

@@ -1,11 +1,12 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.making import second_moment, stream
+from kvlab.base.errors import CalibrationMismatch, NonFinite
 from kvlab.codec import whitening
-from kvlab.errors import CalibrationMismatch, NonFinite
+from tiers import examples
 
 RIDGE = 1e-3
 
@@ -62,7 +63,7 @@ def test_a_channel_that_no_query_uses_is_whitened_by_the_mean(silent):
 
 
 @given(exponents=st.lists(st.integers(-7, 7), min_size=16, max_size=16), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_whitened_k_does_not_know_the_channels_units(exponents, seed):
     """Queries times D and keys over D are the same model; powers of two are exact, so K L is the same bit for bit."""
     units = 2.0 ** torch.tensor(exponents, dtype=torch.float64)

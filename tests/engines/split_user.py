@@ -30,20 +30,20 @@ class Shift:
 
 def answers(engine) -> dict[str, torch.Tensor]:
     """Logits without a tap, and on both sides of the rotary embedding; what the first tap saw."""
-    before, behind = Shift(), Shift()
+    before, after = Shift(), Shift()
     found = {
         "plain": engine.score(IDS, 10),
         "pre_rope": engine.score(IDS, 10, before),
-        "post_rope": engine.score(IDS, 10, behind, "post_rope"),
+        "post_rope": engine.score(IDS, 10, after, "post_rope"),
         "again": engine.score(IDS, 10),
     }
     return {name: x.clone().contiguous() for name, x in (found | before.seen).items()}
 
 
 def main() -> None:
+    from kvlab.base.model import resolve
+    from kvlab.base.params import Model
     from kvlab.engines.registry import start
-    from kvlab.model import resolve
-    from kvlab.params import Model
 
     model, out = sys.argv[1:]
     engine = start("vllm", resolve(Model(path=model, n_layers=3, tensor_parallel=2)), "float32", max_tokens=96)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvlab.base.errors import CapabilityError, UnknownName
 from kvlab.engines.capability import check
 from kvlab.engines.registry import start
-from kvlab.errors import CapabilityError, UnknownName
 
 TOKENS = list(range(3, 83))
 AVX512 = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""The tap behind the rotary embedding: what it sees, that it changes nothing by itself, and what it may change."""
+"""The tap after the rotary embedding: what it sees, that it changes nothing by itself, and what it may change."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tiny
+from kvlab.base.errors import UnknownName
+from kvlab.base.model import resolve
+from kvlab.base.params import Model
 from kvlab.engines.registry import start
-from kvlab.errors import UnknownName
-from kvlab.model import resolve
-from kvlab.params import Model
 
 IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST = 40
@@ -63,7 +63,7 @@ def perturbation(layer: int, part: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def perturbed(engine, placement: str) -> torch.Tensor:
-    """Logits with noise on every K and V; behind the rotary embedding that of K is rotated with it."""
+    """Logits with noise on every K and V; after the rotary embedding that of K is rotated with it."""
 
     def tap(layer, part, x):
         if part == "q":
@@ -101,11 +101,11 @@ def test_so_does_one_on_every_architecture_and_in_every_precision(tmp_path, kind
 
 
 @on(ENGINES)
-def test_k_behind_the_rotary_embedding_is_k_before_it_rotated(engine):
-    before, behind = seen(engine, "pre_rope"), seen(engine, "post_rope")
+def test_k_after_the_rotary_embedding_is_k_before_it_rotated(engine):
+    before, after = seen(engine, "pre_rope"), seen(engine, "post_rope")
     info = engine.info
-    assert set(behind) == {(layer, part) for layer in range(info.n_layers) for part in "kv"}
-    for (layer, part), x in behind.items():
+    assert set(after) == {(layer, part) for layer in range(info.n_layers) for part in "kv"}
+    for (layer, part), x in after.items():
         assert x.shape == (info.n_kv_heads, len(IDS), info.head_dim)
         want = before[layer, part].cpu()
         if part == "v":
@@ -124,9 +124,9 @@ def test_what_is_shown_is_shown_layer_by_layer(engine):
 
 @on(ENGINES)
 def test_an_error_of_k_costs_the_same_on_both_sides_when_it_is_rotated_with_k(engine):
-    plain, before, behind = engine.score(IDS, FIRST), perturbed(engine, "pre_rope"), perturbed(engine, "post_rope")
+    plain, before, after = engine.score(IDS, FIRST), perturbed(engine, "pre_rope"), perturbed(engine, "post_rope")
     assert (before - plain).abs().max() > 0.1
-    torch.testing.assert_close(behind, before, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(after, before, atol=2e-4, rtol=1e-4)
 
 
 @on(ENGINES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,19 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from kvlab.base.errors import CapabilityError
+from kvlab.base.model import resolve
 from kvlab.engines.capability import check
-from kvlab.errors import CapabilityError
-from kvlab.model import resolve
 
 USER = Path(__file__).with_name("split_user.py")
 
 
 @pytest.fixture(scope="module")
-def split(tiny_model, tmp_path_factory):
+def split(tiny_model, tmp_path_factory, root):
     """What the split engine answered, how it ended when one of the two was killed, and what memory that left."""
     before = set(Path("/dev/shm").iterdir())
     out = tmp_path_factory.mktemp("split") / "answers.safetensors"
-    ended = subprocess.run([sys.executable, USER, tiny_model, out], capture_output=True, text=True, timeout=300)
+    command, environment = [sys.executable, USER, tiny_model, out], os.environ | {"PYTHONPATH": str(root / "src")}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert out.exists(), ended.stderr
     return load_file(out), ended, {path.name for path in set(Path("/dev/shm").iterdir()) - before}
 
@@ -38,12 +40,14 @@ def whole(vllm_engine):
     return user.answers(vllm_engine)
 
 
+@pytest.mark.full
 def test_logits_are_those_of_one_process(split, whole):
     for name in ("plain", "pre_rope", "post_rope", "again"):
         torch.testing.assert_close(split[0][name], whole[name], atol=2e-5, rtol=0)
     assert (whole["pre_rope"] - whole["plain"]).abs().max() > 0.1  # the tap has an effect to be missed
 
 
+@pytest.mark.full
 def test_the_tap_sees_all_heads_in_their_order(split, whole):
     assert split[0].keys() == whole.keys()
     assert split[0]["k0"].shape == (2, 96, 32) and split[0]["q0"].shape == (4, 96, 32)
@@ -52,6 +56,7 @@ def test_the_tap_sees_all_heads_in_their_order(split, whole):
         torch.testing.assert_close(split[0][f"{part}2"], whole[f"{part}2"], atol=2e-5, rtol=0)
 
 
+@pytest.mark.full
 def test_a_lost_process_ends_the_other_with_one_line(split):
     assert split[1].returncode == 1
     errors = [line for line in split[1].stderr.splitlines() if line.startswith("error: ")]

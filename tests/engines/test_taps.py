@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import tiny
-from kvlab import corpus
+from kvlab.base.errors import ModelError, NonFinite, UnknownName
+from kvlab.base.model import resolve
+from kvlab.base.params import Model
 from kvlab.engines.registry import start
-from kvlab.errors import ModelError, NonFinite, UnknownName
-from kvlab.model import resolve
-from kvlab.params import Model
+from kvlab.text import corpus
 
 IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(0)).tolist()
 

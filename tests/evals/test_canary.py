@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.errors import CapabilityError, CodecNotActive
+from kvlab.base.errors import CapabilityError, CodecNotActive
 from kvlab.evals.canary import LEAST, SHORTEST, WRITTEN, Guard, distance
 from kvlab.evals.side import Scored, Seen, Side, Sides, Written
 
@@ -54,7 +54,7 @@ def test_a_codec_that_is_read_passes_once_for_each_kind(kind):
     other = "write" if kind == "score" else "score"
     found.check(other, IDS)
     assert len(found.sides.plain.asked) == 2
-    assert found.sides.variant.began == 1  # counting begins behind the first canary, and goes on behind the second
+    assert found.sides.variant.began == 1  # counting begins after the first canary, and goes on after the second
 
 
 @pytest.mark.parametrize(("stream", "moved"), [("k", 0.0), ("v", 0.0), ("v", LEAST * 0.9)])

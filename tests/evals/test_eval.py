@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from evals import local
-from kvlab import cli
-from kvlab.dropins.recipe_file import write_recipe_file
+from kvlab.base.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, Recipe
+from kvlab.cache.recipe_file import write_recipe_file
+from kvlab.cli import evals as eval_verb
+from kvlab.cli import main as cli
+from kvlab.evals.evidence import MEASURING
 from kvlab.gate import registry
-from kvlab.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, Recipe
-from kvlab.verbs import evals as eval_verb
 
 CODED = "--codec hadamard --bits 2"
 
@@ -122,11 +123,11 @@ def test_the_same_question_asked_again_gets_the_same_evidence(here):
         ("eval --task humaneval --engine vllm --cache-dtype nvfp4 --out o", ["nvfp4", "fp8_e4m3"]),
         ("eval --task humaneval --engine hf --codec klt --out o", ["sigma"]),
         ("eval --task humaneval --engine hf --codec int --limit 0 --out o", ["--limit is 0"]),
-        ("eval --task humaneval --engine hf --recipe r.json --bits 2 --out o", ["--bits belongs to --codec"]),
+        ("eval --task humaneval --engine vllm --cache-dtype auto --bits 2 --out o", ["--bits belongs to --codec"]),
         ("eval --task humaneval --engine hf --codec int --bits 9 --out o", ["--bits 9"]),
         ("eval --task humaneval --engine hf --codec int --claim sure --out o", ["'sure'", "reviewed_preview"]),
         ("eval --task humaneval --engine hff --codec int --out o", ["'hff'", "did you mean 'hf'"]),
-        ("eval --task humaneval --engine hf --codec int --include-path nowhere --out o", ["nowhere is no folder"]),
+        ("eval --task humaneval --engine hf --codec int --include-path nowhere --out o", ["cannot read nowhere"]),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_one_line(here, line, words):
@@ -186,15 +187,34 @@ def test_any_supported_model_may_be_named_by_its_folder(here, tiny_model):
     assert written("row")["model"] == tiny_model.name and written("evidence")["identity"]["model"] == tiny_model.name
 
 
+def test_a_model_folder_needs_no_params_yaml(here, tiny_model):
+    Path("params.yaml").unlink()
+    recipe = write_recipe_file("recipe.json", Recipe(k=IntStream(bits=8), v=IntStream(bits=8)))
+    named = f"--limit 2 --model {tiny_model}"
+    code, _, err = here(asked("toy_chosen", done=f"--recipe {recipe}", more=named))
+    assert code == 0, err
+    assert written("row")["model"] == tiny_model.name and written("row")["mechanism_variant"] == "int"
+    code, out, err = here(asked("toy_chosen", more=named).replace("--out out", "--out other"))
+    assert (code, out) == (2, "") and "--codec hadamard" in err and "--recipe" in err and not Path("other").exists()
+    code, out, err = here(asked("toy_chosen", more=f"{named} --params nothere.yaml"))
+    assert (code, out) == (2, "") and "nothere.yaml" in err
+
+
 def test_without_the_harness_one_line_says_how_to_get_it(here, monkeypatch):
     monkeypatch.setattr("kvlab.evals.tasks.find_spec", lambda name: None)
     code, _, err = here(asked("toy_chosen"))
     assert code == 2 and "pip install lm-eval==" in err
 
 
+def test_the_digest_of_the_code_is_of_code_that_is_there(root):
+    for name in MEASURING:
+        assert any((root / "src/kvlab" / name).rglob("*.py")), name
+
+
 # --------------------------------------------------------------------------------------- vLLM
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_vllm_answers_with_the_recipe_inside_it(here, root):
     lines = [asked(task, engine="vllm") for task in ("toy_written", "toy_chosen")]

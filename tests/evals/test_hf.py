@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvlab.engines.hf_cache import KVCache
-from kvlab.errors import CapabilityError, CodecNotActive
+from kvlab.base.errors import CapabilityError, CodecNotActive
+from kvlab.base.model import load_tokenizer
+from kvlab.base.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, KiviStream, KltStream, Recipe
+from kvlab.cache.hf_cache import KVCache
 from kvlab.evals.canary import ONE_BIT, Guard
 from kvlab.evals.hf import CodedHFSide, HFSide, expected_fires, sides
 from kvlab.evals.side import Score, Write
-from kvlab.model import load_tokenizer
-from kvlab.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, KiviStream, KltStream, Recipe
 
 CONTEXT, ANSWER = list(range(10, 50)), [7, 300, 21]
 LOSSY = Recipe(k=HadamardStream(bits=2), v=HadamardStream(bits=2))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from lm_eval.api.instance import Instance
 
-from kvlab.errors import CapabilityError, ParamsError
+from kvlab.base.errors import CapabilityError, ParamsError
+from kvlab.base.model import load_tokenizer, resolve
 from kvlab.evals.lm import CachedLM
 from kvlab.evals.side import Scored, Seen, Side, Written
-from kvlab.model import load_tokenizer, resolve
 
 
 class Recorder(Side):

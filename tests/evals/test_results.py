@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvlab.errors import MixedIdentity, ParamsError
+from kvlab.base.errors import MixedIdentity, ParamsError
 from kvlab.evals.results import CONTEXT, SOURCES, ResultError, corpus_hash, measures, needs_context, source
 from kvlab.gate import registry
 
@@ -115,7 +115,7 @@ def test_the_corpus_is_what_was_asked_and_of_which_version():
 
 def test_evidence_is_made_without_torch(root):
     program = (
-        "import sys, kvlab.verbs.evals, kvlab.evals.results, kvlab.evals.evidence, kvlab.evals.canary;"
+        "import sys, kvlab.cli.evals, kvlab.evals.results, kvlab.evals.evidence, kvlab.evals.canary;"
         "print([m for m in ('torch', 'transformers', 'vllm', 'lm_eval') if m in sys.modules])"
     )
     found = subprocess.run(

@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from kvlab import cli
+from kvlab.cli import main as cli
 from kvlab.evals import vllm
 
 if __name__ == "__main__":

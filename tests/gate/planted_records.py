@@ -1,4 +1,4 @@
-"""Records of made-up measurements, as `kvlab mechanisms` writes them, in which every loss is known."""
+"""Records of made-up measurements, as `kvlab step mechanisms` writes them, in which every loss is known."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from kvlab.experiments.plans.mechanism_records import (
-    SCORES,
-    EvalRun,
-    MechanismRow,
-    MechanismsRecord,
-    Missing,
-    write_mechanisms,
-)
-from kvlab.experiments.plans.mechanisms import BASELINE, FIDELITY, NEEDLE
+from kvlab.base.recipe import IDENTITY, digest
+from kvlab.base.records import Provenance, write_json
 from kvlab.gate.measured_rows import RAN
-from kvlab.recipe import IDENTITY, digest
-from kvlab.records import Provenance, write_json
+from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, NEEDLE
+from kvlab.studies.mechanisms.records import SCORES, EvalRun, MechanismRow, MechanismsRecord, Missing, write_mechanisms
 
 WINDOWS, NEEDLES, CONTEXT = 32, 400, 512
 VALUES = 2 * 6 * 64 * CONTEXT  # of one item

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
 from gate.sentinels import fields_of, sentinel, value_of
-from kvlab import lifeline
+from kvlab.base import lifeline
+from kvlab.base.recipe import RECIPE_VARIABLE
 from kvlab.gate import catalogue
 from kvlab.gate.catalogue import (
     BY_NAME,
@@ -36,7 +37,7 @@ from kvlab.gate.catalogue import (
 from kvlab.gate.catalogue.columns import PREFIX
 from kvlab.gate.catalogue.values import checked
 from kvlab.gate.reasons import CONFIG_REASONS, REASONS, Reason
-from kvlab.recipe import RECIPE_VARIABLE
+from tiers import examples
 
 SRC = Path(__file__).parents[2] / "src"
 STATED = [column for column in COLUMNS if column.group in DECLARED]
@@ -196,7 +197,7 @@ def through_database(row):
 # ------------------------------------------------------------------------------------ round trips
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(fields_of(STATED))
 def test_configuration_to_row(values):
     kebab = {BY_NAME[name].kebab: value for name, value in values.items()}
@@ -211,14 +212,14 @@ def test_configuration_to_row(values):
     Draft202012Validator(row_schema()).validate(row)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(fields_of(COLUMNS).map(checked_row))
 def test_row_to_database_and_back(row):
     row = {"mechanism": None} | row
     assert through_database(row) == row
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(fields_of(STATED))
 def test_environment_to_row(values):
     values = {name: value for name, value in values.items() if value is not None}
@@ -228,7 +229,7 @@ def test_environment_to_row(values):
 
 
 # what schemas and rules may differ in: a schema cannot tell 3.0 from 3, nor where a float stops being exact
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.sampled_from(COLUMNS).flatmap(
         lambda column: st.tuples(

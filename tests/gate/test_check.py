@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvlab
@@ -21,6 +21,7 @@ from kvlab.gate.check import EXIT_CODES, check
 from kvlab.gate.render import to_json
 from kvlab.gate.rules import CRITERIA, FALSEHOODS, PUBLISHED, WAIVABLE, Context
 from kvlab.gate.waivers import Waiver
+from tiers import examples
 
 CASE = valid_case()
 REGISTERED, STATUS, COMPLETED, DRAFT = PUBLISHED
@@ -321,21 +322,21 @@ def rows(draw):
 @given(
     st.lists(rows(), max_size=5).flatmap(lambda r: st.tuples(st.just(r), st.permutations(r))), CONTEXTS, st.booleans()
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_order_of_rows_does_not_matter(given, where, strict):
     first, second = (to_json(check(ordered, where, strict)) for ordered in given)
     assert first == second
 
 
 @given(st.lists(rows(), max_size=4), rows(), CONTEXTS, st.booleans())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_passing_row_never_turns_pass_into_fail(given, added, where, strict):
     if check([added], where, strict).verdict == "pass" and check(given, where, strict).verdict == "pass":
         assert check([*given, added], where, strict).verdict == "pass"
 
 
 @given(rows(), CONTEXTS)
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_taking_a_rows_own_evidence_away_never_turns_fail_into_pass(given, where):
     with_evidence, without = claim(given, where), claim(replace(given, evidence=()), where)
     if not with_evidence.codes & FALSEHOODS and without.word in ("pass", "waived"):
@@ -352,7 +353,7 @@ def test_nor_does_it_with_any_tier_and_any_status(name, where):
 
 
 @given(rows(), CONTEXTS)
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_a_lower_claim_never_adds_failures(given, where):
     tiers = [claim(replace(given, values=given.values | {"support_status": tier}), where) for tier in TIERS]
     for higher, lower in itertools.pairwise(tiers):
@@ -363,7 +364,7 @@ def test_a_lower_claim_never_adds_failures(given, where):
 
 
 @given(rows(), CONTEXTS)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_whoever_passes_earns_the_claim(given, where):
     found = claim(given, where)
     assert found.word not in ("pass", "waived") or given.values["mechanism"]

@@ -4,17 +4,18 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from kvlab.errors import NonFinite, StorageError
+from kvlab.base.errors import NonFinite, StorageError
+from kvlab.base.records import CANARY_MIN, write_json
 from kvlab.gate import reasons
 from kvlab.gate.catalogue.rows import checked_row
 from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.evidence import BASELINE_RECIPE, EvidenceError, build, parse, problems, read, status
 from kvlab.gate.evidence.measures import measured, paired
 from kvlab.gate.registry import Registry, load
-from kvlab.records import CANARY_MIN, write_json
+from tiers import examples
 
 REGISTRY = load()
 IDENTITY = {
@@ -269,7 +270,7 @@ ANY = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.data(), st.sampled_from(LEAVES))
 def test_any_edit_of_a_leaf_is_found(data, path):
     whole = copy.deepcopy(VALID)
@@ -290,7 +291,7 @@ def _same_number(a, b):
     return type(a) in (int, float) and type(b) is float and a == b
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(ANY | st.dictionaries(st.text(max_size=5), ANY, max_size=3))
 @example({**VALID, "remark": "trust me"})
 @example({key: value for key, value in VALID.items() if key != "paired"})

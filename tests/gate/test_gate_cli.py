@@ -20,20 +20,20 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from cli.test_cli import run
 from gate.databases import SRC, checksum, published
 from gate.planted_records import plant
 from gate.sentinels import sentinel
-from kvlab import cli
-from kvlab.errors import NonFinite
+from kvlab.base.errors import NonFinite
+from kvlab.cli import gate as gate_verbs
+from kvlab.cli import main as cli
 from kvlab.gate import registry
 from kvlab.gate.audit.mutations import valid_case
 from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS
 from kvlab.gate.catalogue.rows import EVIDENCE
 from kvlab.gate.check import EXIT_CODES, REFERENCE
 from kvlab.gate.reasons import REASONS
-from kvlab.tables import as_text
-from kvlab.verbs import gate as gate_verbs
-from test_cli import run
+from kvlab.pages.terminal import as_text
 
 QUALITY = "supported+compression => quality_eval_status == completed"
 INJECTIONS = [
@@ -64,7 +64,12 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def gate(here, capsys):
     """Runs a verb on the line that a person would type."""
-    return lambda line, *more: run("gate", *shlex.split(line), *more, capsys=capsys)
+
+    def typed(line: str, *more: str):
+        group = [] if line.startswith("step ") else ["gate"]
+        return run(*group, *shlex.split(line), *more, capsys=capsys)
+
+    return typed
 
 
 @pytest.fixture
@@ -752,7 +757,7 @@ def planted(here):
 
 
 def test_records_become_rows_that_every_verb_takes(gate, planted, here):
-    assert gate(f"rows hf.json vllm.json {ROWS} --code c0de") == (0, "rows.json: 7 rows\n", "")
+    assert gate(f"step rows hf.json vllm.json {ROWS} --code c0de") == (0, "rows.json: 7 rows\n", "")
     code, out, err = gate("check rows.json --current now.json --out check.md")
     assert (code, err) == (1, "") and "7 rows, of which 6 pass, 0 waived, 1 fail" in out
     assert gate("ingest rows.db rows.json --current now.json")[0] == 0
@@ -765,15 +770,15 @@ def test_records_become_rows_that_every_verb_takes(gate, planted, here):
 
 
 def test_the_page_exits_with_0_whatever_rows_earn(gate, planted, here):
-    gate(f"rows hf.json vllm.json {ROWS} --code c0de")
+    gate(f"step rows hf.json vllm.json {ROWS} --code c0de")
     line = "report rows.json --current now.json --records hf.json vllm.json --out GATE.md --json claims.json"
     told = "GATE.md: 7 rows, of which 5 supported, 1 reviewed_preview, 1 unsupported\n"
     assert gate(line) == (0, told, "")
     first = {path.name: path.read_bytes() for path in here.iterdir()}
-    assert {"GATE.md", "claims.json", "detection.svg", "detection.csv"} <= first.keys()
-    assert "The engine scored twice" in (here / "GATE.md").read_text()
+    assert {"GATE.md", "GATE-reasons.md", "claims.json", "detection.svg", "detection.csv"} <= first.keys()
+    assert "The engine scored twice" in (here / "GATE-reasons.md").read_text()
     assert gate(line)[0] == 0 and {path.name: path.read_bytes() for path in here.iterdir()} == first
-    gate(f"rows hf.json vllm.json {ROWS} --code 0ther")
+    gate(f"step rows hf.json vllm.json {ROWS} --code 0ther")
     code, out, err = gate("report rows.json --current now.json --out GATE.md")
     assert (code, err) == (0, "") and "2 supported, 4 reviewed_preview" in out
     assert "evidence_stale_code" in (here / "GATE.md").read_text()
@@ -787,16 +792,17 @@ def test_the_page_of_rows_that_declare_nothing(gate, here):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (f"rows hf.json {ROWS}", ["--code"]),
+        (f"step rows hf.json {ROWS}", ["--code"]),
         (
-            f"rows hf.json {ROWS} --code c0de".replace("supported", "suported"),
+            f"step rows hf.json {ROWS} --code c0de".replace("supported", "suported"),
             ["'suported'", "did you mean 'supported'"],
         ),
-        (f"rows gone.json {ROWS} --code c0de", ["gone.json"]),
-        (f"rows windows.json {ROWS} --code c0de", ["windows.json", "no record"]),
-        (f"rows hf.json {ROWS} --code c0de".replace("--needles needles", "--needles windows"), ["needles_hash"]),
+        (f"step rows gone.json {ROWS} --code c0de", ["gone.json"]),
+        (f"step rows windows.json {ROWS} --code c0de", ["windows.json", "no record"]),
+        (f"step rows hf.json {ROWS} --code c0de".replace("--needles needles", "--needles windows"), ["needles_hash"]),
         ("report rows.json --out GATE.md", ["rows.json"]),
-        ("report now.json --records gone.json --out GATE.md", ["now.json"]),
+        ("report now.json --out GATE.md", ["now.json"]),
+        ("report now.json --records gone.json --out GATE.md", ["gone.json"]),
     ],
 )
 def test_records_that_are_wrong_are_one_line_and_leave_nothing(gate, planted, here, line, words):
@@ -822,6 +828,6 @@ def test_paths_in_any_field_lead_nowhere(gate, here):
     gate("check rows.json --out page.md")
     gate("report rows.json --out GATE.md --json claims.json")
     made = {"rows.json", "rows.db", "rows.parquet", "page.md", "GATE.md", "claims.json"}
-    made |= {"detection.svg", "detection.csv"}
+    made |= {"GATE-reasons.md", "detection.svg", "detection.csv"}
     assert {str(path.relative_to(here)) for path in here.rglob("*")} == made
     assert not (here.parent / "outside-of-the-gate").exists()

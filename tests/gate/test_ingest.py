@@ -3,11 +3,11 @@ import sqlite3
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gate.databases import claim, dump, held, ingest, judgement, published, row, start
-from kvlab.errors import NonFinite, StorageError, UnknownName, UserError
+from kvlab.base.errors import NonFinite, StorageError, UnknownName, UserError
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue import BY_NAME, COLUMNS, Row, RowError, checked_row, read_rows
 from kvlab.gate.check import check
@@ -266,7 +266,6 @@ def long_open(tmp_path_factory):
         yield store
 
 
-@settings(deadline=None)
 @given(values=st.fixed_dictionaries({}, optional={c.name: texts for c in COLUMNS if c.kind is str}), run=texts)
 def test_text_is_text(long_open, values, run):
     tables = long_open.select("SELECT sql FROM sqlite_master")

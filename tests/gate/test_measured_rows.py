@@ -9,10 +9,8 @@ import polars as pl
 import pytest
 
 from gate.planted_records import ABSENT, BASE, GOOD, LOSSY, NEEDLES, OWN, WINDOWS, plant, record, row, scores, table
-from kvlab import needles
-from kvlab.errors import MixedIdentity, NonFinite, StorageError, UnknownName
-from kvlab.experiments.plans.mechanism_records import write_mechanisms
-from kvlab.experiments.plans.mechanisms import FIDELITY, METRICS, NEEDLE
+from kvlab.base.errors import MixedIdentity, NonFinite, StorageError, UnknownName
+from kvlab.base.recipe import digest
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue import EVIDENCE
@@ -22,7 +20,9 @@ from kvlab.gate.evidence import BASELINE_RECIPE, measured, paired, parse
 from kvlab.gate.inputs import read_current
 from kvlab.gate.measured_rows import COPIED, RATES, band, current_of, rows_of, texts_hash, write
 from kvlab.gate.observations import band_of
-from kvlab.recipe import digest
+from kvlab.studies.mechanisms.plan import FIDELITY, METRICS, NEEDLE
+from kvlab.studies.mechanisms.records import write_mechanisms
+from kvlab.text import needles
 
 REGISTRY = registry.load()
 

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import xlogy
 from scipy.stats import binomtest
 
-from kvlab.errors import MixedIdentity, NonFinite
+from kvlab.base.errors import MixedIdentity, NonFinite
 from kvlab.gate.evidence.measures import BOOTSTRAP, Measure, change_bounds, measured, paired, rate_se
 from kvlab.stats.bootstrap import Column
 
@@ -69,7 +69,6 @@ def test_pairing_gains_where_few_items_change():
     assert together.high - together.low < (shuffled.high - shuffled.low) / 2
 
 
-@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(2, 200))
 def test_bounds_hold_their_value_and_turn_with_their_sign(gained, lost, more):
     n = gained + lost + more

@@ -15,20 +15,20 @@ import pytest
 from markdown_it import MarkdownIt
 
 from gate.planted_records import ABSENT, BASE, GOOD, LOSSY, NEEDLES, OWN, WINDOWS, plant, record, seconds, table
-from kvlab.errors import UserError
-from kvlab.experiments.plans.mechanism_records import write_mechanisms
+from kvlab.base.errors import UserError
 from kvlab.gate import registry, samples
+from kvlab.gate.answer import answers
 from kvlab.gate.audit.mutations import MUTATIONS
 from kvlab.gate.audit.trust import losses, trust, words_of
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row, checked_row, read_rows
 from kvlab.gate.evidence.power import CHURN, LOSSES, NOMINAL, SIZES, WORDS
-from kvlab.gate.markdown import TEMPLATES
 from kvlab.gate.measured_rows import current_of, rows_of
-from kvlab.gate.page import write
+from kvlab.gate.page import REASONS, TEMPLATE, reasons_of, write
 from kvlab.gate.rules import CRITERIA
 from kvlab.gate.summary import judged
+from kvlab.studies.mechanisms.records import write_mechanisms
 
 REGISTRY = registry.load()
 CURRENT = {
@@ -110,6 +110,16 @@ def page(written):
 
 
 @pytest.fixture(scope="module")
+def why(written):
+    return (written / "GATE-reasons.md").read_text()
+
+
+def whole(path: Path) -> str:
+    """A page and its reasons."""
+    return path.read_text() + reasons_of(path).read_text()
+
+
+@pytest.fixture(scope="module")
 def claims(written):
     return json.loads((written / "claims.json").read_text())
 
@@ -136,8 +146,43 @@ def section(text: str, title: str) -> str:
 # ------------------------------------------------------------------------------------ what it says
 
 
-def test_every_row_is_there_with_what_it_earns(page, rows):
-    told = dict(re.findall(r"<summary>(.+?): (\w+)</summary>", section(page, "Why each row earns what it earns")))
+def test_the_answer_comes_first(page):
+    answer = tables(page)[0]
+    klt, fp8 = "kv_compression/klt at 4 bits", "kv_quantization/fp8_e4m3"
+    assert [line[1:5] for line in answer[1:]] == [
+        ["hf", "snapshot", "context", klt],
+        ["vllm", "snapshot", "context", klt],
+        ["vllm", "in_forward", "window", fp8],
+    ]
+    assert [line[5:7] + line[-1:] for line in answer[1:3]] == [["4.25", "16.0", "yes"]] * 2
+    assert page.split("\n\n")[1].startswith(f"**Certified:** {klt} on hf (snapshot), model reference; ")
+    assert "No codec is certified" not in page and len(page.splitlines()) < 90
+
+
+def test_without_a_certified_row_the_smallest_that_is_only_open_is_a_preview(tmp_path):
+    made = objects()
+    _, summary = judged(read(tmp_path, made), CONTEXT)
+    good = next(line for line in summary.rows if line.row_id == "reference/hf/klt-4")
+    lossy = next(line for line in summary.rows if line.row_id == "reference/hf/int-2")
+    waiting = {"earned": "reviewed_preview", "codes": ("quality_open",), "open": ("needle_recall",)}
+    preview = good.model_copy(update=waiting)
+    small = preview.model_copy(update={"row_id": "small", "bits_per_value": 1.0})
+    unsure = small.model_copy(update={"open": ("kl",)})
+    stale = small.model_copy(update={"codes": ("quality_open", "evidence_stale_code")})
+
+    def first(*lines):
+        return next(answers(lines))
+
+    assert (first(good, small).row_id, first(good, small).word) == (good.row_id, "certified")
+    assert (first(preview, small, lossy).row_id, first(preview, small, lossy).word) == ("small", "preview")
+    assert first(preview, unsure, stale).row_id == preview.row_id
+    assert (first(lossy).row_id, first(lossy).word, first(lossy).tried) == (None, "none", 1)
+    other = small.model_copy(update={"stored_span": "window"})
+    assert [one.row_id for one in answers([preview, other])] == [preview.row_id, "small"]  # never beside one another
+
+
+def test_every_row_is_there_with_what_it_earns(page, why, rows):
+    told = dict(re.findall(r"<summary>(.+?): (\w+)</summary>", section(why, "Why each row earns what it earns")))
     _, summary = judged(rows, CONTEXT)
     assert told == {line.row_id: line.earned for line in summary.rows if line.measured}
     assert len(told) == len(rows) - 1  # one was not measured
@@ -248,19 +293,19 @@ def test_the_baseline_s_line_is_what_its_second_run_found(tmp_path, rows, page):
     line = next(line for line in summary.rows if line.row_id == "reference/hf/baseline")
     assert (line.metrics["needle_recall"].value, line.baseline["needle_recall"].value) == (0.88, 0.9)
     assert line.status == "not_required" and line.earned == "supported"
-    text = (tmp_path / "GATE.md").read_text()
+    text = whole(tmp_path / "GATE.md")
     (again, *_) = tables(section(text, "How far the gate can be trusted").split("### The engine scored twice")[1])
     said = {line[1]: line[2:] for line in again[1:]}
     assert said["kl"] == [f"0 of {WINDOWS}", "200", "0", "0"] and said["needle_recall"][0] == f"8 of {NEEDLES}"
     assert sum(map(int, said["needle_recall"][1:])) == 200 and int(said["needle_recall"][2]) > 0
     stale = Context(REGISTRY, {"reference": CURRENT["reference"] | {"code": "newer"}})
     write(rows, stale, tmp_path / "GATE.md", samples=samples.read([tmp_path / "hf.json"]))
-    assert "The engine scored twice" not in (tmp_path / "GATE.md").read_text()
+    assert "The engine scored twice" not in whole(tmp_path / "GATE.md")
 
 
 def test_without_what_rows_were_made_of_the_baseline_has_no_numbers(rows, tmp_path):
     write(rows, CONTEXT, tmp_path / "GATE.md")
-    text = (tmp_path / "GATE.md").read_text()
+    text = whole(tmp_path / "GATE.md")
     assert "The engine scored twice" not in text
     assert tables(section(text, "Claims"))[1][1][1:] == ["–"] * 4
 
@@ -315,14 +360,15 @@ def test_rows_that_declare_nothing_are_counted_as_not_judged(tmp_path):
 
 def test_no_rows_at_all_are_a_page_too(tmp_path):
     write([], Context(REGISTRY), tmp_path / "GATE.md", tmp_path / "claims.json")
-    assert "How far the gate can be trusted" in (tmp_path / "GATE.md").read_text()
+    assert "No row that compresses was measured." in (tmp_path / "GATE.md").read_text()
+    assert "How far the gate can be trusted" in (tmp_path / "GATE-reasons.md").read_text()
 
 
 # --------------------------------------------------------------------------------- the claims as JSON
 
 
 def test_claims_hold_what_a_page_needs(claims):
-    assert claims["schema_version"] == 1 and claims["registry"] == REGISTRY.digest
+    assert claims["schema_version"] == 2 and claims["registry"] == REGISTRY.digest
     assert list(claims["counts"]) == sorted(TIERS) and sum(claims["counts"].values()) == len(claims["rows"])
     good = next(one for one in claims["rows"] if one["row_id"] == "reference/hf/klt-4")
     assert good["earned"] == good["claimed"] == "supported" and good["stored_span"] == "context"
@@ -336,7 +382,7 @@ def test_claims_are_small(written):
 
 def test_equal_rows_in_any_order_give_equal_bytes(rows, sampled, written, tmp_path):
     write(rows[::-1], CONTEXT, tmp_path / "GATE.md", tmp_path / "claims.json", dict(reversed(sampled.items())))
-    for name in ("GATE.md", "claims.json", "detection.svg", "detection.csv"):
+    for name in ("GATE.md", "GATE-reasons.md", "claims.json", "detection.svg", "detection.csv"):
         assert (tmp_path / name).read_bytes() == (written / name).read_bytes(), name
 
 
@@ -351,7 +397,7 @@ def named(text: str, tmp_path: Path) -> str:
         if one["support_status"] == "unsupported":
             one["mechanism_notes"] = text
     write(read(tmp_path, made), Context(REGISTRY), tmp_path / "GATE.md")
-    return (tmp_path / "GATE.md").read_text()
+    return whole(tmp_path / "GATE.md")
 
 
 @pytest.fixture(scope="module")
@@ -388,8 +434,8 @@ def numbers():
     return trust(REGISTRY, [(0.5, 320), (0.1, 150)])
 
 
-def test_every_corruption_is_listed_and_detected(page, numbers):
-    kinds, corruptions = tables(section(page, "How far the gate can be trusted"))[:2]
+def test_every_corruption_is_listed_and_detected(why, numbers):
+    kinds, corruptions = tables(section(why, "How far the gate can be trusted"))[:2]
     assert len(corruptions) - 1 == len(MUTATIONS) == len(numbers["mutations"]) >= 40
     assert all(line[2] == "yes" for line in corruptions[1:])
     assert {line[1] for line in corruptions[1:]} == {mutation.code for mutation in MUTATIONS}
@@ -398,7 +444,7 @@ def test_every_corruption_is_listed_and_detected(page, numbers):
     assert sum(int(line[3]) for line in kinds[1:]) == len(seen) < len(MUTATIONS) / 2
     assert sum(int(line[4]) for line in kinds[1:]) == sum(line[4] == "pass" for line in seen)
     assert all(line[4] == "pass" for line in corruptions[1:] if line[3] == "no")
-    assert f"{len(seen)} of the corruptions change something" in page
+    assert f"{len(seen)} of the corruptions change something" in why
 
 
 def test_a_corruption_that_is_missed_would_be_told(monkeypatch, rows, tmp_path):
@@ -409,11 +455,11 @@ def test_a_corruption_that_is_missed_would_be_told(monkeypatch, rows, tmp_path):
     monkeypatch.setattr(mutations, "table", lambda: made)
     monkeypatch.setattr("kvlab.gate.page.trust", trust)
     write(rows, CONTEXT, tmp_path / "GATE.md")
-    text = (tmp_path / "GATE.md").read_text()
+    text = whole(tmp_path / "GATE.md")
     assert "2 of 3 corruptions are detected" in text and "| no |" in text
 
 
-def test_the_baseline_against_itself_fails_at_most_at_the_nominal_rate(numbers, page):
+def test_the_baseline_against_itself_fails_at_most_at_the_nominal_rate(numbers, why):
     alarms = numbers["power"]["alarms"]
     registered = [alarm for alarm in alarms if alarm["allowed"] == "as registered"]
     tried = [(alarm["base_rate"], alarm["n_items"]) for alarm in registered]
@@ -422,7 +468,7 @@ def test_the_baseline_against_itself_fails_at_most_at_the_nominal_rate(numbers, 
     strictest = [alarm for alarm in alarms if alarm not in registered]
     assert len(strictest) == len(SIZES) and all(alarm["low"] <= NOMINAL for alarm in strictest)
     assert all(sum(alarm[word] for word in WORDS) == alarm["resamples"] for alarm in alarms)
-    assert "false alarm, which may be at most 2.5 % of the repeats" in page
+    assert "false alarm, which may be at most 2.5 % of the repeats" in why
 
 
 def test_planted_losses_have_their_curve(numbers, written):
@@ -453,7 +499,7 @@ def test_the_curve_is_drawn_at_the_baselines_of_this_run_too(numbers):
 def test_a_registry_without_that_eval_has_no_curve(rows, tmp_path):
     evals = {name: entry for name, entry in REGISTRY.evals.items() if name != "needle"}
     write(rows, Context(registry.Registry(REGISTRY.mechanisms, evals)), tmp_path / "GATE.md")
-    assert "Planted losses" not in (tmp_path / "GATE.md").read_text()
+    assert "Planted losses" not in whole(tmp_path / "GATE.md")
     assert (tmp_path / "detection.csv").read_text().startswith("base_rate,") and "<svg" in (
         tmp_path / "detection.svg"
     ).read_text()
@@ -462,18 +508,21 @@ def test_a_registry_without_that_eval_has_no_curve(rows, tmp_path):
 # ------------------------------------------------------------------------------------------ the page
 
 
-def test_the_registry_and_every_criterion_are_named(page):
-    (criteria,) = tables(section(page, "What rows are judged by"))
+def test_the_registry_and_every_criterion_are_named(why):
+    (criteria,) = tables(section(why, "What rows are judged by"))
     assert [line[0].replace("=&gt;", "=>") for line in criteria[1:]] == [criterion.name for criterion in CRITERIA]
-    assert f"Registry `{REGISTRY.digest}`" in page
+    assert f"Registry `{REGISTRY.digest}`" in why
 
 
-def test_no_numeral_is_typed_into_the_template():
-    prose = re.sub(r"{{.*?}}|{%.*?%}|{#.*?#}", "", (TEMPLATES / "page.md.j2").read_text(), flags=re.S)
+@pytest.mark.parametrize("template", [TEMPLATE, REASONS])
+def test_no_numeral_is_typed_into_a_template(template):
+    prose = re.sub(r"{{.*?}}|{%.*?%}|{#.*?#}", "", template.read_text(), flags=re.S)
     assert not re.findall(r"\d", prose)
 
 
-def test_the_links_of_the_page_lead_from_where_it_is_written(page, root):
+def test_the_links_of_the_pages_lead_from_where_they_are_written(page, why, root):
     targets = re.findall(r"\]\(([^)]+)\)", page)
-    assert targets == ["../../docs/gate.md", "detection.svg"]
+    assert targets == ["GATE-reasons.md", "../../docs/gate.md", "GATE-reasons.md"]
+    assert re.findall(r"\]\(([^)]+)\)", why) == ["GATE.md", "detection.svg"]
+    targets = targets[1:]
     assert (root / "results/gate" / targets[0]).resolve().relative_to(root) == Path("docs/gate.md")

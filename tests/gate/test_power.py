@@ -1,14 +1,15 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.errors import UserError
+from kvlab.base.errors import UserError
 from kvlab.gate.evidence.measures import measured, paired
 from kvlab.gate.evidence.power import NOMINAL, detection_curve, false_alarm, items_needed, repeated, words
 from kvlab.gate.evidence.quality import judge
 from kvlab.gate.registry import load
 from kvlab.gate.registry.entries import Metric
+from tiers import examples
 
 RECALL = Metric(key="recall", direction="higher", tolerance_se=2.0, tolerance_max=0.05, floor=0.2)
 # so little allowed that the rate is that of the interval's end alone
@@ -70,7 +71,7 @@ def test_items_needed_are_on_the_curve():
     assert items_needed(RECALL, 0.0, "beyond", most=2000) is None
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.tuples(st.integers(0, 60), st.integers(0, 20), st.integers(0, 20), st.integers(0, 30)).filter(
         lambda c: sum(c) > 1

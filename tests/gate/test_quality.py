@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvlab.gate.evidence.measures import Measure, measured, paired
@@ -154,7 +154,6 @@ SIDE = st.floats(0.001, 1)
 LIMIT = st.one_of(st.none(), st.floats(0.1, 5))
 
 
-@settings(deadline=None)
 @given(st.floats(-1, 1), SIDE, SIDE, LIMIT, st.floats(0.001, 1), SIDE, st.one_of(st.none(), st.floats(0, 1)))
 def test_needed_items_settle_an_open_word_and_fewer_do_not(loss, below, above, in_se, cap, se, floor):
     given_metric = metric("lower", in_se, cap, floor)
@@ -169,7 +168,6 @@ def test_needed_items_settle_an_open_word_and_fewer_do_not(loss, below, above, i
     assert all(words_at(given_metric, parts, int(n)) == "open" for n in steps if n < found.needed_n - 1)
 
 
-@settings(deadline=None)
 @given(st.floats(-1, 1), SIDE, SIDE, LIMIT, st.floats(0.001, 1), st.floats(0, 1))
 def test_more_loss_never_earns_a_better_word(loss, below, above, in_se, cap, more):
     order = ("within", "open", "beyond")

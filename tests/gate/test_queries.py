@@ -1,10 +1,10 @@
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gate.databases import claim, dump, ingest, published, row
-from kvlab.errors import StorageError, UnknownName, UserError
+from kvlab.base.errors import StorageError, UnknownName, UserError
 from kvlab.gate.catalogue import BY_NAME, groupable
 from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.store import open_store
@@ -169,7 +169,6 @@ def long_open(tmp_path_factory):
         yield store
 
 
-@settings(deadline=None)
 @given(
     where=st.dictionaries(names, st.one_of(values, st.lists(values, max_size=3)), max_size=3),
     group_by=st.lists(names, max_size=2),
@@ -190,7 +189,6 @@ def test_a_question_changes_nothing_and_answers_no_other(long_open, where, group
     assert (long_open.select(content), long_open.connection.total_changes) == before
 
 
-@settings(deadline=None)
 @given(text=st.one_of(st.sampled_from(NASTY), st.text(min_size=1, max_size=30)))
 def test_a_text_finds_only_itself(long_open, text):
     try:

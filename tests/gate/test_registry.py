@@ -4,18 +4,19 @@ import math
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab import needles
+from kvlab.base.errors import UserError
+from kvlab.base.rungs import LADDERED
 from kvlab.codec.names import CODECS, UNSTORED
-from kvlab.errors import UserError
 from kvlab.gate.catalogue.columns import MECHANISMS
 from kvlab.gate.evidence.measures import measured, paired
 from kvlab.gate.evidence.quality import judge
 from kvlab.gate.reasons import REGISTRY_REASONS
 from kvlab.gate.registry import SHIPPED, Registry, RegistryError, load, parse, problems
-from kvlab.ladder_names import LADDERED
+from kvlab.text import needles
+from tiers import examples
 
 PUBLISHED_PAIRS = {
     ("baseline", "none"): (None, None),
@@ -206,7 +207,7 @@ def test_an_empty_list_is_an_empty_registry():
 # ---------------------------------------------------------------------------------------- digest
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.randoms(use_true_random=False))
 def test_the_digest_does_not_depend_on_order(random):
     mechanisms, evals = files()
@@ -407,7 +408,6 @@ def test_a_baseline_is_not_needed_where_floors_decide():
     assert problems(*data) == []
 
 
-@settings(deadline=None)
 @given(
     where=st.sampled_from(["mechanisms", "evals"]),
     number=st.integers(0, 5),

@@ -3,7 +3,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -11,9 +11,10 @@ from gate.test_check import CONTEXT, NOT_SHOWN, TIGHT, context, row, waiver
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.check import check
-from kvlab.gate.markdown import cell
 from kvlab.gate.render import to_json, to_junit, to_markdown
 from kvlab.gate.rules import CRITERIA
+from kvlab.pages.markdown import cell
+from tiers import examples
 
 ROWS = [row("baseline"), row("fp8"), row("int", **NOT_SHOWN), row("preview"), row("mtp", draft_model_id=None)]
 ROWS += [row("baseline", mechanism=..., row_id="old")]
@@ -144,7 +145,7 @@ SECTIONS = ("Gate", "What fails", "What is waived", "Waivers in force", "Criteri
 
 
 @given(st.text(st.characters(codec=None), min_size=1, max_size=30))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_no_text_at_all_breaks_a_cell(text):
     line = f"| a | b |\n|---|---|\n| {cell(text)} | end |\n\n| next |\n"
     assert [entry[1] for entry in tables(line)] == ["b", "end"]

@@ -2,18 +2,19 @@ import json
 import sqlite3
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from gate.sentinels import fields_of, sentinel, value_of
-from kvlab.errors import StorageError
+from kvlab.base.errors import StorageError
 from kvlab.gate.catalogue import row_schema
 from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS
 from kvlab.gate.catalogue.rows import PUBLISHED_NAMES, PUBLISHED_UNREAD, checked_row, read_rows, row_id
 from kvlab.gate.catalogue.strict import read_json
 from kvlab.gate.catalogue.values import MOST_CHARACTERS, RowError
 from kvlab.gate.reasons import CONFIG_REASONS
+from tiers import examples
 
 # not refused: whoever shows or stores them escapes or binds them
 HARMLESS = [
@@ -62,7 +63,7 @@ def codes(error):
 # ------------------------------------------------------------------------------------ round trips
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(fields_of(COLUMNS).map(checked_row), max_size=3))
 def test_rows_to_json_and_back(file, rows):
     file.write_text(json.dumps(rows))
@@ -80,7 +81,7 @@ OWN_STYLE = st.fixed_dictionaries(
 ROW_SCHEMA = Draft202012Validator(row_schema())
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(OWN_STYLE)
 def test_the_schema_takes_every_row_of_our_style_that_is_read(file, entry):
     file.write_text(json.dumps(entry))
@@ -227,7 +228,7 @@ def test_a_missing_file_is_one_line(tmp_path):
             read_json(path)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_read_or_refused(file, content):
     file.write_bytes(content)
@@ -244,7 +245,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.dictionaries(st.sampled_from(list(BY_NAME)) | st.text(max_size=8) | st.integers(), ANYTHING, max_size=4))
 def test_any_mapping_is_a_row_or_refused(mapping):
     try:

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gate.test_check import CASE, CONTEXT, TIGHT, claim, context, row
@@ -123,7 +123,7 @@ def test_a_request_is_no_observation(dtype):
         ({"spec_decoding": "eagle3"}, ["undeclared_speculation"]),
     ],
 )
-def test_what_ran_behind_a_baseline(changes, found):
+def test_what_ran_after_a_baseline(changes, found):
     assert codes("what ran was declared", row("baseline", **changes)) == found
     assert codes("what ran was declared", row("baseline", mechanism=..., **changes)) == found
 
@@ -198,7 +198,6 @@ def test_bands(name, band):
     assert band_of(name) == band
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10**6))
 def test_a_band_named_by_its_length_holds_it(tokens):
     low, high = band_of(str(tokens))

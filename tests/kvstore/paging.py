@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
 from kvlab.kvstore.paging.ledger import Ledger
-from kvlab.kvstore.paging.pager import Pager, PagerConfig
+from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import build
 
 

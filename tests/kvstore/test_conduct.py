@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.errors import ParamsError, SnapshotRefused, UserError
+from kvlab.base.errors import ParamsError, SnapshotRefused, UserError
+from kvlab.base.model import resolve
 from kvlab.kvstore.harness.arms import ARMS, CONSUME, DAMAGED, FOREIGN, OFF, Doubt, Trial
 from kvlab.kvstore.harness.conduct import PagedAttempt, conduct, flipped
 from kvlab.kvstore.hf.model import PagedModel
@@ -16,7 +17,6 @@ from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.model import resolve
 from kvstore.snapshot import making
 
 PROMPT = [*making.tokens(24), 1, 2, 3]

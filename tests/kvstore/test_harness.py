@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.errors import ParamsError
+from kvlab.base.errors import ParamsError
 from kvlab.kvstore.harness.arms import (
     ARMS,
     BROKEN,

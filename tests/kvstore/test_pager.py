@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvlab.errors import (
+from kvlab.base.errors import (
     LayoutMismatch,
     NonFinite,
     PagerError,
@@ -18,10 +18,12 @@ from kvlab.errors import (
     PoolTooSmall,
     UnknownName,
 )
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
 from kvlab.kvstore.paging.ledger import UNKNOWN, Entry, Ledger
-from kvlab.kvstore.paging.pager import Moves, Pager, PagerConfig
+from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import build
+from kvlab.kvstore.paging.residents import Moves
 from kvstore.paging import append, chunk_of, filled, gathers, holds, numbers, random_bits, saved, state, write
 
 
@@ -461,7 +463,7 @@ def test_a_prefix_of_a_snapshot_has_its_own_tail(geometry, config):
     assert other.resident == (0, 4, 5, 6, 7, 8) and other.check() == [] and holds(other, rows)
 
 
-def test_behind_the_end_of_a_ledger_nothing_is_known(geometry, config):
+def test_after_the_end_of_a_ledger_nothing_is_known(geometry, config):
     payloads = [chunk_of(random_bits(geometry, 48), chunk, geometry) for chunk in range(12)]
     ledger = Ledger((Entry(True, 1.0, 3), Entry(True, 2.0, 5)), clock=7)
     other = Pager.restored(geometry, config, build("oracle", geometry), payloads, ledger, 48)
@@ -539,7 +541,7 @@ def damaged(pager: Pager, how: str) -> None:
         chunks.page_out(6)
     elif how == "host memory":
         chunks[7].host = torch.zeros(())
-    elif how == "behind the last":
+    elif how == "after the last":
         pager._written[0] += 9
     elif how == "turn over":
         pager.pins = frozenset(range(1, 7))
@@ -557,7 +559,7 @@ def damaged(pager: Pager, how: str) -> None:
         "clock",
         "tail",
         "host memory",
-        "behind the last",
+        "after the last",
         "turn over",
         "tokens",
     ],

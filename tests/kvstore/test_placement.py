@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.errors import ParamsError
+from kvlab.base.errors import ParamsError
 from kvlab.kvstore.placement import Demand, disables_pool, place
+from tiers import examples
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PUBLISHED = Demand(
@@ -85,7 +86,7 @@ demands = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(demands)
 def test_a_placement_is_consistent(demand):
     found = place(demand)
@@ -100,7 +101,7 @@ def test_a_placement_is_consistent(demand):
     assert not place(replace(demand, max_ctx=found.hot_ctx + 1)).all_hot_full_kv
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(demands, st.integers(1, 1 << 18), st.integers(1, 1 << 18))
 def test_a_larger_pool_leaves_no_more_and_any_pool_no_less_than_none(demand, one, other):
     small, large = sorted((one, other))
@@ -110,7 +111,7 @@ def test_a_larger_pool_leaves_no_more_and_any_pool_no_less_than_none(demand, one
     assert none.all_hot_full_kv == more.all_hot_full_kv == less.all_hot_full_kv
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(demands, st.integers(0, 64 * GIB))
 def test_a_larger_gpu_never_holds_fewer_experts(demand, more):
     def hot(found) -> int:
@@ -121,7 +122,7 @@ def test_a_larger_gpu_never_holds_fewer_experts(demand, more):
     assert large.all_hot_full_kv or not small.all_hot_full_kv
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(demands, st.integers(1, 1 << 18))
 def test_a_longer_context_reserves_no_less_unless_its_pool_begins_to_count(demand, more):
     short, long = place(demand), place(replace(demand, max_ctx=demand.max_ctx + more))

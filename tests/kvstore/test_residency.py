@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.errors import CapabilityError, UnknownName
+from kvlab.base.errors import CapabilityError, UnknownName
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Entry
-from kvlab.kvstore.paging.pager import Pager, PagerConfig
+from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import MAKERS, Seen, build, staying, worst_first
 from kvstore.paging import append, chunk_of, filled, numbers, saved
 

@@ -7,17 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
-from kvlab.errors import LayoutMismatch, NonFinite
+from kvlab.base.errors import LayoutMismatch, NonFinite
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
 from kvlab.kvstore.paging.ledger import Entry, Ledger
-from kvlab.kvstore.paging.pager import PagerConfig
 from kvlab.kvstore.paging.scorer import MEAN, MISSING, SIGNS, Rebuilt, Scorer, pairwise_sum
 from kvlab.kvstore.snapshot.chain import links
 from kvstore.paging import chunk_of, filled, numbers, random_bits
+from tiers import examples
 
 E0, E1, E2 = torch.eye(4)[:3]
 CHAIN = tuple(f"chunk {number}".encode() for number in range(6))
@@ -216,7 +217,7 @@ def test_a_score_does_not_depend_on_which_other_chunks_there_are(geometry, monke
     assert scorer.scores(asked, CHAIN) == together
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=40))
 def test_a_pairwise_sum_is_a_sum(values):
     x = torch.tensor(values, dtype=torch.float64)

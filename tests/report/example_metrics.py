@@ -6,7 +6,8 @@ import math
 import random
 from itertools import pairwise, product
 
-from kvlab.recipe import digest
+from kvlab.base.recipe import digest
+from kvlab.report.schema import VERSION
 from report.example_mitigations import mitigations_part
 from report.example_residual import residual_part
 from report.example_studies import layer_parts, noise_parts, peer_rows
@@ -45,10 +46,16 @@ class Maker:
             "n_windows": self.windows,
             "n_tokens": self.tokens,
             "resolvable": (high - low) / 2,
+            "method": "bca",
         }
 
     def estimate(self, size: float) -> dict:
         return self.around(self.number(size))
+
+    def sides(self, first: str, second: str) -> list[list[dict]]:
+        """What an entry compares: a cell of each engine."""
+        ids = [(engine, "c" + digest({"of": [engine, self.count()]})) for engine in (first, second)]
+        return [[{"cell_id": cell_id, "engine": engine, "bits_per_value": None}] for engine, cell_id in ids]
 
 
 def build(seed: int = 0, engines: tuple[str, ...] = TWO, unresolved: tuple[str, ...] = ()) -> dict:
@@ -57,6 +64,7 @@ def build(seed: int = 0, engines: tuple[str, ...] = TWO, unresolved: tuple[str, 
     ratios = tuple(round(make.random.uniform(0.5, 0.999), 4) for _ in range(2))
     recipes = {digest(recipe): recipe for recipe in (_recipe(make, ratio) for ratio in ratios)}
     return {
+        "schema_version": VERSION,
         "identity": _identity(make, recipes),
         "sizes": {
             "context": make.count(),
@@ -76,7 +84,6 @@ def build(seed: int = 0, engines: tuple[str, ...] = TWO, unresolved: tuple[str, 
         **noise_parts(make, engines),
         "residual": residual_part(make, ratios, engines),
         "mitigations": mitigations_part(make, engines),
-        "claims": _claims(make, engines),
         "codebooks": [_codebook(make, *choice) for choice in product("kv", ratios)],
         "sigma": _sigma(make, engines),
     }
@@ -136,6 +143,8 @@ def _agreement(make):
             "hf_kl": make.number(0.03),
             "vllm_kl": make.number(0.03),
             "relative_difference": make.estimate(1e-3),
+            "difference": make.estimate(1e-3),
+            "compared": make.sides("vllm", "hf"),
         }
 
     protocols = ("in_forward", "snapshot")
@@ -147,19 +156,6 @@ def _agreement(make):
     }
 
 
-def _claims(make, engines):
-    """Some of each section; with two engines the first of them compare the engines."""
-    found = []
-    sections = ("gap", "factors", "agreement", "cells", "layers", "noise", "residual", "mitigations")
-    for about, other in product(sections, [engines[-1]] * make.random.randrange(11, 40) + [engines[0]]):
-        ids = [(engine, "c" + digest({"of": [about, engine, make.count()]})) for engine in (other, engines[0])]
-        sides = [[{"cell_id": cell_id, "engine": engine}] for engine, cell_id in ids]
-        claim = {"about": about, "subject": f"`{about}` on `{other}`", "up": "raises KL", "down": "lowers KL"}
-        claim |= {"null": 0.0, "unit": "nats per token", "effect": make.estimate(0.01)}
-        found.append(claim | {"windows_needed": make.count(), "compared": sides})
-    return found
-
-
 def _gap(make, engines, ratios, unresolved, **more):
     levels = {"protocol": ("snapshot", "in_forward"), "variance_ratio": ratios} | more
     if len(engines) > 1:
@@ -169,6 +165,7 @@ def _gap(make, engines, ratios, unresolved, **more):
         "low": {"engine": engines[0]} | {name: pair[0] for name, pair in levels.items()},
         "high": {"engine": engines[0]} | {name: pair[1] for name, pair in levels.items()},
         "measures": {name: _measure(make, levels, engines[0], unresolved) for name in ("kl", "delta_nll")},
+        "compared": make.sides(engines[-1], engines[0]),
     }
 
 
@@ -199,8 +196,10 @@ def _cells(make, engines, ratios, recipe_ids):
     for engine, protocol in product(engines, ("in_forward", "snapshot")):
         cells.append(_cell(make, engine, "float32", protocol, "identity", "kv", None, "identity"))
         cells.append(_cell(make, engine, "bfloat16", protocol, "identity", "kv", None, "identity"))
-        for stream in ("kv", "k", "v"):
-            cells.append(_cell(make, engine, "bfloat16", protocol, stream, stream, ratios[0], recipe_ids[0]))
+        cells.append(_cell(make, engine, "bfloat16", protocol, "kv", "kv", ratios[0], recipe_ids[0]))
+        for number, stream in product(range(make.random.randrange(1, 6)), "kv"):
+            label = f"{stream}-only-x{number}"
+            cells.append(_cell(make, engine, "bfloat16", protocol, label, stream, ratios[0], recipe_ids[0]))
         cells.append(_cell(make, engine, "bfloat16", protocol, "kv", "kv", ratios[1], recipe_ids[1]))
     return cells
 
@@ -221,7 +220,9 @@ def _cell(make, engine, dtype, protocol, label, stream, ratio, recipe_id):
         "dtype": dtype,
         "protocol": protocol,
         "stream": stream,
+        "against": None,
         "difference": make.around(make.number(1e-3), 1e-2) if stream != "kv" else None,
+        "compared": make.sides(engine, engine),
         "variance_ratio": ratio,
         "bits_per_value": make.number(3),
         "canary_kl": make.number(1) if coded else None,

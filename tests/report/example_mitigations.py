@@ -60,4 +60,5 @@ def _comparison(make, engine: str, name: str, layers: list[int]) -> dict:
         "log_ratio": make.estimate(0.1),
         "ratio": make.around(1 + make.number(0.1), 0.01),
         "windows_needed": make.count(),
+        "compared": make.sides(engine, engine),
     }

@@ -65,6 +65,7 @@ def _sum(make, engine: str, protocol: str, stream: str) -> dict:
         "interaction": make.around(make.number(0.01)),
         "left_out_sum": make.estimate(0.03) if apart else None,
         "boundary_excess": make.estimate(0.01) if apart else None,
+        "compared": [2 * make.sides(engine, engine)[0], 2 * make.sides(engine, engine)[1]],
     }
 
 
@@ -90,6 +91,7 @@ def noise_parts(make, engines: tuple[str, ...]) -> dict:
                 "codec": make.estimate(0.01),
                 "isotropic": make.estimate(0.005),
                 "ratio": make.estimate(1.0),
+                "compared": make.sides(engine, engine),
             }
             for engine, stream in streams
         ],
@@ -121,4 +123,5 @@ def _closure(make, sigma: float, engine: str, stream: str, against: str) -> dict
         "reading": "closes" if cast else None,
         "share": None if cast else make.estimate(0.1),
         "cast_share": None if cast else make.estimate(0.1),
+        "compared": make.sides(engine, engine) if cast else None,
     }

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import polars as pl
 
-from kvlab.experiments.plan import baseline_runs, study_cells
-from kvlab.params import Params
-from kvlab.recipe import IDENTITY, Cell, digest
-from kvlab.records import CellRecord, Coding, Provenance
-from kvlab.report.gather import Measured, Results
+from kvlab.base.params import Params
+from kvlab.base.recipe import IDENTITY, Cell, digest
+from kvlab.base.records import CellRecord, Coding, Provenance
+from kvlab.lab.plan import baseline_runs, study_cells
 from kvlab.stats.bootstrap import Bootstrap
+from kvlab.studies.gather import Measured, Results
 from report.shipped import shipped
 
 BOOT = Bootstrap(400, 0.95, 0)

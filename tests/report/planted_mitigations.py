@@ -1,4 +1,4 @@
-"""Mitigations with planted KL and bytes, as `gather` would hand them over, and the choice behind them."""
+"""Mitigations with planted KL and bytes, as `gather` would hand them over, and the choice made from them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import polars as pl
 
-from kvlab.experiments.plans import mitigations as plan
-from kvlab.experiments.plans.mitigations import Choice, ChoiceRecord, Step
-from kvlab.params import Params
-from kvlab.recipe import IDENTITY, Cell
-from kvlab.records import TOKENS, CellRecord, Coding, Provenance
-from kvlab.report.gather import Measured, Results
+from kvlab.base.params import Params
+from kvlab.base.recipe import IDENTITY, Cell
+from kvlab.base.records import TOKENS, CellRecord, Coding, Provenance
+from kvlab.studies.gather import Measured, Results
+from kvlab.studies.mitigations import plan
+from kvlab.studies.mitigations.plan import Choice, ChoiceRecord, Step
 from report.shipped import shipped
 
 WINDOWS, CONTEXT, EVAL = 16, 64, 17

@@ -1,4 +1,4 @@
-"""Residual studies with planted errors: what `kvlab residual` would leave for each captured engine."""
+"""Residual studies with planted errors: what `kvlab step residual` would leave for each captured engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from kvlab.experiments.plans.residual import RESIDUAL, STREAMS, Ranks, ResidualRecord, recipes, write_residual
-from kvlab.params import Params
-from kvlab.records import Provenance
+from kvlab.base.params import Params
+from kvlab.base.records import Provenance
+from kvlab.studies.residual.plan import RESIDUAL, STREAMS, Ranks, ResidualRecord, recipes, write_residual
 
 HEADS, HEAD_DIM = 2, 64
 RELATIVE = {"k": 0.02, "v": 0.06}
 WHITENED = 0.25  # of the raw error
+SIGMAS = {"hf": "a" * 16, "vllm": "b" * 16}  # hashes, by whose capture they were fitted on
 VERSIONS = {"kvlab": "0.1.0", "python": "3.11"}
 
 
@@ -24,7 +25,7 @@ def planted_provenance(params: Params, **changes) -> Provenance:
         "model": "reference",
         "model_hash": "5" * 16,
         "corpus_hash": "c" * 16,
-        "calibration": {params.calibration.origin: "a" * 16},
+        "calibration": {params.calibration.origin: SIGMAS[params.calibration.origin]},
         "versions": VERSIONS,
         "device": "cpu",
     }

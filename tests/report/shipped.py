@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvlab.paramfile import overlay, read_yaml
-from kvlab.params import Params
-from kvlab.per_model import by_model
+from kvlab.base.paramfile import overlay, read_yaml
+from kvlab.studies.settings import Settings, by_model
 
 # What no report reads: small enough for every corpus that a test makes up.
 FEWER = {
@@ -20,11 +19,11 @@ FEWER = {
 PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
 
 
-def shipped(*changes: dict) -> Params:
+def shipped(*changes: dict) -> Settings:
     """params.yaml for the first model that it lists, with `changes` (nested dicts) laid over it one after another."""
     data = read_yaml(PARAMS)
     model = next(iter(by_model(data).values())).model.model_dump(mode="json")
     data = {key: value for key, value in data.items() if key != "models"} | {"model": model}
     for change in (FEWER, *changes):
         data = overlay(data, change)
-    return Params.complete(data)
+    return Settings.complete(data)

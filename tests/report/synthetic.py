@@ -12,13 +12,9 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from kvlab.calibration.needs import coded_by, pieces
-from kvlab.experiments import plan
-from kvlab.experiments.plans.baseline import peer_of
-from kvlab.experiments.plans.mitigations import Choice, ChoiceRecord, Step, search_id
-from kvlab.params import Params, coded_layers
-from kvlab.recipe import IDENTITY, BlockStream, Cell, NoiseStream, digest
-from kvlab.records import (
+from kvlab.base.params import Params, coded_layers
+from kvlab.base.recipe import IDENTITY, BlockStream, Cell, NoiseStream, digest
+from kvlab.base.records import (
     TOKENS,
     CellRecord,
     Coding,
@@ -29,8 +25,12 @@ from kvlab.records import (
     write_json,
     write_table,
 )
+from kvlab.calibration.needs import coded_by, pieces
+from kvlab.lab import plan
 from kvlab.report.metrics import Sources
-from report.planted_residual import write_residuals
+from kvlab.studies.baseline.plan import peer_of
+from kvlab.studies.mitigations.plan import Choice, ChoiceRecord, Step, search_id
+from report.planted_residual import SIGMAS, write_residuals
 from report.shipped import shipped
 
 VOCABULARY = 512
@@ -41,7 +41,6 @@ SMALL = {
     "noise": {"windows": 12, "groups": ["all"]},
     "mitigations": {"windows": 12, "protocols": ["snapshot"]},
     "ladder": {"texts": ["test"], "windows": 12},
-    "jobs": {"cells_per_job": 5},
     "stats": {"resamples": 600},
 }
 
@@ -105,7 +104,7 @@ def small_params(**changes) -> Params:
 
 
 def write_results(folder: Path | str, params: Params, effects: Effects | None = None) -> Paths:
-    """Write everything that `kvlab metrics` reads into `folder`."""
+    """Write everything that `kvlab step metrics` reads into `folder`."""
     folder, effects = Path(folder), effects or Effects()
     text = Text(params, effects)
     jobs = []
@@ -143,7 +142,7 @@ def provenance(**changes) -> Provenance:
         "model": "reference",
         "model_hash": "5" * 16,
         "corpus_hash": "c" * 16,
-        "calibration": {"hf": "a" * 16, "vllm": "b" * 16},
+        "calibration": SIGMAS,
         "versions": {"kvlab": "0.1.0", "python": "3.11"},
         "device": "cpu",
     }
@@ -349,7 +348,7 @@ def write_choice(folder: Path, params: Params) -> Path:
     """A choice of layers with searches of one step."""
     record = ChoiceRecord(
         provenance=provenance(),
-        engine="hf",
+        engine=params.calibration.origin,
         dtype=params.gap.dtype,
         protocol="snapshot",
         windows=params.windows.calib,

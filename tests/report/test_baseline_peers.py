@@ -8,14 +8,14 @@ import shutil
 import polars as pl
 import pytest
 
-from kvlab.errors import MissingResult, StaleResult
-from kvlab.records import BaselineCell, read_baseline, read_json, read_tokens, write_json, write_table
-from kvlab.report import format as fmt
-from kvlab.report.gather import Results, read_baselines
-from kvlab.report.rendering import render
-from kvlab.report.studies.agreement import baseline_entry, peer_entries
-from kvlab.report.tables import parts as baseline_tables
+from kvlab.base.errors import MissingResult, StaleResult
+from kvlab.base.records import BaselineCell, read_baseline, read_json, read_tokens, write_json, write_table
+from kvlab.pages import format as fmt
+from kvlab.pages.rendering import render
 from kvlab.stats.bootstrap import Bootstrap
+from kvlab.studies.baseline import tables as baseline_tables
+from kvlab.studies.baseline.numbers import baseline_entry, peer_entries
+from kvlab.studies.gather import Results, read_baselines
 from report.example_metrics import Maker
 from report.example_studies import peer_rows
 from report.synthetic import Effects, Text, small_params, write_baseline

@@ -7,16 +7,19 @@ import re
 
 import pytest
 
-from kvlab.errors import NonFinite, UserError
+from kvlab.base.errors import NonFinite, UserError
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.summary import Line
 from kvlab.report import figures, findings
-from kvlab.report.tables.certified import context, sentence
+from kvlab.report.certified import context, sentence
 from report.example_metrics import build, verdict
 from report.shipped import shipped
 
 MEASURED = {"value": 0.00234, "low": 0.00213, "high": 0.00255, "n": 32}
 NEEDLES = {"value": 0.875, "low": 0.825, "high": 0.915, "n": 200}
+
+
+LOSING = {"word": "fail", "codes": ["quality_open", "quality_beyond"], "open": ["needle_recall"], "beyond": ["kl"]}
 
 
 def row(row_id, model, earned, mechanism="kv_compression", variant="klt", **changed):
@@ -25,6 +28,7 @@ def row(row_id, model, earned, mechanism="kv_compression", variant="klt", **chan
     told |= {"bits": 4, "bits_per_value": 4.19, "throughput_tok_s": 1234.5, "measured": True}
     told |= {"throughput_ratio": {"value": 0.247, "low": 0.243, "high": 0.252, "n": 32}, "protocol": "snapshot"}
     told |= {"stored_span": "context", "device": "cpu", "dtype": "bfloat16", "context_tokens": 512}
+    told |= {"word": "pass", "codes": [], "open": [], "beyond": []}
     told |= {"metrics": {"kl": MEASURED, "needle_recall": NEEDLES}, "earned": earned, "claimed": "supported"}
     return told | changed
 
@@ -33,18 +37,21 @@ def claims(model):
     rows = [
         row("a", model, "supported", "baseline", None, bits=None, metrics={}),
         row("b", model, "supported"),
-        row("c", model, "reviewed_preview", "kv_quantization", "int"),
+        row("c", model, "reviewed_preview", "kv_quantization", "int", bits_per_value=4.52, **LOSING),
         row("d", model, "unsupported", "kv_quantization", "fp8_e5m2", measured=False, metrics={}),
         row("e", "another", "supported", "kv_quantization", "kivi"),
     ]
     counts = {tier: sum(one["earned"] == tier for one in rows) for tier in TIERS}
-    return {"schema_version": 1, "registry": "r", "current": "c", "counts": counts, "best": [], "rows": rows}
+    answer = {"engine": "hf", "protocol": "snapshot", "stored_span": "context", "tried": 2, "certified": 1}
+    answers = [answer | {"model": model, "row_id": "b", "word": "certified"}]
+    told = {"schema_version": 2, "registry": "r", "current": "c", "counts": counts}
+    return told | {"answers": answers, "best": [], "rows": rows}
 
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """Drawing is what takes time."""
-    monkeypatch.setattr(figures.registry, "picture", lambda name, table, path: path.write_text(str(name)))
+    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(str(name)))
 
 
 @pytest.fixture
@@ -99,8 +106,40 @@ def test_the_certified_rows_of_the_model_and_the_counts_are_told(written, metric
 )
 def test_the_page_of_the_gate_is_linked_from_where_the_report_is(written, metrics, tmp_path, place, link):
     text = written(claims(metrics["identity"]["slug"]), place, "report.html")
-    assert re.findall(r"\[GATE\.md\]\(([^)]+)\)", text) == [link]
+    assert re.findall(r"\[GATE\.md\]\(([^)]+)\)", text) == [link, link]
     assert f'href="{link}"' in (tmp_path / place / "report.html").read_text()
+
+
+def first(text):
+    return text.split("\n## Is that much?\n")[0]
+
+
+def test_the_first_screen_says_what_to_use_and_at_what_price(written):
+    found = first(written(claims("reference")))
+    assert "\n**Use klt at 4 bits**. It stores 4.19 bits for each value of the cache" in found
+    assert "a KL of 0.00234 [0.00213, 0.00255] nats per token" in found and "87.5 [82.5, 91.5] % are found" in found
+    assert "Of the 2 codecs tried it is the one that stores least" in found
+    assert "| klt at 4 bits | 4.19 | 0.00234 [0.00213, 0.00255] | – | yes |" in found
+    assert "| no, loses too much: KL |" in found and "1234" not in found
+
+
+def test_a_preview_says_what_is_open_and_nothing_at_all_is_said_too(written):
+    given = claims("reference")
+    given["rows"][1] |= {"word": "fail", "codes": ["quality_open"], "open": ["delta_nll", "needle_recall"]}
+    given["answers"][0] |= {"word": "preview", "certified": 0}
+    found = first(written(given))
+    assert "**Use klt at 4 bits**, as a preview." in found
+    assert "the change of the loss and the needles found are open, which means that the tests are too small" in found
+    given["answers"][0] |= {"word": "none", "row_id": None}
+    assert "**Nothing yet.** Of the 2 codecs that were tried on transformers" in first(written(given))
+    assert "The gate has judged no codec of this model" in first(written(None))
+
+
+def test_a_name_on_the_first_screen_stays_where_it_is(written):
+    given = claims("reference")
+    given["rows"][1]["mechanism_variant"] = "a | b <b>[x](y)\n# h"
+    found = first(written(given))
+    assert "<b>" not in found and "[x]" not in found and "\n# h" not in found
 
 
 def test_where_nothing_is_certified_there_is_no_table(written, metrics):
@@ -115,7 +154,7 @@ def test_without_claims_or_rows_of_the_model_it_says_so(written):
         assert section(written(given)).strip() == "The gate has judged no row of this model."
 
 
-def test_the_section_stands_behind_the_verdict(written):
+def test_the_section_stands_after_the_verdict(written):
     titles = re.findall(r"^## (.+)$", written(None), re.M)
     assert titles[titles.index("Verdict") + 1] == "What may be claimed"
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.errors import Fault
+from kvlab.base.errors import Fault
 from kvlab.report import claims
-from kvlab.report.studies.claims import claim
 from kvlab.stats.bootstrap import Estimate
+from kvlab.studies.estimates import claim
 
 EVIDENCE = re.compile(r"\((\d+) windows, (\d+) tokens; (cells? `\w+`.*) against (cells? `\w+`.*)\)\.$")
 SIDES = [[{"cell_id": "a" * 12, "engine": "hf"}], [{"cell_id": "b" * 12, "engine": "hf"}]]
@@ -53,7 +53,7 @@ def test_many_cells_are_counted():
 
 
 def test_a_claim_compares_two_things():
-    effect = Estimate(1.0, 0.5, 1.5, 32, 4064, 0.5, "bca")
+    effect = Estimate(1.0, 0.5, 1.5, 32, 4064, 0.5, "bca").to_json()
     for sides in ([], [[], []], [[], [], []]):
         with pytest.raises(Fault, match="compares two things"):
             claim("gap", "`x`", effect, sides)

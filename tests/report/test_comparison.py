@@ -10,14 +10,14 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from kvlab.cli import main
-from kvlab.errors import MixedIdentity
+from kvlab.base.errors import MixedIdentity
+from kvlab.base.records import read_json, write_json
+from kvlab.cli.main import main
 from kvlab.gate.verdict import judge
-from kvlab.records import read_json, write_json
+from kvlab.pages import format as fmt
+from kvlab.pages import svg
 from kvlab.report import comparison, figures, findings
-from kvlab.report import format as fmt
 from kvlab.report.claims import resolved
-from kvlab.report.html import page
 from kvlab.report.metrics import build as build_metrics
 from kvlab.report.summary import summary
 from report.synthetic import Effects, small_params, write_results
@@ -27,8 +27,8 @@ MORE = 0.02  # KL that the further model's `variance_ratio` costs beyond the fir
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    monkeypatch.setattr(figures.registry, "picture", lambda name, table, path: path.write_text("<svg></svg>"))
-    monkeypatch.setattr(page, "plotly_js", lambda: "/* plotly.js */")
+    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text("<svg></svg>"))
+    monkeypatch.setattr(svg, "inline", lambda _figure, _name, _width: "<svg></svg>")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def large(params, tmp_path_factory):
 
 
 def measured(params, effects, folder) -> dict:
-    """What `kvlab metrics` would have written."""
+    """What `kvlab step metrics` would have written."""
     write_json(folder / "metrics.json", build_metrics(params, write_results(folder, params, effects).sources))
     return read_json(folder / "metrics.json")
 
@@ -249,7 +249,7 @@ def test_one_model_has_the_page_it_had(small, params, tmp_path):
     assert alone["claims"] == [] and {row["model"] for row in alone["rows"]} == {"reference"}
     plain = render(params, small, None, tmp_path / "without")
     assert render(params, small, alone, tmp_path / "with") == plain
-    assert "Across models" not in plain[0] and plain[0].startswith(f"# {params.report.title}\n\n**The answer.**")
+    assert "Across models" not in plain[0] and plain[0].startswith(f"# {params.report.title}\n\n## What to use\n")
     assert "| slug | reference |" in plain[0]
 
 
@@ -314,7 +314,7 @@ def files(folder: Path, **metrics: dict) -> list[str]:
 def test_compare_writes_three_files_and_reads_no_parameters(small, large, compared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = files(tmp_path, a=small, b=large)
-    main(["compare", "--metrics", *given, "--out", "o/c.csv", "--json", "o/c.json", "--summary", "o/s.json"])
+    main(["step", "compare", "--metrics", *given, "--out", "o/c.csv", "--json", "o/c.json", "--summary", "o/s.json"])
     assert read_json("o/c.json") == json.loads(json.dumps(compared))
     assert read_json("o/s.json") == {"reference": summary(small), "large": summary(large)}
     assert len(pl.read_csv("o/c.csv")) == 16
@@ -324,14 +324,18 @@ def test_compare_writes_three_files_and_reads_no_parameters(small, large, compar
     ("spoil", "words"),
     [
         (lambda small, large: {"a": small, "b": small}, "'reference' twice"),
-        (lambda small, large: {"a": small, "b": ["no metrics"]}, "b.json holds no `identity.slug`"),
-        (lambda small, large: {"a": {k: v for k, v in small.items() if k != "settings"}}, "`settings.n_layers`"),
+        (lambda small, large: {"a": small, "b": ["no metrics"]}, "b.json has no schema_version, this kvlab reads"),
+        (lambda small, large: {"a": small | {"schema_version": 7}}, "a.json is of schema_version 7, this kvlab reads"),
+        (
+            lambda small, large: {"a": {k: v for k, v in small.items() if k != "settings"}},
+            "a.json is no metrics of version 1: settings: Field required",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(small, large, tmp_path, capsys, spoil, words):
     given = files(tmp_path, **spoil(small, large))
     with pytest.raises(SystemExit) as stopped:
-        main(["compare", "--metrics", *given, "--out", str(tmp_path / "o" / "c.csv")])
+        main(["step", "compare", "--metrics", *given, "--out", str(tmp_path / "o" / "c.csv")])
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and words in said and said.count("\n") == 1
     assert not (tmp_path / "o").exists()
@@ -344,7 +348,18 @@ def test_bad_input_is_one_line_and_nothing_is_written(small, large, tmp_path, ca
 def test_a_report_refuses_a_comparison_of_others(small, compared, params, tmp_path, capsys, given, words):
     metrics, verdict, other = files(tmp_path, m=named(small, "other"), v=judge(params, small), c=given or compared)
     settings = params.model_dump_json()
-    arguments = ["report", "--params", settings, "--metrics", metrics, "--verdict", verdict, "--comparison", other]
+    arguments = [
+        "step",
+        "report",
+        "--params",
+        settings,
+        "--metrics",
+        metrics,
+        "--verdict",
+        verdict,
+        "--comparison",
+        other,
+    ]
     with pytest.raises(SystemExit) as stopped:
         main([*arguments, "--out", str(tmp_path / "o" / "FINDINGS.md")])
     said = capsys.readouterr().err

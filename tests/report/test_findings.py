@@ -11,10 +11,11 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from kvlab.errors import Fault, NonFinite
-from kvlab.params import Params
-from kvlab.report import figures, findings, rendering
-from kvlab.report import format as fmt
+from kvlab.base.errors import Fault, NonFinite
+from kvlab.base.params import Params
+from kvlab.pages import format as fmt
+from kvlab.pages import rendering
+from kvlab.report import claims, figures, findings, front
 from report.example_metrics import build, verdict
 from report.shipped import shipped
 
@@ -27,9 +28,7 @@ PART = re.compile(r"(?<![A-Za-z_\d.])[-+]?\d+(?:\.\d+)?(?:e-?\d+)?")
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """Drawing is what takes time; ``test_figures.py`` draws, and draws twice."""
-    monkeypatch.setattr(
-        figures.registry, "picture", lambda name, table, path: path.write_text(f"{name} of {len(table)}")
-    )
+    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(f"{name} of {len(table)}"))
 
 
 def some_params(seed: int = 0) -> Params:
@@ -61,18 +60,27 @@ def tables_of(text: str) -> list[list[list[str]]]:
 # ---------------------------------------------------------------------------------- no typed numerals
 
 
-@pytest.mark.parametrize("path", sorted(rendering.TEMPLATES.glob("*.md.j2")), ids=lambda path: path.name)
+TEMPLATES = [path for folder in rendering.TEMPLATES for path in sorted(folder.glob("*.md.j2"))]
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
 def test_no_numeral_is_typed_into_a_template(path):
     prose = re.sub(r"{{.*?}}|{#.*?#}", "", path.read_text(), flags=re.S)
     prose = prose.replace(".md.j2", "")
     assert not NUMERAL.findall(prose)
 
 
-WORDED = [ROOT / f"src/kvlab/report/{name}.py" for name in ("findings", "contexts", "claims", "comparison", "readme")]
-WORDED += sorted((ROOT / "src/kvlab/report/tables").glob("*.py"))
+WORDED = [
+    ROOT / f"src/kvlab/report/{name}.py" for name in ("findings", "front", "contexts", "claims", "comparison", "readme")
+]
+WORDED += [
+    ROOT / "src/kvlab" / name
+    for name in ("report/models.py", "report/certified.py", "report/verdicts.py", "pages/parts.py")
+]
+WORDED += sorted(folder / "tables.py" for folder in rendering.TEMPLATES if any(folder.glob("*.j2")))
 
 
-@pytest.mark.parametrize("path", WORDED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", filter(Path.exists, WORDED), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_no_numeral_is_typed_into_the_code_s_words(path):
     tree = ast.parse(path.read_text())
     typed = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
@@ -85,25 +93,29 @@ def docstring(node) -> str | None:
     return ast.get_docstring(node, clean=False) if isinstance(node, kinds) else None
 
 
+def uncounted(text: str) -> str:
+    """Without the table that counts sentences: the made-up metrics of every seed make equally many."""
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(COUNTED))
+
+
+COUNTED = tuple(f"| {study} |" for study in front.STUDIES.values())
+
+
 @pytest.mark.parametrize("engines", [("hf", "vllm"), ("hf",)])
 def test_no_numeral_survives_other_metrics(tmp_path, engines):
     """Render many made-up results in which every number differs: no numeral may be in all of them."""
     seen = []
     for seed in range(16):
         metrics = build(seed, engines, unresolved=("protocol",) if seed % 2 else ())
-        seen.append(set(NUMERAL.findall(render(tmp_path, metrics, seed=seed))))
+        seen.append(set(NUMERAL.findall(uncounted(render(tmp_path, metrics, seed=seed)))))
     assert min(map(len, seen)) > 100
     assert set.intersection(*seen) == set()
 
 
 def test_the_search_for_survivors_finds_a_typed_numeral(tmp_path, monkeypatch):
-    templates = tmp_path / "templates"
-    templates.mkdir()
-    for path in rendering.TEMPLATES.glob("*.j2"):
-        (templates / path.name).write_text(path.read_text())
-    (templates / "limits.md.j2").write_text("It costs 27.5 points.\n")
-    monkeypatch.setattr(rendering, "TEMPLATES", templates)
-    seen = [set(NUMERAL.findall(render(tmp_path, build(seed), seed=seed))) for seed in range(16)]
+    (tmp_path / "limits.md.j2").write_text("It costs 27.5 points.\n")
+    monkeypatch.setattr(rendering, "TEMPLATES", (tmp_path, *rendering.TEMPLATES))
+    seen = [set(NUMERAL.findall(uncounted(render(tmp_path, build(seed), seed=seed)))) for seed in range(16)]
     assert set.intersection(*seen) == {"27.5"}
 
 
@@ -185,7 +197,7 @@ def test_nothing_that_compares_engines_is_printed_when_they_disagree(tmp_path):
 def test_the_gate_alone_can_withhold(tmp_path):
     metrics = build()
     text = render(tmp_path, metrics, verdict(metrics, allowed=False))
-    assert "**Withheld" in text.split("\n\n")[1]
+    assert "**Withheld.** What the published gap" in text.split("## What the gap decomposes into")[0]
     assert "fp32 agreement: checked" in text
 
 
@@ -206,14 +218,14 @@ def estimates_in(data) -> list[dict]:
 def test_one_engine_still_gets_a_report(tmp_path):
     text = render(tmp_path, build(engines=("hf",)))
     assert "Withheld" not in text and "withheld" not in text
-    assert text.split("\n\n")[1].startswith("**The answer.**") and "- `gap` on `hf` raises KL by " in text
+    assert text.split("\n\n")[1].startswith("## What to use") and "\n- Going from low to high between " in text
     assert "vllm" not in text
     assert (tmp_path / "figures/gap_shapley.svg").exists()
 
 
 PARTS = (
     *("floor", "baseline", "baseline_peers", "agreement", "gap", "factors", "cells", "layers", "additivity"),
-    *("noise", "noise_slope", "closure", "structure", "residual", "mitigations", "sigma", "claims"),
+    *("noise", "noise_slope", "closure", "structure", "residual", "mitigations", "sigma"),
 )
 
 
@@ -290,6 +302,57 @@ def test_a_rerun_is_byte_for_byte_the_same(tmp_path):
     names = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
     assert len(names) == 1 + 2 * len(figures.FIGURES)
     assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
+
+
+def opening(text: str) -> str:
+    """What is in sight before the first section."""
+    return text.split("\n## What the gap decomposes into\n")[0]
+
+
+def test_a_page_opens_with_one_page_and_folds_the_rest(tmp_path):
+    text = render(tmp_path, build())
+    titles = re.findall(r"^## (.+)$", opening(text), re.M)
+    assert titles == ["What to use", "Is that much?", "What the published gap is made of", "What is open"]
+    assert len(opening(text).splitlines()) < 70
+    assert not re.search(r"`[0-9a-f]{12}`|\(`", opening(text))  # no hash and no tuple
+    inside, outside, depth = [], [], 0
+    for line in text.splitlines():
+        depth += line.startswith("<details>") - (line == "</details>")
+        (inside if depth or line == "</details>" else outside).append(line)
+    assert depth == 0 and len(outside) < 150 < len(inside)
+    assert not any(line.startswith("## ") for line in inside)  # a heading stays in sight, and links to it work
+
+
+def test_what_is_open_is_counted(tmp_path):
+    metrics = build(unresolved=("protocol",))
+    (counted,) = [table for table in tables_of(opening(render(tmp_path, metrics))) if table[0][-2:-1] == ["open"]]
+    told = claims.derived(metrics)
+    assert sum(int(row[1]) for row in counted[2:]) == len(told)
+    assert sum(int(row[2]) for row in counted[2:]) == sum(map(claims.resolved, told))
+    assert all(
+        int(row[1]) == int(row[2]) + int(row[3]) and (row[3] != "0" or row[4] == fmt.DASH) for row in counted[2:]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kl", "stays", "word"),
+    [(0.5, 0.99, front.ROUNDING), (2.0, 0.99, front.SMALL), (2.0, 0.9, front.NOTICEABLE), (2.0, 0.5, front.LARGE)],
+)
+def test_a_kl_is_read_against_the_floor_and_then_against_the_top_token(kl, stays, word):
+    floor = {"what": "floor", "kl": {"value": 1.0, "low": 1.0, "high": 1.0}, "top": None}
+    row = {"what": "codec", "kl": {"value": kl, "low": kl, "high": kl}, "top": {"value": stays}}
+    bounds = shipped().verdict.model_copy(update={"accept_top1": 0.95, "marginal_top1": 0.85})
+    assert front.level(row, floor, bounds) == word and front.level(floor, floor, bounds) == "the floor"
+    assert front.level(row, None, bounds) == (front.SMALL if word == front.ROUNDING else word)
+
+
+def test_the_floor_is_the_engine_in_bfloat16_or_else_the_rounding_of_k_and_v():
+    metrics = build()
+    assert front.rounding_floor(metrics)["kl"] == next(r for r in metrics["baseline"] if r["dtype"] == "bfloat16")["kl"]
+    metrics["baseline"] = [row for row in metrics["baseline"] if row["dtype"] == "float32"]
+    casts = [row for row in metrics["closure"] if (row["engine"], row["stream"]) == ("hf", "kv")]
+    assert front.rounding_floor(metrics)["kl"] == casts[0]["measured"] and casts[0]["against"] == "cast"
+    assert front.rounding_floor({}) is None
 
 
 def test_every_study_states_its_basis(tmp_path):

@@ -8,31 +8,32 @@ import hashlib
 import io
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import polars as pl
 import pytest
 
-from kvlab.errors import Fault
-from kvlab.per_model import read_params
-from kvlab.report import figures, findings
-from kvlab.report import format as fmt
-from kvlab.report.figures.interactive import marks
-from kvlab.report.html import page
+from kvlab.base.errors import Fault
+from kvlab.pages import format as fmt
+from kvlab.pages import svg
+from kvlab.pages.figure import DARK, INK, PALE, PAPER
+from kvlab.pages.html import body
+from kvlab.report import figures, findings, page
+from kvlab.studies.settings import read_params
 from report.example_metrics import build, verdict
 
 ROOT = Path(__file__).parents[2]
-PICTURE = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20"></svg>'
-PLOTLY = "/* plotly.js */"
+PICTURE = '<svg viewBox="0 0 20 20"></svg>'
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
 @pytest.fixture(autouse=True)
 def no_drawing(monkeypatch):
-    """What takes time is left out: matplotlib, which ``test_figures.py`` looks after, and megabytes of plotly.js."""
-    monkeypatch.setattr(figures.registry, "picture", lambda _name, _table, path: path.write_text(PICTURE))
-    monkeypatch.setattr(page, "plotly_js", lambda: PLOTLY)
+    """What takes time is left out: the drawing, which ``test_figures.py`` looks after."""
+    monkeypatch.setattr(svg, "write", lambda _figure, path: path.write_text(PICTURE))
+    monkeypatch.setattr(svg, "inline", lambda _figure, _name, _width: PICTURE)
 
 
 def render(folder: Path, metrics: dict, judged: dict | None = None) -> tuple[str, str]:
@@ -78,24 +79,14 @@ class Reader(HTMLParser):
     def all(self, tag: str) -> list[dict]:
         return [attrs for name, attrs in self.elements if name == tag]
 
-    def figure_data(self) -> dict[str, dict]:
-        """plotly's JSON by figure."""
+    def said(self) -> dict[str, list[str]]:
+        """What the marks of each figure say, in the order of the table."""
         found = {s["attrs"].get("id", ""): s["text"] for s in self.scripts}
         return {
-            name.removeprefix("figure-").removesuffix("-data"): json.loads(text)
+            name.removeprefix("figure-").removesuffix("-words"): ["; ".join(words) for words in json.loads(text)]
             for name, text in found.items()
-            if name.endswith("-data")
+            if name.endswith("-words")
         }
-
-
-def said(drawn: dict) -> list[str]:
-    """What the points of a figure say, in the order of the table."""
-    by_row = {
-        row: words
-        for trace in drawn["data"]
-        for row, words in zip((trace.get("meta") or {}).get("rows", []), trace.get("customdata", []), strict=True)
-    }
-    return ["; ".join(by_row[row]) for row in sorted(by_row)]
 
 
 # ------------------------------------------------------------------------ the same words and tables
@@ -129,15 +120,24 @@ def test_the_page_says_every_word_of_the_findings_once(tmp_path):
             continue
         line = re.sub(r"[`*]", "", line.lstrip("#- "))
         assert words.count(" ".join(line.split())) >= 1, line
-    assert words.count("The answer.") == 1
+    assert words.count("What to use") == 2  # the heading, and the list of contents
 
 
 def test_every_recipe_is_folded_away(tmp_path):
     metrics = build()
     reader = Reader(render(tmp_path, metrics)[1])
-    summaries = len(reader.all("summary"))
-    assert summaries == 1 + len(figures.FIGURES) + len(metrics["identity"]["recipes"])
+    sections = sum(attrs.get("class") == "section" for attrs in reader.all("details"))
+    assert len(reader.all("summary")) == 1 + sections + len(figures.FIGURES) + len(metrics["identity"]["recipes"])
     assert not any("<details>" in word for word in reader.words)
+
+
+def test_the_report_folds_the_sections_that_the_findings_fold_and_none_is_open(tmp_path):
+    text, html = render(tmp_path, build())
+    folded = re.findall(r"^## (.+)\n\n<details><summary>", text, re.M)
+    made = re.findall(r'<details class="section">\s*<summary>\s*<h2>(.+)</h2>', html)
+    assert [unescape(title) for title in made] == folded and len(folded) > 10
+    opened = {"id": "contents", "open": None}  # the list of sections, beside the page
+    assert [attrs for attrs in Reader(html).all("details") if "open" in attrs] == [opened]
 
 
 def test_one_title_and_a_link_to_every_section(tmp_path):
@@ -158,13 +158,13 @@ def test_every_drawn_number_is_within_reach(tmp_path):
     metrics = build(unresolved=("protocol",))
     _, html = render(tmp_path, metrics)
     reader = Reader(html)
-    drawn = reader.figure_data()
+    drawn = reader.said()
     assert sorted(drawn) == sorted(figures.FIGURES)
     saved = {attrs["download"]: attrs["href"] for attrs in reader.all("a") if "download" in attrs}
     tables = iter([table["rows"] for table in reader.tables if table["drawn"]])
     for name in drawn:
         table = figures.FIGURES[name].table(metrics)
-        words = said(drawn[name])
+        words = drawn[name]
         assert len(words) == len(table)
         for line, spoken in zip(table.iter_rows(named=True), words, strict=True):
             assert fmt.estimate(line) in spoken
@@ -185,55 +185,15 @@ def test_every_drawn_number_is_within_reach(tmp_path):
     assert exact == floats
 
 
-@pytest.mark.parametrize("name", figures.FIGURES)
-def test_a_marker_and_its_interval_are_the_table_s(name):
-    table = figures.FIGURES[name].table(build())
-    lines = list(table.iter_rows(named=True))
-    for trace in page.plotted(name, table)["data"]:
-        for point, row in enumerate((trace.get("meta") or {}).get("rows", [])):
-            along = "x" if "error_x" in trace else "y"
-            at, bars, line = trace[along][point], trace[f"error_{along}"], lines[row]
-            assert at == pytest.approx(line["value"])
-            assert at + bars["array"][point] == pytest.approx(line["high"])
-            assert at - bars["arrayminus"][point] == pytest.approx(line["low"])
-
-
-@pytest.mark.parametrize("name", ["baseline", "cells", "noise"])
-def test_zeros_and_negative_values_stand_at_the_axis_end(name):
-    table = figures.FIGURES[name].table(build())
-    low = [{"value": value, "low": value - 1e-7, "high": value + 1e-7} for value in (0.0, -1e-6)]
-    rows = table.to_dicts()
-    rows[1:3] = [row | given for row, given in zip(rows[1:3], low, strict=True)]
-    table = pl.DataFrame(rows, schema=table.schema)
-    drawn = page.plotted(name, table)
-    placed = [
-        (trace["x" if "error_x" in trace else "y"][point], trace["marker"]["symbol"][point])
-        for trace in drawn["data"]
-        for point in range(len((trace.get("meta") or {}).get("rows", [])))
-    ]
-    assert min(x for x, _ in placed) > 0
-    assert sum(symbol in ("triangle-left", "triangle-down") for _, symbol in placed) == 2
-    assert [fmt.estimate(given) in words for given, words in zip(low, said(drawn)[1:3], strict=True)] == [True, True]
-
-
-def test_a_figure_that_leaves_a_number_out_is_refused(tmp_path, monkeypatch):
-    whole = figures.FIGURES["layers"]
-    short = figures.registry.Figure(whole.table, whole.draw, lambda table: whole.interactive(table.head(3)))
-    monkeypatch.setitem(figures.FIGURES, "layers", short)
-    with pytest.raises(Fault, match="layers"):
-        render(tmp_path, build())
-    assert not (tmp_path / "report.html").exists()
-
-
 @pytest.mark.parametrize("link", ["figures/unheard_of.svg", "https://example.org/a.svg", "figures/../a.svg"])
-def test_a_picture_that_is_no_figure_is_refused(tmp_path, link):
+def test_a_picture_that_is_no_figure_is_refused(link):
     with pytest.raises(Fault):
-        page.page(f"# T\n\n![a]({link})\n", build(), tmp_path)
+        page.page(f"# T\n\n![a]({link})\n", build())
 
 
-def test_a_figure_that_is_withheld_from_the_metrics_cannot_be_shown(tmp_path):
+def test_a_figure_that_is_withheld_from_the_metrics_cannot_be_shown():
     with pytest.raises(Fault, match="noise"):
-        page.page("# T\n\n![a](figures/noise.svg)\n", build() | {"noise": []}, tmp_path)
+        page.page("# T\n\n![a](figures/noise.svg)\n", build() | {"noise": []})
 
 
 # ------------------------------------------------------------------------- withheld, injected, fixed
@@ -244,15 +204,15 @@ def test_nothing_that_compares_engines_is_in_the_page_when_they_disagree(tmp_pat
     metrics["agreement"] |= {"holds": False, "why": ["the identity cells differ"]}
     text, html = render(tmp_path, metrics, verdict(metrics, allowed=False))
     reader = Reader(html)
-    assert "gap_shapley" not in reader.figure_data()
-    assert {w.split(",")[0] for w in said(reader.figure_data()["baseline"])} == {"hf"}
+    assert "gap_shapley" not in reader.said()
+    assert {words.split(",")[0] for words in reader.said()["baseline"]} == {"hf"}
     assert "".join(reader.words).count("the identity cells differ") == text.count("the identity cells differ")
     hidden = [metrics["gap"], metrics["agreement"], metrics["sigma"]["drift"]]
     hidden += [row for row in metrics["baseline"] if row["engine"] == "vllm"]
     found = numbers_in(hidden)
     assert len(found) > 30
     assert not [number for number in found if repr(number) in html]
-    spoken = json.dumps(reader.figure_data(), ensure_ascii=False)
+    spoken = json.dumps(reader.said(), ensure_ascii=False)
     for given in estimates_in(hidden):
         assert fmt.estimate(given) not in html and fmt.estimate(given) not in spoken
 
@@ -279,8 +239,7 @@ def test_words_of_the_metrics_cannot_become_markup(tmp_path):
         tag for tag, _ in clean.elements if tag in ("script", "img", "details")
     ]
     assert evil in "".join(reader.words)  # it is shown as it is
-    hover = [text for trace in reader.figure_data()["cells"]["data"] for text in trace.get("hovertext", [])]
-    assert hover and not any("<script" in text or "<img" in text for text in hover)
+    assert any(evil in words for words in reader.said()["cells"])  # as text: the script sets no markup
 
 
 def test_a_rerun_is_byte_for_byte_the_same(tmp_path):
@@ -294,9 +253,9 @@ def test_the_policy_names_exactly_the_scripts_that_run_and_forbids_the_rest(tmp_
     run = [s["text"] for s in reader.scripts if s["attrs"].get("type") != "application/json"]
     hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'" for code in run}
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
-    assert set(rules["script-src"].split()) == hashes and len(hashes) == 2
+    assert set(rules["script-src"].split()) == hashes and len(hashes) == 1
     assert rules["default-src"] == rules["connect-src"] == rules["form-action"] == "'none'"
-    assert rules["img-src"] == "data:"
+    assert set(rules) == {"default-src", "script-src", "style-src", "connect-src", "base-uri", "form-action"}
 
 
 def test_no_attribute_leads_to_a_network(tmp_path):
@@ -305,22 +264,72 @@ def test_no_attribute_leads_to_a_network(tmp_path):
     assert links and all(link.startswith(("#", "data:")) for link in links)
 
 
-def test_without_figures_the_page_does_without_plotly(tmp_path):
-    metrics = build(engines=("hf",))
-    for name in ("gap", "baseline", "cells", "layers", "noise", "residual", "mitigations"):
-        metrics[name] = None
-    html = render(tmp_path, metrics)[1]
-    assert PLOTLY not in html and "<h1" in html
-
-
-def test_numerals_are_not_typed_into_notes(tmp_path):
+def test_numerals_are_not_typed_into_notes():
     metrics = build()
     for name, figure in figures.FIGURES.items():
-        note = page.plotted(name, figure.table(metrics))["layout"]["meta"]["note"]
-        assert not re.search(r"(?<![A-Za-z_\d])\d", note)
+        assert not re.search(r"(?<![A-Za-z_\d])\d", figures.described(name, figure.table(metrics)).note)
     for path in page.ASSETS.glob("*.j2"):
         prose = re.sub(r"{{.*?}}|{%.*?%}|<[^>]*>", "", path.read_text(), flags=re.S)
         assert not re.search(r"\d", prose)
+
+
+# -------------------------------------------------------------------------------------------- folds
+
+
+def bodied(text: str) -> tuple[Reader, tuple]:
+    """The body of a text, and its sections."""
+    found = body(text, lambda _name, _alt: "")
+    return Reader(found.html), found.sections
+
+
+FOLDED = """# T
+
+## Front
+
+first
+
+## One
+
+<details>
+<summary>How &amp; why <code>x</code> <b>y</b> <img src=x></summary>
+
+### Part
+
+<details open><summary>Inner</summary>
+
+word
+
+</details>
+
+</details>
+
+## Two
+
+short
+"""
+
+
+def test_a_folded_section_has_its_heading_in_its_summary_and_its_address_inside():
+    reader, sections = bodied(FOLDED)
+    assert sections == (("front", "Front"), ("one", "One"), ("two", "Two"))
+    assert [tag for tag, _ in reader.elements] == [
+        *("h1", "h2", "p"),
+        *("details", "summary", "h2", "span", "code", "b", "div", "h3", "details", "summary", "p"),
+        *("h2", "p"),
+    ]
+    assert reader.all("details") == [{"class": "section"}, {"open": None}]
+    assert reader.all("div") == [{"id": "one"}] and [attrs.get("id") for attrs in reader.all("h2")][1] is None
+    assert "How & why x y <img src=x>" in "".join(reader.words)
+
+
+@pytest.mark.parametrize("given", ["<details><summary>a</summary>\n\nb\n", "<details>\n<summary>a</summary>\n"])
+def test_a_fold_that_is_not_closed_is_refused(given):
+    with pytest.raises(Fault, match="do not close"):
+        bodied(f"# T\n\n{given}")
+
+
+def test_an_end_without_a_fold_is_shown():
+    assert "</details>" in bodied("# T\n\n</details>\n")[0].words
 
 
 # ------------------------------------------------------------------------------------------- colours
@@ -343,25 +352,26 @@ def test_contrast_is_measured_as_wcag_does():
 
 
 def test_marks_and_words_stand_out_in_both_themes():
-    for paper, colours in ((marks.PAPER, marks.DARK.keys()), (marks.DARK[marks.PAPER], marks.DARK.values())):
-        for light, colour in zip(marks.DARK, colours, strict=True):
-            wanted = {marks.INK: 4.5, marks.PAPER: 1, marks.PALE: 1}.get(light, 3)
+    for paper, colours in ((PAPER, DARK.keys()), (DARK[PAPER], DARK.values())):
+        for light, colour in zip(DARK, colours, strict=True):
+            wanted = {INK: 4.5, PAPER: 1, PALE: 1}.get(light, 3)
             assert contrast(colour, paper) >= wanted, (colour, paper)
 
 
-@pytest.mark.parametrize("theme", [":root {", ':root[data-theme="dark"] {', "  :root:not([data-theme]) {"])
-def test_the_page_s_words_stand_out_in_every_theme(theme):
-    (block,) = re.findall(rf"^{re.escape(theme)}(.*?)}}", page.asset("report.css"), re.S | re.M)
-    colours = dict(re.findall(r"--(\w+): (#\w+);", block))
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_the_page_s_words_stand_out_in_both_themes(theme):
+    pairs = re.findall(r"--(\w+): light-dark\((#\w+), (#\w+)\);", page.asset("report.css"))
+    colours = {name: pair[theme] for name, *pair in pairs}
+    assert colours["paper"] == (PAPER, DARK[PAPER])[theme]
     for name in ("ink", "soft", "link", "focus"):
         assert contrast(colours[name], colours["paper"]) >= 4.5
         assert contrast(colours[name], colours["shade"]) >= 4.5
 
 
-def test_every_colour_has_a_counterpart_on_the_dark_theme():
-    for name, figure in figures.FIGURES.items():
-        text = json.dumps(page.plotted(name, figure.table(build(unresolved=("protocol",)))))
-        assert set(re.findall(r"#[0-9a-fA-F]{6}\b", text)) <= set(marks.DARK)
+def test_every_colour_of_the_figures_is_in_the_page(tmp_path):
+    html = render(tmp_path, build())[1]
+    for light, dark in DARK.items():
+        assert f"--c-{light[1:]}: light-dark({light}, {dark});" in html
 
 
 def test_the_saved_table_reads_back(tmp_path):

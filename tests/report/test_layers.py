@@ -9,15 +9,15 @@ import polars as pl
 import pytest
 from scipy.stats import false_discovery_control
 
-from kvlab.errors import MissingResult, MixedIdentity
+from kvlab.base.errors import MissingResult, MixedIdentity
+from kvlab.pages.rendering import render
 from kvlab.report.claims import resolved, sentence
-from kvlab.report.figures.interactive.layers import interactive_layers
-from kvlab.report.figures.layers import layers, layers_table
-from kvlab.report.rendering import render
-from kvlab.report.studies.layers import additivity_entries, layer_claims, layer_entries, standing_out
-from kvlab.report.tables import layers as tables_layers
 from kvlab.stats.bootstrap import Column
 from kvlab.stats.multiple import sign_flip_two_sided_p
+from kvlab.studies.layers import tables as tables_layers
+from kvlab.studies.layers.claims import claims as layer_claims
+from kvlab.studies.layers.figure import layers, layers_table
+from kvlab.studies.layers.numbers import additivity_entries, layer_entries, standing_out
 from report.planted_cells import BOOT, WINDOWS, plain_basis, planted_params, planted_results, rows
 from report.shipped import shipped
 
@@ -154,7 +154,9 @@ def test_layers_that_add_up(params, additive):
     assert v["boundary_excess"]["value"] == pytest.approx((0.012 + 0.009) / 2 - (0.003 + 0.002 + 0.001 + 0.0005) / 4)
     assert v["boundary_excess"]["low"] > 0
     assert kv["left_out_sum"] is None and kv["boundary_excess"] is None
-    assert [resolved(claim) for claim in layer_claims(params, additive, BOOT)] == [False] * len(entries)
+    assert [resolved(claim) for claim in layer_claims(additivity_entries(params, additive, BOOT))] == [False] * len(
+        entries
+    )
 
 
 @pytest.mark.parametrize("together", [0.8, 1.25])
@@ -167,7 +169,7 @@ def test_compounding_is_found(params, together):
             assert np.sign(row["interaction"]["value"]) == np.sign(together - 1)
         else:
             assert row["interaction"]["value"] == pytest.approx(0.004) and row["interaction"]["low"] > 0
-    claims = layer_claims(params, results, BOOT)
+    claims = layer_claims(additivity_entries(params, results, BOOT))
     assert all(map(resolved, claims)) and len(claims) == 12
     verb = "raises KL to 1.2" if together > 1 else "raises KL only to 0.8"
     assert f"Coding K in all layers (`hf`, `in_forward`) {verb}" in sentence(claims[0])
@@ -180,7 +182,7 @@ def test_no_ratio_of_a_sum_that_is_not_clear_of_zero(params):
     ratios = [row["ratio"] for row in entries]
     assert None in ratios
     assert all(row["sum"]["low"] <= 0 for row in entries if row["ratio"] is None)
-    said = [claim["subject"] for claim in layer_claims(params, results, BOOT) if claim["null"] == 1]
+    said = [claim["subject"] for claim in layer_claims(additivity_entries(params, results, BOOT)) if claim["null"] == 1]
     assert len(said) == sum(row["ratio"] is not None for row in entries if row["parts"] == "layers")
 
 
@@ -197,7 +199,7 @@ def test_models_so_small_that_cells_coincide(n_layers, kinds):
     assert [row["kl"]["value"] for row in found] == pytest.approx(LAYER["k"][:n_layers] if n_layers > 1 else [])
     sums = additivity_entries(params, results, BOOT)
     assert all(row["boundary_excess"] is None for row in sums)
-    text = report({"layers": entries, "additivity": sums, "claims": layer_claims(params, results, BOOT)})
+    text = report({"layers": entries, "additivity": sums})
     assert "Boundary layers" not in text and ("*Left out*" in text) == (n_layers > 1)
     assert {row["q_stands_out"] is None for row in entries} == {n_layers == 1}
     assert ("double dagger" in text) == ("in both directions" in text) == (n_layers > 1)
@@ -211,7 +213,7 @@ def test_one_stream_has_no_line_of_k_and_v():
     params = planted_params(layers={"streams": ["k"], "protocols": ["in_forward"]})
     results = planted_results(params, "layers", adding)
     assert {row["stream"] for row in additivity_entries(params, results, BOOT)} == {"k"}
-    assert {claim["null"] for claim in layer_claims(params, results, BOOT)} == {1.0}
+    assert {claim["null"] for claim in layer_claims(additivity_entries(params, results, BOOT))} == {1.0}
 
 
 def test_cells_of_other_conditions_are_refused(params, additive):
@@ -238,13 +240,12 @@ def metrics_of(params, results):
         "sizes": {"confidence": 0.95},
         "layers": layer_entries(params, results, BOOT),
         "additivity": additivity_entries(params, results, BOOT),
-        "claims": layer_claims(params, results, BOOT),
     }
 
 
 def report(metrics):
     metrics = {"sizes": {"confidence": 0.95}} | metrics
-    claims = {"layers": [sentence(claim) for claim in metrics.get("claims", [])]}
+    claims = {"layers": [sentence(claim) for claim in layer_claims(metrics.get("additivity", []))]}
     context = tables_layers.context(metrics, plain_basis)
     given = {"figures": {"layers": "figures/layers.svg"}, "alpha": "0.05", "unit": "nats per token"}
     return render("layers.md.j2", layers=context, claims=claims, **given)
@@ -289,25 +290,20 @@ def test_a_deep_model_still_renders(deep):
     assert text.count("| 35, boundary |") == 2 and max(map(len, text.splitlines())) < 1000
     table = layers_table(deep)
     assert len(table) == 2 * 2 * 2 * 36
-    assert layers(table).axes
+    assert len(layers(table).marks) == len(table)
 
 
 @pytest.mark.parametrize("of", ["additive", "deep"])
-def test_both_figures_draw_every_row(request, params, of):
+def test_the_figure_draws_every_row(request, params, of):
     metrics = (
         metrics_of(params, request.getfixturevalue("additive")) if of == "additive" else request.getfixturevalue(of)
     )
     table = layers_table(metrics)
-    axes = layers(table).axes
-    assert len(axes) == 4
-    dots = [line for axis in axes for line in axis.lines if line.get_marker() in ("o", "s")]
-    assert sorted(line.get_ydata()[0] for line in dots) == pytest.approx(sorted(table["value"]))
-    assert sum(line.get_markerfacecolor() == "white" for line in dots) == table["clear"].not_().sum()
-    drawn = interactive_layers(table)
-    seen = [row for trace in drawn.data for row in (trace.meta or {}).get("rows", [])]
-    assert sorted(seen) == list(range(len(table)))
-    at = dict(zip(seen, (y for trace in drawn.data if trace.meta for y in trace.y), strict=True))
-    assert [at[row] for row in range(len(table))] == pytest.approx(table["value"].to_list())
+    figure = layers(table)
+    assert len(figure.panels) == 4
+    at = {mark.row: (round(mark.at), mark.value, mark.look.open) for mark in figure.marks}
+    expected = table.select("layer", "value", ~pl.col("clear")).rows()
+    assert [at[row] for row in range(len(table))] == expected
     assert layers_table({"sizes": {"confidence": 0.95}, "layers": []}) is None
 
 

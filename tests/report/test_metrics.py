@@ -6,28 +6,21 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvlab.errors import (
-    CodecNotActive,
-    Fault,
-    MissingResult,
-    MixedIdentity,
-    NonFinite,
-    StaleResult,
-)
-from kvlab.experiments import plan
-from kvlab.records import read_job, read_json, read_tokens, write_job, write_json, write_table
-from kvlab.report.claims import sentence
+from kvlab.base.errors import CodecNotActive, Fault, MissingResult, MixedIdentity, NonFinite, StaleResult
+from kvlab.base.records import read_job, read_json, read_tokens, write_job, write_json, write_table
+from kvlab.lab import plan
+from kvlab.report.calibration import sigma_drift
+from kvlab.report.claims import derived, sentence
 from kvlab.report.contexts import calibration_context
-from kvlab.report.gather import comparable, gather
 from kvlab.report.metrics import build
-from kvlab.report.studies.agreement import agreement_entry
-from kvlab.report.studies.calibration import sigma_drift
-from kvlab.report.studies.cells import cell_claims
-from kvlab.report.studies.gap import factors_entry, gap_entry
-from kvlab.report.studies.layers import additivity_entries, layer_entries
-from kvlab.report.studies.noise import structure_entries
 from kvlab.report.summary import summary
 from kvlab.stats.bootstrap import Bootstrap
+from kvlab.studies.baseline.numbers import agreement_entry
+from kvlab.studies.cells.numbers import cell_entries
+from kvlab.studies.factors.numbers import factors_entry, gap_entry
+from kvlab.studies.gather import comparable, gather
+from kvlab.studies.layers.numbers import additivity_entries, layer_entries
+from kvlab.studies.noise.numbers import structure_entries
 from report.synthetic import CHOICE, Effects, Paths, provenance, small_params, write_results, write_sigma
 
 ESTIMATE = {"value", "low", "high", "n_windows", "n_tokens", "resolvable", "method"}
@@ -109,7 +102,7 @@ def test_top_level_shape(metrics, params):
         *("identity", "settings", "sizes", "floor", "baseline", "baseline_peers", "agreement", "agreement_why", "gap"),
         *("factors", "cells"),
         *("layers", "additivity", "noise", "noise_slope", "closure", "structure", "residual", "mitigations"),
-        *("codebooks", "sigma", "claims"),
+        *("codebooks", "sigma", "schema_version"),
     }
     json.dumps(metrics, allow_nan=False)
     sizes = {"context": 64, "eval": 17, "windows": 12, "confidence": 0.95, "resamples": 600, "seed": 0}
@@ -247,10 +240,11 @@ def test_the_whole_factorial_sums_exactly_and_lists_every_pair(metrics):
 
 
 def test_claims_name_two_cells_and_their_windows(metrics):
-    about = [claim["about"] for claim in metrics["claims"]]
+    claims = derived(metrics)
+    about = [claim["about"] for claim in claims]
     assert set(about) >= {"gap", "factors", "cells"}
     known = {c["cell_id"] for c in metrics["cells"]}
-    for claim in metrics["claims"]:
+    for claim in claims:
         assert len(claim["compared"]) == 2 and all(claim["compared"]), claim["subject"]
         words = sentence(claim)
         assert f"{claim['effect']['n_windows']} windows" in words and " against " in words
@@ -427,7 +421,7 @@ def test_other_window_sizes_are_refused(params, paths):
 def test_a_missing_job_is_named(params, paths):
     gone = paths.jobs.pop(3)
     study = gone.parent.name
-    with pytest.raises(MissingResult, match=rf"cell '.*kvlab measure --study {study} --job {gone.stem}`"):
+    with pytest.raises(MissingResult, match=rf"cell '.*kvlab step measure --study {study} --job {gone.stem}`"):
         collect(params, paths)
 
 
@@ -614,7 +608,7 @@ def test_two_jobs_of_a_study_with_other_calibrations_are_refused(params, paths, 
 
 def test_a_record_that_does_not_name_its_calibration_is_refused(params, paths):
     edit_job(paths, "factors", lambda r, t: (edit_cells(r, lambda c: c.model_copy(update={"fitted": {}})), t))
-    with pytest.raises(StaleResult, match=r"do not name the same fitted material .*kvlab measure --study factors"):
+    with pytest.raises(StaleResult, match=r"do not name the same fitted material .*kvlab step measure --study factors"):
         collect(params, paths)
 
 
@@ -684,7 +678,7 @@ def test_every_comparison_passes_the_door(params, paths):
         ("factors", "bfloat16", "codec", gap_entry),
         ("factors", "float32", "codec", agreement_entry),
         ("factors", "float32", "codec", factors_entry),
-        ("cells", "bfloat16", "codec", cell_claims),
+        ("cells", "bfloat16", "codec", cell_entries),
         ("layers", "float32", "identity", layer_entries),
         ("layers", "float32", "identity", additivity_entries),
         ("noise", "float32", "isotropic", structure_entries),

@@ -9,15 +9,15 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvlab.errors import Fault, MissingResult, MixedIdentity, StaleResult
+from kvlab.base.errors import Fault, MissingResult, MixedIdentity, StaleResult
+from kvlab.pages import svg
+from kvlab.pages.rendering import render
 from kvlab.report import claims as said
-from kvlab.report.figures.canvas import save
-from kvlab.report.figures.interactive.mitigations import interactive_mitigations
-from kvlab.report.figures.mitigations import mitigations, mitigations_table
-from kvlab.report.rendering import render
-from kvlab.report.studies.mitigations import KLT, STUDIED, mitigation_claims, mitigation_entries
-from kvlab.report.tables import mitigations as tables
 from kvlab.stats.bootstrap import Bootstrap
+from kvlab.studies.mitigations import tables
+from kvlab.studies.mitigations.claims import claims as claims_of
+from kvlab.studies.mitigations.figure import mitigations, mitigations_table
+from kvlab.studies.mitigations.numbers import KLT, STUDIED, mitigation_entries
 from report.planted_mitigations import (
     CHOICE,
     ENGINES,
@@ -33,6 +33,10 @@ from report.planted_mitigations import (
 
 BOOT = Bootstrap(600, 0.95, 0)
 PLANTED = Planted(gain={"moved": 0.7, "hot": 1.0, "extended": 1.5, "greedy": 1.4, "klt boundary": 2.0, "klt hot": 0.9})
+
+
+def mitigation_claims(params, results, boot, choice):
+    return claims_of(mitigation_entries(params, results, boot, choice), len(params.codec.boundary_layers))
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +231,7 @@ def test_calibrations_that_only_the_results_read_do_not_matter(params):
     ],
 )
 def test_a_choice_of_other_parameters_is_refused(params, changes, named):
-    with pytest.raises(StaleResult, match=rf"{named}.*run `kvlab choose` again"):
+    with pytest.raises(StaleResult, match=rf"{named}.*run `kvlab step choose` again"):
         choice = planted_choice(params, **changes)
         mitigation_entries(params, planted_results(params, PLANTED), BOOT, choice)
 
@@ -279,23 +283,15 @@ def test_a_study_that_was_not_run_is_named_as_such():
 def test_every_arm_is_drawn_once(entries, tmp_path):
     table = mitigations_table({"mitigations": entries})
     assert table.height == len(entries["arms"])
-    figure = mitigations(table)
-    dots = [
-        (float(line.get_xdata()[0]), float(line.get_ydata()[0]))
-        for axis in figure.axes
-        for line in axis.lines
-        if len(line.get_xdata()) == 1
-    ]
-    assert np.sort(np.array(dots), axis=0) == pytest.approx(np.sort(table.select("bits_per_value", "value"), axis=0))
-    rows = sorted(row for trace in interactive_mitigations(table).data for row in (trace.meta or {}).get("rows", []))
-    assert rows == list(range(table.height))
+    at = {mark.row: (mark.at, mark.value) for mark in mitigations(table).marks}
+    assert [at[row] for row in range(table.height)] == table.select("bits_per_value", "value").rows()
 
 
 def test_the_csv_draws_the_same_picture(entries, tmp_path):
     table = mitigations_table({"mitigations": entries})
     table.write_csv(tmp_path / "table.csv")
     for path, given in (("a.svg", table), ("b.svg", pl.read_csv(tmp_path / "table.csv", infer_schema_length=None))):
-        save(mitigations(given), tmp_path / path)
+        svg.write(mitigations(given), tmp_path / path)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
@@ -306,7 +302,7 @@ def test_zeros_and_one_engine_are_drawn(entries):
         if (row["engine"], row["protocol"]) == ("hf", "snapshot")
     ]
     table = mitigations_table({"mitigations": {"arms": few}})
-    assert mitigations(table).axes and len(interactive_mitigations(table).data)
+    assert sorted(mark.row for mark in mitigations(table).marks) == list(range(len(table)))
 
 
 def test_nothing_measured_is_nothing_drawn():

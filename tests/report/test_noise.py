@@ -6,26 +6,27 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import polars as pl
 import pytest
 
-from kvlab.errors import Fault, MissingResult, MixedIdentity, UnknownName
+from kvlab.base.errors import Fault, MissingResult, MixedIdentity, UnknownName
+from kvlab.pages import format as fmt
+from kvlab.pages.rendering import render
 from kvlab.report.claims import resolved, sentence
-from kvlab.report.figures.interactive.noise import interactive_noise
-from kvlab.report.figures.noise import noise, noise_table
-from kvlab.report.rendering import render
-from kvlab.report.studies.net import divides
-from kvlab.report.studies.noise import (
+from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
+from kvlab.stats.quadratic import QuadraticLaw
+from kvlab.stats.rounding import SIGNIFICANT_BITS, relative_rounding
+from kvlab.studies.net import divides
+from kvlab.studies.noise import tables as tables_noise
+from kvlab.studies.noise.claims import claims as claims_of
+from kvlab.studies.noise.figure import noise, noise_table
+from kvlab.studies.noise.numbers import (
     closure_entries,
-    noise_claims,
     noise_entries,
     noise_slope_entries,
     reading,
     structure_entries,
 )
-from kvlab.report.tables import noise as tables_noise
-from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
-from kvlab.stats.quadratic import QuadraticLaw
-from kvlab.stats.rounding import SIGNIFICANT_BITS, relative_rounding
 from report.planted_cells import BOOT, FLOOR, WINDOWS, plain_basis, planted_params, planted_results
 
 SIGMA = relative_rounding("bfloat16")
@@ -185,7 +186,7 @@ def test_roundings_that_cost_what_the_curve_says_close(params, results):
         assert row["measured"]["value"] == pytest.approx(c * SIGMA**2)
         assert holds(row["ratio"], 1) and row["reading"] == "closes"
         assert row["sigma"] == SIGMA and not row["in_range"]  # the smallest usable noise is 0.003
-    claims = noise_claims(params, results, BOOT)
+    claims = said(params, results)
     assert not any(resolved(claim) for claim in claims[:6])
 
 
@@ -197,11 +198,11 @@ def test_roundings_off_the_curve_are_told(params, closing, expected):
     for row in entries:
         assert row["ratio"]["value"] == pytest.approx(closing) and not holds(row["ratio"], 1)
         assert row["reading"] == expected
-    said = sentence(noise_claims(params, off, BOOT)[0])
-    assert said.startswith(
+    words = sentence(said(params, off)[0])
+    assert words.startswith(
         f"Rounding K to bfloat16 (`hf`) brings KL {'only ' if closing < 1 else ''}to {closing:.0f}"[:46]
     )
-    assert "times what the noise curve predicts (12 windows" in said
+    assert "times what the noise curve predicts (12 windows" in words
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_no_closure_without_the_curve_of_all_layers():
     params = planted_params(noise={"groups": ["coded"], "streams": ["k"]})
     results = planted_results(params, "noise", planted())
     assert closure_entries(params, results, BOOT) == []
-    assert {claim["compared"][0][0]["label"] for claim in noise_claims(params, results, BOOT)} == {"codec"}
+    assert {claim["compared"][0][0]["label"] for claim in said(params, results)} == {"codec"}
 
 
 # --------------------------------------------------------------------------------------- structure
@@ -259,7 +260,7 @@ def test_structure_is_found(params, structure, told):
     assert [row["stream"] for row in entries] == ["k", "v", "kv"] * 2
     for row in entries:
         assert row["ratio"]["value"] == pytest.approx(structure, rel=1e-3) and holds(row["ratio"], 1) != told
-    claims = noise_claims(params, results, BOOT)[6:]
+    claims = said(params, results)[6:]
     assert [resolved(claim) for claim in claims] == [told] * 6
     if structure > 1:
         assert "The studied codec's error on K and V (`vllm`) raises KL to 3.0" in sentence(claims[-1])
@@ -312,14 +313,20 @@ def test_cells_of_other_conditions_are_refused(params, results):
 # -------------------------------------------------------------------------------------- the report
 
 
+def said(params, results):
+    return claims_of(closure_entries(params, results, BOOT), structure_entries(params, results, BOOT))
+
+
 def metrics_of(params, results):
     made = {"noise": noise_entries, "noise_slope": noise_slope_entries, "closure": closure_entries}
-    made |= {"structure": structure_entries, "claims": noise_claims}
+    made |= {"structure": structure_entries}
     return {name: make(params, results, BOOT) for name, make in made.items()}
 
 
 def report(metrics):
-    claims = {"noise": [sentence(claim) for claim in metrics.get("claims", [])]}
+    claims = {
+        "noise": [sentence(claim) for claim in claims_of(*(metrics.get(part, []) for part in ("closure", "structure")))]
+    }
     context = tables_noise.context(metrics, plain_basis)
     given = {"figures": {"noise": "figures/noise.svg"}, "unit": "nats per token"}
     return render("noise.md.j2", noise=context, claims=claims, **given)
@@ -337,28 +344,33 @@ def test_the_section(params, results):
     assert report({}) == "## Plain noise in place of a codec\n\nThis run did not measure noise.\n"
 
 
-def test_both_figures_draw_every_row(params, results):
+def test_the_figure_draws_every_row(params, results):
     metrics = metrics_of(params, results)
     table = noise_table(metrics)
     assert table.filter(what="cast")["sigma"].to_list() == [SIGMA] * 4 and len(table) == len(metrics["noise"]) + 4
-    axes = noise(table).axes
-    assert len(axes) == 6
-    points = [
-        (float(x), float(y))
-        for axis in axes
-        for line in axis.lines
-        if line.get_marker() in ("o", "s", "D")
-        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=False)
-    ]
-    expected = sorted(zip(table["sigma"], table["value"], strict=True))
-    assert np.array(sorted(points)) == pytest.approx(np.array(expected))
-    drawn = interactive_noise(table)
-    at = {}
-    for trace in drawn.data:
-        at |= dict(zip((trace.meta or {}).get("rows", []), zip(trace.x, trace.y, strict=True), strict=False))
-    found = np.array([at[row] for row in range(len(table))])
-    assert found == pytest.approx(np.array(list(zip(table["sigma"], table["value"], strict=True))))
+    figure = noise(table)
+    assert len(figure.panels) == 6
+    at = {mark.row: (mark.at, mark.value, mark.low, mark.high) for mark in figure.marks}
+    assert [at[row] for row in range(len(table))] == table.select("sigma", "value", "low", "high").rows()
+    slopes = [fmt.estimate(dict(zip(("value", "low", "high"), row, strict=True))) for row in slopes_of(table)]
+    said = [words for panel in figure.panels for words, _ in panel.notes]
+    assert said and all(any(slope in words for slope in slopes) for words in said)
     assert noise_table({"noise": []}) is None
+
+
+def slopes_of(table):
+    return table.drop_nulls("slope_value").select("slope_value", "slope_low", "slope_high").rows()
+
+
+def test_a_fitted_line_has_the_fitted_slope_over_the_fitted_range(params, results):
+    table = noise_table(metrics_of(params, results))
+    dashed = [line for panel in noise(table).panels for line in panel.lines if line.dash == "dashed"]
+    found = [np.diff(np.log(line.values))[0] / np.diff(np.log(line.places))[0] for line in dashed]
+    expected = {round(slope, 9) for slope, _, _ in slopes_of(table)}
+    assert dashed and {round(slope, 9) for slope in found} <= expected
+    fitted = table.filter("in_range").group_by("engine", "stream", "group")
+    groups = fitted.agg(low=pl.min("sigma"), high=pl.max("sigma"))
+    assert sorted(line.places for line in dashed) == sorted(groups.select("low", "high").rows())
 
 
 def test_values_that_are_not_above_zero_are_still_reached(params, results):
@@ -367,6 +379,4 @@ def test_values_that_are_not_above_zero_are_still_reached(params, results):
         name = "kl" if "kl" in row else "measured"
         row[name] = row[name] | {"value": value, "low": value - 1e-9, "high": value}
     table = noise_table(metrics)
-    assert noise(table).axes
-    seen = [row for trace in interactive_noise(table).data for row in (trace.meta or {}).get("rows", [])]
-    assert sorted(seen) == list(range(len(table)))
+    assert sorted(mark.row for mark in noise(table).marks) == list(range(len(table)))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvlab.errors import NonFinite, StorageError
+from kvlab.base.errors import NonFinite, StorageError
 from kvlab.report import figures, readme
 from report.example_metrics import build, verdict
 

@@ -8,19 +8,22 @@ from kvlab.gate.verdict import judge
 from kvlab.report import figures, findings, metrics
 from report.synthetic import Effects, small_params, write_results
 
+PLANTED = "how much of the energy the codec's PCA keeps"  # `variance_ratio`, the largest of the planted effects
+CLAIM = "- `variance_ratio` going from `1.0` to `0.95`"
+
 
 @pytest.mark.parametrize(
     ("engines", "effects", "answer"),
     [
-        (["hf", "vllm"], Effects(), "- `variance_ratio` going from `1.0` to `0.95`"),
+        (["hf", "vllm"], Effects(), PLANTED),
         (["hf", "vllm"], Effects(codec_disagreement=0.1), "**Withheld.**"),
-        (["hf"], Effects(), "- `variance_ratio` going from `1.0` to `0.95`"),
-        (["vllm"], Effects(), "- `variance_ratio` going from `1.0` to `0.95`"),
+        (["hf"], Effects(), PLANTED),
+        (["vllm"], Effects(), PLANTED),
     ],
     ids=["agree", "disagree", "hf", "vllm"],
 )
 def test_report_of_planted_results(tmp_path, monkeypatch, engines, effects, answer):
-    monkeypatch.setattr(figures.registry, "picture", lambda name, table, path: path.write_text(str(name)))
+    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(str(name)))
     one = {"calibration": {"engines": ["hf"]}, "gap": {"origins": ["hf"]}, "cells": {"other-calibration": None}}
     params = small_params(engines=engines, stats={"resamples": 200}, **(one if engines == ["hf"] else {}))
     there = write_results(tmp_path, params, effects)
@@ -28,7 +31,13 @@ def test_report_of_planted_results(tmp_path, monkeypatch, engines, effects, answ
     out = tmp_path / "FINDINGS.md"
     findings.write(params, found, judge(params, found), out)
     text = out.read_text()
-    assert answer in text.partition("\n## ")[0]
+    front, _, rest = text.partition("\n## What the gap decomposes into\n")
+    answered = front.partition("\n## What the published gap is made of\n")[2].partition("\n## ")[0]
+    if answer == PLANTED:
+        (first, *_) = [row for row in answered.splitlines() if row.startswith("| ") and "---" not in row][1:]
+        assert PLANTED in first and "clear of zero" in first and CLAIM in rest
+    else:
+        assert answered.strip().startswith(answer) and CLAIM not in text
     assert "None" not in text and "nan" not in text
     if engines == ["hf"]:
         assert "`vllm`" not in text and "withheld" not in text.lower()

@@ -9,20 +9,20 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvlab.errors import Fault, MissingResult, MixedIdentity, NonFinite, StaleResult, StorageError
-from kvlab.paramfile import overlay
-from kvlab.params import Params
-from kvlab.records import read_json, write_json
-from kvlab.report import format as fmt
+from kvlab.base.errors import Fault, MissingResult, MixedIdentity, NonFinite, StaleResult, StorageError
+from kvlab.base.paramfile import overlay
+from kvlab.base.records import read_json, write_json
+from kvlab.pages import format as fmt
+from kvlab.pages import svg
+from kvlab.pages.rendering import render
 from kvlab.report.claims import sentence
 from kvlab.report.contexts import METHODS
-from kvlab.report.figures.canvas import save
-from kvlab.report.figures.interactive.residual import interactive_d_eff, interactive_residual
-from kvlab.report.figures.residual import d_eff, d_eff_table, residual, residual_table
-from kvlab.report.rendering import render
-from kvlab.report.studies.residual import residual_claims, residual_entries
-from kvlab.report.tables import residual as tables
 from kvlab.stats.bootstrap import Bootstrap
+from kvlab.studies.residual import tables
+from kvlab.studies.residual.claims import claims as residual_claims
+from kvlab.studies.residual.figure import d_eff, d_eff_table, residual, residual_table
+from kvlab.studies.residual.numbers import residual_entries
+from kvlab.studies.settings import Settings
 from report.example_metrics import Maker
 from report.example_residual import residual_part
 from report.planted_residual import RELATIVE, WHITENED, planted_provenance, planted_rows, write_residuals
@@ -33,7 +33,7 @@ FIGURES = {"residual": (residual_table, residual), "d_eff": (d_eff_table, d_eff)
 
 
 @pytest.fixture(scope="module")
-def params() -> Params:
+def params() -> Settings:
     """12 calibration windows, both engines captured, the six layers of the reference model."""
     changes = {"windows": {"context": 64, "eval": 17, "calib": 12}, "codec": {"boundary_layers": [0, 5]}}
     return shipped(changes)
@@ -153,7 +153,7 @@ def test_boundary_layers_are_marked_and_left_out_of_the_coded(params, tmp_path):
 
 
 def test_one_engine_has_errors_and_no_ratio(params, tmp_path):
-    alone = Params.complete(
+    alone = Settings.complete(
         overlay(
             params.model_dump(mode="json"),
             {"calibration": {"engines": ["hf"]}, "gap": {"origins": ["hf"]}, "cells": {"other-calibration": None}},
@@ -290,7 +290,7 @@ def test_the_csv_draws_the_same_picture(params, tmp_path, name):
     table = take({"residual": entries(params, tmp_path)})
     table.write_csv(tmp_path / "table.csv")
     for path, given in (("a.svg", table), ("b.svg", pl.read_csv(tmp_path / "table.csv", infer_schema_length=None))):
-        save(draw(given), tmp_path / path)
+        svg.write(draw(given), tmp_path / path)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
@@ -298,36 +298,27 @@ def test_every_error_is_drawn_once(params, tmp_path):
     table = residual_table({"residual": entries(params, tmp_path)})
     assert table.height == 2 * 2 * 2 * params.model.n_layers
     assert set(table.select("stream", "measure").unique().rows()) == {("k", "whitened"), ("v", "raw")}
-    dots = [
-        float(line.get_ydata()[0]) for axis in residual(table).axes for line in axis.lines if len(line.get_xdata()) == 1
-    ]
-    assert sorted(dots) == pytest.approx(sorted(table["value"]))
-    rows = sorted(row for trace in interactive_residual(table).data if trace.meta for row in trace.meta["rows"])
-    assert rows == list(range(table.height))
+    assert {mark.look.open for mark in residual(table).marks} == set(table["boundary"])
 
 
 def test_every_rank_is_drawn_once(params, tmp_path):
     table = d_eff_table({"residual": entries(params, tmp_path)})
     shares = table.group_by("engine", "variance_ratio", "stream").agg(pl.sum("value"))["value"]
     assert shares.to_list() == pytest.approx([1.0] * 8)
-    bars = [bar.get_height() for axis in d_eff(table).axes for bar in axis.patches]
-    assert sorted(bars) == pytest.approx(sorted(table["value"]))
-    rows = sorted(row for trace in interactive_d_eff(table).data if trace.meta for row in trace.meta["rows"])
-    assert rows == list(range(table.height))
+    assert all(mark.bar and mark.start == 0 for mark in d_eff(table).marks)
 
 
-@pytest.mark.parametrize(("name", "draw"), [("residual", interactive_residual), ("d_eff", interactive_d_eff)])
-def test_the_interactive_marks_and_words_are_the_table_s(params, tmp_path, name, draw):
-    table = FIGURES[name][0]({"residual": entries(params, tmp_path)})
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_marks_and_words_are_the_table_s(params, tmp_path, name):
+    take, draw = FIGURES[name]
+    table = take({"residual": entries(params, tmp_path)})
     figure, lines = draw(table), table.to_dicts()
-    assert not re.search(r"(?<![A-Za-z_\d])\d", figure.layout.meta["note"])
-    for trace in (trace for trace in figure.data if trace.meta):
-        for point, row in enumerate(trace.meta["rows"]):
-            line, bars = lines[row], trace.error_y
-            assert trace.y[point] == pytest.approx(line["value"])
-            assert trace.y[point] + bars.array[point] == pytest.approx(line["high"])
-            assert trace.y[point] - bars.arrayminus[point] == pytest.approx(line["low"])
-            assert fmt.estimate(line) in " ".join(trace.customdata[point])
+    assert not re.search(r"(?<![A-Za-z_\d])\d", figure.note)
+    assert sorted(mark.row for mark in figure.marks) == list(range(len(lines)))
+    for mark in figure.marks:
+        line = lines[mark.row]
+        assert (mark.value, mark.low, mark.high) == (line["value"], line["low"], line["high"])
+        assert fmt.estimate(line) in " ".join(mark.words)
 
 
 def test_nothing_measured_is_nothing_drawn():

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from kvlab.errors import Fault, MixedIdentity, NonFinite
+from kvlab.base.errors import Fault, MixedIdentity, NonFinite
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate, resample_counts
 
 BOOT = Bootstrap(resamples=1500, confidence=0.95, seed=0)

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from kvlab.errors import Fault, NonFinite
+from kvlab.base.errors import Fault, NonFinite
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_p, sign_flip_two_sided_p
 from kvlab.stats.power import effective_tokens, predicted_standard_error, windows_for_sign, windows_needed

@@ -1,4 +1,7 @@
-"""Parse the rules in the working folder and print what the tests ask about, as JSON. Run as a process.
+"""Parse the rules in the working folder and print what the tests ask about, as JSON. Run as a process:
+
+    inspect_rules.py rules       what each rule has: one parse
+    inspect_rules.py affected    which stages change with each parameter: a parse for each of them
 
 Snakemake leaves modules, signal handlers and warning filters behind, so it is kept out of pytest's process.
 """
@@ -14,10 +17,10 @@ sys.path[:0] = [str(ROOT / "workflow" / "scripts"), str(ROOT / "src")]
 
 import dvc_sync  # noqa: E402
 
-from kvlab.errors import UserError  # noqa: E402
-from kvlab.experiments import plan  # noqa: E402
-from kvlab.paramfile import read_yaml  # noqa: E402
-from kvlab.per_model import by_model  # noqa: E402
+from kvlab.base.errors import UserError  # noqa: E402
+from kvlab.base.paramfile import read_yaml  # noqa: E402
+from kvlab.lab import plan  # noqa: E402
+from kvlab.studies.settings import by_model, resolved  # noqa: E402
 
 OTHER_WORDS = {
     "hf": "vllm",
@@ -134,5 +137,8 @@ def job_inputs(rule, engine):
 
 
 if __name__ == "__main__":
-    rules = {rule.name: described(rule) for rule in dvc_sync.parse_rules()}
-    print(json.dumps({"rules": rules, "affected": affected_stages(read_yaml(Path("params.yaml")))}, default=str))
+    asked = {
+        "rules": lambda: {rule.name: described(rule) for rule in dvc_sync.parse_rules()},
+        "affected": lambda: affected_stages(resolved(read_yaml(Path("params.yaml")))),
+    }
+    print(json.dumps(asked[sys.argv[1]](), default=str))

@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 SNAKEMAKE = [sys.executable, "-m", "snakemake"]
 ASKED = [sys.executable, ROOT / "workflow/scripts/asked.py"]
 PROFILES = ROOT / "workflow/profiles"
 SLURM, KUBERNETES = (("--profile", f"workflow/profiles/{name}") for name in ("slurm", "kubernetes"))
 REPORT = "results/gap/FINDINGS.md"
-ENGINES_RUN = {"capture_engine", "baseline_run", "mitigations_choice"} | {
-    f"{study}_job" for study in ("factors", "cells", "layers", "noise", "mitigations", "mechanisms")
-}
+MEASURING = {f"measure_{engine}_float32" for engine in ("hf", "vllm")}  # the quick parameters have no other dtype
+ENGINES_RUN = {"capture_engine", "choice_layers", "measure_hf_mechanisms"} | MEASURING
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +83,8 @@ def test_where_nodes_have_gpus_engines_ask_for_one_per_part_of_their_model(asked
     jobs = asked(*SLURM, REPORT, KVLAB_GPUS="1")
     counts = {(job["rule"], job["gpu"]) for job in jobs}
     assert {rule for rule, gpus in counts if gpus} == ENGINES_RUN
-    assert {gpus for rule, gpus in counts if rule in ("capture_engine", "mitigations_choice")} == {1}  # hf alone
-    assert {gpus for rule, gpus in counts if rule in ("baseline_run", "cells_job")} == {1, 2}
+    assert {gpus for rule, gpus in counts if rule in ("capture_engine", "choice_layers")} == {1}  # hf alone
+    assert {(rule.split("_")[1], gpus) for rule, gpus in counts if rule in MEASURING} == {("hf", 1), ("vllm", 2)}
 
 
 def test_memory_and_time_can_be_overridden(asked):

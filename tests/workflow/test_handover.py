@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 HANDOVER = ROOT / "workflow" / "scripts" / "handover.py"
 BIN = Path(sys.executable).parent

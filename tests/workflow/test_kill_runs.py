@@ -28,7 +28,8 @@ def run(tmp_path):
     (tmp_path / "kvlab.py").write_text(WAIT)
     (tmp_path / "snakemake").write_text(
         "import subprocess, sys\n"
-        "workers = [subprocess.Popen([sys.executable, '-m', 'kvlab', 'measure']) for _ in range(2)]\n"
+        "verbs = (['step', 'jobs'], ['gate', 'report'])\n"
+        "workers = [subprocess.Popen([sys.executable, '-m', 'kvlab', *verb]) for verb in verbs]\n"
         "for worker in workers: worker.wait()\n"
     )
     starter = (
@@ -48,7 +49,7 @@ def test_each_victim_is_found_among_the_processes_of_a_run(kill_runs, run, tmp_p
     assert [process.ppid() for process in found[kill_runs.SNAKEMAKE_ALONE]] == [run.pid]
     assert [process.ppid() for process in found[kill_runs.WORKER]] == [found[kill_runs.SNAKEMAKE_ALONE][0].pid]
     assert len(found[kill_runs.ALL]) == 4 == len(kill_runs.processes_in(tmp_path))
-    assert kill_runs.at_work(run) == "report: measure"
+    assert kill_runs.at_work(run) == "report: gate, jobs"
 
 
 def test_kinds_take_turns_and_parameters_really_change(kill_runs, monkeypatch):

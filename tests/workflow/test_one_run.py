@@ -17,7 +17,9 @@ import psutil
 import pytest
 import yaml
 
-from kvlab import lifeline
+from kvlab.base import lifeline
+
+pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -28,7 +30,7 @@ import sys
 sys.path[:0] = ["{ROOT / "src"}", "{ROOT / "workflow" / "scripts"}"]
 import onerun
 import unedited
-from kvlab import lifeline
+from kvlab.base import lifeline
 
 configfile: "params.yaml"
 
@@ -49,7 +51,7 @@ onsuccess:
 JOB = f"""
 import os, sys, time
 sys.path.insert(0, "{ROOT / "src"}")
-from kvlab import lifeline, records
+from kvlab.base import lifeline, records
 lifeline.follow_run()
 open(f"started-{{sys.argv[2]}}", "w").close()
 while not os.path.exists("go"):

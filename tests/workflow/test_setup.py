@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
@@ -25,7 +26,8 @@ def checkout(tmp_path) -> Path:
     """The files that `make setup` needs, in a folder without .venv."""
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     (tmp_path / "workflow/scripts").mkdir(parents=True)
-    shutil.copy(ROOT / "workflow/scripts/setup.sh", tmp_path / "workflow/scripts")
+    for name in ("setup.sh", "dvc_dry.py"):
+        shutil.copy(ROOT / "workflow/scripts" / name, tmp_path / "workflow/scripts")
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
@@ -80,6 +82,9 @@ def test_the_extra_index_is_tried_second(checkout):
     assert done.returncode == 0, done.stderr
     calls = (checkout / "calls").read_text().splitlines()
     assert ["--extra-index-url somewhere" in call for call in calls] == [False, True, False]
+    dvc = checkout / ".venv/bin/dvc"
+    assert os.access(dvc, os.X_OK) and dvc.read_text().endswith((ROOT / "workflow/scripts/dvc_dry.py").read_text())
+    assert dvc.read_text().startswith(f"#!{checkout}/.venv/bin/python\n")
     assert make(checkout, "setup", f"PYTHON={good}").stdout.startswith("make: Nothing to be done")
 
 
@@ -100,3 +105,12 @@ def test_both_machines_measure_with_the_same_versions():
     machine_bound = {"torch", "triton", "apache-tvm-ffi"}
     differing = {name for name in cpu.keys() & cuda.keys() if cpu[name] != cuda[name]}
     assert differing <= machine_bound
+
+
+def test_the_workflow_for_github_calls_targets_that_exist():
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    runs = [step["run"] for job in yaml.safe_load(text)["jobs"].values() for step in job["steps"] if "run" in step]
+    called = {target for run in runs for target in re.findall(r"\bmake ([\w-]+)", run)}
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"lint", "ci-cached"} <= called
+    assert called <= targets

@@ -167,6 +167,14 @@ def test_bytes_that_differ_are_never_called_the_same(recompute, tokens, tmp_path
     assert recompute.compare(tmp_path / "a.json", tmp_path / "b.json") == ['"kl": 1 now "kl": 2']
 
 
+def test_a_file_with_seconds_has_to_be_written_again_and_may_hold_others(recompute, tmp_path):
+    first, again = tmp_path / "a.json", tmp_path / "b.json"
+    first.write_text('{"seconds": 1}')
+    assert recompute.compare(first, again, timed=True) == ["is not written again"]
+    again.write_text('{"seconds": 2}')
+    assert recompute.compare(first, again, timed=True) == [] != recompute.compare(first, again)
+
+
 def test_the_smallest_table_that_a_glob_names_is_taken(recompute, place, tokens):
     tokens.head(1).write_parquet(place / "results/cells/m/small.parquet")
     tokens.head(1).select("kl").write_parquet(place / "results/cells/m/no-cells.parquet")

@@ -75,8 +75,8 @@ def test_parameters_reach_a_rule_by_name_and_never_as_a_file(rules):
     """params.yaml as an input reruns everything; loose params are compared as a set of values without names."""
     assert [name for name, rule in rules.items() if "params.yaml" in rule["input"]] == []
     working = {name: rule["params"] for name, rule in rules.items() if rule["runs"]}
-    # `folder`: where the outputs lie; `measured_code`: what rows must have been measured with
-    allowed = {"code", "cfg", "folder", "measured_code"}
+    # `folder`: where the outputs lie; `measure`: which they are; the codes: what measures the rows of the gate
+    allowed = {"code", "cfg", "folder", "measure", "measured_code", "rows_code"}
     assert {name: params for name, params in working.items() if not set(params) <= allowed} == {}
 
 
@@ -100,7 +100,7 @@ def pattern(path):
 
 
 def test_what_differs_in_every_run_is_no_result(rules, stages):
-    """Logs and benchmarks hold times: in an out they would change its hash, and everything behind it would run."""
+    """Logs and benchmarks hold times: in an out they would change its hash, and everything after it would run."""
     made = [out for stage in stages.values() for out in outs(stage)]
     aside = [path for rule in rules.values() for path in rule["aside"]]
     assert aside

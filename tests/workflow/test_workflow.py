@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvlab.base.params import Params
 from kvlab.codec.registry import CODECS
-from kvlab.experiments import plan
-from kvlab.params import Params
-from kvlab.per_model import read_params
+from kvlab.lab import plan
+from kvlab.studies.settings import read_params
+from kvlab.studies.units import units
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAKEMAKE = [sys.executable, "-m", "snakemake"]
@@ -38,11 +39,22 @@ def workspace(tmp_path) -> Path:
     return tmp_path / "workspace"
 
 
-@pytest.fixture(scope="module")
-def inspected() -> dict:
-    found = run(sys.executable, Path(__file__).with_name("inspect_rules.py"), timeout=900)  # parses for every leaf
+def inspected(what: str) -> dict:
+    found = run(sys.executable, Path(__file__).with_name("inspect_rules.py"), what, timeout=900)
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout)
+
+
+@pytest.fixture(scope="module")
+def rules() -> dict:
+    """What each rule has."""
+    return inspected("rules")
+
+
+@pytest.fixture(scope="module")
+def affected() -> dict:
+    """The stages that change with each parameter."""
+    return inspected("affected")
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +90,12 @@ def test_the_report_plans_every_job(workspace, params):
     table = planned.stdout.partition("Job stats:")[2]
     counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
     captured = len(params.calibration.engines)
-    once = ("corpus_model", "needles_model", "components_origin", "mitigations_choice", "gap_metrics", "gap_verdict")
+    once = ("corpus_model", "needles_model", "components_origin", "choice_layers", "gap_metrics", "gap_verdict")
     expected = {
         **dict.fromkeys((*once, "gate_rows", "gate_report", "report_comparison", "report_lead"), 1),
-        "mechanisms_job": len(params.engines),
+        **{f"measure_{unit.replace('-', '_')}": 1 for unit in units(params) if unit != plan.LADDER},
         **dict.fromkeys(("capture_engine", "sigma_engine", "residual_engine"), captured),
         "codebooks_study": sum(len(plan.origins(params, study)) for study in plan.STUDIES),
-        "baseline_run": len(plan.baseline_runs(params)),
-        **{f"{study}_job": len(plan.job_names(params, study)) for study in plan.STUDIES},
     }
     assert counts == expected | {"total": sum(expected.values())}
     assert written(workspace) == set()
@@ -95,9 +105,12 @@ def test_the_report_plans_every_job(workspace, params):
     ("change", "message"),
     [
         ({"codec": {"blok_size": 64}}, "unknown parameter 'codec.blok_size'; did you mean 'codec.block_size'?"),
-        ({"baseline": {"dtypes": ["bfloat16"]}}, "baseline.dtypes must contain 'float32'"),
+        ({"baseline": {"dtypes": ["bfloat16"]}}, "baseline.dtypes is bfloat16; it must contain 'float32'"),
         ({"cells": {"klt": {"rung": "klr"}}}, "cells.klt.rung: 'klr' is no rung; allowed: "),
-        ({"cells": {"twin": {"stream": "k"}}}, "cells.k-only and cells.twin are the same cell (hf, in_forward)"),
+        (
+            {"cells": {"k-only": {}, "twin": {"stream": "k"}}},
+            "cells.k-only and cells.twin are the same cell (hf, in_forward)",
+        ),
     ],
 )
 def test_a_wrong_parameter_is_one_line_and_writes_nothing(workspace, change, message):
@@ -122,9 +135,9 @@ def test_a_failed_job_names_its_log_and_the_reason(workspace):
     assert written(workspace) == set()
 
 
-def test_every_rule_that_runs_something_is_documented_logged_and_benchmarked(inspected):
-    working = {name: rule for name, rule in inspected["rules"].items() if rule["runs"]}
-    assert {"corpus_model", "capture_engine", "cells_job", "gap_metrics", "report_lead"} <= working.keys()
+def test_every_rule_that_runs_something_is_documented_logged_and_benchmarked(rules):
+    working = {name: rule for name, rule in rules.items() if rule["runs"]}
+    assert {"corpus_model", "capture_engine", "measure_hf_float32", "gap_metrics", "report_lead"} <= working.keys()
     for name, rule in working.items():
         assert rule["docstring"], name
         assert len(rule["log"]) == 1 and rule["log"][0].startswith("results/logs/"), name
@@ -133,33 +146,46 @@ def test_every_rule_that_runs_something_is_documented_logged_and_benchmarked(ins
         assert {"code", "cfg"} <= set(rule["params"]), name
 
 
-def test_a_changed_parameter_reaches_exactly_the_stages_that_name_it(inspected, stages):
-    affected = inspected["affected"]
+@pytest.mark.full
+def test_a_changed_parameter_reaches_exactly_the_stages_that_name_it(affected, stages):
     assert len(affected) > 50
     for leaf, found in affected.items():
         key = leaf.partition(".")[0]
         assert found == sorted(name for name, stage in stages.items() if key in stage["params"]), leaf
 
 
-def test_a_job_depends_on_its_own_engine_only(inspected):
-    for name in ("capture_engine", "factors_job", "cells_job", "layers_job", "noise_job", "mitigations_job"):
-        inputs = inspected["rules"][name]["inputs"]
-        for engine, other in (("hf", "vllm"), ("vllm", "hf")):
-            assert f"src/kvlab/engines/{engine}.py" in inputs[engine], name
-            assert f"src/kvlab/engines/{other}.py" not in inputs[engine], name
-        assert "src/kvlab/engines/vllm_follower.py" in inputs["vllm"], name  # started as a program of its own
-    on_vllm = inspected["rules"]["baseline_run"]["inputs"]["vllm"]
-    assert {"src/kvlab/engines/hf.py", "src/kvlab/engines/vllm.py"} <= set(on_vllm)
+def test_a_job_depends_on_its_own_engine_only(rules):
+    inputs = rules["capture_engine"]["inputs"]
+    for engine, other in (("hf", "vllm"), ("vllm", "hf")):
+        assert f"src/kvlab/engines/{engine}.py" in inputs[engine]
+        assert f"src/kvlab/engines/{other}.py" not in inputs[engine]
+    assert "src/kvlab/engines/vllm_follower.py" in inputs["vllm"]  # started as a program of its own
+    for dtype in ("float32", "bfloat16"):
+        on_hf, on_vllm = (rules[f"measure_{name}_{dtype}"]["inputs"][name] for name in ("hf", "vllm"))
+        assert "src/kvlab/engines/hf.py" in on_hf and "src/kvlab/engines/vllm.py" not in on_hf
+        assert {"src/kvlab/engines/hf.py", "src/kvlab/engines/vllm.py"} <= set(on_vllm)  # the truth is measured by hf
+
+
+def test_an_engine_of_vllm_is_started_once_a_dtype(params):
+    """Beside the one that captures: at most three starts in all."""
+    found = units(params)
+    assert [unit for unit in found if unit.startswith("vllm")] == ["vllm-bfloat16", "vllm-float32"]
+    jobs = [(study, job) for contents in found.values() for study, listed in contents.items() for job in listed]
+    assert len(set(jobs)) == len(jobs)
+    planned = {(study, job) for study in (*plan.STUDIES, plan.LADDER) for job in plan.job_names(params, study)}
+    planned |= {("baseline", run) for run in plan.baseline_runs(params)}
+    assert set(jobs) == planned | {("mechanisms", engine) for engine in params.engines}
 
 
 def test_the_ladder_plans_its_own_jobs_and_reads_no_codebooks(workspace, params):
     planned = run(*SNAKEMAKE, "-n", "ladder", cwd=workspace)
     assert planned.returncode == 0, planned.stdout + planned.stderr
     counts = dict(re.findall(r"^(\w+) +(\d+)$", planned.stdout.partition("Job stats:")[2], re.MULTILINE))
-    assert int(counts["ladder_job"]) == len(plan.jobs(params, plan.LADDER))
-    assert not {"codebooks", "cells_job", "report"} & counts.keys()
+    assert int(counts["ladder_jobs"]) == 1
+    assert not {"codebooks", "measure_hf_float32", "report"} & counts.keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("rung", "fitted"), [("klt", 2), ("hadamard+center", 2), ("hadamard", 1)])
 def test_a_cell_of_another_origin_gets_components_of_that_origin_when_it_reads_them(workspace, rung, fitted):
     entry = {"rung": rung, "origin": "vllm", "engines": ["hf"]}
@@ -173,10 +199,11 @@ def test_a_cell_of_another_origin_gets_components_of_that_origin_when_it_reads_t
         assert int(counts["components_origin"]) == fitted, target
 
 
-def test_other_bits_fit_no_components_and_measure_no_ladder(inspected):
+@pytest.mark.full
+def test_other_bits_fit_no_components_and_measure_no_ladder(affected):
     for leaf in ("bits", "v_bits"):
-        assert not {"components", "ladder"} & set(inspected["affected"][leaf])
-        assert {"codebooks", "cells"} <= set(inspected["affected"][leaf])
+        assert not {"components", "ladder"} & set(affected[leaf])
+        assert {"codebooks", "choice", "measure"} <= set(affected[leaf])
 
 
 @pytest.mark.parametrize("study", [*plan.STUDIES, plan.LADDER])
@@ -187,10 +214,10 @@ def test_a_study_depends_on_the_codecs_that_it_loads_by_name(study, stages, para
         recipes = [r for job in plan.jobs(params, study).values() for cell in job for r in cell.recipes]
     streams = [stream for recipe in recipes for stream in (recipe.k, recipe.v)]
     names = {one.codec for stream in streams for one in (stream, getattr(stream, "of", stream))}
-    canary = {"block"}
+    canary, stage = {"block"}, study if study == plan.LADDER else "measure"
     for name in names | canary:
         module = CODECS[name].partition(":")[0]
-        assert f"results/code/{module}.txt" in stages[study]["deps"], name
+        assert f"results/code/{module}.txt" in stages[stage]["deps"], name
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest_name(tmp_path):

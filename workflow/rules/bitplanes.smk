@@ -16,12 +16,12 @@ rule bitplanes_job:
         device=accelerators(),
         gpu=gpus("hf"),
     params:
-        code=Code("kvlab.kvstore.studies.bitplanes"),
+        code=Code("kvlab.studies.bitplanes.measure"),
         cfg=pick("model", "kvstore", "stats", "jobs"),
     message:
         "bitplanes: keys in a few bits, {wildcards.model}"
     shell:
-        "python -m kvlab kvstore bitplanes"
+        "python -m kvlab step bitplanes"
         " --params {params.cfg:q}"
         " --windows {input.windows:q}"
         " --out {output:q}"
@@ -42,12 +42,12 @@ rule bitplanes_page:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.kvstore.page", "kvlab.kvstore.studies.bitplanes"),
+        code=Code("kvlab.studies.page", "kvlab.studies.bitplanes.record", "kvlab.studies.bitplanes.tables"),
         cfg=parameters("model"),
     message:
         "bitplanes: {output}"
     shell:
-        "python -m kvlab kvstore page {input:q}" " --study bitplanes" " --out {output:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input:q}" " --study bitplanes" " --out {output:q}" " > {log:q} 2>&1"
 
 
 rule bitplanes:

@@ -1,5 +1,8 @@
 rule capture_engine:
-    """Record Q, K and V before RoPE on the calibration windows, codec off, on {wildcards.engine}."""
+    """Fold up Q, K and V before RoPE on the calibration windows, codec off, on {wildcards.engine}.
+
+    The file holds moments and, in bfloat16, K and V of `calibration.sample` windows; it does not grow with the text.
+    """
     input:
         model=model_files(),
         windows="calib/corpus/{model}/windows.safetensors",
@@ -19,9 +22,9 @@ rule capture_engine:
         code=engine_code("kvlab.calibration.capture"),
         cfg=pick("model", "calibration", "jobs"),
     message:
-        "capture: Q, K and V of {wildcards.model} on {wildcards.engine}"
+        "capture: moments of Q, K and V of {wildcards.model} on {wildcards.engine}"
     shell:
-        "python -m kvlab capture"
+        "python -m kvlab step capture"
         " --params {params.cfg:q}"
         " --engine {wildcards.engine:q}"
         " --windows {input.windows:q}"

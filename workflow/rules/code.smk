@@ -1,7 +1,7 @@
 rule code_records:
     """Say what each module and each file of rules does, by digests: for DVC, whose stages depend on these records."""
     input:
-        package=ancient(closure.PACKAGE),
+        packages=ancient(closure.FOLDERS),
         rules=ancient(closure.RULES),
         script="workflow/scripts/closure.py",
     output:

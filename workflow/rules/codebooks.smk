@@ -1,5 +1,5 @@
 rule codebooks_study:
-    """Fit the quantiser's tables of one study on the variable that it will meet, from one engine's capture."""
+    """Fit the quantiser's tables of one study on the variable that it will meet, from the sample of one capture."""
     input:
         model=model_files(),
         capture="calib/capture/{model}/{origin}.safetensors",
@@ -19,12 +19,12 @@ rule codebooks_study:
         mem_mb=4000,
         runtime=60,
     params:
-        code=study_code("kvlab.calibration.codebooks", *codec_modules(studied_recipe(PARAMS))),
+        code=study_code("kvlab.lab.codebooks", *codec_modules(studied_recipe(PARAMS))),
         cfg=study_cfg(),
     message:
         "codebooks: Lloyd-Max tables of {wildcards.study}, {wildcards.model} as {wildcards.origin} captured it"
     shell:
-        "python -m kvlab codebooks"
+        "python -m kvlab step codebooks"
         " --params {params.cfg:q}"
         " --study {wildcards.study}"
         " --capture {input.capture:q}"

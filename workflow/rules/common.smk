@@ -16,25 +16,46 @@ import closure
 import onerun
 import unedited
 from closure import Code
-from kvlab import lifeline
+from kvlab.base import lifeline
 from kvlab.calibration.needs import needed_files
 from kvlab.codec.names import CODECS
-from kvlab.errors import UserError
-from kvlab.experiments import plan
-from kvlab.experiments.plans import mechanisms as planned_mechanisms
-from kvlab.params import Params, studied_recipe
-from kvlab.per_model import by_model
-from kvlab.recipe import IDENTITY
+from kvlab.base.errors import UserError
+from kvlab.lab import plan
+from kvlab.studies.mechanisms import plan as planned_mechanisms
+from kvlab.studies.units import BASELINE, MECHANISMS, fitted_studies, units
+from kvlab.studies.units import origins as unit_origins
+from kvlab.base.params import studied_recipe
+from kvlab.studies.settings import Settings, by_model, resolved
+from kvlab.base.recipe import IDENTITY
 
 FIGURES = ("gap_shapley", "baseline", "cells", "layers", "noise", "residual", "d_eff", "mitigations")
 TEMPLATES = sorted(
-    str(path) for folder in ("templates", "html/assets") for path in (SRC / "kvlab/report" / folder).glob("*")
+    str(path)
+    for pattern in ("report/templates/*", "report/assets/*", "studies/*/*.j2")
+    for path in (SRC / "kvlab").glob(pattern)
 )
+
+
+def store():
+    """Where measured cells are kept, addressed by all that they are: one folder for a checkout and its workspaces.
+
+    The workspaces of presets link this folder's code, those of `dvc exp run --temp` and `--queue` lie inside .dvc/tmp.
+    """
+    place = Path(workflow.main_snakefile).resolve().parent
+    place = place.parent if place.name == "workflow" else place
+    inside = next((folder for folder in place.parents if folder.name == ".dvc"), None)
+    return os.environ.setdefault(
+        "KVLAB_STORE", str((inside.parent if inside else place) / ".kvlab" / "cells")
+    )
+
+
 # A job ends with the Snakemake that runs it: on a cluster's node that is the one there.
 lifeline.announce()
 # Jobs run the code beside this Snakefile, with the Python of this snakemake. An editable install would
 # point to another checkout in the workspaces of `dvc exp run --temp` and `--queue`.
-shell.prefix(f'export PATH=\'{Path(sys.executable).parent}\':"$PATH" PYTHONPATH="$PWD/{SRC}"; ')
+shell.prefix(
+    f"export PATH='{Path(sys.executable).parent}':\"$PATH\" PYTHONPATH=\"$PWD/{SRC}\" KVLAB_STORE='{store()}'; "
+)
 
 
 class Cfg(dict):
@@ -45,21 +66,29 @@ class Cfg(dict):
 
 
 def checked(data):
-    """The parameters of each model by slug, or one line on what is wrong with them and exit code 2."""
+    """The parameters of each model by slug, or a line for each thing that is wrong with them and exit code 2."""
     try:
         models = by_model(data)
         for params in models.values():
             plan.check(params)
         return models
     except UserError as problem:
-        print(f"error: params.yaml: {problem}", file=sys.stderr)
+        print(*(f"error: params.yaml: {line}" for line in problem.lines), sep="\n", file=sys.stderr)
         raise SystemExit(problem.exit_code) from None
 
 
 def refuse_unseen(models):
-    """Under DVC, refuse a folder of weights that is no dep: other weights would be given the same results."""
+    """Under DVC, refuse what it could not see: a section that is not there, a folder of weights that is no dep."""
     if "DVC_STAGE" not in os.environ:
         return
+    absent = [key for key in RESOLVED if key not in config]
+    if absent:
+        names = ", ".join(absent)
+        print(
+            f"error: params.yaml has no {names}, which DVC looks for; add `{absent[0]}: {{}}`",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
     deps = Path("dvc.yaml").read_text()
     for number, params in enumerate(models.values()):
         path = params.model.path
@@ -69,6 +98,7 @@ def refuse_unseen(models):
 
 
 MODELS = checked(config)
+RESOLVED = resolved(config)  # params.yaml with every default written out
 refuse_unseen(MODELS)
 LEAD, *OTHERS = MODELS  # the first model's findings are FINDINGS.md; the others have pages of their own
 PARAMS = MODELS[LEAD]  # for what all models share
@@ -79,7 +109,7 @@ ENGINES = sorted({*PARAMS.engines, *CAPTURED})
 RUNS = plan.baseline_runs(PARAMS)
 
 # What the numbers are made with: not the ladder and the gate's rows, which go other ways, and not what is said.
-METRICS_KEYS = frozenset(Params.model_fields) - {plan.LADDER, "mechanisms", "kvstore", "report", "verdict"}
+METRICS_KEYS = frozenset(Settings.model_fields) - {plan.LADDER, "mechanisms", "kvstore", "report", "verdict"}
 # What a job with a codec reads.
 CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec", "jobs")
 # What the cells of a study are planned from.
@@ -91,7 +121,19 @@ STUDY_KEYS = {
     "mitigations": (*CODEC_KEYS, "windows", "engines", "gap", "mitigations"),
     plan.LADDER: ("model", "calibration", "codec", "ladder", "jobs"),
 }
-MECHANISMS_KEYS = ("model", "calibration", "codec", "engines", "mechanisms", "jobs")
+# Parameters that a file carries which jobs read: the windows, the needles, the model's own.
+CARRIED = {"corpus", "windows", "mechanisms", "model"}
+KEYS_OF = STUDY_KEYS | {
+    BASELINE: (*CODEC_KEYS, "windows", "baseline", "engines", "protocols"),
+    MECHANISMS: ("model", "calibration", "codec", "engines", "mechanisms", "jobs"),
+}
+UNITS = units(PARAMS)
+if any(units(params) != UNITS for params in MODELS.values()):
+    print(
+        "error: params.yaml: the models are not measured alike; give each a params.yaml of its own",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
 
 
 class Declared:
@@ -106,9 +148,14 @@ class Declared:
 
 
 def parameters(*keys):
-    """Whole top-level entries of params.yaml: the `cfg` of a rule whose jobs read several models."""
-    every = {key: config[key] for key in config if key in keys or (key == "models" and "model" in keys)}
-    return Cfg(every)
+    """Whole top-level entries of the resolved parameters: the `cfg` of a rule whose jobs read several models.
+
+    With those that their defaults are fitted to, unless a file that the jobs read carries them: DVC compares
+    what params.yaml says, not what follows from it.
+    """
+    fitted = {key for name in keys for key in getattr(Settings.model_fields[name].annotation, "takes", ())}
+    wanted = {"models" if key == "model" else key for key in {*keys, *(fitted - CARRIED)}}
+    return Cfg({key: value for key, value in RESOLVED.items() if key in wanted})
 
 
 def pick(*keys):
@@ -166,7 +213,7 @@ def mechanisms_code():
     """`Code` of what measures the gate's rows, on all engines: the rows of a model name one."""
     cells = [cell for engine in PARAMS.engines for cell in planned_mechanisms.cells(PARAMS, engine)]
     return Code(
-        "kvlab.experiments.mechanisms",
+        "kvlab.studies.mechanisms.measure",
         *(f"kvlab.engines.{engine}" for engine in sorted(PARAMS.engines)),
         *codec_modules(IDENTITY, studied_recipe(PARAMS), *(cell.recipe for cell in cells)),
     )
@@ -283,6 +330,67 @@ def gpus(engine=None):
     return asked
 
 
+def measured_inputs(contents):
+    """The files that a unit reads, by name; none where it needs none of a kind."""
+    studies, named = set(contents), unit_origins(PARAMS, contents)
+    rotated = named if "cells" in studies else []
+    fitted = {ORIGIN} if studies & {"mitigations", MECHANISMS, plan.LADDER} else set()
+    fitted |= set(component_origins()) if "cells" in studies else set()
+    tables = [
+        of_model(f"calib/codebooks/{{model}}/{study}-{{origin}}.json", origin=origins(study))
+        for study in fitted_studies(contents)
+    ]
+    return {
+        "model": model_files(),
+        "windows": "calib/corpus/{model}/windows.safetensors",
+        "sigma": of_model("calib/sigma/{model}/{origin}.safetensors", origin=named),
+        "record": of_model("calib/sigma/{model}/{origin}.json", origin=named),
+        "codebooks": [file for study in tables for file in study],
+        "rotated": of_model("calib/sigma/{model}/{origin}-post_rope.safetensors", origin=rotated),
+        "rotated_record": of_model("calib/sigma/{model}/{origin}-post_rope.json", origin=rotated),
+        "components": of_model("calib/components/{model}/{origin}.safetensors", origin=sorted(fitted)),
+        "components_record": of_model("calib/components/{model}/{origin}.json", origin=sorted(fitted)),
+        "choice": ["results/choice/{model}.json"] if plan.CHOSEN in studies else [],
+        "needles": ["calib/needles/{model}/needles.parquet"] if MECHANISMS in studies else [],
+        "needles_record": ["calib/needles/{model}/needles.json"] if MECHANISMS in studies else [],
+    }
+
+
+def measured_outputs(contents):
+    """The table and the record of every job of a unit."""
+    return [
+        f"results/{study}/{{model}}/{job}.{kind}"
+        for study, jobs in contents.items()
+        for job in jobs
+        for kind in ("parquet", "json")
+    ]
+
+
+def measured_of(study):
+    """The same of every job of a study, of every model."""
+    jobs = [job for contents in UNITS.values() for job in contents.get(study, ())]
+    return of_models("results/{study}/{model}/{job}.{kind}", study=study, job=jobs, kind=["parquet", "json"])
+
+
+def measured_keys(contents):
+    """The parameters that a unit reads."""
+    return sorted({key for study in contents for key in KEYS_OF[study]})
+
+
+def measured_code(unit):
+    """`Code` of what measures a unit: its engines, its studies' plans, and their codecs."""
+    contents, engine = UNITS[unit], unit.partition("-")[0] if unit != plan.LADDER else PARAMS.ladder.engine
+    needed = {engine, "hf"} if BASELINE in contents else {engine}  # the truth is measured by hf
+    codecs = {module for study in contents if study in STUDY_KEYS for module in study_codecs(study)}
+    if MECHANISMS in contents:
+        codecs |= set(mechanisms_code().modules) - {f"kvlab.engines.{one}" for one in PARAMS.engines}
+    if BASELINE in contents:
+        codecs |= set(codec_modules(IDENTITY, studied_recipe(PARAMS)))
+    return Code(
+        "kvlab.studies.measuring", *sorted(codecs), *(f"kvlab.engines.{one}" for one in sorted(needed))
+    )
+
+
 def job_files(kind):
     """Input function: results of a model's jobs of all studies that the report reads."""
 
@@ -301,11 +409,6 @@ def jobs_of(slug, kind, studies):
 def job_names(slug, study):
     """The jobs of one model and study."""
     return plan.job_names(MODELS[slug], study)
-
-
-def studied(study):
-    """Results of all jobs of a study, of every model."""
-    return [file for slug in MODELS for kind in ("parquet", "json") for file in jobs_of(slug, kind, [study])]
 
 
 def failures(snakemake_logs):

@@ -25,7 +25,7 @@ rule components_origin:
     message:
         "components: mean, covariance and KLT of K and V, {wildcards.model} as {wildcards.origin} captured it"
     shell:
-        "python -m kvlab components"
+        "python -m kvlab step components"
         " --params {params.cfg:q}"
         " --capture {input.capture:q}"
         " --sigma {input.sigma:q}"

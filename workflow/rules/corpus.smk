@@ -14,12 +14,12 @@ rule corpus_model:
         mem_mb=2000,
         runtime=30,
     params:
-        code=Code("kvlab.corpus"),
+        code=Code("kvlab.text.corpus"),
         cfg=pick("model", "corpus", "windows"),
     message:
         "corpus: token windows of {wildcards.model} for calibration and scores"
     shell:
-        "python -m kvlab corpus" " --params {params.cfg:q}" " --out {output.windows:q}" " > {log:q} 2>&1"
+        "python -m kvlab step corpus" " --params {params.cfg:q}" " --out {output.windows:q}" " > {log:q} 2>&1"
 
 
 rule corpus:

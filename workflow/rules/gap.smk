@@ -8,7 +8,7 @@ rule gap_metrics:
         ],
         residual=of_model("results/residual/{model}/{engine}.json", engine=CAPTURED),
         residual_rows=of_model("results/residual/{model}/{engine}.parquet", engine=CAPTURED),
-        choice="results/mitigations/{model}/choice.json",
+        choice="results/choice/{model}.json",
         baseline=of_model("results/baseline/{model}/{run}.json", run=RUNS),
         baseline_rows=of_model("results/baseline/{model}/{run}.parquet", run=RUNS),
         jobs=job_files("json"),
@@ -28,7 +28,7 @@ rule gap_metrics:
     message:
         "gap: numbers and intervals of {wildcards.model}"
     shell:
-        "python -m kvlab metrics"
+        "python -m kvlab step metrics"
         " --params {params.cfg:q}"
         " --baseline {input.baseline:q}"
         " --jobs {input.jobs:q}"
@@ -59,7 +59,7 @@ rule gap_verdict:
     message:
         "gap: verdicts on {wildcards.model}"
     shell:
-        "python -m kvlab verdict"
+        "python -m kvlab step verdict"
         " --params {params.cfg:q}"
         " --metrics {input.metrics:q}"
         " --out {output:q}"

@@ -22,7 +22,7 @@ rule gate_rows:
     message:
         "gate: rows and evidence of {wildcards.model}"
     shell:
-        "python -m kvlab gate rows {input.records:q}"
+        "python -m kvlab step rows {input.records:q}"
         " --windows {input.windows:q}"
         " --needles {input.needles:q}"
         " --code {params.measured_code:q}"
@@ -33,17 +33,18 @@ rule gate_rows:
 
 
 rule gate_report:
-    """GATE.md: what every row of every model may claim, why, and how far the gate itself can be trusted."""
+    """GATE.md: what may be claimed of every row of every model; beside it why, and how far the gate can be trusted."""
     input:
         mechanisms="src/kvlab/gate/registry/mechanisms.yaml",
         evals="src/kvlab/gate/registry/evals.yaml",
-        template="src/kvlab/gate/templates/page.md.j2",
+        templates=expand("src/kvlab/gate/templates/{page}.md.j2", page=["page", "reasons"]),
         rows=of_models("results/gate/rows/{model}.json"),
         current=of_models("results/gate/current/{model}.json"),
         records=of_models("results/mechanisms/{model}/{engine}.json", engine=PARAMS.engines),
         scores=of_models("results/mechanisms/{model}/{engine}.parquet", engine=PARAMS.engines),
     output:
         page=report("results/gate/GATE.md", caption="../report/gate.rst", category="Verdict"),
+        reasons="results/gate/GATE-reasons.md",
         claims="results/gate/claims.json",
         detection=report("results/gate/detection.svg", caption="../report/detection.rst", category="Figures"),
         numbers="results/gate/detection.csv",

@@ -1,4 +1,4 @@
-rule ladder_job:
+rule ladder_jobs:
     """Score every codec of the ladder at the same bits, over the coded clean cache, on both texts.
 
     No codebooks are read: other bits of the studied recipe leave the ladder as it is.
@@ -11,43 +11,39 @@ rule ladder_job:
         components=f"calib/components/{{model}}/{ORIGIN}.safetensors",
         components_record=f"calib/components/{{model}}/{ORIGIN}.json",
     output:
-        tokens="results/ladder/{model}/{engine}-{dtype}-{number}.parquet",
-        record="results/ladder/{model}/{engine}-{dtype}-{number}.json",
+        measured_outputs(UNITS[plan.LADDER]),
     log:
-        "results/logs/ladder/{model}/{engine}-{dtype}-{number}.log",
+        "results/logs/ladder/{model}.log",
     benchmark:
-        "results/benchmarks/ladder/{model}/{engine}-{dtype}-{number}.tsv"
+        "results/benchmarks/ladder/{model}.tsv"
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=8000,
-        runtime=240,
+        runtime=480,
         device=accelerators(),
-        gpu=gpus(),
+        gpu=gpus(PARAMS.ladder.engine),
     params:
-        code=Code(
-            "kvlab.experiments.measure",
-            f"kvlab.engines.{PARAMS.ladder.engine}",
-            *study_codecs(plan.LADDER),
-        ),
+        code=measured_code(plan.LADDER),
         cfg=pick(*STUDY_KEYS[plan.LADDER]),
+        measure=[f"{plan.LADDER}/{job}" for job in UNITS[plan.LADDER][plan.LADDER]],
     message:
-        "ladder: the codecs beside one another, {wildcards.model} on {wildcards.engine}, {wildcards.dtype}, job {wildcards.number}"
+        "ladder: the codecs beside one another, {wildcards.model}"
     shell:
-        "python -m kvlab measure"
+        "python -m kvlab step jobs"
         " --params {params.cfg:q}"
-        " --study ladder"
-        " --job {wildcards.engine}-{wildcards.dtype}-{wildcards.number}"
+        " --measure {params.measure:q}"
         " --windows {input.windows:q}"
         " --sigma {input.sigma:q}"
         " --components {input.components:q}"
-        " --out {output.tokens:q}"
+        ' --store "$KVLAB_STORE"'
+        " --results results"
         " > {log:q} 2>&1"
 
 
 rule ladder:
     """All cells of the ladder; FINDINGS.md does not need them."""
     input:
-        studied("ladder"),
+        measured_of(plan.LADDER),
     params:
         cfg=parameters(*STUDY_KEYS[plan.LADDER]),
     message:

@@ -14,12 +14,15 @@ rule needles_model:
         mem_mb=2000,
         runtime=30,
     params:
-        code=Code("kvlab.needles"),
+        code=Code("kvlab.text.needles"),
         cfg=pick("model", "corpus", "windows", "mechanisms"),
     message:
         "needles: facts planted in texts for {wildcards.model}"
     shell:
-        "python -m kvlab needles" " --params {params.cfg:q}" " --out {output.needles:q}" " > {log:q} 2>&1"
+        "python -m kvlab step needles"
+        " --params {params.cfg:q}"
+        " --out {output.needles:q}"
+        " > {log:q} 2>&1"
 
 
 rule needles:

@@ -16,12 +16,12 @@ rule placement_job:
         device=accelerators(),
         gpu=gpus("hf"),
     params:
-        code=Code("kvlab.kvstore.studies.placement"),
+        code=Code("kvlab.studies.placement.measure"),
         cfg=pick("model", "kvstore", "jobs"),
     message:
         "placement: blocks in another order, {wildcards.model}"
     shell:
-        "python -m kvlab kvstore placement"
+        "python -m kvlab step placement"
         " --params {params.cfg:q}"
         " --windows {input.windows:q}"
         " --out {output:q}"
@@ -42,12 +42,12 @@ rule placement_page:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.kvstore.page", "kvlab.kvstore.studies.placement"),
+        code=Code("kvlab.studies.page", "kvlab.studies.placement.record", "kvlab.studies.placement.tables"),
         cfg=parameters("model"),
     message:
         "placement: {output}"
     shell:
-        "python -m kvlab kvstore page {input:q}" " --study placement" " --out {output:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input:q}" " --study placement" " --out {output:q}" " > {log:q} 2>&1"
 
 
 rule placement:

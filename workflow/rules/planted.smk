@@ -1,7 +1,7 @@
 rule planted_report:
     """Plant values that are known, and find them with the pipeline's own code; fails where one is missed."""
     input:
-        templates=sorted(map(str, (SRC / "kvlab/planted/templates").glob("*"))),
+        templates=sorted(map(str, Path("validation/planted/templates").glob("*"))),
         model=files_of(PARAMS.model),
         windows=f"calib/corpus/{LEAD}/windows.safetensors",
     output:
@@ -19,7 +19,7 @@ rule planted_report:
         gpu=gpus("hf"),
     params:
         code=Code(
-            "kvlab.planted.run",
+            "validation.planted.run",
             "kvlab.engines.hf",
             *[
                 CODECS[name].partition(":")[0]
@@ -31,7 +31,7 @@ rule planted_report:
     message:
         "planted: does the pipeline find what was planted?"
     shell:
-        "python -m kvlab planted"
+        "python -m kvlab step planted"
         " --params {params.cfg:q}"
         " --windows {input.windows:q}"
         " --out {params.folder:q}"

@@ -17,12 +17,12 @@ rule policy_job:
         device=accelerators(),
         gpu=gpus("hf"),
     params:
-        code=Code("kvlab.kvstore.studies.policy"),
+        code=Code("kvlab.studies.policy.measure"),
         cfg=pick("model", "kvstore", "stats", "jobs"),
     message:
         "policy: needles in a bounded pool, {wildcards.model}"
     shell:
-        "python -m kvlab kvstore policy"
+        "python -m kvlab step policy"
         " --params {params.cfg:q}"
         " --needles {input.needles:q}"
         " --out {output:q}"
@@ -43,12 +43,12 @@ rule policy_page:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.kvstore.page", "kvlab.kvstore.studies.policy"),
+        code=Code("kvlab.studies.page", "kvlab.studies.policy.record", "kvlab.studies.policy.tables"),
         cfg=parameters("model"),
     message:
         "policy: {output}"
     shell:
-        "python -m kvlab kvstore page {input:q}" " --study policy" " --out {output:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input:q}" " --study policy" " --out {output:q}" " > {log:q} 2>&1"
 
 
 rule policy:

@@ -21,7 +21,7 @@ rule report_comparison:
     message:
         "report: the models beside one another"
     shell:
-        "python -m kvlab compare"
+        "python -m kvlab step compare"
         " --metrics {input.metrics:q}"
         " --out {output.rows:q}"
         " --json {output.comparison:q}"
@@ -63,7 +63,7 @@ rule report_lead:
     message:
         "report: {output.findings}"
     shell:
-        "python -m kvlab report"
+        "python -m kvlab step report"
         " --params {params.cfg:q}"
         " --metrics {input.metrics:q}"
         " --verdict {input.verdict:q}"
@@ -105,7 +105,7 @@ rule report_model:
     message:
         "report: {output.findings}"
     shell:
-        "python -m kvlab report"
+        "python -m kvlab step report"
         " --params {params.cfg:q}"
         " --metrics {input.metrics:q}"
         " --verdict {input.verdict:q}"

@@ -1,5 +1,5 @@
 rule residual_engine:
-    """Code one engine's own capture with the studied recipe: the error of the codec, not of the model."""
+    """Code the sample of one engine's capture with the studied recipe: the error of the codec, not of the model."""
     input:
         model=model_files(),
         capture="calib/capture/{model}/{engine}.safetensors",
@@ -18,12 +18,12 @@ rule residual_engine:
         mem_mb=4000,
         runtime=60,
     params:
-        code=Code("kvlab.experiments.residual", *codec_modules(studied_recipe(PARAMS))),
+        code=Code("kvlab.studies.residual.measure", *codec_modules(studied_recipe(PARAMS))),
         cfg=pick(*CODEC_KEYS, "gap"),
     message:
         "residual: the codec's own error on {wildcards.model} as {wildcards.engine} captured it"
     shell:
-        "python -m kvlab residual"
+        "python -m kvlab step residual"
         " --params {params.cfg:q}"
         " --capture {input.capture:q}"
         " --sigma {input.sigma:q}"

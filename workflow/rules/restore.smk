@@ -1,4 +1,4 @@
-from kvlab.ladder import has_bits, ladder_recipe
+from kvlab.base.rungs import has_bits, ladder_recipe
 
 # The recipes by which a snapshot's payload is stored.
 STORED = [
@@ -30,12 +30,12 @@ rule restore_job:
         device=accelerators(),
         gpu=gpus("hf"),
     params:
-        code=Code("kvlab.kvstore.studies.restore", *codec_modules(*STORED)),
+        code=Code("kvlab.studies.restore.measure", *codec_modules(*STORED)),
         cfg=pick("model", "windows", "calibration", "codec", "kvstore", "stats", "jobs"),
     message:
         "restore: cold against warm, {wildcards.model}"
     shell:
-        "python -m kvlab kvstore restore"
+        "python -m kvlab step restore"
         " --params {params.cfg:q}"
         " --windows {input.windows:q}"
         " --sigma {input.sigma:q}"
@@ -58,12 +58,12 @@ rule restore_page:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.kvstore.page", "kvlab.kvstore.studies.restore"),
+        code=Code("kvlab.studies.page", "kvlab.studies.restore.record", "kvlab.studies.restore.tables"),
         cfg=parameters("model"),
     message:
         "restore: {output}"
     shell:
-        "python -m kvlab kvstore page {input:q}" " --study restore" " --out {output:q}" " > {log:q} 2>&1"
+        "python -m kvlab step page {input:q}" " --study restore" " --out {output:q}" " > {log:q} 2>&1"
 
 
 rule restore:

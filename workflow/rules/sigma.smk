@@ -1,5 +1,5 @@
 rule sigma_engine:
-    """Fit Sigma_q, the second moment of the queries before and behind RoPE, from one engine's capture."""
+    """Fit Sigma_q, the second moment of the queries before and after RoPE, from one engine's capture."""
     input:
         model=model_files(),
         capture="calib/capture/{model}/{engine}.safetensors",
@@ -21,7 +21,7 @@ rule sigma_engine:
     message:
         "sigma: covariance of the queries of {wildcards.model} on {wildcards.engine}"
     shell:
-        "python -m kvlab sigma"
+        "python -m kvlab step sigma"
         " --params {params.cfg:q}"
         " --capture {input.capture:q}"
         " --out {output.sigma:q}"

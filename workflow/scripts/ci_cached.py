@@ -20,7 +20,7 @@ from dvc.config import ConfigError
 from dvc.exceptions import CheckoutError, DvcException, NotDvcRepoError
 from dvc.repo import Repo
 
-from kvlab.errors import Fault, KvlabError, UnknownName, UserError
+from kvlab.base.errors import Fault, KvlabError, UnknownName, UserError
 
 LOOK = "code"  # the stage that says what the code does: it computes no result, and a comment is enough for it to run
 LOCK, RUN_CACHE, RAN = "as in dvc.lock", "from the run-cache", "run"
@@ -149,7 +149,7 @@ def main():
     try:
         os.chdir(given.at)
         bring(given.stages, given.require_cached, given.run_missing)
-    except Exception as problem:  # the library behind a remote raises kinds of its own
+    except Exception as problem:  # the library of a remote raises kinds of its own
         stop(problem)
 
 

@@ -1,4 +1,4 @@
-"""Which code of src/ a module's results depend on: itself and whatever it imports, found without running it.
+"""Which code of this repository a module's results depend on: itself and whatever it imports, found without running it.
 
     python workflow/scripts/closure.py FOLDER    writes a record for each module and for each file of rules
 
@@ -7,15 +7,20 @@ compares files, compares the records: a comment changes neither.
 """
 
 import argparse
-import ast
 import hashlib
 import io
+import sys
 import tokenize
 from functools import lru_cache
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from kvlab.base import code
+
 SRC = Path("src")
-PACKAGE = SRC / "kvlab"
+PACKAGES = {"kvlab": SRC, "validation": Path(".")}  # where each package of this repository lies
+FOLDERS = [root / name for name, root in PACKAGES.items()]
 RULES = Path("workflow/rules")
 RECORDS = Path("results/code")
 CODE = {".py", ".smk"}
@@ -24,30 +29,12 @@ LAYOUT = {tokenize.COMMENT, tokenize.NL}
 
 @lru_cache(None)
 def module_file(name):
-    """The file of a module under src/, or None when it is somebody else's."""
-    path = SRC.joinpath(*name.split("."))
+    """The file of a module of this repository, or None when it is somebody else's."""
+    parts = name.split(".")
+    if parts[0] not in PACKAGES:
+        return None
+    path = PACKAGES[parts[0]].joinpath(*parts)
     return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
-
-
-@lru_cache(None)
-def parsed(path):
-    """The syntax tree of a file."""
-    return ast.parse(Path(path).read_text(), str(path))
-
-
-@lru_cache(None)
-def imports(name, path):
-    """Names that a module imports, at its top or inside its functions, and its parent package."""
-    found = {name.rpartition(".")[0]}
-    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(parsed(str(path))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            near = package[: len(package) + 1 - node.level] if node.level else []
-            base = ".".join([*near, *filter(None, [node.module])])
-            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
-    return frozenset(found - {""})
 
 
 @lru_cache(None)
@@ -58,14 +45,14 @@ def files(*modules):
     """
     for name in modules:
         if module_file(name) is None:
-            raise ValueError(f"a rule names the module {name!r}, which is not in {SRC}/")
+            raise ValueError(f"a rule names the module {name!r}, which is not in this repository")
     todo, seen = set(modules), {}
     while todo:
         name = todo.pop()
         path = module_file(name)
         if path is not None:
             seen[name] = str(path)
-            todo |= imports(name, path) - seen.keys()
+            todo |= code.imports(name, path) - seen.keys()
     return tuple(sorted(seen.values()))
 
 
@@ -107,17 +94,7 @@ def meaning(path):
     """
     if Path(path).suffix == ".smk":
         return _sha256(repr(words(Path(path).read_text())))
-    tree = parsed(path)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and documented(node):
-            node.body = node.body[1:]
-    return _sha256(ast.dump(tree))
-
-
-def documented(node):
-    """Whether a module, class or function begins with a docstring."""
-    first = node.body[0] if node.body else None
-    return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    return code.meaning(str(path))
 
 
 def words(text):
@@ -151,19 +128,19 @@ def records():
 
 def everything():
     """Digest of all that the records are made from; cheap, because it is of the files as they are written."""
-    paths = [*sorted(PACKAGE.rglob("*.py")), *sorted(RULES.glob("*.smk"))]
+    paths = [path for folder in FOLDERS for path in sorted(folder.rglob("*.py"))] + sorted(RULES.glob("*.smk"))
     return _sha256("".join(f"{path} {_sha256(path.read_text())}\n" for path in paths))
 
 
 def package_modules():
-    """Every module of the package by its dotted name."""
-    paths = [path.relative_to(SRC).with_suffix("") for path in sorted(PACKAGE.rglob("*.py"))]
-    return [".".join(path.parts).removesuffix(".__init__") for path in paths]
+    """Every module of the packages by its dotted name."""
+    paths = [path.relative_to(root) for name, root in PACKAGES.items() for path in sorted((root / name).rglob("*.py"))]
+    return [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
 
 
 def forget():
     """Read every file anew from now on."""
-    for cached in (module_file, parsed, imports, files, meaning):
+    for cached in (module_file, files, meaning, code.parsed, code.imports, code.meaning):
         cached.cache_clear()
 
 

@@ -32,11 +32,12 @@ import polars as pl  # noqa: E402
 import workspace  # noqa: E402
 import yaml  # noqa: E402
 
-from kvlab.paramfile import overlay, read_yaml  # noqa: E402
-from kvlab.records import machine, write_text  # noqa: E402
-from kvlab.report.format import DASH, fixed, number, plain, table  # noqa: E402
+from kvlab.base.paramfile import overlay, read_yaml  # noqa: E402
+from kvlab.base.records import machine, write_text  # noqa: E402
+from kvlab.pages.format import DASH, fixed, number, plain, table  # noqa: E402
 
 STUDY = "ladder"
+RULE = f"{STUDY}_jobs"
 ENGINES = ("hf", "vllm")
 REFERENCE = "models/reference"
 LAYERS = "model.layers."  # what the names of its layers' weights begin with
@@ -114,7 +115,7 @@ def parameters(point, model):
             "texts": ["test"],
             "windows": point.windows,
         },
-        "jobs": {"cells_per_job": max(SIZES["cells"]), "threads": 1},
+        "jobs": {"threads": 1},
     }
     base = read_yaml(ROOT / "params.yaml")
     if "cells" in base:
@@ -124,7 +125,7 @@ def parameters(point, model):
 
 def calibrate(place):
     """Make all that the study reads, and nothing of the study."""
-    run = outcome.snakemake(place, STUDY, "--omit-from", f"{STUDY}_job")
+    run = outcome.snakemake(place, STUDY, "--omit-from", RULE)
     if run.returncode:
         sys.exit(f"error: the calibration for the cost runs failed:\n{run.stdout[-TAIL:]}")
 
@@ -133,14 +134,16 @@ def command(place):
     """(shell command, table that it writes) of the one job that the study still needs."""
     plan = outcome.snakemake(place, "-n", "-p", STUDY)
     commands = re.findall(r"^Shell command: (?!None$)(.*)$", plan.stdout, re.M)
-    if len(commands) != 1:
-        sys.exit(f"error: {len(commands)} jobs where one was to be measured:\n{plan.stdout}")
-    return commands[0], place / re.search(r"--out (\S+)", commands[0])[1]
+    jobs = [job for job in outcome.planned_jobs(place, STUDY) if job.rule == RULE]
+    tables = [path for job in jobs for path in job.outputs if path.endswith(".parquet")]
+    if len(commands) != 1 or len(tables) != 1:
+        sys.exit(f"error: {len(commands)} jobs, {len(tables)} tables where one was to be measured:\n{plan.stdout}")
+    return commands[0], place / tables[0]
 
 
 def timed(shell, place):
     """Run a command to its end and say what it took, its children's share included."""
-    environment = os.environ | {
+    environment = outcome.surroundings(place) | {
         "PATH": f"{outcome.BIN}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(place / "src"),
     }
@@ -178,6 +181,7 @@ def measure(folder):
             costs[point] = timed(shell, place)
             check(point, out)
             shutil.rmtree(place / "results" / STUDY)
+            shutil.rmtree(place / outcome.STORE)  # the next point has cells of this one, and would not measure them
             print(f"{point}: {fixed(costs[point].wall, 1)} s, cores {fixed(costs[point].cpu, 1)} s", flush=True)
     return costs
 

@@ -101,7 +101,20 @@ def read_stages(rules):
         stage.models |= {str(Path(path).parent) for path in model_files(rule)}
         stage.outputs |= set(map(str, rule.output))
         stage.params |= parameter_keys(rule)
+    sections = section_modules()
+    for stage in stages.values():
+        stage.code |= {str(record_of(sections[key])) for key in stage.params & sections.keys()}
     return stages
+
+
+def section_modules():
+    """The module of each study's section of params.yaml: what the file leaves out, the defaults there decide."""
+    sys.path.insert(0, str(Path("src").resolve()))
+    from kvlab.studies.cells.params import CellEntry
+    from kvlab.studies.settings import Settings
+
+    kinds = {key: field.annotation for key, field in Settings.model_fields.items()} | {"cells": CellEntry}
+    return {key: kind.__module__ for key, kind in kinds.items() if kind.__module__.startswith("kvlab.studies.")}
 
 
 def declared_outs(entry):
@@ -203,7 +216,7 @@ def differences(before, after):
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--check", action="store_true", help="change nothing; exit 1 if dvc.yaml is behind")
+    arguments.add_argument("--check", action="store_true", help="change nothing; exit 1 if dvc.yaml is out of date")
     check = arguments.parse_args().check
     yaml = YAML()
     yaml.indent(mapping=2, sequence=4, offset=2)
@@ -215,7 +228,7 @@ def main():
         sys.exit(f"error: {problem}")
     lines = differences(before, document)
     if check and lines:
-        sys.exit("\n".join([*lines, "error: dvc.yaml is behind the rules; run make sync"]))
+        sys.exit("\n".join([*lines, "error: dvc.yaml is out of date with the rules; run make sync"]))
     if lines:
         yaml.dump(document, DVC_YAML)
     print("\n".join(lines) or "dvc.yaml agrees with the rules")

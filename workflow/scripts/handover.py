@@ -113,7 +113,7 @@ def dvc_status():
 
 
 def plan(stages):
-    """What the jobs behind these stages make, and whether Snakemake would make it again; runs nothing."""
+    """What the jobs of these stages make, and whether Snakemake would make it again; runs nothing."""
     triggers = ["--rerun-incomplete", "--rerun-triggers", *TRIGGERS]
     done = run("snakemake", "--summary", *triggers, "--", *(stage.name for stage in stages))
     if done.returncode:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT / "src"))
 import outcome  # noqa: E402
 import workspace  # noqa: E402
 
-from kvlab.report.format import fixed, table  # noqa: E402
+from kvlab.pages.format import fixed, table  # noqa: E402
 
 HEADERS = ("attempt", "round", "killed", "job", "moment", "s after start", "half-written", "equal")
 VICTIMS = ("the rule", "snakemake")
@@ -141,6 +141,7 @@ def remove(place, jobs, chosen):
         sys.exit(f"error: Snakemake gives no plan for {forced}:\n{plan.stdout}")
     for path in (path for job in following for path in job.outputs):
         take_away(place / path)
+    take_away(place / outcome.STORE)  # what was measured before would leave nothing to be killed at
 
 
 def process_of(job, parent):
@@ -233,7 +234,14 @@ def run(place, pending, chance):
     with log.open("w") as stream:
         begin = time.monotonic()
         command = [outcome.BIN / "snakemake", outcome.REPORT]
-        running = subprocess.Popen(command, cwd=place, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+        running = subprocess.Popen(
+            command,
+            cwd=place,
+            env=outcome.surroundings(place),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         parent, waiting = psutil.Process(running.pid), list(pending)
         while attempt is None and (found := begun(waiting, parent)) is not None:
             candidate, process = found

@@ -8,7 +8,8 @@ that are there, and at a random moment of the time that this takes ONE of the pr
 a worker, without its children; or all of them. The same command is typed again at once, every second time after the
 parameters were changed once more: whatever was left of the killed run then has the old ones. In the end the files must
 be those of the undisturbed run with these parameters, so must dvc.lock after `dvc repro`, and no process may be left.
-The run-cache is emptied before each run, so that nothing is restored which was to be computed.
+The run-cache is emptied before each run, and the store of what was measured before each one that is to be killed, so
+that nothing is restored which was to be computed; the next call may go on from what the killed one has stored.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ sys.path.insert(0, str(ROOT / "src"))
 import outcome  # noqa: E402
 from kill_rules import decks, family, kill, preset_text, session, sweep  # noqa: E402
 
-from kvlab.report.format import fixed, table  # noqa: E402
+from kvlab.pages.format import fixed, table  # noqa: E402
 
 DVC, SNAKEMAKE = "dvc", "snakemake"
 DVC_ALONE, SNAKEMAKE_ALONE, WORKER, ALL = "dvc alone", "snakemake alone", "a worker", "all at once"
@@ -116,10 +117,15 @@ class Lab:
         (self.place / "params.yaml").write_text(self.params[state])
         shutil.rmtree(self.place / ".dvc" / "cache" / "runs", ignore_errors=True)
 
+    def forget(self):
+        """Empty the store of what was measured, so that a run has to measure."""
+        shutil.rmtree(self.place / outcome.STORE, ignore_errors=True)
+
     def start(self, command):
         """Begin a command as a shell would: in a session of its own."""
         own = {"PATH": f"{outcome.BIN}:{os.environ['PATH']}"}
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | own
+        inherited = outcome.surroundings(self.place)
+        environment = {key: value for key, value in inherited.items() if key != "PYTHONPATH"} | own
         return subprocess.Popen(
             command,
             cwd=self.place,
@@ -152,6 +158,7 @@ class Lab:
     def undisturbed(self, state):
         """The truth for one set of parameters, or the end."""
         self.set(state)
+        self.forget()
         begin = time.monotonic()
         code, words = self.type(self.commands[DVC])
         seconds = time.monotonic() - begin
@@ -190,6 +197,11 @@ def is_worker(process):
     return words_of(process)[1:3] == ["-m", "kvlab"]
 
 
+def verb_of(words):
+    """What a worker does: the word after `python -m kvlab`, or after `step` there."""
+    return words[4 if words[3] == "step" else 3]
+
+
 def victims(name, leader, chance):
     """The processes that are to be killed now; none when there is no such process at this moment."""
     everyone = family(leader)
@@ -206,13 +218,14 @@ def at_work(leader):
     """What a run is doing: the stage, and the verbs of its workers."""
     everyone = family(leader)
     stages = [words_of(process)[-1] for process in everyone if is_snakemake(process)]
-    verbs = sorted({words[3] for process in everyone if is_worker(process) and (words := words_of(process))})
+    verbs = sorted({verb_of(words) for process in everyone if is_worker(process) and (words := words_of(process))})
     return f"{stages[0] if stages else 'dvc itself'}: {', '.join(verbs) or 'no worker'}"
 
 
 def strike(lab, attempt, truth, chance):
     """Run until the moment, and kill; returns what was at work and when, or None if the run was over before."""
     lab.set(attempt.towards)
+    lab.forget()
     begin = time.monotonic()
     running = lab.start(lab.commands[attempt.tool])
     leader = psutil.Process(running.pid)
@@ -253,7 +266,7 @@ def wrong_record(lab, truth):
 
 
 def wrong_files(lab, truth):
-    """What Snakemake has otherwise: of the files behind its target those that are there, and what it would still make.
+    """What Snakemake has otherwise: of the files of its target those that are there, and what it would still make.
 
     Files of a stage that the target does not need stay as they were. A file in between that a killed job took away
     stays away when what follows from it is there: after the parameters were changed back, for instance.

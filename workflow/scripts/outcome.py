@@ -7,6 +7,7 @@ the files.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -41,10 +42,20 @@ class Job:
         return self.log.replace("results/logs/", "results/benchmarks/").removesuffix(".log") + ".tsv"
 
 
+STORE = ".kvlab/cells"  # of what was measured before; here each workspace has its own, or nothing would be measured
+
+
+def surroundings(place):
+    """The environment for a run in a workspace, whose store lies in it."""
+    return os.environ | {"KVLAB_STORE": str(Path(place).resolve() / STORE)}
+
+
 def snakemake(place, *arguments):
     """Run Snakemake in a workspace; both streams in one text."""
     command = [BIN / "snakemake", *arguments]
-    return subprocess.run(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.run(
+        command, cwd=place, env=surroundings(place), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def summary(place, target):
@@ -59,7 +70,7 @@ def summary(place, target):
 
 
 def planned_jobs(place, target=REPORT):
-    """The jobs behind a target, whether they are done or not."""
+    """The jobs of a target, whether they are done or not."""
     files = {}
     for row in summary(place, target):
         files.setdefault((row["rule"], row["log-file(s)"]), []).append(row["output_file"])

@@ -1,11 +1,11 @@
-"""Write the table of all parameters and the JSON schema of params.yaml, from the models in src/kvlab/params.py.
+"""Write the table of all parameters and the JSON schema of params.yaml, from the models of its sections.
 
     python workflow/scripts/params_docs.py           writes config/PARAMS.md and workflow/schemas/config.schema.json
-    python workflow/scripts/params_docs.py --check   says which of them is behind
+    python workflow/scripts/params_docs.py --check   says which of them is out of date
 
 The schema is for editors, and for the workflow catalog, which looks for it by that name. It says what a person
-writes: a list `models` where `Params` holds the one model of a job. What one key asks of another it cannot say;
-`kvlab params` checks that.
+writes: a list `models` where `Settings` holds the one model of a job, and changes of the default `cells`. What one key
+asks of another it cannot say; `kvlab params` checks that.
 """
 
 import argparse
@@ -19,9 +19,11 @@ sys.path.insert(0, str(ROOT / "src"))
 import yaml  # noqa: E402
 from pydantic.json_schema import GenerateJsonSchema  # noqa: E402
 
-from kvlab.paramfile import read_yaml  # noqa: E402
-from kvlab.params import Params  # noqa: E402
-from kvlab.report.format import table  # noqa: E402
+from kvlab.base.paramfile import read_yaml  # noqa: E402
+from kvlab.base.params import ModelEntry  # noqa: E402
+from kvlab.pages.format import table  # noqa: E402
+from kvlab.studies.cells.params import CELLS  # noqa: E402
+from kvlab.studies.settings import Settings, resolved  # noqa: E402
 
 TABLE = Path("config/PARAMS.md")
 SCHEMA = Path("workflow/schemas/config.schema.json")
@@ -29,13 +31,20 @@ SCHEMA = Path("workflow/schemas/config.schema.json")
 HEAD = """\
 # All parameters
 
-<!-- Written by `make params-docs` from src/kvlab/params.py, params.yaml and dvc.yaml; edit those. -->
+<!-- Written by `make params-docs` from the models of src/kvlab/base/params.py and of src/kvlab/studies, params.yaml and
+dvc.yaml; edit those. -->
 
-*Value* is what `params.yaml` says; for an entry of `models` or `cells`, what holds where the entry does not say it.
-`N` counts models from 0, `NAME` is the name of an entry. *Stages* are those that run again when the value changes,
-because their `params` in `dvc.yaml` name it; the stages behind them follow as far as a file that they read has
-changed. The same for editors is in [config.schema.json](../workflow/schemas/config.schema.json);
-[README.md](README.md) says how values are changed.
+*Value* is what holds in this repository: the default, or what `params.yaml` says; for an entry of `models` or `cells`,
+what holds where the entry does not say it. What a study takes of others (windows, needles, protocols, captured engines)
+is cut to what there is, unless params.yaml says it.
+
+`dvc exp run -S '++KEY=VALUE'` works for every row: `++` sets what params.yaml says, and adds what it does not. For what
+it says, `-S KEY=VALUE` is enough. `N` counts models from 0, `NAME` is the name of an entry: `++models.0.revision=main`,
+`++cells.my-cell.bits=4`, `++cells.k-only=null` (takes it out).
+
+*Stages* are those that run again when the value changes, because their `params` in `dvc.yaml` name it; the stages after
+them follow as far as a file that they read has changed. The same for editors is in
+[config.schema.json](../workflow/schemas/config.schema.json); [README.md](README.md) says how values are changed.
 """
 
 
@@ -48,17 +57,18 @@ class PlainSchema(GenerateJsonSchema):
 
 def params_schema():
     """JSON schema of params.yaml: every section written out where it stands."""
-    generated = Params.model_json_schema(schema_generator=PlainSchema)
-    sections = generated["$defs"]
-    keys = {key: written_out(part, sections) for key, part in generated["properties"].items()}
-    close_open_mappings(keys)
-    keys = {("models" if key == "model" else key): part for key, part in keys.items()}
-    keys["models"] = {
+    generated = Settings.model_json_schema(schema_generator=PlainSchema)
+    entry = ModelEntry.model_json_schema(schema_generator=PlainSchema)
+    sections = generated["$defs"] | {"ModelEntry": entry}
+    keys = {key: written_out(part, sections) for key, part in generated["properties"].items() if key != "model"}
+    models = {
         "type": "array",
         "minItems": 1,
         "description": "Models that are measured; each goes through every stage, and the first leads the report.",
-        "items": keys["models"],
+        "items": written_out({"$ref": "ModelEntry"}, sections),
     }
+    keys = {"models": models, **keys}
+    open_cells(keys)
     return {
         "$schema": GenerateJsonSchema.schema_dialect,
         "title": "params.yaml of kvlab",
@@ -66,7 +76,7 @@ def params_schema():
         "type": "object",
         "additionalProperties": False,
         "properties": keys,
-        "required": list(keys),
+        "required": ["models"],
     }
 
 
@@ -79,36 +89,45 @@ def written_out(node, sections):
     if "$ref" in node:
         section = dict(sections[node["$ref"].rpartition("/")[2]])
         del section["title"]
-        node = section | {key: value for key, value in node.items() if key != "$ref"}
+        node = section | {key: value for key, value in node.items() if key not in ("$ref", "default")}
     node = {key: written_out(value, sections) for key, value in node.items()}
     if isinstance(node.get("description"), str):
         node["description"] = " ".join(node["description"].replace("``", "`").split())
     return node
 
 
-def close_open_mappings(keys):
-    """Entries of `cells` have checked names, and of `codec` they change only what it has."""
+def open_cells(keys):
+    """Entries of `cells` have checked names, are taken out by null, and of `codec` they change only what it has."""
     cells = keys["cells"]
-    cells["additionalProperties"] = False
-    (entry,) = cells["patternProperties"].values()
+    cells |= {"description": "Changes of the default cells: a new entry adds one, null takes one out."}
+    cells |= {"additionalProperties": False}
+    cells.pop("default")
+    ((pattern, entry),) = cells["patternProperties"].items()
     entry["properties"]["codec"] |= {"additionalProperties": False, "properties": keys["codec"]["properties"]}
+    cells["patternProperties"] = {pattern: {"anyOf": [entry, {"type": "null"}]}}
 
 
 def params_table():
     """The table as Markdown: a part for the keys at the top, and one for each section."""
-    schema, values, stages = params_schema(), read_yaml(Path("params.yaml")), stage_params()
+    schema, values, stages = params_schema(), resolved(read_yaml(Path("params.yaml"))), stage_params()
     parts = {"At the top": ("", [])}
     for key, part in schema["properties"].items():
         if entries(part):
             rows = [row(name, leaf, value, stages) for name, leaf, value in leaves(key, part, values[key])]
-            parts[code(key)] = (part.get("description") or entries(part)["description"], rows)
+            words = part.get("description") or entries(part)["description"]
+            parts[code(key)] = (f"{words}\n\n{default_cells()}" if key == "cells" else words, rows)
         else:
             parts["At the top"][1].append(row(key, part, values[key], stages))
     return "\n\n".join([HEAD.rstrip(), *(section(name, words, rows) for name, (words, rows) in parts.items())]) + "\n"
 
 
+def default_cells():
+    """The default cells, and what each changes."""
+    return table(("default cell", "what it changes"), [(name, code(flow(changes))) for name, changes in CELLS.items()])
+
+
 def section(name, words, rows):
-    """A heading and its table; stages that all rows share are said once, in front of it."""
+    """A heading and its table; stages that all rows share are said once, before it."""
     headers = ("parameter", "allowed", "value", "meaning", "stages")
     shared = {stages for *_, stages in rows}
     if len(shared) == 1:
@@ -119,7 +138,7 @@ def section(name, words, rows):
 def entries(part):
     """The schema of what a section holds: its keys, or those of an entry; None for a value."""
     if "patternProperties" in part:
-        return next(iter(part["patternProperties"].values()))
+        return next(iter(part["patternProperties"].values()))["anyOf"][0]
     if "properties" in part.get("items", {}):
         return part["items"]
     return part if "properties" in part else None
@@ -202,16 +221,16 @@ def overlap(one, other):
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--check", action="store_true", help="change nothing; exit 1 if a file is behind")
+    arguments.add_argument("--check", action="store_true", help="change nothing; exit 1 if a file is out of date")
     check = arguments.parse_args().check
     texts = {TABLE: params_table(), SCHEMA: json.dumps(params_schema(), indent=2) + "\n"}
-    behind = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
-    if check and behind:
-        sys.exit(f"error: behind src/kvlab/params.py: {', '.join(map(str, behind))}; run make params-docs")
-    for path in behind:
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    if check and stale:
+        sys.exit(f"error: older than the parameters: {', '.join(map(str, stale))}; run make params-docs")
+    for path in stale:
         path.parent.mkdir(exist_ok=True)
         path.write_text(texts[path])
-    print("\n".join(map(str, behind)) or f"{TABLE} and {SCHEMA} agree with the parameters")
+    print("\n".join(map(str, stale)) or f"{TABLE} and {SCHEMA} agree with the parameters")
 
 
 if __name__ == "__main__":

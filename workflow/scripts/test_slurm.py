@@ -207,18 +207,20 @@ def fresh(place, preset):
 
 
 def plan(place, target):
-    """What the jobs behind a target ask for, each as often as it is planned."""
+    """What the jobs of a target ask for, each as often as it is planned."""
     command = [sys.executable, ROOT / "workflow/scripts/asked.py", "--json", "--profile", PROFILE, "--", target]
-    listed = subprocess.run(command, cwd=place, env=environment(), capture_output=True, text=True)
+    listed = subprocess.run(command, cwd=place, env=environment(place), capture_output=True, text=True)
     if listed.returncode:
         refuse(f"no plan for {target}:\n{listed.stderr.strip()}")
     return asked.read(listed.stdout)
 
 
-def environment():
-    """What Snakemake and DVC run with here: this node lends no GPUs, and a profile reaches DVC this way."""
+def environment(place):
+    """What Snakemake and DVC run with: this node lends no GPUs, a profile reaches DVC this way, and what was measured
+    elsewhere is not taken.
+    """
     path = f"{BIN}:{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "KVLAB_GPUS": "0", "SNAKEMAKE_PROFILE": PROFILE}
+    return outcome.surroundings(place) | {"PATH": path, "KVLAB_GPUS": "0", "SNAKEMAKE_PROFILE": PROFILE}
 
 
 def minutes(words):
@@ -252,7 +254,7 @@ def check_jobs(planned, known):
 
 def check_again(place, target):
     """Exit unless a second run finds nothing to do."""
-    again = run([BIN / "snakemake", target], place, place / FOLDER / "again.log", environment())
+    again = run([BIN / "snakemake", target], place, place / FOLDER / "again.log", environment(place))
     if "Nothing to be done" not in again:
         refuse(f"a second run had something to do:\n{again[-TAIL:]}")
     say("a second run: nothing to be done")
@@ -272,9 +274,9 @@ def check_dvc(place, stage, folder):
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     shutil.copy(place / "params.yaml", clone)
     planned, before = plan(clone, stage), len(through_slurm())
-    run([BIN / "dvc", "repro", stage], clone, folder / "dvc.log", environment())
+    run([BIN / "dvc", "repro", stage], clone, folder / "dvc.log", environment(clone))
     check_jobs(planned, through_slurm()[before:])
-    if answer(BIN / "dvc", "status", "--quiet", stage, cwd=clone, env=environment()) is None:
+    if answer(BIN / "dvc", "status", "--quiet", stage, cwd=clone, env=environment(clone)) is None:
         refuse(f"dvc status: {stage} is not as recorded in {clone}")
     say(f"dvc repro {stage}: through SLURM")
 
@@ -297,7 +299,7 @@ def main():
     with slurm(folder) as node:
         say(f"SLURM is up: {node}")
         begun = time.monotonic()
-        run([BIN / "snakemake", given.target], place, folder / "snakemake.log", environment())
+        run([BIN / "snakemake", given.target], place, folder / "snakemake.log", environment(place))
         say(f"{given.target}: {time.monotonic() - begun:.0f} s")
         check_jobs(planned, through_slurm())
         check_again(place, given.target)

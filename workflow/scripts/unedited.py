@@ -75,7 +75,7 @@ def files(entry, config):
         if model:
             folder = Path(config["models"][int(model[1])]["path"])
             paths += [path for path in folder.glob("*") if path.name != CARD]
-        elif Path(name) in (closure.PACKAGE, closure.RULES):
+        elif Path(name) in (*closure.FOLDERS, closure.RULES):
             paths += [path for path in Path(name).rglob("*") if path.suffix in closure.CODE]
         elif name not in code and not Path(name).is_dir():
             paths.append(Path(name))

@@ -1,1 +1,1 @@
-"""From a capture of Q, K and V to Sigma_q and Lloyd-Max codebooks."""
+"""From windows streaming through an engine to Sigma_q, components of K and V, and Lloyd-Max tables."""

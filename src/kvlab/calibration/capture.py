@@ -1,33 +1,210 @@
-"""Pre-rotary Q, K and V of the calibration windows, as an engine computes them."""
+"""What an engine computes on the calibration windows: moments of pre-rotary Q, K and V, and a sample of K and V."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 
-from kvlab import corpus
+from kvlab.base.errors import CalibrationMismatch, NonFinite, UserError
+from kvlab.base.model import resolve
+from kvlab.base.params import Params
+from kvlab.base.records import atomic, to_header, versions
+from kvlab.calibration import moments as kept
 from kvlab.calibration.facts import header_facts
-from kvlab.engines.base import Part
+from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.moments import STREAMS, Extent, ModelMoments, QueryMoments
+from kvlab.codec.klt.moments import Moments
+from kvlab.engines.base import Engine, Part
 from kvlab.engines.registry import start
-from kvlab.errors import CalibrationMismatch, NonFinite
-from kvlab.model import resolve
-from kvlab.params import Params
-from kvlab.records import atomic, to_header, versions
+from kvlab.text import corpus
 
-PARTS = ("q", "k", "v")
-FACTS = {"engine": str, "model_hash": str, "corpus_hash": str, "context": int}
-SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
+SAMPLE_DTYPE = "bfloat16"
+FACTS = {
+    "engine": str,
+    "model_hash": str,
+    "corpus_hash": str,
+    "context": int,
+    "windows": int,
+    "tokens": int,
+    "dtype": str,
+    "sample": list,
+    "sample_dtype": str,
+    "sample_bytes": int,
+}
+
+
+class Observed:
+    """What is left of the calibration windows: the moments of all, and K and V of a sample of them.
+
+    Parameters
+    ----------
+    metadata : dict
+        `FACTS`, and what else there is to say: ``sample`` numbers the windows that were kept.
+    read : callable
+        Gives the tensor of a name: those of `ModelMoments.tensors`, and ``layer_{l}_{k|v}``, bfloat16
+        [sampled windows, kv_heads, context, head_dim].
+    """
+
+    def __init__(self, metadata: dict, read: Callable[[str], Tensor]):
+        self.metadata, self._read = metadata, read
+
+    @property
+    def extent(self) -> Extent:
+        """How much text was seen."""
+        return Extent(self.metadata["windows"], self.metadata["tokens"], self.metadata["context"])
+
+    @property
+    def context(self) -> int:
+        """Tokens of a window whose K and V a codec would see."""
+        return self.metadata["context"]
+
+    @property
+    def dtype(self) -> str:
+        """``float32`` or ``bfloat16``: what the captured model ran in. The sample is `SAMPLE_DTYPE` in any case."""
+        return self.metadata["dtype"]
+
+    @property
+    def n_windows(self) -> int:
+        """Windows that were seen."""
+        return self.metadata["windows"]
+
+    @property
+    def sampled(self) -> tuple[int, ...]:
+        """Numbers of the windows that were kept, ascending."""
+        return tuple(self.metadata["sample"])
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Of which model, windows and engine it is."""
+        return {name: self.metadata[name] for name in ("model_hash", "corpus_hash", "engine")}
+
+    @property
+    def sample_facts(self) -> dict:
+        """The sample as records of the calibration name it."""
+        return {name: self.metadata[name] for name in ("sample", "sample_dtype", "sample_bytes")}
+
+    def queries(self, layer: int) -> QueryMoments:
+        """Second moments of a layer's queries, and their traces by window."""
+        return kept.stored_queries(self._read, layer, self.extent)
+
+    def moments(self, layer: int, stream: str) -> Moments:
+        """Moments of a layer's K or V over the contexts of all windows."""
+        return kept.stored_rows(self._read, layer, stream, self.extent)
+
+    def layer(self, layer: int, stream: str) -> Tensor:
+        """The sampled contexts of a layer's K or V as float32, [sampled windows, kv_heads, context, head_dim]."""
+        return self._read(f"layer_{layer}_{stream}").float()
+
+
+class InMemory(Observed):
+    """What is left of the windows, not yet in a file; `tensors` is all of it by name."""
+
+    def __init__(self, metadata: dict, tensors: dict[str, Tensor]):
+        super().__init__(metadata, tensors.__getitem__)
+        self.tensors = tensors
+
+
+def sample_of(windows: int, most: int) -> tuple[int, ...]:
+    """At most `most` of so many windows, evenly spread: one and the same choice for every engine."""
+    number = min(windows, most)
+    return tuple(windows * i // number for i in range(number))
+
+
+def observe(engine: Engine, windows: Sequence[Sequence[int]], context: int, corpus_hash: str, sample: int) -> InMemory:
+    """Run windows through an engine, one after the other, and keep moments and a sample.
+
+    Parameters
+    ----------
+    engine : Engine
+        Running.
+    windows : sequence of sequence of int
+        Token ids, all windows of one length.
+    context : int
+        First tokens of a window, whose K and V count.
+    corpus_hash : str
+        Of the windows' file.
+    sample : int
+        Windows to keep K and V of, in bfloat16: 4 * layers * kv_heads * head_dim * context bytes each.
+
+    Raises
+    ------
+    UserError
+        There is no window, they are of several lengths, or the context is longer.
+    NonFinite
+        Q, K or V holds NaN or infinity.
+    """
+    lengths = sorted({len(ids) for ids in windows})
+    if len(lengths) != 1 or not 0 < context <= lengths[0] or sample < 1:
+        raise UserError(
+            f"cannot calibrate on {len(windows)} windows of {' or '.join(map(str, lengths)) or 'no'} tokens, a context"
+            f" of {context} and a sample of {sample}; give windows of one length, a context within it, and a sample"
+        )
+    info, extent = engine.info, Extent(len(windows), lengths[0], context)
+    chosen = sample_of(extent.windows, sample)
+    tap = _Tap(ModelMoments(info, extent, ErrorMetrics(info, extent.tokens).angles), chosen)
+    for number, ids in enumerate(tqdm(windows, desc=f"capture {engine.name}", unit="window")):
+        tap.window = number
+        engine.score(ids, len(ids) - 2, tap)
+        tap.refuse_broken()
+    tensors = tap.moments.tensors() | tap.sample
+    metadata = {
+        "engine": engine.name,
+        "model_hash": info.model_hash,
+        "corpus_hash": corpus_hash,
+        "context": context,
+        "windows": extent.windows,
+        "tokens": extent.tokens,
+        "dtype": engine.dtype,
+        "sample": list(chosen),
+        "sample_dtype": SAMPLE_DTYPE,
+        "sample_bytes": sum(tensor.nbytes for tensor in tap.sample.values()),
+        "device": engine.device,
+        "versions": versions(),
+    }
+    return InMemory(metadata, tensors)
+
+
+class _Tap:
+    """Folds what passes into moments, and keeps K and V of the windows of the sample.
+
+    A fault is told once the engine is done with the window, not from inside its forward pass.
+    """
+
+    def __init__(self, moments: ModelMoments, chosen: Sequence[int]):
+        self.moments, self.chosen, self.window = moments, chosen, 0
+        self.sample: dict[str, Tensor] = {}
+        self._broken: NonFinite | None = None
+
+    def __call__(self, layer: int, part: Part, x: Tensor) -> None:
+        """See `Tap`."""
+        with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the engine's own mode
+            try:
+                self.moments.update(self.window, layer, part, x.detach())
+            except NonFinite as error:
+                self._broken = self._broken or error
+        if part in STREAMS and self.window in self.chosen:
+            self._keep(f"layer_{layer}_{part}", x.detach()[:, : self.moments.extent.context])
+
+    def _keep(self, name: str, x: Tensor) -> None:
+        if name not in self.sample:
+            self.sample[name] = torch.zeros(len(self.chosen), *x.shape, dtype=getattr(torch, SAMPLE_DTYPE))
+        self.sample[name][self.chosen.index(self.window)] = x.to("cpu", getattr(torch, SAMPLE_DTYPE))
+
+    def refuse_broken(self) -> None:
+        """`NonFinite` when anything was."""
+        if self._broken:
+            raise self._broken
 
 
 def capture(params: Params, engine: str, windows_path: Path, out: Path) -> None:
-    """Run the calibration windows through one engine and keep what passes the tap.
-
-    Writes ``layer_{l}_{q,k,v}`` of shape (windows, heads, tokens, head_dim) in ``calibration.dtype``.
-    The test windows are not read.
+    """Run the calibration windows through one engine and keep what `observe` does; the test windows are not read.
 
     Raises
     ------
@@ -38,35 +215,15 @@ def capture(params: Params, engine: str, windows_path: Path, out: Path) -> None:
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
     running = start(engine, info, params.calibration.dtype, max_tokens=windows.calib.shape[1])
-    kept: dict[str, list[torch.Tensor]] = {}
-    for ids in tqdm(windows.calib.tolist(), desc=f"capture {engine}", unit="window"):
-        running.score(ids, len(ids) - 2, _keep_into(kept))
-    tensors = {name: torch.stack(parts) for name, parts in kept.items()}
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise NonFinite(f"captured {name} of {engine} holds NaN or infinity")
-    metadata = {
-        "engine": engine,
-        "model_hash": info.model_hash,
-        "corpus_hash": windows.corpus_hash,
-        "context": windows.context,
-        "device": running.device,
-        "versions": versions(),
-    }
+    calib = windows.calib.tolist()
+    found = observe(running, calib, windows.context, windows.corpus_hash, params.calibration.sample)
     with atomic(out) as temporary:
-        save_file(tensors, temporary, metadata=to_header(metadata))
+        save_file(found.tensors, temporary, metadata=to_header(found.metadata))
     running.close()
 
 
-def _keep_into(kept: dict[str, list[torch.Tensor]]):
-    def tap(layer: int, part: Part, x: torch.Tensor) -> None:
-        kept.setdefault(f"layer_{layer}_{part}", []).append(x.detach().to("cpu", copy=True).contiguous())
-
-    return tap
-
-
-class Captured:
-    """A capture on disk, read one layer at a time.
+class Captured(Observed):
+    """The same on disk, read one tensor at a time.
 
     Parameters
     ----------
@@ -85,45 +242,34 @@ class Captured:
         self.path = Path(path)
         try:
             with safe_open(self.path, "pt") as file:
-                metadata, self._names = file.metadata(), set(file.keys())
+                metadata, found = file.metadata(), set(file.keys())
         except (OSError, SafetensorError) as error:
-            raise CalibrationMismatch(f"cannot read capture {path}: {error}; run `kvlab capture`") from None
-        self.metadata = header_facts(metadata, self.path, FACTS, "capture")
-        if not self._names or self._names != {f"layer_{n}_{part}" for n in range(self.n_layers) for part in PARTS}:
-            raise CalibrationMismatch(f"{path} does not hold Q, K and V of every layer; run `kvlab capture`")
+            raise CalibrationMismatch(f"cannot read capture {path}: {error}; run `kvlab step capture`") from None
+        super().__init__(header_facts(metadata, self.path, FACTS, "capture"), self._tensor)
+        self._names = found
+        due = kept.names(self.n_layers) | {f"layer_{n}_{s}" for n in range(self.n_layers) for s in STREAMS}
+        if not found or found != due:
+            raise CalibrationMismatch(
+                f"{path} does not hold the moments of Q, K and V of every layer and a sample; run `kvlab step capture`"
+            )
         if self.metadata["model_hash"] != model_hash:
             raise CalibrationMismatch(
                 f"{path} was captured from model {self.metadata['model_hash']}, this model is {model_hash}"
             )
 
-    @property
-    def context(self) -> int:
-        """Tokens of a window whose K and V a codec would see."""
-        return self.metadata["context"]
-
-    @property
-    def dtype(self) -> str:
-        """``float32`` or ``bfloat16``: what the captured model ran in."""
-        with safe_open(self.path, "pt") as file:
-            return SAFETENSORS_DTYPES[file.get_slice("layer_0_k").get_dtype()]
-
-    @property
+    @cached_property
     def n_layers(self) -> int:
         """Layers that were captured."""
-        return sum(name.endswith("_q") for name in self._names)
+        return sum(name.endswith("_q_count") for name in self._names)
 
-    @property
-    def n_windows(self) -> int:
-        """Windows that were captured."""
-        with safe_open(self.path, "pt") as file:
-            return file.get_slice("layer_0_k").get_shape()[0]
+    def window(self, layer: int, stream: str, place: int) -> Tensor:
+        """K or V of one sampled context, bfloat16 [kv_heads, context, head_dim]; no other is read.
 
-    def window(self, layer: int, part: Part, window: int) -> torch.Tensor:
-        """One window of one layer as it was captured, shape (heads, tokens, head_dim); no other is read."""
+        `place` counts the windows of the sample from 0.
+        """
         with safe_open(self.path, "pt") as file:
-            return file.get_slice(f"layer_{layer}_{part}")[window]
+            return file.get_slice(f"layer_{layer}_{stream}")[place]
 
-    def layer(self, layer: int, part: Part) -> torch.Tensor:
-        """One layer's tensor, float32, shape (windows, heads, tokens, head_dim)."""
+    def _tensor(self, name: str) -> Tensor:
         with safe_open(self.path, "pt") as file:
-            return file.get_tensor(f"layer_{layer}_{part}").float()
+            return file.get_tensor(name)

@@ -1,12 +1,13 @@
 """The components of K and V: mean, covariance and KLT per layer and KV head, for every codec that needs them.
 
 K is fitted in the metric of the scores, V in that of the attention's output (see `codec.metric`). Nothing here
-depends on a rate: tables are made from the stored quantiles when a codec is built.
+depends on a rate: tables are made from the stored quantiles when a codec is built. Mean, covariance, axes and
+variances come from the moments of all calibration windows, quantiles from the sample that was kept.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -15,20 +16,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from kvlab.calibration.capture import Captured
+from kvlab.base.errors import CalibrationMismatch, NonFinite
+from kvlab.base.model import resolve
+from kvlab.base.params import Params
+from kvlab.base.records import atomic, file_hash, forget, to_header, write_json
+from kvlab.calibration.capture import Captured, Observed
 from kvlab.calibration.facts import header_facts
 from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.moments import STREAMS
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
-from kvlab.codec import components as klt
-from kvlab.codec.components import Components
+from kvlab.codec.klt import components as klt
+from kvlab.codec.klt.components import Components
 from kvlab.codec.metric import ridged
 from kvlab.codec.whitening import Whitener
-from kvlab.errors import CalibrationMismatch, NonFinite
-from kvlab.model import resolve
-from kvlab.params import Params
-from kvlab.records import atomic, file_hash, forget, to_header, write_json
 
-STREAMS = ("k", "v")
 FIELDS = tuple(field.name for field in fields(Components))
 
 
@@ -50,18 +51,15 @@ def fit_components(params: Params, capture_path: Path, sigma_path: Path, out: Pa
     captured = Captured(capture_path, info.model_hash)
     whiteners = load_whiteners(sigma_path, info.model_hash)
     refuse_another_capture(captured, sigma_path)
-    metrics = ErrorMetrics(info, captured.context)
+    fitting = Fitting(captured, whiteners, ErrorMetrics(info, captured.context), params.calibration.ridge)
     tensors, diagnostics = {}, []
     for layer in tqdm(range(info.n_layers), desc="components", unit="layer"):
         for stream in STREAMS:
-            rows = calibration_rows(captured, layer, stream)
-            metric = metrics.k(ridged_sigma(whiteners[layer])) if stream == "k" else metrics.v(layer)
-            metric = ridged(metric, params.calibration.ridge)
-            components = klt.fit(rows, metric)
+            components = fitting.components(layer, stream)
             tensors |= named(components, layer, stream)
-            diagnostics += describe(rows, metric, components, layer, stream)
-    identity = {name: captured.metadata[name] for name in ("model_hash", "corpus_hash", "engine")}
-    identity["sigma_hash"] = file_hash(sigma_path)
+            sample, metric = fitting.sample(layer, stream), fitting.metric(layer, stream)
+            diagnostics += describe(sample, metric, components, layer, stream)
+    identity = captured.identity | {"sigma_hash": file_hash(sigma_path)}
     forget(out)
     with atomic(out) as temporary:
         save_file(tensors, temporary, metadata=to_header(identity))
@@ -70,9 +68,10 @@ def fit_components(params: Params, capture_path: Path, sigma_path: Path, out: Pa
         "num_layers": info.n_layers,
         "num_kv_heads": info.n_kv_heads,
         "head_dim": info.head_dim,
-        "n_windows": rows.shape[1],
+        "n_windows": captured.n_windows,
         "context": captured.context,
-        "n_tokens": rows.shape[1] * rows.shape[2],
+        "n_tokens": captured.n_windows * captured.context,
+        **captured.sample_facts,
         "diagnostics": diagnostics,
     }
     write_json(Path(out).with_suffix(".json"), sidecar)
@@ -88,9 +87,40 @@ def refuse_another_capture(captured: Captured, sigma_path: Path) -> None:
         raise CalibrationMismatch(f"{captured.path} is not the capture that {sigma_path} was fitted on")
 
 
-def calibration_rows(captured: Captured, layer: int, stream: str) -> Tensor:
-    """What a codec would have seen of one stream, float32 [heads, windows, context, head_dim]."""
-    return captured.layer(layer, stream)[:, :, : captured.context].transpose(0, 1).contiguous()
+@dataclass(frozen=True)
+class Fitting:
+    """What the components of a model are fitted on.
+
+    Parameters
+    ----------
+    observed : Observed
+        Moments and a sample.
+    whiteners : dict of int to Whitener
+        Sigma_q by layer.
+    metrics : ErrorMetrics
+        Of the model, at the context's length.
+    ridge : float
+        ``calibration.ridge``.
+    """
+
+    observed: Observed
+    whiteners: dict[int, Whitener]
+    metrics: ErrorMetrics
+    ridge: float
+
+    def sample(self, layer: int, stream: str) -> Tensor:
+        """K or V of the windows that were kept, float32 [heads, sampled windows, context, head_dim]."""
+        return self.observed.layer(layer, stream).transpose(0, 1).contiguous()
+
+    def metric(self, layer: int, stream: str) -> Tensor:
+        """What errors are weighed by, ridged, float64 [heads, head_dim, head_dim]."""
+        sigma = ridged_sigma(self.whiteners[layer])
+        return ridged(self.metrics.k(sigma) if stream == "k" else self.metrics.v(layer), self.ridge)
+
+    def components(self, layer: int, stream: str) -> Components:
+        """Those of one layer's K or V."""
+        moments = self.observed.moments(layer, stream)
+        return klt.fit_moments(moments, self.sample(layer, stream), self.metric(layer, stream))
 
 
 def ridged_sigma(whitener: Whitener) -> Tensor:
@@ -119,8 +149,8 @@ def describe(rows: Tensor, metric: Tensor | None, components: Components, layer:
 
     `coding_gain_db` is the ratio of the arithmetic to the geometric mean of the components' variances (Jayant
     and Noll, Digital Coding of Waveforms, 1984): what allocating bits to them gains over equal bits. `condition`
-    is the ratio of the largest to the smallest. `mismatch_db` is what the fit loses on windows that it has
-    not seen, against those that it has.
+    is the ratio of the largest to the smallest. `mismatch_db` is what a fit on three quarters of `rows`, the
+    sample, loses on the tokens that it has not seen, against those that it has; a fit on more windows loses less.
     """
     variance = components.variance.double().clamp_min(1e-30)
     gain = 10 * (variance.mean(-1).log10() - variance.log10().mean(-1))
@@ -157,17 +187,18 @@ def load_components(path: Path, identity: dict[str, str]) -> dict[str, dict[int,
             metadata, names = file.metadata(), list(file.keys())
             tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
-        raise CalibrationMismatch(f"cannot read components {path}: {error}; run `kvlab components`") from None
+        raise CalibrationMismatch(f"cannot read components {path}: {error}; run `kvlab step components`") from None
     header = header_facts(metadata, path, dict.fromkeys(identity, str), "components")
     for name, expected in identity.items():
         if header.get(name) != expected:
             raise CalibrationMismatch(
-                f"{path} was fitted for {name} {header.get(name)}, this is {expected}; run `kvlab components` again"
+                f"{path} was fitted for {name} {header.get(name)}, this is {expected};"
+                " run `kvlab step components` again"
             )
     n_layers = sum(name.endswith("_k_mean") for name in tensors)
     due = {f"layer_{n}_{stream}_{name}" for n in range(n_layers) for stream in STREAMS for name in FIELDS}
     if missing := sorted(due - set(tensors)) or (not due and ["layer_0_k_mean"]):
-        raise CalibrationMismatch(f"{path} has no {missing[0]}; run `kvlab components`")
+        raise CalibrationMismatch(f"{path} has no {missing[0]}; run `kvlab step components`")
     return {
         stream: {
             layer: Components(**{name: tensors[f"layer_{layer}_{stream}_{name}"] for name in FIELDS})

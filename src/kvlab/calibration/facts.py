@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvlab.errors import CalibrationMismatch
-from kvlab.records import from_header, read_json
+from kvlab.base.errors import CalibrationMismatch
+from kvlab.base.records import from_header, read_json
 
 Fields = dict[str, type]
 
@@ -35,10 +35,10 @@ def header_facts(metadata: dict[str, str] | None, path: Path, fields: Fields, ve
 def checked(found: object, path: Path, fields: Fields, verb: str) -> dict:
     """`found` itself; `CalibrationMismatch` unless it has all `fields`."""
     if not isinstance(found, dict):
-        raise CalibrationMismatch(f"{path} is not what `kvlab {verb}` writes: it is no JSON object")
+        raise CalibrationMismatch(f"{path} is not what `kvlab step {verb}` writes: it is no JSON object")
     for name, kind in fields.items():
         if not isinstance(found.get(name), kind):
             raise CalibrationMismatch(
-                f"{path} is not what `kvlab {verb}` writes: it has no {name!r}; run `kvlab {verb}`"
+                f"{path} is not what `kvlab step {verb}` writes: it has no {name!r}; run `kvlab step {verb}`"
             )
     return found

@@ -9,16 +9,16 @@ from typing import Literal
 
 import torch
 
+from kvlab.base.errors import CalibrationMismatch
+from kvlab.base.recipe import Cell, Placement, StreamRecipe, digest
+from kvlab.base.records import file_hash, fingerprint
 from kvlab.calibration.components import FIELDS, load_components
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.needs import Piece, coded_by, needed_files, needs_calibration, pieces, reads
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
 from kvlab.codec.base import StreamCalibration
-from kvlab.codec.components import Components
+from kvlab.codec.klt.components import Components
 from kvlab.codec.whitening import Whitener
-from kvlab.errors import CalibrationMismatch
-from kvlab.recipe import Cell, Placement, StreamRecipe, digest
-from kvlab.records import file_hash, fingerprint
 
 __all__ = ["Calibrated", "Fitted", "by_origin", "load", "needed_files", "needs_calibration"]
 
@@ -29,22 +29,30 @@ TableKey = tuple[Literal["k", "v"], Placement, str]
 
 @dataclass(frozen=True)
 class Fitted:
-    """The files of a calibration: what `kvlab sigma`, `kvlab codebooks` and `kvlab components` wrote.
+    """The files of a calibration: what `kvlab step sigma`, `kvlab step codebooks` and `kvlab step components` wrote.
 
-    `rotated` is the Sigma_q of the queries behind their rotary embedding. Without codebooks, components or it
-    (None) a recipe that asks for them is refused when its codec is built or first used.
+    `rotated` is the Sigma_q of the queries after their rotary embedding. Without codebooks, components or it
+    (None) a recipe that asks for them is refused when its codec is built or first used. The codebooks of several
+    studies may be given together.
     """
 
     sigma: Path
-    codebooks: Path | None = None
+    codebooks: Path | tuple[Path, ...] | None = None
     components: Path | None = None
     rotated: Path | None = None
 
     @property
     def paths(self) -> list[Path]:
         """Those that there are."""
-        named = (self.sigma, self.codebooks, self.components, self.rotated)
+        named = (self.sigma, *self.tables, self.components, self.rotated)
         return [Path(path) for path in named if path is not None]
+
+    @property
+    def tables(self) -> tuple[Path, ...]:
+        """The codebooks, however many."""
+        if self.codebooks is None:
+            return ()
+        return self.codebooks if isinstance(self.codebooks, tuple) else (self.codebooks,)
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Calibrated:
     Parameters
     ----------
     whiteners, rotated : dict of int to Whitener
-        By layer; for K in front of its rotary embedding, and behind it.
+        By layer; for K before its rotary embedding, and after it.
     tables : dict of TableKey to Tensor
         Lloyd-Max tables.
     origin : str
@@ -83,7 +91,7 @@ class Calibrated:
         ------
         CalibrationMismatch
             No table was fitted for exactly this recipe at this placement, or the recipe reads components,
-            which are those of K in front of its rotary embedding, for K behind it.
+            which are those of K before its rotary embedding, for K after it.
         """
         recipe = coded_by(recipe)
         due = reads(recipe, which)
@@ -121,7 +129,7 @@ class Calibrated:
         if key not in self.tables:
             raise CalibrationMismatch(
                 f"no codebook was fitted for {which.upper()} {placement}, stream recipe {digest(recipe)} (bits"
-                f" {recipe.bits}, variance_ratio {recipe.variance_ratio:g}); run `kvlab codebooks` with these"
+                f" {recipe.bits}, variance_ratio {recipe.variance_ratio:g}); run `kvlab step codebooks` with these"
                 " parameters"
             )
         return self.tables[key]
@@ -158,7 +166,7 @@ def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None) -> Cal
     rotated = {} if fitted.rotated is None else load_rotated(fitted.rotated, of_sigma)
     return Calibrated(
         whiteners=whiteners,
-        tables={} if fitted.codebooks is None else load_tables(fitted.codebooks, of_sigma, fitted.rotated),
+        tables=joined_tables(fitted.tables, of_sigma, fitted.rotated),
         origin=origin["engine"],
         corpus_hash=sidecar["corpus_hash"],
         sigma_hash=sigma_hash,
@@ -179,9 +187,10 @@ def by_origin(
     Raises
     ------
     CalibrationMismatch
-        Two files of a kind are of one engine's capture, or a file belongs to no given Sigma_q.
+        Two files of a kind (codebooks apart, which each study has) are of one engine's capture, or a file belongs to
+        no given Sigma_q.
     """
-    named: dict[str, dict[str, Path]] = {}
+    named: dict[str, dict[str, Path | tuple[Path, ...]]] = {}
     kinds = {
         "sigma": (sigmas, lambda path: read_sidecar(path)["calibration_source"]),
         "codebooks": (codebooks, lambda path: read_facts(path, CODEBOOKS, "codebooks")["origin"]),
@@ -191,15 +200,25 @@ def by_origin(
     for kind, (files, origin_of) in kinds.items():
         for path in files:
             origin = origin_of(path)
-            if kind in named.setdefault(origin, {}):
-                raise CalibrationMismatch(f"{path} is a second one on {origin}, beside {named[origin][kind]}; name one")
-            named[origin][kind] = path
+            known = named.setdefault(origin, {})
+            if kind == "codebooks":
+                known[kind] = (*known.get(kind, ()), path)
+                continue
+            if kind in known:
+                raise CalibrationMismatch(f"{path} is a second one on {origin}, beside {known[kind]}; name one")
+            known[kind] = path
     for origin, files in named.items():
         if "sigma" not in files:
             raise CalibrationMismatch(
-                f"{next(iter(files.values()))} was fitted on {origin}, and no Sigma_q of {origin} is named with --sigma"
+                f"{first_of(files)} was fitted on {origin}, and no Sigma_q of {origin} is named with --sigma"
             )
     return {origin: Fitted(**files) for origin, files in named.items()}
+
+
+def first_of(files: dict[str, Path | tuple[Path, ...]]) -> Path:
+    """The first file that is named."""
+    first = next(iter(files.values()))
+    return first[0] if isinstance(first, tuple) else first
 
 
 def components_origin(path: Path) -> str:
@@ -208,15 +227,30 @@ def components_origin(path: Path) -> str:
 
 
 def load_rotated(path: Path, of_sigma: dict[str, str]) -> dict[int, Whitener]:
-    """Whiteners of K behind its rotary embedding; refused when they are none, or belong to another Sigma_q."""
+    """Whiteners of K after its rotary embedding; refused when they are none, or belong to another Sigma_q."""
     sidecar = read_sidecar(path)
     if sidecar.get("placement") != "post_rope":
         raise CalibrationMismatch(f"{path} is no Sigma_q of rotated queries; name the file ending in -post_rope")
     if (sidecar["corpus_hash"], sidecar["calibration_source"]) != (of_sigma["corpus_hash"], of_sigma["engine"]):
-        raise CalibrationMismatch(f"{path} and Sigma_q come from different captures; run `kvlab sigma` again")
+        raise CalibrationMismatch(f"{path} and Sigma_q come from different captures; run `kvlab step sigma` again")
     if (sidecar.get("sigma_hash"), sidecar.get("file_hash")) != (of_sigma["sigma_hash"], file_hash(path)):
-        raise CalibrationMismatch(f"{path} was not written with this Sigma_q; run `kvlab sigma` again")
+        raise CalibrationMismatch(f"{path} was not written with this Sigma_q; run `kvlab step sigma` again")
     return load_whiteners(path, of_sigma["model_hash"])
+
+
+def joined_tables(
+    paths: Sequence[Path], of_sigma: dict[str, str], rotated: Path | None
+) -> dict[TableKey, torch.Tensor]:
+    """The tables of several studies; refused when two files hold one table with other numbers."""
+    found: dict[TableKey, torch.Tensor] = {}
+    for path in paths:
+        for key, table in load_tables(path, of_sigma, rotated).items():
+            if not torch.equal(found.setdefault(key, table), table):
+                raise CalibrationMismatch(
+                    f"{path} holds another table for {key[0].upper()} {key[1]}, stream recipe {key[2]}, than the"
+                    " codebooks beside it; run `kvlab step codebooks` again"
+                )
+    return found
 
 
 def load_tables(path: Path, of_sigma: dict[str, str], rotated: Path | None) -> dict[TableKey, torch.Tensor]:
@@ -226,15 +260,17 @@ def load_tables(path: Path, of_sigma: dict[str, str], rotated: Path | None) -> d
     if codebooks["model_hash"] != model_hash:
         raise CalibrationMismatch(f"{path} was fitted on model {codebooks['model_hash']}, this model is {model_hash}")
     if (codebooks["corpus_hash"], codebooks["origin"]) != (of_sigma["corpus_hash"], of_sigma["engine"]):
-        raise CalibrationMismatch(f"{path} and Sigma_q come from different captures; run `kvlab codebooks` again")
+        raise CalibrationMismatch(f"{path} and Sigma_q come from different captures; run `kvlab step codebooks` again")
     if codebooks["sigma_hash"] != of_sigma["sigma_hash"]:
-        raise CalibrationMismatch(f"{path} was fitted with another Sigma_q; run `kvlab codebooks` again")
+        raise CalibrationMismatch(f"{path} was fitted with another Sigma_q; run `kvlab step codebooks` again")
     if None not in (rotated, turned := codebooks.get("rotated_hash")) and turned != file_hash(rotated):
-        raise CalibrationMismatch(f"{path} was fitted with another Sigma_q than {rotated}; run `kvlab codebooks` again")
+        raise CalibrationMismatch(
+            f"{path} was fitted with another Sigma_q than {rotated}; run `kvlab step codebooks` again"
+        )
     try:
         return {
             (table["stream"], table["placement"], table["stream_recipe_id"]): torch.tensor(table["centroids"])
             for table in codebooks["tables"]
         }
     except (KeyError, TypeError, ValueError, RuntimeError):
-        raise CalibrationMismatch(f"{path} holds a table that is none; run `kvlab codebooks` again") from None
+        raise CalibrationMismatch(f"{path} holds a table that is none; run `kvlab step codebooks` again") from None

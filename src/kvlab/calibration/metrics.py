@@ -7,10 +7,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvlab.base.errors import ModelError
+from kvlab.base.model import ModelInfo, weight_files
 from kvlab.codec.metric import of_outputs, over_lags
 from kvlab.engines.hooks import attention_layers
-from kvlab.errors import ModelError
-from kvlab.model import ModelInfo, weight_files
 
 
 class ErrorMetrics:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from itertools import product
 from typing import Literal, NamedTuple
 
-from kvlab.recipe import (
+from kvlab.base.recipe import (
     BlockStream,
     Cell,
-    Conditioned,
     IsotropicStream,
     KltStream,
     OscarStream,
     Placement,
+    PluginStream,
     Recipe,
     StreamRecipe,
     digest,
@@ -49,12 +49,12 @@ def reads(recipe: StreamRecipe, which: Literal["k", "v"]) -> tuple[Kind, ...]:
     """The kinds of fitted material that a codec of this recipe reads for K or for V."""
     recipe = coded_by(recipe)
     oscar = isinstance(recipe, OscarStream)  # rotates K by Sigma_q and V by its own covariance
-    whitens = isinstance(recipe, BlockStream | Conditioned) and recipe.whiten
-    centres = isinstance(recipe, Conditioned) and recipe.center
+    whitens, centres = (getattr(recipe, name, False) for name in ("whiten", "center"))
+    others = recipe.reads if isinstance(recipe, PluginStream) else ()
     found: dict[Kind, bool] = {
-        "whitener": which == "k" and (whitens or oscar),  # Sigma_q weighs errors of K
+        "whitener": which == "k" and (whitens or oscar or "whitener" in others),  # Sigma_q weighs errors of K
         "table": isinstance(recipe, BlockStream) and recipe.codebook == "fitted",
-        "components": centres or isinstance(recipe, KltStream) or (oscar and which == "v"),
+        "components": centres or isinstance(recipe, KltStream) or (oscar and which == "v") or "components" in others,
     }
     return tuple(kind for kind, is_read in found.items() if is_read)
 

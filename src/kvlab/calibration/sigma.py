@@ -3,8 +3,8 @@
 The attention score error of a key error e is q . e, so its mean square is e^T Sigma_q e. Coding K in
 the frame K L, with L L^T = Sigma_q, makes the codec's plain squared error that quantity.
 
-There are two of it. K that is coded in front of its rotary embedding is weighed by the queries as they are
-projected, K that is coded behind it by the queries rotated at their own positions in the window.
+There are two of it. K that is coded before its rotary embedding is weighed by the queries as they are
+projected, K that is coded after it by the queries rotated at their own positions in the window.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from pathlib import Path
 
 import torch
 
-from kvlab.calibration.capture import Captured
+from kvlab.base.errors import CalibrationMismatch, StreamError
+from kvlab.base.model import ModelInfo, resolve
+from kvlab.base.params import Params
+from kvlab.base.recipe import Placement
+from kvlab.base.records import file_hash, write_json
+from kvlab.calibration.capture import Captured, Observed
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.moments import PLACEMENTS, grouped
 from kvlab.codec.metric import ridged, rotated
-from kvlab.codec.published import SigmaQ, read_sigma, write_sigma
+from kvlab.codec.stream.published import SigmaQ, read_sigma, write_sigma
 from kvlab.codec.whitening import Whitener, fit
-from kvlab.errors import CalibrationMismatch, StreamError
-from kvlab.model import ModelInfo, resolve
-from kvlab.params import Params
-from kvlab.recipe import Placement
-from kvlab.records import file_hash, write_json
 
 SIDECAR = {"model_hash": str, "corpus_hash": str, "calibration_source": str, "num_layers": int}
 
 
 def second_moment(q: torch.Tensor, n_kv_heads: int) -> torch.Tensor:
-    """Uncentred second moment of the queries of each KV head's group.
+    """Uncentred second moment of the queries of each KV head's group, of windows that are all there.
 
     Parameters
     ----------
@@ -43,22 +44,9 @@ def second_moment(q: torch.Tensor, n_kv_heads: int) -> torch.Tensor:
     torch.Tensor of float64, shape (n_kv_heads, head_dim, head_dim)
         Mean over the group's heads and all tokens, symmetric.
     """
-    windows, heads, tokens, dim = q.shape
-    rows = q.double().reshape(windows, n_kv_heads, heads // n_kv_heads, tokens, dim)
-    rows = rows.permute(1, 0, 2, 3, 4).reshape(n_kv_heads, -1, dim)
-    sigma = rows.transpose(1, 2) @ rows / rows.shape[1]
-    return (sigma + sigma.transpose(1, 2)) / 2
-
-
-def window_traces(q: torch.Tensor, n_kv_heads: int) -> torch.Tensor:
-    """Trace of the second moment of each window alone, float64 [windows, n_kv_heads].
-
-    `q` is as in `second_moment`, whose traces are the means of these over the windows. Rotating queries changes
-    none of them.
-    """
-    windows, heads, tokens, dim = q.shape
-    rows = q.double().reshape(windows, n_kv_heads, heads // n_kv_heads, tokens, dim)
-    return rows.square().sum(-1).mean((2, 3))
+    rows = grouped(q.transpose(0, 1).flatten(1, 2), n_kv_heads)
+    sigma = rows.mT @ rows / rows.shape[1]
+    return (sigma + sigma.mT) / 2
 
 
 def round_trip_errors(k: torch.Tensor, whitener: Whitener) -> torch.Tensor:
@@ -72,15 +60,15 @@ def round_trip_errors(k: torch.Tensor, whitener: Whitener) -> torch.Tensor:
 
 
 def fit_sigma(params: Params, capture_path: Path, out: Path) -> None:
-    """Fit Sigma_q of every layer and KV head and write it in the published format of `codec.published`.
+    """Fit Sigma_q of every layer and KV head and write it in the published format of `codec.stream.published`.
 
-    `out` holds that of the queries in front of their rotary embedding, `rotated_path` of it that of the
-    same queries behind it. The ``.json`` beside each holds the diagnostics of each head and the `file_hash` of
+    `out` holds that of the queries before their rotary embedding, `rotated_path` of it that of the
+    same queries after it. The ``.json`` beside each holds the diagnostics of each head and the `file_hash` of
     its file; that of the rotated queries names by its `sigma_hash` the Sigma_q that it was written with.
     """
     info = resolve(params.model)
     captured = Captured(capture_path, info.model_hash)
-    moments = second_moments(captured, info)
+    moments = second_moments(captured, info.n_layers)
     write_fitted(params, captured, info, "pre_rope", moments["pre_rope"], Path(out))
     of_sigma = {"sigma_hash": file_hash(out)}
     write_fitted(params, captured, info, "post_rope", moments["post_rope"], rotated_path(out), of_sigma)
@@ -92,28 +80,25 @@ def rotated_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}-post_rope{path.suffix}")
 
 
-def second_moments(captured: Captured, info: ModelInfo) -> dict[Placement, dict[int, torch.Tensor]]:
-    """`second_moment` by placement and layer; behind the rotary embedding a query turns by its place in its window."""
-    tokens = captured.window(0, "q", 0).shape[1]
-    cos, sin = ErrorMetrics(info, tokens).angles
-    found: dict[Placement, dict[int, torch.Tensor]] = {"pre_rope": {}, "post_rope": {}}
-    for layer in range(info.n_layers):
-        q = captured.layer(layer, "q")
-        found["pre_rope"][layer] = second_moment(q, info.n_kv_heads)
-        found["post_rope"][layer] = second_moment(rotated(q.double(), cos, sin), info.n_kv_heads)
-    return found
+def second_moments(observed: Observed, n_layers: int) -> dict[Placement, dict[int, torch.Tensor]]:
+    """Sigma_q by placement and layer; after the rotary embedding a query turns by its place in its window."""
+    queries = {layer: observed.queries(layer) for layer in range(n_layers)}
+    return {at: {layer: found.second_moment(at) for layer, found in queries.items()} for at in PLACEMENTS}
 
 
 def diagnose(
     captured: Captured, info: ModelInfo, placement: Placement, moments: dict, whiteners: dict, ridge: float
 ) -> list[dict]:
-    """`describe` of each head, with its `round_trip_error` on the captured contexts and its `window_traces`."""
+    """`describe` of each head, with its `round_trip_error` on the sampled contexts and its `window_traces`.
+
+    `window_traces` are the traces of the second moment of each window alone, whose mean is that of all.
+    """
     angles = ErrorMetrics(info, captured.context).angles
     found = []
     for layer, sigma in moments.items():
-        k = captured.layer(layer, "k")[:, :, : captured.context]
+        k = captured.layer(layer, "k")
         errors = round_trip_errors(rotated(k, *angles) if placement == "post_rope" else k, whiteners[layer])
-        traces = window_traces(captured.layer(layer, "q"), info.n_kv_heads)
+        traces = captured.queries(layer).traces
         for head in range(info.n_kv_heads):
             own = {"round_trip_error": float(errors[head]), "window_traces": traces[:, head].tolist()}
             found.append({"layer": layer, "kv_head": head} | describe(sigma[head], ridge) | own)
@@ -135,8 +120,7 @@ def write_fitted(
     """
     ridge = params.calibration.ridge
     whiteners = {layer: fit(sigma, ridge) for layer, sigma in moments.items()}
-    windows, tokens = captured.n_windows, captured.window(0, "q", 0).shape[1]
-    identity = {name: captured.metadata[name] for name in ("model_hash", "corpus_hash", "engine")}
+    extent, identity = captured.extent, captured.identity
     sidecar = {
         "model_path": params.model.path,
         "head_dim": info.head_dim,
@@ -147,12 +131,13 @@ def write_fitted(
         "calibration_split": "calib",
         "calibration_source": identity["engine"],
         "placement": placement,
-        "n_passages_used": windows,
-        "ctx_len": tokens,
-        "n_tokens_pooled": windows * tokens,
+        "n_passages_used": extent.windows,
+        "ctx_len": extent.tokens,
+        "n_tokens_pooled": extent.windows * extent.tokens,
         "ridge": ridge,
         "model_hash": identity["model_hash"],
         "corpus_hash": identity["corpus_hash"],
+        **captured.sample_facts,
         "diagnostics": diagnose(captured, info, placement, moments, whiteners, ridge),
     } | (named or {})
     write_sigma(path, SigmaQ(moments, whiteners, sidecar), identity)
@@ -199,8 +184,8 @@ def load_whiteners(path: Path, model_hash: str) -> dict[int, Whitener]:
     try:
         whiteners = read_sigma(path).whiteners
     except StreamError as error:
-        raise CalibrationMismatch(f"{error}; run `kvlab sigma`") from None
+        raise CalibrationMismatch(f"{error}; run `kvlab step sigma`") from None
     missing = sorted(set(range(sidecar["num_layers"])) - set(whiteners))
     if missing:
-        raise CalibrationMismatch(f"{path} has no layer {missing[0]}; run `kvlab sigma`")
+        raise CalibrationMismatch(f"{path} has no layer {missing[0]}; run `kvlab step sigma`")
     return whiteners

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from kvlab.base.errors import CalibrationMismatch, CodecNotActive, NonFinite, StreamError, UserError
 from kvlab.codec.whitening import Whitener
-from kvlab.errors import CalibrationMismatch, CodecNotActive, NonFinite, StreamError, UserError
 
 if TYPE_CHECKING:
-    from kvlab.codec.components import Components
+    from kvlab.codec.klt.components import Components
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlab.base.errors import NonFinite, UserError
 from kvlab.codec.quantizer import gaussian_table, mse
-from kvlab.errors import NonFinite, UserError
 
 PARTS = ("metadata", "mismatch", "allocation", "granular", "shape")
 
@@ -181,7 +181,7 @@ class Split:
         R_index - R_ideal: the quantiser's cells (and its clipping) against an ideal Gaussian code.
     allocation : float
         R_ideal - R(D_twin): bits in the wrong directions. The twin is Gaussian and has the scored tensor's
-        mean and covariance, so nothing else is left to lose on it: for equal bits behind a rotation it is
+        mean and covariance, so nothing else is left to lose on it: for equal bits after a rotation it is
         the coding gain, for bits by water-filling the rounding to integers. Side information that
         allocates (a scale per group) is booked as metadata and can make it slightly negative.
     shape : float

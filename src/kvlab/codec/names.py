@@ -1,12 +1,12 @@
 """Codecs by name. Apart from `registry`, so that the workflow can read it without torch."""
 
 CODECS = {
-    "identity": "kvlab.codec.identity:IdentityCodec",
-    "noise": "kvlab.codec.noise:NoiseCodec",
-    "cast": "kvlab.codec.cast:CastCodec",
-    "isotropic": "kvlab.codec.isotropic:IsotropicCodec",
-    "block": "kvlab.codec.block:BlockCodec",
-    "klt": "kvlab.codec.klt:KltCodec",
+    "identity": "kvlab.codec.controls.identity:IdentityCodec",
+    "noise": "kvlab.codec.controls.noise:NoiseCodec",
+    "cast": "kvlab.codec.controls.cast:CastCodec",
+    "isotropic": "kvlab.codec.controls.isotropic:IsotropicCodec",
+    "block": "kvlab.codec.block.codec:BlockCodec",
+    "klt": "kvlab.codec.klt.codec:KltCodec",
     "int": "kvlab.codec.ladder.int_groups:IntCodec",
     "kivi": "kvlab.codec.ladder.kivi:KiviCodec",
     "hadamard": "kvlab.codec.ladder.hadamard:HadamardCodec",

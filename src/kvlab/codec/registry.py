@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from kvlab.base import plugins
+from kvlab.base.errors import PluginError, UnknownName
+from kvlab.base.recipe import PluginStream, StreamRecipe
 from kvlab.codec.base import Codec, StreamCalibration
 from kvlab.codec.names import CODECS
-from kvlab.errors import UnknownName
-from kvlab.recipe import StreamRecipe
+
+PARTS = ("per_token", "encode", "decode", "decode_block")  # of `Codec`
 
 
 def build(stream_recipe: StreamRecipe, calibration: StreamCalibration | None = None) -> Codec:
@@ -24,15 +27,35 @@ def build(stream_recipe: StreamRecipe, calibration: StreamCalibration | None = N
     ------
     UnknownName
         When no codec has the name.
+    PluginError
+        When it is of another package, which is not installed, of another version, or broken.
     CalibrationMismatch
         When the recipe asks for a fitted codebook that `calibration` does not hold.
     """
+    if isinstance(stream_recipe, PluginStream):
+        found, settings = plugins.installed(stream_recipe)
+        return _plugin_class(found)(settings, calibration)
     return codec_class(stream_recipe.codec)(stream_recipe, calibration)
 
 
+def class_of(stream_recipe: StreamRecipe) -> type[Codec]:
+    """The class that `build` takes; raises as it does."""
+    if isinstance(stream_recipe, PluginStream):
+        return _plugin_class(plugins.installed(stream_recipe)[0])
+    return codec_class(stream_recipe.codec)
+
+
 def codec_class(name: str) -> type[Codec]:
-    """The class that has this name; `UnknownName` when none has it."""
+    """The class of kvlab's own codec of this name; `UnknownName` when none has it."""
     if name not in CODECS:
         raise UnknownName("codec", name, CODECS)
     module, class_name = CODECS[name].split(":")
     return getattr(import_module(module), class_name)
+
+
+def _plugin_class(found: plugins.Found) -> type[Codec]:
+    """The class of another package's codec; `PluginError` when it lacks what every codec has."""
+    codec = plugins.load_class(found)
+    if missing := [name for name in PARTS if not hasattr(codec, name)]:
+        raise PluginError(f"{found.origin}: {found.plugin.codec} has no {missing[0]!r}, which every codec has")
+    return codec

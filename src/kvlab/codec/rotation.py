@@ -1,4 +1,4 @@
-"""Walsh-Hadamard rotation behind random signs: spreads a vector evenly over its coordinates."""
+"""Walsh-Hadamard rotation after random signs: spreads a vector evenly over its coordinates."""
 
 from __future__ import annotations
 

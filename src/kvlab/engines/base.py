@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 import torch
 
-from kvlab.errors import NonFinite, UnknownName
-from kvlab.model import ModelInfo
-from kvlab.recipe import Placement
+from kvlab.base.errors import NonFinite, UnknownName
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import Placement
 
 Part = Literal["q", "k", "v"]
+
+ContextCache = Mapping[tuple[int, Part], torch.Tensor]
+"""K and V of a context, all layers: (layer, ``"k"`` or ``"v"``) -> (kv_heads, tokens, head_dim), the engine's dtype."""
 
 
 class Tap(Protocol):
@@ -22,9 +25,9 @@ class Tap(Protocol):
     Called once per layer and part with a tensor of shape (heads, tokens, head_dim) in the engine's
     dtype. The tensor that it returns takes the place of the one it was given; None leaves it alone.
 
-    At the placement ``pre_rope`` it sees Q, K and V as the layer projects them, behind the norm of Q and K
-    where the model has one and in front of the rotary embedding: what it makes of K is rotated afterwards.
-    At ``post_rope`` it sees K behind the rotary embedding, and V, which is never rotated and therefore the
+    At the placement ``pre_rope`` it sees Q, K and V as the layer projects them, after the norm of Q and K
+    where the model has one and before the rotary embedding: what it makes of K is rotated afterwards.
+    At ``post_rope`` it sees K after the rotary embedding, and V, which is never rotated and therefore the
     same: what attention reads, and what an engine's own cache holds. Q is not shown there.
     """
 
@@ -100,8 +103,49 @@ class Engine(ABC):
             For a placement that there is not.
         """
 
+    def score_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope") -> torch.Tensor:
+        """Logits of a window's tokens after its context, whose K and V are given instead of computed.
+
+        Here the context goes through the pass all the same, and a tap puts `cache` where its K and V were; an engine
+        that can start from a filled cache does so, and computes the tokens after the context alone.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            The whole window.
+        cache : ContextCache
+            Of the first tokens; how many they are, its tensors say.
+        placement : {"pre_rope", "post_rope"}
+            Whether its K is the one before the rotary embedding or the one after it.
+
+        Returns
+        -------
+        torch.Tensor, shape (len(ids) - 1 - context, vocab_size)
+            As `score` with ``first=context``.
+        """
+        return self.score(ids, context_of(cache), _Put(cache), placement)
+
     def close(self) -> None:  # noqa: B027 (an engine that holds nothing has nothing to give back)
         """Give the model's memory back."""
+
+
+class _Put:
+    """Tap that puts a given K and V in the place of those of the first tokens."""
+
+    def __init__(self, cache: ContextCache):
+        self._cache = cache
+
+    def __call__(self, layer: int, part: Part, x: torch.Tensor) -> torch.Tensor | None:
+        """See `Tap`."""
+        if part == "q":
+            return None
+        given = self._cache[layer, part]
+        return torch.cat([given.to(x.dtype), x[:, given.shape[1] :]], dim=1)
+
+
+def context_of(cache: ContextCache) -> int:
+    """Tokens that a cache holds."""
+    return cache[0, "k"].shape[1]
 
 
 def refuse_unknown_placement(placement: str) -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvlab.errors import CapabilityError, UnknownName
-from kvlab.model import ModelInfo
+from kvlab.base.errors import CapabilityError, UnknownName
+from kvlab.base.model import ModelInfo
 
 
 @dataclass(frozen=True)

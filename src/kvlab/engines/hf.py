@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Cache
+from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from kvlab.engines.base import Engine, Part, Storage, Tap, refuse_broken_weights, refuse_unknown_placement
+from kvlab.base.errors import ModelError
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import Placement
+from kvlab.engines.base import (
+    ContextCache,
+    Engine,
+    Part,
+    Storage,
+    Tap,
+    context_of,
+    refuse_broken_weights,
+    refuse_unknown_placement,
+)
 from kvlab.engines.hooks import installed, separate_projections
-from kvlab.errors import ModelError
-from kvlab.model import ModelInfo
-from kvlab.recipe import Placement
 
 
 class HFEngine(Engine):
@@ -58,11 +69,32 @@ class HFEngine(Engine):
             output = self.model(tokens, use_cache=False, past_key_values=cache, logits_to_keep=len(ids) - first)
         return output.logits[0, :-1]
 
+    @torch.inference_mode()
+    def score_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope") -> torch.Tensor:
+        """See `Engine.score_over`: the model goes on from a filled cache."""
+        refuse_unknown_placement(placement)
+        context, filled = context_of(cache), DynamicCache()
+        turn = self._rotation(context) if placement == "pre_rope" else None
+        for layer in range(self.info.n_layers):
+            k, v = (cache[layer, part][None].to(self.model.device, self.model.dtype) for part in ("k", "v"))
+            filled.update(turn(k) if turn else k, v, layer)
+        rest = torch.tensor([list(ids[context:])], device=self.model.device)
+        return self.model(rest, past_key_values=filled, use_cache=True).logits[0, :-1]
+
+    @lru_cache(maxsize=4)  # noqa: B019 (an engine lives as long as its process measures)
+    def _rotation(self, tokens: int) -> Callable[[Tensor], Tensor]:
+        """The model's own rotary embedding of K at positions 0 to `tokens` - 1, to the bit."""
+        rotary = self.model.base_model.rotary_emb
+        positions = torch.arange(tokens, device=self.model.device)[None]
+        cos, sin = rotary(torch.empty(0, dtype=self.model.dtype, device=self.model.device), positions)
+        apply = sys.modules[type(rotary).__module__].apply_rotary_pos_emb
+        return lambda k: apply(k[:, :1], k, cos, sin)[1]  # it wants queries too: one head of something
+
 
 class TapCache(Cache):
     """A cache that keeps nothing: it hands K and V to a tap on their way to attention.
 
-    A transformers model gives its cache K behind the rotary embedding and goes on with what the cache returns,
+    A transformers model gives its cache K after the rotary embedding and goes on with what the cache returns,
     whichever attention runs next. As no layer is ever added, the pass is masked as one without a cache.
 
     Parameters

@@ -1,9 +1,9 @@
 """Hooks on the modules of attention layers; no forward is replaced.
 
-In front of the rotary embedding the tap sees Q and K after their norm, where a model has one (Qwen3), else
+Before the rotary embedding the tap sees Q and K after their norm, where a model has one (Qwen3), else
 after the projection, and V after its projection: in every case the last tensor before the rotary embedding.
 Each engine lays its projections out in its own way, so each has its own list of places; the rest is common.
-Behind it, vLLM has a module that is called with K and V (`attention_inputs`); transformers has none, its
+After it, vLLM has a module that is called with K and V (`attention_inputs`); transformers has none, its
 models hand K and V to their cache (`kvlab.engines.hf.TapCache`).
 """
 
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from kvlab.base.errors import CapabilityError
+from kvlab.base.model import ModelInfo
 from kvlab.engines.base import Tap
-from kvlab.errors import CapabilityError
-from kvlab.model import ModelInfo
 
 
 def attention_layers(model: nn.Module, info: ModelInfo) -> list[nn.Module]:
@@ -56,7 +56,7 @@ def installed(places: list[tuple[nn.Module, Callable]], before: bool = False) ->
 
 
 def separate_projections(model: nn.Module, info: ModelInfo, tap: Tap) -> list[tuple[nn.Module, Callable]]:
-    """Places in a transformers model: q_proj, k_proj, v_proj, or q_norm and k_norm in front of RoPE."""
+    """Places in a transformers model: q_proj, k_proj, v_proj, or q_norm and k_norm before RoPE."""
 
     def hook(layer: int, part: str, heads: int) -> Callable:
         """What shows the tap one layer's Q, K or V as its module returns it."""
@@ -108,7 +108,7 @@ def fused_projection(model: nn.Module, info: ModelInfo, tap: Tap) -> list[tuple[
 
 
 def attention_inputs(model: nn.Module, info: ModelInfo, tap: Tap) -> list[tuple[nn.Module, Callable]]:
-    """Places behind the rotary embedding in a vLLM model: its `attn` modules, which are called with q, k and v.
+    """Places after the rotary embedding in a vLLM model: its `attn` modules, which are called with q, k and v.
 
     The hooks belong before the module.
     """

@@ -6,10 +6,10 @@ from importlib import import_module
 
 import torch
 
+from kvlab.base.errors import UnknownName
+from kvlab.base.model import ModelInfo
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import AUTO, check
-from kvlab.errors import UnknownName
-from kvlab.model import ModelInfo
 
 ENGINES = {"hf": "kvlab.engines.hf:HFEngine", "vllm": "kvlab.engines.vllm:VLLMEngine"}
 

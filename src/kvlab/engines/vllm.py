@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
-from kvlab.engines.base import Engine, Storage, Tap, refuse_unknown_placement
+from kvlab.base.errors import CapabilityError, CodecNotActive
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import RECIPE_VARIABLE, Placement
+from kvlab.engines.base import ContextCache, Engine, Storage, Tap, context_of, refuse_unknown_placement
 from kvlab.engines.capability import AUTO
 from kvlab.engines.vllm_process import Loaded, WholeTap, executor
 from kvlab.engines.vllm_ranks import Followers
-from kvlab.errors import CapabilityError, CodecNotActive
-from kvlab.model import ModelInfo
-from kvlab.recipe import RECIPE_VARIABLE, Placement
 
 
 class VLLMEngine(Engine):
@@ -63,6 +63,15 @@ class VLLMEngine(Engine):
             self._followers.join(ids, tap is not None, placement)
             return self._logits(ids, WholeTap(tap) if tap else None, placement)[first:]
 
+    def score_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope") -> torch.Tensor:
+        """See `Engine.score_over`: vLLM is brought the context by a KV connector; a split model computes it."""
+        refuse_unknown_placement(placement)
+        if self._followers is not None:
+            return super().score_over(ids, cache, placement)
+        with _LogitsOf(self.model, rows=len(ids) - 1 - context_of(cache)) as logits:
+            self._loaded.forward_over(ids, cache, placement)
+        return logits.taken()[:, : self.info.vocab_size]
+
     def _logits(self, ids: Sequence[int], tap: Tap | None, placement: Placement) -> torch.Tensor:
         with _LogitsOf(self.model, rows=len(ids) - 1) as logits:
             self._loaded.forward(ids, tap, placement)
@@ -73,7 +82,7 @@ class VLLMEngine(Engine):
         """No follower is left in the middle of a pass that rank 0 has given up."""
         try:
             yield
-        except BaseException:  # an interrupt too: whatever it is goes on, behind this
+        except BaseException:  # an interrupt too: whatever it is goes on, after this
             self._followers.close(patience=0)
             raise
 

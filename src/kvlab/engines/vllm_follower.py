@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from kvlab import lifeline
+from kvlab.base import lifeline
+from kvlab.base.errors import KvlabError
+from kvlab.base.model import ModelInfo
 from kvlab.engines.vllm_process import Loaded, WholeTap, executor
-from kvlab.errors import KvlabError
-from kvlab.model import ModelInfo
 
 
 def follow() -> None:

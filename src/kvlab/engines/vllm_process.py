@@ -32,12 +32,13 @@ import torch  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
-from kvlab.engines.base import Part, Storage, Tap, refuse_broken_weights  # noqa: E402
+from kvlab.base.errors import CapabilityError, ModelError  # noqa: E402
+from kvlab.base.model import ModelInfo  # noqa: E402
+from kvlab.base.recipe import Placement  # noqa: E402
+from kvlab.engines import vllm_prefix  # noqa: E402
+from kvlab.engines.base import ContextCache, Part, Storage, Tap, refuse_broken_weights  # noqa: E402
 from kvlab.engines.capability import AUTO  # noqa: E402
 from kvlab.engines.hooks import attention_inputs, attention_layers, fused_projection, installed  # noqa: E402
-from kvlab.errors import CapabilityError, ModelError  # noqa: E402
-from kvlab.model import ModelInfo  # noqa: E402
-from kvlab.recipe import Placement  # noqa: E402
 
 
 class Loaded:
@@ -47,6 +48,8 @@ class Loaded:
         share = 0.5 if cache_dtype == AUTO else 0.2  # of a GPU: one of another cache stands beside the plain one
         self._asked = dtype if cache_dtype == AUTO else cache_dtype
         self._part = own_part(info)
+        # a split model has scheduler and layers in several processes, where a context cannot be handed over
+        self.takes_prefixes = info.tensor_parallel == 1
         try:
             self.llm = LLM(
                 model=str(info.path),
@@ -63,21 +66,40 @@ class Loaded:
                 **({"gpu_memory_utilization": share} if torch.cuda.is_available() else {}),
                 tensor_parallel_size=info.tensor_parallel,
                 distributed_executor_backend=rank,
+                **({"kv_transfer_config": vllm_prefix.CONFIG} if self.takes_prefixes else {}),
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"vLLM cannot load {info.path}: {' '.join(str(error).split())[:300]}") from None
         self.model = self.llm.apply_model(lambda model: model)[0]
         refuse_broken_weights(self.model, info)
-        self._sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        # Asked for a prompt's logprobs, vLLM recomputes what it was brought unless it is told not to.
+        asked = {"skip_reading_prefix_cache": False} if self.takes_prefixes else {}
+        self._sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False, **asked)
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], tap: Tap | None, placement: Placement) -> None:
         """One prompt through the model, with the tap at its place."""
-        behind = placement == "post_rope"
-        find_places = attention_inputs if behind else fused_projection
+        after_rope = placement == "post_rope"
+        find_places = attention_inputs if after_rope else fused_projection
         places = find_places(self.model, self._part, tap) if tap else []
-        with installed(places, before=behind):
+        with installed(places, before=after_rope):
             self.llm.generate({"prompt_token_ids": list(ids)}, self._sampling, use_tqdm=False)
+
+    @torch.inference_mode()
+    def forward_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement) -> None:
+        """One prompt that starts from a given K and V."""
+        layers = attention_layers(self.model, self._part)
+        if placement == "pre_rope":
+            cache = {key: self._turned(layers[key[0]], x) if key[1] == "k" else x for key, x in cache.items()}
+        with vllm_prefix.filled(cache, [layer.attn for layer in layers]):
+            self.llm.generate({"prompt_token_ids": list(ids)}, self._sampling, use_tqdm=False)
+
+    def _turned(self, attention: torch.nn.Module, k: torch.Tensor) -> torch.Tensor:
+        """K [heads, tokens, head_dim] after the layer's own rotary embedding, at positions from 0 on."""
+        heads, tokens, dim = k.shape
+        flat = k.transpose(0, 1).reshape(tokens, heads * dim).clone()  # vLLM's embedding writes over what it is given
+        turned = attention.rotary_emb(torch.arange(tokens, device=k.device), torch.empty_like(flat), flat)[1]
+        return turned.view(tokens, heads, dim).transpose(0, 1)
 
     def storage(self) -> Storage:
         """What the cache's tensors hold.

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvlab.errors import CapabilityError, CodecNotActive
+from kvlab.base.errors import CapabilityError, CodecNotActive
+from kvlab.base.recipe import IdentityStream, IntStream, Recipe
+from kvlab.base.records import CANARY_MIN
 from kvlab.evals.side import Kind, Score, Side, Sides, Write
-from kvlab.recipe import IdentityStream, IntStream, Recipe
-from kvlab.records import CANARY_MIN
 
 ONE_BIT = {
     "k": Recipe(k=IntStream(bits=1), v=IdentityStream()),
@@ -78,7 +78,7 @@ class Guard:
 
 
 def answer(side: Side, kind: Kind, ids: list[int]) -> list[float]:
-    """Log-probabilities of a text's second half, or of the tokens written behind it."""
+    """Log-probabilities of a text's second half, or of the tokens written after it."""
     if kind == "score":
         half = len(ids) // 2
         return side.score([Score(ids[:half], ids[half:])])[0].logprobs

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvlab
-from kvlab.errors import CapabilityError, CodecNotActive, UnknownName
+from kvlab.base.errors import CapabilityError, CodecNotActive, UnknownName
+from kvlab.base.recipe import Recipe, digest
+from kvlab.base.records import file_hash, versions
 from kvlab.evals.results import Measured
 from kvlab.evals.side import Seen
 from kvlab.gate.evidence import BASELINE_RECIPE, Evidence, build
 from kvlab.gate.registry import Eval, Mechanism, Registry
-from kvlab.recipe import Recipe, digest
-from kvlab.records import file_hash, versions
 
 NATIVE_BITS = {"float32": 32, "bfloat16": 16}
-MEASURING = ("codec", "engines", "calibration", "dropins", "evals")  # packages whose code decides an answer
+MEASURING = ("codec", "engines", "calibration", "cache", "evals")  # packages whose code decides an answer
 
 
 class Declared(NamedTuple):
@@ -90,7 +90,7 @@ def code() -> str:
     """Digest of the code that decides an answer."""
     root = Path(kvlab.__file__).parent
     files = sorted(path for name in MEASURING for path in (root / name).rglob("*.py"))
-    return file_hash(*files, root / "recipe.py")
+    return file_hash(*files, root / "base" / "recipe.py")
 
 
 def all_versions() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 A request takes two steps, scored or written. The context but for its last token goes through in one call and is stored
 as the codec stores it. From the last token on the model reads what was stored: the first predicted token hangs on the
-coded context like every later one. In a single call over the whole context, the usual way, the prediction behind it
+coded context like every later one. In a single call over the whole context, the usual way, the prediction after it
 would come from K and V as they were computed, and of a question with one-letter answers nothing else is scored.
 
 This is the protocol `snapshot`; what is written is stored by the codec in its turn.
@@ -18,20 +18,20 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
-from kvlab.engines.coded_rows import StreamCoder
+from kvlab.base.errors import CapabilityError, CodecNotActive
+from kvlab.base.recipe import IdentityStream, Recipe
+from kvlab.cache.coded_rows import StreamCoder
+from kvlab.cache.hf_cache import Calibration, KVCache
 from kvlab.engines.hf import HFEngine
-from kvlab.engines.hf_cache import Calibration, KVCache
-from kvlab.errors import CapabilityError, CodecNotActive
 from kvlab.evals.canary import ONE_BIT
 from kvlab.evals.side import Kind, Score, Scored, Seen, Side, Sides, Write, Written
-from kvlab.recipe import IdentityStream, Recipe
 
 PROTOCOL = "snapshot"
 
 
 @dataclass
 class Passage:
-    """A cache, how many tokens each call to it had, and the log-probabilities behind the last call [tokens, words]."""
+    """A cache, how many tokens each call to it had, and the log-probabilities after the last call [tokens, words]."""
 
     cache: Cache
     calls: list[int] = field(default_factory=list)
@@ -87,7 +87,7 @@ class HFSide(Side):
         return tqdm(requests, desc=f"{self.what}: {kind}", leave=False, disable=len(requests) < 2)
 
     def _scored(self, request: Score) -> Scored:
-        passage = self._behind(request.context)
+        passage = self._pass_context(request.context)
         self._feed(passage, [request.context[-1], *request.continuation[:-1]])
         said = torch.tensor(request.continuation, device=passage.logprobs.device)
         self._account(passage)
@@ -95,7 +95,7 @@ class HFSide(Side):
         return Scored(chosen.tolist(), bool((passage.logprobs.argmax(-1) == said).all()))
 
     def _written(self, request: Write) -> Written:
-        passage, token, ids, logprobs = self._behind(request.context), request.context[-1], [], []
+        passage, token, ids, logprobs = self._pass_context(request.context), request.context[-1], [], []
         while len(ids) < request.tokens:
             self._feed(passage, [token])
             token = int(passage.logprobs[-1].argmax())
@@ -109,7 +109,7 @@ class HFSide(Side):
     def _text(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _behind(self, context: list[int]) -> Passage:
+    def _pass_context(self, context: list[int]) -> Passage:
         """The cache with all of a context but its last token in it."""
         if len(context) < 2:
             raise CapabilityError(
@@ -123,10 +123,10 @@ class HFSide(Side):
         return self._last[1].fork()
 
     def _feed(self, passage: Passage, ids: list[int]) -> None:
-        """One call of the model over what is cached; predictions behind each of its tokens are kept."""
+        """One call of the model over what is cached; predictions after each of its tokens are kept."""
         model = self._engine.model
         tokens = torch.tensor([ids], device=model.device)
-        kept = 1 if not passage.calls else len(ids)  # behind the context's first part nothing is asked
+        kept = 1 if not passage.calls else len(ids)  # after the context's first part nothing is asked
         output = model(tokens, past_key_values=passage.cache, use_cache=True, logits_to_keep=kept)
         passage.calls.append(len(ids))
         passage.logprobs = output.logits[0].float().log_softmax(-1)

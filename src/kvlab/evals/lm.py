@@ -16,7 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
 
-from kvlab.errors import CapabilityError, ParamsError
+from kvlab.base.errors import CapabilityError, ParamsError
 from kvlab.evals.canary import Guard
 from kvlab.evals.side import Kind, Score, Side, Write
 
@@ -110,7 +110,7 @@ class CachedLM(TemplateLM):
         raise CapabilityError(
             f"task {requests[0].task_name!r} scores whole texts in one pass (loglikelihood_rolling), which reads"
             " nothing of what is done to a cache; allowed: generate_until, multiple_choice, loglikelihood. The"
-            " likelihood of text behind a coded context is what kv_fidelity measures"
+            " likelihood of text after a coded context is what kv_fidelity measures"
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.errors import MixedIdentity, ParamsError, UserError
+from kvlab.base.errors import MixedIdentity, ParamsError, UserError
+from kvlab.base.recipe import digest
 from kvlab.gate.evidence import Measure, measured, paired
 from kvlab.gate.registry import Eval, Metric
-from kvlab.recipe import digest
 
 CONTEXT = "{context_tokens}"
 NO_FILTER = "none"
@@ -27,7 +27,7 @@ SOURCES = {
     "humaneval_pass_at_1": ("pass@1", "create_test"),
     "math_500_accuracy": ("exact_match", NO_FILTER),
 }
-"""The harness's metric and filter behind each shipped key."""
+"""The harness's metric and filter of each shipped key."""
 
 LEFT_OUT = ("pretty_env_info",)
 
@@ -145,7 +145,7 @@ def _scores(entry: Eval, result: Mapping[str, Any], name: str, filtered: str) ->
     if not scores:
         filters = sorted({sample["filter"] for samples in result["samples"].values() for sample in samples})
         raise ResultError(
-            f"{entry.quality_eval_id} has no scores behind the filter {filtered!r}; allowed: {', '.join(filters)}"
+            f"{entry.quality_eval_id} has no scores with the filter {filtered!r}; allowed: {', '.join(filters)}"
         )
     _refuse_other_mean(entry, result, f"{name},{filtered}", scores)
     return scores
@@ -153,7 +153,7 @@ def _scores(entry: Eval, result: Mapping[str, Any], name: str, filtered: str) ->
 
 def _not_there(task: str, name: str, filtered: str, sample: Mapping[str, Any]) -> str:
     allowed = ", ".join(str(metric) for metric in sample["metrics"])
-    return f"task {task!r} reports no metric {name!r} behind the filter {filtered!r}; allowed: {allowed}"
+    return f"task {task!r} reports no metric {name!r} with the filter {filtered!r}; allowed: {allowed}"
 
 
 def _refuse_other_mean(entry: Eval, result: Mapping[str, Any], key: str, scores: Mapping[Item, float]) -> None:

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvlab.base.errors import CapabilityError, ParamsError, UnknownName
+from kvlab.base.model import ModelInfo, load_tokenizer
+from kvlab.base.records import atomic, read_json, write_json
+from kvlab.cache.prepared import Prepared, prepared
+from kvlab.cache.recipe_file import read_recipe_file
 from kvlab.calibration.load import Calibrated
-from kvlab.dropins.prepared import Prepared, prepared
-from kvlab.dropins.recipe_file import read_recipe_file
 from kvlab.engines.capability import check
 from kvlab.engines.registry import start
-from kvlab.errors import CapabilityError, ParamsError, UnknownName
 from kvlab.evals.canary import Guard
 from kvlab.evals.evidence import Declared, Run, all_versions, code, declared_codec, declared_dtype, evidence, row
 from kvlab.evals.lm import CachedLM
@@ -22,8 +24,6 @@ from kvlab.evals.results import Measured, corpus_hash, measures, needs_context, 
 from kvlab.evals.side import Sides
 from kvlab.evals.tasks import HARNESS, Tasks
 from kvlab.gate.registry import Eval, Registry
-from kvlab.model import ModelInfo, load_tokenizer
-from kvlab.records import atomic, read_json, write_json
 
 ATTENTION = {"hf": "sdpa", "vllm": "default"}  # eager attention takes memory by the square of a context
 NEAR = 0.5  # of the context that is named: as long as some request has to be; those of RULER come much nearer

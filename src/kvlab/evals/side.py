@@ -10,14 +10,14 @@ Kind = Literal["score", "write"]
 
 
 class Score(NamedTuple):
-    """A request for how likely a text is: its tokens behind those of its context."""
+    """A request for how likely a text is: its tokens after those of its context."""
 
     context: list[int]
     continuation: list[int]
 
 
 class Write(NamedTuple):
-    """A request for a text: at most `tokens` tokens behind the context, until one of `stops` is in it."""
+    """A request for a text: at most `tokens` tokens after the context, until one of `stops` is in it."""
 
     context: list[int]
     tokens: int

@@ -23,17 +23,17 @@ import torch
 from safetensors import SafetensorError
 from vllm import LLM, SamplingParams
 
+from kvlab.base.errors import CapabilityError, ModelError
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import RECIPE_VARIABLE, Recipe
+from kvlab.cache import vllm_plugin
 from kvlab.codec.base import Codec, Site
 from kvlab.codec.registry import build
-from kvlab.dropins import vllm_plugin
 from kvlab.engines.capability import AUTO
 from kvlab.engines.hooks import attention_layers, fused_projection, installed
-from kvlab.errors import CapabilityError, ModelError
 from kvlab.evals.canary import ONE_BIT
 from kvlab.evals.side import Kind, Score, Scored, Seen, Side, Sides, Write, Written
 from kvlab.evals.vllm_counts import coded, refuse_own_pass
-from kvlab.model import ModelInfo
-from kvlab.recipe import RECIPE_VARIABLE, Recipe
 
 PROTOCOL = "in_forward"
 SHARE = 0.4  # of a GPU's memory: two engines stand beside one another
@@ -148,7 +148,7 @@ class CodedVLLMSide(VLLMSide):
 
 
 class TappedVLLMSide(VLLMSide):
-    """Another side's engine with a codec in front of the rotary embedding: a canary where the plugin's codecs sit."""
+    """Another side's engine with a codec before the rotary embedding: a canary where the plugin's codecs sit."""
 
     def __init__(self, plain: VLLMSide, recipe: Recipe):
         vars(self).update(vars(plain))

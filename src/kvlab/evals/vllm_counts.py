@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvlab.dropins.vllm_plugin import Status
+from kvlab.base.errors import CapabilityError, CodecNotActive
+from kvlab.base.model import ModelInfo
+from kvlab.cache.vllm_plugin import Status
 from kvlab.engines.capability import AUTO
-from kvlab.errors import CapabilityError, CodecNotActive
 from kvlab.evals.side import Kind, Seen
-from kvlab.model import ModelInfo
 
 
 def coded(before: Status, now: Status, asked: int, info: ModelInfo, itemsize: int) -> Seen:

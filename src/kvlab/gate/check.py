@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import computed_field
 
+from kvlab.base.recipe import Frozen, canonical, digest
 from kvlab.gate.cases import Case, Context
 from kvlab.gate.catalogue.columns import COLUMNS, DECLARED, TIERS
 from kvlab.gate.catalogue.rows import Row
@@ -24,7 +25,6 @@ from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.reasons import Reason
 from kvlab.gate.rules import CRITERIA, Criterion
 from kvlab.gate.waivers import Waiver
-from kvlab.recipe import Frozen, canonical, digest
 
 Word = Literal["pass", "waived", "fail", "not_applicable"]
 Verdict = Literal["pass", "fail", "cannot_judge"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvlab.errors import suggestion
+from kvlab.base.errors import suggestion
 from kvlab.gate.cases import Case, Part
 from kvlab.gate.catalogue.columns import COMPRESSION, SPECULATIVE
 from kvlab.gate.reasons import Reason
@@ -105,7 +105,7 @@ def record_overstates_nothing(case: Case) -> Iterator[Reason]:
 
 
 def class_names_implementation(case: Case) -> Iterator[Reason]:
-    """Behind an umbrella's name stands some implementation, which the notes name."""
+    """An umbrella's name stands for some implementation, which the notes name."""
     for part in case.parts:
         if part.mechanism and part.mechanism.umbrella and case.get("mechanism_notes") is None:
             said = f"is not given; {part.mechanism.name} is a class, say which implementation it was"

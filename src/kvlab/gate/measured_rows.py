@@ -1,4 +1,4 @@
-"""Rows and evidence out of what `kvlab mechanisms` measured, and what is current now.
+"""Rows and evidence out of what `kvlab step mechanisms` measured, and what is current now.
 
 A row rests on every eval that was run on it: all evidence is attached and judged. The scores are read from the tables,
 so the evidence can be made again, and not from anything that the measuring stage summed up.
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from kvlab.errors import MixedIdentity, StorageError, UnknownName
-from kvlab.experiments.plans.mechanism_records import EvalRun, MechanismRow, MechanismsRecord, Missing, read_mechanisms
-from kvlab.experiments.plans.mechanisms import BASELINE, FIDELITY, METRICS, NEEDLE
+from kvlab.base.errors import MixedIdentity, StorageError, UnknownName
+from kvlab.base.recipe import digest
+from kvlab.base.records import read_json, write_json
 from kvlab.gate.cases import DTYPE_BITS
 from kvlab.gate.catalogue import EVIDENCE, checked_row
 from kvlab.gate.catalogue.columns import MOST_CHARACTERS
 from kvlab.gate.evidence import BASELINE_RECIPE, Evidence, build, measured, paired
-from kvlab.recipe import digest
-from kvlab.records import read_json, write_json
-from kvlab.tables import printable
+from kvlab.pages.terminal import printable
+from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, METRICS, NEEDLE
+from kvlab.studies.mechanisms.records import EvalRun, MechanismRow, MechanismsRecord, Missing, read_mechanisms
 
 UNMEASURED = "unsupported"
 """What is claimed of a mechanism that could not be run; why stands in its notes."""
@@ -42,9 +42,9 @@ def write(
     Parameters
     ----------
     records : sequence of Path
-        What `kvlab mechanisms` wrote, a file for each engine.
+        What `kvlab step mechanisms` wrote, a file for each engine.
     windows, needles : Path
-        What `kvlab corpus` and `kvlab needles` wrote for the model; their records are read.
+        What `kvlab step corpus` and `kvlab step needles` wrote for the model; their records are read.
     code : str
         Digest of the code that measures now.
     claim : str
@@ -102,7 +102,8 @@ def refuse_other_items(path: Path, record: MechanismsRecord, asked: dict[str, in
         scored = {run.quality_eval_id: run.items for run in row.evals}
         if scored != asked or len(scored) != len(row.evals):
             raise StorageError(
-                f"{path}: {row.label!r} has items {scored}, those that there are: {asked}; run `kvlab mechanisms` again"
+                f"{path}: {row.label!r} has items {scored}, those that there are: {asked};"
+                " run `kvlab step mechanisms` again"
             )
 
 
@@ -272,11 +273,13 @@ def _scores(place: str, label: str, run: EvalRun, scores: pl.DataFrame) -> Score
     if mine["item"].to_list() != list(range(run.items)):
         raise StorageError(
             f"{place} has {len(mine)} scores of {mine['item'].n_unique()} items; asked were {run.items}, counted from"
-            " zero, each once; run `kvlab mechanisms` again"
+            " zero, each once; run `kvlab step mechanisms` again"
         )
     held = scores.group_by("item").agg(pl.col("baseline").n_unique())
     if held["baseline"].max() > 1:
-        raise StorageError(f"{place} is held against another baseline than other rows; run `kvlab mechanisms` again")
+        raise StorageError(
+            f"{place} is held against another baseline than other rows; run `kvlab step mechanisms` again"
+        )
     return Scores(mine["variant"].to_numpy(), mine["baseline"].to_numpy())
 
 
@@ -285,4 +288,4 @@ def refuse_other_labels(record: MechanismsRecord, scores: pl.DataFrame) -> None:
     told, there = {row.label for row in record.rows}, set(scores["label"])
     if told != there or len(told) != len(record.rows):
         other = ", ".join(map(repr, sorted(told ^ there))) or "one of them twice"
-        raise StorageError(f"record and table of {record.engine} differ in {other}; run `kvlab mechanisms` again")
+        raise StorageError(f"record and table of {record.engine} differ in {other}; run `kvlab step mechanisms` again")

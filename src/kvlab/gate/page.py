@@ -1,4 +1,4 @@
-"""GATE.md: a template over what the gate says of measured rows, and over how far the gate itself can be trusted."""
+"""GATE.md: which codec may be claimed, then every row with what it earns; GATE-reasons.md beside it says why."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvlab.gate import markdown
+from kvlab.base.records import atomic, write_json, write_text
+from kvlab.gate.answer import Answer
 from kvlab.gate.audit.trust import trust
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row
-from kvlab.gate.check import Claim, Report
-from kvlab.gate.detection import draw, table
+from kvlab.gate.detection import picture, table
 from kvlab.gate.evidence import Measure
 from kvlab.gate.evidence.measures import CONFIDENCE
-from kvlab.gate.evidence.power import WORDS
-from kvlab.gate.evidence.quality import Judgement
-from kvlab.gate.rules import CRITERIA, PUBLISHED
+from kvlab.gate.reasons_page import reasons
 from kvlab.gate.samples import Repeat, Samples
 from kvlab.gate.summary import BASELINE, CERTIFIED, Best, Line, Ratio, Summary, judged
-from kvlab.records import atomic, write_json, write_text
-from kvlab.report import format as fmt
-from kvlab.report.figures.canvas import save
+from kvlab.pages import format as fmt
+from kvlab.pages import markdown
 
+TEMPLATE, REASONS = (Path(__file__).parent / "templates" / f"{name}.md.j2" for name in ("page", "reasons"))
 FIGURE = "detection"
 NO_BREAK = "\N{NO-BREAK SPACE}"
 PER_CENT = 100.0
@@ -32,12 +30,15 @@ NEEDLES = "needle_recall"
 RATES = ("top1_agreement", NEEDLES)
 METRICS = ("kl", "delta_nll", *RATES)
 TITLES = {"throughput_tok_s": "throughput", "bits_per_value": "size"}
+WORDS_OF = {"kl": "KL", "delta_nll": "change of the loss", "top1_agreement": "same top token", NEEDLES: "needles found"}
 
 
 def write(
     rows: Sequence[Row], context: Context, out: Path, claims: Path | None = None, samples: Samples | None = None
 ) -> Summary:
-    """Judge rows, and write the page, its figure beside it (SVG and CSV), and to `claims` what it says as JSON.
+    """Judge rows, and write the page, and to `claims` what it says as JSON.
+
+    Beside the page lie its reasons (``GATE-reasons.md`` of ``GATE.md``) and their figure (SVG and CSV).
 
     Parameters
     ----------
@@ -55,16 +56,24 @@ def write(
     report, summary = judged(rows, context, samples)
     answered = {answered for line in summary.rows for answered in _answered(line)}
     found = trust(context.registry, answered, _repeats(summary, samples or {}))
-    text = markdown.render("page.md.j2", **page(report, summary, found))
+    beside = reasons_of(out)
+    text = markdown.render(TEMPLATE, **page(summary), reasons=beside.name)
+    why = markdown.render(REASONS, **reasons(report, summary, found), page=out.name, figure=f"{FIGURE}.svg")
     numbers = table(found["power"]["curve"] if found["power"] else [])
     with atomic(out.with_name(f"{FIGURE}.csv")) as temporary:
         numbers.write_csv(temporary)
     with atomic(out.with_name(f"{FIGURE}.svg")) as temporary:
-        save(draw(numbers), temporary)
+        picture(numbers, temporary)
     if claims:
         write_json(claims, summary.told())
+    write_text(beside, why)
     write_text(out, text)
     return summary
+
+
+def reasons_of(out: Path) -> Path:
+    """Where the reasons of a page lie."""
+    return out.with_name(f"{out.stem}-reasons{out.suffix}")
 
 
 def _answered(line: Line) -> Iterator[tuple[float, int]]:
@@ -83,12 +92,14 @@ def _repeats(summary: Summary, samples: Samples) -> Iterator[tuple[str, Repeat]]
 # ----------------------------------------------------------------------------------------- the page
 
 
-def page(report: Report, summary: Summary, found: dict[str, Any]) -> dict[str, Any]:
-    """Everything that the template names, as text ready to print."""
+def page(summary: Summary) -> dict[str, Any]:
+    """Everything that the template of the page names, as text ready to print."""
     measured = [line for line in summary.rows if line.measured]
     return {
         "claimed": ", ".join(tier for tier in TIERS if any(line.claimed == tier for line in measured)),
         "best_tier": CERTIFIED,
+        "answers": [answer_line(answer, summary) for answer in summary.answers],
+        "certified": any(answer.word == "certified" for answer in summary.answers),
         "counts": [count_line(tier, count, summary) for tier, count in summary.counts.items() if count],
         "unjudged": sum(line.earned is None for line in summary.rows),
         "rows": len(summary.rows),
@@ -96,12 +107,21 @@ def page(report: Report, summary: Summary, found: dict[str, Any]) -> dict[str, A
         "best": [best_line(best, summary) for best in summary.best],
         "places": [place(list(lines)) for _, lines in groupby(measured, key=lambda line: line.place)],
         "missing": [line for line in summary.rows if not line.measured],
-        "details": [detail(line, report) for line in measured],
-        "trust": trust_context(found),
-        "registry": report.registry,
-        "current": report.current,
-        "criteria": [criterion_line(criterion) for criterion in CRITERIA],
-        "figure": f"{FIGURE}.svg",
+    }
+
+
+def answer_line(answer: Answer, summary: Summary) -> dict[str, Any]:
+    """What may be claimed of one group of rows, at which bytes and quality."""
+    line = next((line for line in summary.rows if line.row_id == answer.row_id and answer.row_id), None)
+    plain = next((one for one in summary.rows if line and one.mechanism == BASELINE and one.place == line.place), None)
+    found = {metric: short(metric, line and line.metrics.get(metric)) for metric in METRICS}
+    return answer.model_dump() | {
+        "row": line and named(line),
+        "bits": fmt.number(line and line.bits_per_value),
+        "of": fmt.number(plain and plain.bits_per_value),
+        "kl": found["kl"],
+        "top": found["top1_agreement"],
+        "open": ", ".join(WORDS_OF.get(name, name) for name in line.open) if line else "",
     }
 
 
@@ -187,128 +207,8 @@ def table_line(line: Line) -> dict[str, Any]:
 
 
 def short(metric: str, measure: Measure | None) -> str:
-    """A value with its interval, which stays on one line; without an interval where it has no width."""
-    scale = PER_CENT if metric in RATES else 1.0
-    return fmt.estimate(measure and measure.model_dump(), scale).replace(", ", f",{NO_BREAK}")
-
-
-# -------------------------------------------------------------------------------- what a claim rests on
-
-
-def detail(line: Line, report: Report) -> dict[str, Any]:
-    """Everything that the gate found of one row."""
-    claim = next(c for c in report.claims if (c.row["run"], c.row["row_id"]) == (line.run, line.row_id))
-    return {
-        "row_id": line.row_id,
-        "earned": line.earned or line.badge,
-        "badge": line.badge,
-        "reasons": list(reason_lines(claim)),
-        "judgements": [judgement_line(judgement) for judgement in claim.judgements],
-    }
-
-
-def reason_lines(claim: Claim) -> Iterator[dict[str, str]]:
-    """Each reason with the criterion that it is of, and whether it keeps the row from its claim."""
-    for finding in claim.findings:
-        for reason in finding.reasons:
-            yield {
-                "criterion": finding.criterion,
-                "counts": "yes" if finding.counts else "no",
-                "code": reason.code,
-                "said": f"{reason.field} {reason.said}",
-            }
-
-
-def judgement_line(judgement: Judgement) -> dict[str, str]:
-    """One metric's loss, what is allowed, and the word."""
-    loss = None
-    if judgement.loss is not None:
-        loss = {"value": judgement.loss, "low": judgement.low, "high": judgement.high}
-    return {
-        "key": judgement.key,
-        "loss": fmt.estimate(loss),
-        "allowed": fmt.number(judgement.tolerance),
-        "room": fmt.number(judgement.margin),
-        "word": judgement.word,
-        "needed": fmt.whole(judgement.needed_n),
-    }
-
-
-# ------------------------------------------------------------------------------------- the gate itself
-
-
-def trust_context(found: dict[str, Any]) -> dict[str, Any]:
-    """How far the gate can be trusted, as text."""
-    corruptions = found["mutations"]
-    return {
-        "made": len(corruptions),
-        "detected": sum(line["detected"] for line in corruptions),
-        "codes": len({line["code"] for line in corruptions}),
-        "kinds": found["kinds"],
-        "seen": sum(kind["published_sees"] for kind in found["kinds"]),
-        "passed": sum(kind["published_passes"] for kind in found["kinds"]),
-        "repeats": [repeat_line(repeat) for repeat in found["repeats"]],
-        "corruptions": corruptions,
-        "power": power_context(found["power"]) if found["power"] else None,
-    }
-
-
-def power_context(power: dict[str, Any]) -> dict[str, Any]:
-    """False alarms and planted losses, as text."""
-    registered = [alarm for alarm in power["alarms"] if alarm["allowed"] == "as registered"]
-    return {
-        "key": power["key"],
-        "cap": fmt.percent(power["cap"]),
-        "base_rate": fmt.percent(power["base_rate"]),
-        "churn": fmt.percent(power["churn"]),
-        "resamples": fmt.number(power["resamples"]),
-        "often": fmt.percent(power["often"]),
-        "nominal": fmt.percent(registered[0]["nominal"], 1),
-        "alarms": [alarm_line(alarm) for alarm in power["alarms"]],
-        "false": sum(alarm["beyond"] for alarm in registered),
-        "open": sum(alarm["open"] for alarm in registered),
-        "repeats": sum(alarm["resamples"] for alarm in registered),
-        "curve": [curve_line(row) for row in power["curve"]],
-        "needed": [
-            {"loss": fmt.percent(row["loss"]), "word": row["word"], "size": fmt.whole(row["items"])}
-            for row in power["needed"]
-        ],
-    }
-
-
-def repeat_line(repeat: dict[str, Any]) -> dict[str, str]:
-    """How often a baseline that was scored twice is called what, over resamples of its items."""
-    counts = {word: fmt.number(repeat[word]) for word in WORDS}
-    changed = f"{repeat['changed']} of {repeat['n_items']}"
-    return {"where": repeat["where"], "key": repeat["key"], "changed": changed} | counts
-
-
-def alarm_line(alarm: dict[str, Any]) -> dict[str, str]:
-    """How often the baseline was called what against itself; how often worse also in per cent."""
-    rate = {"value": alarm["rate"], "low": alarm["low"], "high": alarm["high"]}
-    return {
-        "allowed": alarm["allowed"],
-        "answers": fmt.percent(alarm["base_rate"], 1),
-        "size": fmt.number(alarm["n_items"]),
-        "repeats": fmt.number(alarm["resamples"]),
-        **{word: fmt.number(alarm[word]) for word in WORDS},
-        "rate": f"{fmt.estimate(rate, 100)} %",
-    }
-
-
-def curve_line(row: dict[str, Any]) -> dict[str, str]:
-    """How often each word was given for one loss and size."""
-    shares = {word: fmt.percent(row[word], 1) for word in WORDS}
-    given = {"answers": fmt.percent(row["base_rate"], 1), "churn": fmt.percent(row["churn"], 1)}
-    return given | {"loss": fmt.percent(row["loss"]), "size": fmt.number(row["n_items"])} | shares
-
-
-def criterion_line(criterion) -> dict[str, str]:
-    """One criterion as the page lists it."""
-    return {
-        "name": criterion.name,
-        "published": "yes" if criterion.name in PUBLISHED else "no",
-        "ceiling": criterion.ceiling,
-        "hard": "yes" if criterion.hard else "no",
-        "why": criterion.why,
-    }
+    """A value with its interval, on one line and cut to what a rate can be; without one where it has no width."""
+    if measure is None or metric not in RATES:
+        return fmt.estimate(measure and measure.model_dump()).replace(", ", f",{NO_BREAK}")
+    cut = {end: min(max(getattr(measure, end), 0.0), 1.0) for end in ("low", "high")}
+    return fmt.estimate(measure.model_dump() | cut, PER_CENT).replace(", ", f",{NO_BREAK}")

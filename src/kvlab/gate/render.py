@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 from kvlab.gate.check import WORDS, Claim, Finding, Report
-from kvlab.gate.markdown import render, words
 from kvlab.gate.rules import CRITERIA, Criterion
-from kvlab.tables import printable
+from kvlab.pages.markdown import render, words
+from kvlab.pages.terminal import printable
 
 SUITE = "kvlab.gate"
+TEMPLATE = Path(__file__).parent / "templates" / "gate.md.j2"
 
 
 # ------------------------------------------------------------------------------------- JSON
@@ -28,7 +30,7 @@ def to_markdown(report: Report) -> str:
     """GATE.md: the verdict, a line for each row, every reason, the waivers, the evidence and the criteria."""
     claims = report.claims
     return render(
-        "gate.md.j2",
+        TEMPLATE,
         report=report,
         counts=_counted(report),
         mechanism=_mechanism,

@@ -274,7 +274,7 @@ CRITERIA: tuple[Criterion, ...] = (
         "class names its implementation",
         "reviewed_preview",
         False,
-        "unlike methods behind one name would share one certification",
+        "unlike methods under one name would share one certification",
         declarations.class_names_implementation,
     ),
     Criterion(
@@ -292,6 +292,6 @@ CRITERIA: tuple[Criterion, ...] = (
         observations.saves_bytes,
     ),
 )
-"""In the order of reports: the four published ones behind the fields that they read, then the corrections."""
+"""In the order of reports: the four published ones after the fields that they read, then the corrections."""
 
 WAIVABLE = tuple(criterion.name for criterion in CRITERIA if not criterion.hard)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvlab.experiments.plans.mechanism_records import MechanismRow, read_mechanisms
-from kvlab.experiments.plans.mechanisms import BASELINE
 from kvlab.gate.evidence.measures import BOOTSTRAP
 from kvlab.gate.measured_rows import RATES, row_identity, scores_of
 from kvlab.stats.bootstrap import Column, Estimate
+from kvlab.studies.mechanisms.plan import BASELINE
+from kvlab.studies.mechanisms.records import MechanismRow, read_mechanisms
 
 
 class Repeat(NamedTuple):

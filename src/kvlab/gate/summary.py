@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvlab.errors import UserError
+from kvlab.base.errors import UserError
+from kvlab.base.recipe import Frozen
+from kvlab.gate.answer import Answer, answers
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import BY_NAME, TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.check import Claim, Report, check
 from kvlab.gate.evidence import Evidence, Measure, measured, parse, problems
+from kvlab.gate.lines import BASELINE, CERTIFIED, Line, Ratio
 from kvlab.gate.reasons import Reason
 from kvlab.gate.samples import Sampled, Samples, speed
-from kvlab.recipe import Frozen
 
-SCHEMA_VERSION = 1
-CERTIFIED = TIERS[0]
-BASELINE = "baseline"
+SCHEMA_VERSION = 2
 ALIKE = ("run", "model", "engine", "device", "dtype", "context_tokens")
 """Fields in which a row and the baseline that its throughput is held against are equal."""
 
@@ -33,75 +33,6 @@ TOLD = (
 
 
 AGEING = ("model_hash", "corpus_hash", "code")
-
-
-class Ratio(Frozen):
-    """Of throughputs, over that of the baseline; without an interval where the windows' times are not there."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-    n: int | None = None
-
-
-class Line(Frozen):
-    """One row as it is told.
-
-    Parameters
-    ----------
-    throughput_ratio : Ratio or None
-        Over that of the baseline of the same run; None where there is not exactly one. Of mean seconds over the same
-        windows where these are known, and of the throughputs otherwise.
-    metrics, baseline : dict of str to Measure
-        What evidence without a problem found, of the row and of its baseline. Of a baseline, what its second run found
-        and what its first did.
-    claimed, earned : str or None
-        Tiers.
-    why : str
-        Why it does not earn what it claims, or was not measured, in a few words; empty where nothing is to be said.
-    """
-
-    row_id: str
-    run: str | None
-    model: str | None
-    engine: str | None
-    device: str | None
-    dtype: str | None
-    protocol: str | None
-    context_tokens: int | None
-    stored_span: str | None
-    mechanism: str | None
-    mechanism_variant: str | None
-    bits: int | None
-    bits_per_value: float | None
-    compression_ratio: float | None
-    throughput_tok_s: float | None
-    throughput_ratio: Ratio | None
-    measured: bool
-    metrics: dict[str, Measure]
-    baseline: dict[str, Measure]
-    claimed: str | None
-    earned: str | None
-    status: str | None
-    badge: str
-    word: str
-    codes: tuple[str, ...]
-    why: str
-
-    @property
-    def compresses(self) -> bool:
-        """Whether it is measured and something else than the baseline."""
-        return self.measured and self.mechanism not in (None, BASELINE)
-
-    @property
-    def place(self) -> tuple[str, str]:
-        """Where it was measured: the group of lines that are set beside one another."""
-        return self.model or "", self.engine or ""
-
-    @property
-    def name(self) -> str:
-        """``mechanism/variant``, or the mechanism alone."""
-        return "/".join(filter(None, (self.mechanism, self.mechanism_variant)))
 
 
 class Best(Frozen):
@@ -129,12 +60,13 @@ class Best(Frozen):
 
 
 class Summary(Frozen):
-    """All lines in a fixed order, how many earned each tier, and the best of those that are certified."""
+    """All lines in a fixed order, how many earned each tier, what may be claimed, and the best of the certified."""
 
     schema_version: int = SCHEMA_VERSION
     registry: str
     current: str | None
     counts: dict[str, int]
+    answers: tuple[Answer, ...]
     best: tuple[Best, ...]
     rows: tuple[Line, ...]
 
@@ -171,6 +103,7 @@ def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None
         registry=report.registry,
         current=report.current,
         counts={tier: earned.count(tier) for tier in TIERS},
+        answers=tuple(answers(lines)),
         best=tuple(_best(lines, samples)),
         rows=tuple(lines),
     )
@@ -204,6 +137,8 @@ def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples
         badge=claim.badge,
         word=claim.word,
         codes=tuple(dict.fromkeys(reason.code for reason in _counting(claim))),
+        open=_losing(claim, "quality_open"),
+        beyond=_losing(claim, "quality_beyond"),
         why=_why(claim) if was_measured else str(row.values.get("mechanism_notes") or "not measured"),
     )
 
@@ -272,12 +207,17 @@ def _counting(claim: Claim) -> list[Reason]:
     return [reason for finding in claim.findings if finding.counts for reason in finding.reasons]
 
 
+def _losing(claim: Claim, code: str) -> tuple[str, ...]:
+    """The metrics that keep the row from its claim for one reason."""
+    return tuple(r.field.removeprefix("metrics.") for r in _counting(claim) if r.code == code)
+
+
 def _why(claim: Claim) -> str:
     """Which metrics lose too much or are not settled; for everything else the codes."""
     counting = _counting(claim)
     told = []
     for code, word in (("quality_beyond", "beyond"), ("quality_open", "open")):
-        keys = [reason.field.removeprefix("metrics.") for reason in counting if reason.code == code]
+        keys = _losing(claim, code)
         told += [f"{', '.join(keys)} {word}"] if keys else []
     others = dict.fromkeys(r.code for r in counting if r.code not in ("quality_beyond", "quality_open"))
     return "; ".join([*told, *others])
@@ -306,7 +246,7 @@ def _best(lines: Iterable[Line], samples: Samples) -> Iterator[Best]:
 
 
 def _fastest(lines: list[Line], samples: Samples) -> list[str]:
-    """The fastest row, and behind it those from which the same windows do not tell it apart."""
+    """The fastest row, and after it those from which the same windows do not tell it apart."""
     if not lines:
         return []
     first, *others = sorted(lines, key=lambda line: (-line.throughput_tok_s, line.row_id))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvlab.errors import MissingResult
-from kvlab.params import Params, Verdict
-from kvlab.recipe import digest
-from kvlab.records import CANARY_MIN
+from kvlab.base.errors import MissingResult
+from kvlab.base.params import Params, Verdict
+from kvlab.base.recipe import digest
+from kvlab.base.records import CANARY_MIN
 from kvlab.stats.power import windows_needed
 
 IDENTITY_FIELDS = ("model_hash", "corpus_hash", "calibration", "versions", "device")

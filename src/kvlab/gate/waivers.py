@@ -9,9 +9,9 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, StringConstraints, ValidationError, model_validator
 
-from kvlab.errors import UserError, suggestion
+from kvlab.base.errors import UserError, suggestion
+from kvlab.base.recipe import Frozen
 from kvlab.gate.catalogue.strict import read_yaml
-from kvlab.recipe import Frozen
 
 CONFIGURATION = {
     "model": "model",
@@ -89,7 +89,7 @@ def read(path: Path | str, waivable: Collection[str]) -> tuple[Waiver, ...]:
 
     Raises
     ------
-    kvlab.errors.StorageError
+    kvlab.base.errors.StorageError
         The file cannot be read.
     kvlab.gate.catalogue.values.RowError
         It is no YAML, or gives a key twice.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kvlab.errors import SnapshotRefused, UnknownName
+from kvlab.base.errors import SnapshotRefused, UnknownName
 from kvlab.kvstore.hf.comparison import Comparison, compare
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
@@ -86,7 +86,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Restored:
-    """A run behind the whole prompt, its logits there, float32 [vocab], and what was done for them."""
+    """A run after the whole prompt, its logits there, float32 [vocab], and what was done for them."""
 
     run: PagedRun
     logits: Tensor
@@ -108,7 +108,7 @@ def restore(
     seed: int = 0,
     decode: int = 16,
 ) -> Restored:
-    """Bring a model behind a prompt. At least one token is computed, so that there are logits.
+    """Bring a model to the end of a prompt. At least one token is computed, so that there are logits.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def restore(
 
 
 def _finished(job: Request, standing: Standing, mode: str) -> Restored:
-    """The run behind the whole prompt."""
+    """The run after the whole prompt."""
     run, rebuilt, prefix = standing.run, standing.rebuilt, len(standing.run.tokens)
     began = job.now()
     logits = run.extend(job.tokens[prefix:])

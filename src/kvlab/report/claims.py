@@ -1,13 +1,44 @@
-"""Claims as sentences: each says how many windows, which interval, and which cells, or that it is not resolved."""
+"""Claims as sentences: each says how many windows, which interval, and which cells, or that it is not resolved.
+
+A claim is derived from the entries of ``metrics.json`` whenever it is told and stands in no file, so that no sentence
+can differ from the number it is about.
+"""
 
 from __future__ import annotations
 
 from itertools import groupby
 
-from kvlab.report import format as fmt
+from kvlab.pages import format as fmt
+from kvlab.studies.baseline import claims as baseline
+from kvlab.studies.cells import claims as cells
+from kvlab.studies.factors import claims as factors
+from kvlab.studies.layers import claims as layers
+from kvlab.studies.mitigations import claims as mitigations
+from kvlab.studies.noise import claims as noise
+from kvlab.studies.residual import claims as residual
 
 MOST_NAMED = 3  # cells that a side of a comparison names before it counts them
 SAME_BYTES = 0.005  # relative; more apart, a sentence says how many bits per value each side stores
+
+
+def derived(metrics: dict) -> list[dict]:
+    """Every claim that the entries of ``metrics.json`` make, section by section.
+
+    Parameters
+    ----------
+    metrics : dict
+        A part that was not measured, or was withheld, may be None, empty or absent: it makes no claim.
+    """
+    before = (metrics.get("settings") or {}).get("codec", {}).get("boundary_layers", ())
+    return [
+        *(claim for about in ("gap", "factors") for claim in factors.claims(metrics.get(about), about)),
+        *baseline.claims(metrics.get("agreement")),
+        *cells.claims(metrics.get("cells") or []),
+        *layers.claims(metrics.get("additivity") or []),
+        *noise.claims(metrics.get("closure") or [], metrics.get("structure") or []),
+        *residual.claims(metrics.get("residual") or {}),
+        *mitigations.claims(metrics.get("mitigations"), len(before)),
+    ]
 
 
 def sections(claims: list[dict] | None) -> list[dict]:

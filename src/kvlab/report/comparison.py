@@ -12,19 +12,19 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from kvlab.errors import Fault, MissingResult, MixedIdentity, UserError
-from kvlab.records import atomic, read_json
-from kvlab.report import format as fmt
-from kvlab.report.gather import flat
-from kvlab.report.studies.claims import UNIT, stated
-from kvlab.report.studies.gap import from_windows
-from kvlab.report.withheld import crosses, withheld_because
+from kvlab.base.errors import Fault, MixedIdentity, UserError
+from kvlab.base.records import atomic
+from kvlab.pages import format as fmt
+from kvlab.pages.withheld import crosses, withheld_because
+from kvlab.report.schema import load
 from kvlab.stats.bootstrap import Bootstrap, Estimate
 from kvlab.stats.independent import difference
 from kvlab.stats.shapley import shapley
+from kvlab.studies.estimates import UNIT, claim
+from kvlab.studies.factors.numbers import from_windows
+from kvlab.studies.measured import flat
 
 BITS = "bits per value"
-NEEDED = (("identity", "slug"), ("settings", "n_layers"), ("sizes", "seed"), ("gap", "windows"))
 LAYER_NUMBERS = ("boundary_layers", "whiten_skip_layers", "layers")
 NUMBERS = ("value", "low", "high")
 
@@ -34,18 +34,14 @@ def read(paths: Sequence[Path]) -> list[dict]:
 
     Raises
     ------
-    MissingResult
-        A file is no metrics, or older than what a comparison needs.
+    StorageError, MissingResult
+        As in `schema.read`.
     UserError
         A model is there twice.
     """
     found: dict[str, dict] = {}
     for path in paths:
-        metrics = read_json(path)
-        for part, name in NEEDED:
-            holder = metrics.get(part) if isinstance(metrics, dict) else None
-            if not isinstance(holder, dict) or name not in holder:
-                raise MissingResult(f"{path} holds no `{part}.{name}`; run `kvlab metrics` again")
+        metrics = load(path)
         slug = metrics["identity"]["slug"]
         if slug in found:
             raise UserError(f"--metrics names the model {slug!r} twice, the second time in {path}; name each once")
@@ -79,7 +75,7 @@ def build(found: Sequence[dict]) -> dict:
     return {
         "models": [model_entry(one, first) for one in found],
         "rows": [row for one in found for row in model_rows(one, first, compared.get(slug_of(one), {}))],
-        "claims": [claim for other in others for claim in model_claims(other, first, compared[slug_of(other)])],
+        "claims": [told for other in others for told in model_claims(other, first, compared[slug_of(other)])],
     }
 
 
@@ -244,9 +240,9 @@ def model_claims(other: dict, first: dict, differences: dict[str, Estimate]) -> 
     sides = [[reference(one, cell) for cell in corner_cells(one)] for one in (other, first)]
     for name, apart in differences.items():
         subject = f"From `{slug_of(first)}` to `{slug_of(other)}`, the {words(name)}"
-        told = {"about": "models", "subject": subject, "up": "rises", "down": "falls", "null": 0.0, "unit": UNIT}
         cells = {"kl.low": slice(0, 1), "kl.high": slice(1, 2)}.get(name, slice(None, None, -1))
-        yield stated(told, apart, [side[cells] for side in sides])
+        compared = [side[cells] for side in sides]
+        yield claim("models", subject, apart.to_json(), compared, up="rises", down="falls")
 
 
 def reference(metrics: dict, cell: dict) -> dict:

@@ -5,16 +5,36 @@ from __future__ import annotations
 import json
 from functools import partial
 
-from kvlab.params import Params
-from kvlab.report import claims
-from kvlab.report import format as fmt
-from kvlab.report.tables import certified, layers, mitigations, models, noise, residual
-from kvlab.report.tables import parts as tables
+from kvlab.base.params import Params
+from kvlab.pages import format as fmt
+from kvlab.pages import parts as tables
+from kvlab.report import certified, claims, front, models, verdicts
+from kvlab.studies.baseline import tables as baseline
+from kvlab.studies.cells import tables as cell_tables
+from kvlab.studies.factors import tables as factors
+from kvlab.studies.layers import tables as layers
+from kvlab.studies.mitigations import tables as mitigations
+from kvlab.studies.noise import tables as noise
+from kvlab.studies.residual import tables as residual
 
-SECTIONS = (
-    *("gap", "factors", "models", "baseline", "agreement", "cells", "layers", "noise", "residual", "mitigations"),
-    *("calibration", "verdict", "certified", "limits", "identity"),
-)
+# The sections of the page in their order, and what each folds away.
+SECTIONS = {
+    "gap": "Shares of every factor, corners and interactions",
+    "factors": "The same over all factors, number formats and calibrations included",
+    "models": "Further models beside the first",
+    "baseline": "Each engine and number format against the float32 truth",
+    "agreement": "Whether numbers of two engines may stand side by side",
+    "cells": "Bits, KL, perplexity and top token of every cell",
+    "layers": "What each layer costs alone and on top of the others",
+    "noise": "How KL grows with an error, and what rounding costs",
+    "residual": "Error, rank and bytes by layer, without a model",
+    "mitigations": "Where bytes are best spent",
+    "calibration": "What the codec was fitted on",
+    "verdict": "A word for each cell, and what it rests on",
+    "certified": "The rows that the gate certifies",
+    "limits": "The smallest effects that this run can tell from none",
+    "identity": "Model, text, versions and recipes",
+}
 METHODS = {
     "bca": "BCa bootstrap over windows, nowhere inside Student's t",
     "percentile": "percentile bootstrap over windows",
@@ -40,7 +60,9 @@ def report_context(
     level = fmt.percent(sizes["confidence"])
     gap = gap_context(metrics.get("gap"), level)
     several = models.context(comparison, identity.get("slug"), partial(basis, level=level))
-    sentences = claims_context([*(metrics.get("claims") or []), *(comparison["claims"] if several else [])])
+    told = claims.derived(metrics)
+    told += comparison["claims"] if several else []
+    sentences = claims_context(told)
     return {
         "title": params.report.title,
         "sections": SECTIONS,
@@ -55,8 +77,8 @@ def report_context(
         "claims": sentences,
         "by_chance": {name: by_chance(len(found), sizes["confidence"]) for name, found in sentences.items()},
         "models": several,
-        "baseline": part(metrics.get("baseline"), tables.baseline, "kl", level),
-        "peers": part(metrics.get("baseline_peers"), tables.peers, "kl", level),
+        "baseline": part(metrics.get("baseline"), baseline.baseline, "kl", level),
+        "peers": part(metrics.get("baseline_peers"), baseline.peers, "kl", level),
         "floor": floor_context(metrics.get("floor"), level),
         "agreement": agreement_context(metrics.get("agreement"), level),
         **cells_context(metrics.get("cells"), level),
@@ -68,8 +90,9 @@ def report_context(
         "thresholds": thresholds(params),
         "verdict": verdict_context(verdict),
         "certified": certified.context(claims_file, identity.get("slug"), gate_page),
+        "front": front.context(params, metrics, claims_file, told),
         "limits": limits(metrics),
-        "open_questions": open_questions(metrics, verdict),
+        "open_questions": open_questions(told, verdict),
         "identity": identity_context(identity),
         "model": identity["model"],
         "corpus": identity["corpus"],
@@ -119,20 +142,20 @@ def gap_context(gap: dict | None, level: str) -> dict | None:
         "factors": gap["factors"],
         "crosses": gap["low"]["engine"] != gap["high"]["engine"] and len(gap["factors"]) > 1,
         "measured": ", ".join(f"`{gap[name]}`" for name in ("stream", "dtype") if gap.get(name)),
-        "low": f"({tables.corner(gap['low'])})",
-        "high": f"({tables.corner(gap['high'])})",
+        "low": f"({factors.corner(gap['low'])})",
+        "high": f"({factors.corner(gap['high'])})",
         "measures": measures,
-        "corners": tables.corners(gap["measures"]),
+        "corners": factors.corners(gap["measures"]),
     }
 
 
 def measure_context(measure: dict, level: str) -> dict:
     """One measure of the decomposition."""
-    interactions = tables.interactions(measure, tables.KL_UNIT) if measure.get("interactions") else None
+    interactions = factors.interactions(measure, tables.KL_UNIT) if measure.get("interactions") else None
     return tables.resolution(measure["gap"]) | {
         "gap": fmt.estimate(measure["gap"]),
         "rises": measure["gap"]["value"] > 0,
-        "table": tables.decomposition(measure, tables.KL_UNIT),
+        "table": factors.decomposition(measure, tables.KL_UNIT),
         "basis": basis([measure["gap"], *(part["share"] for part in measure["parts"])], level),
         "interactions": interactions,
     }
@@ -141,7 +164,7 @@ def measure_context(measure: dict, level: str) -> dict:
 def floor_context(floors: dict | None, level: str) -> dict | None:
     """The engines' own noise."""
     found = [given for row in (floors or {}).values() for given in row.values() if given]
-    return {"table": tables.floor(floors), "basis": basis(found, level)} if found else None
+    return {"table": baseline.floor(floors), "basis": basis(found, level)} if found else None
 
 
 def agreement_context(agreement: dict | None, level: str) -> dict | None:
@@ -150,7 +173,7 @@ def agreement_context(agreement: dict | None, level: str) -> dict | None:
         return None
     found = [*agreement["identity"].values(), *(row["cross_kl"] for row in agreement["codec"].values())]
     return {
-        "table": tables.agreement(agreement),
+        "table": baseline.agreement(agreement),
         "basis": basis(found, level),
         "holds": agreement["holds"],
         "why": agreement["why"],
@@ -161,14 +184,14 @@ def cells_context(cells: list[dict] | None, level: str) -> dict:
     """All cells, and the coded ones again by percentile, confidence and the published estimator."""
     coded = [cell for cell in cells or [] if cell["role"] == "codec"]
     every = {
-        "groups": tables.by_engine(cells or [], tables.cells),
+        "groups": cell_tables.by_engine(cells or [], cell_tables.cells),
         "basis": basis([cell["kl_net"] for cell in cells or []], level),
     }
     return {
         "cells": every if cells else None,
-        "percentiles": tables.by_engine(coded, tables.percentiles),
-        "by_confidence": tables.by_engine(coded, tables.by_confidence),
-        "published": tables.by_engine(coded, tables.published),
+        "percentiles": cell_tables.by_engine(coded, cell_tables.percentiles),
+        "by_confidence": cell_tables.by_engine(coded, cell_tables.by_confidence),
+        "published": cell_tables.by_engine(coded, cell_tables.published),
     }
 
 
@@ -204,8 +227,8 @@ def verdict_context(verdict: dict) -> dict:
     cells, conditions = verdict.get("cells"), verdict.get("preconditions")
     return {
         "publishable": verdict["publishable"],
-        "cells": tables.verdicts(cells) if cells else None,
-        "preconditions": tables.preconditions(conditions) if conditions else None,
+        "cells": verdicts.verdicts(cells) if cells else None,
+        "preconditions": verdicts.preconditions(conditions) if conditions else None,
     }
 
 
@@ -233,9 +256,9 @@ def limits(metrics: dict) -> str | None:
     return tables.limits(rows) if rows else None
 
 
-def open_questions(metrics: dict, verdict: dict) -> list[str]:
+def open_questions(told: list[dict], verdict: dict) -> list[str]:
     """The effects of factors and the verdicts that this run leaves open."""
-    divided = [claim for claim in metrics.get("claims") or [] if claim["about"] in ("gap", "factors")]
+    divided = [claim for claim in told if claim["about"] in ("gap", "factors")]
     lines = [claims.sentence(claim) for claim in divided if not claims.resolved(claim)]
     undecided = [row for row in verdict.get("cells") or [] if row["verdict"] == "INCONCLUSIVE"]
     needed = [row["windows_needed"] for row in undecided if row["windows_needed"] is not None]

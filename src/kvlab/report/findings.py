@@ -1,7 +1,7 @@
 """FINDINGS.md: templates over numbers, with the figures beside it.
 
 `write` turns ``metrics.json`` and ``verdict.json`` into one Markdown file. No numeral is typed into a
-template; every printed number comes out of `kvlab.report.format`. What compares engines is taken out
+template; every printed number comes out of `kvlab.pages.format`. What compares engines is taken out
 before anything is rendered when the engines do not agree, so no sentence can leak it.
 """
 
@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvlab.params import Params
-from kvlab.records import read_json, write_text
-from kvlab.report import figures
-from kvlab.report import format as fmt
+from kvlab.base.params import Params
+from kvlab.base.records import read_json, write_text
+from kvlab.pages import format as fmt
+from kvlab.pages.rendering import render
+from kvlab.pages.withheld import withheld_because, without_cross_engine
+from kvlab.report import figures, page
 from kvlab.report.contexts import report_context
-from kvlab.report.html import page
-from kvlab.report.rendering import render
-from kvlab.report.withheld import withheld_because, without_cross_engine
 
 GATE_PAGE = "GATE.md"
 WITHHELD = "Withheld: this run may not compare engines."
@@ -72,11 +71,11 @@ def write(
     drawable = {name: figures.drawable(name, shown) for name in figures.FIGURES}
     links = {name: f"figures/{name}.svg" if there else None for name, there in drawable.items()}
     # Rendered before any file is touched: a report that cannot be rendered leaves the old one whole.
-    text = render("findings.md.j2", **context, figures=links, page=out.name)
-    words = render("findings.md.j2", **context, figures=links, page=Path(html).name) if html else None
+    text = render("findings.md.j2", **context, figures=links, page=out.name, fold=True)
+    words = render("findings.md.j2", **context, figures=links, page=Path(html).name, fold=True) if html else None
     for name in figures.FIGURES:
         hidden = withheld and figures.drawable(name, metrics)
         figures.write(name, shown, out.parent / "figures", WITHHELD if hidden else figures.NOT_MEASURED)
     if html:
-        page.write(html, words, shown, out.parent / "figures")
+        page.write(html, words, shown)
     write_text(out, text)

@@ -11,31 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlab.experiments.plans.mitigations import read_choice
-from kvlab.params import Params
-from kvlab.records import machine
-from kvlab.report.gather import Results, gather
-from kvlab.report.studies.agreement import (
-    agreement_claims,
-    agreement_entry,
-    baseline_entry,
-    floor_entry,
-    peer_entries,
-)
-from kvlab.report.studies.calibration import codebook_entries, read_codebooks, sigma_entry
-from kvlab.report.studies.cells import cell_claims, cell_entry, studied_cells
-from kvlab.report.studies.gap import factors_entry, gap_claims, gap_entry
-from kvlab.report.studies.layers import additivity_entries, layer_claims, layer_entries
-from kvlab.report.studies.mitigations import mitigation_claims, mitigation_entries
-from kvlab.report.studies.noise import (
+from kvlab.base.params import Params
+from kvlab.base.records import machine
+from kvlab.pages.format import refuse_non_finite
+from kvlab.report.calibration import codebook_entries, read_codebooks, sigma_entry
+from kvlab.report.schema import VERSION, checked, told
+from kvlab.stats.bootstrap import Bootstrap
+from kvlab.studies.baseline.numbers import agreement_entry, baseline_entry, floor_entry, peer_entries
+from kvlab.studies.cells.numbers import cell_entries
+from kvlab.studies.factors.numbers import factors_entry, gap_entry
+from kvlab.studies.gather import Results, gather
+from kvlab.studies.layers.numbers import additivity_entries, layer_entries
+from kvlab.studies.mitigations.numbers import mitigation_entries
+from kvlab.studies.mitigations.plan import read_choice
+from kvlab.studies.noise.numbers import (
     closure_entries,
-    noise_claims,
     noise_entries,
     noise_slope_entries,
     structure_entries,
 )
-from kvlab.report.studies.residual import residual_claims, residual_entries
-from kvlab.stats.bootstrap import Bootstrap
+from kvlab.studies.residual.numbers import residual_entries
 
 
 @dataclass(frozen=True)
@@ -45,15 +40,15 @@ class Sources:
     Parameters
     ----------
     baseline, jobs : sequence of Path
-        JSON records of ``kvlab baseline`` and ``kvlab measure``, each with its parquet beside it.
+        JSON records of ``kvlab step baseline`` and ``kvlab step measure``, each with its parquet beside it.
     codebooks : sequence of Path
-        JSON of ``kvlab codebooks``, one per study and origin.
+        JSON of ``kvlab step codebooks``, one per study and origin.
     sigmas : sequence of Path
-        JSON sidecars of ``kvlab sigma``, one per engine.
+        JSON sidecars of ``kvlab step sigma``, one per engine.
     residual : sequence of Path
-        JSON records of ``kvlab residual``, one per engine, each with its parquet beside it.
+        JSON records of ``kvlab step residual``, one per engine, each with its parquet beside it.
     choice : Path
-        JSON of ``kvlab choose``.
+        JSON of ``kvlab step choose``.
     """
 
     baseline: Sequence[Path]
@@ -80,7 +75,7 @@ def build(params: Params, sources: Sources) -> dict:
 
     Raises
     ------
-    kvlab.errors.Fault, kvlab.errors.UserError
+    kvlab.base.errors.Fault, kvlab.base.errors.UserError
         Whatever `gather` refuses, and codebooks or sidecars of another model or recipe.
     """
     choice = read_choice(sources.choice)
@@ -89,7 +84,8 @@ def build(params: Params, sources: Sources) -> dict:
     codebooks = read_codebooks(sources.codebooks, params, results)
     agreement, why = agreement_entry(params, results, boot)
     residual = residual_entries(params, sources.residual, results.provenance, boot)
-    return {
+    found = {
+        "schema_version": VERSION,
         "identity": identity_entry(params, results, codebooks),
         "settings": settings_entry(params),
         "sizes": {
@@ -107,7 +103,7 @@ def build(params: Params, sources: Sources) -> dict:
         "agreement_why": why,
         "gap": gap_entry(params, results, boot),
         "factors": factors_entry(params, results, boot),
-        "cells": [cell_entry(params, results, boot, measured) for measured in studied_cells(params, results)],
+        "cells": cell_entries(params, results, boot),
         "layers": layer_entries(params, results, boot),
         "additivity": additivity_entries(params, results, boot),
         "noise": noise_entries(params, results, boot),
@@ -118,20 +114,13 @@ def build(params: Params, sources: Sources) -> dict:
         "mitigations": mitigation_entries(params, results, boot, choice),
         "codebooks": codebook_entries(codebooks, results),
         "sigma": sigma_entry(sources.sigmas, results, boot),
-        "claims": [
-            *gap_claims(params, results, boot),
-            *agreement_claims(params, results, boot),
-            *cell_claims(params, results, boot),
-            *layer_claims(params, results, boot),
-            *noise_claims(params, results, boot),
-            *residual_claims(residual),
-            *mitigation_claims(params, results, boot, choice),
-        ],
     }
+    refuse_non_finite(found, "metrics")
+    return told(checked(found, "what was measured"))
 
 
 def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> dict:
-    """What every number was measured on, and the recipes behind the recipe ids.
+    """What every number was measured on, and the recipe of each recipe id.
 
     `model` is where the model was read from, `slug` the name of its folder of results.
     `calibration_corpus_hash` is the hash of the windows file that the calibration read; equal to

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvlab.errors import StorageError
-from kvlab.records import atomic, file_hash, read_json, write_json, write_text
+from kvlab.base.errors import StorageError
+from kvlab.base.records import atomic, file_hash, read_json, write_json, write_text
+from kvlab.pages import format as fmt
+from kvlab.pages import parts as tables
+from kvlab.pages.rendering import render
+from kvlab.pages.withheld import withheld_because, without_cross_engine
 from kvlab.report import contexts, figures
-from kvlab.report import format as fmt
-from kvlab.report.rendering import render
-from kvlab.report.tables import parts as tables
-from kvlab.report.withheld import withheld_because, without_cross_engine
+from kvlab.studies.factors import tables as factors
 
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 NUMBERS, PICTURE = "docs/headline.json", "docs/headline.svg"
@@ -95,8 +96,8 @@ def block(headline: dict) -> str:
         "headline.md.j2",
         withheld=headline["withheld"],
         kl=kl,
-        low=f"({tables.corner(gap['low'])})" if gap else None,
-        high=f"({tables.corner(gap['high'])})" if gap else None,
+        low=f"({factors.corner(gap['low'])})" if gap else None,
+        high=f"({factors.corner(gap['high'])})" if gap else None,
         unit=tables.KL_UNIT,
         model=headline["identity"]["model"],
         corpus=headline["identity"]["corpus"],
@@ -132,7 +133,7 @@ def read(readme: Path) -> str:
 
 
 def split(text: str, readme: Path) -> tuple[str, str, str]:
-    """The text before the block, the block without its markers, the text behind it."""
+    """The text before the block, the block without its markers, the text after it."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise StorageError(
             f"{readme} has no place for the headline; put the lines {BEGIN} and {END} where it belongs, once"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlab.errors import Fault
+from kvlab.base.errors import Fault
 
 
 def summary(metrics: dict) -> dict:

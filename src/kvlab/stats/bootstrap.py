@@ -19,7 +19,7 @@ from statistics import NormalDist
 import numpy as np
 from scipy.special import stdtrit
 
-from kvlab.errors import Fault, MixedIdentity, NonFinite
+from kvlab.base.errors import Fault, MixedIdentity, NonFinite
 
 FEWEST_FOR_BCA = 8
 _NORMAL = NormalDist()
@@ -66,7 +66,7 @@ class Column:
     key : str
         Digest of every (window, position); two columns are paired when their keys are equal.
     n_tokens : int
-        Tokens behind the sums.
+        Tokens that the sums are over.
     """
 
     sums: np.ndarray

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvlab.errors import Fault, NonFinite
+from kvlab.base.errors import Fault, NonFinite
 
 ROUNDING = 1e-12
 
@@ -44,45 +44,89 @@ def token_record(
     Fault
         When shapes do not agree or a label is outside the vocabulary.
     """
-    _check_shapes(ref_logits, alt_logits, labels)
-    _check_finite(ref_logits, "reference", chunk)
-    _check_finite(alt_logits, "alternative", chunk)
-    rows = range(0, labels.numel(), chunk)
-    parts = [_chunk(*(t[i : i + chunk] for t in (ref_logits, alt_logits, labels))) for i in rows]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return Reference(ref_logits, labels, chunk=chunk).compare(alt_logits)
 
 
-def _chunk(ref: torch.Tensor, alt: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    labels = labels.to(ref.device, torch.int64)
-    log_p = torch.log_softmax(ref.to(torch.float64), dim=-1)
-    log_q = torch.log_softmax(alt.to(log_p.device, torch.float64), dim=-1)
-    column = labels[:, None]
-    p_max, top1_ref = log_p.max(dim=-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
-    record = {
-        "label": labels.to(torch.int32),
-        "nll_ref": -log_p.gather(1, column)[:, 0],
-        "nll_alt": -log_q.gather(1, column)[:, 0],
-        "kl": torch.where(kl > -ROUNDING, kl.clamp(min=0), kl),
-        "top1_ref": top1_ref.to(torch.int32),
-        "top1_alt": log_q.argmax(dim=-1).to(torch.int32),
-        "p_ref_max": p_max.exp(),
-    }
-    return {name: values.cpu() for name, values in record.items()}
+class Reference:
+    """A prediction that several others are compared with: its half of `token_record`, computed once.
+
+    Parameters
+    ----------
+    logits : Tensor [tokens, vocabulary], any floating dtype
+        Row t predicts ``labels[t]``.
+    labels : Tensor [tokens], integer
+    chunk : int
+        Rows that are compared at a time; the reference itself is held in float64, twice ``tokens x vocabulary x 8``
+        bytes.
+
+    Attributes
+    ----------
+    logits : Tensor
+        As given.
+
+    Raises
+    ------
+    NonFinite
+        With the count, when a logit is NaN or infinite.
+    Fault
+        When shapes do not agree or a label is outside the vocabulary.
+    """
+
+    @torch.no_grad()
+    def __init__(self, logits: torch.Tensor, labels: torch.Tensor, *, chunk: int = 32):
+        _check_labels(logits, labels)
+        _check_finite(logits, "reference")
+        self.logits, self._labels = logits, labels.to(logits.device, torch.int64)
+        self._spans = [slice(i, i + chunk) for i in range(0, labels.numel(), chunk)]
+        self._log_p = [torch.log_softmax(logits[span].to(torch.float64), dim=-1) for span in self._spans]
+        self._p = [log_p.exp() for log_p in self._log_p]
+        best = [log_p.max(dim=-1) for log_p in self._log_p]
+        column = self._labels[:, None]
+        self._own = {
+            "label": self._labels.to(torch.int32).cpu(),
+            "nll_ref": -torch.cat([p.gather(1, column[s]) for s, p in zip(self._spans, self._log_p, strict=True)])[
+                :, 0
+            ],
+            "top1_ref": torch.cat([top for _, top in best]).to(torch.int32).cpu(),
+            "p_ref_max": torch.cat([most for most, _ in best]).exp().cpu(),
+        }
+        self._own["nll_ref"] = self._own["nll_ref"].cpu()
+
+    @torch.no_grad()
+    def compare(self, alternative: torch.Tensor) -> dict[str, torch.Tensor]:
+        """See `token_record`; `alternative` are logits of the same rows."""
+        if alternative.shape != self.logits.shape:
+            raise Fault(
+                f"logits {list(alternative.shape)}; expected are {list(self.logits.shape)}, as of the reference"
+            )
+        _check_finite(alternative, "alternative")
+        parts = [self._chunk(i, alternative[span]) for i, span in enumerate(self._spans)]
+        return self._own | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _chunk(self, number: int, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        log_p, p = self._log_p[number], self._p[number]
+        log_q = torch.log_softmax(rows.to(log_p.device, torch.float64), dim=-1)
+        kl = (p * (log_p - log_q)).sum(dim=-1)
+        record = {
+            "nll_alt": -log_q.gather(1, self._labels[self._spans[number]][:, None])[:, 0],
+            "kl": torch.where(kl > -ROUNDING, kl.clamp(min=0), kl),
+            "top1_alt": log_q.argmax(dim=-1).to(torch.int32),
+        }
+        return {name: values.cpu() for name, values in record.items()}
 
 
-def _check_shapes(ref: torch.Tensor, alt: torch.Tensor, labels: torch.Tensor) -> None:
-    if ref.ndim != 2 or ref.shape != alt.shape or labels.shape != ref.shape[:1] or not labels.numel():
+def _check_labels(logits: torch.Tensor, labels: torch.Tensor) -> None:
+    if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.numel():
         raise Fault(
-            f"logits {list(ref.shape)} and {list(alt.shape)} with labels {list(labels.shape)}; "
-            "expected [tokens, vocabulary] twice and [tokens], at least one token"
+            f"logits {list(logits.shape)} with labels {list(labels.shape)}; expected [tokens, vocabulary] and [tokens],"
+            " at least one token"
         )
     low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= ref.shape[1]:
-        raise Fault(f"labels run from {low} to {high}, the vocabulary from 0 to {ref.shape[1] - 1}")
+    if low < 0 or high >= logits.shape[1]:
+        raise Fault(f"labels run from {low} to {high}, the vocabulary from 0 to {logits.shape[1] - 1}")
 
 
-def _check_finite(logits: torch.Tensor, name: str, chunk: int) -> None:
-    wrong = sum(int((~torch.isfinite(rows)).sum()) for rows in logits.split(chunk))
-    if wrong:
-        raise NonFinite(f"{wrong} of {logits.numel()} {name} logits are NaN or infinite")
+def _check_finite(logits: torch.Tensor, name: str) -> None:
+    finite = torch.isfinite(logits)
+    if not finite.all():
+        raise NonFinite(f"{int((~finite).sum())} of {logits.numel()} {name} logits are NaN or infinite")

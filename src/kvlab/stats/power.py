@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from kvlab.errors import Fault
+from kvlab.base.errors import Fault
 from kvlab.stats.bootstrap import Column, Estimate
 
 
@@ -68,7 +68,7 @@ def windows_needed(width: float, distance: float, n_windows: int) -> int | None:
     distance : float
         From the value to the boundary that this end must not cross.
     n_windows : int
-        Windows behind `width`.
+        Windows that `width` comes from.
     """
     if not distance > 0:
         return None

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvlab.base.model import ModelInfo, resolve
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.paging.config import PagerConfig
-from kvlab.model import ModelInfo, resolve
 
 
 @pytest.fixture(scope="session")

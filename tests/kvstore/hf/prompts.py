@@ -18,7 +18,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [chance.randrange(VOCABULARY) for _ in range(length)]
 
 
-def behind(tokens: list[int], *args, **settings) -> PagedRun:
+def run_after(tokens: list[int], *args, **settings) -> PagedRun:
     """A run that has prefilled these."""
     run = PagedRun(*args, **settings)
     run.extend(tokens)

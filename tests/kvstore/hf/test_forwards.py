@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.errors import ModelError, PagerError, UnknownName, UserError
+from kvlab.base.errors import ModelError, PagerError, UnknownName, UserError
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.residency import build
-from kvstore.hf.prompts import POLICIES, behind, prompt, same_chunks
+from kvstore.hf.prompts import POLICIES, prompt, run_after, same_chunks
 
 
 def test_decoding_writes_what_the_model_writes(model, roomy):
     tokens = prompt(50)
-    run = behind(tokens, model, roomy)
+    run = run_after(tokens, model, roomy)
     ours = run.decode(20)
     theirs = model.model.generate(
         torch.tensor([tokens]), attention_mask=torch.ones(1, 50), max_new_tokens=20, do_sample=False, pad_token_id=0
@@ -23,9 +23,9 @@ def test_decoding_writes_what_the_model_writes(model, roomy):
     assert ours.logits.shape == (20, 320) and ours.logits.argmax(-1).tolist() == list(ours.tokens)
 
 
-def test_decoding_ends_behind_a_stop_token(model, roomy):
-    whole = behind(prompt(50), model, roomy).decode(20).tokens
-    run = behind(prompt(50), model, roomy)
+def test_decoding_ends_after_a_stop_token(model, roomy):
+    whole = run_after(prompt(50), model, roomy).decode(20).tokens
+    run = run_after(prompt(50), model, roomy)
     ended = run.decode(20, stop={whole[4]})
     assert ended.tokens == whole[: whole.index(whole[4]) + 1] and len(ended.logits) == len(ended.tokens)
     assert run.decode(1).tokens[0] == whole[len(ended.tokens)]
@@ -33,7 +33,7 @@ def test_decoding_ends_behind_a_stop_token(model, roomy):
 
 def test_pieces_that_meet_where_chunks_end_are_one(model, roomy):
     tokens = prompt(77)
-    whole, pieces = behind(tokens, model, roomy), PagedRun(model, roomy)
+    whole, pieces = run_after(tokens, model, roomy), PagedRun(model, roomy)
     for part in (tokens[:16], tokens[16:64], tokens[64:]):
         pieces.extend(part)
     assert torch.equal(whole.logits, pieces.logits) and same_chunks(whole, pieces)
@@ -42,22 +42,22 @@ def test_pieces_that_meet_where_chunks_end_are_one(model, roomy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bits_do_not_depend_on_the_blocks(model, small, policy):
-    run = behind(prompt(90), model, small, policy)
+    run = run_after(prompt(90), model, small, policy)
     for order in ([4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
-        other = behind(prompt(90), model, small, policy, block_order=order)
+        other = run_after(prompt(90), model, small, policy, block_order=order)
         assert torch.equal(run.logits, other.logits) and same_chunks(run, other)
         assert torch.equal(run.decode(20).logits, other.decode(20).logits)
         assert run.pager.resident == other.pager.resident
-        run = behind(prompt(90), model, small, policy)
+        run = run_after(prompt(90), model, small, policy)
 
 
 def test_slot_order_differs_by_rounding_alone(model, roomy):
-    logical = behind(prompt(90), model, roomy)
-    slots = behind(prompt(90), model, roomy, order="slot", block_order=range(31, -1, -1))
+    logical = run_after(prompt(90), model, roomy)
+    slots = run_after(prompt(90), model, roomy, order="slot", block_order=range(31, -1, -1))
     assert not torch.equal(logical.logits, slots.logits)
     assert torch.allclose(logical.logits, slots.logits, atol=1e-4)
     with pytest.raises(UnknownName, match="order"):
-        behind([1], model, roomy, order="random")
+        run_after([1], model, roomy, order="random")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -72,16 +72,16 @@ def test_a_small_pool_holds_its_invariants(model, small, policy):
 
 
 def test_policies_keep_different_chunks(model, small):
-    kept = {policy: behind(prompt(120), model, small, policy, every=8).pager.resident for policy in POLICIES}
+    kept = {policy: run_after(prompt(120), model, small, policy, every=8).pager.resident for policy in POLICIES}
     assert kept["lru"] == (0, 11, 12, 13, 14) and len(set(kept.values())) >= 4
 
 
 def test_a_policy_of_another_run_brings_no_keys(model, small):
     policy = build("qk", model.geometry(8))
-    behind(prompt(60, 1), model, small, policy)
+    run_after(prompt(60, 1), model, small, policy)
     stale = set(policy.scorer.keys)
-    again = behind(prompt(90), model, small, policy)
-    fresh = behind(prompt(90), model, small, "qk")
+    again = run_after(prompt(90), model, small, policy)
+    fresh = run_after(prompt(90), model, small, "qk")
     assert stale and not stale & set(policy.scorer.keys) and set(policy.scorer.keys) == set(again.chain)
     assert torch.equal(again.logits, fresh.logits) and again.pager.ledger() == fresh.pager.ledger()
 
@@ -110,8 +110,8 @@ def test_attention_reads_what_is_in_the_pool_and_nothing_else(model, small, poli
 
 @pytest.mark.parametrize("policy", ["lru", "qk", "oracle"])
 def test_a_fork_goes_its_own_way(model, small, policy):
-    run = behind(prompt(70), model, small, policy)
-    twin, whole = run.fork(), behind(prompt(70), model, small, policy)
+    run = run_after(prompt(70), model, small, policy)
+    twin, whole = run.fork(), run_after(prompt(70), model, small, policy)
     twin.extend(prompt(30, 5))
     assert run.tokens == prompt(70) and torch.equal(run.decode(20).logits, whole.decode(20).logits)
     assert run.pager.ledger() == whole.pager.ledger() and twin.tokens == prompt(70) + prompt(30, 5)
@@ -133,7 +133,7 @@ class TestRefusals:
         assert run.tokens == [] and run.pager.length == 0
 
     def test_more_tokens_than_positions(self, model):
-        run = behind(prompt(250), model, PagerConfig(pool_tokens=512, chunk_tokens=16))
+        run = run_after(prompt(250), model, PagerConfig(pool_tokens=512, chunk_tokens=16))
         with pytest.raises(ModelError, match="257 tokens are more than the model's 256"):
             run.decode(7)
         with pytest.raises(ModelError, match="256"):
@@ -141,7 +141,7 @@ class TestRefusals:
         assert len(run.decode(6).tokens) == 6
 
     def test_a_run_whose_forward_failed(self, model, roomy, monkeypatch):
-        run = behind(prompt(20), model, roomy)
+        run = run_after(prompt(20), model, roomy)
 
         def fail(*_, **__):
             raise MemoryError
@@ -159,21 +159,21 @@ class TestExact:
     """How far a cold run would have the same bits."""
 
     def test_tokens_that_were_decoded_are_not(self, model, roomy):
-        run = behind(prompt(50), model, roomy)
+        run = run_after(prompt(50), model, roomy)
         run.decode(30)
         run.extend(prompt(40))
         assert run.exact == 48 and len(run.chain) == 15
 
     def test_nor_are_those_of_a_chunk_that_came_in_pieces(self, model, roomy):
-        run = behind(prompt(50), model, roomy)
+        run = run_after(prompt(50), model, roomy)
         run.extend(prompt(50))
-        cold = behind(prompt(50) * 2, model, roomy)
+        cold = run_after(prompt(50) * 2, model, roomy)
         assert run.exact == 48 and cold.exact == 96
 
     @pytest.mark.parametrize("hand", ["pin", "page_out", "page_in", "set_scores", "reselect"])
     def test_nor_what_was_read_of_a_pool_that_was_changed_by_hand(self, model, small, hand):
-        """What the run read while all its chunks were there stays; behind that, no cold run has this pool."""
-        run = behind(prompt(56), model, small, "qk")
+        """What the run read while all its chunks were there stays; after that, no cold run has this pool."""
+        run = run_after(prompt(56), model, small, "qk")
         assert run.exact == 56 and not run.by_hand
         {
             "pin": lambda: run.pager.pin(8, 9),
@@ -187,7 +187,7 @@ class TestExact:
         assert run.exact == 40
 
     def test_while_everything_is_in_the_pool_hands_change_nothing(self, model, roomy):
-        run = behind(prompt(48), model, roomy, "qk")
+        run = run_after(prompt(48), model, roomy, "qk")
         run.pager.pin(8, 9)
         run.reselect()
         run.extend(prompt(16))

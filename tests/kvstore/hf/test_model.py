@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import tiny
-from kvlab.errors import CapabilityError, ModelError, NonFinite, UnknownName
+from kvlab.base.errors import CapabilityError, ModelError, NonFinite, UnknownName
+from kvlab.base.model import resolve
+from kvlab.base.params import Model
 from kvlab.kvstore.hf.model import PagedModel, mask
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.snapshot.identity import differences
 from kvlab.kvstore.snapshot.reasons import Code
-from kvlab.model import resolve
-from kvlab.params import Model
 from kvstore.hf.prompts import prompt
 
 
@@ -55,7 +55,7 @@ def test_a_query_reads_what_stands_at_or_before_it_in_whatever_column():
 
 
 def test_positions_are_those_of_the_whole_context_not_of_the_pool(model, small, roomy):
-    """What is behind an evicted chunk is not moved up: its K is the one that the whole context has, in layer 0."""
+    """What is after an evicted chunk is not moved up: its K is the one that the whole context has, in layer 0."""
     tokens = prompt(100)
     less, all_ = PagedRun(model, small), PagedRun(model, roomy)
     less.extend(tokens)

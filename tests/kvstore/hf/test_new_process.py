@@ -14,12 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 import kvlab
+from kvlab.base.model import load_tokenizer, resolve
+from kvlab.base.params import Model
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
-from kvlab.model import load_tokenizer, resolve
-from kvlab.params import Model
-from kvstore.hf.prompts import POLICIES, behind, prompt
+from kvstore.hf.prompts import POLICIES, prompt, run_after
+
+pytestmark = pytest.mark.full
 
 ELSEWHERE = """
 import json, sys, torch
@@ -28,8 +30,8 @@ from safetensors.torch import save_file
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.restore import restore
-from kvlab.model import resolve
-from kvlab.params import Model
+from kvlab.base.model import resolve
+from kvlab.base.params import Model
 
 out, threads = Path(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(threads)
@@ -72,7 +74,7 @@ class Job:
         prompts = []
         for number, one in enumerate(self.conversations):
             path = folder / f"{name}-{number}.kv"
-            behind(one.old, self.model, self.config, one.policy, every=self.every).save(path)
+            run_after(one.old, self.model, self.config, one.policy, every=self.every).save(path)
             prompts.append({"tokens": one.tokens, "policy": one.policy, "snapshot": str(path)})
         info = self.model.info
         return {

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import tiny
-from kvlab.errors import CapabilityError, LayoutMismatch
+from kvlab.base.errors import CapabilityError, LayoutMismatch
+from kvlab.base.model import resolve
+from kvlab.base.params import Model
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.queries import LastQueries, attention_mass
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
-from kvlab.model import resolve
-from kvlab.params import Model
-from kvstore.hf.prompts import behind, prompt
+from kvstore.hf.prompts import prompt, run_after
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
@@ -21,7 +21,7 @@ def test_mass_is_that_of_the_models_own_attention(kind, tmp_path):
     """Projection, norm, rotation, grouping and scaling of the queries are all right, or this is wrong."""
     info = resolve(Model(path=str(tiny.write_model(tmp_path, kind)), n_layers=3))
     model, tokens = PagedModel.load(info, attention="eager"), prompt(45)
-    run = behind(tokens, model, PagerConfig(pool_tokens=64, chunk_tokens=8), "oracle")
+    run = run_after(tokens, model, PagerConfig(pool_tokens=64, chunk_tokens=8), "oracle")
     with torch.no_grad():
         attended = model.model(torch.tensor([tokens]), output_attentions=True).attentions
     theirs = torch.stack(attended)[:, 0, :, -1].mean((0, 1)).split(8)
@@ -31,7 +31,7 @@ def test_mass_is_that_of_the_models_own_attention(kind, tmp_path):
 
 
 def test_mass_counts_evicted_chunks(model, small):
-    run = behind(prompt(96), model, small, "oracle", every=8)
+    run = run_after(prompt(96), model, small, "oracle", every=8)
     assert len(run.pager.resident) < run.pager.sealed == 12
     mass = torch.tensor([entry.score for entry in run.pager.ledger().entries])
     gone = [chunk for chunk in range(12) if chunk not in run.pager.resident]
@@ -55,26 +55,26 @@ def test_no_query_was_seen(model):
 
 
 def test_hooks_are_gone_when_a_forward_is_over(model, small):
-    behind(prompt(20), model, small, "qk")
+    run_after(prompt(20), model, small, "qk")
     assert not any(module._forward_hooks for module in model.model.modules())
 
 
 @pytest.mark.parametrize("every, at", [(8, 40), (16, 32), (64, 0)])
 def test_scores_are_made_when_a_multiple_is_reached_or_passed(model, small, every, at):
-    run = behind(prompt(45), model, small, "qk", every=every)
+    run = run_after(prompt(45), model, small, "qk", every=every)
     assert run._scored_at == at
     run.decode(100)
     assert run._scored_at == 145 // every * every
 
 
 def test_a_policy_without_eyes_is_never_asked(model, small):
-    run = behind(prompt(80), model, small, "lru", every=8)
+    run = run_after(prompt(80), model, small, "lru", every=8)
     assert all(entry.score is None for entry in run.pager.ledger().entries)
 
 
 def test_the_last_query_of_a_longer_forward_is_that_of_a_forward_of_its_own(model, roomy):
     tokens = prompt(24)
-    run = behind(tokens, model, roomy, "qk")
+    run = run_after(tokens, model, roomy, "qk")
     one = PagedRun(model, roomy, "qk")
     for token in tokens:
         one.extend([token])

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 import tiny
+from kvlab.base.errors import CapabilityError, SnapshotRefused, StorageError, UnknownName, UserError
+from kvlab.base.model import resolve
+from kvlab.base.params import Model
+from kvlab.base.recipe import IntStream, KltStream, Recipe
 from kvlab.calibration.load import load as load_calibration
-from kvlab.errors import CapabilityError, SnapshotRefused, StorageError, UnknownName, UserError
 from kvlab.kvstore.hf.comparison import compare, margin
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
@@ -24,10 +27,7 @@ from kvlab.kvstore.snapshot.format import Header
 from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.model import resolve
-from kvlab.params import Model
-from kvlab.recipe import IntStream, KltStream, Recipe
-from kvstore.hf.prompts import behind, prompt
+from kvstore.hf.prompts import prompt, run_after
 
 OLD = prompt(64)  # what the snapshots of these tests hold
 NEW = OLD + prompt(21, 1)
@@ -35,15 +35,15 @@ NEW = OLD + prompt(21, 1)
 
 @pytest.fixture
 def file(model, roomy, tmp_path):
-    return behind(OLD, model, roomy, salt="").save(tmp_path / "old.kv").path
+    return run_after(OLD, model, roomy, salt="").save(tmp_path / "old.kv").path
 
 
 @pytest.fixture(scope="module")
 def cold(model):
-    """Logits behind NEW from nothing."""
+    """Logits after NEW from nothing."""
     from kvlab.kvstore.paging.config import PagerConfig
 
-    return behind(NEW, model, PagerConfig(pool_tokens=256, chunk_tokens=8)).logits
+    return run_after(NEW, model, PagerConfig(pool_tokens=256, chunk_tokens=8)).logits
 
 
 class TestIdentity:
@@ -53,7 +53,7 @@ class TestIdentity:
         for seed in range(6):
             old = prompt(random.Random(seed).randrange(16, 100), seed)
             new = old + prompt(30, seed + 100)
-            path = behind(old, model, roomy).save(tmp_path / "s").path
+            path = run_after(old, model, roomy).save(tmp_path / "s").path
             warm = restore(model, new, path, roomy, mode="consume")
             assert warm.report.prefix_len == len(old) // 8 * 8 == len(new) - warm.report.tokens_prefilled
             cold = restore(model, new, path, roomy, mode="recompute")
@@ -64,7 +64,7 @@ class TestIdentity:
     def test_in_bfloat16(self, halved, roomy, tmp_path):
         for seed in range(5):
             old = prompt(70, seed)
-            path = behind(old, halved, roomy).save(tmp_path / "s").path
+            path = run_after(old, halved, roomy).save(tmp_path / "s").path
             found = restore(halved, old + prompt(20, 99), path, roomy, mode="verify", decode=64).report.comparison
             assert found.tokens_equal and found.steps == 64
 
@@ -96,7 +96,7 @@ class TestIdentity:
 class TestChoice:
     def test_the_longest_usable_prefix(self, model, roomy, tmp_path):
         for name, tokens in {"a": OLD[:24], "b": OLD[:48], "c": OLD[:40] + prompt(40, 7), "d": prompt(64, 8)}.items():
-            behind(tokens, model, roomy).save(tmp_path / name)
+            run_after(tokens, model, roomy).save(tmp_path / name)
         (tmp_path / ".e").write_bytes(b"being written")
         found = restore(model, NEW, tmp_path, roomy).report
         assert (found.prefix_len, found.snapshot, found.reasons) == (48, tmp_path / "b", ())
@@ -104,7 +104,7 @@ class TestChoice:
         assert restore(model, NEW, some, roomy).report.prefix_len == 40
 
     def test_of_equal_prefixes_the_one_nearest_to_a_cold_run(self, model, roomy, tmp_path, monkeypatch, cold):
-        run, recipe = behind(OLD, model, roomy), Recipe(k=IntStream(bits=8), v=IntStream(bits=8))
+        run, recipe = run_after(OLD, model, roomy), Recipe(k=IntStream(bits=8), v=IntStream(bits=8))
         coder = CodedChunks(model.geometry(8), recipe, placement="post_rope")
         run.save(tmp_path / "a", coder=coder, evidence=["0123456789ab"])
         assert restore(model, NEW, tmp_path, roomy).report.lossless is False
@@ -119,7 +119,7 @@ class TestChoice:
 
     def test_one_pool_whatever_the_candidates(self, model, roomy, tmp_path, monkeypatch):
         for name, length in {"a": 24, "b": 48, "c": 64}.items():
-            behind(OLD[:length], model, roomy).save(tmp_path / name)
+            run_after(OLD[:length], model, roomy).save(tmp_path / name)
         made, pool = [], chunks.Pool
         monkeypatch.setattr(chunks, "Pool", lambda *args: made.append(args) or pool(*args))
         assert restore(model, NEW, tmp_path, roomy, "qk").report.prefix_len == 64 and len(made) == 1
@@ -137,7 +137,7 @@ class TestChoice:
 
     def test_one_that_turns_out_damaged_leaves_the_next(self, model, roomy, tmp_path, cold):
         for name, length in {"short": 24, "long": 64}.items():
-            behind(OLD[:length], model, roomy).save(tmp_path / name)
+            run_after(OLD[:length], model, roomy).save(tmp_path / name)
         flip(tmp_path / "long", -40)
         found = restore(model, NEW, tmp_path, roomy)
         assert found.report.prefix_len == 24 and torch.equal(found.logits, cold)
@@ -245,7 +245,7 @@ class TestRefused:
         self.refused(model, file, roomy, codes=[code], cold=cold)
 
     def test_any_bit(self, model, roomy, file):
-        """Of 60 places drawn at random, the tail behind the shared prefix included."""
+        """Of 60 places drawn at random, the tail after the shared prefix included."""
         data, chance = file.read_bytes(), random.Random(0)
         for _ in range(60):
             file.write_bytes(data)
@@ -266,7 +266,7 @@ class TestCoded:
     @pytest.mark.parametrize("placement", ["pre_rope", "post_rope"])
     def test_with_a_codec_that_reads_no_calibration(self, model, roomy, tmp_path, recipe, placement):
         coder = CodedChunks(model.geometry(8), recipe, placement=placement, turn=model.turn(64))
-        run = behind(OLD, model, roomy)
+        run = run_after(OLD, model, roomy)
         path = run.save(tmp_path / "coded", coder=coder).path
         refused = restore(model, NEW, path, roomy).report
         assert [code for code, _ in refused.reasons] == [Code.UNPROVEN] and recipe.recipe_id in refused.reasons[
@@ -280,7 +280,7 @@ class TestCoded:
 
     def test_what_was_read_from_one_is_not_saved_as_exact(self, model, roomy, tmp_path, recipe):
         coder = CodedChunks(model.geometry(8), recipe, placement="post_rope")
-        path = behind(OLD, model, roomy).save(tmp_path / "coded", coder=coder).path
+        path = run_after(OLD, model, roomy).save(tmp_path / "coded", coder=coder).path
         run = restore(model, NEW, path, roomy, mode="consume", unproven=True).run
         assert run.exact == 0
         for upto in (None, 64):
@@ -289,7 +289,7 @@ class TestCoded:
         assert not (tmp_path / "poison").exists()
 
     def test_where_k_cannot_be_turned_back_the_raw_one_is_used(self, model, roomy, tmp_path, recipe, monkeypatch, cold):
-        run = behind(OLD, model, roomy)
+        run = run_after(OLD, model, roomy)
         coder = CodedChunks(model.geometry(8), recipe, placement="pre_rope", turn=model.turn(64))
         run.save(tmp_path / "coded", coder=coder)
 
@@ -309,12 +309,12 @@ class TestCoded:
         fitted = load_calibration(tiny_fitted, info.model_hash)
         recipe = Recipe(k=KltStream(bits=6, block_size=64), v=KltStream(bits=6, block_size=64))
         coder = CodedChunks(model.geometry(8), recipe, fitted, turn=model.turn(96))
-        path = behind(OLD, model, roomy).save(tmp_path / "coded", coder=coder).path
+        path = run_after(OLD, model, roomy).save(tmp_path / "coded", coder=coder).path
         refused = restore(model, NEW, path, roomy, unproven=True).report
         assert [code for code, _ in refused.reasons] == [Code.CALIBRATION]
         found = restore(model, NEW, path, roomy, mode="verify", coder=coder, unproven=True).report
         assert found.prefix_len == 64 and found.comparison.max_abs_dlogit > 0
-        raw = behind(OLD, model, roomy).save(tmp_path / "raw").path
+        raw = run_after(OLD, model, roomy).save(tmp_path / "raw").path
         assert restore(model, NEW, raw, roomy, mode="verify", coder=coder).report.comparison.max_abs_dlogit == 0
 
 
@@ -345,15 +345,15 @@ class TestNumerics:
         self.inexact(restore(model, NEW, file, roomy), "threads", tmp_path / "mixed")
 
     def test_slot_order(self, model, roomy, tmp_path):
-        path = behind(OLD, model, roomy, order="slot").save(tmp_path / "s").path
+        path = run_after(OLD, model, roomy, order="slot").save(tmp_path / "s").path
         self.inexact(restore(model, NEW, path, roomy), "order", tmp_path / "mixed")
 
     def test_tokens_that_were_decoded(self, model, roomy, tmp_path):
-        path = behind(OLD, model, roomy).save(tmp_path / "s", made={"computed": "prefill, decode"}).path
+        path = run_after(OLD, model, roomy).save(tmp_path / "s", made={"computed": "prefill, decode"}).path
         self.inexact(restore(model, NEW, path, roomy), "computed", tmp_path / "mixed")
 
     def test_one_that_does_not_say(self, model, roomy, tmp_path):
-        run = behind(OLD, model, roomy)
+        run = run_after(OLD, model, roomy)
         source = Source(model.identity(8), map(run.pager.payload, range(8)), Ledger((), 0), OLD)
         found = restore(model, NEW, save(tmp_path / "s", source).path, roomy)
         assert found.report.consumed and "engine" in found.report.other_numerics and found.run.exact == 0
@@ -364,7 +364,7 @@ class TestComparison:
 
     def forged(self, model, roomy, tmp_path, change):
         """A run from a snapshot with right checksums and other K and V."""
-        run = behind(OLD, model, roomy)
+        run = run_after(OLD, model, roomy)
         payloads = [run.pager.payload(chunk) for chunk in range(8)]
         change(payloads)
         source = Source(model.identity(8), payloads, Ledger((), 0), OLD)
@@ -387,21 +387,21 @@ class TestComparison:
         assert (comparison.max_abs_dlogit > 0 and comparison.first_divergence is None) or not comparison.tokens_equal
 
     def test_another_pool(self, model, small, roomy):
-        found = compare(behind(OLD, model, roomy), behind(OLD, model, small), 3)
+        found = compare(run_after(OLD, model, roomy), run_after(OLD, model, small), 3)
         assert not found.residency_equal
 
-    def test_only_runs_behind_the_same_tokens(self, model, roomy):
-        for other in (behind(NEW, model, roomy), PagedRun(model, roomy)):
+    def test_only_runs_after_the_same_tokens(self, model, roomy):
+        for other in (run_after(NEW, model, roomy), PagedRun(model, roomy)):
             with pytest.raises(UserError, match="same prefilled tokens"):
-                compare(behind(OLD, model, roomy), other, 3)
+                compare(run_after(OLD, model, roomy), other, 3)
 
     def test_at_the_models_last_position(self, model, roomy):
-        run = behind(prompt(255), model, roomy)
+        run = run_after(prompt(255), model, roomy)
         assert compare(run, run.fork(), 16).steps == 2
 
 
 def test_saving_more_than_is_exact_is_refused(model, roomy, tmp_path):
-    run = behind(prompt(30), model, roomy)
+    run = run_after(prompt(30), model, roomy)
     run.decode(20)
     assert run.save(tmp_path / "s").manifest.length == 24
     assert run.save(tmp_path / "s", upto=23).manifest.length == 16

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from codec import ladder_making
+from kvlab.base.recipe import Recipe
+from kvlab.cache.hf_rope import RopeTurn, rotate
 from kvlab.calibration.load import Calibrated
-from kvlab.engines.hf_rope import RopeTurn, rotate
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.payload import CodedChunks
-from kvlab.recipe import Recipe
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=16, dtype="float32", chunk_tokens=16)
 CHUNKS = 3

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import google_crc32c
 
+from kvlab.base.recipe import canonical
 from kvlab.kvstore.snapshot.format import DIGEST_BYTES, HEADER, MAGIC, RECORD, U32, VERSION, Header
-from kvlab.recipe import canonical
 
 
 @dataclass(frozen=True)

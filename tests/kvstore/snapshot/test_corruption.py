@@ -13,13 +13,13 @@ import google_crc32c
 import pytest
 import torch
 
-from kvlab.errors import SnapshotRefused, StorageError
+from kvlab.base.errors import SnapshotRefused, StorageError
+from kvlab.base.recipe import canonical
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import DIGEST_BYTES, Header
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.write import save
-from kvlab.recipe import canonical
 from kvstore.snapshot import making
 from kvstore.snapshot.forging import Parts
 from kvstore.snapshot.making import CHUNKS, GEOMETRY
@@ -331,7 +331,7 @@ def test_who_has_the_last_chunk_has_an_undamaged_file(good, tmp_path):
             next(stream)
 
 
-def test_damage_behind_a_prefix(good, tmp_path):
+def test_damage_after_a_prefix(good, tmp_path):
     header = Header.read(good)
     (tmp_path / "bad").write_bytes(flipped(good, 8 * (header.digest_at - 1)))
     with read.open(tmp_path / "bad") as snapshot:

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from kvlab.errors import ModelError
+from kvlab.base.errors import ModelError
+from kvlab.base.model import resolve
+from kvlab.base.params import Model
+from kvlab.base.recipe import HadamardStream, IdentityStream, IntStream, Recipe
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.identity import CodecIdentity, differences, identity_of, rope_of
 from kvlab.kvstore.snapshot.reasons import Code
-from kvlab.model import resolve
-from kvlab.params import Model
-from kvlab.recipe import HadamardStream, IdentityStream, IntStream, Recipe
 from kvstore.snapshot import making
 from kvstore.snapshot.making import CHUNKS, GEOMETRY
 

@@ -1,4 +1,4 @@
-"""What two manifests say of the last bits of their numbers, and what is said of one behind the other."""
+"""What two manifests say of the last bits of their numbers, and what is said of one after the other."""
 
 from __future__ import annotations
 

@@ -11,11 +11,7 @@ import torch
 
 from codec import ladder_making
 from codec.accidents import damaged, resealed
-from kvlab.codec.base import Site
-from kvlab.codec.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
-from kvlab.codec.names import UNSTORED
-from kvlab.codec.registry import build
-from kvlab.errors import (
+from kvlab.base.errors import (
     CalibrationMismatch,
     CapabilityError,
     NonFinite,
@@ -24,12 +20,16 @@ from kvlab.errors import (
     StreamError,
     UserError,
 )
+from kvlab.base.recipe import IDENTITY, IdentityStream, IntStream, KltStream, NoiseStream, Recipe
+from kvlab.codec.base import Site
+from kvlab.codec.names import UNSTORED
+from kvlab.codec.registry import build
+from kvlab.codec.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.payload import CodedChunks, RawChunks, coder_for
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.recipe import IDENTITY, IdentityStream, IntStream, KltStream, NoiseStream, Recipe
 from kvstore.snapshot import coding, making
 from kvstore.snapshot.coding import CHUNKS, GEOMETRY, LENGTH, payload
 from kvstore.snapshot.forging import Parts
@@ -176,7 +176,7 @@ def test_what_a_payload_needs_is_asked_for(tmp_path):
 # -- what cannot be coded
 
 
-def test_k_behind_its_rotary_embedding_has_no_components():
+def test_k_after_its_rotary_embedding_has_no_components():
     with pytest.raises(CalibrationMismatch, match="fitted pre_rope only"):
         coding.coder("klt", placement="post_rope")
     klt_of_v = Recipe(k=IntStream(bits=4, group=8), v=KltStream(bits=4, block_size=32))

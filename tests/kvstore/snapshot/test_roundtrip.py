@@ -10,18 +10,19 @@ import weakref
 import google_crc32c
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.errors import LayoutMismatch, StorageError, UserError
+from kvlab.base.errors import LayoutMismatch, StorageError, UserError
+from kvlab.base.records import versions
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.chain import links
 from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.records import versions
 from kvstore.snapshot import making
 from kvstore.snapshot.making import CHUNKS, GEOMETRY
+from tiers import examples
 
 SIZE = GEOMETRY.chunk_tokens
 LENGTH = CHUNKS * SIZE
@@ -50,7 +51,7 @@ def contexts(draw):
 
 
 @given(contexts(), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_any_context_comes_back_upto_the_chunk_that_its_tokens_fill(folder, context, data):
     geometry, tokens, payloads, ledger = context
     upto = data.draw(st.integers(geometry.chunk_tokens, len(tokens)) | st.none())
@@ -210,7 +211,7 @@ def test_chunks_that_do_not_come_are_missed(tmp_path):
     refused(tmp_path, "chunk 5 of the 6 to be saved was never written", payloads=making.chunks(5))
 
 
-def test_chunks_behind_the_boundary_are_not_asked_for(tmp_path):
+def test_chunks_after_the_boundary_are_not_asked_for(tmp_path):
     def payloads():
         yield from making.chunks(2)
         raise AssertionError("the third chunk is not saved")

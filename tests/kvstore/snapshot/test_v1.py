@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from kvlab.errors import SnapshotRefused, StorageError
+from kvlab.base.errors import SnapshotRefused, StorageError
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot import read
@@ -141,7 +141,7 @@ def test_every_truncation(tmp_path):
 
 
 @pytest.mark.parametrize("tail", [b"\0", bytes(8), b"x" * 3000])
-def test_bytes_behind_the_ledger(tmp_path, tail):
+def test_bytes_after_the_ledger(tmp_path, tail):
     assert refused(tmp_path, blob(2) + tail) == Code.V1_TRAILING_BYTES
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.errors import SnapshotRefused
+from kvlab.base.errors import SnapshotRefused
+from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
-from kvlab.kvstore.paging.pager import Pager, PagerConfig
+from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import build
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import Header
 from kvlab.kvstore.snapshot.write import Source, save
 from kvstore import paging
 from kvstore.snapshot import making
+from tiers import examples
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=4, dtype="float32", chunk_tokens=4)
 CONFIG = PagerConfig(pool_tokens=32, chunk_tokens=4)
@@ -34,7 +36,7 @@ def restored(snapshot: read.Snapshot, pool_tokens: int = 32) -> Pager:
 
 
 @given(st.integers(4, 70), st.integers(1, 9))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_what_is_restored_is_saved_again_as_the_same_file(folder, length, step):
     """serialize(deserialize(b)) == b for any schedule, when the pool is as large as before."""
     rows = paging.random_bits(GEOMETRY, length)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from kvlab.errors import CapabilityError, ModelError
+from kvlab.base.errors import CapabilityError, ModelError
+from kvlab.base.recipe import RECIPE_VARIABLE
 from kvlab.kvstore.snapshot.identity import differences, identity_of
 from kvlab.kvstore.vllm.settings import Settings, transfer_config
-from kvlab.recipe import RECIPE_VARIABLE
 
 OWN = Settings("folder", chunk_tokens=16)
 SHARED = replace(OWN, across_engines=True)
@@ -20,7 +20,7 @@ SHARED = replace(OWN, across_engines=True)
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    """Imported late, and behind what must be set before vLLM is imported."""
+    """Imported late, and after what must be set before vLLM is imported."""
     import kvlab.engines.vllm_process  # noqa: F401
     from kvlab.kvstore.vllm import context
 

@@ -32,7 +32,7 @@ def identity(info):
 
 @torch.inference_mode()
 def greedy(model, tokens: list[int], cache: DynamicCache, begin: int = 0) -> list[int]:
-    """Tokens that transformers gives behind a prompt of which the cache holds the first `begin`."""
+    """Tokens that transformers gives after a prompt of which the cache holds the first `begin`."""
     given, answer = tokens[begin:], []
     for _ in range(STEPS):
         answer.append(model(torch.tensor([given]), past_key_values=cache).logits[0, -1].argmax().item())

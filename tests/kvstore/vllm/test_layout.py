@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvlab.errors import CapabilityError
+from kvlab.base.errors import CapabilityError
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
 from kvlab.kvstore.vllm.layout import PagedRows, found_out
 

@@ -22,7 +22,7 @@ BUSY = Reason(Cold.STORAGE, "too many open files")
 
 @pytest.fixture(scope="module")
 def vllm() -> SimpleNamespace:
-    """Imported late, and behind what must be set before vLLM is imported."""
+    """Imported late, and after what must be set before vLLM is imported."""
     import kvlab.engines.vllm_process  # noqa: F401
     from kvlab.kvstore.vllm import context, jobs, scheduler
 
@@ -43,7 +43,7 @@ def request(name: str = "a", tokens=PROMPT, **changes) -> SimpleNamespace:
 
 
 def step(planner, *requests):
-    """Behind this step the prompts have been computed."""
+    """After this step the prompts have been computed."""
     state = SimpleNamespace(get_block_ids=lambda name: ([1, 2],))
     scheduled = {one.request_id: one.num_prompt_tokens for one in requests}
     return planner.planned(SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state))

@@ -9,7 +9,7 @@ import pytest
 from kvstore.vllm.conftest import CHUNK, whole
 from kvstore.vllm.served import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 BLOCK = 64
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvlab.base.recipe import HadamardStream, Recipe
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import Header
 from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.recipe import HadamardStream, Recipe
 from kvstore.vllm.conftest import CHUNK, whole
 
 pytestmark = pytest.mark.engine

@@ -158,5 +158,5 @@ def test_what_the_manifest_says(engine, prompts):
     assert isinstance(identity, Identity) and identity.salt == "" and identity.geometry.chunk_tokens == CHUNK
 
 
-def test_the_cache_cannot_be_reset_behind_the_snapshots(engine):
+def test_the_cache_cannot_be_reset_while_snapshots_serve_it(engine):
     assert engine.ask("forget", connector=True)["reset"] is False

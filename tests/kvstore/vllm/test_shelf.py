@@ -5,16 +5,17 @@ from __future__ import annotations
 from itertools import takewhile
 from unittest.mock import Mock
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.errors import StorageError
+from kvlab.base.errors import StorageError
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save
 from kvlab.kvstore.vllm.cold import Cold
 from kvlab.kvstore.vllm.shelf import Match, Shelf
 from kvstore.snapshot import making
+from tiers import examples
 
 SIZE = making.GEOMETRY.chunk_tokens
 IDENTITY = making.identity()
@@ -31,7 +32,7 @@ def common(ours: list[int], theirs: list[int]) -> int:
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=SIZE, max_size=24), min_size=1, max_size=5), st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_no_snapshot_of_the_folder_holds_more(tmp_path_factory, contexts, data):
     folder = tmp_path_factory.mktemp("shelf")
     for number, tokens in enumerate(contexts):

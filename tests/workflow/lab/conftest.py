@@ -16,6 +16,8 @@ from types import ModuleType
 import pytest
 from ruamel.yaml import YAML
 
+from kvlab.studies.cells import params as cells
+
 ROOT = Path(__file__).resolve().parents[3]
 BIN = Path(sys.executable).parent
 STANDIN = Path(__file__).with_name("standin.py")
@@ -24,7 +26,7 @@ TIMEOUT = 600  # seconds; on a machine with nothing else to do each command need
 NOT_INHERITED = {"PYTHONPATH", "SNAKEMAKE_PROFILE"}  # they would run other code, or run it elsewhere
 WEIGHTS = 300_000  # repetitions of a model's name
 # Over workflow/presets/quick.yaml: one job for each study, so that a run costs little but starting Snakemake.
-SMALLER = {"engines": ["hf"], "jobs": {"cells_per_job": 256}}
+SMALLER = {"engines": ["hf"]}
 CELLS = {"k-only", "all-layers", "klt"}
 
 
@@ -147,17 +149,15 @@ def write_params(root: Path) -> None:
     yaml = YAML()
     params = yaml.load(root / "params.yaml")
     lay_over(params, yaml.load(root / "workflow/presets/quick.yaml"))
-    lay_over(params, SMALLER | {"cells": dict.fromkeys(params["cells"].keys() - CELLS)})
+    lay_over(params, SMALLER | {"cells": dict.fromkeys(sorted(cells.CELLS.keys() - CELLS))})
     yaml.dump(params, root / "params.yaml")
 
 
 def lay_over(old, new) -> None:
-    """Presets: mappings are merged, None takes an entry out, anything else replaces."""
+    """Presets: mappings are merged, anything else replaces."""
     for key, value in new.items():
-        if value is None:
-            old.pop(key)
-        elif isinstance(value, dict):
-            lay_over(old[key], value)
+        if isinstance(value, dict):
+            lay_over(old.setdefault(key, {}), value)
         else:
             old[key] = value
 

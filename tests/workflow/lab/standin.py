@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 MADE = {"calib", "results"}  # what verbs write; of other files, as a registry, only the bytes count
-GROUPS = ("gate", "kvstore")  # verbs that are followed by one
+GROUPS = ("gate",)  # verbs that are followed by one
 FIGURES = ("gap_shapley", "baseline", "cells", "layers", "noise", "residual", "d_eff", "mitigations")
 
 
@@ -26,25 +26,31 @@ def main():
     if not Path("src/kvlab/__main__.py").samefile(__file__):
         sys.exit(f"{__file__} is not the code of this folder")
     verb, words = sys.argv[1], sys.argv[2:]
+    if verb == "step":
+        verb, words = words[0], words[1:]
     if verb in GROUPS:
         verb, words = f"{verb}_{words[0]}", words[1:]
     flags = named(words)
-    out = Path(flags.pop("--out")[0])
+    jobs = flags.pop("--measure", [])
+    params = json.loads(flags.pop("--params", ["{}"])[0])
+    flags.pop("--store", None)  # where something lies decides nothing
+    folder = Path(flags.pop("--results", ["results"])[0])
+    outs = [folder / job.replace("/", f"/{params['model']['slug']}/") for job in jobs]
+    outs = [out.with_suffix(".parquet") for out in outs] or [Path(flags.pop("--out")[0])]
     with open(os.environ.get("STANDIN_TRACE", os.devnull), "a") as trace:
-        trace.write(f"{verb} {out}\n")
+        trace.write("".join(f"{verb} {out}\n" for out in outs))
     time.sleep(float(os.environ.get("STANDIN_SLEEP", 0)))
     if verb == os.environ.get("STANDIN_FAIL"):
         sys.exit(f"kvlab {verb}: failed, because STANDIN_FAIL says so")
-    params = json.loads(flags.pop("--params", ["{}"])[0])
-    made = ("--html", "--json", "--summary", *(["--current"] if verb == "gate_rows" else []))
+    made = ("--html", "--json", "--summary", *(["--current"] if verb == "rows" else []))
     beside = [Path(flags.pop(flag)[0]) for flag in made if flag in flags]
-    told = description(verb, params, flags)
-    for path in [*written(verb, out), *beside]:
+    told = description(verb, params, flags | {"--measure": jobs})
+    for path in [*(path for out in outs for path in written(verb, out)), *beside]:
         write(path, content(path, told | {"file": str(path)}))
 
 
 def named(words):
-    """The command line as {flag: its words}; those in front of every flag are under "files"."""
+    """The command line as {flag: its words}; those before every flag are under "files"."""
     flags = {"files": []}
     for word in words:
         if word.startswith("--"):
@@ -80,7 +86,7 @@ def written(verb, out):
     elif verb == "codebooks":
         beside = [f"{out.stem}/tables.safetensors"]
     elif verb == "gate_report":
-        beside = ["detection.svg", "detection.csv"]
+        beside = [f"{out.stem}-reasons.md", "detection.svg", "detection.csv"]
     elif verb == "report":
         beside = [f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "csv")]
     else:

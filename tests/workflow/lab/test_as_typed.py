@@ -6,6 +6,13 @@ Each test says which programs really ran: not what Snakemake or DVC print, but a
 from __future__ import annotations
 
 import json
+import re
+import sys
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.full
 
 REPORT = "results/gap/FINDINGS.md"
 SIGMA = "calib/sigma/reference/hf.safetensors"
@@ -13,10 +20,10 @@ CORPUS, CAPTURE = "calib/corpus/reference/windows.safetensors", "calib/capture/r
 TO_SIGMA = [f"capture {CAPTURE}", f"corpus {CORPUS}", f"sigma {SIGMA}"]
 STUDIES = ("restore", "policy", "bitplanes", "placement")  # of the KV store
 OUTSIDE_THE_REPORT = [
-    "measure results/ladder/reference/hf-float32-0.parquet",
+    "jobs results/ladder/reference/hf-float32-0.parquet",
     "planted results/planted",
-    *(f"kvstore_{study} results/kvstore/{study}/reference.json" for study in STUDIES),
-    *(f"kvstore_page results/kvstore/{study.upper()}.md" for study in STUDIES),
+    *(f"{study} results/kvstore/{study}/reference.json" for study in STUDIES),
+    *(f"page results/kvstore/{study.upper()}.md" for study in STUDIES),
 ]
 
 
@@ -24,7 +31,7 @@ def test_dvc_repro_makes_everything_once(reproduced):
     ran = reproduced.ran(forget=False)
     assert len(ran) == len(set(ran))
     verbs = {line.partition(" ")[0] for line in ran}
-    assert {"corpus", "capture", "codebooks", "measure", "residual", "metrics", "verdict", "report"} <= verbs
+    assert {"corpus", "capture", "codebooks", "choose", "jobs", "residual", "metrics", "verdict", "report"} <= verbs
     assert {*TO_SIGMA, *OUTSIDE_THE_REPORT} <= set(ran)
 
 
@@ -52,11 +59,43 @@ def test_a_second_dvc_repro_runs_nothing_and_what_was_deleted_comes_back(lab, re
 
 
 def test_dvc_repro_of_a_stage_runs_what_it_needs_and_no_more(lab, reproduced):
-    lab.change("params.yaml", "ridge: 0.001", "ridge: 0.002")
+    lab.change("params.yaml", "\n  engines:", "\n  ridge: 0.002\n  engines:")  # of the calibration
     lab.run("dvc", "repro", "sigma")
     assert lab.ran() == TO_SIGMA[:1] + TO_SIGMA[2:]
     before, after = reproduced.files(), lab.files()
     assert before[SIGMA] != after[SIGMA] and before[REPORT] == after[REPORT]
+
+
+def test_the_stage_of_the_report_makes_what_snakemake_makes_for_it(lab, reproduced):
+    """Bare `dvc repro` makes what is outside of it, too."""
+    lab.change("params.yaml", "\n  engines:", "\n  ridge: 0.002\n  engines:")  # of the calibration
+    lab.run("dvc", "repro", "report")
+    ran = lab.ran()
+    assert "sigma " + SIGMA in ran and any(line.startswith("report ") for line in ran)
+    assert not set(OUTSIDE_THE_REPORT) & set(ran)
+
+
+def dry(lab, *command) -> list[str]:
+    """The stages that a dry run of DVC names, as `make setup` puts it in place."""
+    said = lab.run(sys.executable, "workflow/scripts/dvc_dry.py", *command, "--dry")
+    return re.findall(r"^Running stage '(\w+)'", said, re.MULTILINE)
+
+
+def test_a_dry_run_in_a_fresh_clone_names_every_stage_and_makes_nothing(unrun, tmp_path):
+    lab = unrun.copy(tmp_path)
+    every = set(yaml.safe_load((lab.root / "dvc.yaml").read_text())["stages"])
+    assert every - set(dry(lab, "repro")) == set()
+    assert every - set(dry(lab, "exp", "run", "-S", "bits=4")) == set()
+    assert set(dry(lab, "repro", "sigma")) == {"code", "corpus", "capture", "sigma"}
+    assert lab.ran() == [] and lab.files() == {} and lab.run("git", "status", "--short") == ""
+
+
+def test_a_dry_run_beside_results_names_what_would_run(lab):
+    assert dry(lab, "repro") == []
+    named = dry(lab, "exp", "run", "--allow-missing", "-S", "bits=4")
+    assert {"codebooks", "choice", "measure", "gap", "report"} <= set(named)
+    assert not {"code", "corpus", "capture", "sigma", "components", "planted"} & set(named)
+    assert lab.ran() == [] and lab.run("git", "status", "--short") == ""
 
 
 def test_dvc_shows_metrics_and_plots(lab):

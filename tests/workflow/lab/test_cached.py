@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def clone(lab, tmp_path):
@@ -23,16 +25,16 @@ def test_a_clone_restores_the_report_without_running_anything(clone, reproduced)
     clone.run("dvc", "repro", "--pull", "--allow-missing")
     said = clone.run(sys.executable, "workflow/scripts/ci_cached.py", "--require-cached")
     assert clone.ran() == []
-    assert "0 run." in said and all(f"\n  {stage} " in said for stage in ("corpus", "cells", "report"))
+    assert "0 run." in said and all(f"\n  {stage} " in said for stage in ("corpus", "measure", "report"))
     findings = "results/gap/FINDINGS.md"
     assert clone.files()[findings] == reproduced.files()[findings]
 
 
 def test_a_comment_does_not_cost_a_clone_its_cached_results(clone):
-    (clone.root / "src/kvlab/codec/block.py").open("a").write("\n# a comment\n")
+    (clone.root / "src/kvlab/codec/block/codec.py").open("a").write("\n# a comment\n")
     said = clone.run(sys.executable, "workflow/scripts/ci_cached.py", "--require-cached")
     assert clone.ran() == [] and "1 run." in said and re.search(r"^  code +run$", said, re.MULTILINE)
-    (clone.root / "src/kvlab/codec/block.py").open("a").write("\nNEW = 1\n")
+    (clone.root / "src/kvlab/codec/block/codec.py").open("a").write("\nNEW = 1\n")
     refused = clone.attempt(sys.executable, "workflow/scripts/ci_cached.py", "--require-cached")
     assert refused.returncode == 1 and clone.ran() == []
     assert refused.stderr.splitlines()[-1].startswith("error: stage codebooks would have to run: ")

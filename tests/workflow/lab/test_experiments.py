@@ -11,12 +11,14 @@ from itertools import product
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 MODELS, BITS = ("reference", "other"), (2, 3, 4)
 # Verbs whose jobs do not depend on bits: their results are those of the run before.
 WITHOUT_BITS = {"corpus", "needles", "capture", "sigma", "components", "planted"}
-WITHOUT_BITS |= {f"kvstore_{verb}" for verb in ("restore", "policy", "bitplanes", "placement", "page")}
-WITHOUT_BITS |= {"mechanisms", "gate_rows", "gate_report"}  # the gate's rows have bits of their own
-LADDER = "measure results/ladder/"  # has bits of its own
+WITHOUT_BITS |= {"restore", "policy", "bitplanes", "placement", "page"}
+WITHOUT_BITS |= {"rows", "gate_report"}  # the gate's rows have bits of their own
+LADDER = "jobs results/ladder/"  # has bits of its own
 PATIENCE = 1800  # seconds, for the whole queue
 PENDING = re.compile("Queued|Running")  # in `dvc queue status`; workers take a moment to report themselves
 # Every result of some revisions, from DVC's cache and not from the workspace.
@@ -80,7 +82,7 @@ def test_other_bits_run_what_depends_on_bits(other_bits, reproduced):
     _, ran, files = other_bits
     everything = reproduced.ran(forget=False)
     kept = [line for line in everything if line.partition(" ")[0] in WITHOUT_BITS or line.startswith(LADDER)]
-    assert {line.partition(" ")[0] for line in kept} == WITHOUT_BITS | {"measure"}
+    assert {line.partition(" ")[0] for line in kept} == WITHOUT_BITS | {"jobs"}
     assert ran == sorted(set(everything) - set(kept))
     before = reproduced.files()
     assert {name for name in files if files[name] != before[name]} >= {"results/gap/FINDINGS.md"}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 import yaml
 
+pytestmark = pytest.mark.full
+
 ALL = ("results/gap/FINDINGS.md", "ladder", "planted", "restore", "policy", "bitplanes", "placement")
-CODED = {"codebooks_study", "baseline_run", "residual_engine", "mitigations_choice"}
-CODED |= {f"{study}_job" for study in ("factors", "cells", "layers", "noise", "mitigations")}
+CODED = {"codebooks_study", "residual_engine", "choice_layers", "measure_hf_float32"}
 REPORTED = {"gap_metrics", "gap_verdict", "report_comparison", "report_lead"}
-JUDGED = {"mechanisms_job", "gate_rows", "gate_report"}
+JUDGED = {"measure_hf_mechanisms", "gate_rows", "gate_report"}
 
 
 def planned(lab):
@@ -59,18 +61,18 @@ def test_other_bits_rerun_no_capture_and_no_sigma(lab):
 
 
 def test_a_codec_file_reruns_what_uses_it(lab):
-    rung, block = "src/kvlab/codec/ladder/kivi.py", "src/kvlab/codec/block.py"
+    rung, block = "src/kvlab/codec/ladder/kivi.py", "src/kvlab/codec/block/codec.py"
     (lab.root / rung).open("a").write("\nNEW = 1\n")
-    assert planned(lab) == JUDGED | {"ladder_job", "restore_job", "restore_page", "report_lead"}
-    assert changed(lab) == depending(lab, rung) == {"ladder", "mechanisms", "restore"}
+    assert planned(lab) == JUDGED | {"ladder_jobs", "restore_job", "restore_page", "report_lead"}
+    assert changed(lab) == depending(lab, rung) == {"ladder", "measure", "restore"}
     (lab.root / block).open("a").write("\nNEW = 1\n")
-    assert planned(lab) == CODED | REPORTED | JUDGED | {"ladder_job", "restore_job", "restore_page", "planted_report"}
+    assert planned(lab) == CODED | REPORTED | JUDGED | {"ladder_jobs", "restore_job", "restore_page", "planted_report"}
     assert changed(lab) == depending(lab, rung, block)
     assert not {"corpus", "capture", "sigma", "components", "needles", "report"} & changed(lab)
 
 
 def test_comments_and_times_rerun_nothing(lab):
-    for name in ("src/kvlab/codec/block.py", "workflow/rules/noise.smk", "params.yaml"):
+    for name in ("src/kvlab/codec/block/codec.py", "workflow/rules/choice.smk", "params.yaml"):
         (lab.root / name).open("a").write("\n# a comment\n")
     for path in (lab.root / "models").rglob("*.safetensors"):
         path.touch()
@@ -82,5 +84,5 @@ def test_comments_and_times_rerun_nothing(lab):
 
 
 def test_a_rule_reruns_its_stage(lab):
-    lab.change("workflow/rules/noise.smk", "mem_mb=8000", "mem_mb=8001")
-    assert changed(lab) == {"noise"}
+    lab.change("workflow/rules/choice.smk", "mem_mb=8000", "mem_mb=8001")
+    assert changed(lab) == {"choice"}

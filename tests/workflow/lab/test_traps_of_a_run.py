@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import yaml
+
+pytestmark = pytest.mark.full
 
 
 def test_a_run_leaves_nothing_that_dvc_does_not_know(reproduced):

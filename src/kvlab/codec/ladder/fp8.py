@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlab.codec.base import Arrays, Stats, finite, stored
-from kvlab.codec.token_blocks import TokenBlockCodec
+from kvlab.codec.ladder.token_blocks import TokenBlockCodec
 
 LARGEST = 448.0  # of e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), which has NaN but no infinity
 

@@ -1,6 +1,6 @@
 """Norm, random rotation, optimal scalar quantiser: the codec that any new system has to beat.
 
-The construction of TurboQuant (Zandieh et al. 2025, arXiv 2504.19874) in its MSE form: behind a random
+The construction of TurboQuant (Zandieh et al. 2025, arXiv 2504.19874) in its MSE form: after a random
 rotation the coordinates of a unit vector are nearly Gaussian, so one Lloyd-Max table serves all.
 """
 
@@ -11,11 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.codec import packing, quantizer
+from kvlab.base.recipe import HadamardStream
+from kvlab.codec import quantizer
 from kvlab.codec.base import Arrays, Stats, StreamCalibration, stored
 from kvlab.codec.ladder import halves, spread
-from kvlab.codec.token_blocks import TokenBlockCodec
-from kvlab.recipe import HadamardStream
+from kvlab.codec.ladder.token_blocks import TokenBlockCodec
+from kvlab.codec.stream import packing
 
 
 class HadamardCodec(TokenBlockCodec):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlab.codec.base import Arrays, Stats
 from kvlab.codec.ladder import uniform
-from kvlab.codec.token_blocks import TokenBlockCodec
+from kvlab.codec.ladder.token_blocks import TokenBlockCodec
 
 
 class IntCodec(TokenBlockCodec):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvlab.codec import rotation
-from kvlab.codec.packing import bits_for
 from kvlab.codec.products import product
+from kvlab.codec.stream.packing import bits_for
 
 
 def width(head_dim: int, least: int = 1) -> int:

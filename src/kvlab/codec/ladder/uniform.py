@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.codec import packing
 from kvlab.codec.base import Arrays, stored
 from kvlab.codec.ladder import halves
+from kvlab.codec.stream import packing
 
 
 def write(rows: Tensor, group: int, bits: int, layer: int) -> Arrays:

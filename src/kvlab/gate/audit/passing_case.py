@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvlab.base.recipe import IDENTITY
 from kvlab.gate import registry
 from kvlab.gate.audit import published_rules
 from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE
 from kvlab.gate.evidence import build
-from kvlab.recipe import IDENTITY
 
 MODEL = "reference"
 TOKENS, VALUES, FIRES, ITEMS = 4096, 2**20, 96, 400

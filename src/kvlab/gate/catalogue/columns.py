@@ -71,7 +71,7 @@ class Column:
 
     @property
     def kebab(self) -> str:
-        """The name in configurations and, behind two dashes, as a flag."""
+        """The name in configurations and, after two dashes, as a flag."""
         return self.name.replace("_", "-")
 
     @property

@@ -10,19 +10,12 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, WithJsonSchema, create_model
 
-from kvlab.gate.catalogue.columns import (
-    BY_NAME,
-    COLUMNS,
-    DECLARED,
-    MOST_CHARACTERS,
-    Column,
-    Group,
-)
+from kvlab.base.recipe import Frozen
+from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS, DECLARED, MOST_CHARACTERS, Column, Group
 from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE, fields
 from kvlab.gate.catalogue.strict import read_yaml
 from kvlab.gate.catalogue.values import CONTROL, OUTER_SPACE, RowError, Value, bounds, checked, parsed, shown
 from kvlab.gate.reasons import Reason
-from kvlab.recipe import Frozen
 
 SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 SQL_TYPES = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}

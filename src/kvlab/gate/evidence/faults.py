@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from kvlab.errors import suggestion
+from kvlab.base.errors import suggestion
+from kvlab.base.recipe import IDENTITY
+from kvlab.base.records import CANARY_MIN
 from kvlab.gate.evidence.measures import Measure
 from kvlab.gate.evidence.record import Evidence, EvidenceError, Observed, parse
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Eval, Mechanism, Registry
-from kvlab.recipe import IDENTITY
-from kvlab.records import CANARY_MIN
 
 BASELINE_RECIPE = IDENTITY.recipe_id  # a baseline codes nothing; anything else would flatter what is held against it
 NO_CODEC = (None, "", "identity")

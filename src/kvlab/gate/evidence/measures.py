@@ -15,8 +15,8 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from scipy.special import betaincinv, ndtri, stdtrit
 
-from kvlab.errors import MixedIdentity, NonFinite
-from kvlab.recipe import Frozen
+from kvlab.base.errors import MixedIdentity, NonFinite
+from kvlab.base.recipe import Frozen
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 
 CONFIDENCE = 0.95  # two-sided; either end alone is wrong at most half of the rest of the time
@@ -26,7 +26,7 @@ BOOTSTRAP = Bootstrap(resamples=2000, confidence=CONFIDENCE, seed=0)
 
 
 class Measure(Frozen):
-    """A value in its metric's unit, its 95 % interval, its standard error, and the items behind it."""
+    """A value in its metric's unit, its 95 % interval, its standard error, and the number of items."""
 
     model_config = ConfigDict(strict=True)
 

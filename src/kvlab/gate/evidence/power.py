@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvlab.errors import UserError
+from kvlab.base.errors import UserError
 from kvlab.gate.evidence.measures import CONFIDENCE, change_bounds, measured, paired, rate_bounds, rate_se
 from kvlab.gate.evidence.quality import is_beyond, is_within, judge, tolerance
 from kvlab.gate.registry.entries import Metric

@@ -35,9 +35,9 @@ from typing import Literal
 
 import numpy as np
 
+from kvlab.base.recipe import Frozen
 from kvlab.gate.evidence.measures import Measure
 from kvlab.gate.registry.entries import Metric
-from kvlab.recipe import Frozen
 from kvlab.stats.power import windows_needed
 
 Word = Literal["within", "open", "beyond"]

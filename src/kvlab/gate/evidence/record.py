@@ -14,10 +14,10 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from kvlab.errors import NonFinite, UserError, suggestion
+from kvlab.base.errors import NonFinite, UserError, suggestion
+from kvlab.base.recipe import Frozen, digest
 from kvlab.gate.catalogue.strict import read_json
 from kvlab.gate.evidence.measures import Count, Measure
-from kvlab.recipe import Frozen, digest
 
 
 class EvidenceError(UserError):
@@ -127,7 +127,7 @@ def read(path: Path | str) -> Evidence:
 
     Raises
     ------
-    kvlab.errors.StorageError
+    kvlab.base.errors.StorageError
         When the file cannot be read.
     kvlab.gate.catalogue.values.RowError
         When it is no JSON, gives a key twice, or holds NaN or infinity.
@@ -141,7 +141,7 @@ def read(path: Path | str) -> Evidence:
 
 
 def _complaints(error: ValidationError) -> str:
-    """What is wrong, unknown fields first: behind most missing ones stands a misspelt one."""
+    """What is wrong, unknown fields first: most missing ones are misspelt ones."""
     errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     found = [f"{'.'.join(map(str, e['loc'])) or 'the whole'} {_complaint(e)}" for e in errors]
     more = f"; and {len(found) - 3} more" if len(found) > 3 else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvlab.base.recipe import digest
 from kvlab.gate.registry.entries import Eval, Mechanism
-from kvlab.recipe import digest
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import dataclass
 
-from kvlab.errors import NonFinite, UnknownName
+from kvlab.base.errors import NonFinite, UnknownName
 from kvlab.gate.catalogue import TIERS
 from kvlab.gate.check import Claim, Report
 from kvlab.gate.evidence.quality import Judgement

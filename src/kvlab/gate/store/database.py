@@ -9,18 +9,30 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlab.errors import StorageError
+from kvlab.base.errors import StorageError
 from kvlab.gate.store import migrations
 
 TIMEOUT = 30.0  # seconds to wait for another process that writes
 PATIENCE = 1.0  # seconds at most to wait for the write-ahead log, which can do without
+# SQLite's primary result codes (sqlite.org/rescode.html); module `sqlite3` names them from Python 3.11 on
+ERROR, BUSY, LOCKED, READONLY, IOERR, CORRUPT, FULL, CANTOPEN, NOTADB = 1, 5, 6, 8, 10, 11, 13, 14, 26
 REASONS = {
-    sqlite3.SQLITE_FULL: "the disk is full",
-    sqlite3.SQLITE_IOERR: "the disk cannot be read or written",
-    sqlite3.SQLITE_READONLY: "it may only be read",
-    sqlite3.SQLITE_CANTOPEN: "it cannot be opened",
-    sqlite3.SQLITE_NOTADB: "it is no SQLite database",
-    sqlite3.SQLITE_CORRUPT: "it is damaged",
+    FULL: "the disk is full",
+    IOERR: "the disk cannot be read or written",
+    READONLY: "it may only be read",
+    CANTOPEN: "it cannot be opened",
+    NOTADB: "it is no SQLite database",
+    CORRUPT: "it is damaged",
+}
+MESSAGES = {  # what `sqlite3_errstr` says of them: all that Python 3.10 hands on
+    "database is locked": BUSY,
+    "database table is locked": LOCKED,
+    "attempt to write a readonly database": READONLY,
+    "disk I/O error": IOERR,
+    "database disk image is malformed": CORRUPT,
+    "database or disk is full": FULL,
+    "unable to open database file": CANTOPEN,
+    "file is not a database": NOTADB,
 }
 
 
@@ -127,7 +139,7 @@ def _log_ahead(connection: sqlite3.Connection, patience: float) -> None:
             connection.execute("PRAGMA journal_mode = WAL")
             return
         except sqlite3.OperationalError as error:
-            if _code(error) != sqlite3.SQLITE_BUSY:
+            if _code(error) != BUSY:
                 raise
         if time.monotonic() > deadline:
             return
@@ -145,7 +157,7 @@ def _told(path: Path, timeout: float) -> Iterator[None]:
     except (sqlite3.ProgrammingError, sqlite3.IntegrityError):
         raise
     except sqlite3.DatabaseError as error:
-        if _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        if _code(error) in (BUSY, LOCKED):
             raise StoreLocked(
                 f"{path} is locked by another process, {timeout:g} s were not enough; nothing was changed, try again"
             ) from error
@@ -155,4 +167,4 @@ def _told(path: Path, timeout: float) -> Iterator[None]:
 
 def _code(error: sqlite3.Error) -> int:
     """SQLite's primary result code."""
-    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    return getattr(error, "sqlite_errorcode", MESSAGES.get(str(error), ERROR)) & 0xFF

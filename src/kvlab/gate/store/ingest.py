@@ -11,9 +11,10 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 
-from kvlab.errors import NonFinite, UserError
+from kvlab.base.errors import NonFinite, UserError
+from kvlab.base.recipe import canonical, digest
 from kvlab.gate.catalogue import BY_NAME, Row, checked_row, sql_columns
 from kvlab.gate.catalogue.values import RowError, checked, shown
 from kvlab.gate.check import Report
@@ -21,7 +22,6 @@ from kvlab.gate.reasons import Reason
 from kvlab.gate.store.claims import ClaimRecord, recorded
 from kvlab.gate.store.database import Store
 from kvlab.gate.store.migrations import PUBLISHED_TABLE, quoted
-from kvlab.recipe import canonical, digest
 
 Place = tuple[str, str]  # run and row_id
 Disagreement = tuple[Place, ClaimRecord, ClaimRecord]  # what the store holds of a place, and what is said of it now
@@ -232,7 +232,7 @@ def _remove(connection: sqlite3.Connection, entries: list[StoredRow]) -> None:
 
 
 def _add(connection: sqlite3.Connection, entries: list[StoredRow]) -> None:
-    now = datetime.now(UTC).isoformat(timespec="seconds")
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     runs = sorted({entry.place[0] for entry in entries})
     connection.executemany(
         "INSERT INTO runs (run, ingested_at) VALUES (?, ?) ON CONFLICT DO NOTHING", ((run, now) for run in runs)

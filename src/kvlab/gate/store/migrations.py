@@ -1,6 +1,6 @@
 """The schema of the store, and how an older database becomes one: in place, by additions only, all or nothing.
 
-`PRAGMA user_version` counts the numbered migrations that a database has behind it. Columns are not numbered: which
+`PRAGMA user_version` counts the numbered migrations that a database has been through. Columns are not numbered: which
 ones a table needs is the catalogue's to say, and those that it lacks are added, so that a database that got only some
 of them is completed like any other. Nothing is renamed, dropped, copied or rewritten.
 
@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvlab.errors import StorageError
+from kvlab.base.errors import StorageError
 from kvlab.gate.catalogue import BY_NAME, sql_columns
 
 APPLICATION = 0x6B766C62  # `kvlb`: PRAGMA application_id, whose database this is

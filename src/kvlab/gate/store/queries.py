@@ -9,11 +9,11 @@ from pathlib import Path
 
 import polars as pl
 
-from kvlab.errors import StorageError, UnknownName
+from kvlab.base.errors import StorageError, UnknownName
+from kvlab.base.records import write_table
 from kvlab.gate.store.database import Store
 from kvlab.gate.store.migrations import PUBLISHED_TABLE, quoted
 from kvlab.gate.store.selection import condition, everything, groups, listed, published_columns, schema
-from kvlab.records import write_table
 
 OWN_FILES = ("", "-wal", "-shm", "-journal")
 """Endings of the store's own files: the database and what SQLite keeps beside it while it is open."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import polars as pl
 
-from kvlab.errors import UnknownName
+from kvlab.base.errors import UnknownName
 from kvlab.gate.catalogue import BY_NAME, PUBLISHED_NAMES, STATUSES, TIERS, groupable, sql_columns
 from kvlab.gate.catalogue.values import RowError, Value, checked, parsed
 from kvlab.gate.reasons import Reason

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from kvlab.errors import SnapshotRefused, UserError
+from kvlab.base.errors import SnapshotRefused, UserError
+from kvlab.base.records import versions
 from kvlab.kvstore.harness.arms import (
     ARMS,
     CONSUME,
@@ -31,7 +32,6 @@ from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.counts import counted
 from kvlab.kvstore.restore import restore
 from kvlab.kvstore.snapshot import read
-from kvlab.records import versions
 
 EVERY = 64  # tokens between two selections of a policy that scores
 MODES = {OFF: "recompute", CONSUME: "consume", VERIFY: "verify"}
@@ -44,7 +44,7 @@ class Attempt(Protocol):
         """One run in a mode of `restore.MODES`; the snapshot is None where there is to be none."""
 
     def setting(self) -> Mapping[str, str]:
-        """What it runs with just now; asked for behind every run."""
+        """What it runs with just now; asked for after every run."""
 
     def reach(self, snapshot: read.Snapshot, shared: int) -> int:
         """Of so many shared tokens, how many it has to take from the snapshot; fewer where its pool is small."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from kvlab.errors import CapabilityError
+from kvlab.base.errors import CapabilityError
 from kvlab.kvstore.paging.pager import Pager
 
 
@@ -36,7 +36,7 @@ class PagedCache(Cache):
         Parameters
         ----------
         key_states, value_states : Tensor
-            [1, kv_heads, n, head_dim], K behind the rotary embedding.
+            [1, kv_heads, n, head_dim], K after the rotary embedding.
         layer_idx : int
 
         Returns

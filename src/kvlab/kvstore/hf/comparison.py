@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvlab.errors import UserError
+from kvlab.base.errors import UserError
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.counts import counted
 
@@ -45,18 +45,18 @@ def compare(cold: PagedRun, warm: PagedRun, steps: int) -> Comparison:
     Parameters
     ----------
     cold, warm : PagedRun
-        Behind the same tokens, the last of which they prefilled.
+        After the same tokens, the last of which they prefilled.
     steps : int
         Tokens, from 1; fewer where the model has no more positions.
 
     Raises
     ------
     UserError
-        When they are not behind the same tokens, or have no logits.
+        When they are not after the same tokens, or have no logits.
     """
     counted("steps", steps, least=1)
     if cold.tokens != warm.tokens or cold.logits is None or warm.logits is None:
-        raise UserError("only runs behind the same prefilled tokens can be compared")
+        raise UserError("only runs after the same prefilled tokens can be compared")
     steps = min(steps, 1 + cold.model.info.max_positions - len(cold.tokens))
     noise, same_pool = 0.0, True
     for step in range(steps):

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from kvlab.engines.hf_cache import Shape, shape_of
-from kvlab.engines.hf_rope import CHANGING
-from kvlab.errors import CapabilityError
+from kvlab.base.errors import CapabilityError
+from kvlab.base.model import ModelInfo
+from kvlab.cache.hf_cache import Shape, shape_of
+from kvlab.cache.hf_rope import CHANGING
 from kvlab.kvstore.paging.geometry import DTYPES, named
 from kvlab.kvstore.snapshot.identity import rope_of
-from kvlab.model import ModelInfo
 
 MASKABLE = ("eager", "sdpa")  # attention that is given a mask of its own for every query and column
 OWN = ("torch.nn.", "transformers.")  # where the classes of a model's own layers are defined

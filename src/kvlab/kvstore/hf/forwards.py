@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.errors import PagerError, UserError
+from kvlab.base.errors import PagerError, UserError
 from kvlab.kvstore.hf.cache import PagedCache
 from kvlab.kvstore.hf.model import PagedModel, refuse_length, refuse_tokens
 from kvlab.kvstore.hf.queries import LastQueries, attention_mass
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.counts import counted
 from kvlab.kvstore.paging.geometry import K
-from kvlab.kvstore.paging.pager import Moves, Pager
+from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import Policy, Seen, build
+from kvlab.kvstore.paging.residents import Moves
 from kvlab.kvstore.paging.scorer import Scorer
 from kvlab.kvstore.snapshot.chain import links
 
@@ -88,7 +89,7 @@ class Forwards:
         """Tokens from the first on, whole chunks, that a cold run of the same tokens would leave in the same bits.
 
         And with the same chunks in the pool, where not all of them are. Tokens that were decoded, or prefilled in
-        several calls that do not meet where a chunk ends, came in other batch shapes, and what stands behind them
+        several calls that do not meet where a chunk ends, came in other batch shapes, and what stands after them
         read them. Neither is it known what a cold run would have in the pool, once chunks were moved, asked for,
         scored or pinned by hand, or restored from another pool.
         """
@@ -106,7 +107,7 @@ class Forwards:
 
     @property
     def logits(self) -> Tensor | None:
-        """float32 [vocab] behind the last token; None before the first forward."""
+        """float32 [vocab] after the last token; None before the first forward."""
         return self._last
 
     def extend(self, tokens: Sequence[int]) -> Tensor:
@@ -120,7 +121,7 @@ class Forwards:
         Returns
         -------
         Tensor
-            float32 [vocab], the logits behind the last token.
+            float32 [vocab], the logits after the last token.
 
         Raises
         ------
@@ -134,7 +135,7 @@ class Forwards:
         return self._last
 
     def score(self, tokens: Sequence[int]) -> Tensor:
-        """The same forwards, with the logits behind every token: float32 [len(tokens), vocab]."""
+        """The same forwards, with the logits after every token: float32 [len(tokens), vocab]."""
         return torch.cat([self._forward(part, keep=len(part)) for part in self._parts(tokens)])
 
     def check(self, tokens: Sequence[int]) -> None:
@@ -158,7 +159,7 @@ class Forwards:
         n : int
             Tokens, from 1.
         stop : collection of int
-            Tokens behind which decoding ends, themselves written.
+            Tokens after which decoding ends, themselves written.
 
         Raises
         ------

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from kvlab.base.errors import ModelError, NonFinite, UserError
+from kvlab.base.model import ModelInfo
+from kvlab.cache.hf_rope import RopeTurn, find_rotary, turns
 from kvlab.engines.capability import check
 from kvlab.engines.hf import HFEngine
-from kvlab.engines.hf_rope import RopeTurn, find_rotary, turns
 from kvlab.engines.hooks import attention_layers
-from kvlab.errors import ModelError, NonFinite, UserError
 from kvlab.kvstore.hf.fitness import refuse_unfit
 from kvlab.kvstore.hf.queries import LastQueries
 from kvlab.kvstore.paging.geometry import DTYPES, Geometry, named
 from kvlab.kvstore.snapshot.identity import Identity, identity_of, rope_of
-from kvlab.model import ModelInfo
 
 
 class PagedModel:
@@ -114,7 +114,7 @@ class PagedModel:
         return find_rotary(self.model, self.info.head_dim)
 
     def turn(self, tokens: int) -> RopeTurn:
-        """The rotary embedding of positions 0 to `tokens`: for a codec that sees K in front of it."""
+        """The rotary embedding of positions 0 to `tokens`: for a codec that sees K before it."""
         like = torch.empty(0, dtype=DTYPES[self.dtype], device=self.device)
         turn = turns(self.rotary, torch.arange(tokens, device=self.device)[None], like)[0]
         return RopeTurn(turn.cos.cpu(), turn.sin.cpu())  # payloads lie there
@@ -169,7 +169,7 @@ class PagedModel:
             )
         logits = output.logits[0].float()
         if not bool(torch.isfinite(logits).all()):
-            raise NonFinite(f"a logit behind tokens {start} to {start + len(tokens)} is NaN or infinite")
+            raise NonFinite(f"a logit after tokens {start} to {start + len(tokens)} is NaN or infinite")
         return logits
 
 
@@ -185,8 +185,8 @@ def mask(places: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
     ]
 
 
-def refuse_tokens(model: PagedModel, tokens: Sequence[int], behind: int = 0) -> None:
-    """Refuse what a model cannot prefill behind so many other tokens.
+def refuse_tokens(model: PagedModel, tokens: Sequence[int], earlier: int = 0) -> None:
+    """Refuse what a model cannot prefill after `earlier` other tokens.
 
     Raises
     ------
@@ -199,7 +199,7 @@ def refuse_tokens(model: PagedModel, tokens: Sequence[int], behind: int = 0) -> 
         raise UserError("no tokens were given; a forward takes at least one")
     if bad := [token for token in tokens if not 0 <= token < model.info.vocab_size]:
         raise UserError(f"token {bad[0]} is none of the model's {model.info.vocab_size}")
-    refuse_length(model, behind + len(tokens))
+    refuse_length(model, earlier + len(tokens))
 
 
 def refuse_length(model: PagedModel, length: int) -> None:

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kvlab.engines.hf_rope import turns
+from kvlab.base.errors import CapabilityError, LayoutMismatch
+from kvlab.base.model import ModelInfo
+from kvlab.cache.hf_rope import turns
 from kvlab.engines.hooks import attention_layers, installed
-from kvlab.errors import CapabilityError, LayoutMismatch
-from kvlab.model import ModelInfo
 
 
 class Watched(Protocol):
@@ -65,7 +65,7 @@ class LastQueries:
         Returns
         -------
         Tensor
-            float32 [layers, q_heads, head_dim] on the CPU, behind the rotary embedding.
+            float32 [layers, q_heads, head_dim] on the CPU, after the rotary embedding.
 
         Raises
         ------
@@ -81,7 +81,7 @@ class LastQueries:
 
 
 def projection(attention: nn.Module) -> nn.Module:
-    """What returns a layer's queries in front of the rotary embedding."""
+    """What returns a layer's queries before the rotary embedding."""
     return getattr(attention, "q_norm", None) or attention.q_proj
 
 
@@ -91,7 +91,7 @@ def attention_mass(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: fl
     Parameters
     ----------
     queries : Tensor
-        [layers, q_heads, head_dim], behind the rotary embedding.
+        [layers, q_heads, head_dim], after the rotary embedding.
     keys : Tensor
         [layers, kv_heads, tokens, head_dim], K of all tokens in logical order, in the same basis.
     chunk_tokens : int

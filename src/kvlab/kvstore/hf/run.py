@@ -9,18 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvlab.errors import SnapshotRefused, UserError
+from kvlab.base.errors import SnapshotRefused, UserError
 from kvlab.kvstore.hf.forwards import Decoded, Forwards
 from kvlab.kvstore.hf.model import PagedModel
-from kvlab.kvstore.hf.sameness import (
-    SCORED_AT,
-    expected,
-    numerics_of,
-    salts,
-    same_as_cold,
-    scored_at,
-    untouched,
-)
+from kvlab.kvstore.hf.sameness import SCORED_AT, expected, numerics_of, salts, same_as_cold, scored_at, untouched
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.counts import counted
 from kvlab.kvstore.paging.pager import Pager
@@ -47,7 +39,7 @@ class PagedRun(Forwards):
     policy : Policy or str
         A policy of this run alone, or the name of one, see `residency.build`.
     every : int
-        A policy that scores does so, and selects, behind each forward that reaches or passes a multiple of so many
+        A policy that scores does so, and selects, after each forward that reaches or passes a multiple of so many
         tokens.
     salt : str
         Keeps this context apart from others of the same tokens, see `Identity`.
@@ -145,7 +137,7 @@ class PagedRun(Forwards):
         order: str = "logical",
         block_order: Sequence[int] | None = None,
     ) -> tuple[PagedRun, Rebuilt | None]:
-        """A run that stands behind a snapshot's first tokens; it has logits after the next one.
+        """A run that stands after a snapshot's first tokens; it has logits after the next one.
 
         Whether a cold run would stand there too is said by `exact`, see `sameness`.
 
@@ -213,7 +205,7 @@ class PagedRun(Forwards):
         if self.other_numerics:
             return f"they follow a snapshot that was made with another {', '.join(self.other_numerics)}"
         return (
-            "what stands behind them was decoded, not prefilled in whole chunks, or read or changed by hand what a"
+            "what stands after them was decoded, not prefilled in whole chunks, or read or changed by hand what a"
             " cold run would not"
         )
 

@@ -1,4 +1,4 @@
-"""How far a snapshot's K and V, and what is in the pool behind them, are those of a cold run.
+"""How far a snapshot's K and V, and what is in the pool after them, are those of a cold run.
 
 A token's K and V depend on what was in the pool when it was computed. As long as every chunk is, the pool's size and
 policy make no difference, and a snapshot serves every run of the model. From the first token on that was computed
@@ -9,6 +9,7 @@ All this is to the bit where the numerics are the same, see `snapshot.numerics`.
 
 from __future__ import annotations
 
+from kvlab.base.records import versions
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.ledger import Entry, Ledger
@@ -16,7 +17,6 @@ from kvlab.kvstore.paging.residency import Policy
 from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity
 from kvlab.kvstore.snapshot.manifest import Manifest
 from kvlab.kvstore.snapshot.read import Snapshot
-from kvlab.records import versions
 
 SCORED_AT = "scored_at"  # in a manifest's `made`: tokens of the run when its chunks were last scored
 

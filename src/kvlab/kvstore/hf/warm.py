@@ -1,4 +1,4 @@
-"""Finding the snapshot with the longest prefix that may be used for a prompt, and a run that stands behind it."""
+"""Finding the snapshot with the longest prefix that may be used for a prompt, and a run that stands after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kvlab.errors import SnapshotRefused, StorageError, UserError
+from kvlab.base.errors import SnapshotRefused, StorageError, UserError
 from kvlab.kvstore.hf.model import PagedModel, refuse_tokens
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.hf.sameness import expected, numerics_of, salts, same_as_cold
@@ -94,7 +94,7 @@ class Request:
         return copy.deepcopy(self.policy)
 
     def warm(self, paths: Sequence[Path]) -> tuple[Standing | None, tuple[Reason, ...]]:
-        """A run behind the longest prefix there is, or every reason why there is none.
+        """A run after the longest prefix there is, or every reason why there is none.
 
         Of equal prefixes one without loss comes first, then one of the numerics of this run.
         """

@@ -100,7 +100,7 @@ class Chunks:
         return Entry(chunk.block is not None, chunk.score, chunk.last_use)
 
     def entries(self, numbers: Sequence[int]) -> list[tuple[int, Entry]]:
-        """The same of several, each behind its number."""
+        """The same of several, each after its number."""
         return [(number, self.entry(number)) for number in numbers]
 
     def touch(self, number: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlab.errors import ParamsError, PoolTooSmall
+from kvlab.base.errors import ParamsError, PoolTooSmall
 from kvlab.kvstore.paging.counts import counted
 
 
@@ -20,7 +20,7 @@ class PagerConfig:
     chunk_tokens : int
         As in the geometry.
     sink_chunks, tail_chunks : int
-        First chunks, and chunks in front of the head.
+        First chunks, and chunks before the head.
 
     Raises
     ------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlab.errors import ParamsError
+from kvlab.base.errors import ParamsError
 
 
 def counted(name: str, value: object, least: int = 0) -> int:

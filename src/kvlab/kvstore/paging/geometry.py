@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from kvlab.errors import LayoutMismatch, UnknownName
+from kvlab.base.errors import LayoutMismatch, UnknownName
 from kvlab.kvstore.paging.counts import counted
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -19,7 +19,7 @@ class Geometry:
     """Sizes of a paged KV cache.
 
     A chunk is `chunk_tokens` consecutive tokens of all layers. Its *payload* is a contiguous tensor of
-    `chunk_shape` on the CPU: the very bits that attention reads, K behind the rotary embedding.
+    `chunk_shape` on the CPU: the very bits that attention reads, K after the rotary embedding.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class Geometry:
 
 
 def named(dtype: torch.dtype) -> str:
-    """A dtype without torch in front."""
+    """A dtype's name without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from kvlab.errors import NonFinite, ParamsError
+from kvlab.base.errors import NonFinite, ParamsError
 from kvlab.kvstore.paging.counts import counted
 
 
@@ -73,7 +73,7 @@ class Ledger:
         return len(self.entries)
 
     def entry(self, chunk: int) -> Entry:
-        """What is known of a chunk; `UNKNOWN` behind the ledger's end."""
+        """What is known of a chunk; `UNKNOWN` after the ledger's end."""
         return self.entries[chunk] if chunk < len(self.entries) else UNKNOWN
 
     def upto(self, chunks: int) -> Ledger:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.errors import ParamsError
+from kvlab.base.errors import ParamsError
 from kvlab.kvstore.paging.geometry import Geometry, K, V
 
 

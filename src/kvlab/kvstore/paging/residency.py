@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvlab.errors import CapabilityError, UnknownName
+from kvlab.base.errors import CapabilityError, UnknownName
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Entry
@@ -29,7 +29,7 @@ class Seen:
     Parameters
     ----------
     queries : Tensor or None
-        [layers, q_heads, head_dim], behind the rotary embedding, in the basis of the stored K.
+        [layers, q_heads, head_dim], after the rotary embedding, in the basis of the stored K.
     chain : sequence of bytes
         Identity of each sealed chunk: the hash of all its tokens and of those before it.
     mass : sequence of float or None
@@ -66,7 +66,7 @@ class Policy(Protocol):
 class Lru:
     """The chunk that was asked for longest ago goes first.
 
-    As decoding asks for none but the newest, this is a window of recent chunks behind the sinks
+    As decoding asks for none but the newest, this is a window of recent chunks after the sinks
     (StreamingLLM, Xiao et al. 2024, arXiv 2309.17453, section 3.2).
     """
 
@@ -189,7 +189,7 @@ def worst_first(policy: Policy, entries: Iterable[tuple[int, Entry]]) -> list[in
 
 
 def staying(config: PagerConfig, entries: Sequence[Entry]) -> set[int]:
-    """Which chunks of a cache that ends behind these lie in its pool, by what the ledger says.
+    """Which chunks of a cache that ends after these lie in its pool, by what the ledger says.
 
     Those that it calls resident, the sinks and the tail. Where these are more than the pool has blocks, the
     protected ones stay, then those of the highest score, then those used last; one without a score counts as

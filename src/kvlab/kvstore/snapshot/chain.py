@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-from kvlab.errors import UserError
+from kvlab.base.errors import UserError
 
 DOMAIN = b"kvlab token chain 2\n"
 TOKEN = "I"  # C unsigned int
@@ -23,7 +23,7 @@ def root(salt: str = "") -> bytes:
 
 
 def links(tokens: Sequence[int], chunk_tokens: int, salt: str = "") -> tuple[bytes, ...]:
-    """The links of all whole chunks; tokens behind the last whole one count for nothing.
+    """The links of all whole chunks; tokens after the last whole one count for nothing.
 
     Parameters
     ----------

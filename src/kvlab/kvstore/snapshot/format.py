@@ -12,7 +12,7 @@ All integers are little-endian, and floats IEEE 754.
                 u32 crc of these bytes of the payload, u32 flags (1: resident, 2: has a score)
     tokens   := u32 * (chunks * chunk_tokens)
     payload  := the chunks one after the other, see `payload`
-    digest   := 32 bytes, SHA-256 of everything in front of it
+    digest   := 32 bytes, SHA-256 of everything before it
 
 Every crc is CRC-32C. What the header promises is held against the length of the file before anything else is read
 or allocated; no later read goes beyond it.
@@ -28,7 +28,7 @@ from typing import ClassVar, NamedTuple
 
 import google_crc32c
 
-from kvlab.errors import UserError
+from kvlab.base.errors import UserError
 from kvlab.kvstore.paging.ledger import Entry
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 
@@ -79,7 +79,7 @@ class Header:
 
     @property
     def digest_at(self) -> int:
-        """First byte behind the payload."""
+        """First byte after the payload."""
         return self.payload_at + self.payload_bytes
 
     @property

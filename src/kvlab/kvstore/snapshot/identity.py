@@ -12,12 +12,12 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from kvlab.errors import ModelError
+from kvlab.base.errors import ModelError
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import Frozen, IdentityStream, Placement, Recipe, canonical, digest
+from kvlab.base.records import file_hash, read_json
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.reasons import Code, Reason
-from kvlab.model import ModelInfo
-from kvlab.recipe import Frozen, IdentityStream, Placement, Recipe, canonical, digest
-from kvlab.records import file_hash, read_json
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 # Fields of config.json that say nothing about K and V; the dtype is that of the weights, the cache's own is Geometry's.
 IDLE_FIELDS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-DEFAULT_THETA = 10000.0  # transformers' own, for every architecture of `kvlab.model`
+DEFAULT_THETA = 10000.0  # transformers' own, for every architecture of `kvlab.base.model`
 
 
 class CodecIdentity(Frozen):
@@ -47,7 +47,7 @@ class CodecIdentity(Frozen):
     layers : tuple of int
         The coded ones, ascending; the others are stored as they are.
     placement : {"pre_rope", "post_rope"}
-        Whether K was turned back in front of its rotary embedding before it was coded.
+        Whether K was turned back to what it was before its rotary embedding, and so coded.
     calibration_hash : str or None
         Of the calibration's files; None when the recipe reads none.
     """

@@ -10,11 +10,11 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from kvlab.errors import KvlabError, UserError
+from kvlab.base.errors import KvlabError, UserError
+from kvlab.base.recipe import ID_LENGTH, Frozen, canonical
 from kvlab.kvstore.snapshot.format import MAX_MANIFEST
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.reasons import Code, Reason, refusal
-from kvlab.recipe import ID_LENGTH, Frozen, canonical
 
 EvidenceId = Annotated[str, Field(pattern=f"^[0-9a-f]{{{ID_LENGTH}}}$")]
 

@@ -30,7 +30,7 @@ def differing(was: Mapping[str, str], here: Mapping[str, str]) -> tuple[str, ...
 
 
 def mixed(was: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """`made` of what an engine computes behind such a snapshot: both where they differ, each value once.
+    """`made` of what an engine computes after such a snapshot: both where they differ, each value once.
 
     Parameters
     ----------
@@ -45,6 +45,6 @@ def _said(made: Mapping[str, str], name: str) -> str:
 
 
 def _joined(was: str, here: str) -> str:
-    """The snapshot's values in front of the engine's; one that the engine has met before stays where it is."""
+    """The snapshot's values before the engine's; one that the engine has met before stays where it is."""
     ours = here.split(THEN)
     return THEN.join([*(value for value in was.split(THEN) if value not in ours), *ours])

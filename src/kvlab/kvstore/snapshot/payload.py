@@ -1,7 +1,7 @@
 """A chunk's K and V as bytes: as they are, or coded by any codec of the ladder.
 
     raw   := the tensor [layers, 2, kv_heads, chunk_tokens, head_dim] as it lies in memory, little-endian
-    coded := frame of layer 0's K, frame of its V, frame of layer 1's K, ...; see `kvlab.codec.bitstream`
+    coded := frame of layer 0's K, frame of its V, frame of layer 1's K, ...; see `kvlab.codec.stream.bitstream`
 
 A chunk is coded by itself, so that a prefix can be read without what follows it. A codec whose blocks are longer
 than a chunk therefore codes shorter ones than elsewhere: evidence of what it costs is evidence at this chunk size.
@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab.base.errors import CapabilityError, ParamsError, StreamError, UserError
+from kvlab.base.recipe import IdentityStream, Placement, Recipe, StreamRecipe
+from kvlab.cache.coded_rows import Straight, Turn
 from kvlab.calibration.needs import needs_calibration
 from kvlab.codec.base import Codec, Site, StreamCalibration, all_finite
-from kvlab.codec.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
-from kvlab.codec.identity import IdentityCodec
+from kvlab.codec.controls.identity import IdentityCodec
 from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.registry import build
-from kvlab.engines.coded_rows import Straight, Turn
-from kvlab.errors import CapabilityError, ParamsError, StreamError, UserError
+from kvlab.codec.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity
-from kvlab.recipe import IdentityStream, Placement, Recipe, StreamRecipe
 
 
 class ChunkCoder(Protocol):
@@ -95,10 +95,10 @@ class CodedChunks:
     layers : iterable of int, optional
         The coded ones; all of them when left out. The others are stored as they are.
     placement : {"pre_rope", "post_rope"}
-        Whether K is turned back before it is coded. Calibrated components are those of K in front of the rotary
+        Whether K is turned back before it is coded. Calibrated components are those of K before the rotary
         embedding, so that ``klt`` needs ``pre_rope``.
     turn : Turn or None
-        The rotary embedding at the context's positions 0, 1, ..; `kvlab.engines.hf_rope.turns` makes one.
+        The rotary embedding at the context's positions 0, 1, ..; `kvlab.cache.hf_rope.turns` makes one.
 
     Raises
     ------
@@ -138,7 +138,7 @@ class CodedChunks:
             return Straight()
         if turn is None:
             raise ParamsError(
-                "K is coded in front of its rotary embedding, and no turn was given that takes it there; give the"
+                "K is coded before its rotary embedding, and no turn was given that takes it there; give the"
                 " model's own, or code with placement post_rope"
             )
         return turn

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from kvlab import lifeline
-from kvlab.records import storage_error
+from kvlab.base import lifeline
+from kvlab.base.records import storage_error
 
 RANDOM_BYTES = 8
 ABANDONED_S = 24 * 60 * 60  # seconds without a change

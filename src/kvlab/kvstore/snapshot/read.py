@@ -22,7 +22,7 @@ from typing import BinaryIO
 import google_crc32c
 from torch import Tensor
 
-from kvlab.errors import SnapshotRefused, StorageError, StreamError, UserError
+from kvlab.base.errors import SnapshotRefused, StorageError, StreamError, UserError
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot import chain
@@ -294,7 +294,7 @@ class Snapshot:
 
 
 def _refuse_damage(header: Header, said: bytes, index: bytes, ids: bytes) -> None:
-    """`SnapshotRefused` unless every section in front of the payload has its checksum."""
+    """`SnapshotRefused` unless every section before the payload has its checksum."""
     sections = (
         (said, header.manifest_crc, Code.MANIFEST_CHECKSUM, "manifest"),
         (index, header.index_crc, Code.INDEX_CHECKSUM, "index"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import NamedTuple
 
-from kvlab.errors import SnapshotRefused
+from kvlab.base.enums import StrEnum
+from kvlab.base.errors import SnapshotRefused
 
 
 class Code(StrEnum):

@@ -10,7 +10,7 @@ dimension and no dtype of V, and holds no checksum: the caller vouches for all o
 bit of the payload cannot be found. It holds no last use either, so that order is lost; all entries say 0. A chunk
 of zeros from end to end was never written (the published writer fills holes so) and comes back as None.
 
-Layout and rejections follow the description of the published `KvFlashPager::deserialize`; bytes behind the ledger, a
+Layout and rejections follow the description of the published `KvFlashPager::deserialize`; bytes after the ledger, a
 chunk of no bytes, counts without end and a ledger that is none are refused here and were not there.
 """
 
@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvlab.errors import SnapshotRefused, StorageError
+from kvlab.base.errors import SnapshotRefused, StorageError
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot.format import MAX_CHUNKS, PUBLISHED_MAGIC

@@ -20,7 +20,8 @@ from typing import BinaryIO
 import google_crc32c
 from torch import Tensor
 
-from kvlab.errors import StorageError, UserError
+from kvlab.base.errors import StorageError, UserError
+from kvlab.base.records import versions
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot.chain import links, token_bytes
 from kvlab.kvstore.snapshot.format import STEP, Header, Record, index_bytes
@@ -28,7 +29,6 @@ from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.manifest import Manifest, build
 from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks
 from kvlab.kvstore.snapshot.placing import placed
-from kvlab.records import versions
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Source:
     payloads : iterable of Tensor or None
         The context's chunks from the first on, at least those that are saved; None for one that was never written.
     ledger : Ledger
-        What is known of them; entries behind the saved ones are left out.
+        What is known of them; entries after the saved ones are left out.
     tokens : sequence of int
         The context's ids, whole chunks or not.
     """
@@ -66,7 +66,7 @@ class Saved:
     nbytes, payload_bytes : int
         Of the file, and of the K and V in it.
     digest : str
-        SHA-256 of everything in front of the digest in the file, 64 hexadecimal digits.
+        SHA-256 of everything before the digest in the file, 64 hexadecimal digits.
     """
 
     path: Path
@@ -142,7 +142,7 @@ def _length(tokens: Sequence[int], upto: int | None) -> int:
 
 
 def _written(file: BinaryIO, path: Path, manifest: Manifest, source: Source, coder: ChunkCoder) -> Saved:
-    """The payload first, for its length may show only then; then what stands in front of it; then the digest."""
+    """The payload first, for its length may show only then; then what stands before it; then the digest."""
     geometry, said = manifest.identity.geometry, manifest.pack()
     tokens = source.tokens[: manifest.length]
     chain = links(tokens, geometry.chunk_tokens, manifest.identity.salt)
@@ -181,7 +181,7 @@ def _put(file: BinaryIO, data: bytes) -> None:
 
 
 def _digest(file: BinaryIO, end: int) -> bytes:
-    """SHA-256 of the first `end` bytes of an open file, which then stands behind them."""
+    """SHA-256 of the first `end` bytes of an open file, which then stands after them."""
     state = hashlib.sha256()
     file.seek(0)
     for at in range(0, end, STEP):

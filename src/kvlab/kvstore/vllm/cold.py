@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
-from kvlab.errors import KvlabError, SnapshotRefused
+from kvlab.base.enums import StrEnum
+from kvlab.base.errors import KvlabError, SnapshotRefused
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 
 

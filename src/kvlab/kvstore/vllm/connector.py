@@ -6,8 +6,8 @@
 
     llm = LLM(model, kv_transfer_config=KVTransferConfig(**transfer_config("snapshots")))
 
-vLLM makes one connector beside its scheduler, and one beside its model. Everything happens inside a step: loads in
-front of its forward pass, saves behind it.
+vLLM makes one connector beside its scheduler, and one beside its model. Everything happens inside a step: loads
+before its forward pass, saves after it.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvlab.errors import CapabilityError
+from kvlab.base.errors import CapabilityError
+from kvlab.base.model import ModelInfo, locate, resolve
+from kvlab.base.params import Model
+from kvlab.base.recipe import RECIPE_VARIABLE, canonical
+from kvlab.base.records import read_json
 from kvlab.kvstore.paging.geometry import named
 from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, Identity, identity_of, rope_of
 from kvlab.kvstore.vllm.settings import Settings
-from kvlab.model import ModelInfo, locate, resolve
-from kvlab.params import Model
-from kvlab.recipe import RECIPE_VARIABLE, canonical
-from kvlab.records import read_json
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -78,7 +78,7 @@ def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
     CapabilityError
         When its cache is not a whole prefix of plain K and V on the CPU, or not the K and V of the model's files.
     ModelError
-        When the model has no tokenizer, or its architecture is none of `kvlab.model`.
+        When the model has no tokenizer, or its architecture is none of `kvlab.base.model`.
     """
     reasons = [*_of_engine(vllm_config), *_of_model(vllm_config.model_config), *_of_cache(kv_cache_config)]
     if reasons:

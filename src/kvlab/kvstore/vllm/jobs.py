@@ -62,7 +62,7 @@ class Save:
 
 @dataclass
 class Jobs(KVConnectorMetadata):
-    """What is to be done in one step of the engine: loads in front of the forward pass, saves behind it."""
+    """What is to be done in one step of the engine: loads before the forward pass, saves after it."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)

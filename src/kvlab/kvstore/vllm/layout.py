@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab.errors import CapabilityError
+from kvlab.base.errors import CapabilityError
 from kvlab.kvstore.paging.geometry import Geometry, named, same_bits
 
 BASE = 128  # of the digits in which a place is numbered; whole numbers below it are exact in every dtype
@@ -96,7 +96,7 @@ class PagedRows:
         return torch.stack(rows).contiguous()
 
     def write(self, block_ids: Sequence[int], start: int, chunk: Tensor, begin: int = 0) -> None:
-        """The inverse of `read`, without the tokens in front of position `begin`."""
+        """The inverse of `read`, without the tokens before position `begin`."""
         self.geometry.check_chunk(chunk)
         skipped = min(max(begin - start, 0), self.geometry.chunk_tokens)
         blocks, offsets = self._of(block_ids, start + skipped, start + self.geometry.chunk_tokens)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from kvlab.base.recipe import digest
 from kvlab.kvstore.snapshot import chain
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.reasons import Reason
@@ -18,7 +19,6 @@ from kvlab.kvstore.vllm.context import Context
 from kvlab.kvstore.vllm.jobs import Jobs, Load, Outcome, Outcomes, Save
 from kvlab.kvstore.vllm.settings import OURS, Wish
 from kvlab.kvstore.vllm.shelf import Match, Shelf
-from kvlab.recipe import digest
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -67,7 +67,7 @@ class Planner:
         self._writing: dict[Path, list[_Course]] = {}  # saves without an outcome yet, and who waits for it
 
     def matched(self, request: Request, local: int) -> int:
-        """How many tokens a snapshot holds behind the first `local` ones, which vLLM has; plans nothing yet."""
+        """How many tokens a snapshot holds after the first `local` ones, which vLLM has; plans nothing yet."""
         course = self._course(request)
         course.match, course.begin = None, local
         match, course.cold = self._looked_up(course)
@@ -154,7 +154,7 @@ class Planner:
         return None
 
     def _save(self, name: str, scheduled: int, output: SchedulerOutput) -> Save | None:
-        """The save that a running request is due behind this step."""
+        """The save that a running request is due after this step."""
         course = self._courses.get(name)
         if course is None or course.saved:
             return None

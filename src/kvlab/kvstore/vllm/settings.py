@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvlab.errors import ParamsError, UnknownName
+from kvlab.base.errors import ParamsError, UnknownName
 from kvlab.kvstore.paging.counts import counted
 from kvlab.kvstore.snapshot.format import MAX_CHUNK_TOKENS
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvlab.errors import CapabilityError, KvlabError, SnapshotRefused
+from kvlab.base.errors import CapabilityError, KvlabError, SnapshotRefused
+from kvlab.base.records import versions
 from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.numerics import mixed
@@ -19,7 +20,6 @@ from kvlab.kvstore.vllm.computed import COMPUTED, PREFILL
 from kvlab.kvstore.vllm.context import Context
 from kvlab.kvstore.vllm.jobs import Counts, Jobs, Load, Outcome, Outcomes, Save
 from kvlab.kvstore.vllm.layout import PagedRows
-from kvlab.records import versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

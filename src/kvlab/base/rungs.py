@@ -1,0 +1,136 @@
+"""The recipes that are measured side by side: every codec at the same bits, conditioned or not. Torch-free."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, Field
+
+from kvlab.base import plugins
+from kvlab.base.errors import ParamsError, UnknownName, suggestion
+from kvlab.base.params import Params, studied_recipe
+from kvlab.base.recipe import CONTROLS, STREAMS, Conditioned, KltStream, Recipe
+
+LADDERED = tuple(name for name in STREAMS if name not in CONTROLS)
+"""The codecs that a parameter may name where codecs are compared, in the order of pages."""
+CONDITIONABLE = tuple(name for name in LADDERED if issubclass(STREAMS[name], Conditioned))
+Conditioning = Literal["", "center", "center+whiten"]  # before a codec, calibrated
+STUDIED = "studied"
+
+UNCLIPPED = 4  # bits from which OSCAR's clipping (.96 of K and .92 of V, meant for 2 bits) costs more than it gains
+
+
+def one_of(allowed: tuple[str, ...], plugin: bool = False, conditioned: bool = False) -> Any:
+    """A name among these, which the JSON schema lists, so that editors offer them.
+
+    With `plugin` the name of a codec of another package too; of one that can be conditioned, if so asked.
+    """
+
+    def check(name: str) -> str:
+        if name in allowed:
+            return name
+        others = plugins.names() if plugin and name not in STREAMS else ()
+        if name not in others:
+            known = (*allowed, *others)
+            raise ValueError(f"{name!r} is not allowed here; allowed: {', '.join(known)}{suggestion(name, known)}")
+        if conditioned and not issubclass(plugins.settings_of(name), Conditioned):
+            raise ValueError(f"codec {name!r} cannot be conditioned; its settings have no center and whiten")
+        return name
+
+    return AfterValidator(check), Field(json_schema_extra={"enum": list(allowed)})
+
+
+Laddered = Annotated[(str, *one_of(LADDERED, plugin=True))]
+Conditionable = Annotated[(str, *one_of(CONDITIONABLE, plugin=True, conditioned=True))]
+
+
+def own_settings(codec: str, bits: int | None) -> tuple[dict, dict]:
+    """What a codec's recipe says besides bits and conditioning, for K and for V."""
+    if codec == "kivi":
+        return {"axis": "channel"}, {"axis": "token"}
+    if codec == "oscar":
+        return ({"clip": 0.96}, {"clip": 0.92}) if bits < UNCLIPPED else ({"clip": 1.0}, {"clip": 1.0})
+    return {}, {}
+
+
+def default_recipe(params: Params) -> Recipe:
+    """What the drop-ins run when they are told no other: `klt` at the bits of params.yaml."""
+    return Recipe(k=KltStream(bits=params.bits), v=KltStream(bits=params.v_bits))
+
+
+def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, params: Params) -> Recipe:
+    """The recipe of one rung: the same bits for K and V.
+
+    Parameters
+    ----------
+    codec : str
+        A name of `LADDERED`.
+    bits : int or None
+        None for `fp8`, which has 8 and no choice.
+    conditioning : str
+        Empty; ``center``, which removes the calibrated mean of K and of V; or ``center+whiten``, which
+        whitens K as well.
+    params : Params
+        `codec` and `calibration` describe the `block` rung, which is the studied recipe on the Gaussian table.
+
+    Raises
+    ------
+    UnknownName
+        No rung has that name, or no conditioning.
+    ParamsError
+        The codec cannot be conditioned (it brings its own), or takes no bits or needs some.
+    """
+    if codec not in LADDERED and codec not in plugins.names():
+        raise UnknownName("codec of the ladder", codec, (*LADDERED, *plugins.names()))
+    if conditioning not in get_args(Conditioning):
+        raise UnknownName("conditioning", conditioning, [name or "none" for name in get_args(Conditioning)])
+    if conditioning and not issubclass(plugins.settings_of(codec), Conditioned):
+        raise ParamsError(f"codec {codec!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}")
+    if (bits is None) == has_bits(codec):
+        raise ParamsError(f"codec {codec!r} at bits {bits}: fp8 takes no bits, every other codec needs them")
+    if codec == "block":
+        return _block(bits, params)
+    k, v = own_settings(codec, bits)
+    common = {"bits": bits} if has_bits(codec) else {}
+    common |= {"center": True} if conditioning else {}
+    whitened = {"whiten": True} if conditioning == "center+whiten" else {}
+    stream = STREAMS[codec] if codec in STREAMS else partial(plugins.plugin_stream, codec)
+    return Recipe(k=stream(**common, **whitened, **k), v=stream(**common, **v))
+
+
+def has_bits(codec: str) -> bool:
+    """Whether the codec's recipe has bits to choose."""
+    return "bits" in plugins.settings_of(codec).model_fields
+
+
+def _block(bits: int, params: Params) -> Recipe:
+    recipe = studied_recipe(params.model_copy(update={"bits": bits, "v_bits": bits}))
+    gaussian = {"codebook": "gaussian"}  # as every other rung: no table of the ladder is fitted, so it reads none
+    return Recipe(k=recipe.k.model_copy(update=gaussian), v=recipe.v.model_copy(update=gaussian))
+
+
+def labelled(name: str, params: Params) -> Recipe:
+    """The recipe that a person names, K at ``bits`` and V at ``v_bits``.
+
+    Parameters
+    ----------
+    name : str
+        A rung as ``codec[+center[+whiten]]``, or ``studied``: the recipe of params.yaml.
+
+    Raises
+    ------
+    UnknownName
+        No codec, or no conditioning, has that name.
+    """
+    if name == STUDIED:
+        return studied_recipe(params)
+    codec, _, conditioning = name.partition("+")
+    if codec not in LADDERED and codec not in plugins.names():
+        raise UnknownName("codec", codec, (*LADDERED, *plugins.names(), STUDIED))
+    conditioning = "" if conditioning == "none" else conditioning
+    k, v = (
+        ladder_recipe(codec, bits if has_bits(codec) else None, conditioning, params)
+        for bits in (params.bits, params.v_bits)
+    )
+    return Recipe(k=k.k, v=v.v)

@@ -1,0 +1,1 @@
+"""kvlab's codecs where people use them: a transformers Cache, a vLLM plugin, coded files."""

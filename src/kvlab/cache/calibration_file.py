@@ -1,0 +1,286 @@
+"""One self-contained file of a calibration, such as ``klt4.kv``: a recipe, what it reads, and whose it is.
+
+    file   := safetensors, whose header entry ``kvlab`` is `Header` as JSON
+    tensor := "{k|v}/whitener/{layer}/{field of Whitener}" | "{k|v}/components/{layer}/{field of Components}"
+            | "{k|v}/table"
+
+Only what the recipe reads is in it. The header holds a digest of itself and one of every tensor, so that a file
+that is not the one that was written is refused whole, before anything of it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvlab.base.errors import CalibrationMismatch, StorageError
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import Frozen, Recipe, StreamRecipe, canonical, digest
+from kvlab.base.records import atomic, fingerprint, from_header, sha256, to_header, versions
+from kvlab.calibration.load import Calibrated
+from kvlab.calibration.needs import reads
+from kvlab.codec.base import StreamCalibration
+from kvlab.codec.klt.components import Components
+from kvlab.codec.whitening import Whitener
+
+FORMAT, VERSION = "kvlab-calibration", 1
+STREAMS = ("k", "v")
+AGAIN = "write it again with `kvlab calibrate`"
+
+
+class ModelShape(Frozen):
+    """The model that a calibration is for: hash of config and weights, and the shape of its cache."""
+
+    model_hash: str
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, info: ModelInfo) -> ModelShape:
+        """That of a resolved model."""
+        return cls(**{name: getattr(info, name) for name in cls.model_fields})
+
+
+class Header(Frozen):
+    """What the file says of itself.
+
+    Parameters
+    ----------
+    recipe, layers
+        As in a `RecipeFile`; `layers` None means every layer.
+    model : ModelShape
+        Whose calibration it is.
+    corpus_hash, origin, sigma_hash : str
+        Of the windows, the engine that was captured, and of the Sigma_q that everything was fitted with.
+    n_tokens : int or None
+        How many calibration tokens were seen, where that is known.
+    versions : dict of str to str
+        Of the packages that wrote it; for people, nothing is decided by them.
+    tensors : dict of str to str
+        `fingerprint` of each tensor.
+    calibration_hash : str
+        Of the model, the windows and all tensors: one calibration at several bits has one.
+    """
+
+    recipe: Recipe
+    layers: tuple[int, ...] | None
+    model: ModelShape
+    corpus_hash: str
+    origin: str
+    sigma_hash: str
+    n_tokens: int | None
+    versions: dict[str, str]
+    tensors: dict[str, str]
+    calibration_hash: str
+
+
+class CalibrationFile(NamedTuple):
+    """A whole file, checked against itself and against no model yet."""
+
+    header: Header
+    tensors: dict[str, Tensor]
+
+
+def write_calibration(
+    path: Path | str,
+    recipe: Recipe,
+    calibrated: Calibrated,
+    info: ModelInfo,
+    layers: Iterable[int] | None = None,
+    n_tokens: int | None = None,
+) -> Path:
+    """Write what a recipe reads of a calibration, atomically, and give the file's absolute path.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        What is done to K and to V.
+    calibrated : Calibrated
+        Where it is taken from; what the recipe does not read is left out.
+    info : ModelInfo
+        The model that was calibrated.
+    layers : iterable of int, optional
+        The coded layers; every layer when left out.
+    n_tokens : int, optional
+        How many calibration tokens were seen.
+
+    Raises
+    ------
+    CalibrationMismatch
+        The calibration lacks something that the recipe reads at one of the layers.
+    """
+    coded = None if layers is None else tuple(layers)
+    tensors: dict[str, Tensor] = {}
+    for stream in STREAMS:
+        chosen = getattr(recipe, stream)
+        own = calibrated.stream(chosen, stream)
+        if own is not None:
+            tensors |= _named(chosen, stream, own, range(info.n_layers) if coded is None else coded)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    marks = {name: fingerprint(tensor.numpy()) for name, tensor in tensors.items()}
+    model = ModelShape.of(info)
+    whose = {"model": model.model_dump(), "corpus": calibrated.corpus_hash, "engine": calibrated.origin}
+    header = Header(
+        recipe=recipe,
+        layers=coded,
+        model=model,
+        corpus_hash=calibrated.corpus_hash,
+        origin=calibrated.origin,
+        sigma_hash=calibrated.sigma_hash,
+        n_tokens=n_tokens,
+        versions=versions(),
+        tensors=marks,
+        calibration_hash=sha256(canonical(whose | {"tensors": marks}).encode()),
+    )
+    said = header.model_dump(mode="json")
+    path = Path(path).absolute()
+    with atomic(path) as temporary:
+        save_file(tensors, temporary, to_header({"format": FORMAT, "version": VERSION, "digest": digest(said)} | said))
+    return path
+
+
+def is_calibration_file(path: Path | str) -> bool:
+    """Whether a file is one of these and no JSON: by its name, or by the length that safetensors begin with.
+
+    Raises
+    ------
+    StorageError
+        There is no such file.
+    """
+    try:
+        with open(path, "rb") as file:
+            return Path(path).suffix == ".kv" or b"\0" in file.read(8)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_header(path: Path | str) -> Header:
+    """The header alone: recipe, layers, whose calibration it is; no tensor is looked at.
+
+    Raises
+    ------
+    StorageError
+        The file is missing, or damaged.
+    CalibrationMismatch
+        It is another file, or of another version of the format.
+    """
+    with _opened(path) as file:
+        return _header(path, file.metadata())
+
+
+def read_file(path: Path | str) -> CalibrationFile:
+    """The whole file, every tensor held against its digest; raises as `read_header`."""
+    with _opened(path) as file:
+        header, names = _header(path, file.metadata()), set(file.keys())
+        if strange := sorted(names ^ header.tensors.keys()):
+            raise StorageError(f"{path} is damaged: its header and its tensors differ in {strange[0]}; {AGAIN}")
+        tensors = {name: file.get_tensor(name) for name in header.tensors}
+    for name, tensor in tensors.items():
+        if fingerprint(tensor.numpy()) != header.tensors[name]:
+            raise StorageError(f"{path} is damaged: tensor {name} is not the one that was written; {AGAIN}")
+    return CalibrationFile(header, tensors)
+
+
+def load_calibration(path: Path | str, info: ModelInfo) -> Calibrated | None:
+    """What was fitted, as the codecs take it; None where the recipe reads nothing that was fitted.
+
+    Raises
+    ------
+    StorageError
+        The file is missing, or damaged.
+    CalibrationMismatch
+        It is another file, another version's, or another model's; or it lacks what its recipe reads.
+    """
+    header, tensors = read_file(path)
+    if header.model != (own := ModelShape.of(info)):
+        raise CalibrationMismatch(
+            f"{path} was calibrated for model {_said(header.model)}; this is model {_said(own)}; calibrate this model"
+        )
+    if not tensors:
+        return None
+    tables = {
+        (stream, "pre_rope", digest(getattr(header.recipe, stream))): tensors[f"{stream}/table"]
+        for stream in STREAMS
+        if f"{stream}/table" in tensors
+    }
+    return Calibrated(
+        whiteners=_by_layer(path, tensors, "k", "whitener", Whitener),
+        tables=tables,
+        origin=header.origin,
+        corpus_hash=header.corpus_hash,
+        sigma_hash=header.sigma_hash,
+        calibration_hash=header.calibration_hash,
+        components={stream: _by_layer(path, tensors, stream, "components", Components) for stream in STREAMS},
+    )
+
+
+def _named(recipe: StreamRecipe, stream: str, own: StreamCalibration, layers: Iterable[int]) -> dict[str, Tensor]:
+    """The tensors that a stream's recipe reads, under their names; of the layers that are coded."""
+    found, due = {}, reads(recipe, stream)
+    for kind, by_layer in (("whitener", own.whiteners), ("components", own.components)):
+        for layer in layers if kind in due else ():
+            if layer not in by_layer:
+                raise CalibrationMismatch(f"the calibration has no {kind} of {stream.upper()} for layer {layer}")
+            for name, tensor in vars(by_layer[layer]).items():
+                found[f"{stream}/{kind}/{layer}/{name}"] = tensor
+    if own.centroids is not None:
+        found[f"{stream}/table"] = own.centroids
+    return found
+
+
+def _by_layer(path: Path | str, tensors: dict[str, Tensor], stream: str, kind: str, cls: type) -> dict[int, Any]:
+    """Layer -> `cls` of the tensors of one kind."""
+    start = f"{stream}/{kind}/"
+    layers = sorted({int(name.split("/")[2]) for name in tensors if name.startswith(start)})
+    try:
+        return {
+            layer: cls(**{field.name: tensors[f"{start}{layer}/{field.name}"] for field in fields(cls)})
+            for layer in layers
+        }
+    except KeyError as error:
+        raise CalibrationMismatch(f"{path} has no {error.args[0]}; {AGAIN}") from None
+
+
+@contextmanager
+def _opened(path: Path | str) -> Iterator[Any]:
+    """A safetensors file, its errors in one line."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise StorageError(f"cannot read {path}: no such file") from None
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{path} is damaged, or no calibration file: {error}") from None
+
+
+def _header(path: Path | str, metadata: dict[str, str] | None) -> Header:
+    try:
+        said = from_header(metadata)
+    except ValueError:
+        raise StorageError(f"{path} is damaged: its header is no JSON; {AGAIN}") from None
+    if not isinstance(said, dict) or said.pop("format", None) != FORMAT:
+        raise CalibrationMismatch(f"{path} is not what `kvlab calibrate` writes; give such a file, or a recipe file")
+    if (version := said.pop("version", None)) != VERSION:
+        raise CalibrationMismatch(f"{path} is of format version {version}, this kvlab reads {VERSION}; {AGAIN}")
+    if said.pop("digest", None) != digest(said):
+        raise StorageError(f"{path} is damaged: its header is not the one that was written; {AGAIN}")
+    try:
+        return Header.model_validate(said)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise CalibrationMismatch(f"{path}: {where}: {problem['msg']}; {AGAIN}") from None
+
+
+def _said(model: ModelShape) -> str:
+    """A model in words."""
+    return f"{model.model_hash} ({model.n_layers} layers, {model.n_kv_heads} KV heads of {model.head_dim} dimensions)"

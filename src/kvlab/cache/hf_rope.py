@@ -1,0 +1,190 @@
+"""The rotary embedding of a transformers model: what it turned, turned back, and by which positions.
+
+The cache is handed K after the rotary embedding, a calibration knows K before it. Both are one
+rotation apart that is known exactly, once the positions of the running forward are; they are read off
+the model's own rotary module by a hook, which holds for left padding and for any `position_ids`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvlab.base.errors import CapabilityError
+from kvlab.codec.seeding import generator
+
+PROBED_POSITIONS = (0, 1, 7, 100)
+TOLERANCE = 1e-4
+# Their frequencies change with the length seen so far, so that a position says too little.
+CHANGING = ("dynamic", "longrope")
+REMEDY = 'use placement="post_rope", which codes K as the cache is handed it'
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in the half-split convention (RoFormer, Su et al. 2021), float32.
+
+    Parameters
+    ----------
+    x : Tensor
+        [heads, tokens, head_dim].
+    cos, sin : Tensor
+        [tokens, head_dim], both halves equal, attention scaling included.
+    """
+    return x.float() * cos + half_turned(x.float()) * sin
+
+
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse of `rotate`: cos^2 + sin^2 is not 1 under attention scaling, nor in bfloat16."""
+    return (x.float() * cos - half_turned(x.float()) * sin) / (cos.square() + sin.square())
+
+
+def half_turned(x: Tensor) -> Tensor:
+    """Each pair (i, i + head_dim / 2) turned by a quarter."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+@dataclass(frozen=True)
+class RopeTurn:
+    """The rotation of every token of one row; see `coded_rows.Turn`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def undo(self, x: Tensor, first: int) -> Tensor:
+        """From attention to codec."""
+        span = slice(first, first + x.shape[1])
+        return unrotate(x, self.cos[span], self.sin[span])
+
+    def redo(self, x: Tensor, first: int) -> Tensor:
+        """From codec to attention."""
+        span = slice(first, first + x.shape[1])
+        return rotate(x, self.cos[span], self.sin[span])
+
+
+def turns(rotary: nn.Module, positions: Tensor, like: Tensor) -> list[RopeTurn]:
+    """Rotation of each row of `positions` [rows, tokens], with the model's own cos and sin in `like`'s dtype."""
+    cos, sin = rotary(like.new_empty(0), positions.long())
+    return [RopeTurn(*pair) for pair in zip(cos.float(), sin.float(), strict=True)]
+
+
+def find_rotary(model: nn.Module, head_dim: int) -> nn.Module:
+    """The model's one rotary module, after its convention has been found to be the one of `rotate`.
+
+    Raises
+    ------
+    CapabilityError
+        There is none or more than one, it turns a part of the head only, in another convention, or by
+        frequencies that change while the cache grows.
+    """
+    found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
+    if len(found) != 1:
+        raise CapabilityError(f"the model has {len(found)} rotary modules, K can be turned back for one; {REMEDY}")
+    rotary = found[0]
+    kind = getattr(rotary, "rope_type", "default")
+    if kind in CHANGING:
+        raise CapabilityError(f"rope type {kind!r} changes its frequencies while the cache grows; {REMEDY}")
+    x = torch.randn(1, 1, len(PROBED_POSITIONS), head_dim, generator=generator("rotary probe"))
+    x = x.to(rotary.inv_freq.device)
+    try:
+        cos, sin = rotary(x, torch.tensor([PROBED_POSITIONS], device=x.device))
+        if cos.shape[-1] != head_dim:
+            raise CapabilityError(f"{type(rotary).__name__} turns {cos.shape[-1]} of {head_dim} dimensions; {REMEDY}")
+        theirs = sys.modules[type(rotary).__module__].apply_rotary_pos_emb(x, x, cos, sin)[1]
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CapabilityError(
+            f"{type(rotary).__name__} cannot be asked for its rotation ({type(error).__name__}: {error}); {REMEDY}"
+        ) from None
+    ours = rotate(x[0], cos[0], sin[0])
+    if not torch.allclose(ours, theirs[0].float(), atol=TOLERANCE):
+        raise CapabilityError(f"{type(rotary).__name__} turns K in another convention than by halves; {REMEDY}")
+    refuse_lossy(RopeTurn(cos[0], sin[0]), ours)
+    return rotary
+
+
+def refuse_lossy(turn: RopeTurn, k: Tensor) -> None:
+    """`CapabilityError` unless K [heads, tokens, head_dim], turned back and turned again, is what it was."""
+    again = turn.redo(turn.undo(k, 0), 0)
+    # written so that NaN is refused too
+    if not (again - k.float()).abs().max() <= TOLERANCE * (1 + k.float().abs().max()):
+        raise CapabilityError(f"this model's rotary embedding cannot be turned back; {REMEDY}")
+
+
+@dataclass
+class Seen:
+    """What the hooks saw of the running forward: its attention mask, of whatever kind, and its positions."""
+
+    mask: object = None
+    positions: Tensor | None = None
+
+
+class Watch:
+    """Hooks that note what `owner` needs of each forward that is run with it as its cache.
+
+    The hooks hold no strong reference to the owner and go when it does.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A transformers model.
+    rotary : nn.Module or None
+        None when positions are not needed.
+    owner : object
+        The cache.
+    """
+
+    def __init__(self, model: nn.Module, rotary: nn.Module | None, owner: object):
+        self.seen: Seen | None = None
+        self._owner = weakref.ref(owner)
+        decoder = model.base_model
+        self._signature = inspect.signature(decoder.forward)
+        watch = weakref.ref(self)
+
+        def entered(_module, args, kwargs):
+            if (alive := watch()) is not None:
+                alive._enter(args, kwargs)
+
+        def turned(_module, args, kwargs, _output):
+            if (alive := watch()) is not None:
+                alive._turn(args, kwargs)
+
+        handles = [decoder.register_forward_pre_hook(entered, with_kwargs=True)]
+        if rotary is not None:
+            handles.append(rotary.register_forward_hook(turned, with_kwargs=True))
+        weakref.finalize(self, removed, handles)
+
+    def _enter(self, args: tuple, kwargs: dict) -> None:
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        cache = given.get("past_key_values", given.get("kwargs", {}).get("past_key_values"))
+        if cache is None or cache is not self._owner():
+            return
+        self.seen = Seen(mask=given.get("attention_mask"))
+
+    def _turn(self, args: tuple, kwargs: dict) -> None:
+        # `seen` is put down by the first layer's update, so that forwards with other caches pass unseen
+        if self.seen is not None:
+            self.seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+
+    def taken(self) -> Seen:
+        """What was seen of the running forward, once.
+
+        Raises
+        ------
+        CapabilityError
+            No forward of the watched model is running with this cache.
+        """
+        if self.seen is None:
+            raise CapabilityError("the cache was handed K and V by a model that it was not made for; make one for it")
+        seen, self.seen = self.seen, None
+        return seen
+
+
+def removed(handles: list) -> None:
+    """Take hooks off."""
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,105 @@
+"""A recipe file made ready for one model: its layers, its calibration, its codecs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvlab.base.errors import CalibrationMismatch, ParamsError, StorageError
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import Recipe, digest
+from kvlab.cache.calibration_file import load_calibration
+from kvlab.cache.recipe_file import CalibratedRecipeFile, CalibrationFiles, RecipeFile
+from kvlab.calibration.load import Calibrated, Fitted, load, needed_files
+from kvlab.codec.base import Codec
+from kvlab.codec.registry import build
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe with what it needs of one model.
+
+    Parameters
+    ----------
+    recipe : Recipe
+    layers : tuple of int
+        The coded layers.
+    n_layers : int
+        Those of the model.
+    calibration : Calibrated or None
+        None where the recipe reads nothing that was fitted, whatever its file names.
+    """
+
+    recipe: Recipe
+    layers: tuple[int, ...]
+    n_layers: int
+    calibration: Calibrated | None
+
+    @property
+    def calibration_hash(self) -> str | None:
+        """Of the calibration's files."""
+        return self.calibration.calibration_hash if self.calibration else None
+
+    @property
+    def identity(self) -> str:
+        """The recipe's id; where it codes some layers only, a digest of the recipe and the layers."""
+        if len(self.layers) == self.n_layers:
+            return self.recipe.recipe_id
+        return digest({"recipe": self.recipe.model_dump(mode="json"), "layers": sorted(self.layers)})
+
+    def codec(self, stream: Literal["k", "v"]) -> Codec:
+        """The codec of K or of V, made anew; `CalibrationMismatch` when no codebook fits it."""
+        recipe = getattr(self.recipe, stream)
+        return build(recipe, self.calibration.stream(recipe, stream) if self.calibration else None)
+
+
+def prepared(file: RecipeFile, info: ModelInfo) -> Prepared:
+    """Check a recipe file against a model and read its calibration.
+
+    Raises
+    ------
+    ParamsError
+        It codes a layer that the model does not have.
+    StorageError
+        A file of the calibration is missing or damaged.
+    CalibrationMismatch
+        The calibration belongs to another model, or lacks what the recipe needs.
+    """
+    layers = tuple(range(info.n_layers)) if file.layers is None else file.layers
+    beyond = [layer for layer in layers if not 0 <= layer < info.n_layers]
+    if beyond:
+        raise ParamsError(f"the recipe file codes layer {beyond[0]}; the model has 0 to {info.n_layers - 1}")
+    ready = Prepared(file.recipe, layers, info.n_layers, _calibrated(file, info))
+    for stream in ("k", "v"):
+        ready.codec(stream)
+    return ready
+
+
+def _calibrated(file: RecipeFile, info: ModelInfo) -> Calibrated | None:
+    if isinstance(file, CalibratedRecipeFile):
+        return load_calibration(file.file, info)
+    needed = needed_files(file.recipe)
+    if not needed:
+        return None
+    files = dict(file.calibration) if file.calibration else {}
+    missing = [name for name in needed if files.get(name) is None]
+    if missing:
+        raise CalibrationMismatch(
+            f"recipe {file.recipe.recipe_id} ({_codecs(file.recipe)}) needs {' and '.join(missing)} of a calibration;"
+            f" name them: kvlab recipe {' '.join(f'--{name} FILE' for name in missing)}, or make one file of everything"
+            " with kvlab calibrate"
+        )
+    refuse_missing(file.calibration)
+    return load(Fitted(**files), info.model_hash)
+
+
+def refuse_missing(files: CalibrationFiles) -> None:
+    """`StorageError` names the first file of a calibration that is not there."""
+    for name, path in files:
+        if path is not None and not Path(path).is_file():
+            raise StorageError(f"cannot read {path}: no such file; run `kvlab step {name}`")
+
+
+def _codecs(recipe: Recipe) -> str:
+    return f"K {recipe.k.codec}, V {recipe.v.codec}"

@@ -1,0 +1,78 @@
+"""The transformers cache that people import as ``kvlab.Cache``: from a recipe, or from a recipe file of any kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from kvlab.base.errors import CapabilityError, ParamsError
+from kvlab.base.model import resolve
+from kvlab.base.params import Model
+from kvlab.base.recipe import STREAMS, Recipe
+from kvlab.cache.hf_cache import Calibration, KVCache, Semantics
+from kvlab.cache.prepared import prepared
+from kvlab.cache.recipe_file import CalibratedRecipeFile, read_recipe_file
+from kvlab.calibration.load import Calibrated, needed_files
+
+
+class Cache(KVCache):
+    """K and V as a recipe's codecs store them; pass it to a transformers model as `past_key_values`.
+
+        from kvlab import Cache, recipe
+        cache = Cache(model, recipe("hadamard", bits=4))
+        model.generate(**inputs, past_key_values=cache)
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A calibration is checked against the weights that it was loaded from, in a folder or in the hub's cache.
+    recipe : Recipe, Path or str
+        What `kvlab.recipe` makes, or a file: what `kvlab calibrate` or `kvlab recipe` wrote.
+    calibration : Calibration or None
+        For a recipe that needs one and is no file.
+    semantics : {"serving", "in_forward"}
+        What attention sees of the running call's tokens; see `KVCache`.
+    **options
+        `placement` and `keep_decoded` of `KVCache`.
+
+    Raises
+    ------
+    ParamsError
+        A calibration is given beside a file, which names its own.
+    CapabilityError
+        The file codes some layers only, or the cache cannot hold this model.
+    CalibrationMismatch
+        The calibration is missing or belongs to another model.
+    StorageError
+        The file is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe | Path | str,
+        calibration: Calibration | None = None,
+        semantics: Semantics = "serving",
+        **options,
+    ):
+        if not isinstance(recipe, Recipe):
+            if calibration is not None:
+                raise ParamsError(f"{recipe} names its calibration itself; give a recipe beside a calibration")
+            recipe, calibration = from_file(model, recipe)
+        super().__init__(model, recipe, calibration, semantics, **options)
+
+
+def from_file(model: nn.Module, path: Path | str) -> tuple[Recipe, Calibrated | None]:
+    """The recipe of a file and its calibration, for one transformers model; raises as `Cache`."""
+    if (name := str(path).partition("+")[0]) in STREAMS and not Path(path).exists():
+        raise ParamsError(f"there is no file {str(path)!r}; a codec is named with kvlab.recipe({name!r}, bits=4)")
+    file = read_recipe_file(path)
+    if file.layers is not None:
+        raise CapabilityError(f"{path} codes layers {list(file.layers)}; a transformers cache codes all, set null")
+    if not isinstance(file, CalibratedRecipeFile) and not needed_files(file.recipe):
+        return file.recipe, None  # then the model need not be one whose weights are known
+    config = model.config
+    revision = getattr(config, "_commit_hash", None)  # transformers notes what it found in the hub
+    info = resolve(Model(path=model.name_or_path, revision=revision, n_layers=config.num_hidden_layers))
+    return file.recipe, prepared(file, info).calibration

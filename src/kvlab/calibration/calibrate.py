@@ -1,0 +1,144 @@
+"""A whole calibration in one go, in memory: windows through an engine, and what codecs read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import BlockStream, Placement, Recipe, digest
+from kvlab.base.records import fingerprint
+from kvlab.calibration.capture import Observed, observe
+from kvlab.calibration.components import FIELDS, Fitting
+from kvlab.calibration.load import Calibrated, TableKey
+from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.moments import STREAMS
+from kvlab.calibration.needs import coded_by, reads
+from kvlab.calibration.sigma import second_moments
+from kvlab.calibration.tables import fit_table, residual_pool
+from kvlab.codec import whitening
+from kvlab.codec.klt.components import Components
+from kvlab.codec.whitening import Whitener
+from kvlab.engines.base import Engine
+
+SAMPLE, RIDGE = 16, 1e-3
+
+
+def calibrate(
+    engine: Engine,
+    windows: Sequence[Sequence[int]],
+    recipes: Sequence[Recipe],
+    *,
+    corpus_hash: str,
+    context: int | None = None,
+    ridge: float = RIDGE,
+    sample: int = SAMPLE,
+    layers: Sequence[int] | None = None,
+    placement: Placement = "pre_rope",
+) -> Calibrated:
+    """Fit what `recipes` read, and nothing else, to what an engine computes on some windows; no file is written.
+
+    Parameters
+    ----------
+    engine : Engine
+        Running; it is not closed.
+    windows : sequence of sequence of int
+        Token ids, all windows of one length of at least 3 tokens. They are gone through once.
+    recipes : sequence of Recipe
+        What will be coded.
+    corpus_hash : str
+        What names the windows in the result.
+    context : int, optional
+        First tokens of a window whose K and V count; by default all. Queries count at all positions.
+    ridge : float
+        Added to each channel of Sigma_q and of the metrics, times its own second moment.
+    sample : int
+        Windows whose K and V are held in memory, in bfloat16, for the quantiles of components and for the block
+        codec's tables; evenly spread over all.
+    layers : sequence of int, optional
+        Coded layers, from which the block codec's tables are pooled; by default all.
+    placement : {"pre_rope", "post_rope"}
+        Where K will be coded, for those tables; Sigma_q is fitted for both.
+
+    Raises
+    ------
+    UserError
+        The windows are none or of several lengths, or shorter than the context.
+    NonFinite
+        Q, K or V holds NaN or infinity.
+    CalibrationMismatch
+        There are too few tokens.
+    NotPositiveDefinite
+        A second moment has no Cholesky factor; `ridge` must be larger.
+    """
+    if context is None:
+        context = len(windows[0]) if windows else 0
+    observed = observe(engine, windows, context, corpus_hash, sample)
+    return fitted(observed, engine.info, recipes, ridge, layers, placement)
+
+
+def fitted(
+    observed: Observed,
+    info: ModelInfo,
+    recipes: Sequence[Recipe],
+    ridge: float = RIDGE,
+    layers: Sequence[int] | None = None,
+    placement: Placement = "pre_rope",
+) -> Calibrated:
+    """The same of windows that were observed before, in memory or as a file (`Captured`)."""
+    layers = range(info.n_layers) if layers is None else layers
+    sigma = second_moments(observed, info.n_layers)
+    whiteners = {
+        at: {layer: whitening.fit(moment, ridge) for layer, moment in found.items()} for at, found in sigma.items()
+    }
+    metrics = ErrorMetrics(info, observed.context)
+    components = _components(Fitting(observed, whiteners["pre_rope"], metrics, ridge), info, recipes)
+    tables = _tables(observed, recipes, whiteners, layers, placement, metrics.angles)
+    sigma_hash = _digest_of(whiteners["pre_rope"])
+    everything = [t for at in whiteners.values() for w in at.values() for t in (w.chol, w.inv_chol)]
+    everything += [t for by_layer in components.values() for one in by_layer.values() for t in _tensors(one)]
+    return Calibrated(
+        whiteners=whiteners["pre_rope"],
+        rotated=whiteners["post_rope"],
+        tables=tables,
+        components=components,
+        origin=observed.metadata["engine"],
+        corpus_hash=observed.metadata["corpus_hash"],
+        sigma_hash=sigma_hash,
+        calibration_hash=fingerprint(*(t.numpy() for t in (*everything, *tables.values()))),
+    )
+
+
+def _components(fitting: Fitting, info: ModelInfo, recipes: Sequence[Recipe]) -> dict[str, dict[int, Components]]:
+    due = [s for s in STREAMS if any("components" in reads(getattr(recipe, s), s) for recipe in recipes)]
+    return {stream: {layer: fitting.components(layer, stream) for layer in range(info.n_layers)} for stream in due}
+
+
+def _tables(
+    observed: Observed,
+    recipes: Sequence[Recipe],
+    whiteners: dict[Placement, dict[int, Whitener]],
+    layers: Sequence[int],
+    placement: Placement,
+    angles: tuple[torch.Tensor, torch.Tensor],
+) -> dict[TableKey, torch.Tensor]:
+    found: dict[TableKey, torch.Tensor] = {}
+    for recipe, which in product(recipes, STREAMS):
+        stream = coded_by(getattr(recipe, which))
+        at = placement if which == "k" else "pre_rope"
+        key = (which, at, digest(stream))
+        if isinstance(stream, BlockStream) and "table" in reads(stream, which) and key not in found:
+            turn = angles if at == "post_rope" else None
+            pool = residual_pool(stream, which, observed, whiteners[at], layers, turn, which.upper())
+            found[key] = torch.tensor(fit_table(stream, which, pool)["centroids"])
+    return found
+
+
+def _digest_of(whiteners: dict[int, Whitener]) -> str:
+    return fingerprint(*(t.numpy() for w in whiteners.values() for t in (w.chol, w.inv_chol)))
+
+
+def _tensors(components: Components) -> list[torch.Tensor]:
+    return [getattr(components, name) for name in FIELDS]

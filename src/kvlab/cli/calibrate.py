@@ -1,0 +1,79 @@
+"""`kvlab calibrate`: one file of everything that a codec reads of a model. Heavy imports happen inside."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvlab.base.errors import UserError
+from kvlab.cli.flags import Flag, path, result, whole, word
+
+
+def calibrate_verb(args: argparse.Namespace) -> None:
+    """Fit a codec to a model and write one file: the recipe, all that it reads of the model, and whose it is.
+
+    transformers (`kvlab.Cache`), vLLM (KVLAB_RECIPE), `kvlab encode`, `decode`, `snapshot`, `eval` and `measure` read
+    that file and nothing else. It is fitted to what the model computes on --text, or on docstrings of installed
+    packages; of those windows nothing is kept. A codec that is not calibrated gets a file too, of its recipe alone.
+
+      kvlab calibrate --model models/reference --codec klt --bits 4 --out klt4.kv
+    """
+    from kvlab.cli.checked import config_of, has_bits, readable_text, recipe_of, refuse_absent, writable
+
+    config = config_of(args.model)
+    refuse_absent(args.engine)
+    bits = args.bits if args.bits is not None or not has_bits(args.codec) else 4
+    recipe = recipe_of(args.codec, bits, args.v_bits)
+    text = readable_text(args.text, args.context, config) if args.text else None
+    if args.out.suffix != ".kv":
+        raise UserError(f"--out {args.out}; allowed: a name that ends in .kv")
+    writable(args.out)
+
+    from kvlab.calibration.needs import needs_calibration
+
+    needy = any(needs_calibration(stream) for stream in (recipe.k, recipe.v))
+    about = _fitted(args, recipe, text) if needy else _unfitted(args, recipe)
+    print(f"{args.out}: recipe {recipe.recipe_id}, {args.out.stat().st_size} bytes")
+    print(about)
+
+
+def _fitted(args: argparse.Namespace, recipe, text: str | None) -> str:
+    """Write the file of a codec that is calibrated; what it was fitted to, in a line."""
+    from kvlab.cache.calibration_file import write_calibration
+    from kvlab.cli.checked import info_of
+    from kvlab.cli.fitting import CalibrationText
+    from kvlab.engines.registry import start
+
+    info = info_of(args.model)
+    source = CalibrationText.read(info, args.text, text, args.context, args.windows)
+    engine = start(args.engine, info, args.dtype, max_tokens=args.context)
+    try:
+        write_calibration(args.out, recipe, source.fit(engine, [recipe]), info, n_tokens=source.tokens)
+        return source.about(engine)
+    finally:
+        engine.close()
+
+
+def _unfitted(args: argparse.Namespace, recipe) -> str:
+    """Write the file of a codec that reads nothing of a model."""
+    from kvlab.cache.calibration_file import write_calibration
+    from kvlab.cli.checked import info_of
+    from kvlab.cli.fitting import nothing_fitted
+
+    write_calibration(args.out, recipe, nothing_fitted(args.engine), info_of(args.model), n_tokens=0)
+    return f"{args.codec} is not calibrated: nothing was fitted, the file holds its recipe"
+
+
+FLAGS: list[Flag] = [
+    path("--model", "folder of a Hugging Face model", metavar="DIR"),
+    path("--text", "text to calibrate on, UTF-8; default: docstrings of installed packages", required=False),
+    word("--codec", "klt, oscar, hadamard+center, ...; default: klt", default="klt"),
+    word("--bits", "of K and of V; default: 4", type=float, metavar="N"),
+    word("--v-bits", "of V, where they are others", type=float, metavar="N"),
+    word("--engine", "default: hf", choices=("hf", "vllm"), default="hf"),
+    word(
+        "--dtype", "what the engine computes in; default: float32", choices=("float32", "bfloat16"), default="float32"
+    ),
+    word("--context", "tokens of a window; default: 512", type=whole(8), default=512, metavar="N"),
+    word("--windows", "at most so many, spread over the text; default: 32", type=whole(2), default=32, metavar="N"),
+    result("--out", "the file, such as klt4.kv"),
+]

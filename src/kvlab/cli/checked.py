@@ -1,0 +1,168 @@
+"""Inputs of `kvlab measure` and `kvlab calibrate`, checked before torch is imported.
+
+Tables and arrays (`records`, `excerpts`) are imported by the checks that read a file, not with this module.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError, UserError, suggestion
+from kvlab.base.model import ARCHITECTURES, resolve, weight_files
+from kvlab.base.params import Model
+from kvlab.base.recipe import STREAMS, Recipe
+
+MOST_BITS = 8
+
+
+def config_of(folder: Path) -> dict:
+    """The config.json of a model's folder.
+
+    Raises
+    ------
+    ModelError
+        There is no such folder, or it holds no model that kvlab knows.
+    """
+    from kvlab.base.records import read_json
+
+    if not folder.is_dir():
+        siblings = [str(p) for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
+        raise ModelError(f"model directory {str(folder)!r} does not exist{suggestion(str(folder), siblings)}")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json; give a Hugging Face model directory")
+    config = read_json(folder / "config.json")
+    layers = config.get("num_hidden_layers") if isinstance(config, dict) else None
+    if not isinstance(layers, int):
+        raise ModelError(f"{folder}/config.json names no num_hidden_layers; give a decoder-only text model")
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        hint = suggestion(architecture, ARCHITECTURES)
+        raise ModelError(f"architecture {architecture!r} is not supported; allowed: {', '.join(ARCHITECTURES)}{hint}")
+    weight_files(folder)
+    return config
+
+
+def info_of(folder: Path):
+    """A model's folder, its shape and its hash; `config_of` has been asked before."""
+    from kvlab.base.records import read_json
+
+    return resolve(Model(path=str(folder), n_layers=read_json(folder / "config.json")["num_hidden_layers"]))
+
+
+def refuse_absent(engine: str) -> None:
+    """`CapabilityError` for vLLM where it is not installed."""
+    if engine == "vllm" and find_spec("vllm") is None:
+        raise CapabilityError("engine 'vllm' needs the package vllm, which is not installed: pip install 'kvlab[vllm]'")
+
+
+@dataclass(frozen=True)
+class Named:
+    """A codec at some bits, as it was asked for; bits None where it has no choice of them."""
+
+    codec: str
+    bits: float | None
+    recipe: Recipe
+
+    @property
+    def label(self) -> str:
+        """Both in words."""
+        return self.codec if self.bits is None else f"{self.codec} {self.bits:g}"
+
+
+def recipes_of(codec: str, widths: Sequence[float]) -> list[Named]:
+    """A codec at each width; once where it has no choice of bits.
+
+    Raises
+    ------
+    UserError
+        No codec has that name, or not at these bits; says which there are.
+    """
+    if not has_bits(codec):
+        return [Named(codec, None, recipe_of(codec))]
+    return [Named(codec, bits, recipe_of(codec, bits)) for bits in dict.fromkeys(widths)]
+
+
+def recipe_of(codec: str, bits: float | None = None, v_bits: float | None = None) -> Recipe:
+    """The recipe of a codec, K at `bits` and V at `v_bits` if they are given; raises as `recipes_of`."""
+    from kvlab.codec.recipes import named_recipe
+
+    for given in (bits, v_bits):
+        if given is not None and not 0 < given <= MOST_BITS:
+            raise UserError(f"--bits {given:g}; allowed: more than 0, at most {MOST_BITS}")
+    return named_recipe(codec, _whole(bits), _whole(v_bits))
+
+
+def has_bits(codec: str) -> bool:
+    """Whether a codec has bits to choose; so it is said of names that there are not, which `recipe_of` refuses."""
+    settings = STREAMS.get(codec.partition("+")[0])
+    return settings is None or "bits" in settings.model_fields
+
+
+def _whole(bits: float | None) -> float | None:
+    """Bits that are a whole number as one: most codecs take no other."""
+    return int(bits) if bits is not None and bits == int(bits) else bits
+
+
+def readable_text(path: Path, length: int, config: dict) -> str:
+    """A text of which windows of `length` tokens are cut for this model.
+
+    Raises
+    ------
+    CorpusError
+        The file cannot be read, is no text, or is too short.
+    ModelError
+        The model has fewer positions.
+    """
+    from kvlab.text.excerpts import read_text, refuse_short
+
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and length >= positions:
+        raise ModelError(
+            f"a window of {length} tokens and one more are beyond the model's {positions} positions; give a smaller"
+            " --context"
+        )
+    text = read_text(path)
+    refuse_short(path, text, length)
+    return text
+
+
+def calibration_file(path: Path | None) -> None:
+    """Refuse what is no calibration file by its header; whether it is whole, and this model's, is seen when it is read.
+
+    Raises
+    ------
+    StorageError
+        There is no such file.
+    CalibrationMismatch
+        It is another file.
+    """
+    from kvlab.base.records import from_header
+
+    if path is None:
+        return
+    if not path.is_file():
+        raise StorageError(f"cannot read {path}: no such file; write it with `kvlab calibrate`")
+    try:
+        with safe_open(path, "np") as file:
+            said = from_header(file.metadata())
+    except (OSError, SafetensorError, ValueError):
+        said = {}
+    if said.get("format") != "kvlab-calibration":
+        raise CalibrationMismatch(f"{path} is not what `kvlab calibrate` writes")
+
+
+def writable(path: Path | None) -> None:
+    """`StorageError` when a file cannot be written there: known before minutes of measuring, not after."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise StorageError(f"cannot write {path}: it is a folder; name a file")
+    folder = next((parent for parent in path.absolute().parents if parent.exists()), None)
+    if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise StorageError(f"cannot write {path}: folder {folder} cannot be written")

@@ -1,0 +1,171 @@
+"""What `kvlab eval` does, and its flags. Heavy imports happen inside."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvlab.base.errors import ParamsError, UnknownName, UserError
+from kvlab.base.paramfile import read_yaml
+from kvlab.base.params import Model, Params
+from kvlab.cli.flags import PARAMS, Flag, path, recipe, result, word
+from kvlab.studies.settings import by_model, read_params
+
+AUTO = "auto"
+
+
+def eval_verb(args: argparse.Namespace) -> None:
+    """Run an eval of lm-evaluation-harness, plain and with something done to the KV cache, and make evidence of both.
+
+    Both sides answer the same items in one process. What is done to the cache is a recipe (--recipe, or --codec with
+    --bits), or a dtype of vLLM's own cache (--cache-dtype). The folder --out gets evidence.json and row.json, for
+    `kvlab gate check`, and the harness's own result of each side. See docs/eval.md.
+    """
+    from kvlab.evals.tasks import refuse_missing_harness
+    from kvlab.gate import registry
+
+    refuse_missing_harness()
+    for flag in ("limit", "context_tokens"):
+        if (given := getattr(args, flag)) is not None and given < 2:
+            raise ParamsError(f"--{flag.replace('_', '-')} is {given}; allowed: 2 and more")
+    refuse_unlisted_claim(args.claim)
+    model, params = _subject(args)
+    known = registry.load(args.mechanisms, args.evals)
+    recipe = _recipe(args, params)
+
+    from kvlab.base.model import resolve
+    from kvlab.evals.run import Asked, run_eval
+
+    asked = Asked(
+        quality_eval_id=args.task,
+        engine=args.engine,
+        dtype=args.dtype,
+        recipe=recipe,
+        cache_dtype=args.cache_dtype or AUTO,
+        context_tokens=args.context_tokens,
+        limit=args.limit,
+        include=args.include_path,
+        unsafe=args.confirm_run_unsafe_code,
+        chat=args.apply_chat_template,
+        claim=args.claim,
+    )
+    threads = params.jobs.threads if params else len(os.sched_getaffinity(0))
+    outcome = run_eval(asked, resolve(model), known, args.out, threads)
+    print("\n".join(_said(outcome, args.out)))
+
+
+def refuse_unlisted_claim(claim: str) -> None:
+    """`UnknownName` for a tier that the gate does not know."""
+    from kvlab.gate.catalogue import TIERS
+
+    if claim not in TIERS:
+        raise UnknownName("tier", claim, TIERS)
+
+
+def _subject(args: argparse.Namespace) -> tuple[Model, Params | None]:
+    """The model, and the parameters of its runs: one of params.yaml, or a folder, which needs no params.yaml."""
+    folder = Path(args.model) if args.model else None
+    if folder is None or not (folder / "config.json").is_file():
+        params = read_params(args.params, args.model)
+        return params.model, _with_bits(args, params)
+    from kvlab.base.records import read_json
+
+    layers = read_json(folder / "config.json").get("num_hidden_layers")
+    if not isinstance(layers, int):
+        raise ParamsError(f"{folder}/config.json names no num_hidden_layers; give a decoder-only text model")
+    model = Model(path=str(folder), n_layers=layers)
+    params = _of_any_model(args.params)
+    return model, params and _with_bits(args, params.model_copy(update={"model": model}))
+
+
+def _of_any_model(text_or_path: str) -> Params | None:
+    """Parameters whose model does not matter; None where nobody named any and the folder has no params.yaml."""
+    if text_or_path.strip().startswith("{"):
+        return read_params(text_or_path)
+    if text_or_path == PARAMS[1]["default"] and not Path(text_or_path).exists():
+        return None
+    return next(iter(by_model(read_yaml(Path(text_or_path))).values()))
+
+
+def _with_bits(args: argparse.Namespace, params: Params) -> Params:
+    if args.bits is None:
+        return params
+    v_bits = args.bits if args.v_bits is None else args.v_bits
+    if not all(1 <= bits <= 8 for bits in (args.bits, v_bits)):
+        raise ParamsError(f"--bits {args.bits} and --v-bits {v_bits}; allowed: 1 to 8")
+    return params.model_copy(update={"bits": args.bits, "v_bits": v_bits})
+
+
+def _recipe(args: argparse.Namespace, params: Params | None) -> Path | None:
+    """The recipe file that is run: as named, or written into --out from the flags; None for a cache dtype."""
+    named = [flag for flag in ("recipe", "codec", "cache_dtype") if getattr(args, flag)]
+    if len(named) != 1:
+        shown = " and ".join(f"--{flag.replace('_', '-')}" for flag in named) or "none of them"
+        raise UserError(f"name one thing to be done to the cache: --recipe, --codec or --cache-dtype; given: {shown}")
+    if args.codec is None:
+        for flag in ("bits", "sigma", "codebooks", "components"):
+            if getattr(args, flag):
+                raise UserError(f"--{flag} belongs to --codec; leave it out beside --{named[0].replace('_', '-')}")
+        return args.recipe
+    if params is None:
+        raise UserError(
+            f"--codec {args.codec} takes its settings from params.yaml, and there is none in {Path.cwd()}; name one"
+            " with --params FILE, or a recipe file with --recipe"
+        )
+    from kvlab.base.rungs import labelled
+    from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
+
+    files = None
+    if args.sigma:
+        files = CalibrationFiles(sigma=args.sigma, codebooks=args.codebooks, components=args.components)
+    elif args.codebooks or args.components:
+        raise UserError("--codebooks and --components belong to a Sigma_q; name it with --sigma")
+    args.out.mkdir(parents=True, exist_ok=True)
+    return write_recipe_file(args.out / "recipe.json", labelled(args.codec, params), calibration=files)
+
+
+def _said(outcome, out: Path) -> Iterator[str]:
+    """What was found, in a line for each metric."""
+    run, seen = outcome.run, outcome.run.seen
+    for key, found in outcome.measures.items():
+        change = found.paired
+        yield (
+            f"{run.entry.quality_eval_id}: {key} of {found.variant.n} items is {found.variant.value:.4g}, without"
+            f" {found.baseline.value:.4g}; paired {change.value:+.4g} [{change.low:+.4g}, {change.high:+.4g}]"
+        )
+    fired = f"{run.declared.codec} fired {seen.fires} times" if run.declared.codec else f"cache of {run.kv_cache_dtype}"
+    yield f"{fired}; {8 * seen.kv_bytes / seen.kv_values:.4g} bits per value over {seen.kv_values} values"
+    if outcome.cut:
+        yield f"{outcome.cut} requests were too long and lost their beginning"
+    yield f"next: kvlab gate check {out}/row.json --evidence {out}/evidence.json"
+
+
+WROTE = "what `kvlab recipe` wrote, or `kvlab calibrate`"
+FLAGS: list[Flag] = [
+    word("--task", "id of a registered eval of lm-evaluation-harness (`kvlab gate registry`)", required=True),
+    word("--engine", "hf or vllm", required=True, choices=("hf", "vllm")),
+    word(
+        "--dtype", "what the engine computes in; default: bfloat16", choices=("bfloat16", "float32"), default="bfloat16"
+    ),
+    path("--recipe", WROTE, required=False, type=recipe(WROTE)),
+    word("--codec", "instead: a rung of the ladder, as `hadamard+center`, or `studied`"),
+    word("--bits", "bits of --codec, of K and V; default: those of params.yaml", type=int, metavar="N"),
+    word("--v-bits", "bits of V, if others", type=int, metavar="N"),
+    path("--sigma", "for --codec: what `kvlab step sigma` wrote", required=False),
+    path("--codebooks", "for --codec: what `kvlab step codebooks` wrote", required=False),
+    path("--components", "for --codec: what `kvlab step components` wrote", required=False),
+    word("--cache-dtype", "instead: what vLLM's own cache stores, as fp8_e4m3"),
+    word(
+        "--context-tokens", "most tokens of an item with its answer; the length of RULER's texts", type=int, metavar="N"
+    ),
+    word("--limit", "items of each task; default: all", type=int, metavar="N"),
+    path("--include-path", "folder of further tasks in YAML", required=False, metavar="DIR"),
+    word("--apply-chat-template", "put prompts into the model's chat template", action="store_true"),
+    word("--confirm-run-unsafe-code", "let a task run what the model wrote", action="store_true"),
+    word("--claim", "tier that the row claims; default: supported", default="supported"),
+    path("--mechanisms", "registry of mechanisms; default: the gate's own", required=False),
+    path("--evals", "registry of evals; default: the gate's own", required=False),
+    result("--out", "folder of evidence.json, row.json and the harness's results", metavar="DIR"),
+]

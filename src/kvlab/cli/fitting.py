@@ -1,0 +1,61 @@
+"""A calibration fitted here and now, for `kvlab calibrate` and `kvlab measure`: windows of a text through an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvlab.base.model import ModelInfo, load_tokenizer
+from kvlab.base.recipe import Recipe
+from kvlab.calibration.calibrate import calibrate
+from kvlab.calibration.load import Calibrated
+from kvlab.engines.base import Engine
+from kvlab.text.corpus import windows_hash
+from kvlab.text.excerpts import docstrings, windows_of
+
+DOCSTRINGS = "docstrings of installed packages"
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """Windows to calibrate on, and what they were cut from.
+
+    Parameters
+    ----------
+    name : str
+        Of the text, for people.
+    windows : numpy.ndarray of int32, shape (windows, context)
+    """
+
+    name: str
+    windows: np.ndarray
+
+    @classmethod
+    def read(cls, info: ModelInfo, path: Path | None, text: str | None, context: int, most: int) -> CalibrationText:
+        """That of a text which was read from `path`, or of docstrings where there is none."""
+        name = DOCSTRINGS if path is None else str(path)
+        texts = docstrings() if text is None else [text]
+        return cls(name, windows_of(texts, load_tokenizer(info), context, most, name))
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return self.windows.size
+
+    def fit(self, engine: Engine, recipes: Sequence[Recipe]) -> Calibrated:
+        """What these recipes read, as this engine computes it."""
+        corpus_hash = windows_hash({"calib": self.windows}, self.windows.shape[1])
+        return calibrate(engine, self.windows.tolist(), recipes, corpus_hash=corpus_hash)
+
+    def about(self, engine: Engine) -> str:
+        """In a line."""
+        count, length = self.windows.shape
+        return f"calibrated on {count} windows of {length} tokens of {self.name}, on {engine.name} in {engine.dtype}"
+
+
+def nothing_fitted(origin: str) -> Calibrated:
+    """The calibration of a codec that reads none."""
+    return Calibrated(whiteners={}, tables={}, origin=origin, corpus_hash="", sigma_hash="", calibration_hash="")

@@ -1,0 +1,102 @@
+"""How a flag of the command line is declared: its name, and what argparse is told of it; and those of several verbs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from kvlab.base.errors import UserError
+from kvlab.cli.given import params_of, refuse_wrong_recipe
+
+Flag = tuple[str, dict] | Callable[[argparse.ArgumentParser], None]
+"""One flag, or what adds several that are declared elsewhere; it is called when its verb is asked for."""
+Verbs = Mapping[Callable, list[Flag]]
+"""Functions named VERB_verb, each with its flags; the docstring is the help."""
+
+
+def path(flag: str, text: str, **options) -> Flag:
+    """A flag that names a file or folder which is read; needed unless `options` say otherwise.
+
+    One that is not there is refused while the command line is read, before anything is imported for it.
+    """
+    return flag, {"type": existing(text), "metavar": "FILE", "help": text, "required": True} | options
+
+
+def result(flag: str, text: str, **options) -> Flag:
+    """A flag that names what is written; needed unless `options` say otherwise."""
+    return flag, {"type": Path, "metavar": "FILE", "help": text, "required": True} | options
+
+
+def recipe(text: str) -> Callable[[str], Path]:
+    """A type of argparse: a recipe file; one whose recipe is none is refused without torch, all else by its reader."""
+
+    def read(given: str) -> Path:
+        file = existing(text)(given)
+        try:
+            refuse_wrong_recipe(file)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return file
+
+    return read
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A type of argparse: a whole number, at least so many."""
+
+    def number(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least}")
+        return int(text)
+
+    return number
+
+
+def existing(text: str) -> Callable[[str], Path]:
+    """A type of argparse: a path that there is; `text` is the flag's help, which may name the verb that writes it."""
+    writer = re.search(r"`(kvlab [^`]+)` wrote", text) or re.search(r" of `(kvlab [^`]+)`", text)
+
+    def read(given: str) -> Path:
+        if not Path(given).exists():
+            hint = f"; run `{writer[1]}`" if writer else ""
+            raise argparse.ArgumentTypeError(f"cannot read {given}: no such file{hint}")
+        return Path(given)
+
+    return read
+
+
+def word(flag: str, text: str, **options) -> Flag:
+    """A flag that takes one word."""
+    return flag, {"help": text} | options
+
+
+def place(name: str, text: str, **options) -> Flag:
+    """A file that is given without a flag."""
+    return name, {"type": Path, "metavar": "FILE", "help": text} | options
+
+
+def with_settings(verbs: Verbs) -> dict[Callable, list[Flag]]:
+    """The verbs, each of which also takes the parameters and one of their models, which are read first of all."""
+    return {function: [*SETTINGS, read_first, *flags] for function, flags in verbs.items()}
+
+
+def read_first(parser: argparse.ArgumentParser) -> None:
+    """Have `main` read the parameters before the verb imports what it runs: a mistake in them is told at once."""
+    parser.set_defaults(first=params_of)
+
+
+PARAMS = word("--params", "default: params.yaml", default="params.yaml", metavar="FILE|JSON")
+MODEL = word("--model", "one of `models`; needed where params.yaml lists several", metavar="SLUG")
+SETTINGS = [PARAMS, MODEL]
+OUT = result("--out", "what is written (with companions of the same stem beside it)")
+WINDOWS = path("--windows", "windows.safetensors of `kvlab step corpus`")
+NEEDLES = path("--needles", "needles.parquet of `kvlab step needles`")
+CAPTURE = path("--capture", "what `kvlab step capture` wrote")
+METRICS = path("--metrics", "what `kvlab step metrics` wrote")
+IF_CODED = [  # a run without a codec does without them
+    path("--sigma", "what `kvlab step sigma` wrote; needed by cells with a codec", required=False),
+    path("--codebooks", "what `kvlab step codebooks` wrote; needed by fitted tables", required=False),
+    path("--components", "what `kvlab step components` wrote; needed by klt, oscar and mean removal", required=False),
+]

@@ -1,0 +1,382 @@
+"""What each verb of `kvlab gate` does, and its flags. Heavy imports happen inside the verbs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from kvlab.base.errors import UserError
+from kvlab.cli.flags import Flag, path, place, result, word
+from kvlab.pages.terminal import FORMATS, as_json, as_text, printable
+
+ABOUT = """\
+Which numbers may be published: rows against their evidence, the registries and one another (docs/gate.md).
+
+  check       judge rows: what each earns of the tier that it claims, with every reason
+  report      GATE.md: what every row earns and why, and how far the gate can be trusted
+  ingest      put rows into a store, with what the gate says of them
+  query       rows of a store, or groups of rows, or the best of each group
+  export      rows of a store as parquet
+  diff        what changed from one run of a store to another
+  config      check what a configuration and the environment declare, and print it as fields of a row
+  registry    the mechanisms and evals that there are
+  reasons     everything that can be wrong, by its code
+  schema      JSON schema of a row, a configuration, evidence or a report
+
+Exit codes: 0 done, or the gate passes; 1 the gate fails; 2 the input is wrong, or nothing could be judged.
+"""
+FIRST = ("run", "row_id", "support_status", "earned_tier", "derived_status")
+
+
+def report_verb(args: argparse.Namespace) -> None:
+    """Write GATE.md: what every row earns and why, what is best of it, and how far the gate can be trusted.
+
+    Rows that earn less than they claim are no failure here, the page says so; `kvlab gate check` is what fails.
+    Corruptions, false alarms and planted losses are played anew, from seeds: equal rows give equal bytes. The curve
+    of planted losses is drawn beside the page, as detection.svg and detection.csv.
+    """
+    from kvlab.gate.page import write
+    from kvlab.gate.samples import read
+
+    summary = write(_rows(args), _context(args), args.out, args.json, read(args.records))
+    earned = ", ".join(f"{count} {tier}" for tier, count in summary.counts.items() if count)
+    print(f"{args.out}: {len(summary.rows)} rows, of which {earned or 'none was judged'}")
+
+
+# ------------------------------------------------------------------------------------- judging
+
+
+def check_verb(args: argparse.Namespace) -> int:
+    """Judge rows: what each earns of the tier that it claims, with every reason.
+
+    Exit code 0 when every row that declares a mechanism earns what it claims, or is waived; 1 when one does not; 2 when
+    the input is wrong, or no row declares a mechanism: nothing checked is not nothing wrong.
+
+    Evidence in files belongs to the rows of the same model, engine, recipe_id, context_tokens, dtype, protocol, device
+    and calibration; evidence of no row is refused.
+    """
+    from kvlab.base.records import atomic
+    from kvlab.gate import render
+    from kvlab.gate.check import check
+
+    report = check(_rows(args), _context(args, args.waivers), args.strict)
+    text = getattr(render, f"to_{args.format}")(report)
+    if args.out:
+        with atomic(args.out) as temporary:
+            temporary.write_bytes(text.encode())  # UTF-8, whatever the locale
+        text = "".join(f"{line}\n" for line in (*_summary(report), f"see {args.out}"))
+    _say(text)
+    if report.verdict == "cannot_judge":
+        print(f"kvlab gate check: none of {len(report.claims)} rows declares a mechanism to judge", file=sys.stderr)
+    return report.exit_code
+
+
+def _say(text: str) -> None:
+    """Print; a reader that leaves early does not turn a failure into a success."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _summary(report) -> Iterable[str]:
+    """The verdict in a line, and one for each thing that keeps a row from its claim."""
+    counts = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in report.counts.items())
+    yield f"{report.verdict.replace('_', ' ')}: {len(report.claims)} rows, of which {counts}"
+    for claim in report.claims:
+        for finding in claim.findings:
+            if finding.counts and (report.strict or not finding.waiver):
+                yield from (printable(f"{claim.row['row_id']}: {reason}") for reason in finding.reasons)
+
+
+def _rows(args: argparse.Namespace) -> list:
+    """The rows of all files, with the evidence that was given beside them."""
+    from kvlab.gate import evidence
+    from kvlab.gate.catalogue.rows import read_rows
+    from kvlab.gate.inputs import attached
+
+    rows = [row for file in args.files for row in read_rows(file)]
+    return attached(rows, {str(file): evidence.read(file) for file in args.evidence})
+
+
+def _context(args: argparse.Namespace, waivers: Path | None = None):
+    """What rows are judged against, as of today."""
+    import datetime
+
+    from kvlab.gate import registry
+    from kvlab.gate.inputs import read_current
+    from kvlab.gate.rules import WAIVABLE, Context
+    from kvlab.gate.waivers import read
+
+    return Context(
+        registry.load(args.mechanisms, args.evals),
+        read_current(*args.current) if args.current else None,
+        read(waivers, WAIVABLE) if waivers else (),
+        datetime.date.today(),
+    )
+
+
+def config_verb(args: argparse.Namespace) -> None:
+    """Check what a configuration and the environment declare, and print it as the fields of a row.
+
+    The file is a YAML mapping; its keys are the flags of `kvlab gate ingest`, or the names of the row's fields. Fields
+    that it does not name may come from the environment: the published ones by their names in capitals, as
+    MECHANISM_VARIANT, others with KVLAB_ROW_ before them, as KVLAB_ROW_MODEL; an empty variable says nothing.
+
+    The configuration comes first, and nothing is overridden: where both name a field they must say the same, or both
+    are refused with the names of the two places. An explicit null says that there is none, which a variable with a
+    value contradicts. Whether names are registered is asked by `kvlab gate check`.
+    """
+    from kvlab.gate.catalogue import environment, read_config
+    from kvlab.gate.inputs import declared
+
+    print(as_json(declared(read_config(args.file), environment(os.environ), args.file)))
+
+
+# -------------------------------------------------------------------------------------- the store
+
+
+def ingest_verb(args: argparse.Namespace) -> int:
+    """Put rows into a store, with what the gate says of them: all rows of all files, or none.
+
+    A flag fills a field that a row leaves empty, as rows of the published style do. One that says something else than
+    the row is refused. A row that is there already with the same content is left alone; with other content, or judged
+    against another registry or another --current, it is refused unless it is to be replaced.
+    """
+    from kvlab.gate.catalogue import given
+    from kvlab.gate.check import check
+    from kvlab.gate.inputs import filled
+    from kvlab.gate.store import open_store
+    from kvlab.gate.store.ingest import ingest, prepared
+
+    rows = [filled(row, given(args)) for row in _rows(args)]
+    report = check(rows, _context(args), args.strict)
+    if args.strict and report.exit_code:
+        print("\n".join([*_summary(report), f"nothing was put into {args.db}"]), file=sys.stderr)
+        return report.exit_code
+    batch = prepared(rows, report, args.kept_under)  # before the store, which is not made for what is refused
+    with open_store(args.db, create=True) as store:
+        done = ingest(store, batch, args.replace)
+    rejudged = f", {done.rejudged} of them judged anew" if done.rejudged else ""
+    print(f"{args.db}: {done.added} rows added, {done.replaced} replaced, {done.same} there already{rejudged}")
+    return 0
+
+
+def query_verb(args: argparse.Namespace) -> None:
+    """Rows of a store, or groups of rows, or the best row of each group.
+
+    Every answer says which tier its rows have earned, and by which registry: groups are divided by both, so that no
+    average mixes what is certified with what is not, or not any more. A database of an older schema is upgraded in
+    place, by additions only.
+    """
+    from kvlab.gate.store import open_store
+    from kvlab.gate.store.queries import query
+
+    with open_store(args.db) as store:
+        _show(query(store, _where(args.where), args.group_by, args.best, args.certified), args.format)
+
+
+def export_verb(args: argparse.Namespace) -> None:
+    """Write rows of a store as parquet, with every column."""
+    from kvlab.gate.store import open_store
+    from kvlab.gate.store.queries import export
+
+    with open_store(args.db) as store:
+        found = export(store, args.out, _where(args.where))
+    print(f"{args.out}: {len(found)} rows")
+
+
+def diff_verb(args: argparse.Namespace) -> None:
+    """What changed from one run of a store to another: rows added and gone, and every value that is another.
+
+    What the gate says of a row is compared like its values. Exit code 0, whether anything changed or not.
+    """
+    from kvlab.gate.store import open_store
+    from kvlab.gate.store.queries import diff
+
+    with open_store(args.db) as store:
+        _show(diff(store, args.run_a, args.run_b), args.format)
+
+
+def _where(given: Iterable[str]) -> dict[str, list[str | None]]:
+    """Columns and the values asked for; nothing after the sign asks for rows that do not say."""
+    wanted: dict[str, list[str | None]] = {}
+    for text in given:
+        column, sign, value = text.partition("=")
+        if not (column and sign):
+            raise UserError(f"--where {text!r} is no COLUMN=VALUE")
+        wanted.setdefault(column, []).append(value or None)
+    return wanted
+
+
+def _show(frame, form: str) -> None:
+    columns = frame.columns
+    if form == "table" and "row_id" in columns:  # of many columns, what a person looks for stands where it is seen
+        columns = sorted(columns, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    print(as_text(frame.rows(named=True), columns, form))
+
+
+# ------------------------------------------------------------------------------- what there is
+
+
+def registry_verb(args: argparse.Namespace) -> None:
+    """The mechanisms and evals that there are, shipped or in files of your own, checked as a whole."""
+    from kvlab.gate import registry
+
+    known = registry.load(args.mechanisms, args.evals)
+    described = known.describe()
+    if args.format == "json":
+        print(as_json({"digest": known.digest} | described))
+        return
+    print(f"registry {known.digest}")
+    for name, rows in described.items():
+        print(f"\n{name}\n{as_text(rows, list(rows[0]) if rows else [], args.format)}")
+
+
+def reasons_verb(args: argparse.Namespace) -> None:
+    """Everything that can be wrong with rows, configurations, registries and evidence, by its code."""
+    from kvlab.gate.reasons import CONFIG_REASONS, EVIDENCE_REASONS, REGISTRY_REASONS, ROW_REASONS
+
+    kinds = {"row": ROW_REASONS, "config": CONFIG_REASONS, "registry": REGISTRY_REASONS, "evidence": EVIDENCE_REASONS}
+    rows = [
+        {"about": kind, "code": code, "meaning": text}
+        for kind, listed in kinds.items()
+        for code, text in listed.items()
+    ]
+    print(as_text(rows, ("about", "code", "meaning"), args.format))
+
+
+def schema_verb(args: argparse.Namespace) -> None:
+    """JSON schema of a row's fields, of a configuration, of evidence, or of a report of `kvlab gate check`."""
+    print(as_json(SCHEMAS[args.what]()))
+
+
+def _row_schema() -> dict:
+    from kvlab.gate.catalogue import row_schema
+
+    return row_schema()
+
+
+def _config_schema() -> dict:
+    from kvlab.gate.catalogue import config_schema
+
+    return config_schema()
+
+
+def _evidence_schema() -> dict:
+    from kvlab.gate.catalogue import SCHEMA
+    from kvlab.gate.evidence import Evidence
+
+    return {"$schema": SCHEMA} | Evidence.model_json_schema()
+
+
+def _report_schema() -> dict:
+    from kvlab.gate.catalogue import SCHEMA
+    from kvlab.gate.check import Report
+
+    return {"$schema": SCHEMA} | Report.model_json_schema(mode="serialization")
+
+
+SCHEMAS = {"row": _row_schema, "config": _config_schema, "evidence": _evidence_schema, "report": _report_schema}
+
+
+# --------------------------------------------------------------------------------------- flags
+
+
+def _mechanism_flags(parser: argparse.ArgumentParser) -> None:
+    from kvlab.gate.catalogue import flags
+
+    flags(parser, groups=("mechanism",))
+
+
+DB = place("db", "the store, an SQLite file", metavar="DB")
+FILES = place("files", "rows as JSON: a list of objects or one, of this project's or the published style", nargs="+")
+REGISTRY = [
+    path("--mechanisms", "registry of mechanisms; default: the shipped one", required=False),
+    path("--evals", "registry of evals; default: the shipped one", required=False),
+]
+JUDGED_BY = [
+    path("--evidence", "evidence that is not written into its row", required=False, nargs="+", default=[]),
+    path(
+        "--current",
+        "JSON by model: model_hash, corpus_hash and code of now; others are stale",
+        required=False,
+        nargs="+",
+        default=[],
+    ),
+    *REGISTRY,
+]
+WHERE = word(
+    "--where",
+    "rows of this value; a column given twice may have either, and nothing after = asks for rows that do not say",
+    metavar="COLUMN=VALUE",
+    nargs="+",
+    action="extend",
+    default=[],
+)
+
+
+def _format(choices: Iterable[str]) -> Flag:
+    first, *_ = choices
+    return word("--format", f"default: {first}", choices=choices, default=first)
+
+
+VERBS: dict[Callable, list[Flag]] = {
+    report_verb: [
+        FILES,
+        *JUDGED_BY,
+        path(
+            "--records",
+            "what `kvlab step mechanisms` wrote, of which the rows were made: throughputs get intervals, and the"
+            " baseline's second run is told",
+            required=False,
+            nargs="+",
+            default=[],
+        ),
+        result("--out", "the page; its figure is written beside it"),
+        result("--json", "what the page says of each row", required=False),
+    ],
+    check_verb: [
+        FILES,
+        word("--strict", "waived rows and rows without a mechanism fail too", action="store_true"),
+        path("--waivers", "YAML list of waivers", required=False),
+        *JUDGED_BY,
+        _format(("markdown", "json", "junit")),
+        result("--out", "what is written instead of printed; a summary is printed", required=False),
+    ],
+    ingest_verb: [
+        *(DB, FILES),
+        word(
+            "--run", "the run that the rows are kept under; default: what each names", dest="kept_under", metavar="NAME"
+        ),
+        word(
+            "--replace",
+            "replace rows that are there with other content, or judged otherwise",
+            action="store_true",
+        ),
+        word("--strict", "keep nothing unless every row earns what it claims (exit code 1)", action="store_true"),
+        *JUDGED_BY,
+        _mechanism_flags,
+    ],
+    query_verb: [
+        *(DB, WHERE),
+        word("--group-by", "columns to group by", metavar="COLUMN", nargs="+", action="extend", default=[]),
+        word("--best", "the one row of each group where this measure is best", metavar="COLUMN"),
+        word("--certified", "only rows that have earned the tier `supported`", action="store_true"),
+        _format(FORMATS),
+    ],
+    export_verb: [DB, place("out", "parquet file, replaced when the rows are there"), WHERE],
+    diff_verb: [
+        DB,
+        word("run_a", "before", metavar="RUN_A"),
+        word("run_b", "after", metavar="RUN_B"),
+        _format(FORMATS),
+    ],
+    config_verb: [place("file", "YAML mapping of fields")],
+    registry_verb: [*REGISTRY, _format(("table", "json"))],
+    reasons_verb: [_format(("table", "json"))],
+    schema_verb: [word("what", "of what", choices=tuple(SCHEMAS))],
+}

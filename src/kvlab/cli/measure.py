@@ -1,0 +1,126 @@
+"""`kvlab measure`: what codecs cost a model on a text, without params.yaml. Heavy imports happen inside."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from kvlab.base.errors import UserError
+from kvlab.cli.flags import Flag, path, place, result, whole, word
+from kvlab.pages.terminal import as_text, printable
+
+COLUMNS = ("codec", "bits", "bits/value", "KL", "95 %", "same top token", "how large")
+PAIRED = ("difference", "bits", "KL", "95 %", "same top token", "costs less")
+SMALL = 1e-3  # below, numbers are written with two digits instead of four decimals
+
+
+def measure_verb(args: argparse.Namespace) -> None:
+    """Measure what codecs cost a model on a text of yours: KL divergence of its predictions, and bits per value.
+
+    The text is cut into windows. The KV cache of each window's context is coded, the tokens after it are predicted
+    with it, and held against what the model predicts with its own cache. Bits per value are those of a stored cache,
+    everything counted; intervals are of a bootstrap over windows. Nothing is written but --json.
+
+    Codecs that are calibrated read --calibration; what that does not hold is fitted first, to --calib-text or else to
+    docstrings of installed packages, never to the scored text.
+
+      kvlab measure models/reference --codec klt --bits 2 3 --text notes.txt --against kivi
+    """
+    from kvlab.cli import checked
+
+    config = checked.config_of(args.model)
+    checked.refuse_absent(args.engine)
+    named = _named(args)
+    text = checked.readable_text(args.text, args.context + args.eval, config)
+    calib_text = checked.readable_text(args.calib_text, args.context, config) if args.calib_text else None
+    checked.calibration_file(args.calibration)
+    checked.writable(args.json)
+
+    from kvlab.cli.measuring import measured
+
+    found = measured(args, named, text, calib_text)
+    if args.json:
+        from kvlab.base.records import write_json
+
+        write_json(args.json, found.data())
+    print("\n".join(said(found)))
+
+
+def _named(args: argparse.Namespace) -> list:
+    """Every codec at every width (`checked.Named`), each once; that of --against last."""
+    from kvlab.cli.checked import recipes_of
+
+    if args.against in args.codec:
+        raise UserError(f"--against {args.against} is measured already; name another codec than those of --codec")
+    names = dict.fromkeys([*args.codec, *([args.against] if args.against else [])])
+    return [one for name in names for one in recipes_of(name, args.bits)]
+
+
+def said(found) -> Iterator[str]:
+    """What was found (`measuring.Found`), for people."""
+    yield from map(printable, found.about)
+    yield ""
+    yield as_text(list(map(_row, found.rows)), COLUMNS, "table")
+    if found.differences:
+        yield ""
+        yield as_text(list(map(_pair, found.differences)), PAIRED, "table")
+    yield ""
+    yield "KL in nats per token; how large it is, beside quantised weights: docs/command-line.md"
+
+
+def _row(row) -> dict:
+    return {
+        "codec": row.codec,
+        "bits": _bits(row.bits),
+        "bits/value": f"{row.bits_per_value:.2f}",
+        "KL": _number(row.kl.value),
+        "95 %": f"{_number(row.kl.low)} to {_number(row.kl.high)}",
+        "same top token": f"{100 * row.top1.value:.1f} %",
+        "how large": row.words,
+    }
+
+
+def _pair(pair) -> dict:
+    better = pair.codec if pair.kl.value < 0 else pair.against
+    return {
+        "difference": f"{pair.codec} - {pair.against}",
+        "bits": _bits(pair.bits),
+        "KL": _number(pair.kl.value, "+"),
+        "95 %": f"{_number(pair.kl.low, '+')} to {_number(pair.kl.high, '+')}",
+        "same top token": f"{100 * pair.top1.value:+.1f} points",
+        "costs less": "not told apart" if pair.kl.low <= 0 <= pair.kl.high else better,
+    }
+
+
+def _bits(bits: float | None) -> str:
+    return "" if bits is None else f"{bits:g}"
+
+
+def _number(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.4f}" if value == 0 or abs(value) >= SMALL else f"{value:{sign}.1e}"
+
+
+FLAGS: list[Flag] = [
+    place("model", "folder of a Hugging Face model", metavar="MODEL"),
+    word("--codec", "klt, kivi, hadamard+center, ...; several may be named; default: klt", nargs="+", default=["klt"]),
+    word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", default=[4], metavar="N"),
+    path("--text", "the text that is predicted, UTF-8"),
+    word("--against", "another codec at the same bits, and the paired differences from it", metavar="CODEC"),
+    word("--engine", "default: hf", choices=("hf", "vllm"), default="hf"),
+    word(
+        "--dtype", "what the engine computes in; default: float32", choices=("float32", "bfloat16"), default="float32"
+    ),
+    word(
+        "--protocol",
+        "snapshot codes a finished cache, in_forward while it is computed; default: snapshot",
+        choices=("snapshot", "in_forward"),
+        default="snapshot",
+    ),
+    word("--context", "tokens of a window that are coded; default: 512", type=whole(8), default=512, metavar="N"),
+    word("--eval", "tokens after them that are predicted; default: 128", type=whole(2), default=128, metavar="N"),
+    word("--windows", "at most so many, spread over the text; default: 16", type=whole(2), default=16, metavar="N"),
+    path("--calibration", "what `kvlab calibrate` wrote", required=False),
+    path("--calib-text", "text to calibrate on; default: docstrings of installed packages", required=False),
+    word("--calib-windows", "of it, as long as a context; default: 32", type=whole(2), default=32, metavar="N"),
+    result("--json", "everything that was found, for programs", required=False),
+]

@@ -1,0 +1,377 @@
+"""What only the rules of the workflow call: `kvlab step VERB`, and its flags. Heavy imports happen inside the verbs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from kvlab.base.errors import UserError
+from kvlab.cli.flags import (
+    CAPTURE,
+    IF_CODED,
+    METRICS,
+    NEEDLES,
+    OUT,
+    WINDOWS,
+    Flag,
+    path,
+    place,
+    result,
+    with_settings,
+    word,
+)
+from kvlab.cli.given import fitted_of, params_of, tier
+
+ABOUT = """\
+The steps of the pipeline, as the rules of the workflow call them (`make findings` runs them all).
+
+  corpus      text -> fixed token windows, calibration and test kept apart
+  needles     facts planted in texts of their own, and questions that ask for them
+  capture     pre-rotary Q, K, V of the calibration windows, from one engine
+  sigma       Sigma_q and its Cholesky factor, per layer and KV head
+  codebooks   Lloyd-Max tables on the variable that the quantiser really sees
+  components  mean, covariance and KLT of K and V, per layer and KV head
+  baseline    codec off: an engine, dtype and attention against the fp32 truth
+  choose      which layers to favour, from the calibration split alone
+  jobs        the cells of all studies on one engine in one dtype, with one start of the engine
+  measure     the cells of one study on one engine
+  residual    the codec's own error on each engine's capture
+  mechanisms  what the gate judges: each codec, and an engine's own cache dtypes, on text and on needles
+  metrics     tables -> estimates with intervals; refuses what may not be compared
+  compare     several models' estimates beside one another, with intervals of their differences
+  verdict     estimates -> verdicts, and whether numbers may be published
+  report      estimates and verdicts -> FINDINGS.md with its figures, and report.html
+  rows        rows and evidence for `kvlab gate`, out of what mechanisms measured
+
+The KV store's studies (docs/kvstore.md):
+
+  restore     cold against warm: identity, time, bytes, and what each codec makes of a snapshot
+  policy      which chunks a bounded pool should keep: needles found, attention mass kept
+  bitplanes   how well a few bits of each key rank what attention looks at
+  placement   whether it matters in which block a chunk lies
+  page        RESTORE.md, POLICY.md, BITPLANES.md or PLACEMENT.md from the records of all models
+{checkout}
+Exit codes: 0 done; 2 the input is wrong, one line says how to mend it; 1 the run is wrong.
+"""
+OF_THE_CHECKOUT = """
+What vouches for the rest, in a checkout:
+
+  planted     values that are known, and whether the pipeline finds them -> REPORT.md
+  reference   train the embedded reference model again
+  snapshot_cells  every codec's snapshot cell timed beside a bare forward -> SNAPSHOT.md
+"""
+STUDIES = ("restore", "policy", "bitplanes", "placement")
+
+
+def corpus_verb(args: argparse.Namespace) -> None:
+    """Cut the corpus into windows."""
+    from kvlab.text.corpus import build
+
+    build(params_of(args), args.out)
+
+
+def needles_verb(args: argparse.Namespace) -> None:
+    """Plant the facts that retrieval is measured on."""
+    from kvlab.text.needles import build
+
+    build(params_of(args), args.out)
+
+
+def capture_verb(args: argparse.Namespace) -> None:
+    """Capture Q, K and V of the calibration windows."""
+    from kvlab.calibration.capture import capture
+
+    capture(params_of(args), args.engine, args.windows, args.out)
+
+
+def sigma_verb(args: argparse.Namespace) -> None:
+    """Fit Sigma_q."""
+    from kvlab.calibration.sigma import fit_sigma
+
+    fit_sigma(params_of(args), args.capture, args.out)
+
+
+def codebooks_verb(args: argparse.Namespace) -> None:
+    """Fit the Lloyd-Max tables."""
+    from kvlab.lab.codebooks import fit_codebooks
+
+    fit_codebooks(params_of(args), args.study, args.capture, args.sigma, args.rotated, args.out)
+
+
+def components_verb(args: argparse.Namespace) -> None:
+    """Fit the components of K and V."""
+    from kvlab.calibration.components import fit_components
+
+    fit_components(params_of(args), args.capture, args.sigma, args.out)
+
+
+def _by_origin(args: argparse.Namespace) -> dict:
+    from kvlab.calibration.load import by_origin
+
+    given = [getattr(args, name) or [] for name in ("sigma", "codebooks", "components", "rotated")]
+    if any(given) and not given[0]:
+        raise UserError("--codebooks, --components and --rotated belong to a Sigma_q; name it with --sigma")
+    return by_origin(*given)
+
+
+def baseline_verb(args: argparse.Namespace) -> None:
+    """Measure one run of the engine baseline."""
+    from kvlab.studies.baseline.measure import baseline
+
+    baseline(params_of(args), args.run, args.windows, fitted_of(args), args.out)
+
+
+def choose_verb(args: argparse.Namespace) -> None:
+    """Choose on the calibration split which layers the mitigations favour."""
+    from kvlab.studies.mitigations.search import choose
+
+    choose(params_of(args), args.windows, _by_origin(args), args.out, args.store)
+
+
+def measure_verb(args: argparse.Namespace) -> None:
+    """Measure one job of cells."""
+    from kvlab.lab.measure import measure
+
+    choice = _choice(args)
+    measure(params_of(args), args.study, args.job, args.windows, _by_origin(args), args.out, choice)
+
+
+def jobs_verb(args: argparse.Namespace) -> None:
+    """Measure jobs of several studies on one engine and dtype, with one start of the engine."""
+    from kvlab.studies.measuring import measure_jobs
+
+    measure_jobs(
+        params_of(args),
+        args.measure,
+        args.windows,
+        _by_origin(args),
+        args.results,
+        choice=_choice(args),
+        needles_path=args.needles,
+        code=args.code,
+        folder=args.store,
+    )
+
+
+def mechanisms_verb(args: argparse.Namespace) -> None:
+    """Measure what the gate judges: every codec, and every dtype of an engine's own cache, on one engine."""
+    from kvlab.studies.mechanisms.measure import mechanisms
+
+    mechanisms(params_of(args), args.engine, args.windows, args.needles, _by_origin(args), args.code, args.out)
+
+
+def _choice(args: argparse.Namespace):
+    from kvlab.studies.mitigations.plan import current, read_choice
+
+    return current(params_of(args), read_choice(args.choice)) if args.choice else None
+
+
+def residual_verb(args: argparse.Namespace) -> None:
+    """Code one engine's own capture and keep the codec's error."""
+    from kvlab.studies.residual.measure import residual
+
+    residual(params_of(args), args.capture, fitted_of(args), args.out)
+
+
+def metrics_verb(args: argparse.Namespace) -> None:
+    """Turn tables into estimates."""
+    from kvlab.base.records import write_json
+    from kvlab.report.metrics import Sources, build
+
+    sources = Sources(args.baseline, args.jobs, args.codebooks, args.sigmas, args.residual, args.choice)
+    write_json(args.out, build(params_of(args), sources))
+
+
+def compare_verb(args: argparse.Namespace) -> None:
+    """Set models beside one another: what each pays, and what each further one pays beside the first."""
+    from kvlab.base.records import write_json
+    from kvlab.report import comparison
+    from kvlab.report.summary import summary
+
+    found = comparison.read(args.metrics)
+    compared = comparison.build(found)
+    headlines = {metrics["identity"]["slug"]: summary(metrics) for metrics in found}
+    comparison.write_table(args.out, compared)
+    if args.json:
+        write_json(args.json, compared)
+    if args.summary:
+        write_json(args.summary, headlines)
+
+
+def verdict_verb(args: argparse.Namespace) -> None:
+    """Judge the estimates."""
+    from kvlab.base.records import write_json
+    from kvlab.gate.verdict import judge
+    from kvlab.report.schema import load
+
+    write_json(args.out, judge(params_of(args), load(args.metrics)))
+
+
+def report_verb(args: argparse.Namespace) -> None:
+    """Write FINDINGS.md and its figures, or the README's headline."""
+    from kvlab.base.records import read_json
+    from kvlab.report import findings, readme
+    from kvlab.report.schema import load
+
+    metrics, verdict = load(args.metrics), read_json(args.verdict)
+    if args.readme:
+        readme.update(args.readme, metrics, verdict)
+    if args.out:
+        comparison = read_json(args.comparison) if args.comparison else None
+        findings.write(params_of(args), metrics, verdict, args.out, args.html, comparison, args.claims)
+
+
+def rows_verb(args: argparse.Namespace) -> None:
+    """Rows with their evidence out of what `kvlab step mechanisms` measured of one model, and what is current now.
+
+    Every piece of evidence is made of the tables of scores, item by item. What could not be measured becomes a row
+    that claims nothing and says why.
+    """
+    from kvlab.gate.measured_rows import write
+
+    rows = write(args.records, args.windows, args.needles, args.code, args.claim, args.out, args.current)
+    print(f"{args.out}: {len(rows)} rows")
+
+
+def restore_verb(args: argparse.Namespace) -> None:
+    """Measure whether a restored context says the same to the bit, and what restoring it saves."""
+    from kvlab.calibration.load import Fitted
+    from kvlab.studies.restore.measure import measure
+    from kvlab.studies.restore.record import Settings
+
+    params, fitted = params_of(args), Fitted(args.sigma, None, args.components, None)
+    measure(params, Settings.of(params), args.windows, fitted, args.out)
+
+
+def policy_verb(args: argparse.Namespace) -> None:
+    """Measure how many needles are found, and how much attention mass is kept, in a pool that holds a part of them."""
+    from kvlab.studies.policy.measure import measure
+
+    measure(params_of(args), args.needles, args.out)
+
+
+def bitplanes_verb(args: argparse.Namespace) -> None:
+    """Measure how well a few bits of each key rank what attention looks at."""
+    from kvlab.studies.bitplanes.measure import measure
+
+    measure(params_of(args), args.windows, args.out)
+
+
+def placement_verb(args: argparse.Namespace) -> None:
+    """Measure what it changes when the blocks of the pool lie in another order."""
+    from kvlab.studies.placement.measure import measure
+
+    measure(params_of(args), args.windows, args.out)
+
+
+def page_verb(args: argparse.Namespace) -> None:
+    """Write a study's page from the records of all models."""
+    from kvlab.studies.page import write
+
+    write(args.study, args.records, args.out)
+
+
+# --------------------------------------------------------------------------------------- flags
+
+SIGMA = path("--sigma", "what `kvlab step sigma` wrote")
+CODEBOOKS = path("--codebooks", "what `kvlab step codebooks` wrote")
+PER_ORIGIN = [  # one of each for every engine whose capture calibrates a cell
+    path(flag, text, required=False, nargs="+")
+    for flag, text in (
+        ("--sigma", "what `kvlab step sigma` wrote; needed by cells with a codec"),
+        ("--codebooks", "what `kvlab step codebooks` wrote for the study; needed by fitted tables"),
+        ("--components", "what `kvlab step components` wrote; needed by klt, oscar and mean removal"),
+        ("--rotated", "what `kvlab step sigma` wrote after the rotary embedding; needed by post_rope cells"),
+    )
+]
+CHOICE = path("--choice", "what `kvlab step choose` wrote; needed by the mitigations", required=False)
+STORE = result("--store", "folder of what was measured before; without one everything is measured", required=False)
+STUDY_HELP = "factors, cells, layers, noise, mitigations or ladder"
+
+OF_PARAMS: dict[Callable, list[Flag]] = {
+    corpus_verb: [OUT],
+    needles_verb: [OUT],
+    capture_verb: [word("--engine", "hf or vllm", required=True), WINDOWS, OUT],
+    sigma_verb: [CAPTURE, OUT],
+    codebooks_verb: [
+        word("--study", STUDY_HELP, required=True),
+        *(CAPTURE, SIGMA),
+        path("--rotated", "the Sigma_q after the rotary embedding; needed by post_rope cells", required=False),
+        OUT,
+    ],
+    components_verb: [CAPTURE, SIGMA, OUT],
+    residual_verb: [CAPTURE, SIGMA, CODEBOOKS, OUT],
+    baseline_verb: [
+        word("--run", "a name that `kvlab params` lists under baseline", required=True),
+        *(WINDOWS, *IF_CODED, OUT),
+    ],
+    choose_verb: [WINDOWS, *PER_ORIGIN, STORE, OUT],
+    jobs_verb: [
+        word("--measure", "STUDY/JOB of each; `kvlab params` lists them", required=True, nargs="+"),
+        *(WINDOWS, *(path(flag, told["help"], required=False, nargs="*") for flag, told in PER_ORIGIN), STORE),
+        path("--choice", "what `kvlab step choose` wrote; needed by the mitigations", required=False, nargs="?"),
+        path("--needles", "needles.parquet of `kvlab step needles`; the mechanisms need it", required=False, nargs="?"),
+        word("--code", "digest of the code that measures the mechanisms; evidence of other code is stale"),
+        result("--results", "folder of results: each study writes STUDY/MODEL/JOB.parquet and .json there"),
+    ],
+    measure_verb: [
+        word("--study", STUDY_HELP, required=True),
+        word("--job", "a name that `kvlab params` lists under the study", required=True),
+        CHOICE,
+        *(WINDOWS, *PER_ORIGIN, OUT),
+    ],
+    mechanisms_verb: [
+        word("--engine", "hf or vllm", required=True),
+        *(WINDOWS, NEEDLES, *PER_ORIGIN),
+        word("--code", "digest of the code that measures; evidence of other code is stale", required=True),
+        OUT,
+    ],
+    metrics_verb: [
+        path("--baseline", "json records of the baseline runs", nargs="+"),
+        path("--jobs", "json records of the jobs of cells", nargs="+"),
+        path("--codebooks", "what `kvlab step codebooks` wrote", nargs="+"),
+        path("--sigmas", "json sidecars of `kvlab step sigma`", nargs="+"),
+        path("--residual", "json records of `kvlab step residual`", nargs="+"),
+        path("--choice", "what `kvlab step choose` wrote"),
+        OUT,
+    ],
+    verdict_verb: [METRICS, OUT],
+    report_verb: [
+        METRICS,
+        path("--verdict", "what `kvlab step verdict` wrote"),
+        result("--out", "FINDINGS.md; figures go into figures/ beside it", required=False),
+        result("--html", "the same as one page with interactive figures", required=False),
+        path("--comparison", "json of `kvlab step compare`; needed by the pages of several models", required=False),
+        path("--claims", "json of `kvlab gate report`: what may be claimed; its GATE.md is linked", required=False),
+        path("--readme", "README whose headline block is brought up to date", required=False),
+    ],
+    restore_verb: [
+        *(WINDOWS, SIGMA),
+        path("--components", "what `kvlab step components` wrote"),
+        OUT,
+    ],
+    policy_verb: [NEEDLES, OUT],
+    bitplanes_verb: [WINDOWS, OUT],
+    placement_verb: [WINDOWS, OUT],
+}
+VERBS: dict[Callable, list[Flag]] = with_settings(OF_PARAMS) | {
+    compare_verb: [
+        path("--metrics", "what `kvlab step metrics` wrote for each model, the leading one first", nargs="+"),
+        result("--out", "comparison.csv: a row per model and quantity"),
+        result("--json", "the same for `kvlab step report`", required=False),
+        result("--summary", "also write a dozen headline scalars of each model here", required=False),
+    ],
+    rows_verb: [
+        place("records", "what `kvlab step mechanisms` wrote of one model, a file for each engine", nargs="+"),
+        *(WINDOWS, NEEDLES),
+        word("--code", "digest of the code that measures now", required=True),
+        word("--claim", "tier that every measured row claims", required=True, type=tier),
+        result("--out", "the rows"),
+        result("--current", "what their evidence must have been measured on"),
+    ],
+    page_verb: [
+        place("records", "of the same study, one for each model", nargs="+"),
+        word("--study", "whose records they are", required=True, choices=STUDIES),
+        result("--out", "the page, Markdown"),
+    ],
+}

@@ -1,0 +1,1 @@
+"""`block`: the published codec, one stage of its signal chain per file."""

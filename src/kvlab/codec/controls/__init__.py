@@ -1,0 +1,1 @@
+"""What stands in a codec's place without being one: identity, noise, cast, isotropic error."""

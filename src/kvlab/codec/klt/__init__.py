@@ -1,0 +1,1 @@
+"""`klt`: the calibrated transform codec, and the fit of its components."""

@@ -1,0 +1,275 @@
+"""The project's own transform codec: calibrated components, bits where they lower the error most, nothing else stored.
+
+x - mean is rotated into the principal components of the weighted error (Karhunen-Loeve transform; Huang and
+Schultheiss 1963), each component is quantised by a Lloyd-Max table of its own shape, and the widths of the
+tables are what reverse water-filling in whole bits spends of the budget. Mean, rotation, widths and tables come
+from the calibration, so that a block is nothing but packed indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError
+from kvlab.base.recipe import KltStream
+from kvlab.codec.base import (
+    Encoded,
+    Place,
+    Site,
+    Stats,
+    StreamCalibration,
+    all_finite,
+    block_index,
+    checked,
+    stored,
+    uncalibrated,
+)
+from kvlab.codec.klt.components import Components
+from kvlab.codec.klt.escapes import Escapes, Spent, room
+from kvlab.codec.klt.marginal import MAX_WIDTH, Marginals
+from kvlab.codec.klt.nearest import Nearest
+from kvlab.codec.klt.planes import Planes
+from kvlab.codec.ladder.front import needed
+from kvlab.codec.products import FEW
+
+OVERHEAD = 48  # bytes of a frame with one block that are not indices, bits lost at the ends of planes included
+STRIP = 2048  # tokens that are coded at once: bounds the memory, and stays near the processor
+
+
+class KltCodec:
+    """Codes blocks of `recipe.block_size` tokens of all heads at a fixed number of bits per vector.
+
+    A block is one array, uint8 [bytes], whose length follows from recipe, calibration and number of tokens
+    alone. A full block, written as a frame of its own, takes at most `recipe.bits` bits per value; a shorter
+    one takes as much per vector, and its share of the same few bytes of headers is larger.
+
+    Parameters
+    ----------
+    recipe : KltStream
+        Settings.
+    calibration : StreamCalibration
+        Its `components`, of every layer that is coded.
+    """
+
+    per_token: ClassVar[bool] = True
+
+    def __init__(self, recipe: KltStream, calibration: StreamCalibration | None = None):
+        self.recipe, self.calibration = recipe, calibration or StreamCalibration()
+        self._plans: dict[tuple[int, torch.device], Plan] = {}
+
+    @torch.no_grad()
+    def encode(self, x: Tensor, site: Site) -> Encoded:
+        """See `Codec.encode`."""
+        rows, plan = checked(x, site), self.plan(site.layer, x.shape, x.device)
+        size, blocks, escaped = self.recipe.block_size, [], 0
+        for start, stop in self._strips(x.shape[1]):
+            symbols, count = plan.analyse(rows[:, start:stop], site)
+            escaped += count
+            whole = (stop - start) // size * size
+            for part in (symbols[:, :whole].unflatten(1, (-1, size)), symbols[:, None, whole:]):
+                if part.numel():
+                    packed = plan.planes.pack(part.transpose(0, 1).contiguous())
+                    blocks += [(data,) for data in packed]
+        stats = Stats(n_outliers=escaped, n_coefficients=x.numel())
+        return Encoded(tuple(x.shape), site.layer, site.stream, shared=(), blocks=tuple(blocks), stats=stats)
+
+    @torch.no_grad()
+    def decode(self, encoded: Encoded) -> Tensor:
+        """See `Codec.decode`."""
+        return self._decoded(encoded, 0, encoded.shape[1])
+
+    @torch.no_grad()
+    def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
+        """See `Codec.decode_block`."""
+        start = block_index(encoded, index) * self.recipe.block_size
+        stop = min(start + self.recipe.block_size, encoded.shape[1])
+        return (slice(None), slice(start, stop)), self._decoded(encoded, start, stop)
+
+    def _decoded(self, encoded: Encoded, start: int, stop: int) -> Tensor:
+        """Tokens `start` to `stop`, both at the ends of blocks."""
+        stored(encoded.shared)
+        tokens, size = encoded.shape[1], self.recipe.block_size
+        if tokens < 1 or len(encoded.blocks) != -(-tokens // size):
+            raise StreamError(f"{len(encoded.blocks)} blocks of {size} tokens cannot hold {tokens} tokens")
+        parts = []
+        for first, last in self._strips(stop - start):
+            first, last = first + start, last + start
+            blocks = encoded.blocks[first // size : -(-last // size)]
+            device = blocks[0][0].device if blocks[0] else torch.device("cpu")
+            try:
+                plan = self.plan(encoded.layer, encoded.shape, device)
+            except CalibrationMismatch as error:
+                raise uncalibrated(encoded, error) from None
+            whole = (last - first) // size
+            symbols = []
+            for group, length in ((blocks[:whole], size), (blocks[whole:], (last - first) % size)):
+                if group:
+                    data = [stored(arrays, (torch.uint8, (plan.planes.bytes(length),)))[0] for arrays in group]
+                    read = plan.planes.unpack(torch.stack(data), length)
+                    symbols.append(read.transpose(0, 1).flatten(1))
+            parts.append(plan.synthesise(symbols[0] if len(symbols) == 1 else torch.cat(symbols, dim=1)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _strips(self, tokens: int) -> list[tuple[int, int]]:
+        size = self.recipe.block_size
+        step = max(1, STRIP // size) * size
+        return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
+
+    def plan(self, layer: int, shape: tuple[int, int, int], device: torch.device) -> Plan:
+        """What the recipe makes of one layer's components; made when the layer is first met, and kept.
+
+        Raises
+        ------
+        CalibrationMismatch
+            The calibration has no components for the layer, or of another shape.
+        CapabilityError
+            The recipe's bits leave none for some head.
+        """
+        components = needed(self.calibration.components, layer, "codec: klt", "components")
+        if (shape[0], shape[2]) != tuple(components.mean.shape):
+            raise CalibrationMismatch(
+                f"the components of layer {layer} are for {components.mean.shape[0]} KV heads of "
+                f"{components.mean.shape[1]} dimensions, the tensor has {shape[0]} of {shape[2]}; calibrate this model"
+            )
+        if (layer, device) not in self._plans:
+            with one_thread():
+                self._plans[layer, device] = Plan(components, self.recipe, device)
+        return self._plans[layer, device]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch in one thread: a plan is made in thousands of small steps, over each of which threads wait for another.
+
+    On two busy cores, two threads took eight times as long.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Plan:
+    """What the recipe makes of the components of one layer: widths, tables, and the way there and back.
+
+    Rows are the components of all heads one after the other, then one row of escape bits per head.
+    """
+
+    def __init__(self, components: Components, recipe: KltStream, device: torch.device):
+        self.heads, self.head_dim = components.mean.shape
+        self.rows = self.heads * self.head_dim
+        deviation = components.variance.double().sqrt().cpu()
+        totals = vector_bits(recipe, self.heads, self.head_dim)
+        self.escaping = recipe.escape and room(min(totals) - 1, self.head_dim) > 0
+        energy = deviation.square()
+        most = [min(total - self.escaping, MAX_WIDTH * self.head_dim) for total in totals]
+        orders, self.widths, table, mass = Marginals(components.sketch.flatten(0, 1)).spend(energy, most)
+        wide = 1 << int(self.widths.max())
+        table, mass = (x[:, :wide].unflatten(0, (self.heads, -1)) for x in (table, mass))
+        spent = [Spent(*head) for head in zip(orders, table, mass, deviation, self.widths, strict=True)]
+        flags = torch.ones(self.heads * self.escaping, dtype=torch.int64)
+        self.planes = Planes(torch.cat((self.widths.flatten(), flags)), device)
+        sizes = 1 << self.widths.flatten()
+        table = table.flatten(0, 1).float()
+        self.sizes, self.table = sizes, table.to(device)
+        if self.escaping:
+            self.escapes = Escapes(spent, device)
+            self.low = (table[:, :1] - self.escapes.reach).to(device)
+            self.high = (table.gather(1, sizes[:, None] - 1) + self.escapes.reach).to(device)
+        self.mean = components.mean.to(device)[:, None]
+        self.forward = (components.forward.double().cpu() / deviation[:, None]).mT.float().contiguous().to(device)
+        self.inverse = (components.inverse.double().cpu() * deviation[..., None]).float().contiguous().to(device)
+
+    @cached_property
+    def nearest(self) -> Nearest:
+        """What finds the symbols; only the encoder needs it."""
+        return Nearest(self.table.cpu(), self.sizes).to(self.table.device)
+
+    def analyse(self, x: Tensor, site: Site) -> tuple[Tensor, int]:
+        """Symbols uint8 [rows, n] of x float32 [heads, n, head_dim], and how many components were escaped.
+
+        Raises
+        ------
+        NonFinite
+            When a component does not fit float32; names layer, stream and window.
+        """
+        tokens = x.shape[1]
+        centred = x - self.mean
+        if tokens < FEW:
+            centred = torch.nn.functional.pad(centred, (0, 0, 0, FEW - tokens))
+        z = torch.bmm(self.forward, centred.mT)[..., :tokens].flatten(0, 1)
+        if not all_finite(z):
+            raise NonFinite(
+                f"layer {site.layer} {site.stream}: a value in window {site.window} is so large that its components"
+                f" do not fit float32"
+            )
+        symbols = self.nearest(z)
+        if not self.escaping:
+            return symbols, 0
+        symbols = torch.cat((symbols, symbols.new_zeros(self.heads, tokens)))
+        return symbols, self._escape(z, symbols)
+
+    def synthesise(self, symbols: Tensor) -> Tensor:
+        """The tokens float32 [heads, n, head_dim] of symbols [rows, n]; `StreamError` when escapes cannot be."""
+        tokens = symbols.shape[1]
+        z = self.table.gather(1, symbols[: self.rows].long())
+        if self.escaping:
+            self._unescape(z, symbols)
+        z = z.unflatten(0, (self.heads, -1))
+        if tokens < FEW:
+            z = torch.nn.functional.pad(z, (0, FEW - tokens))
+        return torch.baddbmm(self.mean, z.mT, self.inverse)[:, :tokens]
+
+    def _escape(self, z: Tensor, symbols: Tensor) -> int:
+        """Write the escapes of z into `symbols`; how many there are."""
+        row, token = ((z < self.low) | (z > self.high)).nonzero().unbind(1)
+        if not len(row):
+            return 0
+        excess = z[row, token] - self.table[row, symbols[row, token].long()]
+        head = row // self.head_dim
+        vectors, count, places = self.escapes.choose(head * z.shape[1] + token, row, excess)
+        head, token = vectors // z.shape[1], vectors % z.shape[1]
+        values = z[head[:, None] * self.head_dim + places.clamp(min=0), token[:, None]]
+        own = self._own(head, token, z.shape[1])
+        symbols.put_(own, self.escapes.write(head, symbols.take(own), count, places, values))
+        symbols[self.rows + head, token] = 1
+        return int(count.sum())
+
+    def _unescape(self, z: Tensor, symbols: Tensor) -> None:
+        """Put what escaped vectors hold in the place of what their symbols seem to say."""
+        head, token = symbols[self.rows :].nonzero().unbind(1)
+        if len(head):
+            own = self._own(head, token, z.shape[1])
+            z.put_(own, self.escapes.read(head, symbols.take(own)))
+
+    def _own(self, head: Tensor, token: Tensor, tokens: int) -> Tensor:
+        """Flat places of vectors' components in an array of rows and `tokens` columns [v, head_dim]."""
+        rows = head[:, None] * self.head_dim + torch.arange(self.head_dim, device=head.device)
+        return rows * tokens + token[:, None]
+
+
+def vector_bits(recipe: KltStream, heads: int, head_dim: int) -> list[int]:
+    """Bits of one token of each head, so that a full block with its headers keeps to the recipe's `bits`.
+
+    Raises
+    ------
+    CapabilityError
+        When the headers leave no bit for some head.
+    """
+    block = recipe.bits * heads * head_dim * recipe.block_size
+    budget = int((block - 8 * OVERHEAD) // recipe.block_size)
+    if budget < heads:
+        raise CapabilityError(
+            f"klt: {recipe.bits:g} bits per value are {block / 8:.0f} bytes for a block of {recipe.block_size} tokens"
+            f" of {heads} KV heads of {head_dim} dimensions; {OVERHEAD} bytes of headers leave less than a bit per"
+            f" vector; raise `bits` or `block_size`"
+        )
+    return [budget * (head + 1) // heads - budget * head // heads for head in range(heads)]

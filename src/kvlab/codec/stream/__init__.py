@@ -1,0 +1,1 @@
+"""What is written: packed codes, frames, files of caches and of tensors."""

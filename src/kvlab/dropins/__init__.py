@@ -1,1 +1,0 @@
-"""kvlab's codecs inside engines that other people run."""

@@ -1,1 +1,0 @@
-"""Studies: a function from cells to rows."""

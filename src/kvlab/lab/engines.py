@@ -1,0 +1,138 @@
+"""The engines of one process, each started when first asked for, and the visit to a window that they score."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from kvlab.base.errors import Fault
+from kvlab.base.model import ModelInfo
+from kvlab.base.records import sha256, versions
+from kvlab.engines import registry
+from kvlab.engines.base import Engine
+from kvlab.engines.capability import AUTO
+from kvlab.lab.coding import now
+from kvlab.lab.scoring import WindowRun
+from kvlab.lab.windows import Window
+
+MODULES = {"hf": ("kvlab.engines.hf",), "vllm": ("kvlab.engines.vllm", "kvlab.engines.vllm_follower")}
+"""The code of each engine, for digests of what measured."""
+DECIDING = ("ATEN", "CUDA", "CUBLAS", "DNNL", "GLIBC_TUNABLES", "GOMP", "KMP", "KVLAB_RECIPE", "LD_", "MKL", "NCCL")
+DECIDING += ("NVIDIA", "OMP", "ONEDNN", "OPENBLAS", "PYTORCH", "TORCH", "TRANSFORMERS", "USE_HUB_KERNELS", "VLLM")
+"""Beginnings of the names of environment variables that may decide how an engine computes."""
+
+
+class Which(NamedTuple):
+    """An engine, its dtype, its attention and what its own cache holds."""
+
+    name: str
+    dtype: str
+    attention: str
+    cache_dtype: str = AUTO
+
+    @classmethod
+    def of(cls, name: str, dtype: str, attention: str = "default", cache_dtype: str = AUTO) -> Which:
+        """With the attention that is meant by ``default``."""
+        attention = registry.DEFAULT_ATTENTION.get(name, attention) if attention == "default" else attention
+        return cls(name, dtype, attention, cache_dtype)
+
+
+@dataclass
+class Engines:
+    """Starts engines on demand, each once, and closes all of them together.
+
+    Parameters
+    ----------
+    info : ModelInfo
+    max_tokens : int
+        Longest window that any of them scores.
+    """
+
+    info: ModelInfo
+    max_tokens: int
+    running: dict[Which, Engine] = field(default_factory=dict)
+
+    def get(self, which: Which) -> Engine:
+        """An engine; see `registry.start` for what is refused."""
+        if which not in self.running:
+            stored = {} if which.cache_dtype == AUTO else {"cache_dtype": which.cache_dtype}
+            started = registry.start(
+                which.name, self.info, which.dtype, which.attention, max_tokens=self.max_tokens, **stored
+            )
+            self.running[which] = started
+            if started.device != device():
+                raise Fault(f"{which.name} runs on {started.device}, where {device()} was expected")
+        return self.running[which]
+
+    def visit(self, window: Window) -> Visit:
+        """Begin a window."""
+        return Visit(self, window)
+
+    def identity(self) -> dict:
+        """Everything outside a subject and a window that decides what is measured."""
+        return {
+            "model_hash": self.info.model_hash,
+            "tensor_parallel": self.info.tensor_parallel,
+            "max_tokens": self.max_tokens,
+            "versions": versions(),
+            "device": device(),
+            "processor": processor(),
+            "threads": torch.get_num_threads(),
+            "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(DECIDING)},
+        }
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give all memory back, of the last one started first."""
+        for engine in reversed(self.running.values()):
+            engine.close()
+        self.running = {}
+
+
+@dataclass
+class Visit:
+    """One window on the engines: the clean pass of each is made when first asked for, and once.
+
+    Attributes
+    ----------
+    seconds : dict of Which to float
+        What each clean pass took.
+    """
+
+    engines: Engines
+    window: Window
+    seconds: dict[Which, float] = field(default_factory=dict)
+    _runs: dict[Which, WindowRun] = field(default_factory=dict)
+
+    def run(self, which: Which) -> WindowRun:
+        """The clean pass on an engine."""
+        if which not in self._runs:
+            engine, window = self.engines.get(which), self.window
+            began = now(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu"))
+            run = WindowRun(engine, list(window.ids), window.context, window.number)
+            self.seconds[which], self._runs[which] = now(run.reference) - began, run
+        return self._runs[which]
+
+
+def device() -> str:
+    """The device that both engines choose, in words, without starting one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def processor() -> str:
+    """Digest of what the libraries choose their kernels by: the processor's model and flags, and torch's build."""
+    try:
+        with open("/proc/cpuinfo") as stream:
+            lines = {line for line in stream if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    except OSError:
+        lines = set()
+    chosen = torch.backends.cpu.get_cpu_capability()
+    return sha256("".join(sorted(lines)).encode(), chosen.encode(), torch.__config__.show().encode())

@@ -1,0 +1,158 @@
+"""Which cells each study measures, and how they are packed into jobs. Torch-free.
+
+The workflow reads the jobs' names from here, the CLI the cells of one job; both see the same list. A study's
+cells come from its own file in `plans`, imported when that study is asked for, so that nothing of one study
+hangs on the plan of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from kvlab.base.errors import MissingResult, ParamsError, UnknownName
+from kvlab.base.params import Params, studied_recipe
+from kvlab.base.recipe import BlockStream, Cell, Frozen, IsotropicStream, Placement
+
+STUDIES = ("factors", "cells", "layers", "noise", "mitigations")  # those of the report
+LADDER, CHOSEN = "ladder", "mitigations"
+STUDY_FOLDERS = "kvlab.studies"
+
+
+def module(study: str) -> str:
+    """The module of a study's plan."""
+    if study not in (*STUDIES, LADDER):
+        raise UnknownName("study", study, (*STUDIES, LADDER))
+    return f"{STUDY_FOLDERS}.{study}.plan"
+
+
+def study_cells(params: Params, study: str, engine: str, choice: Frozen | None = None) -> list[Cell]:
+    """The cells of one study on one engine, each once, in the plan's order.
+
+    Parameters
+    ----------
+    choice : plans.mitigations.Choice, optional
+        Which layers the calibration split speaks for; the mitigations cannot be planned without.
+
+    Raises
+    ------
+    UnknownName
+        There is no such study.
+    MissingResult
+        The study needs a choice.
+    """
+    cells: Callable = import_module(module(study)).cells
+    if study == CHOSEN:
+        if choice is None:
+            raise MissingResult("the mitigations are planned from a choice of layers; run `kvlab step choose`")
+        found = cells(params, engine, choice)
+    else:
+        found = cells(params, engine)
+    return list({cell.cell_id: cell for cell in found}.values())
+
+
+def check(params: Params) -> None:
+    """Plan everything, so that what cannot be planned is refused before anything runs.
+
+    Raises
+    ------
+    UserError
+        The first thing that cannot be planned, in one line.
+    """
+    baseline_runs(params)
+    for study in (*STUDIES, LADDER):
+        job_names(params, study)
+    mitigated_recipes(params)
+    for engine in params.engines:
+        import_module(f"{STUDY_FOLDERS}.mechanisms.plan").variants(params, engine)
+
+
+def job_names(params: Params, study: str) -> list[str]:
+    """Names of a study's jobs, for which no choice is needed: a study with a choice has one job per engine."""
+    if study == CHOSEN:
+        return [f"{engine}-{params.gap.dtype}-0" for engine in params.engines]
+    return list(jobs(params, study))
+
+
+def jobs(params: Params, study: str, choice: Frozen | None = None) -> dict[str, list[Cell]]:
+    """Job name -> its cells; a job has one engine, dtype and attention, and leaves one table.
+
+    Names read ``<engine>-<dtype>-<number>``, for example ``hf-bfloat16-0``. Which jobs are measured in one process is
+    said by `studies.units`.
+    """
+    packed: dict[str, list[Cell]] = {}
+    engines = (params.ladder.engine,) if study == LADDER else params.engines
+    for engine in engines:
+        cells = study_cells(params, study, engine, choice)
+        for dtype in sorted({cell.dtype for cell in cells}):
+            same = [cell for cell in cells if cell.dtype == dtype]
+            batches = [[c for c in same if c.attention == a] for a in dict.fromkeys(cell.attention for cell in same)]
+            packed |= {f"{engine}-{dtype}-{number}": batch for number, batch in enumerate(batches)}
+    return packed
+
+
+def job_cells(params: Params, study: str, job: str, choice: Frozen | None = None) -> list[Cell]:
+    """The cells of one job; `UnknownName` lists the job names there are."""
+    packed = jobs(params, study, choice)
+    if job not in packed:
+        raise UnknownName(f"job of study {study!r}", job, packed)
+    return packed[job]
+
+
+Fitting = tuple[str, Placement, BlockStream]
+"""A Lloyd-Max table to be fitted: for K or V, coded at a placement, by a stream recipe."""
+
+
+def fittings(params: Params, study: str, origin: str) -> list[Fitting]:
+    """The tables that a study's cells read which are calibrated on one engine's capture, each once.
+
+    Those of ``factors`` serve the engine baseline and the drop-ins too, so the studied recipe is among them.
+    """
+    if study == CHOSEN:
+        recipes = [("pre_rope", recipe) for recipe in mitigated_recipes(params)]
+        recipes = recipes if origin == params.calibration.origin else []
+    else:
+        engines = (params.ladder.engine,) if study == LADDER else params.engines
+        cells = [c for engine in engines for c in study_cells(params, study, engine) if c.origin == origin]
+        recipes = [(cell.placement, recipe) for cell in cells for recipe in cell.recipes]
+    if study == "factors":
+        recipes.insert(0, ("pre_rope", studied_recipe(params)))
+    found = {}
+    for placement, recipe in recipes:
+        for which, stream in (("k", recipe.k), ("v", recipe.v)):
+            stream = stream.of if isinstance(stream, IsotropicStream) else stream
+            if isinstance(stream, BlockStream) and stream.codebook == "fitted":
+                found[which, placement if which == "k" else "pre_rope", stream] = None
+    return list(found)
+
+
+def mitigated_recipes(params: Params) -> list:
+    """Every recipe that an arm of the mitigations may run, whatever is chosen."""
+    plan = import_module(module(CHOSEN))
+    arms = plan.arms(params, plan.Choice.none().model_copy(update={"hot": (0,)}))
+    return [recipe for arm in arms for recipe in (arm.recipe, *(special.recipe for special in arm.exceptions))]
+
+
+def origins(params: Params, study: str) -> list[str]:
+    """Whose captures a study's cells are calibrated on, the usual one first."""
+    if study == CHOSEN:
+        return [params.calibration.origin]
+    engines = (params.ladder.engine,) if study == LADDER else params.engines
+    cells = [cell for engine in engines for cell in study_cells(params, study, engine)]
+    return list(dict.fromkeys([params.calibration.origin, *(cell.origin for cell in cells)]))
+
+
+def baseline_runs(params: Params) -> dict[str, tuple[str, str, str]]:
+    """Run name -> (engine, dtype, attention) of the engine baseline.
+
+    vLLM chooses its own attention kernel, so its attention reads ``default``.
+    """
+    runs = {}
+    for engine in params.engines:
+        attentions = params.baseline.hf_attention if engine == "hf" else ("default",)
+        for dtype in params.baseline.dtypes:
+            for attention in attentions:
+                runs[f"{engine}-{dtype}-{attention}"] = (engine, dtype, attention)
+    if "float32" not in params.baseline.dtypes:
+        raise ParamsError("baseline.dtypes must contain 'float32': it carries the agreement of the engines")
+    return runs

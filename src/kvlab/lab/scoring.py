@@ -1,0 +1,152 @@
+"""One window, one cell: run the engine with the cell's tap and compare its logits with the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import polars as pl
+import torch
+
+from kvlab.base.errors import Fault
+from kvlab.base.recipe import BlockStream, Cell, Recipe
+from kvlab.base.records import TOKENS
+from kvlab.engines.base import Engine
+from kvlab.lab.coding import CleanCapture, Coder, InForward, Snapshot
+from kvlab.stats.divergences import Reference
+
+CANARY_STREAM = BlockStream(
+    bits=1,
+    variance_ratio=1.0,
+    block_size=512,
+    layout="per_head",
+    n_centres=1,
+    kmeans_iterations=0,
+    pca="exact",
+    rank_fraction=1.0,
+    oversample=0,
+    power_iterations=0,
+    skeleton="fp32",
+    share_basis=False,
+    whiten=False,
+    codebook="gaussian",
+    seed=0,
+)
+SAME = {"float32": 1e-6, "bfloat16": 1e-3}  # nats per token: one pass against two, by what the engine computes in
+CANARY = Recipe(k=CANARY_STREAM, v=CANARY_STREAM)
+
+
+@dataclass
+class WindowRun:
+    """The clean pass of one window on one engine, from which every cell of that window starts.
+
+    Attributes
+    ----------
+    reference : torch.Tensor, shape (scored tokens, vocab_size)
+        Logits of the untouched model.
+    clean : dict of str to CleanCapture
+        The context's clean K and V by placement, which the snapshot protocol codes.
+    """
+
+    engine: Engine
+    ids: list[int]
+    context: int
+    number: int
+    reference: torch.Tensor = field(init=False)
+    clean: dict[str, CleanCapture] = field(init=False)
+    _references: list[Reference] = field(init=False, default_factory=list)
+
+    def __post_init__(self):
+        first = CleanCapture(self.context)
+        self.reference = self.engine.score(self.ids, self.context, first)
+        self.clean = {"pre_rope": first}
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """The scored labels, shape (eval - 1,): `corpus.TokenWindows.labels` of this window."""
+        return torch.tensor(self.ids[self.context + 1 :])
+
+    def logits(self, cell: Cell, coder: Coder) -> torch.Tensor:
+        """Logits of the window under a cell; a cell without layers is a plain rerun, without hooks."""
+        if not cell.layers:
+            return self.engine.score(self.ids, self.context)
+        if cell.protocol == "snapshot":
+            if cell.span != "context":
+                raise Fault(f"cell {cell.label!r} codes scored tokens, which a snapshot of the context does not hold")
+            cache = Snapshot(coder, self.number, self._clean(cell.placement))
+            return self.engine.score_over(self.ids, cache, cell.placement)
+        tap = InForward(coder, self.number, self.context if cell.span == "context" else len(self.ids))
+        return self.engine.score(self.ids, self.context, tap, cell.placement)
+
+    def measured(self, cell: Cell, coder: Coder, name: str | None = None) -> pl.DataFrame:
+        """Token rows of a cell on this window, under its id if no other name is given."""
+        return self.rows(name or cell.cell_id, self.logits(cell, coder), self.reference_of(cell))
+
+    def reference_of(self, cell: Cell) -> torch.Tensor:
+        """The untouched model's logits in the passes that the cell's protocol makes.
+
+        A snapshot is scored over a filled cache, and so is what it is held against: in bfloat16 one pass and two
+        passes round differently, which is no cost of a codec.
+        """
+        return self.over_clean if cell.protocol == "snapshot" and cell.layers else self.reference
+
+    @cached_property
+    def over_clean(self) -> torch.Tensor:
+        """Logits of the untouched model over the context's clean cache.
+
+        Raises
+        ------
+        Fault
+            They are not those of one pass, up to rounding: attention does not read the cache that it was given.
+        """
+        logits = self.engine.score_over(self.ids, self.clean["pre_rope"].kept)
+        kl = float(self._compared_with(self.reference).compare(logits)["kl"].mean())
+        if not kl <= SAME[self.engine.dtype]:
+            raise Fault(
+                f"{self.engine.name} in {self.engine.dtype} scores window {self.number} over its own clean cache KL"
+                f" {kl:.1e} nats per token from one pass; allowed: {SAME[self.engine.dtype]:.0e}, its rounding"
+            )
+        return logits
+
+    def _clean(self, placement: str) -> CleanCapture:
+        """The clean K and V as a tap at `placement` sees them; another placement costs another pass."""
+        if placement not in self.clean:
+            self.clean[placement] = CleanCapture(self.context)
+            self.engine.score(self.ids, self.context, self.clean[placement], placement)
+        return self.clean[placement]
+
+    def _compared_with(self, reference: torch.Tensor) -> Reference:
+        """The reference's half of the comparison; the window's own two are computed once for all cells."""
+        known = [one for one in self._references if one.logits is reference]
+        found = known[0] if known else Reference(reference, self.labels)
+        if not known and (reference is self.reference or reference is self.__dict__.get("over_clean")):
+            self._references.append(found)
+        return found
+
+    def rows(self, cell_id: str, alternative: torch.Tensor, reference: torch.Tensor | None = None) -> pl.DataFrame:
+        """Token rows of `alternative` against the clean pass (or another `reference`)."""
+        record = self._compared_with(self.reference if reference is None else reference).compare(alternative)
+        n = len(self.labels)
+        columns = {name: values.cpu().numpy() for name, values in record.items()}
+        columns |= {"cell_id": [cell_id] * n, "window": [self.number] * n}
+        columns["position"] = list(range(self.context + 1, self.context + 1 + n))
+        return pl.DataFrame(columns).select(pl.col(name).cast(dtype) for name, dtype in TOKENS.items())
+
+
+def canary_kl(run: WindowRun, protocol: str, placement: str, stream: str) -> float:
+    """Mean KL of a one-bit codec on every layer of a stream: proof that what the tap returns is used."""
+    everything = tuple(range(run.engine.info.n_layers))
+    cell = Cell(
+        study="cells",
+        label="canary",
+        engine=run.engine.name,
+        dtype=run.engine.dtype,
+        protocol=protocol,
+        placement=placement,
+        origin=run.engine.name,
+        stream=stream,
+        layers=everything,
+        windows=1,
+        recipe=CANARY,
+    )
+    return float(run.measured(cell, Coder(cell, None))["kl"].mean())

@@ -1,0 +1,156 @@
+"""A few codecs on one model and one text, without params.yaml: what `kvlab measure` runs.
+
+Windows, cells, coders, scores and the loop are those of the studies (`walk`, `scoring.WindowRun`, `coding.Coder`); only
+the bookkeeping of a study (jobs, records, tables on disk) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+import torch
+
+from kvlab.base.errors import CodecNotActive
+from kvlab.base.recipe import CastStream, Cell, IdentityStream, Recipe
+from kvlab.base.records import CANARY_MIN, Coding
+from kvlab.calibration.load import Calibrated
+from kvlab.codec.base import Site
+from kvlab.codec.seeding import generator
+from kvlab.engines.base import Engine
+from kvlab.lab.coding import STREAMS, Coded, Coder
+from kvlab.lab.scoring import WindowRun, canary_kl
+from kvlab.lab.walk import walk
+
+ROUNDING = "rounding to bfloat16"
+BFLOAT16_STEP = 2.0**-7  # distance of neighbouring bfloat16 numbers, in units of their power of two
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A codec that is measured: a name for people, the recipe, and what was fitted for it (None: nothing is read)."""
+
+    label: str
+    recipe: Recipe
+    calibrated: Calibrated | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What was found of a subject: a row per scored token (`records.TOKENS`), and what its codec wrote."""
+
+    subject: Subject
+    tokens: pl.DataFrame
+    coding: Coding
+
+
+class RoundingCoder(Coder):
+    """Codes nothing, and rounds K and V to bfloat16 once more: the least that storing them in 16 bits can cost.
+
+    A bfloat16 engine's own K and V are rounded already. They get an error of the same variance instead, that of a
+    uniform rounding error (a twelfth of the squared step), at random and rounded to neighbouring numbers.
+    """
+
+    def _code(self, x: torch.Tensor, site: Site) -> Coded:
+        if x.dtype != torch.bfloat16:
+            return super()._code(x, site)
+        noise = torch.randn(x.shape, generator=generator("rounding", site.window, site.layer, site.stream))
+        step = BFLOAT16_STEP * torch.exp2(torch.frexp(x.float()).exponent.float() - 1)
+        return super()._code((x.float() + noise.to(x.device) * step / 12**0.5).to(x.dtype), site)
+
+
+def rounding(dtype: str) -> Subject:
+    """What rounding K and V to bfloat16 costs, as a subject."""
+    stream = IdentityStream() if dtype == "bfloat16" else CastStream()
+    return Subject(ROUNDING, Recipe(k=stream, v=stream))
+
+
+def score(
+    engine: Engine, windows: np.ndarray, context: int, subjects: Sequence[Subject], protocol: str
+) -> list[Scored]:
+    """Measure subjects on windows; each window's clean pass is made once for all of them.
+
+    Parameters
+    ----------
+    engine : Engine
+        Running; it is not closed.
+    windows : numpy.ndarray of int, shape (windows, context + scored)
+    context : int
+        Tokens whose K and V are coded; the others are scored, but for the first (see `corpus.TokenWindows.labels`).
+    subjects : sequence of Subject
+    protocol : str
+        ``snapshot`` or ``in_forward``; see `coding`.
+
+    Raises
+    ------
+    CodecNotActive
+        A one-bit codec does not move the logits, or a codec fired less often than it should have.
+    """
+    memo: dict = {}
+    cells = [_cell(subject, engine, len(windows), protocol) for subject in subjects]
+    tried = [Tried(_coder(cell, subject, memo)) for cell, subject in zip(cells, subjects, strict=True)]
+
+    def visit(number: int) -> WindowRun:
+        memo.clear()
+        run = WindowRun(engine, windows[number].tolist(), context, number)
+        if number == 0:
+            refuse_unheard(run, protocol)
+        return run
+
+    tables: list[list[pl.DataFrame]] = [[] for _ in subjects]
+    for _, found in walk(range(len(windows)), tried, visit, title="measure"):
+        for rows, (_, table) in zip(tables, found, strict=True):
+            rows.append(table)
+    return [
+        Scored(subject, pl.concat(rows), one.coder.coding(engine.info, context, engine.dtype))
+        for subject, one, rows in zip(subjects, tried, tables, strict=True)
+    ]
+
+
+@dataclass(eq=False)
+class Tried:
+    """A coder's cell on every window, as the measuring loop scores it (`walk.Subject`)."""
+
+    coder: Coder
+
+    def due(self, _window: int) -> bool:
+        """On every window."""
+        return True
+
+    def score(self, run: WindowRun) -> pl.DataFrame:
+        """Its token rows."""
+        return run.measured(self.coder.cell, self.coder)
+
+
+def refuse_unheard(run: WindowRun, protocol: str) -> None:
+    """`CodecNotActive` when what a codec returns does not reach the attention, for K or for V."""
+    for stream in STREAMS:
+        kl = canary_kl(run, protocol, "pre_rope", stream)
+        if kl < CANARY_MIN:
+            raise CodecNotActive(
+                f"a one-bit codec on {stream.upper()} moves the logits of {run.engine.name} ({protocol}) by KL"
+                f" {kl:.1e} nats only; the hook does not reach the attention"
+            )
+
+
+def _cell(subject: Subject, engine: Engine, windows: int, protocol: str) -> Cell:
+    return Cell(
+        study="cells",
+        label=subject.label,
+        engine=engine.name,
+        dtype=engine.dtype,
+        protocol=protocol,
+        origin=subject.calibrated.origin if subject.calibrated else engine.name,
+        stream="kv",
+        layers=tuple(range(engine.info.n_layers)),
+        windows=windows,
+        recipe=subject.recipe,
+    )
+
+
+def _coder(cell: Cell, subject: Subject, memo: dict) -> Coder:
+    if subject.label == ROUNDING:
+        return RoundingCoder(cell, None)
+    return Coder(cell, subject.calibrated, memo)

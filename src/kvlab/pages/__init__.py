@@ -1,0 +1,1 @@
+"""Numbers to words, tables and pictures: the printing library of every page."""

@@ -1,0 +1,59 @@
+"""Markdown of values that nobody vouches for: what a row says can be read, and changes the shape of nothing."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import jinja2
+
+from kvlab.pages.terminal import NOTHING, printable
+
+# What starts a link, emphasis, code, mathematics, HTML, a mention or a cell of its own. An underscore inside a word and
+# a colon before a space start nothing. Code points that move the writing or break the line are refused by the
+# catalogue, but a report may be of rows that it refused; `printable` takes them out.
+MARKDOWN = re.compile(r"[\\`*\[\]|~<>&@#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?! )|(?<=www)\.", re.IGNORECASE)
+
+
+def cell(value: object) -> object:
+    """A value as it may stand in a cell: on one line, and none of its characters is Markdown or HTML.
+
+    What would be syntax becomes a character reference, which every Markdown shows as the character and none reads
+    as syntax.
+    """
+    if isinstance(value, jinja2.Undefined):
+        return value
+    if value is None or value == "":
+        return NOTHING
+    return MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", printable(value))
+
+
+def render(template: Path, **context) -> str:
+    """One template, a file, over a context, with never two empty lines in a row."""
+    return re.sub(r"\n{3,}", "\n\n", environment(template.parent).get_template(template.name).render(**context))
+
+
+@functools.cache
+def environment(folder: Path) -> jinja2.Environment:
+    """Every value that a template prints goes through `cell`, so that none can be forgotten."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        finalize=cell,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # `cell` escapes HTML too
+    )
+    made.filters |= {"figure": _figure, "words": words}
+    return made
+
+
+def words(name: str) -> str:
+    """A name of several words, as they are read."""
+    return name.replace("_", " ")
+
+
+def _figure(number: float | None) -> str | None:
+    return None if number is None else f"{number:.4g}"

@@ -1,0 +1,68 @@
+"""Jinja templates to tidy Markdown."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jinja2
+
+FEW_LINES = 2
+PACKAGE = Path(__file__).parents[1]
+# A study brings the template of its own part of the page; they are found by place, as codecs are by name.
+TEMPLATES = (
+    PACKAGE / "report" / "templates",
+    *sorted(path for path in (PACKAGE / "studies").iterdir() if path.is_dir()),
+)
+
+
+def render(template: str, **context) -> str:
+    """One template over a context, tidied."""
+    return tidy(environment(*TEMPLATES).get_template(template).render(context))
+
+
+@functools.cache
+def environment(*folders: Path) -> jinja2.Environment:
+    """The templates of some folders; they refuse a name nobody set."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folders),
+        undefined=jinja2.StrictUndefined,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # Markdown, not HTML
+    )
+    made.filters |= {"code": lambda name: f"`{name}`", "listing": listing, "folded": folded}
+    made.globals["needing"] = needing
+    return made
+
+
+def needing(effect: dict) -> str:
+    """How many windows an effect that is not resolved would take."""
+    if not effect["needed"]:
+        return f" (this run has {effect['windows']} windows and sees no effect at all)"
+    return f" (about {effect['needed']} windows needed, this run has {effect['windows']})"
+
+
+def listing(names) -> str:
+    """``a, b and c``."""
+    *head, last = names
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+def folded(section: str, summary: str) -> str:
+    """A section with its heading in sight and the rest folded away; one of a few lines stays open."""
+    heading, _, rest = section.strip().partition("\n")
+    rest = rest.strip()
+    if len([line for line in rest.splitlines() if line]) <= FEW_LINES:
+        return section
+    return f"{heading}\n\n<details><summary>{summary}</summary>\n\n{rest}\n\n</details>"
+
+
+def tidy(text: str) -> str:
+    """No trailing blanks, never two empty lines in a row, one newline at the end."""
+    lines = []
+    for line in text.splitlines():
+        line = line.rstrip()
+        if line or (lines and lines[-1]):
+            lines.append(line)
+    return "\n".join(lines).strip() + "\n"

@@ -1,0 +1,57 @@
+"""What may be said across engines: nothing, unless they compute the same function."""
+
+from __future__ import annotations
+
+from kvlab.pages import format as fmt
+
+TRUTH_ENGINE = "hf"
+
+
+def withheld_because(metrics: dict, verdict: dict) -> str | None:
+    """The reason why no number that compares engines may be printed; None when they may, or there is none."""
+    if not compares_engines(metrics):
+        return None
+    agreement = metrics.get("agreement")
+    if not agreement:
+        why = "; ".join(metrics.get("agreement_why") or [])
+        return fmt.safe(why or "the agreement of the engines in float32 was not measured")
+    if agreement["holds"] and verdict.get("cross_engine_allowed", True):
+        return None
+    reasons = agreement["why"] or [
+        f"{row['name']}: {row['detail']}" for row in verdict.get("preconditions") or [] if not row["holds"]
+    ]
+    return fmt.safe("; ".join(reasons) or "the gate does not allow it").rstrip(".")
+
+
+def compares_engines(metrics: dict) -> bool:
+    """Whether anything in the metrics sets one engine against another."""
+    sigma, residual = (metrics.get(name) or {} for name in ("sigma", "residual"))
+    return bool(
+        metrics.get("agreement")
+        or metrics.get("baseline_peers")
+        or any(crosses(metrics.get(name)) for name in ("gap", "factors"))
+        or any(row["engine"] != TRUTH_ENGINE for row in metrics.get("baseline") or [])
+        or sigma.get("drift")
+        or residual.get("ratios")
+    )
+
+
+def crosses(gap: dict | None) -> bool:
+    """Whether the corners of a decomposition are of two engines."""
+    return bool(gap) and gap["low"]["engine"] != gap["high"]["engine"]
+
+
+def without_cross_engine(metrics: dict) -> dict:
+    """The metrics without every part that compares engines."""
+    return metrics | {
+        **{name: None if crosses(gap := metrics.get(name)) else gap for name in ("gap", "factors")},
+        "agreement": None,
+        "baseline_peers": [],
+        # A cast is held against its own engine, an engine's run in another dtype against the truth's.
+        "closure": [
+            row for row in metrics.get("closure") or [] if row["engine"] == TRUTH_ENGINE or row["against"] == "cast"
+        ],
+        "residual": {key: value for key, value in (metrics.get("residual") or {}).items() if key != "ratios"},
+        "baseline": [row for row in metrics.get("baseline") or [] if row["engine"] == TRUTH_ENGINE],
+        "sigma": {key: value for key, value in (metrics.get("sigma") or {}).items() if key != "drift"},
+    }

@@ -1,1 +1,0 @@
-"""One file per kind of result file: from parsed JSON to `kvlab.published.rows.Contents`."""

@@ -1,0 +1,112 @@
+"""The report's figures by name, and the one place that writes them.
+
+A figure is a pair of functions of its study: one takes the table out of ``metrics.json``, the other describes what
+is drawn of exactly that table, so the CSV, the picture and the page cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from kvlab.base.errors import Fault, UnknownName
+from kvlab.base.records import atomic
+from kvlab.pages import figure, svg
+from kvlab.studies.baseline.figure import baseline, baseline_table
+from kvlab.studies.cells.figure import cells, cells_table
+from kvlab.studies.factors.figure import gap_shapley, gap_shapley_table
+from kvlab.studies.layers.figure import layers, layers_table
+from kvlab.studies.mitigations.figure import mitigations, mitigations_table
+from kvlab.studies.noise.figure import noise, noise_table
+from kvlab.studies.residual.figure import d_eff, d_eff_table, residual, residual_table
+
+NOT_MEASURED = "Not drawn: this run did not measure it."
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure: what takes its table out of ``metrics.json``, and what says how that table is drawn.
+
+    Parameters
+    ----------
+    table : callable
+        ``metrics -> polars.DataFrame``, one row per drawn number; None or empty when there is nothing.
+    describe : callable
+        ``table -> kvlab.pages.figure.Figure``, a mark for each row.
+    """
+
+    table: Callable[[dict], pl.DataFrame | None]
+    describe: Callable[[pl.DataFrame], figure.Figure]
+
+
+FIGURES: dict[str, Drawn] = {
+    "gap_shapley": Drawn(gap_shapley_table, gap_shapley),
+    "baseline": Drawn(baseline_table, baseline),
+    "cells": Drawn(cells_table, cells),
+    "layers": Drawn(layers_table, layers),
+    "noise": Drawn(noise_table, noise),
+    "residual": Drawn(residual_table, residual),
+    "d_eff": Drawn(d_eff_table, d_eff),
+    "mitigations": Drawn(mitigations_table, mitigations),
+}
+
+
+def write(name: str, metrics: dict, folder: Path, otherwise: str = NOT_MEASURED) -> bool:
+    """Write ``NAME.svg`` and ``NAME.csv`` into `folder`; both are always there afterwards.
+
+    Where there is nothing to draw, the picture is the sentence `otherwise` and the CSV holds it in its
+    one column ``not_drawn``, so an older picture cannot be taken for this run's.
+
+    Returns
+    -------
+    bool
+        Whether numbers were drawn.
+
+    Raises
+    ------
+    UnknownName
+        When there is no figure of that name.
+    """
+    if name not in FIGURES:
+        raise UnknownName("figure", name, FIGURES)
+    table = FIGURES[name].table(metrics)
+    there = table is not None and not table.is_empty()
+    if not there:
+        table = pl.DataFrame({"not_drawn": [otherwise]})
+    with atomic(folder / f"{name}.csv") as temporary:
+        table.write_csv(temporary)
+    with atomic(folder / f"{name}.svg") as temporary:
+        picture(name if there else None, table, temporary)
+    return there
+
+
+def drawable(name: str, metrics: dict) -> bool:
+    """Whether the metrics hold anything for this figure to draw."""
+    table = FIGURES[name].table(metrics)
+    return table is not None and not table.is_empty()
+
+
+def described(name: str, table: pl.DataFrame) -> figure.Figure:
+    """What is drawn of a figure's table.
+
+    Raises
+    ------
+    Fault
+        When a row of the table is not exactly one mark: a number could not be seen, or would be seen twice.
+    """
+    found = FIGURES[name].describe(table)
+    rows = sorted(mark.row for mark in found.marks)
+    if rows != list(range(len(table))):
+        raise Fault(f"the figure {name!r} draws rows {rows} of a table of {len(table)}")
+    return found
+
+
+def picture(name: str | None, table: pl.DataFrame, path: Path) -> None:
+    """Draw a figure's table as SVG; without a name the sentence that the table holds."""
+    if name:
+        svg.write(described(name, table), path)
+    else:
+        svg.sentence(table["not_drawn"][0], path)

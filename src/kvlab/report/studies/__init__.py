@@ -1,1 +1,0 @@
-"""One file per study: from its rows to its part of the metrics."""

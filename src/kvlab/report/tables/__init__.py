@@ -1,1 +1,0 @@
-"""Markdown tables from the parts of ``metrics.json``: `parts` for all studies, and a file for each larger study."""

@@ -1,0 +1,50 @@
+"""Whether a KL divergence is large, in words: beside rounding, and beside what quantised weights cost.
+
+The steps are the mean KL divergence to the 16-bit model, in nats per token, of LLaMA 3 8B with quantised weights on
+Wikitext-2, as llama.cpp publishes it (tools/perplexity/README.md, "LLaMA 3 8b Scoreboard" and "LLaMA 2 vs. LLaMA 3
+Quantization comparison", revision f364eb6f): formats that very many people run, so that a number means something
+before a reader has numbers of an own. Another model and another text have other values; what is compared closely is
+measured on one model and one text, with `--against`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """All below `kl` (nats per token) is `word`: less than what the weights of `like` cost."""
+
+    kl: float
+    word: str
+    like: str
+
+
+STEPS = (
+    Step(0.001355, "tiny", "8-bit weights (q8_0)"),
+    Step(0.005452, "very small", "6-bit weights (q6_K)"),
+    Step(0.010762, "small", "5-bit weights (q5_K_M)"),
+    Step(0.031273, "moderate", "4-bit weights (q4_K_M)"),
+    Step(0.101913, "large", "3-bit weights (q3_K_M)"),
+    Step(0.445132, "very large", "2-bit weights (q2_K)"),
+)
+BEYOND = f"extreme: more than {STEPS[-1].like}"
+ROUNDING = "none beyond rounding to bfloat16"
+
+
+def in_words(kl: float, rounding: float | None = None) -> str:
+    """How large a mean KL divergence is.
+
+    Parameters
+    ----------
+    kl : float
+        Nats per token.
+    rounding : float, optional
+        What rounding K and V to bfloat16 costs the same model on the same text; up to twice that is called nothing.
+    """
+    if rounding is not None and kl <= 2 * rounding:
+        return ROUNDING
+    for step in STEPS:
+        if kl < step.kl:
+            return f"{step.word}: less than {step.like}"
+    return BEYOND

@@ -1,0 +1,214 @@
+"""Codec off: how far is each engine, dtype and attention kernel from the fp32 truth?
+
+The truth is transformers in float32 with eager attention, run in the process of the engine in question and
+compared window by window, so that no logits are stored. In a lower dtype the other engine is held against
+transformers in that same dtype too: what is then between the engines. In float32 the two engines must also agree
+when both run the same codec; that is checked here, for identity and for the studied recipe. Beside it
+stands what a rounding error does to the codec on the truth's own engine, since a codec's rounding is
+discontinuous and carries a difference in the last bit up through the layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import polars as pl
+
+from kvlab.base import code
+from kvlab.base.errors import UnknownName
+from kvlab.base.params import Params, coded_layers, studied_recipe
+from kvlab.base.recipe import IDENTITY, Cell, Recipe
+from kvlab.base.records import BaselineCell, BaselineRecord, write_job
+from kvlab.calibration.load import Calibrated, Fitted
+from kvlab.lab.coding import Coder, JitteredCoder, Tally
+from kvlab.lab.engines import MODULES, Visit, Which
+from kvlab.lab.measure import Canaries, Findings, Lab, run
+from kvlab.lab.plan import baseline_runs
+from kvlab.lab.store import ROWS, Found
+from kvlab.lab.subjects import Memos, codec_modules, deciding, refuse_idle, table_of
+from kvlab.lab.windows import Window, windows_of
+from kvlab.studies.baseline.plan import TRUTH, peer_of
+
+REFERENCE = Which.of(*TRUTH)
+
+
+def baseline(
+    params: Params,
+    name: str,
+    windows_path: Path,
+    fitted: Fitted | None,
+    out: Path,
+) -> None:
+    """Measure one run of the engine baseline and write its ``.parquet`` and ``.json``.
+
+    Another engine's run below float32 holds three models at a time: its own, the truth, and its peer.
+
+    Raises
+    ------
+    UnknownName
+        There is no such run under these parameters.
+    """
+    with Lab.open(params, windows_path, {params.calibration.origin: fitted} if fitted else {}) as lab:
+        run(lab, [BaselinePart(lab, name, out)], f"baseline {name}")
+
+
+@dataclass
+class BaselinePart:
+    """One run of the engine baseline.
+
+    Its comparisons are with the truth, with its peer if there is one, and in another engine's float32 those of the
+    same codec on both engines.
+    """
+
+    lab: Lab
+    name: str
+    out: Path
+    cells: tuple[Cell, ...] = ()  # that need a canary: none, as a codec is held against itself
+
+    def __post_init__(self):
+        params, runs = self.lab.params, baseline_runs(self.lab.params)
+        if self.name not in runs:
+            raise UnknownName("baseline run", self.name, runs)
+        self.run = runs[self.name]
+        which, against = Which.of(*self.run), peer_of(runs, self.name)
+        self.windows = windows_of(self.lab.windows, "test")
+        self.subjects = [Plain(self._cell("plain"), which, REFERENCE)]
+        if against:
+            self.subjects.append(Plain(self._cell("peer", reference=against), which, Which.of(*runs[against])))
+        if which.name != REFERENCE.name and which.dtype == REFERENCE.dtype:
+            calibrated = self.lab.calibrated.get(params.calibration.origin)
+            self.subjects += trials(params, which, calibrated, self.lab.memos, self._cell)
+
+    def _cell(self, what: str, protocol: str | None = None, reference: str = "truth") -> BaselineCell:
+        return BaselineCell.of(self.name, *self.run, what, protocol, reference)
+
+    def finish(self, findings: Findings, _canaries: Canaries) -> None:
+        """See `Part.finish`."""
+        lab, (engine, dtype, attention) = self.lab, self.run
+        record = BaselineRecord(
+            provenance=lab.provenance([lab.params.calibration.origin]),
+            run=self.name,
+            engine=engine,
+            dtype=dtype,
+            attention=attention,
+            context=lab.windows.context,
+            eval=lab.windows.eval,
+            cells=tuple(cell for subject in self.subjects for cell in subject.cells),
+        )
+        found = {window: [] for window in self.windows}
+        for subject in self.subjects:
+            for window, one in findings[id(subject)]:
+                found[window] += subject.tables(window, one)
+        write_job(self.out, record, pl.concat([table for tables in found.values() for table in tables]))
+
+
+@dataclass(eq=False)
+class Plain:
+    """An engine without a codec, held against another one."""
+
+    cell: BaselineCell
+    which: Which
+    against: Which
+
+    @property
+    def cells(self) -> tuple[BaselineCell, ...]:
+        """What it is recorded as."""
+        return (self.cell,)
+
+    def due(self, window: Window) -> bool:
+        """See `walk.Subject`."""
+        return window.text == "test"
+
+    def identity(self) -> dict:
+        """See `walk.Kept`."""
+        measuring = code.digest_of(*MODULES[self.which.name], *MODULES[self.against.name], __name__)
+        return {"kind": "plain", "engine": list(self.which), "against": list(self.against), "code": measuring}
+
+    def score(self, visit: Visit) -> Found:
+        """See `walk.Subject`; an engine that is held against itself runs a second time."""
+        reference = visit.run(self.against)
+        if self.which == self.against:
+            ours = reference.engine.score(reference.ids, reference.context)
+        else:
+            ours = visit.run(self.which).reference
+        return Found({}, reference.rows("", ours).select(ROWS.names()))
+
+    def tables(self, window: Window, found: Found) -> list[pl.DataFrame]:
+        """The rows as `records.TOKENS`, one table for each of `cells`."""
+        return [table_of(self.cell.cell_id, window, found)]
+
+
+@dataclass(eq=False)
+class Trial:
+    """The same codec on the truth's engine and on another, under one protocol.
+
+    `jittered` is that codec once more on the truth's engine, after a rounding error; None for a codec
+    that rounds nothing.
+    """
+
+    cells: tuple[BaselineCell, ...]
+    which: Which
+    theirs: Coder
+    ours: Coder
+    jittered: Coder | None
+    calibrated: Calibrated | None
+    _identity: dict | None = field(default=None)
+
+    def due(self, window: Window) -> bool:
+        """See `walk.Subject`."""
+        return window.text == "test"
+
+    def identity(self) -> dict | None:
+        """See `walk.Kept`."""
+        if self._identity is None:
+            recipes = codec_modules(self.ours.cell.recipes)
+            measuring = code.digest_of(*MODULES[self.which.name], *MODULES[REFERENCE.name], *recipes, __name__)
+            if measuring is None:
+                return None
+            named = {"ours": deciding(self.ours.cell, self.calibrated), "against": list(REFERENCE)}
+            named |= {"kind": "trial", "jittered": self.jittered is not None, "code": measuring}
+            self._identity = named
+        return self._identity
+
+    def score(self, visit: Visit) -> Found:
+        """See `walk.Subject`; the rows of all `cells`, one after the other."""
+        coders = [coder for coder in (self.theirs, self.ours, self.jittered) if coder is not None]
+        for coder in coders:
+            coder.tally = Tally()
+        reference, ours = visit.run(REFERENCE), visit.run(self.which)
+        expected = reference.logits(self.theirs.cell, self.theirs)
+        found = [ours.logits(self.ours.cell, self.ours)]
+        if self.jittered is not None:
+            found.append(reference.logits(self.jittered.cell, self.jittered))
+        for coder in coders:
+            refuse_idle(coder)
+        return Found({}, pl.concat([reference.rows("", logits, expected) for logits in found]).select(ROWS.names()))
+
+    def tables(self, window: Window, found: Found) -> list[pl.DataFrame]:
+        """See `Plain.tables`."""
+        size = len(found.rows) // len(self.cells)
+        parts = (Found({}, found.rows.slice(size * number, size)) for number in range(len(self.cells)))
+        return [table_of(cell.cell_id, window, part) for cell, part in zip(self.cells, parts, strict=True)]
+
+
+def trials(params: Params, which: Which, calibrated: Calibrated | None, memos: Memos, record) -> list[Trial]:
+    """Identity and the studied recipe under every protocol; `record` makes the `BaselineCell` of one comparison."""
+
+    def cell(what: str, protocol: str, name: str, recipe: Recipe, layers: tuple[int, ...]) -> Cell:
+        shared = {"study": "factors", "dtype": "float32", "stream": "kv", "windows": params.windows.test}
+        shared["origin"] = params.calibration.origin
+        return Cell(label=what, engine=name, protocol=protocol, layers=layers, recipe=recipe, **shared)
+
+    found, here, there = [], memos.get(which), memos.get(REFERENCE)
+    everything = tuple(range(params.model.n_layers))
+    for protocol in params.protocols:
+        hf, other = (cell("identity", protocol, name, IDENTITY, everything) for name in (REFERENCE.name, which.name))
+        coders = Coder(hf, None, there), Coder(other, None, here), None
+        found.append(Trial((record("identity", protocol),), which, *coders, None))
+        recipe, layers = studied_recipe(params), coded_layers(params)
+        hf, other = (cell("kv", protocol, name, recipe, layers) for name in (REFERENCE.name, which.name))
+        coders = Coder(hf, calibrated, there), Coder(other, calibrated, here), JitteredCoder(hf, calibrated)
+        cells = tuple(record(what, protocol) for what in ("kv", "jitter"))
+        found.append(Trial(cells, which, *coders, calibrated))
+    return found

@@ -1,0 +1,30 @@
+"""The section `baseline`: what is measured with the codec off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from kvlab.base.params import Params, Section
+from kvlab.base.recipe import DType
+
+
+class Baseline(Section):
+    """Codec off: each engine, dtype and attention implementation against the fp32 truth."""
+
+    hf_attention: tuple[Literal["eager", "sdpa"], ...] = Field(
+        default=("eager", "sdpa"), min_length=1, description="attention implementations of hf"
+    )
+    dtypes: tuple[DType, ...] = Field(
+        default=("float32", "bfloat16"), min_length=1, description="what the engines compute in; float32 among them"
+    )
+
+    def problems(self, params: Params) -> Iterator[str]:
+        """No dtype in which the engines could agree."""
+        if "float32" not in self.dtypes:
+            yield (
+                f"baseline.dtypes is {', '.join(self.dtypes)}; it must contain 'float32', which carries the agreement"
+                " of the engines"
+            )

@@ -1,0 +1,56 @@
+"""Tables of the engines without a codec, from ``floor``, ``baseline``, ``baseline_peers`` and ``agreement``."""
+
+from __future__ import annotations
+
+from kvlab.pages import format as fmt
+from kvlab.pages.parts import KL_UNIT
+
+
+def floor(floors: dict) -> str:
+    """What each engine differs from itself by."""
+    names = list(dict.fromkeys(name for row in floors.values() for name in row))
+    lines = [[f"`{engine}`", *(fmt.estimate(row.get(name)) for name in names)] for engine, row in floors.items()]
+    return fmt.table(["engine", *(f"{name.replace('_', ' ', 1)}, {KL_UNIT}" for name in names)], lines)
+
+
+def baseline(rows: list[dict], keys: tuple[str, ...] = ("engine", "dtype", "attention")) -> str:
+    """Uncompressed runs against the float32 truth, or against whatever `keys` say."""
+    lines = [
+        [
+            *(f"`{row[key]}`" for key in keys),
+            fmt.estimate(row["kl"]),
+            fmt.estimate(row["ppl_ratio"], 100, 1),
+            fmt.estimate(row["top1_agreement"], 100),
+        ]
+        for row in rows
+    ]
+    headers = [*keys, f"KL, {KL_UNIT}", "perplexity change, %", "same top token, %"]
+    return fmt.table(headers, lines)
+
+
+def peers(rows: list[dict]) -> str:
+    """Uncompressed runs of two engines in the same dtype, against each other."""
+    return baseline(rows, ("run", "against", "dtype"))
+
+
+def agreement(given: dict) -> str:
+    """Float32 only: the identity cells across engines, and the codec cells measured on either engine."""
+    protocols = list(dict.fromkeys([*given["identity"], *given["codec"]]))
+    lines = []
+    for protocol in protocols:
+        coded = given["codec"].get(protocol) or {}
+        lines.append(
+            [
+                f"`{protocol}`",
+                fmt.estimate(given["identity"].get(protocol)),
+                fmt.estimate(coded.get("cross_kl")),
+                fmt.estimate(coded.get("jitter_kl")),
+                fmt.number(coded.get("hf_kl")),
+                fmt.number(coded.get("vllm_kl")),
+                fmt.estimate(coded.get("relative_difference"), 100),
+            ]
+        )
+    headers = ["protocol", "no codec: KL between engines", "codec: KL between engines"]
+    headers += ["codec: KL of `hf` to itself, jittered"]
+    headers += ["codec: KL on `hf`", "codec: KL on `vllm`", "difference, %"]
+    return fmt.table(headers, lines)

@@ -1,0 +1,1 @@
+"""How well a few bits of each key say which tokens attention will look at."""

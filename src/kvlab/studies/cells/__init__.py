@@ -1,0 +1,1 @@
+"""Cells that change one thing in the studied recipe."""

@@ -1,0 +1,93 @@
+"""Tables of a gap between two corners and its shares, from ``gap`` and ``factors`` of ``metrics.json``."""
+
+from __future__ import annotations
+
+from kvlab.base.errors import Fault
+from kvlab.pages import format as fmt
+from kvlab.pages.parts import KL_UNIT, reading, resolution
+
+FACTORS = ("engine", "protocol", "dtype", "variance_ratio", "origin")  # in the order in which a corner names them
+
+
+def corner(values: dict) -> str:
+    """A corner in words: settings by their value, ratios and the calibration's origin by their name too."""
+    return ", ".join(
+        f"`{name}` {fmt.plain(value) if isinstance(value, float | int) else f'`{value}`'}"
+        if isinstance(value, float | int) or name == "origin"
+        else f"`{value}`"
+        for name, value in ((name, values[name]) for name in FACTORS if name in values)
+    )
+
+
+def shares(measure: dict) -> list[dict]:
+    """Each factor's share, largest first, printed with one number of decimals.
+
+    Returns
+    -------
+    list of dict
+        ``factor``, ``share`` (text), ``of_gap`` (text, a dash unless the gap is clear of zero),
+        ``resolved``, ``needed`` (windows as text, or None), ``windows``.
+
+    Raises
+    ------
+    Fault
+        When the shares do not add up to the gap, or the gap is not high minus low.
+    """
+    reconcile(measure)
+    parts = sorted(measure["parts"], key=lambda part: -abs(part["share"]["value"]))
+    texts = fmt.column([*(part["share"] for part in parts), measure["gap"]])
+    return [
+        resolution(part["share"])
+        | {"factor": part["factor"], "share": text, "of_gap": of_gap(part["share"], measure["gap"])}
+        for part, text in zip(parts, texts[:-1], strict=True)
+    ]
+
+
+def reconcile(measure: dict) -> None:
+    """Refuse a decomposition whose parts are not the whole."""
+    gap = measure["gap"]["value"]
+    total = sum(part["share"]["value"] for part in measure["parts"])
+    corners = measure["high"]["value"] - measure["low"]["value"]
+    largest = max(abs(measure[name]["value"]) for name in ("low", "high", "gap"))
+    allowed = 1e-9 * max(largest, *(abs(part["share"]["value"]) for part in measure["parts"]))
+    if abs(total - gap) > allowed or abs(corners - gap) > allowed:
+        raise Fault(f"the shares add up to {total!r} and the corners differ by {corners!r}, the gap is {gap!r}")
+
+
+def of_gap(share: dict, gap: dict) -> str:
+    """A share in per cent of the gap; a dash when the gap itself is not told from zero."""
+    if fmt.contains_zero(gap):
+        return fmt.DASH
+    decimals = min(1, fmt.places(100 * fmt.half_width(share) / abs(gap["value"])))
+    return fmt.percent(share["value"] / gap["value"], decimals)
+
+
+def decomposition(measure: dict, unit: str) -> str:
+    """Factors, their shares, and the sum, which is the gap."""
+    lines = [[f"`{part['factor']}`", part["share"], part["of_gap"], reading(part)] for part in shares(measure)]
+    texts = fmt.column([*(part["share"] for part in measure["parts"]), measure["gap"]])
+    lines.append(["**sum = gap**", f"**{texts[-1]}**", "all", reading(resolution(measure["gap"]))])
+    return fmt.table(["factor", f"share, {unit}", "of the gap", "reading"], lines)
+
+
+def interactions(measure: dict, unit: str) -> str:
+    """What two factors do together beyond the sum of what each does alone."""
+    texts = fmt.column([row["effect"] for row in measure["interactions"]])
+    lines = [
+        [" with ".join(f"`{name}`" for name in row["factors"]), text, reading(resolution(row["effect"]))]
+        for row, text in zip(measure["interactions"], texts, strict=True)
+    ]
+    return fmt.table(["factors", f"interaction, {unit}", "reading"], lines)
+
+
+def corners(measures: dict) -> str:
+    """Every corner of the factorial with each measure."""
+    names = list(measures)
+    settings = [name for name in FACTORS if name in measures[names[0]]["corners"][0]]
+    columns = [fmt.column([row["value"] for row in measures[name]["corners"]]) for name in names]
+    lines = [
+        [*(fmt.plain(v) if isinstance(v := row[key], float | int) else f"`{v}`" for key in settings), *texts]
+        for row, *texts in zip(measures[names[0]]["corners"], *columns, strict=True)
+    ]
+    headers = [*(f"`{key}`" for key in settings), *(f"`{name}`, {KL_UNIT}" for name in names)]
+    return fmt.table(headers, lines)

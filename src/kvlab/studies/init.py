@@ -1,0 +1,143 @@
+"""A params.yaml for somebody's own model: the repository's, with that model, its engines and how much is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+from typing import get_args
+
+import yaml
+
+from kvlab.base.errors import ParamsError, StorageError, UnknownName
+from kvlab.base.model import read_config
+from kvlab.base.params import ModelEntry, Windows
+from kvlab.base.recipe import Engine
+from kvlab.studies.settings import by_model
+
+LEAST_CONTEXT = 8  # as of `Windows.context`
+
+TEMPLATE = Template("""\
+# yaml-language-server: $$schema=workflow/schemas/config.schema.json
+# What a person changes. Every other parameter has a default; all of them, with what is allowed: config/PARAMS.md.
+# `kvlab params` checks this file and prints it with every default written out, and the recipe ids.
+# A smaller study is one edit, as `test: 8` under `windows`: studies take what there is.
+# For one run: `dvc exp run -S bits=4`, or `-S '++noise.seed=3'` for what this file does not say.
+
+bits: 3                       # K stream: bits per coefficient of `codec`, per value of the default `klt`; 1..8
+v_bits: 2                     # V stream: the same
+
+# Each model goes through every stage, and its results lie under its slug (if none is given, the last part of `path`,
+# a directory or a hub id with its `revision`). The first one leads the report.
+models:
+$models
+corpus:
+  source: $source          # `docstrings`, a text file or glob, or `datasets:ID[/config=NAME]`
+  other: licences             # scored too, by `ladder`: `licences`, a text file or glob, or null for none
+
+windows:
+  context: $context                # tokens whose K and V are coded
+  eval: 128                   # tokens that are scored after them
+  test: $test                    # windows that are scored
+  calib: 16                   # windows that the calibration sees; never the scored ones
+  other: $other                   # windows of `corpus.other` that are scored
+  seed: 0
+
+# What runs: codec cells on these engines, under these protocols.
+engines:
+$engines
+protocols:
+- in_forward
+- snapshot
+jobs:
+  threads: 1                  # torch threads of a job; jobs run side by side on the other cores
+
+# A section of which nothing is changed stays empty, but stays: DVC looks for its name.
+calibration: {}               # which engines are captured and what is fitted on that: engines, origin, dtype, ...
+codec: {}                     # the studied recipe: block_size, whiten, boundary_layers, outlier_threshold, ...
+gap: {}                       # the factors of the decomposition: variance_ratios, origins, dtypes, dtype
+cells: {}                     # single changes: `my-cell: {bits: 4}` adds one, `k-only: null` takes one out
+baseline: {}                  # codec off: hf_attention, dtypes
+layers: {}                    # each layer coded alone, and left out: windows, protocols, streams, dtype
+noise: {}                     # noise in a codec's place: sigmas, groups, windows, streams, seed, dtype
+mitigations: {}               # where to spend bytes: budget, uniform, klt_bits, windows, protocols
+ladder: {}                    # every codec beside the others (`snakemake ladder`): codecs, bits, texts, windows, ...
+mechanisms: {}                # rows for the gate: codecs, bits, cache_dtypes, needles, claim, dtype, protocol
+kvstore: {}                   # the paged cache and its snapshots: restore, policy, bitplanes, placement, dtype
+stats: {}                     # the bootstrap: resamples, confidence, seed
+verdict: {}                   # thresholds: accept_ppl, accept_top1, marginal_ppl, marginal_top1
+report:
+  title: What the KV codec costs, and why
+""")
+
+
+def write(
+    out: Path,
+    model: str,
+    engines: Sequence[str] = ("hf", "vllm"),
+    windows: int = Windows().test,
+    revision: str | None = None,
+    source: str = "docstrings",
+) -> None:
+    """Write a commented params.yaml for one model.
+
+    Parameters
+    ----------
+    out : Path
+        What is written; it must not be there yet.
+    model : str
+        Directory of a model, or a hub id that is in the local cache.
+    engines : sequence of str
+        Those that run and are captured.
+    windows : int
+        Scored windows of each text; studies that ask for more by default take these.
+    revision : str, optional
+        Of a hub id.
+    source : str
+        Text, as `corpus.source`.
+
+    Raises
+    ------
+    UserError
+        A file is there, the model cannot be read or is too short for a window, or a value is not allowed. Nothing
+        is written.
+    """
+    if out.exists():
+        raise StorageError(f"{out} exists, and is not written over; name another file, or take it away")
+    for engine in engines:
+        if engine not in get_args(Engine):
+            raise UnknownName("engine", engine, get_args(Engine))
+    entry = {"path": model} | ({"revision": revision} if revision else {})
+    listed = {"models": [entry], "engines": list(engines), "windows": {"test": windows, "other": windows}}
+    (settings,) = by_model(listed).values()
+    text = TEMPLATE.substitute(
+        models=_flow([entry]),
+        source=f"{_scalar(source):<10}",
+        context=f"{_context(settings.model, settings.windows):<3}",
+        test=f"{windows:<2}",
+        other=f"{windows:<2}",
+        engines=_flow(list(engines)),
+    )
+    by_model(yaml.safe_load(text))
+    from kvlab.base.records import write_text
+
+    write_text(out, text)
+
+
+def _context(model: ModelEntry, windows: Windows) -> int:
+    """Coded tokens of a window: as usual, or as many as the model has positions for beside the scored ones."""
+    positions = read_config(model).get("max_position_embeddings", windows.length + 1)
+    context = min(windows.context, positions - windows.eval - 1)
+    if context < LEAST_CONTEXT:
+        raise ParamsError(
+            f"{model.path} has {positions} positions; allowed: at least {windows.eval + LEAST_CONTEXT + 1}"
+        )
+    return context
+
+
+def _flow(value: list) -> str:
+    return yaml.safe_dump(value, sort_keys=False).rstrip()
+
+
+def _scalar(value: str) -> str:
+    return yaml.safe_dump(value).removesuffix("...\n").strip()

@@ -1,0 +1,1 @@
+"""Every codec beside the others at the same bits."""

@@ -1,0 +1,1 @@
+"""What each layer costs: coded alone, and left out."""

@@ -1,0 +1,36 @@
+"""The section `layers`: which layers are coded alone, and left out, on how many windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from kvlab.base.params import Params, Section, at_most
+from kvlab.base.recipe import DType, Protocol
+
+
+class Layers(Section):
+    """Per-layer attribution: the codec on one layer at a time, and on all layers but one."""
+
+    takes = ("protocols", "windows")
+
+    dtype: DType = Field(default="float32", description="what the engine computes in")
+    protocols: tuple[Protocol, ...] = Field(
+        default=("in_forward", "snapshot"),
+        min_length=1,
+        description="under which they are measured; default: those of the run",
+    )
+    streams: tuple[Literal["k", "v"], ...] = Field(
+        default=("k", "v"), min_length=1, description="each is attributed apart"
+    )
+    windows: int = Field(default=16, ge=2, description="scored windows; at most, and if not given cut to, windows.test")
+
+    def fitted(self, params: Params) -> Layers:
+        """The protocols of the run, and as many windows as there are."""
+        return self.unsaid(protocols=params.protocols, windows=min(self.windows, params.windows.test))
+
+    def problems(self, params: Params) -> Iterator[str]:
+        """More windows than there are."""
+        yield from at_most("layers.windows", self.windows, "windows.test", params.windows.test)

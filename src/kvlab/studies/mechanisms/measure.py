@@ -1,0 +1,241 @@
+"""What each mechanism costs on one engine: quality on text and on needles, bytes and time, for the gate.
+
+A codec runs as a tap, so it works on every engine and only its storage is simulated; an engine's own cache runs as
+the engine has it. Both are held against the engine as it is, window by window and in one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import polars as pl
+
+from kvlab.base.errors import CapabilityError, CodecNotActive, CorpusError, ModelError
+from kvlab.base.model import resolve
+from kvlab.base.params import Params
+from kvlab.base.recipe import Cell
+from kvlab.calibration.load import Fitted
+from kvlab.engines import capability
+from kvlab.lab.coding import Coder
+from kvlab.lab.engines import Which, device
+from kvlab.lab.measure import Canaries, Findings, Lab, calibrated_for, run
+from kvlab.lab.store import Found
+from kvlab.lab.subjects import total
+from kvlab.lab.windows import Window, windows_of
+from kvlab.studies.mechanisms.items import VERSIONS, retrievals
+from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, METRICS, NEEDLE, Variant, variants
+from kvlab.studies.mechanisms.records import (
+    SCORES,
+    EvalRun,
+    MechanismRow,
+    MechanismsRecord,
+    Missing,
+    write_mechanisms,
+)
+from kvlab.studies.mechanisms.subjects import Seconds, Subject, refuse_unread, score_rows, storage_of
+from kvlab.text import needles
+
+
+def mechanisms(
+    params: Params,
+    engine: str,
+    windows_path: Path,
+    needles_path: Path,
+    fitted: dict[str, Fitted],
+    code: str,
+    out: Path,
+) -> None:
+    """Measure every variant of one engine and write its ``.parquet`` and ``.json``; see `mechanisms.records`.
+
+    Parameters
+    ----------
+    fitted : dict of str to Fitted
+        The calibrations by origin; empty where no codec needs one.
+    code : str
+        Digest of the code that measures; it ends in the evidence.
+
+    Raises
+    ------
+    CalibrationMismatch
+        A codec needs a calibration that was not given.
+    CorpusError
+        The needles' contexts are not as long as the windows'.
+    CodecNotActive
+        A codec fired less often than it should have, a one-bit codec leaves the logits alone, or the engine's own
+        cache does.
+    NonFinite
+        Logits or coded tensors hold NaN or infinity.
+    """
+    with Lab.open(params, windows_path, fitted, longest=longest(params, needles_path)) as lab:
+        run(lab, [MechanismsPart(lab, engine, needles_path, code, out)], f"{engine} mechanisms")
+
+
+def longest(params: Params, needles_path: Path) -> int:
+    """Tokens of the longest needle with its question and answer."""
+    return max(len(window.ids) for window in retrievals(needles.load(needles_path, resolve(params.model).model_hash)))
+
+
+@dataclass
+class MechanismsPart:
+    """Everything that the gate judges on one engine."""
+
+    lab: Lab
+    engine: str
+    needles_path: Path
+    code: str
+    out: Path
+
+    def __post_init__(self):
+        lab, windows = self.lab, self.lab.windows
+        self.planted = needles.load(self.needles_path, lab.info.model_hash)
+        if self.planted.context != windows.context:
+            raise CorpusError(
+                f"{self.needles_path} has contexts of {self.planted.context} tokens, the windows of {windows.context};"
+                " run `kvlab step needles` again"
+            )
+        capability.check_protocol(self.engine, lab.params.mechanisms.protocol)
+        self.plain = Which.of(self.engine, lab.params.mechanisms.dtype)
+        self.scored = {FIDELITY: windows_of(windows, "test"), NEEDLE: retrievals(self.planted)}
+        self.windows = [window for listed in self.scored.values() for window in listed]
+        self.missing: list[Missing] = []
+        self.variants: list[Variant] = []
+        self.by_eval: dict[tuple[str, str], Subject] = {}
+        for variant in variants(lab.params, self.engine):
+            self._add(variant)
+        self.subjects = list(self.by_eval.values())
+        self.cells: list[Cell] = [variant.cell for variant in self.variants if variant.cell]
+
+    def _add(self, variant: Variant) -> None:
+        """A variant among those that run, or, where its engine cannot be had here, among those that are missing."""
+        lab, cell = self.lab, variant.cell
+        which = self.plain._replace(cache_dtype=variant.cache_dtype or capability.AUTO)
+        coder = Coder(cell, calibrated_for(cell, lab.calibrated), lab.memos.get(self.plain)) if cell else None
+        subjects = [Subject(name, variant, lab, which, self.plain, coder) for name in METRICS]
+        try:
+            if variant.cache_dtype:
+                self._start(variant.cache_dtype, subjects)
+        except (CapabilityError, ModelError) as error:
+            names = {"label": variant.label, "mechanism": variant.mechanism, "mechanism_variant": variant.variant}
+            self.missing.append(Missing(**names, reason=str(error)))
+            return
+        self.variants.append(variant)
+        self.by_eval |= {(variant.label, subject.quality_eval_id): subject for subject in subjects}
+
+    def _start(self, cache_dtype: str, subjects: list[Subject]) -> None:
+        """Start an engine with a cache of its own now, unless all that it could say is known: it may refuse."""
+        refuse_unread(device(), cache_dtype)
+        store, engines = self.lab.store, self.lab.engines
+        wanted = [(store.key(subject), w) for subject in subjects for w in self.scored[subject.quality_eval_id]]
+        if any(store.get(key, window) is None for key, window in wanted):
+            engines.get(self.plain)  # first, as most of the memory is its
+            _ = engines.get(subjects[0].which).storage
+
+    def finish(self, findings: Findings, canaries: Canaries) -> None:
+        """See `Part.finish`."""
+        lab = self.lab
+        found = {key: findings[id(subject)] for key, subject in self.by_eval.items()}
+        record = MechanismsRecord(
+            provenance=lab.provenance([lab.params.calibration.origin]),
+            needles_hash=self.planted.needles_hash,
+            code=self.code,
+            engine=self.engine,
+            dtype=lab.params.mechanisms.dtype,
+            context=lab.windows.context,
+            eval=lab.windows.eval,
+            rows=tuple(self._row(variant, found, canaries) for variant in self.variants),
+            missing=tuple(self.missing),
+        )
+        ordered = [(v, name) for v in self.variants for name in METRICS]
+        rows = [row for v, name in ordered for row in score_rows(self.by_eval[v.label, name], found[v.label, name])]
+        write_mechanisms(self.out, record, pl.DataFrame(rows, schema=SCORES))
+
+    def _row(self, variant: Variant, found: dict, canaries: Canaries) -> MechanismRow:
+        windows, cell = self.lab.windows, variant.cell
+        runs = tuple(self._eval_run(variant, name, found[variant.label, name]) for name in METRICS)
+        took = seconds(found[variant.label, FIDELITY], found[BASELINE, FIDELITY])
+        storage = storage_of(found[variant.label, FIDELITY][0][1].note)
+        return MechanismRow(
+            label=variant.label,
+            mechanism=variant.mechanism,
+            mechanism_variant=variant.variant,
+            method=variant.method,
+            scope=variant.scope,
+            bits=variant.bits,
+            protocol=variant.protocol(self.lab.params.mechanisms.protocol),
+            span=variant.span,
+            recipe_id=variant.recipe_id,
+            kv_cache_dtype=storage.dtype,
+            cache_class=storage.cache,
+            codec=cell.recipe.k.codec if cell else None,
+            throughput_tok_s=windows.test.shape[1] / median(one.whole for one in took),
+            seconds=tuple(one.whole for one in took),
+            compression_overhead_ms=1e3 * median(one.encode for one in took) if cell else None,
+            decompression_overhead_ms=1e3 * median(one.decode for one in took) if cell else None,
+            canary_kl=canaries[self.plain, cell.protocol, cell.placement] if cell else own_canary(variant, found),
+            **runs[0].model_dump(include={"fires", "expected_fires", "kv_bytes", "kv_values"}),
+            evals=runs,
+        )
+
+    def _eval_run(self, variant: Variant, name: str, found: list[tuple[Window, Found]]) -> EvalRun:
+        """What ran while an eval was scored; refused when a codec did not fire as often as it should have."""
+        info, items = self.lab.info, len(found)
+        which = {"quality_eval_id": name, "version": VERSIONS[name], "items": items}
+        if variant.cell is None:
+            values = sum(window.context for window, _ in found) * info.values_per_token
+            held = values * storage_of(found[0][1].note).itemsize
+            return EvalRun(**which, fires=0, expected_fires=0, kv_bytes=held, kv_values=values)
+        coder = self.by_eval[variant.label, name].coder
+        coder.cell = variant.cell.model_copy(update={"windows": items})
+        coder.tally = total(one.note["tally"] for _, one in found)
+        coding = coder.coding(info, self.lab.windows.context, self.plain.dtype)
+        return EvalRun(
+            **which,
+            fires=coding.fires,
+            expected_fires=coding.expected_fires,
+            kv_bytes=coding.coded_bytes + coding.raw_bytes,
+            kv_values=coding.values,
+        )
+
+
+def seconds(found: list[tuple[Window, Found]], plain: list[tuple[Window, Found]]) -> list[Seconds]:
+    """What each window took: of a codec, the engine's own pass over that window, and encoding and decoding.
+
+    That is what coding adds to a pass, however a cell is scored: judging its error and scoring over the coded cache
+    are no part of it, and a tensor that another cell has coded counts with what that took.
+    """
+    own = {window: one.note["seconds"] for window, one in plain}
+    took = []
+    for window, one in found:
+        tally = one.note.get("tally")
+        if tally is None:
+            took.append(Seconds(one.note["seconds"], 0.0, 0.0))
+        else:
+            encode, decode = tally["encode_seconds"], tally["decode_seconds"]
+            took.append(Seconds(own[window] + encode + decode, encode, decode))
+    return took
+
+
+def own_canary(variant: Variant, found: dict[tuple[str, str], list[tuple[Window, Found]]]) -> float | None:
+    """What an engine's own cache does to the logits; None of the engine as it is.
+
+    Raises
+    ------
+    CodecNotActive
+        It does no more than a second run of the engine as it is: the pass did not read what the cache stores.
+    """
+    if variant.cache_dtype is None:
+        return None
+    kl, least = (mean_kl(found[label, FIDELITY]) for label in (variant.label, BASELINE))
+    if kl <= least:
+        raise CodecNotActive(
+            f"a cache of {variant.cache_dtype} leaves every logit of the engine as it is; attention does"
+            " not read what is stored"
+        )
+    return kl
+
+
+def mean_kl(found: list[tuple[Window, Found]]) -> float:
+    """Mean KL over windows, nats per token."""
+    return sum(one.note["variant"]["kl"] for _, one in found) / len(found)

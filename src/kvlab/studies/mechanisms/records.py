@@ -1,0 +1,138 @@
+"""The files that measuring the gate's rows leaves: a table of scores, and a record beside it. Torch-free.
+
+A job leaves ``<engine>.parquet``, one row per (variant, eval, metric, item), and ``<engine>.json``, a
+`MechanismsRecord`. Evidence is made of both by `kvlab step rows`, so its numbers can be made again from the table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+from pydantic import ValidationError
+
+from kvlab.base.errors import StorageError
+from kvlab.base.recipe import Frozen
+from kvlab.base.records import Provenance, finite, forget, read_json, write_json, write_table
+
+# One row per scored item of a variant: a window of text, of which `variant` and `baseline` are means over its scored
+# tokens, or a needle, 1 where it was found and 0 where not. Nats per token.
+SCORES = pl.Schema(
+    {
+        "label": pl.String,
+        "quality_eval_id": pl.String,
+        "metric": pl.String,
+        "item": pl.Int32,
+        "variant": pl.Float64,
+        "baseline": pl.Float64,
+    }
+)
+
+
+class EvalRun(Frozen):
+    """What was observed while one version of an eval ran: how often the codec fired, and what the cache then held.
+
+    `kv_bytes` counts every stored byte, `kv_values` the K and V elements that they stand for. Where no codec ran both
+    numbers of fires are 0.
+    """
+
+    quality_eval_id: str
+    version: str
+    items: int
+    fires: int
+    expected_fires: int
+    kv_bytes: int
+    kv_values: int
+
+
+class MechanismRow(Frozen):
+    """One variant, measured.
+
+    `span` says which tokens are stored otherwise: the context's alone, or those of the whole window, as in an engine's
+    own cache. `throughput_tok_s` is tokens of a scored window over the median of `seconds`: the engine's own pass over
+    each window, and for a codec encoding and decoding the context's K and V beside it. The overheads are median
+    milliseconds per window, of all layers. `canary_kl` is what a one-bit codec does at the same places, or, of an
+    engine's own cache, what it does itself: proof that the logits hang on it.
+    """
+
+    label: str
+    mechanism: str
+    mechanism_variant: str
+    method: str | None
+    scope: str | None
+    bits: int | None
+    protocol: str
+    span: str
+    recipe_id: str
+    kv_cache_dtype: str
+    cache_class: str
+    codec: str | None
+    throughput_tok_s: float
+    seconds: tuple[float, ...]
+    compression_overhead_ms: float | None
+    decompression_overhead_ms: float | None
+    canary_kl: float | None
+    fires: int
+    expected_fires: int
+    kv_bytes: int
+    kv_values: int
+    evals: tuple[EvalRun, ...]
+
+
+class Missing(Frozen):
+    """A variant that could not be measured here, and why."""
+
+    label: str
+    mechanism: str
+    mechanism_variant: str
+    reason: str
+
+
+class MechanismsRecord(Frozen):
+    """The JSON of one engine's job.
+
+    `provenance` names the windows' corpus, `needles_hash` the retrieval items, `code` the digest of what measured.
+    """
+
+    provenance: Provenance
+    needles_hash: str
+    code: str
+    engine: str
+    dtype: str
+    context: int
+    eval: int
+    rows: tuple[MechanismRow, ...]
+    missing: tuple[Missing, ...]
+
+
+def write_mechanisms(path: Path | str, record: MechanismsRecord, scores: pl.DataFrame) -> None:
+    """Write the parquet, then the JSON beside it, whose presence marks the result as whole."""
+    path = Path(path)
+    forget(path)
+    write_table(path.with_suffix(".parquet"), finite(scores, path).match_to_schema(SCORES))
+    write_json(path.with_suffix(".json"), record.model_dump(mode="json"))
+
+
+def read_mechanisms(path: Path | str) -> tuple[MechanismsRecord, pl.DataFrame]:
+    """Read a record and the table beside it.
+
+    Raises
+    ------
+    StorageError
+        A file is missing or not of this kind, or the table lacks a metric of a measured variant.
+    NonFinite
+        A score is NaN or infinite.
+    """
+    path = Path(path)
+    try:
+        record = MechanismsRecord.model_validate(read_json(path.with_suffix(".json")))
+        table = pl.read_parquet(path.with_suffix(".parquet"))
+    except ValidationError as error:
+        raise StorageError(
+            f"{path.with_suffix('.json')} is no record of `kvlab step mechanisms`: {error.errors()[0]}"
+        ) from None
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise StorageError(f"cannot read {path.with_suffix('.parquet')}: {error}") from None
+    if table.schema != SCORES:
+        raise StorageError(f"{path.with_suffix('.parquet')} has columns {dict(table.schema)}, expected {dict(SCORES)}")
+    return record, finite(table, path)

@@ -1,0 +1,146 @@
+"""Mechanisms at work: a codec as a tap, or an engine's own cache, on the windows of one eval."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from kvlab.base import code
+from kvlab.base.errors import CapabilityError
+from kvlab.codec.base import Site
+from kvlab.engines.base import Storage
+from kvlab.lab.coding import Coder, Tally, now
+from kvlab.lab.engines import MODULES, Visit, Which
+from kvlab.lab.measure import Lab, calibrated_for
+from kvlab.lab.store import Found
+from kvlab.lab.subjects import codec_modules, deciding, noted, refuse_idle
+from kvlab.lab.windows import Window
+from kvlab.studies.mechanisms.items import SCORERS, TEXTS, VERSIONS
+from kvlab.studies.mechanisms.plan import FIDELITY, METRICS, Variant
+
+
+class Seconds(NamedTuple):
+    """What one window took: the engine's pass with the coding, and of that encoding and decoding."""
+
+    whole: float
+    encode: float
+    decode: float
+
+
+@dataclass(eq=False)
+class Subject:
+    """One variant on the windows of one eval, held against the same engine as it is.
+
+    Parameters
+    ----------
+    coder : Coder or None
+        Of a codec of this project; the evals of a variant share it, as its tally is that of the window in hand.
+    which, plain : Which
+        The engine that it runs on, and that engine as it is.
+    """
+
+    quality_eval_id: str
+    variant: Variant
+    lab: Lab
+    which: Which
+    plain: Which
+    coder: Coder | None
+    _warm: bool = False
+    _identity: dict | None = None
+
+    def due(self, window: Window) -> bool:
+        """See `walk.Subject`."""
+        return window.text == TEXTS[self.quality_eval_id]
+
+    def identity(self) -> dict | None:
+        """See `walk.Kept`: the eval with its version, the engine, and what is done to K and V."""
+        if self._identity is None:
+            cell = self.variant.cell
+            codecs = codec_modules(cell.recipes) if cell else []
+            measuring = code.digest_of(*MODULES[self.which.name], *codecs, __name__)
+            if measuring is None:
+                return None
+            done = deciding(cell, calibrated_for(cell, self.lab.calibrated)) if cell else {}
+            named = {"kind": "mechanism", "eval": self.quality_eval_id, "version": VERSIONS[self.quality_eval_id]}
+            self._identity = named | {"engine": list(self.which), "code": measuring} | done
+        return self._identity
+
+    def score(self, visit: Visit) -> Found:
+        """See `walk.Subject`: the eval's metrics, those of the engine as it is, and what it took.
+
+        Raises
+        ------
+        CodecNotActive
+            The codec did not fire as often as it should have on this window.
+        """
+        run, first = visit.run(self.plain), visit.window.first
+        whole = run.reference_of(self.variant.cell) if self.coder else run.reference
+        reference, labels = whole[first:], run.labels[first:]
+        judge = SCORERS[self.quality_eval_id]
+        untouched, note = judge(reference, reference, labels), {}
+        if self.coder:
+            note = self._coded(visit)
+        elif self._reruns:
+            note = self._scored(visit)
+        logits = note.pop("logits", run.reference)[first:].to(reference.device)
+        note |= {"variant": judge(reference, logits, labels), "baseline": untouched}
+        return Found(note | {"storage": asdict(visit.engines.get(self.which).storage)})
+
+    @property
+    def _reruns(self) -> bool:
+        """Whether the engine is run again: the engine as it is has answered a needle in the clean pass already."""
+        return self.quality_eval_id == FIDELITY or self.which != self.plain
+
+    def _coded(self, visit: Visit) -> dict:
+        run, cell = visit.run(self.plain), self.variant.cell
+        if not self._warm and self.quality_eval_id == FIDELITY:
+            self.warm_up(visit)
+        self.coder.tally = Tally()
+        logits = run.logits(cell, self.coder)
+        refuse_idle(self.coder)
+        return {"logits": logits, "tally": noted(self.coder.tally)}
+
+    def _scored(self, visit: Visit) -> dict:
+        """A pass of the engine, timed."""
+        engine, window = visit.engines.get(self.which), visit.window
+        if not self._warm:
+            self.warm_up(visit)
+        began = now(visit.run(self.plain).reference)
+        logits = engine.score(list(window.ids), window.context)
+        return {"logits": logits, "seconds": now(logits) - began}
+
+    def warm_up(self, visit: Visit) -> None:
+        """Work for nothing once: first calls load kernels and fill tables, which no request pays for."""
+        self._warm = True
+        if self.coder is None:
+            visit.engines.get(self.which).score(list(visit.window.ids), visit.window.context)
+            return
+        cell, clean = self.variant.cell, visit.run(self.plain).clean["pre_rope"]
+        for stream in cell.stream:
+            layer = cell.layers[-1]
+            self.coder.round_trip(clean.kept[layer, stream], Site(visit.window.number, layer, stream))
+
+
+def storage_of(note: dict) -> Storage:
+    """What the engine held K and V in."""
+    return Storage(**note["storage"])
+
+
+def score_rows(subject: Subject, found: list[tuple[Window, Found]]) -> list[dict]:
+    """What was found, as rows of `records.SCORES`."""
+    rows = []
+    for window, one in found:
+        for metric in METRICS[subject.quality_eval_id]:
+            place = {"label": subject.variant.label, "quality_eval_id": subject.quality_eval_id, "metric": metric}
+            values = {name: one.note[name][metric] for name in ("variant", "baseline")}
+            rows.append(place | {"item": window.number} | values)
+    return rows
+
+
+def refuse_unread(device: str, cache_dtype: str) -> None:
+    """`CapabilityError` on an accelerator, where the pass of a prompt may never read the cache that it fills."""
+    if device != "cpu":
+        raise CapabilityError(
+            f"a cache of {cache_dtype} on {device} is not scored in a prompt's own pass, which may not read what it"
+            " stores; measure it by decoding: kvlab eval --cache-dtype"
+        )

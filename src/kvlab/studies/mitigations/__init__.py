@@ -1,0 +1,1 @@
+"""Where to spend bytes: chosen on the calibration split, judged on the test split."""

@@ -1,0 +1,1 @@
+"""Whether it matters in which block of the pool a chunk lies."""

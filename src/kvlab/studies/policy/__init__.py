@@ -1,0 +1,1 @@
+"""Which chunks a bounded pool should keep."""

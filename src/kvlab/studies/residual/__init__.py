@@ -1,0 +1,1 @@
+"""The codec's own error, on the tensors that each engine captured."""

@@ -1,0 +1,180 @@
+"""All of params.yaml: what the studies share and the section of each, one checked `Settings` for each model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from kvlab.base.errors import ModelError, ParamsError, suggestion
+from kvlab.base.model import layer_count
+from kvlab.base.paramfile import explained, merged, read_yaml, unknown_key
+from kvlab.base.params import Codec, Model, ModelEntry, Params, Undeclared, as_far
+from kvlab.studies.baseline.params import Baseline
+from kvlab.studies.cells import params as cells_params
+from kvlab.studies.cells.params import CELLS, CellEntry
+from kvlab.studies.cells.plan import repeated
+from kvlab.studies.factors.params import Gap
+from kvlab.studies.kvstore_params import KVStore
+from kvlab.studies.ladder.params import Ladder
+from kvlab.studies.layers.params import Layers
+from kvlab.studies.mechanisms.params import Mechanisms
+from kvlab.studies.mitigations.params import Mitigations
+from kvlab.studies.noise.params import Noise
+
+CellName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
+class Settings(Params):
+    """All parameters of one model's chain."""
+
+    gap: Gap = Gap()
+    cells: dict[CellName, CellEntry] = Field(default={})
+    layers: Layers = Layers()
+    noise: Noise = Noise()
+    mitigations: Mitigations = Mitigations()
+    ladder: Ladder = Ladder()
+    mechanisms: Mechanisms = Mechanisms()
+    kvstore: KVStore = KVStore()
+    baseline: Baseline = Baseline()
+
+    @classmethod
+    def examined(cls, data: dict) -> tuple[Settings, list[str]]:
+        """As of `Params`; `cells` names changes of the default entries, and null takes one out.
+
+        A default entry that is not named, and is not possible with these parameters, is left out.
+        """
+        named = data.get("cells", {})
+        if not isinstance(named, dict):
+            return super().examined(data)
+        entries = {name: entry for name, entry in merged(CELLS, named).items() if entry is not None}
+        found, problems = super().examined(data | {"cells": entries})
+        if "cells" in found.__dict__:
+            try:
+                found = found._without_impossible(CELLS.keys() - named.keys())
+            except Undeclared:
+                return found, problems
+            problems += as_far(found._cell_problems())
+        return found, problems
+
+    def _fitted(self, name: str) -> Any:
+        if name == "cells":
+            return {label: entry.fitted(self) for label, entry in self.cells.items()}
+        return super()._fitted(name)
+
+    def _cell_problems(self) -> Iterator[str]:
+        for label, entry in self.cells.items():
+            yield from cells_params.problems(self, label, entry, self.cells)
+
+    def _without_impossible(self, unasked: Set[str]) -> Settings:
+        """Without those of the `unasked` entries that cannot be measured, or are the same cell as another."""
+        kept = dict(self.cells)
+        while wrong := [n for n in unasked & kept.keys() if any(cells_params.problems(self, n, kept[n], kept))]:
+            kept = {name: entry for name, entry in kept.items() if name not in wrong}
+        found = self.model_copy(update={"cells": kept})
+        unsure = unasked & kept.keys()
+        wrong = repeated(found, unsure) if unsure and not any(found._cell_problems()) else []
+        if not wrong:
+            return found
+        others = {name: entry for name, entry in kept.items() if name not in wrong}
+        return found.model_copy(update={"cells": others})._without_impossible(unasked)
+
+
+def left_out(settings: Settings, data: dict) -> list[str]:
+    """The default cells that these parameters do not allow, and that `data` does not name."""
+    named = data.get("cells", {})
+    return [name for name in CELLS if name not in settings.cells and name not in named]
+
+
+def read_params(text_or_path: str | Path, slug: str | None = None) -> Settings:
+    """Read ``params.yaml`` (one model of it) or a JSON object (only the keys a rule named, resolved).
+
+    Raises
+    ------
+    ParamsError
+        A line for each mistake: the key, the value, what is allowed, and the nearest known key.
+    """
+    text = str(text_or_path).strip()
+    if text.startswith("{"):
+        return Settings.partial(json.loads(text))
+    return one_of(by_model(read_yaml(Path(text))), slug)
+
+
+def by_model(data: dict) -> dict[str, Settings]:
+    """The parameters of each model of a params.yaml, by slug, in its order.
+
+    Raises
+    ------
+    ParamsError
+        A line for each mistake; one that only some of several models make says which.
+    """
+    keys = {"models", *Settings.model_fields} - {"model"}
+    problems = [unknown_key(key, keys) for key in data if key not in keys]
+    rest = {key: value for key, value in data.items() if key in keys and key != "models"}
+    models, wrong = _models(data)
+    problems += wrong
+    found = {slug: Settings.examined(rest | {"model": model}) for slug, model in models.items()}
+    told = [lines for _, lines in found.values()] or [Settings.examined(rest)[1][:-1]]  # the last: no model
+    problems += _of_models(told, list(found))
+    if problems:
+        raise ParamsError(*problems)
+    return {slug: settings for slug, (settings, _) in found.items()}
+
+
+def _of_models(told: list[list[str]], slugs: list[str]) -> Iterator[str]:
+    """Each line once; one that is not true of every model says of which it is."""
+    count = Counter(line for lines in told for line in lines)
+    for number, lines in enumerate(told):
+        for line in lines:
+            if count[line] < len(told):
+                yield f"{line} (for model {slugs[number]!r})"
+            elif number == 0:
+                yield line
+
+
+def _models(data: dict) -> tuple[dict[str, Model], list[str]]:
+    """The models that are listed, by slug, and a line for each mistake in the list."""
+    listed, found, problems = data.get("models"), {}, []
+    if not (isinstance(listed, list) and listed):
+        given = f"is {listed!r}" if "models" in data else "is missing"
+        return {}, [f"parameter 'models' {given}; allowed: a list of models, each with `path`"]
+    for number, given in enumerate(listed):
+        try:
+            entry = ModelEntry.model_validate(given)
+            if entry.slug in found:
+                raise ModelError(
+                    f"models.{number}.slug is {entry.slug!r}, as of a model before it; give it another `slug`"
+                )
+            found[entry.slug] = Model(**entry.model_dump(), n_layers=layer_count(entry))
+        except ValidationError as error:
+            problems += explained(error, ModelEntry, prefix=("models", number))
+        except ModelError as error:
+            problems.append(str(error))
+    return found, problems
+
+
+def one_of(models: dict[str, Settings], slug: str | None) -> Settings:
+    """The parameters of one model: of the only one, or of the one that is named."""
+    names = ", ".join(models)
+    if slug is None and len(models) > 1:
+        raise ParamsError(f"params.yaml lists {len(models)} models; name one with --model: {names}")
+    if slug is not None and slug not in models:
+        raise ParamsError(f"--model {slug!r} is not in params.yaml; allowed: {names}{suggestion(slug, models)}")
+    return models[slug or next(iter(models))]
+
+
+def resolved(data: dict) -> dict:
+    """A checked params.yaml with every default written out; what it says itself stays as it is said."""
+    models = by_model(data)
+    first = next(iter(models.values()))
+    whole = first.model_dump(mode="json", exclude={"model"})
+    if all(settings.model.n_layers > 2 for settings in models.values()):
+        whole["codec"]["boundary_layers"] = list(Codec().boundary_layers)
+    elif any(settings.codec.boundary_layers != first.codec.boundary_layers for settings in models.values()):
+        del whole["codec"]["boundary_layers"]  # no one list is the default of a small model and of a large one
+    entries = [settings.model.model_dump(mode="json", exclude={"n_layers"}) for settings in models.values()]
+    return {"models": entries} | merged(whole, {key: value for key, value in data.items() if key != "models"})

@@ -1,0 +1,1 @@
+"""Text to fixed windows of tokens: the corpus, its sources, and needles to retrieve."""

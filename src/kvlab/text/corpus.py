@@ -1,0 +1,316 @@
+"""Text -> fixed token windows for calibration and for scoring, from disjoint documents.
+
+A window is `context` tokens whose K and V are coded and `eval` tokens that are scored after them.
+Documents are joined by the end-of-text token and the stream is cut into consecutive windows, of which
+a seeded choice is kept. No document feeds both splits; the hash of the windows is the `corpus_hash`.
+Beside the test split another text may be scored, of a domain that the calibration does not know.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from kvlab.base.errors import CorpusError
+from kvlab.base.model import check_window, load_tokenizer, resolve
+from kvlab.base.params import Corpus, Params, Windows
+from kvlab.base.recipe import Text
+from kvlab.base.records import atomic, forget, from_header, sha256, to_header, write_json
+
+TOKENIZED_AT_ONCE = 1000  # documents; a corpus may be far larger than what its windows need
+SHINGLE = 64  # tokens; a run this long in both splits is a copy, not chance
+DATASETS_PREFIX = "datasets:"
+DOCSTRINGS_RECORD = Path("models/reference/corpus.json")  # what `corpus.source: docstrings` must hash to
+
+
+@dataclass(frozen=True)
+class TokenWindows:
+    """Token windows of both splits, and of the other text.
+
+    Attributes
+    ----------
+    calib, test : numpy.ndarray of int32, shape (windows, context + eval)
+    context : int
+        Tokens of a window whose K and V are coded.
+    corpus_hash : str
+        Hash of all arrays and of `context`.
+    model_hash : str
+        The model whose tokenizer made the ids.
+    other : numpy.ndarray of int32 or None
+        Windows of `corpus.other`, shaped like the others; None without one.
+    """
+
+    calib: np.ndarray
+    test: np.ndarray
+    context: int
+    corpus_hash: str
+    model_hash: str
+    other: np.ndarray | None = None
+
+    def scored(self, text: Text) -> np.ndarray:
+        """The windows of a text, or of the calibration split; `CorpusError` when there is no such text."""
+        if text != "other":
+            return {"test": self.test, "calib": self.calib}[text]
+        if self.other is None:
+            raise CorpusError(
+                "these windows hold no other text; name one in `corpus.other` and"
+                " run `kvlab step corpus`, or leave 'other'"
+                " out of `ladder.texts`"
+            )
+        return self.other
+
+    @property
+    def eval(self) -> int:
+        """Tokens after the context."""
+        return self.test.shape[1] - self.context
+
+    @property
+    def labels(self) -> range:
+        """Positions that are scored, in every cell: all of the evaluation but its first token.
+
+        The first is predicted by the last *context* token, which the snapshot protocol answers from the
+        clean prefill; leaving it out keeps the labels of both protocols the same.
+        """
+        return range(self.context + 1, self.test.shape[1])
+
+
+def build(params: Params, out: Path) -> TokenWindows:
+    """Read the corpus, cut it, check it and write ``windows.safetensors`` with its ``.json``.
+
+    Raises
+    ------
+    CorpusError
+        A text is missing or too short, or a document would feed the calibration and a scored text.
+    """
+    info = resolve(params.model)
+    check_window(info, params.windows.length)
+    documents = read_documents(params.corpus)
+    other, facts = read_other(params.corpus)
+    documents |= {} if params.corpus.other is None else {"other": other}
+    refuse_shared_documents(documents)
+    tokenizer = load_tokenizer(info)
+    arrays = {
+        split: cut(stream(texts, tokenizer), params.windows, split, bos(tokenizer))
+        for split, texts in documents.items()
+    }
+    windows = TokenWindows(
+        **arrays,
+        context=params.windows.context,
+        corpus_hash=windows_hash(arrays, params.windows.context),
+        model_hash=info.model_hash,
+    )
+    refuse_shared_windows(windows)
+    forget(out)
+    save(windows, out)
+    write_json(Path(out).with_suffix(".json"), describe(windows, params, documents) | facts)
+    return windows
+
+
+def read_documents(corpus: Corpus) -> dict[str, list[str]]:
+    """Documents by split (``calib``, ``test``), for any kind of source."""
+    if corpus.source == "docstrings":
+        from kvlab.text.docstrings import load_checked
+
+        splits = load_checked(DOCSTRINGS_RECORD)
+        return {split: [document.text for document in splits[split]] for split in ("calib", "test")}
+    if corpus.source.startswith(DATASETS_PREFIX):
+        return dataset_documents(corpus)
+    return file_documents(corpus.source)
+
+
+def read_other(corpus: Corpus) -> tuple[list[str], dict]:
+    """Documents of the other text, and what ``windows.json`` says of it; both empty without one."""
+    if corpus.other is None:
+        return [], {}
+    if corpus.other == "licences":
+        from kvlab.text import licences as corpus_licences
+
+        licences = corpus_licences.extract()
+        return [licence.text for licence in licences], {"licences": corpus_licences.describe(licences)}
+    return paragraphs_of(corpus.other, "corpus.other", "`licences`"), {}
+
+
+def file_documents(source: str) -> dict[str, list[str]]:
+    """Paragraphs of the named text files: the first half calibrates, the second tests.
+
+    Halves rather than a random choice, because neighbouring paragraphs of one text share its words.
+    """
+    paragraphs = paragraphs_of(source, "corpus.source", "`docstrings` or `datasets:ID`")
+    middle = sum(map(len, paragraphs)) / 2
+    ends = np.cumsum([len(p) for p in paragraphs])
+    cut_at = int(np.searchsorted(ends, middle))
+    return {"calib": paragraphs[:cut_at], "test": paragraphs[cut_at:]}
+
+
+def paragraphs_of(source: str, parameter: str, instead: str) -> list[str]:
+    """Paragraphs of the named text files, without repetition."""
+    paths = sorted(glob.glob(source, recursive=True))
+    if not paths:
+        raise CorpusError(f"{parameter} {source!r} matches no file; give a file, a glob, {instead}")
+    try:
+        texts = [Path(path).read_text(encoding="utf-8") for path in paths if Path(path).is_file()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"{parameter} {source!r} is not readable text: {error}") from None
+    return list(dict.fromkeys(p.strip() for text in texts for p in text.split("\n\n") if p.strip()))
+
+
+def dataset_documents(corpus: Corpus) -> dict[str, list[str]]:
+    """Rows of a Hugging Face dataset; its own splits keep calibration and test apart."""
+    from datasets import load_dataset
+    from huggingface_hub.errors import HfHubHTTPError
+
+    name, _, config = corpus.source.removeprefix(DATASETS_PREFIX).partition("/config=")
+    documents = {}
+    for split in ("calib", "test"):
+        theirs = getattr(corpus.splits, split)
+        try:
+            rows = load_dataset(name, config or None, split=theirs)
+        except (OSError, ValueError, RuntimeError, HfHubHTTPError) as error:
+            raise CorpusError(f"dataset {name!r} (split {theirs!r}) could not be loaded: {error}") from error
+        if corpus.text_column not in rows.column_names:
+            raise CorpusError(f"dataset {name!r} has no column {corpus.text_column!r}; it has {rows.column_names}")
+        documents[split] = list(dict.fromkeys(text for text in rows[corpus.text_column] if text.strip()))
+    seen = set(map(text_hash, documents["test"]))
+    documents["calib"] = [text for text in documents["calib"] if text_hash(text) not in seen]
+    return documents
+
+
+def text_hash(text: str) -> str:
+    """sha256 of a document."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def bos(tokenizer) -> list[int]:
+    """The tokens that the tokenizer itself puts before every text (one, or none)."""
+    return list(tokenizer("").input_ids)[:1]
+
+
+def stream(documents: Iterable[str], tokenizer) -> np.ndarray:
+    """All documents as one stream of ids, each closed by the end-of-text token."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    parts = [np.empty(0, dtype=np.int32)]
+    for texts in batched(documents, TOKENIZED_AT_ONCE):
+        ids = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
+        parts += [np.array([*document, *end], dtype=np.int32) for document in ids]
+    return np.concatenate(parts)
+
+
+def batched(items: Iterable, size: int) -> Iterable[tuple]:
+    """Tuples of `size` items, the last one shorter (itertools has it from Python 3.12 on)."""
+    source = iter(items)
+    return iter(lambda: tuple(islice(source, size)), ())
+
+
+def cut(ids: np.ndarray, windows: Windows, split: str, prefix: list[int]) -> np.ndarray:
+    """Consecutive windows of a stream, of which a seeded choice is kept, shape (windows, length)."""
+    body = windows.length - len(prefix)
+    available, wanted = len(ids) // body, getattr(windows, split)
+    if available < wanted:
+        raise CorpusError(
+            f"the corpus is too short: its {split} {'text' if split == 'other' else 'split'} has {len(ids)} tokens,"
+            f" {available} windows of {windows.length}, and windows.{split} asks for {wanted}"
+        )
+    chosen = np.sort(np.random.default_rng(windows.seed).permutation(available)[:wanted])
+    cuts = ids[: available * body].reshape(available, body)[chosen]
+    head = np.tile(np.array(prefix, dtype=np.int32), (wanted, 1))
+    return np.ascontiguousarray(np.concatenate([head, cuts], axis=1))
+
+
+def refuse_shared_documents(documents: dict[str, list[str]]) -> None:
+    """`CorpusError` when the calibration reads a document that is scored."""
+    calibrating = set(map(text_hash, documents["calib"]))
+    for split in documents.keys() - {"calib"}:
+        shared = calibrating & set(map(text_hash, documents[split]))
+        if shared:
+            text = "the other text" if split == "other" else "the test split"
+            raise CorpusError(f"{len(shared)} documents are in the calibration and in {text}")
+
+
+def refuse_shared_windows(windows: TokenWindows) -> None:
+    """A scored window that the calibration has seen makes every number worthless."""
+    seen = {row.tobytes() for row in windows.calib}
+    for name, rows in scored_arrays(windows).items():
+        if any(row.tobytes() in seen for row in rows):
+            raise CorpusError(f"a calibration window is also a window of {name!r}; the corpus repeats itself")
+
+
+def overlap(windows: TokenWindows, text: Text = "test") -> float:
+    """Fraction of a scored text's 64-token runs that also stand in the calibration windows."""
+    size = min(SHINGLE, windows.test.shape[1])
+
+    def shingles(rows: np.ndarray) -> Iterable[bytes]:
+        return (row[i : i + size].tobytes() for row in rows for i in range(row.size - size + 1))
+
+    seen = set(shingles(windows.calib))
+    hits = [run in seen for run in shingles(windows.scored(text))]
+    return float(np.mean(hits))
+
+
+def scored_arrays(windows: TokenWindows) -> dict[Text, np.ndarray]:
+    """The windows that may be scored, by text."""
+    return {"test": windows.test} | ({} if windows.other is None else {"other": windows.other})
+
+
+def windows_hash(arrays: dict[str, np.ndarray], context: int) -> str:
+    """Identity of the windows."""
+    named = (part for split in sorted(arrays) for part in (split.encode(), arrays[split].tobytes()))
+    return sha256(*named, str(context).encode())
+
+
+def describe(windows: TokenWindows, params: Params, documents: dict[str, list[str]]) -> dict:
+    """What ``windows.json`` says."""
+    return {
+        "corpus_hash": windows.corpus_hash,
+        "model_hash": windows.model_hash,
+        "source": params.corpus.source,
+        "other": params.corpus.other,
+        "context": windows.context,
+        "eval": windows.eval,
+        "windows": {"calib": len(windows.calib)} | {text: len(rows) for text, rows in scored_arrays(windows).items()},
+        "documents": {split: len(texts) for split, texts in documents.items()},
+        "scored_labels": [windows.labels.start, windows.labels.stop - 1],
+        "shared_run_fraction": {text: overlap(windows, text) for text in scored_arrays(windows)},
+        "shared_run_tokens": SHINGLE,
+    }
+
+
+def save(windows: TokenWindows, out: Path) -> None:
+    """Write the windows atomically."""
+    metadata = {
+        "context": windows.context,
+        "corpus_hash": windows.corpus_hash,
+        "model_hash": windows.model_hash,
+    }
+    with atomic(out) as temporary:
+        save_file({"calib": windows.calib, **scored_arrays(windows)}, temporary, metadata=to_header(metadata))
+
+
+def load(path: Path, model_hash: str) -> TokenWindows:
+    """Read windows back and check that they are whole and made for this model.
+
+    Raises
+    ------
+    CorpusError
+        The file is missing or changed, or was tokenised for another model.
+    """
+    try:
+        with safe_open(path, "np") as file:
+            names = set(file.keys())
+            metadata, arrays = from_header(file.metadata()), {name: file.get_tensor(name) for name in names}
+        identity = {name: metadata[name] for name in ("context", "corpus_hash", "model_hash")}
+        windows = TokenWindows(**{name: arrays.get(name) for name in ("calib", "test", "other")}, **identity)
+    except (OSError, SafetensorError, KeyError) as error:
+        raise CorpusError(f"cannot read windows {path}: {error}; run `kvlab step corpus`") from None
+    if windows_hash(arrays, windows.context) != windows.corpus_hash:
+        raise CorpusError(f"{path} does not match its own hash; it was changed after it was written")
+    if windows.model_hash != model_hash:
+        raise CorpusError(f"{path} was tokenised for model {windows.model_hash}, this model is {model_hash}")
+    return windows

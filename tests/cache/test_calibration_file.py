@@ -1,0 +1,201 @@
+"""One file of a calibration: what is written comes back, everywhere, and a file that is another one is refused."""
+
+import json
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from kvlab import Cache, recipe
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, KvlabError, ParamsError, StorageError
+from kvlab.base.model import resolve
+from kvlab.base.params import studied_recipe
+from kvlab.base.recipe import KltStream, NoiseStream, Recipe, digest
+from kvlab.base.records import to_header
+from kvlab.cache.calibration_file import is_calibration_file, load_calibration, read_header, write_calibration
+from kvlab.cache.prepared import prepared
+from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
+from kvlab.calibration import load as calibration
+from kvlab.codec.base import Site
+
+KLT = recipe("klt", bits=4, v_bits=3, block_size=64)
+RECIPES = {
+    "klt": KLT,
+    "oscar": recipe("oscar", bits=4),
+    "whiten": recipe("int+center+whiten", bits=3),
+    "plain": recipe("hadamard", bits=4),
+}
+
+
+@pytest.fixture(scope="module")
+def info(tiny_params):
+    return resolve(tiny_params.model)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tiny_fitted, info):
+    return calibration.load(tiny_fitted, info.model_hash)
+
+
+@pytest.fixture
+def klt4(calibrated, info, tmp_path):
+    return write_calibration(tmp_path / "klt4.kv", KLT, calibrated, info, n_tokens=576)
+
+
+def coded(ready, info, tokens=40):
+    """What both codecs of a prepared recipe make of one tensor."""
+    x = torch.randn(info.n_kv_heads, tokens, info.head_dim, generator=torch.Generator().manual_seed(0))
+    codecs = {s: ready.codec(s) for s in ("k", "v")}
+    return [c.decode(c.encode(x, Site(0, layer, s))) for s, c in codecs.items() for layer in ready.layers]
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "studied"])
+def test_a_file_codes_as_the_calibration_it_was_made_of(
+    name, tiny_params, tiny_calibration, calibrated, info, tmp_path
+):
+    chosen = RECIPES.get(name) or studied_recipe(tiny_params)
+    layers = (1, 2) if name == "whiten" else None
+    path = write_calibration(tmp_path / "a.kv", chosen, calibrated, info, layers)
+    files = CalibrationFiles(**{kind: tiny_calibration[kind] for kind in ("sigma", "codebooks", "components")})
+    apart = prepared(RecipeFile(recipe=chosen, layers=layers, calibration=files), info)
+    whole = prepared(read_recipe_file(path), info)
+    assert (whole.recipe, whole.layers, whole.identity) == (apart.recipe, apart.layers, apart.identity)
+    for ours, theirs in zip(coded(whole, info), coded(apart, info), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_only_what_the_recipe_reads_is_in_it(calibrated, info, tmp_path):
+    def names(chosen, layers=None):
+        with safe_open(write_calibration(tmp_path / "a.kv", chosen, calibrated, info, layers), "pt") as file:
+            return {name.rpartition("/")[0] for name in file.keys()}  # noqa: SIM118 (no mapping)
+
+    assert names(RECIPES["plain"]) == set()
+    assert names(KLT, [1]) == {"k/components/1", "v/components/1"}
+    assert names(recipe("oscar", bits=4), [0, 2]) == {
+        "k/whitener/0",
+        "k/whitener/2",
+        "v/components/0",
+        "v/components/2",
+    }
+
+
+def test_one_calibration_at_several_bits_has_one_hash(calibrated, info, tmp_path):
+    two, four = (
+        read_header(write_calibration(tmp_path / f"{bits}.kv", recipe("klt", bits=bits), calibrated, info))
+        for bits in (2, 4)
+    )
+    assert two.calibration_hash == four.calibration_hash and two.recipe != four.recipe
+    other = replace(calibrated, corpus_hash="f" * 16)
+    written = write_calibration(tmp_path / "o.kv", recipe("klt", bits=2), other, info)
+    assert read_header(written).calibration_hash != two.calibration_hash
+
+
+def test_the_header_says_whose_it_is(klt4, calibrated, info):
+    header = read_header(klt4)
+    assert (header.model.model_hash, header.corpus_hash, header.origin) == (
+        info.model_hash,
+        calibrated.corpus_hash,
+        "hf",
+    )
+    assert header.n_tokens == 576 and "torch" in header.versions
+    assert is_calibration_file(klt4) and not is_calibration_file(write_recipe_file(klt4.with_name("r.json"), KLT))
+    renamed = klt4.rename(klt4.with_name("klt4.safetensors"))
+    assert read_recipe_file(renamed).recipe == KLT
+
+
+def test_the_cache_takes_it(klt4, tiny_model, tiny_params):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    cache = Cache(model, klt4, semantics="in_forward")
+    with torch.inference_mode():
+        model(torch.arange(1, 41)[None], past_key_values=cache)
+    assert cache.recipe == KLT and all(entry.fires for entry in cache.check())
+    with pytest.raises(ParamsError, match="itself"):
+        Cache(model, klt4, calibration=object())
+    with pytest.raises(ParamsError, match=r"kvlab\.recipe\('klt', bits=4\)"):
+        Cache(model, "klt")
+    with pytest.raises(StorageError, match="cannot read nothing"):
+        Cache(model, "nothing.kv")
+
+
+# ------------------------------------------------------------------------------------- what is refused
+
+
+def test_every_damaged_byte_is_found(klt4, info):
+    """No file in which one bit is another is read as a calibration."""
+    whole = klt4.read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    chance = torch.Generator().manual_seed(0)
+    header = torch.randint(0, 8 + length, (40,), generator=chance).tolist()
+    data = torch.randint(8 + length, len(whole), (20,), generator=chance).tolist()
+    for place in (*range(9), *header, *data):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        klt4.write_bytes(damaged)
+        with pytest.raises((StorageError, CalibrationMismatch)) as refused:
+            prepared(read_recipe_file(klt4), info)
+        assert "\n" not in str(refused.value) and "klt4.kv" in str(refused.value), place
+
+
+@pytest.mark.parametrize("left", [0, 1, 7, 8, 100, -1])
+def test_a_file_that_is_cut_short_is_refused(klt4, info, left):
+    klt4.write_bytes(klt4.read_bytes()[:left])
+    with pytest.raises(StorageError, match=r"klt4\.kv is damaged"):
+        load_calibration(klt4, info)
+
+
+def rewritten(path, **changes):
+    """The file with another header, whose digest is right."""
+    with safe_open(path, "pt") as file:
+        said = json.loads(file.metadata()["kvlab"])
+    form = {name: changes.pop(name, said[name]) for name in ("format", "version")}
+    body = {name: value for name, value in (said | changes).items() if name not in (*form, "digest")}
+    save_file(load_file(path), path, to_header(form | {"digest": digest(body)} | body))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "of format version 2, this kvlab reads 1"),
+        ({"format": "gguf"}, "is not what `kvlab calibrate` writes"),
+        ({"origin": 3}, "origin: Input should be a valid string"),
+        ({"tensors": {}}, "its header and its tensors differ in k/components/0/covariance"),
+    ],
+)
+def test_another_header_is_refused(klt4, info, changes, message):
+    rewritten(klt4, **changes)
+    with pytest.raises(KvlabError, match=message):
+        load_calibration(klt4, info)
+
+
+def test_another_model_is_refused_by_both_shapes(klt4, info):
+    with pytest.raises(CalibrationMismatch, match=r"calibrated for model .* this is model 0000 \(7 layers, 2 KV heads"):
+        load_calibration(klt4, replace(info, model_hash="0000", n_layers=7))
+
+
+def test_another_safetensors_file_is_refused(tmp_path, info):
+    save_file({"x": torch.zeros(2)}, tmp_path / "x.kv")
+    with pytest.raises(CalibrationMismatch, match="is not what `kvlab calibrate` writes"):
+        read_recipe_file(tmp_path / "x.kv")
+    (tmp_path / "x.kv").write_text('{"recipe": {}}')
+    with pytest.raises(StorageError, match="is damaged, or no calibration file"):
+        read_recipe_file(tmp_path / "x.kv")
+
+
+def test_what_cannot_be_written_leaves_nothing(calibrated, info, tmp_path):
+    few = replace(calibrated, components={"k": {}, "v": calibrated.components["v"]})
+    some = replace(calibrated, components=calibrated.components | {"k": {0: calibrated.components["k"][0]}})
+    for lacking in (few, some):
+        with pytest.raises(CalibrationMismatch, match=r"no components .*K"):
+            write_calibration(tmp_path / "a.kv", KLT, lacking, info)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_control_is_refused(calibrated, info, tmp_path):
+    control = Recipe(k=NoiseStream(sigma=0.1, seed=0), v=KltStream(bits=3))
+    path = write_calibration(tmp_path / "a.kv", control, calibrated, info)
+    with pytest.raises(CapabilityError, match="writes no codes to store"):
+        read_recipe_file(path)

@@ -1,0 +1,158 @@
+"""A calibration in one go and in memory, what a capture keeps, and what it does not grow with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from kvlab.base.errors import NonFinite, UserError
+from kvlab.base.model import resolve
+from kvlab.base.params import studied_recipe
+from kvlab.base.recipe import IDENTITY, KltStream, Recipe
+from kvlab.base.records import from_header
+from kvlab.calibration import load as calibration
+from kvlab.calibration.calibrate import calibrate, fitted
+from kvlab.calibration.capture import Captured, capture, observe, sample_of
+from kvlab.calibration.moments import names
+from kvlab.calibration.sigma import second_moment
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_capture_holds_the_moments_of_all_and_a_sample(tiny_params, tiny_calibration, everything):
+    captured = Captured(tiny_calibration["capture"], resolve(tiny_params.model).model_hash)
+    assert captured.sampled == tuple(range(6)) and captured.context == 64 and captured.dtype == "float32"
+    for layer in range(3):
+        q = everything[f"layer_{layer}_q"]
+        expected = second_moment(q, 2)
+        torch.testing.assert_close(captured.queries(layer).second_moment("pre_rope"), expected, rtol=1e-12, atol=1e-12)
+        for stream in "kv":
+            contexts = everything[f"layer_{layer}_{stream}"][:, :, :64]
+            assert torch.equal(captured.layer(layer, stream), contexts.bfloat16().float())
+            assert torch.equal(captured.window(layer, stream, 4), contexts[4].bfloat16())
+            rows = contexts.transpose(0, 1).flatten(1, 2).double()
+            count, mean, scatter = captured.moments(layer, stream).pooled()
+            torch.testing.assert_close(mean, rows.mean(1), rtol=1e-12, atol=1e-12)
+            covariance = torch.stack([torch.cov(r.mT) for r in rows])
+            torch.testing.assert_close(scatter / (count - 1), covariance, rtol=1e-11, atol=1e-12)
+
+
+def test_both_engines_leave_the_same(tiny_params, tiny_calibration, vllm_engine, calib_windows):
+    """vLLM's own tensors, folded up where they appear: float32 rounding apart, what transformers left."""
+    hf = Captured(tiny_calibration["capture"], vllm_engine.info.model_hash)
+    found = observe(vllm_engine, calib_windows.calib.tolist(), 64, calib_windows.corpus_hash, sample=16)
+    assert (found.metadata["engine"], found.sampled, found.extent) == ("vllm", hf.sampled, hf.extent)
+    for layer in range(3):
+        for placement in ("pre_rope", "post_rope"):
+            ours, theirs = (one.queries(layer).second_moment(placement) for one in (found, hf))
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+        for stream in "kv":
+            for ours, theirs in zip(
+                found.moments(layer, stream).pooled()[1:], hf.moments(layer, stream).pooled()[1:], strict=True
+            ):
+                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+            torch.testing.assert_close(found.layer(layer, stream), hf.layer(layer, stream), rtol=2e-2, atol=1e-2)
+
+
+def test_windows_add_a_number_each_and_nothing_else(tiny_params, hf_engine, calib_windows):
+    """The moments of six windows are as large as those of three; only the sample is kept."""
+    ids = calib_windows.calib.tolist()
+    few, many = (observe(hf_engine, some, 64, calib_windows.corpus_hash, sample=2) for some in (ids[:3], ids))
+    assert few.sampled == (0, 1) and many.sampled == (0, 3)
+    grown = {name for name in many.tensors if many.tensors[name].shape != few.tensors[name].shape}
+    assert grown == {f"layer_{layer}_q_traces" for layer in range(3)}
+    assert many.tensors["layer_0_q_traces"].shape == (6, 2)
+    assert many.metadata["sample_bytes"] == 2 * 3 * 2 * (2 * 64 * 32) * 2  # windows, layers, K and V, values, bytes
+    assert set(many.tensors) == names(3) | {f"layer_{layer}_{stream}" for layer in range(3) for stream in "kv"}
+
+
+@pytest.mark.parametrize(
+    ("windows", "most", "kept"), [(6, 16, range(6)), (160, 4, (0, 40, 80, 120)), (7, 3, (0, 2, 4))]
+)
+def test_a_sample_is_spread_evenly(windows, most, kept):
+    assert sample_of(windows, most) == tuple(kept)
+
+
+def test_the_files_of_a_calibration_name_the_sample(tiny_calibration):
+    for name in ("sigma", "rotated", "components"):
+        facts = json.loads(tiny_calibration[name].with_suffix(".json").read_text())
+        assert (facts["sample"], facts["sample_dtype"]) == ([0, 1, 2, 3, 4, 5], "bfloat16")
+        assert facts["sample_bytes"] == 6 * 3 * 2 * (2 * 64 * 32) * 2
+    assert json.loads(tiny_calibration["codebooks"].read_text())["sample_bytes"] == facts["sample_bytes"]
+    with safe_open(tiny_calibration["capture"], "pt") as file:
+        assert from_header(file.metadata())["sample_bytes"] == facts["sample_bytes"]
+
+
+def test_in_one_go_it_is_what_the_files_say(tiny_params, tiny_calibration, tiny_fitted, hf_engine, calib_windows):
+    """To rounding (where a tensor lies in memory decides how a product is rounded), from one pass over the windows."""
+    recipes, calls = [Recipe(k=KltStream(bits=2), v=KltStream(bits=2)), studied_recipe(tiny_params)], []
+
+    class Counting:
+        name, info, dtype, device = hf_engine.name, hf_engine.info, hf_engine.dtype, hf_engine.device
+
+        def score(self, ids, first, tap):
+            calls.append(tuple(ids))
+            return hf_engine.score(ids, first, tap)
+
+    ids, corpus_hash = calib_windows.calib.tolist(), calib_windows.corpus_hash
+    found = calibrate(Counting(), ids, recipes, corpus_hash=corpus_hash, context=64, layers=[1, 2])
+    assert calls == [tuple(window) for window in ids]
+    filed = calibration.load(tiny_fitted, resolve(tiny_params.model).model_hash)
+    assert (found.origin, found.corpus_hash) == (filed.origin, filed.corpus_hash)
+    for layer in range(3):
+        for ours, theirs in ((found.whiteners, filed.whiteners), (found.rotated, filed.rotated)):
+            assert torch.equal(ours[layer].chol, theirs[layer].chol)
+            assert torch.equal(ours[layer].inv_chol, theirs[layer].inv_chol)
+        for stream in "kv":
+            for name, tensor in vars(filed.components[stream][layer]).items():
+                ours = getattr(found.components[stream][layer], name)
+                torch.testing.assert_close(ours, tensor, rtol=1e-4, atol=1e-5 * float(tensor.abs().max()))
+    assert len(found.tables) == 2
+    assert all(torch.equal(table, filed.tables[key]) for key, table in found.tables.items())
+    for recipe in recipes:
+        assert found.stream(recipe.k, "k") and found.stream(recipe.v, "v")
+
+
+@pytest.mark.parametrize(
+    ("windows", "context", "sample"), [([], None, 4), ([[1] * 9, [1] * 8], 4, 4), ([[1] * 9], 10, 4), ([[1] * 9], 4, 0)]
+)
+def test_windows_that_cannot_be_are_refused_in_one_line(hf_engine, windows, context, sample):
+    with pytest.raises(UserError, match="cannot calibrate on") as raised:
+        calibrate(hf_engine, windows, [], corpus_hash="c", context=context, sample=sample)
+    assert "\n" not in str(raised.value)
+
+
+def test_only_what_a_recipe_reads_is_fitted(tiny_params, tiny_calibration, hf_engine):
+    captured = Captured(tiny_calibration["capture"], hf_engine.info.model_hash)
+    half = fitted(captured, hf_engine.info, [Recipe(k=KltStream(bits=2), v=IDENTITY.v)])
+    assert set(half.components) == {"k"} and not half.tables
+    both = fitted(captured, hf_engine.info, [Recipe(k=KltStream(bits=2), v=KltStream(bits=2))])
+    assert set(both.components) == {"k", "v"} and both.calibration_hash != half.calibration_hash
+    after = fitted(captured, hf_engine.info, [studied_recipe(tiny_params)], placement="post_rope", layers=[1])
+    assert {key[:2] for key in after.tables} == {("k", "post_rope"), ("v", "pre_rope")}
+
+
+def test_nan_in_a_window_is_refused_and_leaves_nothing(tiny_params, tiny_windows, hf_engine, tmp_path, monkeypatch):
+    from kvlab.calibration import capture as module
+
+    class Broken:
+        name, info, dtype, device = "hf", hf_engine.info, "float32", "cpu"
+
+        def score(self, ids, first, tap):
+            tap(0, "k", torch.full((2, 96, 32), float("nan")))
+
+    monkeypatch.setattr(module, "start", lambda *a, **k: Broken())
+    with pytest.raises(NonFinite, match="layer_0_k holds NaN or infinity in calibration window 0"):
+        capture(tiny_params, "hf", tiny_windows, tmp_path / "c.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_is_what_was_observed(tiny_params, tiny_calibration, hf_engine, calib_windows):
+    observed = observe(hf_engine, calib_windows.calib.tolist(), 64, calib_windows.corpus_hash, 16)
+    filed = load_file(tiny_calibration["capture"])
+    assert set(filed) == set(observed.tensors)
+    assert all(torch.equal(tensor, filed[name]) for name, tensor in observed.tensors.items())

@@ -1,0 +1,71 @@
+"""`kvlab init`: a params.yaml for somebody's own model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvlab.base.errors import UserError
+from kvlab.base.paramfile import read_yaml
+from kvlab.lab import plan
+from kvlab.studies import init
+from kvlab.studies.settings import by_model
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder of a model with four layers and 300 positions."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 4, "max_position_embeddings": 300}))
+    return folder
+
+
+def test_the_repositorys_own_file_is_what_it_writes_for_the_reference_model(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(root)
+    init.write(tmp_path / "params.yaml", "models/reference")
+    assert (tmp_path / "params.yaml").read_text() == (root / "params.yaml").read_text()
+    assert len((root / "params.yaml").read_text().splitlines()) < 120
+
+
+@pytest.mark.parametrize("engines", [("hf",), ("vllm",), ("hf", "vllm")])
+def test_it_fits_the_model_the_engines_and_the_windows(model, tmp_path, engines):
+    out = tmp_path / "params.yaml"
+    init.write(out, str(model), engines=engines, windows=8, source="a: strange #text*.txt")
+    (params,) = by_model(read_yaml(out)).values()
+    plan.check(params)
+    assert params.engines == engines and params.calibration.engines == engines
+    assert (params.windows.test, params.windows.other, params.noise.windows) == (8, 8, 8)
+    assert params.model.n_layers == 4 and params.windows.length < 300
+    assert params.corpus.source == "a: strange #text*.txt"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"engines": ("hff",)}, "engine 'hff' is not known; allowed: hf, vllm; did you mean 'hf'?"),
+        ({"windows": 1}, "'windows.test' is 1; allowed: greater than or equal to 2"),
+        ({"model": "no/such/model"}, "model directory 'no/such/model' does not exist"),
+        ({"model": "a/hub-id"}, "pin it with `revision`"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_written(model, tmp_path, changes, words):
+    out = tmp_path / "params.yaml"
+    with pytest.raises(UserError, match=words.replace("?", r"\?")):
+        init.write(out, **{"model": str(model)} | changes)
+    assert not out.exists()
+
+
+def test_a_model_without_room_for_a_window_is_refused(model, tmp_path):
+    (model / "config.json").write_text(json.dumps({"num_hidden_layers": 4, "max_position_embeddings": 100}))
+    with pytest.raises(UserError, match="has 100 positions; allowed: at least 137"):
+        init.write(tmp_path / "params.yaml", str(model))
+
+
+def test_no_file_is_written_over(model, tmp_path):
+    out = tmp_path / "params.yaml"
+    out.write_text("mine")
+    with pytest.raises(UserError, match="exists, and is not written over"):
+        init.write(out, str(model))
+    assert out.read_text() == "mine"

@@ -1,0 +1,175 @@
+"""`kvlab measure` and `kvlab calibrate` on the tiny model: what they print and write, and that both agree."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiny
+from kvlab.base.errors import CorpusError
+from kvlab.cli import main as cli
+from kvlab.codec.base import Site
+from kvlab.lab import trial
+from kvlab.stats import kl_scale
+from kvlab.text.excerpts import refuse_overlap, windows_of
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A text to score and another to calibrate on."""
+    folder = tmp_path_factory.mktemp("texts")
+    return tiny.write_text(folder / "scored.txt"), tiny.write_text(folder / "calibration.txt", seed=1)
+
+
+@pytest.fixture
+def run(tiny_model, texts, capsys):
+    """Exit code, stdout and stderr of `kvlab measure MODEL` on small windows."""
+
+    def verb(*words) -> tuple[int, str, str]:
+        small = ("--context", 64, "--eval", 32, "--windows", 4)
+        code = 0
+        try:
+            cli.main([str(word) for word in ("measure", tiny_model, "--text", texts[0], *small, *words)])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return verb
+
+
+@pytest.fixture
+def calibrated(tiny_model, texts, tmp_path):
+    """klt at 4 bits, calibrated on six windows of the other text."""
+    out = tmp_path / "klt4.kv"
+    words = ("--model", tiny_model, "--text", texts[1], "--context", 64, "--windows", 6, "--out", out)
+    cli.main([str(word) for word in ("calibrate", *words)])
+    return out
+
+
+def test_codecs_are_measured_beside_one_another(run, texts, tmp_path):
+    out = tmp_path / "found.json"
+    code, said, err = run("--bits", 2, 4, "--against", "int", "--calib-text", texts[1], "--json", out)
+    assert code == 0, err
+    found = json.loads(out.read_text())
+    rounding, *rows = found["rows"]
+    assert [(row["codec"], row["bits"]) for row in rows] == [("klt", 2), ("klt", 4), ("int", 2), ("int", 4)]
+    kl = {(row["codec"], row["bits"]): row["kl"]["value"] for row in rows}
+    assert 0 < rounding["kl"]["value"] < min(kl.values())
+    assert kl["klt", 4] < kl["klt", 2] and kl["int", 4] < kl["int", 2]
+    assert all(row["bits"] < row["bits_per_value"] < row["bits"] + 2 for row in rows)  # headers and scales are counted
+    assert all(row["kl"]["low"] <= row["kl"]["value"] <= row["kl"]["high"] for row in rows)
+    for pair in found["differences"]:
+        assert pair["kl"]["value"] == pytest.approx(kl["klt", pair["bits"]] - kl["int", pair["bits"]])
+    assert [pair["bits"] for pair in found["differences"]] == [2, 4]
+    assert "klt - int" in said and "calibrated on" in said and str(texts[1]) in said
+    assert found["windows"] == 4 and found["context"] == 64
+
+
+def test_a_stored_calibration_gives_what_a_fresh_one_does(run, texts, calibrated, tmp_path):
+    stored, fresh = tmp_path / "stored.json", tmp_path / "fresh.json"
+    code, said, err = run("--bits", 2, 4, "--calibration", calibrated, "--json", stored)
+    assert code == 0 and str(calibrated) in said, err
+    assert run("--bits", 2, 4, "--calib-text", texts[1], "--calib-windows", 6, "--json", fresh)[0] == 0
+    assert json.loads(stored.read_text())["rows"] == json.loads(fresh.read_text())["rows"]
+
+
+def test_the_scored_text_is_not_calibrated_on(run, texts):
+    code, said, err = run("--calib-text", texts[0])
+    assert (code, said) == (2, "") and "must not have been calibrated on" in err.splitlines()[-1]
+
+
+def test_a_calibration_of_another_model_is_refused(run, calibrated, tmp_path, texts, capsys):
+    other = tiny.write_model(tmp_path / "other", seed=1)
+    words = (other, "--text", texts[0], "--context", 64, "--eval", 32, "--calibration", calibrated)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(word) for word in ("measure", *words)])
+    assert stop.value.code == 2 and "was calibrated for model" in capsys.readouterr().err
+
+
+def test_a_codec_that_is_not_calibrated_needs_no_text(run, tiny_model, tmp_path, capsys):
+    code, said, err = run("--codec", "kivi", "fp8")
+    assert code == 0 and "calibrated" not in said, err
+    assert [line.split()[0] for line in said.splitlines()[4:7]] == ["rounding", "kivi", "fp8"]
+    out = tmp_path / "kivi4.kv"
+    cli.main(["calibrate", "--model", str(tiny_model), "--codec", "kivi", "--out", str(out)])
+    assert "nothing was fitted" in capsys.readouterr().out and out.is_file()
+
+
+def test_calibrate_leaves_one_file_and_no_capture(calibrated):
+    assert [path.name for path in calibrated.parent.iterdir()] == ["klt4.kv"]
+
+
+def test_the_file_that_calibrate_writes_is_a_recipe_file(calibrated):
+    from kvlab.cache.recipe_file import read_recipe_file
+
+    file = read_recipe_file(calibrated)
+    assert (file.recipe.k.codec, file.recipe.k.bits, file.layers) == ("klt", 4, None)
+
+
+# --------------------------------------------------------------------------------------------- parts
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """`x` as the rounding row sees it."""
+    subject = trial.rounding(str(x.dtype).removeprefix("torch."))
+    cell = trial.Cell(
+        study="cells",
+        label=subject.label,
+        engine="hf",
+        dtype="float32",
+        protocol="snapshot",
+        origin="hf",
+        stream="kv",
+        layers=(0,),
+        windows=1,
+        recipe=subject.recipe,
+    )
+    return trial.RoundingCoder(cell, None).round_trip(x, Site(0, 0, "k"))
+
+
+def test_rounding_is_that_of_bfloat16():
+    x = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0))
+    exact = rounded(x)
+    assert torch.equal(exact, x.bfloat16().float())
+    already = x.bfloat16()
+    again = rounded(already)
+    assert again.dtype == torch.bfloat16
+    once, twice = (float((a.float() - b.float()).square().mean()) for a, b in ((exact, x), (again, already)))
+    assert twice == pytest.approx(once, rel=0.1)  # the same variance as the rounding that it stands for
+
+
+@given(st.floats(0, 10), st.floats(0, 10))
+def test_a_larger_kl_never_has_a_smaller_word(a, b):
+    words = [kl_scale.ROUNDING, *(f"{s.word}: less than {s.like}" for s in kl_scale.STEPS), kl_scale.BEYOND]
+    low, high = (words.index(kl_scale.in_words(kl, rounding=1e-6)) for kl in sorted((a, b)))
+    assert low <= high
+
+
+@given(st.integers(2, 9), st.integers(2, 40), st.integers(4, 12))
+def test_windows_are_spread_over_the_text_and_overlap_nowhere(most, available, length):
+    class Tokenizer:
+        eos_token_id = None
+
+        def __call__(self, text, **_):
+            ids = list(range(available * length)) if isinstance(text, list) else []
+            return type("Ids", (), {"input_ids": [ids] if isinstance(text, list) else ids})
+
+    rows = windows_of(["text"], Tokenizer(), length, most, "a text")
+    assert rows.shape == (min(most, available), length)
+    assert len(np.unique(rows)) == rows.size and (rows[:, 0] % length == 0).all()
+    gaps = np.diff(rows[:, 0]) // length
+    assert gaps.size == 0 or gaps.max() - gaps.min() <= 1
+
+
+def test_a_shared_run_is_found_wherever_it_stands():
+    scored = np.arange(1000, dtype=np.int32).reshape(2, 500)
+    other = np.arange(5000, 6000, dtype=np.int32).reshape(2, 500)
+    refuse_overlap(scored, other, ("a", "b"))
+    other[1, 100:164] = scored[0, 300:364]
+    with pytest.raises(CorpusError, match="a and b share 1 runs of 64 tokens"):
+        refuse_overlap(scored, other, ("a", "b"))

@@ -1,0 +1,82 @@
+"""A mistake on the command line is one line, exit code 2, and told before torch is imported for it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+# The verb runs in a process of its own, which says afterwards whether it has loaded torch.
+PROGRAM = """
+import sys
+from kvlab.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("torch" in sys.modules)
+"""
+RECIPE = json.dumps({"recipe": {"k": {"codec": "identity"}, "v": {"codec": "identitty"}}})
+MODEL = "models/reference"
+
+REFUSED = {
+    "a verb": ("mesure", "'measure'"),
+    "a flag": (f"measure {MODEL} --text README.md --codek klt", "'--codec'"),
+    "a flag of a verb of a group": ("snapshot inspect x.kv --jsn", "'--json'"),
+    "a shell": ("completion bahs", "'bash'"),
+    "no model": ("measure models/refrence --text README.md", "did you mean 'models/reference'"),
+    "a folder that is no model": ("measure docs --text README.md", "docs has no config.json"),
+    "no text": (f"measure {MODEL} --text READM.md", "cannot read READM.md: no such file"),
+    "a text that is none": (f"measure {MODEL} --text {MODEL}/model.safetensors", "no UTF-8 text"),
+    "a text that is short": (f"measure {MODEL} --text CITATION.cff --context 2048", "too few for 2 windows"),
+    "a codec": (f"measure {MODEL} --text README.md --codec klr", "did you mean 'klt'"),
+    "a counterpart": (f"measure {MODEL} --text README.md --against kivvi", "did you mean 'kivi'"),
+    "a counterpart that is measured": (f"measure {MODEL} --text README.md --against klt", "measured already"),
+    "bits": (f"measure {MODEL} --text README.md --bits 9", "--bits 9; allowed: more than 0, at most 8"),
+    "bits that a codec does not have": (f"calibrate --model {MODEL} --codec fp8 --bits 4 --out x.kv", "no choice"),
+    "an engine": (f"measure {MODEL} --text README.md --engine vlm", "'vllm'"),
+    "positions": (f"measure {MODEL} --text README.md --context 4096", "4096 positions"),
+    "a number": (f"measure {MODEL} --text README.md --windows 1", "'1' is no whole number from 2"),
+    "no calibration": (f"measure {MODEL} --text README.md --calibration x.kv", "run `kvlab calibrate`"),
+    "a calibration that is none": (f"measure {MODEL} --text README.md --calibration README.md", "`kvlab calibrate`"),
+    "a folder to write": (f"measure {MODEL} --text README.md --json docs", "docs: it is a folder"),
+    "calibrate into another name": (f"calibrate --model {MODEL} --out klt4.json", "ends in .kv"),
+    "calibrate nothing": ("calibrate --model nothing --out x.kv", "cannot read nothing: no such file"),
+    "recipe of no codec": ("recipe --codec hadamrad --out r.json", "did you mean 'hadamard'"),
+    "recipe without its calibration": ("recipe --out r.json", "kvlab calibrate"),
+    "encode no recipe": ("encode --recipe r.json --capture README.md --out x", "run `kvlab recipe`"),
+    "encode a recipe that is none": ("encode --recipe {recipe} --capture README.md --out x", "identitty"),
+    "inspect nothing": ("inspect --stream x.kvls", "run `kvlab encode`"),
+    "inspect another file": ("inspect --stream README.md", "README.md: this is no coded cache"),
+    "decode another file": ("decode --recipe {right} --stream README.md --out x", "README.md: this is no coded cache"),
+    "snapshot of no model": ("snapshot save x.kv --model nothing --text README.md", "cannot read nothing"),
+    "snapshot of no text": (f"snapshot save x.kv --model {MODEL} --text nothing", "cannot read nothing"),
+    "eval of no recipe": ("eval --task gsm8k --engine hf --recipe nothing --out x", "cannot read nothing"),
+    "gate of no rows": ("gate check nothing.json", "nothing.json"),
+    "a step": ("step mesure", "'measure'"),
+    "a step without its input": ("step sigma --capture nothing --out x", "run `kvlab step capture`"),
+    "a step with wrong parameters": ("step corpus --params '{{\"bits\": 99}}' --out x", "bits"),
+    "a study": ("step page README.md --study restor --out x", "'restore'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mistake_is_one_line_and_costs_no_torch(case, root, tmp_path):
+    line, words = REFUSED[case]
+    (tmp_path / "recipe.json").write_text(RECIPE)
+    (tmp_path / "right.json").write_text(RECIPE.replace("identitty", "identity"))
+    line = line.format(recipe=tmp_path / "recipe.json", right=tmp_path / "right.json")
+    before = sorted(path.name for path in root.iterdir())
+    answer = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *shlex.split(line)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{root / 'src'}:{root}"},
+    )
+    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1), answer.stderr
+    assert words in answer.stderr, answer.stderr
+    assert answer.stdout.strip() == "False"
+    assert sorted(path.name for path in root.iterdir()) == before

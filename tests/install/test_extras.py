@@ -1,0 +1,42 @@
+"""A verb whose extra is not installed says which one it is; any other missing module is a fault and stays one."""
+
+import pytest
+
+from kvlab.base.extras import EXTRAS, missing_extra
+from kvlab.cli import main as cli
+
+
+@pytest.mark.parametrize("package", EXTRAS)
+def test_the_extra_is_named(package):
+    said = str(missing_extra(ModuleNotFoundError(f"No module named {package}", name=f"{package}.part")))
+    assert package in said and f"kvlab[{EXTRAS[package]}]" in said and "\n" not in said
+
+
+def test_the_command_line_ends_with_it(monkeypatch, capsys):
+    def follow():
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+    monkeypatch.setattr(cli.lifeline, "follow_run", follow)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["params"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        "needs the package matplotlib; install it with: pip install 'kvlab[report]'\n"
+    )
+
+
+def test_another_missing_module_is_no_extra(monkeypatch):
+    assert missing_extra(ModuleNotFoundError("No module named 'kvlab.nothing'", name="kvlab.nothing")) is None
+
+
+def test_a_store_says_what_is_wrong_without_the_codes_of_newer_pythons():
+    """Python 3.10 hands SQLite's message on and not its code; both lead to the same reason."""
+    import sqlite3
+
+    from kvlab.gate.store import database
+
+    for message, code in database.MESSAGES.items():
+        assert database._code(sqlite3.OperationalError(message)) == code
+    with pytest.raises(sqlite3.OperationalError) as failed:
+        sqlite3.connect("/nothing/here/x.db")
+    assert database._code(failed.value) == database.MESSAGES[str(failed.value)] == sqlite3.SQLITE_CANTOPEN

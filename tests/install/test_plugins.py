@@ -1,0 +1,202 @@
+"""Codecs of other packages: found by entry point, measured as kvlab's own, refused by the package's name."""
+
+import json
+
+import polars as pl
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from install.plugin import documented, forget, install
+from kvlab import Cache, recipe
+from kvlab.base import plugins
+from kvlab.base.errors import KvlabError, ParamsError, PluginError, UnknownName
+from kvlab.base.model import resolve
+from kvlab.base.recipe import Recipe
+from kvlab.base.records import read_job
+from kvlab.cache.calibration_file import write_calibration
+from kvlab.cache.prepared import prepared
+from kvlab.cache.recipe_file import read_recipe_file, write_recipe_file
+from kvlab.calibration import load as calibration
+from kvlab.codec.registry import build
+from kvlab.codec.testing import CHECKS, NotConformant, Subject, conformance
+from kvlab.lab.measure import measure
+from kvlab.lab.plan import jobs
+from kvlab.studies.settings import Settings
+
+POINT = {"sign": "kvlab_sign:PLUGIN"}
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder of packages that Python looks in."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    forget()
+
+
+@pytest.fixture
+def sign(site):
+    return install(site, documented(), POINT)
+
+
+def test_the_page_is_thirty_lines_of_code():
+    lines = [line for text in documented().values() for line in text.splitlines() if line.strip()]
+    assert len(documented()) == 2 and len(lines) <= 30
+
+
+@pytest.mark.parametrize(
+    "settings", [{"bits": 1}, {"bits": 3, "center": True}, {"bits": 4, "center": True, "whiten": True}], ids=str
+)
+def test_the_documented_codec_conforms(sign, settings):
+    conformance("sign", **settings)
+
+
+def test_a_recipe_holds_package_version_and_all_settings(sign):
+    chosen = recipe("sign+center", bits=2)
+    said = chosen.model_dump(mode="json")["k"]
+    assert said == {"codec": "sign", "package": "kvlab-sign", "version": "1.0", "reads": [], "bits": 2} | {
+        "center": True, "whiten": False, "whiten_skip_layers": [], "block_size": 512,
+    }  # fmt: skip
+    newer = Recipe.model_validate(json.loads(json.dumps(chosen.model_dump(mode="json")).replace("1.0", "1.1")))
+    assert newer.recipe_id != chosen.recipe_id
+    with pytest.raises(PluginError, match=r"of package kvlab-sign 1\.1, installed is kvlab-sign 1\.0"):
+        build(newer.k)
+    assert recipe("sign").k == recipe("sign", bits=1).k
+
+
+def test_the_drop_ins_take_it(sign, tiny_model, tiny_params, tiny_fitted, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    info = resolve(tiny_params.model)
+    plain = write_recipe_file(tmp_path / "r.json", recipe("sign", bits=2, block_size=16))
+    calibrated = calibration.load(tiny_fitted, info.model_hash)
+    centred = write_calibration(tmp_path / "sign.kv", recipe("sign+center", bits=2, block_size=16), calibrated, info)
+    for path in (plain, centred):
+        cache = Cache(model, path, semantics="in_forward")
+        with torch.inference_mode():
+            model(torch.arange(1, 41)[None], past_key_values=cache)
+        assert all(entry.fires for entry in cache.check())
+        assert prepared(read_recipe_file(path), info).recipe == cache.recipe
+
+
+def test_it_is_measured_on_the_ladder(sign, tiny_params, tiny_windows, tmp_path):
+    """Named in params.yaml, measured by the loop that measures kvlab's own codecs; more bits lose less."""
+    data = tiny_params.model_dump(mode="json")
+    data["ladder"] |= {"codecs": ["sign"], "bits": [1, 4], "conditioned": [], "windows": 2}
+    params = Settings.complete(data)
+    (job,) = [name for name, cells in jobs(params, "ladder").items() if any("sign" in cell.label for cell in cells)]
+    measure(params, "ladder", job, tiny_windows, {}, tmp_path / "ladder.json")
+    record, tokens = read_job(tmp_path / "ladder.json")
+    kl = dict(tokens.group_by("cell_id").agg(pl.col("kl").mean()).iter_rows())
+    few, many = (next(cell for cell in record.cells if cell.cell.label == f"sign {bits}") for bits in (1, 4))
+    assert 0 < kl[many.cell_id] < kl[few.cell_id] / 2
+    assert few.recipe_id != many.recipe_id and few.cell.recipe.k.package == "kvlab-sign"
+
+
+def test_params_refuse_a_codec_that_is_nowhere(sign, tiny_params):
+    data = tiny_params.model_dump(mode="json")
+    data["ladder"] |= {"codecs": ["sing"], "conditioned": []}
+    with pytest.raises(ParamsError, match=r"'sing' is not allowed here.*did you mean 'sign'"):
+        Settings.complete(data)
+
+
+# ------------------------------------------------------------------------------------- what is refused
+
+SETTINGS = documented()["kvlab_sign/__init__.py"]
+BROKEN = {
+    "no_module": ({}, POINT, r"codec 'sign' of package kvlab-sign cannot be loaded from kvlab_sign:PLUGIN: ModuleNot"),
+    "raises": ({"kvlab_sign/__init__.py": "1 / 0"}, POINT, "package kvlab-sign cannot be loaded .* ZeroDivisionError"),
+    "no_plugin": ({"kvlab_sign/__init__.py": "PLUGIN = 3"}, POINT, "package kvlab-sign: .* is a int, no kvlab.Plugin"),
+    "no_class": (
+        {"kvlab_sign/__init__.py": SETTINGS},
+        POINT,
+        r"package kvlab-sign 1\.0 cannot be loaded from kvlab_sign\.codec:SignCodec: ModuleNotFoundError",
+    ),
+    "no_codec": (
+        documented() | {"kvlab_sign/codec.py": "class SignCodec: per_token = True"},
+        POINT,
+        r"package kvlab-sign 1\.0: kvlab_sign\.codec:SignCodec has no 'encode', which every codec has",
+    ),
+    "taken_setting": (
+        {"kvlab_sign/__init__.py": SETTINGS.replace("    bits:", "    version: int = 1\n    bits:")},
+        POINT,
+        "the name of its setting 'version' is taken",
+    ),
+    "our_name": (documented(), {"klt": "kvlab_sign:PLUGIN"}, "package kvlab-sign brings a codec 'klt', which is kvlab"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_package_is_refused_by_its_name(site, kind):
+    files, points, message = BROKEN[kind]
+    install(site, files, points)
+    with pytest.raises(PluginError, match=message) as refused:
+        build(recipe(next(iter(points)), bits=2).k)
+    assert "\n" not in str(refused.value)
+
+
+def test_two_packages_of_one_name_are_refused(sign):
+    install(sign, {}, POINT, name="other-sign")
+    with pytest.raises(PluginError, match=r"packages .*sign and .*sign both bring a codec 'sign'"):
+        recipe("hadamard", bits=2)
+
+
+def test_what_is_not_installed_is_said(sign, monkeypatch):
+    stored = recipe("sign", bits=2).k
+    monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path != str(sign)])
+    with pytest.raises(PluginError, match=r"is of package kvlab-sign 1\.0, which is not installed here"):
+        build(stored)
+    with pytest.raises(UnknownName, match="codec 'sign' is not known; allowed: "):
+        recipe("sign", bits=2)
+    with pytest.raises(UnknownName):
+        plugins.find("sign")
+
+
+def test_an_unknown_setting_is_refused(sign):
+    with pytest.raises(ParamsError, match=r"codec 'sign' of package kvlab-sign 1\.0: bitts: Extra .* its settings: "):
+        recipe("sign", bitts=2)
+    with pytest.raises(ParamsError, match="bits: Input should be less than or equal to 4"):
+        recipe("sign", bits=9)
+    bare = recipe("sign").k.model_copy(update={})
+    bare.__pydantic_extra__.pop("bits")
+    with pytest.raises(PluginError, match="leaves out what it has by default"):
+        build(bare)
+
+
+# ------------------------------------------------------------------------------- the checks themselves
+
+STORED = "stored(arrays, (torch.uint8, stages), (torch.float16, (*stages[:-1], 1)))"
+MISTAKES = {
+    "codes_any_shape_and_dtype": [(".half()", ".double()"), ("torch.float16", "torch.float64")],
+    "is_better_than_nothing": [("torch.where(signs > 0, sizes, -sizes)", "torch.where(signs > 0, -sizes, sizes)")],
+    "codes_the_same_every_time": [("left >= 0", "left >= torch.randn(1)")],
+    "refuses_forged_arrays": [(STORED, "arrays")],
+    "tells_whether_tokens_depend_on_each_other": [
+        ("mean(-1, keepdim=True)", "mean((1, 2), keepdim=True).expand(*left.shape[:2], 1)")
+    ],
+}
+
+
+@pytest.mark.parametrize("check", MISTAKES)
+def test_each_check_finds_its_mistake(site, check):
+    text = documented()["kvlab_sign/codec.py"]
+    for old, new in MISTAKES[check]:
+        assert old in text
+        text = text.replace(old, new)
+    install(site, documented() | {"kvlab_sign/codec.py": text}, POINT)
+    with pytest.raises(NotConformant, match=check):
+        conformance("sign", bits=2)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", ["klt", "int", "kivi", "hadamard", "oscar", "fp8", "d4", "e8", "identity"])
+def test_our_own_codecs_pass_the_same_checks(name, check):
+    settings = {} if name in ("fp8", "identity") else {"bits": 4}
+    settings |= {} if name == "identity" else {"block_size": 32}
+    check(Subject(recipe(name, **settings).k))
+
+
+def test_every_refusal_is_one_of_kvlabs():
+    assert issubclass(PluginError, KvlabError) and PluginError.exit_code == 2

@@ -1,0 +1,64 @@
+"""The schema of metrics.json: what is published, what is read, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlab.base.errors import MissingResult
+from kvlab.pages.withheld import without_cross_engine
+from kvlab.report.claims import derived
+from kvlab.report.metrics import build
+from kvlab.report.schema import VERSION, Metrics, checked, json_schema, load, read
+from report.synthetic import small_params, write_results
+
+PUBLISHED = Path(__file__).parents[2] / "docs" / "metrics.schema.json"
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory):
+    params = small_params(stats={"resamples": 200})
+    return build(params, write_results(tmp_path_factory.mktemp("results"), params).sources)
+
+
+def test_the_published_schema_is_what_the_models_generate():
+    assert json.loads(PUBLISHED.read_text()) == json_schema()
+
+
+def test_what_is_built_is_read_back_the_same(metrics, tmp_path):
+    path = tmp_path / "metrics.json"
+    path.write_text(json.dumps(metrics))
+    assert load(path) == json.loads(json.dumps(metrics))
+    assert read(path).cells[0].kl.value == metrics["cells"][0]["kl"]["value"]
+    assert metrics["schema_version"] == VERSION and "claims" not in metrics
+
+
+@given(version=st.none() | st.integers().filter(lambda n: n != VERSION) | st.text(max_size=5))
+def test_another_version_is_refused_in_one_line(version):
+    with pytest.raises(
+        MissingResult, match=r"(?s)^a\.json (has no|is of) schema_version.*run `kvlab step metrics` again$"
+    ) as said:
+        checked({"schema_version": version}, "a.json")
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("part", sorted(Metrics.model_fields))
+def test_a_part_that_is_missing_or_unknown_is_named(metrics, part):
+    if part not in ("schema_version",):
+        with pytest.raises(MissingResult, match=f"a.json is no metrics of version {VERSION}: {part}: Field required"):
+            checked({name: value for name, value in metrics.items() if name != part}, "a.json")
+    with pytest.raises(MissingResult, match="claims: Extra inputs are not permitted"):
+        checked(metrics | {"claims": []}, "a.json")
+
+
+def test_no_claim_is_left_that_compares_engines_when_they_may_not_be(metrics):
+    def crossing(claims):
+        return [claim for claim in claims if len({cell["engine"] for side in claim["compared"] for cell in side}) > 1]
+
+    assert crossing(derived(metrics))
+    kept = derived(without_cross_engine(metrics))
+    assert kept and not crossing(kept)

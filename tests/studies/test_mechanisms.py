@@ -1,0 +1,307 @@
+"""What the gate judges, measured on the tiny model: on transformers, and on vLLM with its own cache in fp8."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+import torch
+
+from kvlab.base.errors import CapabilityError, CodecNotActive, CorpusError, NonFinite, StorageError
+from kvlab.base.model import resolve
+from kvlab.base.recipe import IDENTITY
+from kvlab.engines import registry
+from kvlab.engines.registry import start as real_start
+from kvlab.lab.measure import Lab
+from kvlab.lab.scoring import WindowRun
+from kvlab.studies.mechanisms import items, plan, records, subjects
+from kvlab.studies.mechanisms import measure as measuring
+from kvlab.text.needles import Needle, Needles
+
+AVX512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM reads an fp8 cache with AVX-512 only"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_needles(tiny_params, tmp_path_factory):
+    from kvlab.text.needles import build
+
+    out = tmp_path_factory.mktemp("needles") / "needles.parquet"
+    build(tiny_params, out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def measured(tiny_params, tiny_windows, tiny_needles, tiny_fitted, tmp_path_factory, engine_of, request):
+    """engine -> its record and table, measured once."""
+    from functools import cache
+
+    @cache
+    def run(engine: str):
+        out = tmp_path_factory.mktemp("mechanisms") / f"{engine}.parquet"
+        request.getfixturevalue(f"{engine}_engine")  # its own start is not the patched one
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(registry, "start", engine_of)
+            measuring.mechanisms(tiny_params, engine, tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", out)
+        return records.read_mechanisms(out)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def engine_of(request):
+    """`start`, which hands out the session's own engines where it may."""
+
+    kept = []  # to the end of the session, as the engines that are lent
+
+    def start(name, info, dtype, attention=None, *, max_tokens, cache_dtype="auto"):
+        if cache_dtype != "auto":
+            kept.append(real_start(name, info, dtype, attention, max_tokens=max_tokens, cache_dtype=cache_dtype))
+            return Lent(kept[-1])
+        return Lent(request.getfixturevalue(f"{name}_engine"))
+
+    return start
+
+
+class Lent:
+    """An engine that is not closed by who borrows it: with it, vLLM gives up what all engines of a process share."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def close(self):
+        pass
+
+
+def scores(table: pl.DataFrame, label: str, metric: str) -> list[float]:
+    return table.filter(pl.col("label") == label, pl.col("metric") == metric)["variant"].to_list()
+
+
+def row(record, label: str):
+    (found,) = (row for row in record.rows if row.label == label)
+    return found
+
+
+def test_the_plan_names_what_each_engine_can_run(tiny_params):
+    labels = {engine: [v.label for v in plan.variants(tiny_params, engine)] for engine in ("hf", "vllm")}
+    assert labels["hf"] == ["baseline", "klt 2", "int 2", "fp8"]
+    assert labels["vllm"] == [*labels["hf"], "fp8_e4m3", "fp8_e5m2"]
+    ids = [v.recipe_id for v in plan.variants(tiny_params, "vllm")]
+    assert ids[0] == IDENTITY.recipe_id
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_registry_knows_everything_that_is_planned(tiny_params):
+    from kvlab.gate import registry
+
+    known = registry.load()
+    for variant in plan.variants(tiny_params, "vllm"):
+        entry = known.mechanism(variant.mechanism, variant.variant)
+        assert (entry.method, entry.scope) == (variant.method, variant.scope)
+        assert variant.cell is None or variant.cell.recipe.k.codec in entry.codecs
+        assert variant.cache_dtype is None or variant.cache_dtype in entry.kv_cache_dtypes
+    for quality_eval_id, metrics in plan.METRICS.items():
+        assert tuple(metric.key for metric in known.eval(quality_eval_id).metrics) == metrics
+
+
+def test_the_engine_as_it_is_loses_nothing(measured):
+    record, table = measured("hf")
+    assert set(scores(table, "baseline", "kl")) == {0.0}
+    assert set(scores(table, "baseline", "top1_agreement")) == {1.0}
+    same = table.filter(pl.col("label") == "baseline")
+    assert same["variant"].to_list() == same["baseline"].to_list()
+    assert row(record, "baseline").kv_bytes == 4 * row(record, "baseline").kv_values
+
+
+def test_a_codec_fires_on_every_layer_stream_and_item(measured, tiny_params, hf_engine):
+    record, table = measured("hf")
+    layers, windows = hf_engine.info.n_layers, tiny_params.windows.test
+    found = row(record, "int 2")
+    assert found.fires == found.expected_fires == 2 * layers * windows
+    assert [run.items for run in found.evals] == [windows, tiny_params.mechanisms.needles]
+    assert [run.fires for run in found.evals] == [2 * layers * windows, 2 * layers * tiny_params.mechanisms.needles]
+    assert 2 < 8 * found.kv_bytes / found.kv_values < 8
+    assert min(scores(table, "int 2", "kl")) > 0
+    assert found.compression_overhead_ms > 0 < found.decompression_overhead_ms
+    assert len(found.seconds) == windows and min(found.seconds) > 0
+    tokens = tiny_params.windows.length
+    assert found.throughput_tok_s == pytest.approx(tokens / sorted(found.seconds)[windows // 2], rel=0.5)
+    assert found.canary_kl > 0
+
+
+def test_every_item_of_every_variant_is_in_the_table(measured, tiny_params):
+    record, table = measured("hf")
+    counts = {"kv_fidelity": tiny_params.windows.test, "needle": tiny_params.mechanisms.needles}
+    for quality_eval_id, metrics in plan.METRICS.items():
+        part = table.filter(pl.col("quality_eval_id") == quality_eval_id)
+        assert part.height == len(record.rows) * len(metrics) * counts[quality_eval_id]
+        assert part.select("label", "metric", "item").is_unique().all()
+
+
+def test_numbers_are_the_same_when_measured_again(
+    measured, tiny_params, tiny_windows, tiny_needles, tiny_fitted, tmp_path
+):
+    out = tmp_path / "hf.parquet"
+    measuring.mechanisms(tiny_params, "hf", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", out)
+    assert records.read_mechanisms(out)[1].equals(measured("hf")[1])
+
+
+@AVX512
+def test_vllms_own_cache_is_measured_beside_the_codecs(measured):
+    record, table = measured("vllm")
+    assert record.missing == ()
+    for label in ("fp8_e4m3", "fp8_e5m2"):
+        found = row(record, label)
+        assert (found.kv_cache_dtype, found.codec) == (label, None)
+        assert (found.protocol, found.span) == ("in_forward", "window")
+        assert found.kv_bytes == found.kv_values
+        assert found.canary_kl == pytest.approx(sum(kl := scores(table, label, "kl")) / len(kl))
+    coarse, fine = (sum(scores(table, label, "kl")) for label in ("fp8_e5m2", "fp8_e4m3"))
+    assert coarse > fine > 0
+
+
+def test_what_a_machine_cannot_run_is_said(
+    tiny_params, tiny_windows, tiny_needles, tiny_fitted, hf_engine, monkeypatch
+):
+    def start(*args, cache_dtype="auto", **named):
+        if cache_dtype != "auto":
+            raise CapabilityError("no AVX-512 here")
+        return Lent(hf_engine)
+
+    monkeypatch.setattr(registry, "start", start)
+    with Lab.open(tiny_params, tiny_windows, {"hf": tiny_fitted}) as lab:
+        part = measuring.MechanismsPart(lab, "vllm", tiny_needles, "code", None)
+    assert [(one.label, one.reason) for one in part.missing] == [
+        ("fp8_e4m3", "no AVX-512 here"),
+        ("fp8_e5m2", "no AVX-512 here"),
+    ]
+    assert [variant.label for variant in part.variants] == ["baseline", "klt 2", "int 2", "fp8"]
+
+
+def test_on_an_accelerator_an_engines_own_cache_is_not_scored_in_a_prompts_pass():
+    subjects.refuse_unread("cpu", "fp8_e4m3")
+    with pytest.raises(CapabilityError, match="fp8_e4m3 on NVIDIA X is not scored"):
+        subjects.refuse_unread("NVIDIA X", "fp8_e4m3")
+
+
+def test_engines_are_closed_when_a_later_one_fails(
+    tiny_params, tiny_windows, tiny_needles, tiny_fitted, hf_engine, monkeypatch, tmp_path
+):
+    closed = []
+
+    def start(*_args, cache_dtype="auto", **_named):
+        if cache_dtype != "auto":
+            raise KeyboardInterrupt
+        engine = Lent(hf_engine)
+        engine.close = lambda: closed.append("plain")
+        return engine
+
+    monkeypatch.setattr(registry, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        measuring.mechanisms(
+            tiny_params, "vllm", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", tmp_path / "x"
+        )
+    assert closed == ["plain"]
+
+
+def test_seconds_are_the_engines_own_pass_and_the_coding(measured):
+    """However a cell is scored: what judging it and scoring it over the coded cache take is no part of it."""
+    record, _ = measured("hf")
+    plain, coded = row(record, "baseline"), row(record, "int 2")
+    own = zip(coded.seconds, plain.seconds, strict=True)
+    extra = sorted(1e3 * (whole - pass_) for whole, pass_ in own)
+    assert extra[0] > 0
+    assert extra[0] <= coded.compression_overhead_ms + coded.decompression_overhead_ms <= 1.5 * extra[-1]
+
+
+class Answering:
+    """Stands in for an engine: its most likely next token is the one that `text` has there."""
+
+    name, dtype, device = "hf", "float32", "cpu"
+
+    def __init__(self, text: list[int]):
+        self.text = text
+
+    def score(self, ids, first, tap=None, placement="pre_rope"):
+        return torch.nn.functional.one_hot(torch.tensor(self.text[first + 1 : len(ids)]), 100).float()
+
+
+@pytest.mark.parametrize(
+    ("place", "token", "found"), [(None, None, 1.0), (11, 99, 0.0), (12, 99, 0.0), (10, 99, 1.0), (13, 99, 0.0)]
+)
+def test_a_needle_is_found_where_every_token_of_the_answer_is_the_most_likely(place, token, found):
+    needle = Needle(context=list(range(8)), question=[20, 21, 22], answer=[30, 31, 32], depth=0.0)
+    (item,) = items.retrievals(Needles((needle,), 8, "hash", "model"))
+    text = list(item.ids)
+    if place is not None:
+        text[place] = token
+    run = WindowRun(Answering(text), item.ids, item.context, item.number)
+    rows, labels = run.reference[item.first :], run.labels[item.first :]
+    assert labels.tolist() == needle.answer
+    assert items.answered(rows, rows, labels) == {"needle_recall": found}
+
+
+def test_what_is_found_is_what_greedy_decoding_writes(root, base_params, tmp_path):
+    from kvlab.base.paramfile import overlay
+    from kvlab.studies.settings import Settings
+    from kvlab.text.needles import build, sequence
+
+    fewer = {"mechanisms": {"needles": 8}, "kvstore": {"policy": {"needles": 8}}}
+    params = Settings.complete(overlay(base_params, fewer))
+    planted = build(params, tmp_path / "needles.parquet")
+    info = resolve(params.model)
+    engine = real_start("hf", info, "float32", max_tokens=640)
+    for needle, item in zip(planted.items, items.retrievals(planted), strict=True):
+        run = WindowRun(engine, item.ids, item.context, item.number)
+        rows, labels = run.reference[item.first :], run.labels[item.first :]
+        asked = torch.tensor([[*needle.context, *needle.question]])
+        written = engine.model.generate(
+            asked, max_new_tokens=len(needle.answer), do_sample=False, attention_mask=torch.ones_like(asked)
+        )
+        same = written[0, asked.shape[1] :].tolist() == needle.answer
+        assert items.answered(rows, rows, labels)["needle_recall"] == float(same)
+        assert sequence(needle)[0] == list(item.ids)
+
+
+def test_a_cache_that_attention_does_not_read_is_no_measurement(
+    tiny_params, tiny_windows, tiny_needles, tiny_fitted, hf_engine, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(registry, "start", lambda *_args, **_named: Lent(hf_engine))
+    with pytest.raises(CodecNotActive, match="a cache of fp8_e4m3 leaves every logit of the engine as it is"):
+        measuring.mechanisms(
+            tiny_params, "vllm", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", tmp_path / "x.parquet"
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_needles_of_another_context_are_refused(
+    tiny_params, tiny_windows, tiny_needles, tiny_fitted, monkeypatch, tmp_path
+):
+    from dataclasses import replace
+
+    from kvlab.text import needles
+
+    load = needles.load
+    monkeypatch.setattr(measuring.needles, "load", lambda *args: replace(load(*args), context=63))
+    with pytest.raises(CorpusError, match=r"contexts of 63 tokens.*of 64; run `kvlab step needles` again"):
+        measuring.mechanisms(
+            tiny_params, "hf", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", tmp_path / "x.parquet"
+        )
+
+
+def test_a_damaged_result_is_refused(measured, tmp_path):
+    record, table = measured("hf")
+    out = tmp_path / "hf.parquet"
+    records.write_mechanisms(out, record, table)
+    table.drop("item").write_parquet(out)
+    with pytest.raises(StorageError, match="has columns"):
+        records.read_mechanisms(out)
+    table.with_columns(variant=pl.lit(float("nan"))).write_parquet(out)
+    with pytest.raises(NonFinite, match="variant"):
+        records.read_mechanisms(out)
+    out.with_suffix(".json").write_text("{}")
+    with pytest.raises(StorageError, match="is no record of `kvlab step mechanisms`"):
+        records.read_mechanisms(out)

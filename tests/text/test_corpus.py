@@ -1,0 +1,179 @@
+"""Windows: disjoint, whole, repeatable, and refused when the text cannot carry them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import tiny
+from kvlab.base.errors import CorpusError, ModelError
+from kvlab.base.model import resolve
+from kvlab.base.paramfile import overlay
+from kvlab.studies.settings import Settings
+from kvlab.text import corpus
+from kvlab.text import licences as corpus_licences
+
+
+def with_changes(params: Settings, **changes) -> Settings:
+    return Settings.complete(overlay(params.model_dump(mode="json"), changes))
+
+
+def test_calibration_and_test_windows_never_meet(tiny_params, tiny_windows):
+    windows = corpus.load(tiny_windows, resolve(tiny_params.model).model_hash)
+    assert windows.calib.shape == (6, 96) and windows.test.shape == (4, 96) and windows.other.shape == (3, 96)
+    assert not {row.tobytes() for row in windows.calib} & {row.tobytes() for row in windows.test}
+    assert corpus.overlap(windows) == 0.0 and corpus.overlap(windows, "other") == 0.0
+
+
+def test_a_shared_document_is_refused(tiny_params, tmp_path, monkeypatch):
+    words = tiny.paragraphs(60)
+    monkeypatch.setattr(corpus, "read_documents", lambda _: {"calib": words[:31], "test": words[30:]})
+    with pytest.raises(CorpusError, match="1 documents are in the calibration and in the test split"):
+        corpus.build(tiny_params, tmp_path / "w.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shared_window_is_refused_even_from_other_documents():
+    rows = np.arange(192, dtype=np.int32).reshape(2, 96)
+    windows = corpus.TokenWindows(rows, rows[1:], 64, "x", "y")
+    with pytest.raises(CorpusError, match="also a window of 'test'"):
+        corpus.refuse_shared_windows(windows)
+
+
+def test_a_window_of_the_other_text_that_the_calibration_saw_is_refused():
+    rows = np.arange(288, dtype=np.int32).reshape(3, 96)
+    windows = corpus.TokenWindows(rows[:2], rows[2:], 64, "x", "y", other=rows[1:2])
+    with pytest.raises(CorpusError, match="also a window of 'other'"):
+        corpus.refuse_shared_windows(windows)
+
+
+def test_the_other_text_may_not_be_the_calibration_s(tiny_params, tmp_path):
+    same = with_changes(tiny_params, corpus={"other": tiny_params.corpus.source})
+    with pytest.raises(CorpusError, match="in the calibration and in the other text"):
+        corpus.build(same, tmp_path / "w.safetensors")
+
+
+def test_the_other_text_can_be_left_out(tiny_params, tiny_windows, tmp_path):
+    alone = with_changes(tiny_params, corpus={"other": None}, ladder={"texts": ["test"]})
+    windows = corpus.build(alone, tmp_path / "w.safetensors")
+    loaded, with_other = (corpus.load(path, windows.model_hash) for path in (tmp_path / "w.safetensors", tiny_windows))
+    assert loaded.other is None and np.array_equal(loaded.test, with_other.test)
+    assert loaded.corpus_hash != with_other.corpus_hash
+    with pytest.raises(CorpusError, match=r"`corpus\.other`"):
+        loaded.scored("other")
+    assert np.array_equal(with_other.scored("other"), with_other.other)
+
+
+def test_another_other_text_is_another_corpus(tiny_params, tiny_windows, tmp_path):
+    text = tiny.write_text(tmp_path / "third.txt", seed=2)
+    changed = corpus.build(with_changes(tiny_params, corpus={"other": str(text)}), tmp_path / "w.safetensors")
+    known = corpus.load(tiny_windows, changed.model_hash)
+    assert np.array_equal(changed.calib, known.calib) and changed.corpus_hash != known.corpus_hash
+
+
+def test_licences_are_prose_without_copies_and_describe_themselves():
+    licences = corpus_licences.extract()
+    assert licences == corpus_licences.extract()
+    paragraphs = [p for licence in licences for p in licence.text.split("\n\n")]
+    assert len(paragraphs) == len(set(paragraphs)) > 200
+    mit = [p for p in paragraphs if p.startswith("Permission is hereby granted, free of charge")]
+    assert len(mit) <= 2
+    record = corpus_licences.describe(licences)
+    assert record["distributions"].keys() == {licence.distribution for licence in licences}
+    assert sum(part["bytes"] for part in record["distributions"].values()) > 100_000
+    assert corpus_licences.describe(licences[:-1])["sha256"] != record["sha256"]
+
+
+def test_a_copied_paragraph_is_dropped_though_its_lines_break_elsewhere():
+    words = [f"{a}{b}" for a in ("ka", "lo", "mi", "ren", "tu") for b in ("sha", "vo", "pel", "dri", "an")]
+    text, seen = " ".join(words), set()
+    assert list(corpus_licences._new_paragraphs(text, seen)) == [text]
+    again = "\n".join(words[:12]).upper() + " " + "\n".join(words[12:])
+    assert list(corpus_licences._new_paragraphs(again + "\n\n" + "too short", seen)) == []
+    other = " ".join(reversed(words))
+    assert list(corpus_licences._new_paragraphs(other, seen)) == [other]
+
+
+def test_licences_of_what_is_not_installed_say_what_to_do():
+    with pytest.raises(CorpusError, match=r"nowhere-to-be-found is not installed.*pinned requirements"):
+        corpus_licences.extract(["nowhere-to-be-found"])
+
+
+def test_an_other_text_that_is_too_short_is_named(tiny_params, tmp_path):
+    with pytest.raises(CorpusError, match=r"its other text has .* windows\.other asks for 9999"):
+        corpus.build(with_changes(tiny_params, windows={"other": 9999}), tmp_path / "w.safetensors")
+
+
+def test_a_copied_run_shows_in_the_overlap():
+    calib, test = np.arange(96, dtype=np.int32)[None], np.arange(1000, 1096, dtype=np.int32)[None].copy()
+    test[0, :70] = calib[0, 20:90]
+    assert corpus.overlap(corpus.TokenWindows(calib, test, 64, "x", "y")) == pytest.approx(7 / 33)
+
+
+def test_the_same_parameters_give_the_same_windows(tiny_params, tiny_windows, tmp_path):
+    again = corpus.build(tiny_params, tmp_path / "w.safetensors")
+    assert again.corpus_hash == json.loads(tiny_windows.with_suffix(".json").read_text())["corpus_hash"]
+    assert (tmp_path / "w.safetensors").read_bytes() == tiny_windows.read_bytes()
+
+
+def test_another_seed_chooses_others(tiny_params, tiny_windows, tmp_path):
+    other = corpus.build(with_changes(tiny_params, windows={"seed": 1}), tmp_path / "w.safetensors")
+    assert other.corpus_hash != json.loads(tiny_windows.with_suffix(".json").read_text())["corpus_hash"]
+
+
+def test_labels_are_the_same_for_every_cell():
+    windows = corpus.TokenWindows(np.zeros((1, 640), np.int32), np.zeros((1, 640), np.int32), 512, "x", "y")
+    assert (windows.labels.start, windows.labels.stop, len(windows.labels)) == (513, 640, 127)
+
+
+def test_a_corpus_that_is_too_short_says_by_how_much(tiny_params, tmp_path):
+    with pytest.raises(CorpusError, match=r"too short.*windows\.test asks for 9999"):
+        corpus.build(with_changes(tiny_params, windows={"test": 9999}), tmp_path / "w.safetensors")
+
+
+def test_a_missing_corpus_names_what_is_allowed(tiny_params, tmp_path):
+    with pytest.raises(CorpusError, match="matches no file"):
+        corpus.build(with_changes(tiny_params, corpus={"source": "nowhere/*.txt"}), tmp_path / "w.safetensors")
+
+
+def test_a_window_longer_than_the_model_is_refused(tiny_params, tmp_path):
+    with pytest.raises(ModelError, match="256 positions"):
+        corpus.build(with_changes(tiny_params, windows={"context": 240}), tmp_path / "w.safetensors")
+
+
+def test_changed_windows_are_refused(tiny_params, tiny_windows, tmp_path):
+    data = bytearray(tiny_windows.read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "w.safetensors").write_bytes(data)
+    with pytest.raises(CorpusError, match="does not match its own hash"):
+        corpus.load(tmp_path / "w.safetensors", resolve(tiny_params.model).model_hash)
+
+
+def test_windows_of_another_tokenizer_are_refused(tiny_windows):
+    with pytest.raises(CorpusError, match="tokenised for model"):
+        corpus.load(tiny_windows, "another")
+
+
+def test_a_dataset_uses_its_own_splits(tiny_params, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    texts = {"train": tiny.paragraphs(40), "validation": tiny.paragraphs(40, seed=1)}
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda name, config, split: datasets.Dataset.from_dict({"text": texts[split]}),
+    )
+    changed = with_changes(
+        tiny_params, corpus={"source": "datasets:owner/name", "splits": {"calib": "train", "test": "validation"}}
+    )
+    windows = corpus.build(changed, tmp_path / "w.safetensors")
+    assert len(windows.test) == 4
+
+
+def test_a_file_of_others_is_refused_in_one_line(tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"calib": np.zeros((1, 4), np.int32), "test": np.ones((1, 4), np.int32)}, tmp_path / "w.safetensors")
+    with pytest.raises(CorpusError, match="run `kvlab step corpus`"):
+        corpus.load(tmp_path / "w.safetensors", "any")

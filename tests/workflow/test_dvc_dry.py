@@ -1,0 +1,80 @@
+"""dvc_dry.py on a small repository with real DVC: what a dry run names where files are missing; it makes none."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.full
+
+SCRIPT = Path(__file__).resolve().parents[2] / "workflow" / "scripts" / "dvc_dry.py"
+STAGES = """\
+stages:
+  first:
+    cmd: mkdir -p out && cp source.txt out/first
+    deps: [source.txt]
+    outs: [out/first]
+  second:
+    cmd: cat params.yaml out/first > out/second
+    deps: [out/first]
+    params: [bits]
+    outs: [out/second]
+  third:
+    cmd: cp out/second out/third
+    deps: [out/second]
+    outs: [out/third]
+"""
+
+
+def run(folder: Path, *command) -> str:
+    own = {"DVC_SITE_CACHE_DIR": str(folder.with_name("site"))}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=os.environ | own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def dry(folder: Path, *command: str) -> list[str]:
+    """The stages that a dry run names."""
+    return re.findall(r"^Running stage '(\w+)'", run(folder, sys.executable, SCRIPT, *command, "--dry"), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A repository in which `dvc repro` has run."""
+    folder = tmp_path_factory.mktemp("dry") / "made"
+    folder.mkdir()
+    for name, text in {"dvc.yaml": STAGES, "params.yaml": "bits: 3\n", "source.txt": "x\n"}.items():
+        (folder / name).write_text(text)
+    for line in ("init -q -b main", "config user.name a", "config user.email a@example.org"):
+        run(folder, "git", *line.split())
+    dvc = [sys.executable, SCRIPT]
+    run(folder, *dvc, "init", "-q")
+    run(folder, *dvc, "repro", "-q")  # without --dry it is DVC
+    assert (folder / "out/third").read_text() == "bits: 3\nx\n"
+    run(folder, "git", "add", "-A")
+    run(folder, "git", "commit", "-q", "-m", "made")
+    return folder
+
+
+@pytest.fixture
+def clone(made, tmp_path) -> Path:
+    """A clone of it: no results, no cache."""
+    run(tmp_path, "git", "clone", "-q", made, "clone")
+    return tmp_path / "clone"
+
+
+@pytest.mark.parametrize("command", [("repro",), ("exp", "run", "-S", "bits=4")])
+def test_a_fresh_clone_names_every_stage_and_makes_nothing(clone, command):
+    assert dry(clone, *command) == ["first", "second", "third"]
+    assert not (clone / "out/first").exists() and run(clone, "git", "status", "--short") == ""
+
+
+def test_beside_results_it_names_what_changed_and_what_comes_after(made):
+    assert dry(made, "repro") == []
+    assert dry(made, "exp", "run", "--allow-missing", "-S", "bits=4") == ["second", "third"]
+    assert (made / "params.yaml").read_text() == "bits: 3\n" and run(made, "git", "status", "--short") == ""

@@ -1,0 +1,1 @@
+"""What vouches for kvlab, run from a checkout: planted truth, the published study, a bench, the reference model."""

@@ -1,0 +1,89 @@
+"""What vouches for kvlab, as verbs of its command line; a checkout has them, an installed package does not."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from kvlab.base.params import Params
+from kvlab.cli.flags import WINDOWS, Flag, path, result, word
+from kvlab.studies.settings import read_params
+
+
+def _params(args: argparse.Namespace) -> Params:
+    """What `--params` and `--model` name."""
+    return read_params(args.params, args.model)
+
+
+def reference_verb(args: argparse.Namespace) -> None:
+    """Train the embedded reference model and write it."""
+    from validation.reference import main_train
+
+    main_train(
+        args.out, tokens=args.tokens, max_minutes=args.max_minutes, resume=args.resume, copying_only=args.copying_only
+    )
+
+
+def published_verb(args: argparse.Namespace) -> None:
+    """Read a published study's result files and analyse them again."""
+    from validation.published.main import published
+
+    found = published(args.folder, args.out, args.metrics)
+    files = "1 file" if found["files"] == 1 else f"{found['files']} files"
+    print(
+        f"{args.out / 'REPORT.md'}: {files} of the study read, {found['agree']} of {found['checked']} numbers come out"
+        " as published"
+    )
+
+
+def planted_verb(args: argparse.Namespace) -> None:
+    """Plant values that are known, and see whether the pipeline finds them."""
+    from validation.planted.run import planted
+
+    planted(_params(args), args.windows, args.out)
+
+
+def bench_verb(args: argparse.Namespace) -> None:
+    """Measure every codec, and what else is installed, on speed, size, error and KL."""
+    from validation.bench.run import Effort, Inputs, bench
+
+    inputs = Inputs(args.capture, args.sigma, args.tensors, args.ladder, args.windows)
+    bench(_params(args), args.out, inputs, Effort(rounds=args.rounds))
+
+
+def snapshot_cells_verb(args: argparse.Namespace) -> None:
+    """Time every codec's snapshot cell beside a bare forward of its window, on transformers -> SNAPSHOT.md."""
+    from kvlab.base.model import resolve
+    from validation.bench.snapshot_cell import snapshot_cells
+
+    snapshot_cells(resolve(_params(args).model), args.out)
+
+
+VERBS: dict[Callable, list[Flag]] = {
+    published_verb: [
+        ("folder", {"type": Path, "metavar": "DIR", "help": "published result files, subfolders included"}),
+        path("--metrics", "what `kvlab step metrics` wrote: this project's own answer beside theirs", required=False),
+        result("--out", "folder of REPORT.md and its tables"),
+    ],
+    bench_verb: [
+        path("--capture", "what `kvlab step capture` wrote: K and V of the model are coded", required=False),
+        path("--windows", "windows.safetensors of `kvlab step corpus`: for the KL of other libraries", required=False),
+        path("--ladder", "folder of the ladder study: for the KL of the codecs", required=False),
+        path("--sigma", "a Sigma_q file: metric of the planted streams", required=False),
+        path("--tensors", "folder of K_*.npy and V_*.npy: coded beside published numbers", required=False),
+        word("--rounds", "repetitions of every timing", type=int, default=7),
+        result("--out", "folder of BENCH.md, bench.json and figures/"),
+    ],
+}
+STEPS: dict[Callable, list[Flag]] = {
+    snapshot_cells_verb: [result("--out", "folder of SNAPSHOT.md and snapshot.csv")],
+    planted_verb: [WINDOWS, result("--out", "folder of REPORT.md and planted.json")],
+    reference_verb: [
+        result("--out", "model folder, replaced when the run ends", default=Path("models/reference"), required=False),
+        word("--tokens", "training tokens of text; default: 9 000 000", type=int, default=9_000_000),
+        word("--max-minutes", "finish the schedule within this time", type=float),
+        word("--resume", "continue a run that was killed", action="store_true"),
+        word("--copying-only", "take the model at --out as it is, and train it on copying alone", action="store_true"),
+    ],
+}

@@ -1,0 +1,74 @@
+# A rule for every engine and dtype: it measures the jobs of all studies there, with one start of the engine.
+# What was measured before under the same identity is in the store, so that other parameters measure what is new.
+for unit, contents in UNITS.items():
+    if unit == plan.LADDER:
+        continue  # has a file of its own: FINDINGS.md does not need it
+
+    rule:
+        """Score what every study wants of one engine in one dtype, window by window, with one start of the engine."""
+        name:
+            f"measure_{unit.replace('-', '_')}"
+        input:
+            **measured_inputs(contents),
+        output:
+            measured_outputs(contents),
+        log:
+            f"results/logs/measure/{{model}}/{unit}.log",
+        benchmark:
+            f"results/benchmarks/measure/{{model}}/{unit}.tsv"
+        priority: 5 if unit.startswith("vllm") else 0  # the longest first
+        threads: PARAMS.jobs.threads
+        resources:
+            mem_mb=8000,
+            runtime=480,
+            device=accelerators(),
+            gpu=gpus(unit.partition("-")[0]),
+        params:
+            code=measured_code(unit),
+            cfg=pick(*measured_keys(contents)),
+            measure=[f"{study}/{job}" for study, jobs in contents.items() for job in jobs],
+            rows_code=mechanisms_code() if MECHANISMS in contents else "none",
+        message:
+            f"measure: {', '.join(contents)} of {{wildcards.model}}, {unit}"
+        shell:
+            "python -m kvlab step jobs"
+            " --params {params.cfg:q}"
+            " --measure {params.measure:q}"
+            " --windows {input.windows:q}"
+            " --sigma {input.sigma:q}"
+            " --codebooks {input.codebooks:q}"
+            " --rotated {input.rotated:q}"
+            " --components {input.components:q}"
+            " --choice {input.choice:q}"
+            " --needles {input.needles:q}"
+            " --code {params.rows_code:q}"
+            ' --store "$KVLAB_STORE"'
+            " --results results"
+            " > {log:q} 2>&1"
+
+
+# What one study needs, as a target: `snakemake noise`.
+for study in (*plan.STUDIES, BASELINE, MECHANISMS):
+
+    rule:
+        """All measurements of one study, and with them what is measured in the same processes."""
+        name:
+            study
+        input:
+            measured_of(study),
+        params:
+            cfg=parameters(*KEYS_OF[study]),
+        message:
+            f"{study}: complete"
+
+
+rule measure:
+    """All measurements that the report and the gate read."""
+    input:
+        [measured_of(study) for study in (*plan.STUDIES, BASELINE, MECHANISMS)],
+    params:
+        cfg=parameters(
+            *sorted({key for study in (*plan.STUDIES, BASELINE, MECHANISMS) for key in KEYS_OF[study]})
+        ),
+    message:
+        "measure: complete"
