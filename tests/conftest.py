@@ -162,38 +162,19 @@ def tiny_calibration(tiny_params, tiny_windows, tmp_path_factory) -> dict[str, P
         "capture": folder / "capture" / "hf.safetensors",
         "sigma": folder / "sigma" / "hf.safetensors",
         "rotated": folder / "sigma" / "hf-post_rope.safetensors",
-        "codebooks": folder / "codebooks" / "factors-hf.json",
+        "codebooks": folder / "codebooks" / "hf.json",
         "components": folder / "components" / "hf.safetensors",
     }
     capture(tiny_params, "hf", tiny_windows, paths["capture"])
     fit_sigma(tiny_params, paths["capture"], paths["sigma"])
-    fit_codebooks(tiny_params, "factors", paths["capture"], paths["sigma"], paths["rotated"], paths["codebooks"])
+    fit_codebooks(tiny_params, paths["capture"], paths["sigma"], paths["rotated"], paths["codebooks"])
     fit_components(tiny_params, paths["capture"], paths["sigma"], paths["components"])
     return paths
 
 
 @pytest.fixture(scope="session")
 def tiny_fitted(tiny_calibration):
-    """The same as the codecs take it, with the tables of the factorial."""
+    """The same as the codecs take it."""
     from kvlab.calibration.load import Fitted
 
     return Fitted(*(tiny_calibration[name] for name in ("sigma", "codebooks", "components", "rotated")))
-
-
-@pytest.fixture(scope="session")
-def tiny_fitted_for(tiny_params, tiny_calibration, tiny_fitted):
-    """study -> calibrations by origin, with the tables of that study, each fitted once."""
-    from dataclasses import replace
-    from functools import cache
-
-    from kvlab.lab.codebooks import fit_codebooks
-
-    @cache
-    def fitted(study: str) -> dict:
-        out = tiny_calibration["codebooks"].with_name(f"{study}-hf.json")
-        if not out.exists():
-            given = [tiny_calibration[name] for name in ("capture", "sigma", "rotated")]
-            fit_codebooks(tiny_params, study, *given, out)
-        return {"hf": replace(tiny_fitted, codebooks=out)}
-
-    return fitted

@@ -24,7 +24,9 @@ from kvlab.calibration.components import FIELDS, fit_components
 from kvlab.calibration.load import Fitted, by_origin
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.sigma import describe, second_moment
+from kvlab.codec.base import Site
 from kvlab.codec.metric import ridged
+from kvlab.codec.registry import build
 from kvlab.codec.stream.published import read_centroids
 from kvlab.lab.codebooks import fit_codebooks
 from kvlab.studies.settings import Settings
@@ -98,8 +100,10 @@ def test_tables_are_files_of_ascending_floats(tiny_calibration, tiny_params):
     folder = tiny_calibration["codebooks"].with_suffix("")
     names = {path.name for path in folder.iterdir()}
     recipes = [studied_recipe(tiny_params, ratio) for ratio in tiny_params.gap.variance_ratios]
-    assert names == {f"{s.upper()}_{digest(getattr(recipe, s))}.f32" for recipe in recipes for s in "kv"}
-    for table in json.loads(tiny_calibration["codebooks"].read_text())["tables"]:
+    assert names > {f"{s.upper()}_{digest(getattr(recipe, s))}.f32" for recipe in recipes for s in "kv"}
+    tables = json.loads(tiny_calibration["codebooks"].read_text())["tables"]
+    assert sorted(table["file"] for table in tables) == sorted(names)
+    for table in tables:
         assert read_centroids(folder / table["file"]).tolist() == table["centroids"]
         assert len(table["centroids"]) == 2 ** table["bits"] and (np.diff(table["centroids"]) > 0).all()
 
@@ -113,8 +117,8 @@ def test_a_fitted_table_is_never_worse_on_its_own_pool(tiny_calibration):
 def test_calibrating_again_gives_the_same_bytes(tiny_params, tiny_calibration, tiny_windows, tmp_path):
     capture(tiny_params, "hf", tiny_windows, tmp_path / "c.safetensors")
     assert (tmp_path / "c.safetensors").read_bytes() == tiny_calibration["capture"].read_bytes()
-    sigma = tiny_calibration["sigma"]
-    fit_codebooks(tiny_params, "factors", tmp_path / "c.safetensors", sigma, None, tmp_path / "cb.json")
+    sigma, rotated = tiny_calibration["sigma"], tiny_calibration["rotated"]
+    fit_codebooks(tiny_params, tmp_path / "c.safetensors", sigma, rotated, tmp_path / "cb.json")
     assert (tmp_path / "cb.json").read_bytes() == tiny_calibration["codebooks"].read_bytes()
     fit_components(tiny_params, tmp_path / "c.safetensors", tiny_calibration["sigma"], tmp_path / "p.safetensors")
     for suffix in (".safetensors", ".json"):
@@ -203,14 +207,14 @@ def test_each_recipe_gets_what_it_needs_and_nothing_else(tiny_params, tiny_calib
 def test_a_table_of_another_recipe_is_refused(tiny_params, tiny_calibration):
     calibrated = load_all(tiny_params, tiny_calibration)
     assert calibrated.stream(studied_recipe(tiny_params).k, "k").centroids is not None
-    other = Settings.complete(overlay(tiny_params.model_dump(mode="json"), {"bits": 4}))
-    with pytest.raises(CalibrationMismatch, match=r"no codebook was fitted.*bits 4"):
+    other = Settings.complete(overlay(tiny_params.model_dump(mode="json"), {"bits": 5}))
+    with pytest.raises(CalibrationMismatch, match=r"no codebook was fitted.*bits 5"):
         calibrated.stream(studied_recipe(other).k, "k")
 
 
-def test_k_after_its_rotation_has_its_own_whitener_and_table(tiny_params, tiny_fitted_for):
+def test_k_after_its_rotation_has_its_own_whitener_and_table(tiny_params, tiny_fitted):
     """Without them a post_rope cell is refused, and so is the one file in the other's place."""
-    fitted = tiny_fitted_for("cells")["hf"]
+    fitted = tiny_fitted
     model_hash = resolve(tiny_params.model).model_hash
     calibrated = calibration.load(fitted, model_hash)
     recipe = studied_recipe(tiny_params)
@@ -218,8 +222,9 @@ def test_k_after_its_rotation_has_its_own_whitener_and_table(tiny_params, tiny_f
     assert not torch.equal(before.whiteners[1].chol, after.whiteners[1].chol)
     assert not torch.equal(before.centroids, after.centroids)
     assert calibrated.stream(recipe.v, "v", "post_rope").centroids is not None
-    with pytest.raises(CalibrationMismatch, match="K post_rope"):
-        calibration.load(tiny_fitted_for("factors")["hf"], model_hash).stream(recipe.k, "k", "post_rope")
+    without = calibration.load(replace(fitted, rotated=None), model_hash).stream(recipe.k, "k", "post_rope")
+    with pytest.raises(CalibrationMismatch, match="no whitener for it"):
+        build(recipe.k, without).encode(torch.randn(2, 8, 32), Site(0, 1, "k"))
     with pytest.raises(CalibrationMismatch, match="no Sigma_q of rotated queries"):
         calibration.load(replace(fitted, rotated=fitted.sigma), model_hash)
 
@@ -247,8 +252,8 @@ def test_components_of_k_do_not_serve_k_after_its_rotation(tiny_params, tiny_fit
         assert given.whiteners is calibrated.rotated and given.components == {}
 
 
-def test_a_rotated_sigma_of_another_sigma_is_refused(tiny_params, tiny_calibration, tiny_fitted_for, tmp_path):
-    model_hash, fitted = resolve(tiny_params.model).model_hash, tiny_fitted_for("cells")["hf"]
+def test_a_rotated_sigma_of_another_sigma_is_refused(tiny_params, tiny_fitted, tmp_path):
+    model_hash, fitted = resolve(tiny_params.model).model_hash, tiny_fitted
     rotated = tmp_path / "r.safetensors"
     facts = json.loads(fitted.rotated.with_suffix(".json").read_text())
     rotated.write_bytes(fitted.rotated.read_bytes())
@@ -261,18 +266,16 @@ def test_a_rotated_sigma_of_another_sigma_is_refused(tiny_params, tiny_calibrati
         calibration.load(replace(fitted, rotated=rotated), model_hash)
 
 
-def test_files_find_each_other_by_origin(tiny_calibration, tmp_path):
+def test_files_find_each_other_by_origin(tiny_calibration):
     sigma, codebooks, components, rotated = (
         tiny_calibration[name] for name in ("sigma", "codebooks", "components", "rotated")
     )
     assert by_origin([sigma], [codebooks], [components], [rotated]) == {
-        "hf": Fitted(sigma, (codebooks,), components, rotated)
+        "hf": Fitted(sigma, codebooks, components, rotated)
     }
-    both = (codebooks, tmp_path / "more.json")  # each study has its own
-    both[1].write_bytes(codebooks.read_bytes())
-    assert by_origin([sigma], both)["hf"].codebooks == both
-    with pytest.raises(CalibrationMismatch, match="a second one on hf"):
-        by_origin([sigma, sigma])
+    for twice in ([[sigma, sigma]], [[sigma], [codebooks, codebooks]]):
+        with pytest.raises(CalibrationMismatch, match="a second one on hf"):
+            by_origin(*twice)
     with pytest.raises(CalibrationMismatch, match="no Sigma_q of hf is named"):
         by_origin([], [codebooks])
 

@@ -13,7 +13,7 @@ from kvlab.base.records import read_job, read_tokens, write_json
 from kvlab.engines import registry
 from kvlab.gate.verdict import judge
 from kvlab.lab.measure import measure
-from kvlab.lab.plan import CHOSEN, LADDER, STUDIES, baseline_runs, job_names, jobs
+from kvlab.lab.plan import LADDER, STUDIES, baseline_runs, job_names, jobs
 from kvlab.report import findings
 from kvlab.report.metrics import Sources, build
 from kvlab.studies.baseline.measure import baseline
@@ -40,9 +40,7 @@ def params(tiny_params) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def results(
-    params, tiny_windows, tiny_fitted, tiny_fitted_for, tiny_calibration, hf_engine, vllm_engine, tmp_path_factory
-):
+def results(params, tiny_windows, tiny_fitted, tiny_calibration, hf_engine, vllm_engine, tmp_path_factory):
     """Paths of every baseline run and job, of the choice and of the residuals, measured for real."""
     folder = tmp_path_factory.mktemp("results")
     engines = {"hf": hf_engine, "vllm": vllm_engine}
@@ -53,24 +51,24 @@ def results(
         runs = [folder / "baseline" / f"{run}.parquet" for run in baseline_runs(params)]
         for path in runs:
             baseline(params, path.stem, tiny_windows, tiny_fitted, path)
-        choose(params, tiny_windows, tiny_fitted_for(CHOSEN), folder / "choice.json")
+        choose(params, tiny_windows, {"hf": tiny_fitted}, folder / "choice.json")
         choice = read_choice(folder / "choice.json").choice
         done = {}
         for study in STUDIES:
             for job in job_names(params, study):
                 done[study, job] = folder / study / f"{job}.parquet"
-                measure(params, study, job, tiny_windows, tiny_fitted_for(study), done[study, job], choice)
+                measure(params, study, job, tiny_windows, {"hf": tiny_fitted}, done[study, job], choice)
     residual(params, tiny_calibration["capture"], tiny_fitted, folder / "residual" / "hf.parquet")
     return runs, done, folder
 
 
 @pytest.fixture(scope="module")
-def metrics(params, results, tiny_calibration, tiny_fitted_for) -> dict:
+def metrics(params, results, tiny_calibration, tiny_fitted) -> dict:
     runs, done, folder = results
     sources = Sources(
         baseline=[path.with_suffix(".json") for path in runs],
         jobs=[path.with_suffix(".json") for path in done.values()],
-        codebooks=[tiny_fitted_for(study)["hf"].codebooks for study in STUDIES],
+        codebooks=[tiny_fitted.codebooks],
         sigmas=[tiny_calibration["sigma"].with_suffix(".json")],
         residual=[folder / "residual" / "hf.json"],
         choice=folder / "choice.json",
@@ -127,11 +125,11 @@ def test_every_cell_scored_the_same_labels(results):
 
 
 def test_measuring_again_gives_the_same_bytes(
-    params, results, tiny_windows, tiny_fitted_for, hf_engine, tmp_path, monkeypatch
+    params, results, tiny_windows, tiny_fitted, hf_engine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(registry, "start", lambda *_, **__: hf_engine)
     out = tmp_path / "hf-float32-0.parquet"
-    measure(params, "layers", "hf-float32-0", tiny_windows, tiny_fitted_for("layers"), out)
+    measure(params, "layers", "hf-float32-0", tiny_windows, {"hf": tiny_fitted}, out)
     first = results[1]["layers", "hf-float32-0"]
     assert out.read_bytes() == first.read_bytes()
     assert out.with_suffix(".json").read_bytes() == first.with_suffix(".json").read_bytes()

@@ -126,9 +126,8 @@ def write_results(folder: Path | str, params: Params, effects: Effects | None = 
         baseline=write_baseline(folder, params, effects, text),
         jobs=jobs,
         codebooks=[
-            write_codebooks(folder, params, study, origin)
-            for study in plan.STUDIES
-            for origin in plan.origins(params, study)
+            write_codebooks(folder, params, origin)
+            for origin in dict.fromkeys(o for study in plan.STUDIES for o in plan.origins(params, study))
         ],
         sigmas=[write_sigma(folder, params, engine) for engine in params.engines],
         residual=write_residuals(folder / "results" / "residual", params),
@@ -316,10 +315,10 @@ def write_baseline(folder: Path, params: Params, effects: Effects, text: Text) -
     return paths
 
 
-def write_codebooks(folder: Path, params: Params, study: str, origin: str) -> Path:
-    """The codebooks' JSON of one study and origin."""
+def write_codebooks(folder: Path, params: Params, origin: str) -> Path:
+    """The codebooks' JSON of one origin."""
     tables = []
-    for which, placement, recipe in plan.fittings(params, study, origin):
+    for which, placement, recipe in plan.fittings(params, origin):
         table = {
             "name": f"{which.upper()}_{digest(recipe)}",
             "stream": which,
@@ -336,7 +335,7 @@ def write_codebooks(folder: Path, params: Params, study: str, origin: str) -> Pa
             "stream_recipe_id": digest(recipe),
         }
         tables.append(table)
-    path = folder / "calib" / "codebooks" / f"{study}-{origin}.json"
+    path = folder / "calib" / "codebooks" / f"{origin}.json"
     made = provenance()
     head = {"origin": origin, "model_hash": made.model_hash, "corpus_hash": made.corpus_hash}
     head |= {"sigma_hash": made.calibration[origin], "layers": list(coded_layers(params))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -281,16 +282,11 @@ def test_the_best_is_last_and_the_first_of_equals():
 
 
 @pytest.fixture
-def judge(tiny_params, tiny_windows, tiny_calibration, tmp_path):
-    from kvlab.calibration.load import Fitted
-    from kvlab.lab.codebooks import fit_codebooks
+def judge(tiny_params, tiny_windows, tiny_fitted):
     from kvlab.lab.engines import Which
     from kvlab.lab.measure import Lab
 
-    books, files = tmp_path / "mitigations-hf.json", tiny_calibration
-    fit_codebooks(tiny_params, "mitigations", files["capture"], files["sigma"], files["rotated"], books)
-    fitted = Fitted(files["sigma"], books, files["components"])
-    lab = Lab.open(tiny_params, tiny_windows, {"hf": fitted})
+    lab = Lab.open(tiny_params, tiny_windows, {"hf": replace(tiny_fitted, rotated=None)})
     lab.engines.get(Which.of("hf", tiny_params.gap.dtype))
     return choose.Judge(lab)
 

@@ -88,7 +88,7 @@ def test_searches_that_find_the_same_layers_are_one_cell(params):
 
 
 def test_the_tables_of_every_possible_choice_are_fitted(params):
-    wanted = {stream for _, _, stream in plans.fittings(params, "mitigations", params.calibration.origin)}
+    wanted = {stream for _, _, stream in plans.fittings(params, params.calibration.origin)}
     for arm in plan.arms(params, CHOICE):
         for recipe in (arm.recipe, *(special.recipe for special in arm.exceptions)):
             assert {s for s in (recipe.k, recipe.v) if s.codec == "block"} <= wanted

@@ -296,10 +296,10 @@ def replace_due(subject):
 
 
 def test_a_job_again_is_the_same_bytes_without_an_engine(
-    tiny_params, tiny_windows, tiny_fitted_for, hf_engine, tmp_path, monkeypatch
+    tiny_params, tiny_windows, tiny_fitted, hf_engine, tmp_path, monkeypatch
 ):
     (job,) = [name for name in jobs(tiny_params, "noise") if name.startswith("hf")]
-    given = (tiny_params, "noise", job, tiny_windows, tiny_fitted_for("noise"))
+    given = (tiny_params, "noise", job, tiny_windows, {"hf": tiny_fitted})
     monkeypatch.setattr(registry, "start", lambda *_, **__: hf_engine)
     monkeypatch.setattr(hf_engine, "close", lambda: None)
     measuring.measure(*given, tmp_path / "plain.parquet")
@@ -316,7 +316,7 @@ def test_a_job_again_is_the_same_bytes_without_an_engine(
 
 
 def test_another_sigma_measures_the_new_cells_alone(
-    tiny_params, tiny_windows, tiny_fitted_for, hf_engine, tmp_path, monkeypatch
+    tiny_params, tiny_windows, tiny_fitted, hf_engine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(registry, "start", lambda *_, **__: hf_engine)
     monkeypatch.setattr(hf_engine, "close", lambda: None)
@@ -329,7 +329,7 @@ def test_another_sigma_measures_the_new_cells_alone(
         params = tiny_params.model_copy(update={"noise": noise.model_copy(update={"sigmas": sigmas})})
         (job,) = [name for name in jobs(params, "noise") if name.startswith("hf")]
         out = tmp_path / "x.parquet"
-        measuring.measure(params, "noise", job, tiny_windows, tiny_fitted_for("noise"), out, folder=tmp_path / "store")
+        measuring.measure(params, "noise", job, tiny_windows, {"hf": tiny_fitted}, out, folder=tmp_path / "store")
     assert scored and {one.recipe.k.sigma for one in scored} == {0.5}
 
 

@@ -150,6 +150,25 @@ def test_scored_windows_are_used_last(params, tokenizer):
     assert scored == params.windows.test and {row.tobytes() for row in texts[-scored:]} == known
 
 
+def test_documents_that_were_kept_give_the_same_items(params, path, tmp_path):
+    corpus.build(params, tmp_path / "windows.safetensors", tmp_path / "documents.parquet")
+    needles.build(params, tmp_path / "needles.parquet", tmp_path / "documents.parquet")
+    assert (tmp_path / "needles.parquet").read_bytes() == path.read_bytes()
+    assert (tmp_path / "needles.json").read_bytes() == path.with_suffix(".json").read_bytes()
+
+
+@pytest.mark.parametrize("held", [b"no parquet", None])
+def test_documents_that_cannot_be_read_are_refused(params, tmp_path, held):
+    given = tmp_path / "documents.parquet"
+    if held is None:
+        pl.DataFrame({"line": ["of another table"]}).write_parquet(given)
+    else:
+        given.write_bytes(held)
+    with pytest.raises(CorpusError, match=r"cannot read documents .*documents\.parquet.*run `kvlab step corpus`"):
+        needles.build(params, tmp_path / "needles.parquet", given)
+    assert not (tmp_path / "needles.parquet").exists()
+
+
 def test_the_same_parameters_give_the_same_items(params, path, built, tmp_path):
     again = needles.build(params, tmp_path / "n.parquet")
     assert again == built and (tmp_path / "n.parquet").read_bytes() == path.read_bytes()

@@ -5,7 +5,7 @@ rule choice_layers:
         windows="calib/corpus/{model}/windows.safetensors",
         sigma=f"calib/sigma/{{model}}/{ORIGIN}.safetensors",
         record=f"calib/sigma/{{model}}/{ORIGIN}.json",
-        codebooks=f"calib/codebooks/{{model}}/mitigations-{ORIGIN}.json",
+        codebooks=f"calib/codebooks/{{model}}/{ORIGIN}.json",
         components=f"calib/components/{{model}}/{ORIGIN}.safetensors",
         components_record=f"calib/components/{{model}}/{ORIGIN}.json",
     output:

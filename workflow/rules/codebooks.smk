@@ -1,5 +1,5 @@
-rule codebooks_study:
-    """Fit the quantiser's tables of one study on the variable that it will meet, from the sample of one capture."""
+rule codebooks_origin:
+    """Fit the quantiser's tables of all studies on the variable that it will meet, from the sample of one capture."""
     input:
         model=model_files(),
         capture="calib/capture/{model}/{origin}.safetensors",
@@ -8,25 +8,26 @@ rule codebooks_study:
         rotated="calib/sigma/{model}/{origin}-post_rope.safetensors",
         rotated_record="calib/sigma/{model}/{origin}-post_rope.json",
     output:
-        record="calib/codebooks/{model}/{study}-{origin}.json",
-        tables=directory("calib/codebooks/{model}/{study}-{origin}"),
+        record="calib/codebooks/{model}/{origin}.json",
+        tables=directory("calib/codebooks/{model}/{origin}"),
     log:
-        "results/logs/codebooks/{model}/{study}-{origin}.log",
+        "results/logs/codebooks/{model}/{origin}.log",
     benchmark:
-        "results/benchmarks/codebooks/{model}/{study}-{origin}.tsv"
+        "results/benchmarks/codebooks/{model}/{origin}.tsv"
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=4000,
         runtime=60,
     params:
-        code=study_code("kvlab.lab.codebooks", *codec_modules(studied_recipe(PARAMS))),
-        cfg=study_cfg(),
+        code=Code(
+            "kvlab.lab.codebooks", *map(plan.module, plan.STUDIES), *codec_modules(studied_recipe(PARAMS))
+        ),
+        cfg=pick(*STUDIES_KEYS),
     message:
-        "codebooks: Lloyd-Max tables of {wildcards.study}, {wildcards.model} as {wildcards.origin} captured it"
+        "codebooks: Lloyd-Max tables of {wildcards.model} as {wildcards.origin} captured it"
     shell:
         "python -m kvlab step codebooks"
         " --params {params.cfg:q}"
-        " --study {wildcards.study}"
         " --capture {input.capture:q}"
         " --sigma {input.sigma:q}"
         " --rotated {input.rotated:q}"
@@ -35,13 +36,10 @@ rule codebooks_study:
 
 
 rule codebooks:
-    """The tables of every study that the report reads."""
+    """The tables that the report's cells read."""
     input:
-        [
-            of_models(f"calib/codebooks/{{model}}/{study}-{{origin}}.json", origin=origins(study))
-            for study in plan.STUDIES
-        ],
+        of_models("calib/codebooks/{model}/{origin}.json", origin=TABLE_ORIGINS),
     params:
-        cfg=study_cfg().every,
+        cfg=parameters(*STUDIES_KEYS),
     message:
         "codebooks: complete"

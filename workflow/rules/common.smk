@@ -22,7 +22,7 @@ from kvlab.codec.names import CODECS
 from kvlab.base.errors import UserError
 from kvlab.lab import plan
 from kvlab.studies.mechanisms import plan as planned_mechanisms
-from kvlab.studies.units import BASELINE, MECHANISMS, fitted_studies, units
+from kvlab.studies.units import BASELINE, MECHANISMS, reads_tables, units
 from kvlab.studies.units import origins as unit_origins
 from kvlab.base.params import studied_recipe
 from kvlab.studies.settings import Settings, by_model, resolved
@@ -121,6 +121,12 @@ STUDY_KEYS = {
     "mitigations": (*CODEC_KEYS, "windows", "engines", "gap", "mitigations"),
     plan.LADDER: ("model", "calibration", "codec", "ladder", "jobs"),
 }
+# What those of the report's cells are planned from, all together.
+STUDIES_KEYS = sorted({key for study in plan.STUDIES for key in STUDY_KEYS[study]})
+# The engines whose capture calibrates one of them.
+TABLE_ORIGINS = list(
+    dict.fromkeys(origin for study in plan.STUDIES for origin in plan.origins(PARAMS, study))
+)
 # Parameters that a file carries which jobs read: the windows, the needles, the model's own.
 CARRIED = {"corpus", "windows", "mechanisms", "model"}
 KEYS_OF = STUDY_KEYS | {
@@ -176,15 +182,6 @@ def lead_cfg(*keys):
     return Declared(cfg, parameters(*keys))
 
 
-def study_cfg():
-    """The same of what the study that a wildcard names is planned from."""
-
-    def cfg(wildcards):
-        return pick(*STUDY_KEYS[wildcards.study])(wildcards)
-
-    return Declared(cfg, parameters(*{key for study in plan.STUDIES for key in STUDY_KEYS[study]}))
-
-
 def codec_modules(*recipes):
     """Modules of the codecs that recipes name; jobs load them by name, which `Code` cannot see."""
     streams = [stream for recipe in recipes for stream in (recipe.k, recipe.v)]
@@ -231,21 +228,6 @@ def engine_code(*modules):
         return Code(*modules, f"kvlab.engines.{wildcards.engine}")
 
     return Declared(digest, Code(*modules, *(f"kvlab.engines.{engine}" for engine in ENGINES)))
-
-
-def study_code(*modules):
-    """`Code` of `modules` and of the plan of the study that a wildcard names."""
-
-    def digest(wildcards):
-        return Code(*modules, plan.module(wildcards.study))
-
-    return Declared(digest, Code(*modules, *map(plan.module, plan.STUDIES)))
-
-
-@lru_cache(None)
-def origins(study):
-    """The engines whose capture calibrates a cell of the study."""
-    return plan.origins(PARAMS, study)
 
 
 @lru_cache(None)
@@ -336,16 +318,13 @@ def measured_inputs(contents):
     rotated = named if "cells" in studies else []
     fitted = {ORIGIN} if studies & {"mitigations", MECHANISMS, plan.LADDER} else set()
     fitted |= set(component_origins()) if "cells" in studies else set()
-    tables = [
-        of_model(f"calib/codebooks/{{model}}/{study}-{{origin}}.json", origin=origins(study))
-        for study in fitted_studies(contents)
-    ]
+    tables = named if reads_tables(contents) else []
     return {
         "model": model_files(),
         "windows": "calib/corpus/{model}/windows.safetensors",
         "sigma": of_model("calib/sigma/{model}/{origin}.safetensors", origin=named),
         "record": of_model("calib/sigma/{model}/{origin}.json", origin=named),
-        "codebooks": [file for study in tables for file in study],
+        "codebooks": of_model("calib/codebooks/{model}/{origin}.json", origin=tables),
         "rotated": of_model("calib/sigma/{model}/{origin}-post_rope.safetensors", origin=rotated),
         "rotated_record": of_model("calib/sigma/{model}/{origin}-post_rope.json", origin=rotated),
         "components": of_model("calib/components/{model}/{origin}.safetensors", origin=sorted(fitted)),

@@ -6,6 +6,7 @@ rule corpus_model:
     output:
         windows="calib/corpus/{model}/windows.safetensors",
         record="calib/corpus/{model}/windows.json",
+        documents="calib/corpus/{model}/documents.parquet",
     log:
         "results/logs/corpus/{model}/windows.log",
     benchmark:
@@ -19,13 +20,19 @@ rule corpus_model:
     message:
         "corpus: token windows of {wildcards.model} for calibration and scores"
     shell:
-        "python -m kvlab step corpus" " --params {params.cfg:q}" " --out {output.windows:q}" " > {log:q} 2>&1"
+        "python -m kvlab step corpus"
+        " --params {params.cfg:q}"
+        " --documents {output.documents:q}"
+        " --out {output.windows:q}"
+        " > {log:q} 2>&1"
 
 
 rule corpus:
     """The token windows of every model."""
     input:
-        of_models("calib/corpus/{model}/windows.{kind}", kind=["safetensors", "json"]),
+        of_models(
+            "calib/corpus/{model}/{file}", file=["windows.safetensors", "windows.json", "documents.parquet"]
+        ),
     params:
         cfg=parameters("model"),
     message:

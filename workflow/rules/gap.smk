@@ -2,10 +2,7 @@ rule gap_metrics:
     """Every number of a model's report, with its interval; refused where rows may not be compared."""
     input:
         sigmas=of_model("calib/sigma/{model}/{engine}.json", engine=CAPTURED),
-        codebooks=[
-            of_model(f"calib/codebooks/{{model}}/{study}-{{origin}}.json", origin=origins(study))
-            for study in plan.STUDIES
-        ],
+        codebooks=of_model("calib/codebooks/{model}/{origin}.json", origin=TABLE_ORIGINS),
         residual=of_model("results/residual/{model}/{engine}.json", engine=CAPTURED),
         residual_rows=of_model("results/residual/{model}/{engine}.parquet", engine=CAPTURED),
         choice="results/choice/{model}.json",

@@ -1,7 +1,7 @@
 rule needles_model:
     """Plant a fact in each of some texts of the test split, and ask for it: what retrieval is measured on."""
     input:
-        text=corpus_files(),
+        documents="calib/corpus/{model}/documents.parquet",
         model=model_files(),
     output:
         needles="calib/needles/{model}/needles.parquet",
@@ -21,6 +21,7 @@ rule needles_model:
     shell:
         "python -m kvlab step needles"
         " --params {params.cfg:q}"
+        " --documents {input.documents:q}"
         " --out {output.needles:q}"
         " > {log:q} 2>&1"
 

@@ -5,7 +5,7 @@ rule residual_engine:
         capture="calib/capture/{model}/{engine}.safetensors",
         sigma=f"calib/sigma/{{model}}/{ORIGIN}.safetensors",
         record=f"calib/sigma/{{model}}/{ORIGIN}.json",
-        codebooks=f"calib/codebooks/{{model}}/factors-{ORIGIN}.json",
+        codebooks=f"calib/codebooks/{{model}}/{ORIGIN}.json",
     output:
         rows="results/residual/{model}/{engine}.parquet",
         record="results/residual/{model}/{engine}.json",

@@ -32,27 +32,19 @@ class Fitted:
     """The files of a calibration: what `kvlab step sigma`, `kvlab step codebooks` and `kvlab step components` wrote.
 
     `rotated` is the Sigma_q of the queries after their rotary embedding. Without codebooks, components or it
-    (None) a recipe that asks for them is refused when its codec is built or first used. The codebooks of several
-    studies may be given together.
+    (None) a recipe that asks for them is refused when its codec is built or first used.
     """
 
     sigma: Path
-    codebooks: Path | tuple[Path, ...] | None = None
+    codebooks: Path | None = None
     components: Path | None = None
     rotated: Path | None = None
 
     @property
     def paths(self) -> list[Path]:
         """Those that there are."""
-        named = (self.sigma, *self.tables, self.components, self.rotated)
+        named = (self.sigma, self.codebooks, self.components, self.rotated)
         return [Path(path) for path in named if path is not None]
-
-    @property
-    def tables(self) -> tuple[Path, ...]:
-        """The codebooks, however many."""
-        if self.codebooks is None:
-            return ()
-        return self.codebooks if isinstance(self.codebooks, tuple) else (self.codebooks,)
 
 
 @dataclass(frozen=True)
@@ -166,7 +158,7 @@ def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None) -> Cal
     rotated = {} if fitted.rotated is None else load_rotated(fitted.rotated, of_sigma)
     return Calibrated(
         whiteners=whiteners,
-        tables=joined_tables(fitted.tables, of_sigma, fitted.rotated),
+        tables={} if fitted.codebooks is None else load_tables(fitted.codebooks, of_sigma, fitted.rotated),
         origin=origin["engine"],
         corpus_hash=sidecar["corpus_hash"],
         sigma_hash=sigma_hash,
@@ -187,10 +179,9 @@ def by_origin(
     Raises
     ------
     CalibrationMismatch
-        Two files of a kind (codebooks apart, which each study has) are of one engine's capture, or a file belongs to
-        no given Sigma_q.
+        Two files of a kind are of one engine's capture, or a file belongs to no given Sigma_q.
     """
-    named: dict[str, dict[str, Path | tuple[Path, ...]]] = {}
+    named: dict[str, dict[str, Path]] = {}
     kinds = {
         "sigma": (sigmas, lambda path: read_sidecar(path)["calibration_source"]),
         "codebooks": (codebooks, lambda path: read_facts(path, CODEBOOKS, "codebooks")["origin"]),
@@ -201,24 +192,15 @@ def by_origin(
         for path in files:
             origin = origin_of(path)
             known = named.setdefault(origin, {})
-            if kind == "codebooks":
-                known[kind] = (*known.get(kind, ()), path)
-                continue
             if kind in known:
                 raise CalibrationMismatch(f"{path} is a second one on {origin}, beside {known[kind]}; name one")
             known[kind] = path
     for origin, files in named.items():
         if "sigma" not in files:
             raise CalibrationMismatch(
-                f"{first_of(files)} was fitted on {origin}, and no Sigma_q of {origin} is named with --sigma"
+                f"{next(iter(files.values()))} was fitted on {origin}, and no Sigma_q of {origin} is named with --sigma"
             )
     return {origin: Fitted(**files) for origin, files in named.items()}
-
-
-def first_of(files: dict[str, Path | tuple[Path, ...]]) -> Path:
-    """The first file that is named."""
-    first = next(iter(files.values()))
-    return first[0] if isinstance(first, tuple) else first
 
 
 def components_origin(path: Path) -> str:
@@ -236,21 +218,6 @@ def load_rotated(path: Path, of_sigma: dict[str, str]) -> dict[int, Whitener]:
     if (sidecar.get("sigma_hash"), sidecar.get("file_hash")) != (of_sigma["sigma_hash"], file_hash(path)):
         raise CalibrationMismatch(f"{path} was not written with this Sigma_q; run `kvlab step sigma` again")
     return load_whiteners(path, of_sigma["model_hash"])
-
-
-def joined_tables(
-    paths: Sequence[Path], of_sigma: dict[str, str], rotated: Path | None
-) -> dict[TableKey, torch.Tensor]:
-    """The tables of several studies; refused when two files hold one table with other numbers."""
-    found: dict[TableKey, torch.Tensor] = {}
-    for path in paths:
-        for key, table in load_tables(path, of_sigma, rotated).items():
-            if not torch.equal(found.setdefault(key, table), table):
-                raise CalibrationMismatch(
-                    f"{path} holds another table for {key[0].upper()} {key[1]}, stream recipe {key[2]}, than the"
-                    " codebooks beside it; run `kvlab step codebooks` again"
-                )
-    return found
 
 
 def load_tables(path: Path, of_sigma: dict[str, str], rotated: Path | None) -> dict[TableKey, torch.Tensor]:

@@ -67,14 +67,14 @@ def corpus_verb(args: argparse.Namespace) -> None:
     """Cut the corpus into windows."""
     from kvlab.text.corpus import build
 
-    build(params_of(args), args.out)
+    build(params_of(args), args.out, args.documents)
 
 
 def needles_verb(args: argparse.Namespace) -> None:
     """Plant the facts that retrieval is measured on."""
     from kvlab.text.needles import build
 
-    build(params_of(args), args.out)
+    build(params_of(args), args.out, args.documents)
 
 
 def capture_verb(args: argparse.Namespace) -> None:
@@ -95,7 +95,7 @@ def codebooks_verb(args: argparse.Namespace) -> None:
     """Fit the Lloyd-Max tables."""
     from kvlab.lab.codebooks import fit_codebooks
 
-    fit_codebooks(params_of(args), args.study, args.capture, args.sigma, args.rotated, args.out)
+    fit_codebooks(params_of(args), args.capture, args.sigma, args.rotated, args.out)
 
 
 def components_verb(args: argparse.Namespace) -> None:
@@ -279,7 +279,7 @@ PER_ORIGIN = [  # one of each for every engine whose capture calibrates a cell
     path(flag, text, required=False, nargs="+")
     for flag, text in (
         ("--sigma", "what `kvlab step sigma` wrote; needed by cells with a codec"),
-        ("--codebooks", "what `kvlab step codebooks` wrote for the study; needed by fitted tables"),
+        ("--codebooks", "what `kvlab step codebooks` wrote; needed by fitted tables"),
         ("--components", "what `kvlab step components` wrote; needed by klt, oscar and mean removal"),
         ("--rotated", "what `kvlab step sigma` wrote after the rotary embedding; needed by post_rope cells"),
     )
@@ -289,12 +289,17 @@ STORE = result("--store", "folder of what was measured before; without one every
 STUDY_HELP = "factors, cells, layers, noise, mitigations or ladder"
 
 OF_PARAMS: dict[Callable, list[Flag]] = {
-    corpus_verb: [OUT],
-    needles_verb: [OUT],
+    corpus_verb: [
+        result("--documents", "keep the documents of the test split here, for `kvlab step needles`", required=False),
+        OUT,
+    ],
+    needles_verb: [
+        path("--documents", "what `kvlab step corpus` kept; without, the corpus is read again", required=False),
+        OUT,
+    ],
     capture_verb: [word("--engine", "hf or vllm", required=True), WINDOWS, OUT],
     sigma_verb: [CAPTURE, OUT],
     codebooks_verb: [
-        word("--study", STUDY_HELP, required=True),
         *(CAPTURE, SIGMA),
         path("--rotated", "the Sigma_q after the rotary embedding; needed by post_rope cells", required=False),
         OUT,

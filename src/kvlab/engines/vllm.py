@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
-from kvlab.base.errors import CapabilityError, CodecNotActive
+from kvlab.base.errors import CapabilityError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import RECIPE_VARIABLE, Placement
-from kvlab.engines.base import ContextCache, Engine, Storage, Tap, context_of, refuse_unknown_placement
+from kvlab.engines.base import ContextCache, Engine, Storage, Tap, refuse_unknown_placement
 from kvlab.engines.capability import AUTO
 from kvlab.engines.vllm_process import Loaded, WholeTap, executor
 from kvlab.engines.vllm_ranks import Followers
@@ -58,24 +58,21 @@ class VLLMEngine(Engine):
         """See `Engine.score`."""
         refuse_unknown_placement(placement)
         if self._followers is None:
-            return self._logits(ids, tap, placement)[first:]
+            return self._words(self._loaded.logits(ids, first, tap, placement))
         with self._closed_on_failure():
-            self._followers.join(ids, tap is not None, placement)
-            return self._logits(ids, WholeTap(tap) if tap else None, placement)[first:]
+            self._followers.join(ids, first, tap is not None, placement)
+            return self._words(self._loaded.logits(ids, first, WholeTap(tap) if tap else None, placement))
 
     def score_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope") -> torch.Tensor:
         """See `Engine.score_over`: vLLM is brought the context by a KV connector; a split model computes it."""
         refuse_unknown_placement(placement)
         if self._followers is not None:
             return super().score_over(ids, cache, placement)
-        with _LogitsOf(self.model, rows=len(ids) - 1 - context_of(cache)) as logits:
-            self._loaded.forward_over(ids, cache, placement)
-        return logits.taken()[:, : self.info.vocab_size]
+        return self._words(self._loaded.logits_over(ids, cache, placement))
 
-    def _logits(self, ids: Sequence[int], tap: Tap | None, placement: Placement) -> torch.Tensor:
-        with _LogitsOf(self.model, rows=len(ids) - 1) as logits:
-            self._loaded.forward(ids, tap, placement)
-        return logits.taken()[:, : self.info.vocab_size]
+    def _words(self, logits: torch.Tensor) -> torch.Tensor:
+        """Without what vLLM pads the vocabulary with."""
+        return logits[:, : self.info.vocab_size]
 
     @contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
@@ -102,37 +99,3 @@ def refuse_missing_gpus(info: ModelInfo) -> None:
             f"tensor_parallel of model {info.slug!r} is {info.tensor_parallel}, but {there} GPU"
             f"{'s are' if there > 1 else ' is'} here; set it to {there} at most, or ask the cluster for more"
         )
-
-
-class _LogitsOf:
-    """Keeps the full-vocabulary prompt logits that the model computes inside a `with` block.
-
-    vLLM calls ``compute_logits`` once for the prompt (one row per predicted prompt token) and once
-    for the token it samples (one row); the prompt's call is known by its number of rows.
-    """
-
-    def __init__(self, model: torch.nn.Module, rows: int):
-        self._model, self._rows, self._logits = model, rows, None
-
-    def __enter__(self) -> _LogitsOf:
-        compute = self._model.compute_logits
-
-        def keep(*args, **kwargs):
-            logits = compute(*args, **kwargs)
-            if logits.shape[0] == self._rows:
-                self._logits = logits.clone()
-            return logits
-
-        self._model.compute_logits = keep
-        return self
-
-    def __exit__(self, *_exception) -> None:
-        del self._model.compute_logits  # the instance attribute; the class's method shows again
-
-    def taken(self) -> torch.Tensor:
-        """The logits; `CodecNotActive` when vLLM never computed them in one piece."""
-        if self._logits is None:
-            raise CodecNotActive(
-                f"vLLM did not compute the {self._rows} prompt logits in one piece; nothing was measured"
-            )
-        return self._logits

@@ -26,7 +26,7 @@ def follow() -> None:
     loaded = Loaded(info, model["dtype"], model["max_tokens"], model["cache_dtype"], rank)
     for line in sys.stdin:
         one = json.loads(line)
-        loaded.forward(one["ids"], WholeTap(None) if one["tapped"] else None, one["placement"])
+        loaded.logits(one["ids"], one["first"], WholeTap(None) if one["tapped"] else None, one["placement"])
     loaded.close()
 
 

@@ -19,11 +19,11 @@ REQUIRED = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner computes prompt logits in pieces
 }
 SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `jobs.threads` decides; bound threads of two jobs share a core
 }
+BLOCK = 256  # tokens, at least as many as vLLM's backends put into a block
 os.environ.update(REQUIRED)
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
@@ -32,11 +32,11 @@ import torch  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
-from kvlab.base.errors import CapabilityError, ModelError  # noqa: E402
+from kvlab.base.errors import CapabilityError, CodecNotActive, ModelError  # noqa: E402
 from kvlab.base.model import ModelInfo  # noqa: E402
 from kvlab.base.recipe import Placement  # noqa: E402
 from kvlab.engines import vllm_prefix  # noqa: E402
-from kvlab.engines.base import ContextCache, Part, Storage, Tap, refuse_broken_weights  # noqa: E402
+from kvlab.engines.base import ContextCache, Part, Storage, Tap, context_of, refuse_broken_weights  # noqa: E402
 from kvlab.engines.capability import AUTO  # noqa: E402
 from kvlab.engines.hooks import attention_inputs, attention_layers, fused_projection, installed  # noqa: E402
 
@@ -60,9 +60,9 @@ class Loaded:
                 max_model_len=max_tokens + 1,
                 max_num_batched_tokens=max(max_tokens + 1, 2048),
                 max_num_seqs=1,
+                kv_cache_memory_bytes=cache_bytes(self._part, dtype, max_tokens),
                 disable_log_stats=True,
                 skip_tokenizer_init=True,
-                logprobs_mode="raw_logits",
                 **({"gpu_memory_utilization": share} if torch.cuda.is_available() else {}),
                 tensor_parallel_size=info.tensor_parallel,
                 distributed_executor_backend=rank,
@@ -72,27 +72,49 @@ class Loaded:
             raise ModelError(f"vLLM cannot load {info.path}: {' '.join(str(error).split())[:300]}") from None
         self.model = self.llm.apply_model(lambda model: model)[0]
         refuse_broken_weights(self.model, info)
-        # Asked for a prompt's logprobs, vLLM recomputes what it was brought unless it is told not to.
-        asked = {"skip_reading_prefix_cache": False} if self.takes_prefixes else {}
-        self._sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False, **asked)
+        self._sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
     @torch.inference_mode()
-    def forward(self, ids: Sequence[int], tap: Tap | None, placement: Placement) -> None:
-        """One prompt through the model, with the tap at its place."""
+    def logits(self, ids: Sequence[int], first: int, tap: Tap | None, placement: Placement) -> torch.Tensor | None:
+        """Logits of one prompt from position `first` on, with the tap at its place; None beside rank 0."""
         after_rope = placement == "post_rope"
         find_places = attention_inputs if after_rope else fused_projection
         places = find_places(self.model, self._part, tap) if tap else []
         with installed(places, before=after_rope):
-            self.llm.generate({"prompt_token_ids": list(ids)}, self._sampling, use_tqdm=False)
+            return self._scored(ids, first, computed=len(ids))
 
     @torch.inference_mode()
-    def forward_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement) -> None:
-        """One prompt that starts from a given K and V."""
-        layers = attention_layers(self.model, self._part)
+    def logits_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement) -> torch.Tensor:
+        """Logits of the tokens after a given K and V, which the prompt starts from."""
+        layers, context = attention_layers(self.model, self._part), context_of(cache)
         if placement == "pre_rope":
             cache = {key: self._turned(layers[key[0]], x) if key[1] == "k" else x for key, x in cache.items()}
         with vllm_prefix.filled(cache, [layer.attn for layer in layers]):
+            return self._scored(ids, context, computed=len(ids) - context)
+
+    def _scored(self, ids: Sequence[int], first: int, computed: int) -> torch.Tensor | None:
+        """One prompt, of which vLLM computes so many tokens in one step, and the model's logits of some of them.
+
+        vLLM gives away no full-vocabulary logits of a prompt. They are made as it would make them, by the model's own
+        head from what the model returns, of the wanted rows alone.
+
+        Raises
+        ------
+        CodecNotActive
+            vLLM computed another number of tokens, or in several steps.
+        """
+        rows = slice(first - len(ids), -1)
+        found = []
+
+        def head(_model, _inputs, hidden: torch.Tensor) -> None:
+            if len(hidden) == computed:
+                found.append(self.model.compute_logits(hidden[rows]))
+
+        with installed([(self.model, head)]):
             self.llm.generate({"prompt_token_ids": list(ids)}, self._sampling, use_tqdm=False)
+        if len(found) != 1:
+            raise CodecNotActive(f"vLLM did not compute {computed} tokens of a prompt in one step: nothing measured")
+        return found[0]
 
     def _turned(self, attention: torch.nn.Module, k: torch.Tensor) -> torch.Tensor:
         """K [heads, tokens, head_dim] after the layer's own rotary embedding, at positions from 0 on."""
@@ -121,6 +143,12 @@ class Loaded:
     def close(self) -> None:
         """Shut the engine core down."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def cache_bytes(part: ModelInfo, dtype: str, max_tokens: int) -> int:
+    """Memory for the KV cache of one window with room to spare: left to itself vLLM fills a GiB or more with zeros."""
+    spare = 4  # times what the tokens take: blocks that are begun, those that vLLM keeps for itself, padded heads
+    return spare * (max_tokens + BLOCK) * part.values_per_token * getattr(torch, dtype).itemsize
 
 
 def own_part(info: ModelInfo) -> ModelInfo:

@@ -61,10 +61,11 @@ class Followers:
         for name in Path("/dev/shm").glob(f"{Path(self.meeting).name}*"):
             name.unlink()
 
-    def join(self, ids: Sequence[int], tapped: bool, placement: Placement) -> None:
+    def join(self, ids: Sequence[int], first: int, tapped: bool, placement: Placement) -> None:
         """Tell the others of a pass that rank 0 is about to begin."""
+        told = {"ids": [int(token) for token in ids], "first": first, "tapped": tapped, "placement": placement}
         for process in self._processes:
-            _tell(process, {"ids": [int(token) for token in ids], "tapped": tapped, "placement": placement})
+            _tell(process, told)
 
     def close(self, patience: float = LEAVE) -> None:
         """Let the others end: a closed pipe is their sign. Inside a pass they do not see it, and are killed."""

@@ -1,4 +1,4 @@
-"""The Lloyd-Max tables of a study's cells, as files; see `calibration.tables`."""
+"""The Lloyd-Max tables of all studies' cells, as files; see `calibration.tables`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from kvlab.codec.stream.published import write_centroids
 from kvlab.lab.plan import fittings
 
 
-def fit_codebooks(
-    params: Params, study: str, capture_path: Path, sigma_path: Path, rotated_path: Path | None, out: Path
-) -> None:
-    """Fit every table that a study's cells read from this capture; write the ``.json`` and one ``.f32`` each.
+def fit_codebooks(params: Params, capture_path: Path, sigma_path: Path, rotated_path: Path | None, out: Path) -> None:
+    """Fit every table that a cell reads from this capture; write the ``.json`` and one ``.f32`` each.
 
     A ``.f32`` file is a table in the published format of `codec.stream.published`. It lies in a folder named like
     the json, as ``K_<id of the stream's recipe>.f32``.
@@ -30,7 +28,7 @@ def fit_codebooks(
     Raises
     ------
     CalibrationMismatch
-        The study codes K after its rotary embedding and no `rotated_path` is given.
+        A cell codes K after its rotary embedding and no `rotated_path` is given.
     """
     torch.set_num_threads(params.jobs.threads)
     info = resolve(params.model)
@@ -41,9 +39,9 @@ def fit_codebooks(
     angles = ErrorMetrics(info, captured.context).angles
     out = Path(out)
     tables = []
-    for which, placement, recipe in fittings(params, study, captured.metadata["engine"]):
+    for which, placement, recipe in fittings(params, captured.metadata["engine"]):
         if placement not in whiteners:
-            raise CalibrationMismatch(f"study {study!r} codes K {placement}; name its Sigma_q with --rotated")
+            raise CalibrationMismatch(f"a cell codes K {placement}; name its Sigma_q with --rotated")
         turn = angles if placement == "post_rope" else None
         name = f"{which.upper()}_{digest(recipe)}" + ("_post_rope" if turn else "")
         pool = residual_pool(recipe, which, captured, whiteners[placement], coded_layers(params), turn, name)
@@ -59,7 +57,6 @@ def fit_codebooks(
             "sigma_hash": file_hash(sigma_path),
             "rotated_hash": file_hash(rotated_path) if "post_rope" in {t["placement"] for t in tables} else None,
             **captured.sample_facts,
-            "study": study,
             "layers": list(coded_layers(params)),
             "tables": tables,
         },

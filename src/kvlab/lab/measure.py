@@ -15,7 +15,7 @@ from typing import Protocol
 import polars as pl
 import torch
 
-from kvlab.base import code
+from kvlab.base import code, memory
 from kvlab.base.errors import CalibrationMismatch
 from kvlab.base.model import ModelInfo, resolve
 from kvlab.base.params import Params
@@ -78,6 +78,7 @@ class Lab:
             Tokens of the longest window beside those of `windows_path`.
         """
         torch.set_num_threads(params.jobs.threads)
+        memory.keep_freed()
         info = resolve(params.model)
         windows = corpus.load(windows_path, info.model_hash)
         calibrated = {o: calibration.load(files, info.model_hash, windows.corpus_hash) for o, files in fitted.items()}

@@ -103,20 +103,19 @@ Fitting = tuple[str, Placement, BlockStream]
 """A Lloyd-Max table to be fitted: for K or V, coded at a placement, by a stream recipe."""
 
 
-def fittings(params: Params, study: str, origin: str) -> list[Fitting]:
-    """The tables that a study's cells read which are calibrated on one engine's capture, each once.
+def fittings(params: Params, origin: str) -> list[Fitting]:
+    """The tables that the studies' cells read which are calibrated on one engine's capture, each once.
 
-    Those of ``factors`` serve the engine baseline and the drop-ins too, so the studied recipe is among them.
+    Those of the studied recipe, which the engine baseline and the drop-ins read too, come first. The ladder reads none.
     """
-    if study == CHOSEN:
-        recipes = [("pre_rope", recipe) for recipe in mitigated_recipes(params)]
-        recipes = recipes if origin == params.calibration.origin else []
-    else:
-        engines = (params.ladder.engine,) if study == LADDER else params.engines
-        cells = [c for engine in engines for c in study_cells(params, study, engine) if c.origin == origin]
-        recipes = [(cell.placement, recipe) for cell in cells for recipe in cell.recipes]
-    if study == "factors":
-        recipes.insert(0, ("pre_rope", studied_recipe(params)))
+    recipes = [("pre_rope", studied_recipe(params))]
+    for study in STUDIES:
+        if study == CHOSEN:
+            mitigated = mitigated_recipes(params) if origin == params.calibration.origin else []
+            recipes += [("pre_rope", recipe) for recipe in mitigated]
+            continue
+        cells = [c for engine in params.engines for c in study_cells(params, study, engine) if c.origin == origin]
+        recipes += [(cell.placement, recipe) for cell in cells for recipe in cell.recipes]
     found = {}
     for placement, recipe in recipes:
         for which, stream in (("k", recipe.k), ("v", recipe.v)):

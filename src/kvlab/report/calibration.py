@@ -44,23 +44,20 @@ def read_codebooks(paths: Sequence[Path], params: Params, results: Results) -> l
 
 
 def codebook_entries(several: list[dict], results: Results) -> list[dict]:
-    """Every table that a cell used, once, with the origin and the studies that it was fitted for.
+    """Every table, with the origin that it was fitted on.
 
     Raises
     ------
     StaleResult
-        A table that measured cells used is missing, is another one than they used, or stands there twice with
-        different numbers.
+        A table that measured cells used is missing or another one than they used, or two files are of one origin.
     """
     tables: dict[tuple, dict] = {}
     for codebooks in several:
         for table in codebooks["tables"]:
             found = {"origin": codebooks["origin"]} | table
             key = tuple(found[name] for name in ("origin", "stream", "placement", "stream_recipe_id"))
-            if tables.setdefault(key, found)["centroids"] != found["centroids"]:
-                raise StaleResult(
-                    f"table {'/'.join(key)} stands in two codebooks and differs; run `kvlab step codebooks`"
-                )
+            if tables.setdefault(key, found) is not found:
+                raise StaleResult(f"table {'/'.join(key)} stands in two codebooks; name one of each origin")
     for key, made in sorted(used_tables(results).items()):
         if key not in tables:
             name = "/".join(key)

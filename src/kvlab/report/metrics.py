@@ -42,7 +42,7 @@ class Sources:
     baseline, jobs : sequence of Path
         JSON records of ``kvlab step baseline`` and ``kvlab step measure``, each with its parquet beside it.
     codebooks : sequence of Path
-        JSON of ``kvlab step codebooks``, one per study and origin.
+        JSON of ``kvlab step codebooks``, one per origin.
     sigmas : sequence of Path
         JSON sidecars of ``kvlab step sigma``, one per engine.
     residual : sequence of Path

@@ -48,7 +48,6 @@ def origins(params: Params, contents: Contents) -> list[str]:
     return list(dict.fromkeys([params.calibration.origin, *named]))
 
 
-def fitted_studies(contents: Contents) -> list[str]:
-    """The studies whose codebooks a unit reads: the baseline runs the factorial's recipe."""
-    named = ["factors"] if BASELINE in contents else []
-    return list(dict.fromkeys([*named, *(study for study in contents if study in plan.STUDIES)]))
+def reads_tables(contents: Contents) -> bool:
+    """Whether a unit reads Lloyd-Max tables: the baseline runs the studied recipe; ladder and mechanisms fit none."""
+    return any(study == BASELINE or study in plan.STUDIES for study in contents)

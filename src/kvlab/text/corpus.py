@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -23,11 +24,12 @@ from kvlab.base.errors import CorpusError
 from kvlab.base.model import check_window, load_tokenizer, resolve
 from kvlab.base.params import Corpus, Params, Windows
 from kvlab.base.recipe import Text
-from kvlab.base.records import atomic, forget, from_header, sha256, to_header, write_json
+from kvlab.base.records import atomic, forget, from_header, sha256, to_header, write_json, write_table
 
 TOKENIZED_AT_ONCE = 1000  # documents; a corpus may be far larger than what its windows need
 SHINGLE = 64  # tokens; a run this long in both splits is a copy, not chance
 DATASETS_PREFIX = "datasets:"
+DOCUMENTS = pl.Schema({"text": pl.String})  # of the test split, in the order in which the windows are cut
 DOCSTRINGS_RECORD = Path("models/reference/corpus.json")  # what `corpus.source: docstrings` must hash to
 
 
@@ -82,8 +84,13 @@ class TokenWindows:
         return range(self.context + 1, self.test.shape[1])
 
 
-def build(params: Params, out: Path) -> TokenWindows:
+def build(params: Params, out: Path, documents_out: Path | None = None) -> TokenWindows:
     """Read the corpus, cut it, check it and write ``windows.safetensors`` with its ``.json``.
+
+    Parameters
+    ----------
+    documents_out : Path, optional
+        Where the documents of the test split are kept, for what else is to be made of them.
 
     Raises
     ------
@@ -110,8 +117,28 @@ def build(params: Params, out: Path) -> TokenWindows:
     refuse_shared_windows(windows)
     forget(out)
     save(windows, out)
+    if documents_out:
+        write_table(documents_out, pl.DataFrame({"text": documents["test"]}, schema=DOCUMENTS))
     write_json(Path(out).with_suffix(".json"), describe(windows, params, documents) | facts)
     return windows
+
+
+def scored_documents(params: Params, kept: Path | None = None) -> list[str]:
+    """The documents of the test split: as `build` kept them, or read from the corpus again.
+
+    Raises
+    ------
+    CorpusError
+        They cannot be read, or the calibration reads one of them.
+    """
+    if kept is None:
+        documents = read_documents(params.corpus)
+        refuse_shared_documents(documents)
+        return documents["test"]
+    try:
+        return pl.read_parquet(kept).match_to_schema(DOCUMENTS)["text"].to_list()
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise CorpusError(f"cannot read documents {kept}: {error}; run `kvlab step corpus`") from None
 
 
 def read_documents(corpus: Corpus) -> dict[str, list[str]]:

@@ -125,8 +125,13 @@ class Planted(NamedTuple):
     distractors: int
 
 
-def build(params: Params, out: Path) -> Needles:
+def build(params: Params, out: Path, documents: Path | None = None) -> Needles:
     """Plant a fact in each of ``mechanisms.needles`` texts, and write ``needles.parquet`` with its ``.json``.
+
+    Parameters
+    ----------
+    documents : Path, optional
+        Those of the test split as `corpus.build` kept them; without, the corpus is read again.
 
     Raises
     ------
@@ -137,13 +142,12 @@ def build(params: Params, out: Path) -> Needles:
         The model has too few positions.
     """
     info, context = resolve(params.model), params.windows.context
-    documents = corpus.read_documents(params.corpus)
-    corpus.refuse_shared_documents(documents)
+    documents = corpus.scored_documents(params, documents)
     tokenizer = load_tokenizer(info)
     prefix = corpus.bos(tokenizer)
     chance = np.random.default_rng([params.windows.seed, STREAM])
-    texts, scored = haystacks(corpus.stream(documents["test"], tokenizer), params, len(prefix), chance)
-    planter = Planter(tokenizer, words(documents["test"], tokenizer), chance)
+    texts, scored = haystacks(corpus.stream(documents, tokenizer), params, len(prefix), chance)
+    planter = Planter(tokenizer, words(documents, tokenizer), chance)
     planted = [planter.plant(text.tolist(), context, prefix) for text in texts]
     check_window(info, max(len(sequence(one.needle)[0]) for one in planted))
     items = tuple(one.needle for one in planted)
