@@ -15,9 +15,10 @@ from kvlab.gate.verdict import judge
 from kvlab.lab.measure import measure
 from kvlab.lab.plan import LADDER, STUDIES, baseline_runs, job_names, jobs
 from kvlab.report import findings
-from kvlab.report.metrics import Sources, build
+from kvlab.report.metrics import build
 from kvlab.studies.baseline.measure import baseline
 from kvlab.studies.cells.params import CELLS
+from kvlab.studies.chapter import Sources
 from kvlab.studies.mitigations.plan import read_choice
 from kvlab.studies.mitigations.search import choose
 from kvlab.studies.residual.measure import residual

@@ -240,6 +240,22 @@ def test_the_memo_changes_no_count_and_no_logit(run, calibrated, tiny_params):
     assert len(memo) == 6
 
 
+@pytest.mark.parametrize("layers", [(0, 1), (1, 2), (2,)])
+def test_what_a_pass_need_not_do_again_changes_nothing(run, calibrated, tiny_params, layers, monkeypatch):
+    """Clean tensors looked up and layers below left out, against a pass that codes and runs all of it."""
+    recipe, memo = studied_recipe(tiny_params), {}
+    one = cell("in_forward", recipe, layers)
+    first, second = (Coder(one, calibrated, memo) for _ in range(2))
+    logits = [run.logits(one, coder) for coder in (first, second)]
+    assert {key[3].layer for key in memo} == {layers[0]}  # the damage of one layer reaches the next
+    bare = Coder(one, calibrated)
+    monkeypatch.setitem(run.__dict__, "layer_inputs", None)
+    monkeypatch.setattr(run, "clean", {})
+    whole = run.logits(one, bare)
+    assert torch.equal(logits[0], whole) and torch.equal(logits[1], whole)
+    assert first.tally == second.tally == bare.tally
+
+
 def test_bytes_are_those_of_the_whole_cache_as_a_file(run, calibrated, tiny_params, tmp_path):
     """K of one layer coded, everything else left alone: the record's bytes are the file's."""
     recipe, info = studied_recipe(tiny_params), run.engine.info

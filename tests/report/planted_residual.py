@@ -10,7 +10,7 @@ import polars as pl
 
 from kvlab.base.params import Params
 from kvlab.base.records import Provenance
-from kvlab.studies.residual.plan import RESIDUAL, STREAMS, Ranks, ResidualRecord, recipes, write_residual
+from kvlab.studies.residual.record import RESIDUAL, STREAMS, Ranks, ResidualRecord, recipes, write_residual
 
 HEADS, HEAD_DIM = 2, 64
 RELATIVE = {"k": 0.02, "v": 0.06}

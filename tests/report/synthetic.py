@@ -27,8 +27,8 @@ from kvlab.base.records import (
 )
 from kvlab.calibration.needs import coded_by, pieces
 from kvlab.lab import plan
-from kvlab.report.metrics import Sources
-from kvlab.studies.baseline.plan import peer_of
+from kvlab.studies.baseline.truth import peer_of
+from kvlab.studies.chapter import Sources
 from kvlab.studies.mitigations.plan import Choice, ChoiceRecord, Step, search_id
 from report.planted_residual import SIGMAS, write_residuals
 from report.shipped import shipped

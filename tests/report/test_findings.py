@@ -15,7 +15,7 @@ from kvlab.base.errors import Fault, NonFinite
 from kvlab.base.params import Params
 from kvlab.pages import format as fmt
 from kvlab.pages import rendering
-from kvlab.report import claims, figures, findings, front
+from kvlab.report import claims, contexts, figures, findings, front
 from report.example_metrics import build, verdict
 from report.shipped import shipped
 
@@ -98,7 +98,7 @@ def uncounted(text: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(COUNTED))
 
 
-COUNTED = tuple(f"| {study} |" for study in front.STUDIES.values())
+COUNTED = tuple(f"| {study} |" for study in contexts.asked().values())
 
 
 @pytest.mark.parametrize("engines", [("hf", "vllm"), ("hf",)])

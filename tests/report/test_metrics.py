@@ -592,14 +592,14 @@ def test_cells_measured_with_tables_fitted_on_other_layers_are_refused(params, p
     edit_job(paths, "layers", lambda r, t: (refitted(r, "table"), t))
     with pytest.raises(MixedIdentity, match=r"calibration on hf, table/[kv]/pre_rope/\w+: 0{12}: .*\(layers") as found:
         collect(params, paths)
-    assert "of job layers/" in str(found.value) and "of job factors/" in str(found.value)
+    assert "of job layers/" in str(found.value) and "of job cells/" in str(found.value)
 
 
 @pytest.mark.parametrize("kind", ["table", "whitener"])
 def test_two_jobs_of_a_study_with_other_calibrations_are_refused(params, paths, kind):
     """As measured with different --codebooks, or with another Sigma_q under the same name."""
     edit_job(paths, "factors", lambda r, t: (refitted(r, kind), t), index=1)
-    with pytest.raises(MixedIdentity, match=rf"{kind}/[kv]/.* of job factors/.* \| .* of job factors/"):
+    with pytest.raises(MixedIdentity, match=rf"{kind}/[kv]/.*: 0{{12}}: .* of job factors/.* \| "):
         collect(params, paths)
 
 

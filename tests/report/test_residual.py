@@ -14,9 +14,9 @@ from kvlab.base.paramfile import overlay
 from kvlab.base.records import read_json, write_json
 from kvlab.pages import format as fmt
 from kvlab.pages import svg
+from kvlab.pages.basis import METHODS
 from kvlab.pages.rendering import render
 from kvlab.report.claims import sentence
-from kvlab.report.contexts import METHODS
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.studies.residual import tables
 from kvlab.studies.residual.claims import claims as residual_claims

@@ -14,7 +14,7 @@ from kvlab.engines.hf import HFEngine
 from kvlab.lab.plan import baseline_runs
 from kvlab.stats.divergences import token_record
 from kvlab.studies.baseline.measure import baseline
-from kvlab.studies.baseline.plan import peer_of
+from kvlab.studies.baseline.truth import peer_of
 from kvlab.text import corpus
 
 RUN, PEER = "vllm-bfloat16-default", "hf-bfloat16-eager"

@@ -24,7 +24,7 @@ from kvlab.codec.whitening import Whitener
 from kvlab.lab.coding import Coder
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.studies.residual.measure import code, histograms, residual, table
-from kvlab.studies.residual.plan import RESIDUAL, read_residual, recipes
+from kvlab.studies.residual.record import RESIDUAL, read_residual, recipes
 from kvlab.studies.settings import Settings
 
 HEADS, TOKENS, DIM = 2, 96, 8

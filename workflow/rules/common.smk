@@ -21,6 +21,7 @@ from kvlab.calibration.needs import needed_files
 from kvlab.codec.names import CODECS
 from kvlab.base.errors import UserError
 from kvlab.lab import plan
+from kvlab.studies import register
 from kvlab.studies.mechanisms import plan as planned_mechanisms
 from kvlab.studies.units import BASELINE, MECHANISMS, reads_tables, units
 from kvlab.studies.units import origins as unit_origins
@@ -28,7 +29,8 @@ from kvlab.base.params import studied_recipe
 from kvlab.studies.settings import Settings, by_model, resolved
 from kvlab.base.recipe import IDENTITY
 
-FIGURES = ("gap_shapley", "baseline", "cells", "layers", "noise", "residual", "d_eff", "mitigations")
+CHAPTERS = sorted(register.modules().values())  # which the report loads by name
+FIGURES = [name for chapter in register.chapters().values() for name in chapter.figures]
 TEMPLATES = sorted(
     str(path)
     for pattern in ("report/templates/*", "report/assets/*", "studies/*/*.j2")
@@ -113,14 +115,8 @@ METRICS_KEYS = frozenset(Settings.model_fields) - {plan.LADDER, "mechanisms", "k
 # What a job with a codec reads.
 CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec", "jobs")
 # What the cells of a study are planned from.
-STUDY_KEYS = {
-    "factors": (*CODEC_KEYS, "windows", "engines", "protocols", "gap"),
-    "cells": (*CODEC_KEYS, "windows", "engines", "protocols", "gap", "cells"),
-    "layers": (*CODEC_KEYS, "engines", "layers"),
-    "noise": (*CODEC_KEYS, "engines", "noise"),
-    "mitigations": (*CODEC_KEYS, "windows", "engines", "gap", "mitigations"),
-    plan.LADDER: ("model", "calibration", "codec", "ladder", "jobs"),
-}
+STUDY_KEYS = {study: (*CODEC_KEYS, *plan.reads(study)) for study in plan.STUDIES}
+STUDY_KEYS[plan.LADDER] = ("model", "calibration", "codec", "ladder", "jobs")
 # What those of the report's cells are planned from, all together.
 STUDIES_KEYS = sorted({key for study in plan.STUDIES for key in STUDY_KEYS[study]})
 # The engines whose capture calibrates one of them.

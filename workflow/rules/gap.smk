@@ -20,7 +20,7 @@ rule gap_metrics:
         mem_mb=4000,
         runtime=60,
     params:
-        code=Code("kvlab.report.metrics", *map(plan.module, plan.STUDIES)),
+        code=Code("kvlab.report.metrics", *CHAPTERS, *map(plan.module, plan.STUDIES)),
         cfg=pick(*METRICS_KEYS),
     message:
         "gap: numbers and intervals of {wildcards.model}"

@@ -29,6 +29,7 @@ class Undeclared(ParamsError):
 class Section(Frozen):
     """A section of params.yaml. What it does not say is fitted to what the other keys in `takes` leave it."""
 
+    key: ClassVar[str] = ""  # its name in params.yaml, of a section that a study brings
     takes: ClassVar[tuple[str, ...]] = ()
 
     def fitted(self, params: Params) -> Section:

@@ -22,9 +22,9 @@ Text = Literal["test", "other", "calib"]
 Attention = Literal["default", "eager", "sdpa"]  # `default`: what the engine's cells run with
 Placement = Literal["pre_rope", "post_rope"]  # K is coded before or after its rotary embedding
 Span = Literal["context", "window"]  # which tokens are coded: the context, or the scored ones too
-Study = Literal["factors", "cells", "layers", "noise", "mitigations", "ladder", "mechanisms"]
 
-Bits = Annotated[int, Field(ge=1, le=8)]
+MOST_BITS = 8
+Bits = Annotated[int, Field(ge=1, le=MOST_BITS)]
 """Of a codec with a table for each width; of both streams where one number is given."""
 
 ID_LENGTH = 12
@@ -325,7 +325,7 @@ class Cell(Frozen):
         choose by, never to report).
     """
 
-    study: Study
+    study: str
     label: str
     engine: Engine
     dtype: DType

@@ -176,7 +176,8 @@ def residual_verb(args: argparse.Namespace) -> None:
 def metrics_verb(args: argparse.Namespace) -> None:
     """Turn tables into estimates."""
     from kvlab.base.records import write_json
-    from kvlab.report.metrics import Sources, build
+    from kvlab.report.metrics import build
+    from kvlab.studies.chapter import Sources
 
     sources = Sources(args.baseline, args.jobs, args.codebooks, args.sigmas, args.residual, args.choice)
     write_json(args.out, build(params_of(args), sources))

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
-from kvlab.base.errors import NonFinite, UnknownName
+from kvlab.base.errors import Fault, NonFinite, UnknownName
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Placement
 
@@ -124,6 +124,30 @@ class Engine(ABC):
             As `score` with ``first=context``.
         """
         return self.score(ids, context_of(cache), _Put(cache), placement)
+
+    def layer_inputs(self, ids: Sequence[int]) -> list[torch.Tensor] | None:
+        """What goes into each layer in a pass that nothing changes; None from an engine that cannot start there."""
+        return None
+
+    def score_from(
+        self,
+        layer: int,
+        inputs: Sequence[torch.Tensor],
+        ids: Sequence[int],
+        first: int,
+        tap: Tap,
+        placement: Placement = "pre_rope",
+    ) -> torch.Tensor:
+        """As `score`, to the bit, with a tap that changes nothing below `layer`: the layers there are not run again.
+
+        Parameters
+        ----------
+        layer : int
+            The first that is run.
+        inputs : sequence of torch.Tensor
+            What `layer_inputs` gave for the same tokens.
+        """
+        raise Fault(f"{self.name} starts at its first layer alone")
 
     def close(self) -> None:  # noqa: B027 (an engine that holds nothing has nothing to give back)
         """Give the model's memory back."""

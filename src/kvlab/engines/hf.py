@@ -25,7 +25,7 @@ from kvlab.engines.base import (
     refuse_broken_weights,
     refuse_unknown_placement,
 )
-from kvlab.engines.hooks import installed, separate_projections
+from kvlab.engines.hooks import decoder_layers, installed, separate_projections
 
 
 class HFEngine(Engine):
@@ -80,6 +80,34 @@ class HFEngine(Engine):
             filled.update(turn(k) if turn else k, v, layer)
         rest = torch.tensor([list(ids[context:])], device=self.model.device)
         return self.model(rest, past_key_values=filled, use_cache=True).logits[0, :-1]
+
+    @torch.inference_mode()
+    def layer_inputs(self, ids: Sequence[int]) -> list[torch.Tensor]:
+        """See `Engine.layer_inputs`."""
+        found: list[torch.Tensor] = []
+        layers = decoder_layers(self.model, self.info)
+        with installed([(layer, lambda _layer, given: found.append(given[0])) for layer in layers], before=True):
+            self.score(ids, len(ids) - 2)
+        return found
+
+    def score_from(
+        self,
+        layer: int,
+        inputs: Sequence[torch.Tensor],
+        ids: Sequence[int],
+        first: int,
+        tap: Tap,
+        placement: Placement = "pre_rope",
+    ) -> torch.Tensor:
+        """See `Engine.score_from`: the layers below hand on what is given."""
+        below = decoder_layers(self.model, self.info)[:layer]
+        try:
+            for skipped in below:
+                skipped.forward = lambda *_given, **_named: inputs[layer]
+            return self.score(ids, first, tap, placement)
+        finally:
+            for skipped in below:
+                del skipped.forward  # the instance's; the class's method shows again
 
     @lru_cache(maxsize=4)  # noqa: B019 (an engine lives as long as its process measures)
     def _rotation(self, tokens: int) -> Callable[[Tensor], Tensor]:

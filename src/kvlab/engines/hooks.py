@@ -20,12 +20,22 @@ from kvlab.base.model import ModelInfo
 from kvlab.engines.base import Tap
 
 
+def attention_names(model: nn.Module, info: ModelInfo) -> list[str]:
+    """Names of the `self_attn` modules in order of depth."""
+    names = [name for name, _ in model.named_modules() if name.endswith(".self_attn")]
+    if len(names) != info.n_layers:
+        raise CapabilityError(f"found {len(names)} attention modules where the config promises {info.n_layers} layers")
+    return names
+
+
 def attention_layers(model: nn.Module, info: ModelInfo) -> list[nn.Module]:
     """The `self_attn` modules in order of depth."""
-    layers = [module for name, module in model.named_modules() if name.endswith(".self_attn")]
-    if len(layers) != info.n_layers:
-        raise CapabilityError(f"found {len(layers)} attention modules where the config promises {info.n_layers} layers")
-    return layers
+    return [model.get_submodule(name) for name in attention_names(model, info)]
+
+
+def decoder_layers(model: nn.Module, info: ModelInfo) -> list[nn.Module]:
+    """The layers in order of depth: what holds a `self_attn` module."""
+    return [model.get_submodule(name.removesuffix(".self_attn")) for name in attention_names(model, info)]
 
 
 def through(tap: Tap, layer: int, part: str, flat: torch.Tensor, heads: int, head_dim: int) -> torch.Tensor:

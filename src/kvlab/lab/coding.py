@@ -55,7 +55,7 @@ class Coded:
     `nbytes` is the length of the stream that was decoded, 0 for a codec that stores nothing. The seconds go from the
     tensor to the stream, and from there to the decoded tensor. The error
     and the signal are sums of squares, K in the metric of Sigma_q where it is known, the signal about the
-    mean of each head.
+    mean of each head; 0 where they are not asked for.
     """
 
     tensor: torch.Tensor
@@ -79,10 +79,12 @@ class Coder:
     memo : dict, optional
         Shared by the cells of a job and emptied at every window: the coded snapshots of clean tensors,
         which cells with equal recipes need not code again.
+    judged : bool
+        Whether the codec's error is measured too; where nothing reports it, it takes a tenth of the coding for nothing.
     """
 
-    def __init__(self, cell: Cell, calibrated: Calibrated | None, memo: dict | None = None):
-        self.cell, self.tally, self._memo, self._calibrated = cell, Tally(), memo, calibrated
+    def __init__(self, cell: Cell, calibrated: Calibrated | None, memo: dict | None = None, judged: bool = True):
+        self.cell, self.tally, self._memo, self._calibrated, self._judged = cell, Tally(), memo, calibrated, judged
         self._whiteners = calibrated.metric(cell.placement) if calibrated else {}
         self._codecs: dict[tuple[str, StreamRecipe], Codec] = {}
         self._recipes: dict[tuple[str, int], StreamRecipe] = {}
@@ -107,7 +109,8 @@ class Coder:
         """`round_trip` of a clean tensor, looked up when an equal recipe has coded it already."""
         if self._memo is None:
             return self.round_trip(x, site)
-        key = (digest(self._recipes[site.stream, site.layer]), self.cell.origin, self.cell.placement, site)
+        recipe = digest(self._recipes[site.stream, site.layer])
+        key = (recipe, self.cell.origin, self.cell.placement, site, self._judged)
         if key not in self._memo:
             self._memo[key] = self._code(x, site)
         coded = self._memo[key]
@@ -122,8 +125,14 @@ class Coder:
         stored = now(x)
         decoded = codec.decode(read_frame(data).to(x.device) if encoded.packed else encoded)
         took = (stored - began, now(x) - stored)
+        return Coded(decoded, len(data), encoded.stats, *took, *self._squares(x, decoded, site))
+
+    def _squares(self, x: torch.Tensor, decoded: torch.Tensor, site: Site) -> tuple[float, float]:
+        """`squares` of K in the metric of Sigma_q where it is known; nothing where nobody asks."""
+        if not self._judged:
+            return 0.0, 0.0
         weigh = self._whiteners[site.layer].whiten if site.stream == "k" and site.layer in self._whiteners else None
-        return Coded(decoded, len(data), encoded.stats, *took, *squares(x, decoded, weigh))
+        return squares(x, decoded, weigh)
 
     def _count(self, coded: Coded, x: torch.Tensor, stream: str) -> None:
         tally, stats = self.tally, coded.stats
@@ -227,16 +236,24 @@ class CleanCapture:
 
 
 class InForward:
-    """Tap of the `in_forward` protocol: code K and V of the first `tokens` tokens where they appear."""
+    """Tap of the `in_forward` protocol: code K and V of the first `tokens` tokens where they appear.
 
-    def __init__(self, coder: Coder, window: int, tokens: int):
+    In the first layer that is coded they are still the clean ones, which other cells code too: with `clean` at hand
+    such a tensor is looked up, as in a snapshot.
+    """
+
+    def __init__(self, coder: Coder, window: int, tokens: int, clean: CleanCapture | None = None):
         self.coder, self.window, self.tokens = coder, window, tokens
+        self._clean = clean.kept if clean else {}
 
     def __call__(self, layer: int, part: Part, x: torch.Tensor) -> torch.Tensor | None:
         """See `Tap`."""
         if not self.coder.codes(layer, part):
             return None
-        coded = self.coder.round_trip(x[:, : self.tokens], Site(self.window, layer, part))
+        site, coded = Site(self.window, layer, part), x[:, : self.tokens]
+        known = self._clean.get((layer, part))
+        untouched = known is not None and torch.equal(known, coded)
+        coded = self.coder.snapshot(coded, site) if untouched else self.coder.round_trip(coded, site)
         return torch.cat([coded, x[:, self.tokens :]], dim=1)
 
 

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from importlib import import_module
 
 from kvlab.base.errors import MissingResult, ParamsError, UnknownName
+from kvlab.base.folders import holding
 from kvlab.base.params import Params, studied_recipe
 from kvlab.base.recipe import BlockStream, Cell, Frozen, IsotropicStream, Placement
 
-STUDIES = ("factors", "cells", "layers", "noise", "mitigations")  # those of the report
-LADDER, CHOSEN = "ladder", "mitigations"
 STUDY_FOLDERS = "kvlab.studies"
+STUDIES = holding(STUDY_FOLDERS, "plan", "chapter")  # those that bring cells and a chapter of the report
+LADDER, CHOSEN = "ladder", "mitigations"
 
 
 def module(study: str) -> str:
@@ -24,6 +25,11 @@ def module(study: str) -> str:
     if study not in (*STUDIES, LADDER):
         raise UnknownName("study", study, (*STUDIES, LADDER))
     return f"{STUDY_FOLDERS}.{study}.plan"
+
+
+def reads(study: str) -> tuple[str, ...]:
+    """The keys of params.yaml that a study's cells are planned from, beside what every codec reads."""
+    return import_module(module(study)).READS
 
 
 def study_cells(params: Params, study: str, engine: str, choice: Frozen | None = None) -> list[Cell]:

@@ -75,8 +75,16 @@ class WindowRun:
                 raise Fault(f"cell {cell.label!r} codes scored tokens, which a snapshot of the context does not hold")
             cache = Snapshot(coder, self.number, self._clean(cell.placement))
             return self.engine.score_over(self.ids, cache, cell.placement)
-        tap = InForward(coder, self.number, self.context if cell.span == "context" else len(self.ids))
+        tokens = self.context if cell.span == "context" else len(self.ids)
+        tap = InForward(coder, self.number, tokens, self.clean.get(cell.placement))
+        if (lowest := min(cell.layers)) and self.layer_inputs is not None:
+            return self.engine.score_from(lowest, self.layer_inputs, self.ids, self.context, tap, cell.placement)
         return self.engine.score(self.ids, self.context, tap, cell.placement)
+
+    @cached_property
+    def layer_inputs(self) -> list[torch.Tensor] | None:
+        """What goes into each layer of the untouched model; None where the engine cannot start there."""
+        return self.engine.layer_inputs(self.ids)
 
     def measured(self, cell: Cell, coder: Coder, name: str | None = None) -> pl.DataFrame:
         """Token rows of a cell on this window, under its id if no other name is given."""

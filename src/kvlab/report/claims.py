@@ -9,13 +9,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from kvlab.pages import format as fmt
-from kvlab.studies.baseline import claims as baseline
-from kvlab.studies.cells import claims as cells
-from kvlab.studies.factors import claims as factors
-from kvlab.studies.layers import claims as layers
-from kvlab.studies.mitigations import claims as mitigations
-from kvlab.studies.noise import claims as noise
-from kvlab.studies.residual import claims as residual
+from kvlab.studies.register import chapters
 
 MOST_NAMED = 3  # cells that a side of a comparison names before it counts them
 SAME_BYTES = 0.005  # relative; more apart, a sentence says how many bits per value each side stores
@@ -29,16 +23,7 @@ def derived(metrics: dict) -> list[dict]:
     metrics : dict
         A part that was not measured, or was withheld, may be None, empty or absent: it makes no claim.
     """
-    before = (metrics.get("settings") or {}).get("codec", {}).get("boundary_layers", ())
-    return [
-        *(claim for about in ("gap", "factors") for claim in factors.claims(metrics.get(about), about)),
-        *baseline.claims(metrics.get("agreement")),
-        *cells.claims(metrics.get("cells") or []),
-        *layers.claims(metrics.get("additivity") or []),
-        *noise.claims(metrics.get("closure") or [], metrics.get("structure") or []),
-        *residual.claims(metrics.get("residual") or {}),
-        *mitigations.claims(metrics.get("mitigations"), len(before)),
-    ]
+    return [claim for chapter in chapters().values() for claim in chapter.claims(metrics)]
 
 
 def sections(claims: list[dict] | None) -> list[dict]:

@@ -6,8 +6,6 @@ is drawn of exactly that table, so the CSV, the picture and the page cannot diff
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
@@ -15,43 +13,13 @@ import polars as pl
 from kvlab.base.errors import Fault, UnknownName
 from kvlab.base.records import atomic
 from kvlab.pages import figure, svg
-from kvlab.studies.baseline.figure import baseline, baseline_table
-from kvlab.studies.cells.figure import cells, cells_table
-from kvlab.studies.factors.figure import gap_shapley, gap_shapley_table
-from kvlab.studies.layers.figure import layers, layers_table
-from kvlab.studies.mitigations.figure import mitigations, mitigations_table
-from kvlab.studies.noise.figure import noise, noise_table
-from kvlab.studies.residual.figure import d_eff, d_eff_table, residual, residual_table
+from kvlab.studies.chapter import Drawn
+from kvlab.studies.register import chapters
 
 NOT_MEASURED = "Not drawn: this run did not measure it."
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A figure: what takes its table out of ``metrics.json``, and what says how that table is drawn.
-
-    Parameters
-    ----------
-    table : callable
-        ``metrics -> polars.DataFrame``, one row per drawn number; None or empty when there is nothing.
-    describe : callable
-        ``table -> kvlab.pages.figure.Figure``, a mark for each row.
-    """
-
-    table: Callable[[dict], pl.DataFrame | None]
-    describe: Callable[[pl.DataFrame], figure.Figure]
-
-
-FIGURES: dict[str, Drawn] = {
-    "gap_shapley": Drawn(gap_shapley_table, gap_shapley),
-    "baseline": Drawn(baseline_table, baseline),
-    "cells": Drawn(cells_table, cells),
-    "layers": Drawn(layers_table, layers),
-    "noise": Drawn(noise_table, noise),
-    "residual": Drawn(residual_table, residual),
-    "d_eff": Drawn(d_eff_table, d_eff),
-    "mitigations": Drawn(mitigations_table, mitigations),
-}
+FIGURES: dict[str, Drawn] = {name: drawn for chapter in chapters().values() for name, drawn in chapter.figures.items()}
 
 
 def write(name: str, metrics: dict, folder: Path, otherwise: str = NOT_MEASURED) -> bool:

@@ -34,21 +34,10 @@ LEVELS = {
     "engine": {"hf": "transformers", "vllm": "vLLM"},
     "protocol": {"snapshot": "the finished cache coded", "in_forward": "every layer coded as it is computed"},
 }
-STUDIES = {
-    "gap": "the published gap and its shares",
-    "factors": "every factor at once",
-    "agreement": "the engines against each other",
-    "cells": "one change of the codec at a time",
-    "layers": "whether layers add up",
-    "noise": "rounding and the direction of the error",
-    "residual": "the codec's error on each engine's capture",
-    "mitigations": "ways to spend bytes",
-    "models": "further models beside the first",
-}
 ROUNDING, SMALL, NOTICEABLE, LARGE = "lost in rounding", "small", "noticeable", "large"
 
 
-def context(params: Params, metrics: dict, claimed: dict | None, told: list[dict]) -> dict:
+def context(params: Params, metrics: dict, claimed: dict | None, told: list[dict], asked: dict[str, str]) -> dict:
     """What ``front.md.j2`` names, as text ready to print; a part that was not measured is None.
 
     Parameters
@@ -61,6 +50,8 @@ def context(params: Params, metrics: dict, claimed: dict | None, told: list[dict
         ``claims.json`` of the gate, checked by `certified.context`.
     told : list of dict
         The claims of the page.
+    asked : dict of str to str
+        What the claims of each section are about, in words.
     """
     found = answer(claimed, (metrics.get("identity") or {}).get("slug"))
     floor = rounding_floor(metrics)
@@ -71,7 +62,7 @@ def context(params: Params, metrics: dict, claimed: dict | None, told: list[dict
         "bounds": {name: fmt.percent(getattr(params.verdict, f"{name}_top1")) for name in ("accept", "marginal")},
         "words": {"rounding": ROUNDING, "small": SMALL, "noticeable": NOTICEABLE, "large": LARGE},
         "gap": gap_context(metrics.get("gap")),
-        "open": open_table(told),
+        "open": open_table(told, asked),
     }
 
 
@@ -280,7 +271,7 @@ def level_words(name: str, value: object) -> str:
     return LEVELS.get(name, {}).get(value) or f"{name} `{value}`"
 
 
-def open_table(told: list[dict]) -> str | None:
+def open_table(told: list[dict], asked: dict[str, str]) -> str | None:
     """How many effects of each study are settled, how many are open, and what would settle them."""
     lines = []
     for about, group in groupby(told, key=lambda claim: claim["about"]):
@@ -288,7 +279,7 @@ def open_table(told: list[dict]) -> str | None:
         waiting = [claim for claim in found if not claims.resolved(claim)]
         reach = [n for claim in waiting if (n := claim["windows_needed"]) is not None and n < fmt.OUT_OF_REACH]
         counts = [fmt.number(len(found)), fmt.number(len(found) - len(waiting)), fmt.number(len(waiting))]
-        lines.append([STUDIES.get(about, about), *counts, span(reach)])
+        lines.append([asked.get(about, about), *counts, span(reach)])
     headers = ["study", "effects looked at", "settled", "open", "windows that would settle the open ones"]
     return fmt.table(headers, lines) if lines else None
 

@@ -1,15 +1,11 @@
 """All numbers of the report, each with its interval: from result files to ``metrics.json``.
 
 Nothing is measured here and nothing is worded. Every interval resamples the same windows, so cells that
-are compared are paired; every comparison passes `gather.comparable` first. Each entry is made by its own
-file in `studies`.
+are compared are paired; every comparison passes `gather.comparable` first. Each study's entries are made in
+its own folder.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from kvlab.base.params import Params
 from kvlab.base.records import machine
@@ -17,46 +13,10 @@ from kvlab.pages.format import refuse_non_finite
 from kvlab.report.calibration import codebook_entries, read_codebooks, sigma_entry
 from kvlab.report.schema import VERSION, checked, told
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab.studies.baseline.numbers import agreement_entry, baseline_entry, floor_entry, peer_entries
-from kvlab.studies.cells.numbers import cell_entries
-from kvlab.studies.factors.numbers import factors_entry, gap_entry
+from kvlab.studies.chapter import Measured, Sources
 from kvlab.studies.gather import Results, gather
-from kvlab.studies.layers.numbers import additivity_entries, layer_entries
-from kvlab.studies.mitigations.numbers import mitigation_entries
 from kvlab.studies.mitigations.plan import read_choice
-from kvlab.studies.noise.numbers import (
-    closure_entries,
-    noise_entries,
-    noise_slope_entries,
-    structure_entries,
-)
-from kvlab.studies.residual.numbers import residual_entries
-
-
-@dataclass(frozen=True)
-class Sources:
-    """The files that metrics are made of.
-
-    Parameters
-    ----------
-    baseline, jobs : sequence of Path
-        JSON records of ``kvlab step baseline`` and ``kvlab step measure``, each with its parquet beside it.
-    codebooks : sequence of Path
-        JSON of ``kvlab step codebooks``, one per origin.
-    sigmas : sequence of Path
-        JSON sidecars of ``kvlab step sigma``, one per engine.
-    residual : sequence of Path
-        JSON records of ``kvlab step residual``, one per engine, each with its parquet beside it.
-    choice : Path
-        JSON of ``kvlab step choose``.
-    """
-
-    baseline: Sequence[Path]
-    jobs: Sequence[Path]
-    codebooks: Sequence[Path]
-    sigmas: Sequence[Path]
-    residual: Sequence[Path]
-    choice: Path
+from kvlab.studies.register import chapters
 
 
 def build(params: Params, sources: Sources) -> dict:
@@ -78,12 +38,9 @@ def build(params: Params, sources: Sources) -> dict:
     kvlab.base.errors.Fault, kvlab.base.errors.UserError
         Whatever `gather` refuses, and codebooks or sidecars of another model or recipe.
     """
-    choice = read_choice(sources.choice)
-    results = gather(params, sources.baseline, sources.jobs, choice.choice)
+    results = gather(params, sources.baseline, sources.jobs, read_choice(sources.choice).choice)
     boot = Bootstrap(params.stats.resamples, params.stats.confidence, params.stats.seed)
     codebooks = read_codebooks(sources.codebooks, params, results)
-    agreement, why = agreement_entry(params, results, boot)
-    residual = residual_entries(params, sources.residual, results.provenance, boot)
     found = {
         "schema_version": VERSION,
         "identity": identity_entry(params, results, codebooks),
@@ -96,25 +53,11 @@ def build(params: Params, sources: Sources) -> dict:
             "resamples": params.stats.resamples,
             "seed": params.stats.seed,
         },
-        "floor": {engine: floor_entry(params, results, boot, engine) for engine in params.engines},
-        "baseline": [baseline_entry(results, boot, run) for run in results.runs],
-        "baseline_peers": peer_entries(params, results, boot),
-        "agreement": agreement,
-        "agreement_why": why,
-        "gap": gap_entry(params, results, boot),
-        "factors": factors_entry(params, results, boot),
-        "cells": cell_entries(params, results, boot),
-        "layers": layer_entries(params, results, boot),
-        "additivity": additivity_entries(params, results, boot),
-        "noise": noise_entries(params, results, boot),
-        "noise_slope": noise_slope_entries(params, results, boot),
-        "closure": closure_entries(params, results, boot),
-        "structure": structure_entries(params, results, boot),
-        "residual": residual,
-        "mitigations": mitigation_entries(params, results, boot, choice),
         "codebooks": codebook_entries(codebooks, results),
         "sigma": sigma_entry(sources.sigmas, results, boot),
     }
+    for chapter in chapters().values():
+        found |= chapter.entries(Measured(params, results, boot, sources))
     refuse_non_finite(found, "metrics")
     return told(checked(found, "what was measured"))
 

@@ -13,9 +13,10 @@ from kvlab.base.errors import StorageError
 from kvlab.base.records import atomic, file_hash, read_json, write_json, write_text
 from kvlab.pages import format as fmt
 from kvlab.pages import parts as tables
+from kvlab.pages.basis import Basis
 from kvlab.pages.rendering import render
 from kvlab.pages.withheld import withheld_because, without_cross_engine
-from kvlab.report import contexts, figures
+from kvlab.report import figures
 from kvlab.studies.factors import tables as factors
 
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
@@ -91,7 +92,7 @@ def select(metrics: dict, verdict: dict) -> dict:
 def block(headline: dict) -> str:
     """The Markdown between the markers, from the content of ``docs/headline.json``."""
     gap = headline["gap"]
-    kl = contexts.measure_context(gap["measures"]["kl"], fmt.percent(headline["confidence"])) if gap else None
+    kl = factors.measure_context(gap["measures"]["kl"], Basis(headline["confidence"])) if gap else None
     return render(
         "headline.md.j2",
         withheld=headline["withheld"],
@@ -113,7 +114,7 @@ def place_picture(headline: dict, figure: Path | None, place: Path) -> Path | No
         return None
     if figure is None:
         with atomic(place) as temporary:
-            figures.picture("gap_shapley", figures.gap_shapley_table(headline), temporary)
+            figures.picture("gap_shapley", figures.FIGURES["gap_shapley"].table(headline), temporary)
         return place
     try:
         content = Path(figure).read_bytes()

@@ -9,20 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from kvlab.base.errors import MissingResult
 from kvlab.base.recipe import Engine, Placement
 from kvlab.base.records import Provenance, read_json
-from kvlab.studies.baseline.schema import Agreement, BaselineEntry, Floor, PeerEntry
-from kvlab.studies.cells.schema import CellEntry
 from kvlab.studies.entries import Entry, Interval
-from kvlab.studies.factors.schema import Decomposition, Gap
-from kvlab.studies.layers.schema import AdditivityEntry, LayerEntry
-from kvlab.studies.mitigations.schema import Mitigations
-from kvlab.studies.noise.schema import ClosureEntry, NoiseEntry, SlopeEntry, StructureEntry
-from kvlab.studies.residual.schema import Residual
+from kvlab.studies.register import chapters
 
 VERSION = 1
 
@@ -100,33 +94,24 @@ class Sigma(Entry):
     drift: SigmaDrift | None
 
 
-class Metrics(Entry):
-    """All numbers of one model's report, each with its interval. KL and log loss are in nats per token."""
+class Shared(Entry):
+    """What no study brings."""
 
     schema_version: Literal[1] = VERSION
     identity: Identity
     settings: dict[str, JsonValue]
     """All parameters that decide a number, and the number of layers of the model."""
     sizes: Sizes
-    floor: Floor
-    baseline: tuple[BaselineEntry, ...]
-    baseline_peers: tuple[PeerEntry, ...]
-    agreement: Agreement | None
-    """Null where only one engine was measured; `agreement_why` then says so."""
-    agreement_why: tuple[str, ...]
-    gap: Gap
-    factors: Decomposition
-    cells: tuple[CellEntry, ...]
-    layers: tuple[LayerEntry, ...]
-    additivity: tuple[AdditivityEntry, ...]
-    noise: tuple[NoiseEntry, ...]
-    noise_slope: tuple[SlopeEntry, ...]
-    closure: tuple[ClosureEntry, ...]
-    structure: tuple[StructureEntry, ...]
-    residual: Residual
-    mitigations: Mitigations
     codebooks: tuple[CodebookEntry, ...]
     sigma: Sigma
+
+
+Metrics: type[Shared] = create_model(
+    "Metrics",
+    __base__=Shared,
+    __doc__="All numbers of one model's report, each with its interval. KL and log loss are in nats per token.",
+    **{name: (kind, ...) for chapter in chapters().values() for name, kind in chapter.parts.items()},
+)
 
 
 def read(path: Path) -> Metrics:

@@ -21,7 +21,7 @@ from kvlab.base.records import (
 )
 from kvlab.calibration.needs import pieces
 from kvlab.lab import plan
-from kvlab.studies.baseline.plan import peer_of
+from kvlab.studies.baseline.truth import peer_of
 from kvlab.studies.measured import Measured, Results
 from kvlab.studies.mitigations.plan import Choice
 from kvlab.studies.refusals import (

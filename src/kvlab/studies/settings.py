@@ -5,42 +5,46 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Set
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, create_model
 
 from kvlab.base.errors import ModelError, ParamsError, suggestion
+from kvlab.base.folders import holding
 from kvlab.base.model import layer_count
 from kvlab.base.paramfile import explained, merged, read_yaml, unknown_key
-from kvlab.base.params import Codec, Model, ModelEntry, Params, Undeclared, as_far
-from kvlab.studies.baseline.params import Baseline
+from kvlab.base.params import Codec, Model, ModelEntry, Params, Section, Undeclared, as_far
+from kvlab.lab.plan import STUDY_FOLDERS
 from kvlab.studies.cells import params as cells_params
 from kvlab.studies.cells.params import CELLS, CellEntry
 from kvlab.studies.cells.plan import repeated
-from kvlab.studies.factors.params import Gap
 from kvlab.studies.kvstore_params import KVStore
-from kvlab.studies.ladder.params import Ladder
-from kvlab.studies.layers.params import Layers
-from kvlab.studies.mechanisms.params import Mechanisms
-from kvlab.studies.mitigations.params import Mitigations
-from kvlab.studies.noise.params import Noise
 
 CellName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
-class Settings(Params):
+def sections() -> dict[str, type[Section]]:
+    """The sections that studies bring, by key: each is declared in the ``params.py`` of its study's folder."""
+    found = {}
+    for study in holding(STUDY_FOLDERS, "params"):
+        file = import_module(f"{STUDY_FOLDERS}.{study}.params")
+        own = (value for value in vars(file).values() if isinstance(value, type) and value.__module__ == file.__name__)
+        found |= {value.key: value for value in own if issubclass(value, Section) and value.key}
+    return found
+
+
+Sections: type[Params] = create_model(
+    "Sections", __base__=Params, **{key: (section, section()) for key, section in sections().items()}
+)
+
+
+class Settings(Sections):
     """All parameters of one model's chain."""
 
-    gap: Gap = Gap()
     cells: dict[CellName, CellEntry] = Field(default={})
-    layers: Layers = Layers()
-    noise: Noise = Noise()
-    mitigations: Mitigations = Mitigations()
-    ladder: Ladder = Ladder()
-    mechanisms: Mechanisms = Mechanisms()
     kvstore: KVStore = KVStore()
-    baseline: Baseline = Baseline()
 
     @classmethod
     def examined(cls, data: dict) -> tuple[Settings, list[str]]:

@@ -28,7 +28,7 @@ from kvlab.lab.plan import baseline_runs
 from kvlab.lab.store import ROWS, Found
 from kvlab.lab.subjects import Memos, codec_modules, deciding, refuse_idle, table_of
 from kvlab.lab.windows import Window, windows_of
-from kvlab.studies.baseline.plan import TRUTH, peer_of
+from kvlab.studies.baseline.truth import TRUTH, peer_of
 
 REFERENCE = Which.of(*TRUTH)
 

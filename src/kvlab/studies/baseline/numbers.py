@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvlab.base.params import Params
 from kvlab.lab.plan import baseline_runs
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab.studies.baseline.plan import peer_of
+from kvlab.studies.baseline.truth import peer_of
 from kvlab.studies.counterparts import LEVELS, corner_cell
 from kvlab.studies.estimates import sides
 from kvlab.studies.gather import Results, comparable

@@ -14,6 +14,8 @@ from kvlab.base.recipe import DType
 class Baseline(Section):
     """Codec off: each engine, dtype and attention implementation against the fp32 truth."""
 
+    key = "baseline"
+
     hf_attention: tuple[Literal["eager", "sdpa"], ...] = Field(
         default=("eager", "sdpa"), min_length=1, description="attention implementations of hf"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvlab.pages import format as fmt
+from kvlab.pages.basis import Basis
 from kvlab.pages.parts import KL_UNIT
 
 
@@ -54,3 +55,27 @@ def agreement(given: dict) -> str:
     headers += ["codec: KL of `hf` to itself, jittered"]
     headers += ["codec: KL on `hf`", "codec: KL on `vllm`", "difference, %"]
     return fmt.table(headers, lines)
+
+
+def floor_context(floors: dict | None, basis: Basis) -> dict | None:
+    """The engines' own noise."""
+    found = [given for row in (floors or {}).values() for given in row.values() if given]
+    return {"table": floor(floors), "basis": basis(found)} if found else None
+
+
+def agreement_context(found: dict | None, basis: Basis) -> dict | None:
+    """The float32 check of the engines."""
+    if not found:
+        return None
+    estimates = [*found["identity"].values(), *(row["cross_kl"] for row in found["codec"].values())]
+    return {"table": agreement(found), "basis": basis(estimates), "holds": found["holds"], "why": found["why"]}
+
+
+def context(metrics: dict, basis: Basis) -> dict:
+    """What ``baseline.md.j2`` and ``agreement.md.j2`` name."""
+    return {
+        "baseline": basis.under(metrics.get("baseline"), baseline, "kl"),
+        "peers": basis.under(metrics.get("baseline_peers"), peers, "kl"),
+        "floor": floor_context(metrics.get("floor"), basis),
+        "agreement": agreement_context(metrics.get("agreement"), basis),
+    }

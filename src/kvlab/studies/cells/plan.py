@@ -11,6 +11,8 @@ from kvlab.base.recipe import IDENTITY, Cell, Recipe
 from kvlab.base.rungs import labelled
 from kvlab.studies.cells.params import CellEntry, with_entry
 
+READS = ("windows", "engines", "protocols", "gap", "cells")  # of params.yaml, beside what every codec reads
+
 
 def cells(params: Params, engine: str) -> list[Cell]:
     """The entries on one engine, protocol by protocol, each another cell.

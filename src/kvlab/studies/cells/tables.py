@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 
 from kvlab.pages import format as fmt
+from kvlab.pages.basis import Basis
 from kvlab.pages.parts import KL_UNIT
 
 
@@ -85,3 +86,16 @@ def published(rows: list[dict]) -> str:
     ]
     headers = [*NAME, "published estimator, %", "perplexity change, %"]
     return fmt.table(headers, lines)
+
+
+def context(metrics: dict, basis: Basis) -> dict:
+    """What ``cells.md.j2`` names: all cells, and the coded ones by percentile, confidence, the published estimator."""
+    found = metrics.get("cells") or []
+    coded = [cell for cell in found if cell["role"] == "codec"]
+    every = {"groups": by_engine(found, cells), "basis": basis([cell["kl_net"] for cell in found])}
+    return {
+        "cells": every if found else None,
+        "percentiles": by_engine(coded, percentiles),
+        "by_confidence": by_engine(coded, by_confidence),
+        "published": by_engine(coded, published),
+    }

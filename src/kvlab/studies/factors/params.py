@@ -16,6 +16,7 @@ Ratio = Annotated[float, Field(gt=0, le=1)]
 class Gap(Section):
     """The factors of the decomposition; each has a level of low and one of high distortion, in that order."""
 
+    key = "gap"
     takes = ("calibration",)
 
     variance_ratios: tuple[Ratio, Ratio] = Field(

@@ -7,6 +7,8 @@ from itertools import product
 from kvlab.base.params import Params, coded_layers, studied_recipe, variance_ratios
 from kvlab.base.recipe import IDENTITY, Cell, Recipe
 
+READS = ("windows", "engines", "protocols", "gap")  # of params.yaml, beside what every codec reads
+
 
 def cells(params: Params, engine: str) -> list[Cell]:
     """The corners on one engine, and in each dtype the two floors: a plain rerun, and the identity codec."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvlab.base.errors import Fault
 from kvlab.pages import format as fmt
+from kvlab.pages.basis import Basis
 from kvlab.pages.parts import KL_UNIT, reading, resolution
 
 FACTORS = ("engine", "protocol", "dtype", "variance_ratio", "origin")  # in the order in which a corner names them
@@ -91,3 +92,35 @@ def corners(measures: dict) -> str:
     ]
     headers = [*(f"`{key}`" for key in settings), *(f"`{name}`, {KL_UNIT}" for name in names)]
     return fmt.table(headers, lines)
+
+
+def gap_context(gap: dict | None, basis: Basis) -> dict | None:
+    """The decomposition: a dict per measure, and the corners in words."""
+    if not gap or not gap["factors"] or not gap["measures"]:
+        return None
+    names = sorted(gap["measures"], key=lambda name: name != "kl")  # the headline's measure first
+    return {
+        "factors": gap["factors"],
+        "crosses": gap["low"]["engine"] != gap["high"]["engine"] and len(gap["factors"]) > 1,
+        "measured": ", ".join(f"`{gap[name]}`" for name in ("stream", "dtype") if gap.get(name)),
+        "low": f"({corner(gap['low'])})",
+        "high": f"({corner(gap['high'])})",
+        "measures": {name: measure_context(gap["measures"][name], basis) for name in names},
+        "corners": corners(gap["measures"]),
+    }
+
+
+def measure_context(measure: dict, basis: Basis) -> dict:
+    """One measure of the decomposition."""
+    return resolution(measure["gap"]) | {
+        "gap": fmt.estimate(measure["gap"]),
+        "rises": measure["gap"]["value"] > 0,
+        "table": decomposition(measure, KL_UNIT),
+        "basis": basis([measure["gap"], *(part["share"] for part in measure["parts"])]),
+        "interactions": interactions(measure, KL_UNIT) if measure.get("interactions") else None,
+    }
+
+
+def context(metrics: dict, basis: Basis) -> dict:
+    """What ``gap.md.j2`` and ``factors.md.j2`` name."""
+    return {part: gap_context(metrics.get(part), basis) for part in ("gap", "factors")}

@@ -15,6 +15,7 @@ from kvlab.base.rungs import CONDITIONABLE, LADDERED, Conditionable, Laddered
 class Ladder(Section):
     """Every codec at the same bits, on every layer, in float32 and under `snapshot`; on two texts."""
 
+    key = "ladder"
     takes = ("engines", "corpus", "windows")
 
     engine: Engine = Field(default="hf", description="the one engine that it runs on; default: hf if it runs")

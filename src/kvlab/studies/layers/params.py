@@ -14,6 +14,7 @@ from kvlab.base.recipe import DType, Protocol
 class Layers(Section):
     """Per-layer attribution: the codec on one layer at a time, and on all layers but one."""
 
+    key = "layers"
     takes = ("protocols", "windows")
 
     dtype: DType = Field(default="float32", description="what the engine computes in")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvlab.base.params import Params, studied_recipe
 from kvlab.base.recipe import IDENTITY, Cell, Recipe
 
+READS = ("engines", "layers")  # of params.yaml, beside what every codec reads
+
 
 def cells(params: Params, engine: str) -> list[Cell]:
     """Add-one-in and leave-one-out, K and V apart, and all layers together: of K, of V, and of both."""

@@ -111,7 +111,8 @@ class MechanismsPart:
         """A variant among those that run, or, where its engine cannot be had here, among those that are missing."""
         lab, cell = self.lab, variant.cell
         which = self.plain._replace(cache_dtype=variant.cache_dtype or capability.AUTO)
-        coder = Coder(cell, calibrated_for(cell, lab.calibrated), lab.memos.get(self.plain)) if cell else None
+        memo, calibrated = lab.memos.get(self.plain), cell and calibrated_for(cell, lab.calibrated)
+        coder = Coder(cell, calibrated, memo, judged=False) if cell else None
         subjects = [Subject(name, variant, lab, which, self.plain, coder) for name in METRICS]
         try:
             if variant.cache_dtype:

@@ -14,6 +14,7 @@ from kvlab.base.rungs import LADDERED, Laddered
 class Mechanisms(Section):
     """What the gate judges: codecs and an engine's own cache dtypes, each with its quality, bytes and throughput."""
 
+    key = "mechanisms"
     takes = ("protocols",)
 
     dtype: DType = Field(default="bfloat16", description="what the engines compute in")

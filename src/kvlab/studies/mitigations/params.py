@@ -14,6 +14,7 @@ from kvlab.base.recipe import Bits, Protocol
 class Mitigations(Section):
     """Where to spend bytes: chosen on the calibration split, judged on the test split at equal bytes."""
 
+    key = "mitigations"
     takes = ("protocols", "windows")
 
     protocols: tuple[Protocol, ...] = Field(

@@ -18,6 +18,8 @@ from kvlab.base.recipe import IDENTITY, Cell, DType, Engine, Frozen, KltStream, 
 from kvlab.base.records import Provenance, read_json
 from kvlab.studies.mitigations.params import rises
 
+READS = ("windows", "engines", "gap", "mitigations")  # of params.yaml, beside what every codec reads
+
 FEWEST_BITS, MOST_BITS = 0.5, 8.0  # of klt: what an arm cannot leave its other layers it cannot afford
 EQUAL_BYTES = 0.005  # relative: arms of klt whose bytes differ by more may not be compared
 UNIFORM = "uniform"  # how the names of the points of the curve begin

@@ -17,6 +17,7 @@ LayerGroup = Literal["all", "coded", "boundary"]
 class Noise(Section):
     """Gaussian noise on K or V in place of a codec."""
 
+    key = "noise"
     takes = ("windows",)
 
     dtype: DType = Field(default="float32", description="what the engine computes in")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvlab.base.params import Params, coded_layers, studied_recipe
 from kvlab.base.recipe import IDENTITY, CastStream, Cell, IsotropicStream, NoiseStream, Recipe
 
+READS = ("engines", "noise")  # of params.yaml, beside what every codec reads
+
 
 def cells(params: Params, engine: str) -> list[Cell]:
     """Noise by stream, layer group and size; per stream the rounding to bfloat16, and codec against control.

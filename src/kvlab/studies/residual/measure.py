@@ -33,7 +33,7 @@ from kvlab.codec.registry import build
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
 from kvlab.codec.whitening import Whitener
 from kvlab.lab.coding import squares
-from kvlab.studies.residual.plan import RESIDUAL, STREAMS, Ranks, RatioRecipe, ResidualRecord, recipes, write_residual
+from kvlab.studies.residual.record import RESIDUAL, STREAMS, Ranks, RatioRecipe, ResidualRecord, recipes, write_residual
 
 
 def residual(params: Params, capture_path: Path, fitted: Fitted, out: Path) -> None:

@@ -22,7 +22,7 @@ from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_two_sided_p
 from kvlab.stats.power import windows_needed
 from kvlab.studies.counterparts import LEVELS
-from kvlab.studies.residual.plan import KEY, RESIDUAL, STREAMS, ResidualRecord, coded_windows, read_residual, recipes
+from kvlab.studies.residual.record import KEY, RESIDUAL, STREAMS, ResidualRecord, coded_windows, read_residual, recipes
 
 QUANTITIES = tuple(name for name in RESIDUAL if name not in KEY)
 ESTIMATES = ("raw_error", "whitened_error", "d_eff", "outlier_rate", "bits_per_value", "frame_bytes")

@@ -1,0 +1,71 @@
+"""A pass that starts at the first layer that is coded, beside the whole one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvlab.base.errors import Fault
+from kvlab.engines import registry
+
+IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(3)).tolist()
+CONTEXT = 64
+
+
+class Moved:
+    """Tap that moves K and V of the layers from one on."""
+
+    def __init__(self, lowest: int):
+        self.lowest = lowest
+
+    def __call__(self, layer, part, x):
+        if layer < self.lowest or part == "q":
+            return None
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(layer), dtype=torch.float32)
+        return x + 0.3 * noise.to(x.dtype)
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def engine(request, tiny_params, hf_engine):
+    from kvlab.base.model import resolve
+
+    if request.param == "float32":
+        yield hf_engine
+        return
+    made = registry.start("hf", resolve(tiny_params.model), request.param, max_tokens=96)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("placement", ["pre_rope", "post_rope"])
+@pytest.mark.parametrize("lowest", [1, 2])
+def test_logits_are_those_of_the_whole_pass_to_the_bit(engine, lowest, placement):
+    tap, inputs = Moved(lowest), engine.layer_inputs(IDS)
+    whole = engine.score(IDS, CONTEXT, tap, placement)
+    assert torch.equal(engine.score_from(lowest, inputs, IDS, CONTEXT, tap, placement), whole)
+    assert not torch.equal(whole, engine.score(IDS, CONTEXT))
+
+
+def test_the_layers_below_are_not_run(hf_engine):
+    seen, inputs = set(), hf_engine.layer_inputs(IDS)
+    hf_engine.score_from(2, inputs, IDS, CONTEXT, lambda layer, _part, _x: seen.add(layer))
+    assert seen == {2}
+    hf_engine.score(IDS, CONTEXT, lambda layer, _part, _x: seen.add(layer))
+    assert seen == {0, 1, 2}  # and afterwards they are run again
+
+
+def test_a_pass_that_fails_leaves_the_layers_as_they_were(hf_engine):
+    def fail(*_given):
+        raise ZeroDivisionError
+
+    before = hf_engine.score(IDS, CONTEXT)
+    with pytest.raises(ZeroDivisionError):
+        hf_engine.score_from(1, hf_engine.layer_inputs(IDS), IDS, CONTEXT, fail)
+    assert torch.equal(hf_engine.score(IDS, CONTEXT), before)
+
+
+@pytest.mark.engine
+def test_an_engine_that_cannot_start_there_says_so(vllm_engine):
+    assert vllm_engine.layer_inputs(IDS) is None
+    with pytest.raises(Fault, match="vllm starts at its first layer alone"):
+        vllm_engine.score_from(1, [], IDS, CONTEXT, Moved(1))
