@@ -30,6 +30,7 @@ class Section(Frozen):
     """A section of params.yaml. What it does not say is fitted to what the other keys in `takes` leave it."""
 
     key: ClassVar[str] = ""  # its name in params.yaml, of a section that a study brings
+    told: ClassVar[str] = ""  # and what a new params.yaml says of it
     takes: ClassVar[tuple[str, ...]] = ()
 
     def fitted(self, params: Params) -> Section:

@@ -287,7 +287,7 @@ PER_ORIGIN = [  # one of each for every engine whose capture calibrates a cell
 ]
 CHOICE = path("--choice", "what `kvlab step choose` wrote; needed by the mitigations", required=False)
 STORE = result("--store", "folder of what was measured before; without one everything is measured", required=False)
-STUDY_HELP = "factors, cells, layers, noise, mitigations or ladder"
+STUDY_HELP = "a study of cells, as `kvlab params` lists them"
 
 OF_PARAMS: dict[Callable, list[Flag]] = {
     corpus_verb: [

@@ -11,9 +11,9 @@ import yaml
 
 from kvlab.base.errors import ParamsError, StorageError, UnknownName
 from kvlab.base.model import read_config
-from kvlab.base.params import ModelEntry, Windows
+from kvlab.base.params import ModelEntry, Section, Windows
 from kvlab.base.recipe import Engine
-from kvlab.studies.settings import by_model
+from kvlab.studies.settings import by_model, sections
 
 LEAST_CONTEXT = 8  # as of `Windows.context`
 
@@ -55,14 +55,8 @@ jobs:
 # A section of which nothing is changed stays empty, but stays: DVC looks for its name.
 calibration: {}               # which engines are captured and what is fitted on that: engines, origin, dtype, ...
 codec: {}                     # the studied recipe: block_size, whiten, boundary_layers, outlier_threshold, ...
-gap: {}                       # the factors of the decomposition: variance_ratios, origins, dtypes, dtype
 cells: {}                     # single changes: `my-cell: {bits: 4}` adds one, `k-only: null` takes one out
-baseline: {}                  # codec off: hf_attention, dtypes
-layers: {}                    # each layer coded alone, and left out: windows, protocols, streams, dtype
-noise: {}                     # noise in a codec's place: sigmas, groups, windows, streams, seed, dtype
-mitigations: {}               # where to spend bytes: budget, uniform, klt_bits, windows, protocols
-ladder: {}                    # every codec beside the others (`snakemake ladder`): codecs, bits, texts, windows, ...
-mechanisms: {}                # rows for the gate: codecs, bits, cache_dtypes, needles, claim, dtype, protocol
+$studies
 kvstore: {}                   # the paged cache and its snapshots: restore, policy, bitplanes, placement, dtype
 stats: {}                     # the bootstrap: resamples, confidence, seed
 verdict: {}                   # thresholds: accept_ppl, accept_top1, marginal_ppl, marginal_top1
@@ -117,6 +111,7 @@ def write(
         test=f"{windows:<2}",
         other=f"{windows:<2}",
         engines=_flow(list(engines)),
+        studies="\n".join(_empty(section) for section in sections().values()),
     )
     by_model(yaml.safe_load(text))
     from kvlab.base.records import write_text
@@ -133,6 +128,11 @@ def _context(model: ModelEntry, windows: Windows) -> int:
             f"{model.path} has {positions} positions; allowed: at least {windows.eval + LEAST_CONTEXT + 1}"
         )
     return context
+
+
+def _empty(section: type[Section]) -> str:
+    """The section of a study of which nothing is changed, and what could be."""
+    return f"{section.key + ': {}':<30}# {section.told}: {', '.join(section.model_fields)}"
 
 
 def _flow(value: list) -> str:

@@ -15,6 +15,7 @@ class Baseline(Section):
     """Codec off: each engine, dtype and attention implementation against the fp32 truth."""
 
     key = "baseline"
+    told = "codec off"
 
     hf_attention: tuple[Literal["eager", "sdpa"], ...] = Field(
         default=("eager", "sdpa"), min_length=1, description="attention implementations of hf"

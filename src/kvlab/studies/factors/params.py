@@ -17,6 +17,7 @@ class Gap(Section):
     """The factors of the decomposition; each has a level of low and one of high distortion, in that order."""
 
     key = "gap"
+    told = "the factors of the decomposition"
     takes = ("calibration",)
 
     variance_ratios: tuple[Ratio, Ratio] = Field(

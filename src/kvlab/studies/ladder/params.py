@@ -16,6 +16,7 @@ class Ladder(Section):
     """Every codec at the same bits, on every layer, in float32 and under `snapshot`; on two texts."""
 
     key = "ladder"
+    told = "every codec beside the others (`snakemake ladder`)"
     takes = ("engines", "corpus", "windows")
 
     engine: Engine = Field(default="hf", description="the one engine that it runs on; default: hf if it runs")

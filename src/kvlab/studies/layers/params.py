@@ -15,6 +15,7 @@ class Layers(Section):
     """Per-layer attribution: the codec on one layer at a time, and on all layers but one."""
 
     key = "layers"
+    told = "each layer coded alone, and left out"
     takes = ("protocols", "windows")
 
     dtype: DType = Field(default="float32", description="what the engine computes in")

@@ -15,6 +15,7 @@ class Mechanisms(Section):
     """What the gate judges: codecs and an engine's own cache dtypes, each with its quality, bytes and throughput."""
 
     key = "mechanisms"
+    told = "rows for the gate"
     takes = ("protocols",)
 
     dtype: DType = Field(default="bfloat16", description="what the engines compute in")

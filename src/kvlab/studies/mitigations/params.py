@@ -15,6 +15,7 @@ class Mitigations(Section):
     """Where to spend bytes: chosen on the calibration split, judged on the test split at equal bytes."""
 
     key = "mitigations"
+    told = "where to spend bytes"
     takes = ("protocols", "windows")
 
     protocols: tuple[Protocol, ...] = Field(

@@ -18,6 +18,7 @@ class Noise(Section):
     """Gaussian noise on K or V in place of a codec."""
 
     key = "noise"
+    told = "noise in a codec's place"
     takes = ("windows",)
 
     dtype: DType = Field(default="float32", description="what the engine computes in")
