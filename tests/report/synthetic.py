@@ -179,6 +179,8 @@ def codec_kl(params: Params, effects: Effects, cell: Cell) -> float:
     """Mean KL planted in a codec cell of both streams."""
     if cell.recipe.k.codec == "klt":
         return effects.default_recipe
+    if cell.recipe.k.codec != "block":  # K weighs more than V, and each bit less costs four times as much
+        return sum(effects.stream_share[s] * effects.base * 4.0 ** (3 - getattr(cell.recipe, s).bits) for s in "kv")
     high = {
         "engine": cell.engine == "vllm" and cell.dtype != "float32",
         "protocol": cell.protocol == "in_forward",
