@@ -218,8 +218,8 @@ def test_the_block_rung_is_the_studied_recipe_at_other_bits(base_params):
     ("rung", "error", "words"),
     [
         (("klt", 3, "center"), ParamsError, "'klt' cannot be conditioned"),
-        (("fp8", 8, ""), ParamsError, "fp8 takes no bits"),
-        (("int", None, ""), ParamsError, "fp8 takes no bits"),
+        (("fp8", 8, ""), ParamsError, "has no bits to choose"),
+        (("int", None, ""), ParamsError, "needs some"),
         (("hadamar", 3, ""), UnknownName, "did you mean 'hadamard'"),
         (("int", 3, "centre"), UnknownName, "did you mean 'center'"),
     ],

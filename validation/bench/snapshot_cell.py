@@ -17,6 +17,7 @@ import torch
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Cell, Recipe, digest
 from kvlab.base.records import write_text
+from kvlab.base.rungs import LADDERED, has_bits
 from kvlab.calibration.calibrate import calibrate
 from kvlab.codec.recipes import named_recipe
 from kvlab.engines.base import Engine
@@ -25,7 +26,7 @@ from kvlab.lab.coding import Coder
 from kvlab.lab.scoring import WindowRun
 from kvlab.pages import format as fmt
 
-CODECS = ("klt", "hadamard", "kivi", "oscar", "int", "d4", "e8", "fp8")
+CODECS = tuple(name for name in LADDERED if name != "block")  # which has a table fitted first
 BITS = 4
 ALLOWED = 0.35  # of a bare forward, the codec's own time apart
 WINDOWS, CALIBRATION, CONTEXT, EVAL = 6, 4, 512, 128
@@ -52,7 +53,7 @@ def snapshot_cells(info: ModelInfo, out: Path, dtype: str = "float32") -> pl.Dat
     torch.set_num_threads(1)
     engine = start("hf", info, dtype, max_tokens=CONTEXT + EVAL)
     ids = windows_of(info.vocab_size)
-    recipes = {codec: named_recipe(codec, None if codec == "fp8" else BITS) for codec in CODECS}
+    recipes = {codec: named_recipe(codec, BITS if has_bits(codec) else None) for codec in CODECS}
     found = calibrate(engine, ids[:CALIBRATION], list(recipes.values()), corpus_hash=digest({"ids": ids[:CALIBRATION]}))
     cells = {codec: cell_of(engine, recipe) for codec, recipe in recipes.items()}
     took: dict[str, list[tuple[float, ...]]] = {codec: [] for codec in CODECS}

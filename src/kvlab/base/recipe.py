@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal, Union, get_args
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -40,6 +40,7 @@ class Frozen(BaseModel):
 class IdentityStream(Frozen):
     """The stream passes through the codec's place unchanged."""
 
+    built_by: ClassVar[str] = "kvlab.codec.controls.identity:IdentityCodec"
     codec: Literal["identity"] = "identity"
 
 
@@ -72,6 +73,7 @@ class BlockStream(BlockSettings):
     published decoder alone.
     """
 
+    built_by: ClassVar[str] = "kvlab.codec.block.codec:BlockCodec"
     codec: Literal["block"] = "block"
     bits: Bits
     outlier_threshold: float | None = Field(default=None, gt=0)
@@ -86,6 +88,7 @@ class BlockStream(BlockSettings):
 class NoiseStream(Frozen):
     """Gaussian noise of `sigma` times the tensor's rms, added where a codec would sit."""
 
+    built_by: ClassVar[str] = "kvlab.codec.controls.noise:NoiseCodec"
     codec: Literal["noise"] = "noise"
     sigma: float = Field(ge=0)
     seed: int = Field(ge=0)
@@ -108,6 +111,7 @@ class Conditioned(Frozen):
 class IntStream(Conditioned):
     """Round to nearest on an asymmetric grid per `group` of neighbouring channels of one token."""
 
+    built_by: ClassVar[str] = "kvlab.codec.ladder.int_groups:IntCodec"
     codec: Literal["int"] = "int"
     bits: Bits
     group: int = Field(default=64, ge=2, le=65536)
@@ -116,6 +120,7 @@ class IntStream(Conditioned):
 class KiviStream(Conditioned):
     """KIVI: asymmetric integers, K in groups of `group` tokens per channel, V per token."""
 
+    built_by: ClassVar[str] = "kvlab.codec.ladder.kivi:KiviCodec"
     codec: Literal["kivi"] = "kivi"
     bits: Bits
     axis: Literal["channel", "token"]
@@ -125,6 +130,7 @@ class KiviStream(Conditioned):
 class HadamardStream(Conditioned):
     """Norm, randomised Walsh-Hadamard rotation, Gaussian Lloyd-Max table: the TurboQuant family."""
 
+    built_by: ClassVar[str] = "kvlab.codec.ladder.hadamard:HadamardCodec"
     codec: Literal["hadamard"] = "hadamard"
     bits: Bits
     seed: int = Field(default=3405691582, ge=0)
@@ -133,6 +139,7 @@ class HadamardStream(Conditioned):
 class OscarStream(Conditioned):
     """OSCAR: eigenvectors of the query covariance, Hadamard, clipping, group scales."""
 
+    built_by: ClassVar[str] = "kvlab.codec.ladder.oscar:OscarCodec"
     codec: Literal["oscar"] = "oscar"
     bits: Bits
     group: int = Field(default=64, ge=2, le=65536)
@@ -145,12 +152,14 @@ class Fp8Stream(Conditioned):
     There is one scale per head and block.
     """
 
+    built_by: ClassVar[str] = "kvlab.codec.ladder.fp8:Fp8Codec"
     codec: Literal["fp8"] = "fp8"
 
 
 class D4Stream(Conditioned):
     """Norm, Hadamard rotation, nearest point of the D4 lattice in as many points as `bits` can index."""
 
+    built_by: ClassVar[str] = "kvlab.codec.ladder.d4:D4Codec"
     codec: Literal["d4"] = "d4"
     bits: Bits
     seed: int = Field(default=3405691582, ge=0)
@@ -159,6 +168,7 @@ class D4Stream(Conditioned):
 class E8Stream(Conditioned):
     """Norm, Hadamard rotation, nearest point of the E8 lattice in as many points as `bits` can index."""
 
+    built_by: ClassVar[str] = "kvlab.codec.ladder.e8:E8Codec"
     codec: Literal["e8"] = "e8"
     bits: Bits
     seed: int = Field(default=3405691582, ge=0)
@@ -172,6 +182,7 @@ class KltStream(Frozen):
     bargain is stored apart.
     """
 
+    built_by: ClassVar[str] = "kvlab.codec.klt.codec:KltCodec"
     codec: Literal["klt"] = "klt"
     bits: float = Field(gt=0, le=8)
     block_size: int = Field(default=512, ge=1, le=65536)
@@ -181,6 +192,7 @@ class KltStream(Frozen):
 class CastStream(Frozen):
     """Each value rounded to `dtype` and back: what an engine of that dtype does to K and V by itself."""
 
+    built_by: ClassVar[str] = "kvlab.codec.controls.cast:CastCodec"
     codec: Literal["cast"] = "cast"
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
@@ -191,6 +203,7 @@ class IsotropicStream(Frozen):
     What the codec's error costs beyond this is due to its direction, not to its size.
     """
 
+    built_by: ClassVar[str] = "kvlab.codec.controls.isotropic:IsotropicCodec"
     codec: Literal["isotropic"] = "isotropic"
     of: Annotated[BlockStream | KltStream, Field(discriminator="codec")]
     seed: int = Field(ge=0)

@@ -67,7 +67,7 @@ def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, para
     codec : str
         A name of `LADDERED`.
     bits : int or None
-        None for `fp8`, which has 8 and no choice.
+        None for a codec that has no choice, as `fp8`.
     conditioning : str
         Empty; ``center``, which removes the calibrated mean of K and of V; or ``center+whiten``, which
         whitens K as well.
@@ -88,7 +88,9 @@ def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, para
     if conditioning and not issubclass(plugins.settings_of(codec), Conditioned):
         raise ParamsError(f"codec {codec!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}")
     if (bits is None) == has_bits(codec):
-        raise ParamsError(f"codec {codec!r} at bits {bits}: fp8 takes no bits, every other codec needs them")
+        raise ParamsError(
+            f"codec {codec!r} at bits {bits}: it {'needs some' if bits is None else 'has no bits to choose'}"
+        )
     if codec == "block":
         return _block(bits, params)
     k, v = own_settings(codec, bits)

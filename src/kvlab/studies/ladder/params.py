@@ -21,7 +21,9 @@ class Ladder(Section):
 
     engine: Engine = Field(default="hf", description="the one engine that it runs on; default: hf if it runs")
     codecs: tuple[Laddered, ...] = Field(default=LADDERED, min_length=1, description="those that are compared")
-    bits: tuple[Bits, ...] = Field(default=(2, 3, 4), min_length=1, description="of both streams; fp8 has none")
+    bits: tuple[Bits, ...] = Field(
+        default=(2, 3, 4), min_length=1, description="of both streams, where a codec has some to choose"
+    )
     conditioned: tuple[Conditionable, ...] = Field(
         default=CONDITIONABLE,
         description="those also measured after mean removal, and after mean removal and whitening; default: all that"

@@ -25,7 +25,9 @@ class Mechanisms(Section):
         " among `protocols`",
     )
     codecs: tuple[Laddered, ...] = Field(default=LADDERED, min_length=1, description="each on every engine of the run")
-    bits: tuple[Bits, ...] = Field(default=(2, 4), min_length=1, description="of both streams; fp8 has none")
+    bits: tuple[Bits, ...] = Field(
+        default=(2, 4), min_length=1, description="of both streams, where a codec has some to choose"
+    )
     cache_dtypes: tuple[Literal["fp8_e4m3", "fp8_e5m2"], ...] = Field(
         default=("fp8_e4m3", "fp8_e5m2"),
         description="that vLLM's own cache is told to store, on a CPU with AVX-512; none: leave them out",
