@@ -88,9 +88,8 @@ def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, para
     if conditioning and not issubclass(plugins.settings_of(codec), Conditioned):
         raise ParamsError(f"codec {codec!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}")
     if (bits is None) == has_bits(codec):
-        raise ParamsError(
-            f"codec {codec!r} at bits {bits}: it {'needs some' if bits is None else 'has no bits to choose'}"
-        )
+        why = "it needs some" if bits is None else "it has no bits to choose"
+        raise ParamsError(f"codec {codec!r} at bits {bits}: {why}")
     if codec == "block":
         return _block(bits, params)
     k, v = own_settings(codec, bits)

@@ -22,7 +22,7 @@ class Ladder(Section):
     engine: Engine = Field(default="hf", description="the one engine that it runs on; default: hf if it runs")
     codecs: tuple[Laddered, ...] = Field(default=LADDERED, min_length=1, description="those that are compared")
     bits: tuple[Bits, ...] = Field(
-        default=(2, 3, 4), min_length=1, description="of both streams, where a codec has some to choose"
+        default=(2, 3, 4), min_length=1, description="of both streams; some codecs have none"
     )
     conditioned: tuple[Conditionable, ...] = Field(
         default=CONDITIONABLE,

@@ -25,9 +25,7 @@ class Mechanisms(Section):
         " among `protocols`",
     )
     codecs: tuple[Laddered, ...] = Field(default=LADDERED, min_length=1, description="each on every engine of the run")
-    bits: tuple[Bits, ...] = Field(
-        default=(2, 4), min_length=1, description="of both streams, where a codec has some to choose"
-    )
+    bits: tuple[Bits, ...] = Field(default=(2, 4), min_length=1, description="of both streams; some codecs have none")
     cache_dtypes: tuple[Literal["fp8_e4m3", "fp8_e5m2"], ...] = Field(
         default=("fp8_e4m3", "fp8_e5m2"),
         description="that vLLM's own cache is told to store, on a CPU with AVX-512; none: leave them out",
