@@ -102,6 +102,7 @@ def tiny_params(tiny_model, tmp_path_factory, base_params):
         "gap": {"origins": ["hf"]},
         "cells": {name: None for name in ("other-calibration", "k2v2", "k4v2", "k2v4", "k3v4", "k4v4")},
         "layers": {"windows": 3},
+        "split": {"windows": 3},
         "noise": {"windows": 3, "sigmas": [0.03, 0.1, 0.3], "groups": ["all", "boundary"]},
         "mitigations": {"windows": 3, "budget": 14.0, "uniform": [[3, 2], [6, 4]]},
         "ladder": {"windows": 3, "bits": [2, 4], "conditioned": ["hadamard"]},

@@ -16,6 +16,7 @@ from kvlab.base.recipe import (
     IsotropicStream,
     KiviStream,
     KltStream,
+    Nf4Stream,
     NoiseStream,
     OscarStream,
 )
@@ -41,6 +42,7 @@ RECIPES = {
     "hadamard": lambda bits: HadamardStream(bits=bits, block_size=BLOCK),
     "oscar": lambda bits: OscarStream(bits=bits, clip=1.0, block_size=BLOCK),
     "fp8": lambda bits: Fp8Stream(block_size=BLOCK),
+    "nf4": lambda bits: Nf4Stream(group=16, block_size=BLOCK),
     "d4": lambda bits: D4Stream(bits=bits, block_size=BLOCK),
     "e8": lambda bits: E8Stream(bits=bits, block_size=BLOCK),
 }

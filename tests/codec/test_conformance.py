@@ -63,7 +63,7 @@ def test_any_shape_and_dtype_comes_back(name, condition, shape, dtype):
     assert (tuple(encoded.shape), encoded.layer, encoded.stream) == (shape, SITE.layer, SITE.stream)
     assert (decoded.shape, decoded.dtype) == (x.shape, torch.float32)
     assert all(array.is_contiguous() and array.dtype in STORABLE for array in arrays(encoded))
-    assert (decoded - x.float()).square().sum() < 0.03 * x.float().square().sum()
+    assert (decoded - x.float()).square().sum() < 0.05 * x.float().square().sum()  # nf4 has four bits in any case
 
 
 @STORING

@@ -9,11 +9,20 @@ from hypothesis import strategies as st
 
 from codec import ladder_making, making
 from kvlab.base.errors import CalibrationMismatch, NonFinite, StreamError
-from kvlab.base.recipe import D4Stream, E8Stream, Fp8Stream, HadamardStream, IntStream, KiviStream, OscarStream
+from kvlab.base.recipe import (
+    D4Stream,
+    E8Stream,
+    Fp8Stream,
+    HadamardStream,
+    IntStream,
+    KiviStream,
+    Nf4Stream,
+    OscarStream,
+)
 from kvlab.codec import products, quantizer, rotation, whitening
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.klt import components
-from kvlab.codec.ladder import halves, lattice, oscar, spread, uniform
+from kvlab.codec.ladder import halves, lattice, nf4, oscar, spread, uniform
 from kvlab.codec.ladder.d4 import D4Codec
 from kvlab.codec.ladder.e8 import E8Codec
 from kvlab.codec.registry import build
@@ -368,3 +377,20 @@ def test_products_do_not_depend_on_how_many_rows_there_are(heads, turned):
             whole = products.product(rows, own)
             for n in (1, 2, 3, 7, 15, 16, 17, 33, 100, 512):
                 assert torch.equal(products.product(rows[:, :n].contiguous(), own), whole[:, :n])
+
+
+def test_nf4_has_the_published_levels():
+    """QLoRA's table (arXiv 2305.14314, appendix E), rounded as it is printed there."""
+    below = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004)
+    above = (0.0, 0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+    torch.testing.assert_close(nf4.levels(), torch.tensor([*below, *above]), rtol=0, atol=1e-6)
+
+
+def test_nf4_is_the_nearest_level_of_each_group():
+    rows = torch.randn(2, 30, 48, generator=torch.Generator().manual_seed(0))
+    codec = nf4.Nf4Codec(Nf4Stream(group=16))
+    decoded = codec.decode(codec.encode(rows, Site(0, 0, "k")))
+    scale = rows.unflatten(-1, (3, 16)).abs().amax(-1, keepdim=True)
+    error = (decoded - rows).unflatten(-1, (3, 16)).abs() / scale
+    widest = nf4.levels().diff().max() / 2
+    assert error.max() <= widest * 1.001 and error.max() > 0.9 * widest

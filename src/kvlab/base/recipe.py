@@ -156,6 +156,14 @@ class Fp8Stream(Conditioned):
     codec: Literal["fp8"] = "fp8"
 
 
+class Nf4Stream(Conditioned):
+    """NormalFloat of 4 bits, with a scale per `group` of neighbouring channels of one token."""
+
+    built_by: ClassVar[str] = "kvlab.codec.ladder.nf4:Nf4Codec"
+    codec: Literal["nf4"] = "nf4"
+    group: int = Field(default=64, ge=2, le=65536)
+
+
 class D4Stream(Conditioned):
     """Norm, Hadamard rotation, nearest point of the D4 lattice in as many points as `bits` can index."""
 
@@ -263,6 +271,7 @@ AnyStream = (
     | E8Stream
     | BlockStream
     | Fp8Stream
+    | Nf4Stream
     | NoiseStream
     | CastStream
     | IsotropicStream
