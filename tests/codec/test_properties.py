@@ -80,7 +80,8 @@ def test_the_whole_chain(name, condition, heads, dim, tokens, exponent, dtype, d
     whitener = ladder_making.calibration(heads, dim).whiteners[making.SITE.layer]
     weigh = whitener.whiten if condition == "whiten" else torch.Tensor.float  # whose error the recipe keeps small
     error = weigh(decoded - x.float()).double().square().sum()
-    assert error < 0.03 * scale**2 * tokens * energy(heads, dim, weigh)
+    near = 0.2 if name == "nf4" else 0.03  # it has four bits whatever is asked, and codes the mean with the rest
+    assert error < near * scale**2 * tokens * energy(heads, dim, weigh)
 
 
 def energy(heads: int, dim: int, weigh: Callable) -> float:
