@@ -97,8 +97,9 @@ ci-cached: $(READY)  ## the report from cache and remote, and which stages ran (
 sync: $(READY)  ## dvc.yaml from the rules, after a rule, a module or the list of models has changed
 	@$(BIN)/python workflow/scripts/dvc_sync.py
 
-params-docs: $(READY)  ## config/PARAMS.md and the JSON schema, after a parameter or dvc.yaml has changed
+params-docs: $(READY)  ## config/PARAMS.md and both JSON schemas, after a parameter, dvc.yaml or metrics.json has changed
 	@$(BIN)/python workflow/scripts/params_docs.py
+	@$(BIN)/python workflow/scripts/metrics_schema.py
 
 headline: $(READY)  ## the block at the top of README.md, from results/ (MODEL=SLUG)
 	@$(BIN)/python -m kvlab step report --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \

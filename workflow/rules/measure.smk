@@ -16,7 +16,7 @@ for unit, contents in UNITS.items():
             f"results/logs/measure/{{model}}/{unit}.log",
         benchmark:
             f"results/benchmarks/measure/{{model}}/{unit}.tsv"
-        priority: 5 if unit.startswith("vllm") else 0  # the longest first
+        priority: 5 * unit.startswith("vllm") + len(contents)  # the longest first: vLLM's, and what holds more
         threads: PARAMS.jobs.threads
         resources:
             mem_mb=8000,

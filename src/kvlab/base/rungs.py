@@ -28,6 +28,7 @@ def one_of(allowed: tuple[str, ...], plugin: bool = False, conditioned: bool = F
     """
 
     def check(name: str) -> str:
+        """The name, or `ValueError`."""
         if name in allowed:
             return name
         others = plugins.names() if plugin and name not in STREAMS else ()

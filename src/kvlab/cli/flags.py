@@ -33,6 +33,7 @@ def recipe(text: str) -> Callable[[str], Path]:
     """A type of argparse: a recipe file; one whose recipe is none is refused without torch, all else by its reader."""
 
     def read(given: str) -> Path:
+        """The file, or argparse's error."""
         file = existing(text)(given)
         try:
             refuse_wrong_recipe(file)
@@ -59,6 +60,7 @@ def existing(text: str) -> Callable[[str], Path]:
     writer = re.search(r"`(kvlab [^`]+)` wrote", text) or re.search(r" of `(kvlab [^`]+)`", text)
 
     def read(given: str) -> Path:
+        """The path, or argparse's error."""
         if not Path(given).exists():
             hint = f"; run `{writer[1]}`" if writer else ""
             raise argparse.ArgumentTypeError(f"cannot read {given}: no such file{hint}")
