@@ -187,8 +187,8 @@ def test_the_ladder_runs_on_its_own_engine_and_scores_every_rung_on_every_text(b
     names = {text: [cell.label for cell in cells if cell.text == text] for text in params.ladder.texts}
     assert names["test"] == names["other"] and len(set(names["test"])) == len(names["test"])
     assert {"klt 2", "kivi+center 4", "hadamard+center+whiten 2", "fp8", "block 4"} <= set(names["test"])
-    with_bits, conditioned = 8 * 2 + 6 * 2 * 2, 1 + 2  # fp8 has no bits
-    assert len({cell.cell_id for cell in cells}) == len(cells) == 2 * (with_bits + conditioned)
+    with_bits, without = 8 * 2 + 6 * 2 * 2, 2 * (1 + 2)  # fp8 and nf4 have one rate
+    assert len({cell.cell_id for cell in cells}) == len(cells) == 2 * (with_bits + without)
 
 
 def test_the_ladder_is_no_study_of_the_report(base_params):

@@ -125,7 +125,7 @@ def test_what_cannot_be_a_stream_is_refused(tiny_params, tiny_calibration, tmp_p
     cast = Recipe(k=PLAIN.k, v=CastStream())
     isotropic = Recipe(k=IsotropicStream(of=KltStream(bits=2), seed=0), v=PLAIN.v)
     for recipe, layers, window, error, said in (
-        (noise, None, 0, CapabilityError, "'noise' of stream k writes no codes.* allowed: identity, block"),
+        (noise, None, 0, CapabilityError, "'noise' of stream k writes no codes.* allowed: identity, klt"),
         (cast, None, 0, CapabilityError, "'cast' of stream v writes no codes"),
         (isotropic, None, 0, CapabilityError, "'isotropic' of stream k writes no codes"),
         (PLAIN, [3], 0, ParamsError, "layer 3; the model has 0 to 2"),

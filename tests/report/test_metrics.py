@@ -102,6 +102,7 @@ def test_top_level_shape(metrics, params):
         *("identity", "settings", "sizes", "floor", "baseline", "baseline_peers", "agreement", "agreement_why", "gap"),
         *("factors", "cells"),
         *("layers", "additivity", "noise", "noise_slope", "closure", "structure", "residual", "mitigations"),
+        "split",
         *("codebooks", "sigma", "schema_version"),
     }
     json.dumps(metrics, allow_nan=False)
