@@ -19,6 +19,7 @@ REQUIRED = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner computes prompt logits in pieces
 }
 SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, of engines that are not told how much they need, as those of `kvlab eval`
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `jobs.threads` decides; bound threads of two jobs share a core
