@@ -1,5 +1,7 @@
 # A rule for every engine and dtype: it measures the jobs of all studies there, with one start of the engine.
 # What was measured before under the same identity is in the store, so that other parameters measure what is new.
+# The longest begins first, as the default run took on two cores: what ends last should not begin last.
+SHORTEST_FIRST = ("hf-mechanisms", "hf-bfloat16", "hf-float32", "vllm-float32", "vllm-bfloat16")
 for unit, contents in UNITS.items():
     if unit == plan.LADDER:
         continue  # has a file of its own: FINDINGS.md does not need it
@@ -16,7 +18,7 @@ for unit, contents in UNITS.items():
             f"results/logs/measure/{{model}}/{unit}.log",
         benchmark:
             f"results/benchmarks/measure/{{model}}/{unit}.tsv"
-        priority: 5 * unit.startswith("vllm") + len(contents)  # the longest first: vLLM's, and what holds more
+        priority: SHORTEST_FIRST.index(unit) if unit in SHORTEST_FIRST else 0
         threads: PARAMS.jobs.threads
         resources:
             mem_mb=8000,
