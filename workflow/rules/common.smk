@@ -30,7 +30,7 @@ from kvlab.studies.settings import Settings, by_model, resolved
 from kvlab.base.recipe import IDENTITY
 
 CHAPTERS = sorted(register.modules().values())  # which the report loads by name
-FIGURES = [name for chapter in register.chapters().values() for name in chapter.figures]
+FIGURES = register.figure_names()
 TEMPLATES = sorted(
     str(path)
     for pattern in ("report/templates/*", "report/assets/*", "studies/*/*.j2")
