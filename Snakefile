@@ -71,4 +71,4 @@ onsuccess:
 
 
 onerror:
-    print("", failures(log), "", sep="\n", file=sys.stderr)
+    print("", failures.told(log), "", sep="\n", file=sys.stderr)

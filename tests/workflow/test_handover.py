@@ -304,6 +304,16 @@ def handover():
     sys.path.remove(str(HANDOVER.parent))
 
 
+@pytest.fixture
+def both_tools(handover):
+    return sys.modules["both_tools"]
+
+
+@pytest.fixture
+def job_records(handover):
+    return sys.modules["job_records"]
+
+
 @pytest.fixture(scope="module")
 def plan_of_first_made(first_made, handover):
     """What adopt learns from both tools in the unspoilt place."""
@@ -314,11 +324,13 @@ def plan_of_first_made(first_made, handover):
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_what_snakemake_did_not_make_is_not_recorded(handover, plan_of_first_made, made, name, monkeypatch):
+def test_what_snakemake_did_not_make_is_not_recorded(
+    handover, job_records, plan_of_first_made, made, name, monkeypatch
+):
     monkeypatch.chdir(made.folder)
-    handover.digest.cache_clear()
+    job_records.digest.cache_clear()
     handover.check_adoptable(*plan_of_first_made)
-    handover.digest.cache_clear()
+    job_records.digest.cache_clear()
     spoil, what, mend = SPOILT[name]
     spoil(made)
     with pytest.raises(handover.Refusal) as refusal:
@@ -360,8 +372,8 @@ def test_a_stage_is_recorded_whole_and_stale_ones_are_left(recorded):
     assert "draw: Snakemake would make results/draw.txt again" in recorded.refused("adopt", "draw")
 
 
-def test_a_stage_is_recorded_after_what_it_reads(handover):
-    fit, draw = handover.Stage("fit", ("calib/fit",), ()), handover.Stage("draw", ("results/draw.txt",), ("fit",))
+def test_a_stage_is_recorded_after_what_it_reads(handover, both_tools):
+    fit, draw = both_tools.Stage("fit", ("calib/fit",), ()), both_tools.Stage("draw", ("results/draw.txt",), ("fit",))
     changed = {"fit": {}, "draw": {}}
     handover.check_upstream(draw, [draw], {"draw": {}})
     handover.check_upstream(draw, [fit, draw], changed)
@@ -369,12 +381,12 @@ def test_a_stage_is_recorded_after_what_it_reads(handover):
         handover.check_upstream(draw, [draw], changed)
 
 
-def test_what_dvc_restored_is_to_be_made_known_first(handover):
-    fit, draw = handover.Stage("fit", ("calib/fit",), ()), handover.Stage("draw", ("results/draw.txt",), ("fit",))
-    made = [handover.Made("results/draw.txt", "draw_all", "ok", True)]
+def test_what_dvc_restored_is_to_be_made_known_first(handover, both_tools):
+    fit, draw = both_tools.Stage("fit", ("calib/fit",), ()), both_tools.Stage("draw", ("results/draw.txt",), ("fit",))
+    made = [both_tools.Made("results/draw.txt", "draw_all", "ok", True)]
     with pytest.raises(handover.Refusal, match=r"draw: .* would be made again.; run: snakemake -- draw"):
         handover.check_done(draw, made, [fit])
-    made.append(handover.Made("calib/fit/hf.txt", "fit_one", "params changed", True))
+    made.append(both_tools.Made("calib/fit/hf.txt", "fit_one", "params changed", True))
     with pytest.raises(handover.Refusal, match=r"fit: .*params changed.; DVC restored it, .* make pull STAGE='fit'"):
         handover.check_done(draw, made, [fit])
 

@@ -13,6 +13,7 @@ SRC = Path("src")
 sys.path[:0] = [str(SRC.resolve()), str(Path("workflow/scripts").resolve())]
 
 import closure
+import failures
 import onerun
 import unedited
 from closure import Code
@@ -384,22 +385,3 @@ def jobs_of(slug, kind, studies):
 def job_names(slug, study):
     """The jobs of one model and study."""
     return plan.job_names(MODELS[slug], study)
-
-
-def failures(snakemake_logs):
-    """What failed and why: how each failed job ended, its log, and the log's last line."""
-    text = "".join(Path(path).read_text() for path in snakemake_logs)
-    failed = re.findall(r"^Error in \w+ (\w+):.*?^    log: (\S+)", text, re.M | re.S)
-    lines = [f"{name} failed; {path} ends with\n    {last_line(Path(path))}" for name, path in failed]
-    if re.search(r"died with <Signals|exit status (137|143)\b", text):
-        lines.append(
-            "A job was killed from outside; without a reason in its log that is often a lack of memory."
-        )
-    return "\n".join([*lines, "Mend that and type the same command again: what is done stays done."])
-
-
-def last_line(path):
-    """The last words of a log; a progress bar overwrites its line, so those are lines too."""
-    text = path.read_text(errors="replace") if path.exists() else ""
-    words = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
-    return words[-1] if words else "nothing: it was killed at once, or a folder could not be written"
