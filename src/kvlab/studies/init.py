@@ -33,7 +33,7 @@ models:
 $models
 corpus:
   source: $source          # `docstrings`, a text file or glob, or `datasets:ID[/config=NAME]`
-  other: licences             # scored too, by `ladder`: `licences`, a text file or glob, or null for none
+  other: licences             # scored too, by `ladder`: `licences`, `encyclopedia`, a text file or glob, or null
 
 windows:
   context: $context                # tokens whose K and V are coded

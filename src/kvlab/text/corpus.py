@@ -25,10 +25,12 @@ from kvlab.base.model import check_window, load_tokenizer, resolve
 from kvlab.base.params import Corpus, Params, Windows
 from kvlab.base.recipe import Text
 from kvlab.base.records import atomic, forget, from_header, sha256, to_header, write_json, write_table
+from kvlab.text import encyclopedia, licences
 
 TOKENIZED_AT_ONCE = 1000  # documents; a corpus may be far larger than what its windows need
 SHINGLE = 64  # tokens; a run this long in both splits is a copy, not chance
 DATASETS_PREFIX = "datasets:"
+OTHERS = {"encyclopedia": encyclopedia, "licences": licences}  # what `corpus.other` may name, beside files
 DOCUMENTS = pl.Schema({"text": pl.String})  # of the test split, in the order in which the windows are cut
 DOCSTRINGS_RECORD = Path("models/reference/corpus.json")  # what `corpus.source: docstrings` must hash to
 
@@ -157,12 +159,11 @@ def read_other(corpus: Corpus) -> tuple[list[str], dict]:
     """Documents of the other text, and what ``windows.json`` says of it; both empty without one."""
     if corpus.other is None:
         return [], {}
-    if corpus.other == "licences":
-        from kvlab.text import licences as corpus_licences
-
-        licences = corpus_licences.extract()
-        return [licence.text for licence in licences], {"licences": corpus_licences.describe(licences)}
-    return paragraphs_of(corpus.other, "corpus.other", "`licences`"), {}
+    if corpus.other in OTHERS:
+        reader = OTHERS[corpus.other]
+        found = reader.extract()
+        return [document.text for document in found], {corpus.other: reader.describe(found)}
+    return paragraphs_of(corpus.other, "corpus.other", " or ".join(f"`{name}`" for name in OTHERS)), {}
 
 
 def file_documents(source: str) -> dict[str, list[str]]:

