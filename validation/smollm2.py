@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -32,6 +31,8 @@ def build(folder: Path) -> None:
         what ``origin.json`` says.
     """
     origin = read_origin(folder)
+    if origin is None:
+        raise ModelError(f"{folder} has no {ORIGIN} that says what its weights are made from")
     try:
         gguf = read(origin.wheel_file)
     except StorageError as error:
@@ -81,8 +82,3 @@ def check_files(made: Path, origin: Origin) -> None:
             f"{', '.join(wrong)} came out otherwise than {ORIGIN} says, with sha256"
             f" {', '.join(found[name] for name in wrong)}; use the pinned requirements"
         )
-
-
-def describe(folder: Path) -> str:
-    """What was made, for the log."""
-    return json.dumps({name: (folder / name).stat().st_size for name in read_origin(folder).files})

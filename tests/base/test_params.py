@@ -11,8 +11,8 @@ from dvc.utils.hydra import apply_overrides
 
 from kvlab.base.errors import ParamsError, UnknownName
 from kvlab.base.paramfile import assignment, overlay, preset, read_yaml
-from kvlab.base.params import coded_layers, studied_recipe
 from kvlab.base.rungs import default_recipe, ladder_recipe
+from kvlab.base.studied import coded_layers, studied_recipe
 from kvlab.lab import plan
 from kvlab.studies.cells.params import CELLS, RUNGS, reads_components
 from kvlab.studies.settings import Settings, by_model, left_out, one_of, read_params, resolved
@@ -682,3 +682,19 @@ def test_a_default_cell_that_cannot_be_is_left_out_and_named(root, monkeypatch):
     data = overlay(read_yaml(root / "params.yaml"), {"engines": ["hf"]})
     (params,) = by_model(data).values()
     assert left_out(params, data) == ["other-calibration"] and "other-calibration" not in params.cells
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        (
+            {"studies": ["layer"]},
+            "'layer' is no study of the report; allowed: cells, factors, .* did you mean 'layers'?",
+        ),
+        ({"cells": {"k-onl": None}}, "cells.k-onl is null, which takes an entry out, and there is none; did you mean"),
+    ],
+)
+def test_a_study_or_a_cell_that_there_is_not_is_refused_by_name(root, said, line):
+    data = overlay(read_yaml(root / "params.yaml"), said)
+    with pytest.raises(ParamsError, match=line):
+        by_model(data)

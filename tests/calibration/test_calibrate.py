@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from kvlab.base.errors import NonFinite, UserError
 from kvlab.base.model import resolve
-from kvlab.base.params import studied_recipe
 from kvlab.base.recipe import IDENTITY, KltStream, Recipe
 from kvlab.base.records import from_header
+from kvlab.base.studied import studied_recipe
 from kvlab.calibration import load as calibration
 from kvlab.calibration.calibrate import calibrate, fitted
 from kvlab.calibration.capture import Captured, capture, observe, sample_of

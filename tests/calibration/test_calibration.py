@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from kvlab.base.errors import CalibrationMismatch
 from kvlab.base.model import resolve
 from kvlab.base.paramfile import overlay
-from kvlab.base.params import studied_recipe
 from kvlab.base.recipe import IDENTITY, HadamardStream, KltStream, OscarStream, Recipe, digest
 from kvlab.base.records import file_hash, from_header, to_header
 from kvlab.base.rungs import default_recipe, ladder_recipe
+from kvlab.base.studied import studied_recipe
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured, capture
 from kvlab.calibration.components import FIELDS, fit_components

@@ -247,7 +247,7 @@ def test_a_full_disk_loses_the_job_and_nothing_else(
 
 
 def test_a_fault_is_exit_code_one(tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("kvlab.lab.subjects.CANARY_MIN", 1e9)
+    monkeypatch.setattr("kvlab.lab.scoring.CANARY_MIN", 1e9)
     code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys)
     assert code == 1 and "does not reach the attention" in err
     assert not (tmp_path / "out").exists()

@@ -38,7 +38,7 @@ REFUSED = {
     "bits that a codec does not have": (f"calibrate --model {MODEL} --codec fp8 --bits 4 --out x.kv", "no choice"),
     "an engine": (f"measure {MODEL} --text README.md --engine vlm", "'vllm'"),
     "positions": (f"measure {MODEL} --text README.md --context 4096", "4096 positions"),
-    "a number": (f"measure {MODEL} --text README.md --windows 1", "'1' is no whole number from 2"),
+    "a number": (f"measure {MODEL} --text README.md --windows 1", "'1'; allowed: a whole number of at least 2"),
     "no calibration": (f"measure {MODEL} --text README.md --calibration x.kv", "run `kvlab calibrate`"),
     "a calibration that is none": (f"measure {MODEL} --text README.md --calibration README.md", "`kvlab calibrate`"),
     "a folder to write": (f"measure {MODEL} --text README.md --json docs", "docs: it is a folder"),

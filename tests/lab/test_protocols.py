@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvlab.base.errors import CodecNotActive
-from kvlab.base.params import studied_recipe
 from kvlab.base.recipe import IDENTITY, Cell, IdentityStream, NoiseStream, Recipe, digest
+from kvlab.base.studied import studied_recipe
 from kvlab.calibration import load as calibration
 from kvlab.codec.base import Site
 from kvlab.codec.controls.identity import IdentityCodec

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from kvlab.base.params import Params, coded_layers
+from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, BlockStream, Cell, NoiseStream, digest
 from kvlab.base.records import (
     TOKENS,
@@ -25,6 +25,7 @@ from kvlab.base.records import (
     write_json,
     write_table,
 )
+from kvlab.base.studied import coded_layers
 from kvlab.calibration.needs import coded_by, pieces
 from kvlab.lab import plan
 from kvlab.studies.baseline.truth import peer_of
@@ -88,7 +89,7 @@ class Paths:
     codebooks: list[Path]
     sigmas: list[Path]
     residual: list[Path]
-    choice: Path
+    choice: Path | None
 
     @property
     def sources(self) -> Sources:
@@ -108,7 +109,7 @@ def write_results(folder: Path | str, params: Params, effects: Effects | None = 
     folder, effects = Path(folder), effects or Effects()
     text = Text(params, effects)
     jobs = []
-    for study in plan.STUDIES:
+    for study in plan.studies(params):
         for name, cells in plan.jobs(params, study, CHOICE).items():
             path = folder / "results" / study / f"{name}.json"
             tokens = pl.concat(
@@ -127,11 +128,11 @@ def write_results(folder: Path | str, params: Params, effects: Effects | None = 
         jobs=jobs,
         codebooks=[
             write_codebooks(folder, params, origin)
-            for origin in dict.fromkeys(o for study in plan.STUDIES for o in plan.origins(params, study))
+            for origin in dict.fromkeys(o for study in plan.studies(params) for o in plan.origins(params, study))
         ],
         sigmas=[write_sigma(folder, params, engine) for engine in params.engines],
         residual=write_residuals(folder / "results" / "residual", params),
-        choice=write_choice(folder, params),
+        choice=write_choice(folder, params) if plan.CHOSEN in plan.studies(params) else None,
     )
 
 

@@ -118,7 +118,7 @@ def test_the_first_screen_says_what_to_use_and_at_what_price(written):
     found = first(written(claims("reference")))
     assert "\n**Use klt at 4 bits**. It stores 4.19 bits for each value of the cache" in found
     assert "a KL of 0.00234 [0.00213, 0.00255] nats per token" in found and "87.5 [82.5, 91.5] % are found" in found
-    assert "Of the 2 codecs tried it is the one that stores least" in found
+    assert "Of the 2 settings tried it is the one that stores least" in found
     assert "| klt at 4 bits | 4.19 | 0.00234 [0.00213, 0.00255] | – | yes |" in found
     assert "| no, loses too much: KL |" in found and "1234" not in found
 
@@ -131,7 +131,7 @@ def test_a_preview_says_what_is_open_and_nothing_at_all_is_said_too(written):
     assert "**Use klt at 4 bits**, as a preview." in found
     assert "the change of the loss and the needles found are open, which means that the tests are too small" in found
     given["answers"][0] |= {"word": "none", "row_id": None}
-    assert "**Nothing yet.** Of the 2 codecs that were tried on transformers" in first(written(given))
+    assert "**Nothing yet.** Of the 2 settings of codecs that were tried on transformers" in first(written(given))
     assert "The gate has judged no codec of this model" in first(written(None))
 
 

@@ -328,7 +328,7 @@ def test_compare_writes_three_files_and_reads_no_parameters(small, large, compar
         (lambda small, large: {"a": small | {"schema_version": 7}}, "a.json is of schema_version 7, this kvlab reads"),
         (
             lambda small, large: {"a": {k: v for k, v in small.items() if k != "settings"}},
-            "a.json is no metrics of version 1: settings: Field required",
+            "a.json is no metrics of version 2: settings: Field required",
         ),
     ],
 )

@@ -100,7 +100,7 @@ def edit_cells(record, change, only=lambda cell: True):
 def test_top_level_shape(metrics, params):
     assert set(metrics) == {
         *("identity", "settings", "sizes", "floor", "baseline", "baseline_peers", "agreement", "agreement_why", "gap"),
-        *("factors", "cells"),
+        *("gap_by_text", "factors", "cells"),
         *("layers", "additivity", "noise", "noise_slope", "closure", "structure", "residual", "mitigations"),
         "split",
         *("codebooks", "sigma", "schema_version"),

@@ -32,7 +32,7 @@ def test_report_of_planted_results(tmp_path, monkeypatch, engines, effects, answ
     findings.write(params, found, judge(params, found), out)
     text = out.read_text()
     front, _, rest = text.partition("\n## What the gap decomposes into\n")
-    answered = front.partition("\n## What the published gap is made of\n")[2].partition("\n## ")[0]
+    answered = front.partition("\n## What separates the published study's two settings here\n")[2].partition("\n## ")[0]
     if answer == PLANTED:
         (first, *_) = [row for row in answered.splitlines() if row.startswith("| ") and "---" not in row][1:]
         assert PLANTED in first and "clear of zero" in first and CLAIM in rest

@@ -32,7 +32,7 @@ class Engines:
     def __init__(self):
         self.open, self.closed = {}, []
 
-    def start(self, name, info, dtype, attention=None, *, max_tokens):
+    def start(self, name, info, dtype, attention=None, *, max_tokens, cache_dtype="auto"):
         engine = HFEngine(info, dtype, "sdpa" if name == "vllm" else attention, max_tokens)
         engine.close = lambda: self.closed.append(engine)
         self.open[f"{name}-{dtype}-{attention}"] = engine

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvlab.base.errors import CodecNotActive
 from kvlab.base.paramfile import overlay
-from kvlab.base.params import coded_layers
 from kvlab.base.recipe import IdentityStream, StreamRecipe
+from kvlab.base.studied import coded_layers
 from kvlab.engines.base import context_of
 from kvlab.lab.coding import CleanCapture
 from kvlab.studies.mitigations import plan

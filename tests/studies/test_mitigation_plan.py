@@ -6,9 +6,9 @@ import pytest
 
 from kvlab.base.errors import MissingResult, StaleResult, StorageError
 from kvlab.base.paramfile import overlay
-from kvlab.base.params import coded_layers, studied_recipe
 from kvlab.base.recipe import IDENTITY
 from kvlab.base.records import Provenance, write_json
+from kvlab.base.studied import coded_layers, studied_recipe
 from kvlab.lab import plan as plans
 from kvlab.studies.mitigations import plan
 from kvlab.studies.mitigations.plan import Choice, ChoiceRecord, Step, current, read_choice, search_id

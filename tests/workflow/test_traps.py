@@ -75,8 +75,9 @@ def test_parameters_reach_a_rule_by_name_and_never_as_a_file(rules):
     """params.yaml as an input reruns everything; loose params are compared as a set of values without names."""
     assert [name for name, rule in rules.items() if "params.yaml" in rule["input"]] == []
     working = {name: rule["params"] for name, rule in rules.items() if rule["runs"]}
-    # `folder`: where the outputs lie; `measure`: which they are; the codes: what measures the rows of the gate
-    allowed = {"code", "cfg", "folder", "measure", "measured_code", "rows_code"}
+    # `folder`: where the outputs lie; `measure`: which they are; `foreign`: codecs of other packages, with their
+    # versions; `told`: what is said of models; the codes: what measures the rows of the gate
+    allowed = {"code", "cfg", "folder", "foreign", "measure", "measured_code", "rows_code", "told"}
     assert {name: params for name, params in working.items() if not set(params) <= allowed} == {}
 
 

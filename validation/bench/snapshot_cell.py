@@ -7,6 +7,7 @@ and decoding (judging its errors among it) should cost a small part of a forward
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -51,8 +52,16 @@ def snapshot_cells(info: ModelInfo, out: Path, dtype: str = "float32") -> pl.Dat
         forward that the rest of the cell takes.
     """
     torch.set_num_threads(1)
-    engine = start("hf", info, dtype, max_tokens=CONTEXT + EVAL)
-    ids = windows_of(info.vocab_size)
+    with closing(start("hf", info, dtype, max_tokens=CONTEXT + EVAL)) as engine:
+        took = timed(engine, windows_of(info.vocab_size))
+    table = pl.DataFrame([summary(codec, rows[1:]) for codec, rows in took.items()])  # the first warms up
+    write_text(out / "SNAPSHOT.md", page(table, info.slug, dtype))
+    write_text(out / "snapshot.csv", table.write_csv())
+    return table
+
+
+def timed(engine: Engine, ids: list[list[int]]) -> dict[str, list[tuple[float, ...]]]:
+    """By codec, `seconds_of` each window after those that calibrate."""
     recipes = {codec: named_recipe(codec, BITS if has_bits(codec) else None) for codec in CODECS}
     found = calibrate(engine, ids[:CALIBRATION], list(recipes.values()), corpus_hash=digest({"ids": ids[:CALIBRATION]}))
     cells = {codec: cell_of(engine, recipe) for codec, recipe in recipes.items()}
@@ -62,11 +71,7 @@ def snapshot_cells(info: ModelInfo, out: Path, dtype: str = "float32") -> pl.Dat
         _ = run.over_clean  # made once for all cells
         for codec, cell in cells.items():
             took[codec].append(seconds_of(engine, run, cell, Coder(cell, found)))
-    engine.close()
-    table = pl.DataFrame([summary(codec, rows[1:]) for codec, rows in took.items()])  # the first warms up
-    write_text(out / "SNAPSHOT.md", page(table, info.slug, dtype))
-    write_text(out / "snapshot.csv", table.write_csv())
-    return table
+    return took
 
 
 def windows_of(vocab_size: int) -> list[list[int]]:

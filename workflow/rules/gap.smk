@@ -1,11 +1,12 @@
 rule gap_metrics:
     """Every number of a model's report, with its interval; refused where rows may not be compared."""
     input:
+        model=model_files(),
         sigmas=of_model("calib/sigma/{model}/{engine}.json", engine=CAPTURED),
         codebooks=of_model("calib/codebooks/{model}/{origin}.json", origin=TABLE_ORIGINS),
         residual=of_model("results/residual/{model}/{engine}.json", engine=CAPTURED),
         residual_rows=of_model("results/residual/{model}/{engine}.parquet", engine=CAPTURED),
-        choice="results/choice/{model}.json",
+        choice=["results/choice/{model}.json"] if plan.CHOSEN in STUDIES else [],
         baseline=of_model("results/baseline/{model}/{run}.json", run=RUNS),
         baseline_rows=of_model("results/baseline/{model}/{run}.parquet", run=RUNS),
         jobs=job_files("json"),
@@ -20,7 +21,7 @@ rule gap_metrics:
         mem_mb=4000,
         runtime=60,
     params:
-        code=Code("kvlab.report.metrics", *CHAPTERS, *map(plan.module, plan.STUDIES)),
+        code=Code("kvlab.report.metrics", *CHAPTERS, *map(plan.module, STUDIES)),
         cfg=pick(*METRICS_KEYS),
     message:
         "gap: numbers and intervals of {wildcards.model}"

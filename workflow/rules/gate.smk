@@ -58,6 +58,7 @@ rule gate_report:
     params:
         code=Code("kvlab.gate.page"),
         cfg=parameters("model", "engines"),
+        told=DISCLOSURES,
     message:
         "gate: {output.page}"
     shell:
@@ -66,6 +67,7 @@ rule gate_report:
         " --records {input.records:q}"
         " --mechanisms {input.mechanisms:q}"
         " --evals {input.evals:q}"
+        " --disclosures {params.told:q}"
         " --out {output.page:q}"
         " --json {output.claims:q}"
         " > {log:q} 2>&1"

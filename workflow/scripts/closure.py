@@ -39,25 +39,18 @@ def module_file(name):
 
 @lru_cache(None)
 def files(*modules):
-    """The files of `modules` and of everything in src/ that they import, sorted.
+    """The files of `modules` and of everything in this repository that they import, sorted.
 
     What a module loads by name at run time (an engine, a codec) cannot be seen and is to be named too.
     """
     for name in modules:
         if module_file(name) is None:
             raise ValueError(f"a rule names the module {name!r}, which is not in this repository")
-    todo, seen = set(modules), {}
-    while todo:
-        name = todo.pop()
-        path = module_file(name)
-        if path is not None:
-            seen[name] = str(path)
-            todo |= code.imports(name, path) - seen.keys()
-    return tuple(sorted(seen.values()))
+    return tuple(sorted(map(str, code.reached(modules, module_file).values())))
 
 
 class Code(str):
-    """Digest of what `modules` do, and everything in src/ that they import, for a rule's `params`.
+    """Digest of what `modules` do, and everything in this repository that they import, for a rule's `params`.
 
     Snakemake runs a job again when it is another one: comments, docstrings and layout are no part of it.
     """

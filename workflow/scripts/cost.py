@@ -103,7 +103,7 @@ def resize(source, target, layers):
 def parameters(point, model):
     """The parameters of the root with one job's worth of ladder: `cells` rungs of klt, on one text."""
     changes = {
-        "models": [{"path": str(model), "n_layers": point.layers}],
+        "models": [{"path": str(model)}],
         "corpus": {"source": "src/**/*.py", "other": None},
         "windows": {"calib": 4},
         "codec": {"boundary_layers": [0], "whiten_skip_layers": [0]},

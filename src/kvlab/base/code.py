@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -45,14 +46,19 @@ def sources(*modules: str) -> tuple[Path, ...] | None:
     """
     if any(_file(name) is None for name in modules):
         return None
+    return tuple(sorted(set(reached(modules, _file).values())))
+
+
+def reached(modules: Iterable[str], locate: Callable[[str], Path | None]) -> dict[str, Path]:
+    """The files of modules and of everything that they import, by name, as far as `locate` finds them."""
     todo, seen = set(modules), {}
     while todo:
         name = todo.pop()
-        path = _file(name)
+        path = locate(name)
         if path is not None:
             seen[name] = path
             todo |= imports(name, path) - seen.keys()
-    return tuple(sorted(set(seen.values())))
+    return seen
 
 
 def _file(name: str) -> Path | None:

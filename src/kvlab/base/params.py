@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from kvlab.base.errors import ParamsError
 from kvlab.base.paramfile import explained, unknown_key
-from kvlab.base.recipe import Bits, BlockSettings, BlockStream, DType, Engine, Frozen, Protocol, Recipe
+from kvlab.base.recipe import Bits, BlockSettings, DType, Engine, Frozen, Protocol
 
 SLUG = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -113,6 +113,22 @@ class Corpus(Section):
         default="licences",
         description="text of another domain: `encyclopedia`, `licences`, or a file or glob; null for none",
     )
+    scored: tuple[Literal["test", "other"], ...] = Field(
+        default=("test",),
+        min_length=1,
+        description="texts that the scored windows are cut from, in turn; `test`: held out of `source`",
+    )
+
+    def text_of(self, window: int) -> str:
+        """The text that a scored window is cut from."""
+        return self.scored[window % len(self.scored)]
+
+    def problems(self, params: Params) -> Iterator[str]:
+        """A text that is scored and not named, or named twice."""
+        if "other" in self.scored and self.other is None:
+            yield "corpus.scored names 'other', and corpus.other is null; name a text there, or leave it out"
+        if len(set(self.scored)) < len(self.scored):
+            yield f"corpus.scored is {', '.join(self.scored)}; allowed: each text once"
 
 
 class Windows(Section):
@@ -263,6 +279,7 @@ class Params(Frozen):
     protocols: tuple[Protocol, ...] = Field(
         default=("in_forward", "snapshot"), min_length=1, description="protocols of the run"
     )
+    studies: tuple[str, ...] | None = None  # which of them are measured; see `kvlab.studies.settings.Settings`
     calibration: Calibration = Calibration()
     codec: Codec = Codec()
     jobs: Jobs = Jobs()
@@ -361,39 +378,3 @@ def as_far(lines: Iterator[str]) -> Iterator[str]:
         yield from lines
     except Undeclared:
         return
-
-
-def studied_recipe(params: Params, variance_ratio: float | None = None) -> Recipe:
-    """The recipe that params.yaml describes, at another `variance_ratio` if one is given."""
-    codec = params.codec
-    shared = codec.model_dump(include=set(BlockSettings.model_fields)) | {"codebook": params.calibration.codebooks}
-    if variance_ratio is not None:
-        shared["variance_ratio"] = variance_ratio
-    k = BlockStream(
-        bits=params.bits,
-        outlier_threshold=codec.outlier_threshold,
-        metric=codec.published_decoder or "mse",
-        share_basis=codec.share_basis,
-        whiten=codec.whiten,
-        whiten_skip_layers=codec.whiten_skip_layers if codec.whiten else (),
-        emulate_published_decoder=codec.published_decoder is not None,  # the published V kept its scale
-        **shared,
-    )
-    v = BlockStream(
-        bits=params.v_bits,
-        outlier_threshold=codec.v_outlier_threshold,
-        share_basis=codec.v_share_basis,
-        whiten=False,
-        **shared,
-    )
-    return Recipe(k=k, v=v)
-
-
-def coded_layers(params: Params) -> tuple[int, ...]:
-    """All layers but the boundary layers."""
-    return tuple(i for i in range(params.model.n_layers) if i not in params.codec.boundary_layers)
-
-
-def variance_ratios(params: Params) -> tuple[float, ...]:
-    """Those of the factor, and the studied one."""
-    return tuple(dict.fromkeys((*params.gap.variance_ratios, params.codec.variance_ratio)))

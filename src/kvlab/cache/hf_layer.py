@@ -76,7 +76,7 @@ class CodecLayer(CacheLayerMixin):
     turned : frozenset of str
         Streams that the codec sees before the rotary embedding.
     semantics : {"in_forward", "serving"}
-        See the module.
+        See `hf_cache`.
     keep_decoded : bool
         Hold a decoded copy of everything, rather than decode everything in every call.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 
@@ -214,12 +215,11 @@ def capture(params: Params, engine: str, windows_path: Path, out: Path) -> None:
     torch.set_num_threads(params.jobs.threads)
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
-    running = start(engine, info, params.calibration.dtype, max_tokens=windows.calib.shape[1])
-    calib = windows.calib.tolist()
-    found = observe(running, calib, windows.context, windows.corpus_hash, params.calibration.sample)
+    with closing(start(engine, info, params.calibration.dtype, max_tokens=windows.calib.shape[1])) as running:
+        calib = windows.calib.tolist()
+        found = observe(running, calib, windows.context, windows.corpus_hash, params.calibration.sample)
     with atomic(out) as temporary:
         save_file(found.tensors, temporary, metadata=to_header(found.metadata))
-    running.close()
 
 
 class Captured(Observed):

@@ -17,7 +17,7 @@ def calibrate_verb(args: argparse.Namespace) -> None:
 
       kvlab calibrate --model models/reference --codec klt --bits 4 --out klt4.kv
     """
-    from kvlab.cli.checked import config_of, has_bits, readable_text, recipe_of, refuse_absent, writable
+    from kvlab.cli.checked import config_of, has_bits, readable_text, recipe_of, refuse_absent, refuse_long, writable
 
     config = config_of(args.model)
     refuse_absent(args.engine)
@@ -31,6 +31,8 @@ def calibrate_verb(args: argparse.Namespace) -> None:
     from kvlab.calibration.needs import needs_calibration
 
     needy = any(needs_calibration(stream) for stream in (recipe.k, recipe.v))
+    if needy:
+        refuse_long(args.context, config)
     about = _fitted(args, recipe, text) if needy else _unfitted(args, recipe)
     print(f"{args.out}: recipe {recipe.recipe_id}, {args.out.stat().st_size} bytes")
     print(about)

@@ -92,9 +92,9 @@ def recipe_of(codec: str, bits: float | None = None, v_bits: float | None = None
     """The recipe of a codec, K at `bits` and V at `v_bits` if they are given; raises as `recipes_of`."""
     from kvlab.codec.recipes import named_recipe
 
-    for given in (bits, v_bits):
+    for flag, given in (("--bits", bits), ("--v-bits", v_bits)):
         if given is not None and not 0 < given <= MOST_BITS:
-            raise UserError(f"--bits {given:g}; allowed: more than 0, at most {MOST_BITS}")
+            raise UserError(f"{flag} {given:g}; allowed: more than 0, at most {MOST_BITS}")
     return named_recipe(codec, _whole(bits), _whole(v_bits))
 
 
@@ -109,6 +109,16 @@ def _whole(bits: float | None) -> float | None:
     return int(bits) if bits is not None and bits == int(bits) else bits
 
 
+def refuse_long(length: int, config: dict) -> None:
+    """`ModelError` for windows that the model has no positions for."""
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and length >= positions:
+        raise ModelError(
+            f"a window of {length} tokens and one more are beyond the model's {positions} positions; give a smaller"
+            " --context"
+        )
+
+
 def readable_text(path: Path, length: int, config: dict) -> str:
     """A text of which windows of `length` tokens are cut for this model.
 
@@ -121,12 +131,7 @@ def readable_text(path: Path, length: int, config: dict) -> str:
     """
     from kvlab.text.excerpts import read_text, refuse_short
 
-    positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and length >= positions:
-        raise ModelError(
-            f"a window of {length} tokens and one more are beyond the model's {positions} positions; give a smaller"
-            " --context"
-        )
+    refuse_long(length, config)
     text = read_text(path)
     refuse_short(path, text, length)
     return text

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvlab.base.errors import StreamError, UserError
-from kvlab.cli.flags import CAPTURE, IF_CODED, OUT, Flag, path, recipe, with_settings, word
+from kvlab.cli.flags import CAPTURE, IF_CODED, OUT, SETTINGS, Flag, path, recipe, with_settings, word
 from kvlab.cli.given import fitted_of, params_of
 
 
 def recipe_verb(args: argparse.Namespace) -> None:
     """Write the recipe file that encode, decode and the drop-ins read: klt at the bits of params.yaml."""
-    from kvlab.base.params import coded_layers
     from kvlab.base.rungs import STUDIED, default_recipe, labelled
+    from kvlab.base.studied import coded_layers
 
     params = params_of(args)
     recipe = labelled(args.codec, params) if args.codec else default_recipe(params)
@@ -98,6 +98,5 @@ VERBS: dict[Callable, list[Flag]] = with_settings(
             OUT,
         ],
         decode_verb: [RECIPE, STREAM, OUT],
-        inspect_verb: [STREAM],
     }
-)
+) | {inspect_verb: [*SETTINGS, STREAM]}  # it takes the parameters as the others do, and reads none

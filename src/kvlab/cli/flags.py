@@ -49,7 +49,7 @@ def whole(least: int) -> Callable[[str], int]:
 
     def number(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least}")
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number of at least {least}")
         return int(text)
 
     return number

@@ -41,7 +41,8 @@ def report_verb(args: argparse.Namespace) -> None:
     from kvlab.gate.page import write
     from kvlab.gate.samples import read
 
-    summary = write(_rows(args), _context(args), args.out, args.json, read(args.records))
+    disclosures = dict(one.partition("=")[::2] for one in args.disclosures)
+    summary = write(_rows(args), _context(args), args.out, args.json, read(args.records), disclosures)
     earned = ", ".join(f"{count} {tier}" for tier, count in summary.counts.items() if count)
     print(f"{args.out}: {len(summary.rows)} rows, of which {earned or 'none was judged'}")
 
@@ -334,6 +335,13 @@ VERBS: dict[Callable, list[Flag]] = {
             " baseline's second run is told",
             required=False,
             nargs="+",
+            default=[],
+        ),
+        word(
+            "--disclosures",
+            "what has to be told with every number of a model",
+            metavar="MODEL=SENTENCE",
+            nargs="*",
             default=[],
         ),
         result("--out", "the page; its figure is written beside it"),

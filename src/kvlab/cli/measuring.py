@@ -20,7 +20,7 @@ from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.lab import trial
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
-from kvlab.stats.kl_scale import in_words
+from kvlab.stats.kl_scale import span_in_words
 from kvlab.text.excerpts import refuse_overlap, windows_of
 
 BOOTSTRAP = Bootstrap(resamples=2000, confidence=0.95, seed=0)  # as in params.yaml
@@ -41,7 +41,7 @@ class Row:
     kl, top1 : Estimate
         Nats per token, and the share of tokens whose most probable successor stays the same.
     words : str
-        How large `kl` is.
+        How large `kl` is, by its interval.
     """
 
     codec: str
@@ -192,7 +192,7 @@ def _rows(named: Sequence[Named], scored: Sequence[trial.Scored]) -> tuple[Row, 
     rows = [Row(trial.ROUNDING, None, None, 16.0, *rounding, words)]
     for one, found in zip(named, others, strict=True):
         kl, top1 = _estimates(found)
-        words = in_words(kl.value, rounding[0].value)
+        words = span_in_words(kl.low, kl.high, rounding[0].value)
         rows.append(Row(one.codec, one.bits, one.recipe.recipe_id, found.coding.bits_per_value, kl, top1, words))
     return tuple(rows)
 

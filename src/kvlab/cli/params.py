@@ -24,20 +24,21 @@ def params_verb(args: argparse.Namespace) -> None:
     models = by_model(data)
     for params in models.values():
         plan.check(params)
+    shown = [one_of(models, args.model)] if args.model or args.json else list(models.values())
     if args.json:
-        print(canonical(one_of(models, args.model)))
+        print(canonical(shown[0]))
         return
     print(yaml.safe_dump(resolved(data), sort_keys=False).rstrip())
     if not args.yaml:
-        for params in [one_of(models, args.model)] if args.model else models.values():
+        for params in shown:
             _print_recipes(params, left_out(params, data))
 
 
 def _print_recipes(params: Settings, missing: list[str]) -> None:
-    from kvlab.lab.plan import CHOSEN, LADDER, STUDIES, baseline_runs, job_names, jobs
+    from kvlab.lab.plan import CHOSEN, LADDER, baseline_runs, job_names, jobs, studies
     from kvlab.studies.units import units
 
-    planned = [study for study in (*STUDIES, LADDER) if study != CHOSEN]
+    planned = [study for study in (*studies(params), LADDER) if study != CHOSEN]
     print(f"\n# recipes of {params.model.slug}")
     recipes = {}
     for cell in (cell for study in planned for job in jobs(params, study).values() for cell in job):
@@ -48,7 +49,7 @@ def _print_recipes(params: Settings, missing: list[str]) -> None:
         print("# default cells that are left out, as they are not possible here or the same cell as another")
         print(f"#   {', '.join(missing)}")
     print("# jobs")
-    for study in (*STUDIES, LADDER):
+    for study in (*studies(params), LADDER):
         print(f"#   {study}: {', '.join(job_names(params, study))}")
     print(f"#   baseline: {', '.join(baseline_runs(params))}")
     print("# measured together")

@@ -228,7 +228,7 @@ def _decoder(snapshot, info, ready):
 def _count(text: str) -> int:
     """A whole number from 0."""
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0")
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number of at least 0")
     return int(text)
 
 

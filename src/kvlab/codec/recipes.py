@@ -38,7 +38,7 @@ def named_recipe(codec: str, bits: float | None = None, v_bits: float | None = N
     name, _, condition = codec.partition("+")
     others = names()  # first of all: a package that takes one of kvlab's names is refused
     if name not in STREAMS and name not in others:
-        raise UnknownName("codec", name, (*(known for known in STREAMS if known not in UNSTORED), *others))
+        raise UnknownName("codec", name, (*(known for known in STREAMS if known not in (*UNSTORED, "block")), *others))
     if name in UNSTORED:
         raise CapabilityError(f"codec {name!r} is a control of measurements and stores nothing; name a codec")
     if name == "block":

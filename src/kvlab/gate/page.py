@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,12 @@ WORDS_OF = {"kl": "KL", "delta_nll": "change of the loss", "top1_agreement": "sa
 
 
 def write(
-    rows: Sequence[Row], context: Context, out: Path, claims: Path | None = None, samples: Samples | None = None
+    rows: Sequence[Row],
+    context: Context,
+    out: Path,
+    claims: Path | None = None,
+    samples: Samples | None = None,
+    disclosures: Mapping[str, str] | None = None,
 ) -> Summary:
     """Judge rows, and write the page, and to `claims` what it says as JSON.
 
@@ -47,6 +52,8 @@ def write(
     out, claims : Path
     samples : Samples, optional
         What the rows were made of, as in `judged`.
+    disclosures : mapping of str to str, optional
+        What has to be told with every number of a model, by model.
 
     Raises
     ------
@@ -57,8 +64,10 @@ def write(
     answered = {answered for line in summary.rows for answered in _answered(line)}
     found = trust(context.registry, answered, _repeats(summary, samples or {}))
     beside = reasons_of(out)
-    text = markdown.render(TEMPLATE, **page(summary), reasons=beside.name)
-    why = markdown.render(REASONS, **reasons(report, summary, found), page=out.name, figure=f"{FIGURE}.svg")
+    told = {model: said for model, said in (disclosures or {}).items() if any(r.model == model for r in summary.rows)}
+    text = markdown.render(TEMPLATE, **page(summary), reasons=beside.name, disclosures=told)
+    shown = {"page": out.name, "figure": f"{FIGURE}.svg", "disclosures": told}
+    why = markdown.render(REASONS, **reasons(report, summary, found), **shown)
     numbers = table(found["power"]["curve"] if found["power"] else [])
     with atomic(out.with_name(f"{FIGURE}.csv")) as temporary:
         numbers.write_csv(temporary)

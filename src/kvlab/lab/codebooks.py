@@ -8,9 +8,10 @@ import torch
 
 from kvlab.base.errors import CalibrationMismatch
 from kvlab.base.model import resolve
-from kvlab.base.params import Params, coded_layers
+from kvlab.base.params import Params
 from kvlab.base.recipe import digest
 from kvlab.base.records import file_hash, write_json
+from kvlab.base.studied import coded_layers
 from kvlab.calibration.capture import Captured
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.sigma import load_whiteners

@@ -14,7 +14,6 @@ from kvlab.base.records import sha256, versions
 from kvlab.engines import registry
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import AUTO
-from kvlab.lab.coding import now
 from kvlab.lab.scoring import WindowRun
 from kvlab.lab.windows import Window
 
@@ -58,9 +57,13 @@ class Engines:
     def get(self, which: Which) -> Engine:
         """An engine; see `registry.start` for what is refused."""
         if which not in self.running:
-            stored = {} if which.cache_dtype == AUTO else {"cache_dtype": which.cache_dtype}
             started = registry.start(
-                which.name, self.info, which.dtype, which.attention, max_tokens=self.max_tokens, **stored
+                which.name,
+                self.info,
+                which.dtype,
+                which.attention,
+                max_tokens=self.max_tokens,
+                cache_dtype=which.cache_dtype,
             )
             self.running[which] = started
             if started.device != device():
@@ -99,26 +102,17 @@ class Engines:
 
 @dataclass
 class Visit:
-    """One window on the engines: the clean pass of each is made when first asked for, and once.
-
-    Attributes
-    ----------
-    seconds : dict of Which to float
-        What each clean pass took.
-    """
+    """One window on the engines: the clean pass of each is made when first asked for, and once."""
 
     engines: Engines
     window: Window
-    seconds: dict[Which, float] = field(default_factory=dict)
     _runs: dict[Which, WindowRun] = field(default_factory=dict)
 
     def run(self, which: Which) -> WindowRun:
         """The clean pass on an engine."""
         if which not in self._runs:
             engine, window = self.engines.get(which), self.window
-            began = now(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu"))
-            run = WindowRun(engine, list(window.ids), window.context, window.number)
-            self.seconds[which], self._runs[which] = now(run.reference) - began, run
+            self._runs[which] = WindowRun(engine, list(window.ids), window.context, window.number)
         return self._runs[which]
 
 

@@ -89,6 +89,7 @@ class Lab:
     def visit(self, window: Window) -> Visit:
         """Begin a window: what was coded on the last one is forgotten."""
         self.memos.clear()
+        memory.give_back()
         return self.engines.visit(window)
 
     def subject(self, cell: Cell) -> CellSubject:
@@ -247,7 +248,7 @@ def measure(
     ----------
     fitted : dict of str to Fitted
         The calibrations by origin; empty where no codec needs one.
-    choice : plans.mitigations.Choice, optional
+    choice : kvlab.studies.mitigations.plan.Choice, optional
         What the mitigations are planned from.
     folder : Path, optional
         See `Lab.open`.

@@ -1,7 +1,7 @@
 """Which cells each study measures, and how they are packed into jobs. Torch-free.
 
 The workflow reads the jobs' names from here, the CLI the cells of one job; both see the same list. A study's
-cells come from its own file in `plans`, imported when that study is asked for, so that nothing of one study
+cells come from the ``plan.py`` of its folder, imported when that study is asked for, so that nothing of one study
 hangs on the plan of another.
 """
 
@@ -12,12 +12,21 @@ from importlib import import_module
 
 from kvlab.base.errors import MissingResult, ParamsError, UnknownName
 from kvlab.base.folders import holding
-from kvlab.base.params import Params, studied_recipe
-from kvlab.base.recipe import BlockStream, Cell, Frozen, IsotropicStream, Placement
+from kvlab.base.params import Params
+from kvlab.base.recipe import BlockStream, Cell, Frozen, Placement
+from kvlab.base.studied import studied_recipe
+from kvlab.calibration.needs import coded_by
 
 STUDY_FOLDERS = "kvlab.studies"
 STUDIES = holding(STUDY_FOLDERS, "plan", "chapter")  # those that bring cells and a chapter of the report
 LADDER, CHOSEN = "ladder", "mitigations"
+ALWAYS = "factors"  # the studied cell and the floors of all others are among its corners
+
+
+def studies(params: Params) -> tuple[str, ...]:
+    """Those of `STUDIES` that these parameters ask for."""
+    asked = params.studies
+    return STUDIES if asked is None else tuple(study for study in STUDIES if study in asked or study == ALWAYS)
 
 
 def module(study: str) -> str:
@@ -37,7 +46,7 @@ def study_cells(params: Params, study: str, engine: str, choice: Frozen | None =
 
     Parameters
     ----------
-    choice : plans.mitigations.Choice, optional
+    choice : kvlab.studies.mitigations.plan.Choice, optional
         Which layers the calibration split speaks for; the mitigations cannot be planned without.
 
     Raises
@@ -66,7 +75,7 @@ def check(params: Params) -> None:
         The first thing that cannot be planned, in one line.
     """
     baseline_runs(params)
-    for study in (*STUDIES, LADDER):
+    for study in (*studies(params), LADDER):
         job_names(params, study)
     mitigated_recipes(params)
     for engine in params.engines:
@@ -115,7 +124,7 @@ def fittings(params: Params, origin: str) -> list[Fitting]:
     Those of the studied recipe, which the engine baseline and the drop-ins read too, come first. The ladder reads none.
     """
     recipes = [("pre_rope", studied_recipe(params))]
-    for study in STUDIES:
+    for study in studies(params):
         if study == CHOSEN:
             mitigated = mitigated_recipes(params) if origin == params.calibration.origin else []
             recipes += [("pre_rope", recipe) for recipe in mitigated]
@@ -125,7 +134,7 @@ def fittings(params: Params, origin: str) -> list[Fitting]:
     found = {}
     for placement, recipe in recipes:
         for which, stream in (("k", recipe.k), ("v", recipe.v)):
-            stream = stream.of if isinstance(stream, IsotropicStream) else stream
+            stream = coded_by(stream)
             if isinstance(stream, BlockStream) and stream.codebook == "fitted":
                 found[which, placement if which == "k" else "pre_rope", stream] = None
     return list(found)

@@ -8,9 +8,9 @@ from functools import cached_property
 import polars as pl
 import torch
 
-from kvlab.base.errors import Fault
+from kvlab.base.errors import CodecNotActive, Fault
 from kvlab.base.recipe import BlockStream, Cell, Recipe
-from kvlab.base.records import TOKENS
+from kvlab.base.records import CANARY_MIN, TOKENS
 from kvlab.engines.base import Engine
 from kvlab.lab.coding import CleanCapture, Coder, InForward, Snapshot
 from kvlab.stats.divergences import Reference
@@ -158,3 +158,14 @@ def canary_kl(run: WindowRun, protocol: str, placement: str, stream: str) -> flo
         recipe=CANARY,
     )
     return float(run.measured(cell, Coder(cell, None))["kl"].mean())
+
+
+def heard_kl(run: WindowRun, protocol: str, placement: str, stream: str) -> float:
+    """`canary_kl`; `CodecNotActive` where it is so small that what a tap returns cannot have reached the attention."""
+    kl = canary_kl(run, protocol, placement, stream)
+    if kl < CANARY_MIN:
+        raise CodecNotActive(
+            f"a one-bit codec on {stream.upper()} moves the logits of {run.engine.name} ({protocol}, {placement}) by KL"
+            f" {kl:.1e} nats only; the hook does not reach the attention"
+        )
+    return kl

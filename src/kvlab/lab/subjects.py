@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 import polars as pl
 
 from kvlab.base import code
-from kvlab.base.errors import CodecNotActive
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Cell, Recipe
-from kvlab.base.records import CANARY_MIN, Coding, fingerprint
+from kvlab.base.recipe import IDENTITY, Cell, Recipe
+from kvlab.base.records import Coding, fingerprint
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.names import CODECS
+from kvlab.codec.names import codec_modules, foreign_codecs
 from kvlab.lab.coding import STREAMS, Coder, Tally
 from kvlab.lab.engines import MODULES, Visit, Which
-from kvlab.lab.scoring import CANARY, canary_kl
+from kvlab.lab.scoring import CANARY, heard_kl
 from kvlab.lab.store import ROWS, Found
 from kvlab.lab.windows import Window
 
@@ -143,14 +142,7 @@ class CanarySubject:
 
     def score(self, visit: Visit) -> Found:
         """See `walk.Subject`; refused where the logits do not move."""
-        run = visit.run(self.which)
-        kl = canary_kl(run, self.protocol, self.placement, self.stream)
-        if kl < CANARY_MIN:
-            raise CodecNotActive(
-                f"a one-bit codec on {self.stream.upper()} moves the logits of {run.engine.name} ({self.protocol},"
-                f" {self.placement}) by KL {kl:.1e} nats only; the hook does not reach the attention"
-            )
-        return Found({"kl": kl})
+        return Found({"kl": heard_kl(visit.run(self.which), self.protocol, self.placement, self.stream)})
 
 
 def canaries_of(cells: Iterable[Cell], on: Window) -> list[CanarySubject]:
@@ -193,14 +185,8 @@ def deciding(cell: Cell, calibrated: Calibrated | None) -> dict:
 
 def code_of(which: Which, recipes: Iterable[Recipe], *modules: str) -> str | None:
     """Digest of the code that scores recipes on an engine; None where a codec is not of this package."""
-    return code.digest_of(*MODULES[which.name], *codec_modules(recipes), *modules)
-
-
-def codec_modules(recipes: Iterable[Recipe]) -> list[str]:
-    """The modules of all codecs that run, which are loaded by name."""
-    streams = [stream for recipe in recipes for stream in (recipe.k, recipe.v)]
-    names = {one.codec for stream in streams for one in (stream, getattr(stream, "of", stream))}
-    return sorted(CODECS[name].partition(":")[0] if name in CODECS else name for name in {*names, "identity"})
+    run = [IDENTITY, *recipes]  # the floor runs everywhere
+    return None if foreign_codecs(run) else code.digest_of(*MODULES[which.name], *codec_modules(run), *modules)
 
 
 # --------------------------------------------------------------------------------------------------- tallies

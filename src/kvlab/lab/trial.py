@@ -13,15 +13,14 @@ import numpy as np
 import polars as pl
 import torch
 
-from kvlab.base.errors import CodecNotActive
 from kvlab.base.recipe import CastStream, Cell, IdentityStream, Recipe
-from kvlab.base.records import CANARY_MIN, Coding
+from kvlab.base.records import Coding
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.base import Site
 from kvlab.codec.seeding import generator
 from kvlab.engines.base import Engine
 from kvlab.lab.coding import STREAMS, Coded, Coder
-from kvlab.lab.scoring import WindowRun, canary_kl
+from kvlab.lab.scoring import WindowRun, heard_kl
 from kvlab.lab.walk import walk
 
 ROUNDING = "rounding to bfloat16"
@@ -88,15 +87,14 @@ def score(
     CodecNotActive
         A one-bit codec does not move the logits, or a codec fired less often than it should have.
     """
-    memo: dict = {}
     cells = [_cell(subject, engine, len(windows), protocol) for subject in subjects]
-    tried = [Tried(_coder(cell, subject, memo)) for cell, subject in zip(cells, subjects, strict=True)]
+    tried = [Tried(_coder(cell, subject)) for cell, subject in zip(cells, subjects, strict=True)]
 
     def visit(number: int) -> WindowRun:
-        memo.clear()
         run = WindowRun(engine, windows[number].tolist(), context, number)
         if number == 0:
-            refuse_unheard(run, protocol)
+            for stream in STREAMS:
+                heard_kl(run, protocol, "pre_rope", stream)
         return run
 
     tables: list[list[pl.DataFrame]] = [[] for _ in subjects]
@@ -124,17 +122,6 @@ class Tried:
         return run.measured(self.coder.cell, self.coder)
 
 
-def refuse_unheard(run: WindowRun, protocol: str) -> None:
-    """`CodecNotActive` when what a codec returns does not reach the attention, for K or for V."""
-    for stream in STREAMS:
-        kl = canary_kl(run, protocol, "pre_rope", stream)
-        if kl < CANARY_MIN:
-            raise CodecNotActive(
-                f"a one-bit codec on {stream.upper()} moves the logits of {run.engine.name} ({protocol}) by KL"
-                f" {kl:.1e} nats only; the hook does not reach the attention"
-            )
-
-
 def _cell(subject: Subject, engine: Engine, windows: int, protocol: str) -> Cell:
     return Cell(
         study="cells",
@@ -150,7 +137,7 @@ def _cell(subject: Subject, engine: Engine, windows: int, protocol: str) -> Cell
     )
 
 
-def _coder(cell: Cell, subject: Subject, memo: dict) -> Coder:
+def _coder(cell: Cell, subject: Subject) -> Coder:
     if subject.label == ROUNDING:
         return RoundingCoder(cell, None)
-    return Coder(cell, subject.calibrated, memo)
+    return Coder(cell, subject.calibrated)

@@ -6,7 +6,7 @@ from kvlab.pages import format as fmt
 from kvlab.pages.parts import KL_UNIT, scattered
 
 METHODS = {
-    "bca": "BCa bootstrap over windows, nowhere inside Student's t",
+    "bca": "BCa bootstrap over windows, widened where Student's t is wider",
     "percentile": "percentile bootstrap over windows",
     "t": "Student's t over windows",
     "mover": "made of the two models' intervals",

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from kvlab.base.errors import MixedIdentity, StaleResult
-from kvlab.base.params import Params, coded_layers
+from kvlab.base.params import Params
 from kvlab.base.records import file_hash, fingerprint, read_json
+from kvlab.base.studied import coded_layers
 from kvlab.calibration.needs import pieces
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.studies.counterparts import LEVELS

@@ -175,6 +175,7 @@ def model_entry(metrics: dict, first: dict) -> dict:
         "n_tokens": windows["n_tokens"],
         "paired": paired(metrics, first),
         "withheld": withheld(metrics),
+        "disclosure": identity.get("disclosure"),
         **{end: metrics["gap"][end] for end in ("low", "high")},
     }
 

@@ -74,6 +74,7 @@ def report_context(
         "identity": identity_context(identity),
         "model": identity["model"],
         "corpus": identity["corpus"],
+        "disclosure": identity.get("disclosure"),
     }
 
 

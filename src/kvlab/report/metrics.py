@@ -7,11 +7,15 @@ its own folder.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from kvlab.base.origin import read_origin
 from kvlab.base.params import Params
 from kvlab.base.records import machine
+from kvlab.lab import plan
 from kvlab.pages.format import refuse_non_finite
 from kvlab.report.calibration import codebook_entries, read_codebooks, sigma_entry
-from kvlab.report.schema import VERSION, checked, told
+from kvlab.report.schema import OPTIONAL, VERSION, checked, told
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.studies.chapter import Measured, Sources
 from kvlab.studies.gather import Results, gather
@@ -38,7 +42,8 @@ def build(params: Params, sources: Sources) -> dict:
     kvlab.base.errors.Fault, kvlab.base.errors.UserError
         Whatever `gather` refuses, and codebooks or sidecars of another model or recipe.
     """
-    results = gather(params, sources.baseline, sources.jobs, read_choice(sources.choice).choice)
+    choice = read_choice(sources.choice).choice if sources.choice else None
+    results = gather(params, sources.baseline, sources.jobs, choice)
     boot = Bootstrap(params.stats.resamples, params.stats.confidence, params.stats.seed)
     codebooks = read_codebooks(sources.codebooks, params, results)
     found = {
@@ -56,8 +61,10 @@ def build(params: Params, sources: Sources) -> dict:
         "codebooks": codebook_entries(codebooks, results),
         "sigma": sigma_entry(sources.sigmas, results, boot),
     }
-    for chapter in chapters().values():
-        found |= chapter.entries(Measured(params, results, boot, sources))
+    for study, chapter in chapters().items():
+        asked = study not in OPTIONAL or study in plan.studies(params)
+        made = chapter.entries(Measured(params, results, boot, sources)) if asked else dict.fromkeys(chapter.parts)
+        found |= made
     refuse_non_finite(found, "metrics")
     return told(checked(found, "what was measured"))
 
@@ -77,8 +84,20 @@ def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> d
         "recipes": recipes,
         "slug": params.model.slug,
         "model": params.model.path,
-        "corpus": params.corpus.source,
+        "corpus": " and ".join(scored_sources(params)),
+        "disclosure": disclosure(params),
     }
+
+
+def scored_sources(params: Params) -> list[str]:
+    """The texts that are scored, as params.yaml names them."""
+    return [params.corpus.other if text == "other" else params.corpus.source for text in params.corpus.scored]
+
+
+def disclosure(params: Params) -> str | None:
+    """What has to be told of the model's weights wherever a number of it stands; None where there is nothing."""
+    origin = read_origin(Path(params.model.path))
+    return origin and origin.disclosure
 
 
 def settings_entry(params: Params) -> dict:

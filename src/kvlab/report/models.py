@@ -50,6 +50,7 @@ def context(comparison: dict | None, slug: str | None, basis: Callable[[list[dic
         "differences": basis([row["difference"] for row in differing]),
         "paired": [model["slug"] for model in models if model["slug"] in compared and model["paired"]],
         "apart": [model["slug"] for model in models if model["slug"] in compared and not model["paired"]],
+        "disclosures": {model["slug"]: model["disclosure"] for model in models if model.get("disclosure")},
         "withheld": {model["slug"]: model["withheld"] for model in models if model["withheld"]},
     }
 

@@ -21,7 +21,7 @@ from kvlab.studies.factors import tables as factors
 
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 NUMBERS, PICTURE = "docs/headline.json", "docs/headline.svg"
-IDENTITY = ("model", "corpus", "model_hash", "corpus_hash", "calibration")
+IDENTITY = ("model", "corpus", "disclosure", "model_hash", "corpus_hash", "calibration")
 
 
 def update(readme: Path, metrics: dict, verdict: dict, figure: Path | None = None) -> None:
@@ -102,6 +102,7 @@ def block(headline: dict) -> str:
         unit=tables.KL_UNIT,
         model=headline["identity"]["model"],
         corpus=headline["identity"]["corpus"],
+        disclosure=headline["identity"].get("disclosure"),
         publishable=headline["publishable"],
         figure=PICTURE if headline["figure_hash"] else None,
     )

@@ -7,7 +7,7 @@ raises `VERSION`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Optional
 
 from pydantic import JsonValue, ValidationError, create_model
 from pydantic.json_schema import GenerateJsonSchema
@@ -15,10 +15,13 @@ from pydantic.json_schema import GenerateJsonSchema
 from kvlab.base.errors import MissingResult
 from kvlab.base.recipe import Engine, Placement
 from kvlab.base.records import Provenance, read_json
+from kvlab.lab import plan
 from kvlab.studies.entries import Entry, Interval
 from kvlab.studies.register import chapters
 
-VERSION = 1
+VERSION = 2
+# Studies of which nothing is there when params.yaml does not ask for them; `cells` tells of all cells, whosever.
+OPTIONAL = frozenset(plan.STUDIES) - {plan.ALWAYS, "cells"}
 
 
 class Identity(Provenance):
@@ -30,6 +33,8 @@ class Identity(Provenance):
     recipes: dict[str, dict[str, JsonValue]]
     slug: str
     corpus: str
+    disclosure: str | None
+    """What has to be told of the model's weights wherever a number of it stands."""
 
 
 class Sizes(Entry):
@@ -97,7 +102,7 @@ class Sigma(Entry):
 class Shared(Entry):
     """What no study brings."""
 
-    schema_version: Literal[1] = VERSION
+    schema_version: Literal[2] = VERSION
     identity: Identity
     settings: dict[str, JsonValue]
     """All parameters that decide a number, and the number of layers of the model."""
@@ -110,7 +115,11 @@ Metrics: type[Shared] = create_model(
     "Metrics",
     __base__=Shared,
     __doc__="All numbers of one model's report, each with its interval. KL and log loss are in nats per token.",
-    **{name: (kind, ...) for chapter in chapters().values() for name, kind in chapter.parts.items()},
+    **{
+        name: (Optional[kind] if study in OPTIONAL else kind, ...)  # noqa: UP045, for kinds that are no types
+        for study, chapter in chapters().items()
+        for name, kind in chapter.parts.items()
+    },
 )
 
 

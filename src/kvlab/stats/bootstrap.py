@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 
@@ -98,6 +98,12 @@ class Column:
     def means(self) -> np.ndarray:
         """Mean of each window, float64 [windows]."""
         return self.sums / self.counts
+
+    def of_windows(self, windows: Collection[int]) -> Column:
+        """The same quantity of some of its windows; paired with another column's if those are paired."""
+        chosen = np.isin(self.windows, list(windows))
+        kept, counts = tuple(np.array(self.windows)[chosen].tolist()), self.counts[chosen]
+        return Column(self.sums[chosen], counts, kept, f"{self.key} {kept}", round(counts.sum()))
 
     def per_window(self, function: Callable[[np.ndarray], np.ndarray]) -> Column:
         """`function` of each window's mean, every window counting once (an unweighted mean of windows)."""

@@ -32,6 +32,15 @@ BEYOND = f"extreme: more than {STEPS[-1].like}"
 ROUNDING = "none beyond rounding to bfloat16"
 
 
+def span_in_words(low: float, high: float, rounding: float | None = None) -> str:
+    """How large a mean KL divergence is of which the interval is known: both ends where they differ."""
+    ends = list(dict.fromkeys(in_words(kl, rounding) for kl in (low, high)))
+    if len(ends) == 1:
+        return ends[0]
+    first, last = (end.partition(":") for end in ends)
+    return f"{first[0]} to {last[0]}{last[1]}{last[2]}"
+
+
 def in_words(kl: float, rounding: float | None = None) -> str:
     """How large a mean KL divergence is.
 

@@ -33,8 +33,8 @@ class Sources:
         JSON sidecars of ``kvlab step sigma``, one per engine.
     residual : sequence of Path
         JSON records of ``kvlab step residual``, one per engine, each with its parquet beside it.
-    choice : Path
-        JSON of ``kvlab step choose``.
+    choice : Path or None
+        JSON of ``kvlab step choose``; None where the mitigations are not measured.
     """
 
     baseline: Sequence[Path]
@@ -42,7 +42,7 @@ class Sources:
     codebooks: Sequence[Path]
     sigmas: Sequence[Path]
     residual: Sequence[Path]
-    choice: Path
+    choice: Path | None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvlab.base.errors import MissingResult
-from kvlab.base.params import Params, studied_recipe
+from kvlab.base.params import Params
+from kvlab.base.studied import studied_recipe
 from kvlab.studies.gather import Measured, Results, comparable
 
 # Low level first: the corner of the published HF study, and of the published vLLM study.

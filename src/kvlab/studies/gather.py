@@ -73,7 +73,7 @@ def read_cells(params: Params, paths: Sequence[Path], choice: Choice | None = No
     """Every planned cell exactly once, in the plan's order."""
     planned = {
         cell.cell_id: (study, job, cell)
-        for study in plan.STUDIES
+        for study in plan.studies(params)
         for job, cells in plan.jobs(params, study, choice).items()
         for cell in cells
     }

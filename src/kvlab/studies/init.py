@@ -13,6 +13,7 @@ from kvlab.base.errors import ParamsError, StorageError, UnknownName
 from kvlab.base.model import read_config
 from kvlab.base.params import ModelEntry, Section, Windows
 from kvlab.base.recipe import Engine
+from kvlab.lab.plan import STUDIES
 from kvlab.studies.settings import by_model, sections
 
 LEAST_CONTEXT = 8  # as of `Windows.context`
@@ -49,6 +50,8 @@ $engines
 protocols:
 - in_forward
 - snapshot
+studies:                      # of the report, beside the engine baseline and the factorial
+$asked
 jobs:
   threads: 1                  # torch threads of a job; jobs run side by side on the other cores
 
@@ -111,6 +114,7 @@ def write(
         test=f"{windows:<2}",
         other=f"{windows:<2}",
         engines=_flow(list(engines)),
+        asked=_flow(list(STUDIES)),
         studies="\n".join(_empty(section) for section in sections().values()),
     )
     by_model(yaml.safe_load(text))

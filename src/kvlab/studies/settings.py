@@ -9,20 +9,31 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, create_model
+from pydantic import AfterValidator, Field, ValidationError, create_model
 
 from kvlab.base.errors import ModelError, ParamsError, suggestion
 from kvlab.base.folders import holding
 from kvlab.base.model import layer_count
 from kvlab.base.paramfile import explained, merged, read_yaml, unknown_key
 from kvlab.base.params import Codec, Model, ModelEntry, Params, Section, Undeclared, as_far
-from kvlab.lab.plan import STUDY_FOLDERS
+from kvlab.lab.plan import STUDIES, STUDY_FOLDERS
 from kvlab.studies.cells import params as cells_params
 from kvlab.studies.cells.params import CELLS, CellEntry
 from kvlab.studies.cells.plan import repeated
 from kvlab.studies.kvstore_params import KVStore
 
 CellName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
+def _study(name: str) -> str:
+    if name not in STUDIES:
+        raise ValueError(
+            f"{name!r} is no study of the report; allowed: {', '.join(STUDIES)}{suggestion(name, STUDIES)}"
+        )
+    return name
+
+
+Study = Annotated[str, AfterValidator(_study), Field(json_schema_extra={"enum": list(STUDIES)})]
 
 
 def sections() -> dict[str, type[Section]]:
@@ -43,6 +54,9 @@ Sections: type[Params] = create_model(
 class Settings(Sections):
     """All parameters of one model's chain."""
 
+    studies: tuple[Study, ...] | None = Field(
+        default=None, description="studies of the report beside the engine baseline and the factorial; null: all"
+    )
     cells: dict[CellName, CellEntry] = Field(default={})
     kvstore: KVStore = KVStore()
 
@@ -63,6 +77,11 @@ class Settings(Sections):
             except Undeclared:
                 return found, problems
             problems += as_far(found._cell_problems())
+        problems += [
+            f"cells.{name} is null, which takes an entry out, and there is none{suggestion(name, CELLS)}"
+            for name, entry in named.items()
+            if entry is None and name not in CELLS
+        ]
         return found, problems
 
     def _fitted(self, name: str) -> Any:

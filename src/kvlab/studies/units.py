@@ -20,7 +20,7 @@ def units(params: Params) -> dict[str, Contents]:
     found: dict[str, dict[str, tuple[str, ...]]] = {}
     for engine, dtype in engines(params):
         unit = found.setdefault(f"{engine}-{dtype}", {})
-        for study in plan.STUDIES:
+        for study in plan.studies(params):
             jobs = tuple(j for j in plan.job_names(params, study) if j.startswith(f"{engine}-{dtype}-"))
             unit |= {study: jobs} if jobs else {}
         runs = tuple(run for run, made in plan.baseline_runs(params).items() if made[:2] == (engine, dtype))
@@ -34,7 +34,7 @@ def units(params: Params) -> dict[str, Contents]:
 
 def engines(params: Params) -> list[tuple[str, str]]:
     """Every engine and dtype in which something is measured."""
-    jobs = [job for study in plan.STUDIES for job in plan.job_names(params, study)]
+    jobs = [job for study in plan.studies(params) for job in plan.job_names(params, study)]
     named = [(engine, dtype) for engine, dtype, *_ in (job.split("-") for job in jobs)]
     named += [made[:2] for made in plan.baseline_runs(params).values()]
     return list(dict.fromkeys(named))

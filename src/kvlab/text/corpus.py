@@ -106,10 +106,10 @@ def build(params: Params, out: Path, documents_out: Path | None = None) -> Token
     documents |= {} if params.corpus.other is None else {"other": other}
     refuse_shared_documents(documents)
     tokenizer = load_tokenizer(info)
-    arrays = {
-        split: cut(stream(texts, tokenizer), params.windows, split, bos(tokenizer))
-        for split, texts in documents.items()
-    }
+    streams = {split: stream(texts, tokenizer) for split, texts in documents.items()}
+    prefix = bos(tokenizer)
+    arrays = {split: cut(ids, params.windows, split, prefix) for split, ids in streams.items() if split != "test"}
+    arrays["test"] = in_turn(params, streams, prefix)
     windows = TokenWindows(
         **arrays,
         context=params.windows.context,
@@ -237,10 +237,13 @@ def batched(items: Iterable, size: int) -> Iterable[tuple]:
     return iter(lambda: tuple(islice(source, size)), ())
 
 
-def cut(ids: np.ndarray, windows: Windows, split: str, prefix: list[int]) -> np.ndarray:
-    """Consecutive windows of a stream, of which a seeded choice is kept, shape (windows, length)."""
+def cut(ids: np.ndarray, windows: Windows, split: str, prefix: list[int], count: int | None = None) -> np.ndarray:
+    """Consecutive windows of a stream, of which a seeded choice is kept, shape (windows, length).
+
+    `count` is how many, if not as many as `windows` says of the split.
+    """
     body = windows.length - len(prefix)
-    available, wanted = len(ids) // body, getattr(windows, split)
+    available, wanted = len(ids) // body, getattr(windows, split) if count is None else count
     if available < wanted:
         raise CorpusError(
             f"the corpus is too short: its {split} {'text' if split == 'other' else 'split'} has {len(ids)} tokens,"
@@ -250,6 +253,16 @@ def cut(ids: np.ndarray, windows: Windows, split: str, prefix: list[int]) -> np.
     cuts = ids[: available * body].reshape(available, body)[chosen]
     head = np.tile(np.array(prefix, dtype=np.int32), (wanted, 1))
     return np.ascontiguousarray(np.concatenate([head, cuts], axis=1))
+
+
+def in_turn(params: Params, streams: dict[str, np.ndarray], prefix: list[int]) -> np.ndarray:
+    """The scored windows, from one text after the other, shape (windows.test, length)."""
+    texts, total = params.corpus.scored, params.windows.test
+    found = np.empty((total, params.windows.length), dtype=np.int32)
+    for place, text in enumerate(texts):
+        share = len(range(place, total, len(texts)))
+        found[place :: len(texts)] = cut(streams[text], params.windows, text, prefix, share)
+    return found
 
 
 def refuse_shared_documents(documents: dict[str, list[str]]) -> None:
@@ -302,6 +315,7 @@ def describe(windows: TokenWindows, params: Params, documents: dict[str, list[st
         "other": params.corpus.other,
         "context": windows.context,
         "eval": windows.eval,
+        "scored": list(params.corpus.scored),
         "windows": {"calib": len(windows.calib)} | {text: len(rows) for text, rows in scored_arrays(windows).items()},
         "documents": {split: len(texts) for split, texts in documents.items()},
         "scored_labels": [windows.labels.start, windows.labels.stop - 1],

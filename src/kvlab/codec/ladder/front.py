@@ -63,6 +63,7 @@ def needed(found: dict, layer: int, setting: str, what: str):
     """`found[layer]`, or `CalibrationMismatch` that names the recipe's setting that asks for it."""
     if layer not in found:
         raise CalibrationMismatch(
-            f"the recipe asks for `{setting}` but the calibration has no {what} for layer {layer}; calibrate this model"
+            f"the recipe asks for `{setting}`, and the calibration has no {what} for layer {layer}; calibrate this"
+            " model with `kvlab calibrate --model DIR --codec NAME --bits N --out FILE.kv`, and give that file"
         )
     return found[layer]

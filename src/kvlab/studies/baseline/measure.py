@@ -17,16 +17,17 @@ import polars as pl
 
 from kvlab.base import code
 from kvlab.base.errors import UnknownName
-from kvlab.base.params import Params, coded_layers, studied_recipe
+from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, Cell, Recipe
 from kvlab.base.records import BaselineCell, BaselineRecord, write_job
+from kvlab.base.studied import coded_layers, studied_recipe
 from kvlab.calibration.load import Calibrated, Fitted
 from kvlab.lab.coding import Coder, JitteredCoder, Tally
 from kvlab.lab.engines import MODULES, Visit, Which
 from kvlab.lab.measure import Canaries, Findings, Lab, run
 from kvlab.lab.plan import baseline_runs
 from kvlab.lab.store import ROWS, Found
-from kvlab.lab.subjects import Memos, codec_modules, deciding, refuse_idle, table_of
+from kvlab.lab.subjects import Memos, code_of, deciding, refuse_idle, table_of
 from kvlab.lab.windows import Window, windows_of
 from kvlab.studies.baseline.truth import TRUTH, peer_of
 
@@ -162,8 +163,7 @@ class Trial:
     def identity(self) -> dict | None:
         """See `walk.Kept`."""
         if self._identity is None:
-            recipes = codec_modules(self.ours.cell.recipes)
-            measuring = code.digest_of(*MODULES[self.which.name], *MODULES[REFERENCE.name], *recipes, __name__)
+            measuring = code_of(self.which, self.ours.cell.recipes, *MODULES[REFERENCE.name], __name__)
             if measuring is None:
                 return None
             named = {"ours": deciding(self.ours.cell, self.calibrated), "against": list(REFERENCE)}

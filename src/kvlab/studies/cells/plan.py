@@ -6,9 +6,10 @@ from collections.abc import Collection
 from itertools import product
 
 from kvlab.base.errors import ParamsError
-from kvlab.base.params import Params, coded_layers, studied_recipe
+from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, Cell, Recipe
 from kvlab.base.rungs import labelled
+from kvlab.base.studied import coded_layers, studied_recipe
 from kvlab.studies.cells.params import CellEntry, with_entry
 
 READS = ("windows", "engines", "protocols", "gap", "cells")  # of params.yaml, beside what every codec reads

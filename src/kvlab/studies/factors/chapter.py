@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvlab.studies.chapter import Chapter, Drawn, Measured, Section
 from kvlab.studies.factors.claims import claims
 from kvlab.studies.factors.figure import gap_shapley, gap_shapley_table
-from kvlab.studies.factors.numbers import factors_entry, gap_entry
-from kvlab.studies.factors.schema import Decomposition, Gap
+from kvlab.studies.factors.numbers import factors_entry, gap_entry, text_entries
+from kvlab.studies.factors.schema import Decomposition, Gap, OnText
 from kvlab.studies.factors.tables import context
 
 PARTS = {"gap": "of the gap", "factors": "over all factors"}
@@ -15,7 +15,11 @@ PARTS = {"gap": "of the gap", "factors": "over all factors"}
 def entries(measured: Measured) -> dict:
     """Its parts of ``metrics.json``."""
     given = (measured.params, measured.results, measured.boot)
-    return {"gap": gap_entry(*given), "factors": factors_entry(*given)}
+    return {
+        "gap": gap_entry(*given),
+        "gap_by_text": text_entries(*given),
+        "factors": factors_entry(*given),
+    }
 
 
 def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
@@ -29,7 +33,7 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
 
 
 CHAPTER = Chapter(
-    parts={"gap": Gap, "factors": Decomposition},
+    parts={"gap": Gap, "gap_by_text": tuple[OnText, ...], "factors": Decomposition},
     entries=entries,
     sections={
         "gap": Section(10, "Shares of every factor, corners and interactions", asks="the published gap and its shares"),

@@ -27,6 +27,24 @@ def gap_entry(params: Params, results: Results, boot: Bootstrap) -> dict:
     return decomposition(params, results, boot, levels) | {"windows": by_window(corners)}
 
 
+def text_entries(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
+    """The gap between the published corners on each scored text alone; none where one text is all there is."""
+    texts = params.corpus.scored
+    if len(texts) < 2:
+        return []
+    levels = gap_levels(params) | {"dtype": [params.gap.dtype], "origin": [params.calibration.origin]}
+    factors, corners, cells = factorial(params, results, levels)
+    columns = [cell.column("kl") for cell in cells]
+    found = []
+    for text in texts:
+        own = [window for window in columns[0].windows if params.corpus.text_of(window) == text]
+        divided = decompose(boot, [column.of_windows(own) for column in columns], factors, corners)
+        named = params.corpus.other if text == "other" else params.corpus.source
+        kept = {name: divided[name] for name in ("low", "high", "gap", "parts")}
+        found.append({"text": text, "source": named, "factors": factors, "compared": sides(cells[-1], cells[0])} | kept)
+    return found
+
+
 def by_window(columns: list[Column]) -> dict:
     """Paired columns as JSON: `sums` [columns][windows] over `counts` [windows] tokens."""
     first = columns[0]

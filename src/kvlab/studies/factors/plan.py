@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 
-from kvlab.base.params import Params, coded_layers, studied_recipe, variance_ratios
+from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, Cell, Recipe
+from kvlab.base.studied import coded_layers, studied_recipe, variance_ratios
 
 READS = ("windows", "engines", "protocols", "gap")  # of params.yaml, beside what every codec reads
 

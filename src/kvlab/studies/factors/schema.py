@@ -69,6 +69,20 @@ class Decomposition(Entry):
     """The cell of the high corner, and that of the low one."""
 
 
+class OnText(Entry):
+    """The gap between the published corners on the windows of one text, in KL; its shares add up to it."""
+
+    text: Literal["test", "other"]
+    """`test` is held out of the text that calibrates, `other` is of another domain."""
+    source: str
+    factors: tuple[str, ...]
+    low: Interval
+    high: Interval
+    gap: Interval
+    parts: tuple[Part, ...]
+    compared: Compared
+
+
 class ByWindow(Entry):
     """KL of every corner, window by window, of which another model's differences are made."""
 

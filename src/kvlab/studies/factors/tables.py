@@ -123,4 +123,26 @@ def measure_context(measure: dict, basis: Basis) -> dict:
 
 def context(metrics: dict, basis: Basis) -> dict:
     """What ``gap.md.j2`` and ``factors.md.j2`` name."""
-    return {part: gap_context(metrics.get(part), basis) for part in ("gap", "factors")}
+    divided = {part: gap_context(metrics.get(part), basis) for part in ("gap", "factors")}
+    return divided | {"gap_by_text": by_text(metrics.get("gap_by_text") or [])}
+
+
+TEXTS = {"test": "held out of the calibration's text", "other": "another domain than the calibration's"}
+
+
+def by_text(entries: list[dict]) -> str | None:
+    """Each text with its corners, its gap and the shares; None where there is one text."""
+    lines = [
+        [
+            f"`{entry['source']}`",
+            TEXTS[entry["text"]],
+            *(fmt.estimate(entry[name]) for name in ("low", "high", "gap")),
+            *(fmt.estimate(part["share"]) for part in entry["parts"]),
+            fmt.number(entry["gap"]["n_windows"]),
+        ]
+        for entry in entries
+    ]
+    if not lines:
+        return None
+    shares = [f"share of `{name}`" for name in entries[0]["factors"]]
+    return fmt.table(["text", "which is", "KL of the low corner", "of the high one", "gap", *shares, "windows"], lines)

@@ -12,7 +12,8 @@ from itertools import product
 
 import numpy as np
 
-from kvlab.base.params import Params, coded_layers
+from kvlab.base.params import Params
+from kvlab.base.studied import coded_layers
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_p, sign_flip_two_sided_p
 from kvlab.studies.estimates import sides
@@ -31,7 +32,7 @@ class Coded:
     only : tuple of Measured
         Each layer alone, by layer.
     but : tuple of Measured
-        All layers but one, by the one; empty when there is one layer only.
+        All layers but one, by the one; empty when there is one layer only, or none is left out.
     joint : Measured
         All layers.
     """
@@ -50,7 +51,7 @@ class Coded:
         rests = [tuple(j for j in everything if j != i) for i in everything]
         return cls(
             only=tuple(by_layers[i,] for i in everything),
-            but=tuple(by_layers[rest] for rest in rests if rest),
+            but=tuple(by_layers[rest] for rest in rests if rest) if params.layers.left_out else (),
             joint=by_layers[everything],
         )
 
@@ -73,8 +74,8 @@ def layer_entries(params: Params, results: Results, boot: Bootstrap) -> list[dic
 
     `q_stands_out` asks what tells layers apart: see `standing_out`.
     """
-    entries = []
-    for engine, protocol, stream in product(params.engines, params.layers.protocols, params.layers.streams):
+    entries, asked = [], params.layers
+    for engine, protocol, stream in product(asked.on(params.engines), asked.protocols, asked.streams):
         cells = Coded.of(params, results, engine, protocol, stream)
         for kind, measured, effects in kinds(results, cells):
             tests = discovered(boot, effects, two_sided=kind == BUT), standing_out(boot, effects)
@@ -144,7 +145,7 @@ def additivity_entries(params: Params, results: Results, boot: Bootstrap) -> lis
     None unless there are both.
     """
     entries = []
-    for engine, protocol in product(params.engines, params.layers.protocols):
+    for engine, protocol in product(params.layers.on(params.engines), params.layers.protocols):
         place = {"engine": engine, "protocol": protocol}
         streams = {s: Coded.of(params, results, engine, protocol, s) for s in params.layers.streams}
         for stream, cells in streams.items():

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from kvlab.base.params import Params, Section, at_most
-from kvlab.base.recipe import DType, Protocol
+from kvlab.base.recipe import DType, Engine, Protocol
 
 
 class Layers(Section):
@@ -19,6 +19,10 @@ class Layers(Section):
     takes = ("protocols", "windows")
 
     dtype: DType = Field(default="float32", description="what the engine computes in")
+    engines: tuple[Engine, ...] | None = Field(
+        default=None, min_length=1, description="on which they are measured; null: those of the run"
+    )
+    left_out: bool = Field(default=True, description="each layer is left out too, of all of them")
     protocols: tuple[Protocol, ...] = Field(
         default=("in_forward", "snapshot"),
         min_length=1,
@@ -31,8 +35,13 @@ class Layers(Section):
 
     def fitted(self, params: Params) -> Layers:
         """The protocols of the run, and as many windows as there are."""
-        return self.unsaid(protocols=params.protocols, windows=min(self.windows, params.windows.test))
+        windows = min(self.windows, params.windows.test)
+        return self.unsaid(protocols=params.protocols, windows=windows)
 
     def problems(self, params: Params) -> Iterator[str]:
         """More windows than there are."""
         yield from at_most("layers.windows", self.windows, "windows.test", params.windows.test)
+
+    def on(self, engines: tuple[Engine, ...]) -> tuple[Engine, ...]:
+        """Those of the run's engines on which this is measured."""
+        return tuple(engine for engine in engines if self.engines is None or engine in self.engines)

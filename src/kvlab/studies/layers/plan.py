@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from kvlab.base.params import Params, studied_recipe
+from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, Cell, Recipe
+from kvlab.base.studied import studied_recipe
 
 READS = ("engines", "layers")  # of params.yaml, beside what every codec reads
 
 
 def cells(params: Params, engine: str) -> list[Cell]:
     """Add-one-in and leave-one-out, K and V apart, and all layers together: of K, of V, and of both."""
+    if engine not in params.layers.on(params.engines):
+        return []
     everything = tuple(range(params.model.n_layers))
     recipe = studied_recipe(params)
 
@@ -34,7 +37,8 @@ def cells(params: Params, engine: str) -> list[Cell]:
         for stream in params.layers.streams:
             found += [cell(f"only layer {i}", protocol, stream, (i,)) for i in everything]
             rest = {i: tuple(j for j in everything if j != i) for i in everything}
-            found += [cell(f"all but layer {i}", protocol, stream, rest[i]) for i in everything if rest[i]]
+            left_out = [i for i in everything if rest[i]] if params.layers.left_out else []
+            found += [cell(f"all but layer {i}", protocol, stream, rest[i]) for i in left_out]
             found.append(cell("all layers", protocol, stream, everything))
         found.append(cell("all layers", protocol, "kv", everything))
     return found

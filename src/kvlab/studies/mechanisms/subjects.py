@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from kvlab.base import code
 from kvlab.base.errors import CapabilityError
 from kvlab.codec.base import Site
 from kvlab.engines.base import Storage
 from kvlab.lab.coding import Coder, Tally, now
-from kvlab.lab.engines import MODULES, Visit, Which
+from kvlab.lab.engines import Visit, Which
 from kvlab.lab.measure import Lab, calibrated_for
 from kvlab.lab.store import Found
-from kvlab.lab.subjects import codec_modules, deciding, noted, refuse_idle
+from kvlab.lab.subjects import code_of, deciding, noted, refuse_idle
 from kvlab.lab.windows import Window
 from kvlab.studies.mechanisms.items import SCORERS, TEXTS, VERSIONS
 from kvlab.studies.mechanisms.plan import FIDELITY, METRICS, Variant
@@ -56,8 +55,7 @@ class Subject:
         """See `walk.Kept`: the eval with its version, the engine, and what is done to K and V."""
         if self._identity is None:
             cell = self.variant.cell
-            codecs = codec_modules(cell.recipes) if cell else []
-            measuring = code.digest_of(*MODULES[self.which.name], *codecs, __name__)
+            measuring = code_of(self.which, cell.recipes if cell else (), __name__)
             if measuring is None:
                 return None
             done = deciding(cell, calibrated_for(cell, self.lab.calibrated)) if cell else {}

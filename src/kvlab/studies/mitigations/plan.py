@@ -13,9 +13,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvlab.base.errors import StaleResult, StorageError
-from kvlab.base.params import Params, coded_layers, studied_recipe
+from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, Cell, DType, Engine, Frozen, KltStream, LayerRecipe, Protocol, Recipe, digest
 from kvlab.base.records import Provenance, read_json
+from kvlab.base.studied import coded_layers, studied_recipe
 from kvlab.studies.mitigations.params import rises
 
 READS = ("windows", "engines", "gap", "mitigations")  # of params.yaml, beside what every codec reads

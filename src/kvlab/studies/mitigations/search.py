@@ -22,9 +22,10 @@ from typing import Protocol as Shape
 
 import numpy as np
 
-from kvlab.base.params import Params, coded_layers
+from kvlab.base.params import Params
 from kvlab.base.recipe import Cell, IdentityStream, Recipe
 from kvlab.base.records import write_json
+from kvlab.base.studied import coded_layers
 from kvlab.calibration.load import Fitted
 from kvlab.lab.measure import Lab, measured
 from kvlab.lab.subjects import canaries_of

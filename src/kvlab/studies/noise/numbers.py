@@ -91,7 +91,7 @@ def sigma_of(measured: Measured) -> float:
 def curves(params: Params, results: Results, boot: Bootstrap) -> list[tuple[dict, Curve]]:
     """Every curve that was measured, with its engine, stream and layer group."""
     groups, found = layer_groups(params), []
-    for engine, stream, group in product(params.engines, params.noise.streams, params.noise.groups):
+    for engine, stream, group in product(params.noise.on(params.engines), params.noise.streams, params.noise.groups):
         curve = Curve.of(results, boot, engine, stream, groups[group])
         if curve:
             found.append(({"engine": engine, "stream": stream, "group": group}, curve))

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvlab.base.params import Params, Section, at_most
-from kvlab.base.recipe import DType, Stream
+from kvlab.base.recipe import DType, Engine, Stream
 
 Sigma = Annotated[float, Field(ge=0)]
 LayerGroup = Literal["all", "coded", "boundary"]
@@ -22,6 +22,9 @@ class Noise(Section):
     takes = ("windows",)
 
     dtype: DType = Field(default="float32", description="what the engine computes in")
+    engines: tuple[Engine, ...] | None = Field(
+        default=None, min_length=1, description="on which it is measured; null: those of the run"
+    )
     streams: tuple[Stream, ...] = Field(default=("k", "v"), min_length=1, description="what the noise is added to")
     sigmas: tuple[Sigma, ...] = Field(
         default=(0.001, 0.01, 0.03, 0.1, 0.3, 1.0), min_length=2, description="times the rms of the tensor"
@@ -41,3 +44,7 @@ class Noise(Section):
     def problems(self, params: Params) -> Iterator[str]:
         """More windows than there are."""
         yield from at_most("noise.windows", self.windows, "windows.test", params.windows.test)
+
+    def on(self, engines: tuple[Engine, ...]) -> tuple[Engine, ...]:
+        """Those of the run's engines on which this is measured."""
+        return tuple(engine for engine in engines if self.engines is None or engine in self.engines)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from kvlab.base.params import Params, coded_layers, studied_recipe
+from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, CastStream, Cell, IsotropicStream, NoiseStream, Recipe
+from kvlab.base.studied import coded_layers, studied_recipe
 
 READS = ("engines", "noise")  # of params.yaml, beside what every codec reads
 
@@ -14,6 +15,8 @@ def cells(params: Params, engine: str) -> list[Cell]:
     An engine in bfloat16 has nothing to round, so it brings no such cell. All inside the one forward. The control is
     the studied codec's error turned in a random direction of the same length, token by token.
     """
+    if engine not in params.noise.on(params.engines):
+        return []
     groups = layer_groups(params)
 
     def cell(label: str, stream: str, layers: tuple[int, ...], recipe: Recipe) -> Cell:

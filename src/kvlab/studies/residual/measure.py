@@ -37,7 +37,7 @@ from kvlab.studies.residual.record import RESIDUAL, STREAMS, Ranks, RatioRecipe,
 
 
 def residual(params: Params, capture_path: Path, fitted: Fitted, out: Path) -> None:
-    """Code the contexts of one engine's capture and write ``.parquet`` and ``.json``; see `plans.residual`.
+    """Code the contexts of one engine's capture and write ``.parquet`` and ``.json``; see `residual.record`.
 
     All layers are coded, those that the studied recipe leaves alone too. One layer's K or V is in memory at a
     time.

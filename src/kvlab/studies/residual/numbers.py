@@ -16,8 +16,9 @@ import numpy as np
 import polars as pl
 
 from kvlab.base.errors import MissingResult, MixedIdentity, StaleResult
-from kvlab.base.params import Params, coded_layers
+from kvlab.base.params import Params
 from kvlab.base.records import Provenance
+from kvlab.base.studied import coded_layers
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_two_sided_p
 from kvlab.stats.power import windows_needed

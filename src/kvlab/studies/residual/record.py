@@ -12,9 +12,10 @@ import polars as pl
 from pydantic import Field, ValidationError
 
 from kvlab.base.errors import StorageError
-from kvlab.base.params import Params, studied_recipe, variance_ratios
+from kvlab.base.params import Params
 from kvlab.base.recipe import DType, Engine, Frozen, Recipe, StreamRecipe
 from kvlab.base.records import Provenance, finite, forget, read_json, write_json, write_table
+from kvlab.base.studied import studied_recipe, variance_ratios
 
 STREAMS = ("k", "v")
 KEY = ("variance_ratio", "layer", "stream", "window")
