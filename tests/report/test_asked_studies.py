@@ -5,18 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvlab.gate.verdict import judge
-from kvlab.pages import svg
-from kvlab.report import figures, findings
+from kvlab.report import findings
 from kvlab.report.metrics import build
 from kvlab.report.schema import OPTIONAL
 from kvlab.studies.register import chapters
+from report import test_comparison
 from report.synthetic import Effects, small_params, write_results
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text("<svg></svg>"))
-    monkeypatch.setattr(svg, "inline", lambda _figure, _name, _width: "<svg></svg>")
+no_pictures = test_comparison.no_pictures
 
 
 @pytest.fixture(scope="module")
