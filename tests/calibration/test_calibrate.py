@@ -140,15 +140,19 @@ def test_nan_in_a_window_is_refused_and_leaves_nothing(tiny_params, tiny_windows
     from kvlab.calibration import capture as module
 
     class Broken:
-        name, info, dtype, device = "hf", hf_engine.info, "float32", "cpu"
+        name, info, dtype, device, closed = "hf", hf_engine.info, "float32", "cpu", False
 
         def score(self, ids, first, tap):
             tap(0, "k", torch.full((2, 96, 32), float("nan")))
 
-    monkeypatch.setattr(module, "start", lambda *a, **k: Broken())
+        def close(self):
+            self.closed = True
+
+    broken = Broken()
+    monkeypatch.setattr(module, "start", lambda *a, **k: broken)
     with pytest.raises(NonFinite, match="layer_0_k holds NaN or infinity in calibration window 0"):
         capture(tiny_params, "hf", tiny_windows, tmp_path / "c.safetensors")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and broken.closed
 
 
 def test_the_file_is_what_was_observed(tiny_params, tiny_calibration, hf_engine, calib_windows):

@@ -54,6 +54,27 @@ REFUSED = {
     "snapshot of no model": ("snapshot save x.kv --model nothing --text README.md", "cannot read nothing"),
     "snapshot of no text": (f"snapshot save x.kv --model {MODEL} --text nothing", "cannot read nothing"),
     "eval of no recipe": ("eval --task gsm8k --engine hf --recipe nothing --out x", "cannot read nothing"),
+    "snapshot without chunks": (
+        f"snapshot save x.kv --model {MODEL} --text README.md --chunk-tokens 0",
+        "chunk_tokens is 0; it has to be a whole number from 1",
+    ),
+    "snapshot in a small pool": (f"snapshot save x.kv --model {MODEL} --text README.md --pool-tokens 3", "no multiple"),
+    "inspect no snapshot": ("snapshot inspect x.kv", "cannot read x.kv: No such file"),
+    "diff of no snapshot": ("snapshot diff x.kv README.md", "cannot read x.kv: No such file"),
+    "restore of no snapshot": (
+        f"snapshot restore x.kv --model {MODEL} --text README.md --mode consume",
+        "cannot read x.kv: No such file",
+    ),
+    "calibrated on what is scored": (
+        f"measure {MODEL} --text README.md --calib-text README.md",
+        "what is scored must not have been calibrated on",
+    ),
+    "an eval": (f"eval --model {MODEL} --task ruler --engine hf --codec klt --bits 4 --out x", "ruler_v1"),
+    "an eval's codec": (f"eval --model {MODEL} --task ruler_v1 --engine hf --codec klr --out x", "'klt'"),
+    "an eval's cache": (
+        f"eval --model {MODEL} --task ruler_v1 --engine hf --cache-dtype fp8_e4m3 --out x",
+        "hf cache dtype 'fp8_e4m3' is not known; allowed: auto",
+    ),
     "gate of no rows": ("gate check nothing.json", "nothing.json"),
     "a step": ("step mesure", "'measure'"),
     "a step without its input": ("step sigma --capture nothing --out x", "run `kvlab step capture`"),

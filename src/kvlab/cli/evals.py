@@ -13,8 +13,6 @@ from kvlab.base.params import Model, Params
 from kvlab.cli.flags import PARAMS, Flag, path, recipe, result, word
 from kvlab.studies.settings import by_model, read_params
 
-AUTO = "auto"
-
 
 def eval_verb(args: argparse.Namespace) -> None:
     """Run an eval of lm-evaluation-harness, plain and with something done to the KV cache, and make evidence of both.
@@ -23,7 +21,8 @@ def eval_verb(args: argparse.Namespace) -> None:
     --bits), or a dtype of vLLM's own cache (--cache-dtype). The folder --out gets evidence.json and row.json, for
     `kvlab gate check`, and the harness's own result of each side. See docs/eval.md.
     """
-    from kvlab.evals.tasks import refuse_missing_harness
+    from kvlab.engines.capability import AUTO, check_cache_dtype
+    from kvlab.evals.tasks import harness_eval, refuse_missing_harness
     from kvlab.gate import registry
 
     refuse_missing_harness()
@@ -33,6 +32,9 @@ def eval_verb(args: argparse.Namespace) -> None:
     refuse_unlisted_claim(args.claim)
     model, params = _subject(args)
     known = registry.load(args.mechanisms, args.evals)
+    harness_eval(known, args.task)
+    refuse_two_things(args)
+    check_cache_dtype(args.engine, args.cache_dtype or AUTO)
     recipe = _recipe(args, params)
 
     from kvlab.base.model import resolve
@@ -98,16 +100,20 @@ def _with_bits(args: argparse.Namespace, params: Params) -> Params:
     return params.model_copy(update={"bits": args.bits, "v_bits": v_bits})
 
 
-def _recipe(args: argparse.Namespace, params: Params | None) -> Path | None:
-    """The recipe file that is run: as named, or written into --out from the flags; None for a cache dtype."""
+def refuse_two_things(args: argparse.Namespace) -> None:
+    """`UserError` unless one thing is to be done to the cache, and every flag belongs to it."""
     named = [flag for flag in ("recipe", "codec", "cache_dtype") if getattr(args, flag)]
     if len(named) != 1:
         shown = " and ".join(f"--{flag.replace('_', '-')}" for flag in named) or "none of them"
         raise UserError(f"name one thing to be done to the cache: --recipe, --codec or --cache-dtype; given: {shown}")
+    for flag in ("bits", "sigma", "codebooks", "components"):
+        if args.codec is None and getattr(args, flag):
+            raise UserError(f"--{flag} belongs to --codec; leave it out beside --{named[0].replace('_', '-')}")
+
+
+def _recipe(args: argparse.Namespace, params: Params | None) -> Path | None:
+    """The recipe file that is run: as named, or written into --out from the flags; None for a cache dtype."""
     if args.codec is None:
-        for flag in ("bits", "sigma", "codebooks", "components"):
-            if getattr(args, flag):
-                raise UserError(f"--{flag} belongs to --codec; leave it out beside --{named[0].replace('_', '-')}")
         return args.recipe
     if params is None:
         raise UserError(
@@ -115,6 +121,9 @@ def _recipe(args: argparse.Namespace, params: Params | None) -> Path | None:
             " with --params FILE, or a recipe file with --recipe"
         )
     from kvlab.base.rungs import labelled
+
+    coded = labelled(args.codec, params)  # first: a name that is none is refused before torch is loaded
+
     from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
 
     files = None
@@ -123,7 +132,7 @@ def _recipe(args: argparse.Namespace, params: Params | None) -> Path | None:
     elif args.codebooks or args.components:
         raise UserError("--codebooks and --components belong to a Sigma_q; name it with --sigma")
     args.out.mkdir(parents=True, exist_ok=True)
-    return write_recipe_file(args.out / "recipe.json", labelled(args.codec, params), calibration=files)
+    return write_recipe_file(args.out / "recipe.json", coded, calibration=files)
 
 
 def _said(outcome, out: Path) -> Iterator[str]:

@@ -32,6 +32,10 @@ def measure_verb(args: argparse.Namespace) -> None:
     checked.refuse_absent(args.engine)
     named = _named(args)
     text = checked.readable_text(args.text, args.context + args.eval, config)
+    if args.calib_text and args.calib_text.samefile(args.text):
+        raise UserError(
+            f"--calib-text is the scored text, {args.text}: what is scored must not have been calibrated on"
+        )
     calib_text = checked.readable_text(args.calib_text, args.context, config) if args.calib_text else None
     checked.calibration_file(args.calibration)
     checked.writable(args.json)

@@ -38,9 +38,11 @@ def save_verb(args: argparse.Namespace) -> None:
     the gate, or by whoever asks for it unproven. Evidence has to be of this recipe and this model; what it says of
     them is judged by `kvlab gate check`.
     """
+    info, chunk = inputs.info_of(args.model), inputs.given(args.chunk_tokens, CHUNK_TOKENS)
+    inputs.pool_of(args.pool_tokens, chunk, chunk)  # what is wrong with either is told before torch is loaded
+
     from kvlab.kvstore.hf.run import PagedRun
 
-    info, chunk = inputs.info_of(args.model), inputs.given(args.chunk_tokens, CHUNK_TOKENS)
     tokens = inputs.tokens_of(args, info)
     if args.upto is not None and not 0 < args.upto <= len(tokens):
         raise UserError(f"--upto is {args.upto}; the prompt has 1 to {len(tokens)} tokens to save")
@@ -63,6 +65,8 @@ def inspect_verb(args: argparse.Namespace) -> None:
     Header, manifest, index, tokens and token chain are checked; for the payload there is `kvlab snapshot verify`. A
     file of the published KVFLASH1 layout is named as one.
     """
+    inputs.refuse_missing(args.file)
+
     from kvlab.kvstore.snapshot import describe, read
 
     if describe.is_published(args.file):
@@ -137,11 +141,16 @@ def restore_verb(args: argparse.Namespace) -> int:
     or, of a payload that gives back the bits and was made as this run makes them, any bit of a logit or a resident
     chunk; 2 when nothing was restored that could be compared.
     """
+    info = inputs.info_of(args.model)
+    if args.chunk_tokens is not None:
+        inputs.pool_of(args.pool_tokens, args.chunk_tokens, args.chunk_tokens)
+    if args.mode == "consume" and args.files:
+        inputs.refuse_missing(*args.files)
+
     from kvlab.kvstore.hf.warm import files as files_of
     from kvlab.kvstore.restore import restore
 
     files = [file for given in args.files for file in files_of(given)]
-    info = inputs.info_of(args.model)
     tokens = inputs.tokens_of(args, info)
     chunk, dtype = inputs.settings_of(args, files, info, tokens)
     config = inputs.pool_of(args.pool_tokens, chunk, len(tokens) + args.decode)
@@ -173,6 +182,9 @@ def diff_verb(args: argparse.Namespace) -> int:
 
     Exit code 0 when they hold the same bytes of the same context, 1 when they differ. What wrote them does not count.
     """
+    for file in (args.file_a, args.file_b):
+        inputs.refuse_missing(file)
+
     from kvlab.kvstore.snapshot import read
     from kvlab.kvstore.snapshot.compare import compare
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -65,6 +67,12 @@ def pool_of(pool_tokens: int | None, chunk_tokens: int, needed: int):
         floor = PagerConfig(pool_tokens=chunk_tokens << 10, chunk_tokens=chunk_tokens).floor_tokens
         pool_tokens = max(floor, -(-needed // chunk_tokens) * chunk_tokens)
     return PagerConfig(pool_tokens=pool_tokens, chunk_tokens=chunk_tokens)
+
+
+def refuse_missing(*files: Path) -> None:
+    """`StorageError` where none of some files is there; in the words of what would open them."""
+    if not any(file.exists() for file in files):
+        raise StorageError(f"cannot read {files[0]}: {os.strerror(errno.ENOENT)}")
 
 
 def given(value: int | None, default: int) -> int:

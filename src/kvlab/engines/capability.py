@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from kvlab.base.errors import CapabilityError, UnknownName
 from kvlab.base.model import ModelInfo
 
@@ -71,7 +69,7 @@ def check(
     able = _row(engine)
     _refuse_unlisted(f"{engine} dtype", dtype, able.dtypes)
     _refuse_unlisted(f"{engine} attention", attention, able.attentions)
-    _refuse_unlisted(f"{engine} cache dtype", cache_dtype, able.cache_dtypes)
+    check_cache_dtype(engine, cache_dtype)
     if able.splits:
         _refuse_uneven(info)
     if on_cpu and able.cpu_head_dims is not None and info.head_dim not in able.cpu_head_dims:
@@ -102,11 +100,19 @@ def _refuse_fp8(cache_dtype: str, info: ModelInfo) -> None:
             f"vllm's {cache_dtype} cache cannot hold head size {info.head_dim} on a CPU; allowed: multiples of"
             f" {FP8_STEP}; leave it out of mechanisms.cache_dtypes"
         )
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+    import torch  # here alone, so that all else is refused before it is loaded
+
+    processor = torch.backends.cpu.get_cpu_capability()
+    if processor != "AVX512":
         raise CapabilityError(
-            f"vllm's {cache_dtype} cache needs AVX-512, and this processor has"
-            f" {torch.backends.cpu.get_cpu_capability()}; leave it out of mechanisms.cache_dtypes"
+            f"vllm's {cache_dtype} cache needs AVX-512, and this processor has {processor}; leave it out of"
+            " mechanisms.cache_dtypes"
         )
+
+
+def check_cache_dtype(engine: str, cache_dtype: str) -> None:
+    """`UnknownName` for what the cache of `engine` cannot be told to store."""
+    _refuse_unlisted(f"{engine} cache dtype", cache_dtype, _row(engine).cache_dtypes)
 
 
 def check_protocol(engine: str, protocol: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvlab.base.errors import CapabilityError, ParamsError, UnknownName
+from kvlab.base.errors import CapabilityError, ParamsError
 from kvlab.base.model import ModelInfo, load_tokenizer
 from kvlab.base.records import atomic, read_json, write_json
 from kvlab.cache.prepared import Prepared, prepared
@@ -22,7 +22,7 @@ from kvlab.evals.evidence import Declared, Run, all_versions, code, declared_cod
 from kvlab.evals.lm import CachedLM
 from kvlab.evals.results import Measured, corpus_hash, measures, needs_context, without_noise
 from kvlab.evals.side import Sides
-from kvlab.evals.tasks import HARNESS, Tasks
+from kvlab.evals.tasks import Tasks, harness_eval
 from kvlab.gate.registry import Eval, Registry
 
 ATTENTION = {"hf": "sdpa", "vllm": "default"}  # eager attention takes memory by the square of a context
@@ -126,15 +126,6 @@ def run_eval(asked: Asked, info: ModelInfo, registry: Registry, out: Path, threa
     )
     write(out, run, found, {"baseline": baseline, "variant": variant}, asked.claim)
     return Outcome(run, found, coded.cut)
-
-
-def harness_eval(registry: Registry, quality_eval_id: str) -> Eval:
-    """A registered eval of lm-evaluation-harness; `UnknownName` for any other."""
-    entry = registry.eval(quality_eval_id)
-    known = [name for name, one in registry.evals.items() if one.harness == HARNESS and one.task]
-    if entry is None or quality_eval_id not in known:
-        raise UnknownName(f"eval of {HARNESS}", quality_eval_id, known)
-    return entry
 
 
 def most_tokens(asked: Asked, entry: Eval, info: ModelInfo) -> int:

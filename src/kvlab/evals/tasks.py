@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlab.base.errors import CapabilityError, KvlabError, MissingResult, UserError, suggestion
-from kvlab.gate.registry import Eval
+from kvlab.base.errors import CapabilityError, KvlabError, MissingResult, UnknownName, UserError, suggestion
+from kvlab.gate.registry import Eval, Registry
 
 if TYPE_CHECKING:
     from kvlab.evals.lm import CachedLM
@@ -34,6 +34,15 @@ def refuse_missing_harness() -> None:
     """`MissingResult` when lm-evaluation-harness is not installed."""
     if find_spec("lm_eval") is None:
         raise MissingResult("kvlab eval needs lm-evaluation-harness; install it: pip install lm-eval==0.4.13")
+
+
+def harness_eval(registry: Registry, quality_eval_id: str) -> Eval:
+    """A registered eval of lm-evaluation-harness; `UnknownName` for any other."""
+    entry = registry.eval(quality_eval_id)
+    known = [name for name, one in registry.evals.items() if one.harness == HARNESS and one.task]
+    if entry is None or quality_eval_id not in known:
+        raise UnknownName(f"eval of {HARNESS}", quality_eval_id, known)
+    return entry
 
 
 @dataclass
