@@ -102,10 +102,13 @@ def verify_verb(args: argparse.Namespace) -> int:
 
 def _damages(file: Path, info, ready) -> list:
     """Everything that is wrong with one file; nothing of it keeps the next one from being looked at."""
-    from kvlab.kvstore.snapshot import read
     from kvlab.kvstore.snapshot.reasons import Code, Reason
 
     try:
+        inputs.refuse_missing(file)
+
+        from kvlab.kvstore.snapshot import read
+
         with read.open(file) as snapshot:
             return _verified(snapshot, info, ready)
     except SnapshotRefused as error:
