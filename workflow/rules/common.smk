@@ -350,8 +350,8 @@ def measured_of(study):
 
 
 def measured_keys(contents):
-    """The parameters that a unit reads."""
-    return sorted({key for study in contents for key in KEYS_OF[study]})
+    """The parameters that a unit reads; which studies are asked for decides what is in it."""
+    return sorted({"studies"}.union(*(KEYS_OF[study] for study in contents)))
 
 
 def measured_code(unit):

@@ -36,6 +36,8 @@ def main():
     flags.pop("--store", None)  # where something lies decides nothing
     folder = Path(flags.pop("--results", ["results"])[0])
     outs = [folder / job.replace("/", f"/{params['model']['slug']}/") for job in jobs]
+    if verb == "weights":  # writes beside what it reads
+        flags["--out"] = [str(Path(flags["--origin"][0]).with_name("model.safetensors"))]
     outs = [out.with_suffix(".parquet") for out in outs] or [Path(flags.pop("--out")[0])]
     with open(os.environ.get("STANDIN_TRACE", os.devnull), "a") as trace:
         trace.write("".join(f"{verb} {out}\n" for out in outs))
@@ -86,6 +88,8 @@ def written(verb, out):
         beside = [f"{out.stem}{end}" for end in (".json", "-post_rope.safetensors", "-post_rope.json")]
     elif verb == "codebooks":
         beside = [f"{out.stem}/tables.safetensors"]
+    elif verb == "weights":
+        beside = ["tokenizer.json"]
     elif verb == "gate_report":
         beside = [f"{out.stem}-reasons.md", "detection.svg", "detection.csv"]
     elif verb == "report":
