@@ -123,6 +123,12 @@ def test_the_first_screen_says_what_to_use_and_at_what_price(written):
     assert "| no, loses too much: KL |" in found and "1234" not in found
 
 
+def test_the_first_screen_names_the_text_that_calibrates(written, metrics):
+    assert "were calibrated on" not in first(written(claims("reference")))
+    metrics["settings"] = {"corpus": {"source": "notes.txt"}}
+    assert "Codecs that are calibrated were calibrated on `notes.txt`." in first(written(claims("reference")))
+
+
 def test_a_preview_says_what_is_open_and_nothing_at_all_is_said_too(written):
     given = claims("reference")
     given["rows"][1] |= {"word": "fail", "codes": ["quality_open"], "open": ["delta_nll", "needle_recall"]}

@@ -74,16 +74,13 @@ def checked(data):
         raise SystemExit(problem.exit_code) from None
 
 
-def made_models():
-    """Models of which git holds the configuration only, by folder, each with its origin; rule `weights` makes the rest."""
+def weights_told(folders):
+    """What those of some folders of models say of their weights that say anything, by folder."""
     try:
-        found = {
-            path.parent: read_origin(path.parent) for path in sorted(Path("models").glob(f"*/{ORIGIN_FILE}"))
-        }
+        return {folder: origin for folder in folders if (origin := read_origin(folder))}
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(problem.exit_code) from None
-    return {folder: origin for folder, origin in found.items() if origin.wheel}
 
 
 def refuse_unseen(models):
@@ -113,12 +110,14 @@ LEAD, *OTHERS = MODELS  # the first model's findings are FINDINGS.md; the others
 PARAMS = MODELS[LEAD]  # for what all models share
 CORPUS_RECORD = Path("models/reference/corpus.json")
 MODEL_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}
-MADE_MODELS = made_models()
-# What has to be told with every number of a model.
+# Models of which git holds the configuration only, by folder; rule `weights` makes the rest.
+FOLDERS = sorted(path.parent for path in Path("models").glob(f"*/{ORIGIN_FILE}"))
+MADE_MODELS = {folder: origin for folder, origin in weights_told(FOLDERS).items() if origin.wheel}
+# What has to be told with every number of a model, wherever it lies.
 DISCLOSURES = [
-    f"{slug}={MADE_MODELS[folder].disclosure}"
+    f"{slug}={origin.disclosure}"
     for slug, params in MODELS.items()
-    if (folder := Path(params.model.path)) in MADE_MODELS
+    for origin in weights_told([Path(params.model.path)]).values()
 ]
 ORIGIN = PARAMS.calibration.origin
 CAPTURED = sorted(PARAMS.calibration.engines)

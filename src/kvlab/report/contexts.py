@@ -75,6 +75,7 @@ def report_context(
         "model": identity["model"],
         "corpus": identity["corpus"],
         "disclosure": identity.get("disclosure"),
+        "calibrated_on": (metrics.get("settings") or {}).get("corpus", {}).get("source"),
     }
 
 
