@@ -103,7 +103,7 @@ params-docs: $(READY)  ## config/PARAMS.md and both JSON schemas, after a parame
 
 headline: $(READY)  ## the block at the top of README.md, from results/ (MODEL=SLUG)
 	@$(BIN)/python -m kvlab step report --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
-		--readme README.md
+		--comparison results/gap/models/comparison.json --readme README.md
 
 pins: $(READY)  ## resolve requirements/in.txt again, into requirements/{cpu,cuda}.txt (ARGS=--keep: only what is new)
 	$(BIN)/python workflow/scripts/pins.py $(ARGS)

@@ -64,6 +64,10 @@ rule all:
 onstart:
     onerun.begin()
     unedited.remember(config)
+    if any(job.rule.name.startswith("measure_") for job in workflow.dag.needrun_jobs()):
+        for study in set(plan.STUDIES) - set(STUDIES):  # DVC declares their folders too; they are empty
+            Path("results", study).mkdir(parents=True, exist_ok=True)
+    progress.tell(workflow.dag, workflow.resource_settings.cores or workflow.resource_settings.nodes or 1)
     print("Jobs write to results/logs; to watch them: tail -F results/logs/*/*/*.log", file=sys.stderr)
 
 

@@ -64,14 +64,12 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def base_params() -> dict:
-    """params.yaml as it is committed, with every default written out, as a mapping of one model's parameters."""
-    from kvlab.base.paramfile import read_yaml
-    from kvlab.studies.settings import by_model, resolved
+    """The parameters of the embedded model, with every default written out, as a mapping."""
+    import embedded
+    from kvlab.studies.settings import resolved
 
     with contextlib.chdir(ROOT):
-        data = read_yaml(ROOT / "params.yaml")
-        (settings,) = by_model(data).values()
-        found = resolved(data) | {"model": settings.model.model_dump(mode="json")}
+        found = resolved(embedded.document()) | {"model": embedded.settings().model.model_dump(mode="json")}
     del found["models"]
     return found
 
@@ -101,11 +99,12 @@ def tiny_params(tiny_model, tmp_path_factory, base_params):
         "codec": {"block_size": 64, "boundary_layers": [0], "n_centres": 4},
         "gap": {"origins": ["hf"]},
         "cells": {name: None for name in ("other-calibration", "k2v2", "k4v2", "k2v4", "k3v4", "k4v4")},
+        "baseline": {"windows": 4},
         "layers": {"windows": 3},
         "split": {"windows": 3},
         "noise": {"windows": 3, "sigmas": [0.03, 0.1, 0.3], "groups": ["all", "boundary"]},
         "mitigations": {"windows": 3, "budget": 14.0, "uniform": [[3, 2], [6, 4]]},
-        "ladder": {"windows": 3, "bits": [2, 4], "conditioned": ["hadamard"]},
+        "ladder": {"windows": 3, "fewer": 3, "bits": [2, 4], "conditioned": ["hadamard"]},
         "mechanisms": {"dtype": "float32", "codecs": ["klt", "int", "fp8"], "bits": [2], "needles": 4},
         "kvstore": {
             "restore": {"chunk_tokens": 8, "prompts": 2, "decode": 4, "lengths": [48, 96], "suffix": 8, "repeats": 3}

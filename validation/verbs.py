@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvlab.base.params import Params
-from kvlab.cli.flags import WINDOWS, Flag, path, result, word
+from kvlab.cli.flags import SETTINGS, WINDOWS, Flag, path, result, with_settings, word
 from kvlab.studies.settings import read_params
 
 
@@ -67,12 +67,7 @@ def snapshot_cells_verb(args: argparse.Namespace) -> None:
     snapshot_cells(resolve(_params(args).model), args.out)
 
 
-VERBS: dict[Callable, list[Flag]] = {
-    published_verb: [
-        ("folder", {"type": Path, "metavar": "DIR", "help": "published result files, subfolders included"}),
-        path("--metrics", "what `kvlab step metrics` wrote: this project's own answer beside theirs", required=False),
-        result("--out", "folder of REPORT.md and its tables"),
-    ],
+OF_PARAMS: dict[Callable, list[Flag]] = {
     bench_verb: [
         path("--capture", "what `kvlab step capture` wrote: K and V of the model are coded", required=False),
         path("--windows", "windows.safetensors of `kvlab step corpus`: for the KL of other libraries", required=False),
@@ -83,10 +78,20 @@ VERBS: dict[Callable, list[Flag]] = {
         result("--out", "folder of BENCH.md, bench.json and figures/"),
     ],
 }
-STEPS: dict[Callable, list[Flag]] = {
+STEPS_OF_PARAMS: dict[Callable, list[Flag]] = {
     snapshot_cells_verb: [result("--out", "folder of SNAPSHOT.md and snapshot.csv")],
     planted_verb: [WINDOWS, result("--out", "folder of REPORT.md and planted.json")],
-    weights_verb: [path("--origin", "origin.json in the model's folder")],
+}
+VERBS: dict[Callable, list[Flag]] = {
+    published_verb: [
+        ("folder", {"type": Path, "metavar": "DIR", "help": "published result files, subfolders included"}),
+        path("--metrics", "what `kvlab step metrics` wrote: this project's own answer beside theirs", required=False),
+        result("--out", "folder of REPORT.md and its tables"),
+    ],
+} | with_settings(OF_PARAMS)
+STEPS: dict[Callable, list[Flag]] = with_settings(STEPS_OF_PARAMS) | {
+    # given the parameters by its rule, as every step is; it reads none, so that it asks for no --model either
+    weights_verb: [*SETTINGS, path("--origin", "origin.json in the model's folder")],
     reference_verb: [
         result("--out", "model folder, replaced when the run ends", default=Path("models/reference"), required=False),
         word("--tokens", "training tokens of text; default: 9 000 000", type=int, default=9_000_000),

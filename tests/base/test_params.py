@@ -9,9 +9,10 @@ import re
 import pytest
 from dvc.utils.hydra import apply_overrides
 
+import embedded
 from kvlab.base.errors import ParamsError, UnknownName
 from kvlab.base.paramfile import assignment, overlay, preset, read_yaml
-from kvlab.base.rungs import default_recipe, ladder_recipe
+from kvlab.base.rungs import CONDITIONABLE, LADDERED, default_recipe, ladder_recipe
 from kvlab.base.studied import coded_layers, studied_recipe
 from kvlab.lab import plan
 from kvlab.studies.cells.params import CELLS, RUNGS, reads_components
@@ -126,7 +127,7 @@ def test_partial_values_are_held_to_the_same_ranges(text, word):
 
 def test_every_preset_is_valid_and_an_unknown_one_names_the_nearest(root):
     data = read_yaml(root / "params.yaml")
-    for name in ("quick", "published"):
+    for name in ("quick", "published", "reference"):
         by_model(preset(name, data))
     with pytest.raises(ParamsError, match="'quick'"):
         preset("quik", data)
@@ -179,7 +180,9 @@ def test_jobs_hold_every_cell_once(base_params):
 
 
 def test_the_ladder_runs_on_its_own_engine_and_scores_every_rung_on_every_text(base_params):
-    params = Settings.complete(changed(base_params, ladder__engine="vllm", ladder__bits=[2, 4]))
+    every = {"codecs": list(LADDERED), "conditioned": list(CONDITIONABLE), "ablated": [], "in_forward": []}
+    changes = {f"ladder__{name}": value for name, value in every.items()}
+    params = Settings.complete(changed(base_params, ladder__engine="vllm", ladder__bits=[2, 4], **changes))
     cells = [cell for job in plan.jobs(params, plan.LADDER).values() for cell in job]
     assert {(cell.engine, cell.dtype, cell.protocol, cell.stream) for cell in cells} == {
         ("vllm", "float32", "snapshot", "kv")
@@ -187,12 +190,9 @@ def test_the_ladder_runs_on_its_own_engine_and_scores_every_rung_on_every_text(b
     names = {text: [cell.label for cell in cells if cell.text == text] for text in params.ladder.texts}
     assert names["test"] == names["other"] and len(set(names["test"])) == len(names["test"])
     assert {"klt 2", "kivi+center 4", "hadamard+center+whiten 2", "fp8", "block 4"} <= set(names["test"])
-    with_bits, without = 8 * 2 + 6 * 2 * 2, 2 * (1 + 2)  # fp8 and nf4 have one rate
+    assert "oscar+center+weigh 4" in names["test"]
+    with_bits, without = 8 * 2 + 6 * 3 * 2, 2 * (1 + 3)  # fp8 and nf4 have one rate
     assert len({cell.cell_id for cell in cells}) == len(cells) == 2 * (with_bits + without)
-
-
-def test_the_ladder_is_no_study_of_the_report(base_params):
-    assert plan.LADDER not in plan.STUDIES
 
 
 def test_rungs_condition_k_and_v_as_they_say(base_params):
@@ -567,7 +567,7 @@ def test_an_entry_is_added_and_taken_out_as_the_table_says(root, tmp_path, monke
         "++cells.sdpa.dtype=float32",
     ]
     apply_overrides(path, overrides)
-    (params,) = by_model(read_yaml(path)).values()
+    params = next(iter(by_model(read_yaml(path)).values()))
     assert params.cells["mine"].bits == 4 and params.cells["mine"].codec == {"block_size": 64}
     assert "k-only" not in params.cells and params.cells["sdpa"].attention == "sdpa"
     assert params.cells["sdpa"].dtype == "float32"
@@ -618,7 +618,7 @@ SMALLER = {
 def test_a_smaller_study_is_one_edit(root, monkeypatch, name, value):
     monkeypatch.chdir(root)
     data = overlay(read_yaml(root / "params.yaml"), assignment(f"{name}={json.dumps(value)}"))
-    (params,) = by_model(data).values()
+    params = next(iter(by_model(data).values()))
     plan.check(params)
     test, needles = params.windows.test, params.mechanisms.needles
     taken = [
@@ -667,7 +667,7 @@ def test_a_smaller_study_is_one_edit(root, monkeypatch, name, value):
 )
 def test_what_is_asked_for_by_name_is_refused_where_it_is_not_there(root, monkeypatch, said, words):
     monkeypatch.chdir(root)
-    data = overlay(read_yaml(root / "params.yaml"), said)
+    data = overlay(embedded.document(), said)
     if words is None:  # the entry that was named stays, and the default one that is the same cell goes
         (params,) = by_model(data).values()
         plan.check(params)
@@ -679,7 +679,7 @@ def test_what_is_asked_for_by_name_is_refused_where_it_is_not_there(root, monkey
 
 def test_a_default_cell_that_cannot_be_is_left_out_and_named(root, monkeypatch):
     monkeypatch.chdir(root)
-    data = overlay(read_yaml(root / "params.yaml"), {"engines": ["hf"]})
+    data = overlay(embedded.document(), {"engines": ["hf"]})
     (params,) = by_model(data).values()
     assert left_out(params, data) == ["other-calibration"] and "other-calibration" not in params.cells
 

@@ -21,6 +21,7 @@ from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
 from kvlab.calibration import load as calibration
 from kvlab.codec.base import Site
+from kvlab.codec.klt.codec import KltCodec
 
 KLT = recipe("klt", bits=4, v_bits=3, block_size=64)
 RECIPES = {
@@ -199,3 +200,33 @@ def test_a_control_is_refused(calibrated, info, tmp_path):
     path = write_calibration(tmp_path / "a.kv", control, calibrated, info)
     with pytest.raises(CapabilityError, match="writes no codes to store"):
         read_recipe_file(path)
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "klt2"])
+def test_a_decoders_file_decodes_to_the_same_bits(name, calibrated, info, tmp_path):
+    chosen = recipe("klt", bits=2, block_size=64) if name == "klt2" else RECIPES[name]
+    files = [write_calibration(tmp_path / f"{i}.kv", chosen, calibrated, info, decoder=i) for i in (False, True)]
+    whole, decoder = (prepared(read_recipe_file(path), info) for path in files)
+    assert whole.calibration_hash == decoder.calibration_hash and whole.identity == decoder.identity
+    x = 3 * torch.randn(info.n_kv_heads, 40, info.head_dim, generator=torch.Generator().manual_seed(0))
+    x[:, 0] *= 40  # far out of every table: escapes
+    for stream in ("k", "v"):
+        for layer in whole.layers:
+            written = whole.codec(stream).encode(x, Site(0, layer, stream))
+            assert torch.equal(decoder.codec(stream).decode(written), whole.codec(stream).decode(written))
+    sizes = [path.stat().st_size for path in files]
+    assert (
+        sizes[1] < (0.4 if "klt" in name else 1.0) * sizes[0] + len(',"form":"decoder"') + 8
+    )  # headers are padded to 8
+
+
+def test_a_decoders_file_cannot_encode_and_serves_no_other_bits(calibrated, info, tmp_path):
+    path = write_calibration(tmp_path / "a.kv", KLT, calibrated, info, decoder=True)
+    assert read_header(path).form == "decoder"
+    x = torch.zeros(info.n_kv_heads, 4, info.head_dim)
+    with pytest.raises(CalibrationMismatch, match="decodes layer 0 alone"):
+        prepared(read_recipe_file(path), info).codec("k").encode(x, Site(0, 0, "k"))
+    fitted = load_calibration(path, info).stream(KLT.k, "k")
+    other = KltCodec(KltStream(bits=2, block_size=64), fitted)
+    with pytest.raises(CalibrationMismatch, match="not for klt at 2 bits"):
+        other.plan(0, tuple(x.shape), x.device)

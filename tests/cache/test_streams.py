@@ -217,7 +217,7 @@ def test_a_recipe_is_named_as_the_ladder_names_it(tiny_params):
     [
         ("inr", UnknownName, "did you mean 'int'"),
         ("studid", UnknownName, "did you mean 'studied'"),
-        ("int+centre", UnknownName, r"allowed: center, center\+whiten, none"),
+        ("int+centre", UnknownName, r"allowed: center, center\+weigh, center\+whiten, none"),
         ("klt+center", ParamsError, "'klt' cannot be conditioned"),
     ],
 )

@@ -206,11 +206,19 @@ class Projection(nn.Module):
         return x.repeat(1, 3), None
 
 
+class Called(nn.Module):
+    """As vLLM's attention after the rotary embedding: called with q, k and v, which it gives back for a look."""
+
+    def forward(self, q, k, v):
+        return q, k, v
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.self_attn = nn.Module()
         self.self_attn.qkv_proj = Projection()
+        self.self_attn.attn = Called()
 
 
 class Worker:
@@ -230,6 +238,7 @@ class Worker:
 
     def execute_model(self, scheduled):
         x = torch.randn(scheduled.rows, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(0))
+        self.attended = [layer.self_attn.attn(x, x + 1, x - 1) for layer in self.model["layers"]]
         projections = [layer.self_attn.qkv_proj for layer in self.model["layers"]]
         return [p.forward(x) if n == self.skips else p(x) for n, p in enumerate(projections)]
 
@@ -253,6 +262,25 @@ def armed(monkeypatch):
         return worker
 
     return make
+
+
+def test_k_is_coded_where_the_recipe_says(armed):
+    """Before its rotary embedding the projection is hooked, after it what attention is called with; never both."""
+    x = torch.randn(5, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    heads = x.view(5, HEADS, HEAD_DIM).transpose(0, 1)
+    for rotary in ("before", "after"):
+        recipe = Recipe(k=LOSSY.k, v=LOSSY.v, rotary=rotary)
+        worker = armed(recipe)
+        projected = worker.execute_model(step(5))[0][0].split(HEADS * HEAD_DIM, dim=1)
+        q, k, v = worker.attended[0]
+        assert torch.equal(q, x) and torch.equal(projected[0], x)
+        assert torch.equal(k, x + 1) == torch.equal(v, x - 1) == (rotary == "before")
+        assert torch.equal(projected[1], x) == (rotary == "after")
+        if rotary == "after":
+            codec = build(recipe.k)
+            due = codec.decode(codec.encode(heads + 1, Site(0, 0, "k"))).transpose(0, 1).reshape(5, -1)
+            assert torch.equal(k, due)
+        assert worker.kvlab_status()["fires"]["k"] == [1, 1]
 
 
 def test_a_served_step_is_coded_layer_by_layer_and_counted(armed):
@@ -391,7 +419,7 @@ def test_every_step_fired_on_every_layer_and_stream(user, run, recipe):
 def test_vllm_says_what_transformers_says_with_the_same_codecs(user, hf_engine, tiny_files):
     """Whatever else was in a pass: requests were mixed and prompts cut, and every token was coded by itself."""
     fitted = load(Fitted(**dict(tiny_files)), hf_engine.info.model_hash)
-    codecs = {s: build(recipe, fitted.stream(recipe, s)) for s, recipe in CALIBRATED}
+    codecs = {s: build(recipe, fitted.stream(recipe, s)) for s in "kv" for recipe in [getattr(CALIBRATED, s)]}
 
     def every_token(layer, part, x):
         if part in codecs:

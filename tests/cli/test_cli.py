@@ -14,6 +14,7 @@ import sys
 import pytest
 import yaml
 
+import embedded
 from kvlab.base.paramfile import overlay
 from kvlab.cli import main as cli
 from kvlab.studies.settings import Settings, by_model, read_params
@@ -31,8 +32,12 @@ def run(*arguments: str, capsys) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def in_root(root, monkeypatch):
-    monkeypatch.chdir(root)
+def in_root(root, tmp_path, monkeypatch):
+    """A folder with the repository's models and presets, and the parameters of the embedded model."""
+    for name in ("models", "workflow"):
+        (tmp_path / name).symlink_to(root / name)
+    (tmp_path / "params.yaml").write_text(embedded.text())
+    monkeypatch.chdir(tmp_path)
 
 
 def test_help_teaches_the_order_of_the_steps(capsys):

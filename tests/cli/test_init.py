@@ -22,11 +22,13 @@ def model(tmp_path):
     return folder
 
 
-def test_the_repositorys_own_file_is_what_it_writes_for_the_reference_model(root, tmp_path, monkeypatch):
+def test_the_repositorys_own_file_is_what_it_writes_for_its_models(root, tmp_path, monkeypatch):
     monkeypatch.chdir(root)
-    init.write(tmp_path / "params.yaml", "models/reference")
-    assert (tmp_path / "params.yaml").read_text() == (root / "params.yaml").read_text()
-    assert len((root / "params.yaml").read_text().splitlines()) < 120
+    init.write(tmp_path / "params.yaml", "models/smollm2-135m")
+    written, own = ((place / "params.yaml").read_text() for place in (tmp_path, root))
+    models = [f"- path: {model['path']}\n" for model in read_yaml(root / "params.yaml")["models"]]
+    assert written == own.replace("".join(models), models[0])
+    assert len(own.splitlines()) < 120
 
 
 @pytest.mark.parametrize("engines", [("hf",), ("vllm",), ("hf", "vllm")])
@@ -35,8 +37,8 @@ def test_it_fits_the_model_the_engines_and_the_windows(model, tmp_path, engines)
     init.write(out, str(model), engines=engines, windows=8, source="a: strange #text*.txt")
     (params,) = by_model(read_yaml(out)).values()
     plan.check(params)
-    assert params.engines == engines and params.calibration.engines == engines
-    assert (params.windows.test, params.windows.other, params.noise.windows) == (8, 8, 8)
+    assert params.engines == engines and params.calibration.engines == engines[:1]
+    assert (params.windows.test, params.windows.other, params.layers.windows) == (8, 8, 8)
     assert params.model.n_layers == 4 and params.windows.length < 300
     assert params.corpus.source == "a: strange #text*.txt"
 

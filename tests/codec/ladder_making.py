@@ -1,5 +1,6 @@
 """Planted streams, calibrations that fit them, and a recipe of every codec, for the tests of all codecs."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -16,15 +17,18 @@ from kvlab.base.recipe import (
     IsotropicStream,
     KiviStream,
     KltStream,
+    KvQuantStream,
+    KvtcStream,
     Nf4Stream,
     NoiseStream,
     OscarStream,
+    TurboQuantStream,
 )
 from kvlab.codec import whitening
 from kvlab.codec.base import StreamCalibration
 from kvlab.codec.klt import components
 from kvlab.codec.names import UNSTORED
-from kvlab.codec.registry import build
+from kvlab.codec.registry import build, fit_class
 
 BLOCK = 32
 LAYER = making.SITE.layer
@@ -45,6 +49,10 @@ RECIPES = {
     "nf4": lambda bits: Nf4Stream(group=16, block_size=BLOCK),
     "d4": lambda bits: D4Stream(bits=bits, block_size=BLOCK),
     "e8": lambda bits: E8Stream(bits=bits, block_size=BLOCK),
+    "turboquant": lambda bits: TurboQuantStream(bits=bits, block_size=BLOCK),
+    "kvquant": lambda bits: KvQuantStream(bits=bits, axis="channel", block_size=BLOCK),
+    "kvquant-token": lambda bits: KvQuantStream(bits=bits, axis="token", block_size=BLOCK),
+    "kvtc": lambda bits: KvtcStream(bits=bits, block_size=BLOCK),
 }
 """A recipe of each codec at some bits; a new codec adds its line here."""
 
@@ -85,6 +93,16 @@ def calibration(heads: int, dim: int) -> StreamCalibration:
     return StreamCalibration(whiteners={LAYER: whitener}, components={LAYER: components.fit(rows, metric)})
 
 
+@lru_cache(maxsize=64)
+def own_calibration(codec: str, heads: int, dim: int) -> StreamCalibration:
+    """The same, with what a codec fits by itself, if it does."""
+    found = calibration(heads, dim)
+    if codec not in ("kvquant", "kvtc"):
+        return found
+    rows = planted(heads, 1024, dim, draw=99).unflatten(1, (2, 512))
+    return replace(found, own={LAYER: fit_class(codec).of(rows)})
+
+
 @lru_cache(maxsize=256)
 def codec(name: str, condition: str = "plain", bits: float = 4, heads: int = 2, dim: int = 64):
     """One codec of the table, calibrated; kept, since calibrated tables take a while."""
@@ -96,4 +114,4 @@ def fresh(name: str, condition: str = "plain", bits: float = 4, heads: int = 2, 
     recipe = RECIPES[name](bits)
     known = {key: value for key, value in changes.items() if key in type(recipe).model_fields}
     recipe = type(recipe)(**{**recipe.model_dump(), **CONDITIONS[condition], **known})
-    return build(recipe, calibration(heads, dim))
+    return build(recipe, own_calibration(recipe.codec, heads, dim))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.making import SITE, relative_error, second_moment, stream
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UserError
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, ParamsError, StreamError, UserError
 from kvlab.base.recipe import KltStream
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.klt import components
@@ -336,3 +336,34 @@ def test_nearest_is_the_search_by_comparison(widths, seed):
     found = Nearest(values, 1 << torch.tensor(widths))(z)
     for row, width in enumerate(widths):
         assert torch.equal(found[row].long(), quantise(z[row], values[row, : 1 << width]))
+
+
+@pytest.mark.parametrize("part", [{"allocation": "even"}, {"transform": "none"}, {"transform": "unweighted"}])
+def test_a_part_that_is_taken_out_costs_what_it_was_worth(part):
+    """Correlated channels of unlike size under a metric that is not white: every part lowers the weighted error."""
+    rng = torch.Generator().manual_seed(0)
+    scale = torch.logspace(1, -1, 8)
+    mix = torch.linalg.qr(torch.randn(8, 8, generator=rng)).Q
+    root = torch.diag(torch.logspace(-1, 1, 8)) @ torch.linalg.qr(torch.randn(8, 8, generator=rng)).Q
+
+    def rows(count):
+        return (torch.randn(1, count, 8, generator=rng) * scale) @ mix + 3.0
+
+    found = components.fit(rows(4096)[:, None], (root @ root.mT)[None])
+    x, errors = rows(512), {}
+    for name, changed in {"whole": {}, "bare": {"tables": "gaussian"}, "less": {"tables": "gaussian"} | part}.items():
+        coder = KltCodec(KltStream(bits=3, **changed), StreamCalibration(components={0: found}))
+        decoded = coder.decode(coder.encode(x, Site(0, 0, "k")))
+        errors[name] = ((decoded - x) @ root).square().mean().item()
+        widths = coder.plan(0, tuple(x.shape), x.device).widths
+        assert int(widths.sum()) in (23, 22)  # 3 bits of 8 components less headers, and less the flag of escapes
+        if changed.get("allocation") == "even":
+            assert int(widths.max() - widths.min()) <= 1
+    assert errors["bare"] == pytest.approx(errors["whole"], rel=0.1)  # the components are Gaussian
+    assert errors["less"] > 1.3 * errors["bare"]
+
+
+def test_other_axes_have_no_fitted_tables():
+    with pytest.raises(ParamsError, match="set tables to 'gaussian'"):
+        codec(transform="none").plan(SITE.layer, (2, 8, 64), torch.device("cpu"))
+    assert "transform" not in KltStream(bits=2).model_dump()

@@ -69,7 +69,7 @@ def write(folder: Path, **changes) -> Path:
     }
     for task in (written, chosen):
         (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(common | task | changes))
-    metric = {"direction": "higher", "tolerance_se": None, "tolerance_max": 0.9, "floor": None}
+    metric = {"direction": "higher", "margin": 0.9, "unit": "share of items", "why": "a toy's", "floor": None}
     registry = yaml.safe_load((SHIPPED / "evals.yaml").read_text())
     registry["evals"] += [
         EXTRA

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import embedded
 from evals import local
 from kvlab.base.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, Recipe
 from kvlab.cache.recipe_file import write_recipe_file
@@ -29,8 +30,9 @@ def here(root, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.chdir(tmp_path)
-    for name in ("models", "src", "params.yaml"):
+    for name in ("models", "src"):
         (tmp_path / name).symlink_to(root / name)
+    (tmp_path / "params.yaml").write_text(embedded.text())
     local.write(tmp_path / "toy")
 
     def run(line: str) -> tuple[int, str, str]:

@@ -119,15 +119,15 @@ def ingest(store, rows, run=None, claims=(), replace=False, **basis):
     return put(store, prepared(rows, report(*claims, **basis), run), replace)
 
 
-def judgement(key, loss, high=None, tolerance=1.0):
+def judgement(key, loss, high=None, margin=1.0):
     return Judgement(
         key=key,
         word="open",
-        tolerance=tolerance,
+        margin=margin,
         loss=loss,
         low=loss,
         high=loss if high is None else high,
-        margin=None,
+        room=None,
         needed_n=None,
     )
 

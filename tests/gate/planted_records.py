@@ -29,7 +29,14 @@ def record(engine="hf", rows=(), missing=(), **changed) -> MechanismsRecord:
     provenance = {"model": "reference", "model_hash": "5eed", "corpus_hash": "7e47", "calibration": {"hf": "ca11"}}
     provenance |= {"versions": {"kvlab": "0"}, "device": "cpu"}
     changed_there = {key: changed.pop(key) for key in list(changed) if key in provenance}
-    fixed = {"needles_hash": "2eed1e", "code": "c0de", "dtype": "bfloat16", "context": CONTEXT, "eval": 128}
+    fixed = {
+        "needles_hash": "2eed1e",
+        "ruler_hash": "7ex7",
+        "code": "c0de",
+        "dtype": "bfloat16",
+        "context": CONTEXT,
+        "eval": 128,
+    }
     return MechanismsRecord(
         provenance=Provenance(**provenance | changed_there),
         engine=engine,
@@ -142,4 +149,5 @@ def plant(folder: Path) -> dict[str, Path]:
         write_mechanisms(folder / engine, record(engine, rows, missing), table(*rows))
     write_json(folder / "windows.json", {"model_hash": "5eed", "corpus_hash": "7e47", "windows": {"test": WINDOWS}})
     write_json(folder / "needles.json", {"model_hash": "5eed", "needles_hash": "2eed1e", "n": NEEDLES})
-    return {name: folder / f"{name}.json" for name in ("hf", "vllm", "windows", "needles")}
+    write_json(folder / "ruler.json", {"model_hash": "5eed", "items_hash": "7ex7", "tasks": {}, "greedy": 0})
+    return {name: folder / f"{name}.json" for name in ("hf", "vllm", "windows", "needles", "ruler")}

@@ -113,6 +113,7 @@ def edited(path, value):
 
 ABSENT = object()
 RECALL = ("metrics", "needle_recall")
+LOWS, CHANGES = (list(needles()[part]["needle_recall"]["lows"]) for part in ("metrics", "paired"))
 PLANTED = [
     ("evidence_missing", None, {}),
     ("evidence_missing", evidence(), {"quality_eval_id": None}),
@@ -121,10 +122,11 @@ PLANTED = [
     ("evidence_malformed", edited(("observed", "fires"), "96"), {}),
     ("evidence_malformed", edited(("observed", "fires"), True), {}),
     ("evidence_malformed", edited(("observed", "fires"), 10**400), {}),
-    ("evidence_malformed", edited(("schema_version",), 2), {}),
+    ("evidence_malformed", edited(("schema_version",), 1), {}),
     ("evidence_malformed", edited(("schema_version",), True), {}),
     ("evidence_not_finite", edited((*RECALL, "value"), float("nan")), {}),
     ("evidence_not_finite", edited(("paired", "needle_recall", "high"), float("-inf")), {}),
+    ("evidence_not_finite", edited(("paired", "needle_recall", "lows"), [*CHANGES[:-1], float("-inf")]), {}),
     ("evidence_tampered", edited((*RECALL, "value"), 0.91), {}),
     ("evidence_tampered", edited(("evidence_id",), "0" * 12), {}),
     ("evidence_unregistered_eval", forged(("quality_eval_id",), "needles"), {}),
@@ -178,8 +180,12 @@ PLANTED = [
     ("evidence_interval", forged((*RECALL, "low"), 0.99), {}),
     ("evidence_interval", forged((*RECALL, "high"), 0.5), {}),
     ("evidence_interval", forged((*RECALL, "se"), -0.01), {}),
-    ("evidence_interval", forged(("baseline", "needle_recall", "se"), 0.2), {}),  # a tolerance as wide as one likes
+    ("evidence_interval", forged(("baseline", "needle_recall", "se"), 0.2), {}),  # narrower than its scatter
     ("evidence_interval", forged((*RECALL, "n"), 1), {}),
+    ("evidence_ends", forged((*RECALL, "lows"), LOWS[:1]), {}),
+    ("evidence_ends", forged((*RECALL, "lows"), []), {}),
+    ("evidence_ends", forged((*RECALL, "lows"), [LOWS[1], *LOWS[1:]]), {}),  # not the printed interval's
+    ("evidence_ends", forged(("paired", "needle_recall", "lows"), [*CHANGES[:-1], CHANGES[0]]), {}),  # narrower again
     ("evidence_unpaired", forged((*RECALL, "n"), 400), {}),
     ("evidence_unpaired", forged(("baseline", "needle_recall", "n"), 400), {}),
     ("evidence_unpaired", forged(("paired", "needle_recall", "value"), 0.001), {}),
@@ -320,13 +326,13 @@ def derived(pieces, **changes):
     return status(row(**changes), pieces, REGISTRY, CURRENT)
 
 
-def test_a_loss_beyond_tolerance_is_a_failed_eval():
+def test_a_loss_beyond_its_margin_is_a_failed_eval():
     found = derived([evidence(lost=100)])
     assert (found.status, found.reasons, found.judgements[0].word) == ("failed", (), "beyond")
 
 
 def test_an_open_word_is_pending():
-    found = derived([evidence(lost=10)])
+    found = derived([evidence(lost=20)])
     assert (found.status, found.reasons, found.judgements[0].word) == ("pending", (), "open")
     assert found.judgements[0].needed_n > 500
 

@@ -146,7 +146,7 @@ def test_a_claim_is_of_the_row_that_the_gate_saw(store):
     assert query(store, {"run": "c"})["earned_tier"].to_list() == ["supported"]
 
 
-def test_the_metric_nearest_to_its_tolerance_is_kept(store):
+def test_the_metric_nearest_to_its_margin_is_kept(store):
     judged = (judgement("kl", 0.1, 0.2, 1.0), judgement("top1_agreement", 0.01, 0.02, 0.04), judgement("ppl", -1, 0, 0))
     reasons = [Reason(code="tier_missing", field="support_status", said="is not given")]
     said = claim(1, reasons=reasons).model_copy(update={"judgements": judged})

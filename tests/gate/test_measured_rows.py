@@ -25,6 +25,7 @@ from kvlab.studies.mechanisms.records import write_mechanisms
 from kvlab.text import needles
 
 REGISTRY = registry.load()
+RULER = {"model_hash": "a", "items_hash": "z"}
 
 
 def rows(*given, missing=(), quality=None, **changed):
@@ -52,7 +53,7 @@ def test_each_planted_row_earns_its_tier(tmp_path):
     assert {name: claim.earned for name, claim in found.items()} == {
         "reference/hf/baseline": "supported",
         "reference/hf/klt-4": "supported",
-        "reference/hf/int-2": "reviewed_preview",
+        "reference/hf/int-2": "too_lossy",
         "reference/vllm/baseline": "supported",
         "reference/vllm/klt-4": "supported",
         "reference/vllm/fp8_e4m3": "supported",
@@ -69,7 +70,7 @@ def test_each_planted_row_earns_its_tier(tmp_path):
 def test_everything_that_was_run_is_judged(tmp_path):
     """A row names one eval, and another that finds a loss keeps it from its claim all the same."""
     given = (BASE, GOOD)
-    for lost, earned in ((0, "supported"), (60, "reviewed_preview")):
+    for lost, earned in ((0, "supported"), (60, "too_lossy")):
         made = rows(*given, quality={"klt 4": {"kl": 0.002, "disagreeing": 0.01, "lost": lost}})
         (tmp_path / "rows.json").write_text(json.dumps(made))
         found = claims(read_rows(tmp_path / "rows.json"), Context(REGISTRY))
@@ -92,12 +93,13 @@ def test_what_was_measured_with_other_code_is_stale(tmp_path, changed, code):
     [
         ("windows", "corpus_hash", "evidence_stale_corpus"),
         ("needles", "needles_hash", "evidence_stale_corpus"),
+        ("ruler", "items_hash", "evidence_stale_corpus"),
         ("both", "model_hash", "evidence_stale_model"),
     ],
 )
 def test_what_was_measured_on_other_texts_or_weights_is_stale(tmp_path, name, key, code):
     files = plant(tmp_path)
-    for one in ("windows", "needles") if name == "both" else (name,):
+    for one in ("windows", "needles", "ruler") if name == "both" else (name,):
         files[one].write_text(json.dumps(json.loads(files[one].read_text()) | {key: "new"}))
     out, current = tmp_path / "rows.json", tmp_path / "current.json"
     write([files["hf"]], files["windows"], files["needles"], "c0de", "supported", out, current)
@@ -185,7 +187,7 @@ def test_every_field_of_a_record_s_provenance_arrives_in_row_and_evidence():
     expected = (
         told
         | {"calibration": digest({"hf": "ca11"})}
-        | {"engine": "vllm", "context_tokens": 2048, "corpus_hash": texts_hash("7e47", "2eed1e")}
+        | {"engine": "vllm", "context_tokens": 2048, "corpus_hash": texts_hash("7e47", "2eed1e", "7ex7")}
     )
     assert expected.items() <= made.items()
     for piece in map(parse, made[EVIDENCE]):
@@ -293,9 +295,9 @@ def test_records_of_two_models_are_refused(tmp_path):
 
 def test_windows_and_needles_of_two_models_are_refused():
     with pytest.raises(MixedIdentity):
-        current_of({"model_hash": "a", "corpus_hash": "x"}, {"model_hash": "b", "needles_hash": "y"}, "c")
+        current_of({"model_hash": "a", "corpus_hash": "x"}, {"model_hash": "b", "needles_hash": "y"}, RULER, "c")
     with pytest.raises(StorageError, match="needles_hash"):
-        current_of({"model_hash": "a", "corpus_hash": "x"}, {"model_hash": "a"}, "c")
+        current_of({"model_hash": "a", "corpus_hash": "x"}, {"model_hash": "a"}, RULER, "c")
 
 
 @pytest.mark.parametrize(
@@ -385,9 +387,7 @@ def test_a_loss_cannot_be_taken_out_of_the_table(tmp_path, change, rewritten, sa
 def test_that_loss_is_found_where_it_is_left_in(tmp_path):
     attacked(tmp_path, lambda scores: scores)
     found = claims(read_rows(tmp_path / "rows.json"), Context(REGISTRY))["reference/hf/klt-4"]
-    assert found.earned == "reviewed_preview" and {j.key for j in found.judgements if j.word == "beyond"} == {
-        "needle_recall"
-    }
+    assert found.earned == "too_lossy" and {j.key for j in found.judgements if j.word == "beyond"} == {"needle_recall"}
 
 
 def test_windows_and_needles_say_how_many_they_are(tmp_path):

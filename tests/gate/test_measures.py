@@ -6,7 +6,7 @@ from scipy.special import xlogy
 from scipy.stats import binomtest
 
 from kvlab.base.errors import MixedIdentity, NonFinite
-from kvlab.gate.evidence.measures import BOOTSTRAP, Measure, change_bounds, measured, paired, rate_se
+from kvlab.gate.evidence.measures import BOOTSTRAP, LEVELS, Measure, change_bounds, measured, paired, rate_se
 from kvlab.stats.bootstrap import Column
 
 NOMINAL = 0.025
@@ -46,9 +46,23 @@ def test_the_interval_is_not_needlessly_wide():
 def test_a_rate_has_the_exact_interval():
     for k in (0, 1, 37, 99, 100):
         exact = binomtest(k, 100).proportion_ci(0.95)
-        assert measured(hits(100, k)).model_dump() == pytest.approx(
+        assert measured(hits(100, k)).model_dump(exclude={"lows", "highs"}) == pytest.approx(
             {"value": k / 100, "low": exact.low, "high": exact.high, "se": rate_se(k, 100), "n": 100}
         )
+
+
+@pytest.mark.parametrize("rate", [True, False])
+def test_the_ends_at_stricter_levels_are_the_intervals_at_these_confidences(rate):
+    """Made by the same method: the first is the printed one, and each later one is wider."""
+    rng = np.random.default_rng(5)
+    variant, baseline = (rng.random((2, 60)) < 0.8).astype(float) if rate else rng.gamma(1.0, 0.01, (2, 60))
+    found = paired(variant, baseline, rate)
+    assert (found.low, found.high) == (found.lows[0], found.highs[0]) and len(found.lows) == len(LEVELS)
+    assert list(found.lows) == sorted(found.lows, reverse=True) and list(found.highs) == sorted(found.highs)
+    for level, low, high in zip(LEVELS, found.lows, found.highs, strict=True):
+        again = paired(variant, baseline, rate, levels=(level,))
+        assert (low, high) == pytest.approx((again.low, again.high))
+    assert paired(variant, baseline, rate, LEVELS[:1]).lows == ()
 
 
 def test_without_a_single_miss_nothing_is_certain():
@@ -98,8 +112,8 @@ def test_what_changes_nothing_token_by_token_is_certain_and_ten_right_answers_ar
     nothing = np.zeros(10)
     assert paired(nothing, nothing, rate=False).high == 0 < paired(nothing, nothing).high
     assert measured(nothing + 1, rate=False).low == 1 > measured(nothing + 1).low
-    with pytest.raises(NonFinite, match="1 or 0"):
-        measured(nothing + 0.5, rate=True)
+    with pytest.raises(NonFinite, match="from 0 to 1"):
+        measured(nothing + 1.5, rate=True)
 
 
 @pytest.mark.parametrize("scores", [[], [1.0, float("nan")], [[1.0, 0.0]]])

@@ -1,38 +1,40 @@
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from scipy.stats import binom
 
-from kvlab.gate.evidence.measures import Measure, measured, paired
-from kvlab.gate.evidence.quality import judge, tolerance
+from kvlab.gate.evidence.measures import ALPHA, LEVELS, Measure, change_bounds, measured, paired
+from kvlab.gate.evidence.quality import NOT_INSIDE, judge
 from kvlab.gate.registry.entries import Metric
+from kvlab.stats.multiple import holm
 
 
-def metric(direction="lower", tolerance_se=2.0, tolerance_max=0.5, floor=None):
-    limits = {"tolerance_se": tolerance_se, "tolerance_max": tolerance_max, "floor": floor}
-    return Metric(key="m", direction=direction, **limits)
+def metric(direction="lower", margin=0.125, floor=None):
+    return Metric(key="m", direction=direction, margin=margin, floor=floor, unit="nats", why="made up")
 
 
 def measure(low, high, value=None, se=0.0625, n=100):
     return Measure(value=(low + high) / 2 if value is None else value, low=low, high=high, se=se, n=n)
 
 
-BASELINE = measure(0.25, 0.5)  # two standard errors are 0.125
 VALUE = measure(0.25, 0.75)
 
 
 def word(low, high, **options):
     """The word on a loss from `low` to `high`, of either direction."""
-    found = judge(metric(**options), BASELINE, measure(low, high), VALUE)
-    turned = judge(metric(**options | {"direction": "higher"}), BASELINE, measure(-high, -low), VALUE)
-    assert (turned.word, turned.loss, turned.low, turned.high, turned.needed_n) == (
+    found = judge(metric(**options), measure(low, high), VALUE)
+    turned = judge(metric(**options | {"direction": "higher"}), measure(-high, -low), VALUE)
+    assert (turned.word, turned.loss, turned.low, turned.high, turned.needed_n, turned.p) == (
         found.word,
         found.loss,
         found.low,
         found.high,
         found.needed_n,
+        found.p,
     )
     return found.word
 
@@ -42,7 +44,7 @@ def word(low, high, **options):
     [
         (-0.25, 0.0625, "within"),
         (-0.5, -0.25, "within"),  # better
-        (0.0625, 0.125, "within"),  # the tolerance itself is allowed
+        (0.0625, 0.125, "within"),  # the margin itself is allowed
         (0.0, 0.1250001, "open"),
         (-0.5, 0.5, "open"),
         (0.125, 0.25, "open"),
@@ -54,30 +56,108 @@ def test_bounds_decide(low, high, expected):
     assert word(low, high) == expected
 
 
-def test_the_cap_binds_an_eval_that_is_too_small():
-    assert word(0.0625, 0.125, tolerance_max=0.0625) == "open"
-    assert word(0.078125, 0.125, tolerance_max=0.0625) == "beyond"
+@pytest.mark.parametrize("se", [0.0, 1e-9, 0.5])
+@pytest.mark.parametrize("n", [2, 100, 10**6])
+def test_the_margin_hangs_on_nothing_but_the_registry(se, n):
+    found = judge(metric(), measure(0.0625, 0.125, se=se, n=n), measure(0.25, 0.75, se=se, n=n))
+    assert (found.margin, found.word) == (0.125, "within")
 
 
-def test_a_baseline_without_noise_is_held_to_the_cap_alone():
-    exact = measure(0.0, 0.0, se=0.0)
-    assert judge(metric(tolerance_se=None), exact, measure(0.25, 0.5), VALUE).word == "within"
-    assert judge(metric(tolerance_se=2.0), exact, measure(0.25, 0.5), VALUE).word == "beyond"
+# ------------------------------------------------------- more items and the same true loss
 
 
-def test_the_variants_own_scatter_forgives_nothing():
-    """With many damaged items the variant's standard error grows; what is allowed stays the baseline's."""
-    baseline = np.ones(400)
-    baseline[:8] = 0
+def passing(n, loss, margin=0.05):
+    """The chance that an eval of `n` items is within, where each is lost with a chance of `loss`; exact."""
+    lost = np.arange(n + 1)
+    given_metric, inside = metric("higher", margin), -change_bounds(0, lost, n)[0] <= margin
+    edge = int(inside.sum())  # within up to so many: then the judge says so too
+    for count in {edge - 1, edge} & set(range(n + 1)):
+        variant = (np.arange(n) >= count).astype(float)
+        found = judge(given_metric, paired(variant, np.ones(n), True), measured(variant, True))
+        assert (found.word == "within") == bool(inside[count])
+    return float(binom.cdf(edge - 1, n, loss)) if edge else 0.0
+
+
+GROWING = (100, 200, 400, 800, 1600, 3200, 6400)
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.01, 0.02, 0.03, 0.04])
+def test_a_true_loss_inside_the_margin_passes_the_more_often_the_more_items_there_are(loss):
+    rates = [passing(n, loss) for n in GROWING]
+    assert all(b > a - 1e-12 for a, b in pairwise(rates)) and rates[-1] > 0.9
+
+
+@pytest.mark.parametrize("loss", [0.07, 0.08, 0.15])
+def test_a_true_loss_outside_the_margin_passes_the_more_rarely_the_more_items_there_are(loss):
+    rates = [passing(n, loss) for n in GROWING]
+    assert all(b < a + 1e-12 for a, b in pairwise(rates)) and rates[0] < ALPHA
+
+
+@given(st.floats(-1, 0.12), st.floats(0.001, 1), st.integers(2, 200))
+def test_the_same_loss_is_never_worse_because_there_are_more_items(loss, side, factor):
+    """A loss inside the margin: with the interval that `factor` times the items have."""
+    few = judge(metric(), measure(loss - side, loss + side, loss), VALUE)
+    shrunk = side / math.sqrt(factor)
+    many = judge(metric(), measure(loss - shrunk, loss + shrunk, loss, n=100 * factor), VALUE)
+    order = ("within", "open", "beyond")
+    assert order.index(many.word) <= order.index(few.word) and "beyond" not in (many.word, few.word)
+
+
+# ------------------------------------------------------------------------ p-values and families
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.sampled_from([60, 200, 400]), st.sampled_from([None, 0.5]))
+def test_p_is_at_most_alpha_where_the_printed_interval_is_inside_and_nowhere_else(lost, gained, n, floor):
+    baseline = (np.arange(n) < 0.8 * n).astype(float)
     variant = baseline.copy()
-    variant[200:280] = 0
-    found = judge(metric("higher"), measured(baseline), paired(variant, baseline), measured(variant))
-    assert measured(variant).se > 2 * measured(baseline).se
-    assert found.tolerance == 2 * measured(baseline).se and found.word == "beyond"
+    variant[:lost], variant[n - gained :] = 0, 1
+    found = judge(metric("higher", 0.05, floor), paired(variant, baseline), measured(variant))
+    assert (found.p <= ALPHA) == (found.word == "within") and found.p in (*LEVELS, NOT_INSIDE)
+
+
+def test_p_is_the_smallest_level_whose_interval_is_inside():
+    scores = np.random.default_rng(3).gamma(2.0, 0.004, 40)
+    change, value = paired(scores, 0 * scores, False), measured(scores, False)
+    assert (change.lows[0], change.highs[0]) == (change.low, change.high)
+    for level, end in zip(LEVELS, change.highs, strict=True):
+        assert judge(metric(margin=end), change, value).p <= level
+        assert judge(metric(margin=end * (1 - 1e-9)), change, value).p > level
+    alone = change.model_copy(update={"lows": (), "highs": ()})
+    assert judge(metric(margin=1.0), alone, value).p == ALPHA  # without stricter ends no smaller p is known
+
+
+def test_the_p_of_a_rate_that_loses_nothing_is_the_binomial_one_rounded_up():
+    for n in (80, 120, 160):
+        same = np.ones(n)
+        p = judge(metric("higher", 0.05), paired(same, same), measured(same)).p
+        exact = 0.95**n
+        assert exact <= p < max(exact, LEVELS[-1]) * math.sqrt(2) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("shared", [0, 200, 400])
+def test_with_all_rows_at_the_margin_any_certification_is_as_rare_as_said(shared):
+    """Items answered or not: each of 20 rows truly loses exactly the margin, of `shared` items all rows the same."""
+    n, rows, repeats, margin = 400, 20, 2000, 0.05
+    p_of = {}
+    for lost in range(60):
+        variant = (np.arange(n) >= lost).astype(float)
+        p_of[lost] = judge(metric("higher", margin), paired(variant, np.ones(n), True), measured(variant, True)).p
+    rng = np.random.default_rng(0)
+    drawn = rng.binomial(shared, margin, (repeats, 1)) + rng.binomial(n - shared, margin, (repeats, rows))
+    p_values = np.vectorize(lambda lost: p_of.get(lost, NOT_INSIDE))(drawn)
+    alone = (p_values <= ALPHA).any(1).mean()
+    together = np.mean([(holm(row) <= ALPHA).any() for row in p_values])
+    spread = 3 * math.sqrt(ALPHA * (1 - ALPHA) / repeats)
+    assert together <= ALPHA + spread
+    if shared < n:  # otherwise all rows are one and the same, and there is nothing to adjust for
+        assert together > 0 and alone > 5 * ALPHA
+
+
+# --------------------------------------------------------------------------------- the floor
 
 
 @pytest.mark.parametrize(
-    ("direction", "low", "high", "loss", "expected", "margin"),
+    ("direction", "low", "high", "loss", "expected", "room"),
     [
         ("higher", 0.5, 0.75, (-0.125, 0.0625), "within", 0.0),
         ("higher", 0.25, 0.75, (-0.125, 0.0625), "open", -0.25),
@@ -88,34 +168,29 @@ def test_the_variants_own_scatter_forgives_nothing():
         ("lower", 0.625, 0.75, (-0.125, 0.0625), "beyond", -0.25),
     ],
 )
-def test_the_floor_is_met_by_the_whole_interval(direction, low, high, loss, expected, margin):
+def test_the_floor_is_met_by_the_whole_interval(direction, low, high, loss, expected, room):
     ends = loss if direction == "lower" else (-loss[1], -loss[0])
-    found = judge(metric(direction, floor=0.5), BASELINE, measure(*ends), measure(low, high))
-    assert (found.word, found.margin) == (expected, margin)
+    found = judge(metric(direction, floor=0.5), measure(*ends), measure(low, high))
+    assert (found.word, found.room) == (expected, room)
+    assert (found.p <= ALPHA) == (expected == "within")
 
 
 def test_without_a_baseline_the_floor_decides_alone():
-    alone = judge(metric("higher", floor=0.5), None, None, measure(0.5, 0.75))
-    assert (alone.word, alone.tolerance, alone.loss, alone.low, alone.high) == ("within", None, None, None, None)
-    nothing = judge(metric("higher"), None, None, measure(0.5, 0.75))
+    alone = judge(metric("higher", floor=0.5), None, measure(0.5, 0.75))
+    assert (alone.word, alone.margin, alone.loss, alone.low, alone.high) == ("within", None, None, None, None)
+    nothing = judge(metric("higher"), None, measure(0.5, 0.75))
     assert (nothing.word, nothing.needed_n) == ("open", None)
 
 
 @pytest.mark.parametrize("missed", [0, 1, 3])
 @pytest.mark.parametrize("n", [183, 200, 1000, 10_000])
 def test_an_unchanged_variant_can_be_shown_to_lose_nothing(n, missed):
-    """Even where the baseline misses nothing; the cap of 0.02 needs 183 items."""
+    """Even where the baseline misses nothing; a margin of 0.02 needs 183 items."""
     scores = np.ones(n)
     scores[:missed] = 0
-    parts = measured(scores), paired(scores, scores), measured(scores)
-    assert judge(metric("higher", tolerance_max=0.02), *parts).word == "within"
-    assert judge(metric("higher", tolerance_max=0.0199, tolerance_se=None), *parts).word == ("within", "open")[n == 183]
-
-
-def test_too_few_standard_errors_are_out_of_reach_at_a_perfect_baseline():
-    perfect = np.ones(1000)
-    found = judge(metric("higher", tolerance_se=1.9), measured(perfect), paired(perfect, perfect), measured(perfect))
-    assert (found.word, found.needed_n) == ("open", None)
+    parts = paired(scores, scores), measured(scores)
+    assert judge(metric("higher", 0.02), *parts).word == "within"
+    assert judge(metric("higher", 0.0199), *parts).word == ("within", "open")[n == 183]
 
 
 # ------------------------------------------------------------------------------- what would settle it
@@ -132,32 +207,30 @@ def words_at(given_metric, parts, n):
     return judge(given_metric, *(with_items(part, n) for part in parts)).word
 
 
-def test_more_items_reach_the_cap():
-    open_one = judge(metric(tolerance_se=None, tolerance_max=0.25), BASELINE, measure(-0.375, 0.625), VALUE)
+def test_more_items_reach_the_margin():
+    open_one = judge(metric(margin=0.25), measure(-0.375, 0.625), VALUE)
     assert open_one.needed_n == pytest.approx(100 * (0.5 / 0.125) ** 2, abs=1)
 
 
-def test_without_a_loss_more_items_do_not_help_where_noise_is_the_limit():
-    """Interval and tolerance shrink alike."""
-    found = judge(metric(), BASELINE, measure(-0.25, 0.25), VALUE)
-    assert (found.word, found.needed_n) == ("open", None)
-
-
-def test_a_small_real_loss_ends_beyond_a_shrinking_tolerance():
-    parts = (BASELINE, measure(-0.0625, 0.1875, 0.0625), VALUE)
+def test_a_loss_outside_the_margin_ends_beyond_it():
+    parts = (measure(0.0, 0.375, 0.1875), VALUE)
     found = judge(metric(), *parts)
-    assert found.word == "open" and found.needed_n == pytest.approx(100 * (0.25 / 0.0625) ** 2, abs=1)
+    assert found.word == "open" and found.needed_n == pytest.approx(100 * (0.1875 / 0.0625) ** 2, abs=1)
     assert words_at(metric(), parts, found.needed_n) == "beyond"
 
 
+def test_a_loss_that_is_the_margin_is_settled_by_no_number():
+    found = judge(metric(), measure(0.0, 0.25), VALUE)
+    assert (found.loss, found.word, found.needed_n) == (0.125, "open", None)
+
+
 SIDE = st.floats(0.001, 1)
-LIMIT = st.one_of(st.none(), st.floats(0.1, 5))
 
 
-@given(st.floats(-1, 1), SIDE, SIDE, LIMIT, st.floats(0.001, 1), SIDE, st.one_of(st.none(), st.floats(0, 1)))
-def test_needed_items_settle_an_open_word_and_fewer_do_not(loss, below, above, in_se, cap, se, floor):
-    given_metric = metric("lower", in_se, cap, floor)
-    parts = (measure(0.0, 4 * se, se=se), measure(loss - below, loss + above, loss), measure(0.3, 0.7))
+@given(st.floats(-1, 1), SIDE, SIDE, st.floats(0.001, 1), st.one_of(st.none(), st.floats(0, 1)))
+def test_needed_items_settle_an_open_word_and_fewer_do_not(loss, below, above, margin, floor):
+    given_metric = metric("lower", margin, floor)
+    parts = (measure(loss - below, loss + above, loss), measure(0.3, 0.7))
     found = judge(given_metric, *parts)
     assume(found.word == "open")
     if found.needed_n is None:
@@ -168,21 +241,16 @@ def test_needed_items_settle_an_open_word_and_fewer_do_not(loss, below, above, i
     assert all(words_at(given_metric, parts, int(n)) == "open" for n in steps if n < found.needed_n - 1)
 
 
-@given(st.floats(-1, 1), SIDE, SIDE, LIMIT, st.floats(0.001, 1), st.floats(0, 1))
-def test_more_loss_never_earns_a_better_word(loss, below, above, in_se, cap, more):
+@given(st.floats(-1, 1), SIDE, SIDE, st.floats(0.001, 1), st.floats(0, 1))
+def test_more_loss_never_earns_a_better_word(loss, below, above, margin, more):
     order = ("within", "open", "beyond")
     found = [
-        order.index(judge(metric("lower", in_se, cap), BASELINE, measure(at - below, at + above, at), VALUE).word)
+        order.index(judge(metric("lower", margin), measure(at - below, at + above, at), VALUE).word)
         for at in (loss, loss + more)
     ]
     assert found[0] <= found[1]
 
 
 def test_impossible_distances_are_no_number():
-    found = judge(metric(tolerance_max=0.125), BASELINE, measure(-1e200, 1e200, 0.125), measure(0, 1e300))
+    found = judge(metric(), measure(-1e200, 1e200, 0.125), measure(0, 1e300))
     assert (found.word, found.needed_n) == ("open", None)
-
-
-def test_tolerance_is_elementwise():
-    assert tolerance(metric(), np.array([0.125, 1.0])).tolist() == [0.25, 0.5]
-    assert tolerance(metric(tolerance_se=None), np.array([0.0, 1.0])).tolist() == [0.5, 0.5]

@@ -56,7 +56,19 @@ def test_json_is_whole_and_sorted(name):
     text = to_json(reports()[name])
     data = json.loads(text)
     assert text == json.dumps(data, indent=2, sort_keys=True) + "\n"
-    assert set(data) == {"schema_version", "registry", "current", "strict", "verdict", "exit_code", "counts", "claims"}
+    assert set(data) == {
+        "schema_version",
+        "registry",
+        "current",
+        "strict",
+        "verdict",
+        "exit_code",
+        "counts",
+        "claims",
+    } | {
+        "alpha",
+        "tested",
+    }
     for claim in data["claims"]:
         assert claim["failed_criteria"] == [
             f["criterion"] for f in claim["findings"] if f["counts"] and not f["waiver"]
@@ -68,9 +80,14 @@ def test_markdown_says_everything():
     text = to_markdown(report)
     assert text.startswith("# Gate\n\n**fail**: 6 rows, of which 3 pass, 1 waived, 1 fail, 1 not applicable.\n")
     cells = tables(text)
-    assert f"\n\nRegistry `{report.registry}`.\n\nHeld against what is current, `{report.current}`.\n\n| row |" in text
+    tested = f"{report.tested} rows were tested: a row is certified only where its p-value, adjusted for their number"
+    tested += " (Holm), is at most 0.025."
+    assert (
+        f"\n\nRegistry `{report.registry}`. {tested}\n\nHeld against what is current, `{report.current}`.\n\n| row |"
+        in text
+    )
     without = to_markdown(check(ROWS, replace(CONTEXT, current=None)))
-    assert f"\n\nRegistry `{report.registry}`.\n\n| row |" in without
+    assert f"\n\nRegistry `{report.registry}`. {tested}\n\n| row |" in without
     assert ["mtp", "speculative_decoding requires draft fields", "draft_missing"] in [line[:3] for line in cells]
     assert ["int", waiver().criterion, "Ada", "2026-01-01", "measured next week"] in cells
     assert [line[0] for line in cells if line[0] in {c.name for c in CRITERIA}] == [c.name for c in CRITERIA]
@@ -131,9 +148,9 @@ def test_no_text_breaks_the_tables(text):
     )
     widths = [line.count("|") - 1 for line in markdown.splitlines() if "|" in line]
     reasons = sum(len(finding.reasons) for claim in report.claims for finding in claim.findings)
-    sizes = {9: len(report.claims), 5: reasons + 1, 4: len(CRITERIA)}  # one waiver
+    sizes = {11: len(report.claims), 5: reasons + 1, 4: len(CRITERIA)}  # one waiver
     assert {width: widths.count(width) for width in set(widths)} == {
-        9: sizes[9] + 2,
+        11: sizes[11] + 2,
         5: sizes[5] + 2 * 3,  # two headings of reasons, one of waivers
         4: sizes[4] + 2,
     }

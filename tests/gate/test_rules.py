@@ -215,9 +215,9 @@ def test_a_cache_that_grew_is_no_support():
 def test_reasons_say_the_numbers():
     (finding,) = claim(row("fp8", quality_eval_status=None), TIGHT).findings
     assert str(finding.reasons[0]) == (
-        "quality_beyond: metrics.needle_recall loses 0.007812 [0.003906, 0.01172], allowed is 0.002"
+        "quality_beyond: metrics.needle_recall loses 0.007812 [0.003906, 0.01172], its margin is 0.002"
     )
-    (finding,) = claim(row("fp8", quality_eval_status=None), context(tolerance=0.009)).findings
+    (finding,) = claim(row("fp8", quality_eval_status=None), context(margin=0.009)).findings
     assert finding.reasons[0].code == "quality_open" and "items settle it" in finding.reasons[0].said
 
 

@@ -84,7 +84,7 @@ def test_the_drop_ins_take_it(sign, tiny_model, tiny_params, tiny_fitted, tmp_pa
 def test_it_is_measured_on_the_ladder(sign, tiny_params, tiny_windows, tmp_path):
     """Named in params.yaml, measured by the loop that measures kvlab's own codecs; more bits lose less."""
     data = tiny_params.model_dump(mode="json")
-    data["ladder"] |= {"codecs": ["sign"], "bits": [1, 4], "conditioned": [], "windows": 2}
+    data["ladder"] |= {"codecs": ["sign"], "bits": [1, 4], "conditioned": [], "windows": 2, "fewer": 2}
     params = Settings.complete(data)
     (job,) = [name for name, cells in jobs(params, "ladder").items() if any("sign" in cell.label for cell in cells)]
     measure(params, "ladder", job, tiny_windows, {}, tmp_path / "ladder.json")

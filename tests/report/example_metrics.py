@@ -8,6 +8,7 @@ from itertools import pairwise, product
 
 from kvlab.base.recipe import digest
 from kvlab.report.schema import VERSION
+from report.example_ladder import ladder_parts
 from report.example_mitigations import mitigations_part
 from report.example_residual import residual_part
 from report.example_studies import layer_parts, noise_parts, peer_rows
@@ -47,6 +48,7 @@ class Maker:
             "n_tokens": self.tokens,
             "resolvable": (high - low) / 2,
             "method": "bca",
+            "confidence": self.confidence,
         }
 
     def estimate(self, size: float) -> dict:
@@ -86,6 +88,7 @@ def build(seed: int = 0, engines: tuple[str, ...] = TWO, unresolved: tuple[str, 
         "mitigations": mitigations_part(make, engines),
         "codebooks": [_codebook(make, *choice) for choice in product("kv", ratios)],
         "sigma": _sigma(make, engines),
+        **ladder_parts(make, engines[0], list(recipes)),
     }
 
 
@@ -145,14 +148,22 @@ def _agreement(make):
             "relative_difference": make.estimate(1e-3),
             "difference": make.estimate(1e-3),
             "compared": make.sides("vllm", "hf"),
+            "beyond_band": make.estimate(1e-8),
+            "state": "equivalent",
         }
 
     protocols = ("in_forward", "snapshot")
     return {
         "identity": {protocol: make.estimate(1e-9) for protocol in protocols},
         "codec": {protocol: cell() for protocol in protocols},
-        "holds": True,
+        "state": "equivalent",
         "why": [],
+        "windows_needed": None,
+        "bounds": {
+            "identity_kl": make.number(1e-6),
+            "relative": make.number(0.02),
+            "jitter_multiple": float(make.count()),
+        },
     }
 
 
@@ -222,6 +233,8 @@ def _cell(make, engine, dtype, protocol, label, stream, ratio, recipe_id):
         "stream": stream,
         "against": None,
         "difference": make.around(make.number(1e-3), 1e-2) if stream != "kv" else None,
+        "p_value": make.number(1e-5) if stream != "kv" else None,
+        "q_value": make.number(1e-4) if stream != "kv" else None,
         "compared": make.sides(engine, engine),
         "variance_ratio": ratio,
         "bits_per_value": make.number(3),

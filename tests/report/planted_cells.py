@@ -9,7 +9,7 @@ import polars as pl
 
 from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, Cell, digest
-from kvlab.base.records import CellRecord, Coding, Provenance
+from kvlab.base.records import BaselineCell, BaselineRecord, CellRecord, Coding, Provenance
 from kvlab.lab.plan import baseline_runs, study_cells
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.studies.gather import Measured, Results
@@ -28,7 +28,7 @@ SMALL = {
 
 
 def planted_params(**changes) -> Params:
-    """The repository's params.yaml, shrunk, with `changes` (nested dicts) laid over it."""
+    """The embedded model's parameters, shrunk, with `changes` (nested dicts) laid over it."""
     return shipped(SMALL, changes)
 
 
@@ -69,11 +69,12 @@ def planted_results(
         )
         for cell in cells
     )
-    tables = {}
-    for run in baseline_runs(params) if run_kl else ():
+    runs, tables = {}, {}
+    for run, what in baseline_runs(params).items() if run_kl else ():
         further = rows(run, 10 * run_kl(run), scatter).with_columns(pl.col("window") + WINDOWS)
         tables[run, "plain", None] = pl.concat([rows(run, run_kl(run), scatter), further])
-    return Results(measured, {}, tables, origin)
+        runs[run] = run_record(run, *what, origin)
+    return Results(measured, runs, tables, origin)
 
 
 def rows(name: str, mean: float, scatter: float) -> pl.DataFrame:
@@ -98,6 +99,20 @@ def record(cell: Cell) -> CellRecord:
         whitened_error={},
     )
     return CellRecord(cell_id=cell.cell_id, recipe_id=cell.recipe_id, cell=cell, coding=coding, canary_kl=None)
+
+
+def run_record(name: str, engine: str, dtype: str, attention: str, origin: Provenance) -> BaselineRecord:
+    """What a baseline run leaves beside its rows: the comparison with the truth."""
+    return BaselineRecord(
+        provenance=origin,
+        run=name,
+        engine=engine,
+        dtype=dtype,
+        attention=attention,
+        context=CONTEXT,
+        eval=TOKENS + 1,
+        cells=(BaselineCell.of(name, engine, dtype, attention, "plain", None),),
+    )
 
 
 def plain_basis(estimates: list[dict]) -> str:

@@ -61,7 +61,7 @@ class Planted:
 
 
 def planted_params(**changes) -> Params:
-    """The repository's params.yaml with few windows."""
+    """The embedded model's parameters with few windows."""
     small = {"windows": {"context": CONTEXT, "eval": EVAL, "test": WINDOWS}, "mitigations": {"windows": WINDOWS}}
     short = {name: {"windows": 2} for name in ("noise", "layers", "ladder")}
     return shipped(small | short, changes)

@@ -31,6 +31,7 @@ from kvlab.lab import plan
 from kvlab.studies.baseline.truth import peer_of
 from kvlab.studies.chapter import Sources
 from kvlab.studies.mitigations.plan import Choice, ChoiceRecord, Step, search_id
+from report.planted_facts import write_facts
 from report.planted_residual import SIGMAS, write_residuals
 from report.shipped import shipped
 
@@ -41,7 +42,14 @@ SMALL = {
     "layers": {"windows": 12, "dtype": "float32", "protocols": ["in_forward"]},
     "noise": {"windows": 12, "groups": ["all"]},
     "mitigations": {"windows": 12, "protocols": ["snapshot"]},
-    "ladder": {"texts": ["test"], "windows": 12},
+    "ladder": {
+        "texts": ["test"],
+        "windows": 12,
+        "codecs": ["klt", "hadamard", "fp8"],
+        "bits": [2, 4],
+        "conditioned": [],
+        "fewer": 12,
+    },
     "stats": {"resamples": 600},
 }
 
@@ -68,6 +76,7 @@ class Effects:
     cross_peer: float = 1.2e-3
     rounding: float = 2e-4
     codec_disagreement: float = 0.001
+    float32_jitter: float = 0.01
     nll_per_kl: float = 0.8
     flip_rate: float = 0.25
     layer_kl: tuple[float, ...] = (0.012, 0.004, 0.003, 0.002, 0.0015, 0.0)
@@ -90,6 +99,7 @@ class Paths:
     sigmas: list[Path]
     residual: list[Path]
     choice: Path | None
+    ladder: Path | None = None
 
     @property
     def sources(self) -> Sources:
@@ -100,12 +110,15 @@ CHOICE = Choice(greedy=(0, 1), extended=(0, 1, 5), hot=(1, 2), klt_boundary=(), 
 
 
 def small_params(**changes) -> Params:
-    """The repository's params.yaml, shrunk, with `changes` (nested dicts) laid over it."""
+    """The embedded model's parameters, shrunk, with `changes` (nested dicts) laid over it."""
     return shipped(SMALL, changes)
 
 
-def write_results(folder: Path | str, params: Params, effects: Effects | None = None) -> Paths:
-    """Write everything that `kvlab step metrics` reads into `folder`."""
+def write_results(
+    folder: Path | str, params: Params, effects: Effects | None = None, documents: tuple[int, ...] | None = None
+) -> Paths:
+    """Write everything that `kvlab step metrics` reads into `folder`; `documents` are those of the test windows."""
+    told = {"test": documents} if documents else {}
     folder, effects = Path(folder), effects or Effects()
     text = Text(params, effects)
     jobs = []
@@ -113,18 +126,22 @@ def write_results(folder: Path | str, params: Params, effects: Effects | None = 
         for name, cells in plan.jobs(params, study, CHOICE).items():
             path = folder / "results" / study / f"{name}.json"
             tokens = pl.concat(
-                [text.rows(cell.cell_id, planted_kl(params, effects, cell), cell.windows) for cell in cells]
+                [
+                    text.rows(cell.cell_id, planted_kl(params, effects, cell), cell.windows, jitter_of(effects, cell))
+                    for cell in cells
+                ]
             )
             record = JobRecord(
                 provenance=provenance(),
                 context=params.windows.context,
                 eval=params.windows.eval,
                 cells=tuple(cell_record(params, effects, cell) for cell in cells),
+                documents=told,
             )
             write_job(path, record, tokens)
             jobs.append(path)
     return Paths(
-        baseline=write_baseline(folder, params, effects, text),
+        baseline=write_baseline(folder, params, effects, text, told),
         jobs=jobs,
         codebooks=[
             write_codebooks(folder, params, origin)
@@ -133,6 +150,7 @@ def write_results(folder: Path | str, params: Params, effects: Effects | None = 
         sigmas=[write_sigma(folder, params, engine) for engine in params.engines],
         residual=write_residuals(folder / "results" / "residual", params),
         choice=write_choice(folder, params) if plan.CHOSEN in plan.studies(params) else None,
+        ladder=write_facts(folder, params, provenance()) if plan.LADDER in plan.studies(params) else None,
     )
 
 
@@ -149,6 +167,11 @@ def provenance(**changes) -> Provenance:
     return Provenance(**values | changes)
 
 
+def jitter_of(effects: Effects, cell: Cell) -> float:
+    """How far tokens of a cell scatter beside those of another: little between the factorial's float32 engines."""
+    return effects.float32_jitter if (cell.study, cell.dtype) == ("factors", "float32") else effects.jitter
+
+
 def planted_kl(params: Params, effects: Effects, cell: Cell) -> float:
     """Mean KL planted in one cell."""
     if cell.recipe == IDENTITY:
@@ -156,6 +179,8 @@ def planted_kl(params: Params, effects: Effects, cell: Cell) -> float:
         return floor if cell.layers else floor / 2
     if cell.study == "noise":
         return noise_kl(params, effects, cell)
+    if cell.study == "ladder":
+        return ladder_kl(effects, cell)
     if cell.study == "layers":
         return layers_kl(params, effects, cell)
     return effects.stream_share[cell.stream] * codec_kl(params, effects, cell)
@@ -174,6 +199,15 @@ def layers_kl(params: Params, effects: Effects, cell: Cell) -> float:
     shares = np.resize(effects.layer_kl, params.model.n_layers)[list(cell.layers)]
     together = 1.0 if len(cell.layers) == 1 else effects.additivity
     return float(effects.stream_share[cell.stream] * together * shares.sum()) + effects.identity_fp32
+
+
+def ladder_kl(effects: Effects, cell: Cell) -> float:
+    """Mean KL planted in a rung: each bit costs a quarter, `klt` half of the others, `fp8` as of 6 bits."""
+    coded = cell.recipe.k
+    half = 0.5 if coded.codec == "klt" else 1.0
+    worse = 1.0 + (not getattr(coded, "escape", True)) + 2 * (getattr(coded, "tables", "fitted") == "gaussian")
+    worse += 4 * (getattr(coded, "transform", "klt") == "none") + (cell.span == "window")
+    return worse * half * effects.base * 4.0 ** (3 - getattr(coded, "bits", 6))
 
 
 def codec_kl(params: Params, effects: Effects, cell: Cell) -> float:
@@ -213,10 +247,11 @@ class Text:
         self.label = np.where(right, self.top1, (self.top1 + 1) % VOCABULARY)
         self.nll = -np.log(self.p_max) + np.where(right, 0, 0.1 + rng.exponential(2.0, shape))
 
-    def rows(self, cell_id: str, mean_kl: float, windows: int) -> pl.DataFrame:
+    def rows(self, cell_id: str, mean_kl: float, windows: int, jitter: float | None = None) -> pl.DataFrame:
         """Rows of one cell whose mean KL is exactly `mean_kl` and mean delta NLL `nll_per_kl` times it."""
         rng = np.random.default_rng(int(digest({"cell": cell_id, "seed": self.effects.seed})[:8], 16))
-        kl = self.weight[:windows] * np.exp(self.effects.jitter * rng.standard_normal((windows, self.positions.size)))
+        jitter = self.effects.jitter if jitter is None else jitter
+        kl = self.weight[:windows] * np.exp(jitter * rng.standard_normal((windows, self.positions.size)))
         kl *= mean_kl / kl.mean()
         scatter = np.sqrt(2 * kl) * self.normal[:windows]
         delta = self.effects.nll_per_kl * kl + scatter - scatter.mean()
@@ -245,7 +280,7 @@ def cell_record(params: Params, effects: Effects, cell: Cell) -> CellRecord:
     coded = cell.recipe != IDENTITY
     fires = len(cell.layers) * cell.windows * len(cell.stream)
     streams = list(cell.stream) if coded and isinstance(cell.recipe.k, BlockStream) else []
-    packed = coded and cell.recipe.k.codec in ("block", "klt")
+    packed = coded and (cell.recipe.k.codec in ("block", "klt") or cell.study == "ladder")
     ratio = cell.recipe.k.variance_ratio if streams else 1.0
     return CellRecord(
         cell_id=cell.cell_id,
@@ -284,11 +319,14 @@ def centroids(bits: int) -> list[float]:
 
 def coded_bytes(cell: Cell) -> int:
     """Bytes of the coded layers, of 500 values a stream; the block codec stores as much again, about, as its codes."""
-    each = {"block": 90.0, "klt": 500 / 8}[cell.recipe.k.codec]
-    return round(sum(each * cell.stream_recipe(s, layer).bits for layer in cell.layers for s in cell.stream))
+    each = {"block": 90.0, "klt": 500 / 8}.get(cell.recipe.k.codec, 570 / 8)
+    recipes = [cell.stream_recipe(s, layer) for layer in cell.layers for s in cell.stream]
+    return round(sum(each * getattr(recipe, "bits", 8) for recipe in recipes))
 
 
-def write_baseline(folder: Path, params: Params, effects: Effects, text: Text) -> list[Path]:
+def write_baseline(
+    folder: Path, params: Params, effects: Effects, text: Text, documents: dict | None = None
+) -> list[Path]:
     """One file pair per baseline run; vLLM in float32 also carries the agreement cells, else its peer."""
     paths = []
     for run, (engine, dtype, attention) in plan.baseline_runs(params).items():
@@ -307,13 +345,13 @@ def write_baseline(folder: Path, params: Params, effects: Effects, text: Text) -
             cell = {"what": what, "protocol": protocol, "reference": reference}
             cell["cell_id"] = digest(shared | cell)
             cells.append(cell)
-            tables.append(text.rows(cell["cell_id"], kl, params.windows.test))
+            tables.append(text.rows(cell["cell_id"], kl, params.baseline.windows))
         path = folder / "results" / "baseline" / f"{run}.json"
         write_table(path.with_suffix(".parquet"), pl.concat(tables))
         coded = any(cell["protocol"] for cell in cells)
         origin = provenance() if coded else provenance(calibration={})
         shared |= {"context": params.windows.context, "eval": params.windows.eval}
-        write_json(path, shared | {"provenance": origin.model_dump(), "cells": cells})
+        write_json(path, shared | {"provenance": origin.model_dump(), "cells": cells, "documents": documents or {}})
         paths.append(path)
     return paths
 

@@ -37,14 +37,14 @@ def claims(model):
     rows = [
         row("a", model, "supported", "baseline", None, bits=None, metrics={}),
         row("b", model, "supported"),
-        row("c", model, "reviewed_preview", "kv_quantization", "int", bits_per_value=4.52, **LOSING),
+        row("c", model, "too_lossy", "kv_quantization", "int", bits_per_value=4.52, **LOSING),
         row("d", model, "unsupported", "kv_quantization", "fp8_e5m2", measured=False, metrics={}),
         row("e", "another", "supported", "kv_quantization", "kivi"),
     ]
     counts = {tier: sum(one["earned"] == tier for one in rows) for tier in TIERS}
     answer = {"engine": "hf", "protocol": "snapshot", "stored_span": "context", "tried": 2, "certified": 1}
     answers = [answer | {"model": model, "row_id": "b", "word": "certified"}]
-    told = {"schema_version": 2, "registry": "r", "current": "c", "counts": counts}
+    told = {"schema_version": 3, "registry": "r", "current": "c", "counts": counts}
     return told | {"answers": answers, "best": [], "rows": rows}
 
 
@@ -90,7 +90,7 @@ def section(text):
 
 def test_the_certified_rows_of_the_model_and_the_counts_are_told(written, metrics):
     found = section(written(claims(metrics["identity"]["slug"])))
-    assert "| supported | 2 |" in found and "| reviewed_preview | 1 |" in found and "| unsupported | 1 |" in found
+    assert "| supported | 2 |" in found and "| too_lossy | 1 |" in found and "| unsupported | 1 |" in found
     assert (
         "Of 2 rows that compress, 1 is certified: it earns `supported`. Measured on cpu, bfloat16, 512 tokens" in found
     )

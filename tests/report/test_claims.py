@@ -43,7 +43,8 @@ def test_a_direction_is_said_once():
 
 def test_what_is_not_resolved_says_how_many_windows_it_takes():
     words = claims.sentence(made(0.1, -0.1, 0.3))
-    assert "`x`: not resolved, 0.10 [-0.10, 0.30] nats, about 71 windows needed (32 windows" in words
+    said = "`x`: not resolved, 0.10 [-0.10, 0.30] nats, at most 0.30 either way, about 71 windows needed"
+    assert f"{said} (80 % power, post hoc) (32 windows" in words
     assert "no effect is to be seen" in claims.sentence(made(0.0, -0.1, 0.1, windows_needed=None))
 
 

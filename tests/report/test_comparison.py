@@ -212,7 +212,7 @@ def test_layers_of_models_of_one_depth_are_equal_or_not(small, large):
 
 def test_a_model_whose_engines_disagree_is_withheld(small, large, params, tmp_path):
     other = copy.deepcopy(large)
-    other["agreement"] |= {"holds": False, "why": ["the identity cells differ"]}
+    other["agreement"] |= {"state": "differ", "why": ["the identity cells differ"]}
     compared = comparison.build([small, other])
     assert not compared["claims"]
     shown = [row for row in compared["rows"] if row["model"] == "large" and row["estimate"]]
@@ -328,7 +328,7 @@ def test_compare_writes_three_files_and_reads_no_parameters(small, large, compar
         (lambda small, large: {"a": small | {"schema_version": 7}}, "a.json is of schema_version 7, this kvlab reads"),
         (
             lambda small, large: {"a": {k: v for k, v in small.items() if k != "settings"}},
-            "a.json is no metrics of version 2: settings: Field required",
+            "a.json is no metrics of version 3: settings: Field required",
         ),
     ],
 )

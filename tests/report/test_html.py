@@ -15,13 +15,13 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+import embedded
 from kvlab.base.errors import Fault
 from kvlab.pages import format as fmt
 from kvlab.pages import svg
 from kvlab.pages.figure import DARK, INK, PALE, PAPER
 from kvlab.pages.html import body
 from kvlab.report import figures, findings, page
-from kvlab.studies.settings import read_params
 from report.example_metrics import build, verdict
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def no_drawing(monkeypatch):
 def render(folder: Path, metrics: dict, judged: dict | None = None) -> tuple[str, str]:
     """FINDINGS.md and report.html of some metrics."""
     out, html = folder / "FINDINGS.md", folder / "report.html"
-    findings.write(read_params(ROOT / "params.yaml"), metrics, judged or verdict(metrics), out, html)
+    findings.write(embedded.settings(), metrics, judged or verdict(metrics), out, html)
     return out.read_text(), html.read_text()
 
 
@@ -201,7 +201,7 @@ def test_a_figure_that_is_withheld_from_the_metrics_cannot_be_shown():
 
 def test_nothing_that_compares_engines_is_in_the_page_when_they_disagree(tmp_path):
     metrics = build()
-    metrics["agreement"] |= {"holds": False, "why": ["the identity cells differ"]}
+    metrics["agreement"] |= {"state": "differ", "why": ["the identity cells differ"]}
     text, html = render(tmp_path, metrics, verdict(metrics, allowed=False))
     reader = Reader(html)
     assert "gap_shapley" not in reader.said()

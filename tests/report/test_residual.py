@@ -330,13 +330,13 @@ def test_nothing_in_the_section_is_typed():
     """Rendered from other numbers, no numeral stays."""
     numeral = re.compile(r"(?<![A-Za-z_\d.])\d[\d.]*(?:e-?\d+)?")
     seen = []
-    for seed in range(16):
+    for seed in range(24):
         make = Maker(seed)
         ratios = tuple(round(make.random.uniform(0.5, 0.999), 4) for _ in range(2))
         context = tables.context(residual_part(make, ratios, ("hf", "vllm")), make.confidence, METHODS)
         alpha = str(round(1 - make.confidence, 9))
         shared = {"withheld": None, "figures": dict.fromkeys(FIGURES), "claims": {}}
         text = render("residual.md.j2", residual=context, alpha=alpha, **shared)
-        seen.append(set(numeral.findall(text)))
+        seen.append(set(numeral.findall(text.replace(fmt.POST_HOC, ""))))
     assert min(map(len, seen)) > 100
     assert set.intersection(*seen) == set()

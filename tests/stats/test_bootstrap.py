@@ -1,10 +1,12 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvlab.base.errors import Fault, MixedIdentity, NonFinite
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate, resample_counts
+from kvlab.stats.power import effective_tokens
 
 BOOT = Bootstrap(resamples=1500, confidence=0.95, seed=0)
 
@@ -146,4 +148,81 @@ def test_what_is_not_finite_is_refused():
 
 def test_estimate_to_json():
     estimate = Estimate(1.0, 0.5, 2.0, 8, 80, 0.75, "bca")
-    assert set(estimate.to_json()) == {"value", "low", "high", "n_windows", "n_tokens", "resolvable", "method"}
+    assert set(estimate.to_json()) == {
+        "value",
+        "low",
+        "high",
+        "n_windows",
+        "n_tokens",
+        "resolvable",
+        "method",
+        "confidence",
+        "n_documents",
+    }
+
+
+# ---------------------------------------------------------------------------------------- documents
+
+
+def in_documents(rng, sizes, between, tokens=5):
+    """Windows whose mean is 1 in the long run and shared, in part, by all windows of a document."""
+    documents = np.repeat(np.arange(len(sizes)), sizes)
+    shared = 1 + between * rng.standard_normal(len(sizes))
+    values = shared[documents][:, None] + 0.3 * rng.standard_normal((documents.size, tokens))
+    window, position = np.repeat(np.arange(documents.size), tokens), np.tile(np.arange(tokens), documents.size)
+    return Column.of(window, position, values.ravel(), documents.tolist())
+
+
+def test_windows_of_one_document_are_drawn_together():
+    """Planted: windows of a document share half a standard deviation. By documents the interval covers, else not."""
+    rng, boot = np.random.default_rng(11), Bootstrap(300, 0.95, 0)
+    hits = {"documents": [], "windows": []}
+    for _ in range(300):
+        column = in_documents(rng, [3] * 20, 0.5)
+        for name, one in (("documents", column), ("windows", replace(column, documents=None))):
+            found = boot.mean(one)
+            hits[name].append(found.low <= 1 <= found.high)
+    assert 0.91 <= np.mean(hits["documents"]) <= 0.985
+    assert np.mean(hits["windows"]) < 0.83
+
+
+def test_documents_are_counted_beside_windows():
+    found = BOOT.mean(in_documents(np.random.default_rng(0), [1, 4, 2, 3, 1, 1, 1, 1, 2], 0.2))
+    assert (found.n_windows, found.n_documents) == (16, 9)
+    assert BOOT.mean(make(clustered(np.random.default_rng(0), 16))).n_documents is None
+
+
+def test_a_document_for_every_window_changes_nothing_but_the_count():
+    plain = make(clustered(np.random.default_rng(0), 12))
+    own = replace(plain, documents=tuple(range(12)))
+    assert replace(BOOT.mean(own), n_documents=None) == BOOT.mean(plain)
+    one = replace(plain, documents=(7,) * 12)  # all of one document: its windows, and that document alone
+    assert replace(BOOT.mean(one), n_documents=None) == BOOT.mean(plain) and BOOT.mean(one).n_documents == 1
+
+
+def test_values_do_not_depend_on_documents():
+    column = in_documents(np.random.default_rng(1), [3, 1, 2, 4, 1, 5], 0.5)
+    apart = replace(column, documents=None)
+    assert BOOT.mean(column).value == pytest.approx(BOOT.mean(apart).value)
+    by_document = column.by_document()
+    assert by_document.sums.sum() == pytest.approx(column.sums.sum())
+    assert by_document.counts.tolist() == [5.0 * size for size in (3, 1, 2, 4, 1, 5)]
+    some = column.of_windows([0, 1, 5, 15])
+    assert some.documents == (0, 0, 2, 5)
+    assert column.per_window(np.exp).documents == column.documents
+
+
+def test_columns_of_other_documents_are_not_paired():
+    column = in_documents(np.random.default_rng(1), [2, 2, 2], 0.5)
+    with pytest.raises(MixedIdentity, match="documents of the scored windows"):
+        BOOT.difference(column, replace(column, documents=(0, 0, 0, 1, 1, 1)))
+    with pytest.raises(Fault, match="window 5 is of no document; 3 windows have one"):
+        Column.of(np.arange(6), np.zeros(6, int), np.ones(6), [0, 1, 2])
+
+
+def test_effective_tokens_are_fewer_where_documents_repeat_themselves():
+    column = in_documents(np.random.default_rng(2), [4] * 40, 0.5)
+    squares = replace(column, sums=column.sums**2 / column.counts)  # all tokens of a window alike, nearly
+    assert effective_tokens(column, squares) < 0.5 * effective_tokens(
+        replace(column, documents=None), replace(squares, documents=None)
+    )

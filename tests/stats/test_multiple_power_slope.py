@@ -1,12 +1,21 @@
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvlab.base.errors import Fault, NonFinite
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
-from kvlab.stats.multiple import benjamini_hochberg, sign_flip_p, sign_flip_two_sided_p
-from kvlab.stats.power import effective_tokens, predicted_standard_error, windows_for_sign, windows_needed
+from kvlab.stats.multiple import benjamini_hochberg, holm, sign_flip_p, sign_flip_two_sided_p
+from kvlab.stats.power import (
+    effective_tokens,
+    power_factor,
+    predicted_standard_error,
+    windows_for_sign,
+    windows_needed,
+)
 from kvlab.stats.slope import linear_range, log_log_slope
 
 BOOT = Bootstrap(800, 0.95, 0)
@@ -24,6 +33,26 @@ def test_benjamini_hochberg_by_hand():
     assert benjamini_hochberg([0.9, 1.0]) == pytest.approx([1, 1])
     with pytest.raises(NonFinite):
         benjamini_hochberg([0.1, np.nan])
+
+
+def test_holm_by_hand():
+    # sorted: .005*5, .009*4, .05*3, .051*2 is smaller than the one before, .5
+    assert holm([0.05, 0.005, 0.5, 0.009, 0.051]) == pytest.approx([0.15, 0.025, 0.5, 0.036, 0.15])
+    assert holm([0.9, 1.0]) == pytest.approx([1, 1]) and holm([]).size == 0
+    with pytest.raises(NonFinite):
+        holm([0.1, np.nan])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.001, 0.5))
+def test_holm_rejects_what_its_steps_reject(p, alpha):
+    """The adjusted p is at most alpha exactly where the sequential procedure of 1979 rejects."""
+    rejected, m = set(), len(p)
+    for step, number in enumerate(sorted(range(m), key=p.__getitem__)):
+        if p[number] * (m - step) > alpha:
+            break
+        rejected.add(number)
+    assert {number for number, q in enumerate(holm(p)) if q <= alpha} == rejected
+    assert all(b >= a for a, b in zip(p, holm(p), strict=True))
 
 
 def test_sign_flip_counts_all_patterns_when_it_can():
@@ -86,20 +115,32 @@ def test_windows_needed():
     assert windows_needed(width=0.01, distance=0.02, n_windows=32) == 33
     assert windows_needed(width=0.01, distance=0.0, n_windows=32) is None
     open_, settled = Estimate(0.5, -0.5, 1.5, 10, 100, 1.0, "bca"), Estimate(0.5, 0.1, 0.9, 10, 100, 0.4, "bca")
-    assert windows_for_sign(open_) == 41
+    assert windows_for_sign(open_, power=0.5) == 41
+    assert windows_for_sign(open_) == 82  # 40 times 2.04
     assert windows_for_sign(settled) == 10
-    assert windows_for_sign(Estimate(-0.5, -1.5, 0.5, 10, 100, 1.0, "bca")) == 41
+    assert windows_for_sign(Estimate(-0.5, -1.5, 0.5, 10, 100, 1.0, "bca"), power=0.5) == 41
     assert windows_for_sign(Estimate(0.0, -1.0, 1.0, 10, 100, 1.0, "bca")) is None
 
 
-def test_windows_needed_are_enough():
-    """Planted: as many windows as the small sample asked for do settle the sign."""
+def test_power_factor_by_hand():
+    assert power_factor(0.95) == pytest.approx(((1.959964 + 0.841621) / 1.959964) ** 2, rel=1e-6)
+    assert power_factor(0.9, 0.9) == pytest.approx(((1.644854 + 1.281552) / 1.644854) ** 2, rel=1e-6)
+    assert power_factor(0.99, 0.5) == pytest.approx(1)
+    for confidence, power in ((1.0, 0.8), (0.95, 0.0), (0.95, 1.0)):
+        with pytest.raises(Fault, match="between 0 and 1"):
+            power_factor(confidence, power)
+
+
+@pytest.mark.parametrize(("confidence", "effect"), [(0.95, 0.25), (0.95, -0.25), (0.8, 0.15)])
+def test_windows_for_sign_have_the_power_that_they_promise(confidence, effect):
+    """Planted: an effect of known size and scatter, measured anew on as many windows as were asked for."""
+    pilot, edge = 20, NormalDist().inv_cdf(0.5 + confidence / 2)
+    half = edge / math.sqrt(pilot)  # of an interval over the pilot's windows, whose scatter is 1
+    found = Estimate(effect, effect - half, effect + half, pilot, pilot, half, "t", confidence)
+    needed, boot = windows_for_sign(found), Bootstrap(400, confidence, 0)
     rng = np.random.default_rng(5)
-    small = BOOT.mean(make(0.2 + rng.standard_normal((16, 1))))
-    assert small.low < 0 < small.high
-    needed = windows_for_sign(small)
-    larger = BOOT.mean(make(small.value + rng.standard_normal((2 * needed, 1))))
-    assert larger.low > 0
+    again = [boot.mean(make(effect + rng.standard_normal((needed, 1)))) for _ in range(400)]
+    assert 0.75 < np.mean([one.low * np.sign(effect) > 0 < one.high * np.sign(effect) for one in again]) < 0.85
 
 
 def test_linear_range():

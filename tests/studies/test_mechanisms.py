@@ -15,6 +15,7 @@ from kvlab.lab.measure import Lab
 from kvlab.lab.scoring import WindowRun
 from kvlab.studies.mechanisms import items, plan, records, subjects
 from kvlab.studies.mechanisms import measure as measuring
+from kvlab.text import ruler
 from kvlab.text.needles import Needle, Needles
 
 AVX512 = pytest.mark.skipif(
@@ -28,6 +29,7 @@ def tiny_needles(tiny_params, tmp_path_factory):
 
     out = tmp_path_factory.mktemp("needles") / "needles.parquet"
     build(tiny_params, out)
+    ruler.build(tiny_params, out.with_name("ruler.parquet"))  # of no length: the model has too few positions
     return out
 
 
@@ -87,11 +89,56 @@ def row(record, label: str):
 
 def test_the_plan_names_what_each_engine_can_run(tiny_params):
     labels = {engine: [v.label for v in plan.variants(tiny_params, engine)] for engine in ("hf", "vllm")}
-    assert labels["hf"] == ["baseline", "klt 2", "int 2", "fp8"]
+    coded = [f"{codec} {protocol}" for protocol in ("in_forward", "snapshot") for codec in ("klt 2", "int 2", "fp8")]
+    assert labels["hf"] == ["baseline", *coded]
     assert labels["vllm"] == [*labels["hf"], "fp8_e4m3", "fp8_e5m2"]
-    ids = [v.recipe_id for v in plan.variants(tiny_params, "vllm")]
-    assert ids[0] == IDENTITY.recipe_id
+    ids = [(v.recipe_id, v.protocol("snapshot")) for v in plan.variants(tiny_params, "vllm")]
+    assert ids[0] == (IDENTITY.recipe_id, "snapshot")
     assert len(set(ids)) == len(ids)
+
+
+def test_a_codec_is_planned_under_each_protocol_and_says_which_tokens_it_stores(tiny_params):
+    coded = [variant for variant in plan.variants(tiny_params, "hf") if variant.cell]
+    assert {(v.cell.protocol, v.span, v.label.rsplit(" ", 1)[1]) for v in coded} == {
+        ("in_forward", "window", "in_forward"),
+        ("snapshot", "context", "snapshot"),
+    }
+    asked = tiny_params.mechanisms.model_copy(update={"protocols": ("snapshot",)})
+    alone = plan.variants(tiny_params.model_copy(update={"mechanisms": asked}), "hf")
+    assert [v.label for v in alone] == [
+        v.label for v in plan.variants(tiny_params, "hf") if "in_forward" not in v.label
+    ]
+
+
+def test_inside_the_forward_the_scored_tokens_own_keys_and_values_are_coded_and_counted(measured, tiny_params):
+    record, table = measured("hf")
+    inside, snapshot = (row(record, f"int 2 {protocol}") for protocol in ("in_forward", "snapshot"))
+    windows = tiny_params.windows
+    assert (inside.protocol, inside.span, snapshot.protocol, snapshot.span) == (
+        "in_forward",
+        "window",
+        "snapshot",
+        "context",
+    )
+    assert inside.kv_values * windows.context == snapshot.kv_values * windows.length
+    assert inside.kv_bytes > snapshot.kv_bytes and inside.fires == snapshot.fires
+    assert sum(scores(table, inside.label, "kl")) > sum(scores(table, snapshot.label, "kl"))
+
+
+def test_what_the_evals_store_of_a_row_differs_no_more_than_the_gate_allows(measured):
+    from kvlab.gate.evidence.faults import OTHER_TEXT
+
+    record, _ = measured("hf")
+    for found in record.rows:
+        bits = [8 * run.kv_bytes / run.kv_values for run in found.evals]
+        assert max(bits) <= min(bits) * (1 + OTHER_TEXT), (found.label, bits)
+
+
+def test_a_protocol_is_asked_for_once(tiny_params):
+    asked = tiny_params.mechanisms.model_copy(update={"protocols": ("snapshot", "snapshot")})
+    assert list(asked.problems(tiny_params)) == [
+        "mechanisms.protocols is ['snapshot', 'snapshot']; allowed: each once",
+    ]
 
 
 def test_the_registry_knows_everything_that_is_planned(tiny_params):
@@ -119,12 +166,13 @@ def test_the_engine_as_it_is_loses_nothing(measured):
 def test_a_codec_fires_on_every_layer_stream_and_item(measured, tiny_params, hf_engine):
     record, table = measured("hf")
     layers, windows = hf_engine.info.n_layers, tiny_params.windows.test
-    found = row(record, "int 2")
+    found = row(record, "int 2 snapshot")
     assert found.fires == found.expected_fires == 2 * layers * windows
-    assert [run.items for run in found.evals] == [windows, tiny_params.mechanisms.needles]
-    assert [run.fires for run in found.evals] == [2 * layers * windows, 2 * layers * tiny_params.mechanisms.needles]
+    asked = [windows, tiny_params.mechanisms.needles, windows]
+    assert [run.items for run in found.evals] == asked
+    assert [run.fires for run in found.evals] == [2 * layers * items for items in asked]
     assert 2 < 8 * found.kv_bytes / found.kv_values < 8
-    assert min(scores(table, "int 2", "kl")) > 0
+    assert min(scores(table, "int 2 snapshot", "kl")) > 0
     assert found.compression_overhead_ms > 0 < found.decompression_overhead_ms
     assert len(found.seconds) == windows and min(found.seconds) > 0
     tokens = tiny_params.windows.length
@@ -134,10 +182,15 @@ def test_a_codec_fires_on_every_layer_stream_and_item(measured, tiny_params, hf_
 
 def test_every_item_of_every_variant_is_in_the_table(measured, tiny_params):
     record, table = measured("hf")
-    counts = {"kv_fidelity": tiny_params.windows.test, "needle": tiny_params.mechanisms.needles}
-    for quality_eval_id, metrics in plan.METRICS.items():
+    windows = tiny_params.windows.test
+    counts = {"kv_fidelity": windows, "needle": tiny_params.mechanisms.needles, "greedy_agreement": windows}
+    assert set(table["quality_eval_id"]) == set(counts)
+    for quality_eval_id in counts:
+        metrics = plan.METRICS[quality_eval_id]
         part = table.filter(pl.col("quality_eval_id") == quality_eval_id)
-        assert part.height == len(record.rows) * len(metrics) * counts[quality_eval_id]
+        asked = [one for one in record.rows if quality_eval_id in {run.quality_eval_id for run in one.evals}]
+        assert part.height == len(asked) * len(metrics) * counts[quality_eval_id]
+        assert len(asked) == len(record.rows) or {one.protocol for one in asked} == {"snapshot"}
         assert part.select("label", "metric", "item").is_unique().all()
 
 
@@ -155,6 +208,7 @@ def test_vllms_own_cache_is_measured_beside_the_codecs(measured):
     assert record.missing == ()
     for label in ("fp8_e4m3", "fp8_e5m2"):
         found = row(record, label)
+        assert [run.quality_eval_id for run in found.evals] == list(plan.PASSED)
         assert (found.kv_cache_dtype, found.codec) == (label, None)
         assert (found.protocol, found.span) == ("in_forward", "window")
         assert found.kv_bytes == found.kv_values
@@ -178,7 +232,7 @@ def test_what_a_machine_cannot_run_is_said(
         ("fp8_e4m3", "no AVX-512 here"),
         ("fp8_e5m2", "no AVX-512 here"),
     ]
-    assert [variant.label for variant in part.variants] == ["baseline", "klt 2", "int 2", "fp8"]
+    assert [variant.label for variant in part.variants] == [v.label for v in plan.variants(tiny_params, "hf")]
 
 
 def test_on_an_accelerator_an_engines_own_cache_is_not_scored_in_a_prompts_pass():
@@ -210,7 +264,7 @@ def test_engines_are_closed_when_a_later_one_fails(
 def test_seconds_are_the_engines_own_pass_and_the_coding(measured):
     """However a cell is scored: what judging it and scoring it over the coded cache take is no part of it."""
     record, _ = measured("hf")
-    plain, coded = row(record, "baseline"), row(record, "int 2")
+    plain, coded = row(record, "baseline"), row(record, "int 2 snapshot")
     own = zip(coded.seconds, plain.seconds, strict=True)
     extra = sorted(1e3 * (whole - pass_) for whole, pass_ in own)
     assert extra[0] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -180,8 +181,10 @@ def test_a_file_of_others_is_refused_in_one_line(tmp_path):
 
 
 def test_scored_windows_are_cut_from_the_texts_in_turn(tiny_params, tmp_path):
-    turns = with_changes(tiny_params, corpus={"scored": ["other", "test"]}, windows={"test": 6})
-    plain = with_changes(tiny_params, windows={"test": 3, "other": 3})
+    turns = with_changes(
+        tiny_params, corpus={"scored": ["other", "test"]}, windows={"test": 6}, ladder={"texts": ["test"]}
+    )
+    plain = with_changes(tiny_params, windows={"test": 3, "other": 3}, baseline={"windows": 3})
     found, apart = (corpus.build(one, tmp_path / f"{n}.safetensors") for n, one in enumerate((turns, plain)))
     assert [turns.corpus.text_of(window) for window in range(4)] == ["other", "test"] * 2
     assert np.array_equal(found.test[0::2], apart.other) and np.array_equal(found.test[1::2], apart.test)
@@ -193,3 +196,50 @@ def test_a_text_that_is_not_named_cannot_be_scored(tiny_params):
         with_changes(tiny_params, corpus={"other": None, "scored": ["other"]}, ladder={"texts": ["test"]})
     with pytest.raises(ParamsError, match="allowed: each text once"):
         with_changes(tiny_params, corpus={"scored": ["test", "test"]})
+
+
+# ------------------------------------------------------------------------------- documents of windows
+
+
+def test_every_scored_window_names_the_document_that_fills_most_of_it(tiny_params, tmp_path):
+    """By an oracle that walks the stream token by token."""
+    made = corpus.build(tiny_params, tmp_path / "w.safetensors")
+    tokenizer = corpus.load_tokenizer(resolve(tiny_params.model))
+    texts = {
+        "test": corpus.read_documents(tiny_params.corpus)["test"],
+        "other": corpus.read_other(tiny_params.corpus)[0],
+    }
+    body = tiny_params.windows.length - len(corpus.bos(tokenizer))
+    for text, documents in texts.items():
+        of_token = [n for n, one in enumerate(documents) for _ in corpus.stream([one], tokenizer)]
+        ids = corpus.stream(documents, tokenizer)
+        rows = made.scored(text)
+        assert len(made.documents[text]) == len(rows)
+        for row, document in zip(rows, made.documents[text], strict=True):
+            (start,) = [at for at in range(0, len(ids) - body + 1, body) if (ids[at : at + body] == row[-body:]).all()]
+            inside = of_token[start : start + body]
+            assert document == max(sorted(set(inside)), key=inside.count)
+
+
+def test_windows_keep_their_documents_and_older_ones_have_none(tiny_params, tmp_path):
+    made = corpus.build(tiny_params, tmp_path / "w.safetensors")
+    read = corpus.load(tmp_path / "w.safetensors", made.model_hash)
+    assert read.documents == made.documents and set(made.documents) == {"test", "other"}
+    assert json.loads((tmp_path / "w.json").read_text())["window_documents"] == {
+        text: list(numbers) for text, numbers in made.documents.items()
+    }
+    without = replace(made, documents={})
+    assert without.corpus_hash == made.corpus_hash
+    corpus.save(without, tmp_path / "older.safetensors")
+    assert corpus.load(tmp_path / "older.safetensors", made.model_hash).documents == {}
+
+
+def test_documents_of_texts_that_take_turns_have_other_numbers(tiny_params, tmp_path):
+    turns = with_changes(
+        tiny_params, corpus={"scored": ["other", "test"]}, windows={"test": 6}, ladder={"texts": ["test"]}
+    )
+    plain = with_changes(tiny_params, windows={"test": 3, "other": 3}, baseline={"windows": 3})
+    found, apart = (corpus.build(one, tmp_path / f"{n}.safetensors") for n, one in enumerate((turns, plain)))
+    others = len(corpus.read_other(turns.corpus)[0])
+    assert found.documents["test"][0::2] == apart.documents["other"]
+    assert found.documents["test"][1::2] == tuple(others + number for number in apart.documents["test"])

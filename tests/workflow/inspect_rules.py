@@ -13,12 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "workflow" / "scripts"), str(ROOT / "src")]
+sys.path[:0] = [str(ROOT / "workflow" / "scripts"), str(ROOT / "src"), str(ROOT / "tests")]
 
 import dvc_sync  # noqa: E402
 
+import embedded  # noqa: E402
 from kvlab.base.errors import UserError  # noqa: E402
-from kvlab.base.paramfile import read_yaml  # noqa: E402
 from kvlab.lab import plan  # noqa: E402
 from kvlab.studies.settings import by_model, resolved  # noqa: E402
 
@@ -53,6 +53,8 @@ def alternatives(value):
         return [not value]
     if isinstance(value, int | float):
         return [value + 1, value - 1, value / 2, value * 1.01]
+    if value == []:
+        return [["hadamard"], [0.5], [64]]
     if isinstance(value, list) and isinstance(value[0], dict):
         return [[value[0] | {"revision": "main"}, *value[1:]], [*value, value[0] | {"slug": "second"}]]
     if isinstance(value, list):
@@ -103,7 +105,7 @@ def stage_signatures(config=None):
 
 def affected_stages(params):
     """Changed leaf -> the stages whose rules change with it; leaves with one allowed value are left out."""
-    before, found = stage_signatures(), {}
+    before, found = stage_signatures(params), {}
     for path, _ in leaves(params):
         other = changed(params, path)
         if other is not None:
@@ -139,6 +141,6 @@ def job_inputs(rule, engine):
 if __name__ == "__main__":
     asked = {
         "rules": lambda: {rule.name: described(rule) for rule in dvc_sync.parse_rules()},
-        "affected": lambda: affected_stages(resolved(read_yaml(Path("params.yaml")))),
+        "affected": lambda: affected_stages(resolved(embedded.document())),
     }
     print(json.dumps(asked[sys.argv[1]](), default=str))

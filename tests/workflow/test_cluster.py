@@ -24,7 +24,8 @@ PROFILES = ROOT / "workflow/profiles"
 SLURM, KUBERNETES = (("--profile", f"workflow/profiles/{name}") for name in ("slurm", "kubernetes"))
 REPORT = "results/gap/FINDINGS.md"
 MEASURING = {f"measure_{engine}_float32" for engine in ("hf", "vllm")}  # the quick parameters have no other dtype
-ENGINES_RUN = {"capture_engine", "choice_layers", "measure_hf_mechanisms"} | MEASURING
+ON_HF = {"capture_engine", "choice_layers", "ladder_jobs", "ladder_facts"}
+ENGINES_RUN = {"measure_hf_mechanisms"} | ON_HF | MEASURING
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_where_nodes_have_gpus_engines_ask_for_one_per_part_of_their_model(asked
     jobs = asked(*SLURM, REPORT, KVLAB_GPUS="1")
     counts = {(job["rule"], job["gpu"]) for job in jobs}
     assert {rule for rule, gpus in counts if gpus} == ENGINES_RUN
-    assert {gpus for rule, gpus in counts if rule in ("capture_engine", "choice_layers")} == {1}  # hf alone
+    assert {gpus for rule, gpus in counts if rule in ON_HF} == {1}
     assert {(rule.split("_")[1], gpus) for rule, gpus in counts if rule in MEASURING} == {("hf", 1), ("vllm", 2)}
 
 

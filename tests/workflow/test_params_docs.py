@@ -16,8 +16,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+import embedded
 from kvlab.base.errors import ParamsError
-from kvlab.base.paramfile import PRESETS, overlay, read_yaml
+from kvlab.base.paramfile import PRESETS, overlay, preset, read_yaml
 from kvlab.studies.settings import by_model, resolved
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,9 +32,10 @@ BEYOND_A_SCHEMA = {
     r"\.layers is empty": {"cells": {"k-only": {"layers": []}}},
     r"gap\.dtype is .* one of gap\.dtypes": {"gap": {"dtypes": ["float32"]}},
     r"engines are compared in 'float32'": {"gap": {"dtypes": ["bfloat16"]}},
-    r"\.windows is \d+; allowed: at most \d+, which is windows\.": {"noise": {"windows": 33}},
+    r"\.windows is \d+; allowed: at most \d+, which is (windows|baseline)\.": {"noise": {"windows": 33}},
+    r"ladder\.fewer is \d+; allowed: at most \d+, which is ladder\.windows": {"ladder": {"fewer": 17}},
     r"ladder\.texts names 'other'": {"corpus": {"other": None}},
-    r"ladder\.conditioned names .* not in ladder\.codecs": {"ladder": {"codecs": ["klt"]}},
+    r"ladder\.conditioned names .* not in ladder\.codecs": {"ladder": {"codecs": ["klt"], "conditioned": ["int"]}},
     r"which are captured": {"calibration": {"engines": ["vllm"]}},
     r"baseline\.dtypes is .* must contain 'float32'": {"baseline": {"dtypes": ["bfloat16"]}},
     r"mitigations\.uniform has": {"mitigations": {"uniform": [[4, 3], [3, 4]]}},
@@ -66,9 +68,9 @@ def validator():
 
 @pytest.fixture(scope="module")
 def document() -> dict:
-    """params.yaml with every default written out."""
+    """The parameters of the embedded model with every default written out."""
     with contextlib.chdir(ROOT):
-        return resolved(read_yaml(ROOT / "params.yaml"))
+        return resolved(embedded.document())
 
 
 @pytest.fixture(autouse=True)
@@ -214,10 +216,10 @@ def test_what_is_allowed_in_words(params_docs, part, words):
 
 
 def test_params_yaml_and_every_preset_over_it_are_valid(validator, document):
-    presets = sorted((ROOT / PRESETS).glob("*.yaml"))
+    presets = sorted(path.stem for path in (ROOT / PRESETS).glob("*.yaml"))
     assert presets
     said = read_yaml(ROOT / "params.yaml")
-    for data in [document, said, *(overlay(said, read_yaml(path)) for path in presets)]:
+    for data in [document, said, *(preset(name, said) for name in presets)]:
         validator.validate(data)
         assert refusal(data) is None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import embedded
 from kvlab.base.params import Params
 from kvlab.codec.registry import CODECS
 from kvlab.lab import plan
@@ -32,10 +33,10 @@ def script(name, *arguments, cwd=ROOT) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def workspace(tmp_path) -> Path:
-    """A folder where the workflow can run without touching the repository's results; default parameters."""
+    """A folder where the workflow can run without touching the repository's results; with the embedded model."""
     made = script("workspace.py", "quick", "--at", tmp_path / "workspace")
     assert made.returncode == 0, made.stderr
-    (tmp_path / "workspace" / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    (tmp_path / "workspace" / "params.yaml").write_text(embedded.text())
     return tmp_path / "workspace"
 
 
@@ -64,7 +65,7 @@ def stages() -> dict:
 
 @pytest.fixture(scope="module")
 def params() -> Params:
-    return read_params(ROOT / "params.yaml")
+    return embedded.settings()
 
 
 def written(workspace: Path) -> set[str]:
@@ -89,13 +90,14 @@ def test_the_report_plans_every_job(workspace, params):
     assert planned.returncode == 0, planned.stdout + planned.stderr
     table = planned.stdout.partition("Job stats:")[2]
     counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
-    captured = len(params.calibration.engines)
+    captured, together = len(params.calibration.engines), set(plan.STUDIES) - {plan.LADDER}
     once = ("corpus_model", "needles_model", "components_origin", "choice_layers", "gap_metrics", "gap_verdict")
     expected = {
         **dict.fromkeys((*once, "gate_rows", "gate_report", "report_comparison", "report_lead"), 1),
         **{f"measure_{unit.replace('-', '_')}": 1 for unit in units(params) if unit != plan.LADDER},
         **dict.fromkeys(("capture_engine", "sigma_engine", "residual_engine"), captured),
-        "codebooks_origin": len({origin for study in plan.STUDIES for origin in plan.origins(params, study)}),
+        "codebooks_origin": len({origin for study in together for origin in plan.origins(params, study)}),
+        **dict.fromkeys(("ladder_jobs", "ladder_facts"), 1),
     }
     assert counts == expected | {"total": sum(expected.values())}
     assert written(workspace) == set()
@@ -189,7 +191,7 @@ def test_the_ladder_plans_its_own_jobs_and_reads_no_codebooks(workspace, params)
 @pytest.mark.parametrize(("rung", "fitted"), [("klt", 2), ("hadamard+center", 2), ("hadamard", 1)])
 def test_a_cell_of_another_origin_gets_components_of_that_origin_when_it_reads_them(workspace, rung, fitted):
     entry = {"rung": rung, "origin": "vllm", "engines": ["hf"]}
-    data = yaml.safe_load((ROOT / "params.yaml").read_text())
+    data = embedded.document()
     data["cells"] |= {"elsewhere": entry}
     (workspace / "params.yaml").write_text(yaml.safe_dump(data))
     for target in ("cells", "components"):
@@ -231,7 +233,8 @@ def test_an_unknown_preset_is_refused_with_the_nearest_name(tmp_path):
 def test_a_preset_runs_apart_from_the_root(tmp_path, preset, params):
     made = script("workspace.py", preset, "--at", tmp_path)
     assert made.returncode == 0, made.stderr
-    own = read_params(tmp_path / "params.yaml", "smollm2-135m" if preset == "smollm2" else None)
-    assert own != params and own.windows.test <= params.windows.test
+    own = read_params(tmp_path / "params.yaml")
+    assert (own == params) == (preset == embedded.NAME)
+    assert (own.windows.test > params.windows.test) == (preset == "confirm")
     assert (tmp_path / "src").samefile(ROOT / "src")
     assert not (tmp_path / "results").exists() and not (tmp_path / "calib").exists()

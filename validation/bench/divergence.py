@@ -20,8 +20,10 @@ from kvlab.lab import plan
 from kvlab.lab.scoring import WindowRun
 from kvlab.lab.walk import walk
 from kvlab.lab.windows import Window, windows_of
+from kvlab.stats.bootstrap import documents_of
 from kvlab.studies import gather
 from kvlab.studies.gather import Measured
+from kvlab.studies.ladder.plan import rungs
 from kvlab.text.corpus import TokenWindows
 from validation.bench.subjects import Subject
 
@@ -64,11 +66,17 @@ def of_ladder(params: Params, folder: Path, model_hash: str, corpus_hash: str | 
         if expected is not None and found != expected:
             raise StaleResult(f"{folder} was measured under {name} {found}, here it is {expected}; {AGAIN}")
     found: Divergences = defaultdict(dict)
-    for measured in cells:
+    for measured in (one for one in cells if is_rung(params, one)):
         means = measured.column("kl", windows).means.tolist()
         bits = measured.record.coding.bits_per_value
-        found[measured.cell.label][measured.cell.text] = {"bits": bits, "windows": means}
+        documents = measured.column("kl", windows).documents
+        found[measured.cell.label][measured.cell.text] = {"bits": bits, "windows": means, "documents": documents}
     return dict(found)
+
+
+def is_rung(params: Params, measured: Measured) -> bool:
+    """Whether a cell is a codec at its bits over the coded clean cache: neither less a part, nor inside the forward."""
+    return measured.cell.protocol == "snapshot" and measured.cell.label in dict(rungs(params))
 
 
 def read_ladder(params: Params, folder: Path) -> list[Measured]:
@@ -76,7 +84,8 @@ def read_ladder(params: Params, folder: Path) -> list[Measured]:
     if not folder.is_dir():
         raise StorageError(f"the ladder's folder {folder} is missing; {AGAIN}")
     planned = plan.jobs(params, plan.LADDER)
-    unplanned = sorted(path.name for path in folder.glob("*.json") if path.stem not in planned)
+    known = {*planned, "facts", "further"}  # what else `snakemake ladder` leaves there
+    unplanned = sorted(path.name for path in folder.glob("*.json") if path.stem not in known)
     if unplanned:
         raise StaleResult(f"{folder / unplanned[0]} is no job of the ladder these parameters plan; remove it, {AGAIN}")
     missing = [job for job in planned if not (folder / f"{job}.json").is_file()]
@@ -98,7 +107,8 @@ def read_cells(planned: list, path: Path) -> list[Measured]:
     for cell in record.cells:
         name = gather.describe(cell.cell)
         rows = gather.on_grid(tables[cell.cell_id], cell.cell.windows, record.context, record.eval, name)
-        found.append(Measured(cell, record.provenance, record.context, record.eval, rows))
+        documents = record.documents.get(cell.cell.text)
+        found.append(Measured(cell, record.provenance, record.context, record.eval, rows, documents))
         gather.refuse_inactive(found[-1])
     return found
 
@@ -176,7 +186,8 @@ def of_rivals(
                 means[coder].append(kl)
         for coder, kls in means.items():
             bits = 8 * coder.nbytes / coder.values
-            found[coder.subject.label][coder.cell.text] = {"bits": bits, "windows": kls}
+            documents = documents_of(range(len(kls)), tokens.documents.get(coder.cell.text))
+            found[coder.subject.label][coder.cell.text] = {"bits": bits, "windows": kls, "documents": documents}
     finally:
         engine.close()
     return dict(found)

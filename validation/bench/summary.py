@@ -58,10 +58,14 @@ def texts(data: dict) -> list[str]:
 
 
 def column(found: dict) -> Column:
-    """KL of one codec on one text, a value per window; every window scores as many tokens as the others."""
-    means = np.array(found["windows"])
+    """KL of one codec on one text, a value per window; every window scores as many tokens as the others.
+
+    Where the documents of the windows were recorded, these are resampled.
+    """
+    means, documents = np.array(found["windows"]), found.get("documents")
     numbers = tuple(range(means.size))
-    return Column(means, np.ones_like(means), numbers, f"windows 0..{means.size - 1}", means.size)
+    documents = documents and tuple(documents)
+    return Column(means, np.ones_like(means), numbers, f"windows 0..{means.size - 1}", means.size, documents)
 
 
 def bootstrap(data: dict) -> Bootstrap:

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from scipy.stats import binom
+
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 
 ROUNDING = 1e-9  # relative; what float64 sums of a million terms may lose
+ALL = "all"
+TOO_FEW = 1e-3  # chance of as few values inside their intervals, at which a path fails
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Claim:
         What the pipeline finds, with the interval of a given bootstrap.
     chance : bool
         False where the interval is no statement of probability: the value has to be met exactly, or up to rounding.
+    path : str
+        What of the pipeline the value went through; that of its case if none is named.
     """
 
     case: str
@@ -35,6 +41,7 @@ class Claim:
     planted: float
     estimate: Callable[[Bootstrap], Estimate]
     chance: bool = True
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,15 @@ class Case:
     claims : list of Claim
     facts : dict of str to float
         What was measured about the planting itself.
+    path : str
+        What of the pipeline its values go through.
     """
 
     name: str
     about: str
     claims: list[Claim]
     facts: dict[str, float] = field(default_factory=dict)
+    path: str = "transformers, float32, in memory"
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,29 @@ class Recovered:
 def contains(estimate: Estimate, value: float) -> bool:
     """Whether a value lies inside an interval, its ends included."""
     return bool(estimate.low <= value <= estimate.high)
+
+
+def contained(found: Sequence[tuple[str, bool]], confidence: float) -> list[dict]:
+    """How many planted values lie inside their plain intervals, by path and, under the name ``all``, in sum.
+
+    Were intervals independent and each right with probability `confidence`, the count would be binomial. `expected`
+    is the central 95 % of that; a path fails where a count as low has a chance below `TOO_FEW`.
+
+    Parameters
+    ----------
+    found : sequence of (str, bool)
+        The path of each value, and whether its plain interval holds it.
+    confidence : float
+        Of the intervals.
+    """
+    entries = []
+    for name in [*dict.fromkeys(path for path, _ in found), ALL]:
+        inside = [held for path, held in found if name in (path, ALL)]
+        n, k = len(inside), sum(inside)
+        expected = [int(end) for end in binom.interval(0.95, n, confidence)]
+        holds = bool(binom.cdf(k, n, confidence) >= TOO_FEW)
+        entries.append({"path": name, "values": n, "inside": k, "expected": expected, "holds": holds})
+    return entries
 
 
 def together(boot: Bootstrap, claims: Sequence[Claim]) -> Bootstrap:

@@ -7,8 +7,10 @@ from pathlib import Path
 from kvlab.base.records import write_json, write_text
 from kvlab.pages import format as fmt
 from kvlab.pages.rendering import environment, tidy
+from validation.planted.claims import ALL
 
 TEMPLATES = Path(__file__).parent / "templates"
+NAMES = {"hf": "transformers", "vllm": "vLLM"}
 DIGITS = 5  # of a planted value: what it is compared with carries as many
 
 
@@ -27,15 +29,15 @@ def write(data: dict, out: Path) -> None:
 
 
 def failures(data: dict) -> int:
-    """Values outside their intervals, and coverages outside the band."""
+    """Values outside their intervals, paths with too few inside, controls not found out, coverages outside the band."""
     values = [value for case in data["cases"] for value in case["values"]]
-    return sum(not one["holds"] for one in (*values, *data["coverage"]["entries"]))
+    return sum(not one["holds"] for one in (*values, *data["paths"], *data["controls"], *data["coverage"]["entries"]))
 
 
 def context(data: dict) -> dict:
     """Everything that the template names, as text."""
     values = [value for case in data["cases"] for value in case["values"]]
-    chance = [value for value in values if value["chance"]]
+    everything = next(way for way in data["paths"] if way["path"] == ALL)
     entries = data["coverage"]["entries"]
     enforced = [entry["coverage"]["value"] for entry in entries if entry["enforced"]]
     low, high = data["coverage"]["band"]
@@ -44,14 +46,19 @@ def context(data: dict) -> dict:
         "failed": fmt.number(failures(data)),
         "values": fmt.number(len(values)),
         "inside": fmt.number(sum(value["holds"] for value in values)),
-        "chance": fmt.number(len(chance)),
-        "alone": fmt.number(sum(value["alone"] for value in chance)),
+        "chance": fmt.number(everything["values"]),
+        "alone": fmt.number(everything["inside"]),
+        "expected": span(everything["expected"]),
+        "paths": paths_table(data["paths"]),
+        "controls": controls_table(data["controls"]),
         "confidence": fmt.percent(data["confidence"]),
         "joint": fmt.percent(data["joint_confidence"], 3),
         "model": data["model_hash"],
         "corpus": data["corpus_hash"],
         "versions": ", ".join(f"{name} {version}" for name, version in sorted(data["versions"].items())),
         **{name: fmt.number(data[name]) for name in ("context", "eval", "windows", "exact_windows", "resamples")},
+        "engines": " and ".join(NAMES[engine] for engine in data["engines"]),
+        "dtypes": " and ".join(data["dtypes"]),
         "cases": [case_context(case) for case in data["cases"]],
         "band": f"{fmt.percent(low)} to {fmt.percent(high)}",
         "covered": f"{fmt.percent(min(enforced), 1)} to {fmt.percent(max(enforced), 1)}",
@@ -65,6 +72,42 @@ def context(data: dict) -> dict:
         "coverage": coverage_table(entries, data["coverage"]["windows"]),
         "coverage_few": {fmt.number(n): coverage_table(entries, n) for n in data["coverage"]["few"]},
     }
+
+
+def span(ends: list[int]) -> str:
+    """Two counts and what lies between."""
+    return " to ".join(map(fmt.number, ends))
+
+
+def paths_table(paths: list[dict]) -> str:
+    """How many planted values lie inside their plain intervals, by what of the pipeline they went through."""
+    rows = [
+        (
+            way["path"],
+            fmt.number(way["values"]),
+            fmt.number(way["inside"]) if way["holds"] else f"**{fmt.number(way['inside'])}**",
+            span(way["expected"]),
+        )
+        for way in paths
+    ]
+    return fmt.table(("through", "values", "inside", "expected"), rows)
+
+
+def controls_table(controls: list[dict]) -> str:
+    """What became of exchanged labels."""
+    rows = [
+        (
+            f"`{one['factor']}`: {one['levels'][0]} and {one['levels'][1]}",
+            "refused" if one["refused"] else "**read**",
+            f"{fmt.number(one['missed'])} of {fmt.number(one['values'])}",
+            f"{fmt.number(one['plain'])} of {fmt.number(one['values'])}",
+            fmt.percent(one["row"], 1),
+            "yes" if one["holds"] else "**no**",
+        )
+        for one in controls
+    ]
+    anew = ("ids made anew: missed", "outside plain intervals", "furthest row off by")
+    return fmt.table(("exchanged", "ids as they were", *anew, "found out"), rows)
 
 
 def case_context(case: dict) -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -15,8 +16,8 @@ from kvlab.base.records import versions
 from kvlab.engines.registry import start
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.text import corpus
-from validation.planted import coverage, identity, noise, page, rescaling, shim, sources
-from validation.planted.claims import Case, recover, together
+from validation.planted import coverage, factorial, identity, noise, page, relabelled, rescaling, sources
+from validation.planted.claims import Case, contained, recover, together
 from validation.planted.ground import EXACT, Ground
 
 SHOWN = 5  # failures that are named in the error's one line
@@ -25,8 +26,8 @@ SHOWN = 5  # failures that are named in the error's one line
 def planted(params: Params, windows_path: Path, out: Path, repeats: int = coverage.REPEATS) -> None:
     """Measure everything that is planted and write ``REPORT.md`` and ``planted.json`` into the folder `out`.
 
-    Reads `model`, `stats` and `jobs` of the parameters. The engine is transformers in float32, whatever is measured
-    elsewhere.
+    Reads `model`, `engines`, `stats` and `jobs` of the parameters. The factorial runs on all `engines` in both dtypes;
+    the other cases on transformers in float32, whatever is measured elsewhere.
 
     Parameters
     ----------
@@ -41,7 +42,8 @@ def planted(params: Params, windows_path: Path, out: Path, repeats: int = covera
     Raises
     ------
     Fault
-        A planted value lies outside its interval, or a coverage outside its band. The report is written first.
+        A planted value lies outside its interval, too few lie in their plain ones, exchanged labels are not found
+        out, or a coverage is outside its band. The report is written first.
     """
     torch.set_num_threads(params.jobs.threads)
     info = resolve(params.model)
@@ -49,9 +51,15 @@ def planted(params: Params, windows_path: Path, out: Path, repeats: int = covera
     boot = Bootstrap(params.stats.resamples, params.stats.confidence, params.stats.seed)
     with closing(start("hf", info, "float32", max_tokens=windows.test.shape[1])) as engine:
         ground = Ground.of(engine, windows)
-        cases = [noise.case(ground), shim.case(ground), identity.case(ground), sources.case(), rescaling.case(ground)]
+        cases = [noise.case(ground), identity.case(ground), sources.case(), rescaling.case(ground)]
+    with TemporaryDirectory() as folder:
+        files = factorial.write_files(params, windows, Path(folder))
+        cases = [factorial.case(files), *cases]
+        controls = relabelled.controls(files, boot, [claim for case in cases for claim in case.claims])
     identities = {"model_hash": info.model_hash, "corpus_hash": windows.corpus_hash, "versions": versions()}
-    data = identities | sizes(ground) | summary(boot, cases) | {"coverage": covered(repeats)}
+    ran = {"engines": list(files.params.engines), "dtypes": list(files.params.gap.dtypes)}
+    data = identities | ran | sizes(ground) | summary(boot, cases)
+    data |= {"controls": controls, "coverage": covered(repeats)}
     page.write(data, Path(out))
     refuse_missed(data)
 
@@ -66,8 +74,12 @@ def sizes(ground: Ground) -> dict:
 def summary(boot: Bootstrap, cases: Sequence[Case]) -> dict:
     """Every case's values, their intervals wide enough for all of them together."""
     claims = [claim for case in cases for claim in case.claims]
-    found = {id(one.claim): one.to_json() for one in recover(boot, claims)}
+    paths = {id(claim): claim.path or case.path for case in cases for claim in case.claims}
+    recovered = recover(boot, claims)
+    found = {id(one.claim): one.to_json() | {"path": paths[id(one.claim)]} for one in recovered}
+    plain = [(paths[id(one.claim)], one.alone) for one in recovered if one.claim.chance]
     return {
+        "paths": contained(plain, boot.confidence),
         "confidence": boot.confidence,
         "joint_confidence": together(boot, claims).confidence,
         "resamples": boot.resamples,
@@ -107,12 +119,21 @@ def missed(data: dict) -> list[str]:
         for value in case["values"]
         if not value["holds"]
     ]
-    return values + [
+    few = [
+        f"{way['path']}: {way['inside']} of {way['values']} planted values inside their plain intervals"
+        for way in data["paths"]
+        if not way["holds"]
+    ]
+    unseen = [
+        f"exchanged labels of {one['factor']!r} were not found out" for one in data["controls"] if not one["holds"]
+    ]
+    wrong = [
         f"coverage of {entry['statistic']} ({entry['distribution']}, {entry['windows']} windows):"
         f" {entry['coverage']['value']:.3f}"
         for entry in data["coverage"]["entries"]
         if not entry["holds"]
     ]
+    return values + few + unseen + wrong
 
 
 def refuse_missed(data: dict) -> None:

@@ -1,67 +1,139 @@
-"""Case: an engine whose alternative pass is off by planted amounts, and the factorial that has to find them.
+"""An engine whose coded passes are off by planted amounts, and a codec that says what it was really given.
 
-The shim wraps an engine. A pass with a codec's tap comes back with one logit of every row shifted so that KL to the
-clean pass is exactly the row's planted value; any other pass comes back untouched. Windows and rows scatter
-around each corner's mean, which is a sum of planted parts and one planted interaction.
+Nothing here reads a label that the pipeline made. The codec stands in the block codec's place and marks what it
+codes with the ratio that it was built for and with whose calibration its numbers are. The engine's wrapper takes
+the marks away again, so that the pass is the clean one, and adds to its logits what is planted where these
+facts meet: whose model ran (by its module), in which dtype (of its weights), along which of the two
+passes the marks came, and what the marks say. A number under another label is then off by what was planted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.base.recipe import Cell, NoiseStream, Placement, Recipe
-from kvlab.engines.base import ContextCache, Engine, Storage, Tap
-from kvlab.lab.coding import Coder, InForward, Snapshot
-from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
-from kvlab.stats.shapley import corner_index
-from kvlab.studies.factors.numbers import decompose
-from validation.planted.claims import ROUNDING, Case, Claim, up_to
-from validation.planted.coverage import Distribution, Law
-from validation.planted.ground import Ground, column, measured
+from kvlab.base.errors import Fault
+from kvlab.base.recipe import BlockStream
+from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, block_index, checked
+from kvlab.codec.block.codec import BlockCodec
+from kvlab.codec.quantizer import gaussian_table
+from kvlab.engines.base import ContextCache, Engine, Part, Storage, Tap
+from kvlab.lab.scoring import CANARY_STREAM
 
-CASE = "planted logit shift"
-UNIT = "nats per token"
-BASE = 1e-3  # KL of the corner with every factor low
-PARTS = {"engine": 4e-4, "protocol": 6e-4, "dtype": 5e-4, "variance_ratio": 2e-3}
-PAIR, TOGETHER = ("protocol", "variance_ratio"), 8e-4  # what two factors do beyond the sum of their parts
-LEVELS = {
-    "engine": ("hf", "vllm"),
-    "protocol": ("snapshot", "in_forward"),
-    "dtype": ("float32", "bfloat16"),
-    "variance_ratio": (1.0, 0.95),
-}
-SCATTER = Distribution("shim", "nothing that was measured", Law("gamma", 40.0), Law("lognormal", 0.6))
-SEED = 21
 HALVINGS = 80
-ABOUT = (
-    "An engine's coded passes come back with one logit of every row raised until KL has the row's planted value. Over"
-    " a full factorial the mean of each corner is a sum of planted parts and one planted interaction; windows and"
-    " rows scatter around it, and the report's decomposition has to find parts and interactions."
-)
+SIGN = 2.0**14  # first number of a mark; exact in bfloat16, as the others are
+ORIGINS = {1.0: "hf", 2.0: "vllm"}  # what a planted calibration's numbers are multiplied by -> whose it is
+HOMES = {"transformers": "hf", "vllm": "vllm"}  # the package that a running model's class is of -> the engine
+
+
+class Facts(NamedTuple):
+    """Where a coded pass really stands in the factorial."""
+
+    engine: str
+    protocol: str
+    dtype: str
+    variance_ratio: float
+    origin: str
+
+
+# ------------------------------------------------------------------------------------------ the codec
+
+
+class MarkingCodec:
+    """Changes four numbers of a tensor, which say what the codec was built of; the canary's recipe is coded for real.
+
+    The mark is ``[SIGN, 100 * variance_ratio, scale of the table, 0]`` in the first token of the first head. The scale
+    is read from the table's numbers and, where K is whitened, has to be that of the whitener's.
+    """
+
+    per_token: ClassVar[bool] = True
+
+    def __init__(self, recipe: BlockStream, calibration: StreamCalibration | None = None):
+        self.recipe, self._calibration = recipe, calibration
+        self._canary = BlockCodec(recipe, calibration) if recipe == CANARY_STREAM else None
+
+    def encode(self, x: Tensor, site: Site) -> Encoded:
+        """The marked tensor."""
+        if self._canary:
+            return self._canary.encode(x, site)
+        values = checked(x, site).clone()
+        values[0, 0, :4] = torch.tensor([SIGN, round(100 * self.recipe.variance_ratio), self._scale(site), 0.0])
+        return Encoded(tuple(x.shape), site.layer, site.stream, shared=(), blocks=((values,),), packed=False)
+
+    def _scale(self, site: Site) -> float:
+        """What the calibration that was given is multiplied by."""
+        given = self._calibration
+        scale = float(given.centroids.double().max() / gaussian_table(self.recipe.bits).max())
+        if site.stream == "k" and self.recipe.whiten and site.layer not in self.recipe.whiten_skip_layers:
+            whitening = float(given.whiteners[site.layer].chol[0, 0, 0])
+            if abs(whitening - scale) > 1e-3:
+                raise Fault(f"layer {site.layer}: the table is of {scale:g} and the whitener of {whitening:g}")
+        return round(scale, 3)
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        """The marked tensor."""
+        return self._canary.decode(encoded) if self._canary else encoded.blocks[0][0].clone()
+
+    def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
+        """See `Codec.decode_block`; a marked tensor has one block only."""
+        if self._canary:
+            return self._canary.decode_block(encoded, index)
+        block_index(encoded, index)
+        return (slice(None), slice(None)), self.decode(encoded)
+
+
+def mark_of(x: Tensor) -> tuple[float, str] | None:
+    """Variance ratio and origin that a tensor is marked with; None of one without a mark."""
+    sign, ratio, scale, end = x[0, 0, :4].double().tolist()
+    if sign != SIGN or end != 0:
+        return None
+    if scale not in ORIGINS:
+        raise Fault(f"a codec was given numbers of {scale:g} times the Gaussian table's size; planted: {list(ORIGINS)}")
+    return ratio / 100, ORIGINS[scale]
+
+
+# ----------------------------------------------------------------------------------------- the engine
+
+
+@dataclass(frozen=True)
+class Planted:
+    """KL of every scored row by where its pass stands.
+
+    Parameters
+    ----------
+    windows : dict of tuple of int to int
+        Number of a window by its tokens.
+    kl : dict of Facts to float64 array [windows, rows]
+        Nats, positive.
+    """
+
+    windows: dict[tuple[int, ...], int]
+    kl: dict[Facts, np.ndarray]
 
 
 class PlantedShift(Engine):
     """An engine whose coded passes are off by planted amounts.
 
+    A pass with marks comes back with one logit of every row raised so that KL to the clean pass is the planted value;
+    any other pass comes back untouched.
+
     Parameters
     ----------
     inner : Engine
-        Whose clean logits they are.
-    targets : dict of str to float64 array [windows, rows]
-        KL to the clean pass, by the id of the cell whose coder is in the tap.
+        Whose logits they are.
+    planted : Planted
     """
 
-    name = "hf"
-
-    def __init__(self, inner: Engine, targets: dict[str, np.ndarray]):
+    def __init__(self, inner: Engine, planted: Planted):
         super().__init__(inner.info, inner.dtype)
-        self.attention, self.inner, self.targets = inner.attention, inner, targets
+        self.name, self.attention = inner.name, inner.attention
+        self.inner, self._planted = inner, planted
+        self._clean: tuple[tuple[int, ...], dict[tuple[int, Part], Tensor]] = ((), {})
 
     @property
     def device(self) -> str:
@@ -73,20 +145,87 @@ class PlantedShift(Engine):
         """The inner engine's."""
         return self.inner.storage
 
-    def score(
-        self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: Placement = "pre_rope"
+    def score(self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: str = "pre_rope") -> Tensor:
+        """See `Engine.score`; shifted where a tap marks."""
+        if tap is None:
+            return self.inner.score(ids, first, None, placement)
+        watch = Watch(tap)
+        logits = self.inner.score(ids, first, watch, placement)
+        if not watch.answered:
+            self._clean = tuple(ids), watch.seen
+        return self._shifted(logits, ids, watch.marks, "in_forward")
+
+    def layer_inputs(self, ids: Sequence[int]) -> list[Tensor] | None:
+        """See `Engine.layer_inputs`."""
+        return self.inner.layer_inputs(ids)
+
+    def score_from(
+        self,
+        layer: int,
+        inputs: Sequence[Tensor],
+        ids: Sequence[int],
+        first: int,
+        tap: Tap,
+        placement: str = "pre_rope",
     ) -> Tensor:
-        """See `Engine.score`; shifted where a codec's tap is in place."""
-        logits = self.inner.score(ids, first, tap, placement)
-        return self._planted(logits, tap) if isinstance(tap, InForward) else logits
+        """See `Engine.score_from`; shifted where the tap marks."""
+        watch = Watch(tap)
+        return self._shifted(
+            self.inner.score_from(layer, inputs, ids, first, watch, placement), ids, watch.marks, "in_forward"
+        )
 
-    def score_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope") -> Tensor:
-        """See `Engine.score_over`; shifted where the cache was coded."""
-        logits = self.inner.score_over(ids, cache, placement)
-        return self._planted(logits, cache) if isinstance(cache, Snapshot) else logits
+    def score_over(self, ids: Sequence[int], cache: ContextCache, placement: str = "pre_rope") -> Tensor:
+        """See `Engine.score_over`; shifted where the cache is marked."""
+        marks = {mark for x in cache.values() if (mark := mark_of(x))}
+        if marks:
+            known, clean = self._clean
+            if known != tuple(ids):
+                raise Fault("a marked cache is scored of a window whose clean pass was another's")
+            cache = {key: clean[key][:, : x.shape[1]] if mark_of(x) else x for key, x in cache.items()}
+        return self._shifted(self.inner.score_over(ids, cache, placement), ids, marks, "snapshot")
 
-    def _planted(self, logits: Tensor, coded: InForward | Snapshot) -> Tensor:
-        return shifted(logits, self.targets[coded.coder.cell.cell_id][coded.window])
+    def close(self) -> None:
+        """Close the inner engine."""
+        self.inner.close()
+
+    def _shifted(self, logits: Tensor, ids: Sequence[int], marks: set[tuple[float, str]], protocol: str) -> Tensor:
+        """The logits with what is planted where the marks, the pass and the running model stand."""
+        if not marks:
+            return logits
+        if len(marks) > 1:
+            raise Fault(f"one pass holds what codecs of several corners made: {sorted(marks)}")
+        weights = next(self.inner.model.parameters())
+        home = HOMES[type(self.inner.model).__module__.partition(".")[0]]
+        facts = Facts(home, protocol, str(weights.dtype).removeprefix("torch."), *next(iter(marks)))
+        return shifted(logits, self._planted.kl[facts][self._planted.windows[tuple(ids)]])
+
+
+@dataclass
+class Watch:
+    """A tap around another: reads the marks that the other makes and gives the pass the tensor as it was."""
+
+    tap: Tap
+    marks: set[tuple[float, str]] = field(default_factory=set)
+    seen: dict[tuple[int, Part], Tensor] = field(default_factory=dict)
+    answered: bool = False
+
+    def __call__(self, layer: int, part: Part, x: Tensor) -> Tensor | None:
+        """See `Tap`."""
+        answer = self.tap(layer, part, x)
+        if answer is None:
+            self.seen[layer, part] = x.clone()
+            return None
+        self.answered = True
+        mark = mark_of(answer)
+        if mark is None:
+            return answer
+        self.marks.add(mark)
+        if not torch.equal(answer.flatten(1)[:, 4:], x.flatten(1)[:, 4:]):
+            raise Fault(f"layer {layer} {part}: more than the mark came back changed")
+        return None
+
+
+# ------------------------------------------------------------------------------------------ the shift
 
 
 def shifted(logits: Tensor, kl: np.ndarray) -> Tensor:
@@ -123,74 +262,3 @@ def closest_to_half(p: Tensor) -> tuple[Tensor, Tensor]:
 def kl_of_shift(p: Tensor, s: Tensor) -> Tensor:
     """KL between a distribution and the same with the logit of probability `p` raised by `s`."""
     return torch.log1p(p * torch.expm1(s)) - s * p
-
-
-# ------------------------------------------------------------------------------------ the factorial
-
-
-def corners() -> list[dict]:
-    """Levels of each corner, by corner index (`stats.shapley`)."""
-    found = [dict(zip(LEVELS, choice, strict=True)) for choice in product(*LEVELS.values())]
-    return sorted(found, key=lambda corner: corner_index([corner[name] != LEVELS[name][0] for name in LEVELS]))
-
-
-def planted_mean(corner: dict) -> float:
-    """KL that a corner scatters around."""
-    high = [name for name in LEVELS if corner[name] != LEVELS[name][0]]
-    return BASE + sum(PARTS[name] for name in high) + (TOGETHER if set(PAIR) <= set(high) else 0.0)
-
-
-def case(ground: Ground) -> Case:
-    """Every row's KL, and gap, parts and interactions of the factorial."""
-    chosen = corners()
-    cells = [corner_cell(ground, corner) for corner in chosen]
-    rows = len(ground.test[0]) - 1 - ground.context
-    means = np.array([planted_mean(corner) for corner in chosen])[:, None, None]
-    source = np.random.default_rng(SEED)
-    planted = means * SCATTER.draw(source, len(ground.test), len(cells), rows)
-    targets = {cell.cell_id: kl for cell, kl in zip(cells, planted, strict=True)}
-    coders = {cell.cell_id: Coder(cell, None) for cell in cells}
-    table = measured(ground, coders, len(ground.test), PlantedShift(ground.engine, targets))
-    columns = [column(table, cell.cell_id) for cell in cells]
-    return Case(CASE, ABOUT, [worst_row(planted, table["kl"].to_numpy(), columns[0]), *shares(columns, chosen)])
-
-
-def corner_cell(ground: Ground, corner: dict) -> Cell:
-    """A cell that stands for a corner; its codec adds noise of size zero, whose seed is the corner's ratio."""
-    nothing = NoiseStream(sigma=0.0, seed=round(100 * corner["variance_ratio"]))
-    settings = {name: corner[name] for name in ("engine", "protocol", "dtype")}
-    return ground.cell("planted corner", Recipe(k=nothing, v=nothing), **settings)
-
-
-def worst_row(planted: np.ndarray, found: np.ndarray, like: Column) -> Claim:
-    """The row whose KL is furthest off; the table runs over windows, then corners, then rows."""
-    expected = planted.transpose(1, 0, 2).ravel()
-    worst = float(np.abs(found / expected - 1).max())
-    name = "the row that is furthest off"
-    return up_to(CASE, name, "relative", 0.0, worst, ROUNDING, len(like.windows), len(expected))
-
-
-def shares(columns: list[Column], chosen: list[dict]) -> list[Claim]:
-    """Gap, Shapley parts and interactions, as the report's decomposition finds them."""
-    factors = list(LEVELS)
-
-    @cache
-    def found(boot: Bootstrap) -> dict:
-        return decompose(boot, columns, factors, chosen)
-
-    def of(pick: Callable[[dict], dict]) -> Callable[[Bootstrap], Estimate]:
-        return lambda boot: Estimate(**pick(found(boot)))
-
-    gap = planted_mean(chosen[-1]) - planted_mean(chosen[0])
-    claims = [Claim(CASE, "gap", UNIT, gap, of(lambda d: d["gap"]))]
-    for i, name in enumerate(factors):
-        part = PARTS[name] + (TOGETHER / 2 if name in PAIR else 0.0)
-        claims.append(Claim(CASE, f"part of `{name}`", UNIT, part, of(lambda d, i=i: d["parts"][i]["share"])))
-    some = found(Bootstrap(200, 0.95, 0))
-    for i, entry in enumerate(some["interactions"]):
-        effect = TOGETHER if set(entry["factors"]) == set(PAIR) else 0.0
-        name = " with ".join(f"`{factor}`" for factor in entry["factors"])
-        claims.append(Claim(CASE, f"{name}", UNIT, effect, of(lambda d, i=i: d["interactions"][i]["effect"])))
-    total = sum(part["share"]["value"] for part in some["parts"]) - some["gap"]["value"]
-    claims.append(up_to(CASE, "sum of the parts less the gap", UNIT, 0.0, total, ROUNDING * gap))
-    return claims

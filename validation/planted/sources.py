@@ -50,7 +50,8 @@ ABOUT = (
 
 def case() -> Case:
     """Everything that is planted about Gaussian sources."""
-    return Case(CASE, ABOUT, [*literature(), *scalar(), *bounds(), *transform()])
+    claims = [*literature(), *scalar(), *bounds(), *transform()]
+    return Case(CASE, ABOUT, claims, path="codecs and limits alone, no engine")
 
 
 def literature() -> list[Claim]:

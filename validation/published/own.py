@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvlab.base.errors import StorageError
 from kvlab.pages import format as fmt
 from kvlab.pages.parts import KL_UNIT
-from kvlab.pages.withheld import withheld_because
+from kvlab.pages.withheld import undecided, withheld_because
 from kvlab.studies.factors import tables as report_tables
 from validation.published.reanalyse import Figures
 from validation.published.tables import Numbers, points, printed
@@ -56,7 +56,7 @@ def _answer(metrics: dict, rows: Sequence[Figures], numbers: Numbers) -> dict:
         "factors": [part["factor"] for part in measure["parts"]],
         "largest": shares[0]["factor"],
         "of_gap": None if fmt.contains_zero(measure["gap"]) else of_gap,
-        "shares": report_tables.decomposition(measure, KL_UNIT),
+        "shares": report_tables.decomposition(measure, KL_UNIT, undecided(metrics) is not None),
         "corners": corners(metrics, gap, rows, numbers),
     }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.pages import format as fmt
-from kvlab.pages.parts import resolution
+from kvlab.pages.parts import needing, resolution
 from kvlab.pages.rendering import environment, listing, tidy
 from kvlab.stats.bootstrap import FEWEST_FOR_BCA
 from validation.published import phases, rank, tables
@@ -288,10 +288,9 @@ def closest(rows: Sequence[Difference]) -> list[Difference]:
 def undecided(one: Difference, numbers: Numbers) -> str:
     """A difference whose interval holds zero."""
     found = resolution(one.change.to_json())
-    needed = f"about {found['needed']} windows needed" if found["needed"] else "no effect to be seen"
     return (
         f"Whether {numbers.cell(one.b)} costs more than {numbers.cell(one.a)}: {points(one.change)} points over "
-        f"{found['windows']} windows ({needed}).{other_ways(one)}"
+        f"{found['windows']} windows ({needing(found['needed'])}).{other_ways(one)}"
     )
 
 

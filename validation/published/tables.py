@@ -176,7 +176,7 @@ def on_intervals(row: Figures) -> str:
     word = decide(THRESHOLDS, ratio, top1)
     if word != "INCONCLUSIVE":
         return word
-    return f"{word}, about {fmt.whole(windows_to_settle(THRESHOLDS, ratio, top1))} windows needed"
+    return f"{word}, about {fmt.whole(windows_to_settle(THRESHOLDS, ratio, top1))} windows needed ({fmt.POST_HOC})"
 
 
 def channels(rows: Sequence[Figures], numbers: Numbers) -> str:

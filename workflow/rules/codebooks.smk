@@ -19,7 +19,9 @@ rule codebooks_origin:
         mem_mb=4000,
         runtime=60,
     params:
-        code=Code("kvlab.lab.codebooks", *map(plan.module, STUDIES), *codec_modules([studied_recipe(PARAMS)])),
+        code=Code(
+            "kvlab.lab.codebooks", *map(plan.module, TOGETHER), *codec_modules([studied_recipe(PARAMS)])
+        ),
         cfg=pick(*STUDIES_KEYS),
     message:
         "codebooks: Lloyd-Max tables of {wildcards.model} as {wildcards.origin} captured it"

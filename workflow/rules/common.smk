@@ -14,6 +14,7 @@ sys.path[:0] = [str(SRC.resolve()), str(Path("workflow/scripts").resolve())]
 import closure
 import failures
 import onerun
+import progress
 import unedited
 from closure import Code
 from declared import Cfg, Declared
@@ -24,6 +25,7 @@ from kvlab.base.errors import UserError
 from kvlab.base.origin import ORIGIN as ORIGIN_FILE, read_origin
 from kvlab.lab import plan
 from kvlab.studies import register
+from kvlab.studies.ladder.record import wanted_further
 from kvlab.studies.mechanisms import plan as planned_mechanisms
 from kvlab.studies.units import BASELINE, MECHANISMS, reads_tables, units
 from kvlab.studies.units import origins as unit_origins
@@ -124,24 +126,27 @@ CAPTURED = sorted(PARAMS.calibration.engines)
 ENGINES = sorted({*PARAMS.engines, *CAPTURED})
 RUNS = plan.baseline_runs(PARAMS)
 
-# What the numbers are made with: not the ladder and the gate's rows, which go other ways, and not what is said.
-METRICS_KEYS = frozenset(Settings.model_fields) - {plan.LADDER, "mechanisms", "kvstore", "report", "verdict"}
+# What the numbers are made with: not the gate's rows, which go another way, and not what is said.
+METRICS_KEYS = frozenset(Settings.model_fields) - {"mechanisms", "kvstore", "report", "verdict"}
 # What a job with a codec reads.
 CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec", "jobs")
 # What the cells of a study are planned from.
 STUDIES = plan.studies(PARAMS)
+# Those that are measured in their engines' processes, and read tables; the ladder does neither.
+TOGETHER = [study for study in STUDIES if study != plan.LADDER]
 STUDY_KEYS = {study: (*CODEC_KEYS, *plan.reads(study)) for study in plan.STUDIES}
-STUDY_KEYS[plan.LADDER] = ("model", "calibration", "codec", "ladder", "jobs")
+STUDY_KEYS[plan.LADDER] = ("model", "calibration", "codec", *plan.reads(plan.LADDER), "jobs")
 # What those of the report's cells are planned from, all together.
-STUDIES_KEYS = sorted({"studies"}.union(*(STUDY_KEYS[study] for study in plan.STUDIES)))
+STUDIES_KEYS = sorted({"studies"}.union(*(STUDY_KEYS[one] for one in plan.STUDIES if one != plan.LADDER)))
 # The engines whose capture calibrates one of them.
-TABLE_ORIGINS = list(dict.fromkeys(origin for study in STUDIES for origin in plan.origins(PARAMS, study)))
+TABLE_ORIGINS = list(dict.fromkeys(origin for study in TOGETHER for origin in plan.origins(PARAMS, study)))
 # Parameters that a file carries which jobs read: the windows, the needles, the model's own.
 CARRIED = {"corpus", "windows", "mechanisms", "model"}
 KEYS_OF = STUDY_KEYS | {
     BASELINE: (*CODEC_KEYS, "windows", "baseline", "engines", "protocols"),
     MECHANISMS: ("model", "calibration", "codec", "engines", "mechanisms", "jobs"),
 }
+FURTHER = wanted_further(PARAMS)  # what of the ladder no cell can ask for
 UNITS = units(PARAMS)
 if any(units(params) != UNITS for params in MODELS.values()):
     print(
@@ -316,6 +321,7 @@ def measured_inputs(contents):
     fitted = {ORIGIN} if studies & {"mitigations", MECHANISMS, plan.LADDER} else set()
     fitted |= set(component_origins()) if "cells" in studies else set()
     tables = named if reads_tables(contents) else []
+    kinds = ["parquet", "json"] if MECHANISMS in studies else []  # of what the gate's rows are asked
     return {
         "model": model_files(),
         "windows": "calib/corpus/{model}/windows.safetensors",
@@ -327,8 +333,9 @@ def measured_inputs(contents):
         "components": of_model("calib/components/{model}/{origin}.safetensors", origin=sorted(fitted)),
         "components_record": of_model("calib/components/{model}/{origin}.json", origin=sorted(fitted)),
         "choice": ["results/choice/{model}.json"] if plan.CHOSEN in studies else [],
-        "needles": ["calib/needles/{model}/needles.parquet"] if MECHANISMS in studies else [],
-        "needles_record": ["calib/needles/{model}/needles.json"] if MECHANISMS in studies else [],
+        "needles": of_model("calib/needles/{model}/needles.{kind}", kind=kinds[:1]),
+        "needles_record": of_model("calib/needles/{model}/needles.{kind}", kind=kinds[1:]),
+        "ruler": of_model("calib/needles/{model}/ruler.{kind}", kind=kinds),
     }
 
 

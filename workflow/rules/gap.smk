@@ -7,6 +7,8 @@ rule gap_metrics:
         residual=of_model("results/residual/{model}/{engine}.json", engine=CAPTURED),
         residual_rows=of_model("results/residual/{model}/{engine}.parquet", engine=CAPTURED),
         choice=["results/choice/{model}.json"] if plan.CHOSEN in STUDIES else [],
+        ladder=["results/ladder/{model}/facts.json"] if plan.LADDER in STUDIES else [],
+        further=["results/ladder/{model}/further.json"] if plan.LADDER in STUDIES and FURTHER else [],
         baseline=of_model("results/baseline/{model}/{run}.json", run=RUNS),
         baseline_rows=of_model("results/baseline/{model}/{run}.parquet", run=RUNS),
         jobs=job_files("json"),
@@ -33,6 +35,8 @@ rule gap_metrics:
         " --codebooks {input.codebooks:q}"
         " --residual {input.residual:q}"
         " --choice {input.choice:q}"
+        " --ladder {input.ladder:q}"
+        " --further {input.further:q}"
         " --sigmas {input.sigmas:q}"
         " --out {output:q}"
         " > {log:q} 2>&1"

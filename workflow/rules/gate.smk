@@ -3,6 +3,7 @@ rule gate_rows:
     input:
         windows="calib/corpus/{model}/windows.json",
         needles="calib/needles/{model}/needles.json",
+        ruler="calib/needles/{model}/ruler.json",
         records=of_model("results/mechanisms/{model}/{engine}.json", engine=PARAMS.engines),
         scores=of_model("results/mechanisms/{model}/{engine}.parquet", engine=PARAMS.engines),
     output:

@@ -40,10 +40,95 @@ rule ladder_jobs:
         " > {log:q} 2>&1"
 
 
+rule ladder_facts:
+    """Weigh the calibrations of the ladder's rungs as files, and measure how much a transform can gain on the model."""
+    input:
+        model=model_files(),
+        windows="calib/corpus/{model}/windows.safetensors",
+        sigma=f"calib/sigma/{{model}}/{ORIGIN}.safetensors",
+        record=f"calib/sigma/{{model}}/{ORIGIN}.json",
+        components=f"calib/components/{{model}}/{ORIGIN}.safetensors",
+        components_record=f"calib/components/{{model}}/{ORIGIN}.json",
+    output:
+        "results/ladder/{model}/facts.json",
+    log:
+        "results/logs/ladder/{model}-facts.log",
+    benchmark:
+        "results/benchmarks/ladder/{model}-facts.tsv"
+    threads: PARAMS.jobs.threads
+    resources:
+        mem_mb=4000,
+        runtime=60,
+        device=accelerators(),
+        gpu=gpus(PARAMS.ladder.engine),
+    params:
+        code=Code(
+            "kvlab.studies.ladder.facts",
+            f"kvlab.engines.{PARAMS.ladder.engine}",
+            *codec_modules(study_recipes(plan.LADDER)),
+        ),
+        cfg=pick(*STUDY_KEYS[plan.LADDER]),
+    message:
+        "ladder: calibrations as files and coding gain of {wildcards.model}"
+    shell:
+        "python -m kvlab step ladder"
+        " --params {params.cfg:q}"
+        " --windows {input.windows:q}"
+        " --sigma {input.sigma:q}"
+        " --components {input.components:q}"
+        " --out {output:q}"
+        " > {log:q} 2>&1"
+
+
+rule ladder_further:
+    """Score codecs at longer contexts, and klt fitted on parts of the calibration; where `ladder` asks for them."""
+    input:
+        model=model_files(),
+        corpus=corpus_files(),
+        documents="calib/corpus/{model}/documents.parquet",
+        windows="calib/corpus/{model}/windows.safetensors",
+        sigma=f"calib/sigma/{{model}}/{ORIGIN}.safetensors",
+        record=f"calib/sigma/{{model}}/{ORIGIN}.json",
+        components=f"calib/components/{{model}}/{ORIGIN}.safetensors",
+        components_record=f"calib/components/{{model}}/{ORIGIN}.json",
+    output:
+        "results/ladder/{model}/further.json",
+    log:
+        "results/logs/ladder/{model}-further.log",
+    benchmark:
+        "results/benchmarks/ladder/{model}-further.tsv"
+    threads: PARAMS.jobs.threads
+    resources:
+        mem_mb=8000,
+        runtime=240,
+        device=accelerators(),
+        gpu=gpus(PARAMS.ladder.engine),
+    params:
+        code=Code(
+            "kvlab.studies.ladder.further",
+            f"kvlab.engines.{PARAMS.ladder.engine}",
+            *codec_modules(study_recipes(plan.LADDER)),
+        ),
+        cfg=pick(*STUDY_KEYS[plan.LADDER], "corpus", "windows"),
+    message:
+        "ladder: longer contexts and parts of the calibration, {wildcards.model}"
+    shell:
+        "python -m kvlab step ladder_further"
+        " --params {params.cfg:q}"
+        " --documents {input.documents:q}"
+        " --windows {input.windows:q}"
+        " --sigma {input.sigma:q}"
+        " --components {input.components:q}"
+        " --out {output:q}"
+        " > {log:q} 2>&1"
+
+
 rule ladder:
-    """All cells of the ladder; FINDINGS.md does not need them."""
+    """All cells of the ladder; FINDINGS.md needs them where `studies` names it."""
     input:
         measured_of(plan.LADDER),
+        of_models("results/ladder/{model}/facts.json"),
+        of_models("results/ladder/{model}/further.json") if FURTHER else [],
     params:
         cfg=parameters(*STUDY_KEYS[plan.LADDER]),
     message:

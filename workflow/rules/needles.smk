@@ -1,11 +1,13 @@
 rule needles_model:
-    """Plant a fact in each of some texts of the test split, and ask for it: what retrieval is measured on."""
+    """Plant a fact in each of some texts of the test split, and ask for it; and RULER's texts, at greater lengths."""
     input:
         documents="calib/corpus/{model}/documents.parquet",
         model=model_files(),
     output:
         needles="calib/needles/{model}/needles.parquet",
         record="calib/needles/{model}/needles.json",
+        ruler="calib/needles/{model}/ruler.parquet",
+        ruler_record="calib/needles/{model}/ruler.json",
     log:
         "results/logs/needles/{model}/needles.log",
     benchmark:
@@ -14,7 +16,7 @@ rule needles_model:
         mem_mb=2000,
         runtime=30,
     params:
-        code=Code("kvlab.text.needles"),
+        code=Code("kvlab.text.needles", "kvlab.text.ruler"),
         cfg=pick("model", "corpus", "windows", "mechanisms"),
     message:
         "needles: facts planted in texts for {wildcards.model}"
@@ -29,7 +31,9 @@ rule needles_model:
 rule needles:
     """The retrieval items of every model."""
     input:
-        of_models("calib/needles/{model}/needles.{kind}", kind=["parquet", "json"]),
+        of_models(
+            "calib/needles/{model}/{items}.{kind}", items=["needles", "ruler"], kind=["parquet", "json"]
+        ),
     params:
         cfg=parameters("model"),
     message:

@@ -16,17 +16,18 @@ rule planted_report:
         mem_mb=4000,
         runtime=30,
         device=accelerators(),
-        gpu=gpus("hf"),
+        gpu=gpus("vllm"),
     params:
         code=Code(
             "validation.planted.run",
-            "kvlab.engines.hf",
+            "kvlab.studies.factors.plan",
+            *[f"kvlab.engines.{engine}" for engine in sorted({"hf", *PARAMS.engines})],
             *[
                 CODECS[name].partition(":")[0]
                 for name in ("identity", "noise", "block", "klt", "hadamard", "int")
             ],
         ),
-        cfg=lead_cfg("model", "stats", "jobs"),
+        cfg=lead_cfg("model", "engines", "stats", "jobs"),
         folder=subpath(output.report, parent=True),
     message:
         "planted: does the pipeline find what was planted?"

@@ -40,8 +40,17 @@ class Stage:
     params: set[str] = field(default_factory=set)
 
 
+def widest():
+    """What `-S` may ask for: a stage depends on what any study, engine or codec reads, also of those not asked for."""
+    sys.path.insert(0, str(Path("src").resolve()))
+    from kvlab.base.rungs import LADDERED
+
+    codecs = {"codecs": list(LADDERED)}
+    return {"studies": None, "calibration": {"engines": ["hf", "vllm"]}, "mechanisms": codecs, "ladder": codecs}
+
+
 def parse_rules(config=None):
-    """The rules of the Snakefile here, parsed without building a DAG; `config` overrides params.yaml."""
+    """The rules of the Snakefile here, parsed without building a DAG; `config` overrides params.yaml (`widest`)."""
     from snakemake.api import SnakemakeApi
     from snakemake.settings.enums import Quietness
     from snakemake.settings.types import ConfigSettings, OutputSettings, ResourceSettings
@@ -49,7 +58,7 @@ def parse_rules(config=None):
     with SnakemakeApi(OutputSettings(quiet={Quietness.ALL})) as api:
         workflow = api.workflow(
             ResourceSettings(cores=1),
-            config_settings=ConfigSettings(config=config or {}),
+            config_settings=ConfigSettings(config=widest() if config is None else config),
             snakefile=Path("Snakefile"),
         )
         return list(workflow._workflow.rules)

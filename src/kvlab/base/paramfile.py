@@ -101,11 +101,19 @@ def _entries_changed(old: list, new: dict, path: tuple[str, ...]) -> list:
 
 
 def preset(name: str, base: dict) -> dict:
-    """`base` with a preset of ``workflow/presets`` applied."""
+    """`base` with a preset of ``workflow/presets`` applied.
+
+    A preset that names another one under ``over`` is laid over that one. A section that it makes null has nothing
+    but defaults.
+    """
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     if name not in names:
         raise ParamsError(f"preset {name!r} is not known; allowed: {', '.join(names)}{suggestion(name, names)}")
-    return overlay(base, read_yaml(PRESETS / f"{name}.yaml"))
+    changes = read_yaml(PRESETS / f"{name}.yaml")
+    if under := changes.pop("over", None):
+        base = preset(under, base)
+    empty = {key: {} for key, value in changes.items() if value is None and isinstance(base.get(key), dict)}
+    return overlay(base, {key: value for key, value in changes.items() if key not in empty}) | empty
 
 
 def unknown_key(given: str, allowed: Iterable[str], above: tuple = ()) -> str:

@@ -55,6 +55,11 @@ def at_most(name: str, wanted: int, source: str, available: int) -> Iterator[str
         yield f"{name} is {wanted}; allowed: at most {available}, which is {source}"
 
 
+def running(wanted: tuple[Engine, ...], params: Params) -> tuple[Engine, ...]:
+    """Those of some engines that run; where none does, the first that does."""
+    return tuple(engine for engine in wanted if engine in params.engines) or params.engines[:1]
+
+
 def captured(name: str, origin: str, params: Params) -> Iterator[str]:
     """A line where a calibration is asked of an engine that is not captured."""
     engines = params.calibration.engines
@@ -114,10 +119,15 @@ class Corpus(Section):
         description="text of another domain: `encyclopedia`, `licences`, or a file or glob; null for none",
     )
     scored: tuple[Literal["test", "other"], ...] = Field(
-        default=("test",),
+        default=("other", "test"),
         min_length=1,
-        description="texts that the scored windows are cut from, in turn; `test`: held out of `source`",
+        description="texts that the scored windows are cut from, in turn; `test`: held out of `source`; default: both,"
+        " or `test` where `other` is null",
     )
+
+    def fitted(self, params: Params) -> Corpus:
+        """The texts that there are."""
+        return self if self.other is not None else self.unsaid(scored=("test",))
 
     def text_of(self, window: int) -> str:
         """The text that a scored window is cut from."""

@@ -10,9 +10,49 @@ import hashlib
 import json
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_serializer, model_validator
 
 from kvlab.base.errors import suggestion
+from kvlab.base.streams import (
+    MOST_BITS,
+    SILENT,
+    Bits,
+    Conditioned,
+    D4Stream,
+    E8Stream,
+    Ends,
+    Fp8Stream,
+    Frozen,
+    HadamardStream,
+    IntStream,
+    KiviStream,
+    KvQuantStream,
+    KvtcStream,
+    Nf4Stream,
+    OscarStream,
+    TurboQuantStream,
+    without,
+)
+
+# what is in `streams`, and is had from here with the rest
+__all__ = [
+    "MOST_BITS",
+    "Bits",
+    "Conditioned",
+    "D4Stream",
+    "E8Stream",
+    "Ends",
+    "Fp8Stream",
+    "Frozen",
+    "HadamardStream",
+    "IntStream",
+    "KiviStream",
+    "KvQuantStream",
+    "KvtcStream",
+    "Nf4Stream",
+    "OscarStream",
+    "TurboQuantStream",
+]
 
 Engine = Literal["hf", "vllm"]
 DType = Literal["float32", "bfloat16"]
@@ -23,18 +63,8 @@ Attention = Literal["default", "eager", "sdpa"]  # `default`: what the engine's 
 Placement = Literal["pre_rope", "post_rope"]  # K is coded before or after its rotary embedding
 Span = Literal["context", "window"]  # which tokens are coded: the context, or the scored ones too
 
-MOST_BITS = 8
-Bits = Annotated[int, Field(ge=1, le=MOST_BITS)]
-"""Of a codec with a table for each width; of both streams where one number is given."""
-
 ID_LENGTH = 12
 RECIPE_VARIABLE = "KVLAB_RECIPE"  # names the file of the recipe that the vLLM plugin runs
-
-
-class Frozen(BaseModel):
-    """A value: immutable, and closed against unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class IdentityStream(Frozen):
@@ -94,100 +124,17 @@ class NoiseStream(Frozen):
     seed: int = Field(ge=0)
 
 
-class Conditioned(Frozen):
-    """What every codec of the ladder may have before it, calibrated: mean removal and whitening.
-
-    `center` subtracts the calibrated mean of each head, `whiten` (K only) multiplies by the Cholesky
-    factor of Sigma_q except on `whiten_skip_layers`; neither stores anything per tensor. `block_size`
-    is the number of tokens of a stored block.
-    """
-
-    center: bool = False
-    whiten: bool = False
-    whiten_skip_layers: tuple[int, ...] = ()
-    block_size: int = Field(default=512, ge=1, le=65536)
+WHOLE_KLT = {"transform": "klt", "tables": "fitted", "allocation": "water_filling"}
+"""Settings of `KltStream` that take nothing out."""
 
 
-class IntStream(Conditioned):
-    """Round to nearest on an asymmetric grid per `group` of neighbouring channels of one token."""
-
-    built_by: ClassVar[str] = "kvlab.codec.ladder.int_groups:IntCodec"
-    codec: Literal["int"] = "int"
-    bits: Bits
-    group: int = Field(default=64, ge=2, le=65536)
-
-
-class KiviStream(Conditioned):
-    """KIVI: asymmetric integers, K in groups of `group` tokens per channel, V per token."""
-
-    built_by: ClassVar[str] = "kvlab.codec.ladder.kivi:KiviCodec"
-    codec: Literal["kivi"] = "kivi"
-    bits: Bits
-    axis: Literal["channel", "token"]
-    group: int = Field(default=64, ge=2, le=65536)
-
-
-class HadamardStream(Conditioned):
-    """Norm, randomised Walsh-Hadamard rotation, Gaussian Lloyd-Max table: the TurboQuant family."""
-
-    built_by: ClassVar[str] = "kvlab.codec.ladder.hadamard:HadamardCodec"
-    codec: Literal["hadamard"] = "hadamard"
-    bits: Bits
-    seed: int = Field(default=3405691582, ge=0)
-
-
-class OscarStream(Conditioned):
-    """OSCAR: eigenvectors of the query covariance, Hadamard, clipping, group scales."""
-
-    built_by: ClassVar[str] = "kvlab.codec.ladder.oscar:OscarCodec"
-    codec: Literal["oscar"] = "oscar"
-    bits: Bits
-    group: int = Field(default=64, ge=2, le=65536)
-    clip: float = Field(default=0.96, gt=0, le=1)
-
-
-class Fp8Stream(Conditioned):
-    """Each value rounded to 8-bit floating point (4 exponent and 3 mantissa bits).
-
-    There is one scale per head and block.
-    """
-
-    built_by: ClassVar[str] = "kvlab.codec.ladder.fp8:Fp8Codec"
-    codec: Literal["fp8"] = "fp8"
-
-
-class Nf4Stream(Conditioned):
-    """NormalFloat of 4 bits, with a scale per `group` of neighbouring channels of one token."""
-
-    built_by: ClassVar[str] = "kvlab.codec.ladder.nf4:Nf4Codec"
-    codec: Literal["nf4"] = "nf4"
-    group: int = Field(default=64, ge=2, le=65536)
-
-
-class D4Stream(Conditioned):
-    """Norm, Hadamard rotation, nearest point of the D4 lattice in as many points as `bits` can index."""
-
-    built_by: ClassVar[str] = "kvlab.codec.ladder.d4:D4Codec"
-    codec: Literal["d4"] = "d4"
-    bits: Bits
-    seed: int = Field(default=3405691582, ge=0)
-
-
-class E8Stream(Conditioned):
-    """Norm, Hadamard rotation, nearest point of the E8 lattice in as many points as `bits` can index."""
-
-    built_by: ClassVar[str] = "kvlab.codec.ladder.e8:E8Codec"
-    codec: Literal["e8"] = "e8"
-    bits: Bits
-    seed: int = Field(default=3405691582, ge=0)
-
-
-class KltStream(Frozen):
+class KltStream(Ends):
     """The calibrated transform codec: KLT in the metric of the scores, bits by reverse water-filling.
 
     `bits` is what a full block of `block_size` tokens may take per value, everything stored included.
     With `escape` a component that falls so far out of its table that storing it apart is the better
     bargain is stored apart.
+    The rest take a part out (`codec.klt.ablation`); what takes nothing out is not said, so that ids stay.
     """
 
     built_by: ClassVar[str] = "kvlab.codec.klt.codec:KltCodec"
@@ -195,6 +142,13 @@ class KltStream(Frozen):
     bits: float = Field(gt=0, le=8)
     block_size: int = Field(default=512, ge=1, le=65536)
     escape: bool = True
+    transform: Literal["klt", "unweighted", "none"] = "klt"
+    tables: Literal["fitted", "gaussian"] = "fitted"
+    allocation: Literal["water_filling", "even"] = "water_filling"
+
+    @model_serializer(mode="wrap")
+    def _said(self, whole) -> dict[str, Any]:
+        return without(whole(self), SILENT | WHOLE_KLT)
 
 
 class CastStream(Frozen):
@@ -272,6 +226,9 @@ AnyStream = (
     | BlockStream
     | Fp8Stream
     | Nf4Stream
+    | TurboQuantStream
+    | KvQuantStream
+    | KvtcStream
     | NoiseStream
     | CastStream
     | IsotropicStream
@@ -305,10 +262,24 @@ def digest(value: BaseModel | dict) -> str:
 
 
 class Recipe(Frozen):
-    """Everything that decides what a codec does to K and to V."""
+    """Everything that decides what a codec does to K and to V.
+
+    `rotary` says whether K is coded before its rotary embedding or after it. A recipe says nothing of it where it
+    is the default, so that ids are those of before there was a choice.
+    """
 
     k: StreamRecipe
     v: StreamRecipe
+    rotary: Literal["before", "after"] = "before"
+
+    @model_serializer(mode="wrap")
+    def _said(self, whole) -> dict[str, Any]:
+        return without(whole(self), {"rotary": "before"})
+
+    @property
+    def placement(self) -> Placement:
+        """Where K is coded, as a cell says it."""
+        return "post_rope" if self.rotary == "after" else "pre_rope"
 
     @property
     def recipe_id(self) -> str:
@@ -362,6 +333,14 @@ class Cell(Frozen):
     text: Text = "test"
     recipe: Recipe
     exceptions: tuple[LayerRecipe, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _placed(cls, data: Any) -> Any:
+        """A recipe for K after its rotary embedding puts the cell there."""
+        recipe = data.get("recipe") if isinstance(data, dict) else None
+        after = recipe.get("rotary") if isinstance(recipe, dict) else getattr(recipe, "rotary", None)
+        return data | {"placement": "post_rope"} if after == "after" else data
 
     @property
     def recipe_id(self) -> str:

@@ -104,12 +104,16 @@ class CellRecord(Frozen):
 
 
 class JobRecord(Frozen):
-    """All cells of one job and what they share."""
+    """All cells of one job and what they share.
+
+    `documents` says by text which document each of its windows is of; empty where the windows do not tell.
+    """
 
     provenance: Provenance
     context: int
     eval: int
     cells: tuple[CellRecord, ...]
+    documents: dict[str, tuple[int, ...]] = Field(default_factory=dict)
 
 
 class BaselineCell(Frozen):
@@ -142,7 +146,7 @@ class BaselineCell(Frozen):
 
 
 class BaselineRecord(Frozen):
-    """The JSON of one baseline run."""
+    """The JSON of one baseline run; `documents` as in `JobRecord`."""
 
     provenance: Provenance
     run: str
@@ -152,6 +156,7 @@ class BaselineRecord(Frozen):
     context: int
     eval: int
     cells: tuple[BaselineCell, ...]
+    documents: dict[str, tuple[int, ...]] = Field(default_factory=dict)
 
 
 @contextmanager

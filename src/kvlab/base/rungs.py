@@ -11,12 +11,17 @@ from kvlab.base import plugins
 from kvlab.base.errors import ParamsError, UnknownName, suggestion
 from kvlab.base.params import Params
 from kvlab.base.recipe import CONTROLS, STREAMS, Conditioned, KltStream, Recipe
+from kvlab.base.rivals import RIVALS, rival_recipe
 from kvlab.base.studied import studied_recipe
 
-LADDERED = tuple(name for name in STREAMS if name not in CONTROLS)
-"""The codecs that a parameter may name where codecs are compared, in the order of pages."""
+ASKED_AS_RIVALS = ("turboquant", "kvquant", "kvtc")  # codecs that are compared at their published settings alone
+LADDERED = tuple(name for name in STREAMS if name not in (*CONTROLS, *ASKED_AS_RIVALS))
+"""The codecs that are compared where nothing else is asked for, in the order of pages."""
+PIPELINED = tuple(name for name in RIVALS if name not in ("kvquant-paper", "kvtc-paper"))
+"""The published ones that a parameter may name beside them. The others fit something by themselves, which no file of
+the pipeline holds; `kvlab measure` and `kvlab calibrate` know them."""
 CONDITIONABLE = tuple(name for name in LADDERED if issubclass(STREAMS[name], Conditioned))
-Conditioning = Literal["", "center", "center+whiten"]  # before a codec, calibrated
+Conditioning = Literal["", "center", "center+whiten", "center+weigh"]  # before a codec, calibrated
 STUDIED = "studied"
 
 UNCLIPPED = 4  # bits from which OSCAR's clipping (.96 of K and .92 of V, meant for 2 bits) costs more than it gains
@@ -44,6 +49,8 @@ def one_of(allowed: tuple[str, ...], plugin: bool = False, conditioned: bool = F
 
 
 Laddered = Annotated[(str, *one_of(LADDERED, plugin=True))]
+Compared = Annotated[(str, *one_of((*LADDERED, *PIPELINED), plugin=True))]
+"""Where whole caches are coded and compared; a published codec may keep tokens at their ends as they are."""
 Conditionable = Annotated[(str, *one_of(CONDITIONABLE, plugin=True, conditioned=True))]
 
 
@@ -67,12 +74,12 @@ def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, para
     Parameters
     ----------
     codec : str
-        A name of `LADDERED`.
+        A name of `LADDERED`, or of `RIVALS`.
     bits : int or None
         None for a codec that has no choice, as `fp8`.
     conditioning : str
-        Empty; ``center``, which removes the calibrated mean of K and of V; or ``center+whiten``, which
-        whitens K as well.
+        Empty; ``center``, which removes the calibrated mean of K and of V; ``center+whiten``, which
+        whitens K as well, by Sigma_q at lag 0; or ``center+weigh``, which brings K and V into the metric of `klt`.
     params : Params
         `codec` and `calibration` describe the `block` rung, which is the studied recipe on the Gaussian table.
 
@@ -83,8 +90,12 @@ def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, para
     ParamsError
         The codec cannot be conditioned (it brings its own), or takes no bits or needs some.
     """
+    if codec in RIVALS:
+        if conditioning:
+            raise ParamsError(f"codec {codec!r} is as published, and cannot be conditioned")
+        return rival_recipe(codec, bits)
     if codec not in LADDERED and codec not in plugins.names():
-        raise UnknownName("codec of the ladder", codec, (*LADDERED, *plugins.names()))
+        raise UnknownName("codec of the ladder", codec, (*LADDERED, *PIPELINED, *plugins.names()))
     if conditioning not in get_args(Conditioning):
         raise UnknownName("conditioning", conditioning, [name or "none" for name in get_args(Conditioning)])
     if conditioning and not issubclass(plugins.settings_of(codec), Conditioned):
@@ -97,6 +108,7 @@ def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, para
     k, v = own_settings(codec, bits)
     common = {"bits": bits} if has_bits(codec) else {}
     common |= {"center": True} if conditioning else {}
+    common |= {"weigh": True} if conditioning == "center+weigh" else {}
     whitened = {"whiten": True} if conditioning == "center+whiten" else {}
     stream = STREAMS[codec] if codec in STREAMS else partial(plugins.plugin_stream, codec)
     return Recipe(k=stream(**common, **whitened, **k), v=stream(**common, **v))
@@ -104,7 +116,7 @@ def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, para
 
 def has_bits(codec: str) -> bool:
     """Whether the codec's recipe has bits to choose."""
-    return "bits" in plugins.settings_of(codec).model_fields
+    return codec in RIVALS or "bits" in plugins.settings_of(codec).model_fields
 
 
 def _block(bits: int, params: Params) -> Recipe:
@@ -129,11 +141,11 @@ def labelled(name: str, params: Params) -> Recipe:
     if name == STUDIED:
         return studied_recipe(params)
     codec, _, conditioning = name.partition("+")
-    if codec not in LADDERED and codec not in plugins.names():
-        raise UnknownName("codec", codec, (*LADDERED, *plugins.names(), STUDIED))
+    if codec not in (*LADDERED, *RIVALS) and codec not in plugins.names():
+        raise UnknownName("codec", codec, (*LADDERED, *RIVALS, *plugins.names(), STUDIED))
     conditioning = "" if conditioning == "none" else conditioning
     k, v = (
         ladder_recipe(codec, bits if has_bits(codec) else None, conditioning, params)
         for bits in (params.bits, params.v_bits)
     )
-    return Recipe(k=k.k, v=v.v)
+    return Recipe(k=k.k, v=v.v, rotary=k.rotary)

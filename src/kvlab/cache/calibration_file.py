@@ -2,7 +2,12 @@
 
     file   := safetensors, whose header entry ``kvlab`` is `Header` as JSON
     tensor := "{k|v}/whitener/{layer}/{field of Whitener}" | "{k|v}/components/{layer}/{field of Components}"
+            | "{k|v}/decoding/{layer}/{field of Decoding}" | "{k|v}/own/{layer}/{field of the codec's Fit}"
             | "{k|v}/table"
+
+A file may hold what decodes alone (`form`): of `klt` the tables of its own bits in place of the sketches that tables
+of any bits are made from, of other codecs the tensors that their decoder reads. It decodes what was coded with the
+whole one, to the same bits; `klt` refuses to encode with it.
 
 Only what the recipe reads is in it. The header holds a digest of itself and one of every tensor, so that a file
 that is not the one that was written is refused whole, before anything of it is used.
@@ -14,8 +19,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -23,16 +29,21 @@ from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch, StorageError
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Frozen, Recipe, StreamRecipe, canonical, digest
+from kvlab.base.recipe import Frozen, KltStream, OscarStream, Recipe, StreamRecipe, canonical, digest
 from kvlab.base.records import atomic, fingerprint, from_header, sha256, to_header, versions
 from kvlab.calibration.load import Calibrated
-from kvlab.calibration.needs import reads
+from kvlab.calibration.needs import coded_by, reads
 from kvlab.codec.base import StreamCalibration
+from kvlab.codec.klt.codec import Plan, one_thread
 from kvlab.codec.klt.components import Components
+from kvlab.codec.klt.synthesis import Decoding
+from kvlab.codec.registry import fit_class
 from kvlab.codec.whitening import Whitener
 
 FORMAT, VERSION = "kvlab-calibration", 1
 STREAMS = ("k", "v")
+# What of `Whitener` and of `Components` a decoder reads, and a table: of `oscar`, and of a codec after a front.
+TURNED, CONDITIONED = {"chol", "covariance", "mean"}, {"inv_chol", "mean", "table"}
 AGAIN = "write it again with `kvlab calibrate`"
 
 
@@ -68,7 +79,10 @@ class Header(Frozen):
     tensors : dict of str to str
         `fingerprint` of each tensor.
     calibration_hash : str
-        Of the model, the windows and all tensors: one calibration at several bits has one.
+        Of the model, the windows and all tensors: one calibration at several bits has one, and so has the decoder's
+        file of it.
+    form : {"whole", "decoder"}
+        Whether all that the recipe reads is there, or what decodes alone.
     """
 
     recipe: Recipe
@@ -81,6 +95,7 @@ class Header(Frozen):
     versions: dict[str, str]
     tensors: dict[str, str]
     calibration_hash: str
+    form: Literal["whole", "decoder"] = "whole"
 
 
 class CalibrationFile(NamedTuple):
@@ -97,6 +112,7 @@ def write_calibration(
     info: ModelInfo,
     layers: Iterable[int] | None = None,
     n_tokens: int | None = None,
+    decoder: bool = False,
 ) -> Path:
     """Write what a recipe reads of a calibration, atomically, and give the file's absolute path.
 
@@ -112,6 +128,8 @@ def write_calibration(
         The coded layers; every layer when left out.
     n_tokens : int, optional
         How many calibration tokens were seen.
+    decoder : bool
+        Leave out what only an encoder reads.
 
     Raises
     ------
@@ -122,13 +140,15 @@ def write_calibration(
     tensors: dict[str, Tensor] = {}
     for stream in STREAMS:
         chosen = getattr(recipe, stream)
-        own = calibrated.stream(chosen, stream)
+        own = calibrated.stream(chosen, stream, recipe.placement)
         if own is not None:
             tensors |= _named(chosen, stream, own, range(info.n_layers) if coded is None else coded)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    marks = {name: fingerprint(tensor.numpy()) for name, tensor in tensors.items()}
     model = ModelShape.of(info)
     whose = {"model": model.model_dump(), "corpus": calibrated.corpus_hash, "engine": calibrated.origin}
+    tensors, marks = marked(tensors)
+    calibration_hash = sha256(canonical(whose | {"tensors": marks}).encode())
+    if decoder:
+        tensors, marks = marked(decoding_tensors(recipe, tensors))
     header = Header(
         recipe=recipe,
         layers=coded,
@@ -139,13 +159,42 @@ def write_calibration(
         n_tokens=n_tokens,
         versions=versions(),
         tensors=marks,
-        calibration_hash=sha256(canonical(whose | {"tensors": marks}).encode()),
+        calibration_hash=calibration_hash,
+        form="decoder" if decoder else "whole",
     )
-    said = header.model_dump(mode="json")
+    said = header.model_dump(mode="json", exclude=set() if decoder else {"form"})
     path = Path(path).absolute()
     with atomic(path) as temporary:
         save_file(tensors, temporary, to_header({"format": FORMAT, "version": VERSION, "digest": digest(said)} | said))
     return path
+
+
+def marked(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors as a file holds them, and the digest of each."""
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return held, {name: fingerprint(tensor.numpy()) for name, tensor in held.items()}
+
+
+def decoding_tensors(recipe: Recipe, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What of a whole file's tensors decodes; for `klt` made of its components at the recipe's bits."""
+    found = {}
+    for stream in STREAMS:
+        own, chosen = f"{stream}/components/", getattr(recipe, stream)
+        mine = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{stream}/")}
+        if not isinstance(chosen, KltStream):
+            kept = TURNED if isinstance(chosen, OscarStream) else CONDITIONED
+            kept |= {"forward"} if getattr(chosen, "weigh", False) else set()
+            fitted = f"{stream}/own/"  # by the codec itself, for both ways
+            read = {name for name in mine if name.startswith(fitted) or name.rpartition("/")[2] in kept}
+            found |= {name: tensor for name, tensor in mine.items() if name in read}
+            continue
+        found |= {name: tensor for name, tensor in mine.items() if not name.startswith(own)}
+        for layer in sorted({int(name.split("/")[2]) for name in mine if name.startswith(own)}):
+            whole = Components(**{field.name: mine[f"{own}{layer}/{field.name}"] for field in fields(Components)})
+            with one_thread():
+                plan = Plan(whole, chosen, torch.device("cpu"))
+            found |= {f"{stream}/decoding/{layer}/{name}": tensor for name, tensor in vars(plan.decoding).items()}
+    return found
 
 
 def is_calibration_file(path: Path | str) -> bool:
@@ -212,21 +261,52 @@ def load_calibration(path: Path | str, info: ModelInfo) -> Calibrated | None:
         for stream in STREAMS
         if f"{stream}/table" in tensors
     }
+    if header.form == "decoder":
+        tensors = completed(tensors)
+    whiteners = _by_layer(path, tensors, "k", "whitener", Whitener)
+    after = header.recipe.rotary == "after"
     return Calibrated(
-        whiteners=_by_layer(path, tensors, "k", "whitener", Whitener),
+        whiteners={} if after else whiteners,
+        rotated=whiteners if after else {},
+        own=_own(path, tensors, header.recipe),
         tables=tables,
         origin=header.origin,
         corpus_hash=header.corpus_hash,
         sigma_hash=header.sigma_hash,
         calibration_hash=header.calibration_hash,
-        components={stream: _by_layer(path, tensors, stream, "components", Components) for stream in STREAMS},
+        components={
+            stream: _by_layer(path, tensors, stream, "components", Components)
+            | _by_layer(path, tensors, stream, "decoding", Decoding)
+            for stream in STREAMS
+        },
     )
+
+
+def completed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A decoder's tensors with what its codecs do not read: of a whitener the other triangle, of components nothing."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        place, _, own = name.rpartition("/")
+        if "/whitener/" in name:
+            other = {"chol": "inv_chol", "inv_chol": "chol"}[own]
+            found[f"{place}/{other}"] = inverted(tensor)
+        if "/components/" in name:
+            found |= {
+                f"{place}/{f.name}": torch.empty(0) for f in fields(Components) if f"{place}/{f.name}" not in found
+            }
+    return found
+
+
+def inverted(triangle: Tensor) -> Tensor:
+    """Inverses of lower triangles [heads, head_dim, head_dim], computed in float64."""
+    identity = torch.eye(triangle.shape[-1], dtype=torch.float64).expand(triangle.shape)
+    return torch.linalg.solve_triangular(triangle.double(), identity, upper=False).to(triangle.dtype)
 
 
 def _named(recipe: StreamRecipe, stream: str, own: StreamCalibration, layers: Iterable[int]) -> dict[str, Tensor]:
     """The tensors that a stream's recipe reads, under their names; of the layers that are coded."""
     found, due = {}, reads(recipe, stream)
-    for kind, by_layer in (("whitener", own.whiteners), ("components", own.components)):
+    for kind, by_layer in (("whitener", own.whiteners), ("components", own.components), ("own", own.own)):
         for layer in layers if kind in due else ():
             if layer not in by_layer:
                 raise CalibrationMismatch(f"the calibration has no {kind} of {stream.upper()} for layer {layer}")
@@ -235,6 +315,16 @@ def _named(recipe: StreamRecipe, stream: str, own: StreamCalibration, layers: It
     if own.centroids is not None:
         found[f"{stream}/table"] = own.centroids
     return found
+
+
+def _own(path: Path | str, tensors: dict[str, Tensor], recipe: Recipe) -> dict[tuple[str, str], dict[int, Any]]:
+    """What the recipe's codecs fitted by themselves, by stream and codec."""
+    chosen = {stream: coded_by(getattr(recipe, stream)) for stream in STREAMS}
+    return {
+        (stream, one.codec): _by_layer(path, tensors, stream, "own", fit_class(one.codec))
+        for stream, one in chosen.items()
+        if "own" in reads(one, stream)
+    }
 
 
 def _by_layer(path: Path | str, tensors: dict[str, Tensor], stream: str, kind: str, cls: type) -> dict[int, Any]:

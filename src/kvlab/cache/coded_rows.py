@@ -1,6 +1,7 @@
 """One sequence's K or V of one layer, held as coded blocks that grow as tokens come.
 
-A token is encoded once. A codec that codes every token by itself (`per_token`) codes the tokens of a
+The first tokens stay as they are where the recipe says so (`sink`), and the last ones until they are no longer the last
+(`recent`). A token is encoded once. A codec that codes every token by itself (`per_token`) codes the tokens of a
 call at once, and their codes are joined to those of the tokens before; any other codec
 needs `block_size` tokens, which wait as they are, exact, until a block is complete. Blocks are never
 changed and never coded again, so that rows may share them (beams that have a prefix in common).
@@ -18,6 +19,7 @@ from torch import Tensor
 from kvlab.base.errors import CapabilityError
 from kvlab.base.recipe import StreamRecipe
 from kvlab.codec.base import Codec, Encoded, Site
+from kvlab.codec.ended import Kept
 from kvlab.codec.klt.joining import arrays_of, joiner, refilled
 from kvlab.codec.names import CODECS, UNSTORED
 
@@ -52,11 +54,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence: padding that is not stored, coded blocks, then the exact tail [heads, tokens, head_dim]."""
+    """One sequence: padding that is not stored, coded blocks, then the exact tail [heads, tokens, head_dim].
+
+    `head` are the first tokens, where they are kept as they are.
+    """
 
     pads: int = 0
     blocks: tuple[Block, ...] = ()
     tail: Tensor | None = None
+    head: Tensor | None = None
 
     @property
     def coded(self) -> int:
@@ -64,14 +70,24 @@ class Row:
         return sum(block.tokens for block in self.blocks)
 
     @property
+    def first(self) -> int:
+        """Tokens in the exact head."""
+        return 0 if self.head is None else self.head.shape[1]
+
+    @property
     def waiting(self) -> int:
         """Tokens in the exact tail."""
         return 0 if self.tail is None else self.tail.shape[1]
 
     @property
+    def held(self) -> int:
+        """All tokens but padding."""
+        return self.first + self.coded + self.waiting
+
+    @property
     def length(self) -> int:
         """All tokens, padding included."""
-        return self.pads + self.coded + self.waiting
+        return self.pads + self.held
 
 
 class StreamCoder:
@@ -80,9 +96,9 @@ class StreamCoder:
     Parameters
     ----------
     codec : Codec
-        Built for the stream.
+        Built for the stream, without its ends (`registry.bare`).
     recipe : StreamRecipe
-        Its `block_size`, where it has one, is the length of a block.
+        Its `block_size`, where it has one, is the length of a block; its `sink` and `recent` tokens stay as they are.
     site : Site
         Layer and stream.
     heads, head_dim : int
@@ -97,7 +113,7 @@ class StreamCoder:
     """
 
     def __init__(self, codec: Codec, recipe: StreamRecipe, site: Site, heads: int, head_dim: int):
-        self.codec, self.site = codec, site
+        self.codec, self.site, self.kept = codec, site, Kept.of(recipe)
         self.values_per_token = heads * head_dim
         self.size: int | None = getattr(recipe, "block_size", None)
         self.fires = self.read_back = 0
@@ -110,23 +126,26 @@ class StreamCoder:
 
     def append(self, row: Row, x: Tensor, turn: Turn) -> tuple[Row, list[tuple[int, Encoded]]]:
         """`row` with further tokens [heads, tokens, head_dim], and what was coded: first token and its arrays."""
+        missing = min(self.kept.sink - row.first, x.shape[1])
+        if missing > 0:
+            parts = [x[:, :missing]] if row.head is None else [row.head, x[:, :missing]]
+            row, x = replace(row, head=torch.cat(parts, dim=1)), x[:, missing:]
         if x.shape[1] == 0:
             return row, []
         news = []
-        if self.codec.per_token:
-            while x.shape[1]:
-                room = min(self._room(row), x.shape[1])
-                row, new = self._stored(row, x[:, :room], turn)
-                x = x[:, room:]
-                news.append(new)
-            return row, news
-        x = x if row.tail is None else torch.cat([row.tail, x], dim=1)
-        row = replace(row, tail=None)
-        while x.shape[1] >= self.size:
-            row, new = self._stored(row, x[:, : self.size], turn)
-            x = x[:, self.size :]
+        if row.tail is not None:
+            row, x = replace(row, tail=None), torch.cat([row.tail, x], dim=1)
+        while (due := self._due(row, x.shape[1] - self.kept.recent)) > 0:
+            row, new = self._stored(row, x[:, :due], turn)
+            x = x[:, due:]
             news.append(new)
         return replace(row, tail=x.clone() if x.shape[1] else None), news
+
+    def _due(self, row: Row, old: int) -> int:
+        """How many of `old` tokens, which are no longer to be kept as they are, are coded next; 0 for none."""
+        if self.codec.per_token:
+            return min(self._room(row), old)
+        return self.size if old >= self.size else 0
 
     def _room(self, row: Row) -> int:
         """Tokens that the next encoded piece may have."""
@@ -141,7 +160,7 @@ class StreamCoder:
 
     def _stored(self, row: Row, x: Tensor, turn: Turn) -> tuple[Row, tuple[int, Encoded]]:
         """Encode `x`, for the only time, and put it after the row's blocks."""
-        first = row.pads + row.coded
+        first = row.pads + row.first + row.coded
         encoded = compact(self.codec.encode(turn.undo(x, first), self.site))
         self.fires += 1
         blocks = row.blocks
@@ -156,9 +175,11 @@ class StreamCoder:
         """The row as attention sees it, [heads, tokens, head_dim] in `like`'s dtype; padding is zero."""
         heads, head_dim = like.shape[-3], like.shape[-1]
         parts = [like.new_zeros(heads, row.pads, head_dim)]
+        if row.head is not None:
+            parts.append(row.head)
         if row.blocks:
             decoded = [self.codec.decode(block.encoded)[:, : block.tokens] for block in row.blocks]
-            parts.append(turn.redo(torch.cat(decoded, dim=1), row.pads).to(like.dtype))
+            parts.append(turn.redo(torch.cat(decoded, dim=1), row.pads + row.first).to(like.dtype))
         if row.tail is not None:
             parts.append(row.tail)
         return torch.cat(parts, dim=1)
@@ -168,14 +189,16 @@ class StreamCoder:
         if length >= row.length:
             return row
         pads, coded = min(row.pads, length), row.coded
-        waiting = max(0, length - row.pads - coded)
-        blocks, left = [], length - pads - waiting
+        first = min(row.first, length - pads)
+        waiting = max(0, length - row.pads - row.first - coded)
+        blocks, left = [], length - pads - first - waiting
         for block in row.blocks:
             if left <= 0:
                 break
             blocks.append(self._cut(block, left) if left < block.tokens else block)
             left -= block.tokens
-        return Row(pads, tuple(blocks), row.tail[:, :waiting].clone() if waiting else None)
+        head, tail = row.head[:, :first].clone() if first else None, row.tail[:, :waiting].clone() if waiting else None
+        return Row(pads, tuple(blocks), tail, head)
 
     def _cut(self, block: Block, tokens: int) -> Block:
         whole = block.tokens == block.encoded.shape[1]

@@ -34,7 +34,7 @@ from kvlab.cache.coded_rows import Row, Straight, StreamCoder
 from kvlab.cache.hf_layer import STREAMS, Call, CodecLayer, StreamCoding, chosen, kept, repeated
 from kvlab.cache.hf_rope import Watch, find_rotary, refuse_lossy, turns
 from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.registry import build
+from kvlab.codec.registry import bare
 
 Semantics = Literal["in_forward", "serving"]
 Placement = Literal["pre_rope", "post_rope"]
@@ -43,8 +43,10 @@ Placement = Literal["pre_rope", "post_rope"]
 class Calibration(Protocol):
     """What was fitted for the model, by stream."""
 
-    def stream(self, recipe: StreamRecipe, which: Literal["k", "v"], /) -> StreamCalibration | None:
-        """What the codec of this recipe needs."""
+    def stream(
+        self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope", /
+    ) -> StreamCalibration | None:
+        """What the codec of this recipe needs; `placement` is given for K after its rotary embedding only."""
 
 
 class KVCache(Cache):
@@ -61,7 +63,7 @@ class KVCache(Cache):
     semantics : {"serving", "in_forward"}
         What attention sees of the running call's tokens; see the module.
     placement : {"pre_rope", "post_rope"}
-        Whether K is turned back before it is coded.
+        Whether K is turned back before it is coded; never for a recipe with ``rotary: after``.
     keep_decoded : bool
         Also hold the decoded cache, so that a call decodes its own tokens only: faster, and no smaller than
         an ordinary cache. `nbytes` counts what is coded, `working_bytes` the copy.
@@ -91,6 +93,7 @@ class KVCache(Cache):
             if given not in get_args(allowed):
                 raise UnknownName(f"cache {kind}", given, get_args(allowed))
         self.shape = shape_of(model)
+        placement = "post_rope" if recipe.rotary == "after" else placement
         self.recipe, self.semantics, self.placement, self.keep_decoded = recipe, semantics, placement, keep_decoded
         self._model = model
         turned = placement == "pre_rope" and not isinstance(recipe.k, IdentityStream)
@@ -104,9 +107,10 @@ class KVCache(Cache):
     def _coders(self, stream: Literal["k", "v"], calibration: Calibration | None) -> list[StreamCoder]:
         """One stream's coders by layer; they share the codec."""
         recipe = getattr(self.recipe, stream)
-        fitted = calibration.stream(recipe, stream) if calibration else None
+        after = ("post_rope",) if self.recipe.rotary == "after" else ()
+        fitted = calibration.stream(recipe, stream, *after) if calibration else None
         refuse_more_layers(fitted, self.shape.layers)
-        codec = build(recipe, fitted)
+        codec = bare(recipe, fitted)
         sites = [Site(0, layer, stream) for layer in range(self.shape.layers)]
         return [StreamCoder(codec, recipe, site, self.shape.heads, self.shape.head_dim) for site in sites]
 
@@ -143,7 +147,7 @@ class KVCache(Cache):
         rows, seen = self.layers[0].rows["k"], self._watch.taken()
         rows = rows or [Row()] * batch
         # asked only while a row has no token yet: on an accelerator the question waits for the device
-        asked = seen.mask is not None and any(row.coded + row.waiting == 0 for row in rows)
+        asked = seen.mask is not None and any(row.held == 0 for row in rows)
         pads = new_pads(refuse_other_masks(seen.mask), rows, tokens) if asked else [0] * batch
         if self._rotary is None:
             return Call(pads, [Straight()] * batch)
@@ -327,7 +331,4 @@ def refuse_other_masks(mask: object) -> Tensor:
 def new_pads(mask: Tensor, rows: Sequence[Row], tokens: int) -> list[int]:
     """Padding on the left that each row's next `tokens` tokens begin with, from the mask [batch, all tokens]."""
     lead = (mask.long().cumsum(dim=1) == 0).sum(dim=1).tolist()
-    return [
-        0 if row.coded + row.waiting else max(0, min(tokens, before - row.pads))
-        for row, before in zip(rows, lead, strict=True)
-    ]
+    return [0 if row.held else max(0, min(tokens, before - row.pads)) for row, before in zip(rows, lead, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -30,7 +30,7 @@ class StreamCoding:
     read_back : int
         Decoded tokens handed to attention, over all calls.
     coded_tokens, exact_tokens : int
-        Tokens in blocks, and tokens that wait for their block to be complete, over all rows.
+        Tokens in blocks, and tokens that are kept as they are or wait for their block to be complete, over all rows.
     coded_bytes, exact_bytes : int
         Bytes of their arrays. What beams share counts once, as tokens and as bytes.
     values : int
@@ -136,7 +136,7 @@ class CodecLayer(CacheLayerMixin):
         coder, news = self.coders[stream], []
         for index, row in enumerate(self.rows[stream]):
             pads = call.pads[index]
-            row = Row(row.pads + pads, row.blocks, row.tail)
+            row = replace(row, pads=row.pads + pads)
             self.rows[stream][index], new = coder.append(row, x[index, :, pads:], self._turn(stream, call, index))
             news.append(new)
         return news
@@ -168,8 +168,8 @@ class CodecLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether a crop leaves no trace: codes that can be cut where a token ends."""
-        return all(coder.joiner is not None for coder in self.coders.values())
+        """Whether a crop leaves no trace: codes that can be cut where a token ends, and no last tokens kept exactly."""
+        return all(coder.joiner is not None and not coder.kept.recent for coder in self.coders.values())
 
     @property
     def batch_size(self) -> int:
@@ -226,7 +226,8 @@ class CodecLayer(CacheLayerMixin):
         coder, rows = self.coders[stream], self.rows[stream]
         # by identity: rows that are beams of one prefix hold the very same blocks and tails
         blocks = list({id(block.encoded): block for row in rows for block in row.blocks}.values())
-        tails = list({id(row.tail): row.tail for row in rows if row.tail is not None}.values())
+        ends = (end for row in rows for end in (row.head, row.tail) if end is not None)
+        tails = list({id(end): end for end in ends}.values())
         coded, exact = sum(block.tokens for block in blocks), sum(tail.shape[1] for tail in tails)
         return StreamCoding(
             layer=layer,

@@ -51,7 +51,8 @@ class Prepared:
     def codec(self, stream: Literal["k", "v"]) -> Codec:
         """The codec of K or of V, made anew; `CalibrationMismatch` when no codebook fits it."""
         recipe = getattr(self.recipe, stream)
-        return build(recipe, self.calibration.stream(recipe, stream) if self.calibration else None)
+        where = self.recipe.placement
+        return build(recipe, self.calibration.stream(recipe, stream, where) if self.calibration else None)
 
 
 def prepared(file: RecipeFile, info: ModelInfo) -> Prepared:

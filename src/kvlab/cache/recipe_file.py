@@ -103,7 +103,7 @@ def write_recipe_file(
 
 
 def _refuse_controls(recipe: Recipe, path: Path | str) -> None:
-    for stream, chosen in recipe:
+    for stream, chosen in (("k", recipe.k), ("v", recipe.v)):
         if chosen.codec in UNSTORED:
             able = ", ".join(name for name in CODECS if name not in UNSTORED)
             raise CapabilityError(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from kvlab.base.errors import CalibrationMismatch, StreamError, UserError
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, StreamError, UserError
 from kvlab.base.model import ModelInfo, resolve
 from kvlab.base.params import Params
 from kvlab.base.records import atomic, to_header
@@ -43,15 +43,23 @@ def encode(params: Params, recipe_path: Path, capture_path: Path, window: int, o
     ------
     UserError
         The sample has no such window.
+    CapabilityError
+        The recipe codes K after its rotary embedding; the capture holds it before.
     CalibrationMismatch
         The capture or the calibration belongs to another model.
     """
     info = resolve(params.model)
+    file = read_recipe_file(recipe_path)
+    if file.recipe.rotary == "after":
+        raise CapabilityError(
+            f"recipe {file.recipe.recipe_id} codes K after its rotary embedding, and {capture_path} holds it before;"
+            " give a recipe with rotary: before"
+        )
     captured = Captured(capture_path, info.model_hash)
     kept = len(captured.sampled)
     if not 0 <= window < kept:
         raise UserError(f"{capture_path} keeps {kept} windows, there is no window {window}; allowed: 0..{kept - 1}")
-    codec = cache_codec(read_recipe_file(recipe_path), info)
+    codec = cache_codec(file, info)
     header = CacheHeader(
         layers=info.n_layers,
         heads=info.n_kv_heads,

@@ -16,12 +16,13 @@ from kvlab.base.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import RecipeFile, read_recipe_file
 from kvlab.codec.base import Codec, Site
+from kvlab.codec.ended import Kept
 from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.registry import class_of, codec_class
 from kvlab.codec.seeding import generator
 from kvlab.engines import capability
 from kvlab.engines.base import Part
-from kvlab.engines.hooks import fused_projection
+from kvlab.engines.hooks import attention_inputs, fused_projection
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,6 +49,11 @@ def read_recipe() -> RecipeFile:
             raise CapabilityError(
                 f"{path}: codec {chosen.codec!r} of stream {stream} codes tokens together, and vLLM mixes tokens of"
                 f" several requests in one pass; allowed: {', '.join(able)}"
+            )
+        if Kept.of(chosen):
+            raise CapabilityError(
+                f"{path}: stream {stream} keeps tokens at the ends of a sequence as they are (sink {chosen.sink},"
+                f" recent {chosen.recent}), and a pass of vLLM does not say where its tokens stand; leave both out"
             )
     return found
 
@@ -226,8 +232,7 @@ def arm(worker) -> None:
     def load_and_hook(*given, **named):
         """The worker's `load_model`, and then the tap on what it loaded."""
         answer = load_model(*given, **named)
-        for module, hook in fused_projection(worker.get_model(), tap.served.info, tap):
-            module.register_forward_hook(hook)
+        hook_on(worker.get_model(), tap)
         worker.kvlab_status = tap.report
         _log(tap.served)
         return answer
@@ -247,6 +252,16 @@ def arm(worker) -> None:
         return answer
 
     worker.load_model, worker.execute_model = load_and_hook, execute_checked
+
+
+def hook_on(model: torch.nn.Module, tap: ServingTap) -> None:
+    """Put the tap where the recipe codes K: before its rotary embedding, or after it."""
+    if tap.served.recipe.rotary == "after":
+        for module, hook in attention_inputs(model, tap.served.info, tap):
+            module.register_forward_pre_hook(hook)
+        return
+    for module, hook in fused_projection(model, tap.served.info, tap):
+        module.register_forward_hook(hook)
 
 
 def _logger():

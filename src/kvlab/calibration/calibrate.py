@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from kvlab.calibration.sigma import second_moments
 from kvlab.calibration.tables import fit_table, residual_pool
 from kvlab.codec import whitening
 from kvlab.codec.klt.components import Components
+from kvlab.codec.registry import fit_class
 from kvlab.codec.whitening import Whitener
 from kvlab.engines.base import Engine
 
@@ -96,11 +98,14 @@ def fitted(
     metrics = ErrorMetrics(info, observed.context)
     components = _components(Fitting(observed, whiteners["pre_rope"], metrics, ridge), info, recipes)
     tables = _tables(observed, recipes, whiteners, layers, placement, metrics.angles)
+    own = _own(observed, info, recipes)
     sigma_hash = _digest_of(whiteners["pre_rope"])
     everything = [t for at in whiteners.values() for w in at.values() for t in (w.chol, w.inv_chol)]
     everything += [t for by_layer in components.values() for one in by_layer.values() for t in _tensors(one)]
+    everything += [t for by_layer in own.values() for one in by_layer.values() for t in vars(one).values()]
     return Calibrated(
         whiteners=whiteners["pre_rope"],
+        own=own,
         rotated=whiteners["post_rope"],
         tables=tables,
         components=components,
@@ -114,6 +119,18 @@ def fitted(
 def _components(fitting: Fitting, info: ModelInfo, recipes: Sequence[Recipe]) -> dict[str, dict[int, Components]]:
     due = [s for s in STREAMS if any("components" in reads(getattr(recipe, s), s) for recipe in recipes)]
     return {stream: {layer: fitting.components(layer, stream) for layer in range(info.n_layers)} for stream in due}
+
+
+def _own(observed: Observed, info: ModelInfo, recipes: Sequence[Recipe]) -> dict[tuple[str, str], dict[int, Any]]:
+    """What codecs fit by themselves to the sample, by stream and codec, and by layer."""
+    found: dict[tuple[str, str], dict[int, Any]] = {}
+    for recipe, which in product(recipes, STREAMS):
+        stream = coded_by(getattr(recipe, which))
+        if "own" in reads(stream, which) and (which, stream.codec) not in found:
+            fit = fit_class(stream.codec)
+            samples = {layer: observed.layer(layer, which).transpose(0, 1) for layer in range(info.n_layers)}
+            found[which, stream.codec] = {layer: fit.of(rows) for layer, rows in samples.items()}
+    return found
 
 
 def _tables(

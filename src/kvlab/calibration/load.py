@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -63,6 +63,8 @@ class Calibrated:
         Of the windows, of the Sigma_q file, and of all files together.
     components : dict of str to dict of int to Components
         By stream and layer.
+    own : dict
+        What codecs fitted by themselves, by stream and codec, and by layer.
     """
 
     whiteners: dict[int, Whitener]
@@ -73,6 +75,7 @@ class Calibrated:
     calibration_hash: str
     components: dict[str, dict[int, Components]] = field(default_factory=dict)
     rotated: dict[int, Whitener] = field(default_factory=dict)
+    own: dict[tuple[str, str], dict[int, Any]] = field(default_factory=dict)
 
     def stream(
         self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope"
@@ -89,7 +92,7 @@ class Calibrated:
         due = reads(recipe, which)
         if not due:
             return None
-        if "components" in due and (which, placement) == ("k", "post_rope"):
+        if {"components", "own"} & {*due} and (which, placement) == ("k", "post_rope"):
             raise CalibrationMismatch(
                 f"codec {recipe.codec!r} reads components of K, which are fitted pre_rope only; with placement"
                 " post_rope use a codec without them, such as block, or int without center"
@@ -98,6 +101,7 @@ class Calibrated:
             whiteners=self.metric(placement) if "whitener" in due else {},
             centroids=self._table(recipe, which, placement) if "table" in due else None,
             components=self.components.get(which, {}) if "components" in due else {},
+            own=self.own.get((which, recipe.codec), {}) if "own" in due else {},
         )
 
     def fingerprints(self, cell: Cell) -> dict[str, str]:
@@ -110,6 +114,9 @@ class Calibrated:
         if piece.kind == "whitener":
             whitener = self.metric(piece.placement)[piece.place]
             return whitener.chol, whitener.inv_chol
+        if piece.kind == "own":
+            codec, layer = str(piece.place).split("/")
+            return tuple(vars(self.own[piece.stream, codec][int(layer)]).values())
         return tuple(getattr(self.components[piece.stream][piece.place], name) for name in FIELDS)
 
     def metric(self, placement: Placement) -> dict[int, Whitener]:

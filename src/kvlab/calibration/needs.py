@@ -5,11 +5,14 @@ from __future__ import annotations
 from itertools import product
 from typing import Literal, NamedTuple
 
+from kvlab.base.errors import CapabilityError
 from kvlab.base.recipe import (
     BlockStream,
     Cell,
     IsotropicStream,
     KltStream,
+    KvQuantStream,
+    KvtcStream,
     OscarStream,
     Placement,
     PluginStream,
@@ -18,15 +21,16 @@ from kvlab.base.recipe import (
     digest,
 )
 
-Kind = Literal["whitener", "table", "components"]
+Kind = Literal["whitener", "table", "components", "own"]
 FILES: dict[Kind, str] = {"whitener": "sigma", "table": "codebooks", "components": "components"}
+"""The files of a pipeline's calibration. What a codec fits by itself (``own``) is in none; `kvlab calibrate` has it."""
 
 
 class Piece(NamedTuple):
     """One fitted thing that a codec reads.
 
     `placement` is that of K, ``pre_rope`` for V, which has no rotary embedding; `place` is the layer, or for a
-    table, which serves all layers, the digest of its recipe.
+    table, which serves all layers, the digest of its recipe; for what a codec fitted by itself, codec and layer.
     """
 
     kind: Kind
@@ -49,12 +53,14 @@ def reads(recipe: StreamRecipe, which: Literal["k", "v"]) -> tuple[Kind, ...]:
     """The kinds of fitted material that a codec of this recipe reads for K or for V."""
     recipe = coded_by(recipe)
     oscar = isinstance(recipe, OscarStream)  # rotates K by Sigma_q and V by its own covariance
-    whitens, centres = (getattr(recipe, name, False) for name in ("whiten", "center"))
+    whitens, centres, weighs = (getattr(recipe, name, False) for name in ("whiten", "center", "weigh"))
     others = recipe.reads if isinstance(recipe, PluginStream) else ()
     found: dict[Kind, bool] = {
         "whitener": which == "k" and (whitens or oscar or "whitener" in others),  # Sigma_q weighs errors of K
         "table": isinstance(recipe, BlockStream) and recipe.codebook == "fitted",
-        "components": centres or isinstance(recipe, KltStream) or (oscar and which == "v") or "components" in others,
+        "components": (centres or weighs or isinstance(recipe, KltStream) or (oscar and which == "v"))
+        or "components" in others,
+        "own": isinstance(recipe, KvQuantStream | KvtcStream),
     }
     return tuple(kind for kind, is_read in found.items() if is_read)
 
@@ -65,8 +71,20 @@ def needs_calibration(recipe: StreamRecipe) -> bool:
 
 
 def needed_files(recipe: Recipe) -> list[str]:
-    """Files of `Fitted` that a recipe cannot do without, by field; the other files belong to a `sigma`."""
-    needed = {FILES[kind] for kind in (*reads(recipe.k, "k"), *reads(recipe.v, "v"))}
+    """Files of `Fitted` that a recipe cannot do without, by field; the other files belong to a `sigma`.
+
+    Raises
+    ------
+    CapabilityError
+        The recipe reads what its codec fits by itself, which is in none of them.
+    """
+    kinds = {*reads(recipe.k, "k"), *reads(recipe.v, "v")}
+    if "own" in kinds:
+        raise CapabilityError(
+            f"recipe {recipe.recipe_id} (K {recipe.k.codec}, V {recipe.v.codec}) reads what its codec fits by itself,"
+            " which no file of the pipeline holds; make one file of everything with kvlab calibrate"
+        )
+    needed = {FILES[kind] for kind in kinds}
     needed |= {"sigma"} if needed else set()
     return [name for name in FILES.values() if name in needed]
 
@@ -78,5 +96,6 @@ def pieces(cell: Cell) -> dict[str, Piece]:
         recipe = coded_by(cell.stream_recipe(which, layer))
         placement = cell.placement if which == "k" else "pre_rope"
         for kind in reads(recipe, which):
-            found.append(Piece(kind, which, placement, digest(recipe) if kind == "table" else layer))
+            places = {"table": digest(recipe), "own": f"{recipe.codec}/{layer}"}
+            found.append(Piece(kind, which, placement, places.get(kind, layer)))
     return {piece.name: piece for piece in found}

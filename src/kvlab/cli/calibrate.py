@@ -16,6 +16,8 @@ def calibrate_verb(args: argparse.Namespace) -> None:
     packages; of those windows nothing is kept. A codec that is not calibrated gets a file too, of its recipe alone.
 
       kvlab calibrate --model models/reference --codec klt --bits 4 --out klt4.kv
+
+    --decoder writes another file beside it, of what a machine needs that only decodes: a few times smaller.
     """
     from kvlab.cli.checked import config_of, has_bits, readable_text, recipe_of, refuse_absent, refuse_long, writable
 
@@ -26,7 +28,10 @@ def calibrate_verb(args: argparse.Namespace) -> None:
     text = readable_text(args.text, args.context, config) if args.text else None
     if args.out.suffix != ".kv":
         raise UserError(f"--out {args.out}; allowed: a name that ends in .kv")
-    writable(args.out)
+    if args.decoder and args.decoder.suffix != ".kv":
+        raise UserError(f"--decoder {args.decoder}; allowed: a name that ends in .kv")
+    for file in filter(None, (args.out, args.decoder)):
+        writable(file)
 
     from kvlab.calibration.needs import needs_calibration
 
@@ -34,13 +39,13 @@ def calibrate_verb(args: argparse.Namespace) -> None:
     if needy:
         refuse_long(args.context, config)
     about = _fitted(args, recipe, text) if needy else _unfitted(args, recipe)
-    print(f"{args.out}: recipe {recipe.recipe_id}, {args.out.stat().st_size} bytes")
+    for file in filter(None, (args.out, args.decoder)):
+        print(f"{file}: recipe {recipe.recipe_id}, {file.stat().st_size} bytes")
     print(about)
 
 
 def _fitted(args: argparse.Namespace, recipe, text: str | None) -> str:
     """Write the file of a codec that is calibrated; what it was fitted to, in a line."""
-    from kvlab.cache.calibration_file import write_calibration
     from kvlab.cli.checked import info_of
     from kvlab.cli.fitting import CalibrationText
     from kvlab.engines.registry import start
@@ -49,7 +54,7 @@ def _fitted(args: argparse.Namespace, recipe, text: str | None) -> str:
     source = CalibrationText.read(info, args.text, text, args.context, args.windows)
     engine = start(args.engine, info, args.dtype, max_tokens=args.context)
     try:
-        write_calibration(args.out, recipe, source.fit(engine, [recipe]), info, n_tokens=source.tokens)
+        _write(args, recipe, source.fit(engine, [recipe]), info, source.tokens)
         return source.about(engine)
     finally:
         engine.close()
@@ -57,12 +62,20 @@ def _fitted(args: argparse.Namespace, recipe, text: str | None) -> str:
 
 def _unfitted(args: argparse.Namespace, recipe) -> str:
     """Write the file of a codec that reads nothing of a model."""
-    from kvlab.cache.calibration_file import write_calibration
     from kvlab.cli.checked import info_of
     from kvlab.cli.fitting import nothing_fitted
 
-    write_calibration(args.out, recipe, nothing_fitted(args.engine), info_of(args.model), n_tokens=0)
+    _write(args, recipe, nothing_fitted(args.engine), info_of(args.model), 0)
     return f"{args.codec} is not calibrated: nothing was fitted, the file holds its recipe"
+
+
+def _write(args: argparse.Namespace, recipe, calibrated, info, tokens: int) -> None:
+    """The file, and that of a decoder where one is asked for."""
+    from kvlab.cache.calibration_file import write_calibration
+
+    write_calibration(args.out, recipe, calibrated, info, n_tokens=tokens)
+    if args.decoder:
+        write_calibration(args.decoder, recipe, calibrated, info, n_tokens=tokens, decoder=True)
 
 
 FLAGS: list[Flag] = [
@@ -78,4 +91,5 @@ FLAGS: list[Flag] = [
     word("--context", "tokens of a window; default: 512", type=whole(8), default=512, metavar="N"),
     word("--windows", "at most so many, spread over the text; default: 32", type=whole(2), default=32, metavar="N"),
     result("--out", "the file, such as klt4.kv"),
+    result("--decoder", "also write what decodes alone here, such as klt4-decoder.kv", required=False),
 ]

@@ -13,7 +13,7 @@ from kvlab.base import lifeline
 from kvlab.base.errors import KvlabError
 from kvlab.base.extras import missing_extra
 from kvlab.cli import calibrate, coded, completion, evals, gate, init, measure, params, snapshot, steps
-from kvlab.cli.flags import SETTINGS, with_settings
+from kvlab.cli.flags import SETTINGS
 from kvlab.cli.parsing import Parser, Verbs, add_groups, add_verbs
 
 ABOUT = """\
@@ -77,7 +77,7 @@ def of_the_checkout() -> tuple[Verbs, Verbs]:
         return {}, {}
     sys.path.append(str(checkout))
     verbs = import_module("validation.verbs")
-    return with_settings(verbs.VERBS), with_settings(verbs.STEPS)
+    return verbs.VERBS, verbs.STEPS
 
 
 class _Version(argparse.Action):

@@ -176,7 +176,9 @@ def covers(stored: Calibrated, recipe) -> bool:
     """Whether a calibration holds all that a recipe reads."""
     for stream in ("k", "v"):
         due = reads(getattr(recipe, stream), stream)
-        if "whitener" in due and not stored.whiteners:
+        if "whitener" in due and not stored.metric(recipe.placement):
+            return False
+        if "own" in due and not stored.own.get((stream, getattr(recipe, stream).codec)):
             return False
         if "components" in due and not stored.components.get(stream):
             return False

@@ -35,10 +35,10 @@ def params_verb(args: argparse.Namespace) -> None:
 
 
 def _print_recipes(params: Settings, missing: list[str]) -> None:
-    from kvlab.lab.plan import CHOSEN, LADDER, baseline_runs, job_names, jobs, studies
+    from kvlab.lab.plan import CHOSEN, baseline_runs, job_names, jobs, targets
     from kvlab.studies.units import units
 
-    planned = [study for study in (*studies(params), LADDER) if study != CHOSEN]
+    planned = [study for study in targets(params) if study != CHOSEN]
     print(f"\n# recipes of {params.model.slug}")
     recipes = {}
     for cell in (cell for study in planned for job in jobs(params, study).values() for cell in job):
@@ -49,7 +49,7 @@ def _print_recipes(params: Settings, missing: list[str]) -> None:
         print("# default cells that are left out, as they are not possible here or the same cell as another")
         print(f"#   {', '.join(missing)}")
     print("# jobs")
-    for study in (*studies(params), LADDER):
+    for study in targets(params):
         print(f"#   {study}: {', '.join(job_names(params, study))}")
     print(f"#   baseline: {', '.join(baseline_runs(params))}")
     print("# measured together")

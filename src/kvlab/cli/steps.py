@@ -21,12 +21,13 @@ from kvlab.cli.flags import (
     word,
 )
 from kvlab.cli.given import fitted_of, params_of, tier
+from kvlab.cli.ladder import verbs
 
 ABOUT = """\
 The steps of the pipeline, as the rules of the workflow call them (`make findings` runs them all).
 
   corpus      text -> fixed token windows, calibration and test kept apart
-  needles     facts planted in texts of their own, and questions that ask for them
+  needles     facts planted in texts of their own, and questions that ask for them; beside it RULER's texts
   capture     pre-rotary Q, K, V of the calibration windows, from one engine
   sigma       Sigma_q and its Cholesky factor, per layer and KV head
   codebooks   Lloyd-Max tables on the variable that the quantiser really sees
@@ -36,6 +37,8 @@ The steps of the pipeline, as the rules of the workflow call them (`make finding
   jobs        the cells of all studies on one engine in one dtype, with one start of the engine
   measure     the cells of one study on one engine
   residual    the codec's own error on each engine's capture
+  ladder      what the codecs' calibrations weigh as files, and how much a transform can gain on this model
+  ladder_further  codecs at longer contexts, and klt fitted on parts of the calibration
   mechanisms  what the gate judges: each codec, and an engine's own cache dtypes, on text and on needles
   metrics     tables -> estimates with intervals; refuses what may not be compared
   compare     several models' estimates beside one another, with intervals of their differences
@@ -72,10 +75,12 @@ def corpus_verb(args: argparse.Namespace) -> None:
 
 
 def needles_verb(args: argparse.Namespace) -> None:
-    """Plant the facts that retrieval is measured on."""
-    from kvlab.text.needles import build
+    """Plant the facts that retrieval is measured on, and make RULER's texts beside them."""
+    from kvlab.text import needles, ruler
 
-    build(params_of(args), args.out, args.documents)
+    params = params_of(args)
+    needles.build(params, args.out, args.documents)
+    ruler.build(params, args.out.with_name("ruler.parquet"))
 
 
 def capture_verb(args: argparse.Namespace) -> None:
@@ -180,7 +185,9 @@ def metrics_verb(args: argparse.Namespace) -> None:
     from kvlab.report.metrics import build
     from kvlab.studies.chapter import Sources
 
-    sources = Sources(args.baseline, args.jobs, args.codebooks, args.sigmas, args.residual, args.choice)
+    sources = Sources(
+        args.baseline, args.jobs, args.codebooks, args.sigmas, args.residual, args.choice, args.ladder, args.further
+    )
     write_json(args.out, build(params_of(args), sources))
 
 
@@ -216,10 +223,10 @@ def report_verb(args: argparse.Namespace) -> None:
     from kvlab.report.schema import load
 
     metrics, verdict = load(args.metrics), read_json(args.verdict)
+    comparison = read_json(args.comparison) if args.comparison else None
     if args.readme:
-        readme.update(args.readme, metrics, verdict)
+        readme.update(args.readme, metrics, verdict, comparison=comparison)
     if args.out:
-        comparison = read_json(args.comparison) if args.comparison else None
         findings.write(params_of(args), metrics, verdict, args.out, args.html, comparison, args.claims)
 
 
@@ -333,6 +340,7 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
         word("--code", "digest of the code that measures; evidence of other code is stale", required=True),
         OUT,
     ],
+    **verbs(SIGMA),
     metrics_verb: [
         path("--baseline", "json records of the baseline runs", nargs="+"),
         path("--jobs", "json records of the jobs of cells", nargs="+"),
@@ -340,6 +348,8 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
         path("--sigmas", "json sidecars of `kvlab step sigma`", nargs="+"),
         path("--residual", "json records of `kvlab step residual`", nargs="+"),
         path("--choice", "what `kvlab step choose` wrote; needed by the mitigations", required=False, nargs="?"),
+        path("--ladder", "what `kvlab step ladder` wrote; needed by the ladder", required=False, nargs="?"),
+        path("--further", "what `kvlab step ladder_further` wrote", required=False, nargs="?"),
         OUT,
     ],
     verdict_verb: [METRICS, OUT],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -100,11 +100,14 @@ class StreamCalibration:
         Lloyd-Max table [2**bits] of the block codec.
     components : dict of int to Components
         Mean, covariance and KLT of the stream.
+    own : dict
+        By layer, what the codec's own `Fit.of` made of the stream's sample; an object of the codec's class `Fit`.
     """
 
     whiteners: dict[int, Whitener] = field(default_factory=dict)
     centroids: Tensor | None = None
     components: dict[int, Components] = field(default_factory=dict)
+    own: dict[int, Any] = field(default_factory=dict)
 
 
 class Codec(Protocol):

@@ -7,10 +7,16 @@ from pydantic import ValidationError
 from kvlab.base.errors import CapabilityError, ParamsError, UnknownName
 from kvlab.base.plugins import names, plugin_stream, settings_of
 from kvlab.base.recipe import STREAMS, Recipe, StreamRecipe
-from kvlab.base.rungs import own_settings
+from kvlab.base.rivals import RIVALS, rival_recipe
+from kvlab.base.rungs import ASKED_AS_RIVALS, own_settings
 from kvlab.codec.names import UNSTORED
 
-CONDITIONS = {"": {}, "center": {"center": True}, "center+whiten": {"center": True, "whiten": True}}
+CONDITIONS = {
+    "": {},
+    "center": {"center": True},
+    "center+whiten": {"center": True, "whiten": True},
+    "center+weigh": {"center": True, "weigh": True},
+}
 
 
 def named_recipe(codec: str, bits: float | None = None, v_bits: float | None = None, **settings) -> Recipe:
@@ -20,7 +26,8 @@ def named_recipe(codec: str, bits: float | None = None, v_bits: float | None = N
     ----------
     codec : str
         A codec, which may have mean removal and whitening of K in front of it: ``klt``, ``hadamard``,
-        ``int+center``, ``int+center+whiten``; or one of another package, by its name.
+        ``int+center``, ``int+center+whiten``, ``int+center+weigh``; one as published (`base.rivals`), such as
+        ``kivi-paper``; or one of another package, by its name.
     bits, v_bits : float, optional
         Of K, and of V where they differ. A codec without a choice, such as ``fp8``, takes none.
     **settings
@@ -36,9 +43,15 @@ def named_recipe(codec: str, bits: float | None = None, v_bits: float | None = N
         It is a control of measurements, which stores nothing, or ``block``, which is described in params.yaml.
     """
     name, _, condition = codec.partition("+")
+    if codec in RIVALS:
+        return rival_recipe(codec, bits, v_bits, **settings)
     others = names()  # first of all: a package that takes one of kvlab's names is refused
     if name not in STREAMS and name not in others:
-        raise UnknownName("codec", name, (*(known for known in STREAMS if known not in (*UNSTORED, "block")), *others))
+        kept = (known for known in STREAMS if known not in (*UNSTORED, *ASKED_AS_RIVALS, "block"))
+        raise UnknownName("codec", name, (*kept, *RIVALS, *others))
+    if name in ASKED_AS_RIVALS:
+        published = next(rival for rival in RIVALS if rival.startswith(name))
+        raise CapabilityError(f"codec {name!r} has one recipe, the published one; name {published}")
     if name in UNSTORED:
         raise CapabilityError(f"codec {name!r} is a control of measurements and stores nothing; name a codec")
     if name == "block":

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from kvlab.base import plugins
 from kvlab.base.errors import PluginError, UnknownName
 from kvlab.base.recipe import PluginStream, StreamRecipe
 from kvlab.codec.base import Codec, StreamCalibration
+from kvlab.codec.ended import EndedCodec, Kept
 from kvlab.codec.names import CODECS
 
 PARTS = ("per_token", "encode", "decode", "decode_block")  # of `Codec`
 
 
 def build(stream_recipe: StreamRecipe, calibration: StreamCalibration | None = None) -> Codec:
-    """The codec of one stream.
+    """The codec of one stream, for whole caches: where the recipe keeps tokens at the ends, it does.
+
+    Parameters and what is raised are those of `bare`.
+    """
+    codec, kept = bare(stream_recipe, calibration), Kept.of(stream_recipe)
+    return EndedCodec(codec, kept) if kept else codec
+
+
+def bare(stream_recipe: StreamRecipe, calibration: StreamCalibration | None = None) -> Codec:
+    """The codec of one stream alone, for whoever keeps the tokens at the ends of a growing cache by itself.
 
     Parameters
     ----------
@@ -39,7 +50,7 @@ def build(stream_recipe: StreamRecipe, calibration: StreamCalibration | None = N
 
 
 def class_of(stream_recipe: StreamRecipe) -> type[Codec]:
-    """The class that `build` takes; raises as it does."""
+    """The class that `bare` takes; raises as it does."""
     if isinstance(stream_recipe, PluginStream):
         return _plugin_class(plugins.installed(stream_recipe)[0])
     return codec_class(stream_recipe.codec)
@@ -51,6 +62,11 @@ def codec_class(name: str) -> type[Codec]:
         raise UnknownName("codec", name, CODECS)
     module, class_name = CODECS[name].split(":")
     return getattr(import_module(module), class_name)
+
+
+def fit_class(name: str) -> Any:
+    """What a codec of kvlab's fits by itself: the class `Fit` of its module, with `of` and `shape`."""
+    return import_module(CODECS[name].split(":")[0]).Fit
 
 
 def _plugin_class(found: plugins.Found) -> type[Codec]:

@@ -125,6 +125,42 @@ class Engine(ABC):
         """
         return self.score(ids, context_of(cache), _Put(cache), placement)
 
+    def write_over(
+        self,
+        ids: Sequence[int],
+        cache: ContextCache,
+        tokens: int,
+        draft: Sequence[int] = (),
+        stop: Sequence[int] = (),
+        placement: Placement = "pre_rope",
+    ) -> list[int]:
+        """What greedy decoding writes after a prompt, of whose context K and V are given instead of computed.
+
+        A draft is checked in one pass, and what it has right need not be written token by token (Leviathan et al.
+        2023, arXiv 2211.17192, at temperature 0): but for rounding, the answer is the same with any draft.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            The prompt: the context, and at least one token after it.
+        cache : ContextCache
+            As in `score_over`.
+        tokens : int
+            How many are written at most.
+        draft : sequence of int
+            What may be written.
+        stop : sequence of int
+            Tokens that end the answer, in which they do not stand.
+        placement : {"pre_rope", "post_rope"}
+            As in `score_over`.
+
+        Raises
+        ------
+        Fault
+            The engine cannot write over a given cache.
+        """
+        raise Fault(f"{self.name} does not write over a given cache")
+
     def layer_inputs(self, ids: Sequence[int]) -> list[torch.Tensor] | None:
         """What goes into each layer in a pass that nothing changes; None from an engine that cannot start there."""
         return None
@@ -165,6 +201,11 @@ class _Put:
             return None
         given = self._cache[layer, part]
         return torch.cat([given.to(x.dtype), x[:, given.shape[1] :]], dim=1)
+
+
+def until(written: list[int], stop: Sequence[int]) -> list[int]:
+    """What stands before the first token that ends an answer."""
+    return written[: next((i for i, token in enumerate(written) if token in stop), len(written))]
 
 
 def context_of(cache: ContextCache) -> int:

@@ -24,6 +24,7 @@ from kvlab.engines.base import (
     context_of,
     refuse_broken_weights,
     refuse_unknown_placement,
+    until,
 )
 from kvlab.engines.hooks import decoder_layers, installed, separate_projections
 
@@ -72,14 +73,46 @@ class HFEngine(Engine):
     @torch.inference_mode()
     def score_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope") -> torch.Tensor:
         """See `Engine.score_over`: the model goes on from a filled cache."""
+        filled = self._filled(cache, placement)
+        return self._rows(ids[context_of(cache) :], filled)[:-1]
+
+    @torch.inference_mode()
+    def write_over(
+        self,
+        ids: Sequence[int],
+        cache: ContextCache,
+        tokens: int,
+        draft: Sequence[int] = (),
+        stop: Sequence[int] = (),
+        placement: Placement = "pre_rope",
+    ) -> list[int]:
+        """See `Engine.write_over`."""
+        filled = self._filled(cache, placement)
+        told, offered = list(ids[context_of(cache) :]), list(draft[:tokens])
+        given = told + offered
+        best = self._rows(given, filled)[len(told) - 1 :].argmax(-1).tolist()
+        agreed = next((i for i, token in enumerate(offered) if token != best[i]), len(offered))
+        written = [*offered[:agreed], best[agreed]]
+        if agreed < len(offered):
+            filled.crop(agreed - len(offered))
+        while len(written) < tokens and written[-1] not in stop:
+            written.append(int(self._rows(written[-1:], filled)[-1].argmax()))
+        return until(written[:tokens], stop)
+
+    def _rows(self, ids: Sequence[int], filled: DynamicCache) -> torch.Tensor:
+        """The logits of tokens that follow a cache, which takes them up."""
+        tokens = torch.tensor([list(ids)], device=self.model.device)
+        return self.model(tokens, past_key_values=filled, use_cache=True).logits[0]
+
+    def _filled(self, cache: ContextCache, placement: Placement) -> DynamicCache:
+        """A cache of the model's own kind that holds a context."""
         refuse_unknown_placement(placement)
         context, filled = context_of(cache), DynamicCache()
         turn = self._rotation(context) if placement == "pre_rope" else None
         for layer in range(self.info.n_layers):
             k, v = (cache[layer, part][None].to(self.model.device, self.model.dtype) for part in ("k", "v"))
             filled.update(turn(k) if turn else k, v, layer)
-        rest = torch.tensor([list(ids[context:])], device=self.model.device)
-        return self.model(rest, past_key_values=filled, use_cache=True).logits[0, :-1]
+        return filled
 
     @torch.inference_mode()
     def layer_inputs(self, ids: Sequence[int]) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from kvlab.base.recipe import Frozen
 from kvlab.gate.lines import CERTIFIED, Line
 
 KL = "kl"
-OPEN = "quality_open"
+OPEN, FAMILY = "quality_open", "quality_family"
 
 
 class Answer(Frozen):
@@ -64,8 +64,8 @@ def answers(lines: Iterable[Line]) -> Iterator[Answer]:
 
 
 def is_preview(line: Line) -> bool:
-    """Whether nothing but open metrics keeps a row from support, and KL is none of them."""
-    return set(line.codes) == {OPEN} and KL in line.metrics and KL not in line.open
+    """Whether nothing but open metrics, KL none of them, or the number of rows tested keeps a row from support."""
+    return set(line.codes) in ({OPEN}, {FAMILY}) and KL in line.metrics and KL not in line.open
 
 
 def smallest(lines: list[Line]) -> Line | None:

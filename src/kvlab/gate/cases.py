@@ -10,10 +10,12 @@ from functools import cached_property
 from kvlab.gate.catalogue.rows import Row, fields
 from kvlab.gate.catalogue.values import Value
 from kvlab.gate.evidence import Derived, status
+from kvlab.gate.family import Standing
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Mechanism, Registry
 from kvlab.gate.waivers import Waiver
 
+BASELINE = "baseline"
 NONE = (None, "", "none")  # how a variant, a codec or a way of speculating says that there is none
 DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
@@ -53,10 +55,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Case:
-    """One row in its context."""
+    """One row in its context; `standing` among the rows that it is judged with, None where it is judged alone."""
 
     row: Row
     context: Context
+    standing: Standing | None = None
 
     @cached_property
     def _fields(self) -> tuple[dict[str, Value], list[Reason]]:
@@ -131,6 +134,20 @@ class Case:
         return None if held is None or not elements else 8 * held / elements
 
     @cached_property
-    def derived(self) -> Derived:
-        """The status that its evidence earns, the judgements, and what is wrong with the evidence."""
+    def own(self) -> Derived:
+        """The status that its evidence earns by itself, the judgements, and what is wrong with the evidence."""
         return status(self.values, self.row.evidence, self.context.registry, self.context.current)
+
+    @property
+    def tested(self) -> bool:
+        """Whether luck could certify it: it has evidence, and is something else than the baseline."""
+        return bool(self.row.evidence and self.names) and set(self.names) != {BASELINE}
+
+    @property
+    def derived(self) -> Derived:
+        """As `own`, but that nothing is shown of a row whose evidence does not hold among all that were tested."""
+        own, standing = self.own, self.standing
+        if standing is None or standing.certifies or any(j.word != "within" for j in own.judgements) or own.reasons:
+            return own
+        status = "pending" if own.status == "completed" else own.status
+        return own._replace(status=status, reasons=(standing.reason(),))

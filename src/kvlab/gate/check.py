@@ -1,7 +1,8 @@
 """The gate: what each row earns of the tier that it claims, with every reason, and one verdict on all rows.
 
 A pure function of its arguments: no clock, no files. The order of the rows does not matter, and equal arguments give
-the same bytes. A row is judged by itself, so a row that passes cannot make others fail.
+the same bytes. What is wrong with a row is found of the row by itself; only how sure its certification is hangs on how
+many rows are tested with it (`kvlab.gate.family`), so that trying more of them does not certify more by luck.
 
 The verdict is ``pass`` when every row that was judged earns what it claims, or is waived; ``fail`` when one does not;
 ``cannot_judge`` when none was judged, because nothing checked is not nothing wrong. Under `strict` every row has to
@@ -11,6 +12,7 @@ earn what it claims: one that is waived, or that declares no mechanism and so wa
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import computed_field
@@ -20,8 +22,9 @@ from kvlab.gate.cases import Case, Context
 from kvlab.gate.catalogue.columns import COLUMNS, DECLARED, TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.catalogue.values import Value
-from kvlab.gate.evidence import Status
+from kvlab.gate.evidence import ALPHA, Status
 from kvlab.gate.evidence.quality import Judgement
+from kvlab.gate.family import standings
 from kvlab.gate.reasons import Reason
 from kvlab.gate.rules import CRITERIA, Criterion
 from kvlab.gate.waivers import Waiver
@@ -31,7 +34,7 @@ Verdict = Literal["pass", "fail", "cannot_judge"]
 WORDS: tuple[Word, ...] = ("pass", "waived", "fail", "not_applicable")
 EXIT_CODES: dict[Verdict, int] = {"pass": 0, "fail": 1, "cannot_judge": 2}
 BEST_WAIVED = "reviewed_preview"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 REFERENCE = tuple(column.name for column in COLUMNS if column.group in DECLARED)
 """What a report says of which row it speaks: everything that is declared of it."""
@@ -81,6 +84,9 @@ class Claim(Frozen):
         Every criterion that it fails, in the order of `kvlab.gate.rules.CRITERIA`.
     judgements : tuple of Judgement
         The words on the metrics of its evidence.
+    p, adjusted_p : float or None
+        p-value of "some metric loses its margin or more" (`Derived.p`), and the same adjusted for all rows that were
+        tested (Holm); None of a row without evidence, and of the baseline.
     """
 
     source: str
@@ -92,6 +98,8 @@ class Claim(Frozen):
     badge: str
     findings: tuple[Finding, ...]
     judgements: tuple[Judgement, ...]
+    p: float | None = None
+    adjusted_p: float | None = None
 
     @computed_field
     @property
@@ -109,7 +117,8 @@ class Report(Frozen):
     """Claims in an order of their own, how many of each word, and the verdict.
 
     `registry` and `current` are digests of what the rows were judged against; `current` is None where nothing said
-    what is current.
+    what is current. `tested` is the number of rows over which p-values are adjusted, `alpha` what an adjusted one may
+    be at most of a row that is certified.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -119,6 +128,8 @@ class Report(Frozen):
     verdict: Verdict
     exit_code: int
     counts: dict[str, int]
+    alpha: float = ALPHA
+    tested: int = 0
     claims: tuple[Claim, ...]
 
 
@@ -136,7 +147,10 @@ def check(rows: Iterable[Row], context: Context, strict: bool = False) -> Report
     -------
     Report
     """
-    claims = sorted((claim_of(Case(row, context)) for row in rows), key=_order)
+    cases = [Case(row, context) for row in rows]
+    standing = standings([case.own.p if case.tested else None for case in cases])
+    placed = (replace(case, standing=found) for case, found in zip(cases, standing, strict=True))
+    claims = sorted(map(claim_of, placed), key=_order)
     counts = {word: sum(claim.word == word for claim in claims) for word in WORDS}
     verdict = _verdict(counts, strict)
     return Report(
@@ -146,6 +160,7 @@ def check(rows: Iterable[Row], context: Context, strict: bool = False) -> Report
         verdict=verdict,
         exit_code=EXIT_CODES[verdict],
         counts=counts,
+        tested=sum(found is not None for found in standing),
         claims=tuple(claims),
     )
 
@@ -180,6 +195,8 @@ def claim_of(case: Case) -> Claim:
         badge=BADGES[status] if status else "not judged",
         findings=findings,
         judgements=case.derived.judgements if judged else (),
+        p=case.standing and case.standing.p,
+        adjusted_p=case.standing and case.standing.adjusted,
     )
 
 
@@ -195,12 +212,13 @@ def _finding(criterion: Criterion, case: Case, claimed: str | None) -> Finding |
     reasons = criterion.reasons(case)
     if not reasons:
         return None
+    ceiling = criterion.leaves(reasons)
     waiver, expired = (None, ()) if criterion.hard else _waivers(criterion, case)
     return Finding(
         criterion=criterion.name,
         hard=criterion.hard,
-        ceiling=criterion.ceiling,
-        counts=criterion.hard or _below(criterion.ceiling, claimed),
+        ceiling=ceiling,
+        counts=criterion.hard or _below(ceiling, claimed),
         reasons=reasons + expired,
         waiver=waiver,
     )

@@ -30,10 +30,16 @@ class Line(Frozen):
     metrics, baseline : dict of str to Measure
         What evidence without a problem found, of the row and of its baseline. Of a baseline, what its second run found
         and what its first did.
+    paired : dict of str to Measure
+        The difference of both over the same items.
+    untold : tuple of str
+        The metrics of which the baseline is not shown to be better than chance.
     claimed, earned : str or None
         Tiers.
     open, beyond : tuple of str
         The metrics that keep it from its claim: those that its items do not settle, and those that lose too much.
+    p, adjusted_p : float or None
+        As in `kvlab.gate.check.Claim`.
     why : str
         Why it does not earn what it claims, or was not measured, in a few words; empty where nothing is to be said.
     """
@@ -57,6 +63,7 @@ class Line(Frozen):
     measured: bool
     metrics: dict[str, Measure]
     baseline: dict[str, Measure]
+    paired: dict[str, Measure]
     claimed: str | None
     earned: str | None
     status: str | None
@@ -64,7 +71,10 @@ class Line(Frozen):
     word: str
     codes: tuple[str, ...]
     open: tuple[str, ...]
+    untold: tuple[str, ...]
     beyond: tuple[str, ...]
+    p: float | None = None
+    adjusted_p: float | None = None
     why: str
 
     @property

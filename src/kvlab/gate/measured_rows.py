@@ -21,7 +21,7 @@ from kvlab.gate.catalogue import EVIDENCE, checked_row
 from kvlab.gate.catalogue.columns import MOST_CHARACTERS
 from kvlab.gate.evidence import BASELINE_RECIPE, Evidence, build, measured, paired
 from kvlab.pages.terminal import printable
-from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, METRICS, NEEDLE
+from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, METRICS, NEEDLE, TASKS, asked
 from kvlab.studies.mechanisms.records import EvalRun, MechanismRow, MechanismsRecord, Missing, read_mechanisms
 
 UNMEASURED = "unsupported"
@@ -30,8 +30,10 @@ UNMEASURED = "unsupported"
 TOKENS_OF_A_K = 1024
 
 
-RATES = {FIDELITY: False, NEEDLE: True}
-"""Whether the items of an eval are answered or not, 1 or 0."""
+RATES = {FIDELITY: False, NEEDLE: True, GREEDY: False} | dict.fromkeys(TASKS, True)
+"""Whether the items of an eval are answered or not, 1 or 0, or in part."""
+RULER = "ruler.json"
+"""The record of RULER's items, beside that of the needles."""
 
 
 def write(
@@ -44,7 +46,8 @@ def write(
     records : sequence of Path
         What `kvlab step mechanisms` wrote, a file for each engine.
     windows, needles : Path
-        What `kvlab step corpus` and `kvlab step needles` wrote for the model; their records are read.
+        What `kvlab step corpus` and `kvlab step needles` wrote for the model; their records are read, and that of
+        RULER's items beside the needles'.
     code : str
         Digest of the code that measures now.
     claim : str
@@ -67,20 +70,21 @@ def write(
     if len(models) != 1:
         raise MixedIdentity({"model": models})
     of_windows, of_needles = read_json(windows.with_suffix(".json")), read_json(needles.with_suffix(".json"))
-    now, asked = current_of(of_windows, of_needles, code), items_of(of_windows, of_needles)
+    of_ruler = read_json(needles.with_name(RULER))
+    now, there = current_of(of_windows, of_needles, of_ruler, code), items_of(of_windows, of_needles, of_ruler)
     for path, (record, _) in zip(records, found, strict=True):
-        refuse_other_items(path, record, asked)
+        refuse_other_items(path, record, there)
     rows = [row for record, scores in found for row in rows_of(record, scores, claim)]
     write_json(current, {models.pop(): now})
     write_json(out, rows)
     return rows
 
 
-def current_of(windows: dict, needles: dict, code: str) -> dict[str, str]:
-    """What a model's evidence must have been measured on, from the records of its windows and of its needles."""
+def current_of(windows: dict, needles: dict, ruler: dict, code: str) -> dict[str, str]:
+    """What a model's evidence must have been measured on, from the records of its windows and of its items."""
     try:
-        hashes = {windows["model_hash"], needles["model_hash"]}
-        corpus_hash = texts_hash(windows["corpus_hash"], needles["needles_hash"])
+        hashes = {windows["model_hash"], needles["model_hash"], ruler["model_hash"]}
+        corpus_hash = texts_hash(windows["corpus_hash"], needles["needles_hash"], ruler["items_hash"])
     except (KeyError, TypeError) as error:
         raise StorageError(f"the records of windows and needles do not say {error}; run both stages again") from None
     if len(hashes) != 1:
@@ -88,28 +92,31 @@ def current_of(windows: dict, needles: dict, code: str) -> dict[str, str]:
     return {"model_hash": hashes.pop(), "corpus_hash": corpus_hash, "code": code}
 
 
-def items_of(windows: dict, needles: dict) -> dict[str, int]:
-    """How many items each eval has, from the records of windows and needles."""
+def items_of(windows: dict, needles: dict, ruler: dict) -> dict[str, int]:
+    """How many items each eval has, from the records of windows, needles and RULER's texts."""
     try:
-        return {FIDELITY: windows["windows"]["test"], NEEDLE: needles["n"]}
+        test, tasks = windows["windows"]["test"], ruler["tasks"]
+        passed = {FIDELITY: test, NEEDLE: needles["n"], GREEDY: min(test, ruler["greedy"])}
+        return passed | {name: tasks.get(task, 0) for name, task in TASKS.items()}
     except (KeyError, TypeError) as error:
         raise StorageError(f"the records of windows and needles do not say {error}; run both stages again") from None
 
 
-def refuse_other_items(path: Path, record: MechanismsRecord, asked: dict[str, int]) -> None:
+def refuse_other_items(path: Path, record: MechanismsRecord, there: dict[str, int]) -> None:
     """`StorageError` where a variant was not asked all items: what was left out may be what it lost."""
     for row in record.rows:
         scored = {run.quality_eval_id: run.items for run in row.evals}
-        if scored != asked or len(scored) != len(row.evals):
+        due = asked(there, record.engine, row.protocol)
+        if scored != due or len(scored) != len(row.evals):
             raise StorageError(
-                f"{path}: {row.label!r} has items {scored}, those that there are: {asked};"
+                f"{path}: {row.label!r} has items {scored}, those that there are: {due};"
                 " run `kvlab step mechanisms` again"
             )
 
 
-def texts_hash(windows: str, needles: str) -> str:
-    """One hash of all that is scored: a row rests on both."""
-    return digest({"windows": windows, "needles": needles})
+def texts_hash(windows: str, needles: str, ruler: str | None) -> str:
+    """One hash of all that is scored: a row rests on everything."""
+    return digest({"windows": windows, "needles": needles, "ruler": ruler})
 
 
 def rows_of(record: MechanismsRecord, scores: pl.DataFrame, claim: str) -> list[dict[str, Any]]:
@@ -167,7 +174,7 @@ def row_identity(record: MechanismsRecord, label: str) -> dict[str, Any]:
     found = record.provenance
     ageing = {
         "model_hash": found.model_hash,
-        "corpus_hash": texts_hash(found.corpus_hash, record.needles_hash),
+        "corpus_hash": texts_hash(found.corpus_hash, record.needles_hash, record.ruler_hash),
         "code": record.code,
     }
     return ageing | {
@@ -197,9 +204,10 @@ def band(tokens: int) -> str:
 
 def evidence_of(record: MechanismsRecord, row: MechanismRow, run: EvalRun, scores: pl.DataFrame) -> Evidence:
     """What one eval found of one row, held against the engine as it is, item by item."""
-    by_metric = scores_of(row.label, run, scores)
+    by_metric = scores_of(record, row, run, scores)
     rate = RATES[run.quality_eval_id]
     identity = _evidence_identity(record, row)
+    identity |= {"context_tokens": run.context} if run.context else {}
     return build(
         quality_eval_id=run.quality_eval_id,
         version=run.version,
@@ -248,19 +256,23 @@ class Scores(NamedTuple):
     baseline: np.ndarray
 
 
-def scores_of(label: str, run: EvalRun, scores: pl.DataFrame) -> dict[str, Scores]:
+def scores_of(record: MechanismsRecord, row: MechanismRow, run: EvalRun, scores: pl.DataFrame) -> dict[str, Scores]:
     """What one eval found of one row, by metric and in the order of the items.
+
+    All rows of a protocol are held against one baseline: a snapshot is scored in another pass than what is coded
+    inside the forward, and in bfloat16 two passes may answer an item differently.
 
     Raises
     ------
     StorageError
         The eval is not known, an item is missing or there twice, or the baseline is not the one that all other rows
-        are held against.
+        of the protocol are held against.
     """
+    label, alike = row.label, [other.label for other in record.rows if other.protocol == row.protocol]
     asked = run.quality_eval_id
     if asked not in METRICS:
         raise StorageError(f"no eval {asked!r} is known here; allowed: {', '.join(METRICS)}")
-    of_eval = scores.filter(quality_eval_id=asked)
+    of_eval = scores.filter(pl.col("label").is_in(alike), quality_eval_id=asked)
     return {
         metric: _scores(f"{metric} of {label!r}", label, run, of_eval.filter(metric=metric))
         for metric in METRICS[asked]
@@ -268,7 +280,7 @@ def scores_of(label: str, run: EvalRun, scores: pl.DataFrame) -> dict[str, Score
 
 
 def _scores(place: str, label: str, run: EvalRun, scores: pl.DataFrame) -> Scores:
-    """`scores` are those of one metric, of all rows."""
+    """`scores` are those of one metric, of all rows of a protocol."""
     mine = scores.filter(label=label).sort("item")
     if mine["item"].to_list() != list(range(run.items)):
         raise StorageError(

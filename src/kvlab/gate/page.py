@@ -11,14 +11,15 @@ from kvlab.base.records import atomic, write_json, write_text
 from kvlab.gate.answer import Answer
 from kvlab.gate.audit.trust import trust
 from kvlab.gate.cases import Context
-from kvlab.gate.catalogue.columns import TIERS
+from kvlab.gate.catalogue.columns import TIERS, TOO_LOSSY
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.detection import picture, table
 from kvlab.gate.evidence import Measure
 from kvlab.gate.evidence.measures import CONFIDENCE
-from kvlab.gate.reasons_page import reasons
+from kvlab.gate.reasons_page import p_value, reasons
 from kvlab.gate.samples import Repeat, Samples
 from kvlab.gate.summary import BASELINE, CERTIFIED, Best, Line, Ratio, Summary, judged
+from kvlab.gate.written_table import WORDS, written_table
 from kvlab.pages import format as fmt
 from kvlab.pages import markdown
 
@@ -31,6 +32,7 @@ RATES = ("top1_agreement", NEEDLES)
 METRICS = ("kl", "delta_nll", *RATES)
 TITLES = {"throughput_tok_s": "throughput", "bits_per_value": "size"}
 WORDS_OF = {"kl": "KL", "delta_nll": "change of the loss", "top1_agreement": "same top token", NEEDLES: "needles found"}
+WORDS_OF |= WORDS
 
 
 def write(
@@ -107,6 +109,9 @@ def page(summary: Summary) -> dict[str, Any]:
     return {
         "claimed": ", ".join(tier for tier in TIERS if any(line.claimed == tier for line in measured)),
         "best_tier": CERTIFIED,
+        "too_lossy": TOO_LOSSY,
+        "tested": summary.tested,
+        "alpha": fmt.percent(summary.alpha, 1),
         "answers": [answer_line(answer, summary) for answer in summary.answers],
         "certified": any(answer.word == "certified" for answer in summary.answers),
         "counts": [count_line(tier, count, summary) for tier, count in summary.counts.items() if count],
@@ -130,8 +135,16 @@ def answer_line(answer: Answer, summary: Summary) -> dict[str, Any]:
         "of": fmt.number(plain and plain.bits_per_value),
         "kl": found["kl"],
         "top": found["top1_agreement"],
-        "open": ", ".join(WORDS_OF.get(name, name) for name in line.open) if line else "",
+        "adjusted_p": p_value(line and line.adjusted_p),
+        "why": _not_yet(line, summary) if line else "",
     }
+
+
+def _not_yet(line: Line, summary: Summary) -> str:
+    """Why a preview is none yet: which metrics are open, or how many rows were tested beside it."""
+    if line.open:
+        return f"{', '.join(WORDS_OF.get(name, name) for name in line.open)} open"
+    return f"not sure enough as one of {summary.tested} rows tested"
 
 
 def count_line(tier: str, count: int, summary: Summary) -> dict[str, Any]:
@@ -182,6 +195,7 @@ def place(lines: list[Line]) -> dict[str, Any]:
         "on": on_what(first),
         "n": {metric: span(line.metrics[metric].n for line in lines if metric in line.metrics) for metric in METRICS},
         "lines": [table_line(line) for line in lines],
+        "written": written_table(lines),
     }
 
 
@@ -202,6 +216,7 @@ def table_line(line: Line) -> dict[str, Any]:
     return {
         "name": line.name,
         "label": " ".join(filter(None, (line.mechanism_variant or line.mechanism, line.bits and str(line.bits)))),
+        "coded": line.protocol if line.mechanism != BASELINE else None,
         "bits": fmt.number(line.bits),
         "stored": fmt.number(line.bits_per_value),
         "throughput": fmt.number(line.throughput_tok_s),
@@ -209,6 +224,7 @@ def table_line(line: Line) -> dict[str, Any]:
         "protocol": line.protocol,
         "span": line.stored_span,
         "metrics": [short(metric, line.metrics.get(metric)) for metric in METRICS],
+        "adjusted_p": p_value(line.adjusted_p),
         "earned": line.earned,
         "certified": line.earned == CERTIFIED,
         "why": line.why,

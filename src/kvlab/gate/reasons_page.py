@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvlab.gate.check import Claim, Report
+from kvlab.gate.evidence import ALPHA
 from kvlab.gate.evidence.power import WORDS
 from kvlab.gate.evidence.quality import Judgement
-from kvlab.gate.rules import CRITERIA, PUBLISHED
+from kvlab.gate.rules import CRITERIA, PUBLISHED, Criterion
 from kvlab.gate.summary import Line, Summary
 from kvlab.pages import format as fmt
 
@@ -18,6 +19,8 @@ def reasons(report: Report, summary: Summary, found: dict[str, Any]) -> dict[str
     return {
         "details": [detail(line, report) for line in summary.rows if line.measured],
         "trust": trust_context(found),
+        "tested": report.tested,
+        "alpha": fmt.percent(report.alpha, 1),
         "registry": report.registry,
         "current": report.current,
         "criteria": [criterion_line(criterion) for criterion in CRITERIA],
@@ -36,7 +39,16 @@ def detail(line: Line, report: Report) -> dict[str, Any]:
         "badge": line.badge,
         "reasons": list(reason_lines(claim)),
         "judgements": [judgement_line(judgement) for judgement in claim.judgements],
+        "p": None if claim.p is None else p_value(claim.p),
+        "adjusted_p": p_value(claim.adjusted_p),
     }
+
+
+def p_value(p: float | None) -> str:
+    """A p-value, which is rounded up; not said how large above the level that certifies; a dash where none is."""
+    if p is None:
+        return fmt.DASH
+    return f"≤\N{NO-BREAK SPACE}{p:.2g}" if p <= ALPHA else f"over\N{NO-BREAK SPACE}{ALPHA:g}"
 
 
 def reason_lines(claim: Claim) -> Iterator[dict[str, str]]:
@@ -59,9 +71,10 @@ def judgement_line(judgement: Judgement) -> dict[str, str]:
     return {
         "key": judgement.key,
         "loss": fmt.estimate(loss),
-        "allowed": fmt.number(judgement.tolerance),
-        "room": fmt.number(judgement.margin),
+        "margin": fmt.number(judgement.margin),
+        "room": fmt.number(judgement.room),
         "word": judgement.word,
+        "p": p_value(judgement.p),
         "needed": fmt.whole(judgement.needed_n),
     }
 
@@ -90,7 +103,7 @@ def power_context(power: dict[str, Any]) -> dict[str, Any]:
     registered = [alarm for alarm in power["alarms"] if alarm["allowed"] == "as registered"]
     return {
         "key": power["key"],
-        "cap": fmt.percent(power["cap"]),
+        "margin": fmt.percent(power["margin"]),
         "base_rate": fmt.percent(power["base_rate"]),
         "churn": fmt.percent(power["churn"]),
         "resamples": fmt.number(power["resamples"]),
@@ -135,12 +148,17 @@ def curve_line(row: dict[str, Any]) -> dict[str, str]:
     return given | {"loss": fmt.percent(row["loss"]), "size": fmt.number(row["n_items"])} | shares
 
 
-def criterion_line(criterion) -> dict[str, str]:
+def left(criterion: Criterion) -> str:
+    """The tier that failing a criterion leaves, and those that some reasons leave instead."""
+    return "; ".join([criterion.ceiling, *(f"{tier} where {code}" for code, tier in criterion.worse.items())])
+
+
+def criterion_line(criterion: Criterion) -> dict[str, str]:
     """One criterion as the page lists it."""
     return {
         "name": criterion.name,
         "published": "yes" if criterion.name in PUBLISHED else "no",
-        "ceiling": criterion.ceiling,
+        "ceiling": left(criterion),
         "hard": "yes" if criterion.hard else "no",
         "why": criterion.why,
     }

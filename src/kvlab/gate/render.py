@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from kvlab.gate.check import WORDS, Claim, Finding, Report
+from kvlab.gate.reasons_page import left, p_value
 from kvlab.gate.rules import CRITERIA, Criterion
 from kvlab.pages.markdown import render, words
 from kvlab.pages.terminal import printable
@@ -37,6 +38,8 @@ def to_markdown(report: Report) -> str:
         waivers=[(claim, f) for claim in claims for f in claim.findings if f.waiver],
         judged=[(claim, judgement) for claim in claims for judgement in claim.judgements],
         criteria=CRITERIA,
+        left=left,
+        p_value=p_value,
     )
 
 

@@ -4,19 +4,22 @@ A criterion is a fact about a row, whatever tier the row claims. Failing it leav
 fails the row at every tier besides, and nobody can waive it: the row contradicts itself or its registry, and is not
 merely short of evidence.
 
-Why the ceilings are where they are. Quality that is not shown and quality that is shown to be lost both leave
-``reviewed_preview``: if the second left less, a row would gain by hiding its evidence. What is wrong with evidence
-that is the row's own, such as age or a missing metric, makes it count as none; evidence that was altered, that belongs
-to another row or that contradicts this one is no lack but a falsehood, and hard.
+Why the ceilings are where they are. Quality that is not shown leaves ``reviewed_preview``; quality that is shown to be
+lost leaves ``too_lossy``, which is no preview of anything. A row that hides such evidence is a preview without a
+number, and badged `unverified`; that nothing is hidden is the work of what makes the rows (`kvlab.gate.measured_rows`
+takes all items of all rows or none). What is wrong with evidence that is the row's own, such as age or a missing
+metric, makes it count as none; evidence that was altered, that belongs to another row or that contradicts this one is
+no lack but a falsehood, and hard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from kvlab.gate import declarations, observations
 from kvlab.gate.cases import Case, Context
+from kvlab.gate.catalogue.columns import TIERS, TOO_LOSSY
 from kvlab.gate.evidence.faults import IDENTIFYING
 from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.reasons import Reason
@@ -52,6 +55,8 @@ class Criterion:
         From a case to the reasons for which it fails; none when it holds.
     of_fields : bool
         Whether it is about the fields as they are written, and so is asked of malformed rows too.
+    worse : mapping of str to str
+        By code of a reason, a tier below the ceiling that it leaves instead.
     """
 
     name: str
@@ -60,10 +65,16 @@ class Criterion:
     why: str
     find: Callable[[Case], Iterable[Reason]]
     of_fields: bool = False
+    worse: Mapping[str, str] = field(default_factory=dict)
 
     def reasons(self, case: Case) -> tuple[Reason, ...]:
         """Why the case fails it, in a fixed order."""
         return tuple(self.find(case))
+
+    def leaves(self, reasons: Iterable[Reason]) -> str:
+        """The best tier that a row can earn which fails it for these reasons."""
+        left = [self.ceiling, *(self.worse[reason.code] for reason in reasons if reason.code in self.worse)]
+        return max(left, key=TIERS.index)
 
 
 # ------------------------------------------------------------------------------------- quality
@@ -75,7 +86,7 @@ def evidence_is_the_rows(case: Case) -> Iterator[Reason]:
 
 
 def quality_shown(case: Case) -> Iterator[Reason]:
-    """A lossy row's evidence shows, metric by metric, that the loss is within its tolerance."""
+    """A lossy row's evidence shows, metric by metric, that the loss is within its margin."""
     derived, declared = case.derived, set(case.names)
     asked = declared != {declarations.BASELINE} or derived.status == "failed"
     if not declared or not asked or derived.status in ("completed", "not_required"):
@@ -89,10 +100,12 @@ def _unsettled(judgement: Judgement) -> Reason:
     found = []
     if judgement.loss is not None:
         interval = f"[{judgement.low:.4g}, {judgement.high:.4g}]"
-        found.append(f"loses {judgement.loss:.4g} {interval}, allowed is {judgement.tolerance:.4g}")
-    if judgement.margin is not None and judgement.margin < 0:
-        found.append(f"may be {-judgement.margin:.4g} short of its floor")
-    if judgement.word == "open":
+        found.append(f"loses {judgement.loss:.4g} {interval}, its margin is {judgement.margin:.4g}")
+    if judgement.room is not None and judgement.room < 0:
+        found.append(f"may be {-judgement.room:.4g} short of its floor")
+    if judgement.untold:
+        found.append("cannot tell: the engine as it is is not shown to be better than chance")
+    elif judgement.word == "open":
         n = judgement.needed_n
         found.append("no number of items settles it" if n is None else f"{n} items settle it")
     code = "quality_beyond" if judgement.word == "beyond" else "quality_open"
@@ -176,8 +189,9 @@ CRITERIA: tuple[Criterion, ...] = (
         PUBLISHED[2],
         "reviewed_preview",
         False,
-        "a claim of support rests on evidence that the loss is within its tolerance",
+        "a claim of support rests on evidence that the loss is within its margin, among all rows tested",
         quality_shown,
+        worse={"quality_beyond": TOO_LOSSY},
     ),
     Criterion(
         PUBLISHED[3],
@@ -204,7 +218,7 @@ CRITERIA: tuple[Criterion, ...] = (
         "quality_eval_id registered",
         "artifact_only",
         True,
-        "an eval that nobody defined has no tolerance to be within",
+        "an eval that nobody defined has no margin to be inside of",
         declarations.eval_registered,
     ),
     Criterion(

@@ -12,7 +12,7 @@ from kvlab.gate.evidence.measures import BOOTSTRAP
 from kvlab.gate.measured_rows import RATES, row_identity, scores_of
 from kvlab.stats.bootstrap import Column, Estimate
 from kvlab.studies.mechanisms.plan import BASELINE
-from kvlab.studies.mechanisms.records import MechanismRow, read_mechanisms
+from kvlab.studies.mechanisms.records import MechanismRow, MechanismsRecord, read_mechanisms
 
 
 class Repeat(NamedTuple):
@@ -57,13 +57,13 @@ def read(records: Iterable[Path]) -> Samples:
         record, scores = read_mechanisms(path)
         for row in record.rows:
             named = row_identity(record, row.label)
-            found[named["run"], named["row_id"]] = Sampled(row.seconds, tuple(_repeats(row, scores)))
+            found[named["run"], named["row_id"]] = Sampled(row.seconds, tuple(_repeats(record, row, scores)))
     return found
 
 
-def _repeats(row: MechanismRow, scores) -> Iterable[Repeat]:
+def _repeats(record: MechanismsRecord, row: MechanismRow, scores) -> Iterable[Repeat]:
     for run in row.evals if row.mechanism == BASELINE else ():
-        for metric, (second, first) in scores_of(row.label, run, scores).items():
+        for metric, (second, first) in scores_of(record, row, run, scores).items():
             yield Repeat(run.quality_eval_id, metric, RATES[run.quality_eval_id], second, first)
 
 

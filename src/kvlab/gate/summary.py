@@ -16,12 +16,12 @@ from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import BY_NAME, TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.check import Claim, Report, check
-from kvlab.gate.evidence import Evidence, Measure, measured, parse, problems
+from kvlab.gate.evidence import Evidence, Measure, measured, paired, parse, problems
 from kvlab.gate.lines import BASELINE, CERTIFIED, Line, Ratio
 from kvlab.gate.reasons import Reason
 from kvlab.gate.samples import Sampled, Samples, speed
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 ALIKE = ("run", "model", "engine", "device", "dtype", "context_tokens")
 """Fields in which a row and the baseline that its throughput is held against are equal."""
 
@@ -60,19 +60,24 @@ class Best(Frozen):
 
 
 class Summary(Frozen):
-    """All lines in a fixed order, how many earned each tier, what may be claimed, and the best of the certified."""
+    """All lines in a fixed order, how many earned each tier, what may be claimed, and the best of the certified.
+
+    `tested` rows are certified together, by p-values that are adjusted for their number and at most `alpha`.
+    """
 
     schema_version: int = SCHEMA_VERSION
     registry: str
     current: str | None
     counts: dict[str, int]
+    alpha: float
+    tested: int
     answers: tuple[Answer, ...]
     best: tuple[Best, ...]
     rows: tuple[Line, ...]
 
     def told(self) -> dict:
         """As JSON for programs: of a metric its value, interval and number of items."""
-        measures = {"metrics": {"__all__": {"se"}}, "baseline": True}
+        measures = {"metrics": {"__all__": {"se", "lows", "highs"}}, "paired": True, "baseline": True}
         return self.model_dump(mode="json", exclude={"rows": {"__all__": measures}})
 
 
@@ -103,6 +108,8 @@ def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None
         registry=report.registry,
         current=report.current,
         counts={tier: earned.count(tier) for tier in TIERS},
+        alpha=report.alpha,
+        tested=report.tested,
         answers=tuple(answers(lines)),
         best=tuple(_best(lines, samples)),
         rows=tuple(lines),
@@ -121,7 +128,7 @@ def _order(line: Line) -> tuple:
 
 
 def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples: Samples) -> Line:
-    metrics, baseline = _measures(row, context, samples.get(_place(row)))
+    metrics, baseline, differences = _measures(row, context, samples.get(_place(row)))
     was_measured = any(
         row.values.get(name) is not None for name, column in BY_NAME.items() if column.group == "measured"
     )
@@ -131,6 +138,7 @@ def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples
         measured=was_measured,
         metrics=metrics,
         baseline=baseline,
+        paired=differences,
         claimed=claim.claimed,
         earned=claim.earned,
         status=claim.status,
@@ -138,13 +146,16 @@ def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples
         word=claim.word,
         codes=tuple(dict.fromkeys(reason.code for reason in _counting(claim))),
         open=_losing(claim, "quality_open"),
+        untold=tuple(judgement.key for judgement in claim.judgements if judgement.untold),
         beyond=_losing(claim, "quality_beyond"),
+        p=claim.p,
+        adjusted_p=claim.adjusted_p,
         why=_why(claim) if was_measured else str(row.values.get("mechanism_notes") or "not measured"),
     )
 
 
-def _measures(row: Row, context: Context, sampled: Sampled | None) -> tuple[dict[str, Measure], dict[str, Measure]]:
-    """The metrics of a row and of what it is held against, the latter of a baseline being its own first run."""
+def _measures(row: Row, context: Context, sampled: Sampled | None) -> tuple[dict[str, Measure], ...]:
+    """The metrics of a row, of what it is held against, of a baseline its own first run, and of their difference."""
     evidence = list(_sound(row, context))
     times = Counter(key for piece in evidence for key in piece.metrics)
     if twice := sorted(key for key, number in times.items() if number > 1):
@@ -156,8 +167,9 @@ def _measures(row: Row, context: Context, sampled: Sampled | None) -> tuple[dict
         return (
             {repeat.metric: measured(repeat.second, repeat.rate) for repeat in repeats},
             {repeat.metric: measured(repeat.first, repeat.rate) for repeat in repeats},
+            {repeat.metric: paired(repeat.second, repeat.first, repeat.rate) for repeat in repeats},
         )
-    return _merged(piece.metrics for piece in evidence), _merged(piece.baseline for piece in evidence)
+    return tuple(_merged(getattr(piece, part) for piece in evidence) for part in ("metrics", "baseline", "paired"))
 
 
 def _merged(parts: Iterable[Mapping[str, Measure]]) -> dict[str, Measure]:

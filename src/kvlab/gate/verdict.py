@@ -12,8 +12,10 @@ from kvlab.base.errors import MissingResult
 from kvlab.base.params import Params, Verdict
 from kvlab.base.recipe import digest
 from kvlab.base.records import CANARY_MIN
-from kvlab.stats.power import windows_needed
+from kvlab.stats.bootstrap import USUAL_CONFIDENCE
+from kvlab.stats.power import power_factor, windows_needed
 
+NO_DIFFERENCE = "engines not shown to differ in fp32"
 IDENTITY_FIELDS = ("model_hash", "corpus_hash", "calibration", "versions", "device")
 
 
@@ -31,7 +33,8 @@ def judge(params: Params, metrics: dict) -> dict:
     -------
     dict
         ``cells`` (a verdict per codec cell in the dtype of the gap), ``preconditions``, ``publishable``
-        (all of them hold) and ``cross_engine_allowed`` (two engines were measured and agree in fp32).
+        (all of them hold) and ``cross_engine_allowed`` (two engines were measured and are not shown to differ in
+        fp32: their numbers may stand side by side; whether they are equivalent is the metrics' ``agreement``).
 
     Raises
     ------
@@ -47,7 +50,7 @@ def judge(params: Params, metrics: dict) -> dict:
         "cells": [verdict_entry(params.verdict, cell) for cell in cells],
         "preconditions": conditions,
         "publishable": all(condition["holds"] for condition in conditions),
-        "cross_engine_allowed": agreement is not None and agreement["holds"],
+        "cross_engine_allowed": agreement is not None and agreement["state"] != "differ",
     }
 
 
@@ -99,23 +102,24 @@ def change_bounds(ppl_ratio: dict) -> tuple[float, float]:
 
 
 def windows_to_settle(thresholds: Verdict, ppl_ratio: dict, top1: dict) -> int | None:
-    """Windows after which the point values, if they stay, earn some other word.
+    """Windows after which the point values, if they stay, earn some other word with a power of 80 %.
 
     The sides of an interval shrink with the root of the number of windows. None when a point value
     lies on the threshold that decides: no number of windows settles that.
     """
     change, width = abs(ppl_ratio["value"] - 1), widest_side(ppl_ratio)
     agree, width_top1 = top1["value"], widest_side(top1)
-    n = ppl_ratio["n_windows"]
+    n, factor = ppl_ratio["n_windows"], power_factor(ppl_ratio.get("confidence", USUAL_CONFIDENCE))
     passing = [
         (thresholds.accept_ppl - change, agree - thresholds.accept_top1),
         (thresholds.marginal_ppl - change, agree - thresholds.marginal_top1),
     ]
     options = [
-        _both(windows_needed(width, room, n), windows_needed(width_top1, room_top1, n)) for room, room_top1 in passing
+        _both(windows_needed(width, room, n, factor), windows_needed(width_top1, room_top1, n, factor))
+        for room, room_top1 in passing
     ]
-    options.append(windows_needed(width, change - thresholds.marginal_ppl, n))
-    options.append(windows_needed(width_top1, thresholds.marginal_top1 - agree, n))
+    options.append(windows_needed(width, change - thresholds.marginal_ppl, n, factor))
+    options.append(windows_needed(width_top1, thresholds.marginal_top1 - agree, n, factor))
     return min((option for option in options if option is not None), default=None)
 
 
@@ -153,7 +157,7 @@ def _place(low: float, high: float, accept: float, marginal: float) -> str:
 def preconditions(metrics: dict, cells: list[dict]) -> list[dict]:
     """What must hold before any verdict is published."""
     return [
-        engines_agree(metrics),
+        engines_do_not_differ(metrics),
         codecs_fired(metrics["cells"]),
         canaries_moved(cells),
         splits_disjoint(metrics["identity"]),
@@ -166,14 +170,18 @@ def _condition(name: str, problems: Iterable[str], otherwise: str) -> dict:
     return {"name": name, "holds": not problems, "detail": "; ".join(problems) or otherwise}
 
 
-def engines_agree(metrics: dict) -> dict:
-    """In fp32 the engines give the same numbers; nothing to compare with one engine."""
+def engines_do_not_differ(metrics: dict) -> dict:
+    """In fp32 the engines are not shown to differ; each verdict is of one engine, so it may be open if they agree."""
     agreement = metrics["agreement"]
     if agreement is None:
         why = "; ".join(metrics["agreement_why"])
-        return _condition("engines agree in fp32", [], f"nothing to compare: {why}")
-    problems = [] if agreement["holds"] else agreement["why"] or ["the metrics say that they do not"]
-    return _condition("engines agree in fp32", problems, "without a codec and with it, under every protocol")
+        return _condition(NO_DIFFERENCE, [], f"nothing to compare: {why}")
+    problems = (agreement["why"] or ["the metrics say that they do"]) if agreement["state"] == "differ" else []
+    told = {
+        "equivalent": "equivalent without a codec and with it, under every protocol",
+        "open": "but whether they agree is open: " + "; ".join(agreement["why"]),
+    }
+    return _condition(NO_DIFFERENCE, problems, told.get(agreement["state"], ""))
 
 
 def codecs_fired(cells: list[dict]) -> dict:

@@ -193,6 +193,7 @@ class CellsPart:
             context=windows.context,
             eval=windows.eval,
             cells=tuple(cell_record(lab, one, findings[id(one)], canaries) for one in self.subjects),
+            documents=windows.documents,
         )
         by_window: dict[Window, list[pl.DataFrame]] = {window: [] for window in self.windows}
         for subject in self.subjects:

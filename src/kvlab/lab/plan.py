@@ -29,10 +29,15 @@ def studies(params: Params) -> tuple[str, ...]:
     return STUDIES if asked is None else tuple(study for study in STUDIES if study in asked or study == ALWAYS)
 
 
+def targets(params: Params) -> tuple[str, ...]:
+    """Those that can be measured: the ladder is a target of its own where the report does not ask for it."""
+    return tuple(dict.fromkeys((*studies(params), LADDER)))
+
+
 def module(study: str) -> str:
     """The module of a study's plan."""
-    if study not in (*STUDIES, LADDER):
-        raise UnknownName("study", study, (*STUDIES, LADDER))
+    if study not in STUDIES:
+        raise UnknownName("study", study, STUDIES)
     return f"{STUDY_FOLDERS}.{study}.plan"
 
 
@@ -75,7 +80,7 @@ def check(params: Params) -> None:
         The first thing that cannot be planned, in one line.
     """
     baseline_runs(params)
-    for study in (*studies(params), LADDER):
+    for study in targets(params):
         job_names(params, study)
     mitigated_recipes(params)
     for engine in params.engines:
@@ -124,7 +129,7 @@ def fittings(params: Params, origin: str) -> list[Fitting]:
     Those of the studied recipe, which the engine baseline and the drop-ins read too, come first. The ladder reads none.
     """
     recipes = [("pre_rope", studied_recipe(params))]
-    for study in studies(params):
+    for study in (study for study in studies(params) if study != LADDER):
         if study == CHOSEN:
             mitigated = mitigated_recipes(params) if origin == params.calibration.origin else []
             recipes += [("pre_rope", recipe) for recipe in mitigated]

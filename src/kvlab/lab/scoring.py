@@ -54,6 +54,7 @@ class WindowRun:
     number: int
     reference: torch.Tensor = field(init=False)
     clean: dict[str, CleanCapture] = field(init=False)
+    kept: dict[str, list[int]] = field(init=False, default_factory=dict)  # what subjects keep while the window lasts
     _references: list[Reference] = field(init=False, default_factory=list)
 
     def __post_init__(self):
@@ -73,13 +74,16 @@ class WindowRun:
         if cell.protocol == "snapshot":
             if cell.span != "context":
                 raise Fault(f"cell {cell.label!r} codes scored tokens, which a snapshot of the context does not hold")
-            cache = Snapshot(coder, self.number, self._clean(cell.placement))
-            return self.engine.score_over(self.ids, cache, cell.placement)
+            return self.engine.score_over(self.ids, self.snapshot(cell, coder), cell.placement)
         tokens = self.context if cell.span == "context" else len(self.ids)
         tap = InForward(coder, self.number, tokens, self.clean.get(cell.placement))
         if (lowest := min(cell.layers)) and self.layer_inputs is not None:
             return self.engine.score_from(lowest, self.layer_inputs, self.ids, self.context, tap, cell.placement)
         return self.engine.score(self.ids, self.context, tap, cell.placement)
+
+    def snapshot(self, cell: Cell, coder: Coder) -> Snapshot:
+        """The context's clean cache, coded by a cell."""
+        return Snapshot(coder, self.number, self._clean(cell.placement))
 
     @cached_property
     def layer_inputs(self) -> list[torch.Tensor] | None:

@@ -35,8 +35,10 @@ class Basis:
         used = {given.get("method", "bca") for given in estimates}
         methods = " or ".join(words for method, words in METHODS.items() if method in used)
         windows, tokens = (fmt.span(given[key] for given in estimates) for key in ("n_windows", "n_tokens"))
+        documents = [given["n_documents"] for given in estimates if given.get("n_documents")]
+        drawn = f" of {fmt.span(documents)} documents, which are what is resampled" if documents else ""
         return (
-            f"*{windows} windows, {tokens} scored tokens, {self.level} intervals in brackets ({methods}); "
+            f"*{windows} windows{drawn}, {tokens} scored tokens, {self.level} intervals in brackets ({methods}); "
             f"the smallest effect told from zero is {effect} {unit}{'' if effect in smallest else ', by row'}.*"
         )
 

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from kvlab.base.errors import NonFinite
-from kvlab.stats.power import windows_needed
+from kvlab.stats.bootstrap import USUAL_CONFIDENCE
+from kvlab.stats.power import POWER, power_factor, windows_needed
 
 DASH = "–"
+POST_HOC = f"{100 * POWER:g} % power, post hoc"  # beside every number of windows that an effect would take
 SMALL, LARGE = 1e-3, 1e5  # outside, numbers are written with an exponent
 MOST_PLACES = 12
 OUT_OF_REACH = 1e9  # windows; more text than there is
@@ -117,13 +119,26 @@ def contains_zero(given: dict) -> bool:
 
 
 def windows_for_sign(given: dict) -> int | None:
-    """Windows at which an effect of this size would stand clear of zero; None when none is to be seen.
+    """Windows that would show an effect of this size with a power of 80 %; None when none is to be seen.
 
     An effect that is zero, or a rounding error beside its interval, has no such number.
     """
     width = given["value"] - given["low"] if given["value"] > 0 else given["high"] - given["value"]
-    needed = windows_needed(width, abs(given["value"]), given["n_windows"])
+    factor = power_factor(given.get("confidence", USUAL_CONFIDENCE))
+    needed = windows_needed(width, abs(given["value"]), given["n_windows"], factor)
     return needed if needed is not None and needed < OUT_OF_REACH else None
+
+
+def largest(given: dict, null: float = 0.0, scale: float = 1.0) -> str:
+    """The largest effect that an interval leaves possible, in either direction: what it is shown to be below."""
+    ends = [scale * abs(given[end] - null) for end in ("low", "high")]
+    return written([max(ends)], abs(scale) * half_width(given))[0]
+
+
+def windows(given: dict) -> str:
+    """On how many windows an interval rests, and of how many documents they are where these are what is resampled."""
+    documents = given.get("n_documents")
+    return f"{given['n_windows']} windows{f' of {documents} documents' if documents else ''}"
 
 
 def whole(count: int | None) -> str:

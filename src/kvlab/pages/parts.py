@@ -8,14 +8,20 @@ from __future__ import annotations
 from kvlab.pages import format as fmt
 
 KL_UNIT = "nats per token"
+HELD = "open, as whether the engines agree"
 
 
-def resolution(given: dict) -> dict:
-    """Whether an effect is told from zero, and the windows it would take when it is not."""
+def resolution(given: dict, held: bool = False) -> dict:
+    """Whether an effect is told from zero, how large it may be when it is not, and the windows it would take.
+
+    `held` is for an effect of the engine where it is open whether the engines agree: it counts as not resolved.
+    """
     open_ = fmt.contains_zero(given)
     needed = fmt.windows_for_sign(given) if open_ else None
     return {
-        "resolved": not open_,
+        "resolved": not open_ and not held,
+        "held": held,
+        "largest": fmt.largest(given),
         "needed": None if needed is None else fmt.whole(needed),
         "windows": fmt.whole(given["n_windows"]),
     }
@@ -25,8 +31,20 @@ def reading(effect: dict) -> str:
     """The last column of a table of effects."""
     if effect["resolved"]:
         return "clear of zero"
-    needed = f"about {effect['needed']} windows needed" if effect["needed"] else "no effect to be seen"
-    return f"not resolved, {needed}"
+    if effect["held"]:
+        return HELD
+    return not_resolved(effect["largest"], effect["needed"])
+
+
+def not_resolved(largest: str, needed: str | None, unit: str = "") -> str:
+    """The reading of an effect that is not resolved: how large it may be, unless it cannot vary, and what it takes."""
+    bound = f"at most {largest}{unit}, " if largest != fmt.number(0.0) else ""
+    return f"not resolved, {bound}{needing(needed)}"
+
+
+def needing(needed: str | None) -> str:
+    """How many windows an effect that is not resolved would take, in words."""
+    return f"about {needed} windows needed ({fmt.POST_HOC})" if needed else "no effect to be seen"
 
 
 def is_estimate(value: object) -> bool:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import jinja2
 
+from kvlab.pages.format import POST_HOC
+
 FEW_LINES = 2
 PACKAGE = Path(__file__).parents[1]
 # A study brings the template of its own part of the page; they are found by place, as codecs are by name.
@@ -32,15 +34,16 @@ def environment(*folders: Path) -> jinja2.Environment:
         autoescape=False,  # Markdown, not HTML
     )
     made.filters |= {"code": lambda name: f"`{name}`", "listing": listing, "folded": folded}
-    made.globals["needing"] = needing
+    made.globals |= {"needing": needing, "post_hoc": POST_HOC}
     return made
 
 
 def needing(effect: dict) -> str:
-    """How many windows an effect that is not resolved would take."""
+    """How large an effect that is not resolved may be, and how many windows it would take."""
+    run = f"at most {effect['largest']} either way; this run has {effect['windows']} windows"
     if not effect["needed"]:
-        return f" (this run has {effect['windows']} windows and sees no effect at all)"
-    return f" (about {effect['needed']} windows needed, this run has {effect['windows']})"
+        return f" ({run} and sees no effect at all)"
+    return f" ({run}, about {effect['needed']} are needed: {POST_HOC})"
 
 
 def listing(names) -> str:

@@ -1,4 +1,4 @@
-"""What may be said across engines: nothing, unless they compute the same function."""
+"""What may be said across engines: nothing where they differ, and numbers without a reading where that is open."""
 
 from __future__ import annotations
 
@@ -15,12 +15,28 @@ def withheld_because(metrics: dict, verdict: dict) -> str | None:
     if not agreement:
         why = "; ".join(metrics.get("agreement_why") or [])
         return fmt.safe(why or "the agreement of the engines in float32 was not measured")
-    if agreement["holds"] and verdict.get("cross_engine_allowed", True):
+    if agreement["state"] != "differ" and verdict.get("cross_engine_allowed", True):
         return None
     reasons = agreement["why"] or [
         f"{row['name']}: {row['detail']}" for row in verdict.get("preconditions") or [] if not row["holds"]
     ]
     return fmt.safe("; ".join(reasons) or "the gate does not allow it").rstrip(".")
+
+
+def undecided(metrics: dict) -> dict | None:
+    """The agreement of the engines where it is open: numbers stand side by side, but none is laid to the engine."""
+    agreement = metrics.get("agreement")
+    return agreement if agreement and agreement["state"] == "open" else None
+
+
+def settling(agreement: dict) -> str:
+    """At how many windows an open agreement would be decided, as a sentence; empty where it is not open."""
+    if agreement["state"] != "open":
+        return ""
+    if agreement["windows_needed"] is None or agreement["windows_needed"] >= fmt.OUT_OF_REACH:
+        return "No number of windows would decide it, were the differences what they are here."
+    needed = fmt.whole(agreement["windows_needed"])
+    return f"About {needed} windows would decide it ({fmt.POST_HOC})."
 
 
 def compares_engines(metrics: dict) -> bool:

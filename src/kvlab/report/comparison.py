@@ -15,13 +15,16 @@ import polars as pl
 from kvlab.base.errors import Fault, MixedIdentity, UserError
 from kvlab.base.records import atomic
 from kvlab.pages import format as fmt
-from kvlab.pages.withheld import crosses, withheld_because
+from kvlab.pages.withheld import crosses, undecided, withheld_because
+from kvlab.report import across
+from kvlab.report.claims import held
 from kvlab.report.schema import load
 from kvlab.stats.bootstrap import Bootstrap, Estimate
 from kvlab.stats.independent import difference
 from kvlab.stats.shapley import shapley
 from kvlab.studies.estimates import UNIT, claim
 from kvlab.studies.factors.numbers import from_windows
+from kvlab.studies.factors.tables import ENGINE
 from kvlab.studies.measured import flat
 
 BITS = "bits per value"
@@ -60,7 +63,8 @@ def build(found: Sequence[dict]) -> dict:
     Returns
     -------
     dict
-        ``models``, ``rows`` (one per model and quantity) and ``claims`` (one per further model and quantity of KL).
+        ``models``, ``rows`` (one per model and quantity), ``claims`` (one per further model and quantity of KL) and
+        ``across`` (per factor, what its share does on each model and on how many; see `report.across`).
         What compares engines is None for a model whose engines do not agree; `withheld` says why.
 
     Raises
@@ -76,6 +80,7 @@ def build(found: Sequence[dict]) -> dict:
         "models": [model_entry(one, first) for one in found],
         "rows": [row for one in found for row in model_rows(one, first, compared.get(slug_of(one), {}))],
         "claims": [told for other in others for told in model_claims(other, first, compared[slug_of(other)])],
+        "across": across.build(found),
     }
 
 
@@ -175,6 +180,7 @@ def model_entry(metrics: dict, first: dict) -> dict:
         "n_tokens": windows["n_tokens"],
         "paired": paired(metrics, first),
         "withheld": withheld(metrics),
+        "undecided": undecided(metrics) is not None,
         "disclosure": identity.get("disclosure"),
         **{end: metrics["gap"][end] for end in ("low", "high")},
     }
@@ -243,7 +249,10 @@ def model_claims(other: dict, first: dict, differences: dict[str, Estimate]) -> 
         subject = f"From `{slug_of(first)}` to `{slug_of(other)}`, the {words(name)}"
         cells = {"kl.low": slice(0, 1), "kl.high": slice(1, 2)}.get(name, slice(None, None, -1))
         compared = [side[cells] for side in sides]
-        yield claim("models", subject, apart.to_json(), compared, up="rises", down="falls")
+        of_engine = name == f"kl.share.{ENGINE}"
+        told = claim("models", subject, apart.to_json(), compared, up="rises", down="falls", of_engine=of_engine)
+        open_ = [agreement for one in (other, first) if (agreement := undecided(one))]
+        yield held(told, *open_) if of_engine and open_ else told
 
 
 def reference(metrics: dict, cell: dict) -> dict:

@@ -146,7 +146,7 @@ def open_questions(told: list[dict], verdict: dict) -> list[str]:
     needed = [row["windows_needed"] for row in undecided if row["windows_needed"] is not None]
     if needed:
         cells = "the INCONCLUSIVE cells" if len(undecided) > 1 else "the INCONCLUSIVE cell"
-        lines.append(f"The verdict of {cells}: {fmt.span(needed)} windows needed.")
+        lines.append(f"The verdict of {cells}: {fmt.span(needed)} windows needed ({fmt.POST_HOC}).")
     return lines
 
 

@@ -11,9 +11,10 @@ from kvlab.pages import format as fmt
 from kvlab.pages import parts as tables
 from kvlab.pages.markdown import cell as safe
 from kvlab.pages.rendering import listing
-from kvlab.pages.withheld import TRUTH_ENGINE
+from kvlab.pages.withheld import TRUTH_ENGINE, undecided
 from kvlab.report import claims
 from kvlab.studies.factors import tables as factors
+from kvlab.studies.ladder.tables import TOLD, length, whole_bits
 
 WORDS = ("certified", "preview", "none")  # of `gate.answer.Answer`, best first
 METRICS = {
@@ -56,13 +57,14 @@ def context(params: Params, metrics: dict, claimed: dict | None, told: list[dict
     found = answer(claimed, (metrics.get("identity") or {}).get("slug"))
     floor = rounding_floor(metrics)
     return {
-        "use": use_context(found),
+        "use": use_context(found, whole_bits(metrics)),
         "floor": floor and floor["what"],
         "scale": scale(params.verdict, metrics, found, floor),
         "bounds": {name: fmt.percent(getattr(params.verdict, f"{name}_top1")) for name in ("accept", "marginal")},
         "words": {"rounding": ROUNDING, "small": SMALL, "noticeable": NOTICEABLE, "large": LARGE},
-        "gap": gap_context(metrics.get("gap")),
+        "gap": gap_context(metrics.get("gap"), undecided(metrics) is not None),
         "open": open_table(told, asked),
+        "engine": FACTORS["engine"],
     }
 
 
@@ -85,8 +87,8 @@ def answer(claimed: dict | None, model: str | None) -> dict | None:
     }
 
 
-def use_context(found: dict | None) -> dict | None:
-    """The recommendation in words and its table."""
+def use_context(found: dict | None, wholes: dict[str, dict[int, float]]) -> dict | None:
+    """The recommendation in words and its table; `wholes` as of `ladder.tables.whole_bits`."""
     if found is None:
         return None
     best, row = found["answer"], found["row"]
@@ -95,7 +97,7 @@ def use_context(found: dict | None) -> dict | None:
         "engine": LEVELS["engine"].get(best["engine"], safe(best["engine"])),
         "protocol": safe(best["protocol"]),
         "tried": fmt.number(best["tried"]),
-        "table": rows_table(found["rows"]),
+        "table": rows_table(found["rows"], wholes),
     }
     return shared | (chosen(row, found["baseline"]) if row else {})
 
@@ -136,21 +138,33 @@ def named(row: dict) -> str:
     return f"{name} at {fmt.number(row['bits'])} bits" if row["bits"] else f"{name}"
 
 
-def rows_table(rows: list[dict]) -> str | None:
-    """Every row that was tried beside the recommended one, fewest bits first; no seconds, which differ every time."""
+def rows_table(rows: list[dict], wholes: dict[str, dict[int, float]]) -> str | None:
+    """Every row that was tried beside the recommended one, fewest bits first; no seconds, which differ every time.
+
+    Beside the bits of coded tokens those of whole caches, where the ladder measured the same codec at the same bits.
+    """
+    known = {row["row_id"]: at for row in rows if (at := wholes.get(rung(row)))}
     ordered = sorted(rows, key=lambda row: (row["bits_per_value"] is None, row["bits_per_value"], row["row_id"]))
     lines = [
         [
             named(row),
             fmt.number(row["bits_per_value"]),
+            *(fmt.number(known.get(row["row_id"], {}).get(tokens)) for tokens in TOLD if known),
             fmt.estimate(row["metrics"].get("kl")),
             rate(row["metrics"].get("top1_agreement")),
             standing(row),
         ]
         for row in ordered
     ]
-    headers = ["codec", "bits per value", f"KL, {tables.KL_UNIT}", "same top token, %", "may be claimed"]
+    whole = [f"in all at {length(tokens)}" for tokens in TOLD if known]
+    headers = ["codec", "bits per value", *whole, f"KL, {tables.KL_UNIT}", "same top token, %", "may be claimed"]
     return fmt.table(headers, lines) if lines else None
+
+
+def rung(row: dict) -> str:
+    """A row by its name on the ladder."""
+    name = row["mechanism_variant"] or row["mechanism"]
+    return f"{name} {fmt.plain(row['bits'])}" if row["bits"] else name
 
 
 def standing(row: dict) -> str:
@@ -234,14 +248,14 @@ def corner_cell(metrics: dict, end: str) -> dict | None:
 # ------------------------------------------------------------------------- the gap, and what is open
 
 
-def gap_context(gap: dict | None) -> dict | None:
-    """The published gap in words: its two ends, how large it is, and the shares."""
+def gap_context(gap: dict | None, held: bool = False) -> dict | None:
+    """The published gap in words: its two ends, how large it is, and the shares; `held` as in `factors.shares`."""
     if not gap or not gap["factors"] or "kl" not in gap["measures"]:
         return None
     kl = gap["measures"]["kl"]
     lines = [
         [FACTORS.get(part["factor"], part["factor"]), part["share"], part["of_gap"], waiting(part)]
-        for part in factors.shares(kl)
+        for part in factors.shares(kl, held)
     ]
     return {
         "low": corner_words(gap["low"], gap["factors"]),

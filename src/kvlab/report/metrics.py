@@ -105,5 +105,5 @@ def settings_entry(params: Params) -> dict:
 
     Layers are numbers of this model's layers, of which there are `n_layers`.
     """
-    decisive = params.model_dump(mode="json", exclude={"model", "jobs", "ladder", "verdict", "report"})
+    decisive = params.model_dump(mode="json", exclude={"model", "jobs", "verdict", "report"})
     return decisive | {"n_layers": params.model.n_layers}

@@ -15,16 +15,18 @@ from kvlab.pages import format as fmt
 from kvlab.pages import parts as tables
 from kvlab.pages.basis import Basis
 from kvlab.pages.rendering import render
-from kvlab.pages.withheld import withheld_because, without_cross_engine
-from kvlab.report import figures
+from kvlab.pages.withheld import settling, undecided, withheld_because, without_cross_engine
+from kvlab.report import figures, models
 from kvlab.studies.factors import tables as factors
 
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
 NUMBERS, PICTURE = "docs/headline.json", "docs/headline.svg"
-IDENTITY = ("model", "corpus", "disclosure", "model_hash", "corpus_hash", "calibration")
+IDENTITY = ("model", "corpus", "disclosure", "model_hash", "corpus_hash", "calibration", "device")
 
 
-def update(readme: Path, metrics: dict, verdict: dict, figure: Path | None = None) -> None:
+def update(
+    readme: Path, metrics: dict, verdict: dict, figure: Path | None = None, comparison: dict | None = None
+) -> None:
     """Replace the README's headline block and write ``docs/headline.json`` and ``docs/headline.svg``.
 
     Parameters
@@ -35,9 +37,13 @@ def update(readme: Path, metrics: dict, verdict: dict, figure: Path | None = Non
         ``metrics.json`` and ``verdict.json``.
     figure : Path, optional
         The SVG to copy (``figures/gap_shapley.svg``); drawn anew from the metrics when not given.
+    comparison : dict, optional
+        ``comparison.json``; where it is of several models, the headline says what holds across them.
 
     Raises
     ------
+    UserError
+        When the comparison is none, or of other models.
     StorageError
         When the README or the figure cannot be read, or a marker is missing; nothing is written then.
     NonFinite
@@ -46,8 +52,9 @@ def update(readme: Path, metrics: dict, verdict: dict, figure: Path | None = Non
     readme = Path(readme)
     fmt.refuse_non_finite(metrics, "metrics")
     fmt.refuse_non_finite(verdict, "verdict")
+    fmt.refuse_non_finite(comparison, "comparison")
     before, _, after = split(read(readme), readme)
-    headline = select(metrics, verdict)
+    headline = select(metrics, verdict) | {"across": models.across_of(comparison, metrics["identity"].get("slug"))}
     picture = place_picture(headline, figure, readme.parent / PICTURE)
     headline["figure_hash"] = file_hash(picture) if picture else None
     write_json(readme.parent / NUMBERS, headline)
@@ -82,6 +89,7 @@ def select(metrics: dict, verdict: dict) -> dict:
         }
     return {
         "withheld": None if gap else withheld,
+        "agreement": gap and agreement_of(metrics),
         "gap": gap,
         "confidence": metrics["sizes"]["confidence"],
         "identity": {name: metrics["identity"].get(name) for name in IDENTITY},
@@ -89,13 +97,22 @@ def select(metrics: dict, verdict: dict) -> dict:
     }
 
 
+def agreement_of(metrics: dict) -> dict | None:
+    """Whether the engines agree, as the headline's figure and table read it."""
+    agreement = metrics.get("agreement")
+    return agreement and {name: agreement[name] for name in ("state", "windows_needed")}
+
+
 def block(headline: dict) -> str:
     """The Markdown between the markers, from the content of ``docs/headline.json``."""
-    gap = headline["gap"]
-    kl = factors.measure_context(gap["measures"]["kl"], Basis(headline["confidence"])) if gap else None
+    gap, agreement = headline["gap"], undecided(headline)
+    kl = factors.measure_context(gap["measures"]["kl"], Basis(headline["confidence"]), bool(agreement)) if gap else None
     return render(
         "headline.md.j2",
         withheld=headline["withheld"],
+        across=headline.get("across") and models.across_context(headline["across"]),
+        kernels=factors.kernels(headline["identity"], gap),
+        undecided=agreement and settling(agreement),
         kl=kl,
         low=f"({factors.corner(gap['low'])})" if gap else None,
         high=f"({factors.corner(gap['high'])})" if gap else None,

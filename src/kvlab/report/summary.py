@@ -23,9 +23,10 @@ def summary(metrics: dict) -> dict:
     found["delta_nll.gap"] = delta["gap"]["value"]
     corners = [cell for cell in metrics["cells"] if cell["study"] == "factors" and cell["role"] == "codec"]
     found["bits_per_value.min"] = min(cell["bits_per_value"] for cell in corners)
-    for row in metrics["additivity"]:
+    for row in metrics["additivity"] or ():  # null without the study of layers
         if row["ratio"]:
             found[f"additivity.{row['engine']}.{row['protocol']}.{row['stream']}"] = row["ratio"]["value"]
     if metrics["agreement"]:
-        found["engines_agree"] = metrics["agreement"]["holds"]
+        found["engines_equivalent"] = metrics["agreement"]["state"] == "equivalent"
+        found["engines_differ"] = metrics["agreement"]["state"] == "differ"
     return found

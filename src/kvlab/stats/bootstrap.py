@@ -1,10 +1,11 @@
 """Clustered, paired bootstrap: windows are drawn with replacement, tokens follow their window.
 
 Tokens of one window share a text, so they are not independent and windows are the clusters (Davison &
-Hinkley 1997, section 3.8). Every statistic is a function of column means; a resample of windows is a
-row of counts, so all resampled means are one matrix product. The counts depend on nothing but (number
-of windows, resamples, seed): whatever is estimated over the same windows is resampled alike, which is
-what pairs two cells.
+Hinkley 1997, section 3.8). Windows of one document share it too: where the documents are known, these are
+the clusters, and a document is drawn with all its windows. Every statistic is a function of column means; a
+resample of clusters is a row of counts, so all resampled means are one matrix product. The counts depend on
+nothing but (number of clusters, resamples, seed): whatever is estimated over the same windows is resampled
+alike, which is what pairs two cells.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from scipy.special import stdtrit
 from kvlab.base.errors import Fault, MixedIdentity, NonFinite
 
 FEWEST_FOR_BCA = 8
+USUAL_CONFIDENCE = 0.95
 _NORMAL = NormalDist()
 
 
@@ -32,7 +34,8 @@ class Estimate:
     `resolvable` is half the interval's width: the smallest absolute effect that this many windows can
     tell from zero. `method` names how the interval was made: ``bca`` (never inside the t interval), ``t``
     (too few windows for a bootstrap), ``percentile`` (no scatter, or BCa undefined) or ``exact`` (a rate
-    of 0 or 1).
+    of 0 or 1). `confidence` is the interval's, two-sided. `n_documents` is how many documents the windows are of,
+    which then are what is resampled; None where every window stands for itself.
     """
 
     value: float
@@ -42,6 +45,8 @@ class Estimate:
     n_tokens: int
     resolvable: float
     method: str
+    confidence: float = USUAL_CONFIDENCE
+    n_documents: int | None = None
 
     def within(self, lowest: float, highest: float) -> Estimate:
         """The same with its interval cut to what the quantity can be."""
@@ -67,6 +72,8 @@ class Column:
         Digest of every (window, position); two columns are paired when their keys are equal.
     n_tokens : int
         Tokens that the sums are over.
+    documents : tuple of int, optional
+        Which document each window is of. None where that is not known, or every window is of its own.
     """
 
     sums: np.ndarray
@@ -74,15 +81,25 @@ class Column:
     windows: tuple[int, ...]
     key: str
     n_tokens: int
+    documents: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, window: np.ndarray, position: np.ndarray, values: np.ndarray) -> Column:
+    def of(
+        cls, window: np.ndarray, position: np.ndarray, values: np.ndarray, documents: Sequence[int] | None = None
+    ) -> Column:
         """Sum `values` [tokens] by `window` [tokens]; rows may come in any order.
+
+        Parameters
+        ----------
+        documents : sequence of int, optional
+            The document of every window, by the window's number.
 
         Raises
         ------
         NonFinite
             When a value is NaN or infinite.
+        Fault
+            When a window's document is not among `documents`.
         """
         values = np.asarray(values, dtype=np.float64)
         wrong = values.size - int(np.isfinite(values).sum())
@@ -92,7 +109,19 @@ class Column:
         key = hashlib.sha256(rows[np.lexsort(rows.T[::-1])].tobytes()).hexdigest()
         windows, index = np.unique(rows[:, 0], return_inverse=True)
         counts = np.bincount(index).astype(np.float64)
-        return cls(np.bincount(index, weights=values), counts, tuple(windows.tolist()), key, values.size)
+        sums, numbers = np.bincount(index, weights=values), tuple(windows.tolist())
+        return cls(sums, counts, numbers, key, values.size, documents_of(numbers, documents))
+
+    def by_document(self) -> Column:
+        """The same summed by document; itself where every window is of its own.
+
+        Where all windows are of one document they stay apart: what is found then holds for that document alone.
+        """
+        if self.documents is None or len(set(self.documents)) in (1, len(self.windows)):
+            return self
+        numbers, index = np.unique(self.documents, return_inverse=True)
+        sums, counts = (np.bincount(index, weights=part) for part in (self.sums, self.counts))
+        return Column(sums, counts, tuple(numbers.tolist()), self.key, self.n_tokens)
 
     @property
     def means(self) -> np.ndarray:
@@ -103,12 +132,13 @@ class Column:
         """The same quantity of some of its windows; paired with another column's if those are paired."""
         chosen = np.isin(self.windows, list(windows))
         kept, counts = tuple(np.array(self.windows)[chosen].tolist()), self.counts[chosen]
-        return Column(self.sums[chosen], counts, kept, f"{self.key} {kept}", round(counts.sum()))
+        documents = None if self.documents is None else tuple(np.array(self.documents)[chosen].tolist())
+        return Column(self.sums[chosen], counts, kept, f"{self.key} {kept}", round(counts.sum()), documents)
 
     def per_window(self, function: Callable[[np.ndarray], np.ndarray]) -> Column:
         """`function` of each window's mean, every window counting once (an unweighted mean of windows)."""
         values = function(self.means)
-        return Column(values, np.ones_like(values), self.windows, self.key, self.n_tokens)
+        return Column(values, np.ones_like(values), self.windows, self.key, self.n_tokens, self.documents)
 
 
 @dataclass(frozen=True)
@@ -122,6 +152,10 @@ class Bootstrap:
     def mean(self, column: Column) -> Estimate:
         """Mean over tokens."""
         return self.combine([column], lambda m: m[..., 0])
+
+    def mean_at(self, column: Column, confidences: Sequence[float]) -> list[Estimate]:
+        """`mean` at each of several confidences instead of its own, over the same resamples."""
+        return [found for (found,) in self._combined([column], lambda m: m, confidences)]
 
     def rate(self, column: Column) -> Estimate:
         """Mean of a column of zeros and ones.
@@ -155,7 +189,7 @@ class Bootstrap:
         Parameters
         ----------
         columns : sequence of Column
-            Paired: over the same windows and positions.
+            Paired: over the same windows and positions, of the same documents.
         statistic : callable
             Takes means [..., columns], returns [...]; vectorised over the leading axes.
 
@@ -170,12 +204,19 @@ class Bootstrap:
 
     def combine_many(self, columns: Sequence[Column], statistic: Callable[[np.ndarray], np.ndarray]) -> list[Estimate]:
         """Several statistics at once: `statistic` returns [..., statistics]; as `combine` otherwise."""
+        return self._combined(columns, statistic, [self.confidence])[0]
+
+    def _combined(self, columns, statistic, confidences: Sequence[float]) -> list[list[Estimate]]:
+        """By confidence, the estimate of each statistic."""
         refuse_unpaired(columns)
-        sums = np.stack([column.sums for column in columns], axis=1)
-        counts = np.stack([column.counts for column in columns], axis=1)
+        clusters = [column.by_document() for column in columns]
+        sums = np.stack([column.sums for column in clusters], axis=1)
+        counts = np.stack([column.counts for column in clusters], axis=1)
         n = len(sums)
         if n < 2:
             raise Fault("an interval over windows needs at least 2 windows")
+        first = columns[0]
+        documents = None if first.documents is None else len(set(first.documents))
         drawn = resample_counts(n, self.resamples, self.seed)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             value = statistic(sums.sum(0) / counts.sum(0))
@@ -184,14 +225,15 @@ class Bootstrap:
         for part in (value, jackknife, resampled):
             if not np.isfinite(part).all():
                 raise NonFinite(f"a statistic over {n} windows is not finite (a denominator near zero?)")
-        return [
-            self._estimate(float(value[i]), resampled[:, i], jackknife[:, i], n, columns[0].n_tokens)
-            for i in range(value.shape[-1])
-        ]
+        parts = [(float(value[i]), resampled[:, i], jackknife[:, i]) for i in range(value.shape[-1])]
+        sizes = len(first.windows), first.n_tokens, documents
+        return [[_estimate(*part, confidence, *sizes) for part in parts] for confidence in confidences]
 
-    def _estimate(self, value, resampled, jackknife, n_windows, n_tokens) -> Estimate:
-        low, high, method = interval(value, resampled, jackknife, self.confidence)
-        return Estimate(value, low, high, n_windows, n_tokens, (high - low) / 2, method)
+
+def _estimate(value, resampled, jackknife, confidence, n_windows, n_tokens, n_documents) -> Estimate:
+    low, high, method = interval(value, resampled, jackknife, confidence)
+    half = (high - low) / 2
+    return Estimate(value, low, high, n_windows, n_tokens, half, method, confidence, n_documents)
 
 
 def refuse_unpaired(columns: Sequence[Column]) -> None:
@@ -199,6 +241,17 @@ def refuse_unpaired(columns: Sequence[Column]) -> None:
     if len({column.key for column in columns}) > 1:
         seen = [f"{c.n_tokens} tokens of windows {c.windows[0]}..{c.windows[-1]} ({c.key[:8]})" for c in columns]
         raise MixedIdentity({"scored windows and positions": set(seen)})
+    if len(given := {column.documents for column in columns}) > 1:
+        raise MixedIdentity({"documents of the scored windows": set(map(str, given))})
+
+
+def documents_of(windows: Sequence[int], documents: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The document of each window, from those of all by number; None without them."""
+    if documents is None:
+        return None
+    if windows[-1] >= len(documents):
+        raise Fault(f"window {windows[-1]} is of no document; {len(documents)} windows have one")
+    return tuple(documents[window] for window in windows)
 
 
 @functools.lru_cache(maxsize=8)

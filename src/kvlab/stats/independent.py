@@ -31,4 +31,6 @@ def difference(a: Estimate, b: Estimate) -> Estimate:
     low = value - math.hypot(a.value - a.low, b.high - b.value)
     high = value + math.hypot(a.high - a.value, b.value - b.low)
     fewer = min(a, b, key=lambda estimate: estimate.n_windows)
-    return Estimate(value, low, high, fewer.n_windows, fewer.n_tokens, (high - low) / 2, "mover")
+    documents = None if None in (a.n_documents, b.n_documents) else min(a.n_documents, b.n_documents)
+    half = (high - low) / 2
+    return Estimate(value, low, high, fewer.n_windows, fewer.n_tokens, half, "mover", fewer.confidence, documents)

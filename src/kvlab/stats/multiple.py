@@ -1,4 +1,4 @@
-"""Many tests at once: p-values that are exact over windows, and their false discovery rate."""
+"""Many tests at once: p-values that are exact over windows, their false discovery rate and family-wise error."""
 
 from __future__ import annotations
 
@@ -26,14 +26,46 @@ def benjamini_hochberg(p_values) -> np.ndarray:
     NonFinite
         When a p-value is not a number in [0, 1].
     """
-    p = np.asarray(p_values, dtype=np.float64)
-    if not ((p >= 0) & (p <= 1)).all():
-        raise NonFinite(f"p-values must lie in [0, 1]: {p.tolist()}")
+    p = _checked(p_values)
     order = np.argsort(p)
     scaled = p[order] * p.size / np.arange(1, p.size + 1)
     q = np.empty_like(p)
     q[order] = np.minimum(np.minimum.accumulate(scaled[::-1])[::-1], 1)
     return q
+
+
+def holm(p_values) -> np.ndarray:
+    r"""Adjusted p-values: the smallest family-wise error at which each test is rejected.
+
+    :math:`\tilde p_{(i)} = \max_{j \le i} \min(1, (m - j + 1)\,p_{(j)})` with p sorted ascending (Holm 1979,
+    Scandinavian Journal of Statistics 6:65, step-down procedure). However the tests depend on one another, the chance
+    that any true hypothesis has an adjusted p of at most alpha is at most alpha.
+
+    Parameters
+    ----------
+    p_values : float [tests]
+
+    Returns
+    -------
+    float64 [tests], in the order given
+
+    Raises
+    ------
+    NonFinite
+        When a p-value is not a number in [0, 1].
+    """
+    p = _checked(p_values)
+    order = np.argsort(p)
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1)), 1)
+    return adjusted
+
+
+def _checked(p_values) -> np.ndarray:
+    p = np.asarray(p_values, dtype=np.float64)
+    if not ((p >= 0) & (p <= 1)).all():
+        raise NonFinite(f"p-values must lie in [0, 1]: {p.tolist()}")
+    return p
 
 
 def sign_flip_p(differences: np.ndarray, *, draws: int, seed: int) -> float:

@@ -35,6 +35,10 @@ class Sources:
         JSON records of ``kvlab step residual``, one per engine, each with its parquet beside it.
     choice : Path or None
         JSON of ``kvlab step choose``; None where the mitigations are not measured.
+    ladder : Path or None
+        JSON of ``kvlab step ladder``; None where the ladder is not asked for.
+    further : Path or None
+        JSON of ``kvlab step ladder_further``; None where neither `ladder.growth` nor `ladder.contexts` asks for it.
     """
 
     baseline: Sequence[Path]
@@ -43,6 +47,8 @@ class Sources:
     sigmas: Sequence[Path]
     residual: Sequence[Path]
     choice: Path | None
+    ladder: Path | None = None
+    further: Path | None = None
 
 
 @dataclass(frozen=True)

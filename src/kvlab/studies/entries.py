@@ -17,7 +17,7 @@ class Entry(BaseModel):
 
 
 class Interval(Entry):
-    """A number with its two-sided interval at the file's `sizes.confidence`, by resampling windows."""
+    """A number with its two-sided interval, by resampling windows."""
 
     value: float
     low: float
@@ -30,6 +30,10 @@ class Interval(Entry):
     """Half the interval's width: the smallest effect that this many windows can tell from none."""
     method: str
     """How the interval was made: bca, percentile, t (Student's, over windows), exact (a rate of 0 or 1) or mover."""
+    confidence: float
+    """Of the interval, two-sided."""
+    n_documents: int | None
+    """Documents that the windows are of: these are what is resampled; null where every window stands for itself."""
 
 
 class Reference(Entry):

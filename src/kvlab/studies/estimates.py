@@ -27,6 +27,7 @@ def claim(
     down: str = "lowers KL",
     null: float = 0.0,
     unit: str = UNIT,
+    of_engine: bool | None = None,
 ) -> dict:
     """What `report.claims.sentence` makes a sentence of.
 
@@ -46,6 +47,8 @@ def claim(
         The effect that is no effect: 0 for differences, 1 for ratios.
     unit : str
         Of the effect; empty for a ratio.
+    of_engine : bool, optional
+        Whether the effect is laid to the engine; by default where the two sides are of other engines.
 
     Raises
     ------
@@ -54,14 +57,22 @@ def claim(
     """
     if len(compared) != 2 or not all(compared):
         raise Fault(f"a claim compares two things, not {[len(side) for side in compared]} ({subject})")
+    if of_engine is None:
+        of_engine = engines_of(compared[0]) != engines_of(compared[1])
     words = {"about": about, "subject": subject, "up": up, "down": down, "null": null, "unit": unit}
+    words["of_engine"] = of_engine
     return words | {"effect": effect, "windows_needed": windows_to_settle(effect, null), "compared": compared}
 
 
 def windows_to_settle(effect: dict, null: float) -> int | None:
-    """Windows at which an effect of this size would stand clear of `null`; None when none is to be seen."""
+    """Windows that would show an effect of this size beside `null` with a power of 80 %; None when none is seen."""
     given = Estimate(**effect)
     return windows_for_sign(replace(given, **{end: getattr(given, end) - null for end in ENDS}))
+
+
+def engines_of(side: Sequence[dict]) -> set[str | None]:
+    """The engines that the cells of a side were measured on."""
+    return {cell.get("engine") for cell in side}
 
 
 def sides(*compared: Measured | Sequence[Measured]) -> list[list[dict]]:

@@ -56,13 +56,23 @@ def gather(
     CodecNotActive
         A codec did not fire as often as it should, or its canary did not move the logits.
     """
-    cells = read_cells(params, job_paths, choice)
-    runs, run_tokens = read_baselines(params, baseline_paths)
+    return whole(params, read_cells(params, job_paths, choice), *read_baselines(params, baseline_paths))
+
+
+def whole(
+    params: Params,
+    cells: Sequence[Measured],
+    runs: dict[str, BaselineRecord],
+    run_tokens: dict[tuple[str, str, str | None], pl.DataFrame],
+) -> Results:
+    """What was read, if it is of one identity, on the same labels and of codecs that fired; raises as `gather`."""
     refuse_mixed([*cells, *runs.values()], params)
     refuse_several({"model": {params.model.slug, cells[0].provenance.model}})
     for measured in cells:
         refuse_inactive(measured)
-    refuse_other_labels([measured.tokens for measured in cells] + list(run_tokens.values()))
+    refuse_other_labels([one.tokens for one in cells if one.cell.text == "test"] + list(run_tokens.values()))
+    if others := [one.tokens for one in cells if one.cell.text == "other"]:
+        refuse_other_labels(others)
     provenances = [found.provenance for found in (*cells, *runs.values())]
     calibration = {origin: sigma for found in provenances for origin, sigma in sorted(found.calibration.items())}
     provenance = provenances[0].model_copy(update={"calibration": dict(sorted(calibration.items()))})
@@ -86,7 +96,8 @@ def read_cells(params: Params, paths: Sequence[Path], choice: Choice | None = No
             if record.cell_id in found:
                 raise StaleResult(f"{describe(record.cell)} is there twice, the second time in {path}; remove one")
             rows = on_grid(tables[record.cell_id], record.cell.windows, job.context, job.eval, describe(record.cell))
-            found[record.cell_id] = Measured(record, job.provenance, job.context, job.eval, rows)
+            documents = job.documents.get(record.cell.text)
+            found[record.cell_id] = Measured(record, job.provenance, job.context, job.eval, rows, documents)
     for cell_id, (study, job, cell) in planned.items():
         if cell_id not in found:
             raise MissingResult(f"{describe(cell)} is missing; run `kvlab step measure --study {study} --job {job}`")
@@ -151,7 +162,7 @@ def read_baselines(
         for cell in record.cells:
             name = f"baseline {record.run} {cell.what} {cell.protocol or ''}".strip()
             refuse_stale_comparison(record, cell, peer_of(planned, record.run), path)
-            grid = on_grid(rows[cell.cell_id], params.windows.test, record.context, record.eval, name)
+            grid = on_grid(rows[cell.cell_id], params.baseline.windows, record.context, record.eval, name)
             tables[record.run, cell.what, cell.protocol] = grid
     for run in planned:
         if run not in found:

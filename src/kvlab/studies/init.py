@@ -13,10 +13,19 @@ from kvlab.base.errors import ParamsError, StorageError, UnknownName
 from kvlab.base.model import read_config
 from kvlab.base.params import ModelEntry, Section, Windows
 from kvlab.base.recipe import Engine
-from kvlab.lab.plan import STUDIES
 from kvlab.studies.settings import by_model, sections
 
 LEAST_CONTEXT = 8  # as of `Windows.context`
+
+# What a model of some hundred million parameters takes half an hour for on two cores.
+ASKED = ("ladder", "layers", "noise")
+SAID = {
+    "baseline": {"hf_attention": ["eager"]},
+    "ladder": {"growth": [0.25, 0.5], "contexts": [2048]},
+    "layers": {"dtype": "bfloat16", "protocols": ["snapshot"], "left_out": False},
+    "mechanisms": {"codecs": ["klt", "hadamard", "kivi", "fp8"], "in_forward": ["kivi"], "needles": 24},
+    "noise": {"groups": ["all"], "sigmas": [0.01, 0.03, 0.1]},
+}
 
 TEMPLATE = Template("""\
 # yaml-language-server: $$schema=workflow/schemas/config.schema.json
@@ -29,18 +38,18 @@ bits: 3                       # K stream: bits per coefficient of `codec`, per v
 v_bits: 2                     # V stream: the same
 
 # Each model goes through every stage, and its results lie under its slug (if none is given, the last part of `path`,
-# a directory or a hub id with its `revision`). The first one leads the report.
+# a directory or a hub id with its `revision`). The first one leads the report; what holds on all is its headline.
 models:
 $models
 corpus:
-  source: $source          # `docstrings`, a text file or glob, or `datasets:ID[/config=NAME]`
-  other: licences             # scored too, by `ladder`: `licences`, `encyclopedia`, a text file or glob, or null
+  source: $source          # calibrates: `docstrings`, a text file or glob, or `datasets:ID[/config=NAME]`
+  other: encyclopedia         # scored beside it: `encyclopedia`, `licences`, a text file or glob, or null
 
 windows:
   context: $context                # tokens whose K and V are coded
   eval: 128                   # tokens that are scored after them
-  test: $test                    # windows that are scored
-  calib: 16                   # windows that the calibration sees; never the scored ones
+  test: $test                    # windows that are scored, half of them of each text
+  calib: 100                  # windows that the calibration sees (51,200 tokens); never the scored ones
   other: $other                   # windows of `corpus.other` that are scored
   seed: 0
 
@@ -50,13 +59,16 @@ $engines
 protocols:
 - in_forward
 - snapshot
-studies:                      # of the report, beside the engine baseline and the factorial
+studies:                      # beside engine baseline and factorial; also: cells, mitigations, split
 $asked
 jobs:
   threads: 1                  # torch threads of a job; jobs run side by side on the other cores
 
 # A section of which nothing is changed stays empty, but stays: DVC looks for its name.
-calibration: {}               # which engines are captured and what is fitted on that: engines, origin, dtype, ...
+calibration:                  # which engines are captured and what is fitted on that: engines, origin, dtype, ...
+  engines:
+  - $origin
+  dtype: bfloat16
 codec: {}                     # the studied recipe: block_size, whiten, boundary_layers, outlier_threshold, ...
 cells: {}                     # single changes: `my-cell: {bits: 4}` adds one, `k-only: null` takes one out
 $studies
@@ -114,8 +126,9 @@ def write(
         test=f"{windows:<2}",
         other=f"{windows:<2}",
         engines=_flow(list(engines)),
-        asked=_flow(list(STUDIES)),
-        studies="\n".join(_empty(section) for section in sections().values()),
+        asked=_flow(list(ASKED)),
+        origin="hf" if "hf" in engines else engines[0],
+        studies="\n".join(_section(section, SAID.get(key, {})) for key, section in sections().items()),
     )
     by_model(yaml.safe_load(text))
     from kvlab.base.records import write_text
@@ -134,9 +147,13 @@ def _context(model: ModelEntry, windows: Windows) -> int:
     return context
 
 
-def _empty(section: type[Section]) -> str:
-    """The section of a study of which nothing is changed, and what could be."""
-    return f"{section.key + ': {}':<30}# {section.told}: {', '.join(section.model_fields)}"
+def _section(section: type[Section], said: dict) -> str:
+    """The section of a study: what is said of it, and what could be."""
+    told = f"# {section.told}: {', '.join(section.model_fields)}"
+    if not said:
+        return f"{section.key + ': {}':<30}{told}"
+    values = "".join(f"  {line}\n" for line in _flow(said).splitlines())
+    return f"{section.key + ':':<30}{told}\n{values}".rstrip()
 
 
 def _flow(value: list) -> str:

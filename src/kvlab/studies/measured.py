@@ -24,13 +24,17 @@ QUANTITIES = {
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """One cell with its token rows, sorted by window and position."""
+    """One cell with its token rows, sorted by window and position.
+
+    `documents` says which document each window of its text is of; None where that is not known.
+    """
 
     record: CellRecord
     provenance: Provenance
     context: int
     eval: int
     tokens: pl.DataFrame
+    documents: tuple[int, ...] | None = None
 
     @property
     def cell(self) -> Cell:
@@ -47,7 +51,7 @@ class Measured:
 
     def column(self, quantity: str, windows: int | None = None) -> Column:
         """A quantity of `QUANTITIES`, of the first `windows` windows if given."""
-        return column(self.tokens, quantity, windows)
+        return column(self.tokens, quantity, windows, self.documents)
 
     def fields(self) -> dict[str, object]:
         """Everything that decides a number, flat; keys of nested values are joined by dots."""
@@ -76,22 +80,29 @@ class Results:
             and all(getattr(m.cell, name) == value for name, value in attributes.items())
         ]
 
-    def run_column(self, run: str, quantity: str, what: str = "plain", protocol: str | None = None) -> Column:
-        """A quantity of a baseline run; `MissingResult` when that comparison was not made."""
+    def run_column(
+        self, run: str, quantity: str, what: str = "plain", protocol: str | None = None, windows: int | None = None
+    ) -> Column:
+        """A quantity of a baseline run, of its first `windows` windows if given.
+
+        `MissingResult` when that comparison was not made.
+        """
         if (run, what, protocol) not in self.run_tokens:
             raise MissingResult(
                 f"baseline run {run!r} holds no {what!r} comparison under protocol {protocol};"
                 f" run `kvlab step baseline --run {run}` with --sigma and --codebooks"
             )
-        return column(self.run_tokens[run, what, protocol], quantity)
+        return column(self.run_tokens[run, what, protocol], quantity, windows, self.runs[run].documents.get("test"))
 
 
-def column(tokens: pl.DataFrame, quantity: str, windows: int | None = None) -> Column:
-    """One quantity of a token table, summed by window."""
+def column(
+    tokens: pl.DataFrame, quantity: str, windows: int | None = None, documents: tuple[int, ...] | None = None
+) -> Column:
+    """One quantity of a token table, summed by window; `documents` are those of its windows, by number."""
     if windows is not None:
         tokens = tokens.filter(pl.col("window") < windows)
     values = tokens.select(QUANTITIES[quantity].cast(pl.Float64).alias("value"))["value"]
-    return Column.of(tokens["window"].to_numpy(), tokens["position"].to_numpy(), values.to_numpy())
+    return Column.of(tokens["window"].to_numpy(), tokens["position"].to_numpy(), values.to_numpy(), documents)
 
 
 def flat(data: dict, prefix: str = "") -> dict[str, object]:

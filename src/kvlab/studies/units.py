@@ -20,7 +20,7 @@ def units(params: Params) -> dict[str, Contents]:
     found: dict[str, dict[str, tuple[str, ...]]] = {}
     for engine, dtype in engines(params):
         unit = found.setdefault(f"{engine}-{dtype}", {})
-        for study in plan.studies(params):
+        for study in of_engines(params):
             jobs = tuple(j for j in plan.job_names(params, study) if j.startswith(f"{engine}-{dtype}-"))
             unit |= {study: jobs} if jobs else {}
         runs = tuple(run for run, made in plan.baseline_runs(params).items() if made[:2] == (engine, dtype))
@@ -32,9 +32,14 @@ def units(params: Params) -> dict[str, Contents]:
     return {name: unit for name, unit in found.items() if unit}
 
 
+def of_engines(params: Params) -> list[str]:
+    """The studies whose cells go into the process of their engine: all but the ladder, which has one of its own."""
+    return [study for study in plan.studies(params) if study != plan.LADDER]
+
+
 def engines(params: Params) -> list[tuple[str, str]]:
     """Every engine and dtype in which something is measured."""
-    jobs = [job for study in plan.studies(params) for job in plan.job_names(params, study)]
+    jobs = [job for study in of_engines(params) for job in plan.job_names(params, study)]
     named = [(engine, dtype) for engine, dtype, *_ in (job.split("-") for job in jobs)]
     named += [made[:2] for made in plan.baseline_runs(params).values()]
     return list(dict.fromkeys(named))
@@ -42,12 +47,10 @@ def engines(params: Params) -> list[tuple[str, str]]:
 
 def origins(params: Params, contents: Contents) -> list[str]:
     """Whose captures calibrate what a unit measures, the usual one first."""
-    named = [
-        origin for study in contents if study in (*plan.STUDIES, plan.LADDER) for origin in plan.origins(params, study)
-    ]
+    named = [origin for study in contents if study in plan.STUDIES for origin in plan.origins(params, study)]
     return list(dict.fromkeys([params.calibration.origin, *named]))
 
 
 def reads_tables(contents: Contents) -> bool:
     """Whether a unit reads Lloyd-Max tables: the baseline runs the studied recipe; ladder and mechanisms fit none."""
-    return any(study == BASELINE or study in plan.STUDIES for study in contents)
+    return any(study in (BASELINE, *plan.STUDIES) and study != plan.LADDER for study in contents)

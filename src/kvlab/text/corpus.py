@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from kvlab.base.params import Corpus, Params, Windows
 from kvlab.base.recipe import Text
 from kvlab.base.records import atomic, forget, from_header, sha256, to_header, write_json, write_table
 from kvlab.text import encyclopedia, licences
+from kvlab.text.cutting import choose, window_documents
 
 TOKENIZED_AT_ONCE = 1000  # documents; a corpus may be far larger than what its windows need
 SHINGLE = 64  # tokens; a run this long in both splits is a copy, not chance
@@ -50,6 +51,8 @@ class TokenWindows:
         The model whose tokenizer made the ids.
     other : numpy.ndarray of int32 or None
         Windows of `corpus.other`, shaped like the others; None without one.
+    documents : dict of str to tuple of int
+        By scored text, which document most tokens of each window are of; empty for windows written without it.
     """
 
     calib: np.ndarray
@@ -58,6 +61,7 @@ class TokenWindows:
     corpus_hash: str
     model_hash: str
     other: np.ndarray | None = None
+    documents: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def scored(self, text: Text) -> np.ndarray:
         """The windows of a text, or of the calibration split; `CorpusError` when there is no such text."""
@@ -106,7 +110,8 @@ def build(params: Params, out: Path, documents_out: Path | None = None) -> Token
     documents |= {} if params.corpus.other is None else {"other": other}
     refuse_shared_documents(documents)
     tokenizer = load_tokenizer(info)
-    streams = {split: stream(texts, tokenizer) for split, texts in documents.items()}
+    cut_from = {split: tokenized(texts, tokenizer) for split, texts in documents.items()}
+    streams = {split: ids for split, (ids, _) in cut_from.items()}
     prefix = bos(tokenizer)
     arrays = {split: cut(ids, params.windows, split, prefix) for split, ids in streams.items() if split != "test"}
     arrays["test"] = in_turn(params, streams, prefix)
@@ -115,6 +120,7 @@ def build(params: Params, out: Path, documents_out: Path | None = None) -> Token
         context=params.windows.context,
         corpus_hash=windows_hash(arrays, params.windows.context),
         model_hash=info.model_hash,
+        documents=window_documents(params, cut_from, prefix),
     )
     refuse_shared_windows(windows)
     forget(out)
@@ -223,12 +229,17 @@ def bos(tokenizer) -> list[int]:
 
 def stream(documents: Iterable[str], tokenizer) -> np.ndarray:
     """All documents as one stream of ids, each closed by the end-of-text token."""
+    return tokenized(documents, tokenizer)[0]
+
+
+def tokenized(documents: Iterable[str], tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The stream of all documents, int32 [tokens], and where in it each document ends, int64 [documents]."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     parts = [np.empty(0, dtype=np.int32)]
     for texts in batched(documents, TOKENIZED_AT_ONCE):
         ids = tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
         parts += [np.array([*document, *end], dtype=np.int32) for document in ids]
-    return np.concatenate(parts)
+    return np.concatenate(parts), np.cumsum([part.size for part in parts[1:]], dtype=np.int64)
 
 
 def batched(items: Iterable, size: int) -> Iterable[tuple]:
@@ -243,15 +254,9 @@ def cut(ids: np.ndarray, windows: Windows, split: str, prefix: list[int], count:
     `count` is how many, if not as many as `windows` says of the split.
     """
     body = windows.length - len(prefix)
-    available, wanted = len(ids) // body, getattr(windows, split) if count is None else count
-    if available < wanted:
-        raise CorpusError(
-            f"the corpus is too short: its {split} {'text' if split == 'other' else 'split'} has {len(ids)} tokens,"
-            f" {available} windows of {windows.length}, and windows.{split} asks for {wanted}"
-        )
-    chosen = np.sort(np.random.default_rng(windows.seed).permutation(available)[:wanted])
-    cuts = ids[: available * body].reshape(available, body)[chosen]
-    head = np.tile(np.array(prefix, dtype=np.int32), (wanted, 1))
+    chosen = choose(ids, windows, split, body, count)
+    cuts = ids[: len(ids) // body * body].reshape(-1, body)[chosen]
+    head = np.tile(np.array(prefix, dtype=np.int32), (len(chosen), 1))
     return np.ascontiguousarray(np.concatenate([head, cuts], axis=1))
 
 
@@ -318,6 +323,7 @@ def describe(windows: TokenWindows, params: Params, documents: dict[str, list[st
         "scored": list(params.corpus.scored),
         "windows": {"calib": len(windows.calib)} | {text: len(rows) for text, rows in scored_arrays(windows).items()},
         "documents": {split: len(texts) for split, texts in documents.items()},
+        "window_documents": {text: list(numbers) for text, numbers in windows.documents.items()},
         "scored_labels": [windows.labels.start, windows.labels.stop - 1],
         "shared_run_fraction": {text: overlap(windows, text) for text in scored_arrays(windows)},
         "shared_run_tokens": SHINGLE,
@@ -330,6 +336,7 @@ def save(windows: TokenWindows, out: Path) -> None:
         "context": windows.context,
         "corpus_hash": windows.corpus_hash,
         "model_hash": windows.model_hash,
+        "documents": windows.documents,
     }
     with atomic(out) as temporary:
         save_file({"calib": windows.calib, **scored_arrays(windows)}, temporary, metadata=to_header(metadata))
@@ -348,7 +355,9 @@ def load(path: Path, model_hash: str) -> TokenWindows:
             names = set(file.keys())
             metadata, arrays = from_header(file.metadata()), {name: file.get_tensor(name) for name in names}
         identity = {name: metadata[name] for name in ("context", "corpus_hash", "model_hash")}
-        windows = TokenWindows(**{name: arrays.get(name) for name in ("calib", "test", "other")}, **identity)
+        documents = {text: tuple(numbers) for text, numbers in metadata.get("documents", {}).items()}
+        splits = {name: arrays.get(name) for name in ("calib", "test", "other")}
+        windows = TokenWindows(**splits, **identity, documents=documents)
     except (OSError, SafetensorError, KeyError) as error:
         raise CorpusError(f"cannot read windows {path}: {error}; run `kvlab step corpus`") from None
     if windows_hash(arrays, windows.context) != windows.corpus_hash:

@@ -329,21 +329,25 @@ def load(path: Path, model_hash: str) -> Needles:
     CorpusError
         A file is missing or changed, is of another version, or was tokenised for another model.
     """
+    record, rows = read_items(path, VERSION, ROWS, model_hash)
+    items = tuple(Needle(**row) for row in rows.select(Needle._fields).iter_rows(named=True))
+    if needles_hash(items, context := record.get("context")) != (named := record.get("needles_hash")):
+        raise CorpusError(f"{path} does not match its own hash; it was changed after it was written")
+    return Needles(items, context, named, model_hash)
+
+
+def read_items(path: Path, version: str, schema: pl.Schema, model_hash: str) -> tuple[dict, pl.DataFrame]:
+    """The record and the table of retrieval items, of this version and tokenised for this model; see `load`."""
     again = "run `kvlab step needles`"
     try:
         record, rows = read_json(Path(path).with_suffix(".json")), pl.read_parquet(path)
-        version, context, named, made_for = (
-            record[name] for name in ("version", "context", "needles_hash", "model_hash")
-        )
+        found, made_for = record["version"], record["model_hash"]
     except (OSError, StorageError, pl.exceptions.PolarsError, KeyError, TypeError) as error:
         raise CorpusError(f"cannot read needles {path}: {error}; {again}") from None
-    if version != VERSION:
-        raise CorpusError(f"{path} holds needles of version {version!r}, allowed: {VERSION!r}; {again}")
-    if rows.schema != ROWS:
-        raise CorpusError(f"{path} has columns {dict(rows.schema)}, expected {dict(ROWS)}; {again}")
-    items = tuple(Needle(**row) for row in rows.select(Needle._fields).iter_rows(named=True))
-    if needles_hash(items, context) != named:
-        raise CorpusError(f"{path} does not match its own hash; it was changed after it was written")
+    if found != version:
+        raise CorpusError(f"{path} holds needles of version {found!r}, allowed: {version!r}; {again}")
+    if rows.schema != schema:
+        raise CorpusError(f"{path} has columns {dict(rows.schema)}, expected {dict(schema)}; {again}")
     if made_for != model_hash:
         raise CorpusError(f"{path} was tokenised for model {made_for}, this model is {model_hash}")
-    return Needles(items, context, named, made_for)
+    return record, rows

@@ -38,6 +38,10 @@ def calibrated(calibration_hash: str = "c" * 16) -> Calibrated:
     fitted = ladder_making.calibration(GEOMETRY.kv_heads, GEOMETRY.head_dim)
     (whitener,), (components,) = fitted.whiteners.values(), fitted.components.values()
     layers = range(GEOMETRY.layers)
+    own = {
+        codec: ladder_making.own_calibration(codec, GEOMETRY.kv_heads, GEOMETRY.head_dim).own[ladder_making.LAYER]
+        for codec in ("kvquant", "kvtc")
+    }
     return Calibrated(
         whiteners=dict.fromkeys(layers, whitener),
         tables={},
@@ -47,6 +51,7 @@ def calibrated(calibration_hash: str = "c" * 16) -> Calibrated:
         calibration_hash=calibration_hash,
         components={stream: dict.fromkeys(layers, components) for stream in ("k", "v")},
         rotated=dict.fromkeys(layers, whitener),
+        own={(stream, codec): dict.fromkeys(layers, fit) for stream in ("k", "v") for codec, fit in own.items()},
     )
 
 

@@ -49,7 +49,7 @@ def origin(**changes):
     return Provenance(**values | {"device": "cpu"} | changes)
 
 
-def write_ladder(folder, params, provenance):
+def write_ladder(folder, params, provenance, documents=None):
     """What `snakemake ladder` leaves; the KL of cell i at window w is 0.01 (i + 1) (w + 1)."""
     number = 0
     for job, cells in plan.jobs(params, plan.LADDER).items():
@@ -58,7 +58,8 @@ def write_ladder(folder, params, provenance):
             number += 1
             tables.append(rows(cell, params, 0.01 * number * np.arange(1, cell.windows + 1)))
         shape = {"context": params.windows.context, "eval": params.windows.eval}
-        made = JobRecord(provenance=provenance, cells=tuple(map(record, cells)), **shape)
+        told = {"documents": documents or {}}
+        made = JobRecord(provenance=provenance, cells=tuple(map(record, cells)), **shape, **told)
         write_job(folder / f"{job}.json", made, pl.concat(tables))
     return folder
 
@@ -109,9 +110,9 @@ def test_a_job_that_is_not_planned_is_refused(folder, tiny_params):
 
 
 def test_cells_of_other_parameters_are_refused(folder, tiny_params):
-    codec = tiny_params.codec.model_copy(update={"block_size": 32})
+    ladder = tiny_params.ladder.model_copy(update={"bits": (2, 3)})
     with pytest.raises(StaleResult):
-        read(tiny_params.model_copy(update={"codec": codec}), folder)
+        read(tiny_params.model_copy(update={"ladder": ladder}), folder)
 
 
 def test_a_job_that_lacks_a_cell_is_refused(folder, tiny_params):
@@ -189,7 +190,7 @@ def test_a_bench_with_every_input_of_the_model(
     inputs = run.Inputs(
         capture=tiny_calibration["capture"],
         windows=tiny_windows,
-        ladder=write_ladder(tmp_path / "ladder", tiny_params, known),
+        ladder=write_ladder(tmp_path / "ladder", tiny_params, known, tokens.documents),
     )
     own = [Subject(label, 2, recipe) for label, recipe in rungs(tiny_params) if label in ("klt 2", "hadamard 2")]
     rival = Subject("halved 4", 4, library=Library("none", "math", halved))

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+import embedded
 from kvlab.base.errors import CapabilityError, KvlabError, StorageError, UserError
 from kvlab.base.recipe import IDENTITY, HadamardStream, IntStream, KltStream, Recipe
-from kvlab.studies.settings import read_params
 from validation.bench import page, published, run, sources, subjects
 from validation.bench.subjects import Roster, Subject
 
@@ -30,7 +30,7 @@ def benched(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "roster", lambda params: small_roster())
         patch.setattr(sources, "planted", lambda planted=sources.planted: planted(heads=1, tokens=256, head_dim=32))
-        run.bench(read_params("params.yaml"), out, run.Inputs(), EFFORT)
+        run.bench(embedded.settings(), out, run.Inputs(), EFFORT)
     return out
 
 
@@ -134,7 +134,7 @@ def test_published_numbers_are_those_that_were_measured():
 )
 def test_effort_that_measures_nothing_is_refused(tmp_path, effort):
     with pytest.raises(UserError):
-        run.bench(read_params("params.yaml"), tmp_path, run.Inputs(), run.Effort(**effort))
+        run.bench(embedded.settings(), tmp_path, run.Inputs(), run.Effort(**effort))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -149,7 +149,7 @@ def test_every_input_is_opened_before_anything_is_measured(tmp_path, tiny_params
 def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
-        run.bench(read_params("params.yaml"), tmp_path / "file" / "out", run.Inputs(), EFFORT)
+        run.bench(embedded.settings(), tmp_path / "file" / "out", run.Inputs(), EFFORT)
 
 
 def test_what_was_measured_stays_when_the_kl_fails(tmp_path, tiny_params, tiny_windows, monkeypatch):
@@ -175,6 +175,6 @@ def test_a_subject_that_refuses_is_named_and_the_others_go_on(monkeypatch):
 
     original = subjects.Subject.coder
     monkeypatch.setattr(subjects.Subject, "coder", refuse)
-    found = run.measure(source, who, read_params("params.yaml"), EFFORT)
+    found = run.measure(source, who, embedded.settings(), EFFORT)
     assert found["refused"] == {"klt 2": "not on this shape"}
     assert set(found["scores"]) == set(found["speed"]) == {"identity"}

@@ -114,10 +114,10 @@ def test_a_library_that_is_missing_or_broken_is_named():
 
 
 def test_roster_names_every_rung_once(monkeypatch):
-    from kvlab.studies.settings import read_params
+    import embedded
 
     monkeypatch.setattr(subjects, "LIBRARIES", {"none": Library("no-such-package", "no_such_module", None)})
-    found = subjects.roster(read_params("params.yaml"))
+    found = subjects.roster(embedded.settings())
     labels = [subject.label for subject in found.subjects]
     assert len(labels) == len(set(labels)) and {"identity", "klt 2", "fp8"} <= set(labels)
     assert found.missing == {"none": "no-such-package: not installed"}

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from kvlab.stats.bootstrap import Bootstrap
-from validation.planted.claims import Claim, at_least, exactly, recover, together, up_to
+from validation.planted.claims import Claim, at_least, contained, exactly, recover, together, up_to
 from validation.planted.ground import window_column
 
 BOOT = Bootstrap(1000, 0.95, 0)
@@ -45,3 +45,11 @@ def test_bounds_and_roundings():
     claims = [at_least("c", "n", "", 10.0, 11.0), at_least("c", "n", "", 10.0, 9.0)]
     claims += [up_to("c", "n", "", 1.0, 1.1, 0.2), up_to("c", "n", "", 1.0, 1.3, 0.2)]
     assert [one.holds for one in recover(BOOT, claims)] == [True, False, True, False]
+
+
+def test_too_few_values_inside_plain_intervals_fail_a_path():
+    found = [("a", True)] * 19 + [("a", False)] + [("b", True)] * 5 + [("b", False)] * 5
+    a, b, everything = contained(found, 0.95)
+    assert (a["path"], a["values"], a["inside"], a["expected"], a["holds"]) == ("a", 20, 19, [17, 20], True)
+    assert (b["inside"], b["holds"]) == (5, False)  # a binomial of 10 and 0.95 is at most 5 once in 10 000 times
+    assert (everything["values"], everything["inside"]) == (30, 24)

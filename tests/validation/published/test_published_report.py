@@ -170,7 +170,7 @@ def test_an_empty_folder_is_named(tmp_path):
 
 def agreeing() -> dict:
     metrics = build(3)
-    metrics["agreement"]["holds"] = True
+    metrics["agreement"]["state"] = "equivalent"
     return metrics
 
 
@@ -191,7 +191,7 @@ def test_own_shares_stand_beside_the_published_numbers(every, tmp_path):
 
 def test_own_answer_is_withheld_when_the_engines_disagree(every, tmp_path):
     metrics = agreeing()
-    metrics["agreement"] |= {"holds": False, "why": ["they drift"]}
+    metrics["agreement"] |= {"state": "differ", "why": ["they drift"]}
     path = making.write(tmp_path, "metrics.json", metrics)
     own = report(every, tmp_path / "out", metrics=path).partition("## This project's own answer")[2]
     assert "Withheld: they drift." in own and "sum = gap" not in own

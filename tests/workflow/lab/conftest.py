@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -16,6 +17,7 @@ from types import ModuleType
 import pytest
 from ruamel.yaml import YAML
 
+from kvlab.base.paramfile import preset, read_yaml
 from kvlab.studies.cells import params as cells
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,7 +28,7 @@ TIMEOUT = 600  # seconds; on a machine with nothing else to do each command need
 NOT_INHERITED = {"PYTHONPATH", "SNAKEMAKE_PROFILE"}  # they would run other code, or run it elsewhere
 WEIGHTS = 300_000  # repetitions of a model's name
 # Over workflow/presets/quick.yaml: one job for each study, so that a run costs little but starting Snakemake.
-SMALLER = {"engines": ["hf"]}
+SMALLER = {"engines": ["hf"], "calibration": {"ridge": 0.001}}
 CELLS = {"k-only", "all-layers", "klt"}
 
 
@@ -118,6 +120,7 @@ def unrun(tmp_path_factory) -> Lab:
     write_models(lab.root / "models")
     for command in ("init -q -b main", "config user.name lab", "config user.email lab@example.org"):
         lab.run("git", *command.split())
+    lab.run(sys.executable, "workflow/scripts/dvc_sync.py")  # the models that are listed here
     commit(lab, "scratch")
     return lab
 
@@ -145,10 +148,11 @@ def commit(lab: Lab, message: str) -> None:
 
 
 def write_params(root: Path) -> None:
-    """The repository's own params.yaml with smaller values: comments, order and style stay."""
+    """The repository's own params.yaml with the quick preset's values and smaller ones: order and style stay."""
     yaml = YAML()
     params = yaml.load(root / "params.yaml")
-    lay_over(params, yaml.load(root / "workflow/presets/quick.yaml"))
+    with contextlib.chdir(root):
+        params.update(preset("quick", read_yaml(Path("params.yaml"))))
     lay_over(params, SMALLER | {"cells": dict.fromkeys(sorted(cells.CELLS.keys() - CELLS))})
     yaml.dump(params, root / "params.yaml")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 MADE = {"calib", "results"}  # what verbs write; of other files, as a registry, only the bytes count
 GROUPS = ("gate",)  # verbs that are followed by one
-FIGURES = ("gap_shapley", "baseline", "cells", "layers", "noise", "residual", "d_eff", "mitigations")
+FIGURES = ("gap_shapley", "baseline", "cells", "layers", "noise", "residual", "d_eff", "mitigations", "ladder")
 
 
 def main():
@@ -90,6 +90,8 @@ def written(verb, out):
         beside = [f"{out.stem}/tables.safetensors"]
     elif verb == "weights":
         beside = ["tokenizer.json"]
+    elif verb == "needles":
+        beside = [f"{out.stem}.json", "ruler.parquet", "ruler.json"]
     elif verb == "gate_report":
         beside = [f"{out.stem}-reasons.md", "detection.svg", "detection.csv"]
     elif verb == "report":

@@ -63,10 +63,11 @@ def test_other_bits_rerun_no_capture_and_no_sigma(lab):
 def test_a_codec_file_reruns_what_uses_it(lab):
     rung, block = "src/kvlab/codec/ladder/kivi.py", "src/kvlab/codec/block/codec.py"
     (lab.root / rung).open("a").write("\nNEW = 1\n")
-    assert planned(lab) == JUDGED | {"ladder_jobs", "restore_job", "restore_page", "report_lead"}
+    compared = {"ladder_jobs", "ladder_facts", "restore_job", "restore_page"}
+    assert planned(lab) == JUDGED | REPORTED | compared
     assert changed(lab) == depending(lab, rung) == {"ladder", "measure", "restore"}
     (lab.root / block).open("a").write("\nNEW = 1\n")
-    assert planned(lab) == CODED | REPORTED | JUDGED | {"ladder_jobs", "restore_job", "restore_page", "planted_report"}
+    assert planned(lab) == CODED | REPORTED | JUDGED | compared | {"planted_report"}
     assert changed(lab) == depending(lab, rung, block)
     assert not {"corpus", "capture", "sigma", "components", "needles", "report"} & changed(lab)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlab.base.errors import CapabilityError
+from kvlab.base.recipe import MOST_BITS
 
 
 def spending_order(distortion: Tensor) -> Tensor:
@@ -24,6 +25,11 @@ def spending_order(distortion: Tensor) -> Tensor:
     gain = -distortion.double().diff(dim=1).cpu()
     gain = gain.cummin(dim=1).values
     return gain.flatten().argsort(descending=True, stable=True) // gain.shape[1]
+
+
+def in_turn(components: int) -> Tensor:
+    """Components in turn, a bit each, again and again: the order that gives all of them the same, int64."""
+    return torch.arange(components).repeat(MOST_BITS)
 
 
 def bits_of(order: Tensor, total: int, components: int) -> Tensor:

@@ -30,11 +30,12 @@ from kvlab.codec.base import (
     stored,
     uncalibrated,
 )
+from kvlab.codec.klt.ablation import asked
 from kvlab.codec.klt.components import Components
-from kvlab.codec.klt.escapes import Escapes, Spent, room
+from kvlab.codec.klt.escapes import Escapes, Spent, last_spent, room
 from kvlab.codec.klt.marginal import MAX_WIDTH, Marginals
 from kvlab.codec.klt.nearest import Nearest
-from kvlab.codec.klt.planes import Planes
+from kvlab.codec.klt.synthesis import Decoding, Synthesis
 from kvlab.codec.ladder.front import needed
 from kvlab.codec.products import FEW
 
@@ -61,12 +62,17 @@ class KltCodec:
 
     def __init__(self, recipe: KltStream, calibration: StreamCalibration | None = None):
         self.recipe, self.calibration = recipe, calibration or StreamCalibration()
-        self._plans: dict[tuple[int, torch.device], Plan] = {}
+        self._plans: dict[tuple[int, torch.device], Synthesis] = {}
 
     @torch.no_grad()
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """See `Codec.encode`."""
         rows, plan = checked(x, site), self.plan(site.layer, x.shape, x.device)
+        if not isinstance(plan, Plan):
+            raise CalibrationMismatch(
+                f"the calibration holds what decodes layer {site.layer} alone, and a tensor is to be encoded; give the"
+                " whole file that `kvlab calibrate` wrote"
+            )
         size, blocks, escaped = self.recipe.block_size, [], 0
         for start, stop in self._strips(x.shape[1]):
             symbols, count = plan.analyse(rows[:, start:stop], site)
@@ -121,8 +127,10 @@ class KltCodec:
         step = max(1, STRIP // size) * size
         return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
-    def plan(self, layer: int, shape: tuple[int, int, int], device: torch.device) -> Plan:
-        """What the recipe makes of one layer's components; made when the layer is first met, and kept.
+    def plan(self, layer: int, shape: tuple[int, int, int], device: torch.device) -> Synthesis:
+        """What the recipe makes of one layer's components (a `Plan`), or what decodes alone where that is all there is.
+
+        Made when the layer is first met, and kept.
 
         Raises
         ------
@@ -139,8 +147,22 @@ class KltCodec:
             )
         if (layer, device) not in self._plans:
             with one_thread():
-                self._plans[layer, device] = Plan(components, self.recipe, device)
+                self._plans[layer, device] = self._made(components, device)
         return self._plans[layer, device]
+
+    def _made(self, found: Components | Decoding, device: torch.device) -> Synthesis:
+        """The plan of whole components; the decoder of one, if it is for the recipe's bits."""
+        if not isinstance(found, Decoding):
+            return Plan(found, self.recipe, device)
+        heads, head_dim = found.mean.shape
+        totals = vector_bits(self.recipe, heads, head_dim)
+        escaping = escapes_fit(self.recipe, totals, head_dim)
+        due = [min(total - escaping, MAX_WIDTH * head_dim) for total in totals]
+        if found.widths.long().sum(1).tolist() != due or (found.tails.shape[1] > 0) != escaping:
+            raise CalibrationMismatch(
+                f"the decoder's file is not for klt at {self.recipe.bits:g} bits; give the one that was written for it"
+            )
+        return Synthesis(found, device)
 
 
 @contextmanager
@@ -157,36 +179,30 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Plan:
-    """What the recipe makes of the components of one layer: widths, tables, and the way there and back.
-
-    Rows are the components of all heads one after the other, then one row of escape bits per head.
-    """
+class Plan(Synthesis):
+    """What the recipe makes of the components of one layer: widths, tables, and the way there beside the way back."""
 
     def __init__(self, components: Components, recipe: KltStream, device: torch.device):
-        self.heads, self.head_dim = components.mean.shape
-        self.rows = self.heads * self.head_dim
+        components = asked(components, recipe)
+        heads, head_dim = components.mean.shape
         deviation = components.variance.double().sqrt().cpu()
-        totals = vector_bits(recipe, self.heads, self.head_dim)
-        self.escaping = recipe.escape and room(min(totals) - 1, self.head_dim) > 0
-        energy = deviation.square()
-        most = [min(total - self.escaping, MAX_WIDTH * self.head_dim) for total in totals]
-        orders, self.widths, table, mass = Marginals(components.sketch.flatten(0, 1)).spend(energy, most)
-        wide = 1 << int(self.widths.max())
-        table, mass = (x[:, :wide].unflatten(0, (self.heads, -1)) for x in (table, mass))
-        spent = [Spent(*head) for head in zip(orders, table, mass, deviation, self.widths, strict=True)]
-        flags = torch.ones(self.heads * self.escaping, dtype=torch.int64)
-        self.planes = Planes(torch.cat((self.widths.flatten(), flags)), device)
-        sizes = 1 << self.widths.flatten()
-        table = table.flatten(0, 1).float()
-        self.sizes, self.table = sizes, table.to(device)
+        totals = vector_bits(recipe, heads, head_dim)
+        escaping = escapes_fit(recipe, totals, head_dim)
+        most = [min(total - escaping, MAX_WIDTH * head_dim) for total in totals]
+        marginals = Marginals(components.sketch.flatten(0, 1))
+        orders, widths, table, mass = marginals.spend(deviation.square(), most, recipe.allocation == "even")
+        wide = 1 << int(widths.max())
+        table, mass = (x[:, :wide].unflatten(0, (heads, -1)) for x in (table, mass))
+        spent = [Spent(*head) for head in zip(orders, table, mass, deviation, widths, strict=True)]
+        tails = last_spent(spent) if escaping else None
+        inverse = (components.inverse.double().cpu() * deviation[..., None]).float().contiguous()
+        self.decoding = Decoding.of(components.mean, inverse, spent, tails)
+        super().__init__(self.decoding, device)
         if self.escaping:
-            self.escapes = Escapes(spent, device)
-            self.low = (table[:, :1] - self.escapes.reach).to(device)
-            self.high = (table.gather(1, sizes[:, None] - 1) + self.escapes.reach).to(device)
-        self.mean = components.mean.to(device)[:, None]
+            self.escapes = Escapes(spent, self.tails, device)
+            self.low = self.table[:, :1] - self.escapes.reach
+            self.high = self.table.gather(1, self.sizes[:, None].to(device) - 1) + self.escapes.reach
         self.forward = (components.forward.double().cpu() / deviation[:, None]).mT.float().contiguous().to(device)
-        self.inverse = (components.inverse.double().cpu() * deviation[..., None]).float().contiguous().to(device)
 
     @cached_property
     def nearest(self) -> Nearest:
@@ -217,17 +233,6 @@ class Plan:
         symbols = torch.cat((symbols, symbols.new_zeros(self.heads, tokens)))
         return symbols, self._escape(z, symbols)
 
-    def synthesise(self, symbols: Tensor) -> Tensor:
-        """The tokens float32 [heads, n, head_dim] of symbols [rows, n]; `StreamError` when escapes cannot be."""
-        tokens = symbols.shape[1]
-        z = self.table.gather(1, symbols[: self.rows].long())
-        if self.escaping:
-            self._unescape(z, symbols)
-        z = z.unflatten(0, (self.heads, -1))
-        if tokens < FEW:
-            z = torch.nn.functional.pad(z, (0, FEW - tokens))
-        return torch.baddbmm(self.mean, z.mT, self.inverse)[:, :tokens]
-
     def _escape(self, z: Tensor, symbols: Tensor) -> int:
         """Write the escapes of z into `symbols`; how many there are."""
         row, token = ((z < self.low) | (z > self.high)).nonzero().unbind(1)
@@ -243,17 +248,10 @@ class Plan:
         symbols[self.rows + head, token] = 1
         return int(count.sum())
 
-    def _unescape(self, z: Tensor, symbols: Tensor) -> None:
-        """Put what escaped vectors hold in the place of what their symbols seem to say."""
-        head, token = symbols[self.rows :].nonzero().unbind(1)
-        if len(head):
-            own = self._own(head, token, z.shape[1])
-            z.put_(own, self.escapes.read(head, symbols.take(own)))
 
-    def _own(self, head: Tensor, token: Tensor, tokens: int) -> Tensor:
-        """Flat places of vectors' components in an array of rows and `tokens` columns [v, head_dim]."""
-        rows = head[:, None] * self.head_dim + torch.arange(self.head_dim, device=head.device)
-        return rows * tokens + token[:, None]
+def escapes_fit(recipe: KltStream, totals: list[int], head_dim: int) -> bool:
+    """Whether vectors of these many bits have room for an escape, and the recipe wants any."""
+    return recipe.escape and room(min(totals) - 1, head_dim) > 0
 
 
 def vector_bits(recipe: KltStream, heads: int, head_dim: int) -> list[int]:

@@ -51,41 +51,82 @@ class Spent:
     width: Tensor
 
 
+class Tails:
+    """Where escapes lie in vectors of all heads of a layer, and how they are read.
+
+    Parameters
+    ----------
+    components : Tensor
+        Those that the last bits were spent on, the last first, int64 [heads, bits that the most escapes take].
+    widths : Tensor
+        Bits of each component [heads, head_dim].
+    values : Tensor
+        Those of every component at every number of known bits, as `heap` has them, float32 [heads * head_dim, 2 L].
+    device : torch.device
+        Where the vectors will be.
+    """
+
+    def __init__(self, components: Tensor, widths: Tensor, values: Tensor, device: torch.device):
+        self.head_dim = widths.shape[1]
+        self.index_bits = index_bits(self.head_dim)
+        self.room = (components.shape[1] - COUNT_BITS) // (self.index_bits + VALUE_BITS)
+        self.sizes = sizes(self.room, self.head_dim)
+        earlier = (components[:, :, None] == components[:, None]).tril(-1).sum(2)
+        lost = [[torch.bincount(row[:size], minlength=self.head_dim) for size in self.sizes] for row in components]
+        self.lost_bits = torch.stack([torch.stack(row) for row in lost])
+        row = torch.arange(len(values)).view(len(widths), 1, -1)
+        left = widths[:, None] - self.lost_bits
+        self.start = (row * values.shape[1] + (1 << left)).to(device)
+        self.heap, self.lost = values.to(device), self.lost_bits.to(torch.uint8).to(device)
+        self.component, self.place = components.to(device), earlier.to(torch.uint8).to(device)
+
+    def read(self, head: Tensor, symbols: Tensor) -> Tensor:
+        """Standardised components float32 [v, D] of escaped vectors' symbols uint8 [v, D].
+
+        Raises
+        ------
+        StreamError
+            When a vector holds more escapes than there is room for, or one that cannot be.
+        """
+        bits = symbols.gather(1, self.component[head]) >> self.place[head] & 1
+        count = number_of(bits[:, :COUNT_BITS]) + 1
+        if int(count.max()) > self.room:
+            raise StreamError(f"a vector holds {int(count.max())} escapes where there is room for {self.room}")
+        pairs = bits[:, COUNT_BITS:].unflatten(1, (self.room, -1))
+        there = torch.arange(self.room, device=bits.device) < count[:, None]
+        place = torch.where(there, number_of(pairs[..., : self.index_bits]), -1)
+        value = number_of(pairs[..., self.index_bits :]).to(torch.int16).view(torch.float16).float()
+        if int(place.max()) >= self.head_dim or not torch.isfinite(value[there]).all():
+            raise StreamError("an escape names a component or holds a value that cannot be")
+        value = value * value.abs()
+        z = self.heap.take(self.start[head, count] + (symbols >> self.lost[head, count]))
+        for pair in range(int(count.max())):  # one after the other: a forged stream may name a component twice
+            at = there[:, pair].nonzero().flatten()
+            z[at, place[at, pair]] = value[at, pair]
+        return z
+
+
 class Escapes:
-    """Escapes of the vectors of all heads of a layer; `room` is the most that a vector can hold.
+    """Escapes of the vectors of all heads of a layer, as the encoder chooses and writes them.
 
     Parameters
     ----------
     heads : list of Spent
         What was spent on each head.
+    tails : Tails
+        Where they lie.
     device : torch.device
         Where the vectors will be.
     """
 
-    def __init__(self, heads: list[Spent], device: torch.device):
-        self.head_dim, total = len(heads[0].values), min(len(head.order) for head in heads)
-        self.index_bits = index_bits(self.head_dim)
-        self.room = room(total, self.head_dim)
-        self.sizes = torch.tensor([0, *(self._size(count) for count in range(1, self.room + 1))])
-        backwards = torch.stack([head.order.flip(0)[: int(self.sizes[-1])] for head in heads])
-        earlier = (backwards[:, :, None] == backwards[:, None]).tril(-1).sum(2)
-        lost = [[torch.bincount(row[:size], minlength=self.head_dim) for size in self.sizes] for row in backwards]
-        lost = torch.stack([torch.stack(row) for row in lost])
-        price = [[self._price(head, gone) for gone in row] for head, row in zip(heads, lost, strict=True)]
+    def __init__(self, heads: list[Spent], tails: Tails, device: torch.device):
+        self.tails, self.head_dim, self.room = tails, tails.head_dim, tails.room
+        price = [[self._price(head, gone) for gone in row] for head, row in zip(heads, tails.lost_bits, strict=True)]
         energy = torch.stack([head.deviation.square() for head in heads])
         self.price = torch.tensor(price, dtype=torch.float64)
-        self.reach = (self.price.diff(dim=1).amin(1)[:, None] / energy).sqrt().float().view(-1, 1)
-        self.heap = torch.cat([heap(head) for head in heads])
-        row = torch.arange(len(self.heap)).view(len(heads), 1, -1)
-        left = torch.stack([head.width for head in heads])[:, None] - lost
-        self.start = (row * self.heap.shape[1] + (1 << left)).to(device)
-        self.heap = self.heap.to(device)
-        self.component, self.place = backwards.to(device), earlier.to(torch.uint8).to(device)
-        self.lost, self.energy = lost.to(torch.uint8).to(device), energy.flatten().to(device)
-        self.price, self.sizes = self.price.to(device), self.sizes.to(device)
-
-    def _size(self, count: int) -> int:
-        return COUNT_BITS + count * (self.index_bits + VALUE_BITS)
+        self.reach = (self.price.diff(dim=1).amin(1)[:, None] / energy).sqrt().float().view(-1, 1).to(device)
+        self.price, self.energy = self.price.to(device), energy.flatten().to(device)
+        self.sizes = tails.sizes.to(device)
 
     @staticmethod
     def _price(head: Spent, lost: Tensor) -> float:
@@ -138,36 +179,13 @@ class Escapes:
             The standardised components in these places [v, room].
         """
         value = (values.sign() * values.abs().sqrt().clamp(max=LARGEST)).half().view(torch.int16)
-        pairs = torch.cat((low_bits(places.clamp(min=0), self.index_bits), low_bits(value.int(), VALUE_BITS)), dim=2)
+        pairs = torch.cat(
+            (low_bits(places.clamp(min=0), self.tails.index_bits), low_bits(value.int(), VALUE_BITS)), dim=2
+        )
         bits = torch.cat((low_bits(count - 1, COUNT_BITS), pairs.flatten(1)), dim=1)
         bits *= torch.arange(bits.shape[1], device=bits.device) < self.sizes[count][:, None]
-        lost = self.lost[head, count]
-        return (symbols >> lost << lost).scatter_add_(1, self.component[head], bits << self.place[head])
-
-    def read(self, head: Tensor, symbols: Tensor) -> Tensor:
-        """Standardised components float32 [v, D] of escaped vectors' symbols uint8 [v, D].
-
-        Raises
-        ------
-        StreamError
-            When a vector holds more escapes than there is room for, or one that cannot be.
-        """
-        bits = symbols.gather(1, self.component[head]) >> self.place[head] & 1
-        count = number_of(bits[:, :COUNT_BITS]) + 1
-        if int(count.max()) > self.room:
-            raise StreamError(f"a vector holds {int(count.max())} escapes where there is room for {self.room}")
-        pairs = bits[:, COUNT_BITS:].unflatten(1, (self.room, -1))
-        there = torch.arange(self.room, device=bits.device) < count[:, None]
-        place = torch.where(there, number_of(pairs[..., : self.index_bits]), -1)
-        value = number_of(pairs[..., self.index_bits :]).to(torch.int16).view(torch.float16).float()
-        if int(place.max()) >= self.head_dim or not torch.isfinite(value[there]).all():
-            raise StreamError("an escape names a component or holds a value that cannot be")
-        value = value * value.abs()
-        z = self.heap.take(self.start[head, count] + (symbols >> self.lost[head, count]))
-        for pair in range(int(count.max())):  # one after the other: a forged stream may name a component twice
-            at = there[:, pair].nonzero().flatten()
-            z[at, place[at, pair]] = value[at, pair]
-        return z
+        lost = self.tails.lost[head, count]
+        return (symbols >> lost << lost).scatter_add_(1, self.tails.component[head], bits << self.tails.place[head])
 
 
 def merged(head: Spent, lost: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,6 +213,19 @@ def heap(head: Spent) -> Tensor:
 def index_bits(head_dim: int) -> int:
     """Bits that name one of `head_dim` components."""
     return max(1, bits_for(head_dim))
+
+
+def sizes(count: int, head_dim: int) -> Tensor:
+    """Bits that 0, 1, ... `count` escapes take, int64 [count + 1]."""
+    each = index_bits(head_dim) + VALUE_BITS
+    return torch.tensor([0, *(COUNT_BITS + number * each for number in range(1, count + 1))])
+
+
+def last_spent(heads: list[Spent]) -> Tensor:
+    """The components that the bits were spent on which escapes may take, the last first, int64 [heads, bits]."""
+    head_dim = len(heads[0].values)
+    most = int(sizes(room(min(len(head.order) for head in heads), head_dim), head_dim)[-1])
+    return torch.stack([head.order.flip(0)[:most] for head in heads])
 
 
 def room(total: int, head_dim: int) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvlab.codec.klt.allocation import bits_of, spending_order
+from kvlab.codec.klt.allocation import bits_of, in_turn, spending_order
 from kvlab.codec.quantizer import gaussian_table
 
 POINTS = 256
@@ -111,7 +111,9 @@ class Marginals:
         """Mean squared error of each component at each width [D, 9]."""
         return torch.stack([tables.distortion for tables in self.tables], dim=1)
 
-    def spend(self, energy: Tensor, totals: list[int]) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    def spend(
+        self, energy: Tensor, totals: list[int], even: bool = False
+    ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
         """What bits buy for the components of several heads: reverse water-filling in whole bits, head by head.
 
         A table is made for the components only that reach its width: one that stays below it among fewer
@@ -123,6 +125,8 @@ class Marginals:
             Of each component, whose sketches follow each other head by head, float64 [heads, D].
         totals : list of int
             Bits of each head.
+        even : bool
+            Give every component the same bits instead, and what does not go round to the first ones.
 
         Returns
         -------
@@ -139,7 +143,7 @@ class Marginals:
             made.append((rows, tables))
             distortion[rows, width] = energy.flatten()[rows] * tables.distortion
             offers = zip(distortion.unflatten(0, (heads, dim)), totals, strict=True)
-            orders = [spending_order(own)[:total] for own, total in offers]
+            orders = [(in_turn(dim) if even else spending_order(own))[:total] for own, total in offers]
             bits = torch.cat([bits_of(order, total, dim) for order, total in zip(orders, totals, strict=True)])
             rows = (bits >= width).nonzero().flatten() if width else rows
             if not len(rows):

@@ -1,4 +1,4 @@
-"""What may stand before any codec of the ladder: mean removal and whitening, both calibrated."""
+"""What may stand before any codec of the ladder: mean removal and a metric of the errors, both calibrated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from kvlab.base.errors import CalibrationMismatch
 from kvlab.base.recipe import Conditioned
 from kvlab.codec.base import StreamCalibration
-from kvlab.codec.whitening import Whitener
+from kvlab.codec.whitening import Whitener, fit
 
 
 class Front:
@@ -23,6 +23,7 @@ class Front:
 
     def __init__(self, recipe: Conditioned, calibration: StreamCalibration | None):
         self.recipe, self.calibration = recipe, calibration or StreamCalibration()
+        self._weighers: dict[int, Whitener] = {}
 
     def forward(self, x: Tensor, layer: int) -> Tensor:
         """[heads, tokens, head_dim] into the codec's domain; `CalibrationMismatch` when something is missing."""
@@ -54,9 +55,18 @@ class Front:
         return needed(self.calibration.components, layer, "center", "mean").mean
 
     def _whitener(self, layer: int) -> Whitener | None:
+        if self.recipe.weigh:
+            return self._weigher(layer)
         if not self.recipe.whiten or layer in self.recipe.whiten_skip_layers:
             return None
         return needed(self.calibration.whiteners, layer, "whiten", "whitener")
+
+    def _weigher(self, layer: int) -> Whitener:
+        """The metric that the layer's components were fitted in, as a Cholesky factor: theirs times their axes."""
+        if layer not in self._weighers:
+            forward = needed(self.calibration.components, layer, "weigh", "metric").forward.double().cpu()
+            self._weighers[layer] = fit(forward @ forward.mT, ridge=0.0)
+        return self._weighers[layer]
 
 
 def needed(found: dict, layer: int, setting: str, what: str):

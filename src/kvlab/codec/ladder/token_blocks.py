@@ -24,6 +24,7 @@ from kvlab.codec.base import (
     uncalibrated,
 )
 from kvlab.codec.ladder.front import Front
+from kvlab.codec.ladder.own import OwnFront
 
 
 class TokenBlockCodec(ABC):
@@ -41,7 +42,11 @@ class TokenBlockCodec(ABC):
 
     def __init__(self, recipe: Conditioned, calibration: StreamCalibration | None = None):
         self.recipe, self.calibration = recipe, calibration or StreamCalibration()
-        self.front = Front(recipe, self.calibration)
+        self.front = self.make_front()
+
+    def make_front(self) -> Front | OwnFront:
+        """What stands before the codec: mean removal and metric, as the recipe asks."""
+        return Front(self.recipe, self.calibration)
 
     @abstractmethod
     def pack(self, rows: Tensor, layer: int) -> tuple[Arrays, Stats]:

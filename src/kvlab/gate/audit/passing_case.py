@@ -9,6 +9,7 @@ from kvlab.gate import registry
 from kvlab.gate.audit import published_rules
 from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE
 from kvlab.gate.evidence import build
+from kvlab.gate.evidence.measures import LEVELS
 
 MODEL = "reference"
 TOKENS, VALUES, FIRES, ITEMS = 4096, 2**20, 96, 400
@@ -69,7 +70,7 @@ def _mechanisms() -> list[dict[str, Any]]:
 
 
 def _needle() -> dict[str, Any]:
-    metric = {"key": "needle_recall", "direction": "higher", "tolerance_se": 2.0, "tolerance_max": 0.05, "floor": 0.2}
+    metric = {"key": "needle_recall", "direction": "higher", "margin": 0.05, "floor": 0.2} | _unit("share of needles")
     return {
         "quality_eval_id": "needle",
         "version": "1",
@@ -85,7 +86,6 @@ def _needle() -> dict[str, Any]:
 
 
 def _fidelity() -> dict[str, Any]:
-    capped = {"tolerance_se": None, "floor": None}
     return {
         "quality_eval_id": "kv_fidelity",
         "version": "1",
@@ -93,14 +93,18 @@ def _fidelity() -> dict[str, Any]:
         "task": None,
         "scope": "next_token_distribution",
         "metrics": [
-            {"key": "kl", "direction": "lower", "tolerance_max": 0.01} | capped,
-            {"key": "top1_agreement", "direction": "higher", "tolerance_max": 0.05} | capped,
+            {"key": "kl", "direction": "lower", "margin": 0.01, "floor": None} | _unit("nats per token"),
+            {"key": "top1_agreement", "direction": "higher", "margin": 0.05, "floor": None} | _unit("share of tokens"),
         ],
         "baseline_required": True,
         "band": [1, 8192],
         "generates": False,
         "description": "how far the distribution of the next token moves",
     }
+
+
+def _unit(name: str) -> dict[str, str]:
+    return {"unit": name, "why": "the case's own"}
 
 
 def _rows() -> dict[str, dict[str, Any]]:
@@ -136,7 +140,7 @@ def _rows() -> dict[str, dict[str, Any]]:
     }
     rows = {name: _identity(name) | {"row_id": name} | row for name, row in rows.items()}
     for name in ("fp8", "int", "class", "mtp"):
-        rows[name][EVIDENCE] = [_evidence(rows[name])]
+        rows[name][EVIDENCE] = [_evidence(rows[name], STEPS[name])]
     rows["recorded"][EMBEDDED] = published_rules.published_record(rows["recorded"])
     return rows
 
@@ -163,8 +167,12 @@ def _observed(dtype: str, bits: float) -> dict[str, Any]:
     return {"kv_cache_dtype": dtype, "cache_class": "PagedCache", "spec_decoding": "none"} | counted
 
 
-def _evidence(row: dict[str, Any]) -> dict[str, Any]:
-    """Evidence of a row with a small loss, well inside its tolerance."""
+STEPS = {"fp8": 4, "int": 4, "class": 2, "mtp": 0}
+"""By row, for how many levels after the first its loss stays inside its margin: one fewer is too few for Holm."""
+
+
+def _evidence(row: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Evidence of a row with a small loss, well inside its margin."""
     keys = ("model", "model_hash", "engine", "device", "dtype", "protocol", "context_tokens", "corpus_hash", "code")
     identity = {key: row[key] for key in keys} | {"versions": {"kvlab": "0"}, "calibration": row.get("calibration")}
     observed = {key: row[key] for key in ("kv_cache_dtype", "cache_class", "kv_bytes", "kv_values")}
@@ -173,7 +181,7 @@ def _evidence(row: dict[str, Any]) -> dict[str, Any]:
     return build(
         quality_eval_id=row["quality_eval_id"],
         version="1",
-        **(_recall() if row["quality_eval_id"] == "needle" else _divergence()),
+        **(_recall(steps) if row["quality_eval_id"] == "needle" else _divergence(steps)),
         identity=identity | {"recipe_id": row["recipe_id"]},
         observed=observed,
         baseline_recipe_id=IDENTITY.recipe_id,
@@ -181,22 +189,27 @@ def _evidence(row: dict[str, Any]) -> dict[str, Any]:
     ).model_dump(mode="json")
 
 
-def _recall() -> dict[str, Any]:
+def _recall(steps: int) -> dict[str, Any]:
     return {
-        "metrics": {"needle_recall": _measure(0.90625, 0.0625, 0.03125)},
+        "metrics": {"needle_recall": _measure(0.90625, 0.0625, 0.03125, len(LEVELS))},
         "baseline": {"needle_recall": _measure(0.9140625, 0.0625, 0.03125)},
-        "paired": {"needle_recall": _measure(-0.0078125, 0.00390625, 0.001953125)},
+        "paired": {"needle_recall": _measure(-0.0078125, 0.00390625, 0.001953125, steps)},
     }
 
 
-def _divergence() -> dict[str, Any]:
-    lost = {"kl": _measure(0.002, 0.001, 0.0005)}
+def _divergence(steps: int) -> dict[str, Any]:
+    lost = {"kl": _measure(0.002, 0.001, 0.0005, steps)}
     return {
         "metrics": lost | {"top1_agreement": _measure(0.984375, 0.00390625, 0.001953125)},
         "baseline": {"kl": _measure(0.0, 0.0, 0.0), "top1_agreement": _measure(1.0, 0.0, 0.0)},
-        "paired": lost | {"top1_agreement": _measure(-0.015625, 0.00390625, 0.001953125)},
+        "paired": lost | {"top1_agreement": _measure(-0.015625, 0.00390625, 0.001953125, steps + 1)},
     }
 
 
-def _measure(value: float, side: float, se: float) -> dict[str, Any]:
-    return {"value": value, "low": value - side, "high": value + side, "se": se, "n": ITEMS}
+def _measure(value: float, side: float, se: float, steps: int | None = None) -> dict[str, Any]:
+    """A measure that keeps its interval for `steps` levels more, and reaches far beyond any margin from there on."""
+    found = {"value": value, "low": value - side, "high": value + side, "se": se, "n": ITEMS}
+    if steps is None:
+        return found
+    sides = [side if step <= steps else 1.0 for step in range(len(LEVELS))]
+    return found | {"lows": [value - one for one in sides], "highs": [value + one for one in sides]}

@@ -97,11 +97,10 @@ def losses(metric: Metric, own: list[tuple[float, int]]) -> dict[str, Any]:
     dict
         ``alarms``: a baseline against itself, by size, as registered and with next to nothing allowed.
         ``curve``: how often each word is given for a planted loss, also of baselines as `own`. ``needed``: the items
-        after which a loss is called ``beyond``, and an unchanged variant ``within``, as often as ``often`` says.
+        after which a loss outside the margin is called ``beyond``, and one inside it ``within``, as often as ``often``
+        says.
     """
-    strictest = metric.model_copy(
-        update={"tolerance_se": NEXT_TO_NOTHING, "tolerance_max": NEXT_TO_NOTHING, "floor": None}
-    )
+    strictest = metric.model_copy(update={"margin": NEXT_TO_NOTHING, "floor": None})
     sizes = sorted({*SIZES, *(size for _, size in own)})
     seen = [(rate, size) for rate, size in own if metric.floor is None or rate >= metric.floor]
     alarms = [_alarm("as registered", metric, BASE_RATE, size, RESAMPLES) for size in sizes]
@@ -112,10 +111,10 @@ def losses(metric: Metric, own: list[tuple[float, int]]) -> dict[str, Any]:
         churn = min(CHURN, 2 * (1 - rate))  # a baseline that misses next to nothing can gain next to nothing
         if rate >= max(LOSSES) + churn / 2:
             curve += detection_curve(metric, n_items=[size], resamples=RESAMPLES, base_rate=rate, churn=churn)
-    words = [(0.0, "within"), *((loss, "beyond") for loss in LOSSES if loss)]
+    words = [(loss, "within" if loss < metric.margin else "beyond") for loss in LOSSES if loss != metric.margin]
     return {
         "key": metric.key,
-        "cap": metric.tolerance_max,
+        "margin": metric.margin,
         "base_rate": BASE_RATE,
         "churn": CHURN,
         "resamples": RESAMPLES,

@@ -17,8 +17,9 @@ MECHANISMS = ("baseline", *COMPRESSION, *SPECULATIVE)
 SCOPES = ("kv_cache", "attention")
 SPANS = ("context", "window")
 STATUSES = ("pending", "completed", "failed", "not_required")
-TIERS = ("supported", "reviewed_preview", "gated", "artifact_only", "unsupported")
-"""What a row may claim (`support_status`), best first."""
+TOO_LOSSY = "too_lossy"
+TIERS = ("supported", "reviewed_preview", TOO_LOSSY, "gated", "artifact_only", "unsupported")
+"""What a row may claim (`support_status`), best first; `TOO_LOSSY` is not a published one: a loss that was found."""
 
 DECLARED: tuple[Group, ...] = ("mechanism", "identity")
 """Groups that a person may state; what was measured or observed only a measuring stage writes."""

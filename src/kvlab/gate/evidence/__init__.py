@@ -2,10 +2,11 @@
 
 from kvlab.gate.evidence.derived import Derived, Status, status
 from kvlab.gate.evidence.faults import BASELINE_RECIPE, problems
-from kvlab.gate.evidence.measures import Measure, measured, paired
+from kvlab.gate.evidence.measures import ALPHA, Measure, measured, paired
 from kvlab.gate.evidence.record import Evidence, EvidenceError, Identity, Observed, build, parse, read
 
 __all__ = [
+    "ALPHA",
     "BASELINE_RECIPE",
     "Derived",
     "Evidence",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from kvlab.gate.evidence.faults import mechanisms_of, problems
-from kvlab.gate.evidence.quality import Judgement, judge
+from kvlab.gate.evidence.quality import NOT_INSIDE, Judgement, beside, judge
 from kvlab.gate.evidence.record import Evidence, parse
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Registry
@@ -20,6 +20,14 @@ class Derived(NamedTuple):
     status: Status
     judgements: tuple[Judgement, ...]
     reasons: tuple[Reason, ...]
+
+    @property
+    def p(self) -> float:
+        """p-value of "some metric loses its margin or more": the largest of the metrics'.
+
+        `NOT_INSIDE` where something is wrong with the evidence, or there is none.
+        """
+        return NOT_INSIDE if self.reasons else max((one.p for one in self.judgements), default=NOT_INSIDE)
 
 
 def status(
@@ -64,7 +72,7 @@ def status(
 def judgements_of(evidence: Evidence, registry: Registry) -> list[Judgement]:
     """The word on every registered metric of evidence that has no problem."""
     return [
-        judge(metric, evidence.baseline.get(key), evidence.paired.get(key), evidence.metrics[key])
+        beside(judge(metric, evidence.paired.get(key), evidence.metrics[key]), metric, evidence.baseline.get(key))
         for metric in registry.eval(evidence.quality_eval_id).metrics
         for key in [metric.key]
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from kvlab.base.errors import suggestion
 from kvlab.base.recipe import IDENTITY
 from kvlab.base.records import CANARY_MIN
-from kvlab.gate.evidence.measures import Measure
+from kvlab.gate.evidence.measures import LEVELS, Measure
 from kvlab.gate.evidence.record import Evidence, EvidenceError, Observed, parse
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Eval, Mechanism, Registry
@@ -52,14 +53,14 @@ def problems(
         return [Reason(code="evidence_unregistered_eval", field="quality_eval_id", said=said)]
     return [
         *_other_version(evidence, entry),
-        *_other_identity(evidence, row),
+        *_other_identity(evidence, row, entry),
         *_stale(evidence, row, current),
         *_outside_band(evidence, entry),
         *_baseline(evidence, entry),
         *_metrics(evidence, entry),
         *_codec(evidence, row, registry),
         *_canary(evidence, entry),
-        *_contradictions(evidence, row),
+        *_contradictions(evidence, row, entry),
     ]
 
 
@@ -73,8 +74,9 @@ def _measures(evidence: Evidence) -> Iterator[tuple[str, Measure]]:
 def _not_finite(evidence: Evidence) -> Iterator[Reason]:
     for place, measure in _measures(evidence):
         for name, value in measure:
-            if not math.isfinite(value):
-                yield Reason(code="evidence_not_finite", field=f"{place}.{name}", said=f"is {value}")
+            for one in value if isinstance(value, tuple) else (value,):
+                if not math.isfinite(one):
+                    yield Reason(code="evidence_not_finite", field=f"{place}.{name}", said=f"is {one}")
 
 
 def _tampered(evidence: Evidence) -> Iterator[Reason]:
@@ -103,10 +105,10 @@ IDENTIFYING = {
 AGEING = {"model_hash": "model", "corpus_hash": "corpus", "code": "code"}
 
 
-def _other_identity(evidence: Evidence, row: Mapping) -> Iterator[Reason]:
+def _other_identity(evidence: Evidence, row: Mapping, entry: Eval) -> Iterator[Reason]:
     for name, what in IDENTIFYING.items():
         measured, claimed = getattr(evidence.identity, name), row.get(name)
-        if measured != claimed:
+        if measured != claimed and not (name == "context_tokens" and entry.own_contexts):
             said = f"is {claimed!r} in the row and {measured!r} in the evidence"
             yield Reason(code=f"evidence_other_{what}", field=name, said=said)
 
@@ -158,6 +160,9 @@ def _metrics(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
         if outside or narrow or measure.se < 0 or measure.n < 2:
             said = f"is {measure.value} in [{measure.low}, {measure.high}], se {measure.se}, n {measure.n}"
             yield Reason(code="evidence_interval", field=place, said=said)
+        elif not _belong(measure):
+            said = f"are no ends at {len(LEVELS)} levels that begin with [{measure.low}, {measure.high}] and widen"
+            yield Reason(code="evidence_ends", field=f"{place}.highs", said=said)
     parts = ("metrics", "baseline", "paired") if entry.baseline_required or evidence.baseline else ("metrics",)
     for metric in entry.metrics:
         missing = [part for part in parts if metric.key not in getattr(evidence, part)]
@@ -165,6 +170,16 @@ def _metrics(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
             yield Reason(code="evidence_metric_missing", field=f"{part}.{metric.key}", said="is not there")
         if not missing and len(parts) > 1:
             yield from _unpaired(evidence, metric.key)
+
+
+def _belong(measure: Measure) -> bool:
+    """Whether the ends at stricter levels are those of one interval that widens; none at all are no fault."""
+    lows, highs = measure.lows, measure.highs
+    if not lows and not highs:
+        return True
+    if len(lows) != len(LEVELS) or len(highs) != len(LEVELS) or (lows[0], highs[0]) != (measure.low, measure.high):
+        return False
+    return all(a >= b for a, b in pairwise(lows)) and all(a <= b for a, b in pairwise(highs))
 
 
 def _unpaired(evidence: Evidence, key: str) -> Iterator[Reason]:
@@ -221,15 +236,18 @@ def _cache_dtypes(mechanism: Mechanism | None) -> set[str]:
     return set(mechanism.kv_cache_dtypes) if mechanism else set()
 
 
-def _contradictions(evidence: Evidence, row: Mapping) -> Iterator[Reason]:
-    """What a row says of itself that its evidence saw otherwise; what it does not say contradicts nothing."""
+def _contradictions(evidence: Evidence, row: Mapping, entry: Eval) -> Iterator[Reason]:
+    """What a row says of itself that its evidence saw otherwise; what it does not say contradicts nothing.
+
+    Contexts of other lengths take other bytes for a value: what is stored once for all tokens is shared by others.
+    """
     observed = evidence.observed
     for name in ("kv_cache_dtype", "cache_class", "codec"):
         seen, said_so = getattr(observed, name) or None, row.get(name) or None
         if said_so is not None and seen != said_so:
             yield _contradiction(name, said_so, seen)
     numbers = {key: measure.value for key, measure in evidence.metrics.items()}
-    if observed.kv_values > 0:
+    if observed.kv_values > 0 and not entry.own_contexts:
         numbers["bits_per_value"] = 8 * observed.kv_bytes / observed.kv_values
     rounded = {"bits_per_value": ROUNDED if evidence.quality_eval_id == row.get("quality_eval_id") else OTHER_TEXT}
     for name, seen in numbers.items():

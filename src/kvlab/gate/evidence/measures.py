@@ -4,11 +4,19 @@ An item is whatever is independent of the others: a needle, a question, a window
 not have closed, vectorised intervals that stay honest where no item failed or none changed, where a bootstrap would
 claim certainty; all other scores go through the project's bootstrap over items, which is never narrower than
 Student's t.
+
+p-values. A measure also holds the ends that its interval has at stricter levels (`LEVELS`), made by the same method
+from the same items. The p-value of "the loss is at least the margin" is the smallest of these levels at which the bad
+end is inside the margin: a confidence interval and a test are one thing read in two ways (Lehmann & Romano 2005,
+Testing Statistical Hypotheses, section 3.5). So p is at most `ALPHA` exactly where the printed interval is inside the
+margin, and it is rounded up, by at most the root of two. It is never below the last level, where still two of the
+bootstrap's resamples lie beyond the end.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
@@ -19,14 +27,21 @@ from kvlab.base.errors import MixedIdentity, NonFinite
 from kvlab.base.recipe import Frozen
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 
-CONFIDENCE = 0.95  # two-sided; either end alone is wrong at most half of the rest of the time
+ALPHA = 0.025  # how often either end of an interval may be wrong: the level at which a loss is certified
+CONFIDENCE = 1 - 2 * ALPHA  # two-sided
 NORMAL = float(ndtri(0.5 + CONFIDENCE / 2))  # 1.96
+LEVELS = tuple(ALPHA * 2 ** (-step / 2) for step in range(17))  # of one end, to 1e-4
 Count = Annotated[int, Field(ge=0, le=2**53)]  # up to here a float holds every whole number
-BOOTSTRAP = Bootstrap(resamples=2000, confidence=CONFIDENCE, seed=0)
+Ends = Annotated[tuple[float, ...], Field(strict=False)]
+BOOTSTRAP = Bootstrap(resamples=20_000, confidence=CONFIDENCE, seed=0)
 
 
 class Measure(Frozen):
-    """A value in its metric's unit, its 95 % interval, its standard error, and the number of items."""
+    """A value in its metric's unit, its 95 % interval, its standard error, and the number of items.
+
+    `lows` and `highs` are the ends of its intervals at `LEVELS`, of which the first are `low` and `high`; empty where
+    they are not known.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -35,6 +50,8 @@ class Measure(Frozen):
     high: float
     se: float
     n: Count
+    lows: Ends = ()
+    highs: Ends = ()
 
     @classmethod
     def of_estimate(cls, estimate: Estimate) -> Measure:
@@ -43,38 +60,40 @@ class Measure(Frozen):
         return cls(value=estimate.value, low=estimate.low, high=estimate.high, se=se, n=estimate.n_windows)
 
 
-def measured(scores, rate: bool | None = None) -> Measure:
+def measured(scores, rate: bool | None = None, levels: Sequence[float] = LEVELS) -> Measure:
     """Mean score of independent items.
 
     Parameters
     ----------
     scores : float [items]
     rate : bool, optional
-        Whether an item is answered or not, 1 or 0: the mean is a rate with an exact interval. Otherwise it has a
+        Whether an item is answered or not, 1 or 0, or in part: the mean is a rate with an exact interval. That of
+        parts is wide enough: of all scores from 0 to 1 of one mean those of 0 and 1 scatter most. Otherwise it has a
         bootstrap interval, of no width where all scores are equal: right for the kl of a codec that changes
         nothing, wrong for ten questions that were all answered. By default it is a rate if it can be one.
+    levels : sequence of float
+        At which it has ends: `LEVELS`, or the first of them where no p-value is asked for.
 
     Raises
     ------
     NonFinite
-        When a score is NaN or infinite, there is none, or of a rate it is neither 0 nor 1.
+        When a score is NaN or infinite, there is none, or of a rate it is not between 0 and 1.
     """
     scores = _finite(scores)
     if not _is_rate(rate, scores):
-        return _mean(scores)
+        return _mean(scores, levels)
     n, hits = scores.size, float(scores.sum())
-    low, high = rate_bounds(hits, n)
-    return Measure(value=hits / n, low=float(low), high=float(high), se=float(rate_se(hits, n)), n=n)
+    return _measure(hits / n, rate_bounds(hits, n, np.array(levels)), float(rate_se(hits, n)), n)
 
 
-def paired(variant, baseline, rate: bool | None = None) -> Measure:
+def paired(variant, baseline, rate: bool | None = None, levels: Sequence[float] = LEVELS) -> Measure:
     """Mean of `variant` minus `baseline`, item by item.
 
     Parameters
     ----------
     variant, baseline : float [items]
         Scores of the same items in the same order.
-    rate : bool, optional
+    rate, levels
         As in `measured`.
 
     Raises
@@ -89,17 +108,16 @@ def paired(variant, baseline, rate: bool | None = None) -> Measure:
         raise MixedIdentity({"items": {variant.size, baseline.size}})
     change = variant - baseline
     if not _is_rate(rate, variant, baseline):
-        return _mean(change)
-    n, gained, lost = change.size, float((change > 0).sum()), float((change < 0).sum())
-    low, high = change_bounds(gained, lost, n)
-    se = float(change_se(gained, lost, n))
-    return Measure(value=(gained - lost) / n, low=float(low), high=float(high), se=se, n=n)
+        return _mean(change, levels)
+    n, gained, lost = change.size, float(change.clip(min=0).sum()), float(-change.clip(max=0).sum())
+    ends = change_bounds(gained, lost, n, np.array(levels))
+    return _measure((gained - lost) / n, ends, float(change_se(gained, lost, n)), n)
 
 
 def _is_rate(rate: bool | None, *scores: np.ndarray) -> bool:
     possible = bool(np.isin(scores, (0, 1)).all())
-    if rate and not possible:
-        raise NonFinite("an item of a rate is answered or not, its score 1 or 0")
+    if rate and not all(((score >= 0) & (score <= 1)).all() for score in scores):
+        raise NonFinite("an item of a rate is answered, or not, or in part; its score is from 0 to 1")
     return possible if rate is None else rate
 
 
@@ -110,35 +128,42 @@ def _finite(scores) -> np.ndarray:
     return scores
 
 
-def _mean(values: np.ndarray) -> Measure:
+def _mean(values: np.ndarray, levels: Sequence[float]) -> Measure:
     items = np.arange(values.size)
-    estimate = BOOTSTRAP.mean(Column.of(items, np.zeros_like(items), values))
-    se = float(values.std(ddof=1)) / math.sqrt(values.size)
-    return Measure(value=estimate.value, low=estimate.low, high=estimate.high, se=se, n=values.size)
+    column = Column.of(items, np.zeros_like(items), values)
+    at_levels = BOOTSTRAP.mean_at(column, [1 - 2 * level for level in levels])
+    ends = np.array([[estimate.low, estimate.high] for estimate in at_levels]).T
+    return _measure(at_levels[0].value, ends, float(values.std(ddof=1)) / math.sqrt(values.size), values.size)
+
+
+def _measure(value: float, ends, se: float, n: int) -> Measure:
+    """`ends` float [2, levels]; a stricter interval is never the narrower one, as one of another method may be."""
+    lows, highs = np.minimum.accumulate(ends[0]), np.maximum.accumulate(ends[1])
+    at = {"lows": tuple(lows.tolist()), "highs": tuple(highs.tolist())} if len(lows) > 1 else {}
+    return Measure(value=value, low=float(lows[0]), high=float(highs[0]), se=se, n=n, **at)
 
 
 # ----------------------------------------------------------------------- scores of 0 and 1
 
 
-def rate_bounds(hits, n):
-    """Exact interval of a rate (Clopper & Pearson 1934); `hits` and `n` broadcast."""
-    hits, n, tail = np.asarray(hits, dtype=np.float64), np.asarray(n, dtype=np.float64), (1 - CONFIDENCE) / 2
-    low = np.where(hits > 0, betaincinv(np.maximum(hits, 1), n - hits + 1, tail), 0.0)
-    high = np.where(hits < n, betaincinv(hits + 1, np.maximum(n - hits, 1), 1 - tail), 1.0)
+def rate_bounds(hits, n, tail=ALPHA):
+    """Exact interval of a rate (Clopper & Pearson 1934), `tail` being the level of each end; all broadcast."""
+    hits, n = np.asarray(hits, dtype=np.float64), np.asarray(n, dtype=np.float64)
+    low = np.where(hits > 0, betaincinv(np.where(hits > 0, hits, 1), n - hits + 1, tail), 0.0)
+    high = np.where(hits < n, betaincinv(hits + 1, np.where(hits < n, n - hits, 1), 1 - tail), 1.0)
     return low, high
 
 
 def rate_se(hits, n):
     """Standard error of a rate, never less than a 1.96th of how far the exact interval of a rate of 0 reaches.
 
-    The usual error of a rate of 0 or 1 is 0: a baseline that misses nothing would allow no loss at all, and not
-    even an unchanged variant, whose own interval reaches as far, could be shown to have none.
+    The usual error of a rate of 0 or 1 is 0, which no finite number of items shows.
     """
     rate = np.asarray(hits, dtype=np.float64) / n
     return np.sqrt(np.maximum(rate * (1 - rate) / n, (rate_bounds(0, n)[1] / NORMAL) ** 2))
 
 
-def change_bounds(gained, lost, n):
+def change_bounds(gained, lost, n, tail=ALPHA):
     r"""Interval of the rate of gained minus that of lost items, from the exact intervals of both.
 
     .. math:: L = d - \sqrt{a^2 + b^2 - 2 r a b}, \quad a = \hat p_g - l_g, \quad b = u_l - \hat p_l
@@ -152,7 +177,7 @@ def change_bounds(gained, lost, n):
     up, down = gained / n, lost / n
     with np.errstate(divide="ignore", invalid="ignore"):
         r = -np.nan_to_num(np.sqrt(up * down / ((1 - up) * (1 - down))), nan=0.0, posinf=0.0)
-    (up_low, up_high), (down_low, down_high) = rate_bounds(gained, n), rate_bounds(lost, n)
+    (up_low, up_high), (down_low, down_high) = rate_bounds(gained, n, tail), rate_bounds(lost, n, tail)
 
     def side(a, b):
         return np.sqrt(a**2 + b**2 - 2 * r * a * b)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvlab.base.errors import UserError
-from kvlab.gate.evidence.measures import CONFIDENCE, change_bounds, measured, paired, rate_bounds, rate_se
-from kvlab.gate.evidence.quality import is_beyond, is_within, judge, tolerance
+from kvlab.gate.evidence.measures import ALPHA, LEVELS, change_bounds, measured, paired, rate_bounds
+from kvlab.gate.evidence.quality import is_beyond, is_within, judge
 from kvlab.gate.registry.entries import Metric
 
-NOMINAL = (1 - CONFIDENCE) / 2  # how often one end of an interval may be wrong
+NOMINAL = ALPHA  # how often one end of an interval may be wrong
 LOSSES = (0.0, 0.02, 0.05, 0.10)
 SIZES = (100, 200, 500, 1000)
 CHURN = 0.02  # of all items, that change without any loss
@@ -99,7 +99,9 @@ def repeated(metric: Metric, second, first, rate: bool, resamples: int = 200, se
 
 
 def _word(metric: Metric, second: np.ndarray, first: np.ndarray, rate: bool) -> str:
-    return judge(metric, measured(first, rate), paired(second, first, rate), measured(second, rate)).word
+    change = paired(second, first, rate, LEVELS[:1])
+    value = change if metric.floor is None else measured(second, rate, LEVELS[:1])  # the floor alone looks at it
+    return judge(metric, change, value).word
 
 
 def detection_curve(
@@ -195,8 +197,7 @@ def words(metric: Metric, hits, gained, lost, n: int) -> dict[str, np.ndarray]:
             f"{metric.key} is better when lower; items that are answered or not need a metric of the other kind"
         )
     low, high = change_bounds(gained, lost, n)
-    allowed = tolerance(metric, rate_se(hits, n))
-    within, beyond = is_within(-low, allowed), is_beyond(-high, allowed)
+    within, beyond = is_within(-low, metric.margin), is_beyond(-high, metric.margin)
     if metric.floor is not None:
         value_low, value_high = rate_bounds(hits + gained - lost, n)
         within, beyond = within & (value_low >= metric.floor), beyond | (value_high < metric.floor)

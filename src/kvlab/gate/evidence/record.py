@@ -69,7 +69,7 @@ class Observed(_Strict):
 class Evidence(_Strict):
     """One run of an eval on one variant; `paired` is variant minus baseline over the same items."""
 
-    schema_version: Annotated[int, Field(ge=1, le=1)] = 1  # a Literal would take True for 1
+    schema_version: Annotated[int, Field(ge=2, le=2)] = 2  # a Literal would take 2.0 for 2
     quality_eval_id: str
     version: str
     metrics: dict[str, Measure]

@@ -83,19 +83,21 @@ class Metric(Entry):
     key : str
     direction : str
         Which way is better.
-    tolerance_se : float or None
-        Allowed loss in standard errors of the baseline. None where the baseline scores itself exactly, as in a
-        divergence from it: its standard error is 0 and would allow nothing, so `tolerance_max` alone decides.
-    tolerance_max : float
-        Cap of the allowed loss, in the metric's unit.
+    margin : float
+        Allowed loss, in `unit`: fixed, however many items are scored.
+    unit : str
+        Of the metric, its margin and its floor.
+    why : str
+        The reason for the value of the margin.
     floor : float or None
         What the variant itself must reach: from above when higher is better, from below when lower is.
     """
 
     key: Name
     direction: Literal["higher", "lower"]
-    tolerance_se: Allowed | None
-    tolerance_max: Allowed
+    margin: Allowed
+    unit: Text
+    why: Text
     floor: Finite | None = None
 
 
@@ -113,7 +115,7 @@ class Eval(Entry):
     scope : str
         What it is about.
     metrics : tuple of Metric
-        All of them have to be within their tolerances.
+        All of them have to lose less than their margins.
     baseline_required : bool
         False only if every metric has a floor, which then decides alone.
     band : (int, int)
@@ -121,6 +123,8 @@ class Eval(Entry):
     generates : bool
         Whether tokens are decoded over the coded cache; False when one prefill is scored.
     description : str
+    own_contexts : bool
+        Whether its texts have a length of their own, to which `band` belongs, whatever context a row has.
     sources : tuple of str
     """
 
@@ -134,6 +138,7 @@ class Eval(Entry):
     band: Annotated[tuple[Annotated[int, Field(ge=1)], int], Field(strict=False)]
     generates: bool
     description: Text
+    own_contexts: bool = False
     sources: Annotated[tuple[Text, ...], Field(strict=False)] = ()
 
     def covers(self, context_tokens: int) -> bool:

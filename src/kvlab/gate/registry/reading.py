@@ -21,7 +21,7 @@ from kvlab.gate.registry.entries import Entry, Eval, Mechanism, Metric
 from kvlab.gate.registry.faults import eval_faults, mechanism_faults
 
 SHIPPED = Path(__file__).parent
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class RegistryError(UserError):
@@ -175,9 +175,8 @@ def _unknown(key: object, allowed: Iterable[str]) -> tuple[str, str, str]:
 
 CODE_OF_FIELD = {
     "direction": "bad_direction",
-    "tolerance_se": "bad_tolerance",
-    "tolerance_max": "bad_tolerance",
-    "floor": "bad_tolerance",
+    "margin": "bad_margin",
+    "floor": "bad_margin",
     "band": "bad_band",
 }
 

@@ -2,7 +2,7 @@
 near the loss is to too much.
 
 A gate judges an evaluation by several metrics, each in a unit of its own. The one that is kept is the one whose loss
-uses up most of its tolerance, counted at the upper end of the loss's interval, because that is what decides.
+uses up most of its margin, counted at the upper end of the loss's interval, because that is what decides.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ClaimRecord:
     earned_tier, derived_status : str or None
         As the gate said; None where it did not judge.
     loss_metric : str or None
-        The metric that is nearest to its tolerance, or farthest beyond; None when no loss was judged.
+        The metric that is nearest to its margin, or farthest beyond; None when no loss was judged.
     loss : float or None
         Its loss against the baseline, worse is positive, in the metric's unit.
     loss_share : float or None
-        The upper end of that loss over the tolerance; within is at most 1.
+        The upper end of that loss over the margin; within is at most 1.
     reasons : str
         JSON: every reason, in order.
     """
@@ -63,7 +63,7 @@ def recorded(claim: Claim, report: Report) -> ClaimRecord:
         raise UnknownName("earned tier", claim.earned, TIERS)
     reasons = json.dumps([str(reason) for finding in claim.findings for reason in finding.reasons])
     said = report.registry, report.current, claim.earned, claim.status
-    judged = [judgement for judgement in claim.judgements if judgement.tolerance and judgement.high is not None]
+    judged = [judgement for judgement in claim.judgements if judgement.margin and judgement.high is not None]
     if not judged:
         return ClaimRecord(*said, None, None, None, reasons)
     worst = max(judged, key=_share)
@@ -73,6 +73,6 @@ def recorded(claim: Claim, report: Report) -> ClaimRecord:
 
 
 def _share(judgement: Judgement) -> float:
-    """Of the tolerance; what is not finite counts as most, so that it is found."""
-    share = judgement.high / judgement.tolerance
+    """Of the margin; what is not finite counts as most, so that it is found."""
+    share = judgement.high / judgement.margin
     return share if math.isfinite(share) and math.isfinite(judgement.loss) else math.inf

@@ -67,7 +67,7 @@ class CodecIdentity(Frozen):
     @property
     def lossless(self) -> bool:
         """Whether what is decoded is what was coded, bit for bit."""
-        return not self.layers or all(isinstance(stream, IdentityStream) for _, stream in self.recipe)
+        return not self.layers or all(isinstance(stream, IdentityStream) for stream in (self.recipe.k, self.recipe.v))
 
 
 class Identity(Frozen):

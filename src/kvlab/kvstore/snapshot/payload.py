@@ -22,6 +22,7 @@ from kvlab.cache.coded_rows import Straight, Turn
 from kvlab.calibration.needs import needs_calibration
 from kvlab.codec.base import Codec, Site, StreamCalibration, all_finite
 from kvlab.codec.controls.identity import IdentityCodec
+from kvlab.codec.ended import Kept
 from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.registry import build
 from kvlab.codec.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
@@ -212,10 +213,18 @@ def _built(recipe: Recipe, stream: str, placement: Placement, calibration: Calib
 
 def _refuse(codec: CodecIdentity, geometry: Geometry) -> None:
     """Refuse codecs that store nothing, and layers that there are not."""
-    for stream, own in codec.recipe:
+    for stream in STREAMS:
+        own = getattr(codec.recipe, stream)
         if own.codec in UNSTORED:
             able = ", ".join(name for name in CODECS if name not in UNSTORED)
             raise CapabilityError(f"codec {own.codec!r} of stream {stream} writes no codes to store; allowed: {able}")
+        if Kept.of(own):
+            raise CapabilityError(
+                f"stream {stream} keeps tokens at the ends of a cache as they are, and a chunk does not say whether it"
+                " is one; leave sink and recent out of the recipe"
+            )
+    if codec.recipe.rotary == "after" and codec.placement != "post_rope":
+        raise CapabilityError("the recipe codes K after its rotary embedding; store it with placement post_rope")
     beyond = [layer for layer in codec.layers if not 0 <= layer < geometry.layers]
     if beyond:
         raise ParamsError(f"layer {beyond[0]} cannot be coded; the chunks have layers 0 to {geometry.layers - 1}")

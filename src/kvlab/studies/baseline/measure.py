@@ -73,10 +73,11 @@ class BaselinePart:
             raise UnknownName("baseline run", self.name, runs)
         self.run = runs[self.name]
         which, against = Which.of(*self.run), peer_of(runs, self.name)
-        self.windows = windows_of(self.lab.windows, "test")
-        self.subjects = [Plain(self._cell("plain"), which, REFERENCE)]
+        many = params.baseline.windows
+        self.windows = windows_of(self.lab.windows, "test")[:many]
+        self.subjects = [Plain(self._cell("plain"), which, REFERENCE, many)]
         if against:
-            self.subjects.append(Plain(self._cell("peer", reference=against), which, Which.of(*runs[against])))
+            self.subjects.append(Plain(self._cell("peer", reference=against), which, Which.of(*runs[against]), many))
         if which.name != REFERENCE.name and which.dtype == REFERENCE.dtype:
             calibrated = self.lab.calibrated.get(params.calibration.origin)
             self.subjects += trials(params, which, calibrated, self.lab.memos, self._cell)
@@ -96,12 +97,18 @@ class BaselinePart:
             context=lab.windows.context,
             eval=lab.windows.eval,
             cells=tuple(cell for subject in self.subjects for cell in subject.cells),
+            documents=lab.windows.documents,
         )
         found = {window: [] for window in self.windows}
         for subject in self.subjects:
             for window, one in findings[id(subject)]:
                 found[window] += subject.tables(window, one)
         write_job(self.out, record, pl.concat([table for tables in found.values() for table in tables]))
+
+
+def _compared(window: Window, windows: int) -> bool:
+    """Whether a window is among the first ones of the scored text."""
+    return window.text == "test" and window.number < windows
 
 
 @dataclass(eq=False)
@@ -111,6 +118,7 @@ class Plain:
     cell: BaselineCell
     which: Which
     against: Which
+    windows: int
 
     @property
     def cells(self) -> tuple[BaselineCell, ...]:
@@ -119,7 +127,7 @@ class Plain:
 
     def due(self, window: Window) -> bool:
         """See `walk.Subject`."""
-        return window.text == "test"
+        return _compared(window, self.windows)
 
     def identity(self) -> dict:
         """See `walk.Kept`."""
@@ -150,6 +158,7 @@ class Trial:
 
     cells: tuple[BaselineCell, ...]
     which: Which
+    windows: int
     theirs: Coder
     ours: Coder
     jittered: Coder | None
@@ -158,7 +167,7 @@ class Trial:
 
     def due(self, window: Window) -> bool:
         """See `walk.Subject`."""
-        return window.text == "test"
+        return _compared(window, self.windows)
 
     def identity(self) -> dict | None:
         """See `walk.Kept`."""
@@ -196,19 +205,19 @@ def trials(params: Params, which: Which, calibrated: Calibrated | None, memos: M
     """Identity and the studied recipe under every protocol; `record` makes the `BaselineCell` of one comparison."""
 
     def cell(what: str, protocol: str, name: str, recipe: Recipe, layers: tuple[int, ...]) -> Cell:
-        shared = {"study": "factors", "dtype": "float32", "stream": "kv", "windows": params.windows.test}
+        shared = {"study": "factors", "dtype": "float32", "stream": "kv", "windows": many}
         shared["origin"] = params.calibration.origin
         return Cell(label=what, engine=name, protocol=protocol, layers=layers, recipe=recipe, **shared)
 
-    found, here, there = [], memos.get(which), memos.get(REFERENCE)
+    found, here, there, many = [], memos.get(which), memos.get(REFERENCE), params.baseline.windows
     everything = tuple(range(params.model.n_layers))
     for protocol in params.protocols:
         hf, other = (cell("identity", protocol, name, IDENTITY, everything) for name in (REFERENCE.name, which.name))
         coders = Coder(hf, None, there), Coder(other, None, here), None
-        found.append(Trial((record("identity", protocol),), which, *coders, None))
+        found.append(Trial((record("identity", protocol),), which, many, *coders, None))
         recipe, layers = studied_recipe(params), coded_layers(params)
         hf, other = (cell("kv", protocol, name, recipe, layers) for name in (REFERENCE.name, which.name))
         coders = Coder(hf, calibrated, there), Coder(other, calibrated, here), JitteredCoder(hf, calibrated)
         cells = tuple(record(what, protocol) for what in ("kv", "jitter"))
-        found.append(Trial(cells, which, *coders, calibrated))
+        found.append(Trial(cells, which, many, *coders, calibrated))
     return found

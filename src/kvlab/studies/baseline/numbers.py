@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from kvlab.base.params import Params
 from kvlab.lab.plan import baseline_runs
-from kvlab.stats.bootstrap import Bootstrap
+from kvlab.stats.bootstrap import Bootstrap, Estimate
+from kvlab.stats.equivalence import State, all_of, below_one, windows_below_one, windows_within, within
 from kvlab.studies.baseline.truth import peer_of
 from kvlab.studies.counterparts import LEVELS, corner_cell
 from kvlab.studies.estimates import sides
@@ -13,6 +16,7 @@ from kvlab.studies.gather import Results, comparable
 AGREEMENT_KL = 1e-6  # nats per token; fp32 engines without a codec may differ by rounding only
 JITTER_MULTIPLE = 10  # two roundings differ in size, and what grows from them scatters; a bug is far larger
 AGREEMENT_CODEC = 0.02  # relative; the same codec must cost the same on both engines in fp32
+BOUNDS = {"identity_kl": AGREEMENT_KL, "relative": AGREEMENT_CODEC, "jitter_multiple": JITTER_MULTIPLE}
 
 
 def floor_entry(params: Params, results: Results, boot: Bootstrap, engine: str) -> dict:
@@ -70,59 +74,106 @@ def distance(results: Results, boot: Bootstrap, run: str, what: str) -> dict:
 
 
 def agreement_entry(params: Params, results: Results, boot: Bootstrap) -> tuple[dict | None, list[str]]:
-    """Whether the engines agree in float32, with and without the codec; None with one engine.
+    """Whether the engines compute the same function in float32, without a codec and with the studied one.
 
-    A codec's rounding carries a difference in the last bit up through the layers, so that even one engine,
-    its K and V moved by 2^-22, lands some way off; `jitter_kl` is that distance. The engines agree when,
-    under every protocol,
+    A codec's decisions are discontinuous: a float32 rounding that flips one of them grows from layer to
+    layer, so that even one engine,
+    its K and V moved by 2^-22, lands some way off; `jitter_kl` is that distance. Under every protocol,
 
-    - the identity cell's mean KL between them is below 1e-6 nats;
-    - the codec's own KL is not resolved to differ by more than 2 % of HF's: the interval of
-      `relative_difference` (signed, vLLM minus HF over HF) reaches into that band;
-    - `cross_kl`, the KL between their codec runs, is below 2 % of the codec's own KL, or else not resolved
-      above ten times `jitter_kl`.
+    - the identity cell's KL between them has to be below 1e-6 nats, with its whole interval: without that no
+      number of two engines is set side by side;
+    - the codec's own KL is held to be the same when the whole interval of `relative_difference` (signed, vLLM minus
+      HF over HF) lies within 2 %, and to differ when all of it lies outside (`stats.equivalence.within`);
+    - `cross_kl`, the KL between their codec runs, is held to be rounding when its upper end is below 2 % of the
+      codec's own KL, or below ten times `jitter_kl`, and to be more when both lower ends are above.
+
+    Whatever is neither is *open*, and `state` is that of the weakest of these tests (`equivalence.all_of`). Fewer
+    windows widen every interval, so they never make the engines equivalent, only leave it open.
+
+    Returns
+    -------
+    dict or None
+        ``identity`` and ``codec`` by protocol, ``state``, ``why`` (what differs or is open, in words),
+        ``windows_needed`` (at which all that is open would be decided with a power of 80 %, post hoc; None when
+        nothing is open, or when no number of windows settles it), ``bounds``. None with one engine.
+    list of str
+        Why it is None, or `why`.
     """
     if set(params.engines) != set(LEVELS["engine"]):
         return None, [f"only {', '.join(params.engines)} was measured; agreement needs hf and vllm"]
     (run,) = [name for name, r in results.runs.items() if (r.engine, r.dtype) == ("vllm", "float32")]
-    identity, codec, why = {}, {}, []
+    identity, codec, found = {}, {}, []
     for protocol in params.protocols:
         cross = boot.mean(results.run_column(run, "kl", "identity", protocol))
         identity[protocol] = cross.to_json()
-        if not cross.value < AGREEMENT_KL:
-            why.append(f"{protocol}: without codec the engines differ by KL {cross.value:.2g}, over {AGREEMENT_KL:g}")
-        codec[protocol] = codec_agreement(params, results, boot, run, protocol)
-        why += [f"{protocol}: {problem}" for problem in disagreements(codec[protocol])]
-    return {"identity": identity, "codec": codec, "holds": not why, "why": why}, why
+        codec[protocol], tests = codec_agreement(params, results, boot, run, protocol)
+        found += [replace(test, words=f"{protocol}: {test.words}") for test in (uncoded(cross), *tests)]
+    state = all_of(test.state for test in found)
+    deciding = [test for test in found if test.state == state != "equivalent"]
+    why = [test.words for test in deciding]
+    needed = [test.windows_needed for test in deciding]
+    settles = None if state != "open" or None in needed else max(needed)
+    entry = {"identity": identity, "codec": codec, "state": state, "why": why, "windows_needed": settles}
+    return entry | {"bounds": BOUNDS}, why
 
 
-def codec_agreement(params: Params, results: Results, boot: Bootstrap, run: str, protocol: str) -> dict:
-    """The codec in float32 on both engines: KL between them, each one's own KL, their difference."""
+@dataclass(frozen=True)
+class Tested:
+    """One test of the engines' agreement: its outcome, that in words, and at how many windows it is not open."""
+
+    state: State
+    words: str
+    windows_needed: int | None
+
+
+def uncoded(cross: Estimate) -> Tested:
+    """Without a codec the engines may differ by rounding only; this is never open."""
+    words = f"without codec the engines differ by KL {cross.value:.2g}, at most {cross.high:.2g}, over {AGREEMENT_KL:g}"
+    return Tested("equivalent" if cross.high < AGREEMENT_KL else "differ", words, cross.n_windows)
+
+
+def codec_agreement(
+    params: Params, results: Results, boot: Bootstrap, run: str, protocol: str
+) -> tuple[dict, tuple[Tested, Tested]]:
+    """The codec in float32 on both engines: KL between them, each one's own KL, their difference; and its tests."""
     cells = [corner_cell(params, results, engine=e, protocol=protocol, dtype="float32") for e in LEVELS["engine"]]
     comparable(cells, {"engine"})
     columns = [measured.column("kl") for measured in cells]
     apart = [results.run_column(run, "kl", what, protocol) for what in ("kv", "jitter")]
-    return {
-        "cross_kl": boot.mean(apart[0]).to_json(),
+    relative = boot.combine(columns, lambda m: m[..., 1] / m[..., 0] - 1)
+    beyond_jitter = boot.combine(apart, lambda m: m[..., 0] - JITTER_MULTIPLE * m[..., 1])
+    own = cells[0].column("kl", params.baseline.windows)  # on the windows on which the runs were compared
+    beyond_band = boot.combine([apart[0], own], lambda m: m[..., 0] - AGREEMENT_CODEC * m[..., 1])
+    cross = boot.mean(apart[0])
+    entry = {
+        "cross_kl": cross.to_json(),
         "jitter_kl": boot.mean(apart[1]).to_json(),
-        "beyond_jitter": boot.combine(apart, lambda m: m[..., 0] - JITTER_MULTIPLE * m[..., 1]).to_json(),
+        "beyond_jitter": beyond_jitter.to_json(),
+        "beyond_band": beyond_band.to_json(),
         "hf_kl": boot.mean(columns[0]).value,
         "vllm_kl": boot.mean(columns[1]).value,
-        "relative_difference": boot.combine(columns, lambda m: m[..., 1] / m[..., 0] - 1).to_json(),
+        "relative_difference": relative.to_json(),
         "difference": boot.difference(columns[1], columns[0]).to_json(),
         "compared": sides(*cells[::-1]),
     }
+    tests = (same_cost(relative), same_result(cross, [beyond_band, beyond_jitter]))
+    return entry | {"state": all_of(test.state for test in tests)}, tests
 
 
-def disagreements(codec: dict) -> list[str]:
-    """What speaks against the same codec doing the same thing on both engines; see `agreement_entry`."""
-    found = []
-    low, high = (codec["relative_difference"][end] for end in ("low", "high"))
-    if low > AGREEMENT_CODEC or high < -AGREEMENT_CODEC:
-        found.append(f"the codec's KL differs by {low:.1%} to {high:.1%}, over {AGREEMENT_CODEC:.0%}")
-    cross = codec["cross_kl"]["value"]
-    if cross > AGREEMENT_CODEC * codec["hf_kl"] and codec["beyond_jitter"]["low"] > 0:
-        found.append(
-            f"the codec's runs are KL {cross:.2g} apart, over {JITTER_MULTIPLE} times what a rounding error does"
-        )
-    return found
+def same_cost(relative: Estimate) -> Tested:
+    """Whether the codec's own KL is the same on both engines."""
+    state, span = within(relative, AGREEMENT_CODEC), f"{relative.low:.1%} to {relative.high:.1%}"
+    verb = {"equivalent": "lies within", "open": "is neither shown to be within nor outside", "differ": "is beyond"}
+    words = f"the difference of the codec's KL, {span}, {verb[state]} {AGREEMENT_CODEC:.0%}"
+    return Tested(state, words, windows_within(relative, AGREEMENT_CODEC))
+
+
+def same_result(cross: Estimate, beyond: list[Estimate]) -> Tested:
+    """Whether the codec's runs are no further apart than rounding explains; `beyond` are distances to the bounds."""
+    state = below_one(beyond)
+    verb = {"equivalent": "is below", "open": "is neither shown to be below nor over", "differ": "is over"}
+    words = (
+        f"the KL between the codec's runs, {cross.value:.2g}, {verb[state]} {AGREEMENT_CODEC:.0%} of the codec's own"
+        f" {'or' if state == 'equivalent' else 'and'} {JITTER_MULTIPLE} times what a rounding error does"
+    )
+    return Tested(state, words, windows_below_one(beyond))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvlab.base.params import Params, Section
+from kvlab.base.params import Params, Section, at_most
 from kvlab.base.recipe import DType
 
 
@@ -16,6 +16,7 @@ class Baseline(Section):
 
     key = "baseline"
     told = "codec off"
+    takes = ("windows",)
 
     hf_attention: tuple[Literal["eager", "sdpa"], ...] = Field(
         default=("eager", "sdpa"), min_length=1, description="attention implementations of hf"
@@ -24,8 +25,20 @@ class Baseline(Section):
         default=("float32", "bfloat16"), min_length=1, description="what the engines compute in; float32 among them"
     )
 
+    windows: int = Field(
+        default=16,
+        ge=2,
+        description="scored windows of these comparisons and of the plain rerun; at most, and if not given cut to,"
+        " windows.test",
+    )
+
+    def fitted(self, params: Params) -> Baseline:
+        """As many windows as there are."""
+        return self.unsaid(windows=min(self.windows, params.windows.test))
+
     def problems(self, params: Params) -> Iterator[str]:
-        """No dtype in which the engines could agree."""
+        """More windows than there are, and no dtype in which the engines could agree."""
+        yield from at_most("baseline.windows", self.windows, "windows.test", params.windows.test)
         if "float32" not in self.dtypes:
             yield (
                 f"baseline.dtypes is {', '.join(self.dtypes)}; it must contain 'float32', which carries the agreement"

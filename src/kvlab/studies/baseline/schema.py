@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvlab.base.recipe import Attention, DType, Engine, Protocol
+from kvlab.stats.equivalence import State
 from kvlab.studies.entries import Compared, Entry, Interval
 
 
@@ -39,6 +40,8 @@ class CodecAgreement(Entry):
     """Between transformers, coded, and itself with K and V moved by a rounding error."""
     beyond_jitter: Interval
     """`cross_kl` minus a multiple of `jitter_kl`."""
+    beyond_band: Interval
+    """`cross_kl` minus a part of the codec's own KL."""
     hf_kl: float
     vllm_kl: float
     relative_difference: Interval
@@ -46,17 +49,34 @@ class CodecAgreement(Entry):
     difference: Interval
     """What the codec costs on vLLM minus what it costs on transformers."""
     compared: Compared
+    state: State
+    """``equivalent`` only where whole intervals lie inside the bounds, ``differ`` where they lie outside, else open."""
+
+
+class AgreementBounds(Entry):
+    """What the tests of the engines' agreement ask for."""
+
+    identity_kl: float
+    """Nats per token that the KL without a codec must be below."""
+    relative: float
+    """What the codec's KL may differ by, and what the KL between the coded runs may be, over the codec's own."""
+    jitter_multiple: float
+    """How many times `jitter_kl` the KL between the coded runs may be instead."""
 
 
 class Agreement(Entry):
-    """Whether the engines compute the same function in float32."""
+    """Whether the engines compute the same function in float32: an equivalence test."""
 
     identity: dict[Protocol, Interval]
     """KL between the engines with a codec that changes nothing."""
     codec: dict[Protocol, CodecAgreement]
-    holds: bool
+    state: State
+    """That of the weakest test under any protocol."""
     why: tuple[str, ...]
-    """What speaks against it."""
+    """What differs, or what is open."""
+    windows_needed: int | None
+    """At which nothing would be open, with a power of 80 % and post hoc; null where nothing is, or none settles it."""
+    bounds: AgreementBounds
 
 
 Floor = dict[Engine, dict[str, Interval]]

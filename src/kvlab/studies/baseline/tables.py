@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvlab.pages import format as fmt
 from kvlab.pages.basis import Basis
 from kvlab.pages.parts import KL_UNIT
+from kvlab.pages.withheld import settling
 
 
 def floor(floors: dict) -> str:
@@ -49,11 +50,12 @@ def agreement(given: dict) -> str:
                 fmt.number(coded.get("hf_kl")),
                 fmt.number(coded.get("vllm_kl")),
                 fmt.estimate(coded.get("relative_difference"), 100),
+                coded.get("state", fmt.DASH),
             ]
         )
     headers = ["protocol", "no codec: KL between engines", "codec: KL between engines"]
     headers += ["codec: KL of `hf` to itself, jittered"]
-    headers += ["codec: KL on `hf`", "codec: KL on `vllm`", "difference, %"]
+    headers += ["codec: KL on `hf`", "codec: KL on `vllm`", "difference, %", "reading"]
     return fmt.table(headers, lines)
 
 
@@ -68,7 +70,19 @@ def agreement_context(found: dict | None, basis: Basis) -> dict | None:
     if not found:
         return None
     estimates = [*found["identity"].values(), *(row["cross_kl"] for row in found["codec"].values())]
-    return {"table": agreement(found), "basis": basis(estimates), "holds": found["holds"], "why": found["why"]}
+    return {
+        "table": agreement(found),
+        "basis": basis(estimates),
+        "state": found["state"],
+        "why": found["why"],
+        "needed": settling(found),
+        "bounds": {
+            "codec": fmt.percent(found["bounds"]["relative"]),
+            "jitter": fmt.plain(found["bounds"]["jitter_multiple"]),
+            "identity": fmt.plain(found["bounds"]["identity_kl"]),
+        },
+        "level": basis.level,
+    }
 
 
 def context(metrics: dict, basis: Basis) -> dict:

@@ -10,6 +10,7 @@ from kvlab.base.errors import MissingResult
 from kvlab.base.params import Params
 from kvlab.base.recipe import Cell
 from kvlab.stats.bootstrap import Bootstrap, Estimate
+from kvlab.stats.multiple import benjamini_hochberg, sign_flip_two_sided_p
 from kvlab.stats.power import effective_tokens, predicted_standard_error
 from kvlab.studies.counterparts import corner_cell, identity_of
 from kvlab.studies.estimates import sides
@@ -34,11 +35,11 @@ def studied_cells(params: Params, results: Results) -> list[Measured]:
 
 def against_studied(
     params: Params, results: Results, boot: Bootstrap, measured: Measured
-) -> tuple[Estimate, Measured] | None:
-    """KL of a cell of params.yaml minus that of its counterpart, which comes with it.
+) -> tuple[Estimate, float, Measured] | None:
+    """KL of a cell of params.yaml minus that of its counterpart, its p-value over windows, and the counterpart.
 
-    Each is net of its own floor, paired by token. None for the floors, and for cells in a dtype that the factorial
-    does not have.
+    Each is net of its own floor, paired by token. The p-value is that of flipped signs, against either direction.
+    None for the floors, and for cells in a dtype that the factorial does not have.
     """
     cell = measured.cell
     if measured.role != "codec" or cell.study != "cells" or cell.dtype not in params.gap.dtypes:
@@ -47,7 +48,10 @@ def against_studied(
     comparable([measured, studied], CHANGED)
     floors = [identity_of(results, one) for one in (measured, studied)]
     columns = [one.column("kl") for one in (measured, studied, *floors)]
-    return boot.combine(columns, lambda m: (m[..., 0] - m[..., 2]) - (m[..., 1] - m[..., 3])), studied
+    found = boot.combine(columns, lambda m: (m[..., 0] - m[..., 2]) - (m[..., 1] - m[..., 3]))
+    one, other, *below = (column.by_document().sums for column in columns)
+    apart = (one - below[0]) - (other - below[1])
+    return found, sign_flip_two_sided_p(apart, draws=boot.resamples, seed=boot.seed), studied
 
 
 def counterpart(params: Params, results: Results, cell: Cell) -> Measured:
@@ -64,15 +68,24 @@ def counterpart(params: Params, results: Results, cell: Cell) -> Measured:
 
 
 def cell_entries(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
-    """Every cell of `studied_cells`, in its order."""
-    return [cell_entry(params, results, boot, measured) for measured in studied_cells(params, results)]
+    """Every cell of `studied_cells`, in its order.
+
+    Every change that is held against its counterpart makes a claim, so their p-values are corrected for one another
+    (`stats.multiple.benjamini_hochberg`).
+    """
+    found = [cell_entry(params, results, boot, measured) for measured in studied_cells(params, results)]
+    claimed = [entry for entry in found if entry["p_value"] is not None]
+    q_values = benjamini_hochberg([entry["p_value"] for entry in claimed]).tolist() if claimed else []
+    for entry, q_value in zip(claimed, q_values, strict=True):
+        entry["q_value"] = q_value
+    return found
 
 
 def cell_entry(params: Params, results: Results, boot: Bootstrap, measured: Measured) -> dict:
     """Everything about one cell: what it is, what its codec did, and what it cost."""
     cell, coding = measured.cell, measured.record.coding
     coded = cell.recipe.k if measured.role == "codec" else None
-    apart, other = against_studied(params, results, boot, measured) or (None, None)
+    apart, p_value, other = against_studied(params, results, boot, measured) or (None, None, None)
     ranks = {stream: _mean_of_counts(coding.d_eff.get(stream)) for stream in ("k", "v")}
     return {
         "cell_id": measured.record.cell_id,
@@ -90,6 +103,8 @@ def cell_entry(params: Params, results: Results, boot: Bootstrap, measured: Meas
         "origin": cell.origin,
         "against": params.cells[cell.label].against if cell.label in params.cells else None,
         "difference": apart and apart.to_json(),
+        "p_value": p_value,
+        "q_value": None,
         "compared": sides(measured, other) if other else None,
         "variance_ratio": getattr(coded, "variance_ratio", None),  # of the block codec only
         "bits_per_value": coding.bits_per_value,
@@ -124,7 +139,7 @@ def cell_estimates(results: Results, boot: Bootstrap, measured: Measured) -> dic
     rates = ("top1_agreement", "flips_to_wrong", "flips_to_right")
     return {
         "kl": mean_kl.to_json(),
-        "kl_net": boot.difference(kl, floor.column("kl")).to_json() if floor else None,
+        "kl_net": boot.difference(kl, floor.column("kl", measured.cell.windows)).to_json() if floor else None,
         "delta_nll": boot.mean(delta).to_json(),
         "ppl_ratio": boot.exp_mean(delta).to_json(),
         "published_estimator": boot.mean(delta.per_window(np.expm1)).to_json(),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from kvlab.base.recipe import Attention, DType, Engine, Placement, Protocol, Span, Stream
-from kvlab.studies.entries import Compared, Entry, Interval
+from kvlab.studies.entries import Compared, Entry, Interval, PValue
 
 
 class ConfidenceBin(Entry):
@@ -38,6 +38,10 @@ class CellEntry(Entry):
     """The label of the cell that it is to be held against; null for the studied one."""
     difference: Interval | None
     """Net KL minus that of the cell it is held against; null for the studied cell itself and for floors."""
+    p_value: Annotated[float, PValue] | None
+    """Of the difference, by flipping the signs of windows (of documents, where they are known), in either direction."""
+    q_value: Annotated[float, PValue] | None
+    """Corrected for all cells that are held against another (Benjamini and Hochberg)."""
     compared: Compared | None
     variance_ratio: float | None
     bits_per_value: float

@@ -40,6 +40,7 @@ def cells(rows: list[dict]) -> str:
             pair(row["d_eff_mean"]),
             fmt.estimate(row["kl_net"]),
             fmt.estimate(row["difference"], signed=True),
+            fmt.number(row["q_value"], 2),
             fmt.estimate(row["ppl_ratio"], 100, 1),
             fmt.estimate(row["top1_agreement"], 100),
             fmt.estimate(row["flips_to_wrong"], 100),
@@ -47,7 +48,7 @@ def cells(rows: list[dict]) -> str:
         ]
         for row in rows
     ]
-    headers = [*NAME, "bits per value", "kept rank, K / V", f"net KL, {KL_UNIT}", "beside its counterpart"]
+    headers = [*NAME, "bits per value", "kept rank, K / V", f"net KL, {KL_UNIT}", "beside its counterpart", "q-value"]
     headers += ["perplexity change, %"]
     headers += ["same top token, %", "right to wrong, %", "wrong to right, %"]
     return fmt.table(headers, lines)

@@ -20,9 +20,9 @@ def claims(part: dict | None, about: str) -> list[dict]:
     if not part or not part["factors"]:
         return []
     kl, where, compared = part["measures"]["kl"], WHERE[about], part["compared"]
-    found = [claim(about, f"Going from low to high {where}", kl["gap"], compared)]
+    found = [claim(about, f"Going from low to high {where}", kl["gap"], compared, of_engine=False)]
     for one in kl["parts"]:
         name = one["factor"]
         subject = f"`{name}` going from `{part['low'][name]}` to `{part['high'][name]}`, its share {where},"
-        found.append(claim(about, subject, one["share"], compared))
+        found.append(claim(about, subject, one["share"], compared, of_engine=name == "engine"))
     return found

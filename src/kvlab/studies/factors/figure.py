@@ -8,10 +8,18 @@ from kvlab.pages import format as fmt
 from kvlab.pages import marks
 from kvlab.pages.figure import DOWN, GREY, UP, Figure, Line, Look, Mark, Panel, linear_axis, named_axis
 from kvlab.pages.parts import KL_UNIT
+from kvlab.pages.withheld import undecided
+from kvlab.studies.factors.tables import ENGINE
+
+HELD = "held"
 
 
 def gap_shapley_table(metrics: dict) -> pl.DataFrame | None:
-    """Low corner, each factor's share, high corner, of KL; `start` is where a bar begins."""
+    """Low corner, each factor's share, high corner, of KL; `start` is where a bar begins.
+
+    Where it is open whether the engines agree, the share of the engine is of the kind ``held``.
+    """
+    held = undecided(metrics) is not None
     gap = metrics.get("gap")
     measure = gap and gap["measures"].get("kl")
     if not measure or not measure["parts"]:
@@ -19,7 +27,8 @@ def gap_shapley_table(metrics: dict) -> pl.DataFrame | None:
     rows = [bar(corner_name(gap["low"]), "corner", 0.0, measure["low"])]
     start = measure["low"]["value"]
     for part in sorted(measure["parts"], key=lambda part: -abs(part["share"]["value"])):
-        rows.append(bar(part["factor"], "share", start, part["share"]))
+        kind = HELD if held and part["factor"] == ENGINE else "share"
+        rows.append(bar(part["factor"], kind, start, part["share"]))
         start += part["share"]["value"]
     rows.append(bar(corner_name(gap["high"]), "corner", 0.0, measure["high"]))
     return pl.DataFrame(rows)
@@ -31,12 +40,13 @@ def gap_shapley(table: pl.DataFrame) -> Figure:
     texts = fmt.column(lines)
     drawn = tuple(bar_mark(line, text) for line, text in zip(lines, texts, strict=True))
     ends = [line["start"] + line[key] for line in lines for key in ("value", "low", "high")]
-    names = named_axis(wrapped(line["name"]) + ("" if clear(line) else "\n(not resolved)") for line in lines)
+    names = named_axis(wrapped(line["name"]) + ("" if clear(line) else f"\n({left_open(line)})") for line in lines)
     values = linear_axis(ends, f"KL to the engine's own uncompressed output, {KL_UNIT}", labelled=True)
     return Figure(
         "How the gap between the two corners divides among the factors",
         "Each factor's bar begins where the last one ended; the thin line is its interval. A hatched bar is not "
-        "told from zero. KL is taken to the engine's own uncompressed output.",
+        "told from zero, or is laid to the engines while it is open whether they agree. KL is taken to the engine's "
+        "own uncompressed output.",
         (Panel(names, values, drawn, connectors(lines), across=True),),
         height=32,
     )
@@ -58,13 +68,18 @@ def connectors(lines: list[dict]) -> tuple[Line, ...]:
 def words(line: dict) -> list[str]:
     """What a bar says."""
     what = "KL of this corner" if line["kind"] == "corner" else "share of the gap"
-    left = [] if clear(line) else ["not told from zero"]
+    left = [] if clear(line) else [left_open(line)]
     return [line["name"], marks.quantity(what, line), *left, marks.basis(line)]
 
 
 def clear(line: dict) -> bool:
     """Whether a bar is drawn solid."""
-    return line["kind"] == "corner" or not fmt.contains_zero(line)
+    return line["kind"] == "corner" or (line["kind"] != HELD and not fmt.contains_zero(line))
+
+
+def left_open(line: dict) -> str:
+    """Why a bar is not drawn solid."""
+    return "engines: open" if line["kind"] == HELD else "not resolved"
 
 
 def bar(name: str, kind: str, start: float, given: dict) -> dict:

@@ -54,13 +54,16 @@ def by_window(columns: list[Column]) -> dict:
         "counts": first.counts.tolist(),
         "sums": [column.sums.tolist() for column in columns],
         "n_tokens": first.n_tokens,
+        "documents": first.documents,
     }
 
 
 def from_windows(given: dict) -> list[Column]:
     """The columns that `by_window` wrote."""
     counts, windows = np.array(given["counts"]), tuple(given["windows"])
-    return [Column(np.array(sums), counts, windows, given["key"], given["n_tokens"]) for sums in given["sums"]]
+    documents = given["documents"] and tuple(given["documents"])
+    shared = (counts, windows, given["key"], given["n_tokens"], documents)
+    return [Column(np.array(sums), *shared) for sums in given["sums"]]
 
 
 def factors_entry(params: Params, results: Results, boot: Bootstrap) -> dict:

@@ -8,15 +8,23 @@ from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, Cell, Recipe
 from kvlab.base.studied import coded_layers, studied_recipe, variance_ratios
 
-READS = ("windows", "engines", "protocols", "gap")  # of params.yaml, beside what every codec reads
+READS = ("windows", "engines", "protocols", "gap", "baseline")  # of params.yaml, beside what every codec reads
 
 
 def cells(params: Params, engine: str) -> list[Cell]:
     """The corners on one engine, and in each dtype the two floors: a plain rerun, and the identity codec."""
     everything = tuple(range(params.model.n_layers))
 
-    def cell(label: str, dtype: str, protocol: str, layers: tuple[int, ...], recipe: Recipe, origin: str) -> Cell:
-        """One corner or floor: K and V coded, on every test window."""
+    def cell(
+        label: str,
+        dtype: str,
+        protocol: str,
+        layers: tuple[int, ...],
+        recipe: Recipe,
+        origin: str,
+        windows: int = params.windows.test,
+    ) -> Cell:
+        """One corner or floor: K and V coded, on every test window if not on fewer."""
         return Cell(
             study="factors",
             label=label,
@@ -26,13 +34,14 @@ def cells(params: Params, engine: str) -> list[Cell]:
             origin=origin,
             stream="kv",
             layers=layers,
-            windows=params.windows.test,
+            windows=windows,
             recipe=recipe,
         )
 
     found = []
     for dtype in params.gap.dtypes:
-        found.append(cell("rerun", dtype, "in_forward", (), IDENTITY, params.calibration.origin))
+        again = params.baseline.windows
+        found.append(cell("rerun", dtype, "in_forward", (), IDENTITY, params.calibration.origin, again))
         for protocol in params.protocols:
             found.append(cell("identity", dtype, protocol, everything, IDENTITY, params.calibration.origin))
         for protocol, origin, ratio in product(params.protocols, origins(params), variance_ratios(params)):

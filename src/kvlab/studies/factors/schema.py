@@ -93,6 +93,8 @@ class ByWindow(Entry):
     sums: tuple[tuple[float, ...], ...]
     """By corner, and there by window, in nats."""
     n_tokens: int
+    documents: tuple[int, ...] | None
+    """The document of each window, where that is known."""
 
 
 class Gap(Decomposition):

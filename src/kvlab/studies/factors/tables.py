@@ -6,7 +6,9 @@ from kvlab.base.errors import Fault
 from kvlab.pages import format as fmt
 from kvlab.pages.basis import Basis
 from kvlab.pages.parts import KL_UNIT, reading, resolution
+from kvlab.pages.withheld import settling, undecided
 
+ENGINE = "engine"
 FACTORS = ("engine", "protocol", "dtype", "variance_ratio", "origin")  # in the order in which a corner names them
 
 
@@ -20,8 +22,10 @@ def corner(values: dict) -> str:
     )
 
 
-def shares(measure: dict) -> list[dict]:
+def shares(measure: dict, held: bool = False) -> list[dict]:
     """Each factor's share, largest first, printed with one number of decimals.
+
+    `held`: whether the engines agree is open, so the engine's share is not read.
 
     Returns
     -------
@@ -38,7 +42,7 @@ def shares(measure: dict) -> list[dict]:
     parts = sorted(measure["parts"], key=lambda part: -abs(part["share"]["value"]))
     texts = fmt.column([*(part["share"] for part in parts), measure["gap"]])
     return [
-        resolution(part["share"])
+        resolution(part["share"], held and part["factor"] == ENGINE)
         | {"factor": part["factor"], "share": text, "of_gap": of_gap(part["share"], measure["gap"])}
         for part, text in zip(parts, texts[:-1], strict=True)
     ]
@@ -63,19 +67,23 @@ def of_gap(share: dict, gap: dict) -> str:
     return fmt.percent(share["value"] / gap["value"], decimals)
 
 
-def decomposition(measure: dict, unit: str) -> str:
-    """Factors, their shares, and the sum, which is the gap."""
-    lines = [[f"`{part['factor']}`", part["share"], part["of_gap"], reading(part)] for part in shares(measure)]
+def decomposition(measure: dict, unit: str, held: bool = False) -> str:
+    """Factors, their shares, and the sum, which is the gap; `held` as in `shares`."""
+    lines = [[f"`{part['factor']}`", part["share"], part["of_gap"], reading(part)] for part in shares(measure, held)]
     texts = fmt.column([*(part["share"] for part in measure["parts"]), measure["gap"]])
     lines.append(["**sum = gap**", f"**{texts[-1]}**", "all", reading(resolution(measure["gap"]))])
     return fmt.table(["factor", f"share, {unit}", "of the gap", "reading"], lines)
 
 
-def interactions(measure: dict, unit: str) -> str:
-    """What two factors do together beyond the sum of what each does alone."""
+def interactions(measure: dict, unit: str, held: bool = False) -> str:
+    """What two factors do together beyond the sum of what each does alone; `held` as in `shares`."""
     texts = fmt.column([row["effect"] for row in measure["interactions"]])
     lines = [
-        [" with ".join(f"`{name}`" for name in row["factors"]), text, reading(resolution(row["effect"]))]
+        [
+            " with ".join(f"`{name}`" for name in row["factors"]),
+            text,
+            reading(resolution(row["effect"], held and ENGINE in row["factors"])),
+        ]
         for row, text in zip(measure["interactions"], texts, strict=True)
     ]
     return fmt.table(["factors", f"interaction, {unit}", "reading"], lines)
@@ -94,7 +102,7 @@ def corners(measures: dict) -> str:
     return fmt.table(headers, lines)
 
 
-def gap_context(gap: dict | None, basis: Basis) -> dict | None:
+def gap_context(gap: dict | None, basis: Basis, held: bool = False) -> dict | None:
     """The decomposition: a dict per measure, and the corners in words."""
     if not gap or not gap["factors"] or not gap["measures"]:
         return None
@@ -105,26 +113,40 @@ def gap_context(gap: dict | None, basis: Basis) -> dict | None:
         "measured": ", ".join(f"`{gap[name]}`" for name in ("stream", "dtype") if gap.get(name)),
         "low": f"({corner(gap['low'])})",
         "high": f"({corner(gap['high'])})",
-        "measures": {name: measure_context(gap["measures"][name], basis) for name in names},
+        "measures": {name: measure_context(gap["measures"][name], basis, held) for name in names},
         "corners": corners(gap["measures"]),
     }
 
 
-def measure_context(measure: dict, basis: Basis) -> dict:
-    """One measure of the decomposition."""
+def measure_context(measure: dict, basis: Basis, held: bool = False) -> dict:
+    """One measure of the decomposition; `held` as in `shares`."""
     return resolution(measure["gap"]) | {
         "gap": fmt.estimate(measure["gap"]),
         "rises": measure["gap"]["value"] > 0,
-        "table": decomposition(measure, KL_UNIT),
+        "table": decomposition(measure, KL_UNIT, held),
         "basis": basis([measure["gap"], *(part["share"] for part in measure["parts"])]),
-        "interactions": interactions(measure, KL_UNIT) if measure.get("interactions") else None,
+        "interactions": interactions(measure, KL_UNIT, held) if measure.get("interactions") else None,
     }
 
 
 def context(metrics: dict, basis: Basis) -> dict:
     """What ``gap.md.j2`` and ``factors.md.j2`` name."""
-    divided = {part: gap_context(metrics.get(part), basis) for part in ("gap", "factors")}
+    agreement = undecided(metrics)
+    divided = {part: gap_context(metrics.get(part), basis, bool(agreement)) for part in ("gap", "factors")}
+    divided["kernels"] = kernels(metrics.get("identity") or {}, metrics.get("gap"))
+    divided["undecided"] = agreement and settling(agreement)
     return divided | {"gap_by_text": by_text(metrics.get("gap_by_text") or [])}
+
+
+def kernels(identity: dict, gap: dict | None) -> str:
+    """On which device's kernels the engines of a gap ran, from the record; empty where it does not cross engines."""
+    if not gap or gap["low"]["engine"] == gap["high"]["engine"] or not identity.get("device"):
+        return ""
+    device = "CPU" if identity["device"] == "cpu" else f"`{fmt.safe(identity['device'])}`"
+    return (
+        f"Both engines ran {device} kernels, so the share of `{ENGINE}` is about these and says nothing of what the"
+        " engines do on other devices."
+    )
 
 
 TEXTS = {"test": "held out of the calibration's text", "other": "another domain than the calibration's"}

@@ -3,52 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from kvlab.base.params import Params, Section, at_most
 from kvlab.base.recipe import Bits, Engine
-from kvlab.base.rungs import CONDITIONABLE, LADDERED, Conditionable, Laddered
+from kvlab.base.rungs import CONDITIONABLE, Compared, Conditionable, Laddered
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+Ablated = Literal["escapes", "tables", "allocation", "transform", "metric"]
+
+USUAL = ("klt", "hadamard", "kivi", "int", "fp8")
+"""The default: few enough for a run of everything on two cores, and one of each family."""
 
 
 class Ladder(Section):
     """Every codec at the same bits, on every layer, in float32 and under `snapshot`; on two texts."""
 
     key = "ladder"
-    told = "every codec beside the others (`snakemake ladder`)"
+    told = "every codec beside the others"
     takes = ("engines", "corpus", "windows")
 
     engine: Engine = Field(default="hf", description="the one engine that it runs on; default: hf if it runs")
-    codecs: tuple[Laddered, ...] = Field(default=LADDERED, min_length=1, description="those that are compared")
-    bits: tuple[Bits, ...] = Field(
-        default=(2, 3, 4), min_length=1, description="of both streams; some codecs have none"
-    )
+    codecs: tuple[Compared, ...] = Field(default=USUAL, min_length=1, description="those that are compared")
+    bits: tuple[Bits, ...] = Field(default=(2, 4), min_length=1, description="of both streams; some codecs have none")
     conditioned: tuple[Conditionable, ...] = Field(
-        default=CONDITIONABLE,
-        description="those also measured after mean removal, and after mean removal and whitening; default: all that"
-        " are compared and can be",
+        default=(),
+        description="those also measured after mean removal, and after mean removal in either metric: Sigma_q of lag 0"
+        " (`whiten`), or that of `klt` (`weigh`)",
     )
     texts: tuple[Literal["test", "other"], ...] = Field(
-        default=("test", "other"), min_length=1, description="`test`, and `other` if there is a second text"
+        default=("test", "other"),
+        min_length=1,
+        description="`test`, and `other` if there is a second text that `test` does not hold",
     )
     windows: int = Field(
-        default=32, ge=2, description="scored windows of each text; at most, and if not given cut to, what there are"
+        default=16,
+        ge=2,
+        description="scored windows of each text; at most, and if not given cut to, what there are; a text of which"
+        " they hold a single one is left out of the page",
     )
 
+    ablated: tuple[Ablated, ...] = Field(
+        default=get_args(Ablated),
+        description="parts of `klt` taken out, one at a time, at the fewest bits; none where it is not compared",
+    )
+    in_forward: tuple[Laddered, ...] = Field(
+        default=("klt", "hadamard"),
+        description="codecs also measured under `in_forward` at their fewest bits, with the scored tokens coded and"
+        " without, as far as they are compared",
+    )
+    fewer: int = Field(
+        default=8,
+        ge=2,
+        description="windows of `ablated` and `in_forward`; at most, and if not given cut to, `windows`",
+    )
+
+    growth: tuple[Share, ...] = Field(
+        default=(),
+        description="parts of the calibration's windows that `klt`, if it is compared, is fitted on too, such as 0.25",
+    )
+    contexts: tuple[Annotated[int, Field(ge=8)], ...] = Field(
+        default=(), description="further contexts at which `klt` and `hadamard` are measured, such as 2048; none: []"
+    )
+    context_windows: int = Field(default=8, ge=2, description="windows of each of `contexts`")
+
     def fitted(self, params: Params) -> Ladder:
-        """An engine that runs, the codecs that are compared, the texts that there are, and their windows."""
+        """An engine that runs, the codecs that are compared, the texts that there are, each once, and their windows."""
         engine = self.engine if self.engine in params.engines else params.engines[0]
-        texts = tuple(text for text in self.texts if text == "test" or params.corpus.other is not None)
-        found = self.unsaid(engine=engine, conditioned=tuple(c for c in CONDITIONABLE if c in self.codecs), texts=texts)
-        return found.unsaid(windows=min(self.windows, *(getattr(params.windows, text) for text in found.texts)))
+        known = params.corpus.other is not None and "other" not in params.corpus.scored
+        texts = tuple(text for text in self.texts if text == "test" or known) or ("test",)
+        found = self.unsaid(engine=engine, texts=texts)
+        found = found.unsaid(windows=min(self.windows, *(getattr(params.windows, text) for text in found.texts)))
+        forward = tuple(codec for codec in self.in_forward if codec in self.codecs)
+        without = {} if "klt" in self.codecs else {"ablated": (), "growth": ()}
+        found = found.unsaid(fewer=min(self.fewer, found.windows))
+        return found.model_copy(update={"in_forward": forward} | without)
 
     def problems(self, params: Params) -> Iterator[str]:
-        """More windows than there are, a text that is not there, and conditioning of what is not compared."""
+        """More windows than there are, a text that is not there or twice, and conditioning of what is not compared."""
         if "other" in self.texts and params.corpus.other is None:
             yield "ladder.texts names 'other' but corpus.other is null; name a text, or only 'test'"
+        elif "other" in self.texts and "other" in params.corpus.scored:
+            yield "ladder.texts names 'other', which corpus.scored puts among the windows of 'test'; name only 'test'"
+        yield from at_most("ladder.fewer", self.fewer, "ladder.windows", self.windows)
         for text in self.texts:
             yield from at_most("ladder.windows", self.windows, f"windows.{text}", getattr(params.windows, text))
+        yield from self._unconditioned()
+
+    def _unconditioned(self) -> Iterator[str]:
+        """Conditioning of what is not compared."""
         for codec in self.conditioned:
             if codec not in self.codecs:
                 allowed = ", ".join(codec for codec in CONDITIONABLE if codec in self.codecs) or "none"

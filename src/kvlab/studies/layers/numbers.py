@@ -75,7 +75,7 @@ def layer_entries(params: Params, results: Results, boot: Bootstrap) -> list[dic
     `q_stands_out` asks what tells layers apart: see `standing_out`.
     """
     entries, asked = [], params.layers
-    for engine, protocol, stream in product(asked.on(params.engines), asked.protocols, asked.streams):
+    for engine, protocol, stream in product(asked.engines, asked.protocols, asked.streams):
         cells = Coded.of(params, results, engine, protocol, stream)
         for kind, measured, effects in kinds(results, cells):
             tests = discovered(boot, effects, two_sided=kind == BUT), standing_out(boot, effects)
@@ -112,9 +112,9 @@ def left_out(cells: Coded) -> list[Column]:
 
 
 def discovered(boot: Bootstrap, effects: Sequence[Column], two_sided: bool) -> list[tuple[float, float]]:
-    """p-value and q-value of each effect, over windows."""
+    """p-value and q-value of each effect, over windows, or over documents where they are known."""
     test = sign_flip_two_sided_p if two_sided else sign_flip_p
-    p_values = [test(effect.means, draws=boot.resamples, seed=boot.seed) for effect in effects]
+    p_values = [test(effect.by_document().sums, draws=boot.resamples, seed=boot.seed) for effect in effects]
     return list(zip(p_values, benjamini_hochberg(p_values).tolist(), strict=True))
 
 
@@ -127,8 +127,9 @@ def standing_out(boot: Bootstrap, effects: Sequence[Column]) -> list[float | Non
     """
     if len(effects) < 2:
         return [None] * len(effects)
-    mean = sum(effect.means for effect in effects) / len(effects)
-    apart = [effect.means - mean for effect in effects]
+    sums = [effect.by_document().sums for effect in effects]
+    mean = sum(sums) / len(sums)
+    apart = [one - mean for one in sums]
     p_values = [sign_flip_two_sided_p(one, draws=boot.resamples, seed=boot.seed) for one in apart]
     return benjamini_hochberg(p_values).tolist()
 
@@ -145,7 +146,7 @@ def additivity_entries(params: Params, results: Results, boot: Bootstrap) -> lis
     None unless there are both.
     """
     entries = []
-    for engine, protocol in product(params.layers.on(params.engines), params.layers.protocols):
+    for engine, protocol in product(params.layers.engines, params.layers.protocols):
         place = {"engine": engine, "protocol": protocol}
         streams = {s: Coded.of(params, results, engine, protocol, s) for s in params.layers.streams}
         for stream, cells in streams.items():

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvlab.base.params import Params, Section, at_most
+from kvlab.base.params import Params, Section, at_most, running
 from kvlab.base.recipe import DType, Engine, Protocol
 
 
@@ -16,17 +16,19 @@ class Layers(Section):
 
     key = "layers"
     told = "each layer coded alone, and left out"
-    takes = ("protocols", "windows")
+    takes = ("engines", "protocols", "windows")
 
     dtype: DType = Field(default="float32", description="what the engine computes in")
-    engines: tuple[Engine, ...] | None = Field(
-        default=None, min_length=1, description="on which they are measured; null: those of the run"
+    engines: tuple[Engine, ...] = Field(
+        default=("hf",),
+        min_length=1,
+        description="on which it is measured, as far as they run; where none does, on the first of the run",
     )
     left_out: bool = Field(default=True, description="each layer is left out too, of all of them")
     protocols: tuple[Protocol, ...] = Field(
         default=("in_forward", "snapshot"),
         min_length=1,
-        description="under which they are measured; default: those of the run",
+        description="under which they are measured, as far as they are of the run; where none is, all of the run",
     )
     streams: tuple[Literal["k", "v"], ...] = Field(
         default=("k", "v"), min_length=1, description="each is attributed apart"
@@ -34,14 +36,11 @@ class Layers(Section):
     windows: int = Field(default=16, ge=2, description="scored windows; at most, and if not given cut to, windows.test")
 
     def fitted(self, params: Params) -> Layers:
-        """The protocols of the run, and as many windows as there are."""
-        windows = min(self.windows, params.windows.test)
-        return self.unsaid(protocols=params.protocols, windows=windows)
+        """Engines and protocols of the run, and as many windows as there are."""
+        found = self.unsaid(windows=min(self.windows, params.windows.test))
+        protocols = tuple(one for one in self.protocols if one in params.protocols) or params.protocols
+        return found.model_copy(update={"engines": running(self.engines, params), "protocols": protocols})
 
     def problems(self, params: Params) -> Iterator[str]:
         """More windows than there are."""
         yield from at_most("layers.windows", self.windows, "windows.test", params.windows.test)
-
-    def on(self, engines: tuple[Engine, ...]) -> tuple[Engine, ...]:
-        """Those of the run's engines on which this is measured."""
-        return tuple(engine for engine in engines if self.engines is None or engine in self.engines)

@@ -11,7 +11,7 @@ READS = ("engines", "layers")  # of params.yaml, beside what every codec reads
 
 def cells(params: Params, engine: str) -> list[Cell]:
     """Add-one-in and leave-one-out, K and V apart, and all layers together: of K, of V, and of both."""
-    if engine not in params.layers.on(params.engines):
+    if engine not in params.layers.engines:
         return []
     everything = tuple(range(params.model.n_layers))
     recipe = studied_recipe(params)

@@ -11,10 +11,10 @@ import torch
 
 from kvlab.lab.windows import Window
 from kvlab.stats.divergences import token_record
-from kvlab.studies.mechanisms.plan import FIDELITY, NEEDLE
-from kvlab.text import needles
+from kvlab.studies.mechanisms.plan import FIDELITY, GREEDY, NEEDLE, TASKS
+from kvlab.text import needles, ruler
 
-TEXTS = {FIDELITY: "test", NEEDLE: "needle"}
+TEXTS = {FIDELITY: "test", NEEDLE: "needle", GREEDY: "test"} | {name: name for name in TASKS}
 """The text that each eval scores."""
 
 
@@ -24,6 +24,16 @@ def retrievals(planted: needles.Needles) -> list[Window]:
     for number, needle in enumerate(planted.items):
         ids, answer = needles.sequence(needle)
         found.append(Window(TEXTS[NEEDLE], number, tuple(ids), planted.context, answer - 1 - planted.context))
+    return found
+
+
+def tasks(items: ruler.Ruler) -> dict[str, list[Window]]:
+    """RULER's texts with their questions as windows, by eval; those of a task that is not asked are none."""
+    found: dict[str, list[Window]] = {name: [] for name in TASKS}
+    for item in items.items:
+        name = next(name for name, task in TASKS.items() if task == item.task)
+        ids = (*item.context, *item.question)
+        found[name].append(Window(TEXTS[name], item.number, ids, len(item.context)))
     return found
 
 
@@ -43,4 +53,5 @@ def answered(_reference: torch.Tensor, alternative: torch.Tensor, labels: torch.
 
 
 SCORERS = {FIDELITY: fidelity, NEEDLE: answered}
-VERSIONS = {FIDELITY: "1", NEEDLE: needles.VERSION}  # of how they are scored; the gate's registry names them too
+VERSIONS = {FIDELITY: "1", NEEDLE: needles.VERSION, GREEDY: "1"} | dict.fromkeys(TASKS, ruler.VERSION)
+"""Of how they are scored; the gate's registry names them too."""

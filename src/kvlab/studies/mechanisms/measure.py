@@ -7,15 +7,17 @@ the engine has it. Both are held against the engine as it is, window by window a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 
 import polars as pl
 
 from kvlab.base.errors import CapabilityError, CodecNotActive, CorpusError, ModelError
-from kvlab.base.model import resolve
+from kvlab.base.model import load_tokenizer, resolve
 from kvlab.base.params import Params
 from kvlab.base.recipe import Cell
+from kvlab.base.records import Coding
 from kvlab.calibration.load import Fitted
 from kvlab.engines import capability
 from kvlab.lab.coding import Coder
@@ -24,8 +26,8 @@ from kvlab.lab.measure import Canaries, Findings, Lab, calibrated_for, run
 from kvlab.lab.store import Found
 from kvlab.lab.subjects import total
 from kvlab.lab.windows import Window, windows_of
-from kvlab.studies.mechanisms.items import VERSIONS, retrievals
-from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, METRICS, NEEDLE, Variant, variants
+from kvlab.studies.mechanisms.items import VERSIONS, retrievals, tasks
+from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, NEEDLE, PASSED, TASKS, Variant, asked, variants
 from kvlab.studies.mechanisms.records import (
     SCORES,
     EvalRun,
@@ -35,7 +37,8 @@ from kvlab.studies.mechanisms.records import (
     write_mechanisms,
 )
 from kvlab.studies.mechanisms.subjects import Seconds, Subject, refuse_unread, score_rows, storage_of
-from kvlab.text import needles
+from kvlab.studies.mechanisms.written import Answers, Greedy, Writer
+from kvlab.text import needles, ruler
 
 
 def mechanisms(
@@ -73,8 +76,16 @@ def mechanisms(
 
 
 def longest(params: Params, needles_path: Path) -> int:
-    """Tokens of the longest needle with its question and answer."""
+    """Tokens of the longest needle with its question and answer.
+
+    RULER's texts are longer: engines that write are those that need not be told in advance.
+    """
     return max(len(window.ids) for window in retrievals(needles.load(needles_path, resolve(params.model).model_hash)))
+
+
+def ruler_of(needles_path: Path) -> Path:
+    """Where RULER's items lie: beside the needles."""
+    return needles_path.with_name("ruler.parquet")
 
 
 @dataclass
@@ -95,10 +106,12 @@ class MechanismsPart:
                 f"{self.needles_path} has contexts of {self.planted.context} tokens, the windows of {windows.context};"
                 " run `kvlab step needles` again"
             )
-        capability.check_protocol(self.engine, lab.params.mechanisms.protocol)
+        for protocol in lab.params.mechanisms.protocols:
+            capability.check_protocol(self.engine, protocol)
         self.plain = Which.of(self.engine, lab.params.mechanisms.dtype)
-        self.scored = {FIDELITY: windows_of(windows, "test"), NEEDLE: retrievals(self.planted)}
-        self.windows = [window for listed in self.scored.values() for window in listed]
+        self.texts = ruler.load(ruler_of(self.needles_path), lab.info.model_hash)
+        self.scored = self._items(lab.params.mechanisms.greedy)
+        self.windows = list(dict.fromkeys(window for listed in self.scored.values() for window in listed))
         self.missing: list[Missing] = []
         self.variants: list[Variant] = []
         self.by_eval: dict[tuple[str, str], Subject] = {}
@@ -107,13 +120,39 @@ class MechanismsPart:
         self.subjects = list(self.by_eval.values())
         self.cells: list[Cell] = [variant.cell for variant in self.variants if variant.cell]
 
+    def _items(self, greedy: int) -> dict[str, list[Window]]:
+        """The windows of every eval that some variant is asked on this engine."""
+        test = windows_of(self.lab.windows, "test")
+        there = {FIDELITY: test, NEEDLE: retrievals(self.planted), GREEDY: test[:greedy]} | tasks(self.texts)
+        counts = {name: len(listed) for name, listed in there.items()}
+        due = [asked(counts, self.engine, protocol) for protocol in self.lab.params.mechanisms.protocols]
+        return {name: there[name] for name in there if any(name in one for one in due)}
+
+    def _asked(self, variant: Variant) -> list[str]:
+        """The evals that a variant is asked."""
+        counts = {name: len(listed) for name, listed in self.scored.items()}
+        return list(asked(counts, self.engine, variant.protocol(self.lab.params.mechanisms.protocols)))
+
+    def _subject(self, name: str, *given) -> Subject:
+        if name in PASSED:
+            return Subject(name, *given)
+        if name == GREEDY:
+            return Writer(name, *given, judge=Greedy(len(self.scored[name])))
+        return Writer(name, *given, judge=Answers(name, self.texts, self.tokenizer))
+
+    @cached_property
+    def tokenizer(self):
+        """The model's."""
+        return load_tokenizer(self.lab.info)
+
     def _add(self, variant: Variant) -> None:
         """A variant among those that run, or, where its engine cannot be had here, among those that are missing."""
         lab, cell = self.lab, variant.cell
         which = self.plain._replace(cache_dtype=variant.cache_dtype or capability.AUTO)
         memo, calibrated = lab.memos.get(self.plain), cell and calibrated_for(cell, lab.calibrated)
         coder = Coder(cell, calibrated, memo, judged=False) if cell else None
-        subjects = [Subject(name, variant, lab, which, self.plain, coder) for name in METRICS]
+        given = (variant, lab, which, self.plain, coder)
+        subjects = [self._subject(name, *given) for name in self._asked(variant)]
         try:
             if variant.cache_dtype:
                 self._start(variant.cache_dtype, subjects)
@@ -140,6 +179,7 @@ class MechanismsPart:
         record = MechanismsRecord(
             provenance=lab.provenance([lab.params.calibration.origin]),
             needles_hash=self.planted.needles_hash,
+            ruler_hash=self.texts.items_hash,
             code=self.code,
             engine=self.engine,
             dtype=lab.params.mechanisms.dtype,
@@ -148,13 +188,13 @@ class MechanismsPart:
             rows=tuple(self._row(variant, found, canaries) for variant in self.variants),
             missing=tuple(self.missing),
         )
-        ordered = [(v, name) for v in self.variants for name in METRICS]
+        ordered = [(v, name) for v in self.variants for name in self._asked(v)]
         rows = [row for v, name in ordered for row in score_rows(self.by_eval[v.label, name], found[v.label, name])]
         write_mechanisms(self.out, record, pl.DataFrame(rows, schema=SCORES))
 
     def _row(self, variant: Variant, found: dict, canaries: Canaries) -> MechanismRow:
         windows, cell = self.lab.windows, variant.cell
-        runs = tuple(self._eval_run(variant, name, found[variant.label, name]) for name in METRICS)
+        runs = tuple(self._eval_run(variant, name, found[variant.label, name]) for name in self._asked(variant))
         took = seconds(found[variant.label, FIDELITY], found[BASELINE, FIDELITY])
         storage = storage_of(found[variant.label, FIDELITY][0][1].note)
         return MechanismRow(
@@ -164,7 +204,7 @@ class MechanismsPart:
             method=variant.method,
             scope=variant.scope,
             bits=variant.bits,
-            protocol=variant.protocol(self.lab.params.mechanisms.protocol),
+            protocol=variant.protocol(self.lab.params.mechanisms.protocols),
             span=variant.span,
             recipe_id=variant.recipe_id,
             kv_cache_dtype=storage.dtype,
@@ -182,22 +222,34 @@ class MechanismsPart:
     def _eval_run(self, variant: Variant, name: str, found: list[tuple[Window, Found]]) -> EvalRun:
         """What ran while an eval was scored; refused when a codec did not fire as often as it should have."""
         info, items = self.lab.info, len(found)
-        which = {"quality_eval_id": name, "version": VERSIONS[name], "items": items}
+        own = max(item.length for item in self.texts.items if item.task == TASKS[name]) if name in TASKS else None
+        which = {"quality_eval_id": name, "version": VERSIONS[name], "items": items, "context": own}
         if variant.cell is None:
             values = sum(window.context for window, _ in found) * info.values_per_token
             held = values * storage_of(found[0][1].note).itemsize
             return EvalRun(**which, fires=0, expected_fires=0, kv_bytes=held, kv_values=values)
         coder = self.by_eval[variant.label, name].coder
-        coder.cell = variant.cell.model_copy(update={"windows": items})
-        coder.tally = total(one.note["tally"] for _, one in found)
-        coding = coder.coding(info, self.lab.windows.context, self.plain.dtype)
+        lengths = dict.fromkeys(stored(variant, window) for window, _ in found)
+        codings = [self._coding(variant, coder, tokens, found) for tokens in lengths]
         return EvalRun(
             **which,
-            fires=coding.fires,
-            expected_fires=coding.expected_fires,
-            kv_bytes=coding.coded_bytes + coding.raw_bytes,
-            kv_values=coding.values,
+            fires=sum(coding.fires for coding in codings),
+            expected_fires=sum(coding.expected_fires for coding in codings),
+            kv_bytes=sum(coding.coded_bytes + coding.raw_bytes for coding in codings),
+            kv_values=sum(coding.values for coding in codings),
         )
+
+    def _coding(self, variant: Variant, coder: Coder, tokens: int, found: list[tuple[Window, Found]]) -> Coding:
+        """What ran on the windows of which so many tokens are stored."""
+        notes = [one.note["tally"] for window, one in found if stored(variant, window) == tokens]
+        coder.cell = variant.cell.model_copy(update={"windows": len(notes)})
+        coder.tally = total(notes)
+        return coder.coding(self.lab.info, tokens, self.plain.dtype)
+
+
+def stored(variant: Variant, window: Window) -> int:
+    """Tokens of a window that a variant stores."""
+    return window.context if variant.span == "context" else len(window.ids)
 
 
 def seconds(found: list[tuple[Window, Found]], plain: list[tuple[Window, Found]]) -> list[Seconds]:

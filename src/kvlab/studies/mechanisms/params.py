@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -19,22 +20,45 @@ class Mechanisms(Section):
     takes = ("protocols",)
 
     dtype: DType = Field(default="bfloat16", description="what the engines compute in")
-    protocol: Protocol = Field(
-        default="snapshot",
-        description="of the codecs (an engine's own cache stores inside the forward); default: snapshot if it is"
-        " among `protocols`",
+    protocols: tuple[Protocol, ...] = Field(
+        default=("in_forward", "snapshot"),
+        min_length=1,
+        description="of the codecs, a row of each under each (an engine's own cache stores inside the forward);"
+        " default: those of the run",
     )
     codecs: tuple[Laddered, ...] = Field(default=LADDERED, min_length=1, description="each on every engine of the run")
+    in_forward: tuple[Laddered, ...] = Field(
+        default=LADDERED,
+        description="those of them that are measured under `in_forward` too, a pass for every window",
+    )
     bits: tuple[Bits, ...] = Field(default=(2, 4), min_length=1, description="of both streams; some codecs have none")
     cache_dtypes: tuple[Literal["fp8_e4m3", "fp8_e5m2"], ...] = Field(
         default=("fp8_e4m3", "fp8_e5m2"),
         description="that vLLM's own cache is told to store, on a CPU with AVX-512; none: leave them out",
     )
     needles: int = Field(default=200, ge=2, description="retrieval items, each with a text of its own")
+    tasks: tuple[Literal["niah_single", "niah_multikey", "niah_multivalue", "vt"], ...] = Field(
+        default=("niah_single", "niah_multikey", "niah_multivalue"),
+        description="of RULER, written over the stored context on hf under `snapshot`; none: leave them out",
+    )
+    lengths: tuple[Annotated[int, Field(ge=128)], ...] = Field(
+        default=(1024, 2048), min_length=1, description="tokens of the tasks' texts, as far as the model has positions"
+    )
+    texts: int = Field(default=2, ge=2, description="items of every task at every length, each with a text of its own")
+    greedy: int = Field(
+        default=12, ge=0, description="windows after which tokens are written greedily on hf under `snapshot`; 0: none"
+    )
     claim: Literal["supported", "reviewed_preview", "gated", "artifact_only", "unsupported"] = Field(
         default="supported", description="tier that every row claims; the gate says which one it earns"
     )
 
     def fitted(self, params: Params) -> Mechanisms:
-        """A protocol of the run."""
-        return self.unsaid(protocol=self.protocol if self.protocol in params.protocols else params.protocols[0])
+        """The protocols of the run, and the codecs that are measured at all."""
+        forward = tuple(codec for codec in self.codecs if codec in self.in_forward)
+        found = self.unsaid(protocols=tuple(dict.fromkeys(params.protocols)))
+        return found.model_copy(update={"in_forward": forward})
+
+    def problems(self, params: Params) -> Iterator[str]:
+        """A protocol asked for twice, whose rows would stand there twice."""
+        if len(set(self.protocols)) < len(self.protocols):
+            yield f"mechanisms.protocols is {list(self.protocols)}; allowed: each once"

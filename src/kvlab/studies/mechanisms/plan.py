@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvlab.base.params import Params
@@ -9,8 +10,17 @@ from kvlab.base.recipe import IDENTITY, Cell, digest
 from kvlab.base.rungs import has_bits, ladder_recipe
 
 BASELINE = "baseline"
-FIDELITY, NEEDLE = "kv_fidelity", "needle"  # ids of the gate's registry of evals
+# ids of the gate's registry of evals
+FIDELITY, NEEDLE, GREEDY = "kv_fidelity", "needle", "greedy_agreement"
+TASKS = {f"ruler_{task}": task for task in ("niah_single", "niah_multikey", "niah_multivalue", "vt")}
+"""The evals of tasks in which an answer is written, by name of `kvlab.text.ruler.FORMS`."""
 METRICS = {FIDELITY: ("kl", "delta_nll", "top1_agreement"), NEEDLE: ("needle_recall",)}
+METRICS |= {GREEDY: ("greedy_prefix", "greedy_same")} | {name: (task,) for name, task in TASKS.items()}
+GREEDY_TOKENS = 64  # that are written after a window's context
+PASSED = (FIDELITY, NEEDLE)  # scored in passes over given tokens; in the others tokens are written
+WRITING = ("hf",)  # engines that write over a given cache
+SPANS = {"snapshot": "context", "in_forward": "window"}
+"""Which tokens a codec stores: a snapshot holds the context alone, and the scored tokens' own K and V are exact."""
 TRANSFORMING = ("klt", "block")  # registered as kv_compression; the others as kv_quantization
 
 
@@ -20,7 +30,7 @@ class Variant(NamedTuple):
     Parameters
     ----------
     label : str
-        Readable, and unique on an engine: ``klt 2``, ``fp8_e4m3``, ``baseline``.
+        Readable, and unique on an engine: ``klt 2 snapshot``, ``fp8_e4m3``, ``baseline``.
     mechanism, variant : str
         As the gate's registry names it.
     method, scope : str or None
@@ -52,35 +62,40 @@ class Variant(NamedTuple):
     @property
     def span(self) -> str:
         """Which tokens are stored otherwise than the engine does."""
-        return "window" if self.cache_dtype else "context"
+        return "window" if self.cache_dtype else self.cell.span if self.cell else "context"
 
-    def protocol(self, of_codecs: str) -> str:
-        """Where K and V are stored; where nothing is done to them every protocol is the same, so that `of_codecs`."""
-        return "in_forward" if self.cache_dtype else of_codecs
+    def protocol(self, known: Sequence[str]) -> str:
+        """When K and V are coded; where nothing is done to them all protocols are one: a snapshot if it is `known`."""
+        if self.cell or self.cache_dtype:
+            return self.cell.protocol if self.cell else "in_forward"
+        return "snapshot" if "snapshot" in known else known[0]
 
 
 def variants(params: Params, engine: str) -> list[Variant]:
     """Everything that is measured on one engine, the engine as it is first."""
     found = [Variant(BASELINE, BASELINE, "none")]
-    found += [_coded(params, engine, codec, bits) for codec, bits in _choices(params)]
+    for protocol in params.mechanisms.protocols:
+        found += [_coded(params, engine, codec, bits, protocol) for codec, bits in _choices(params, protocol)]
     if engine == "vllm":
         found += [_stored(dtype) for dtype in params.mechanisms.cache_dtypes]
     return found
 
 
-def _choices(params: Params) -> list[tuple[str, int | None]]:
-    asked = params.mechanisms
-    return [(codec, bits) for codec in asked.codecs for bits in (asked.bits if has_bits(codec) else (None,))]
+def _choices(params: Params, protocol: str) -> list[tuple[str, int | None]]:
+    settings = params.mechanisms
+    codecs = settings.in_forward if protocol == "in_forward" else settings.codecs
+    return [(codec, bits) for codec in codecs for bits in (settings.bits if has_bits(codec) else (None,))]
 
 
-def _coded(params: Params, engine: str, codec: str, bits: int | None) -> Variant:
-    label = codec if bits is None else f"{codec} {bits}"
+def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: str) -> Variant:
+    label = " ".join((codec, protocol) if bits is None else (codec, str(bits), protocol))
     cell = Cell(
         study="mechanisms",
         label=label,
         engine=engine,
         dtype=params.mechanisms.dtype,
-        protocol=params.mechanisms.protocol,
+        protocol=protocol,
+        span=SPANS[protocol],
         origin=params.calibration.origin,
         stream="kv",
         layers=tuple(range(params.model.n_layers)),
@@ -93,6 +108,15 @@ def _coded(params: Params, engine: str, codec: str, bits: int | None) -> Variant
 
 def _stored(dtype: str) -> Variant:
     return Variant(dtype, "kv_quantization", dtype, method=dtype, scope="kv_cache", cache_dtype=dtype)
+
+
+def asked(items: Mapping[str, int], engine: str, protocol: str) -> dict[str, int]:
+    """Of the items that there are, those that a row of an engine and a protocol is asked, by eval.
+
+    Tokens are written over a stored context, and by an engine that can begin there.
+    """
+    writes = engine in WRITING and protocol == "snapshot"
+    return {name: items[name] for name in METRICS if items.get(name) and (writes or name in PASSED)}
 
 
 def cells(params: Params, engine: str) -> list[Cell]:

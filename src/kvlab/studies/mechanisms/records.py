@@ -16,7 +16,8 @@ from kvlab.base.recipe import Frozen
 from kvlab.base.records import Provenance, finite, forget, read_json, write_json, write_table
 
 # One row per scored item of a variant: a window of text, of which `variant` and `baseline` are means over its scored
-# tokens, or a needle, 1 where it was found and 0 where not. Nats per token.
+# tokens, or a needle, 1 where it was found and 0 where not, or a text after which something is written: the share of
+# its answers that are found, or of its tokens that are the same. Nats per token.
 SCORES = pl.Schema(
     {
         "label": pl.String,
@@ -33,7 +34,8 @@ class EvalRun(Frozen):
     """What was observed while one version of an eval ran: how often the codec fired, and what the cache then held.
 
     `kv_bytes` counts every stored byte, `kv_values` the K and V elements that they stand for. Where no codec ran both
-    numbers of fires are 0.
+    numbers of fires are 0. `context` is the length that an eval with texts of its own speaks for, None of one whose
+    contexts are the windows'.
     """
 
     quality_eval_id: str
@@ -43,6 +45,7 @@ class EvalRun(Frozen):
     expected_fires: int
     kv_bytes: int
     kv_values: int
+    context: int | None = None
 
 
 class MechanismRow(Frozen):
@@ -91,11 +94,13 @@ class Missing(Frozen):
 class MechanismsRecord(Frozen):
     """The JSON of one engine's job.
 
-    `provenance` names the windows' corpus, `needles_hash` the retrieval items, `code` the digest of what measured.
+    `provenance` names the windows' corpus, `needles_hash` and `ruler_hash` the retrieval items,
+    `code` the digest of what measured.
     """
 
     provenance: Provenance
     needles_hash: str
+    ruler_hash: str | None = None
     code: str
     engine: str
     dtype: str

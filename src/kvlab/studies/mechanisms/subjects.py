@@ -55,7 +55,7 @@ class Subject:
         """See `walk.Kept`: the eval with its version, the engine, and what is done to K and V."""
         if self._identity is None:
             cell = self.variant.cell
-            measuring = code_of(self.which, cell.recipes if cell else (), __name__)
+            measuring = code_of(self.which, cell.recipes if cell else (), __name__, type(self).__module__)
             if measuring is None:
                 return None
             done = deciding(cell, calibrated_for(cell, self.lab.calibrated)) if cell else {}

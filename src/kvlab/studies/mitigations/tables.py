@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from kvlab.pages import format as fmt
-from kvlab.pages.parts import KL_UNIT
+from kvlab.pages.parts import KL_UNIT, not_resolved
 
 WORDS = {
     "moved": "boundary layers, found from none, no more than before",
@@ -93,10 +93,9 @@ def verdict(row: dict) -> str:
     ratio, needed = row["ratio"], row["windows_needed"]
     if not ratio["low"] <= 1 <= ratio["high"]:
         said = "better" if ratio["value"] < 1 else "worse"
-    elif needed is None or needed >= fmt.OUT_OF_REACH:
-        said = "not resolved, no effect to be seen"
     else:
-        said = f"not resolved, about {fmt.whole(needed)} windows needed"
+        count = None if needed is None or needed >= fmt.OUT_OF_REACH else fmt.whole(needed)
+        said = not_resolved(fmt.largest(ratio, 1.0, 100), count, " %")
     return said + {None: "", "above": "; takes more bytes", "below": "; takes fewer bytes"}[row["beyond"]]
 
 

@@ -21,7 +21,6 @@ from kvlab.stats.slope import linear_range, log_log_slope
 from kvlab.studies.counterparts import identity_of
 from kvlab.studies.estimates import sides
 from kvlab.studies.gather import Measured, Results, comparable
-from kvlab.studies.measured import column
 from kvlab.studies.net import divides, net_kl
 from kvlab.studies.noise.plan import layer_groups
 
@@ -91,7 +90,7 @@ def sigma_of(measured: Measured) -> float:
 def curves(params: Params, results: Results, boot: Bootstrap) -> list[tuple[dict, Curve]]:
     """Every curve that was measured, with its engine, stream and layer group."""
     groups, found = layer_groups(params), []
-    for engine, stream, group in product(params.noise.on(params.engines), params.noise.streams, params.noise.groups):
+    for engine, stream, group in product(params.noise.engines, params.noise.streams, params.noise.groups):
         curve = Curve.of(results, boot, engine, stream, groups[group])
         if curve:
             found.append(({"engine": engine, "stream": stream, "group": group}, curve))
@@ -232,7 +231,7 @@ def runs(params: Params, results: Results, boot: Bootstrap, prediction: Predicti
     for run, (engine, dtype, _) in baseline_runs(params).items():
         if (engine, dtype) != (cell.engine, cell.recipe.k.dtype):
             continue
-        measured = column(results.run_tokens[run, "plain", None], "kl", cell.windows)
+        measured = results.run_column(run, "kl", windows=cell.windows)
         entry = {"against": run, "measured": boot.mean(measured).to_json(), "ratio": None, "reading": None}
         entry |= {"compared": None}
         shares = {}

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvlab.base.params import Params, Section, at_most
+from kvlab.base.params import Params, Section, at_most, running
 from kvlab.base.recipe import DType, Engine, Stream
 
 Sigma = Annotated[float, Field(ge=0)]
@@ -19,11 +19,13 @@ class Noise(Section):
 
     key = "noise"
     told = "noise in a codec's place"
-    takes = ("windows",)
+    takes = ("engines", "windows", "baseline")
 
     dtype: DType = Field(default="float32", description="what the engine computes in")
-    engines: tuple[Engine, ...] | None = Field(
-        default=None, min_length=1, description="on which it is measured; null: those of the run"
+    engines: tuple[Engine, ...] = Field(
+        default=("hf",),
+        min_length=1,
+        description="on which it is measured, as far as they run; where none does, on the first of the run",
     )
     streams: tuple[Stream, ...] = Field(default=("k", "v"), min_length=1, description="what the noise is added to")
     sigmas: tuple[Sigma, ...] = Field(
@@ -34,17 +36,20 @@ class Noise(Section):
         min_length=1,
         description="of layers; `coded`: all but the boundary layers",
     )
-    windows: int = Field(default=16, ge=2, description="scored windows; at most, and if not given cut to, windows.test")
+    windows: int = Field(
+        default=8,
+        ge=2,
+        description="scored windows; at most, and if not given cut to, those of `baseline`",
+    )
     seed: int = Field(default=12345, ge=0, description="draws the noise")
 
     def fitted(self, params: Params) -> Noise:
-        """As many windows as there are."""
-        return self.unsaid(windows=min(self.windows, params.windows.test))
+        """Engines that run, and as many windows as there are."""
+        found = self.unsaid(windows=min(self.windows, params.windows.test, params.baseline.windows))
+        return found.model_copy(update={"engines": running(self.engines, params)})
 
     def problems(self, params: Params) -> Iterator[str]:
-        """More windows than there are."""
+        """More windows than there are, or than those on which the engines' own rounding is known."""
         yield from at_most("noise.windows", self.windows, "windows.test", params.windows.test)
-
-    def on(self, engines: tuple[Engine, ...]) -> tuple[Engine, ...]:
-        """Those of the run's engines on which this is measured."""
-        return tuple(engine for engine in engines if self.engines is None or engine in self.engines)
+        if params.baseline.windows < self.windows <= params.windows.test:
+            yield from at_most("noise.windows", self.windows, "baseline.windows", params.baseline.windows)

@@ -15,7 +15,7 @@ def cells(params: Params, engine: str) -> list[Cell]:
     An engine in bfloat16 has nothing to round, so it brings no such cell. All inside the one forward. The control is
     the studied codec's error turned in a random direction of the same length, token by token.
     """
-    if engine not in params.noise.on(params.engines):
+    if engine not in params.noise.engines:
         return []
     groups = layer_groups(params)
 

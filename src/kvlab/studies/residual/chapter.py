@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvlab.pages.basis import METHODS, Basis
+from kvlab.pages.withheld import undecided
 from kvlab.studies.chapter import Chapter, Drawn, Measured, Section
 from kvlab.studies.residual import tables
 from kvlab.studies.residual.claims import claims
@@ -19,7 +20,9 @@ def entries(measured: Measured) -> dict:
 
 def context(metrics: dict, basis: Basis) -> dict:
     """What ``residual.md.j2`` names."""
-    return {"residual": tables.context(metrics.get("residual"), basis.confidence, METHODS)}
+    return {
+        "residual": tables.context(metrics.get("residual"), basis.confidence, METHODS, undecided(metrics) is not None)
+    }
 
 
 CHAPTER = Chapter(

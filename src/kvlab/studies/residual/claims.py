@@ -25,4 +25,7 @@ def between_engines(row: dict) -> dict:
     )
     captures = [[{"cell_id": f"residual/{engine}", "engine": engine}] for engine in (high, low)]
     how = {"up": "the squared error rises", "down": "the squared error falls", "null": 1.0, "unit": "times"}
-    return claim("residual", subject, row["ratio"], captures, **how) | {"borne_out": row["resolved"]}
+    return claim("residual", subject, row["ratio"], captures, **how) | {
+        "borne_out": row["resolved"],
+        "objection": "the signs of the windows do not bear it out",
+    }

@@ -21,7 +21,7 @@ from kvlab.base.records import Provenance
 from kvlab.base.studied import coded_layers
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_two_sided_p
-from kvlab.stats.power import windows_needed
+from kvlab.stats.power import power_factor, windows_needed
 from kvlab.studies.counterparts import LEVELS
 from kvlab.studies.residual.record import KEY, RESIDUAL, STREAMS, ResidualRecord, coded_windows, read_residual, recipes
 
@@ -374,5 +374,7 @@ def ratio_entry(
     clear = not found.low <= 1 <= found.high
     likely = (p_value if q_value is None else q_value) <= 1 - boot.confidence
     width = found.value - found.low if found.value > 1 else found.high - found.value
-    needed = None if clear else windows_needed(width, abs(found.value - 1), found.n_windows)
+    needed = (
+        None if clear else windows_needed(width, abs(found.value - 1), found.n_windows, power_factor(found.confidence))
+    )
     return entry | {"ratio": found.to_json(), "resolved": clear and likely, "windows_needed": needed}

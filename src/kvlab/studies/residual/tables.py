@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, product
 
 from kvlab.pages import format as fmt
+from kvlab.pages.parts import HELD, not_resolved
 
 LARGER = "larger on `vllm` by, %"
 GROUPS = {"coded": "coded layers", "all": "all layers"}
@@ -76,18 +77,18 @@ def rank_spread(blocks: dict[str, int]) -> tuple[int, int, int, int]:
     return counted[0][0], median, counted[-1][0], total
 
 
-def ratios(residual: dict) -> list[dict]:
+def ratios(residual: dict, held: bool = False) -> list[dict]:
     """Errors on one engine's capture against the other's: ``[{"variance_ratio", "table"}]``."""
     found = []
     for ratio in variance_ratios(residual):
         rows = [row for row in residual["ratios"] if row["variance_ratio"] == ratio]
         if rows:
-            found.append({"variance_ratio": fmt.plain(ratio), "table": ratio_table(rows)})
+            found.append({"variance_ratio": fmt.plain(ratio), "table": ratio_table(rows, held)})
     return found
 
 
-def ratio_table(rows: list[dict]) -> str:
-    """How much larger the error is on `vllm`'s capture, in per cent."""
+def ratio_table(rows: list[dict], held: bool = False) -> str:
+    """How much larger the error is on `vllm`'s capture, in per cent; `held` where it is open if the engines agree."""
     lines = [
         [
             place(row),
@@ -95,7 +96,7 @@ def ratio_table(rows: list[dict]) -> str:
             row["measure"],
             fmt.estimate(row["ratio"], 100, 1, signed=True),
             fmt.number(row["p_value"] if row["q_value"] is None else row["q_value"], 2),
-            reading(row),
+            HELD if held and row["ratio"] else reading(row),
         ]
         for row in rows
     ]
@@ -111,9 +112,9 @@ def reading(row: dict) -> str:
         return f"larger on `{'vllm' if row['ratio']['value'] > 1 else 'hf'}`"
     if not row["ratio"]["low"] <= 1 <= row["ratio"]["high"]:
         return "not resolved, the signs of the windows do not bear it out"
-    if row["windows_needed"] is None or row["windows_needed"] >= fmt.OUT_OF_REACH:
-        return "not resolved, no effect to be seen"
-    return f"not resolved, about {fmt.whole(row['windows_needed'])} windows needed"
+    needed = row["windows_needed"]
+    count = None if needed is None or needed >= fmt.OUT_OF_REACH else fmt.whole(needed)
+    return not_resolved(fmt.largest(row["ratio"], 1.0, 100), count, " %")
 
 
 def basis(residual: dict, level: str, methods: dict[str, str]) -> str:
@@ -127,7 +128,7 @@ def basis(residual: dict, level: str, methods: dict[str, str]) -> str:
     )
 
 
-def pooled(residual: dict) -> str:
+def pooled(residual: dict, held: bool = False) -> str:
     """The comparison over the layers that the studied recipe codes, which are all if it leaves none alone."""
     rows = [row for row in residual["ratios"] if row["layer"] is None]
     names = {row["group"] for row in rows}
@@ -137,7 +138,7 @@ def pooled(residual: dict) -> str:
             row["measure"],
             fmt.plain(row["variance_ratio"]),
             fmt.estimate(row["ratio"], 100, 1, signed=True),
-            reading(row),
+            HELD if held and row["ratio"] else reading(row),
         ]
         for row in rows
         if row["group"] == ("coded" if "coded" in names else "all")
@@ -145,7 +146,7 @@ def pooled(residual: dict) -> str:
     return fmt.table(["stream", "error", "`variance_ratio`", LARGER, "reading"], lines)
 
 
-def context(residual: dict | None, confidence: float, methods: dict[str, str]) -> dict | None:
+def context(residual: dict | None, confidence: float, methods: dict[str, str], held: bool = False) -> dict | None:
     """Everything that ``residual.md.j2`` names; None when the study was not run.
 
     What compares engines may have been taken out of `residual`; see `kvlab.pages.withheld`.
@@ -160,7 +161,7 @@ def context(residual: dict | None, confidence: float, methods: dict[str, str]) -
         "boundary": bool(residual["boundary_layers"]),
         "errors": errors(residual),
         "ranks": ranks(residual),
-        "ratios": ratios(residual),
-        "pooled": pooled(residual),
+        "ratios": ratios(residual, held),
+        "pooled": pooled(residual, held),
         "basis": basis(residual, fmt.percent(confidence), methods),
     }

@@ -1,0 +1,144 @@
+"""The ladder at longer contexts, and `klt` fitted on parts of the calibration: what no cell of a study can ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import torch
+
+from kvlab.base.errors import CorpusError
+from kvlab.base.model import ModelInfo, check_window, load_tokenizer, resolve
+from kvlab.base.params import Params
+from kvlab.base.records import write_json
+from kvlab.calibration import calibrate
+from kvlab.calibration import load as calibration
+from kvlab.calibration.capture import observe
+from kvlab.calibration.load import Calibrated, Fitted
+from kvlab.engines.base import Engine
+from kvlab.engines.registry import start
+from kvlab.lab.measure import provenance
+from kvlab.lab.trial import Subject, score
+from kvlab.studies.ladder.plan import cheapest
+from kvlab.studies.ladder.record import Further, Score
+from kvlab.text import corpus
+
+CONTEXT_CODECS = ("klt", "hadamard")  # of those that are compared; of two the difference is told
+PROTOCOL = "snapshot"
+
+
+def further(params: Params, windows_path: Path, documents: Path | None, fitted: Fitted, out: Path) -> None:
+    """Write the record, see `record.Further`.
+
+    Parameters
+    ----------
+    documents : Path, optional
+        What `kvlab step corpus` kept of the test split; without, the corpus is read again.
+
+    Raises
+    ------
+    CalibrationMismatch
+        The calibration is of another model or of other windows.
+    CorpusError
+        A text is too short for the longest context.
+    """
+    torch.set_num_threads(params.jobs.threads)
+    info, asked = resolve(params.model), params.ladder
+    windows = corpus.load(windows_path, info.model_hash)
+    calibrated = calibration.load(fitted, info.model_hash, windows.corpus_hash)
+    longest = max((windows.context, *asked.contexts)) + windows.eval
+    check_window(info, longest)
+    with closing(start(asked.engine, info, "float32", max_tokens=longest)) as engine:
+        found = [*grown(params, engine, windows, calibrated)] if asked.growth else []
+        for context in asked.contexts:
+            rows = long_windows(params, info, context, documents)
+            subjects = [Subject(*cheapest(params, codec), calibrated) for codec in context_codecs(params)]
+            found += scores(params, engine, rows, context, subjects, len(windows.calib) * windows.context)
+    record = Further(
+        provenance=provenance(info, windows, {calibrated.origin: calibrated}),
+        origin=calibrated.origin,
+        eval=windows.eval,
+        scores=tuple(found),
+    )
+    write_json(out, record.model_dump(mode="json"))
+
+
+def context_codecs(params: Params) -> list[str]:
+    """The codecs that are measured at longer contexts."""
+    return [codec for codec in CONTEXT_CODECS if codec in params.ladder.codecs]
+
+
+def grown(params: Params, engine: Engine, windows: corpus.TokenWindows, whole: Calibrated) -> Iterator[Score]:
+    """`klt` fitted on the first so many of the calibration's windows, and on all, on the same scored windows.
+
+    A part is captured anew, by the engine that scores; the whole is the calibration that the ladder reads.
+    """
+    (label, recipe), calib = cheapest(params, "klt"), windows.calib.tolist()
+    rows = windows.test[: params.ladder.fewer]
+    for share in params.ladder.growth:
+        count = max(2, round(share * len(calib)))
+        observed = observe(engine, calib[:count], windows.context, windows.corpus_hash, params.calibration.sample)
+        fitted = calibrate.fitted(observed, engine.info, [recipe], params.calibration.ridge)
+        subject, tokens = Subject(label, recipe, fitted), count * windows.context
+        yield from scores(params, engine, rows, windows.context, [subject], tokens)
+    subject, tokens = Subject(label, recipe, whole), len(calib) * windows.context
+    yield from scores(params, engine, rows, windows.context, [subject], tokens)
+
+
+def scores(
+    params: Params, engine: Engine, rows: np.ndarray, context: int, subjects: Sequence[Subject], tokens: int
+) -> Iterator[Score]:
+    """What was found of subjects, window by window; window i is of the text that the i-th scored one is of."""
+    for found in score(engine, rows, context, subjects, PROTOCOL):
+        agrees = (pl.col("top1_ref") == pl.col("top1_alt")).sum().alias("agreeing")
+        sums = found.tokens.group_by("window", maintain_order=True).agg(pl.col("kl").sum(), agrees, pl.len())
+        for window, kl, agreeing, count in sums.iter_rows():
+            yield Score(
+                label=found.subject.label,
+                text=params.corpus.text_of(window),
+                context=context,
+                calibration_tokens=tokens,
+                bits_per_value=found.coding.bits_per_value,
+                window=window,
+                kl_sum=kl,
+                agreeing=agreeing,
+                tokens=count,
+            )
+
+
+def long_windows(params: Params, info: ModelInfo, context: int, documents: Path | None) -> np.ndarray:
+    """Windows of another context from the texts that are scored, in turn, int32 [windows, context + eval].
+
+    They are made of the documents of the test split and of the other text alone, none of which the calibration reads
+    (`corpus.build` refuses one that both have), in a seeded order: whole documents, one after the other.
+    """
+    texts, total, length = params.corpus.scored, params.ladder.context_windows, context + params.windows.eval
+    tokenizer = load_tokenizer(info)
+    prefix, found = corpus.bos(tokenizer), np.empty((total, length), dtype=np.int32)
+    for place, text in enumerate(texts):
+        count = len(range(place, total, len(texts)))
+        kept = corpus.scored_documents(params, documents) if text == "test" else corpus.read_other(params.corpus)[0]
+        body = length - len(prefix)
+        ids = enough(kept, tokenizer, count * body, params.windows.seed)
+        if len(ids) < count * body:
+            raise CorpusError(
+                f"the {text} text has {len(ids)} tokens, and {count} windows of {length} need {count * body};"
+                " ask for a shorter context in ladder.contexts, or for fewer ladder.context_windows"
+            )
+        head = np.tile(np.array(prefix, dtype=np.int32), (count, 1))
+        found[place :: len(texts)] = np.concatenate([head, ids[: count * body].reshape(count, body)], axis=1)
+    return found
+
+
+def enough(documents: Sequence[str], tokenizer, tokens: int, seed: int) -> np.ndarray:
+    """Documents in a seeded order as one stream of ids, so many of them that it holds `tokens`, or all."""
+    order, parts, held = np.random.default_rng(seed).permutation(len(documents)), [], 0
+    for first in range(0, len(order), 32):
+        if held >= tokens:
+            break
+        parts.append(corpus.stream([documents[i] for i in order[first : first + 32]], tokenizer))
+        held += len(parts[-1])
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)

@@ -1,0 +1,44 @@
+"""Which consecutive windows of a stream of documents are kept, and which document each of them is of."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvlab.base.errors import CorpusError
+from kvlab.base.params import Params, Windows
+
+
+def choose(ids: np.ndarray, windows: Windows, split: str, body: int, count: int | None = None) -> np.ndarray:
+    """Which consecutive windows of `body` tokens of a stream are kept, ascending; as `cut` otherwise."""
+    available, wanted = len(ids) // body, getattr(windows, split) if count is None else count
+    if available < wanted:
+        raise CorpusError(
+            f"the corpus is too short: its {split} {'text' if split == 'other' else 'split'} has {len(ids)} tokens,"
+            f" {available} windows of {windows.length}, and windows.{split} asks for {wanted}"
+        )
+    return np.sort(np.random.default_rng(windows.seed).permutation(available)[:wanted])
+
+
+def window_documents(
+    params: Params, cut_from: dict[str, tuple[np.ndarray, np.ndarray]], prefix: list[int]
+) -> dict[str, tuple[int, ...]]:
+    """Which document most tokens of each scored window are of, by scored text.
+
+    A window that reaches over the end of a document is counted to the one that fills most of it, the earlier of two
+    equals. Documents of several texts that take turns in the test split have different numbers.
+    """
+    body = params.windows.length - len(prefix)
+
+    def of(text: str, split: str, count: int) -> np.ndarray:
+        ids, ends = cut_from[text]
+        chosen = choose(ids, params.windows, split, body, count)
+        within = np.searchsorted(ends, chosen[:, None] * body + np.arange(body), side="right")
+        return np.array([np.bincount(row).argmax() for row in within])
+
+    texts, total, before = params.corpus.scored, params.windows.test, 0
+    test = np.empty(total, dtype=np.int64)
+    for place, text in enumerate(texts):
+        test[place :: len(texts)] = before + of(text, text, len(range(place, total, len(texts))))
+        before += len(cut_from[text][1])
+    found = {"test": test} | ({"other": of("other", "other", params.windows.other)} if "other" in cut_from else {})
+    return {text: tuple(numbers.tolist()) for text, numbers in found.items()}

@@ -1,0 +1,132 @@
+"""What of the ladder no cell asks for, on the tiny model: files weighed, gains, parts of the calibration, contexts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvlab.base.errors import CorpusError, MissingResult
+from kvlab.base.model import load_tokenizer, resolve
+from kvlab.base.paramfile import overlay
+from kvlab.base.records import write_json
+from kvlab.cache.calibration_file import write_calibration
+from kvlab.calibration import load as calibration
+from kvlab.stats.bootstrap import Bootstrap
+from kvlab.studies.ladder import facts, further
+from kvlab.studies.ladder.beyond import further_entries
+from kvlab.studies.ladder.record import Further, calibrated_rungs, read_facts, read_further
+from kvlab.studies.settings import Settings
+from kvlab.text import corpus
+from report.synthetic import provenance, small_params
+
+BOOT = Bootstrap(200, 0.95, 0)
+
+
+@pytest.fixture(scope="module")
+def params(tiny_params):
+    changes = {"codecs": ["klt", "hadamard", "fp8"], "conditioned": [], "growth": [0.5], "contexts": [128]}
+    asked = {"ladder": changes | {"context_windows": 3}}
+    return Settings.complete(overlay(tiny_params.model_dump(mode="json"), asked))
+
+
+def test_every_calibrated_rung_is_weighed_as_its_files(params, tiny_windows, tiny_fitted, tmp_path):
+    facts.facts(params, tiny_windows, tiny_fitted, tmp_path / "facts.json")
+    found, info = read_facts(tmp_path / "facts.json"), resolve(params.model)
+    recipes = {one.recipe_id: one for one in calibrated_rungs(params)}
+    assert {one.recipe_id for one in found.artefacts} == set(recipes) and len(recipes) == 2
+    calibrated = calibration.load(tiny_fitted, info.model_hash)
+    for one in found.artefacts:
+        for decoder, size in ((False, one.whole_bytes), (True, one.decoder_bytes)):
+            path = write_calibration(tmp_path / "a.kv", recipes[one.recipe_id], calibrated, info, decoder=decoder)
+            assert path.stat().st_size == size
+        assert one.decoder_bytes < one.whole_bytes / 2
+    assert {one.window for one in found.gains} == set(range(params.ladder.windows))
+    assert len(found.gains) == params.ladder.windows * 2 * 2 and found.values_per_token == info.values_per_token
+    assert all(one.over_even > 0 for one in found.fitted)
+
+
+@pytest.fixture(scope="module")
+def measured(params, tiny_windows, tiny_fitted, tmp_path_factory):
+    out = tmp_path_factory.mktemp("further") / "further.json"
+    further.further(params, tiny_windows, None, tiny_fitted, out)
+    return read_further(out)
+
+
+def test_parts_of_the_calibration_and_contexts_are_scored_on_every_window(params, measured):
+    windows, eval_ = params.windows, params.windows.eval
+    growth = [one for one in measured.scores if one.context == windows.context]
+    assert {one.calibration_tokens for one in growth} == {3 * windows.context, windows.calib * windows.context}
+    assert len(growth) == 2 * params.ladder.fewer and {one.label for one in growth} == {"klt 2"}
+    long = [one for one in measured.scores if one.context == 128]
+    assert len(long) == 2 * 3 and {one.label for one in long} == {"klt 2", "hadamard 2"}
+    assert all(one.tokens == eval_ - 1 and one.kl_sum > 0 for one in measured.scores)
+
+
+def test_the_whole_calibration_scores_what_its_cell_would(params, measured, hf_engine, tiny_windows, tiny_fitted):
+    from kvlab.lab.trial import Subject, score
+    from kvlab.studies.ladder.plan import cheapest
+
+    info = resolve(params.model)
+    windows, calibrated = corpus.load(tiny_windows, info.model_hash), calibration.load(tiny_fitted, info.model_hash)
+    (due,) = score(
+        hf_engine, windows.test[:1], windows.context, [Subject(*cheapest(params, "klt"), calibrated)], "snapshot"
+    )
+    whole = params.windows.calib * params.windows.context
+    (found,) = [one for one in measured.scores if (one.calibration_tokens, one.window, one.context) == (whole, 0, 64)]
+    assert found.kl_sum == pytest.approx(due.tokens["kl"].sum(), rel=1e-5)
+
+
+def test_long_windows_hold_documents_of_the_test_split_alone(params):
+    info = resolve(params.model)
+    rows = further.long_windows(params, info, 128, None)
+    assert rows.shape == (3, 128 + params.windows.eval)
+    assert np.array_equal(rows, further.long_windows(params, info, 128, None))
+    tokenizer = load_tokenizer(info)
+    documents = corpus.read_documents(params.corpus)
+    ids = {
+        split: [tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in documents[split]]
+        for split in documents
+    }
+    runs = {split: {one[i : i + 12] for one in found for i in range(len(one) - 11)} for split, found in ids.items()}
+    cut = {tuple(row[i : i + 12].tolist()) for row in rows for i in range(rows.shape[1] - 11)}
+    assert cut & runs["test"] and not cut & (runs["calib"] - runs["test"])
+
+
+def test_a_text_that_is_too_short_is_refused_with_what_to_ask_for(params):
+    with pytest.raises(CorpusError, match=r"ladder\.context_windows"):
+        further.long_windows(params, resolve(params.model), 10**6, None)
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def scored(label, context, tokens, kl, windows=6):
+    shared = {"label": label, "context": context, "calibration_tokens": tokens, "bits_per_value": 2.0, "agreeing": 9}
+    return [
+        shared | {"text": ("other", "test")[w % 2], "window": w, "kl_sum": 10 * kl * (1 + 0.1 * w), "tokens": 10}
+        for w in range(windows)
+    ]
+
+
+def test_planted_ratios_are_found_on_each_text(tmp_path):
+    from types import SimpleNamespace
+
+    params = small_params(ladder={"growth": [0.5], "contexts": [128]}, corpus={"scored": ["other", "test"]})
+    rows = scored("klt 2", 64, 64, 0.3) + scored("klt 2", 64, 128, 0.1)
+    rows += scored("klt 2", 128, 128, 0.2) + scored("hadamard 2", 128, 128, 0.8)
+    record = Further(provenance=provenance(), origin="hf", eval=11, scores=rows)
+    write_json(tmp_path / "further.json", record.model_dump(mode="json"))
+    results = SimpleNamespace(provenance=provenance())
+    found = further_entries(params, tmp_path / "further.json", results, BOOT)
+    assert len(found) == 8
+    ratios = {(one["what"], one["text"], one["label"], one["calibration_tokens"]): one["times"] for one in found}
+    for text in ("other", "test"):
+        assert ratios["growth", text, "klt 2", 64]["value"] == pytest.approx(3.0)
+        assert ratios["growth", text, "klt 2", 128] is None and ratios["context", text, "klt 2", 128] is None
+        assert ratios["context", text, "hadamard 2", 128]["value"] == pytest.approx(4.0)
+    other = small_params(ladder={"contexts": [256]}, corpus={"scored": ["other", "test"]})
+    with pytest.raises(MissingResult, match="ladder_further"):
+        further_entries(other, tmp_path / "further.json", results, BOOT)
+    with pytest.raises(MissingResult, match="ladder_further"):
+        further_entries(params, None, results, BOOT)
+    assert further_entries(small_params(), None, results, BOOT) == []
