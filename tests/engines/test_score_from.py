@@ -69,3 +69,40 @@ def test_an_engine_that_cannot_start_there_says_so(vllm_engine):
     assert vllm_engine.layer_inputs(IDS) is None
     with pytest.raises(Fault, match="vllm starts at its first layer alone"):
         vllm_engine.score_from(1, [], IDS, CONTEXT, Moved(1))
+
+
+class Kept:
+    """Tap that keeps K and V of the context."""
+
+    def __init__(self):
+        self.cache = {}
+
+    def __call__(self, layer, part, x):
+        if part != "q":
+            self.cache[layer, part] = x[:, :CONTEXT].clone()
+
+
+def moved(cache, lowest):
+    tap = Moved(lowest)
+    return {(layer, part): x if layer < lowest else tap(layer, part, x) for (layer, part), x in cache.items()}
+
+
+@pytest.mark.parametrize("placement", ["pre_rope", "post_rope"])
+@pytest.mark.parametrize("lowest", [1, 2])
+def test_over_a_cache_too_logits_are_those_of_the_whole_pass_to_the_bit(engine, lowest, placement):
+    clean = Kept()
+    engine.score(IDS, CONTEXT, clean, placement)
+    (plain, inputs), coded = engine.score_over_heard(IDS, clean.cache, placement), moved(clean.cache, lowest)
+    assert torch.equal(plain, engine.score_over(IDS, clean.cache, placement))
+    whole = engine.score_over(IDS, coded, placement)
+    assert torch.equal(engine.score_over_from(lowest, inputs, IDS, coded, placement), whole)
+    assert not torch.equal(whole, plain)
+
+
+@pytest.mark.engine
+def test_an_engine_that_cannot_start_there_over_a_cache_says_so(vllm_engine):
+    clean = Kept()
+    vllm_engine.score(IDS, CONTEXT, clean)
+    assert vllm_engine.score_over_heard(IDS, clean.cache)[1] is None
+    with pytest.raises(Fault, match="vllm starts at its first layer alone"):
+        vllm_engine.score_over_from(1, [], IDS, clean.cache)

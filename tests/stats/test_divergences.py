@@ -57,6 +57,15 @@ def test_any_float_dtype_and_any_chunk_give_the_same(dtype):
         assert torch.equal(values, expected[name])
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0, 200.0, 1000.0, 1e5])
+def test_kl_is_that_of_the_definition_however_far_apart_the_logits_are(scale):
+    ref, alt = scale * logits().double(), scale * logits(seed=1).double()
+    log_p, log_q = ref.log_softmax(-1), alt.log_softmax(-1)
+    record = token_record(ref, alt, torch.arange(7))
+    assert torch.allclose(record["kl"], (log_p.exp() * (log_p - log_q)).sum(-1), rtol=1e-12, atol=1e-12 * scale)
+    assert torch.allclose(record["nll_alt"], -log_q[torch.arange(7), torch.arange(7)], rtol=1e-12, atol=1e-12 * scale)
+
+
 def test_columns_are_those_of_the_table():
     record = token_record(logits(), logits(seed=1), torch.arange(7))
     assert set(record) | {"cell_id", "window", "position"} == set(TOKENS)

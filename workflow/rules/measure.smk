@@ -24,6 +24,7 @@ for unit, contents in UNITS.items():
             mem_mb=8000,
             runtime=480,
             device=accelerators(),
+            vllm=int(unit.startswith("vllm")),
             gpu=gpus(unit.partition("-")[0]),
         params:
             code=measured_code(unit),

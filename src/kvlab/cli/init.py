@@ -25,7 +25,7 @@ FLAGS: list[Flag] = [
     word("--model", "folder of a Hugging Face model, or a hub id with --revision", required=True, metavar="DIR|ID"),
     word("--revision", "commit or tag of a hub id", metavar="REV"),
     word("--engines", "default: hf and vllm", choices=("hf", "vllm"), nargs="+", default=["hf", "vllm"]),
-    word("--windows", "scored windows; default: 32", type=whole(2), default=32, metavar="N"),
+    word("--windows", "scored windows; default: 16", type=whole(2), default=16, metavar="N"),
     word("--text", "a text file or a glob, or datasets:ID; default: docstrings", default="docstrings"),
     result("--out", "default: params.yaml", default=Path("params.yaml"), required=False),
 ]

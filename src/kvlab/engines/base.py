@@ -185,6 +185,31 @@ class Engine(ABC):
         """
         raise Fault(f"{self.name} starts at its first layer alone")
 
+    def score_over_heard(
+        self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope"
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """`score_over`, and what went into each layer; None for that from an engine that cannot start there."""
+        return self.score_over(ids, cache, placement), None
+
+    def score_over_from(
+        self,
+        layer: int,
+        inputs: Sequence[torch.Tensor],
+        ids: Sequence[int],
+        cache: ContextCache,
+        placement: Placement = "pre_rope",
+    ) -> torch.Tensor:
+        """As `score_over`, to the bit, where the cache below `layer` is the one that `inputs` were taken over.
+
+        Parameters
+        ----------
+        layer : int
+            The first that is run.
+        inputs : sequence of torch.Tensor
+            What `score_over_heard` gave for the same tokens.
+        """
+        raise Fault(f"{self.name} starts at its first layer alone")
+
     def close(self) -> None:  # noqa: B027 (an engine that holds nothing has nothing to give back)
         """Give the model's memory back."""
 

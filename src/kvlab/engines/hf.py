@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -117,11 +118,24 @@ class HFEngine(Engine):
     @torch.inference_mode()
     def layer_inputs(self, ids: Sequence[int]) -> list[torch.Tensor]:
         """See `Engine.layer_inputs`."""
+        with self._overheard() as found:
+            self.score(ids, len(ids) - 2)
+        return found
+
+    def score_over_heard(
+        self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope"
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """See `Engine.score_over_heard`."""
+        with self._overheard() as inputs:
+            return self.score_over(ids, cache, placement), inputs
+
+    @contextmanager
+    def _overheard(self) -> Iterator[list[torch.Tensor]]:
+        """What goes into each layer, as the layers are run."""
         found: list[torch.Tensor] = []
         layers = decoder_layers(self.model, self.info)
         with installed([(layer, lambda _layer, given: found.append(given[0])) for layer in layers], before=True):
-            self.score(ids, len(ids) - 2)
-        return found
+            yield found
 
     def score_from(
         self,
@@ -132,12 +146,30 @@ class HFEngine(Engine):
         tap: Tap,
         placement: Placement = "pre_rope",
     ) -> torch.Tensor:
-        """See `Engine.score_from`: the layers below hand on what is given."""
+        """See `Engine.score_from`."""
+        with self._started_at(layer, inputs):
+            return self.score(ids, first, tap, placement)
+
+    def score_over_from(
+        self,
+        layer: int,
+        inputs: Sequence[torch.Tensor],
+        ids: Sequence[int],
+        cache: ContextCache,
+        placement: Placement = "pre_rope",
+    ) -> torch.Tensor:
+        """See `Engine.score_over_from`."""
+        with self._started_at(layer, inputs):
+            return self.score_over(ids, cache, placement)
+
+    @contextmanager
+    def _started_at(self, layer: int, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Layers below `layer` hand on what is given in place of what they would compute."""
         below = decoder_layers(self.model, self.info)[:layer]
         try:
             for skipped in below:
                 skipped.forward = lambda *_given, **_named: inputs[layer]
-            return self.score(ids, first, tap, placement)
+            yield
         finally:
             for skipped in below:
                 del skipped.forward  # the instance's; the class's method shows again

@@ -30,6 +30,9 @@ from kvlab.engines.base import Part
 STREAMS = ("k", "v")
 JITTER = 2.0**-22  # relative; the float32 engines' captures of one model differ by about this much
 
+UNDECIDING = {"study", "label", "text", "windows"}
+"""Fields of a cell that do not decide what is found on a window: who asks, by which name, and how many windows."""
+
 
 @dataclass
 class Tally:
@@ -84,7 +87,7 @@ class Coder:
     """
 
     def __init__(self, cell: Cell, calibrated: Calibrated | None, memo: dict | None = None, judged: bool = True):
-        self.cell, self.tally, self._memo, self._calibrated, self._judged = cell, Tally(), memo, calibrated, judged
+        self.cell, self.tally, self._memo, self.calibrated, self.judged = cell, Tally(), memo, calibrated, judged
         self._whiteners = calibrated.metric(cell.placement) if calibrated else {}
         self._codecs: dict[tuple[str, StreamRecipe], Codec] = {}
         self._recipes: dict[tuple[str, int], StreamRecipe] = {}
@@ -110,7 +113,7 @@ class Coder:
         if self._memo is None:
             return self.round_trip(x, site)
         recipe = digest(self._recipes[site.stream, site.layer])
-        key = (recipe, self.cell.origin, self.cell.placement, site, self._judged)
+        key = (recipe, self.cell.origin, self.cell.placement, site, self.judged)
         if key not in self._memo:
             self._memo[key] = self._code(x, site)
         coded = self._memo[key]
@@ -129,7 +132,7 @@ class Coder:
 
     def _squares(self, x: torch.Tensor, decoded: torch.Tensor, site: Site) -> tuple[float, float]:
         """`squares` of K in the metric of Sigma_q where it is known; nothing where nobody asks."""
-        if not self._judged:
+        if not self.judged:
             return 0.0, 0.0
         weigh = self._whiteners[site.layer].whiten if site.stream == "k" and site.layer in self._whiteners else None
         return squares(x, decoded, weigh)
@@ -164,7 +167,7 @@ class Coder:
 
     def fitted(self) -> dict[str, str]:
         """Digests of what was fitted and read, for the cell's record."""
-        return self._calibrated.fingerprints(self.cell) if self._calibrated else {}
+        return self.calibrated.fingerprints(self.cell) if self.calibrated else {}
 
     def coding(self, info: ModelInfo, tokens: int, dtype: str) -> Coding:
         """The tally as a record: the bytes are those of a `cache_file` of each window's `tokens`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,7 +13,7 @@ from kvlab.base.errors import CodecNotActive, Fault
 from kvlab.base.recipe import BlockStream, Cell, Recipe
 from kvlab.base.records import CANARY_MIN, TOKENS
 from kvlab.engines.base import Engine
-from kvlab.lab.coding import CleanCapture, Coder, InForward, Snapshot
+from kvlab.lab.coding import UNDECIDING, CleanCapture, Coder, InForward, Snapshot, Tally
 from kvlab.stats.divergences import Reference
 
 CANARY_STREAM = BlockStream(
@@ -56,6 +57,7 @@ class WindowRun:
     clean: dict[str, CleanCapture] = field(init=False)
     kept: dict[str, list[int]] = field(init=False, default_factory=dict)  # what subjects keep while the window lasts
     _references: list[Reference] = field(init=False, default_factory=list)
+    _shared: dict[tuple, tuple[torch.Tensor, Tally]] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
         first = CleanCapture(self.context)
@@ -67,19 +69,35 @@ class WindowRun:
         """The scored labels, shape (eval - 1,): `corpus.TokenWindows.labels` of this window."""
         return torch.tensor(self.ids[self.context + 1 :])
 
+    def shared(self, cell: Cell, coder: Coder) -> torch.Tensor:
+        """`logits`, which are kept while the window lasts: whoever asks for the same cell after this is given them."""
+        logits = self.logits(cell, coder)
+        self._shared[wanted(cell, coder)] = logits, coder.tally
+        return logits
+
     def logits(self, cell: Cell, coder: Coder) -> torch.Tensor:
         """Logits of the window under a cell; a cell without layers is a plain rerun, without hooks."""
         if not cell.layers:
             return self.engine.score(self.ids, self.context)
+        if known := self._shared.get(wanted(cell, coder)):
+            coder.tally = deepcopy(known[1])
+            return known[0]
         if cell.protocol == "snapshot":
-            if cell.span != "context":
-                raise Fault(f"cell {cell.label!r} codes scored tokens, which a snapshot of the context does not hold")
-            return self.engine.score_over(self.ids, self.snapshot(cell, coder), cell.placement)
+            return self._over(self.snapshot(cell, coder), cell)
         tokens = self.context if cell.span == "context" else len(self.ids)
         tap = InForward(coder, self.number, tokens, self.clean.get(cell.placement))
         if (lowest := min(cell.layers)) and self.layer_inputs is not None:
             return self.engine.score_from(lowest, self.layer_inputs, self.ids, self.context, tap, cell.placement)
         return self.engine.score(self.ids, self.context, tap, cell.placement)
+
+    def _over(self, snapshot: Snapshot, cell: Cell) -> torch.Tensor:
+        """Logits over a coded cache; the layers below the first coded one are not run again where that can be."""
+        if cell.span != "context":
+            raise Fault(f"cell {cell.label!r} codes scored tokens, which a snapshot of the context does not hold")
+        inputs = self._heard[1]
+        if (lowest := min(cell.layers)) and cell.placement == "pre_rope" and inputs is not None:
+            return self.engine.score_over_from(lowest, inputs, self.ids, snapshot, cell.placement)
+        return self.engine.score_over(self.ids, snapshot, cell.placement)
 
     def snapshot(self, cell: Cell, coder: Coder) -> Snapshot:
         """The context's clean cache, coded by a cell."""
@@ -111,7 +129,7 @@ class WindowRun:
         Fault
             They are not those of one pass, up to rounding: attention does not read the cache that it was given.
         """
-        logits = self.engine.score_over(self.ids, self.clean["pre_rope"].kept)
+        logits = self._heard[0]
         kl = float(self._compared_with(self.reference).compare(logits)["kl"].mean())
         if not kl <= SAME[self.engine.dtype]:
             raise Fault(
@@ -119,6 +137,11 @@ class WindowRun:
                 f" {kl:.1e} nats per token from one pass; allowed: {SAME[self.engine.dtype]:.0e}, its rounding"
             )
         return logits
+
+    @cached_property
+    def _heard(self) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """Logits over the context's clean cache, and what went into each layer."""
+        return self.engine.score_over_heard(self.ids, self.clean["pre_rope"].kept)
 
     def _clean(self, placement: str) -> CleanCapture:
         """The clean K and V as a tap at `placement` sees them; another placement costs another pass."""
@@ -143,6 +166,11 @@ class WindowRun:
         columns |= {"cell_id": [cell_id] * n, "window": [self.number] * n}
         columns["position"] = list(range(self.context + 1, self.context + 1 + n))
         return pl.DataFrame(columns).select(pl.col(name).cast(dtype) for name, dtype in TOKENS.items())
+
+
+def wanted(cell: Cell, coder: Coder) -> tuple:
+    """What decides the logits and the tally of a cell on a window."""
+    return cell.model_dump_json(exclude=UNDECIDING), type(coder), coder.calibrated is not None, coder.judged
 
 
 def canary_kl(run: WindowRun, protocol: str, placement: str, stream: str) -> float:

@@ -14,14 +14,12 @@ from kvlab.base.recipe import IDENTITY, Cell, Recipe
 from kvlab.base.records import Coding, fingerprint
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.names import codec_modules, foreign_codecs
-from kvlab.lab.coding import STREAMS, Coder, Tally
+from kvlab.lab.coding import STREAMS, UNDECIDING, Coder, Tally
 from kvlab.lab.engines import MODULES, Visit, Which
 from kvlab.lab.scoring import CANARY, heard_kl
 from kvlab.lab.store import ROWS, Found
 from kvlab.lab.windows import Window
 
-UNDECIDING = {"study", "label", "text", "windows"}
-"""Fields of a cell that do not decide what is found on a window: who asks, by which name, and how many windows."""
 MEMO_BYTES = 2**30  # of coded tensors that are kept while a window lasts
 
 

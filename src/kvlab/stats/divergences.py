@@ -7,6 +7,7 @@ import torch
 from kvlab.base.errors import Fault, NonFinite
 
 ROUNDING = 1e-12
+FAR = 300.0  # nats; e to this power, times any probability that float64 holds, is far from its end
 
 
 @torch.no_grad()
@@ -56,8 +57,7 @@ class Reference:
         Row t predicts ``labels[t]``.
     labels : Tensor [tokens], integer
     chunk : int
-        Rows that are compared at a time; the reference itself is held in float64, twice ``tokens x vocabulary x 8``
-        bytes.
+        Rows that are compared at a time; its probabilities are held, ``tokens x vocabulary x 8`` bytes.
 
     Attributes
     ----------
@@ -78,19 +78,17 @@ class Reference:
         _check_finite(logits, "reference")
         self.logits, self._labels = logits, labels.to(logits.device, torch.int64)
         self._spans = [slice(i, i + chunk) for i in range(0, labels.numel(), chunk)]
-        self._log_p = [torch.log_softmax(logits[span].to(torch.float64), dim=-1) for span in self._spans]
-        self._p = [log_p.exp() for log_p in self._log_p]
-        best = [log_p.max(dim=-1) for log_p in self._log_p]
+        log_p = [torch.log_softmax(logits[span].to(torch.float64), dim=-1) for span in self._spans]
+        best = [chunk.max(dim=-1) for chunk in log_p]
         column = self._labels[:, None]
+        own = torch.cat([chunk.gather(1, column[span]) for span, chunk in zip(self._spans, log_p, strict=True)])
         self._own = {
             "label": self._labels.to(torch.int32).cpu(),
-            "nll_ref": -torch.cat([p.gather(1, column[s]) for s, p in zip(self._spans, self._log_p, strict=True)])[
-                :, 0
-            ],
+            "nll_ref": -own[:, 0].cpu(),
             "top1_ref": torch.cat([top for _, top in best]).to(torch.int32).cpu(),
             "p_ref_max": torch.cat([most for most, _ in best]).exp().cpu(),
         }
-        self._own["nll_ref"] = self._own["nll_ref"].cpu()
+        self._log_label, self._p = own[:, 0], [chunk.exp_() for chunk in log_p]
 
     @torch.no_grad()
     def compare(self, alternative: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -104,15 +102,36 @@ class Reference:
         return self._own | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _chunk(self, number: int, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        log_p, p = self._log_p[number], self._p[number]
-        log_q = torch.log_softmax(rows.to(log_p.device, torch.float64), dim=-1)
-        kl = (p * (log_p - log_q)).sum(dim=-1)
+        r"""One chunk's half of the record.
+
+        With :math:`d_v` the difference of the logits less its mean under p, :math:`q_v = p_v e^{d_v} / Z`, so that
+        :math:`KL = \log Z = \log(1 + \sum_v p_v (e^{d_v} - 1))`: no difference of two logarithms is rounded, and equal
+        logits give 0. Where :math:`e^{d_v}` would leave float64 the sum is the one of the definition.
+        """
+        span, p = self._spans[number], self._p[number]
+        moved = rows.to(p.device, torch.float64, copy=True).sub_(self.logits[span].to(torch.float64))
+        moved -= _dot(p, moved)[:, None]
+        label = moved.gather(1, self._labels[span][:, None])[:, 0]
+        if moved.abs().max() < FAR:
+            log_z = _dot(p, moved.expm1_()).log1p_()
+        else:
+            log_z = _log_z(self.logits[span], moved)
         record = {
-            "nll_alt": -log_q.gather(1, self._labels[self._spans[number]][:, None])[:, 0],
-            "kl": torch.where(kl > -ROUNDING, kl.clamp(min=0), kl),
-            "top1_alt": log_q.argmax(dim=-1).to(torch.int32),
+            "nll_alt": log_z - label - self._log_label[span],
+            "kl": torch.where(log_z > -ROUNDING, log_z.clamp(min=0), log_z),
+            "top1_alt": rows.argmax(dim=-1).to(torch.int32),
         }
         return {name: values.cpu() for name, values in record.items()}
+
+
+def _log_z(logits: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+    """Log of the mean of e to the power of `moved`, under the softmax of `logits`, however far they are apart."""
+    return torch.logsumexp(torch.log_softmax(logits.to(torch.float64), dim=-1) + moved, dim=-1)
+
+
+def _dot(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The mean of each row under its own distribution."""
+    return torch.linalg.vecdot(p, x)
 
 
 def _check_labels(logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -127,6 +146,6 @@ def _check_labels(logits: torch.Tensor, labels: torch.Tensor) -> None:
 
 
 def _check_finite(logits: torch.Tensor, name: str) -> None:
-    finite = torch.isfinite(logits)
-    if not finite.all():
-        raise NonFinite(f"{int((~finite).sum())} of {logits.numel()} {name} logits are NaN or infinite")
+    if not torch.isfinite(torch.stack(logits.aminmax())).all():  # NaN comes out as NaN
+        broken = int((~torch.isfinite(logits)).sum())
+        raise NonFinite(f"{broken} of {logits.numel()} {name} logits are NaN or infinite")

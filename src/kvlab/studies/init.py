@@ -17,14 +17,20 @@ from kvlab.studies.settings import by_model, sections
 
 LEAST_CONTEXT = 8  # as of `Windows.context`
 
+WINDOWS = 16  # half of them of each text
 # What a model of some hundred million parameters takes half an hour for on two cores.
 ASKED = ("ladder", "layers", "noise")
 SAID = {
     "baseline": {"hf_attention": ["eager"]},
-    "ladder": {"growth": [0.25, 0.5], "contexts": [2048]},
+    "ladder": {"in_forward": ["klt"], "growth": [0.25], "contexts": [2048]},
     "layers": {"dtype": "bfloat16", "protocols": ["snapshot"], "left_out": False},
-    "mechanisms": {"codecs": ["klt", "hadamard", "kivi", "fp8"], "in_forward": ["kivi"], "needles": 24},
-    "noise": {"groups": ["all"], "sigmas": [0.01, 0.03, 0.1]},
+    "mechanisms": {
+        "codecs": ["klt", "hadamard", "kivi", "fp8"],
+        "in_forward": ["kivi"],
+        "cache_dtypes": ["fp8_e4m3"],
+        "needles": 12,
+    },
+    "noise": {"protocol": "snapshot", "groups": ["all"], "sigmas": [0.01, 0.03, 0.1], "windows": 16},
 }
 
 TEMPLATE = Template("""\
@@ -84,7 +90,7 @@ def write(
     out: Path,
     model: str,
     engines: Sequence[str] = ("hf", "vllm"),
-    windows: int = Windows().test,
+    windows: int = WINDOWS,
     revision: str | None = None,
     source: str = "docstrings",
 ) -> None:

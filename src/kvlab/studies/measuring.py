@@ -57,7 +57,7 @@ def measure_jobs(
     CodecNotActive, NonFinite
         See `lab.measure.run`.
     """
-    places = [tuple(job.partition("/")[::2]) for job in jobs]
+    places = sorted((tuple(job.partition("/")[::2]) for job in jobs), key=lambda place: place[0] != BASELINE)
     mechanisms = MECHANISMS in {study for study, _ in places}
     if mechanisms and (needles_path is None or code is None):
         raise MissingResult(

@@ -158,16 +158,16 @@ def mismatch(rows: Tensor, metric: Tensor | None) -> Tensor:
         rest = covariance.without(flat, fold)
         fitted = fit(rest[:, None], metric)
         for head in range(len(flat)):
-            seen[head] += _error(rest[head], fitted, head) * (fold.stop - fold.start)
-            unseen[head] += _error(flat[head, fold], fitted, head) * (fold.stop - fold.start)
+            marginals = Marginals(fitted.sketch[head])
+            seen[head] += _error(rest[head], fitted, head, marginals) * (fold.stop - fold.start)
+            unseen[head] += _error(flat[head, fold], fitted, head, marginals) * (fold.stop - fold.start)
     return decibels(unseen / seen.clamp(min=TINY))
 
 
-def _error(x: Tensor, fitted: Components, head: int) -> float:
-    """Mean weighted squared error of x [n, D] coded with the components of one head."""
+def _error(x: Tensor, fitted: Components, head: int, marginals: Marginals) -> float:
+    """Mean weighted squared error of x [n, D] coded with the components of one head and their tables."""
     deviation = fitted.variance[head].double().sqrt()
     z = ((x - fitted.mean[head].double()) @ fitted.forward[head].double() / deviation).mT
-    marginals = Marginals(fitted.sketch[head])
     bits = reverse_water_filling(
         fitted.variance[head].double()[:, None] * marginals.distortion(), MISMATCH_BITS * len(z)
     )

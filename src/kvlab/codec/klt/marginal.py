@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,8 @@ def sketch(samples: Tensor) -> Tensor:
         [D, POINTS], ascending.
     """
     prior = ranks(PSEUDO_SAMPLES).to(samples).expand(samples.shape[0], -1)
-    ordered = torch.cat((samples, prior), dim=1).sort(dim=1).values
+    mixed = torch.cat((samples, prior), dim=1)
+    ordered = torch.from_numpy(np.sort(mixed.cpu().numpy(), axis=1)).to(mixed.device)  # several times torch's speed
     place = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS * ordered.shape[1] - 0.5
     low = place.long()
     return torch.lerp(ordered[:, low], ordered[:, low + 1], (place - low).to(ordered))

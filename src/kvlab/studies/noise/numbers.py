@@ -103,7 +103,7 @@ def noise_entries(params: Params, results: Results, boot: Bootstrap) -> list[dic
     A group that no layer is in has no entries; two groups of the same layers have the same ones.
     """
     return [
-        place | {"sigma": float(sigma), "kl": boot.mean(column).to_json()}
+        place | {"protocol": params.noise.protocol, "sigma": float(sigma), "kl": boot.mean(column).to_json()}
         for place, curve in curves(params, results, boot)
         for sigma, column in zip(curve.sigmas, curve.columns, strict=True)
     ]
@@ -224,9 +224,12 @@ def casts(params: Params, results: Results, boot: Bootstrap) -> list[tuple[dict,
 
 
 def runs(params: Params, results: Results, boot: Bootstrap, prediction: Prediction, cast: Measured) -> list[dict]:
-    """The baseline runs of an engine in the dtype of a rounding of both K and V, over the windows of the noise."""
+    """The baseline runs of an engine in the dtype of a rounding of both K and V, over the windows of the noise.
+
+    None over a finished cache: what an engine rounds goes up through its layers.
+    """
     cell, found = cast.cell, []
-    if cell.stream != "kv":
+    if cell.stream != "kv" or cell.protocol != "in_forward":
         return found
     for run, (engine, dtype, _) in baseline_runs(params).items():
         if (engine, dtype) != (cell.engine, cell.recipe.k.dtype):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvlab.base.params import Params, Section, at_most, running
-from kvlab.base.recipe import DType, Engine, Stream
+from kvlab.base.recipe import DType, Engine, Protocol, Stream
 
 Sigma = Annotated[float, Field(ge=0)]
 LayerGroup = Literal["all", "coded", "boundary"]
@@ -26,6 +26,10 @@ class Noise(Section):
         default=("hf",),
         min_length=1,
         description="on which it is measured, as far as they run; where none does, on the first of the run",
+    )
+    protocol: Protocol = Field(
+        default="in_forward",
+        description="where it is added: as K and V are computed, or to the finished clean cache, at a fifth of the time",
     )
     streams: tuple[Stream, ...] = Field(default=("k", "v"), min_length=1, description="what the noise is added to")
     sigmas: tuple[Sigma, ...] = Field(

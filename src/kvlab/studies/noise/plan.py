@@ -12,7 +12,7 @@ READS = ("engines", "noise")  # of params.yaml, beside what every codec reads
 def cells(params: Params, engine: str) -> list[Cell]:
     """Noise by stream, layer group and size; per stream the rounding to bfloat16, and codec against control.
 
-    An engine in bfloat16 has nothing to round, so it brings no such cell. All inside the one forward. The control is
+    An engine in bfloat16 has nothing to round, so it brings no such cell. The control is
     the studied codec's error turned in a random direction of the same length, token by token.
     """
     if engine not in params.noise.engines:
@@ -20,13 +20,13 @@ def cells(params: Params, engine: str) -> list[Cell]:
     groups = layer_groups(params)
 
     def cell(label: str, stream: str, layers: tuple[int, ...], recipe: Recipe) -> Cell:
-        """One kind of error on some layers of one stream, inside the one forward."""
+        """One kind of error on some layers of one stream."""
         return Cell(
             study="noise",
             label=label,
             engine=engine,
             dtype=params.noise.dtype,
-            protocol="in_forward",
+            protocol=params.noise.protocol,
             origin=params.calibration.origin,
             stream=stream,
             layers=layers,

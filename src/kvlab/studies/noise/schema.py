@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvlab.base.recipe import DType, Engine, Stream
+from kvlab.base.recipe import DType, Engine, Protocol, Stream
 from kvlab.studies.entries import Compared, Entry, Interval
 
 Group = Literal["all", "coded", "boundary"]
@@ -16,6 +16,7 @@ class NoiseEntry(Entry):
     engine: Engine
     stream: Stream
     group: Group
+    protocol: Protocol
     sigma: float
     """Over the root mean square of K or V."""
     kl: Interval

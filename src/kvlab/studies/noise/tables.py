@@ -8,6 +8,7 @@ from kvlab.pages import format as fmt
 from kvlab.pages.parts import KL_UNIT, reading, resolution
 
 GROUPS = {"all": "all layers", "coded": "coded layers", "boundary": "boundary layers"}
+WHERE = {"in_forward": "as they are computed", "snapshot": "in the finished clean cache"}
 STREAMS = {"k": "K", "v": "V", "kv": "K and V"}
 
 
@@ -120,6 +121,8 @@ def context(metrics: dict, basis: Callable[[list[dict]], str]) -> dict | None:
     casts = [row for row in closing if row["against"] == "cast"]
     runs = [row for row in closing if row["against"] != "cast"]
     return {
+        "protocol": rows[0]["protocol"],
+        "where": WHERE[rows[0]["protocol"]],
         "groups": by_engine(rows),
         "basis": basis([row["kl"] for row in rows]),
         "slopes": slopes(fitted) if fitted else None,
