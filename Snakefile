@@ -39,6 +39,7 @@ include: "workflow/rules/bitplanes.smk"
 include: "workflow/rules/placement.smk"
 include: "workflow/rules/gap.smk"
 include: "workflow/rules/report.smk"
+include: "workflow/rules/order.smk"
 
 
 wildcard_constraints:
