@@ -40,14 +40,15 @@ def engine(request, tiny_params, hf_engine):
 @pytest.mark.parametrize("placement", ["pre_rope", "post_rope"])
 @pytest.mark.parametrize("lowest", [1, 2])
 def test_logits_are_those_of_the_whole_pass_to_the_bit(engine, lowest, placement):
-    tap, inputs = Moved(lowest), engine.layer_inputs(IDS)
+    tap, (plain, inputs) = Moved(lowest), engine.score_heard(IDS, CONTEXT)
     whole = engine.score(IDS, CONTEXT, tap, placement)
     assert torch.equal(engine.score_from(lowest, inputs, IDS, CONTEXT, tap, placement), whole)
-    assert not torch.equal(whole, engine.score(IDS, CONTEXT))
+    assert torch.equal(plain, engine.score(IDS, CONTEXT))
+    assert not torch.equal(whole, plain)
 
 
 def test_the_layers_below_are_not_run(hf_engine):
-    seen, inputs = set(), hf_engine.layer_inputs(IDS)
+    seen, inputs = set(), hf_engine.score_heard(IDS, CONTEXT)[1]
     hf_engine.score_from(2, inputs, IDS, CONTEXT, lambda layer, _part, _x: seen.add(layer))
     assert seen == {2}
     hf_engine.score(IDS, CONTEXT, lambda layer, _part, _x: seen.add(layer))
@@ -60,13 +61,13 @@ def test_a_pass_that_fails_leaves_the_layers_as_they_were(hf_engine):
 
     before = hf_engine.score(IDS, CONTEXT)
     with pytest.raises(ZeroDivisionError):
-        hf_engine.score_from(1, hf_engine.layer_inputs(IDS), IDS, CONTEXT, fail)
+        hf_engine.score_from(1, hf_engine.score_heard(IDS, CONTEXT)[1], IDS, CONTEXT, fail)
     assert torch.equal(hf_engine.score(IDS, CONTEXT), before)
 
 
 @pytest.mark.engine
 def test_an_engine_that_cannot_start_there_says_so(vllm_engine):
-    assert vllm_engine.layer_inputs(IDS) is None
+    assert vllm_engine.score_heard(IDS, CONTEXT)[1] is None
     with pytest.raises(Fault, match="vllm starts at its first layer alone"):
         vllm_engine.score_from(1, [], IDS, CONTEXT, Moved(1))
 

@@ -249,7 +249,7 @@ def test_what_a_pass_need_not_do_again_changes_nothing(run, calibrated, tiny_par
     logits = [run.logits(one, coder) for coder in (first, second)]
     assert {key[3].layer for key in memo} == {layers[0]}  # the damage of one layer reaches the next
     bare = Coder(one, calibrated)
-    monkeypatch.setitem(run.__dict__, "layer_inputs", None)
+    monkeypatch.setattr(run, "_inputs", None)
     monkeypatch.setattr(run, "clean", {})
     whole = run.logits(one, bare)
     assert torch.equal(logits[0], whole) and torch.equal(logits[1], whole)

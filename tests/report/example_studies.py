@@ -78,7 +78,8 @@ def noise_parts(make, engines: tuple[str, ...]) -> dict:
     sigma = make.random.uniform(0.001, 0.002)
     return {
         "noise": [
-            _place(*place) | {"protocol": "in_forward", "sigma": size, "kl": make.around(size**2 * make.random.uniform(0.9, 1.1))}
+            _place(*place)
+            | {"protocol": "in_forward", "sigma": size, "kl": make.around(size**2 * make.random.uniform(0.9, 1.1))}
             for place, size in product(places, sizes)
         ],
         "noise_slope": [_place(*place) | _fit(make) for place in places],

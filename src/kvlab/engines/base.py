@@ -161,9 +161,11 @@ class Engine(ABC):
         """
         raise Fault(f"{self.name} does not write over a given cache")
 
-    def layer_inputs(self, ids: Sequence[int]) -> list[torch.Tensor] | None:
-        """What goes into each layer in a pass that nothing changes; None from an engine that cannot start there."""
-        return None
+    def score_heard(
+        self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: Placement = "pre_rope"
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+        """`score`, and what went into each layer; None for that from an engine that cannot start there."""
+        return self.score(ids, first, tap, placement), None
 
     def score_from(
         self,
@@ -181,7 +183,7 @@ class Engine(ABC):
         layer : int
             The first that is run.
         inputs : sequence of torch.Tensor
-            What `layer_inputs` gave for the same tokens.
+            What `score_heard` gave for the same tokens and a tap that changes nothing.
         """
         raise Fault(f"{self.name} starts at its first layer alone")
 

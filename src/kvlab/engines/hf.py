@@ -115,12 +115,12 @@ class HFEngine(Engine):
             filled.update(turn(k) if turn else k, v, layer)
         return filled
 
-    @torch.inference_mode()
-    def layer_inputs(self, ids: Sequence[int]) -> list[torch.Tensor]:
-        """See `Engine.layer_inputs`."""
-        with self._overheard() as found:
-            self.score(ids, len(ids) - 2)
-        return found
+    def score_heard(
+        self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: Placement = "pre_rope"
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """See `Engine.score_heard`."""
+        with self._overheard() as inputs:
+            return self.score(ids, first, tap, placement), inputs
 
     def score_over_heard(
         self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope"

@@ -56,12 +56,13 @@ class WindowRun:
     reference: torch.Tensor = field(init=False)
     clean: dict[str, CleanCapture] = field(init=False)
     kept: dict[str, list[int]] = field(init=False, default_factory=dict)  # what subjects keep while the window lasts
+    _inputs: list[torch.Tensor] | None = field(init=False)  # of each layer, in the clean pass
     _references: list[Reference] = field(init=False, default_factory=list)
     _shared: dict[tuple, tuple[torch.Tensor, Tally]] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
         first = CleanCapture(self.context)
-        self.reference = self.engine.score(self.ids, self.context, first)
+        self.reference, self._inputs = self.engine.score_heard(self.ids, self.context, first)
         self.clean = {"pre_rope": first}
 
     @property
@@ -78,7 +79,7 @@ class WindowRun:
     def logits(self, cell: Cell, coder: Coder) -> torch.Tensor:
         """Logits of the window under a cell; a cell without layers is a plain rerun, without hooks."""
         if not cell.layers:
-            return self.engine.score(self.ids, self.context)
+            return self.rerun
         if known := self._shared.get(wanted(cell, coder)):
             coder.tally = deepcopy(known[1])
             return known[0]
@@ -86,9 +87,14 @@ class WindowRun:
             return self._over(self.snapshot(cell, coder), cell)
         tokens = self.context if cell.span == "context" else len(self.ids)
         tap = InForward(coder, self.number, tokens, self.clean.get(cell.placement))
-        if (lowest := min(cell.layers)) and self.layer_inputs is not None:
-            return self.engine.score_from(lowest, self.layer_inputs, self.ids, self.context, tap, cell.placement)
+        if (lowest := min(cell.layers)) and self._inputs is not None:
+            return self.engine.score_from(lowest, self._inputs, self.ids, self.context, tap, cell.placement)
         return self.engine.score(self.ids, self.context, tap, cell.placement)
+
+    @cached_property
+    def rerun(self) -> torch.Tensor:
+        """Logits of a second pass of the untouched model."""
+        return self.engine.score(self.ids, self.context)
 
     def _over(self, snapshot: Snapshot, cell: Cell) -> torch.Tensor:
         """Logits over a coded cache; the layers below the first coded one are not run again where that can be."""
@@ -102,11 +108,6 @@ class WindowRun:
     def snapshot(self, cell: Cell, coder: Coder) -> Snapshot:
         """The context's clean cache, coded by a cell."""
         return Snapshot(coder, self.number, self._clean(cell.placement))
-
-    @cached_property
-    def layer_inputs(self) -> list[torch.Tensor] | None:
-        """What goes into each layer of the untouched model; None where the engine cannot start there."""
-        return self.engine.layer_inputs(self.ids)
 
     def measured(self, cell: Cell, coder: Coder, name: str | None = None) -> pl.DataFrame:
         """Token rows of a cell on this window, under its id if no other name is given."""
