@@ -112,10 +112,7 @@ class Reference:
         moved = rows.to(p.device, torch.float64, copy=True).sub_(self.logits[span].to(torch.float64))
         moved -= _dot(p, moved)[:, None]
         label = moved.gather(1, self._labels[span][:, None])[:, 0]
-        if moved.abs().max() < FAR:
-            log_z = _dot(p, moved.expm1_()).log1p_()
-        else:
-            log_z = _log_z(self.logits[span], moved)
+        log_z = _dot(p, moved.expm1_()).log1p_() if moved.abs().max() < FAR else _log_z(self.logits[span], moved)
         record = {
             "nll_alt": log_z - label - self._log_label[span],
             "kl": torch.where(log_z > -ROUNDING, log_z.clamp(min=0), log_z),

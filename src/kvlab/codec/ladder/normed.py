@@ -1,4 +1,4 @@
-"""What codecs share that store each vector's norm and, of its direction in other axes, a table's code per coordinate."""
+"""What codecs share that store each vector's norm and, of its direction, a table's code for each coordinate."""
 
 from __future__ import annotations
 

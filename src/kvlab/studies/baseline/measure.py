@@ -137,10 +137,7 @@ class Plain:
     def score(self, visit: Visit) -> Found:
         """See `walk.Subject`; an engine that is held against itself runs a second time."""
         reference = visit.run(self.against)
-        if self.which == self.against:
-            ours = reference.rerun
-        else:
-            ours = visit.run(self.which).reference
+        ours = reference.rerun if self.which == self.against else visit.run(self.which).reference
         return Found({}, reference.rows("", ours).select(ROWS.names()))
 
     def tables(self, window: Window, found: Found) -> list[pl.DataFrame]:

@@ -29,7 +29,7 @@ class Noise(Section):
     )
     protocol: Protocol = Field(
         default="in_forward",
-        description="where it is added: as K and V are computed, or to the finished clean cache, at a fifth of the time",
+        description="where it is added: as K and V are computed, or, in a fifth of the time, to the finished cache",
     )
     streams: tuple[Stream, ...] = Field(default=("k", "v"), min_length=1, description="what the noise is added to")
     sigmas: tuple[Sigma, ...] = Field(
