@@ -163,6 +163,9 @@ class Planted:
     def score_over(self, ids, cache, placement="pre_rope"):
         return self.planted(self.engine, ids, cache)
 
+    def score_over_heard(self, ids, cache, placement="pre_rope"):
+        return self.score_over(ids, cache, placement), None
+
 
 def without_context(engine, ids, cache):
     """Ignores the cache: the tokens after the context are all that there is."""

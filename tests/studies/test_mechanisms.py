@@ -282,6 +282,9 @@ class Answering:
     def score(self, ids, first, tap=None, placement="pre_rope"):
         return torch.nn.functional.one_hot(torch.tensor(self.text[first + 1 : len(ids)]), 100).float()
 
+    def score_heard(self, ids, first, tap=None, placement="pre_rope"):
+        return self.score(ids, first), None
+
 
 @pytest.mark.parametrize(
     ("place", "token", "found"), [(None, None, 1.0), (11, 99, 0.0), (12, 99, 0.0), (10, 99, 1.0), (13, 99, 0.0)]

@@ -80,7 +80,7 @@ class WindowRun:
         """Logits of the window under a cell; a cell without layers is a plain rerun, without hooks."""
         if not cell.layers:
             return self.rerun
-        if known := self._shared.get(wanted(cell, coder)):
+        if self._shared and (known := self._shared.get(wanted(cell, coder))):
             coder.tally = deepcopy(known[1])
             return known[0]
         if cell.protocol == "snapshot":

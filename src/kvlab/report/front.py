@@ -97,6 +97,7 @@ def use_context(found: dict | None, wholes: dict[str, dict[int, float]]) -> dict
         "engine": LEVELS["engine"].get(best["engine"], safe(best["engine"])),
         "protocol": safe(best["protocol"]),
         "tried": fmt.number(best["tried"]),
+        "alone": best["tried"] == 1,
         "table": rows_table(found["rows"], wholes),
     }
     return shared | (chosen(row, found["baseline"]) if row else {})

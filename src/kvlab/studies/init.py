@@ -30,7 +30,7 @@ SAID = {
         "cache_dtypes": ["fp8_e4m3"],
         "needles": 12,
     },
-    "noise": {"protocol": "snapshot", "groups": ["all"], "sigmas": [0.01, 0.03, 0.1], "windows": 16},
+    "noise": {"protocol": "snapshot", "groups": ["all"], "sigmas": [0.01, 0.03, 0.1]},
 }
 
 TEMPLATE = Template("""\
