@@ -16,7 +16,7 @@ from kvlab.calibration import load as calibration
 from kvlab.codec.base import Site
 from kvlab.codec.controls.identity import IdentityCodec
 from kvlab.codec.stream.cache_file import CacheHeader, CacheReader, CacheWriter
-from kvlab.lab.coding import CleanCapture, Coder, InForward
+from kvlab.lab.coding import CleanCapture, Coder, InForward, JitteredCoder
 from kvlab.lab.scoring import CANARY, WindowRun
 from kvlab.lab.subjects import canaries_of, canary_values
 from kvlab.text import corpus
@@ -254,6 +254,28 @@ def test_what_a_pass_need_not_do_again_changes_nothing(run, calibrated, tiny_par
     whole = run.logits(one, bare)
     assert torch.equal(logits[0], whole) and torch.equal(logits[1], whole)
     assert first.tally == second.tally == bare.tally
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1, 2), (2,)])
+def test_a_snapshot_scored_from_its_first_coded_layer_is_the_whole_pass(run, calibrated, tiny_params, layers):
+    one = cell("snapshot", studied_recipe(tiny_params), layers)
+    whole = run.engine.score_over(run.ids, run.snapshot(one, Coder(one, calibrated)))
+    assert torch.equal(run.logits(one, Coder(one, calibrated)), whole)
+    assert not torch.equal(whole, run.over_clean)
+
+
+@pytest.mark.parametrize("protocol", ["in_forward", "snapshot"])
+def test_what_is_shared_is_not_scored_again(run, calibrated, tiny_params, protocol, monkeypatch):
+    monkeypatch.setattr(run, "_shared", {})
+    one, other = (cell(protocol, studied_recipe(tiny_params), layers) for layers in ((0, 1), (1, 2)))
+    asked, theirs, bare = (Coder(one, calibrated) for _ in range(3))
+    expected = run.logits(one, bare)
+    kept = run.shared(one, asked)
+    renamed = one.model_copy(update={"study": "cells", "label": "the same"})
+    assert run.logits(renamed, theirs) is kept and torch.equal(kept, expected)
+    assert theirs.tally == bare.tally and theirs.tally is not asked.tally
+    for different in (Coder(other, calibrated), JitteredCoder(one, calibrated)):
+        assert not torch.equal(run.logits(different.cell, different), kept)
 
 
 def test_bytes_are_those_of_the_whole_cache_as_a_file(run, calibrated, tiny_params, tmp_path):
