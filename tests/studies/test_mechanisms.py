@@ -13,6 +13,7 @@ from kvlab.engines import registry
 from kvlab.engines.registry import start as real_start
 from kvlab.lab.measure import Lab
 from kvlab.lab.scoring import WindowRun
+from kvlab.stats.divergences import Reference
 from kvlab.studies.mechanisms import items, plan, records, subjects
 from kvlab.studies.mechanisms import measure as measuring
 from kvlab.text import ruler
@@ -296,9 +297,9 @@ def test_a_needle_is_found_where_every_token_of_the_answer_is_the_most_likely(pl
     if place is not None:
         text[place] = token
     run = WindowRun(Answering(text), item.ids, item.context, item.number)
-    rows, labels = run.reference[item.first :], run.labels[item.first :]
-    assert labels.tolist() == needle.answer
-    assert items.answered(rows, rows, labels) == {"needle_recall": found}
+    reference = run.comparable(run.reference, item.first)
+    assert reference.labels.tolist() == needle.answer
+    assert items.answered(reference, reference.logits) == {"needle_recall": found}
 
 
 def test_what_is_found_is_what_greedy_decoding_writes(root, base_params, tmp_path):
@@ -319,7 +320,7 @@ def test_what_is_found_is_what_greedy_decoding_writes(root, base_params, tmp_pat
             asked, max_new_tokens=len(needle.answer), do_sample=False, attention_mask=torch.ones_like(asked)
         )
         same = written[0, asked.shape[1] :].tolist() == needle.answer
-        assert items.answered(rows, rows, labels)["needle_recall"] == float(same)
+        assert items.answered(Reference(rows, labels), rows)["needle_recall"] == float(same)
         assert sequence(needle)[0] == list(item.ids)
 
 

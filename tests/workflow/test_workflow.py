@@ -16,7 +16,7 @@ from kvlab.base.params import Params
 from kvlab.codec.registry import CODECS
 from kvlab.lab import plan
 from kvlab.studies.settings import read_params
-from kvlab.studies.units import units
+from kvlab.studies.units import engines_of, units
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAKEMAKE = [sys.executable, "-m", "snakemake"]
@@ -139,7 +139,7 @@ def test_a_failed_job_names_its_log_and_the_reason(workspace):
 
 def test_every_rule_that_runs_something_is_documented_logged_and_benchmarked(rules):
     working = {name: rule for name, rule in rules.items() if rule["runs"]}
-    assert {"corpus_model", "capture_engine", "measure_hf_float32", "gap_metrics", "report_lead"} <= working.keys()
+    assert {"corpus_model", "capture_engine", "measure_float32", "gap_metrics", "report_lead"} <= working.keys()
     for name, rule in working.items():
         assert rule["docstring"], name
         assert len(rule["log"]) == 1 and rule["log"][0].startswith("results/logs/"), name
@@ -162,16 +162,21 @@ def test_a_job_depends_on_its_own_engine_only(rules):
         assert f"src/kvlab/engines/{engine}.py" in inputs[engine]
         assert f"src/kvlab/engines/{other}.py" not in inputs[engine]
     assert "src/kvlab/engines/vllm_follower.py" in inputs["vllm"]  # started as a program of its own
+    on_hf = rules["measure_hf_mechanisms"]["inputs"]["hf"]
+    assert "src/kvlab/engines/hf.py" in on_hf and "src/kvlab/engines/vllm.py" not in on_hf
     for dtype in ("float32", "bfloat16"):
-        on_hf, on_vllm = (rules[f"measure_{name}_{dtype}"]["inputs"][name] for name in ("hf", "vllm"))
-        assert "src/kvlab/engines/hf.py" in on_hf and "src/kvlab/engines/vllm.py" not in on_hf
-        assert {"src/kvlab/engines/hf.py", "src/kvlab/engines/vllm.py"} <= set(on_vllm)  # the truth is measured by hf
+        on_both = set(rules[f"measure_{dtype}"]["inputs"]["hf"])
+        assert {"src/kvlab/engines/hf.py", "src/kvlab/engines/vllm.py"} <= on_both
 
 
-def test_an_engine_of_vllm_is_started_once_a_dtype(params):
-    """Beside the one that captures: at most three starts in all."""
+def test_an_engine_is_started_once_a_dtype_and_once_more_for_the_mechanisms_on_hf(params):
     found = units(params)
-    assert [unit for unit in found if unit.startswith("vllm")] == ["vllm-bfloat16", "vllm-float32"]
+    assert {name: engines_of(contents) for name, contents in found.items()} == {
+        "float32": ["hf", "vllm"],
+        "bfloat16": ["hf", "vllm"],
+        "hf-mechanisms": ["hf"],
+        "ladder": ["hf"],
+    }
     jobs = [(study, job) for contents in found.values() for study, listed in contents.items() for job in listed]
     assert len(set(jobs)) == len(jobs)
     planned = {(study, job) for study in (*plan.STUDIES, plan.LADDER) for job in plan.job_names(params, study)}
@@ -184,7 +189,7 @@ def test_the_ladder_plans_its_own_jobs_and_reads_no_codebooks(workspace, params)
     assert planned.returncode == 0, planned.stdout + planned.stderr
     counts = dict(re.findall(r"^(\w+) +(\d+)$", planned.stdout.partition("Job stats:")[2], re.MULTILINE))
     assert int(counts["ladder_jobs"]) == 1
-    assert not {"codebooks", "measure_hf_float32", "report"} & counts.keys()
+    assert not {"codebooks", "measure_float32", "report"} & counts.keys()
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ from kvlab.lab import plan
 from kvlab.studies import register
 from kvlab.studies.ladder.record import wanted_further
 from kvlab.studies.mechanisms import plan as planned_mechanisms
-from kvlab.studies.units import BASELINE, MECHANISMS, reads_tables, units
+from kvlab.studies.units import BASELINE, MECHANISMS, engines_of, reads_tables, units
 from kvlab.studies.units import origins as unit_origins
 from kvlab.base.studied import studied_recipe
 from kvlab.studies.settings import Settings, by_model, resolved
@@ -299,17 +299,17 @@ if GPU_NODES not in {"0", "1"}:
     raise SystemExit(2)
 
 
-def gpus(engine=None):
+def gpus(*engines):
     """Resource function: GPUs asked of a cluster, one for each shard of the model; none where nodes have none.
 
-    `engine` is that of the job's name if none is given.
+    `engines` are those that run in the job, that of its name if none is given.
     """
 
     def asked(wildcards):
         if GPU_NODES == "0":
             return None  # the resource is left out: some executors take a zero for a request
         shards = MODELS[getattr(wildcards, "model", LEAD)].model.tensor_parallel
-        return shards if (engine or wildcards.engine) == "vllm" else 1
+        return shards if "vllm" in (engines or (wildcards.engine,)) else 1
 
     return asked
 
@@ -362,8 +362,8 @@ def measured_keys(contents):
 
 def measured_code(unit):
     """`Code` of what measures a unit: its engines, its studies' plans, and their codecs."""
-    contents, engine = UNITS[unit], unit.partition("-")[0] if unit != plan.LADDER else PARAMS.ladder.engine
-    needed = {engine, "hf"} if BASELINE in contents else {engine}  # the truth is measured by hf
+    contents = UNITS[unit]
+    needed = {*engines_of(contents), *(["hf"] if BASELINE in contents else [])}  # the truth is measured by hf
     codecs = {module for study in contents if study in STUDY_KEYS for module in study_codecs(study)}
     if MECHANISMS in contents:
         codecs |= set(mechanisms_code().modules) - {f"kvlab.engines.{one}" for one in PARAMS.engines}

@@ -1,13 +1,13 @@
-# A rule for every engine and dtype: it measures the jobs of all studies there, with one start of the engine.
+# A rule for what is measured together (`studies.units`), as a rule all of a dtype, with one start of each engine.
 # What was measured before under the same identity is in the store, so that other parameters measure what is new.
 # The longest begins first, as the default run took on two cores: what ends last should not begin last.
-SHORTEST_FIRST = ("hf-mechanisms", "hf-bfloat16", "hf-float32", "vllm-float32", "vllm-bfloat16")
+SHORTEST_FIRST = ("hf-float32", "hf-mechanisms", "float32", "bfloat16")
 for unit, contents in UNITS.items():
     if unit == plan.LADDER:
         continue  # has a file of its own: it can be measured where FINDINGS.md does not ask for it
 
     rule:
-        """Score what every study wants of one engine in one dtype, window by window, with one start of the engine."""
+        """Score what studies want in one dtype, window by window, with one start of each engine."""
         name:
             f"measure_{unit.replace('-', '_')}"
         input:
@@ -24,8 +24,7 @@ for unit, contents in UNITS.items():
             mem_mb=8000,
             runtime=480,
             device=accelerators(),
-            vllm=int(unit.startswith("vllm")),
-            gpu=gpus(unit.partition("-")[0]),
+            gpu=gpus(*engines_of(contents)),
         params:
             code=measured_code(unit),
             foreign=measured_foreign(contents),

@@ -11,15 +11,17 @@ process.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 REQUIRED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # hooks reach only a model in this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner computes prompt logits in pieces
 }
+CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, of engines that are not told how much they need, as those of `kvlab eval`
+    CACHE_SPACE: "1",  # GiB, of engines that are not told how much they need, as those of `kvlab eval`
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `jobs.threads` decides; bound threads of two jobs share a core
@@ -52,23 +54,24 @@ class Loaded:
         # a split model has scheduler and layers in several processes, where a context cannot be handed over
         self.takes_prefixes = info.tensor_parallel == 1
         try:
-            self.llm = LLM(
-                model=str(info.path),
-                dtype=dtype,
-                kv_cache_dtype=cache_dtype,
-                enforce_eager=True,
-                enable_prefix_caching=False,
-                max_model_len=max_tokens + 1,
-                max_num_batched_tokens=max(max_tokens + 1, 2048),
-                max_num_seqs=1,
-                kv_cache_memory_bytes=cache_bytes(self._part, dtype, max_tokens),
-                disable_log_stats=True,
-                skip_tokenizer_init=True,
-                **({"gpu_memory_utilization": share} if torch.cuda.is_available() else {}),
-                tensor_parallel_size=info.tensor_parallel,
-                distributed_executor_backend=rank,
-                **({"kv_transfer_config": vllm_prefix.CONFIG} if self.takes_prefixes else {}),
-            )
+            with without(CACHE_SPACE):  # on a CPU vLLM prefers it to what the engine is told
+                self.llm = LLM(
+                    model=str(info.path),
+                    dtype=dtype,
+                    kv_cache_dtype=cache_dtype,
+                    enforce_eager=True,
+                    enable_prefix_caching=False,
+                    max_model_len=max_tokens + 1,
+                    max_num_batched_tokens=max(max_tokens + 1, 2048),
+                    max_num_seqs=1,
+                    kv_cache_memory_bytes=cache_bytes(self._part, dtype, max_tokens),
+                    disable_log_stats=True,
+                    skip_tokenizer_init=True,
+                    **({"gpu_memory_utilization": share} if torch.cuda.is_available() else {}),
+                    tensor_parallel_size=info.tensor_parallel,
+                    distributed_executor_backend=rank,
+                    **({"kv_transfer_config": vllm_prefix.CONFIG} if self.takes_prefixes else {}),
+                )
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"vLLM cannot load {info.path}: {' '.join(str(error).split())[:300]}") from None
         self.model = self.llm.apply_model(lambda model: model)[0]
@@ -144,6 +147,17 @@ class Loaded:
     def close(self) -> None:
         """Shut the engine core down."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def without(variable: str) -> Iterator[None]:
+    """The environment without a variable."""
+    value = os.environ.pop(variable, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[variable] = value
 
 
 def cache_bytes(part: ModelInfo, dtype: str, max_tokens: int) -> int:

@@ -131,7 +131,7 @@ class WindowRun:
             They are not those of one pass, up to rounding: attention does not read the cache that it was given.
         """
         logits = self._heard[0]
-        kl = float(self._compared_with(self.reference).compare(logits)["kl"].mean())
+        kl = float(self.comparable(self.reference).compare(logits)["kl"].mean())
         if not kl <= SAME[self.engine.dtype]:
             raise Fault(
                 f"{self.engine.name} in {self.engine.dtype} scores window {self.number} over its own clean cache KL"
@@ -151,8 +151,10 @@ class WindowRun:
             self.engine.score(self.ids, self.context, self.clean[placement], placement)
         return self.clean[placement]
 
-    def _compared_with(self, reference: torch.Tensor) -> Reference:
-        """The reference's half of the comparison; the window's own two are computed once for all cells."""
+    def comparable(self, reference: torch.Tensor, first: int = 0) -> Reference:
+        """The reference's half of a comparison from row `first` on; the window's own two are computed once whole."""
+        if first:
+            return Reference(reference[first:], self.labels[first:])
         known = [one for one in self._references if one.logits is reference]
         found = known[0] if known else Reference(reference, self.labels)
         if not known and (reference is self.reference or reference is self.__dict__.get("over_clean")):
@@ -161,7 +163,7 @@ class WindowRun:
 
     def rows(self, cell_id: str, alternative: torch.Tensor, reference: torch.Tensor | None = None) -> pl.DataFrame:
         """Token rows of `alternative` against the clean pass (or another `reference`)."""
-        record = self._compared_with(self.reference if reference is None else reference).compare(alternative)
+        record = self.comparable(self.reference if reference is None else reference).compare(alternative)
         n = len(self.labels)
         columns = {name: values.cpu().numpy() for name, values in record.items()}
         columns |= {"cell_id": [cell_id] * n, "window": [self.number] * n}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from kvlab.base.errors import Fault, NonFinite
@@ -61,8 +63,10 @@ class Reference:
 
     Attributes
     ----------
-    logits : Tensor
-        As given.
+    logits, labels : Tensor
+        As given, the labels as int64 where the logits are.
+    itself : dict of CPU tensors [tokens]
+        The record of the prediction beside itself.
 
     Raises
     ------
@@ -76,19 +80,24 @@ class Reference:
     def __init__(self, logits: torch.Tensor, labels: torch.Tensor, *, chunk: int = 32):
         _check_labels(logits, labels)
         _check_finite(logits, "reference")
-        self.logits, self._labels = logits, labels.to(logits.device, torch.int64)
+        self.logits, self.labels = logits, labels.to(logits.device, torch.int64)
         self._spans = [slice(i, i + chunk) for i in range(0, labels.numel(), chunk)]
         log_p = [torch.log_softmax(logits[span].to(torch.float64), dim=-1) for span in self._spans]
         best = [chunk.max(dim=-1) for chunk in log_p]
-        column = self._labels[:, None]
+        column = self.labels[:, None]
         own = torch.cat([chunk.gather(1, column[span]) for span, chunk in zip(self._spans, log_p, strict=True)])
         self._own = {
-            "label": self._labels.to(torch.int32).cpu(),
+            "label": self.labels.to(torch.int32).cpu(),
             "nll_ref": -own[:, 0].cpu(),
             "top1_ref": torch.cat([top for _, top in best]).to(torch.int32).cpu(),
             "p_ref_max": torch.cat([most for most, _ in best]).exp().cpu(),
         }
         self._log_label, self._p = own[:, 0], [chunk.exp_() for chunk in log_p]
+
+    @cached_property
+    def itself(self) -> dict[str, torch.Tensor]:
+        """What nothing costs."""
+        return self.compare(self.logits)
 
     @torch.no_grad()
     def compare(self, alternative: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -111,7 +120,7 @@ class Reference:
         span, p = self._spans[number], self._p[number]
         moved = rows.to(p.device, torch.float64, copy=True).sub_(self.logits[span].to(torch.float64))
         moved -= _dot(p, moved)[:, None]
-        label = moved.gather(1, self._labels[span][:, None])[:, 0]
+        label = moved.gather(1, self.labels[span][:, None])[:, 0]
         log_z = _dot(p, moved.expm1_()).log1p_() if moved.abs().max() < FAR else _log_z(self.logits[span], moved)
         record = {
             "nll_alt": log_z - label - self._log_label[span],

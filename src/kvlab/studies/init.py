@@ -23,12 +23,12 @@ ASKED = ("ladder", "layers", "noise")
 SAID = {
     "baseline": {"hf_attention": ["eager"]},
     "ladder": {"in_forward": ["klt"], "growth": [0.25], "contexts": [2048]},
-    "layers": {"dtype": "bfloat16", "protocols": ["snapshot"], "left_out": False},
+    "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},
     "mechanisms": {
         "codecs": ["klt", "hadamard", "kivi", "fp8"],
         "in_forward": ["kivi"],
         "cache_dtypes": ["fp8_e4m3"],
-        "needles": 12,
+        "needles": 8,
     },
     "noise": {"protocol": "snapshot", "groups": ["all"], "sigmas": [0.01, 0.03, 0.1]},
 }

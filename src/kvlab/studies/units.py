@@ -1,10 +1,13 @@
-"""Which results one process measures: all of an engine in a dtype, whatever study they belong to. Torch-free.
+"""Which results one process measures. Torch-free.
 
-An engine of vLLM takes long to start, so each dtype has one process. One of transformers starts in a second: there
-what the gate judges has a process of its own, so that both go side by side.
+What several engines measure in a dtype is measured together, whatever study asks for it: what they are held against,
+transformers' own, is computed once for all, and vLLM, which takes long to start, starts once for each dtype. What one
+engine measures alone goes on beside that, and so does what the gate judges on transformers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from kvlab.base.params import Params
 from kvlab.lab import plan
@@ -16,33 +19,34 @@ Contents = dict[str, tuple[str, ...]]
 
 
 def units(params: Params) -> dict[str, Contents]:
-    """Name -> what is measured together: ``hf-float32``, ``vllm-bfloat16``, ``hf-mechanisms``, ``ladder``."""
+    """Name -> what is measured together: ``float32``, ``bfloat16``, ``hf-float32``, ``hf-mechanisms``, ``ladder``."""
     found: dict[str, dict[str, tuple[str, ...]]] = {}
-    for engine, dtype in engines(params):
-        unit = found.setdefault(f"{engine}-{dtype}", {})
-        for study in of_engines(params):
-            jobs = tuple(j for j in plan.job_names(params, study) if j.startswith(f"{engine}-{dtype}-"))
-            unit |= {study: jobs} if jobs else {}
-        runs = tuple(run for run, made in plan.baseline_runs(params).items() if made[:2] == (engine, dtype))
-        unit |= {BASELINE: runs} if runs else {}
+    for study, dtype, jobs in by_dtype(params):
+        engines = engines_of({study: jobs})
+        found.setdefault(dtype if len(engines) > 1 else f"{engines[0]}-{dtype}", {})[study] = jobs
     for engine in params.engines:
-        name = f"{engine}-{MECHANISMS}" if engine in APART else f"{engine}-{params.mechanisms.dtype}"
-        found.setdefault(name, {})[MECHANISMS] = (engine,)
+        together = params.mechanisms.dtype if len(params.engines) > 1 else f"{engine}-{params.mechanisms.dtype}"
+        found.setdefault(f"{engine}-{MECHANISMS}" if engine in APART else together, {})[MECHANISMS] = (engine,)
     found[plan.LADDER] = {plan.LADDER: tuple(plan.job_names(params, plan.LADDER))}
-    return {name: unit for name, unit in found.items() if unit}
+    return found
+
+
+def by_dtype(params: Params) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Study, dtype and its jobs there, of everything but the mechanisms and the ladder."""
+    runs = {BASELINE: list(plan.baseline_runs(params))}
+    for study, jobs in (runs | {study: plan.job_names(params, study) for study in of_engines(params)}).items():
+        for dtype in dict.fromkeys(job.split("-")[1] for job in jobs):
+            yield study, dtype, tuple(job for job in jobs if job.split("-")[1] == dtype)
+
+
+def engines_of(contents: Contents) -> list[str]:
+    """The engines on which a unit measures, each once; a job's name begins with its own."""
+    return sorted({job.partition("-")[0] for jobs in contents.values() for job in jobs})
 
 
 def of_engines(params: Params) -> list[str]:
-    """The studies whose cells go into the process of their engine: all but the ladder, which has one of its own."""
+    """The studies whose cells share processes: all but the ladder, which has one of its own."""
     return [study for study in plan.studies(params) if study != plan.LADDER]
-
-
-def engines(params: Params) -> list[tuple[str, str]]:
-    """Every engine and dtype in which something is measured."""
-    jobs = [job for study in of_engines(params) for job in plan.job_names(params, study)]
-    named = [(engine, dtype) for engine, dtype, *_ in (job.split("-") for job in jobs)]
-    named += [made[:2] for made in plan.baseline_runs(params).values()]
-    return list(dict.fromkeys(named))
 
 
 def origins(params: Params, contents: Contents) -> list[str]:

@@ -183,8 +183,8 @@ class Trial:
         for coder in coders:
             coder.tally = Tally()
         reference, ours = visit.run(REFERENCE), visit.run(self.which)
-        expected = reference.logits(self.theirs.cell, self.theirs)
-        found = [ours.shared(self.ours.cell, self.ours)]  # the factorial has the same cells
+        expected = reference.shared(self.theirs.cell, self.theirs)  # the factorial has the same cells
+        found = [ours.shared(self.ours.cell, self.ours)]
         if self.jittered is not None:
             found.append(reference.logits(self.jittered.cell, self.jittered))
         for coder in coders:
@@ -210,7 +210,7 @@ def trials(params: Params, which: Which, calibrated: Calibrated | None, memos: M
     everything = tuple(range(params.model.n_layers))
     for protocol in params.protocols:
         hf, other = (cell("identity", protocol, name, IDENTITY, everything) for name in (REFERENCE.name, which.name))
-        coders = Coder(hf, None, there), Coder(other, calibrated, here), None
+        coders = Coder(hf, calibrated, there), Coder(other, calibrated, here), None
         found.append(Trial((record("identity", protocol),), which, many, *coders, None))
         recipe, layers = studied_recipe(params), coded_layers(params)
         hf, other = (cell("kv", protocol, name, recipe, layers) for name in (REFERENCE.name, which.name))

@@ -28,17 +28,24 @@ class Baseline(Section):
     windows: int = Field(
         default=16,
         ge=2,
-        description="scored windows of these comparisons and of the plain rerun; at most, and if not given cut to,"
-        " windows.test",
+        description="scored windows of these comparisons; at most, and if not given cut to, windows.test",
+    )
+    reruns: int = Field(
+        default=4,
+        ge=2,
+        description="scored windows that each engine runs a second time, plain; at most, and if not given cut to,"
+        " `windows`",
     )
 
     def fitted(self, params: Params) -> Baseline:
         """As many windows as there are."""
-        return self.unsaid(windows=min(self.windows, params.windows.test))
+        found = self.unsaid(windows=min(self.windows, params.windows.test))
+        return found.unsaid(reruns=min(found.reruns, found.windows))
 
     def problems(self, params: Params) -> Iterator[str]:
         """More windows than there are, and no dtype in which the engines could agree."""
         yield from at_most("baseline.windows", self.windows, "windows.test", params.windows.test)
+        yield from at_most("baseline.reruns", self.reruns, "baseline.windows", self.windows)
         if "float32" not in self.dtypes:
             yield (
                 f"baseline.dtypes is {', '.join(self.dtypes)}; it must contain 'float32', which carries the agreement"

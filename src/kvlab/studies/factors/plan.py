@@ -40,8 +40,8 @@ def cells(params: Params, engine: str) -> list[Cell]:
 
     found = []
     for dtype in params.gap.dtypes:
-        again = params.baseline.windows
-        found.append(cell("rerun", dtype, "in_forward", (), IDENTITY, params.calibration.origin, again))
+        reruns = params.baseline.reruns
+        found.append(cell("rerun", dtype, "in_forward", (), IDENTITY, params.calibration.origin, reruns))
         for protocol in params.protocols:
             found.append(cell("identity", dtype, protocol, everything, IDENTITY, params.calibration.origin))
         for protocol, origin, ratio in product(params.protocols, origins(params), variance_ratios(params)):

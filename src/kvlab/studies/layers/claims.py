@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvlab.studies.estimates import claim
+from kvlab.studies.layers.tables import NAMES
 
 
 def claims(additivity: list[dict]) -> list[dict]:
@@ -27,7 +28,7 @@ def compounding(row: dict) -> dict | None:
     several = len(row["compared"][1]) > 1
     if not row["ratio"] or not several:
         return None
-    subject = f"Coding {row['stream'].upper()} in all layers {place(row)}"
+    subject = f"Coding {NAMES[row['stream']]} in all layers {place(row)}"
     unit = "times the sum of its layers coded alone"
     how = {"up": "raises KL", "down": "raises KL only", "null": 1.0, "unit": unit}
     return claim("layers", subject, row["ratio"], row["compared"], **how)

@@ -20,8 +20,8 @@ from kvlab.pages.figure import (
     whole_axis,
 )
 from kvlab.pages.parts import KL_UNIT
+from kvlab.studies.layers.tables import KINDS, NAMES
 
-KINDS = {"only": "alone", "but": "left out"}
 FEW = 12  # layers; of more, the marks are smaller
 PLACE = ("engine", "protocol", "stream", "kind", "layer", "boundary")
 
@@ -65,7 +65,7 @@ def panel(lines: list[dict], series: list[tuple[str, str]], places: Axis, values
     many = len({line["layer"] for line in lines}) > FEW
     drawn = tuple(layer_mark(line, series, 0.5 if many else 0.9) for line in lines)
     shaded = sorted({line["layer"] for line in lines if line["boundary"]})
-    title = f"{lines[0]['stream'].upper()} {KINDS[lines[0]['kind']]}" if lines else ""
+    title = f"{NAMES[lines[0]['stream']]} {KINDS[lines[0]['kind']]}" if lines else ""
     return Panel(places, values, drawn, bands=tuple((one - 0.5, one + 0.5) for one in shaded), title=title)
 
 
@@ -87,7 +87,7 @@ def words(line: dict) -> list[str]:
     clear = "clear of zero" if line["clear"] else "not told from zero"
     boundary = ", a boundary layer" if line["boundary"] else ""
     return [
-        f"{line['stream'].upper()} of layer {fmt.number(line['layer'])} {KINDS[line['kind']]}{boundary}",
+        f"{NAMES[line['stream']]} of layer {fmt.number(line['layer'])} {KINDS[line['kind']]}{boundary}",
         f"{line['engine']}, {line['protocol']}",
         marks.quantity("KL", line),
         f"q-value {fmt.number(line['q_value'])}, {clear}",

@@ -140,7 +140,8 @@ def standing_out(boot: Bootstrap, effects: Sequence[Column]) -> list[float | Non
 def additivity_entries(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
     """What is coded together against the sum of its parts, paired by window.
 
-    Where `parts` is ``layers``, one stream's layers; where it is ``streams``, K in all layers and V in all layers.
+    Where `parts` is ``layers``, one stream's layers, or those of both; where it is ``streams``, K in all layers and V
+    in all layers.
     `left_out_sum` adds what each layer costs on top of all the others, which is the same sum where the layers do
     not compound. `boundary_excess` is what a boundary layer costs alone minus what another layer does, on average;
     None unless there are both.
@@ -158,8 +159,8 @@ def additivity_entries(params: Params, results: Results, boot: Bootstrap) -> lis
                 "compared": sides(cells.joint, cells.only),
             }
             entries.append(place | {"stream": stream, "parts": "layers"} | entry)
-        if len(streams) > 1:
-            both, apart = streams_together(results, streams)
+        if {"k", "v"} <= streams.keys():
+            both, apart = streams_together(results, streams["k"], streams["v"])
             entry = together(boot, net_kl(results, both), [net_kl(results, one) for one in apart])
             empty = {"left_out_sum": None, "boundary_excess": None, "compared": sides(both, apart)}
             entries.append(place | {"stream": "kv", "parts": "streams"} | entry | empty)
@@ -183,9 +184,9 @@ def additivity_ratio(boot: Bootstrap, joint: Column, parts: Sequence[Column]) ->
     return boot.ratio(joint, total) if divides(boot, total) else None
 
 
-def streams_together(results: Results, streams: dict[str, Coded]) -> tuple[Measured, list[Measured]]:
+def streams_together(results: Results, k: Coded, v: Coded) -> tuple[Measured, list[Measured]]:
     """The cell of K and V in all layers, and the cells of K and of V in all layers."""
-    apart = [cells.joint for cells in streams.values()]
+    apart = [k.joint, v.joint]
     same = {name: getattr(apart[0].cell, name) for name in ("engine", "protocol", "layers")}
     (both,) = results.select("layers", "codec", stream="kv", **same)
     comparable([both, *apart], {"stream"})

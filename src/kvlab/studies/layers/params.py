@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from pydantic import Field
 
 from kvlab.base.params import Params, Section, at_most, running
-from kvlab.base.recipe import DType, Engine, Protocol
+from kvlab.base.recipe import DType, Engine, Protocol, Stream
 
 
 class Layers(Section):
@@ -30,8 +29,8 @@ class Layers(Section):
         min_length=1,
         description="under which they are measured, as far as they are of the run; where none is, all of the run",
     )
-    streams: tuple[Literal["k", "v"], ...] = Field(
-        default=("k", "v"), min_length=1, description="each is attributed apart"
+    streams: tuple[Stream, ...] = Field(
+        default=("k", "v"), min_length=1, description="each is attributed apart; `kv`: K and V of a layer at once"
     )
     windows: int = Field(default=16, ge=2, description="scored windows; at most, and if not given cut to, windows.test")
 

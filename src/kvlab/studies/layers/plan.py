@@ -10,7 +10,7 @@ READS = ("engines", "layers")  # of params.yaml, beside what every codec reads
 
 
 def cells(params: Params, engine: str) -> list[Cell]:
-    """Add-one-in and leave-one-out, K and V apart, and all layers together: of K, of V, and of both."""
+    """Add-one-in and leave-one-out, stream by stream, and all layers together: of each stream, and of K and V."""
     if engine not in params.layers.engines:
         return []
     everything = tuple(range(params.model.n_layers))

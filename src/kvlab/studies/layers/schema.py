@@ -9,7 +9,7 @@ from kvlab.studies.entries import Compared, Entry, Interval, PValue
 
 
 class LayerEntry(Entry):
-    """What coding one layer's K or V costs, net of the identity cell."""
+    """What coding one layer's K, V or both costs, net of the identity cell."""
 
     engine: Engine
     protocol: Protocol

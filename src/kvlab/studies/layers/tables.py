@@ -10,7 +10,8 @@ from kvlab.pages.parts import KL_UNIT, reading, resolution
 MARK = "†"  # put after what is told from zero after the correction for many layers
 APART = "‡"  # put after what is told from the mean of the layers, after the same correction
 KINDS = {"only": "alone", "but": "left out"}
-PARTS = {"k": "the layers of K", "v": "the layers of V", "kv": "K and V"}
+PRICED = {"k": "each layer's K", "v": "each layer's V", "kv": "K and V of each layer at once"}
+NAMES = {"k": "K", "v": "V", "kv": "K and V"}
 
 
 def by_place(rows: list[dict], alpha: float) -> list[dict]:
@@ -35,7 +36,7 @@ def layers(rows: list[dict], alpha: float) -> str:
         [place(layer, boundary[layer]), *(cost(found.get((layer, *column)), alpha) for column in columns)]
         for layer in sorted(boundary)
     ]
-    return fmt.table(["layer", *(f"{stream.upper()} {KINDS[kind]}" for kind, stream in columns)], lines)
+    return fmt.table(["layer", *(f"{NAMES[stream]} {KINDS[kind]}" for kind, stream in columns)], lines)
 
 
 def place(layer: int, boundary: bool) -> str:
@@ -58,7 +59,7 @@ def additivity(rows: list[dict]) -> str:
         [
             f"`{row['engine']}`",
             f"`{row['protocol']}`",
-            PARTS[row["stream"]],
+            NAMES[row["stream"]] if row["parts"] == "streams" else f"the layers of {NAMES[row['stream']]}",
             *(fmt.estimate(row[key]) for key in ("joint", "sum", "left_out_sum", "ratio", "interaction")),
             reading(resolution(row["interaction"])),
         ]
@@ -74,7 +75,7 @@ def boundary(rows: list[dict]) -> str | None:
         [
             f"`{row['engine']}`",
             f"`{row['protocol']}`",
-            row["stream"].upper(),
+            NAMES[row["stream"]],
             fmt.estimate(row["boundary_excess"], signed=True),
             reading(resolution(row["boundary_excess"])),
         ]
@@ -98,6 +99,7 @@ def context(metrics: dict, basis: Callable[[list[dict]], str]) -> dict | None:
     if not rows:
         return None
     return {
+        "priced": " and ".join(PRICED[stream] for stream in dict.fromkeys(row["stream"] for row in rows)),
         "groups": by_place(rows, round(1 - metrics["sizes"]["confidence"], 9)),
         "mark": MARK,
         "apart": APART if any(row["q_stands_out"] is not None for row in rows) else None,

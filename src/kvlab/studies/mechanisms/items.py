@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kvlab.lab.windows import Window
-from kvlab.stats.divergences import token_record
+from kvlab.stats.divergences import Reference
 from kvlab.studies.mechanisms.plan import FIDELITY, GREEDY, NEEDLE, TASKS
 from kvlab.text import needles, ruler
 
@@ -37,9 +37,9 @@ def tasks(items: ruler.Ruler) -> dict[str, list[Window]]:
     return found
 
 
-def fidelity(reference: torch.Tensor, alternative: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+def fidelity(reference: Reference, alternative: torch.Tensor) -> dict[str, float]:
     """Mean kl, delta_nll (both in nats per token) and share of equal top tokens over the scored tokens."""
-    found = token_record(reference, alternative, labels)
+    found = reference.itself if alternative is reference.logits else reference.compare(alternative)
     return {
         "kl": found["kl"].mean().item(),
         "delta_nll": (found["nll_alt"] - found["nll_ref"]).mean().item(),
@@ -47,9 +47,9 @@ def fidelity(reference: torch.Tensor, alternative: torch.Tensor, labels: torch.T
     }
 
 
-def answered(_reference: torch.Tensor, alternative: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+def answered(reference: Reference, alternative: torch.Tensor) -> dict[str, float]:
     """Whether every token of the answer is the most likely one."""
-    return {"needle_recall": float((alternative.argmax(-1).cpu() == labels).all())}
+    return {"needle_recall": float((alternative.argmax(-1) == reference.labels).all())}
 
 
 SCORERS = {FIDELITY: fidelity, NEEDLE: answered}

@@ -29,7 +29,8 @@ class Mechanisms(Section):
     codecs: tuple[Laddered, ...] = Field(default=LADDERED, min_length=1, description="each on every engine of the run")
     in_forward: tuple[Laddered, ...] = Field(
         default=LADDERED,
-        description="those of them that are measured under `in_forward` too, a pass for every window",
+        description="those of them that are measured under `in_forward` too, at the fewest bits: a pass for every"
+        " window",
     )
     bits: tuple[Bits, ...] = Field(default=(2, 4), min_length=1, description="of both streams; some codecs have none")
     cache_dtypes: tuple[Literal["fp8_e4m3", "fp8_e5m2"], ...] = Field(

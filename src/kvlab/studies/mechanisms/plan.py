@@ -83,8 +83,10 @@ def variants(params: Params, engine: str) -> list[Variant]:
 
 def _choices(params: Params, protocol: str) -> list[tuple[str, int | None]]:
     settings = params.mechanisms
-    codecs = settings.in_forward if protocol == "in_forward" else settings.codecs
-    return [(codec, bits) for codec in codecs for bits in (settings.bits if has_bits(codec) else (None,))]
+    codecs, bits = settings.codecs, settings.bits
+    if protocol == "in_forward":  # each of them a whole pass
+        codecs, bits = settings.in_forward, (min(settings.bits),)
+    return [(codec, one) for codec in codecs for one in (bits if has_bits(codec) else (None,))]
 
 
 def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: str) -> Variant:

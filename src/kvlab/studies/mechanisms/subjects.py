@@ -72,16 +72,14 @@ class Subject:
             The codec did not fire as often as it should have on this window.
         """
         run, first = visit.run(self.plain), visit.window.first
-        whole = run.reference_of(self.variant.cell) if self.coder else run.reference
-        reference, labels = whole[first:], run.labels[first:]
-        judge = SCORERS[self.quality_eval_id]
-        untouched, note = judge(reference, reference, labels), {}
+        reference = run.comparable(run.reference_of(self.variant.cell) if self.coder else run.reference, first)
+        judge, note = SCORERS[self.quality_eval_id], {}
         if self.coder:
             note = self._coded(visit)
         elif self._reruns:
             note = self._scored(visit)
-        logits = note.pop("logits", run.reference)[first:].to(reference.device)
-        note |= {"variant": judge(reference, logits, labels), "baseline": untouched}
+        logits = note.pop("logits", run.reference)[first:].to(reference.logits.device)
+        note |= {"variant": judge(reference, logits), "baseline": judge(reference, reference.logits)}
         return Found(note | {"storage": asdict(visit.engines.get(self.which).storage)})
 
     @property
