@@ -6,7 +6,7 @@ PYTHON ?= python3
 PRESET ?=
 ARGS ?=
 BENCH ?=
-MODEL ?= reference
+MODEL ?= smollm2-135m
 STAGE ?=
 WORKERS ?= 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,16 @@ def test_cache_dtypes_that_vllm_takes_and_gets_wrong_are_refused(info, dtype):
 def test_transformers_has_no_cache_of_its_own_to_choose(info):
     with pytest.raises(UnknownName, match="hf cache dtype"):
         start("hf", info, "float32", max_tokens=96, cache_dtype="fp8_e4m3")
+
+
+def test_vllms_cache_is_no_larger_than_the_engine_is_told(vllm_engine):
+    """A variable that other engines of this process read gives each a GiB; vLLM prefers it to what it is told."""
+    from kvlab.engines.hooks import attention_layers
+    from kvlab.engines.vllm_process import CACHE_SPACE, cache_bytes
+
+    held = sum(layer.attn.kv_cache.nbytes for layer in attention_layers(vllm_engine.model, vllm_engine.info))
+    assert 0 < held <= cache_bytes(vllm_engine.info, "float32", 96) < 2**28
+    assert os.environ[CACHE_SPACE] == "1"
 
 
 def test_a_processor_without_the_instructions_is_refused_before_anything_loads(info, monkeypatch):

@@ -28,7 +28,7 @@ def row(row_id, model, earned, mechanism="kv_compression", variant="klt", **chan
     told |= {"bits": 4, "bits_per_value": 4.19, "throughput_tok_s": 1234.5, "measured": True}
     told |= {"throughput_ratio": {"value": 0.247, "low": 0.243, "high": 0.252, "n": 32}, "protocol": "snapshot"}
     told |= {"stored_span": "context", "device": "cpu", "dtype": "bfloat16", "context_tokens": 512}
-    told |= {"word": "pass", "codes": [], "open": [], "beyond": []}
+    told |= {"word": "pass", "codes": [], "open": [], "untold": [], "beyond": []}
     told |= {"metrics": {"kl": MEASURED, "needle_recall": NEEDLES}, "earned": earned, "claimed": "supported"}
     return told | changed
 
@@ -136,6 +136,8 @@ def test_a_preview_says_what_is_open_and_nothing_at_all_is_said_too(written):
     found = first(written(given))
     assert "**Use klt at 4 bits**, as a preview." in found
     assert "the change of the loss and the needles found are open, which means that the tests are too small" in found
+    given["rows"][1] |= {"open": ["needle_recall"], "untold": ["needle_recall"]}
+    assert "not certified: of the needles found nothing can be told, as the model is not shown" in first(written(given))
     given["answers"][0] |= {"word": "none", "row_id": None}
     assert "**Nothing yet.** Of the 2 settings of codecs that were tried on transformers" in first(written(given))
     assert "The gate has judged no codec of this model" in first(written(None))

@@ -232,6 +232,23 @@ def test_cells_of_other_conditions_are_refused(params, additive):
         additivity_entries(params, bare, BOOT)
 
 
+def test_k_and_v_of_a_layer_at_once():
+    params = planted_params(layers={"streams": ["kv"], "engines": ["hf"], "protocols": ["snapshot"]})
+    metrics = metrics_of(params, planted_results(params, "layers", adding))
+    both = [k + v for k, v in zip(LAYER["k"], LAYER["v"], strict=True)]
+    for kind in ("only", "but"):
+        found = rows_of(metrics["layers"], kind=kind)
+        assert [row["kl"]["value"] for row in found] == pytest.approx(both)
+        assert {row["stream"] for row in found} == {"kv"}
+    (entry,) = metrics["additivity"]
+    assert (entry["stream"], entry["parts"]) == ("kv", "layers") and entry["ratio"]["value"] == pytest.approx(1)
+    text = report(metrics)
+    assert "Priced is K and V of each layer at once, in two ways." in text
+    assert "| layer | K and V alone | K and V left out |" in text and "| the layers of K and V |" in text
+    assert "Coding K and V in all layers (`hf`, `snapshot`)" in text
+    assert [panel.title for panel in layers(layers_table(metrics)).panels] == ["K and V alone", "K and V left out"]
+
+
 # -------------------------------------------------------------------------------------- the report
 
 
@@ -253,6 +270,7 @@ def report(metrics):
 
 def test_the_section(params, additive):
     text = report(metrics_of(params, additive))
+    assert "Priced is each layer's K and each layer's V, in two ways." in text
     assert text.count("| layer | K alone | V alone | K left out | V left out |") == 4
     lines = [line for line in text.splitlines() if line.startswith("| 0, boundary |")]
     assert len(lines) == 4 and all(line.count("†") == 4 for line in lines)

@@ -111,20 +111,25 @@ def scored(label, context, tokens, kl, windows=6):
 def test_planted_ratios_are_found_on_each_text(tmp_path):
     from types import SimpleNamespace
 
-    params = small_params(ladder={"growth": [0.5], "contexts": [128]}, corpus={"scored": ["other", "test"]})
-    rows = scored("klt 2", 64, 64, 0.3) + scored("klt 2", 64, 128, 0.1)
-    rows += scored("klt 2", 128, 128, 0.2) + scored("hadamard 2", 128, 128, 0.8)
+    shared = {"corpus": {"scored": ["other", "test"]}, "windows": {"calib": 4}}
+    params = small_params(ladder={"growth": [0.5, 0.6, 0.9], "contexts": [64, 128]}, **shared)
+    rows = scored("klt 2", 64, 128, 0.3) + scored("klt 2", 64, 256, 0.1)  # of 0.6 as many windows as of 0.5
+    rows += scored("klt 2", 128, 256, 0.2) + scored("hadamard 2", 128, 256, 0.8)
     record = Further(provenance=provenance(), origin="hf", eval=11, scores=rows)
     write_json(tmp_path / "further.json", record.model_dump(mode="json"))
-    results = SimpleNamespace(provenance=provenance())
+    results = SimpleNamespace(provenance=provenance(), select=lambda study: [SimpleNamespace(documents=None)])
     found = further_entries(params, tmp_path / "further.json", results, BOOT)
     assert len(found) == 8
     ratios = {(one["what"], one["text"], one["label"], one["calibration_tokens"]): one["times"] for one in found}
     for text in ("other", "test"):
-        assert ratios["growth", text, "klt 2", 64]["value"] == pytest.approx(3.0)
-        assert ratios["growth", text, "klt 2", 128] is None and ratios["context", text, "klt 2", 128] is None
-        assert ratios["context", text, "hadamard 2", 128]["value"] == pytest.approx(4.0)
-    other = small_params(ladder={"contexts": [256]}, corpus={"scored": ["other", "test"]})
+        assert ratios["growth", text, "klt 2", 128]["value"] == pytest.approx(3.0)
+        assert ratios["growth", text, "klt 2", 256] is None and ratios["context", text, "klt 2", 256] is None
+        assert ratios["context", text, "hadamard 2", 256]["value"] == pytest.approx(4.0)
+    few = Further(provenance=provenance(), origin="hf", eval=11, left_out=(256,), scores=rows[-12:])
+    write_json(tmp_path / "few.json", few.model_dump(mode="json"))
+    beyond = small_params(ladder={"contexts": [128, 256]}, **shared)  # which the model has no positions for
+    assert len(further_entries(beyond, tmp_path / "few.json", results, BOOT)) == 4
+    other = small_params(ladder={"contexts": [256]}, **shared)
     with pytest.raises(MissingResult, match="ladder_further"):
         further_entries(other, tmp_path / "further.json", results, BOOT)
     with pytest.raises(MissingResult, match="ladder_further"):

@@ -49,6 +49,8 @@ BEYOND_A_SCHEMA = {
     r"leaves no whole chunk of": {"kvstore": {"restore": {"suffix": 512}}},
     r"gives its results no folder name": {"models": {"0": {"path": "/", "slug": None}}},
     r"model directory .* (does not exist|has no config)": {"models": {"0": {"path": "src"}}},
+    r"models\.\d+\.studies": {"models": {"0": {"studies": []}}},
+    r"baseline\.reruns is \d+; allowed: at most \d+, which is baseline\.windows": {"baseline": {"reruns": 17}},
     r"is a hub id; pin it": {"models": {"0": {"path": "an/other"}}},
 }
 WRONG = ("words", "", None, True, -7, 0, 0.5, 10**6, [], [None], ["words"], [0.5], {}, {"zzz": 1})

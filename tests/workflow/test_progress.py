@@ -40,6 +40,7 @@ def test_a_model_that_was_not_recorded_is_expected_to_be_like_the_others(progres
     recorded = {"measure/a/hf-float32": 100.0, "measure/b/hf-float32": 300.0, "measure/a/vllm-float32": 7.0}
     assert progress.expected("measure/a/hf-float32", recorded) == 100.0
     assert progress.expected("measure/c/hf-float32", recorded) == 200.0
+    assert progress.expected("measure/c/float32", recorded) == progress.UNKNOWN
     assert progress.expected("corpus/c/windows", recorded) == progress.UNKNOWN
 
 

@@ -175,6 +175,7 @@ def test_an_engine_is_started_once_a_dtype_and_once_more_for_the_mechanisms_on_h
         "float32": ["hf", "vllm"],
         "bfloat16": ["hf", "vllm"],
         "hf-mechanisms": ["hf"],
+        "vllm-mechanisms": ["vllm"],
         "ladder": ["hf"],
     }
     jobs = [(study, job) for contents in found.values() for study, listed in contents.items() for job in listed]

@@ -30,7 +30,7 @@ from kvlab.studies.mechanisms import plan as planned_mechanisms
 from kvlab.studies.units import BASELINE, MECHANISMS, engines_of, reads_tables, units
 from kvlab.studies.units import origins as unit_origins
 from kvlab.base.studied import studied_recipe
-from kvlab.studies.settings import Settings, by_model, resolved
+from kvlab.studies.settings import Settings, by_model, judged, resolved
 from kvlab.base.recipe import IDENTITY
 
 CHAPTERS = sorted(register.modules().values())  # which the report loads by name
@@ -110,6 +110,7 @@ RESOLVED = resolved(config)  # params.yaml with every default written out
 refuse_unseen(MODELS)
 LEAD, *OTHERS = MODELS  # the first model's findings are FINDINGS.md; the others have pages of their own
 PARAMS = MODELS[LEAD]  # for what all models share
+JUDGED = judged(config)  # those for which the gate's rows are measured
 CORPUS_RECORD = Path("models/reference/corpus.json")
 MODEL_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}
 # Models of which git holds the configuration only, by folder; rule `weights` makes the rest.
@@ -148,7 +149,7 @@ KEYS_OF = STUDY_KEYS | {
 }
 FURTHER = wanted_further(PARAMS)  # what of the ladder no cell can ask for
 UNITS = units(PARAMS)
-if any(units(params) != UNITS for params in MODELS.values()):
+if any(units(params.model_copy(update={"studies": PARAMS.studies})) != UNITS for params in MODELS.values()):
     print(
         "error: params.yaml: the models are not measured alike; give each a params.yaml of its own",
         file=sys.stderr,
@@ -312,88 +313,3 @@ def gpus(*engines):
         return shards if "vllm" in (engines or (wildcards.engine,)) else 1
 
     return asked
-
-
-def measured_inputs(contents):
-    """The files that a unit reads, by name; none where it needs none of a kind."""
-    studies, named = set(contents), unit_origins(PARAMS, contents)
-    rotated = named if "cells" in studies else []
-    fitted = {ORIGIN} if studies & {"mitigations", MECHANISMS, plan.LADDER} else set()
-    fitted |= set(component_origins()) if "cells" in studies else set()
-    tables = named if reads_tables(contents) else []
-    kinds = ["parquet", "json"] if MECHANISMS in studies else []  # of what the gate's rows are asked
-    return {
-        "model": model_files(),
-        "windows": "calib/corpus/{model}/windows.safetensors",
-        "sigma": of_model("calib/sigma/{model}/{origin}.safetensors", origin=named),
-        "record": of_model("calib/sigma/{model}/{origin}.json", origin=named),
-        "codebooks": of_model("calib/codebooks/{model}/{origin}.json", origin=tables),
-        "rotated": of_model("calib/sigma/{model}/{origin}-post_rope.safetensors", origin=rotated),
-        "rotated_record": of_model("calib/sigma/{model}/{origin}-post_rope.json", origin=rotated),
-        "components": of_model("calib/components/{model}/{origin}.safetensors", origin=sorted(fitted)),
-        "components_record": of_model("calib/components/{model}/{origin}.json", origin=sorted(fitted)),
-        "choice": ["results/choice/{model}.json"] if plan.CHOSEN in studies else [],
-        "needles": of_model("calib/needles/{model}/needles.{kind}", kind=kinds[:1]),
-        "needles_record": of_model("calib/needles/{model}/needles.{kind}", kind=kinds[1:]),
-        "ruler": of_model("calib/needles/{model}/ruler.{kind}", kind=kinds),
-    }
-
-
-def measured_outputs(contents):
-    """The table and the record of every job of a unit."""
-    return [
-        f"results/{study}/{{model}}/{job}.{kind}"
-        for study, jobs in contents.items()
-        for job in jobs
-        for kind in ("parquet", "json")
-    ]
-
-
-def measured_of(study):
-    """The same of every job of a study, of every model."""
-    jobs = [job for contents in UNITS.values() for job in contents.get(study, ())]
-    return of_models("results/{study}/{model}/{job}.{kind}", study=study, job=jobs, kind=["parquet", "json"])
-
-
-def measured_keys(contents):
-    """The parameters that a unit reads; which studies are asked for decides what is in it."""
-    return sorted({"studies"}.union(*(KEYS_OF[study] for study in contents)))
-
-
-def measured_code(unit):
-    """`Code` of what measures a unit: its engines, its studies' plans, and their codecs."""
-    contents = UNITS[unit]
-    needed = {*engines_of(contents), *(["hf"] if BASELINE in contents else [])}  # the truth is measured by hf
-    codecs = {module for study in contents if study in STUDY_KEYS for module in study_codecs(study)}
-    if MECHANISMS in contents:
-        codecs |= set(mechanisms_code().modules) - {f"kvlab.engines.{one}" for one in PARAMS.engines}
-    if BASELINE in contents:
-        codecs |= set(codec_modules(study_recipes(BASELINE)))
-    return Code(
-        "kvlab.studies.measuring", *sorted(codecs), *(f"kvlab.engines.{one}" for one in sorted(needed))
-    )
-
-
-def measured_foreign(contents):
-    """The codecs of other packages that a unit runs: of another version they are measured again."""
-    return foreign_codecs([recipe for study in contents for recipe in study_recipes(study)])
-
-
-def job_files(kind):
-    """Input function: results of a model's jobs of all studies that the report reads."""
-
-    def listed(wildcards):
-        return jobs_of(wildcards.model, kind, STUDIES)
-
-    return Declared(listed, [file for slug in MODELS for file in jobs_of(slug, kind, STUDIES)])
-
-
-def jobs_of(slug, kind, studies):
-    """Results of one model's jobs of some studies."""
-    return [f"results/{study}/{slug}/{job}.{kind}" for study in studies for job in job_names(slug, study)]
-
-
-@lru_cache(None)
-def job_names(slug, study):
-    """The jobs of one model and study."""
-    return plan.job_names(MODELS[slug], study)

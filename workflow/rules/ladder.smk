@@ -13,9 +13,9 @@ rule ladder_jobs:
     output:
         measured_outputs(UNITS[plan.LADDER]),
     log:
-        "results/logs/ladder/{model}.log",
+        "results/logs/ladder/{model}/jobs.log",
     benchmark:
-        "results/benchmarks/ladder/{model}.tsv"
+        "results/benchmarks/ladder/{model}/jobs.tsv"
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=8000,
@@ -52,9 +52,9 @@ rule ladder_facts:
     output:
         "results/ladder/{model}/facts.json",
     log:
-        "results/logs/ladder/{model}-facts.log",
+        "results/logs/ladder/{model}/facts.log",
     benchmark:
-        "results/benchmarks/ladder/{model}-facts.tsv"
+        "results/benchmarks/ladder/{model}/facts.tsv"
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=4000,
@@ -94,9 +94,9 @@ rule ladder_further:
     output:
         "results/ladder/{model}/further.json",
     log:
-        "results/logs/ladder/{model}-further.log",
+        "results/logs/ladder/{model}/further.log",
     benchmark:
-        "results/benchmarks/ladder/{model}-further.tsv"
+        "results/benchmarks/ladder/{model}/further.tsv"
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=8000,
@@ -127,8 +127,11 @@ rule ladder:
     """All cells of the ladder; FINDINGS.md needs them where `studies` names it."""
     input:
         measured_of(plan.LADDER),
-        of_models("results/ladder/{model}/facts.json"),
-        of_models("results/ladder/{model}/further.json") if FURTHER else [],
+        expand(
+            "results/ladder/{model}/{made}.json",
+            model=asked_for(plan.LADDER),
+            made=["facts", "further"] if FURTHER else ["facts"],
+        ),
     params:
         cfg=parameters(*STUDY_KEYS[plan.LADDER]),
     message:

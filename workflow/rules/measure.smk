@@ -1,7 +1,7 @@
 # A rule for what is measured together (`studies.units`), as a rule all of a dtype, with one start of each engine.
 # What was measured before under the same identity is in the store, so that other parameters measure what is new.
 # The longest begins first, as the default run took on two cores: what ends last should not begin last.
-SHORTEST_FIRST = ("hf-float32", "hf-mechanisms", "float32", "bfloat16")
+SHORTEST_FIRST = ("hf-float32", "vllm-mechanisms", "float32", "hf-mechanisms", "bfloat16")
 for unit, contents in UNITS.items():
     if unit == plan.LADDER:
         continue  # has a file of its own: it can be measured where FINDINGS.md does not ask for it

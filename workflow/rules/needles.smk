@@ -29,10 +29,13 @@ rule needles_model:
 
 
 rule needles:
-    """The retrieval items of every model."""
+    """The retrieval items of every model that the gate judges codecs on."""
     input:
-        of_models(
-            "calib/needles/{model}/{items}.{kind}", items=["needles", "ruler"], kind=["parquet", "json"]
+        expand(
+            "calib/needles/{model}/{items}.{kind}",
+            model=JUDGED,
+            items=["needles", "ruler"],
+            kind=["parquet", "json"],
         ),
     params:
         cfg=parameters("model"),

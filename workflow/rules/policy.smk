@@ -32,7 +32,7 @@ rule policy_job:
 rule policy_page:
     """POLICY.md: the same, to be read."""
     input:
-        of_models("results/kvstore/policy/{model}.json"),
+        expand("results/kvstore/policy/{model}.json", model=JUDGED),
     output:
         report("results/kvstore/POLICY.md", caption="../report/policy.rst", category="KV store"),
     log:

@@ -20,7 +20,7 @@ import yaml  # noqa: E402
 from pydantic.json_schema import GenerateJsonSchema  # noqa: E402
 
 from kvlab.base.paramfile import read_yaml  # noqa: E402
-from kvlab.base.params import ModelEntry  # noqa: E402
+from kvlab.base.params import Listed  # noqa: E402
 from kvlab.pages.format import table  # noqa: E402
 from kvlab.studies.cells.params import CELLS  # noqa: E402
 from kvlab.studies.settings import Settings, resolved  # noqa: E402
@@ -58,14 +58,14 @@ class PlainSchema(GenerateJsonSchema):
 def params_schema():
     """JSON schema of params.yaml: every section written out where it stands."""
     generated = Settings.model_json_schema(schema_generator=PlainSchema)
-    entry = ModelEntry.model_json_schema(schema_generator=PlainSchema)
-    sections = generated["$defs"] | {"ModelEntry": entry}
+    entry = Listed.model_json_schema(schema_generator=PlainSchema)
+    sections = generated["$defs"] | {"Listed": entry}
     keys = {key: written_out(part, sections) for key, part in generated["properties"].items() if key != "model"}
     models = {
         "type": "array",
         "minItems": 1,
         "description": "Models that are measured; each goes through every stage, and the first leads the report.",
-        "items": written_out({"$ref": "ModelEntry"}, sections),
+        "items": written_out({"$ref": "Listed"}, sections),
     }
     keys = {"models": models, **keys}
     open_cells(keys)

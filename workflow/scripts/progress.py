@@ -58,13 +58,20 @@ def left(jobs, now, cores):
 
 
 def expected(name, recorded):
-    """Seconds of a job as recorded: its own, else the mean of its kind on other models, else `UNKNOWN`."""
+    """Seconds of a job as recorded: its own, else the mean of its kind on other models, else `UNKNOWN`.
+
+    Names read ``stage/model/kind``.
+    """
     if name in recorded:
         return recorded[name]
-    stage, _, rest = name.partition("/")
-    kind = rest.partition("/")[2]
-    alike = [seconds for other, seconds in recorded.items() if other.startswith(f"{stage}/") and other.endswith(kind)]
+    alike = [seconds for other, seconds in recorded.items() if kind_of(other) == kind_of(name)]
     return sum(alike) / len(alike) if alike else UNKNOWN
+
+
+def kind_of(name):
+    """A job's name without the model."""
+    parts = name.split("/")
+    return parts[:1] + parts[2:]
 
 
 def read():

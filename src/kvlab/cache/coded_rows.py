@@ -19,7 +19,7 @@ from torch import Tensor
 from kvlab.base.errors import CapabilityError
 from kvlab.base.recipe import StreamRecipe
 from kvlab.codec.base import Codec, Encoded, Site
-from kvlab.codec.ended import Kept
+from kvlab.codec.kept import Kept
 from kvlab.codec.klt.joining import arrays_of, joiner, refilled
 from kvlab.codec.names import CODECS, UNSTORED
 

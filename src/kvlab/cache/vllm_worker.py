@@ -16,7 +16,7 @@ from kvlab.base.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import RecipeFile, read_recipe_file
 from kvlab.codec.base import Codec, Site
-from kvlab.codec.ended import Kept
+from kvlab.codec.kept import Kept
 from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.registry import class_of, codec_class
 from kvlab.codec.seeding import generator

@@ -34,7 +34,7 @@ The steps of the pipeline, as the rules of the workflow call them (`make finding
   components  mean, covariance and KLT of K and V, per layer and KV head
   baseline    codec off: an engine, dtype and attention against the fp32 truth
   choose      which layers to favour, from the calibration split alone
-  jobs        the cells of all studies on one engine in one dtype, with one start of the engine
+  jobs        jobs of any studies in one process, with one start of each engine
   measure     the cells of one study on one engine
   residual    the codec's own error on each engine's capture
   ladder      what the codecs' calibrations weigh as files, and how much a transform can gain on this model
@@ -143,7 +143,7 @@ def measure_verb(args: argparse.Namespace) -> None:
 
 
 def jobs_verb(args: argparse.Namespace) -> None:
-    """Measure jobs of several studies on one engine and dtype, with one start of the engine."""
+    """Measure jobs of several studies in one process, with one start of each engine."""
     from kvlab.studies.measuring import measure_jobs
 
     measure_jobs(

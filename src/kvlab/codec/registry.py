@@ -9,7 +9,8 @@ from kvlab.base import plugins
 from kvlab.base.errors import PluginError, UnknownName
 from kvlab.base.recipe import PluginStream, StreamRecipe
 from kvlab.codec.base import Codec, StreamCalibration
-from kvlab.codec.ended import EndedCodec, Kept
+from kvlab.codec.ended import EndedCodec
+from kvlab.codec.kept import Kept
 from kvlab.codec.names import CODECS
 
 PARTS = ("per_token", "encode", "decode", "decode_block")  # of `Codec`

@@ -206,14 +206,15 @@ def evidence_of(record: MechanismsRecord, row: MechanismRow, run: EvalRun, score
     """What one eval found of one row, held against the engine as it is, item by item."""
     by_metric = scores_of(record, row, run, scores)
     rate = RATES[run.quality_eval_id]
+    apart = record.documents if run.quality_eval_id == FIDELITY else None  # a needle, a question has its own text
     identity = _evidence_identity(record, row)
     identity |= {"context_tokens": run.context} if run.context else {}
     return build(
         quality_eval_id=run.quality_eval_id,
         version=run.version,
-        metrics={metric: measured(variant, rate) for metric, (variant, _) in by_metric.items()},
-        baseline={metric: measured(baseline, rate) for metric, (_, baseline) in by_metric.items()},
-        paired={metric: paired(*found, rate) for metric, found in by_metric.items()},
+        metrics={metric: measured(variant, rate, documents=apart) for metric, (variant, _) in by_metric.items()},
+        baseline={metric: measured(baseline, rate, documents=apart) for metric, (_, baseline) in by_metric.items()},
+        paired={metric: paired(*found, rate, documents=apart) for metric, found in by_metric.items()},
         identity=identity | {"recipe_id": row.recipe_id},
         observed=row.model_dump(include={"kv_cache_dtype", "cache_class", "codec", "canary_kl"})
         | run.model_dump(include=set(RAN)),

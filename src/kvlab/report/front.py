@@ -116,11 +116,18 @@ def chosen(row: dict, plain: dict | None) -> dict:
         "top": rate(metrics.get("top1_agreement")),
         "needles": rate(metrics["needle_recall"]) if "needle_recall" in metrics else None,
         "needles_before": rate(before.get("needle_recall")),
-        "open": listing([METRICS.get(name, safe(name)) for name in row["open"]]) if row["open"] else None,
+        "open": named_metrics(name for name in row["open"] if name not in row.get("untold", ())),
+        "untold": named_metrics(row.get("untold", ())),
         "windows": fmt.number(metrics["kl"]["n"]) if "kl" in metrics else None,
         "on": ", ".join(safe(row[key]) for key in ("device", "dtype") if row[key]),
         "context": fmt.number(row["context_tokens"]),
     }
+
+
+def named_metrics(names: Iterable[str]) -> str | None:
+    """Metrics in words; None where there are none."""
+    words = [METRICS.get(name, safe(name)) for name in names]
+    return listing(words) if words else None
 
 
 def rate(given: dict | None) -> str:

@@ -216,7 +216,8 @@ class Bootstrap:
         if n < 2:
             raise Fault("an interval over windows needs at least 2 windows")
         first = columns[0]
-        documents = None if first.documents is None else len(set(first.documents))
+        known = set(first.documents or ())
+        documents = len(known) if len(known) > 1 else None  # windows of a single one are what is resampled
         drawn = resample_counts(n, self.resamples, self.seed)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             value = statistic(sums.sum(0) / counts.sum(0))

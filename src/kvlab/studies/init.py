@@ -25,12 +25,13 @@ SAID = {
     "ladder": {"in_forward": ["klt"], "growth": [0.25], "contexts": [2048]},
     "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},
     "mechanisms": {
-        "codecs": ["klt", "hadamard", "kivi", "fp8"],
-        "in_forward": ["kivi"],
+        "codecs": ["klt", "hadamard", "kivi"],
+        "in_forward": [],
         "cache_dtypes": ["fp8_e4m3"],
         "needles": 8,
+        "greedy": 8,
     },
-    "noise": {"protocol": "snapshot", "groups": ["all"], "sigmas": [0.01, 0.03, 0.1]},
+    "noise": {"protocol": "snapshot", "streams": ["kv"], "groups": ["all"], "sigmas": [0.01, 0.03, 0.1]},
 }
 
 TEMPLATE = Template("""\
@@ -45,6 +46,7 @@ v_bits: 2                     # V stream: the same
 
 # Each model goes through every stage, and its results lie under its slug (if none is given, the last part of `path`,
 # a directory or a hub id with its `revision`). The first one leads the report; what holds on all is its headline.
+# A further one may name `studies` of its own, of those below: only they are measured of it, and no gate.
 models:
 $models
 corpus:

@@ -1,4 +1,4 @@
-"""One process, one engine, one dtype: the jobs of any studies on it, in a single walk over the windows."""
+"""One process: jobs of any studies that share engines and windows, in a single walk over the windows."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from kvlab.base.errors import ModelError, ParamsError, suggestion
 from kvlab.base.folders import holding
 from kvlab.base.model import layer_count
 from kvlab.base.paramfile import explained, merged, read_yaml, unknown_key
-from kvlab.base.params import Codec, Model, ModelEntry, Params, Section, Undeclared, as_far
+from kvlab.base.params import Codec, Listed, Model, Params, Section, Undeclared, as_far
 from kvlab.lab.plan import STUDIES, STUDY_FOLDERS
 from kvlab.studies.cells import params as cells_params
 from kvlab.studies.cells.params import CELLS, CellEntry
@@ -140,7 +140,11 @@ def by_model(data: dict) -> dict[str, Settings]:
     rest = {key: value for key, value in data.items() if key in keys and key != "models"}
     models, wrong = _models(data)
     problems += wrong
-    found = {slug: Settings.examined(rest | {"model": model}) for slug, model in models.items()}
+    asked = [rest if own is None else rest | {"studies": own} for _, own in models.values()]
+    found = {
+        slug: Settings.examined(keys | {"model": model})
+        for (slug, (model, _)), keys in zip(models.items(), asked, strict=True)
+    }
     told = [lines for _, lines in found.values()] or [Settings.examined(rest)[1][:-1]]  # the last: no model
     problems += _of_models(told, list(found))
     if problems:
@@ -159,25 +163,45 @@ def _of_models(told: list[list[str]], slugs: list[str]) -> Iterator[str]:
                 yield line
 
 
-def _models(data: dict) -> tuple[dict[str, Model], list[str]]:
-    """The models that are listed, by slug, and a line for each mistake in the list."""
+def _models(data: dict) -> tuple[dict[str, tuple[Model, list[str] | None]], list[str]]:
+    """The models that are listed and the studies of each that names its own, by slug; and a line for each mistake."""
     listed, found, problems = data.get("models"), {}, []
     if not (isinstance(listed, list) and listed):
         given = f"is {listed!r}" if "models" in data else "is missing"
         return {}, [f"parameter 'models' {given}; allowed: a list of models, each with `path`"]
     for number, given in enumerate(listed):
         try:
-            entry = ModelEntry.model_validate(given)
+            entry = Listed.model_validate(given)
             if entry.slug in found:
                 raise ModelError(
                     f"models.{number}.slug is {entry.slug!r}, as of a model before it; give it another `slug`"
                 )
-            found[entry.slug] = Model(**entry.model_dump(), n_layers=layer_count(entry))
+            problems += _own_studies(number, entry, data.get("studies"))
+            model = Model(**entry.model_dump(exclude={"studies"}), n_layers=layer_count(entry))
+            found[entry.slug] = model, None if entry.studies is None else list(entry.studies)
         except ValidationError as error:
-            problems += explained(error, ModelEntry, prefix=("models", number))
+            problems += explained(error, Listed, prefix=("models", number))
         except ModelError as error:
             problems.append(str(error))
     return found, problems
+
+
+def _own_studies(number: int, entry: Listed, asked: list[str] | None) -> Iterator[str]:
+    """A line where the first model names studies of its own, and for each study that is not asked for."""
+    if number == 0 and entry.studies is not None:
+        yield "models.0.studies is said, and the first model leads: all of `studies` is measured of it; leave it out"
+    for name in entry.studies or ():
+        allowed = STUDIES if asked is None else asked
+        if name not in allowed:
+            yield (
+                f"models.{number}.studies names {name!r}; allowed: {', '.join(allowed) or 'none'}, of `studies`"
+                f"{suggestion(name, allowed)}"
+            )
+
+
+def judged(data: dict) -> list[str]:
+    """The slugs of the models for which a params.yaml asks the gate's rows: all but those with studies of their own."""
+    return [slug for slug, (_, own) in _models(data)[0].items() if own is None]
 
 
 def one_of(models: dict[str, Settings], slug: str | None) -> Settings:
@@ -199,5 +223,8 @@ def resolved(data: dict) -> dict:
         whole["codec"]["boundary_layers"] = list(Codec().boundary_layers)
     elif any(settings.codec.boundary_layers != first.codec.boundary_layers for settings in models.values()):
         del whole["codec"]["boundary_layers"]  # no one list is the default of a small model and of a large one
-    entries = [settings.model.model_dump(mode="json", exclude={"n_layers"}) for settings in models.values()]
+    entries = [
+        settings.model.model_dump(mode="json", exclude={"n_layers"}) | {"studies": given.get("studies")}
+        for settings, given in zip(models.values(), data["models"], strict=True)
+    ]
     return {"models": entries} | merged(whole, {key: value for key, value in data.items() if key != "models"})

@@ -2,7 +2,7 @@
 
 What several engines measure in a dtype is measured together, whatever study asks for it: what they are held against,
 transformers' own, is computed once for all, and vLLM, which takes long to start, starts once for each dtype. What one
-engine measures alone goes on beside that, and so does what the gate judges on transformers.
+engine measures alone goes on beside that, and so does what the gate judges, which not every model is asked for.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ from kvlab.base.params import Params
 from kvlab.lab import plan
 
 BASELINE, MECHANISMS = "baseline", "mechanisms"
-APART = ("hf",)  # engines whose mechanisms are measured in a process of their own
 Contents = dict[str, tuple[str, ...]]
 """Study -> its jobs, which are the stems of their files: ``results/<study>/<model>/<job>.parquet`` and ``.json``."""
 
 
 def units(params: Params) -> dict[str, Contents]:
     """Name -> what is measured together: ``float32``, ``bfloat16``, ``hf-float32``, ``hf-mechanisms``, ``ladder``."""
-    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    found: dict[str, Contents] = {}
     for study, dtype, jobs in by_dtype(params):
         engines = engines_of({study: jobs})
         found.setdefault(dtype if len(engines) > 1 else f"{engines[0]}-{dtype}", {})[study] = jobs
-    for engine in params.engines:
-        together = params.mechanisms.dtype if len(params.engines) > 1 else f"{engine}-{params.mechanisms.dtype}"
-        found.setdefault(f"{engine}-{MECHANISMS}" if engine in APART else together, {})[MECHANISMS] = (engine,)
+    found |= {f"{engine}-{MECHANISMS}": {MECHANISMS: (engine,)} for engine in params.engines}
     found[plan.LADDER] = {plan.LADDER: tuple(plan.job_names(params, plan.LADDER))}
     return found
 

@@ -1,6 +1,7 @@
 """A quality measure with its interval, made from per-item scores; the variant's is paired with the baseline's.
 
-An item is whatever is independent of the others: a needle, a question, a window of text. Items that are answered or
+An item is a needle, a question, a window of text. Items are independent of each other, but for windows of one document,
+which are told and resampled together. Items that are answered or
 not have closed, vectorised intervals that stay honest where no item failed or none changed, where a bootstrap would
 claim certainty; all other scores go through the project's bootstrap over items, which is never narrower than
 Student's t.
@@ -60,8 +61,13 @@ class Measure(Frozen):
         return cls(value=estimate.value, low=estimate.low, high=estimate.high, se=se, n=estimate.n_windows)
 
 
-def measured(scores, rate: bool | None = None, levels: Sequence[float] = LEVELS) -> Measure:
-    """Mean score of independent items.
+def measured(
+    scores,
+    rate: bool | None = None,
+    levels: Sequence[float] = LEVELS,
+    documents: Sequence[int] | None = None,
+) -> Measure:
+    """Mean score of items.
 
     Parameters
     ----------
@@ -73,6 +79,8 @@ def measured(scores, rate: bool | None = None, levels: Sequence[float] = LEVELS)
         nothing, wrong for ten questions that were all answered. By default it is a rate if it can be one.
     levels : sequence of float
         At which it has ends: `LEVELS`, or the first of them where no p-value is asked for.
+    documents : sequence of int, optional
+        The document of every item; those of one are resampled together. No rate has any.
 
     Raises
     ------
@@ -81,19 +89,25 @@ def measured(scores, rate: bool | None = None, levels: Sequence[float] = LEVELS)
     """
     scores = _finite(scores)
     if not _is_rate(rate, scores):
-        return _mean(scores, levels)
+        return _mean(scores, levels, documents)
     n, hits = scores.size, float(scores.sum())
     return _measure(hits / n, rate_bounds(hits, n, np.array(levels)), float(rate_se(hits, n)), n)
 
 
-def paired(variant, baseline, rate: bool | None = None, levels: Sequence[float] = LEVELS) -> Measure:
+def paired(
+    variant,
+    baseline,
+    rate: bool | None = None,
+    levels: Sequence[float] = LEVELS,
+    documents: Sequence[int] | None = None,
+) -> Measure:
     """Mean of `variant` minus `baseline`, item by item.
 
     Parameters
     ----------
     variant, baseline : float [items]
         Scores of the same items in the same order.
-    rate, levels
+    rate, levels, documents
         As in `measured`.
 
     Raises
@@ -108,7 +122,7 @@ def paired(variant, baseline, rate: bool | None = None, levels: Sequence[float] 
         raise MixedIdentity({"items": {variant.size, baseline.size}})
     change = variant - baseline
     if not _is_rate(rate, variant, baseline):
-        return _mean(change, levels)
+        return _mean(change, levels, documents)
     n, gained, lost = change.size, float(change.clip(min=0).sum()), float(-change.clip(max=0).sum())
     ends = change_bounds(gained, lost, n, np.array(levels))
     return _measure((gained - lost) / n, ends, float(change_se(gained, lost, n)), n)
@@ -128,12 +142,18 @@ def _finite(scores) -> np.ndarray:
     return scores
 
 
-def _mean(values: np.ndarray, levels: Sequence[float]) -> Measure:
+def _mean(values: np.ndarray, levels: Sequence[float], documents: Sequence[int] | None) -> Measure:
     items = np.arange(values.size)
-    column = Column.of(items, np.zeros_like(items), values)
+    column = Column.of(items, np.zeros_like(items), values, documents)
     at_levels = BOOTSTRAP.mean_at(column, [1 - 2 * level for level in levels])
     ends = np.array([[estimate.low, estimate.high] for estimate in at_levels]).T
-    return _measure(at_levels[0].value, ends, float(values.std(ddof=1)) / math.sqrt(values.size), values.size)
+    return _measure(at_levels[0].value, ends, standard_error(column.by_document()), values.size)
+
+
+def standard_error(column: Column) -> float:
+    """Of the mean over the items of a column, from how far its windows lie apart."""
+    off, n = column.sums - column.sums.sum() / column.counts.sum() * column.counts, len(column.sums)
+    return math.sqrt(n / (n - 1) * float((off**2).sum())) / float(column.counts.sum())
 
 
 def _measure(value: float, ends, se: float, n: int) -> Measure:

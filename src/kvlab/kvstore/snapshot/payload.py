@@ -22,7 +22,7 @@ from kvlab.cache.coded_rows import Straight, Turn
 from kvlab.calibration.needs import needs_calibration
 from kvlab.codec.base import Codec, Site, StreamCalibration, all_finite
 from kvlab.codec.controls.identity import IdentityCodec
-from kvlab.codec.ended import Kept
+from kvlab.codec.kept import Kept
 from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.registry import build
 from kvlab.codec.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvlab.base.errors import MissingResult
 from kvlab.base.params import Params
-from kvlab.stats.bootstrap import Bootstrap, Column
+from kvlab.stats.bootstrap import Bootstrap, Column, documents_of
 from kvlab.studies.gather import Results
 from kvlab.studies.ladder.numbers import FEWEST
-from kvlab.studies.ladder.record import Score, read_further, wanted_further
+from kvlab.studies.ladder.record import Further, Score, parts, read_further, wanted_further
 from kvlab.studies.ladder.state import refuse_other
 
 Series = tuple[str, int, int]
@@ -34,25 +34,37 @@ def further_entries(params: Params, path: Path | None, results: Results, boot: B
         raise MissingResult("ladder.growth and ladder.contexts ask for more; run `kvlab step ladder_further`")
     record = read_further(path)
     refuse_other(record, results)
-    context = params.windows.context
+    refuse_incomplete(params, record, path)
+    context, documents = params.windows.context, results.select("ladder")[0].documents
     growth = [one for one in record.scores if one.context == context]
-    found = entries(boot, "growth", growth, lambda series: max(series, key=lambda one: one[2]))
+    found = entries(boot, "growth", growth, lambda series: max(series, key=lambda one: one[2]), documents)
     for length in params.ladder.contexts:
         mine = [one for one in record.scores if one.context == length]
         found += entries(boot, "context", mine, lambda series: series[0])
-    parts = {one["calibration_tokens"] for one in found if one["what"] == "growth"}
-    lengths = {one["context"] for one in found if one["what"] == "context"}
-    due = len(params.ladder.growth) + 1 if params.ladder.growth else 0
-    if len(parts) != due or lengths != set(params.ladder.contexts):
-        raise MissingResult(
-            f"{path} has {len(parts)} parts of the calibration and contexts {sorted(lengths)}, asked for are {due} and"
-            f" {sorted(params.ladder.contexts)}; run `kvlab step ladder_further` again"
-        )
     return found
 
 
-def entries(boot: Bootstrap, what: str, scores: Sequence[Score], first) -> list[dict]:
-    """An entry for each series and text; `first` of all series is what the others are held against."""
+def refuse_incomplete(params: Params, record: Further, path: Path) -> None:
+    """`MissingResult` where not all that is asked for was scored."""
+    asked, windows = params.ladder, params.windows
+    counts = [*parts(asked.growth, windows.calib), windows.calib] if asked.growth else []
+    due = {(windows.context, count * windows.context) for count in counts}
+    due |= {(length, windows.calib * windows.context) for length in set(asked.contexts) - set(record.left_out)}
+    there = {(one.context, one.calibration_tokens) for one in record.scores}
+    if there != due:
+        raise MissingResult(
+            f"{path} has contexts with tokens of calibration {sorted(there)}, asked for are {sorted(due)};"
+            " run `kvlab step ladder_further` again"
+        )
+
+
+def entries(
+    boot: Bootstrap, what: str, scores: Sequence[Score], first, documents: Sequence[int] | None = None
+) -> list[dict]:
+    """An entry for each series and text; `first` of all series is what the others are held against.
+
+    `documents` are those of the windows, by number, where they are the scored ones.
+    """
     found = []
     windows = {(one.text, one.window) for one in scores}
     for text, count in Counter(text for text, _ in sorted(windows)).items():
@@ -62,9 +74,9 @@ def entries(boot: Bootstrap, what: str, scores: Sequence[Score], first) -> list[
         for one in (one for one in scores if one.text == text):
             series.setdefault((one.label, one.context, one.calibration_tokens), []).append(one)
         against = first(list(series))
-        base = column(series[against], "kl_sum")
+        base = column(series[against], "kl_sum", documents)
         for (label, context, tokens), mine in series.items():
-            kl, other = column(mine, "kl_sum"), (label, context, tokens) != against
+            kl, other = column(mine, "kl_sum", documents), (label, context, tokens) != against
             found.append(
                 {
                     "what": what,
@@ -74,7 +86,7 @@ def entries(boot: Bootstrap, what: str, scores: Sequence[Score], first) -> list[
                     "calibration_tokens": tokens,
                     "bits_per_value": mine[0].bits_per_value,
                     "kl": boot.mean(kl).to_json(),
-                    "top1_agreement": boot.rate(column(mine, "agreeing")).to_json(),
+                    "top1_agreement": boot.rate(column(mine, "agreeing", documents)).to_json(),
                     "against": against[0] if other else None,
                     "times": boot.ratio(kl, base).to_json() if other else None,
                 }
@@ -82,9 +94,10 @@ def entries(boot: Bootstrap, what: str, scores: Sequence[Score], first) -> list[
     return found
 
 
-def column(scores: Sequence[Score], name: str) -> Column:
+def column(scores: Sequence[Score], name: str, documents: Sequence[int] | None) -> Column:
     """A sum of every window as a column."""
     ordered = sorted(scores, key=lambda one: one.window)
     windows, counts = tuple(one.window for one in ordered), np.array([float(one.tokens) for one in ordered])
     sums = np.array([float(getattr(one, name)) for one in ordered])
-    return Column(sums, counts, windows, f"further {ordered[0].context} {windows} {counts}", int(counts.sum()))
+    key = f"further {ordered[0].context} {windows} {counts}"
+    return Column(sums, counts, windows, key, int(counts.sum()), documents_of(windows, documents))

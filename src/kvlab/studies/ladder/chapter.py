@@ -26,7 +26,7 @@ def entries(measured: Measured) -> dict[str, list[dict]]:
     return ladder_entries(boot, rungs) | {
         "ladder_further": further_entries(params, measured.sources.further, measured.results, boot),
         "ladder_state": state_entries(params, facts, rungs),
-        "ladder_gain": gain_entries(params, facts, boot),
+        "ladder_gain": gain_entries(params, facts, boot, measured.results.select("ladder")[0].documents),
     }
 
 

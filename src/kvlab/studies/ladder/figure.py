@@ -42,8 +42,8 @@ def ladder(table: pl.DataFrame) -> Figure:
     panels = tuple(panel([line for line in lines if line["text"] == text], series, places, values) for text in texts)
     return Figure(
         "What every codec costs at the bits that it stores",
-        "Left and down is better. A line joins the settings of one codec. The calibration and the tokens that are kept"
-        " as they are come on top, see the table of bits at so many tokens. An arrow at the lower end stands for a"
+        "Left and down is better. A line joins the settings of one codec. The calibration and the tokens after"
+        " the context come on top, see the table of bits at so many tokens. An arrow at the lower end stands for a"
         " value that is not above zero.",
         panels,
         columns=2,

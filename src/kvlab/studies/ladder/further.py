@@ -11,7 +11,7 @@ import polars as pl
 import torch
 
 from kvlab.base.errors import CorpusError
-from kvlab.base.model import ModelInfo, check_window, load_tokenizer, resolve
+from kvlab.base.model import ModelInfo, load_tokenizer, resolve
 from kvlab.base.params import Params
 from kvlab.base.records import write_json
 from kvlab.calibration import calibrate
@@ -22,11 +22,11 @@ from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.lab.measure import provenance
 from kvlab.lab.trial import Subject, score
+from kvlab.studies.ladder.params import CONTEXT_CODECS
 from kvlab.studies.ladder.plan import cheapest
-from kvlab.studies.ladder.record import Further, Score
+from kvlab.studies.ladder.record import Further, Score, parts
 from kvlab.text import corpus
 
-CONTEXT_CODECS = ("klt", "hadamard")  # of those that are compared; of two the difference is told
 PROTOCOL = "snapshot"
 
 
@@ -49,11 +49,11 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
     info, asked = resolve(params.model), params.ladder
     windows = corpus.load(windows_path, info.model_hash)
     calibrated = calibration.load(fitted, info.model_hash, windows.corpus_hash)
-    longest = max((windows.context, *asked.contexts)) + windows.eval
-    check_window(info, longest)
+    contexts = [one for one in asked.contexts if one + windows.eval < info.max_positions]
+    longest = max((windows.context, *contexts)) + windows.eval
     with closing(start(asked.engine, info, "float32", max_tokens=longest)) as engine:
         found = [*grown(params, engine, windows, calibrated)] if asked.growth else []
-        for context in asked.contexts:
+        for context in contexts:
             rows = long_windows(params, info, context, documents)
             subjects = [Subject(*cheapest(params, codec), calibrated) for codec in context_codecs(params)]
             found += scores(params, engine, rows, context, subjects, len(windows.calib) * windows.context)
@@ -61,6 +61,7 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
         provenance=provenance(info, windows, {calibrated.origin: calibrated}),
         origin=calibrated.origin,
         eval=windows.eval,
+        left_out=tuple(sorted(set(asked.contexts) - set(contexts))),
         scores=tuple(found),
     )
     write_json(out, record.model_dump(mode="json"))
@@ -74,12 +75,12 @@ def context_codecs(params: Params) -> list[str]:
 def grown(params: Params, engine: Engine, windows: corpus.TokenWindows, whole: Calibrated) -> Iterator[Score]:
     """`klt` fitted on the first so many of the calibration's windows, and on all, on the same scored windows.
 
-    A part is captured anew, by the engine that scores; the whole is the calibration that the ladder reads.
+    A part is captured anew, by the engine that scores and in its float32; the whole is the calibration that the ladder
+    reads.
     """
     (label, recipe), calib = cheapest(params, "klt"), windows.calib.tolist()
     rows = windows.test[: params.ladder.fewer]
-    for share in params.ladder.growth:
-        count = max(2, round(share * len(calib)))
+    for count in parts(params.ladder.growth, len(calib)):
         observed = observe(engine, calib[:count], windows.context, windows.corpus_hash, params.calibration.sample)
         fitted = calibrate.fitted(observed, engine.info, [recipe], params.calibration.ridge)
         subject, tokens = Subject(label, recipe, fitted), count * windows.context

@@ -159,7 +159,8 @@ def by_offset(boot: Bootstrap, one: Rung) -> Iterator[dict]:
     for first, end in pairwise(ends):
         rows = scored.filter(pl.col("position").is_between(start + first, start + end - 1))
         if rows.height:
-            yield {"first": first, "last": end - 1, "kl": boot.mean(column(rows, "kl")).to_json()}
+            kl = boot.mean(column(rows, "kl", None, measured.documents))
+            yield {"first": first, "last": end - 1, "kl": kl.to_json()}
 
 
 # --------------------------------------------------------------------------------------- what to use

@@ -14,6 +14,7 @@ from kvlab.base.rungs import CONDITIONABLE, Compared, Conditionable, Laddered
 Share = Annotated[float, Field(gt=0, lt=1)]
 Ablated = Literal["escapes", "tables", "allocation", "transform", "metric"]
 
+CONTEXT_CODECS = ("klt", "hadamard")  # at longer contexts, as far as they are compared: of two the difference is told
 USUAL = ("klt", "hadamard", "kivi", "int", "fp8")
 """The default: few enough for a run of everything on two cores, and one of each family."""
 
@@ -65,12 +66,17 @@ class Ladder(Section):
         description="parts of the calibration's windows that `klt`, if it is compared, is fitted on too, such as 0.25",
     )
     contexts: tuple[Annotated[int, Field(ge=8)], ...] = Field(
-        default=(), description="further contexts at which `klt` and `hadamard` are measured, such as 2048; none: []"
+        default=(),
+        description="further contexts at which `klt` and `hadamard` are measured, such as 2048, as far as the model has"
+        " positions; none: []",
     )
     context_windows: int = Field(default=8, ge=2, description="windows of each of `contexts`")
 
     def fitted(self, params: Params) -> Ladder:
-        """An engine that runs, the codecs that are compared, the texts that there are, each once, and their windows."""
+        """An engine that runs, the codecs that are compared, the texts that there are, each once, and their windows.
+
+        No context that the windows have anyway, or that no codec is measured at, and no growth without `klt`.
+        """
         engine = self.engine if self.engine in params.engines else params.engines[0]
         known = params.corpus.other is not None and "other" not in params.corpus.scored
         texts = tuple(text for text in self.texts if text == "test" or known) or ("test",)
@@ -78,6 +84,8 @@ class Ladder(Section):
         found = found.unsaid(windows=min(self.windows, *(getattr(params.windows, text) for text in found.texts)))
         forward = tuple(codec for codec in self.in_forward if codec in self.codecs)
         without = {} if "klt" in self.codecs else {"ablated": (), "growth": ()}
+        able = set(CONTEXT_CODECS) & set(self.codecs)
+        without |= {"contexts": tuple(one for one in self.contexts if able and one != params.windows.context)}
         found = found.unsaid(fewer=min(self.fewer, found.windows))
         return found.model_copy(update={"in_forward": forward} | without)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -114,17 +115,26 @@ class Score(Frozen):
 
 
 class Further(Frozen):
-    """The JSON of ``kvlab step ladder_further``; `eval` as of the windows."""
+    """The JSON of ``kvlab step ladder_further``; `eval` as of the windows.
+
+    `left_out` are contexts that were asked for and that the model has no positions for.
+    """
 
     provenance: Provenance
     origin: Engine
     eval: int
+    left_out: tuple[int, ...] = ()
     scores: tuple[Score, ...]
 
 
 def wanted_further(params: Params) -> bool:
     """Whether the parameters ask for it."""
     return bool(params.ladder.growth or params.ladder.contexts)
+
+
+def parts(shares: Sequence[float], windows: int) -> list[int]:
+    """The first so many of the calibration's windows that shares of it are, each once; the whole is none of them."""
+    return sorted({count for share in shares if (count := max(2, round(share * windows))) < windows})
 
 
 def calibrated_rungs(params: Params) -> list[Recipe]:

@@ -33,7 +33,7 @@ class RungEntry(Entry):
     calibrated: bool
     """Whether the codec reads anything that was fitted to text."""
     bits_per_value: float
-    """Every byte written for the coded tokens; neither the calibration nor tokens that are kept as they are."""
+    """Every byte written for the context, also for tokens of it that a recipe keeps as they are; no calibration."""
     kl: Interval
     top1_agreement: Interval
     by_offset: tuple[OffsetBin, ...]

@@ -10,6 +10,8 @@ import numpy as np
 
 from kvlab.base.errors import MissingResult, MixedIdentity
 from kvlab.base.params import Params
+from kvlab.base.recipe import Recipe
+from kvlab.codec.kept import Kept
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.studies.gather import Results
 from kvlab.studies.ladder.numbers import FEWEST, Rung
@@ -49,8 +51,8 @@ class State:
         """
         head = (EXACT_BITS - self.rate) * self.exact + self.artefact
         theirs = (EXACT_BITS - other.rate) * other.exact + other.artefact
-        if self.rate >= other.rate:
-            return 0.0 if (head, self.rate) <= (theirs, other.rate) else None
+        if self.rate >= other.rate:  # beyond some length more, unless the rates are equal
+            return 0.0 if self.rate == other.rate and head <= theirs else None
         return max(0.0, (head - theirs) / (other.rate - self.rate))
 
 
@@ -63,7 +65,8 @@ def state_of(one: Rung, facts: Facts) -> State:
     Under `snapshot` the tokens after the context are as the engine made them: at the mean scored token, half of them.
     """
     recipe, recipe_id = one.measured.cell.recipe, one.measured.record.recipe_id
-    context, kept = one.measured.context, kept_tokens(recipe)
+    context = one.measured.context
+    kept = kept_tokens(recipe, context)
     bits = one.bits * context - EXACT_BITS * min(kept, context)
     rate = bits / (context - kept) if kept < context else float(EXACT_BITS)
     weights = {found.recipe_id: found.decoder_bytes for found in facts.artefacts}
@@ -71,9 +74,9 @@ def state_of(one: Rung, facts: Facts) -> State:
     return State(rate, kept + one.measured.eval / 2, artefact)
 
 
-def kept_tokens(recipe) -> float:
-    """Tokens at both ends of a cache that a recipe keeps as they are, the mean of K and V."""
-    return sum(getattr(stream, end, 0) for stream in (recipe.k, recipe.v) for end in ("sink", "recent")) / 2
+def kept_tokens(recipe: Recipe, tokens: int) -> float:
+    """How many of so many tokens a recipe keeps as they are, the mean of K and V."""
+    return sum(tokens - Kept.of(stream).split(tokens)[1] for stream in (recipe.k, recipe.v)) / 2
 
 
 def state_entries(params: Params, facts: Facts, rungs: Sequence[Rung]) -> list[dict]:
@@ -128,8 +131,8 @@ def refuse_other(facts: Facts | Further, results: Results) -> None:
         raise MixedIdentity(wrong)
 
 
-def gain_entries(params: Params, facts: Facts, boot: Bootstrap) -> list[dict]:
-    """The part ``ladder_gain``: coding gain of each stream on each text, dB, windows resampled."""
+def gain_entries(params: Params, facts: Facts, boot: Bootstrap, documents: Sequence[int] | None) -> list[dict]:
+    """The part ``ladder_gain``: coding gain of each stream on each text, dB; `documents` are those of the windows."""
     numbers = sorted({one.window for one in facts.gains})
     if numbers != list(range(gain_windows(params))):
         raise MissingResult(
@@ -150,7 +153,7 @@ def gain_entries(params: Params, facts: Facts, boot: Bootstrap) -> list[dict]:
             found.append(
                 {"text": text, "stream": stream, "tokens": tokens}
                 | {
-                    name: boot.mean(column([(one.window, getattr(one, name)) for one in mine])).to_json()
+                    name: boot.mean(column([(one.window, getattr(one, name)) for one in mine], documents)).to_json()
                     for name in OVER
                 }
                 | {f"fitted_{name}": getattr(fitted[stream], name) for name in OVER}
@@ -161,7 +164,7 @@ def gain_entries(params: Params, facts: Facts, boot: Bootstrap) -> list[dict]:
 OVER = ("over_even", "over_plain")
 
 
-def column(values: Sequence[tuple[int, float]]) -> Column:
+def column(values: Sequence[tuple[int, float]], documents: Sequence[int] | None) -> Column:
     """One number of each window."""
     windows, numbers = zip(*values, strict=True)
-    return Column.of(np.array(windows), np.zeros(len(windows)), np.array(numbers))
+    return Column.of(np.array(windows), np.zeros(len(windows)), np.array(numbers), documents)

@@ -185,6 +185,7 @@ class MechanismsPart:
             dtype=lab.params.mechanisms.dtype,
             context=lab.windows.context,
             eval=lab.windows.eval,
+            documents=lab.windows.documents.get("test"),
             rows=tuple(self._row(variant, found, canaries) for variant in self.variants),
             missing=tuple(self.missing),
         )

@@ -95,7 +95,7 @@ class MechanismsRecord(Frozen):
     """The JSON of one engine's job.
 
     `provenance` names the windows' corpus, `needles_hash` and `ruler_hash` the retrieval items,
-    `code` the digest of what measured.
+    `code` the digest of what measured, `documents` that of each scored window, by number.
     """
 
     provenance: Provenance
@@ -106,6 +106,7 @@ class MechanismsRecord(Frozen):
     dtype: str
     context: int
     eval: int
+    documents: tuple[int, ...] | None = None
     rows: tuple[MechanismRow, ...]
     missing: tuple[Missing, ...]
 

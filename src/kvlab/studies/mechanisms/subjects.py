@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+import torch
+
 from kvlab.base.errors import CapabilityError
 from kvlab.codec.base import Site
 from kvlab.engines.base import Storage
 from kvlab.lab.coding import Coder, Tally, now
 from kvlab.lab.engines import Visit, Which
 from kvlab.lab.measure import Lab, calibrated_for
+from kvlab.lab.scoring import WindowRun
 from kvlab.lab.store import Found
 from kvlab.lab.subjects import code_of, deciding, noted, refuse_idle
 from kvlab.lab.windows import Window
@@ -72,7 +75,7 @@ class Subject:
             The codec did not fire as often as it should have on this window.
         """
         run, first = visit.run(self.plain), visit.window.first
-        reference = run.comparable(run.reference_of(self.variant.cell) if self.coder else run.reference, first)
+        reference = run.comparable(self._held_against(run), first)
         judge, note = SCORERS[self.quality_eval_id], {}
         if self.coder:
             note = self._coded(visit)
@@ -81,6 +84,16 @@ class Subject:
         logits = note.pop("logits", run.reference)[first:].to(reference.logits.device)
         note |= {"variant": judge(reference, logits), "baseline": judge(reference, reference.logits)}
         return Found(note | {"storage": asdict(visit.engines.get(self.which).storage)})
+
+    def _held_against(self, run: WindowRun) -> torch.Tensor:
+        """Logits of the engine as it is, in the passes that all rows of this one's protocol are held against.
+
+        Its own row of text tells what a second pass of the same kind costs, so that is held against one pass.
+        """
+        if self.coder:
+            return run.reference_of(self.variant.cell)
+        protocol = self.variant.protocol(self.lab.params.mechanisms.protocols)
+        return run.over_clean if protocol == "snapshot" and not self._reruns else run.reference
 
     @property
     def _reruns(self) -> bool:

@@ -1,0 +1,106 @@
+"""What is asked of which model: the files that measuring reads and writes, and those that a report is made of."""
+
+
+def measured_inputs(contents):
+    """The files that a unit reads, by name; none where it needs none of a kind."""
+    studies, named = set(contents), unit_origins(PARAMS, contents)
+    rotated = named if "cells" in studies else []
+    fitted = {ORIGIN} if studies & {"mitigations", MECHANISMS, plan.LADDER} else set()
+    fitted |= set(component_origins()) if "cells" in studies else set()
+    tables = named if reads_tables(contents) else []
+    kinds = ["parquet", "json"] if MECHANISMS in studies else []  # of what the gate's rows are asked
+    return {
+        "model": model_files(),
+        "windows": "calib/corpus/{model}/windows.safetensors",
+        "sigma": of_model("calib/sigma/{model}/{origin}.safetensors", origin=named),
+        "record": of_model("calib/sigma/{model}/{origin}.json", origin=named),
+        "codebooks": of_model("calib/codebooks/{model}/{origin}.json", origin=tables),
+        "rotated": of_model("calib/sigma/{model}/{origin}-post_rope.safetensors", origin=rotated),
+        "rotated_record": of_model("calib/sigma/{model}/{origin}-post_rope.json", origin=rotated),
+        "components": of_model("calib/components/{model}/{origin}.safetensors", origin=sorted(fitted)),
+        "components_record": of_model("calib/components/{model}/{origin}.json", origin=sorted(fitted)),
+        "choice": ["results/choice/{model}.json"] if plan.CHOSEN in studies else [],
+        "needles": of_model("calib/needles/{model}/needles.{kind}", kind=kinds[:1]),
+        "needles_record": of_model("calib/needles/{model}/needles.{kind}", kind=kinds[1:]),
+        "ruler": of_model("calib/needles/{model}/ruler.{kind}", kind=kinds),
+    }
+
+
+def measured_outputs(contents):
+    """The table and the record of every job of a unit."""
+    return [
+        f"results/{study}/{{model}}/{job}.{kind}"
+        for study, jobs in contents.items()
+        for job in jobs
+        for kind in ("parquet", "json")
+    ]
+
+
+def measured_of(study):
+    """The same of every job of a study, of every model that is asked for it."""
+    jobs = [job for contents in UNITS.values() for job in contents.get(study, ())]
+    table = "results/{study}/{model}/{job}.{kind}"
+    return expand(table, study=study, model=asked_for(study), job=jobs, kind=["parquet", "json"])
+
+
+def asked_for(study):
+    """The models of which a study is measured; one that no model is asked for can be measured of all."""
+    if study in (BASELINE, MECHANISMS):
+        return JUDGED if study == MECHANISMS else list(MODELS)
+    return [slug for slug, params in MODELS.items() if study in plan.studies(params)] or list(MODELS)
+
+
+def if_asked(study, pattern, of_it=True):
+    """Input function: a file of a model that is asked for a study."""
+
+    def listed(wildcards):
+        wanted = of_it and study in plan.studies(MODELS[wildcards.model])
+        return [pattern.format(model=wildcards.model)] if wanted else []
+
+    named = [slug for slug, params in MODELS.items() if of_it and study in plan.studies(params)]
+    return Declared(listed, [pattern.format(model=slug) for slug in named])
+
+
+def measured_keys(contents):
+    """The parameters that a unit reads; which studies are asked for decides what is in it."""
+    return sorted({"studies"}.union(*(KEYS_OF[study] for study in contents)))
+
+
+def measured_code(unit):
+    """`Code` of what measures a unit: its engines, its studies' plans, and their codecs."""
+    contents = UNITS[unit]
+    needed = {*engines_of(contents), *(["hf"] if BASELINE in contents else [])}  # the truth is measured by hf
+    codecs = {module for study in contents if study in STUDY_KEYS for module in study_codecs(study)}
+    if MECHANISMS in contents:
+        codecs |= set(mechanisms_code().modules) - {f"kvlab.engines.{one}" for one in PARAMS.engines}
+    if BASELINE in contents:
+        codecs |= set(codec_modules(study_recipes(BASELINE)))
+    return Code(
+        "kvlab.studies.measuring", *sorted(codecs), *(f"kvlab.engines.{one}" for one in sorted(needed))
+    )
+
+
+def measured_foreign(contents):
+    """The codecs of other packages that a unit runs: of another version they are measured again."""
+    return foreign_codecs([recipe for study in contents for recipe in study_recipes(study)])
+
+
+def job_files(kind):
+    """Input function: results of a model's jobs of all studies that its report reads."""
+
+    def listed(wildcards):
+        return jobs_of(wildcards.model, kind)
+
+    return Declared(listed, [file for slug in MODELS for file in jobs_of(slug, kind)])
+
+
+def jobs_of(slug, kind):
+    """Results of one model's jobs of all its studies."""
+    studies = plan.studies(MODELS[slug])
+    return [f"results/{study}/{slug}/{job}.{kind}" for study in studies for job in job_names(slug, study)]
+
+
+@lru_cache(None)
+def job_names(slug, study):
+    """The jobs of one model and study."""
+    return plan.job_names(MODELS[slug], study)
