@@ -108,8 +108,8 @@ def refuse_other_conditions(first: dict, other: dict) -> None:
 
 
 def conditions(metrics: dict) -> dict[str, object]:
-    """Everything that has to be the same for all models, flat."""
-    settings = {key: value for key, value in metrics["settings"].items() if key != "n_layers"}
+    """Everything that has to be the same for all models, flat; not which studies stand beside the gap."""
+    settings = {key: value for key, value in metrics["settings"].items() if key not in ("n_layers", "studies")}
     identity = metrics["identity"]
     return flat(settings | {"versions": identity["versions"], "device": identity["device"]})
 
