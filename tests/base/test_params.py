@@ -16,7 +16,7 @@ from kvlab.base.rungs import CONDITIONABLE, LADDERED, default_recipe, ladder_rec
 from kvlab.base.studied import coded_layers, studied_recipe
 from kvlab.lab import plan
 from kvlab.studies.cells.params import CELLS, RUNGS, reads_components
-from kvlab.studies.settings import Settings, by_model, left_out, one_of, read_params, resolved
+from kvlab.studies.settings import Settings, by_model, judged, left_out, one_of, read_params, resolved
 
 
 def changed(base: dict, **leaves) -> dict:
@@ -427,6 +427,20 @@ def test_each_model_gets_the_same_parameters_and_its_own_layers(folders):
     assert small.windows == large.windows and large.model.revision == "main"
     assert (small.model.n_layers, large.model.n_layers) == (6, 24)
     assert (small.codec.boundary_layers, large.codec.boundary_layers) == ((0, 5), (0, 23))
+
+
+def test_a_further_model_may_bring_fewer_studies_and_no_rows_for_the_gate(folders):
+    first, second, third = folders(6, 6, 6)
+    listed = [first, second | {"studies": []}, third | {"studies": ["ladder"]}]
+    data = {"models": listed, "studies": ["ladder", "noise"]}
+    asked = {slug: plan.studies(params) for slug, params in by_model(data).items()}
+    assert list(asked.values()) == [("factors", "ladder", "noise"), ("factors",), ("factors", "ladder")]
+    assert judged(data) == list(asked)[:1] and judged({"models": folders(6, 6)}) == ["model0", "model1"]
+    assert [entry["studies"] for entry in resolved(data)["models"]] == [None, [], ["ladder"]]
+    with pytest.raises(ParamsError, match="the first model leads: all of `studies` is measured of it"):
+        by_model({"models": [first | {"studies": []}]})
+    with pytest.raises(ParamsError, match=r"models\.1\.studies names 'layers'; allowed: ladder, noise, of `studies`"):
+        by_model(data | {"models": [first, second | {"studies": ["layers"]}]})
 
 
 @pytest.mark.parametrize(("layers", "boundary"), [(1, ()), (2, (0,)), (3, (0, 2))])

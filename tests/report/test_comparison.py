@@ -203,6 +203,12 @@ def test_layers_may_be_counted_from_either_end(small, large, boundary, allowed):
             comparison.build([small, other])
 
 
+def test_which_studies_a_model_brings_beside_the_gap_does_not_matter(small, large):
+    other = copy.deepcopy(large)
+    other["settings"]["studies"] = []
+    assert comparison.build([small, other]) == comparison.build([small, large])
+
+
 def test_layers_of_models_of_one_depth_are_equal_or_not(small, large):
     other = copy.deepcopy(large)
     other["settings"]["codec"]["boundary_layers"] = [0, 4]

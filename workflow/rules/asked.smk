@@ -50,15 +50,16 @@ def asked_for(study):
     return [slug for slug, params in MODELS.items() if study in plan.studies(params)] or list(MODELS)
 
 
-def if_asked(study, pattern, of_it=True):
-    """Input function: a file of a model that is asked for a study."""
+def if_asked(study, pattern):
+    """Input function: a file of a study, of a model that is asked for it."""
+
+    def of(slug):
+        return [pattern.format(model=slug)] if study in plan.studies(MODELS[slug]) else []
 
     def listed(wildcards):
-        wanted = of_it and study in plan.studies(MODELS[wildcards.model])
-        return [pattern.format(model=wildcards.model)] if wanted else []
+        return of(wildcards.model)
 
-    named = [slug for slug, params in MODELS.items() if of_it and study in plan.studies(params)]
-    return Declared(listed, [pattern.format(model=slug) for slug in named])
+    return Declared(listed, [file for slug in MODELS for file in of(slug)])
 
 
 def measured_keys(contents):

@@ -149,12 +149,16 @@ KEYS_OF = STUDY_KEYS | {
 }
 FURTHER = wanted_further(PARAMS)  # what of the ladder no cell can ask for
 UNITS = units(PARAMS)
-if any(units(params.model_copy(update={"studies": PARAMS.studies})) != UNITS for params in MODELS.values()):
-    print(
-        "error: params.yaml: the models are not measured alike; give each a params.yaml of its own",
-        file=sys.stderr,
-    )
-    raise SystemExit(2)
+for slug, params in MODELS.items():
+    for unit, contents in units(params).items():
+        if contents != UNITS.get(unit):
+            print(
+                f"error: params.yaml: {', '.join(contents)} of model {slug!r} would share a process, of {LEAD!r}"
+                f" {', '.join(UNITS.get(unit, ())) or 'nothing'}; ask for the same of both in `studies`, or measure"
+                " them with a params.yaml each",
+                file=sys.stderr,
+            )
+            raise SystemExit(2)
 
 
 def parameters(*keys):

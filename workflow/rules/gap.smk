@@ -8,7 +8,7 @@ rule gap_metrics:
         residual_rows=of_model("results/residual/{model}/{engine}.parquet", engine=CAPTURED),
         choice=if_asked(plan.CHOSEN, "results/choice/{model}.json"),
         ladder=if_asked(plan.LADDER, "results/ladder/{model}/facts.json"),
-        further=if_asked(plan.LADDER, "results/ladder/{model}/further.json", FURTHER),
+        further=if_asked(plan.LADDER, "results/ladder/{model}/further.json") if FURTHER else [],
         baseline=of_model("results/baseline/{model}/{run}.json", run=RUNS),
         baseline_rows=of_model("results/baseline/{model}/{run}.parquet", run=RUNS),
         jobs=job_files("json"),

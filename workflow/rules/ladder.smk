@@ -16,6 +16,7 @@ rule ladder_jobs:
         "results/logs/ladder/{model}/jobs.log",
     benchmark:
         "results/benchmarks/ladder/{model}/jobs.tsv"
+    priority: 1
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=8000,
@@ -97,6 +98,7 @@ rule ladder_further:
         "results/logs/ladder/{model}/further.log",
     benchmark:
         "results/benchmarks/ladder/{model}/further.tsv"
+    priority: 1
     threads: PARAMS.jobs.threads
     resources:
         mem_mb=8000,

@@ -1,6 +1,7 @@
 # A rule for what is measured together (`studies.units`), as a rule all of a dtype, with one start of each engine.
 # What was measured before under the same identity is in the store, so that other parameters measure what is new.
-# The longest begins first, as the default run took on two cores: what ends last should not begin last.
+# The longest begins first, as the default run took on two cores: what ends last should not begin last. What the ladder
+# measures comes next (1), and what takes seconds fills the gaps (0).
 SHORTEST_FIRST = ("hf-float32", "vllm-mechanisms", "float32", "hf-mechanisms", "bfloat16")
 for unit, contents in UNITS.items():
     if unit == plan.LADDER:
@@ -18,7 +19,7 @@ for unit, contents in UNITS.items():
             f"results/logs/measure/{{model}}/{unit}.log",
         benchmark:
             f"results/benchmarks/measure/{{model}}/{unit}.tsv"
-        priority: SHORTEST_FIRST.index(unit) if unit in SHORTEST_FIRST else 0
+        priority: SHORTEST_FIRST.index(unit) + 2 if unit in SHORTEST_FIRST else 0
         threads: PARAMS.jobs.threads
         resources:
             mem_mb=8000,

@@ -22,13 +22,13 @@ WINDOWS = 16  # half of them of each text
 ASKED = ("ladder", "layers", "noise")
 SAID = {
     "baseline": {"hf_attention": ["eager"]},
-    "ladder": {"in_forward": ["klt"], "growth": [0.25], "contexts": [2048]},
+    "ladder": {"in_forward": [], "growth": [0.1], "contexts": [2048], "context_windows": 4},
     "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},
     "mechanisms": {
         "codecs": ["klt", "hadamard", "kivi"],
         "in_forward": [],
         "cache_dtypes": ["fp8_e4m3"],
-        "needles": 8,
+        "needles": 4,
         "greedy": 8,
     },
     "noise": {"protocol": "snapshot", "streams": ["kv"], "groups": ["all"], "sigmas": [0.01, 0.03, 0.1]},
