@@ -43,10 +43,12 @@ class Stage:
 def widest():
     """What `-S` may ask for: a stage depends on what any study, engine or codec reads, also of those not asked for."""
     sys.path.insert(0, str(Path("src").resolve()))
+    from kvlab.base.paramfile import read_yaml
     from kvlab.base.rungs import LADDERED
 
-    codecs = {"codecs": list(LADDERED)}
-    return {"studies": None, "calibration": {"engines": ["hf", "vllm"]}, "mechanisms": codecs, "ladder": codecs}
+    codecs, calibration = {"codecs": list(LADDERED)}, {"engines": ["hf", "vllm"]}
+    models = [entry | {"studies": None} for entry in read_yaml(Path("params.yaml"))["models"]]
+    return {"studies": None, "models": models, "calibration": calibration, "mechanisms": codecs, "ladder": codecs}
 
 
 def parse_rules(config=None):

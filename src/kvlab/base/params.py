@@ -98,8 +98,8 @@ class Listed(ModelEntry):
 
     studies: tuple[str, ...] | None = Field(
         default=None,
-        description="of a further model: those of `studies` that are measured of it, of such as share no process with the"
-        " factorial, and the gate judges none of its codecs; null: all",
+        description="of a further model: those of `studies` that are measured of it, all or none of such as share a"
+        " process, and the gate judges none of its codecs; null: all",
     )
 
 
