@@ -102,7 +102,7 @@ params-docs: $(READY)  ## config/PARAMS.md and both JSON schemas, after a parame
 	@$(BIN)/python workflow/scripts/metrics_schema.py
 
 headline: $(READY)  ## the block at the top of README.md, from results/ (MODEL=SLUG)
-	@$(BIN)/python -m kvlab step report --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
+	@$(BIN)/python -m kvlab step report --model $(MODEL) --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
 		--comparison results/gap/models/comparison.json --readme README.md
 
 pins: $(READY)  ## resolve requirements/in.txt again, into requirements/{cpu,cuda}.txt (ARGS=--keep: only what is new)

@@ -184,7 +184,7 @@ def test_scored_windows_are_cut_from_the_texts_in_turn(tiny_params, tmp_path):
     turns = with_changes(
         tiny_params, corpus={"scored": ["other", "test"]}, windows={"test": 6}, ladder={"texts": ["test"]}
     )
-    plain = with_changes(tiny_params, windows={"test": 3, "other": 3}, baseline={"windows": 3})
+    plain = with_changes(tiny_params, windows={"test": 3, "other": 3}, baseline={"windows": 3, "reruns": 3})
     found, apart = (corpus.build(one, tmp_path / f"{n}.safetensors") for n, one in enumerate((turns, plain)))
     assert [turns.corpus.text_of(window) for window in range(4)] == ["other", "test"] * 2
     assert np.array_equal(found.test[0::2], apart.other) and np.array_equal(found.test[1::2], apart.test)
@@ -238,7 +238,7 @@ def test_documents_of_texts_that_take_turns_have_other_numbers(tiny_params, tmp_
     turns = with_changes(
         tiny_params, corpus={"scored": ["other", "test"]}, windows={"test": 6}, ladder={"texts": ["test"]}
     )
-    plain = with_changes(tiny_params, windows={"test": 3, "other": 3}, baseline={"windows": 3})
+    plain = with_changes(tiny_params, windows={"test": 3, "other": 3}, baseline={"windows": 3, "reruns": 3})
     found, apart = (corpus.build(one, tmp_path / f"{n}.safetensors") for n, one in enumerate((turns, plain)))
     others = len(corpus.read_other(turns.corpus)[0])
     assert found.documents["test"][0::2] == apart.documents["other"]

@@ -20,10 +20,9 @@ import yaml  # noqa: E402
 from pydantic.json_schema import GenerateJsonSchema  # noqa: E402
 
 from kvlab.base.paramfile import read_yaml  # noqa: E402
-from kvlab.base.params import Listed  # noqa: E402
 from kvlab.pages.format import table  # noqa: E402
 from kvlab.studies.cells.params import CELLS  # noqa: E402
-from kvlab.studies.settings import Settings, resolved  # noqa: E402
+from kvlab.studies.settings import Listed, Settings, resolved  # noqa: E402
 
 TABLE = Path("config/PARAMS.md")
 SCHEMA = Path("workflow/schemas/config.schema.json")

@@ -93,16 +93,6 @@ class ModelEntry(Frozen):
         return self
 
 
-class Listed(ModelEntry):
-    """An entry of `models`: a model, and how much of what is asked for is measured of it."""
-
-    studies: tuple[str, ...] | None = Field(
-        default=None,
-        description="of a further model: those of `studies` that are measured of it, all or none of such as share a"
-        " process, and the gate judges none of its codecs; null: all",
-    )
-
-
 class Model(ModelEntry):
     """A model that is measured, with what its config.json says of it."""
 

@@ -15,7 +15,7 @@ from kvlab.base.errors import ModelError, ParamsError, suggestion
 from kvlab.base.folders import holding
 from kvlab.base.model import layer_count
 from kvlab.base.paramfile import explained, merged, read_yaml, unknown_key
-from kvlab.base.params import Codec, Listed, Model, Params, Section, Undeclared, as_far
+from kvlab.base.params import Codec, Model, ModelEntry, Params, Section, Undeclared, as_far
 from kvlab.lab.plan import STUDIES, STUDY_FOLDERS
 from kvlab.studies.cells import params as cells_params
 from kvlab.studies.cells.params import CELLS, CellEntry
@@ -34,6 +34,16 @@ def _study(name: str) -> str:
 
 
 Study = Annotated[str, AfterValidator(_study), Field(json_schema_extra={"enum": list(STUDIES)})]
+
+
+class Listed(ModelEntry):
+    """An entry of `models`: a model, and how much of what is asked for is measured of it."""
+
+    studies: tuple[str, ...] | None = Field(
+        default=None,
+        description="of a further model: those of `studies` that are measured of it, all or none of such as share a"
+        " process, and the gate judges none of its codecs; null: all",
+    )
 
 
 def sections() -> dict[str, type[Section]]:

@@ -107,6 +107,7 @@ def context(metrics: dict, basis: Callable[[list[dict]], str]) -> dict | None:
         "boundary_layers": any(row["boundary"] for row in rows),
         "basis": basis([row["kl"] for row in rows]),
         "additivity": additivity(sums) if sums else None,
+        "streams": any(row["parts"] == "streams" for row in sums or []),
         "additivity_basis": basis([row["interaction"] for row in sums or []]),
         "boundary": boundary(sums or []),
     }
