@@ -25,7 +25,7 @@ SLURM, KUBERNETES = (("--profile", f"workflow/profiles/{name}") for name in ("sl
 REPORT = "results/gap/FINDINGS.md"
 MEASURING = {"measure_float32"}  # the quick parameters have no other dtype
 ON_HF = {"capture_engine", "choice_layers", "ladder_jobs", "ladder_facts"}
-ENGINES_RUN = {"measure_hf_mechanisms"} | ON_HF | MEASURING
+ENGINES_RUN = {"measure_hf_mechanisms", "measure_vllm_mechanisms"} | ON_HF | MEASURING
 
 
 @pytest.fixture(scope="module")
