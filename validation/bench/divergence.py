@@ -1,4 +1,4 @@
-"""KL on the reference model: of the ladder from its tables, of the rivals measured here, on the same windows."""
+"""KL on the model: of the ladder from its tables, of the rivals measured here, on the same windows."""
 
 from __future__ import annotations
 

@@ -46,6 +46,7 @@ def context(data: dict, links: dict) -> dict:
         "cores": fmt.number(machine["cores"]),
         "versions": ", ".join(f"{name} {version}" for name, version in sorted(data["versions"].items())),
         "rounds": fmt.number(data["rounds"]),
+        "disclosure": data["model"]["disclosure"],
         "missing": [f"{label} ({reason})" for label, reason in sorted(data["missing"].items())],
         "install": data["install"],
         "best_error": contest.best_error(data),
@@ -102,8 +103,9 @@ def kl_basis(data: dict) -> str:
     if not windows:
         return "KL was not measured: run the ladder study and give its tables."
     return (
-        "KL is in nats per token on the reference model, float32, every layer coded, under the `snapshot` protocol, "
-        f"over the same {' or '.join(map(str, windows))} windows of each text for every codec. Brackets hold "
+        f"KL is in nats per token on `{data['model']['slug']}`, float32, every layer coded, under the `snapshot` "
+        f"protocol, over the same {' or '.join(map(str, windows))} windows of a text for every codec; `test` is "
+        f"{data['model']['text']}. Another model may rank the codecs otherwise. Brackets hold "
         f"{fmt.percent(data['bootstrap']['confidence'])} intervals of a bootstrap over windows, paired in ratios."
     )
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from kvlab.base.errors import KvlabError, MixedIdentity, StorageError, UserError
 from kvlab.base.model import resolve
+from kvlab.base.origin import read_origin
 from kvlab.base.params import Params
 from kvlab.base.recipe import KltStream
 from kvlab.base.records import machine, versions, write_json
@@ -81,6 +82,14 @@ class Effort:
         return replace(self, windows=windows)
 
 
+def told(params: Params) -> dict:
+    """The model and the scored text in words, and what has to be said of the model's weights."""
+    origin, corpus = read_origin(Path(params.model.path)), params.corpus
+    names = {"test": corpus.source, "other": corpus.other}
+    text = " and ".join(names[text] for text in corpus.scored)
+    return {"slug": params.model.slug, "text": text, "disclosure": origin and origin.disclosure}
+
+
 def bench(params: Params, out: Path, inputs: Inputs, effort: Effort | None = None) -> dict:
     """Measure and write ``bench.json``, ``BENCH.md`` and ``figures/`` into `out`.
 
@@ -105,6 +114,7 @@ def bench(params: Params, out: Path, inputs: Inputs, effort: Effort | None = Non
         "machine": machine() | {"cpu": cpu_name(), "threads": list(effort.threads)},
         "versions": versions() | {lib.distribution: lib.version for lib in LIBRARIES.values() if lib.version},
         "rounds": effort.rounds,
+        "model": told(params),
         "missing": who.missing,
         "install": INSTALL,
         "subjects": [

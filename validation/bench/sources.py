@@ -78,11 +78,11 @@ def halves(windows: Tensor) -> tuple[Tensor, Tensor]:
     return windows[:middle], windows[middle:]
 
 
-# ---------------------------------------------------------------------------------- reference model
+# ---------------------------------------------------------------------------------- the model
 
 
 def captured(path: Path, info: ModelInfo) -> Source:
-    """K and V of the reference model: the first half of the calibration windows calibrates, the other is scored.
+    """K and V of the model: the first half of the calibration windows calibrates, the other is scored.
 
     K and V are those of the windows that the capture keeps. Errors are weighed by what they do in the model: K by
     Sigma_q over the lags, of all windows of that half, V by its output projection.
@@ -112,7 +112,7 @@ def captured(path: Path, info: ModelInfo) -> Source:
         "errors of K are weighed by Σ_q of the scored windows turned by every lag of the context, a lag weighing "
         "1 / (1 + lag), those of V by the layer's output projection, W_oᵀ W_o"
     )
-    return Source("capture", "K and V of the reference model on text", metric, tuple(samples))
+    return Source("capture", f"K and V of {info.slug} on text", metric, tuple(samples))
 
 
 # ------------------------------------------------------------------------------------------ planted
