@@ -19,7 +19,7 @@ container: "docker://python:3.11-slim"  # for `--sdm apptainer` only
 
 
 include: "workflow/rules/common.smk"
-include: "workflow/rules/asked.smk"
+include: "workflow/rules/files.smk"
 include: "workflow/rules/code.smk"
 include: "workflow/rules/weights.smk"
 include: "workflow/rules/corpus.smk"

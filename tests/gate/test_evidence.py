@@ -431,3 +431,13 @@ def test_another_harness_need_not_say_that_it_looked():
     piece = forged(("observed", "canary_kl"), None)
     assert codes(problems(piece, row(), other)) == set()
     assert codes(problems(forged(("observed", "canary_kl"), 0.0), row(), other)) == {"evidence_canary"}
+
+
+def test_windows_of_one_document_are_resampled_together():
+    change = np.repeat(np.random.default_rng(5).normal(size=12), 2)  # both windows of a document lose alike
+    zeros, pairs = np.zeros(24), [number // 2 for number in range(24)]
+    apart, together = (paired(change, zeros, False, documents=documents) for documents in (None, pairs))
+    assert together.value == pytest.approx(apart.value) and together.n == apart.n == 24
+    assert together.se == pytest.approx(change.std() / 11**0.5)
+    assert together.high - together.low > 1.3 * (apart.high - apart.low)
+    assert paired(change, zeros, False, documents=range(24)) == apart

@@ -206,7 +206,8 @@ def evidence_of(record: MechanismsRecord, row: MechanismRow, run: EvalRun, score
     """What one eval found of one row, held against the engine as it is, item by item."""
     by_metric = scores_of(record, row, run, scores)
     rate = RATES[run.quality_eval_id]
-    apart = record.documents if run.quality_eval_id == FIDELITY else None  # a needle, a question has its own text
+    # A needle, a question has a text of its own; the scored windows may share documents.
+    apart = record.documents if run.quality_eval_id in (FIDELITY, GREEDY) else None
     identity = _evidence_identity(record, row)
     identity |= {"context_tokens": run.context} if run.context else {}
     return build(

@@ -1,4 +1,4 @@
-"""What is asked of which model: the files that measuring reads and writes, and those that a report is made of."""
+"""Which files of which models measuring reads and writes, and which a report is made of."""
 
 
 def measured_inputs(contents):
