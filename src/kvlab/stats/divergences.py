@@ -138,7 +138,7 @@ def _log_z(logits: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
 
 
 def _top(rows: torch.Tensor) -> torch.Tensor:
-    """Index of the first greatest logit of each row, int32; numpy finds it in a fifth of the time."""
+    """Index of the first greatest logit of each row, int32; on a CPU numpy finds it faster."""
     if rows.is_cuda:
         return rows.argmax(dim=-1).to(torch.int32)
     return torch.from_numpy(rows.float().numpy().argmax(axis=-1)).to(torch.int32)
