@@ -22,6 +22,7 @@ FLOORS = {
     "engines": 3,
     "calibration": 4,
     "cache": 5,
+    "witness": 5,
     "kvstore": 6,
     "lab": 6,
     "studies": 7,

@@ -15,9 +15,10 @@ import torch
 
 from kvlab.base.errors import Fault, UnknownName
 from kvlab.base.recipe import Placement
+from kvlab.base.records import SAME
 from kvlab.engines.base import ContextCache, Engine
 from kvlab.lab.coding import CleanCapture
-from kvlab.lab.scoring import SAME, WindowRun
+from kvlab.lab.scoring import WindowRun
 from kvlab.stats.divergences import token_record
 
 IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvlab.base.errors import CodecNotActive
+from kvlab.base.errors import CodecNotActive, Fault
 from kvlab.base.recipe import IDENTITY, Cell, IdentityStream, NoiseStream, Recipe, digest
 from kvlab.base.studied import studied_recipe
 from kvlab.calibration import load as calibration
@@ -18,7 +18,7 @@ from kvlab.codec.controls.identity import IdentityCodec
 from kvlab.codec.stream.cache_file import CacheHeader, CacheReader, CacheWriter
 from kvlab.lab.coding import CleanCapture, Coder, InForward, JitteredCoder
 from kvlab.lab.scoring import CANARY, WindowRun
-from kvlab.lab.subjects import canaries_of, canary_values
+from kvlab.lab.subjects import probed, probes_of
 from kvlab.text import corpus
 
 CONTEXT = 64
@@ -199,15 +199,16 @@ def test_a_codec_that_fires_too_seldom_is_refused(run):
         coder.coding(run.engine.info, CONTEXT, "float32")
 
 
-def check_canaries(run, cells):
-    """The canaries of some cells, on a window that has been begun."""
+def probe(run, cells):
+    """The canaries and floors of some cells, on a window that has been begun."""
     visit = SimpleNamespace(run=lambda _which: run)
-    return canary_values((one, one.score(visit)) for one in canaries_of(cells, None))
+    return probed((one, one.score(visit)) for one in probes_of(cells, None))
 
 
 def test_the_canary_moves_the_logits(run):
-    found = check_canaries(run, [cell("in_forward"), cell("snapshot")])
-    assert all(kl > 1e-3 for kl in found.values())
+    found = probe(run, [cell("in_forward"), cell("snapshot")])
+    assert len(found) == 2
+    assert all(one.canary > 1e-3 and one.floor <= 1e-9 for one in found.values())
 
 
 def test_a_dead_hook_of_one_stream_is_caught(run, monkeypatch):
@@ -221,13 +222,24 @@ def test_a_dead_hook_of_one_stream_is_caught(run, monkeypatch):
 
     monkeypatch.setattr(type(run.engine), "score", deaf_to_k)
     with pytest.raises(CodecNotActive, match="one-bit codec on K"):
-        check_canaries(run, [cell()])
+        probe(run, [cell()])
 
 
 def test_a_hook_that_reaches_nothing_is_caught(run, monkeypatch):
     monkeypatch.setattr(type(run.engine), "score", lambda *_: run.reference)
     with pytest.raises(CodecNotActive, match="does not reach the attention"):
-        check_canaries(run, [cell()])
+        probe(run, [cell()])
+
+
+def test_an_exchange_on_the_way_to_the_codec_is_caught_by_the_floor(run, monkeypatch):
+    code = Coder._code
+
+    def heads_swapped(self, x, site):
+        return code(self, x.flip(0), site)
+
+    monkeypatch.setattr(Coder, "_code", heads_swapped)
+    with pytest.raises(Fault, match="identity codec moves the logits of hf"):
+        probe(run, [cell("snapshot")])
 
 
 def test_the_memo_changes_no_count_and_no_logit(run, calibrated, tiny_params):

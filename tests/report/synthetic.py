@@ -13,19 +13,23 @@ import numpy as np
 import polars as pl
 
 from kvlab.base.params import Params
-from kvlab.base.recipe import IDENTITY, BlockStream, Cell, NoiseStream, digest
+from kvlab.base.recipe import IDENTITY, BlockStream, Cell, digest
 from kvlab.base.records import (
     TOKENS,
+    BaselineRecord,
     CellRecord,
     Coding,
     JobRecord,
     Provenance,
+    file_hash,
     fingerprint,
+    read_json,
     write_job,
     write_json,
     write_table,
 )
 from kvlab.base.studied import coded_layers
+from kvlab.base.testimony import LIBRARIES, Proof, Testimony
 from kvlab.calibration.needs import coded_by, pieces
 from kvlab.lab import plan
 from kvlab.studies.baseline.truth import peer_of
@@ -137,6 +141,7 @@ def write_results(
                 eval=params.windows.eval,
                 cells=tuple(cell_record(params, effects, cell) for cell in cells),
                 documents=told,
+                witnessed=witnessed(cells, tokens),
             )
             write_job(path, record, tokens)
             jobs.append(path)
@@ -289,16 +294,33 @@ def cell_record(params: Params, effects: Effects, cell: Cell) -> CellRecord:
         coding=Coding(
             fires=fires,
             expected_fires=fires,
-            values=1000 * params.model.n_layers,
-            coded_bytes=coded_bytes(cell) if packed else 0,
-            raw_bytes=(params.model.n_layers - (len(cell.layers) if packed else 0)) * 2000,
+            values=1000 * params.model.n_layers * cell.windows,
+            coded_bytes=cell.windows * coded_bytes(cell) if packed else 0,
+            raw_bytes=cell.windows * (params.model.n_layers - (len(cell.layers) if packed else 0)) * 2000,
             d_eff={stream: {int(32 * ratio) - 1: 10, int(32 * ratio): 30} for stream in streams},
             outlier_rate={stream: 0.045 if stream == "k" else 0.0 for stream in streams},
             whitened_error={stream: 0.03 for stream in streams},
         ),
-        canary_kl=effects.canary if coded and not isinstance(cell.recipe.k, NoiseStream) else None,
+        canary_kl=effects.canary if cell.layers else None,
+        floor_kl=1e-10 if cell.layers else None,
         fitted=fitted(cell),
     )
+
+
+def witnessed(cells: list[Cell], tokens: pl.DataFrame) -> tuple[Testimony, ...]:
+    """What a witness would say of the first cell of each family."""
+    found = []
+    for cell in {cell.family: cell for cell in reversed(cells) if cell.family}.values():
+        kl = float(tokens.filter(pl.col("cell_id") == cell.cell_id, pl.col("window") == 0)["kl"].mean())
+        blocks = 28 if cell.engine == "vllm" else None
+        proof = Proof(
+            library=LIBRARIES[cell.engine], version="1", model="Model", attention="Attention", cache_blocks=blocks
+        )
+        effects = len(cell.layers) * len(cell.stream)
+        numbers = dict.fromkeys(("reference_kl", "alternative_kl", "tensor_error", "read_error"), 1e-9)
+        numbers |= {"window": 0, "effects": effects, "expected_effects": effects, "nbytes": 1000, "kl": kl}
+        found.append(Testimony(cell_id=cell.cell_id, engine=proof, **numbers))
+    return tuple(found)
 
 
 def fitted(cell: Cell) -> dict[str, str]:
@@ -347,13 +369,20 @@ def write_baseline(
             cells.append(cell)
             tables.append(text.rows(cell["cell_id"], kl, params.baseline.windows))
         path = folder / "results" / "baseline" / f"{run}.json"
-        write_table(path.with_suffix(".parquet"), pl.concat(tables))
         coded = any(cell["protocol"] for cell in cells)
         origin = provenance() if coded else provenance(calibration={})
         shared |= {"context": params.windows.context, "eval": params.windows.eval}
-        write_json(path, shared | {"provenance": origin.model_dump(), "cells": cells, "documents": documents or {}})
+        whole = shared | {"provenance": origin.model_dump(), "cells": cells, "documents": documents or {}}
+        write_job(path, BaselineRecord.model_validate(whole), pl.concat(tables))
         paths.append(path)
     return paths
+
+
+def with_table(path: Path, table: pl.DataFrame) -> None:
+    """Put another table in the place of a result's own, and its hash into the JSON, as a writer would."""
+    write_table(path.with_suffix(".parquet"), table)
+    record = read_json(path.with_suffix(".json"))
+    write_json(path.with_suffix(".json"), record | {"table": file_hash(path.with_suffix(".parquet"))})
 
 
 def write_codebooks(folder: Path, params: Params, origin: str) -> Path:

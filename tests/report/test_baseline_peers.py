@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from kvlab.base.errors import MissingResult, StaleResult
-from kvlab.base.records import BaselineCell, read_baseline, read_json, read_tokens, write_json, write_table
+from kvlab.base.records import BaselineCell, read_baseline, read_json, read_tokens, write_json
 from kvlab.pages import format as fmt
 from kvlab.pages.rendering import render
 from kvlab.stats.bootstrap import Bootstrap
@@ -18,7 +18,7 @@ from kvlab.studies.baseline.numbers import baseline_entry, peer_entries
 from kvlab.studies.gather import Results, read_baselines
 from report.example_metrics import Maker
 from report.example_studies import peer_rows
-from report.synthetic import Effects, Text, small_params, write_baseline
+from report.synthetic import Effects, Text, small_params, with_table, write_baseline
 
 RUN, PEER = "vllm-bfloat16-default", "hf-bfloat16-eager"
 KL = 0.02  # large enough that some top tokens change
@@ -62,7 +62,7 @@ def forge(path, index: int, cell: BaselineCell | None) -> None:
         record["cells"].insert(index, cell.model_dump())
         table = table.with_columns(pl.col("cell_id").replace(old, cell.cell_id))
     write_json(path, record)
-    write_table(path.with_suffix(".parquet"), table)
+    with_table(path, table)
 
 
 def test_the_planted_distance_comes_back(params, whole):

@@ -24,7 +24,7 @@ from kvlab.studies.factors.numbers import factors_entry, gap_entry
 from kvlab.studies.gather import comparable, gather
 from kvlab.studies.layers.numbers import additivity_entries, layer_entries
 from kvlab.studies.noise.numbers import structure_entries
-from report.synthetic import CHOICE, Effects, Paths, provenance, small_params, write_results, write_sigma
+from report.synthetic import CHOICE, Effects, Paths, provenance, small_params, with_table, write_results, write_sigma
 
 DEFAULT = ("klt", "hf", "snapshot")
 ESTIMATE = {"value", "low", "high", "n_windows", "n_tokens", "resolvable", "method", "confidence", "n_documents"}
@@ -531,7 +531,7 @@ def test_a_forged_baseline_id_is_refused(params, paths):
     record, table = read_json(paths.baseline[0]), read_tokens(paths.baseline[0].with_suffix(".parquet"))
     record["cells"][0]["cell_id"] = "f" * 12
     write_json(paths.baseline[0], record)
-    write_table(paths.baseline[0].with_suffix(".parquet"), table.with_columns(cell_id=pl.lit("f" * 12)))
+    with_table(paths.baseline[0], table.with_columns(cell_id=pl.lit("f" * 12)))
     with pytest.raises(StaleResult, match="not that of its content"):
         collect(params, paths)
 
@@ -575,7 +575,7 @@ def test_a_codec_that_was_never_due_is_refused(params, paths):
         return cell.model_copy(update={"coding": cell.coding.model_copy(update={"fires": 0, "expected_fires": 0})})
 
     edit_job(paths, "noise", lambda r, t: (edit_cells(r, idle), t))
-    with pytest.raises(CodecNotActive, match="has to fire"):
+    with pytest.raises(CodecNotActive, match="the codec fired 0 times"):
         collect(params, paths)
 
 
@@ -610,7 +610,7 @@ def test_baseline_without_agreement_cells_is_named(params, paths):
     record["cells"] = [cell for cell in record["cells"] if cell["what"] == "plain"]
     write_json(path, record)
     kept = pl.col("cell_id") == record["cells"][0]["cell_id"]
-    write_table(path.with_suffix(".parquet"), table.filter(kept))
+    with_table(path, table.filter(kept))
     with pytest.raises(MissingResult, match="identity"):
         run(params, paths)
 

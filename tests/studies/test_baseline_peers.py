@@ -11,6 +11,7 @@ from kvlab.base.params import Params
 from kvlab.base.records import BaselineCell, read_baseline
 from kvlab.engines import registry
 from kvlab.engines.hf import HFEngine
+from kvlab.lab import engines as lab_engines
 from kvlab.lab.plan import baseline_runs
 from kvlab.stats.divergences import token_record
 from kvlab.studies.baseline.measure import baseline
@@ -43,6 +44,7 @@ class Engines:
 def engines(monkeypatch):
     made = Engines()
     monkeypatch.setattr(registry, "start", made.start)
+    monkeypatch.setattr(lab_engines, "refuse_impostor", lambda *_: None)
     return made
 
 

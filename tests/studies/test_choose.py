@@ -304,12 +304,12 @@ def test_the_judge_measures_each_arm_once(tiny_params, judge, monkeypatch):
         monkeypatch.setattr(engine, name, lambda *given, scored=scored: passes.append(0) or scored(*given))
     ones = [((), plan.bounded(tiny_params, "any", ())), ((0,), plan.bounded(tiny_params, "other", (0,)))]
     first = judge.steps(ones)
-    canaries = 2  # of K and of V, once
+    probes = 3  # a floor, and canaries of K and of V, once
     clean = 2  # a pass of the model as it is, and the same over its own cache, which arms are held against
-    assert len(passes) == (clean + 2) * len(windows.calib) + canaries  # and two arms
+    assert len(passes) == (clean + 2) * len(windows.calib) + probes  # and two arms
     again = judge.steps([*reversed(ones), ((7,), ones[0][1])])
     judge.steps([((1,), plan.bounded(tiny_params, "third", (1,)))])
-    assert len(passes) == (clean + 2 + clean + 1) * len(windows.calib) + canaries
+    assert len(passes) == (clean + 2 + clean + 1) * len(windows.calib) + probes
     assert [step.kl for step in again] == [first[1].kl, first[0].kl, first[0].kl]
     assert first[0].kl > first[1].kl > 0 and first[0].bits_per_value < first[1].bits_per_value
     assert [step.layers for step in again] == [(0,), (), (7,)]

@@ -11,6 +11,7 @@ from kvlab.base.model import resolve
 from kvlab.base.recipe import IDENTITY
 from kvlab.engines import registry
 from kvlab.engines.registry import start as real_start
+from kvlab.lab import engines as lab_engines
 from kvlab.lab.measure import Lab
 from kvlab.lab.scoring import WindowRun
 from kvlab.stats.divergences import Reference
@@ -227,6 +228,7 @@ def test_what_a_machine_cannot_run_is_said(
         return Lent(hf_engine)
 
     monkeypatch.setattr(registry, "start", start)
+    monkeypatch.setattr(lab_engines, "refuse_impostor", lambda *_: None)
     with Lab.open(tiny_params, tiny_windows, {"hf": tiny_fitted}) as lab:
         part = measuring.MechanismsPart(lab, "vllm", tiny_needles, "code", None)
     assert [(one.label, one.reason) for one in part.missing] == [
@@ -255,6 +257,7 @@ def test_engines_are_closed_when_a_later_one_fails(
         return engine
 
     monkeypatch.setattr(registry, "start", start)
+    monkeypatch.setattr(lab_engines, "refuse_impostor", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
         measuring.mechanisms(
             tiny_params, "vllm", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", tmp_path / "x"
@@ -328,6 +331,7 @@ def test_a_cache_that_attention_does_not_read_is_no_measurement(
     tiny_params, tiny_windows, tiny_needles, tiny_fitted, hf_engine, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(registry, "start", lambda *_args, **_named: Lent(hf_engine))
+    monkeypatch.setattr(lab_engines, "refuse_impostor", lambda *_: None)
     with pytest.raises(CodecNotActive, match="a cache of fp8_e4m3 leaves every logit of the engine as it is"):
         measuring.mechanisms(
             tiny_params, "vllm", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", tmp_path / "x.parquet"

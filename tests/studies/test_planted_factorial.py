@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvlab.base.errors import EnginesDisagree, Fault
 from kvlab.base.paramfile import overlay
 from kvlab.base.records import read_job
 from kvlab.engines import registry
-from kvlab.lab import measure
+from kvlab.lab import engines, measure
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.stats.shapley import interactions, shapley
+from kvlab.studies import gather
 from kvlab.studies.factors import numbers
 from kvlab.studies.settings import Settings
 from kvlab.text import corpus
@@ -115,9 +117,16 @@ def test_a_corner_taken_for_another_is_found_out(both_engines, monkeypatch, igno
 
 
 def test_an_engine_under_anothers_name_is_found_out(write, start, hf_engine):
-    """The job of vLLM runs transformers: every label is as it should be, and the numbers are not."""
+    """The job of vLLM runs transformers: refused at its start, by what it leaves behind, and by the numbers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "start", lambda *given, **named: hf_engine)
+        with pytest.raises(Fault, match="what runs as vllm is transformers"):
+            other(write, patch, hf_engine)
+        patch.setattr(engines, "refuse_impostor", lambda *_: None)
+        files = other(write, patch, hf_engine)
+        with pytest.raises(EnginesDisagree, match="what ran as vllm left the proof of another engine"):
+            factorial.case(files)
+        patch.setattr(gather, "refuse_one_engine", lambda *_: None)
         assert "share of `engine`" in missed(factorial.case(other(write, patch, hf_engine)).claims)
 
 

@@ -29,7 +29,7 @@ from kvlab.codec.names import CODECS
 from kvlab.codec.quantizer import gaussian_table
 from kvlab.codec.stream.published import SigmaQ, write_sigma
 from kvlab.engines import registry
-from kvlab.lab import plan
+from kvlab.lab import plan, witnessing
 from kvlab.stats.bootstrap import Bootstrap, Estimate
 from kvlab.studies.factors.numbers import factorial, factors_entry, gap_entry, gap_levels
 from kvlab.studies.gather import Results, read_cells, whole
@@ -41,7 +41,7 @@ from validation.planted.claims import ROUNDING, Case, Claim, up_to
 from validation.planted.coverage import Distribution, Law
 from validation.planted.ground import CONTEXT, EVAL, MEASURED
 from validation.planted.page import NAMES
-from validation.planted.shim import ORIGINS, Facts, Planted, PlantedShift
+from validation.planted.shim import ORIGINS, Facts, Planted, PlantedShift, unexamined
 
 CASE = "the factorial, through the result files"
 UNIT = "nats per token"
@@ -177,14 +177,15 @@ def draw(windows: TokenWindows) -> dict[Facts, np.ndarray]:
 
 @contextmanager
 def in_place(planted: Planted) -> Iterator[None]:
-    """Inside the block the block codec marks, and every engine that is started plants."""
+    """Inside the block the block codec marks, every engine that is started plants, and no witness objects to that."""
     start = registry.start
 
     def started(*given, **named) -> PlantedShift:
         return PlantedShift(start(*given, **named), planted)
 
     marking = {"block": "validation.planted.shim:MarkingCodec"}
-    with patch.dict(CODECS, marking), patch.object(registry, "start", started):
+    silent = patch.object(witnessing, "testify", unexamined)
+    with patch.dict(CODECS, marking), patch.object(registry, "start", started), silent:
         yield
 
 

@@ -9,7 +9,8 @@ import polars as pl
 
 from kvlab.base.errors import StaleResult
 from kvlab.base.recipe import IDENTITY, Cell
-from kvlab.base.records import read_job, write_job
+from kvlab.base.records import CellRecord, JobRecord, read_job, write_job
+from kvlab.base.testimony import Testimony
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.studies.factors.numbers import gap_levels
 from validation.planted.claims import Claim, contains, together
@@ -78,19 +79,31 @@ def is_refused(files: Files, paths: Sequence[Path]) -> bool:
 def exchanged(
     paths: Sequence[Path], factor: str, levels: Sequence[str], folder: Path, new_ids: bool = True
 ) -> list[Path]:
-    """The jobs' files with two labels exchanged in every corner; with `new_ids` each says the id of what it says."""
+    """The jobs' files with two labels exchanged in every corner; with `new_ids` all that they say fits."""
+    jobs = {path: read_job(path) for path in paths}
+    proofs = {one.cell.engine: seen.engine for record, _ in jobs.values() for one, seen in witnessed(record)}
     written = []
-    for path in paths:
-        record, tokens = read_job(path)
+    for path, (record, tokens) in jobs.items():
         ids, cells = {}, []
         for one in record.cells:
             cell = relabelled(one.cell, factor, levels)
             ids[one.cell_id] = cell.cell_id if new_ids else one.cell_id
             cells.append(one.model_copy(update={"cell": cell, "cell_id": ids[one.cell_id]}))
+        seen = [
+            one.model_copy(
+                update={"cell_id": ids[one.cell_id], "engine": proofs[relabelled(of.cell, factor, levels).engine]}
+            )
+            for of, one in witnessed(record)
+        ]
         table = tokens.with_columns(pl.col("cell_id").replace_strict(ids, return_dtype=pl.String))
         written.append(folder / path.name)
-        write_job(written[-1], record.model_copy(update={"cells": tuple(cells)}), table)
+        write_job(written[-1], record.model_copy(update={"cells": tuple(cells), "witnessed": tuple(seen)}), table)
     return written
+
+
+def witnessed(record: JobRecord) -> list[tuple[CellRecord, Testimony]]:
+    """Each testimony of a job with the cell that it is of."""
+    return [(one, seen) for seen in record.witnessed for one in record.cells if one.cell_id == seen.cell_id]
 
 
 def relabelled(cell: Cell, factor: str, levels: Sequence[str]) -> Cell:

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from kvlab.base.errors import Fault
 from kvlab.base.recipe import BlockStream
+from kvlab.base.testimony import Proof, Testimony
 from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, block_index, checked
 from kvlab.codec.block.codec import BlockCodec
 from kvlab.codec.quantizer import gaussian_table
 from kvlab.engines.base import ContextCache, Engine, Part, Storage, Tap
 from kvlab.lab.scoring import CANARY_STREAM
+from kvlab.witness.testimony import Claim
 
 HALVINGS = 80
 SIGN = 2.0**14  # first number of a mark; exact in bfloat16, as the others are
@@ -145,6 +147,11 @@ class PlantedShift(Engine):
         """The inner engine's."""
         return self.inner.storage
 
+    @property
+    def proof(self) -> Proof:
+        """The inner engine's."""
+        return self.inner.proof
+
     def score(self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: str = "pre_rope") -> Tensor:
         """See `Engine.score`; shifted where a tap marks."""
         if tap is None:
@@ -223,6 +230,23 @@ class Watch:
         if not torch.equal(answer.flatten(1)[:, 4:], x.flatten(1)[:, 4:]):
             raise Fault(f"layer {layer} {part}: more than the mark came back changed")
         return None
+
+
+def unexamined(_model: object, claim: Claim, _calibrated: object) -> Testimony:
+    """In the place of `witness.testify`, which would object to planted logits: what is claimed, as it is claimed."""
+    return Testimony(
+        cell_id=claim.cell.cell_id,
+        window=claim.number,
+        reference_kl=0.0,
+        alternative_kl=0.0,
+        tensor_error=0.0,
+        read_error=0.0,
+        effects=0,
+        expected_effects=0,
+        nbytes=claim.nbytes,
+        engine=claim.engine,
+        kl=float(claim.rows["kl"].mean()),
+    )
 
 
 # ------------------------------------------------------------------------------------------ the shift

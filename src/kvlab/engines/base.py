@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from kvlab.base.errors import Fault, NonFinite, UnknownName
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Placement
+from kvlab.base.records import versions
+from kvlab.base.testimony import Proof
 
 Part = Literal["q", "k", "v"]
 
@@ -48,6 +51,28 @@ class Storage:
     itemsize: int
 
 
+@dataclass
+class Reading:
+    """What attention used in the passes of a `Engine.reading` block, as it used it.
+
+    Parameters
+    ----------
+    tensors : dict of (layer, stream) to Tensor
+        K after its rotary embedding and V, [kv_heads, tokens, head_dim], of all tokens that attention saw.
+    attention : str
+        The function or backend that did it.
+    """
+
+    tensors: dict[tuple[int, Part], torch.Tensor] = field(default_factory=dict)
+    attention: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """Of the tensors; ``nothing`` where none was seen."""
+        found = sorted({str(x.dtype).removeprefix("torch.") for x in self.tensors.values()})
+        return " and ".join(found) or "nothing"
+
+
 class Engine(ABC):
     """A loaded model that scores token windows.
 
@@ -74,6 +99,11 @@ class Engine(ABC):
     @abstractmethod
     def storage(self) -> Storage:
         """What K and V are held in while a window is scored, a tap's own storage apart."""
+
+    @property
+    @abstractmethod
+    def proof(self) -> Proof:
+        """What only this engine has."""
 
     @abstractmethod
     def score(
@@ -212,6 +242,14 @@ class Engine(ABC):
         """
         raise Fault(f"{self.name} starts at its first layer alone")
 
+    @contextmanager
+    def reading(self) -> Iterator[Reading | None]:
+        """Look at what attention itself uses while a window is scored; None from an engine that cannot be looked into.
+
+        What is seen is neither what a tap returned nor what a cache was given, but what arrived of both.
+        """
+        yield None
+
     def close(self) -> None:  # noqa: B027 (an engine that holds nothing has nothing to give back)
         """Give the model's memory back."""
 
@@ -244,6 +282,23 @@ def refuse_unknown_placement(placement: str) -> None:
     """`UnknownName` for a placement that there is not."""
     if placement not in get_args(Placement):
         raise UnknownName("placement", placement, get_args(Placement))
+
+
+def proof_of(model: torch.nn.Module, attention: type, cache_blocks: int | None) -> Proof:
+    """The proof of an engine by its live model."""
+    library = type(model).__module__.partition(".")[0]
+    installed = versions()
+    return Proof(
+        library=library,
+        version=installed.get(library, "not installed"),
+        model=_named(type(model)),
+        attention=_named(attention),
+        cache_blocks=cache_blocks,
+    )
+
+
+def _named(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def refuse_broken_weights(model: torch.nn.Module, info: ModelInfo) -> None:

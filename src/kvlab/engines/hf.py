@@ -12,22 +12,26 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlab.base.errors import ModelError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Placement
+from kvlab.base.testimony import Proof
 from kvlab.engines.base import (
     ContextCache,
     Engine,
     Part,
+    Reading,
     Storage,
     Tap,
     context_of,
+    proof_of,
     refuse_broken_weights,
     refuse_unknown_placement,
     until,
 )
-from kvlab.engines.hooks import decoder_layers, installed, separate_projections
+from kvlab.engines.hooks import attention_layers, decoder_layers, installed, separate_projections
 
 
 class HFEngine(Engine):
@@ -41,7 +45,12 @@ class HFEngine(Engine):
         target = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                info.path, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True
+                info.path,
+                dtype=getattr(torch, dtype),
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"transformers cannot load {info.path}: {str(error).splitlines()[0]}") from None
@@ -57,6 +66,11 @@ class HFEngine(Engine):
     def storage(self) -> Storage:
         """Activations of one pass, in no cache."""
         return Storage(str(self.model.dtype).removeprefix("torch."), "none", self.model.dtype.itemsize)
+
+    @property
+    def proof(self) -> Proof:
+        """See `Engine.proof`."""
+        return proof_of(self.model, type(attention_layers(self.model, self.info)[0]), None)
 
     @torch.inference_mode()
     def score(
@@ -173,6 +187,28 @@ class HFEngine(Engine):
         finally:
             for skipped in below:
                 del skipped.forward  # the instance's; the class's method shows again
+
+    @contextmanager
+    def reading(self) -> Iterator[Reading]:
+        """See `Engine.reading`: a look at the arguments of the function that the model calls as its attention."""
+        seen, chosen = Reading(), ALL_ATTENTION_FUNCTIONS.get_interface
+
+        def choose(name: str, default: Callable) -> Callable:
+            """The same function, and a note of what it is called with."""
+            attend = chosen(name, default)
+
+            def looked(module, query: Tensor, key: Tensor, value: Tensor, *rest, **named):
+                seen.attention = attend.__name__
+                seen.tensors[module.layer_idx, "k"], seen.tensors[module.layer_idx, "v"] = key[0], value[0]
+                return attend(module, query, key, value, *rest, **named)
+
+            return looked
+
+        ALL_ATTENTION_FUNCTIONS.get_interface = choose
+        try:
+            yield seen
+        finally:
+            del ALL_ATTENTION_FUNCTIONS.get_interface  # the instance's; the class's method shows again
 
     @lru_cache(maxsize=4)  # noqa: B019 (an engine lives as long as its process measures)
     def _rotation(self, tokens: int) -> Callable[[Tensor], Tensor]:

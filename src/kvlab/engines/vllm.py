@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from kvlab.base.errors import CapabilityError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import RECIPE_VARIABLE, Placement
-from kvlab.engines.base import ContextCache, Engine, Storage, Tap, refuse_unknown_placement
+from kvlab.base.testimony import Proof
+from kvlab.engines.base import ContextCache, Engine, Reading, Storage, Tap, refuse_unknown_placement
 from kvlab.engines.capability import AUTO
 from kvlab.engines.vllm_process import Loaded, WholeTap, executor
 from kvlab.engines.vllm_ranks import Followers
@@ -52,6 +53,11 @@ class VLLMEngine(Engine):
         """vLLM's paged cache, as its tensors say."""
         return self._loaded.storage()
 
+    @property
+    def proof(self) -> Proof:
+        """See `Engine.proof`."""
+        return self._loaded.proof()
+
     def score(
         self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: Placement = "pre_rope"
     ) -> torch.Tensor:
@@ -69,6 +75,10 @@ class VLLMEngine(Engine):
         if self._followers is not None:
             return super().score_over(ids, cache, placement)
         return self._words(self._loaded.logits_over(ids, cache, placement))
+
+    def reading(self) -> AbstractContextManager[Reading | None]:
+        """See `Engine.reading`; a split model has its heads in several processes and is not looked into."""
+        return super().reading() if self._followers is not None else self._loaded.reading()
 
     def _words(self, logits: torch.Tensor) -> torch.Tensor:
         """Without what vLLM pads the vocabulary with."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 REQUIRED = {
@@ -38,8 +38,18 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from kvlab.base.errors import CapabilityError, CodecNotActive, ModelError  # noqa: E402
 from kvlab.base.model import ModelInfo  # noqa: E402
 from kvlab.base.recipe import Placement  # noqa: E402
-from kvlab.engines import vllm_prefix  # noqa: E402
-from kvlab.engines.base import ContextCache, Part, Storage, Tap, context_of, refuse_broken_weights  # noqa: E402
+from kvlab.base.testimony import Proof  # noqa: E402
+from kvlab.engines import vllm_prefix, vllm_reading  # noqa: E402
+from kvlab.engines.base import (  # noqa: E402
+    ContextCache,
+    Part,
+    Reading,
+    Storage,
+    Tap,
+    context_of,
+    proof_of,
+    refuse_broken_weights,
+)
 from kvlab.engines.capability import AUTO  # noqa: E402
 from kvlab.engines.hooks import attention_inputs, attention_layers, fused_projection, installed  # noqa: E402
 
@@ -57,6 +67,7 @@ class Loaded:
             with without(CACHE_SPACE):  # on a CPU vLLM prefers it to what the engine is told
                 self.llm = LLM(
                     model=str(info.path),
+                    trust_remote_code=False,
                     dtype=dtype,
                     kv_cache_dtype=cache_dtype,
                     enforce_eager=True,
@@ -126,6 +137,15 @@ class Loaded:
         flat = k.transpose(0, 1).reshape(tokens, heads * dim).clone()  # vLLM's embedding writes over what it is given
         turned = attention.rotary_emb(torch.arange(tokens, device=k.device), torch.empty_like(flat), flat)[1]
         return turned.view(tokens, heads, dim).transpose(0, 1)
+
+    def proof(self) -> Proof:
+        """See `Engine.proof`."""
+        backend = attention_layers(self.model, self._part)[0].attn.impl
+        return proof_of(self.model, type(backend), self.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+
+    def reading(self) -> AbstractContextManager[Reading | None]:
+        """See `Engine.reading`."""
+        return vllm_reading.reading([layer.attn for layer in attention_layers(self.model, self._part)])
 
     def storage(self) -> Storage:
         """What the cache's tensors hold.

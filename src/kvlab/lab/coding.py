@@ -98,6 +98,11 @@ class Coder:
                 fitted = calibrated.stream(recipe, stream, cell.placement) if calibrated else None
                 self._codecs[stream, recipe] = build(recipe, fitted)
 
+    @property
+    def places(self) -> list[tuple[int, Part]]:
+        """Layer and stream of everything that this cell codes."""
+        return [(layer, part) for part, layer in self._recipes]
+
     def codes(self, layer: int, part: Part) -> bool:
         """Whether this cell codes that layer's K or V (never Q)."""
         return (part, layer) in self._recipes

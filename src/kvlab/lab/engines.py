@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from kvlab.base.errors import Fault
 from kvlab.base.model import ModelInfo
 from kvlab.base.records import sha256, versions
+from kvlab.base.testimony import LIBRARIES, Proof
 from kvlab.engines import registry
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import AUTO
@@ -19,6 +21,7 @@ from kvlab.lab.windows import Window
 
 MODULES = {"hf": ("kvlab.engines.hf",), "vllm": ("kvlab.engines.vllm", "kvlab.engines.vllm_follower")}
 """The code of each engine, for digests of what measured."""
+PAGED = ("vllm",)  # engines with blocks of cache
 DECIDING = ("ATEN", "CUDA", "CUBLAS", "DNNL", "GLIBC_TUNABLES", "GOMP", "KMP", "KVLAB_RECIPE", "LD_", "MKL", "NCCL")
 DECIDING += ("NVIDIA", "OMP", "ONEDNN", "OPENBLAS", "PYTORCH", "TORCH", "TRANSFORMERS", "USE_HUB_KERNELS", "VLLM")
 """Beginnings of the names of environment variables that may decide how an engine computes."""
@@ -68,6 +71,7 @@ class Engines:
             self.running[which] = started
             if started.device != device():
                 raise Fault(f"{which.name} runs on {started.device}, where {device()} was expected")
+            refuse_impostor(which.name, started.proof, {other.name: e.proof for other, e in self.running.items()})
         return self.running[which]
 
     def visit(self, window: Window) -> Visit:
@@ -114,6 +118,29 @@ class Visit:
             engine, window = self.engines.get(which), self.window
             self._runs[which] = WindowRun(engine, list(window.ids), window.context, window.number)
         return self._runs[which]
+
+
+def refuse_impostor(name: str, proof: Proof, others: Mapping[str, Proof]) -> None:
+    """An engine is of its own library, and has what no other engine has.
+
+    Parameters
+    ----------
+    others : mapping of str to Proof
+        Engines that run beside it, by name.
+
+    Raises
+    ------
+    Fault
+        It is another engine under this one's name.
+    """
+    if proof.library != LIBRARIES.get(name, proof.library) or (name in PAGED) != bool(proof.cache_blocks):
+        raise Fault(
+            f"what runs as {name} is {proof.model} of {proof.library}, with {proof.cache_blocks or 'no'} blocks of"
+            f" cache: another engine under its name"
+        )
+    same = [other for other, known in others.items() if other != name and known == proof]
+    if same:
+        raise Fault(f"{name} and {same[0]} cannot be told apart: both run {proof.model} of {proof.library}")
 
 
 def device() -> str:

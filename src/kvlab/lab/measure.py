@@ -21,6 +21,7 @@ from kvlab.base.model import ModelInfo, resolve
 from kvlab.base.params import Params
 from kvlab.base.recipe import Cell, Frozen
 from kvlab.base.records import CellRecord, JobRecord, Provenance, versions, write_job
+from kvlab.base.testimony import Testimony
 from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Calibrated, Fitted
 from kvlab.calibration.needs import needs_calibration
@@ -29,15 +30,17 @@ from kvlab.lab import plan
 from kvlab.lab.coding import Coder
 from kvlab.lab.engines import Engines, Visit, Which, device
 from kvlab.lab.store import Found, Store
-from kvlab.lab.subjects import CellSubject, Memos, canaries_of, canary_values, table_of
+from kvlab.lab.subjects import CellSubject, Memos, Probe, probed, probes_of, table_of
 from kvlab.lab.walk import Subject, walk
 from kvlab.lab.windows import Window, windows_for
+from kvlab.lab.witnessing import WitnessSubject, chosen, refuse_other_rows
 from kvlab.text import corpus
+from kvlab.witness.plain import PlainModel
 
 Findings = dict[int, list[tuple[Window, Found]]]
 """What was found of each subject, by its id in this process, window by window."""
-Canaries = dict[tuple[Which, str, str], float]
-"""One-bit KL by engine, protocol and placement."""
+Probes = dict[tuple[Which, str, str], Probe]
+"""What the ways to a codec do by themselves, by engine, protocol and placement."""
 
 
 @dataclass
@@ -57,7 +60,9 @@ class Lab:
     calibrated: dict[str, Calibrated]
     engines: Engines
     store: Store
+    windows_path: Path
     memos: Memos = field(default_factory=Memos)
+    _plain: PlainModel | None = None
 
     @classmethod
     def open(
@@ -84,7 +89,7 @@ class Lab:
         calibrated = {o: calibration.load(files, info.model_hash, windows.corpus_hash) for o, files in fitted.items()}
         engines = Engines(info, max_tokens=max(windows.test.shape[1], longest))
         store = Store(folder, engines.identity(), code.state if folder else None)
-        return cls(params, info, windows, calibrated, engines, store)
+        return cls(params, info, windows, calibrated, engines, store, Path(windows_path))
 
     def visit(self, window: Window) -> Visit:
         """Begin a window: what was coded on the last one is forgotten."""
@@ -98,6 +103,23 @@ class Lab:
         calibrated = calibrated_for(cell, self.calibrated)
         memo = self.memos.get(Which.of(cell.engine, cell.dtype, cell.attention))
         return CellSubject(cell, Coder(cell, calibrated, memo), calibrated)
+
+    def witnesses(
+        self, subjects: Sequence[CellSubject], windows: Sequence[Window], judged: bool = True
+    ) -> list[WitnessSubject]:
+        """Those that compute some of these cells again; `judged` as the cells' own coders are."""
+        found = []
+        for subject in chosen(subjects):
+            if on := next((window for window in windows if subject.due(window)), None):
+                coder = Coder(subject.cell, subject.calibrated, self.memos.get(subject.which), judged)
+                found.append(WitnessSubject(subject.cell, subject.calibrated, coder, on, self.plain, self.windows_path))
+        return found
+
+    def plain(self) -> PlainModel:
+        """The witness's model, loaded when it is first asked for."""
+        if self._plain is None:
+            self._plain = PlainModel(self.info.path)
+        return self._plain
 
     def provenance(self, origins: Iterable[str]) -> Provenance:
         """What the numbers of a part were measured on; `origins` are those of the calibrations that it reads."""
@@ -131,14 +153,17 @@ class Part(Protocol):
     subjects : sequence of Subject
     windows : sequence of Window
     cells : sequence of Cell
-        Whose protocols and placements need a canary.
+        Whose engines, protocols and placements are probed: with one bit, and with what changes nothing.
+    witnesses : sequence of WitnessSubject
+        What computes some of the cells again.
     """
 
     subjects: Sequence[Subject]
     windows: Sequence[Window]
     cells: Sequence[Cell]
+    witnesses: Sequence[WitnessSubject]
 
-    def finish(self, findings: Findings, canaries: Canaries) -> None:
+    def finish(self, findings: Findings, probes: Probes) -> None:
         """Write what was found."""
 
 
@@ -149,13 +174,18 @@ def run(lab: Lab, parts: Sequence[Part], title: str) -> None:
     ------
     CodecNotActive
         A codec fired less often than it should have, or a one-bit codec leaves the logits alone.
+    Fault
+        A codec that changes nothing moves the logits.
+    WitnessDisagrees
+        A second computation of a cell comes to something else.
     NonFinite
         Logits or coded tensors hold NaN or infinity.
     """
     windows = list(dict.fromkeys(window for part in parts for window in part.windows))
-    canaries = canaries_of((cell for part in parts for cell in part.cells), windows[0]) if windows else []
-    findings = measured(lab, windows, [*canaries, *(one for part in parts for one in part.subjects)], title)
-    values = canary_values((canary, findings[id(canary)][0][1]) for canary in canaries)
+    probing = probes_of((cell for part in parts for cell in part.cells), windows[0]) if windows else []
+    scored = [one for part in parts for one in (*part.subjects, *part.witnesses)]
+    findings = measured(lab, windows, [*probing, *scored], title)
+    values = probed((probe, findings[id(probe)][0][1]) for probe in probing)
     for part in parts:
         part.finish(findings, values)
 
@@ -184,16 +214,18 @@ class CellsPart:
     def __post_init__(self):
         self.subjects = [self.lab.subject(cell) for cell in self.cells]
         self.windows = windows_for(self.cells, self.lab.windows)
+        self.witnesses = self.lab.witnesses(self.subjects, self.windows)
 
-    def finish(self, findings: Findings, canaries: Canaries) -> None:
+    def finish(self, findings: Findings, probes: Probes) -> None:
         """See `Part.finish`; rows are in the order of the windows."""
         lab, windows = self.lab, self.lab.windows
         record = JobRecord(
             provenance=lab.provenance(plan.origins(lab.params, self.study)),
             context=windows.context,
             eval=windows.eval,
-            cells=tuple(cell_record(lab, one, findings[id(one)], canaries) for one in self.subjects),
+            cells=tuple(cell_record(lab, one, findings[id(one)], probes) for one in self.subjects),
             documents=windows.documents,
+            witnessed=tuple(self._testimony(one, findings) for one in self.witnesses),
         )
         by_window: dict[Window, list[pl.DataFrame]] = {window: [] for window in self.windows}
         for subject in self.subjects:
@@ -201,17 +233,28 @@ class CellsPart:
                 by_window[window].append(table_of(subject.cell.cell_id, window, found))
         write_job(self.out, record, pl.concat([table for tables in by_window.values() for table in tables]))
 
+    def _testimony(self, witness: WitnessSubject, findings: Findings) -> Testimony:
+        """What was witnessed of one cell, if that is what is written of it."""
+        ((window, seen),) = findings[id(witness)]
+        written = next(one for one in self.subjects if one.cell == witness.cell)
+        rows = next(found.rows for on, found in findings[id(written)] if on == window)
+        testimony = Testimony.model_validate(seen.note)
+        refuse_other_rows(rows, seen.rows, testimony, device() != "cpu")
+        return testimony
 
-def cell_record(lab: Lab, subject: CellSubject, found: list[tuple[Window, Found]], canaries: Canaries) -> CellRecord:
+
+def cell_record(lab: Lab, subject: CellSubject, found: list[tuple[Window, Found]], probes: Probes) -> CellRecord:
     """The record of a measured cell."""
     cell, windows = subject.cell, lab.windows
+    probe = probes[subject.which, cell.protocol, cell.placement] if cell.layers else Probe(None, None)
     tokens = windows.context if cell.span == "context" else windows.context + windows.eval
     return CellRecord(
         cell_id=cell.cell_id,
         recipe_id=cell.recipe_id,
         cell=cell,
         coding=subject.coding([one.note for _, one in found], lab.info, tokens),
-        canary_kl=canaries[subject.which, cell.protocol, cell.placement] if cell.layers else None,
+        canary_kl=probe.canary,
+        floor_kl=probe.floor,
         fitted=subject.coder.fitted(),
     )
 

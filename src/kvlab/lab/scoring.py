@@ -10,10 +10,11 @@ import polars as pl
 import torch
 
 from kvlab.base.errors import CodecNotActive, Fault
-from kvlab.base.recipe import BlockStream, Cell, Recipe
-from kvlab.base.records import CANARY_MIN, TOKENS
+from kvlab.base.recipe import IDENTITY, BlockStream, Cell, Recipe
+from kvlab.base.records import CANARY_MIN, SAME, TOKENS
 from kvlab.engines.base import Engine
 from kvlab.lab.coding import UNDECIDING, CleanCapture, Coder, InForward, Snapshot, Tally
+from kvlab.lab.overheard import Overheard
 from kvlab.stats.divergences import Reference
 
 CANARY_STREAM = BlockStream(
@@ -33,7 +34,6 @@ CANARY_STREAM = BlockStream(
     codebook="gaussian",
     seed=0,
 )
-SAME = {"float32": 1e-6, "bfloat16": 1e-3}  # nats per token: one pass against two, by what the engine computes in
 CANARY = Recipe(k=CANARY_STREAM, v=CANARY_STREAM)
 
 
@@ -76,17 +76,34 @@ class WindowRun:
         self._shared[wanted(cell, coder)] = logits, coder.tally
         return logits
 
-    def logits(self, cell: Cell, coder: Coder) -> torch.Tensor:
-        """Logits of the window under a cell; a cell without layers is a plain rerun, without hooks."""
+    def logits(self, cell: Cell, coder: Coder, heard: Overheard | None = None) -> torch.Tensor:
+        """Logits of the window under a cell; a cell without layers is a plain rerun, without hooks.
+
+        Parameters
+        ----------
+        heard : Overheard, optional
+            Filled with what passes between the tap, the coder and attention.
+        """
         if not cell.layers:
             return self.rerun
+        if heard is not None:
+            with self.engine.reading() as heard.reading:
+                return self._scored(cell, coder, heard)
         if self._shared and (known := self._shared.get(wanted(cell, coder))):
             coder.tally = deepcopy(known[1])
             return known[0]
+        return self._scored(cell, coder)
+
+    def _scored(self, cell: Cell, coder: Coder, heard: Overheard | None = None) -> torch.Tensor:
+        """A pass of the engine under a cell's protocol."""
         if cell.protocol == "snapshot":
-            return self._over(self.snapshot(cell, coder), cell)
+            snapshot = self.snapshot(cell, coder)
+            if heard is not None:
+                heard.exchanged(self._clean(cell.placement).kept, snapshot, coder.places)
+            return self._over(snapshot, cell)
         tokens = self.context if cell.span == "context" else len(self.ids)
         tap = InForward(coder, self.number, tokens, self.clean.get(cell.placement))
+        tap = heard.around(tap) if heard is not None else tap
         if (lowest := min(cell.layers)) and self._inputs is not None:
             return self.engine.score_from(lowest, self._inputs, self.ids, self.context, tap, cell.placement)
         return self.engine.score(self.ids, self.context, tap, cell.placement)
@@ -176,31 +193,54 @@ def wanted(cell: Cell, coder: Coder) -> tuple:
     return cell.model_dump_json(exclude=UNDECIDING), type(coder), coder.calibrated is not None, coder.judged
 
 
-def canary_kl(run: WindowRun, protocol: str, placement: str, stream: str) -> float:
-    """Mean KL of a one-bit codec on every layer of a stream: proof that what the tap returns is used."""
-    everything = tuple(range(run.engine.info.n_layers))
+def probe_kl(run: WindowRun, protocol: str, placement: str, stream: str, recipe: Recipe) -> float:
+    """Mean KL of a codec on every layer of a stream, on its way through everything that cells go through."""
     cell = Cell(
         study="cells",
-        label="canary",
+        label="probe",
         engine=run.engine.name,
         dtype=run.engine.dtype,
         protocol=protocol,
         placement=placement,
         origin=run.engine.name,
         stream=stream,
-        layers=everything,
+        layers=tuple(range(run.engine.info.n_layers)),
         windows=1,
-        recipe=CANARY,
+        recipe=recipe,
     )
     return float(run.measured(cell, Coder(cell, None))["kl"].mean())
 
 
 def heard_kl(run: WindowRun, protocol: str, placement: str, stream: str) -> float:
-    """`canary_kl`; `CodecNotActive` where it is so small that what a tap returns cannot have reached the attention."""
-    kl = canary_kl(run, protocol, placement, stream)
+    """KL of a one-bit codec: proof that what the tap returns is used.
+
+    Raises
+    ------
+    CodecNotActive
+        It is so small that what a tap returns cannot have reached the attention.
+    """
+    kl = probe_kl(run, protocol, placement, stream, CANARY)
     if kl < CANARY_MIN:
         raise CodecNotActive(
             f"a one-bit codec on {stream.upper()} moves the logits of {run.engine.name} ({protocol}, {placement}) by KL"
             f" {kl:.1e} nats only; the hook does not reach the attention"
+        )
+    return kl
+
+
+def floor_kl(run: WindowRun, protocol: str, placement: str) -> float:
+    """KL of the codec that changes nothing: proof that everything around a codec changes nothing either.
+
+    Raises
+    ------
+    Fault
+        It is above the rounding of the engine's dtype: tensors are mixed up on their way to the codec or back.
+    """
+    kl = probe_kl(run, protocol, placement, "kv", IDENTITY)
+    allowed = SAME[run.engine.dtype]
+    if not kl <= allowed:
+        raise Fault(
+            f"the identity codec moves the logits of {run.engine.name} in {run.engine.dtype} ({protocol}, {placement})"
+            f" by KL {kl:.1e} nats; allowed: {allowed:.0e}, its rounding"
         )
     return kl

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import polars as pl
 
@@ -16,7 +17,7 @@ from kvlab.calibration.load import Calibrated
 from kvlab.codec.names import codec_modules, foreign_codecs
 from kvlab.lab.coding import STREAMS, UNDECIDING, Coder, Tally
 from kvlab.lab.engines import MODULES, Visit, Which
-from kvlab.lab.scoring import CANARY, heard_kl
+from kvlab.lab.scoring import CANARY, floor_kl, heard_kl
 from kvlab.lab.store import ROWS, Found
 from kvlab.lab.windows import Window
 
@@ -118,6 +119,13 @@ class CellSubject:
         return pl.concat([table_of(self.cell.cell_id, window, one) for window, one in found])
 
 
+class Probe(NamedTuple):
+    """KL of a one-bit codec, and of one that changes nothing, on one way into an engine."""
+
+    canary: float | None
+    floor: float | None
+
+
 @dataclass(eq=False)
 class CanarySubject:
     """A one-bit codec on every layer of a stream: what it does to the logits proves that the tap is heard."""
@@ -143,22 +151,53 @@ class CanarySubject:
         return Found({"kl": heard_kl(visit.run(self.which), self.protocol, self.placement, self.stream)})
 
 
-def canaries_of(cells: Iterable[Cell], on: Window) -> list[CanarySubject]:
-    """One canary for each engine, protocol and placement in use and each stream.
+@dataclass(eq=False)
+class FloorSubject:
+    """The codec that changes nothing, on every layer: what is around a codec must not move the logits."""
+
+    which: Which
+    protocol: str
+    placement: str
+    on: Window
+
+    def due(self, window: Window) -> bool:
+        """See `walk.Subject`."""
+        return window == self.on
+
+    def identity(self) -> dict | None:
+        """See `CellSubject.identity`."""
+        measuring = code_of(self.which, (), __name__)
+        asked = {"protocol": self.protocol, "placement": self.placement}
+        return measuring and asked | {"kind": "floor", "code": measuring, "engine": list(self.which)}
+
+    def score(self, visit: Visit) -> Found:
+        """See `walk.Subject`; refused where the logits move."""
+        return Found({"kl": floor_kl(visit.run(self.which), self.protocol, self.placement)})
+
+
+def probes_of(cells: Iterable[Cell], on: Window) -> list[CanarySubject | FloorSubject]:
+    """For each engine, protocol and placement in use a floor, and a canary for each stream.
 
     K and V apart: together they would hide that one hook is dead.
     """
-    wanted = {(Which.of(c.engine, c.dtype, c.attention), c.protocol, c.placement) for c in cells if c.layers}
-    return [CanarySubject(*one, stream, on) for one in sorted(wanted) for stream in STREAMS]
+    used = {(Which.of(c.engine, c.dtype, c.attention), c.protocol, c.placement) for c in cells if c.layers}
+    found: list[CanarySubject | FloorSubject] = []
+    for place in sorted(used):
+        found += [FloorSubject(*place, on), *(CanarySubject(*place, stream, on) for stream in STREAMS)]
+    return found
 
 
-def canary_values(found: Iterable[tuple[CanarySubject, Found]]) -> dict[tuple[Which, str, str], float]:
-    """One-bit KL by engine, protocol and placement: of K or of V alone, whichever is smaller."""
-    least: dict[tuple[Which, str, str], float] = {}
-    for canary, one in found:
-        place = (canary.which, canary.protocol, canary.placement)
-        least[place] = min(one.note["kl"], least.get(place, one.note["kl"]))
-    return least
+def probed(found: Iterable[tuple[CanarySubject | FloorSubject, Found]]) -> dict[tuple[Which, str, str], Probe]:
+    """What was found at each place; of the canaries of K and of V alone whichever moves less."""
+    values: dict[tuple[Which, str, str], Probe] = {}
+    for probe, one in found:
+        place, kl = (probe.which, probe.protocol, probe.placement), one.note["kl"]
+        known = values.get(place, Probe(None, None))
+        if isinstance(probe, FloorSubject):
+            values[place] = known._replace(floor=kl)
+        else:
+            values[place] = known._replace(canary=kl if known.canary is None else min(kl, known.canary))
+    return values
 
 
 # ------------------------------------------------------------------------------------------------ identities

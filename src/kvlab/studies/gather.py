@@ -16,6 +16,7 @@ from kvlab.base.errors import MissingResult, MixedIdentity, StaleResult
 from kvlab.base.params import Params
 from kvlab.base.records import (
     BaselineRecord,
+    JobRecord,
     read_baseline,
     read_job,
 )
@@ -25,15 +26,22 @@ from kvlab.studies.baseline.truth import peer_of
 from kvlab.studies.measured import Measured, Results
 from kvlab.studies.mitigations.plan import Choice
 from kvlab.studies.refusals import (
+    ANY_JOB,
+    ONE_JOB,
     by_cell,
     describe,
     on_grid,
+    refuse_high_floor,
     refuse_inactive,
     refuse_mixed,
+    refuse_one_engine,
     refuse_other_labels,
+    refuse_other_references,
     refuse_several,
     refuse_stale,
     refuse_stale_comparison,
+    refuse_unwitnessed,
+    refuse_wrong_bytes,
 )
 
 
@@ -70,6 +78,9 @@ def whole(
     refuse_several({"model": {params.model.slug, cells[0].provenance.model}})
     for measured in cells:
         refuse_inactive(measured)
+        refuse_high_floor(measured)
+    refuse_wrong_bytes(cells)
+    refuse_other_references(cells, ANY_JOB)
     refuse_other_labels([one.tokens for one in cells if one.cell.text == "test"] + list(run_tokens.values()))
     if others := [one.tokens for one in cells if one.cell.text == "other"]:
         refuse_other_labels(others)
@@ -88,8 +99,10 @@ def read_cells(params: Params, paths: Sequence[Path], choice: Choice | None = No
         for cell in cells
     }
     found: dict[str, Measured] = {}
+    read: list[JobRecord] = []
     for path in paths:
         job, tokens = read_job(path)
+        read.append(job)
         tables = by_cell(tokens, [record.cell_id for record in job.cells], path)
         for record in job.cells:
             refuse_stale(record, planned, path)
@@ -98,6 +111,9 @@ def read_cells(params: Params, paths: Sequence[Path], choice: Choice | None = No
             rows = on_grid(tables[record.cell_id], record.cell.windows, job.context, job.eval, describe(record.cell))
             documents = job.documents.get(record.cell.text)
             found[record.cell_id] = Measured(record, job.provenance, job.context, job.eval, rows, documents)
+        refuse_other_references([found[record.cell_id] for record in job.cells], ONE_JOB)
+        refuse_unwitnessed(job, tables, path)
+    refuse_one_engine(read)
     for cell_id, (study, job, cell) in planned.items():
         if cell_id not in found:
             raise MissingResult(f"{describe(cell)} is missing; run `kvlab step measure --study {study} --job {job}`")

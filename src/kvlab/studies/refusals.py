@@ -5,17 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 
-from kvlab.base.errors import CodecNotActive, Fault, MixedIdentity, StaleResult
+from kvlab.base.errors import CodecNotActive, EnginesDisagree, Fault, MixedIdentity, StaleResult, WitnessDisagrees
 from kvlab.base.params import Params
 from kvlab.base.recipe import Cell
-from kvlab.base.records import CANARY_MIN, BaselineCell, BaselineRecord, CellRecord
+from kvlab.base.records import CANARY_MIN, SAME, BaselineCell, BaselineRecord, CellRecord, JobRecord
+from kvlab.base.testimony import LIBRARIES, Proof
 from kvlab.studies.measured import Measured
+
+MOST_STORED = 64  # bits a value: twice float32, for codes with tables in very short windows
+WITNESSED = 1e-6  # relative, between a mean that was seen and the same mean of a table
+ONE_JOB = {"float32": 0.0, "bfloat16": 0.0}
+"""Nats between the clean passes that cells of one job were held against: there is one."""
+ANY_JOB = {"float32": 1e-3, "bfloat16": 0.5}
+"""The same between jobs, whose processes may add up in another order."""
 
 
 def describe(cell: Cell) -> str:
@@ -121,18 +129,118 @@ def refuse_several(values: dict[str, set[str]]) -> None:
 
 def refuse_inactive(measured: Measured) -> None:
     """`CodecNotActive` unless the codec fired as planned and its canary moved the logits."""
-    coding, canary = measured.record.coding, measured.record.canary_kl
-    idle = measured.role not in ("rerun", "identity") and coding.expected_fires == 0
-    if coding.fires != coding.expected_fires or idle:
+    coding, canary, cell = measured.record.coding, measured.record.canary_kl, measured.cell
+    due = cell.windows * len(cell.layers) * len(cell.stream)
+    idle = measured.role not in ("rerun", "identity") and coding.fires == 0
+    if not coding.fires == coding.expected_fires == due or idle:
         raise CodecNotActive(
-            f"{describe(measured.cell)}: the codec fired {coding.fires} times, expected {coding.expected_fires}"
+            f"{describe(cell)}: the codec fired {coding.fires} times, expected {due}"
             + (", but a codec has to fire" if idle else "")
         )
-    if canary is not None and not canary >= CANARY_MIN:
+    if cell.layers and not (canary or 0.0) >= CANARY_MIN:
         raise CodecNotActive(
-            f"{describe(measured.cell)}: a one-bit codec moved the logits by KL {canary:.2g} only;"
+            f"{describe(cell)}: a one-bit codec moved the logits by KL {canary or 0.0:.2g} only;"
             f" at least {CANARY_MIN:g} is expected"
         )
+
+
+def refuse_high_floor(measured: Measured) -> None:
+    """`Fault` unless a codec that changes nothing leaves the logits alone, beside this cell and in it."""
+    cell, allowed = measured.cell, SAME[measured.cell.dtype]
+    floors = [measured.record.floor_kl] if cell.layers else []
+    if measured.role == "identity":
+        floors.append(float(measured.tokens["kl"].mean()))
+    for floor in floors:
+        if floor is None or not floor <= allowed:
+            raise Fault(
+                f"{describe(cell)}: a codec that changes nothing moves the logits by KL {floor}; {cell.dtype} allows"
+                f" {allowed:.0e}"
+            )
+
+
+def refuse_wrong_bytes(cells: Sequence[Measured]) -> None:
+    """`Fault` unless every cell stores as many values as the others of its span, in a number of bytes that can be."""
+    first: dict[str, float] = {}
+    for measured in cells:
+        cell, coding = measured.cell, measured.record.coding
+        values = coding.values / cell.windows
+        if values != first.setdefault(cell.span, values) or values <= 0:
+            raise Fault(
+                f"{describe(cell)}: a window holds {values:g} values of K and V, and {first[cell.span]:g} in others"
+            )
+        if min(coding.coded_bytes, coding.raw_bytes) < 0 or not 0 < coding.bits_per_value <= MOST_STORED:
+            raise Fault(
+                f"{describe(cell)}: {coding.coded_bytes} coded and {coding.raw_bytes} other bytes for {coding.values}"
+                f" values; allowed: none below 0, and up to {MOST_STORED} bits a value"
+            )
+
+
+def refuse_other_references(cells: Sequence[Measured], allowed: Mapping[str, float]) -> None:
+    """Cells of one engine, dtype and way of scoring were held against the same clean pass.
+
+    Parameters
+    ----------
+    allowed : mapping of str to float
+        By dtype, nats that two clean passes may differ by.
+
+    Raises
+    ------
+    MixedIdentity
+        Names the column and the first place where two cells differ.
+    """
+    longest: dict[tuple, Measured] = {}
+    for measured in sorted(cells, key=lambda one: -len(one.tokens)):
+        cell = measured.cell
+        over = cell.protocol == "snapshot" and bool(cell.layers)
+        other = longest.setdefault((cell.engine, cell.dtype, cell.attention, over, cell.text), measured)
+        for name in ("nll_ref", "p_ref_max"):
+            ours, theirs = measured.tokens[name].to_numpy(), other.tokens[name][: len(measured.tokens)].to_numpy()
+            wrong = np.flatnonzero(np.abs(ours - theirs) > allowed[cell.dtype])
+            if wrong.size:
+                row = int(wrong[0])
+                place = f"{name} at window {measured.tokens['window'][row]} position {measured.tokens['position'][row]}"
+                raise MixedIdentity(
+                    {place: [f"{describe(one.cell)}: {one.tokens[name][row]}" for one in (other, measured)]}
+                )
+
+
+def refuse_unwitnessed(job: JobRecord, tables: Mapping[str, pl.DataFrame], path: Path) -> None:
+    """One cell of every family of a job was computed a second time, and what is written of it is what was seen.
+
+    Raises
+    ------
+    WitnessDisagrees
+        A family was not witnessed, or the table holds other numbers than were seen.
+    """
+    cells = {record.cell_id: record.cell for record in job.cells}
+    witnessed = [one for one in job.witnessed if one.cell_id in cells]
+    seen = {cells[one.cell_id].family for one in witnessed}
+    for cell in cells.values():
+        if cell.family and cell.family not in seen:
+            raise WitnessDisagrees(
+                f"{path}: no witness computed a cell like {describe(cell)} again; measure the job again"
+            )
+    for one in witnessed:
+        rows = tables[one.cell_id].filter(pl.col("window") == one.window)
+        kl = float(rows["kl"].mean()) if len(rows) else float("nan")
+        if not abs(kl - one.kl) <= WITNESSED * (1 + one.kl) or one.effects != one.expected_effects:
+            raise WitnessDisagrees(
+                f"{path}: {describe(cells[one.cell_id])} has KL {kl:.6g} on window {one.window}, and the witness saw"
+                f" {one.kl:.6g}, with {one.effects} of {one.expected_effects} tensors that reached attention"
+            )
+
+
+def refuse_one_engine(jobs: Iterable[JobRecord]) -> None:
+    """`EnginesDisagree` where what an engine left behind is another's: one of them ran under both names."""
+    names: dict[Proof, str] = {}
+    for job in jobs:
+        for one in job.witnessed:
+            engine, proof = job.cells[0].cell.engine, one.engine
+            if names.setdefault(proof, engine) != engine or proof.library != LIBRARIES[engine]:
+                raise EnginesDisagree(
+                    f"what ran as {engine} left the proof of another engine: {proof.model} of {proof.library}"
+                    f" {proof.version}, {proof.cache_blocks or 'no'} blocks of cache"
+                )
 
 
 def refuse_other_labels(tables: Sequence[pl.DataFrame]) -> None:

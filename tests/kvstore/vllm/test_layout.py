@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvlab.base.errors import CapabilityError
+from kvlab.engines.vllm_pages import found_out
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
-from kvlab.kvstore.vllm.layout import PagedRows, found_out
+from kvlab.kvstore.vllm.layout import PagedRows
 
 HEADS, BLOCK, DIM, BLOCKS = 2, 32, 32, 6
 

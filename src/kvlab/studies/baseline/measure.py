@@ -24,7 +24,7 @@ from kvlab.base.studied import coded_layers, studied_recipe
 from kvlab.calibration.load import Calibrated, Fitted
 from kvlab.lab.coding import Coder, JitteredCoder, Tally
 from kvlab.lab.engines import MODULES, Visit, Which
-from kvlab.lab.measure import Canaries, Findings, Lab, run
+from kvlab.lab.measure import Findings, Lab, Probes, run
 from kvlab.lab.plan import baseline_runs
 from kvlab.lab.store import ROWS, Found
 from kvlab.lab.subjects import Memos, code_of, deciding, refuse_idle, table_of
@@ -65,7 +65,8 @@ class BaselinePart:
     lab: Lab
     name: str
     out: Path
-    cells: tuple[Cell, ...] = ()  # that need a canary: none, as a codec is held against itself
+    cells: tuple[Cell, ...] = ()  # that are probed: none, as a codec is held against itself
+    witnesses: tuple = ()  # the studied cells that it compares are witnessed in their own study
 
     def __post_init__(self):
         params, runs = self.lab.params, baseline_runs(self.lab.params)
@@ -85,7 +86,7 @@ class BaselinePart:
     def _cell(self, what: str, protocol: str | None = None, reference: str = "truth") -> BaselineCell:
         return BaselineCell.of(self.name, *self.run, what, protocol, reference)
 
-    def finish(self, findings: Findings, _canaries: Canaries) -> None:
+    def finish(self, findings: Findings, _probes: Probes) -> None:
         """See `Part.finish`."""
         lab, (engine, dtype, attention) = self.lab, self.run
         record = BaselineRecord(

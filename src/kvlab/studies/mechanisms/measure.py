@@ -18,14 +18,16 @@ from kvlab.base.model import load_tokenizer, resolve
 from kvlab.base.params import Params
 from kvlab.base.recipe import Cell
 from kvlab.base.records import Coding
+from kvlab.base.testimony import Testimony
 from kvlab.calibration.load import Fitted
 from kvlab.engines import capability
 from kvlab.lab.coding import Coder
 from kvlab.lab.engines import Which, device
-from kvlab.lab.measure import Canaries, Findings, Lab, calibrated_for, run
+from kvlab.lab.measure import Findings, Lab, Probes, calibrated_for, run
 from kvlab.lab.store import Found
 from kvlab.lab.subjects import total
 from kvlab.lab.windows import Window, windows_of
+from kvlab.lab.witnessing import WitnessSubject, refuse_other_mean
 from kvlab.studies.mechanisms.items import VERSIONS, retrievals, tasks
 from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, NEEDLE, PASSED, TASKS, Variant, asked, variants
 from kvlab.studies.mechanisms.records import (
@@ -119,6 +121,8 @@ class MechanismsPart:
             self._add(variant)
         self.subjects = list(self.by_eval.values())
         self.cells: list[Cell] = [variant.cell for variant in self.variants if variant.cell]
+        cells = [lab.subject(cell) for cell in self.cells]
+        self.witnesses = lab.witnesses(cells, self.scored.get(FIDELITY, ()), judged=False)
 
     def _items(self, greedy: int) -> dict[str, list[Window]]:
         """The windows of every eval that some variant is asked on this engine."""
@@ -172,7 +176,7 @@ class MechanismsPart:
             engines.get(self.plain)  # first, as most of the memory is its
             _ = engines.get(subjects[0].which).storage
 
-    def finish(self, findings: Findings, canaries: Canaries) -> None:
+    def finish(self, findings: Findings, probes: Probes) -> None:
         """See `Part.finish`."""
         lab = self.lab
         found = {key: findings[id(subject)] for key, subject in self.by_eval.items()}
@@ -186,14 +190,24 @@ class MechanismsPart:
             context=lab.windows.context,
             eval=lab.windows.eval,
             documents=lab.windows.documents.get("test"),
-            rows=tuple(self._row(variant, found, canaries) for variant in self.variants),
+            rows=tuple(self._row(variant, found, probes) for variant in self.variants),
             missing=tuple(self.missing),
+            witnessed=tuple(self._testimony(one, findings) for one in self.witnesses),
         )
         ordered = [(v, name) for v in self.variants for name in self._asked(v)]
         rows = [row for v, name in ordered for row in score_rows(self.by_eval[v.label, name], found[v.label, name])]
         write_mechanisms(self.out, record, pl.DataFrame(rows, schema=SCORES))
 
-    def _row(self, variant: Variant, found: dict, canaries: Canaries) -> MechanismRow:
+    def _testimony(self, witness: WitnessSubject, findings: Findings) -> Testimony:
+        """What was witnessed of one variant, if that is what is written of it."""
+        label = next(variant.label for variant in self.variants if variant.cell == witness.cell)
+        ((window, seen),) = findings[id(witness)]
+        written = next(one for on, one in findings[id(self.by_eval[label, FIDELITY])] if on == window)
+        testimony = Testimony.model_validate(seen.note)
+        refuse_other_mean(written.note["variant"], seen.rows, testimony, device() != "cpu")
+        return testimony
+
+    def _row(self, variant: Variant, found: dict, probes: Probes) -> MechanismRow:
         windows, cell = self.lab.windows, variant.cell
         runs = tuple(self._eval_run(variant, name, found[variant.label, name]) for name in self._asked(variant))
         took = seconds(found[variant.label, FIDELITY], found[BASELINE, FIDELITY])
@@ -215,7 +229,7 @@ class MechanismsPart:
             seconds=tuple(one.whole for one in took),
             compression_overhead_ms=1e3 * median(one.encode for one in took) if cell else None,
             decompression_overhead_ms=1e3 * median(one.decode for one in took) if cell else None,
-            canary_kl=canaries[self.plain, cell.protocol, cell.placement] if cell else own_canary(variant, found),
+            canary_kl=probes[self.plain, cell.protocol, cell.placement].canary if cell else own_canary(variant, found),
             **runs[0].model_dump(include={"fires", "expected_fires", "kv_bytes", "kv_values"}),
             evals=runs,
         )

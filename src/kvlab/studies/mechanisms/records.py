@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from kvlab.base.errors import StorageError
 from kvlab.base.recipe import Frozen
 from kvlab.base.records import Provenance, finite, forget, read_json, write_json, write_table
+from kvlab.base.testimony import Testimony
 
 # One row per scored item of a variant: a window of text, of which `variant` and `baseline` are means over its scored
 # tokens, or a needle, 1 where it was found and 0 where not, or a text after which something is written: the share of
@@ -95,7 +96,8 @@ class MechanismsRecord(Frozen):
     """The JSON of one engine's job.
 
     `provenance` names the windows' corpus, `needles_hash` and `ruler_hash` the retrieval items,
-    `code` the digest of what measured, `documents` that of each scored window, by number.
+    `code` the digest of what measured, `documents` that of each scored window, by number; `witnessed` is what a second
+    computation found of one variant of each codec.
     """
 
     provenance: Provenance
@@ -109,6 +111,7 @@ class MechanismsRecord(Frozen):
     documents: tuple[int, ...] | None = None
     rows: tuple[MechanismRow, ...]
     missing: tuple[Missing, ...]
+    witnessed: tuple[Testimony, ...] = ()
 
 
 def write_mechanisms(path: Path | str, record: MechanismsRecord, scores: pl.DataFrame) -> None:

@@ -28,7 +28,7 @@ from kvlab.base.records import write_json
 from kvlab.base.studied import coded_layers
 from kvlab.calibration.load import Fitted
 from kvlab.lab.measure import Lab, measured
-from kvlab.lab.subjects import canaries_of
+from kvlab.lab.subjects import probes_of
 from kvlab.lab.windows import windows_of
 from kvlab.stats.curve import between
 from kvlab.studies.mitigations import plan
@@ -110,8 +110,8 @@ class Judge:
     def _measure(self, cells: list[Cell]) -> None:
         lab, subjects = self.lab, [self.lab.subject(cell) for cell in cells]
         windows = windows_of(lab.windows, "calib")
-        canaries = [] if self.known else canaries_of(cells, windows[0])
-        findings = measured(lab, windows, [*canaries, *subjects], f"{len(cells)} arms")
+        probes = [] if self.known else probes_of(cells, windows[0])
+        findings = measured(lab, windows, [*probes, *subjects], f"{len(cells)} arms")
         for subject in subjects:
             found = [one for _, one in findings[id(subject)]]
             coding = subject.coding([one.note for one in found], lab.info, lab.windows.context)

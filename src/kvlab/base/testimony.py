@@ -1,0 +1,62 @@
+"""What vouches for a measured cell: the engine that ran, and how far a second computation is from it, step by step."""
+
+from __future__ import annotations
+
+from kvlab.base.recipe import Frozen
+
+LIBRARIES = {"hf": "transformers", "vllm": "vllm"}
+"""Where the class of each engine's live model is from."""
+
+
+class Proof(Frozen):
+    """What only one engine has, as found in the running one.
+
+    Parameters
+    ----------
+    library, version : str
+        That the model's class is from.
+    model, attention : str
+        The classes of the model and of what computes its attention, with their modules.
+    cache_blocks : int or None
+        Of the engine's own paged cache; None of an engine without one.
+    """
+
+    library: str
+    version: str
+    model: str
+    attention: str
+    cache_blocks: int | None
+
+
+class Testimony(Frozen):
+    """One cell that was computed a second time, by other code, and agreed.
+
+    Parameters
+    ----------
+    cell_id : str
+    window : int
+    reference_kl, alternative_kl : float
+        Nats per token from the witness's logits to the chain's, without the codec and with it.
+    tensor_error, read_error : float
+        Largest relative error of a head's K or V: as it came to the codec, and as attention read it.
+    effects, expected_effects : int
+        Layers times streams where attention read what the codec answered, and where it should have.
+    nbytes : int
+        Of the files that the codecs wrote for the witness.
+    engine : Proof
+        Of the engine that ran.
+    kl : float
+        Mean KL of the cell on this window, nats per token, as written and as the witness has it.
+    """
+
+    cell_id: str
+    window: int
+    reference_kl: float
+    alternative_kl: float
+    tensor_error: float
+    read_error: float
+    effects: int
+    expected_effects: int
+    nbytes: int
+    engine: Proof
+    kl: float

@@ -1,0 +1,288 @@
+"""What the chain claims of one cell on one window, computed again and held against it.
+
+A codec is discontinuous, so two computations of one cell that differ in the last bit may end far apart. The witness
+therefore goes step by step: the tensors that the codec was given are those of the layer, given the K and V below it;
+what it answered is what that codec says of them; attention read just that; and with just that K and V the logits are
+the chain's. Each step is exact or of the dtype's own rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from kvlab.base.errors import WitnessDisagrees
+from kvlab.base.recipe import Cell
+from kvlab.base.testimony import Proof, Testimony
+from kvlab.calibration.load import Calibrated
+from kvlab.codec.registry import build
+from kvlab.engines.base import Reading
+from kvlab.witness import corpus
+from kvlab.witness.plain import Passed, PlainModel, rotate
+from kvlab.witness.scores import divergence, log_softmax, scored
+from kvlab.witness.stored import answers
+
+LOGITS = {"float32": 1e-6, "bfloat16": 1e-2}
+"""Nats per token that the chain's logits may be from the witness's, which are of float32."""
+TENSORS = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Of a head's K or V, the root mean square error that its dtype's rounding may leave, relative to the head's own."""
+FORMULA = 1e-8
+"""Between two formulas for the same logits: nats, or relative."""
+ATTENTIONS = {"eager": "eager_attention_forward", "sdpa": "sdpa_attention_forward"}
+"""The function that a transformers model calls, by the name of the implementation."""
+
+Tensors = Mapping[tuple[int, str], Tensor]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the chain did with one cell on one window.
+
+    Parameters
+    ----------
+    cell : Cell
+    ids : list of int
+        The window's tokens as the witness read them.
+    number, context : int
+        The window's number, and the tokens of it that are stored.
+    reference, alternative : Tensor
+        [tokens, vocabulary]; the untouched model's logits, and those under the cell.
+    rows : polars.DataFrame
+        What was written of both, as `records.TOKENS`.
+    given, answered : mapping of (layer, stream) to Tensor
+        What came to the codec's place and what left it, [kv_heads, tokens, head_dim].
+    reading : Reading or None
+        K and V as the engine's attention used them; None where they could not be looked at.
+    nbytes : int
+        That the cell's codecs are said to have written.
+    engine : Proof
+        Of the engine that ran.
+    """
+
+    cell: Cell
+    ids: list[int]
+    number: int
+    context: int
+    reference: Tensor
+    alternative: Tensor
+    rows: pl.DataFrame
+    given: Tensors
+    answered: Tensors
+    reading: Reading | None
+    nbytes: int
+    engine: Proof
+
+
+def testify(model: PlainModel, claim: Claim, calibrated: Calibrated | None) -> Testimony:
+    """Compute a cell's window again.
+
+    Parameters
+    ----------
+    calibrated : Calibrated or None
+        What was fitted for the cell's codecs.
+
+    Raises
+    ------
+    WitnessDisagrees
+        Says what differs, and by how much.
+    """
+    return Witness(model, claim, calibrated).testimony()
+
+
+@dataclass
+class Witness:
+    """One claim under examination."""
+
+    model: PlainModel
+    claim: Claim
+    calibrated: Calibrated | None
+
+    def testimony(self) -> Testimony:
+        """All questions in the order in which an answer means something."""
+        claim, cell = self.claim, self.claim.cell
+        self._labels()
+        self._running()
+        self._formulas()
+        reference = self._logits("without the codec", self._p, self._clean)
+        tensors = self._given()
+        self._answers()
+        alternative = self._logits("under the codec", self._q, self._coded)
+        effects, read = self._read()
+        return Testimony(
+            cell_id=cell.cell_id,
+            window=claim.number,
+            reference_kl=reference,
+            alternative_kl=alternative,
+            tensor_error=tensors,
+            read_error=read,
+            effects=effects,
+            expected_effects=len(self._places) if claim.reading else 0,
+            nbytes=claim.nbytes,
+            engine=claim.engine,
+            kl=float(np.mean(claim.rows["kl"].to_numpy())),
+        )
+
+    @property
+    def _places(self) -> list[tuple[int, str]]:
+        cell = self.claim.cell
+        return [(layer, part) for layer in cell.layers for part in ("k", "v") if part in cell.stream]
+
+    @cached_property
+    def _p(self) -> np.ndarray:
+        return log_softmax(_float64(self.claim.reference))
+
+    @cached_property
+    def _q(self) -> np.ndarray:
+        return log_softmax(_float64(self.claim.alternative))
+
+    @cached_property
+    def _clean(self) -> Passed:
+        return self.model.clean(self.claim.ids, self.claim.context)
+
+    @cached_property
+    def _coded(self) -> Passed:
+        claim, cell = self.claim, self.claim.cell
+        rotated, held = cell.placement == "post_rope", {place: claim.answered[place] for place in self._places}
+        if cell.protocol == "in_forward":
+            return self.model.forward(claim.ids, claim.context, held, rotated=rotated)
+        whole = self._clean.read if rotated else self._clean.own
+        held = {place: x[:, : claim.context] for place, x in whole.items()} | held
+        return self.model.forward(claim.ids, claim.context, held, begin=claim.context, rotated=rotated)
+
+    def _labels(self) -> None:
+        """The tokens that were scored are those of the corpus at these positions."""
+        rows, claim = self.claim.rows, self.claim
+        due = list(range(claim.context + 1, len(claim.ids)))
+        if rows["position"].to_list() != due:
+            self._object(f"scored positions {_ends(rows['position'].to_list())}, and {_ends(due)} are due")
+        wrong = rows["label"].to_numpy() != corpus.labels(claim.ids, due)
+        if wrong.any():
+            place = due[int(wrong.argmax())]
+            self._object(
+                f"scored token {rows['label'][int(wrong.argmax())]} at position {place}, where the windows' file has"
+                f" {claim.ids[place]}"
+            )
+
+    def _running(self) -> None:
+        """The model computes in the dtype, and with the attention, that the label says."""
+        cell, seen = self.claim.cell, self.claim.reading
+        if seen is None:
+            return
+        if seen.dtype != cell.dtype:
+            self._object(f"is labelled {cell.dtype}, and attention read K and V of {seen.dtype}")
+        asked = "eager" if (cell.engine, cell.attention) == ("hf", "default") else cell.attention
+        if ATTENTIONS.get(asked, seen.attention) != seen.attention:
+            self._object(f"is labelled {asked} attention, and the model called {seen.attention}")
+
+    def _formulas(self) -> None:
+        """Every column is what its definition makes of the chain's own logits."""
+        rows = self.claim.rows
+        due = scored(self._p, self._q, rows["label"].to_numpy())
+        for name, expected in due.items():
+            found = rows[name].to_numpy()
+            wrong = np.abs(found - expected) > FORMULA * (1 + np.abs(expected))
+            if wrong.any():
+                row = int(wrong.argmax())
+                self._object(
+                    f"column {name} at position {rows['position'][row]} is {found[row]:.9g}, and its logits make"
+                    f" {expected[row]:.9g}"
+                )
+
+    def _logits(self, when: str, theirs: np.ndarray, own: Passed) -> float:
+        """The chain's probabilities are the witness's."""
+        kl = float(divergence(own.log_p, theirs).mean())
+        if not kl <= LOGITS[self.claim.cell.dtype]:
+            self._object(
+                f"predicts {when} KL {kl:.2e} nats per token from a plain forward; {self.claim.cell.dtype} allows"
+                f" {LOGITS[self.claim.cell.dtype]:.0e}"
+            )
+        return kl
+
+    def _given(self) -> float:
+        """What came to the codec is the K and V of its layer, head by head; the largest relative error."""
+        cell, worst = self.claim.cell, 0.0
+        own = self._coded if cell.protocol == "in_forward" else self._clean
+        for layer, part in self._places:
+            found = self._at(self.claim.given, (layer, part), "came to the codec")
+            rotated = part == "k" and cell.placement == "post_rope"
+            due = own.own[layer, part][:, : found.shape[1]]
+            due = rotate(self.model, due) if rotated else due
+            worst = max(worst, self._same(found, due, f"K and V that came to the codec: layer {layer} {part}"))
+            coded = self._coded_tokens
+            if found.shape[1] != coded:
+                self._object(f"codes {found.shape[1]} tokens of layer {layer} {part}, and {coded} are due")
+        return worst
+
+    @property
+    def _coded_tokens(self) -> int:
+        return self.claim.context if self.claim.cell.span == "context" else len(self.claim.ids)
+
+    def _answers(self) -> None:
+        """What left the codec is what the codec says, and as many bytes."""
+        claim, cell = self.claim, self.claim.cell
+        codecs = {}
+        for layer, part in self._places:
+            recipe = cell.stream_recipe(part, layer)
+            fitted = self.calibrated.stream(recipe, part, cell.placement) if self.calibrated else None
+            codecs[layer, part] = build(recipe, fitted)
+        own, nbytes = answers(codecs, claim.given, claim.number)
+        for layer, part in self._places:
+            found = self._at(claim.answered, (layer, part), "left the codec")
+            if not torch.equal(found, own[layer, part]):
+                error = relative(found, own[layer, part])
+                if not (found.is_cuda and error <= TENSORS["float32"]):
+                    self._object(f"layer {layer} {part}: what left the codec is {error:.1e} from what the codec says")
+        if nbytes != claim.nbytes:
+            self._object(f"counts {claim.nbytes} coded bytes, and the files of its codecs hold {nbytes}")
+
+    def _read(self) -> tuple[int, float]:
+        """Attention used what the codec answered, in every layer: how many places, and the largest relative error."""
+        worst, effects, seen = 0.0, 0, self.claim.reading
+        for layer, part in self._places if seen else ():
+            found = self._at(seen.tensors, (layer, part), "was read by attention")
+            due = self._coded.read[layer, part]
+            if found.shape != due.shape:
+                self._object(f"layer {layer} {part}: attention read {list(found.shape)}, and {list(due.shape)} are due")
+            worst = max(worst, self._same(found, due, f"K and V that attention read: layer {layer} {part}"))
+            effects += 1
+        return effects, worst
+
+    def _at(self, tensors: Tensors, place: tuple[int, str], what: str) -> Tensor:
+        if place not in tensors:
+            self._object(f"layer {place[0]} {place[1]}: nothing {what}")
+        return tensors[place]
+
+    def _same(self, found: Tensor, due: Tensor, what: str) -> float:
+        error, allowed = relative(found, due), TENSORS[self.claim.cell.dtype]
+        if not error <= allowed:
+            self._object(f"{what} are {error:.1e} (relative) from a plain forward's; allowed: {allowed:.0e}")
+        return error
+
+    def _object(self, what: str) -> NoReturn:
+        cell = self.claim.cell
+        raise WitnessDisagrees(
+            f"the witness disagrees on cell {cell.label!r} ({cell.engine}, {cell.dtype}, {cell.protocol},"
+            f" {cell.placement}), window {self.claim.number}: it {what}"
+        )
+
+
+def relative(found: Tensor, due: Tensor) -> float:
+    """The largest error of a head, root mean square, relative to what is due there."""
+    found, due = found.float().cpu(), due.float().cpu()
+    size = due.square().mean(dim=(1, 2)).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(((found - due).square().mean(dim=(1, 2)) / size).sqrt().max())
+
+
+def _float64(x: Tensor) -> np.ndarray:
+    return x.detach().to("cpu", torch.float64).numpy()
+
+
+def _ends(places: list[int]) -> str:
+    return f"{places[0]} to {places[-1]}" if places else "none"

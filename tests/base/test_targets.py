@@ -1,0 +1,82 @@
+"""Only a file is ever written over: devices, pipes, sockets and folders are left as they are."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvlab.base.errors import StorageError
+from kvlab.base.records import atomic, write_text
+from kvlab.cli.main import main
+
+
+def refused(path: Path | str, words: str) -> None:
+    with pytest.raises(StorageError, match=words) as caught, atomic(path):
+        pytest.fail("nothing is written")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_stays_a_device():
+    refused("/dev/full", "cannot write /dev/full: it is a device; name a file")
+    refused("/dev/null", "a device")
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+def test_a_link_counts_as_what_it_leads_to(tmp_path):
+    (tmp_path / "link").symlink_to("/dev/null")
+    refused(tmp_path / "link", "a device")
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_pipe_and_a_socket_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    refused("pipe", "it is a pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket")
+        refused("socket", "it is a socket")
+    assert sorted(os.listdir()) == ["pipe", "socket"]
+
+
+@pytest.mark.parametrize("path", [".", "..", "folder", "folder/", "new/", "folder/.", "folder/..", "/"])
+def test_a_folder_is_no_file(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    refused(path, "it is a folder; name a file")
+    assert os.listdir() == ["folder"]
+
+
+@pytest.mark.parametrize("path", ["", "x\0y"])
+def test_no_path_at_all(path):
+    refused(path, "it is no path; name a file")
+    if not path:
+        refused(Path(path), "it is a folder")
+
+
+def test_a_file_is_replaced_and_a_new_one_made(tmp_path):
+    for text in ("old", "new"):
+        write_text(tmp_path / "in" / "file", text)
+        assert (tmp_path / "in" / "file").read_text() == text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "init --model models/reference --out {out}",
+        "measure models/reference --text README.md --json {out}",
+        "calibrate --model models/reference --out {out}",
+        "step corpus --out {out}",
+        "gate check README.md --out {out}",
+    ],
+)
+@pytest.mark.parametrize(("out", "kind"), [("/dev/full", "a device"), ("docs", "a folder"), ("docs/", "a folder")])
+def test_the_command_line_refuses_it_before_anything_runs(root, monkeypatch, capsys, line, out, kind):
+    monkeypatch.chdir(root)
+    with pytest.raises(SystemExit) as left:
+        main(line.format(out=out).split())
+    told = capsys.readouterr().err
+    assert left.value.code == 2 and told.count("\n") == 1 and f"cannot write {out}: it is {kind}" in told
