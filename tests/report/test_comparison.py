@@ -12,6 +12,7 @@ import pytest
 
 from kvlab.base.errors import MixedIdentity
 from kvlab.base.records import read_json, write_json
+from kvlab.base.seal import sealed
 from kvlab.cli.main import main
 from kvlab.gate.verdict import judge
 from kvlab.pages import format as fmt
@@ -313,7 +314,8 @@ def test_pages_link_one_another(small, large, compared, params, tmp_path):
 
 def files(folder: Path, **metrics: dict) -> list[str]:
     for name, content in metrics.items():
-        write_json(folder / f"{name}.json", content)
+        again = isinstance(content, dict) and "digest" in content  # as what was changed here would have been written
+        write_json(folder / f"{name}.json", sealed(content) if again else content)
     return [str(folder / f"{name}.json") for name in metrics]
 
 
@@ -321,7 +323,7 @@ def test_compare_writes_three_files_and_reads_no_parameters(small, large, compar
     monkeypatch.chdir(tmp_path)
     given = files(tmp_path, a=small, b=large)
     main(["step", "compare", "--metrics", *given, "--out", "o/c.csv", "--json", "o/c.json", "--summary", "o/s.json"])
-    assert read_json("o/c.json") == json.loads(json.dumps(compared))
+    assert read_json("o/c.json") == sealed(json.loads(json.dumps(compared)))
     assert read_json("o/s.json") == {"reference": summary(small), "large": summary(large)}
     assert len(pl.read_csv("o/c.csv")) == 16
 
@@ -352,7 +354,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(small, large, tmp_path, ca
     [({"no": "comparison"}, "is none; allowed"), (None, "this page is of model 'other', and the comparison of")],
 )
 def test_a_report_refuses_a_comparison_of_others(small, compared, params, tmp_path, capsys, given, words):
-    metrics, verdict, other = files(tmp_path, m=named(small, "other"), v=judge(params, small), c=given or compared)
+    metrics, verdict, other = files(tmp_path, m=named(small, "other"), v=judge(params, small), c=sealed(given or compared))
     settings = params.model_dump_json()
     arguments = [
         "step",

@@ -109,7 +109,7 @@ def test_top_level_shape(metrics, params):
         *("layers", "additivity", "noise", "noise_slope", "closure", "structure", "residual", "mitigations"),
         *("ladder", "ladder_answers", "ladder_ablation", "ladder_state", "ladder_gain", "ladder_further"),
         "split",
-        *("codebooks", "sigma", "schema_version"),
+        *("codebooks", "sigma", "schema_version", "digest"),
     }
     json.dumps(metrics, allow_nan=False)
     sizes = {"context": 64, "eval": 17, "windows": 12, "confidence": 0.95, "resamples": 600, "seed": 0}

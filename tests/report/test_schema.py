@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import MissingResult
+from kvlab.base.errors import MissingResult, StaleResult
+from kvlab.base.records import write_json
+from kvlab.base.seal import sealed
 from kvlab.pages.withheld import without_cross_engine
 from kvlab.report.claims import derived
 from kvlab.report.metrics import build
@@ -62,3 +65,22 @@ def test_no_claim_is_left_that_compares_engines_when_they_may_not_be(metrics):
     assert crossing(derived(metrics))
     kept = derived(without_cross_engine(metrics))
     assert kept and not crossing(kept)
+
+
+def test_metrics_changed_by_hand_are_refused(metrics, tmp_path):
+    path = tmp_path / "metrics.json"
+    write_json(path, metrics)
+    read(path)
+    changed = deepcopy(metrics)
+    changed["identity"]["model_hash"] = "f" * 16
+    write_json(path, changed)
+    with pytest.raises(StaleResult, match="is not as it was written: its digest is another's"):
+        read(path)
+
+
+def test_a_value_outside_its_own_interval_is_refused(metrics, tmp_path):
+    path, changed = tmp_path / "metrics.json", deepcopy(metrics)
+    changed["gap"]["measures"]["kl"]["gap"]["value"] = 1e6
+    write_json(path, sealed(changed))
+    with pytest.raises(MissingResult, match="outside its own interval"):
+        read(path)

@@ -194,6 +194,7 @@ def metrics_verb(args: argparse.Namespace) -> None:
 def compare_verb(args: argparse.Namespace) -> None:
     """Set models beside one another: what each pays, and what each further one pays beside the first."""
     from kvlab.base.records import write_json
+    from kvlab.base.seal import sealed
     from kvlab.report import comparison
     from kvlab.report.summary import summary
 
@@ -202,7 +203,7 @@ def compare_verb(args: argparse.Namespace) -> None:
     headlines = {metrics["identity"]["slug"]: summary(metrics) for metrics in found}
     comparison.write_table(args.out, compared)
     if args.json:
-        write_json(args.json, compared)
+        write_json(args.json, sealed(compared))
     if args.summary:
         write_json(args.summary, headlines)
 
@@ -219,11 +220,14 @@ def verdict_verb(args: argparse.Namespace) -> None:
 def report_verb(args: argparse.Namespace) -> None:
     """Write FINDINGS.md and its figures, or the README's headline."""
     from kvlab.base.records import read_json
+    from kvlab.gate.verdict import refuse_other_verdict
     from kvlab.report import findings, readme
+    from kvlab.report.comparison import read_comparison
     from kvlab.report.schema import load
 
     metrics, verdict = load(args.metrics), read_json(args.verdict)
-    comparison = read_json(args.comparison) if args.comparison else None
+    refuse_other_verdict(params_of(args), metrics, verdict)
+    comparison = read_comparison(args.comparison) if args.comparison else None
     if args.readme:
         readme.update(args.readme, metrics, verdict, comparison=comparison)
     if args.out:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvlab.base.errors import MissingResult
+from kvlab.base.errors import MissingResult, StaleResult
 from kvlab.base.params import Params, Verdict
 from kvlab.base.recipe import digest
 from kvlab.base.records import CANARY_MIN
@@ -52,6 +52,14 @@ def judge(params: Params, metrics: dict) -> dict:
         "publishable": all(condition["holds"] for condition in conditions),
         "cross_engine_allowed": agreement is not None and agreement["state"] != "differ",
     }
+
+
+def refuse_other_verdict(params: Params, metrics: dict, verdict: object) -> None:
+    """`StaleResult` unless a verdict is what these thresholds make of these metrics."""
+    if verdict != judge(params, metrics):
+        raise StaleResult(
+            "the verdict is not what params.yaml's thresholds make of these metrics; run `kvlab step verdict` again"
+        )
 
 
 def judged_cells(metrics: dict) -> list[dict]:

@@ -13,7 +13,8 @@ import numpy as np
 import polars as pl
 
 from kvlab.base.errors import Fault, MixedIdentity, UserError
-from kvlab.base.records import atomic
+from kvlab.base.records import atomic, read_json
+from kvlab.base.seal import refuse_broken
 from kvlab.pages import format as fmt
 from kvlab.pages.withheld import crosses, undecided, withheld_because
 from kvlab.report import across
@@ -82,6 +83,23 @@ def build(found: Sequence[dict]) -> dict:
         "claims": [told for other in others for told in model_claims(other, first, compared[slug_of(other)])],
         "across": across.build(found),
     }
+
+
+def read_comparison(path: Path) -> dict:
+    """A ``comparison.json`` as `kvlab step compare` wrote it.
+
+    Raises
+    ------
+    StorageError, StaleResult
+        It cannot be read, or was changed after it was written.
+    UserError
+        It is no comparison.
+    """
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no comparison of models; run `kvlab step compare`")
+    refuse_broken(found, str(path), "kvlab step compare")
+    return found
 
 
 def write_table(path: Path, comparison: dict) -> None:

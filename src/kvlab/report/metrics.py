@@ -12,6 +12,7 @@ from pathlib import Path
 from kvlab.base.origin import read_origin
 from kvlab.base.params import Params
 from kvlab.base.records import machine
+from kvlab.base.seal import DIGEST, sealed
 from kvlab.lab import plan
 from kvlab.pages.format import refuse_non_finite
 from kvlab.report.calibration import codebook_entries, read_codebooks, sigma_entry
@@ -66,7 +67,7 @@ def build(params: Params, sources: Sources) -> dict:
         made = chapter.entries(Measured(params, results, boot, sources)) if asked else dict.fromkeys(chapter.parts)
         found |= made
     refuse_non_finite(found, "metrics")
-    return told(checked(found, "what was measured"))
+    return sealed(told(checked(found | {DIGEST: ""}, "what was measured")))
 
 
 def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> dict:

@@ -15,6 +15,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from kvlab.base.errors import MissingResult
 from kvlab.base.recipe import Engine, Placement
 from kvlab.base.records import Provenance, read_json
+from kvlab.base.seal import refuse_broken
 from kvlab.lab import plan
 from kvlab.studies.entries import Entry, Interval
 from kvlab.studies.register import chapters
@@ -109,6 +110,8 @@ class Shared(Entry):
     sizes: Sizes
     codebooks: tuple[CodebookEntry, ...]
     sigma: Sigma
+    digest: str
+    """Of everything else in the file, see `base.seal`."""
 
 
 Metrics: type[Shared] = create_model(
@@ -132,8 +135,13 @@ def read(path: Path) -> Metrics:
         The file cannot be read, or is no JSON.
     MissingResult
         It is of another version of the schema, or no metrics; one line says where it differs.
+    StaleResult
+        It was changed after it was written.
     """
-    return checked(read_json(path), str(path))
+    data = read_json(path)
+    found = checked(data, str(path))
+    refuse_broken(data, str(path), "kvlab step metrics")
+    return found
 
 
 def refuse_other_version(data: object, origin: str) -> None:

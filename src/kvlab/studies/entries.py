@@ -5,7 +5,7 @@ Each study declares its own part in ``studies/X/schema.py``; `kvlab.report.schem
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvlab.base.recipe import DType, Engine, Protocol, Stream
 
@@ -34,6 +34,14 @@ class Interval(Entry):
     """Of the interval, two-sided."""
     n_documents: int | None
     """Documents that the windows are of: these are what is resampled; null where every window stands for itself."""
+
+    @model_validator(mode="after")
+    def _inside(self) -> Interval:
+        """A value lies in its own interval, up to rounding."""
+        room = 1e-9 * (1 + abs(self.value))
+        if not self.low - room <= self.value <= self.high + room:
+            raise ValueError(f"value {self.value:g} is outside its own interval, {self.low:g} to {self.high:g}")
+        return self
 
 
 class Reference(Entry):
