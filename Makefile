@@ -18,7 +18,7 @@ REPORT := results/gap/FINDINGS.md
 RULES := Snakefile workflow/rules
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --no-loadscope-reorder
 
-.PHONY: help setup findings test test-all test-rest wheel-test lint kill-test recompute cost bench-codec reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
+.PHONY: help setup findings audit test test-all test-rest wheel-test lint kill-test recompute cost bench-codec reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command that it runs"
@@ -104,6 +104,9 @@ params-docs: $(READY)  ## config/PARAMS.md and both JSON schemas, after a parame
 headline: $(READY)  ## the block at the top of README.md, from results/ (MODEL=SLUG)
 	@$(BIN)/python -m kvlab step report --model $(MODEL) --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
 		--comparison results/gap/models/comparison.json --readme README.md
+
+audit: $(READY)  ## plant faults in the chain and in its files, and see what catches each: results/audit/AUDIT.md
+	$(BIN)/python -m kvlab step audit --out results/audit/AUDIT.md
 
 pins: $(READY)  ## resolve requirements/in.txt again, into requirements/{cpu,cuda}.txt (ARGS=--keep: only what is new)
 	$(BIN)/python workflow/scripts/pins.py $(ARGS)

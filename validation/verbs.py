@@ -51,6 +51,13 @@ def planted_verb(args: argparse.Namespace) -> None:
     planted(_params(args), args.windows, args.out)
 
 
+def audit_verb(args: argparse.Namespace) -> None:
+    """Plant faults in the chain and in its files, and see what catches each -> AUDIT.md."""
+    from validation.audit.run import audit
+
+    audit(args.out)
+
+
 def bench_verb(args: argparse.Namespace) -> None:
     """Measure every codec, and what else is installed, on speed, size, error and KL."""
     from validation.bench.run import Effort, Inputs, bench
@@ -90,6 +97,7 @@ VERBS: dict[Callable, list[Flag]] = {
     ],
 } | with_settings(OF_PARAMS)
 STEPS: dict[Callable, list[Flag]] = with_settings(STEPS_OF_PARAMS) | {
+    audit_verb: [result("--out", "AUDIT.md; audit.json goes beside it")],
     # given the parameters by its rule, as every step is; it reads none, so that it asks for no --model either
     weights_verb: [*SETTINGS, path("--origin", "origin.json in the model's folder")],
     reference_verb: [

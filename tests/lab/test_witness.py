@@ -1,0 +1,167 @@
+"""The witness: a plain forward is the engines' own, and what differs from it is refused with its name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+import tiny
+from kvlab.base import testimony
+from kvlab.base.errors import Fault, WitnessDisagrees
+from kvlab.base.records import TOKENS
+from kvlab.engines import hooks
+from kvlab.engines.registry import start
+from kvlab.lab import plan, witnessing
+from kvlab.lab.coding import Coder
+from kvlab.lab.engines import Which, refuse_impostor
+from kvlab.lab.measure import Lab
+from kvlab.lab.windows import windows_for
+from kvlab.stats.divergences import token_record
+from kvlab.witness.plain import PlainModel
+from kvlab.witness.scores import log_softmax, scored
+
+pytestmark = pytest.mark.engine
+IDS = list(range(7, 71))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_the_plain_forward_is_the_model(kind, tmp_path):
+    folder = tiny.write_model(tmp_path / kind, kind)
+    plain = PlainModel(folder)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        due = whole(torch.tensor([IDS])).logits[0, 40:-1]
+    clean = plain.forward(IDS, 40)
+    torch.testing.assert_close(clean.logits, due, atol=1e-5, rtol=1e-5)
+    for rotated, held in ((False, clean.own), (True, clean.read)):
+        context = {place: x[:, :40] for place, x in held.items()}
+        torch.testing.assert_close(
+            plain.forward(IDS, 40, context, begin=40, rotated=rotated).logits, due, atol=1e-5, rtol=1e-5
+        )
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1e-4, 1e-1, 10.0]))
+def test_both_formulas_for_kl_agree(seed, size):
+    source = np.random.default_rng(seed)
+    reference = 3 * source.standard_normal((5, 40))
+    alternative = reference + size * source.standard_normal((5, 40))
+    labels = source.integers(0, 40, 5)
+    theirs = token_record(torch.from_numpy(reference), torch.from_numpy(alternative), torch.from_numpy(labels))
+    ours = scored(log_softmax(reference), log_softmax(alternative), labels)
+    assert ours.keys() == theirs.keys()
+    for name, values in ours.items():
+        np.testing.assert_allclose(theirs[name].numpy(), values, rtol=1e-8, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def asked(tiny_params, tiny_windows, tiny_fitted, hf_engine):
+    """What scores the witnesses of the study `factors` on transformers, by protocol."""
+    with Lab.open(tiny_params, tiny_windows, {"hf": tiny_fitted}) as lab:
+        cells = [cell for cell in plan.study_cells(tiny_params, "factors", "hf") if cell.family]
+        cells = [cell.model_copy(update={"dtype": "float32"}) for cell in cells]
+        lab.engines.running[Which.of("hf", "float32")] = hf_engine
+        subjects = [lab.subject(cell) for cell in cells]
+        found = {one.cell.protocol: one for one in lab.witnesses(subjects, windows_for(cells, lab.windows))}
+        yield lambda protocol: found[protocol].score(lab.visit(found[protocol].on))
+        lab.engines.running.clear()
+
+
+@pytest.mark.parametrize("protocol", ["snapshot", "in_forward"])
+def test_an_undisturbed_cell_is_witnessed_in_every_place(asked, protocol):
+    seen = testimony.Testimony.model_validate(asked(protocol).note)
+    assert seen.effects == seen.expected_effects == 4  # two coded layers, K and V
+    assert max(seen.reference_kl, seen.alternative_kl) < 1e-9
+    assert max(seen.tensor_error, seen.read_error) < 1e-5
+    assert seen.kl > 1e-5 and seen.nbytes > 0 and seen.engine.library == "transformers"
+
+
+@pytest.mark.parametrize("protocol", ["snapshot", "in_forward"])
+def test_what_leaves_the_codec_is_what_the_codec_says(asked, protocol, monkeypatch):
+    code = Coder._code
+
+    def softened(self, x, site):
+        found = code(self, x, site)
+        return replace(found, tensor=(found.tensor + x.float()) / 2)
+
+    monkeypatch.setattr(Coder, "_code", softened)
+    with pytest.raises(WitnessDisagrees, match=r"what left the codec is .* from what the codec says"):
+        asked(protocol)
+
+
+def test_bytes_are_those_of_files(asked, monkeypatch):
+    code = Coder._code
+    monkeypatch.setattr(
+        Coder, "_code", lambda self, *given: replace(found := code(self, *given), nbytes=found.nbytes - 1)
+    )
+    with pytest.raises(WitnessDisagrees, match=r"counts \d+ coded bytes, and the files of its codecs hold \d+"):
+        asked("snapshot")
+
+
+def test_attention_has_to_read_what_the_tap_returned(asked, monkeypatch):
+    through = hooks.through
+
+    def deaf(tap, layer, part, flat, *shape):
+        answer = through(tap, layer, part, flat, *shape)
+        return flat if (layer, part) == (2, "v") else answer
+
+    monkeypatch.setattr(hooks, "through", deaf)
+    with pytest.raises(WitnessDisagrees, match=r"predicts under the codec|attention read: layer 2 v"):
+        asked("in_forward")
+
+
+def test_rows_that_were_not_witnessed_are_refused():
+    values = {
+        name: [1, 2] if dtype.is_integer() else [0.5, 0.25] for name, dtype in TOKENS.items() if name != "cell_id"
+    }
+    rows = pl.DataFrame(values | {"cell_id": ["a", "a"]}).select(TOKENS.names()).cast(dict(TOKENS))
+    proof = testimony.Proof(library="transformers", version="5", model="M", attention="A", cache_blocks=None)
+    numbers = dict.fromkeys(("reference_kl", "alternative_kl", "tensor_error", "read_error", "kl"), 0.0)
+    counts = dict.fromkeys(("window", "effects", "expected_effects", "nbytes"), 0)
+    seen = testimony.Testimony(cell_id="a", engine=proof, **numbers, **counts)
+    witnessing.refuse_other_rows(rows, rows, seen, on_gpu=False)
+    with pytest.raises(WitnessDisagrees, match=r"kl at position 1 is 0\.5005, and 0\.5 was witnessed"):
+        witnessing.refuse_other_rows(rows.with_columns(pl.col("kl") * 1.001), rows, seen, on_gpu=False)
+
+
+def test_the_function_that_attends_is_seen(tiny_params, hf_engine):
+    from kvlab.base.model import resolve
+
+    other = start("hf", resolve(tiny_params.model), "bfloat16", "sdpa", max_tokens=96)
+    for engine, function, dtype in ((hf_engine, "eager_attention_forward", "float32"),
+                                    (other, "sdpa_attention_forward", "bfloat16")):  # fmt: skip
+        with engine.reading() as seen:
+            engine.score(IDS, 40)
+        assert (seen.attention, seen.dtype) == (function, dtype)
+        assert seen.tensors[2, "k"].shape == (2, len(IDS), 32)
+
+
+def test_an_engine_has_to_be_what_its_name_says(hf_engine, vllm_engine):
+    for name, engine in (("hf", hf_engine), ("vllm", vllm_engine)):
+        refuse_impostor(name, engine.proof, {})
+    assert vllm_engine.proof.cache_blocks > 0
+    with pytest.raises(Fault, match="what runs as vllm is transformers"):
+        refuse_impostor("vllm", hf_engine.proof, {})
+    with pytest.raises(Fault, match="cannot be told apart"):
+        refuse_impostor("hf", hf_engine.proof, {"twin": hf_engine.proof})
+
+
+def test_vllm_is_read_where_its_kernel_reads(vllm_engine, hf_engine):
+    """In a pass of its own, and over a context that was brought: K and V of all tokens, as transformers has them."""
+    with hf_engine.reading() as due:
+        hf_engine.score(IDS, 40)
+    with vllm_engine.reading() as seen:
+        vllm_engine.score(IDS, 40)
+    cache = {place: x[:, :40] for place, x in due.tensors.items()}
+    with vllm_engine.reading() as over:
+        vllm_engine.score_over(IDS, cache, "post_rope")
+    for place, x in due.tensors.items():
+        torch.testing.assert_close(seen.tensors[place], x, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(over.tensors[place], x, atol=1e-4, rtol=1e-4)
