@@ -44,7 +44,7 @@ def build(folder: Path) -> None:
         source.mkdir()
         (source / "model.gguf").write_bytes(gguf)
         dequantised(source / "model.gguf", folder).save_pretrained(made)
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file="model.gguf")
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file="model.gguf", trust_remote_code=False)
         tokenizer.save_pretrained(made)
         shutil.copy(folder / "tokenizer_config.json", made)
         check_tokenizer(tokenizer, made)
@@ -67,7 +67,7 @@ def dequantised(gguf: Path, folder: Path) -> LlamaForCausalLM:
 
 def check_tokenizer(tokenizer, made: Path) -> None:
     """`ModelError` where the saved tokenizer reads or writes a mixed text otherwise than the GGUF's."""
-    stored = AutoTokenizer.from_pretrained(made)
+    stored = AutoTokenizer.from_pretrained(made, trust_remote_code=False)
     ids = stored(MIXED).input_ids
     if ids != tokenizer(MIXED).input_ids or stored.decode(ids) != MIXED:
         raise ModelError("the saved tokenizer does not read text as that of the GGUF file does")

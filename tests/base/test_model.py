@@ -8,9 +8,11 @@ import shutil
 import pytest
 
 from kvlab.base.errors import CapabilityError, ModelError, UnknownName
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
+from kvlab.base.model import layer_count, resolve
+from kvlab.base.params import Model, ModelEntry
 from kvlab.engines.capability import check, check_protocol
+
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
 
 def model(path, n_layers=3) -> Model:
@@ -54,9 +56,9 @@ def test_sliding_windows_are_refused(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, True),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, True),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, False),
+        (MISTRAL, True),
+        (MISTRAL | {"sliding_window": 4096}, True),
+        (MISTRAL | {"sliding_window": None}, False),
         ({"sliding_window": 4096, "use_sliding_window": False}, False),
         ({"sliding_window": 4096, "use_sliding_window": True}, True),
     ],
@@ -86,6 +88,44 @@ def test_a_protocol_outside_the_table():
 def test_another_number_of_layers(tiny_model):
     with pytest.raises(ModelError, match=r"has 3 layers, and had 4 when this was planned"):
         resolve(model(tiny_model, n_layers=4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma2"}, "model_type of .* is 'gemma2'; allowed for Qwen2ForCausalLM: 'qwen2'"),
+        ({"model_type": None}, "model_type of .* is None"),
+        ({"architectures": "Qwen2ForCausalLM"}, "'none' is not supported"),
+        ({"architectures": [["Qwen2ForCausalLM"]]}, "is not supported"),
+        (
+            {"transformers_weights": "sub/other.safetensors"},
+            "has transformers_weights, a file that vLLM would not load",
+        ),
+        ({"vocab_size": "many"}, "vocab_size in config.json of .* is 'many'; allowed: a whole number from 1"),
+        ({"hidden_size": None, "head_dim": None}, "hidden_size in config.json of .* is None"),
+        ({"num_attention_heads": 0}, "num_attention_heads in config.json of .* is 0"),
+        ({"num_attention_heads": True}, "num_attention_heads in config.json of .* is True"),
+    ],
+)
+def test_a_config_that_engines_would_read_otherwise_is_refused_in_one_line(tiny_model, tmp_path, changes, words):
+    with pytest.raises(ModelError, match=words) as caught:
+        resolve(model(edited(tiny_model, tmp_path, **changes)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, "\xff"])
+def test_a_config_that_is_no_object_is_refused(tiny_model, tmp_path, text):
+    copy = edited(tiny_model, tmp_path)
+    (copy / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError, match="is no configuration of a model"):
+        resolve(model(copy))
+    with pytest.raises(ModelError, match="is no configuration of a model"):
+        layer_count(ModelEntry(path=str(copy)))
+
+
+def test_no_more_layers_than_any_model_has(tiny_model, tmp_path):
+    with pytest.raises(ModelError, match="names 1000000000 layers; allowed: at most 1024"):
+        layer_count(ModelEntry(path=str(edited(tiny_model, tmp_path, num_hidden_layers=10**9))))
 
 
 def test_the_hash_follows_the_weights(tiny_model, tmp_path):

@@ -42,6 +42,11 @@ REFUSED = {
     "no calibration": (f"measure {MODEL} --text README.md --calibration x.kv", "run `kvlab calibrate`"),
     "a calibration that is none": (f"measure {MODEL} --text README.md --calibration README.md", "`kvlab calibrate`"),
     "a folder to write": (f"measure {MODEL} --text README.md --json docs", "docs: it is a folder"),
+    "a device to write": (
+        f"measure {MODEL} --text README.md --json /dev/full",
+        "cannot write /dev/full: it is a device",
+    ),
+    "no name to write": ("step corpus --out ''", "cannot write '': it is no path; name a file"),
     "calibrate into another name": (f"calibrate --model {MODEL} --out klt4.json", "ends in .kv"),
     "calibrate nothing": ("calibrate --model nothing --out x.kv", "cannot read nothing: no such file"),
     "recipe of no codec": ("recipe --model reference --codec hadamrad --out r.json", "did you mean 'hadamard'"),
@@ -82,6 +87,10 @@ REFUSED = {
     "a step": ("step mesure", "'measure'"),
     "a step without its input": ("step sigma --capture nothing --out x", "run `kvlab step capture`"),
     "a step with wrong parameters": ("step corpus --params '{{\"bits\": 99}}' --out x", "bits"),
+    "a step with true for a number": ("step corpus --params '{{\"bits\": true}}' --out x", "'bits' is true; allowed"),
+    "a step with a key twice": ('step corpus --params \'{{"bits": 2, "bits": 3}}\' --out x', "'bits' twice"),
+    "params that are none": ("params --params /dev/zero", "/dev/zero is too large"),
+    "params with an alias": ("params --set 'codec=[&a 1, *a]'", "*a stands for what is said elsewhere"),
     "a study": ("step page README.md --study restor --out x", "'restore'"),
 }
 

@@ -52,6 +52,9 @@ BEYOND_A_SCHEMA = {
     r"models\.\d+\.studies": {"models": {"0": {"studies": []}}},
     r"baseline\.reruns is \d+; allowed: at most \d+, which is baseline\.windows": {"baseline": {"reruns": 17}},
     r"is a hub id; pin it": {"models": {"0": {"path": "an/other"}}},
+    r"names .* twice; allowed: each once": {"engines": ["hf", "hf"]},
+    r"has \d+ entries; allowed: at most": {"noise": {"sigmas": [number / 100 for number in range(65)]}},
+    r"a path without braces": {"corpus": {"source": "texts/{y}.txt"}},
 }
 WRONG = ("words", "", None, True, -7, 0, 0.5, 10**6, [], [None], ["words"], [0.5], {}, {"zzz": 1})
 

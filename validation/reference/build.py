@@ -176,7 +176,7 @@ def _trained_on_text(out: Path, corpus: dict) -> tuple:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(out)  # as it was trained, whatever the model's type
         for name in ("is_local", "local_files_only"):  # noted in loading, and not of the tokenizer
             tokenizer.init_kwargs.pop(name, None)
-        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(f"there is no model at {out} that could go on: {error}") from None
     if run["corpus"]["sha256"] != corpus["sha256"]:

@@ -55,12 +55,12 @@ def verify(folder: Path, tokenizer, texts: Sequence[str], trained: Score) -> Sco
     size = sum(path.stat().st_size for path in folder.iterdir())
     if size > MAX_BYTES:
         raise ModelError(f"the model takes {size} bytes, the limit is {MAX_BYTES}")
-    stored = AutoTokenizer.from_pretrained(folder)
+    stored = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     ids = stored(SAMPLE)["input_ids"]
     if ids != tokenizer(SAMPLE)["input_ids"] or stored.decode(ids) != SAMPLE:
         raise ModelError("the stored tokenizer does not read text as the trained one does")
     for dtype in (torch.bfloat16, torch.float32):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
         with torch.inference_mode():
             if not torch.isfinite(model(torch.tensor([ids])).logits).all():
                 raise NonFinite(f"the stored model gives logits that are not finite in {dtype}")

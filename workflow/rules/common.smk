@@ -23,6 +23,7 @@ from kvlab.calibration.needs import needed_files
 from kvlab.codec.names import CODECS, codec_modules, foreign_codecs
 from kvlab.base.errors import UserError
 from kvlab.base.origin import ORIGIN as ORIGIN_FILE, read_origin
+from kvlab.base.paramfile import read_yaml
 from kvlab.lab import plan
 from kvlab.studies import register
 from kvlab.studies.ladder.record import wanted_further
@@ -62,6 +63,16 @@ lifeline.announce()
 shell.prefix(
     f"export PATH='{Path(sys.executable).parent}':\"$PATH\" PYTHONPATH=\"$PWD/{SRC}\" KVLAB_STORE='{store()}'; "
 )
+
+
+def refuse_loose(files):
+    """Refuse in a file of parameters what Snakemake takes: an alias, a tag, a key that is given twice."""
+    try:
+        for file in files:
+            read_yaml(Path(file))
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(problem.exit_code) from None
 
 
 def checked(data):
@@ -105,6 +116,7 @@ def refuse_unseen(models):
             raise SystemExit(2)
 
 
+refuse_loose(workflow.configfiles)
 MODELS = checked(config)
 RESOLVED = resolved(config)  # params.yaml with every default written out
 refuse_unseen(MODELS)

@@ -32,7 +32,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvlab import Cache, recipe
 
 folder = sys.argv[1]
-model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 cache = Cache(model, recipe("hadamard", bits=4, block_size=16))
 inputs = tokenizer("def read_json(path):", return_tensors="pt")
 answer = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)

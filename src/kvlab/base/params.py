@@ -13,13 +13,18 @@ from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from kvlab.base.errors import ParamsError
-from kvlab.base.paramfile import explained, unknown_key
+from kvlab.base.paramfile import explained, switched, unknown_key
+from kvlab.base.plain import no_wildcard
 from kvlab.base.recipe import Bits, BlockSettings, DType, Engine, Frozen, Protocol
 
 SLUG = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+FilePath = Annotated[str, AfterValidator(no_wildcard)]
+"""A path that the workflow may name among its files."""
 
 
 class Undeclared(ParamsError):
@@ -109,12 +114,12 @@ class DatasetSplits(Frozen):
 class Corpus(Section):
     """Which text is read."""
 
-    source: str = Field(
+    source: FilePath = Field(
         default="docstrings", min_length=1, description="`docstrings`, a file or glob, or `datasets:ID[/config=NAME]`"
     )
     text_column: str = Field(default="text", description="text column of a `datasets:` source")
     splits: DatasetSplits = Field(default=DatasetSplits(), description="splits of a `datasets:` source")
-    other: Annotated[str, Field(min_length=1)] | None = Field(
+    other: Annotated[FilePath, Field(min_length=1)] | None = Field(
         default="licences",
         description="text of another domain: `encyclopedia`, `licences`, or a file or glob; null for none",
     )
@@ -340,10 +345,14 @@ class Params(Frozen):
         problems = [unknown_key(key, cls.model_fields) for key in data if key not in cls.model_fields]
         values = {}
         for key in (key for key in cls.model_fields if key in data):
+            kind = cls.model_fields[key].annotation
+            if wrong := list(switched(kind, data[key], prefix=(key,))):
+                problems += wrong
+                continue
             try:
                 values[key] = _adapter(cls, key).validate_python(data[key])
             except ValidationError as error:
-                problems += explained(error, cls.model_fields[key].annotation, prefix=(key,))
+                problems += explained(error, kind, prefix=(key,))
         return values, problems
 
     @classmethod

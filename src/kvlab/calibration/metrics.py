@@ -27,7 +27,8 @@ class ErrorMetrics:
     def __init__(self, info: ModelInfo, context: int):
         self.info = info
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(info.path))
+            config = AutoConfig.from_pretrained(info.path, trust_remote_code=False, local_files_only=True)
+            skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
         self.cos, self.sin = _rotary(skeleton, context)
         names = {parameter: name for name, parameter in skeleton.named_parameters()}
         self._outputs = [names[attention.o_proj.weight] for attention in attention_layers(skeleton, info)]

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvlab.base.errors import UserError
+from kvlab.base.errors import StorageError, UserError
+from kvlab.base.targets import refuse_no_file
 from kvlab.cli.given import params_of, refuse_wrong_recipe
 
 Flag = tuple[str, dict] | Callable[[argparse.ArgumentParser], None]
@@ -25,8 +26,21 @@ def path(flag: str, text: str, **options) -> Flag:
 
 
 def result(flag: str, text: str, **options) -> Flag:
-    """A flag that names what is written; needed unless `options` say otherwise."""
-    return flag, {"type": Path, "metavar": "FILE", "help": text, "required": True} | options
+    """A flag that names what is written; needed unless `options` say otherwise.
+
+    A file, unless the help says that it is a folder; what is no file is refused before minutes of measuring.
+    """
+    kind = Path if text.startswith("folder ") else written
+    return flag, {"type": kind, "metavar": "FILE", "help": text, "required": True} | options
+
+
+def written(given: str) -> Path:
+    """A type of argparse: a path at which a file may be written."""
+    try:
+        refuse_no_file(given)
+    except StorageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(given)
 
 
 def recipe(text: str) -> Callable[[str], Path]:

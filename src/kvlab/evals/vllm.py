@@ -170,6 +170,7 @@ def started(info: ModelInfo, dtype: str, limit: int, cache_dtype: str) -> LLM:
     try:
         return LLM(
             model=str(info.path),
+            trust_remote_code=False,
             dtype=dtype,
             kv_cache_dtype=cache_dtype,
             enforce_eager=True,

@@ -29,6 +29,18 @@ def cell(value: object) -> object:
     return MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", printable(value))
 
 
+def code(value: object) -> object:
+    """A value as code, on one line: its fence is longer than any run of backticks in it."""
+    if isinstance(value, jinja2.Undefined):
+        return value
+    if value is None or value == "":
+        return NOTHING
+    text = printable(value)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if text.startswith(("`", " ")) or text.endswith(("`", " ")) else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
 def render(template: Path, **context) -> str:
     """One template, a file, over a context, with never two empty lines in a row."""
     return re.sub(r"\n{3,}", "\n\n", environment(template.parent).get_template(template.name).render(**context))

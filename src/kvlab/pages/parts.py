@@ -6,6 +6,7 @@ Nothing is computed here but units. A study's own tables are in its ``tables.py`
 from __future__ import annotations
 
 from kvlab.pages import format as fmt
+from kvlab.pages.markdown import cell
 
 KL_UNIT = "nats per token"
 HELD = "open, as whether the engines agree"
@@ -58,7 +59,7 @@ def anything(value: object) -> str:
         return fmt.estimate(value)
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: fmt.DASH}[value]
-    return fmt.number(value) if isinstance(value, float | int) else str(value)
+    return fmt.number(value) if isinstance(value, float | int) else str(cell(value))
 
 
 def is_scalar(value: object) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import jinja2
 
 from kvlab.pages.format import POST_HOC
+from kvlab.pages.markdown import cell, code
 
 FEW_LINES = 2
 PACKAGE = Path(__file__).parents[1]
@@ -25,7 +26,10 @@ def render(template: str, **context) -> str:
 
 @functools.cache
 def environment(*folders: Path) -> jinja2.Environment:
-    """The templates of some folders; they refuse a name nobody set."""
+    """The templates of some folders; they refuse a name nobody set.
+
+    Markdown is printed as it is; what a person named goes through `plain` (words) or `code`.
+    """
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(folders),
         undefined=jinja2.StrictUndefined,
@@ -33,7 +37,7 @@ def environment(*folders: Path) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown, not HTML
     )
-    made.filters |= {"code": lambda name: f"`{name}`", "listing": listing, "folded": folded}
+    made.filters |= {"code": code, "plain": cell, "listing": listing, "folded": folded}
     made.globals |= {"needing": needing, "post_hoc": POST_HOC}
     return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Set
 from importlib import import_module
@@ -14,8 +13,10 @@ from pydantic import AfterValidator, Field, ValidationError, create_model
 from kvlab.base.errors import ModelError, ParamsError, suggestion
 from kvlab.base.folders import holding
 from kvlab.base.model import layer_count
-from kvlab.base.paramfile import explained, merged, read_yaml, unknown_key
-from kvlab.base.params import Codec, Model, ModelEntry, Params, Section, Undeclared, as_far
+from kvlab.base.paramfile import explained, merged, read_yaml, switched, unknown_key
+from kvlab.base.params import Codec, FilePath, Model, ModelEntry, Params, Section, Undeclared, as_far
+from kvlab.base.plain import shown, unfit
+from kvlab.base.strictyaml import from_json
 from kvlab.lab.plan import STUDIES, STUDY_FOLDERS
 from kvlab.studies.cells import params as cells_params
 from kvlab.studies.cells.params import CELLS, CellEntry
@@ -39,6 +40,7 @@ Study = Annotated[str, AfterValidator(_study), Field(json_schema_extra={"enum": 
 class Listed(ModelEntry):
     """An entry of `models`: a model, and how much of what is asked for is measured of it."""
 
+    path: FilePath = Field(min_length=1, description=ModelEntry.model_fields["path"].description)
     studies: tuple[str, ...] | None = Field(
         default=None,
         description="of a further model: those of `studies` that are measured of it, all or none of such as share a"
@@ -94,6 +96,13 @@ class Settings(Sections):
         ]
         return found, problems
 
+    @classmethod
+    def _read(cls, data: dict) -> tuple[dict[str, Any], list[str]]:
+        values, problems = super()._read(data)
+        if wrong := list(_switched_leaves(data.get("cells"))):
+            values.pop("cells", None)
+        return values, problems + wrong
+
     def _fitted(self, name: str) -> Any:
         if name == "cells":
             return {label: entry.fitted(self) for label, entry in self.cells.items()}
@@ -117,6 +126,13 @@ class Settings(Sections):
         return found.model_copy(update={"cells": others})._without_impossible(unasked)
 
 
+def _switched_leaves(entries: Any) -> Iterator[str]:
+    """A line for each true or false where an entry's leaf of `codec` is a number: no model of the entry knows that."""
+    for name, entry in entries.items() if isinstance(entries, dict) else ():
+        leaves = entry.get("codec") if isinstance(entry, dict) else None
+        yield from switched(Codec, leaves, prefix=("cells", name, "codec"))
+
+
 def left_out(settings: Settings, data: dict) -> list[str]:
     """The default cells that these parameters do not allow, and that `data` does not name."""
     named = data.get("cells", {})
@@ -133,7 +149,10 @@ def read_params(text_or_path: str | Path, slug: str | None = None) -> Settings:
     """
     text = str(text_or_path).strip()
     if text.startswith("{"):
-        return Settings.partial(json.loads(text))
+        data = from_json(text, "--params")
+        if problems := unfit(data):
+            raise ParamsError(*problems)
+        return Settings.partial(data)
     return one_of(by_model(read_yaml(Path(text))), slug)
 
 
@@ -145,6 +164,8 @@ def by_model(data: dict) -> dict[str, Settings]:
     ParamsError
         A line for each mistake; one that only some of several models make says which.
     """
+    if problems := unfit(data):
+        raise ParamsError(*problems)
     keys = {"models", *Settings.model_fields} - {"model"}
     problems = [unknown_key(key, keys) for key in data if key not in keys]
     rest = {key: value for key, value in data.items() if key in keys and key != "models"}
@@ -177,9 +198,12 @@ def _models(data: dict) -> tuple[dict[str, tuple[Model, list[str] | None]], list
     """The models that are listed and the studies of each that names its own, by slug; and a line for each mistake."""
     listed, found, problems = data.get("models"), {}, []
     if not (isinstance(listed, list) and listed):
-        given = f"is {listed!r}" if "models" in data else "is missing"
+        given = f"is {shown(listed)}" if "models" in data else "is missing"
         return {}, [f"parameter 'models' {given}; allowed: a list of models, each with `path`"]
     for number, given in enumerate(listed):
+        if wrong := list(switched(Listed, given, prefix=("models", number))):
+            problems += wrong
+            continue
         try:
             entry = Listed.model_validate(given)
             if entry.slug in found:
@@ -196,12 +220,12 @@ def _models(data: dict) -> tuple[dict[str, tuple[Model, list[str] | None]], list
     return found, problems
 
 
-def _own_studies(number: int, entry: Listed, asked: list[str] | None) -> Iterator[str]:
+def _own_studies(number: int, entry: Listed, asked: Any) -> Iterator[str]:
     """A line where the first model names studies of its own, and for each study that is not asked for."""
     if number == 0 and entry.studies is not None:
         yield "models.0.studies is said, and the first model leads: all of `studies` is measured of it; leave it out"
     for name in entry.studies or ():
-        allowed = STUDIES if asked is None else asked
+        allowed = asked if isinstance(asked, list) else STUDIES
         if name not in allowed:
             yield (
                 f"models.{number}.studies names {name!r}; allowed: {', '.join(allowed) or 'none'}, of `studies`"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvlab.base.errors import Fault
 from kvlab.pages import format as fmt
 from kvlab.pages.basis import Basis
+from kvlab.pages.markdown import code
 from kvlab.pages.parts import KL_UNIT, reading, resolution
 from kvlab.pages.withheld import settling, undecided
 
@@ -156,7 +157,7 @@ def by_text(entries: list[dict]) -> str | None:
     """Each text with its corners, its gap and the shares; None where there is one text."""
     lines = [
         [
-            f"`{entry['source']}`",
+            code(entry["source"]),
             TEXTS[entry["text"]],
             *(fmt.estimate(entry[name]) for name in ("low", "high", "gap")),
             *(fmt.estimate(part["share"]) for part in entry["parts"]),

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from kvlab.pages import format as fmt
 from kvlab.pages.basis import Basis
+from kvlab.pages.markdown import code
 from kvlab.pages.parts import KL_UNIT, reading, resolution
 from kvlab.pages.rendering import listing
 
@@ -26,7 +27,7 @@ def named(text: str, metrics: dict) -> str:
     """A text by its name in params.yaml, and what it is."""
     corpus = (metrics.get("settings") or {}).get("corpus") or {}
     name = corpus.get("other" if text == "other" else "source")
-    return f"`{name}`, {TEXTS[text]}" if name else TEXTS[text]
+    return f"{code(name)}, {TEXTS[text]}" if name else TEXTS[text]
 
 
 def model(metrics: dict) -> str:

@@ -1,0 +1,167 @@
+"""A params.yaml that means harm, or was mistyped: one line, exit code 2, at once; nothing is taken silently."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from kvlab.base.errors import ParamsError
+from kvlab.base.paramfile import assignment, overlay, read_yaml
+from kvlab.base.plain import MOST_ENTRIES, MOST_VALUES, shown, unfit
+from kvlab.base.strictyaml import MOST_BYTES, from_json, from_yaml
+from kvlab.cli.main import main
+from kvlab.studies.settings import by_model, read_params
+
+MODELS = "models: [{path: models/reference}]\n"
+EIGHT = ",".join(["*{0}"] * 8)
+BOMB = "a: &a [x, y]\n" + "".join(
+    f"{new}: &{new} [{EIGHT.format(old)}]\n" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
+)
+
+REFUSED = {
+    "an alias bomb": (BOMB, "line 3: *a stands for what is said elsewhere"),
+    "a list in itself": ("codec: &a [*a]", "line 2: *a stands for"),
+    "one alias": ("windows: {test: &n 8, other: *n}", "line 2: *n stands for what is said elsewhere"),
+    "ten thousand bits": (
+        f"ladder: {{bits: {list(range(10_000))}}}",
+        "'ladder.bits' has 10000 entries; allowed: at most",
+    ),
+    "a hundred thousand": (f"ladder: {{bits: [{','.join(['2'] * 100_000)}]}}", f"more than {MOST_VALUES} values"),
+    "as many cells": (f"cells: {{{', '.join(f'c{i}: {{}}' for i in range(3000))}}}", "'cells' has 3000 entries"),
+    "infinity": ("calibration: {ridge: .inf}", "parameter 'calibration.ridge' is inf; allowed: a finite number"),
+    "as a number": ("calibration: {ridge: 1e309}", "parameter 'calibration.ridge' is inf"),
+    "in a list": ("noise: {sigmas: [0.1, -.inf]}", "parameter 'noise.sigmas.1' is -inf"),
+    "no number": ("calibration: {ridge: .nan}", "parameter 'calibration.ridge' is nan"),
+    "a key twice": ("bits: 3\nbits: 4", "line 3: key 'bits' is given twice"),
+    "a key twice inside": ("windows:\n  test: 8\n  test: 9", "line 4: key 'test' is given twice"),
+    "true bits": ("bits: true", "parameter 'bits' is true; allowed: a number"),
+    "a false seed": ("windows: {seed: no}", "parameter 'windows.seed' is false; allowed: a number"),
+    "true ridge": ("calibration: {ridge: yes}", "parameter 'calibration.ridge' is true; allowed: a number"),
+    "true in a list": ("ladder: {bits: [true, 4]}", "parameter 'ladder.bits.0' is true"),
+    "true of a cell": ("cells: {mine: {bits: true}}", "parameter 'cells.mine.bits' is true"),
+    "true of its codec": ("cells: {mine: {codec: {block_size: true}}}", "'cells.mine.codec.block_size' is true"),
+    "an engine twice": ("engines: [hf, hf]", "parameter 'engines' names 'hf' twice; allowed: each once"),
+    "bits twice": ("ladder: {bits: [2, 4, 2]}", "parameter 'ladder.bits' names 2 twice"),
+    "pairs twice": ("mitigations: {uniform: [[4, 4], [4, 4]]}", "parameter 'mitigations.uniform' names [4, 4] twice"),
+    "brackets": ("codec: " + "[" * 50_000, "line 2: deeper than 32 levels"),
+    "braces": ("codec: " + "{a: " * 50_000, "line 2: deeper than 32 levels"),
+    "a long text": (f"report: {{title: {'x' * 100_000}}}", "'report.title' is a text of 100000 characters"),
+    "a large file": ("#" * MOST_BYTES, f"is too large; allowed: at most {MOST_BYTES} bytes"),
+    "a large number": (f"windows: {{seed: {10**30}}}", "'windows.seed' is a number of 100 bits"),
+    "a number without end": (f"windows: {{seed: 0x{'f' * 9000}}}", "'windows.seed' is a number of 36000 bits"),
+    "digits without end": (f"windows: {{seed: {'9' * 9000}}}", "is not YAML: Exceeds the limit"),
+    "a number for a name": ("1: 2", "has the key 1; allowed: a parameter's name"),
+    "a truth for a name": ("on: 2", "line 2: key True is no text"),
+    "nothing for a name": ("null: 2", "line 2: key None is no text"),
+    "a list for a name": ("[a]: 2", "line 2: a key is no text"),
+    "a long name": ("k" * 900 + ": 2", "unknown parameter 'kkk"),
+    "a set": ("engines: !!set {hf, vllm}", "line 2: 'tag:yaml.org,2002:set' is no kind of value here"),
+    "a call": ("codec: !!python/object/apply:os.system [ls]", "is no kind of value here"),
+    "a merge": ("codec: {<<: {whiten: true}}", "is no kind of value here"),
+    "a brace in a text": ("corpus: {source: 'texts/{y}.txt'}", "corpus.source: 'texts/{y}.txt' holds '{'; allowed"),
+    "one in the other": ("corpus: {other: 'a}'}", "corpus.other: 'a}' holds '}'; allowed: a path without braces"),
+    "a line break": ('corpus: {source: "a\\nb"}', r"corpus.source: 'a\nb' holds '\n'"),
+    "a NUL": ('corpus: {source: "a\\0b"}', r"corpus.source: 'a\x00b' holds '\x00'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_one_line_and_costs_no_second(case, root, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    said, words = REFUSED[case]
+    (tmp_path / "params.yaml").write_text(f"{MODELS}{said}\n")
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as left:
+        main(["params", "--params", str(tmp_path / "params.yaml")])
+    took, told = time.monotonic() - began, capsys.readouterr()
+    assert (left.value.code, told.err.count("\n"), told.out) == (2, 1, "")
+    assert words in told.err and len(told.err) < 1000, told.err
+    assert took < 3  # a second; other jobs share the cores
+
+
+@pytest.mark.parametrize("path", ["m/{y}", "a\nb", "a\0b"])
+def test_a_model_lies_where_the_workflow_can_name_it(path):
+    with pytest.raises(ParamsError, match=r"models\.0\.path: .* holds .*; allowed: a path without braces"):
+        by_model({"models": [{"path": path, "slug": "x"}]})
+
+
+def test_true_for_the_number_of_gpus():
+    with pytest.raises(ParamsError, match=r"'models\.0\.tensor_parallel' is true; allowed: a number"):
+        by_model({"models": [{"path": "models/reference", "tensor_parallel": True}]})
+
+
+@pytest.mark.parametrize("path", ["x" * 4000, "no id/at all", "a--b/c"])
+def test_a_path_that_no_system_knows(path):
+    with pytest.raises(ParamsError, match=r"cannot be read: File name too long|is no hub id"):
+        by_model({"models": [{"path": path, "slug": "x", "revision": "main"}]})
+
+
+def test_what_snakemake_has_read_is_held_to_the_same(root, monkeypatch):
+    """It reads params.yaml by itself, aliases and all."""
+    monkeypatch.chdir(root)
+    bomb: list = ["x"]
+    for _ in range(40):
+        bomb = [bomb] * 8
+    circle: dict = {}
+    circle["codec"] = circle
+    for data, words in (({"codec": bomb}, "more than|deeper than"), (circle, "is deeper than 32 levels")):
+        with pytest.raises(ParamsError, match=words):
+            by_model({"models": [{"path": "models/reference"}]} | data)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"bits": 99', "--params is not JSON"),
+        ('{"bits": NaN}', "--params holds NaN; allowed: finite numbers"),
+        ('{"bits": 1e999}', "parameter 'bits' is inf"),
+        ('{"bits": 3, "bits": 4}', "--params gives key 'bits' twice"),
+        ('{"bits": true}', "parameter 'bits' is true; allowed: a number"),
+        ('{"codec": ' + "[" * 100_000, "--params is not JSON"),
+        ('{"engines": ["hf", "hf"]}', "'engines' names 'hf' twice"),
+    ],
+)
+def test_the_json_of_a_rule_is_held_to_the_same(text, words):
+    with pytest.raises(ParamsError, match=words) as caught:
+        read_params(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("bits=*a", r"the value of --set 'bits=\*a', line 1: \*a stands for"),
+        ("codec={whiten: true, whiten: false}", "key 'whiten' is given twice"),
+        (".".join("a" * 100) + "=1", "names 100 levels; allowed: at most 32"),
+    ],
+)
+def test_a_change_is_held_to_the_same(change, words):
+    with pytest.raises(ParamsError, match=words):
+        assignment(change)
+
+
+def test_a_device_and_a_folder_are_no_params(tmp_path):
+    with pytest.raises(ParamsError, match="/dev/zero is too large"):
+        read_yaml("/dev/zero")
+    with pytest.raises(ParamsError, match=r"cannot read .*: Is a directory"):
+        read_yaml(tmp_path)
+
+
+def test_what_the_repository_holds_is_fit(root, monkeypatch):
+    monkeypatch.chdir(root)
+    base = read_yaml(root / "params.yaml")
+    for path in (root / "workflow" / "presets").glob("*.yaml"):
+        assert unfit(overlay(base, {k: v for k, v in read_yaml(path).items() if k != "over"})) == []
+    assert isinstance(read_yaml(root / "dvc.yaml"), dict)
+
+
+def test_ordinary_values_are_read_as_before():
+    assert from_yaml("a: [1, 2.5, 1e-3, x, null, true, 2024-01-01, '3']\n0: {b: -1}", "it")["a"][:6] == [
+        *(1, 2.5, 0.001, "x", None, True),
+    ]
+    assert from_json(json.dumps({"a": [1, None, "x"]}), "it") == {"a": [1, None, "x"]}
+    assert unfit({"layers": {"left_layers": list(range(200))}, "uniform": [[4, 4], [8, 8]]}) == []
+    assert unfit({"a": list(range(MOST_ENTRIES + 1))}) == ["parameter 'a' has 65 entries; allowed: at most 64"]
+    assert shown("x" * 500).endswith("...") and len(shown("x" * 500)) == 103
