@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from gate.planted_records import ABSENT, BASE, GOOD, LOSSY, NEEDLES, OWN, WINDOWS, plant, record, row, scores, table
-from kvlab.base.errors import MixedIdentity, NonFinite, StorageError, UnknownName
+from kvlab.base.errors import Fault, MixedIdentity, NonFinite, StaleResult, StorageError, UnknownName, WitnessDisagrees
 from kvlab.base.recipe import digest
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
@@ -21,7 +21,7 @@ from kvlab.gate.inputs import read_current
 from kvlab.gate.measured_rows import COPIED, RATES, band, current_of, rows_of, texts_hash, write
 from kvlab.gate.observations import band_of
 from kvlab.studies.mechanisms.plan import FIDELITY, METRICS, NEEDLE
-from kvlab.studies.mechanisms.records import write_mechanisms
+from kvlab.studies.mechanisms.records import read_mechanisms, write_mechanisms
 from kvlab.text import needles
 
 REGISTRY = registry.load()
@@ -398,3 +398,36 @@ def test_windows_and_needles_say_how_many_they_are(tmp_path):
         with pytest.raises(StorageError, match=key):
             write([files["hf"]], files["windows"], files["needles"], "c", "gated", tmp_path / "r", tmp_path / "c")
         files[name].write_text(json.dumps(said))
+
+
+def half(row):
+    """The same row in half of its bytes, in every eval."""
+    runs = tuple(run.model_copy(update={"kv_bytes": run.kv_bytes // 2}) for run in row.evals)
+    return row.model_copy(update={"kv_bytes": row.kv_bytes // 2, "evals": runs})
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        (lambda row: row.model_copy(update={"throughput_tok_s": 1000 * row.throughput_tok_s}), "its seconds make"),
+        (lambda row: row.model_copy(update={"kv_bytes": row.kv_bytes // 2}), "counts other fires or bytes"),
+        (half, "its codes alone take 4"),
+    ],
+)
+def test_a_row_that_contradicts_itself_is_no_measurement(tmp_path, spoilt, said):
+    rows = (BASE, spoilt(GOOD))
+    write_mechanisms(tmp_path / "x.parquet", record(rows=rows), table(*rows))
+    with pytest.raises(Fault, match=said):
+        read_mechanisms(tmp_path / "x.json")
+
+
+def test_a_record_names_its_table_and_its_witness(tmp_path):
+    out = tmp_path / "x.parquet"
+    write_mechanisms(out, record(rows=(BASE, GOOD)), table(BASE, GOOD))
+    read_mechanisms(out)
+    table(BASE, GOOD, **LOSING).write_parquet(out)
+    with pytest.raises(StaleResult, match="another"):
+        read_mechanisms(out)
+    write_mechanisms(out, record(rows=(BASE, GOOD), witnessed=()), table(BASE, GOOD))
+    with pytest.raises(WitnessDisagrees, match="no witness"):
+        read_mechanisms(out)

@@ -214,15 +214,6 @@ def _stale_memo(changes: Changes) -> None:
     changes.around(Coder, "snapshot", lambda code: lambda self, x, site: code(self, x, replace(site, window=0)))
 
 
-@PLANTS.fault("codecs seeded by another window")
-def _other_seed(changes: Changes) -> None:
-    from kvlab.lab.coding import Coder
-
-    changes.around(
-        Coder, "_code", lambda code: lambda self, x, site: code(self, x, replace(site, window=site.window + 7))
-    )
-
-
 @PLANTS.fault("a bit more than the label says")
 def _more_bits(changes: Changes) -> None:
     from kvlab.lab import coding

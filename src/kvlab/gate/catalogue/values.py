@@ -12,9 +12,12 @@ from kvlab.gate.reasons import Reason
 
 Value = str | int | float | bool | None
 
-# Besides control characters: line separators, which break a line of a report, and marks that turn the direction of
-# writing, which let a text read other than it is.
-CONTROL = r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+# Besides control characters: line separators, which break a line of a report, marks that turn the direction of
+# writing, which let a text read other than it is, and what is not seen at all, which lets two texts read alike.
+CONTROL = (
+    r"[\x00-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
+    r"\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ud800-\udfff]"
+)
 OUTER_SPACE = r"^\s|\s$"
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")

@@ -7,13 +7,14 @@ A job leaves ``<engine>.parquet``, one row per (variant, eval, metric, item), an
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 import polars as pl
 from pydantic import ValidationError
 
-from kvlab.base.errors import StorageError
+from kvlab.base.errors import Fault, StaleResult, StorageError, WitnessDisagrees
 from kvlab.base.recipe import Frozen
-from kvlab.base.records import Provenance, finite, forget, read_json, write_json, write_table
+from kvlab.base.records import Provenance, file_hash, finite, forget, read_json, write_json, write_table
 from kvlab.base.testimony import Testimony
 
 # One row per scored item of a variant: a window of text, of which `variant` and `baseline` are means over its scored
@@ -29,6 +30,11 @@ SCORES = pl.Schema(
         "baseline": pl.Float64,
     }
 )
+
+
+ROUNDED = 1e-9  # relative, of what is computed twice from the same numbers
+LEAST = 0.98  # of a codec's bits per value: allocations meet them on average
+COUNTED = ("fires", "expected_fires", "kv_bytes", "kv_values")
 
 
 class EvalRun(Frozen):
@@ -97,7 +103,7 @@ class MechanismsRecord(Frozen):
 
     `provenance` names the windows' corpus, `needles_hash` and `ruler_hash` the retrieval items,
     `code` the digest of what measured, `documents` that of each scored window, by number; `witnessed` is what a second
-    computation found of one variant of each codec.
+    computation found of one variant of each codec, `table` the hash of the parquet.
     """
 
     provenance: Provenance
@@ -112,6 +118,7 @@ class MechanismsRecord(Frozen):
     rows: tuple[MechanismRow, ...]
     missing: tuple[Missing, ...]
     witnessed: tuple[Testimony, ...] = ()
+    table: str = ""
 
 
 def write_mechanisms(path: Path | str, record: MechanismsRecord, scores: pl.DataFrame) -> None:
@@ -119,7 +126,8 @@ def write_mechanisms(path: Path | str, record: MechanismsRecord, scores: pl.Data
     path = Path(path)
     forget(path)
     write_table(path.with_suffix(".parquet"), finite(scores, path).match_to_schema(SCORES))
-    write_json(path.with_suffix(".json"), record.model_dump(mode="json"))
+    whole = record.model_copy(update={"table": file_hash(path.with_suffix(".parquet"))})
+    write_json(path.with_suffix(".json"), whole.model_dump(mode="json"))
 
 
 def read_mechanisms(path: Path | str) -> tuple[MechanismsRecord, pl.DataFrame]:
@@ -129,6 +137,10 @@ def read_mechanisms(path: Path | str) -> tuple[MechanismsRecord, pl.DataFrame]:
     ------
     StorageError
         A file is missing or not of this kind, or the table lacks a metric of a measured variant.
+    StaleResult
+        The table is not the one that the record was written with.
+    Fault, WitnessDisagrees
+        See `refuse_impossible`.
     NonFinite
         A score is NaN or infinite.
     """
@@ -144,4 +156,37 @@ def read_mechanisms(path: Path | str) -> tuple[MechanismsRecord, pl.DataFrame]:
         raise StorageError(f"cannot read {path.with_suffix('.parquet')}: {error}") from None
     if table.schema != SCORES:
         raise StorageError(f"{path.with_suffix('.parquet')} has columns {dict(table.schema)}, expected {dict(SCORES)}")
+    if record.table != file_hash(path.with_suffix(".parquet")):
+        raise StaleResult(f"{path} does not name the table beside it, which is another; measure again")
+    refuse_impossible(record, path)
     return record, finite(table, path)
+
+
+def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
+    """What a row says twice must be said alike, and no cache can be smaller than its codes.
+
+    Raises
+    ------
+    Fault
+        A throughput is not that of the row's seconds, counts are not those of its first eval, or fewer bits are stored
+        than the codec's own.
+    WitnessDisagrees
+        Codecs ran and no witness computed any of them again, or it saw another number of tensors reach attention.
+    """
+    for row in record.rows:
+        throughput = (record.context + record.eval) / median(row.seconds)
+        if abs(row.throughput_tok_s - throughput) > ROUNDED * throughput:
+            raise Fault(f"{path}: {row.label} runs {row.throughput_tok_s:g} tok/s, and its seconds make {throughput:g}")
+        if any(getattr(row, name) != getattr(row.evals[0], name) for name in COUNTED):
+            raise Fault(f"{path}: {row.label} counts other fires or bytes than its eval {row.evals[0].quality_eval_id}")
+        for run in row.evals:
+            stored = 8 * run.kv_bytes / run.kv_values
+            if run.fires != run.expected_fires or (row.bits and stored < LEAST * row.bits):
+                raise Fault(
+                    f"{path}: {row.label} stores {stored:.3g} bits a value in {run.quality_eval_id}, after {run.fires}"
+                    f" of {run.expected_fires} fires; its codes alone take {row.bits}"
+                )
+    if any(row.codec for row in record.rows) and not record.witnessed:
+        raise WitnessDisagrees(f"{path}: no witness computed any of its codecs again; measure again")
+    if any(one.effects != one.expected_effects for one in record.witnessed):
+        raise WitnessDisagrees(f"{path}: not all that its codecs answered reached attention; measure again")
