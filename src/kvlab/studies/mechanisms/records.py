@@ -156,10 +156,11 @@ def read_mechanisms(path: Path | str) -> tuple[MechanismsRecord, pl.DataFrame]:
         raise StorageError(f"cannot read {path.with_suffix('.parquet')}: {error}") from None
     if table.schema != SCORES:
         raise StorageError(f"{path.with_suffix('.parquet')} has columns {dict(table.schema)}, expected {dict(SCORES)}")
+    table = finite(table, path)
     if record.table != file_hash(path.with_suffix(".parquet")):
         raise StaleResult(f"{path} does not name the table beside it, which is another; measure again")
     refuse_impossible(record, path)
-    return record, finite(table, path)
+    return record, table
 
 
 def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
