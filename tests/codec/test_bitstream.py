@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import tracemalloc
 from math import prod
@@ -17,7 +16,7 @@ from codec.accidents import damaged, resealed
 from kvlab.base.errors import StorageError, StreamError
 from kvlab.codec.base import Encoded
 from kvlab.codec.stream import bitstream
-from kvlab.codec.stream.bitstream import DTYPES, HEADER, U32, frame_bytes, read_block, read_frame
+from kvlab.codec.stream.bitstream import DTYPES, HEADER, U32, frame_bytes, read_frame
 from tiers import examples
 
 
@@ -139,33 +138,6 @@ def test_what_could_not_be_read_back_is_not_written():
     for shape, blocks in (((1, 0, 1), (arrays,)), ((0, 1, 1), (arrays,)), ((1, 1, 1), ())):
         with pytest.raises(StorageError, match="none may be zero"):
             frame_bytes(Encoded(shape, 0, "k", shared=(), blocks=blocks))
-
-
-def test_one_block_is_read_from_a_file_without_the_others():
-    encoded, before = made(blocks=6), b"something else"
-    frame = frame_bytes(encoded)
-    file = Counting(before + frame)
-    for index in range(6):
-        file.seek(len(before))
-        file.taken = 0
-        assert same(read_block(file, index), read_frame(frame, only=index))
-        assert file.taken < len(frame) / 2
-    for cut in range(len(before), len(before) + len(frame)):
-        broken = io.BytesIO(file.getvalue()[:cut])
-        broken.seek(len(before))
-        with pytest.raises(StreamError):
-            read_block(broken, 5)
-
-
-class Counting(io.BytesIO):
-    """Counts the bytes that were read."""
-
-    taken = 0
-
-    def read(self, size=-1):
-        data = super().read(size)
-        self.taken += len(data)
-        return data
 
 
 def test_ten_thousand_accidents_are_all_refused():

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from functools import partial
 
 import google_crc32c
@@ -17,8 +18,10 @@ from kvlab.base.errors import StorageError, StreamError, UserError
 from kvlab.base.recipe import IntStream
 from kvlab.codec.base import Encoded, Site
 from kvlab.codec.ladder.int_groups import IntCodec
-from kvlab.codec.stream.bitstream import U32
-from kvlab.codec.stream.cache_file import HEADER, CacheCodec, CacheHeader, CacheReader, CacheWriter
+from kvlab.codec.stream import tree
+from kvlab.codec.stream.bitstream import U32, frame_bytes, read_frame
+from kvlab.codec.stream.cache_file import HEADER, PURPOSE, CacheCodec, CacheHeader, CacheReader, CacheWriter
+from kvlab.codec.stream.seal import Key, Seal
 
 HEADS, TOKENS, DIM = 2, 40, 16
 
@@ -43,17 +46,17 @@ def codecs(**changes) -> CacheCodec:
     return CacheCodec(**fields | changes)
 
 
-def tensor(layer: int, stream: str, tokens: int = TOKENS) -> torch.Tensor:
-    source = torch.Generator().manual_seed(10 * layer + (stream == "v"))
-    return torch.randn(HEADS, tokens, DIM, generator=source).bfloat16()
+def tensor(layer: int, stream: str, seed: int = 0) -> torch.Tensor:
+    source = torch.Generator().manual_seed(100 * seed + 10 * layer + (stream == "v"))
+    return torch.randn(HEADS, TOKENS, DIM, generator=source).bfloat16()
 
 
-def written(path, head: CacheHeader | None = None, codec: CacheCodec | None = None) -> int:
-    head, codec = head or header(), codec or codecs()
+def written(path, seed: int = 0, key: Key | None = None) -> int:
+    head, codec = header(), codecs()
     with open(path, "wb") as file:
-        writer = CacheWriter(file, head)
+        writer = CacheWriter(file, head, key)
         for layer, stream in head.frames:
-            x = tensor(layer, stream, head.tokens)
+            x = tensor(layer, stream, seed)
             writer.add(codec.of(layer, stream).encode(x, Site(0, layer, stream)))
         writer.close()
     return writer.nbytes
@@ -66,6 +69,8 @@ def test_a_cache_comes_back_and_its_bytes_are_the_file(tmp_path):
     assert reader.header == header()
     assert path.stat().st_size == nbytes == reader.nbytes
     assert reader.bits_per_value == 8 * nbytes / (2 * 3 * HEADS * TOKENS * DIM)
+    frames = sum(reader.frame_bytes(*frame) for frame in reader.header.frames)
+    assert nbytes == CacheHeader.overhead(3) + frames and CacheHeader.overhead(3) == 44 + 6 * 32 + 68
     for layer, stream in reader.header.frames:
         x = tensor(layer, stream)
         direct = codec.of(layer, stream)
@@ -228,3 +233,167 @@ def test_a_frame_of_noise_is_no_cache():
     noise = Encoded((HEADS, TOKENS, DIM), 0, "k", shared=(), blocks=((torch.zeros(1),),), packed=False)
     with pytest.raises(StorageError):
         writer.add(noise)
+
+
+# -- one whole
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A file taken apart, to be put together otherwise."""
+
+    head: bytes
+    frames: tuple[bytes, ...]
+    leaves: tuple[bytes, ...]
+    seal: bytes
+
+    @classmethod
+    def of(cls, path) -> Taken:
+        data, reader, at, frames = path.read_bytes(), CacheReader(path), CacheHeader.SIZE, []
+        for frame in reader.header.frames:
+            frames.append(data[at : at + reader.frame_bytes(*frame)])
+            at += len(frames[-1])
+        leaves = (data[place : place + 32] for place in range(at, at + 32 * len(frames), 32))
+        return cls(data[: CacheHeader.SIZE], tuple(frames), tuple(leaves), data[-Seal.SIZE :])
+
+    def at(self, number: int, frame: bytes) -> Taken:
+        """With another frame in a place."""
+        return replace(self, frames=(*self.frames[:number], frame, *self.frames[number + 1 :]))
+
+    def leaved(self) -> Taken:
+        """With the leaves of these frames."""
+        return replace(self, leaves=tuple(map(tree.leaf, self.frames)))
+
+    def sealed(self, signature: bytes | None = None) -> Taken:
+        """With the root of these leaves; what a forger does who knows the format."""
+        signature = Seal.unpack(self.seal).signature if signature is None else signature
+        return replace(self, seal=Seal(tree.root([tree.leaf(self.head), *self.leaves]), signature).pack())
+
+    def put(self, path):
+        path.write_bytes(b"".join([self.head, *self.frames, *self.leaves, self.seal]))
+        return path
+
+
+KEY, OTHER = Key(bytes(range(32))), Key(bytes(range(1, 40)))
+
+
+@pytest.fixture
+def two(tmp_path) -> tuple[Taken, Taken]:
+    """Two files of equal shape, recipe and model, each of them sound."""
+    for seed in (0, 1):
+        written(tmp_path / str(seed), seed)
+    return Taken.of(tmp_path / "0"), Taken.of(tmp_path / "1")
+
+
+def test_what_was_taken_apart_is_the_documented_layout(two, tmp_path):
+    for seed, taken in enumerate(two):
+        assert taken.put(tmp_path / "again").read_bytes() == (tmp_path / str(seed)).read_bytes()
+        assert taken.leaved().sealed() == taken
+        assert CacheReader(tmp_path / str(seed)).seal.root == taken.seal[:32]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_frame_of_another_file_is_refused_and_the_others_are_read(two, tmp_path, number):
+    ours, theirs = two
+    mixed, codec = CacheReader(ours.at(number, theirs.frames[number]).put(tmp_path / "mixed")), codecs()
+    for place, frame in enumerate(mixed.header.frames):
+        if place == number:
+            with pytest.raises(StreamError, match=r"mixed: the frame of layer \d [kv] is not the one that was written"):
+                codec.decode(mixed, *frame)
+        else:
+            codec.decode(mixed, *frame)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_frame_and_its_leaf_of_another_file_are_refused_at_once(two, tmp_path, number):
+    ours, theirs = two
+    path = ours.at(number, theirs.frames[number]).leaved().put(tmp_path / "mixed")
+    with pytest.raises(StreamError, match="are not those of its digest; it is damaged, or mixed of several"):
+        CacheReader(path)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_block_of_another_file_is_refused(two, tmp_path, index):
+    """All checksums of the mixed frame are right, and it decodes by itself."""
+    ours, _ = two
+    own, other = (read_frame(taken.frames[2]) for taken in two)
+    blocks = (*own.blocks[:index], other.blocks[index], *own.blocks[index + 1 :])
+    frame = frame_bytes(replace(own, blocks=blocks))
+    assert len(frame) == len(ours.frames[2]) and not torch.equal(
+        codecs().of(1, "k").decode(read_frame(frame)), codecs().of(1, "k").decode(own)
+    )
+    mixed = CacheReader(ours.at(2, frame).put(tmp_path / "mixed"))
+    for block in (None, *range(3)):
+        with pytest.raises(StreamError, match="layer 1 k is not the one that was written"):
+            mixed.frame(1, "k", block)
+    with pytest.raises(StreamError, match="not those of its digest"):
+        CacheReader(ours.at(2, frame).leaved().put(tmp_path / "mixed"))
+
+
+def test_header_and_trailer_of_another_file_are_refused(two, tmp_path):
+    ours, theirs = two
+    foreign = replace(ours, head=header(model_hash="0" * 15 + "1").pack())
+    with pytest.raises(StreamError, match="not those of its digest"):
+        CacheReader(foreign.put(tmp_path / "mixed"))
+    with pytest.raises(StreamError, match="not those of its digest"):
+        CacheReader(replace(ours, seal=theirs.seal).put(tmp_path / "mixed"))
+    mixed = CacheReader(replace(ours, seal=theirs.seal, leaves=theirs.leaves).put(tmp_path / "mixed"))
+    for frame in mixed.header.frames:
+        with pytest.raises(StreamError, match="not the one that was written"):
+            mixed.frame(*frame)
+
+
+def test_a_block_is_read_alone_and_not_unchecked(two, tmp_path):
+    """Whatever happens to the other frames, and nothing of its own."""
+    ours, _ = two
+    broken = replace(ours, frames=tuple(f[:-1] + bytes([f[-1] ^ 1]) for f in ours.frames)).at(2, ours.frames[2])
+    reader, codec = CacheReader(broken.put(tmp_path / "broken")), codecs()
+    whole = codec.decode(reader, 1, "k")
+    for index in range(3):
+        place, values = codec.decode_block(reader, 1, "k", index)
+        assert torch.equal(whole[place], values)
+        with pytest.raises(StreamError):
+            codec.decode_block(reader, 1, "v", index)
+
+
+def test_a_mixture_whose_digest_is_made_anew_is_another_file(two, tmp_path):
+    """No digest keeps a forger from making a file of his own; its root is another, and nobody has signed it."""
+    ours, theirs = two
+    forged = ours.at(3, theirs.frames[3]).leaved().sealed()
+    roots = {CacheReader(taken.put(tmp_path / "any")).seal.root for taken in (ours, theirs, forged)}
+    assert len(roots) == 3
+
+
+def test_a_file_of_version_one_is_refused_in_one_line(tmp_path):
+    raw = bytearray(header().pack()[: HEADER.size])
+    raw[4:6] = b"\1\0"
+    (tmp_path / "old").write_bytes(bytes(raw) + U32.pack(google_crc32c.value(bytes(raw))) + bytes(1000))
+    with pytest.raises(
+        StreamError, match="has version 1, this reader knows version 2; write it anew with `kvlab encode`"
+    ):
+        CacheReader(tmp_path / "old")
+
+
+# -- signed
+
+
+def test_a_signature_says_who_made_it(two, tmp_path):
+    _, theirs = two
+    nbytes = written(tmp_path / "signed", key=KEY)
+    assert nbytes == (tmp_path / "0").stat().st_size and CacheReader(tmp_path / "signed").seal.signed
+    assert CacheReader(tmp_path / "signed", KEY).seal.root == CacheReader(tmp_path / "0").seal.root
+    with pytest.raises(StreamError, match="signed: it is signed with another key"):
+        CacheReader(tmp_path / "signed", OTHER)
+    with pytest.raises(StreamError, match="0: it is not signed"):
+        CacheReader(tmp_path / "0", KEY)
+    signed = Taken.of(tmp_path / "signed")
+    forged = signed.at(3, theirs.frames[3]).leaved().sealed()
+    CacheReader(forged.put(tmp_path / "forged"))
+    with pytest.raises(StreamError, match="another key"):
+        CacheReader(tmp_path / "forged", KEY)
+    stripped = forged.sealed(signature=bytes(32)).put(tmp_path / "stripped")
+    with pytest.raises(StreamError, match="not signed"):
+        CacheReader(stripped, KEY)
+    with pytest.raises(StreamError, match="another key"):
+        root = Seal.unpack(forged.seal).root
+        CacheReader(forged.sealed(OTHER.signature(PURPOSE, root)).put(tmp_path / "theirs"), KEY)

@@ -16,6 +16,7 @@ from kvlab.calibration.capture import SAMPLE_DTYPE, Captured
 from kvlab.codec.base import Site
 from kvlab.codec.stream.bitstream import STREAMS
 from kvlab.codec.stream.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
+from kvlab.codec.stream.seal import Key
 from kvlab.codec.stream.tensor_file import TensorFileWriter
 
 
@@ -34,8 +35,10 @@ def cache_codec(file: RecipeFile, info: ModelInfo) -> CacheCodec:
     return CacheCodec(ready.identity, ready.calibration_hash, k, v, frozenset(ready.layers))
 
 
-def encode(params: Params, recipe_path: Path, capture_path: Path, window: int, out: Path) -> CacheReader:
-    """Write the context of one window of a capture's sample as a coded cache.
+def encode(
+    params: Params, recipe_path: Path, capture_path: Path, window: int, out: Path, key: Key | None = None
+) -> CacheReader:
+    """Write the context of one window of a capture's sample as a coded cache, signed where there is a key.
 
     `window` counts the windows of the sample from 0. One layer's K or V is in memory at a time.
 
@@ -71,15 +74,15 @@ def encode(params: Params, recipe_path: Path, capture_path: Path, window: int, o
         model_hash=info.model_hash,
     )
     with atomic(out) as temporary, open(temporary, "wb") as file:
-        writer = CacheWriter(file, header)
+        writer = CacheWriter(file, header, key)
         for layer, stream in header.frames:
             x = captured.window(layer, stream, window)
             writer.add(codec.of(layer, stream).encode(x, Site(window, layer, stream)))
         writer.close()
-    return CacheReader(out)
+    return CacheReader(out, key)
 
 
-def decode(params: Params, recipe_path: Path, stream_path: Path, out: Path) -> None:
+def decode(params: Params, recipe_path: Path, stream_path: Path, out: Path, key: Key | None = None) -> None:
     """Decode a whole file into safetensors: ``layer_{l}_{k|v}`` [heads, tokens, head_dim] in the cache's dtype.
 
     One layer's K or V is in memory at a time.
@@ -89,9 +92,10 @@ def decode(params: Params, recipe_path: Path, stream_path: Path, out: Path) -> N
     CalibrationMismatch
         The cache is another model's.
     StreamError
-        It was coded by another recipe, on other layers or with another calibration, or is damaged.
+        It was coded by another recipe, on other layers or with another calibration, is damaged, or is not signed
+        with `key`.
     """
-    info, reader = resolve(params.model), CacheReader(stream_path)
+    info, reader = resolve(params.model), CacheReader(stream_path, key)
     header = reader.header
     if header.model_hash != info.model_hash:
         raise CalibrationMismatch(f"{stream_path} is a cache of model {header.model_hash}, this is {info.model_hash}")
@@ -113,7 +117,7 @@ def _name(layer: int, stream: str) -> str:
 
 
 def describe(reader: CacheReader) -> Iterable[str]:
-    """What a coded cache is, line by line; every block's checksum is looked at."""
+    """What a coded cache is, line by line; every frame is read and checked."""
     header = reader.header
     yield f"{reader.path}: {reader.nbytes} bytes, {reader.bits_per_value:.4f} bits per value"
     yield (
@@ -121,6 +125,7 @@ def describe(reader: CacheReader) -> Iterable[str]:
         f"coded from {header.dtype}"
     )
     yield f"recipe {header.recipe_id}, calibration {header.calibration_hash or 'none'}, model {header.model_hash}"
+    yield f"digest {reader.seal.root.hex()}, {'signed' if reader.seal.signed else 'not signed'}"
     per_frame = header.heads * header.head_dim * header.tokens
     for layer in range(header.layers):
         parts = []

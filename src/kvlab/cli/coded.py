@@ -9,6 +9,7 @@ from pathlib import Path
 from kvlab.base.errors import StreamError, UserError
 from kvlab.cli.flags import CAPTURE, IF_CODED, OUT, SETTINGS, Flag, path, recipe, with_settings, word
 from kvlab.cli.given import fitted_of, params_of
+from kvlab.cli.keys import CHECKING, SIGNING, key_of
 
 
 def recipe_verb(args: argparse.Namespace) -> None:
@@ -49,29 +50,33 @@ def _refuse_uncalibrated(args: argparse.Namespace, recipe) -> None:
 
 def encode_verb(args: argparse.Namespace) -> None:
     """Write the cache of one window of a capture's sample as a coded stream."""
+    key = key_of(args)
+
     from kvlab.cache.streams import describe, encode
 
-    reader = encode(params_of(args), args.recipe, args.capture, args.window, args.out)
+    reader = encode(params_of(args), args.recipe, args.capture, args.window, args.out, key)
     print("\n".join(describe(reader)))
 
 
 def decode_verb(args: argparse.Namespace) -> None:
     """Decode a coded stream into safetensors."""
     refuse_another_format(args.stream)
+    key = key_of(args)
 
     from kvlab.cache.streams import decode
 
-    decode(params_of(args), args.recipe, args.stream, args.out)
+    decode(params_of(args), args.recipe, args.stream, args.out, key)
 
 
 def inspect_verb(args: argparse.Namespace) -> None:
     """Check a coded stream and say what is in it."""
     refuse_another_format(args.stream)
+    key = key_of(args)
 
     from kvlab.cache.streams import describe
     from kvlab.codec.stream.cache_file import CacheReader
 
-    print("\n".join(describe(CacheReader(args.stream))))
+    print("\n".join(describe(CacheReader(args.stream, key))))
 
 
 def refuse_another_format(file: Path) -> None:
@@ -95,8 +100,9 @@ VERBS: dict[Callable, list[Flag]] = with_settings(
             RECIPE,
             CAPTURE,
             word("--window", "number of the window in the capture's sample", type=int, default=0),
+            SIGNING,
             OUT,
         ],
-        decode_verb: [RECIPE, STREAM, OUT],
+        decode_verb: [RECIPE, STREAM, CHECKING, OUT],
     }
-) | {inspect_verb: [*SETTINGS, STREAM]}  # it takes the parameters as the others do, and reads none
+) | {inspect_verb: [*SETTINGS, STREAM, CHECKING]}  # it takes the parameters as the others do, and reads none

@@ -10,6 +10,7 @@ from kvlab.base.errors import SnapshotRefused, StorageError, UserError
 from kvlab.cli import snapshot_inputs as inputs
 from kvlab.cli import snapshot_said as said
 from kvlab.cli.flags import Flag, path, place, recipe, word
+from kvlab.cli.keys import CHECKING, SIGNING, key_of
 from kvlab.cli.snapshot_inputs import CHUNK_TOKENS, DTYPE, DTYPES
 from kvlab.pages.terminal import as_json, printable
 
@@ -38,7 +39,7 @@ def save_verb(args: argparse.Namespace) -> None:
     the gate, or by whoever asks for it unproven. Evidence has to be of this recipe and this model; what it says of
     them is judged by `kvlab gate check`.
     """
-    info, chunk = inputs.info_of(args.model), inputs.given(args.chunk_tokens, CHUNK_TOKENS)
+    key, info, chunk = key_of(args), inputs.info_of(args.model), inputs.given(args.chunk_tokens, CHUNK_TOKENS)
     inputs.pool_of(args.pool_tokens, chunk, chunk)  # what is wrong with either is told before torch is loaded
 
     from kvlab.kvstore.hf.run import PagedRun
@@ -51,10 +52,11 @@ def save_verb(args: argparse.Namespace) -> None:
     model = _model(info, args.dtype or DTYPE)
     run = PagedRun(model, config, args.policy, salt=args.salt)
     run.extend(tokens)
-    saved = run.save(args.out, upto=args.upto, coder=_coder(ready, model, chunk, len(tokens)), evidence=evidence)
+    coder = _coder(ready, model, chunk, len(tokens))
+    saved = run.save(args.out, upto=args.upto, coder=coder, evidence=evidence, key=key)
     length = saved.manifest.length
     print(
-        f"{saved.path}: {length} of {len(tokens)} tokens in {length // chunk} chunks, {saved.nbytes} bytes, sha256"
+        f"{saved.path}: {length} of {len(tokens)} tokens in {length // chunk} chunks, {saved.nbytes} bytes, digest"
         f" {saved.digest}"
     )
 
@@ -83,10 +85,11 @@ def verify_verb(args: argparse.Namespace) -> int:
     Exit code 0 when all are what was written; 1 when one is damaged, or of another model than --model; else 2 when one
     cannot be judged: it is missing, is no snapshot, is of another version, or has no checksums, as the published
     KVFLASH1 layout. With --model each coded chunk is decoded as well, where --recipe names the calibration that takes.
+    With --key one that is not signed with it is refused.
     """
-    info = inputs.info_of(args.model) if args.model else None
+    key, info = key_of(args), inputs.info_of(args.model) if args.model else None
     ready = inputs.recipe_of(args.recipe, info) if info else None
-    found = {str(file): _damages(file, info, ready) for file in args.files}
+    found = {str(file): _damages(file, info, ready, key) for file in args.files}
     if args.json:
         rows = {
             file: {"whole": not reasons, "reasons": [reason._asdict() for reason in reasons]}
@@ -100,7 +103,7 @@ def verify_verb(args: argparse.Namespace) -> int:
     return 1 if codes - set(UNJUDGED) else 2 * bool(codes)
 
 
-def _damages(file: Path, info, ready) -> list:
+def _damages(file: Path, info, ready, key) -> list:
     """Everything that is wrong with one file; nothing of it keeps the next one from being looked at."""
     from kvlab.kvstore.snapshot.reasons import Code, Reason
 
@@ -109,7 +112,7 @@ def _damages(file: Path, info, ready) -> list:
 
         from kvlab.kvstore.snapshot import read
 
-        with read.open(file) as snapshot:
+        with read.open(file, key) as snapshot:
             return _verified(snapshot, info, ready)
     except SnapshotRefused as error:
         return list(error.reasons)
@@ -144,7 +147,7 @@ def restore_verb(args: argparse.Namespace) -> int:
     or, of a payload that gives back the bits and was made as this run makes them, any bit of a logit or a resident
     chunk; 2 when nothing was restored that could be compared.
     """
-    info = inputs.info_of(args.model)
+    key, info = key_of(args), inputs.info_of(args.model)
     if args.chunk_tokens is not None:
         inputs.pool_of(args.pool_tokens, args.chunk_tokens, args.chunk_tokens)
     if args.mode == "consume" and args.files:
@@ -155,7 +158,7 @@ def restore_verb(args: argparse.Namespace) -> int:
 
     files = [file for given in args.files for file in files_of(given)]
     tokens = inputs.tokens_of(args, info)
-    chunk, dtype = inputs.settings_of(args, files, info, tokens)
+    chunk, dtype = inputs.settings_of(args, files, info, tokens, key)
     config = inputs.pool_of(args.pool_tokens, chunk, len(tokens) + args.decode)
     ready = inputs.recipe_of(args.recipe, info)
     model = _model(info, dtype)
@@ -170,6 +173,7 @@ def restore_verb(args: argparse.Namespace) -> int:
         unproven=args.unproven,
         salt=args.salt,
         decode=max(1, args.decode),
+        key=key,
     )
     answer = done.run.decode(args.decode).tokens if args.decode else ()
     text = _text(model.info, answer)
@@ -269,7 +273,7 @@ JSON = word("--json", "for programs", action="store_true")
 VERBS: dict[Callable, list[Flag]] = {
     save_verb: [
         place("out", "the snapshot, replaced in one step when there is one"),
-        *(MODEL, *PROMPT, *RUNNING, RECIPE),
+        *(MODEL, *PROMPT, *RUNNING, RECIPE, SIGNING),
         word("--upto", "save no more than the first N tokens", type=int, metavar="N"),
         path(
             "--evidence",
@@ -289,11 +293,12 @@ VERBS: dict[Callable, list[Flag]] = {
             metavar="DIR",
         ),
         DECODER,
+        CHECKING,
         JSON,
     ],
     restore_verb: [
         place("files", "snapshots to choose from, or folders of them", nargs="*"),
-        *(MODEL, *PROMPT, *RUNNING, DECODER),
+        *(MODEL, *PROMPT, *RUNNING, DECODER, CHECKING),
         word("--mode", "default: auto", choices=MODES, default="auto"),
         word("--decode", "tokens of the answer, greedily; default: 16", type=_count, default=16, metavar="N"),
         word("--unproven", "use a lossy payload that names no evidence", action="store_true"),

@@ -80,16 +80,18 @@ def given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def settings_of(args: argparse.Namespace, files: Iterable[Path], info, tokens: Sequence[int]) -> tuple[int, str]:
+def settings_of(
+    args: argparse.Namespace, files: Iterable[Path], info, tokens: Sequence[int], key=None
+) -> tuple[int, str]:
     """Chunk and dtype: as asked for, else those of the snapshot that could serve most of the prompt.
 
-    Snapshots of other models do not count, nor those of a dtype in which nothing runs here; `restore` says why they
-    were not used.
+    Snapshots of other models do not count, nor those of a dtype in which nothing runs here, nor, with a key, those
+    that are not signed with it; `restore` says why they were not used.
     """
     from kvlab.kvstore.snapshot.identity import identity_of
 
     ours, best, found = identity_of(info, DTYPE), None, (CHUNK_TOKENS, DTYPE)
-    for snapshot in _opened(files):
+    for snapshot in _opened(files, key):
         identity = snapshot.manifest.identity
         foreign = any(getattr(identity, name) != getattr(ours, name) for name in HASHES)
         if foreign or identity.geometry.dtype not in DTYPES:
@@ -107,12 +109,12 @@ def _asked(identity, args: argparse.Namespace) -> tuple[bool, bool]:
     return salted, args.chunk_tokens in (None, own.chunk_tokens) and args.dtype in (None, own.dtype)
 
 
-def _opened(files: Iterable[Path]) -> Iterator:
+def _opened(files: Iterable[Path], key) -> Iterator:
     from kvlab.kvstore.snapshot import read
 
     for file in files:
         try:
-            with read.open(file) as snapshot:
+            with read.open(file, key) as snapshot:
                 yield snapshot
         except (SnapshotRefused, StorageError):
             continue

@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kvlab.base.errors import SnapshotRefused, UnknownName
+from kvlab.codec.stream.seal import Key
 from kvlab.kvstore.hf.comparison import Comparison, compare
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
@@ -107,6 +108,7 @@ def restore(
     every: int = 64,
     seed: int = 0,
     decode: int = 16,
+    key: Key | None = None,
 ) -> Restored:
     """Bring a model to the end of a prompt. At least one token is computed, so that there are logits.
 
@@ -129,6 +131,8 @@ def restore(
         Take lossy payloads that name no evidence of what they cost.
     decode : int
         Tokens that ``verify`` decodes of both, from 1.
+    key : Key, optional
+        Restore nothing that is not signed with it.
 
     Raises
     ------
@@ -143,7 +147,7 @@ def restore(
     """
     if mode not in MODES:
         raise UnknownName("restore mode", mode, MODES)
-    job = Request(model, tuple(tokens), config, policy, coder, unproven, salt, every, seed)
+    job = Request(model, tuple(tokens), config, policy, coder, unproven, salt, every, seed, key)
     job.check()
     warm, reasons = (None, ()) if mode == "recompute" else job.warm(files(snapshots))
     if warm is None and mode == "consume":

@@ -190,7 +190,8 @@ class Coder:
             expected_fires=self.expected_fires(),
             values=values,
             coded_bytes=tally.coded_bytes,
-            raw_bytes=uncoded_frames * uncoded_frame_size(info, tokens, dtype) + windows * CacheHeader.SIZE,
+            raw_bytes=uncoded_frames * uncoded_frame_size(info, tokens, dtype)
+            + windows * CacheHeader.overhead(info.n_layers),
             d_eff={s: dict(sorted(tally.d_eff[s].items())) for s in STREAMS if tally.d_eff[s]},
             outlier_rate={s: tally.outliers[s] / n for s, n in tally.coefficients.items() if n},
             whitened_error={s: tally.error_sq[s] / signal for s, signal in weighed.items()},

@@ -123,7 +123,7 @@ class TestChoice:
         made, pool = [], chunks.Pool
         monkeypatch.setattr(chunks, "Pool", lambda *args: made.append(args) or pool(*args))
         assert restore(model, NEW, tmp_path, roomy, "qk").report.prefix_len == 64 and len(made) == 1
-        flip(tmp_path / "c", -40)
+        flip(tmp_path / "c", -80)  # of the payload, before the seal
         assert restore(model, NEW, tmp_path, roomy, mode="verify").report.prefix_len == 48
         assert len(made) == 1 + 3  # the damaged one's, the next one's, the cold run's
 
@@ -138,7 +138,7 @@ class TestChoice:
     def test_one_that_turns_out_damaged_leaves_the_next(self, model, roomy, tmp_path, cold):
         for name, length in {"short": 24, "long": 64}.items():
             run_after(OLD[:length], model, roomy).save(tmp_path / name)
-        flip(tmp_path / "long", -40)
+        flip(tmp_path / "long", -80)
         found = restore(model, NEW, tmp_path, roomy)
         assert found.report.prefix_len == 24 and torch.equal(found.logits, cold)
 

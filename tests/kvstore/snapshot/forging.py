@@ -9,12 +9,16 @@ from dataclasses import dataclass, replace
 import google_crc32c
 
 from kvlab.base.recipe import canonical
-from kvlab.kvstore.snapshot.format import DIGEST_BYTES, HEADER, MAGIC, RECORD, U32, VERSION, Header
+from kvlab.codec.stream import tree
+from kvlab.codec.stream.seal import Key, Seal
+from kvlab.kvstore.snapshot.format import HEADER, MAGIC, PURPOSE, RECORD, U32, VERSION, Header, chunk_digest
+
+FIELDS = ("link", "digest", "nbytes", "last_use", "score", "flags")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What is between the header and the digest, and what the header counts beside their lengths."""
+    """What is between the header and the seal, and what the header counts beside their lengths."""
 
     said: bytes
     index: bytes
@@ -26,7 +30,7 @@ class Parts:
     def of(cls, data: bytes) -> Parts:
         header = Header.read(data[: Header.SIZE])
         sections = [data[span] for span in header.spans]
-        return cls(*sections, data[header.payload_at : -DIGEST_BYTES], {})
+        return cls(*sections, data[header.payload_at : -Seal.SIZE], {})
 
     @property
     def manifest(self) -> dict:
@@ -45,17 +49,25 @@ class Parts:
 
     def indexed(self, number: int, **changes) -> Parts:
         """With other fields of one record."""
-        names = ("link", "nbytes", "last_use", "score", "crc", "flags")
         at = number * RECORD.size
-        fields = dict(zip(names, RECORD.unpack_from(self.index, at), strict=True)) | changes
+        fields = dict(zip(FIELDS, RECORD.unpack_from(self.index, at), strict=True)) | changes
         return replace(self, index=self.index[:at] + RECORD.pack(*fields.values()) + self.index[at + RECORD.size :])
+
+    def digested(self) -> Parts:
+        """With the right digest of every chunk, for the manifest, the links and the payload that there are now."""
+        made, at = self, 0
+        identity = hashlib.sha256(canonical(self.manifest["identity"]).encode()).digest()
+        for number, (link, _, nbytes, *_) in enumerate(RECORD.iter_unpack(self.index)):
+            made = made.indexed(number, digest=chunk_digest(identity, link, self.payload[at : at + nbytes]))
+            at += nbytes
+        return made
 
     def counting(self, **counts) -> Parts:
         """With a header that counts otherwise."""
         return replace(self, counts=counts)
 
-    def sealed(self) -> bytes:
-        """The file."""
+    def sealed(self, key: Key | None = None) -> bytes:
+        """The file, its root and every crc made anew."""
         fields = {
             "version": VERSION,
             "size": Header.SIZE,
@@ -66,5 +78,5 @@ class Parts:
         } | self.counts
         crcs = map(google_crc32c.value, (self.said, self.index, self.ids))
         raw = HEADER.pack(MAGIC, *fields.values(), *crcs)
-        data = raw + U32.pack(google_crc32c.value(raw)) + self.said + self.index + self.ids + self.payload
-        return data + hashlib.sha256(data).digest()
+        front = raw + U32.pack(google_crc32c.value(raw)) + self.said + self.index + self.ids
+        return front + self.payload + Seal.of(tree.leaf(front), PURPOSE, key).pack()

@@ -240,7 +240,7 @@ def test_readers_beside_a_writer_see_whole_snapshots(tmp_path):
 
     pid, seen = in_a_child(saving), set()
     try:
-        end = time.monotonic() + 1.5
+        end = time.monotonic() + 20  # a bound for a machine that has other work
         while time.monotonic() < end and seen != {OLD, NEW}:
             with read.open(path) as snapshot:
                 assert snapshot.verify() == []

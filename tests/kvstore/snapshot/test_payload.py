@@ -238,9 +238,8 @@ def test_accidents_never_reach_the_codec_and_forgeries_do_not_get_out_of_it(tmp_
     for forged in (False, True) * 15:
         first = good.payload[: sizes[0]]
         bad = resealed(damaged(first, chance)) if forged else damaged(first, chance)
-        crc = {"crc": google_crc32c.value(bad)} if forged else {}
-        whole = replace(good, payload=bad + good.payload[sizes[0] :]).indexed(0, nbytes=len(bad), **crc)
-        (tmp_path / "bad").write_bytes(whole.sealed())
+        whole = replace(good, payload=bad + good.payload[sizes[0] :]).indexed(0, nbytes=len(bad))
+        (tmp_path / "bad").write_bytes((whole.digested() if forged else whole).sealed())
         with read.open(tmp_path / "bad") as snapshot:
             try:
                 found = snapshot.load(coder=coder)
@@ -249,6 +248,17 @@ def test_accidents_never_reach_the_codec_and_forgeries_do_not_get_out_of_it(tmp_
             else:
                 assert forged or bad == first
                 assert found[0].shape == torch.Size(GEOMETRY.chunk_shape)
+
+
+def test_coded_chunks_have_one_crc_and_digests_of_their_own(tmp_path):
+    """A frame ends in its own CRC, and whatever does has the CRC of all that does: it tells no chunk from another."""
+    coder = coding.coder("int")
+    written(tmp_path / "s", coder)
+    with read.open(tmp_path / "s") as snapshot:
+        stored = [snapshot.stored(number) for number in range(CHUNKS)]
+        digests = [record.digest for record in snapshot.records]
+    assert len(set(stored)) == len(set(digests)) == CHUNKS
+    assert len(set(map(google_crc32c.value, stored))) == 1
 
 
 def frames(data: bytes) -> list[bytes]:

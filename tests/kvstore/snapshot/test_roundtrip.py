@@ -112,26 +112,31 @@ def test_the_file_is_laid_out_as_documented(tmp_path):
     data = (tmp_path / "s").read_bytes()
     header = struct.Struct("<8sHHIIIQIIII")
     magic, version, size, said, chunks, per_chunk, payload, *crcs = header.unpack_from(data)
-    assert (magic, version, size) == (b"KVLABSNP", 2, header.size) and header.size == 48
+    assert (magic, version, size) == (b"KVLABSNP", 3, header.size) and header.size == 48
     assert (chunks, per_chunk, payload) == (CHUNKS, SIZE, CHUNKS * GEOMETRY.chunk_bytes)
-    at = [size, size + said, size + said + 64 * chunks, size + said + 64 * chunks + 4 * chunks * per_chunk]
+    at = [size, size + said, size + said + 92 * chunks, size + said + 92 * chunks + 4 * chunks * per_chunk]
     sections = [data[at[n] : at[n + 1]] for n in range(3)]
     assert crcs == [*map(google_crc32c.value, sections), google_crc32c.value(data[: size - 4])]
     manifest = json.loads(sections[0])
     assert manifest["length"] == LENGTH and manifest["clock"] == 40 and manifest["identity"]["codec"] is None
     assert list(struct.unpack(f"<{LENGTH}I", sections[2])) == making.tokens(LENGTH)
     parent, where = hashlib.sha256(b"kvlab token chain 2\n").digest(), at[3]
-    for number, record in enumerate(struct.iter_unpack("<32sQQdII", sections[1])):
-        link, nbytes, last_use, score, crc, flags = record
+    identity = json.dumps(manifest["identity"], sort_keys=True, separators=(",", ":"))
+    named = b"\0kvlab snapshot chunk 3\n" + hashlib.sha256(identity.encode()).digest()
+    for number, record in enumerate(struct.iter_unpack("<32s32sQQdI", sections[1])):
+        link, digest, nbytes, last_use, score, flags = record
         parent = hashlib.sha256(parent + sections[2][4 * SIZE * number :][: 4 * SIZE]).digest()
         entry = making.ledger(CHUNKS).entries[number]
-        assert (link, last_use, crc) == (parent, entry.last_use, google_crc32c.value(data[where : where + nbytes]))
+        assert (link, last_use) == (parent, entry.last_use)
+        assert digest == hashlib.sha256(named + parent + data[where : where + nbytes]).digest()
         assert (flags, score) == (entry.resident + 2 * (entry.score is not None), entry.score or 0.0)
         assert data[where : where + nbytes] == making.chunk(number).numpy().tobytes()
         where += nbytes
-    assert where == at[3] + payload == len(data) - 32
-    assert data[-32:] == hashlib.sha256(data[:-32]).digest()
-    assert saved.nbytes == len(data) and saved.digest == data[-32:].hex()
+    assert where == at[3] + payload == len(data) - 68
+    root, signature, crc = struct.unpack("<32s32sI", data[where:])
+    assert root == hashlib.sha256(b"\0" + data[: at[3]]).digest() and signature == bytes(32)
+    assert crc == google_crc32c.value(root + signature)
+    assert saved.nbytes == len(data) and saved.digest == root.hex()
 
 
 def test_a_snapshot_says_who_made_it_and_not_when(tmp_path):

@@ -72,7 +72,7 @@ def test_a_refused_snapshot_changes_nothing_of_a_live_pager(tmp_path, where):
     data[{"payload": header.payload_at, "last chunk": header.digest_at - 1, "digest": -1}[where]] ^= 1
     (tmp_path / "s").write_bytes(data)
     before, bits = paging.state(live), live.chunks.pool.data.clone()
-    with read.open(tmp_path / "s") as snapshot, pytest.raises(SnapshotRefused):
+    with pytest.raises(SnapshotRefused), read.open(tmp_path / "s") as snapshot:
         live = restored(snapshot)
     assert paging.state(live) == before and same_bits(live.chunks.pool.data, bits)
     assert paging.holds(live, rows)

@@ -41,13 +41,13 @@ def flipped(at):
 IN_THE_PAYLOAD = {
     "first chunk": (flipped(lambda header: header.payload_at + 9), "chunk_checksum"),
     "last chunk": (flipped(lambda header: header.digest_at - 3), "chunk_checksum"),
-    "hash": (flipped(lambda header: -1), "file_hash"),
 }
 IN_FRONT = {
     "header": (flipped(lambda header: 17), "header_checksum"),
     "magic": (flipped(lambda header: 0), "not_a_snapshot"),
     "manifest": (flipped(lambda header: header.spans[0].start + 5), "manifest_checksum"),
     "tokens": (flipped(lambda header: header.spans[2].start), "tokens_checksum"),
+    "hash": (flipped(lambda header: -1), "file_hash"),
     "cut": (lambda data, header: data[:-50], "truncated"),
     "longer": (lambda data, header: data + b"more", "trailing_bytes"),
     "empty": (lambda data, header: bytearray(1), "not_a_snapshot"),

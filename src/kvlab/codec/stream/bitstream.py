@@ -20,10 +20,10 @@ refuses what does not fill them exactly: it never allocates by what a length in 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import BinaryIO, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import google_crc32c
 import numpy as np
@@ -145,37 +145,21 @@ def read_frame(data: bytes | memoryview, only: int | None = None) -> Encoded:
     header = FrameHeader.read(data)
     if len(data) != header.length:
         raise StreamError(f"the frame is {len(data)} bytes long where its header says {header.length}")
-    return _read(lambda at, size: data[at : at + size], header, only)
+    return _read(data, header, only)
 
 
-def read_block(file: BinaryIO, index: int) -> Encoded:
-    """What `read_frame` of one block alone gives, of the frame that begins where an open file stands.
-
-    Of the other blocks nothing but their lengths is read. Raises as `read_frame` does.
-    """
-    start = file.tell()
-
-    def read(at: int, size: int) -> memoryview:
-        file.seek(start + at)
-        return memoryview(file.read(size))
-
-    return _read(read, FrameHeader.read(read(0, FrameHeader.SIZE)), index)
-
-
-def _read(read: Callable[[int, int], memoryview], header: FrameHeader, only: int | None) -> Encoded:
-    """The coded tensor, from a function that gives so many bytes from a place in the frame on."""
+def _read(data: memoryview, header: FrameHeader, only: int | None) -> Encoded:
+    """The coded tensor of a frame that is as long as its header says."""
     if only is not None and not 0 <= only < header.n_blocks:
         raise IndexError(f"block {only} of a frame with blocks 0..{header.n_blocks - 1}")
     shared: Arrays = ()
     blocks: list[Arrays] = []
-    for number, at, length in _sections(read, header):
+    for number, at, length in _sections(data, header):
         if only is not None and number not in (0, only + 1):
             blocks.append(())
             continue
-        payload, tail = read(at, length), read(at + length, U32.size)
-        if len(payload) + len(tail) != length + U32.size:
-            raise StreamError(f"the frame is cut short in its section {number} of {header.n_blocks}")
-        (crc,) = U32.unpack(tail)
+        payload = data[at : at + length]
+        (crc,) = U32.unpack_from(data, at + length)
         if _section_crc(header.crc, number, payload) != crc:
             what = f"block {number - 1}" if number else "the shared part"
             raise StreamError(f"the checksum of {what} of layer {header.layer} {header.stream} is wrong")
@@ -186,14 +170,13 @@ def _read(read: Callable[[int, int], memoryview], header: FrameHeader, only: int
     return Encoded(header.shape, header.layer, header.stream, shared, tuple(blocks), packed=header.packed)
 
 
-def _sections(read: Callable[[int, int], memoryview], header: FrameHeader) -> Iterator[tuple[int, int, int]]:
+def _sections(data: memoryview, header: FrameHeader) -> Iterator[tuple[int, int, int]]:
     """Number, place and length of each section's payload; with their checksums they must fill the frame exactly."""
     at = FrameHeader.SIZE
     for number in range(0 if header.shared else 1, header.n_blocks + 1):
-        prefix = read(at, U32.size)
-        if len(prefix) < U32.size or header.length - at < 2 * U32.size:
+        if header.length - at < 2 * U32.size:
             raise StreamError(f"the frame ends before its section {number} of {header.n_blocks}")
-        (length,) = U32.unpack(prefix)
+        (length,) = U32.unpack_from(data, at)
         start, end = at + U32.size, at + U32.size + length
         if end + U32.size > header.length:
             raise StreamError(f"section {number} is {length} bytes long, the frame has {header.length - start} left")

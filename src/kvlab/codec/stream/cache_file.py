@@ -1,12 +1,20 @@
-"""A whole KV cache as one stream: a header, then a frame for every layer's K and V.
+"""A whole KV cache as one stream: a header, a frame for every layer's K and V, and one digest over them all.
 
-    file   := magic "KVLS", u16 version, u16 layers, u16 heads, u16 head_dim, u32 tokens, u8 dtype, u8 0,
-              6 bytes recipe id, 8 bytes calibration digest, 8 bytes model hash, crc, frame * 2 layers
+    file   := header, frame * 2 layers, leaf * 2 layers, seal
+    header := magic "KVLS", u16 version, u16 layers, u16 heads, u16 head_dim, u32 tokens, u8 dtype, u8 0,
+              6 bytes recipe id, 8 bytes calibration digest, 8 bytes model hash, crc
     frame  := see `bitstream`; K and V of layer 0, K and V of layer 1, ...
+    leaf   := 32 bytes, that of a frame in the `tree`
+    seal   := see `seal`; its root is that of the tree over the header and the frames in their order
 
 All integers are little-endian. A layer that the recipe leaves alone is a frame of the identity codec, so the
 length of the file is what the whole cache takes. Writer and reader hold one frame at a time, and `CacheCodec`
 what a codec has prepared for one layer.
+
+A file is one whole: header and leaves are held against the root when it is opened, and a frame against its leaf when
+it, or a block of it, is read. Frames and blocks of two files, each of them sound, do not make a third. There is one
+leaf for each frame and not for each block, for 32 bytes would be a large part of a small block; who reads a block reads
+its frame, and nothing of the others.
 """
 
 from __future__ import annotations
@@ -25,9 +33,12 @@ from kvlab.base.errors import StorageError, StreamError, UserError
 from kvlab.base.recipe import IdentityStream
 from kvlab.codec.base import Codec, Encoded, Place
 from kvlab.codec.controls.identity import IdentityCodec
-from kvlab.codec.stream.bitstream import STREAMS, U32, FrameHeader, frame_bytes, read_block, read_frame
+from kvlab.codec.stream import tree
+from kvlab.codec.stream.bitstream import STREAMS, U32, FrameHeader, frame_bytes, read_frame
+from kvlab.codec.stream.seal import Key, Seal
 
-MAGIC, VERSION = b"KVLS", 1
+MAGIC, VERSION = b"KVLS", 2
+PURPOSE = b"kvlab coded cache 2\n"  # of signatures
 HEADER = struct.Struct("<4sHHHHIBB6s8s8s")
 DTYPES = ("float32", "bfloat16", "float16")
 NO_CALIBRATION = "0" * 16
@@ -62,6 +73,11 @@ class CacheHeader:
     model_hash: str
 
     SIZE: ClassVar[int] = HEADER.size + U32.size
+
+    @classmethod
+    def overhead(cls, layers: int) -> int:
+        """Bytes of a file of so many layers beside its frames: header, leaves and seal."""
+        return cls.SIZE + 2 * layers * tree.SIZE + Seal.SIZE
 
     @property
     def values(self) -> int:
@@ -108,7 +124,10 @@ class CacheHeader:
         if magic != MAGIC:
             raise StreamError(f"this is no coded cache: it begins with {magic!r} instead of {MAGIC!r}")
         if version != VERSION:
-            raise StreamError(f"the stream has version {version}, this reader knows version {VERSION}")
+            raise StreamError(
+                f"the stream has version {version}, this reader knows version {VERSION}; write it anew with"
+                " `kvlab encode`"
+            )
         if google_crc32c.value(raw) != U32.unpack_from(data, HEADER.size)[0]:
             raise StreamError("the checksum of the stream's header is wrong; the stream is damaged")
         if dtype >= len(DTYPES) or zero:
@@ -126,12 +145,27 @@ class CacheHeader:
 
 
 class CacheWriter:
-    """Writes frames in their order into an open binary file; `close` refuses an incomplete cache."""
+    """Writes frames in their order into an open binary file; `close` refuses an incomplete cache, and seals it.
 
-    def __init__(self, file: BinaryIO, header: CacheHeader):
-        self._file, self.header = file, header
-        self._due = iter(header.frames)
-        self.nbytes = file.write(header.pack())
+    Parameters
+    ----------
+    file : BinaryIO
+        Empty and open for writing.
+    header : CacheHeader
+        What the cache is.
+    key : Key, optional
+        Sign with it.
+    """
+
+    def __init__(self, file: BinaryIO, header: CacheHeader, key: Key | None = None):
+        self._file, self.header, self._key = file, header, key
+        self._due, self._leaves, self.nbytes = iter(header.frames), [], 0
+        self._part(header.pack())
+
+    def _part(self, data: bytes) -> None:
+        """Write a part of the tree."""
+        self._leaves.append(tree.leaf(data))
+        self.nbytes += self._file.write(data)
 
     def add(self, encoded: Encoded) -> None:
         """Write the next frame; `StorageError` when it is not the layer, stream and shape that is due."""
@@ -140,44 +174,59 @@ class CacheWriter:
         shape = (header.heads, header.tokens, header.head_dim)
         if given != due or tuple(encoded.shape) != shape or not encoded.packed:
             raise StorageError(f"layer and stream {given} of shape {list(encoded.shape)} where {due} of {shape} is due")
-        self.nbytes += self._file.write(frame_bytes(encoded))
+        self._part(frame_bytes(encoded))
 
     def close(self) -> None:
-        """`StorageError` when frames are missing. The file itself stays open."""
+        """Write leaves and seal; `StorageError` when frames are missing. The file itself stays open."""
         missing = next(self._due, None)
         if missing is not None:
             raise StorageError(f"the cache is not complete: the frame of {missing} was never added")
+        seal = Seal.of(tree.root(self._leaves), PURPOSE, self._key)
+        self.nbytes += self._file.write(b"".join([*self._leaves[1:], seal.pack()]))
 
 
 class CacheReader:
-    """Reads a coded cache frame by frame, or one block of one frame.
+    """Reads a coded cache frame by frame, or one block of one frame, and nothing that does not belong to it.
 
     Parameters
     ----------
     path : Path
         The file. It is walked once, from header to header, when it is opened.
+    key : Key, optional
+        Refuse a file that was not signed with it.
+
+    Attributes
+    ----------
+    header : CacheHeader
+    seal : Seal
+        Digest of the whole, and its signature.
 
     Raises
     ------
     StreamError
-        When the file is not exactly the frames that its header promises.
+        When the file is not exactly the frames that its header promises, header and leaves are not those of its
+        root, or it is not signed with `key`.
     StorageError
         When it cannot be read.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, key: Key | None = None):
         self.path = Path(path)
         try:
             with open(self.path, "rb") as file:
-                self.header = CacheHeader.unpack(file.read(CacheHeader.SIZE))
+                first = file.read(CacheHeader.SIZE)
+                self.header = CacheHeader.unpack(first)
                 self._spans = dict(self._walk(file))
+                self._leaves, self.seal = self._sealed(file, first)
+            self._refuse_signature(key)
         except OSError as error:
             raise StorageError(f"cannot read {self.path}: {error.strerror}") from None
         except StreamError as error:
             raise StreamError(f"{self.path}: {error}") from None
 
     def _walk(self, file: BinaryIO) -> Iterator[tuple[tuple[int, str], tuple[int, int]]]:
-        at, end = CacheHeader.SIZE, os.fstat(file.fileno()).st_size
+        rest = CacheHeader.overhead(self.header.layers) - CacheHeader.SIZE
+        at, end = CacheHeader.SIZE, os.fstat(file.fileno()).st_size - rest
         expected = (self.header.heads, self.header.tokens, self.header.head_dim)
         for layer, stream in self.header.frames:
             file.seek(at)
@@ -188,16 +237,29 @@ class CacheReader:
                     f" {layer} {stream}, {list(expected)}, should be"
                 )
             if frame.length < FrameHeader.SIZE or at + frame.length > end:
-                raise StreamError(f"the frame of layer {layer} {stream} is cut short")
+                raise StreamError(f"the stream is cut short at the frame of layer {layer} {stream} or after it")
             yield (layer, stream), (at, frame.length)
             at += frame.length
         if at != end:
-            raise StreamError(f"{end - at} bytes follow the last frame")
+            raise StreamError(f"{end - at} bytes too many follow the last frame")
+
+    def _sealed(self, file: BinaryIO, first: bytes) -> tuple[dict[tuple[int, str], bytes], Seal]:
+        """Leaf of each frame, and the seal, once the header and they were found to be of one root."""
+        file.seek(CacheHeader.SIZE + sum(length for _, length in self._spans.values()))
+        leaves = [file.read(tree.SIZE) for _ in self._spans]
+        seal = Seal.unpack(file.read(Seal.SIZE))
+        if tree.root([tree.leaf(first), *leaves]) != seal.root:
+            raise StreamError("its header and frames are not those of its digest; it is damaged, or mixed of several")
+        return dict(zip(self._spans, leaves, strict=True)), seal
+
+    def _refuse_signature(self, key: Key | None) -> None:
+        if key is not None and not self.seal.signed_by(key, PURPOSE):
+            raise StreamError("it is signed with another key" if self.seal.signed else "it is not signed")
 
     @property
     def nbytes(self) -> int:
         """Bytes of the file."""
-        return CacheHeader.SIZE + sum(length for _, length in self._spans.values())
+        return CacheHeader.overhead(self.header.layers) + sum(length for _, length in self._spans.values())
 
     @property
     def bits_per_value(self) -> float:
@@ -209,24 +271,28 @@ class CacheReader:
         return self._span(layer, stream)[1]
 
     def frame(self, layer: int, stream: Literal["k", "v"], block: int | None = None) -> Encoded:
-        """One layer's K or V as stored, or one block of it, without the others' bytes.
+        """One layer's K or V as stored, or one block of it; other frames are not read.
 
         Raises
         ------
         StreamError
-            When it is damaged.
+            When the frame is damaged, or is not the one that belongs to this file.
         UserError
             When the file has no such layer, stream or block.
         """
         at, length = self._span(layer, stream)
         with open(self.path, "rb") as file:
             file.seek(at)
-            if block is None:
-                return read_frame(file.read(length))
-            try:
-                return read_block(file, block)
-            except IndexError as error:
-                raise UserError(f"layer {layer} {stream} of {self.path} has no such block: {error}") from None
+            data = file.read(length)
+        if tree.leaf(data) != self._leaves[layer, stream]:
+            raise StreamError(
+                f"{self.path}: the frame of layer {layer} {stream} is not the one that was written; the file is"
+                " damaged, or mixed of several"
+            )
+        try:
+            return read_frame(data, only=block)
+        except IndexError as error:
+            raise UserError(f"layer {layer} {stream} of {self.path} has no such block: {error}") from None
 
     def _span(self, layer: int, stream: str) -> tuple[int, int]:
         """Place and length of a frame."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvlab.base.errors import SnapshotRefused, UserError
+from kvlab.codec.stream.seal import Key
 from kvlab.kvstore.hf.forwards import Decoded, Forwards
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.sameness import SCORED_AT, expected, numerics_of, salts, same_as_cold, scored_at, untouched
@@ -85,6 +86,7 @@ class PagedRun(Forwards):
         coder: ChunkCoder | None = None,
         evidence: Sequence[str] = (),
         made: Mapping[str, str] | None = None,
+        key: Key | None = None,
     ) -> Saved:
         """Write the chunks that a cold run would leave in the same bits.
 
@@ -93,7 +95,7 @@ class PagedRun(Forwards):
         path : Path
         upto : int, optional
             Tokens, at most `exact`, which it is when left out; cut down to whole chunks.
-        coder, evidence, made
+        coder, evidence, made, key
             See `snapshot.write.save`.
 
         Raises
@@ -118,7 +120,8 @@ class PagedRun(Forwards):
             ledger=untouched(chunks) if self.by_hand else self.pager.ledger(chunks),
             tokens=self.tokens,
         )
-        return save(path, source, upto=upto, coder=coder, evidence=evidence, made=dict(made or {}) | self.made)
+        made = dict(made or {}) | self.made
+        return save(path, source, upto=upto, coder=coder, evidence=evidence, made=made, key=key)
 
     @classmethod
     def restored(

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from kvlab.base.errors import SnapshotRefused, StorageError, UserError
+from kvlab.codec.stream.seal import Key
 from kvlab.kvstore.hf.model import PagedModel, refuse_tokens
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.hf.sameness import expected, numerics_of, salts, same_as_cold
@@ -78,6 +79,7 @@ class Request:
     salt: str
     every: int
     seed: int
+    key: Key | None = None
 
     def check(self) -> None:
         """Refuse the prompt where a run would, before there is one; the errors are those of `refuse_tokens`."""
@@ -102,10 +104,10 @@ class Request:
             return None, (Reason(Code.NO_SNAPSHOT, "there is no snapshot to be restored"),)
         began, reasons, usable = self.now(), [], []
         for path in paths:
-            with _noting(path, reasons), read.open(path) as snapshot:
+            with _noting(path, reasons), read.open(path, self.key) as snapshot:
                 usable.append((self._rank(snapshot), path))
         for _, path in sorted(usable, key=lambda one: one[0]):
-            with _noting(path, reasons), read.open(path) as snapshot:
+            with _noting(path, reasons), read.open(path, self.key) as snapshot:
                 standing = self._loaded(snapshot)
                 return replace(standing, load_ms=self.now() - began), ()
         return None, tuple(reasons)

@@ -21,14 +21,15 @@ def as_data(snapshot: Snapshot) -> dict:
         "bytes": snapshot.nbytes,
         "payload_bytes": snapshot.header.payload_bytes,
         "tokens": snapshot.length,
-        "sha256": snapshot.digest,
+        "digest": snapshot.digest,
+        "signed": snapshot.seal.signed,
         "lossless": snapshot.manifest.lossless,
         "manifest": snapshot.manifest.model_dump(mode="json"),
         "chunks": [
             {
                 "link": record.link.hex(),
                 "bytes": record.nbytes,
-                "crc32c": f"{record.crc:08x}",
+                "digest": record.digest.hex(),
                 "resident": record.entry.resident,
                 "score": record.entry.score,
                 "last_use": record.entry.last_use,
@@ -56,7 +57,9 @@ def as_lines(snapshot: Snapshot) -> Iterator[str]:
     yield f"ledger      {sum(e.resident for e in entries)} resident, {len(scored)} scored, clock {manifest.clock}"
     yield f"evidence    {', '.join(manifest.evidence) or 'none'}"
     yield f"made with   {', '.join(f'{name} {value}' for name, value in sorted(manifest.made.items())) or 'unknown'}"
-    yield f"sha256      {snapshot.digest}"
+    yield f"digest      {snapshot.digest}"
+    signature = "there is one; `kvlab snapshot verify --key FILE` says whether it is yours"
+    yield f"signature   {signature if snapshot.seal.signed else 'none'}"
 
 
 def _how(snapshot: Snapshot) -> str:

@@ -1,20 +1,30 @@
-"""Format v2 of a snapshot, byte by byte.
+"""Format v3 of a snapshot, byte by byte.
 
 All integers are little-endian, and floats IEEE 754.
 
-    file     := header, manifest, index, tokens, payload, digest
+    file     := header, manifest, index, tokens, payload, seal
     header   := magic "KVLABSNP", u16 version, u16 bytes of the header, u32 bytes of the manifest, u32 chunks,
                 u32 chunk_tokens, u64 bytes of the payload, u32 crc of the manifest, u32 crc of the index,
                 u32 crc of the tokens, u32 crc of the header up to here
     manifest := canonical JSON, see `manifest`
     index    := record * chunks
-    record   := 32 bytes link of the token chain, u64 bytes of the chunk in the payload, u64 last use, f64 score,
-                u32 crc of these bytes of the payload, u32 flags (1: resident, 2: has a score)
+    record   := 32 bytes link of the token chain, 32 bytes digest of the chunk, u64 bytes of the chunk in the payload,
+                u64 last use, f64 score, u32 flags (1: resident, 2: has a score)
     tokens   := u32 * (chunks * chunk_tokens)
     payload  := the chunks one after the other, see `payload`
-    digest   := 32 bytes, SHA-256 of everything before it
+    seal     := see `kvlab.codec.stream.seal`
 
-Every crc is CRC-32C. What the header promises is held against the length of the file before anything else is read
+Every crc is CRC-32C and finds accidents, all of them in one reading. What belongs together is said by a tree of
+SHA-256 (`kvlab.codec.stream.tree`):
+
+    digest of a chunk := SHA-256(0x00 || "kvlab snapshot chunk 3\n" || SHA-256(identity) || link || bytes of the chunk)
+    root in the seal  := SHA-256(0x00 || header || manifest || index || tokens)
+
+with the identity in canonical JSON, as the manifest has it. The root binds the index, and so every chunk in its place.
+A chunk's digest names the model, the way of coding and all tokens up to it: K and V of one context, digests and all, do
+not pass for those of another.
+
+What the header promises is held against the length of the file before anything else is read
 or allocated; no later read goes beyond it.
 """
 
@@ -29,16 +39,18 @@ from typing import ClassVar, NamedTuple
 import google_crc32c
 
 from kvlab.base.errors import UserError
+from kvlab.codec.stream import tree
+from kvlab.codec.stream.seal import Seal
 from kvlab.kvstore.paging.ledger import Entry
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 
-MAGIC, VERSION = b"KVLABSNP", 2
+MAGIC, VERSION = b"KVLABSNP", 3
+PURPOSE = b"kvlab snapshot 3\n"  # of signatures
+CHUNK = b"kvlab snapshot chunk 3\n"
 PUBLISHED_MAGIC = struct.pack("<Q", 0x4B56464C41534831)  # reads KVFLASH1 from its high byte down; see `v1`
 HEADER = struct.Struct("<8sHHIIIQIII")
-RECORD = struct.Struct("<32sQQdII")
+RECORD = struct.Struct("<32s32sQQdI")
 U32 = struct.Struct("<I")
-DIGEST_BYTES = 32
-STEP = 1 << 20  # bytes that are hashed at once
 RESIDENT, SCORED = 1, 2
 MAX_CHUNKS = 1 << 24
 MAX_CHUNK_TOKENS = 1 << 16
@@ -47,7 +59,7 @@ MAX_MANIFEST = 1 << 20  # bytes; a recipe takes less than a thousand
 
 @dataclass(frozen=True)
 class Header:
-    """The first bytes of a snapshot: what follows, and the checksums of all that is not payload."""
+    """The first bytes of a snapshot: what follows, and the checksums of all that is neither payload nor seal."""
 
     manifest_bytes: int
     chunks: int
@@ -79,13 +91,13 @@ class Header:
 
     @property
     def digest_at(self) -> int:
-        """First byte after the payload."""
+        """First byte after the payload, where the seal with the digest of the whole begins."""
         return self.payload_at + self.payload_bytes
 
     @property
     def file_bytes(self) -> int:
         """Of the whole file."""
-        return self.digest_at + DIGEST_BYTES
+        return self.digest_at + Seal.SIZE
 
     def pack(self) -> bytes:
         """The bytes of the header; `UserError` when a number does not fit its field."""
@@ -113,7 +125,8 @@ class Header:
         _, version, size, *numbers = HEADER.unpack(raw)
         if version != VERSION:
             raise refusal(
-                Code.UNKNOWN_VERSION, f"the snapshot has version {version}, this reader knows version {VERSION}"
+                Code.UNKNOWN_VERSION,
+                f"the snapshot has version {version}, this reader knows version {VERSION}; save it anew",
             )
         if U32.unpack_from(data, HEADER.size)[0] != google_crc32c.value(raw):
             raise refusal(Code.HEADER_CHECKSUM, "the checksum of the header is wrong; the snapshot is damaged")
@@ -159,15 +172,17 @@ class Record(NamedTuple):
     ----------
     link : bytes
         The chunk's link of the token chain, 32 bytes.
-    nbytes, crc : int
-        Length and CRC-32C of its bytes in the payload.
+    digest : bytes
+        `chunk_digest` of its bytes in the payload.
+    nbytes : int
+        Length of these.
     entry : Entry
         What the ledger knew of it.
     """
 
     link: bytes
+    digest: bytes
     nbytes: int
-    crc: int
     entry: Entry
 
     def pack(self) -> bytes:
@@ -176,7 +191,7 @@ class Record(NamedTuple):
         score = 0.0 if entry.score is None else entry.score
         flags = (RESIDENT if entry.resident else 0) | (0 if entry.score is None else SCORED)
         try:
-            return RECORD.pack(self.link, self.nbytes, entry.last_use, score, self.crc, flags)
+            return RECORD.pack(self.link, self.digest, self.nbytes, entry.last_use, score, flags)
         except struct.error as error:
             raise UserError(f"{entry} does not fit the index of a snapshot: {error}") from None
 
@@ -192,16 +207,31 @@ def read_index(data: bytes | memoryview, clock: int) -> Iterator[Record]:
         The ledger's; no chunk was used after it.
     """
     for number, fields in enumerate(RECORD.iter_unpack(data)):
-        link, nbytes, last_use, score, crc, flags = fields
+        link, digest, nbytes, last_use, score, flags = fields
         scored = bool(flags & SCORED)
         if flags & ~(RESIDENT | SCORED) or not math.isfinite(score) or (score and not scored) or last_use > clock:
             raise refusal(
                 Code.INDEX_INVALID,
                 f"the index says of chunk {number}: flags {flags:#x}, score {score}, last use {last_use} of {clock}",
             )
-        yield Record(link, nbytes, crc, Entry(bool(flags & RESIDENT), score if scored else None, last_use))
+        yield Record(link, digest, nbytes, Entry(bool(flags & RESIDENT), score if scored else None, last_use))
 
 
 def index_bytes(records: Iterable[Record]) -> bytes:
     """The index of a snapshot."""
     return b"".join(record.pack() for record in records)
+
+
+def chunk_digest(identity: bytes, link: bytes, data: bytes) -> bytes:
+    """What binds a chunk's bytes to the context that they are of, 32 bytes.
+
+    Parameters
+    ----------
+    identity : bytes
+        `Identity.fingerprint`, 32 bytes.
+    link : bytes
+        The chunk's, 32 bytes.
+    data : bytes
+        Its bytes in the payload.
+    """
+    return tree.leaf(CHUNK, identity, link, data)

@@ -7,6 +7,7 @@ what is not known cannot be compared, and is refused where the identity is made.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -98,6 +99,11 @@ class Identity(Frozen):
     geometry: Geometry
     codec: CodecIdentity | None = None
     salt: str = ""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the canonical JSON, 32 bytes."""
+        return hashlib.sha256(canonical(self).encode()).digest()
 
     def coded(self, codec: CodecIdentity | None) -> Identity:
         """The same context under another codec."""

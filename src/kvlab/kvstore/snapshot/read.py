@@ -1,17 +1,18 @@
 """Opening a snapshot: what it is, whether it may be used here, and its chunks, none of them unchecked.
 
-`open` looks at everything but the payload: header, length, manifest, index, tokens, chain. Chunks are then handed out
-one by one, each after its own checksum, so that a long context passes through little memory. The hash of the whole file
-can be known at its end only, and so the last chunk that was asked for is handed out after it has been found right:
-whoever has them all has them from an undamaged file. A reader builds something new from them and puts it in place when
-it has the last one, as `Pager.restored` does; what was there before is then untouched by a snapshot that is refused.
+`open` looks at everything but the payload: header, length, manifest, index, tokens, their digest in the seal, a
+signature where there is a key, and the token chain. Chunks are then handed out one by one, each after its own digest,
+which the index holds and the seal binds, so that a long context passes through little memory, and a prefix is known to
+belong to the whole without the rest. The last chunk that was asked for is handed out after the rest of the file has
+been found right too: whoever has them all has them from an undamaged file. A reader builds something new from them and
+puts it in place when it has the last one, as `Pager.restored` does; what was there before is then untouched by a
+snapshot that is refused.
 
 An open snapshot stays the one that was opened: a file that is put in its place is another.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -23,25 +24,34 @@ import google_crc32c
 from torch import Tensor
 
 from kvlab.base.errors import SnapshotRefused, StorageError, StreamError, UserError
+from kvlab.codec.stream import tree
+from kvlab.codec.stream.seal import Key, Seal
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot import chain
-from kvlab.kvstore.snapshot.format import DIGEST_BYTES, STEP, Header, Record, read_index
+from kvlab.kvstore.snapshot.format import PURPOSE, Header, Record, chunk_digest, read_index
 from kvlab.kvstore.snapshot.identity import Identity, differences
 from kvlab.kvstore.snapshot.manifest import Manifest, read_manifest
 from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks
 from kvlab.kvstore.snapshot.reasons import Code, Reason, refusal
 
 
-def open(path: Path | str) -> Snapshot:
+def open(path: Path | str, key: Key | None = None) -> Snapshot:
     """Open a snapshot and check everything but its payload.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    key : Key, optional
+        Refuse one that was not signed with it.
 
     Raises
     ------
     StorageError
         When the file is missing or cannot be read.
     SnapshotRefused
-        When it is damaged, no snapshot, or of another version.
+        When it is damaged, no snapshot, of another version, or not signed with `key`.
     """
     path = Path(path)
     try:
@@ -51,7 +61,7 @@ def open(path: Path | str) -> Snapshot:
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from None
     try:
-        return Snapshot(path, file)
+        return Snapshot(path, file, key)
     except SnapshotRefused as error:
         file.close()
         raise SnapshotRefused(error.reasons, path) from None
@@ -69,10 +79,14 @@ class Snapshot:
         Its name, for messages.
     file : BinaryIO
         Unbuffered and open for reading.
+    key : Key, optional
+        See `open`.
 
     Attributes
     ----------
     header : Header
+    seal : Seal
+        Digest of the whole, and its signature.
     manifest : Manifest
     records : tuple of Record
         The index.
@@ -82,20 +96,21 @@ class Snapshot:
         Of the file.
     """
 
-    def __init__(self, path: Path, file: BinaryIO):
+    def __init__(self, path: Path, file: BinaryIO, key: Key | None = None):
         self.path, self._file = path, file
         self.nbytes = os.fstat(file.fileno()).st_size
         first = self._read(0, min(Header.SIZE, self.nbytes))
         self.header = Header.read(first)
         self.header.refuse_length(self.nbytes)
         front = first + self._read(Header.SIZE, self.header.payload_at - Header.SIZE)
-        self._hashed = hashlib.sha256(front)
         said, index, ids = (front[span] for span in self.header.spans)
         _refuse_damage(self.header, said, index, ids)
+        self.seal = _sealed(self._read(self.header.digest_at, Seal.SIZE), front, key)
         self.manifest: Manifest = read_manifest(said)
         self.records: tuple[Record, ...] = tuple(read_index(index, self.manifest.clock))
         self.tokens = chain.read_tokens(ids)
         _refuse_contradictions(self)
+        self._identity = self.manifest.identity.fingerprint
         self._places = tuple(accumulate((r.nbytes for r in self.records), initial=self.header.payload_at))
 
     @property
@@ -120,8 +135,8 @@ class Snapshot:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the file without its last 32 bytes, as those say; 64 hexadecimal digits."""
-        return self._read(self.header.digest_at, DIGEST_BYTES).hex()
+        """Of the whole, see `format`; 64 hexadecimal digits."""
+        return self.seal.root.hex()
 
     def usable_prefix(self, tokens: Sequence[int]) -> int:
         """How many tokens of a prompt, whole chunks from the first on, this snapshot holds."""
@@ -151,7 +166,7 @@ class Snapshot:
     def chunks(
         self, upto: int | None = None, coder: ChunkCoder | None = None, *, whole: bool = True
     ) -> Iterator[Tensor]:
-        """Payloads from the first on, each after its checksum was found right.
+        """Payloads from the first on, each after its digest was found right.
 
         Parameters
         ----------
@@ -160,15 +175,15 @@ class Snapshot:
         coder : ChunkCoder, optional
             For a coded payload, see `payload.coder_for`.
         whole : bool
-            Read the file to its end and check its hash before the last of these chunks is handed out. Without it a
-            short prefix of a long file is read alone, under the checksums of its own chunks.
+            Read the file to its end and check all of it before the last of these chunks is handed out. Without it a
+            short prefix of a long file is read alone.
 
         Raises
         ------
         UserError
             `upto` is beyond the snapshot, or the coder is not the payload's.
         SnapshotRefused
-            In place of the first damaged chunk, or of the last one when the file is not the one that was written.
+            In place of the first damaged chunk, or of the last one when a later one of the file is damaged.
         """
         coder = self._fitting(coder)
         return self._streamed(self._count(upto), coder, whole)
@@ -178,9 +193,12 @@ class Snapshot:
         return tuple(self.chunks(upto, coder))
 
     def stored(self, number: int) -> bytes:
-        """A chunk's bytes as they lie in the file; `SnapshotRefused` unless their checksum is right."""
-        data = self._stored(number)
-        self._refuse(self._damage(number, data))
+        """A chunk's bytes as they lie in the file; `SnapshotRefused` unless their digest is right."""
+        record = self.records[number]
+        data = self._read(self._places[number], record.nbytes)
+        if chunk_digest(self._identity, record.link, data) != record.digest:
+            line = f"chunk {number} is not the one that was saved; the snapshot is damaged, or mixed of several"
+            raise SnapshotRefused([Reason(Code.CHUNK_CHECKSUM, line)], self.path)
         return data
 
     def verify(self, coder: ChunkCoder | None = None) -> list[Reason]:
@@ -192,12 +210,7 @@ class Snapshot:
             Also decode each chunk.
         """
         coder = None if coder is None else self._fitting(coder)
-        state, reasons = self._hashed.copy(), []
-        for number in range(len(self.records)):
-            data = self._stored(number)
-            state.update(data)
-            reasons += self._damage(number, data) or self._undecodable(number, data, coder)
-        return [*reasons, *self._other_file(state, self.header.digest_at)]
+        return [reason for number in range(len(self.records)) for reason in self._wrong(number, coder)]
 
     def close(self) -> None:
         """Let the file go; what was read stays."""
@@ -226,38 +239,22 @@ class Snapshot:
         return coder
 
     def _streamed(self, count: int, coder: ChunkCoder, whole: bool) -> Iterator[Tensor]:
-        state = self._hashed.copy()
         for number in range(count):
-            data = self._stored(number)
-            state.update(data)
-            self._refuse(self._damage(number, data))
-            chunk = self._decoded(number, data, coder)
+            chunk = self._decoded(number, self.stored(number), coder)
             if whole and number == count - 1:
-                self._refuse(self._other_file(state, self._places[count]))
+                for later in range(count, len(self.records)):
+                    self.stored(later)
             yield chunk
 
-    def _refuse(self, reasons: list[Reason]) -> None:
-        if reasons:
-            raise SnapshotRefused(reasons, self.path)
-
-    def _stored(self, number: int) -> bytes:
-        """A chunk's bytes, not yet checked."""
-        return self._read(self._places[number], self.records[number].nbytes)
-
-    def _damage(self, number: int, data: bytes) -> list[Reason]:
-        """Whether a chunk's bytes are those that were written."""
-        if google_crc32c.value(data) == self.records[number].crc:
-            return []
-        return [Reason(Code.CHUNK_CHECKSUM, f"the checksum of chunk {number} is wrong; the snapshot is damaged")]
-
-    def _undecodable(self, number: int, data: bytes, coder: ChunkCoder | None) -> list[Reason]:
-        """Whether a coder, if there is one, can read a chunk."""
+    def _wrong(self, number: int, coder: ChunkCoder | None) -> Sequence[Reason]:
+        """What is wrong with a chunk: its bytes, or that a coder, if there is one, cannot read them."""
         try:
+            data = self.stored(number)
             if coder is not None:
                 self._decoded(number, data, coder)
         except SnapshotRefused as error:
-            return list(error.reasons)
-        return []
+            return error.reasons
+        return ()
 
     def _decoded(self, number: int, data: bytes, coder: ChunkCoder) -> Tensor:
         try:
@@ -265,18 +262,6 @@ class Snapshot:
         except StreamError as error:
             line = f"chunk {number} is not what its codec writes: {error}"
             raise SnapshotRefused([Reason(Code.CHUNK_UNDECODABLE, line)], self.path) from None
-
-    def _other_file(self, state, at: int) -> list[Reason]:
-        """Whether the file, whose first `at` bytes `state` has seen, has the hash that it ends with."""
-        while at < self.header.digest_at:
-            data = self._read(at, min(STEP, self.header.digest_at - at))
-            state.update(data)
-            at += len(data)
-        if state.hexdigest() == self.digest:
-            return []
-        return [
-            Reason(Code.FILE_HASH, "the hash of the file is not the one that it ends with; the snapshot is damaged")
-        ]
 
     def _read(self, at: int, size: int) -> bytes:
         """So many bytes from a place on, which were there when the snapshot was opened."""
@@ -307,6 +292,22 @@ def _refuse_damage(header: Header, said: bytes, index: bytes, ids: bytes) -> Non
     ]
     if reasons:
         raise SnapshotRefused(reasons)
+
+
+def _sealed(data: bytes, front: bytes, key: Key | None) -> Seal:
+    """The seal of a file with this front; `SnapshotRefused` unless it is its own, and signed with the key, if any."""
+    try:
+        seal = Seal.unpack(data)
+    except StreamError as error:
+        raise refusal(Code.FILE_HASH, f"{error}; the snapshot is damaged") from None
+    if tree.leaf(front) != seal.root:
+        line = "header, manifest, index and tokens are not those of its digest; it is damaged, or mixed of several"
+        raise refusal(Code.FILE_HASH, line)
+    if key is not None and not seal.signed:
+        raise refusal(Code.UNSIGNED, "the snapshot is not signed")
+    if key is not None and not seal.signed_by(key, PURPOSE):
+        raise refusal(Code.SIGNATURE, "the snapshot is signed with another key")
+    return seal
 
 
 def _refuse_contradictions(snapshot: Snapshot) -> None:

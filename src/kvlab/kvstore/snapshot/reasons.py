@@ -34,6 +34,9 @@ class Code(StrEnum):
     CHUNK_CHECKSUM = "chunk_checksum"
     CHUNK_UNDECODABLE = "chunk_undecodable"
     FILE_HASH = "file_hash"
+    # who made it, where a key was given
+    UNSIGNED = "unsigned"
+    SIGNATURE = "signature"
     # whose it is
     MODEL = "model"
     CONFIG = "config"

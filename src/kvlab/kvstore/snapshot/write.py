@@ -8,7 +8,6 @@ nothing in the file says when it was written.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +21,11 @@ from torch import Tensor
 
 from kvlab.base.errors import StorageError, UserError
 from kvlab.base.records import versions
+from kvlab.codec.stream import tree
+from kvlab.codec.stream.seal import Key, Seal
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot.chain import links, token_bytes
-from kvlab.kvstore.snapshot.format import STEP, Header, Record, index_bytes
+from kvlab.kvstore.snapshot.format import PURPOSE, Header, Record, chunk_digest, index_bytes
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.manifest import Manifest, build
 from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks
@@ -66,7 +67,7 @@ class Saved:
     nbytes, payload_bytes : int
         Of the file, and of the K and V in it.
     digest : str
-        SHA-256 of everything before the digest in the file, 64 hexadecimal digits.
+        Of the whole, see `format`: the root in the seal, 64 hexadecimal digits.
     """
 
     path: Path
@@ -84,6 +85,7 @@ def save(
     coder: ChunkCoder | None = None,
     evidence: Sequence[str] = (),
     made: Mapping[str, str] | None = None,
+    key: Key | None = None,
 ) -> Saved:
     """Write the whole chunks of a context's first tokens.
 
@@ -101,6 +103,8 @@ def save(
         Ids of the gate's evidence of what a lossy coder costs.
     made : mapping, optional
         What the caller adds to the versions of the packages in the manifest: the engine, the attention.
+    key : Key, optional
+        Sign with it.
 
     Raises
     ------
@@ -127,7 +131,7 @@ def save(
         made=versions() | dict(made or {}),
     )
     with placed(path) as file:
-        saved = _written(file, path, manifest, source, coder)
+        saved = _written(file, path, manifest, source, coder, key)
     _sync_folder(path)
     return saved
 
@@ -141,29 +145,34 @@ def _length(tokens: Sequence[int], upto: int | None) -> int:
     return upto
 
 
-def _written(file: BinaryIO, path: Path, manifest: Manifest, source: Source, coder: ChunkCoder) -> Saved:
-    """The payload first, for its length may show only then; then what stands before it; then the digest."""
+def _written(
+    file: BinaryIO, path: Path, manifest: Manifest, source: Source, coder: ChunkCoder, key: Key | None
+) -> Saved:
+    """The payload first, for its length and digests show only then; then what stands before it; then the seal."""
     geometry, said = manifest.identity.geometry, manifest.pack()
     tokens = source.tokens[: manifest.length]
     chain = links(tokens, geometry.chunk_tokens, manifest.identity.salt)
     ids = token_bytes(tokens)
     blank = Header(len(said), len(chain), geometry.chunk_tokens, 0, 0, 0, 0)
     file.seek(blank.payload_at)
-    records = []
+    identity, records = manifest.identity.fingerprint, []
     for number, data in enumerate(_coded(source.payloads, len(chain), coder)):
         _put(file, data)
-        records.append(Record(chain[number], len(data), google_crc32c.value(data), source.ledger.entry(number)))
+        digest = chunk_digest(identity, chain[number], data)
+        records.append(Record(chain[number], digest, len(data), source.ledger.entry(number)))
     index = index_bytes(records)
     payload_bytes = sum(record.nbytes for record in records)
     names = ("manifest_crc", "index_crc", "tokens_crc")
     crcs = dict(zip(names, map(google_crc32c.value, (said, index, ids)), strict=True))
     header = replace(blank, payload_bytes=payload_bytes, **crcs)
+    front = (header.pack(), said, index, ids)
     file.seek(0)
-    for section in (header.pack(), said, index, ids):
+    for section in front:
         _put(file, section)
-    digest = _digest(file, header.digest_at)
-    _put(file, digest)
-    return Saved(path, manifest, header.file_bytes, payload_bytes, digest.hex())
+    seal = Seal.of(tree.leaf(*front), PURPOSE, key)
+    file.seek(header.digest_at)
+    _put(file, seal.pack())
+    return Saved(path, manifest, header.file_bytes, payload_bytes, seal.root.hex())
 
 
 def _coded(payloads: Iterable[Tensor | None], chunks: int, coder: ChunkCoder) -> Iterator[bytes]:
@@ -178,15 +187,6 @@ def _coded(payloads: Iterable[Tensor | None], chunks: int, coder: ChunkCoder) ->
 def _put(file: BinaryIO, data: bytes) -> None:
     """Every byte of a snapshot goes through here."""
     file.write(data)
-
-
-def _digest(file: BinaryIO, end: int) -> bytes:
-    """SHA-256 of the first `end` bytes of an open file, which then stands after them."""
-    state = hashlib.sha256()
-    file.seek(0)
-    for at in range(0, end, STEP):
-        state.update(file.read(min(STEP, end - at)))
-    return state.digest()
 
 
 def _sync_folder(path: Path) -> None:
