@@ -22,6 +22,7 @@ from kvlab.lab import plan, witnessing
 from kvlab.lab.coding import Coder
 from kvlab.lab.engines import Which, refuse_impostor
 from kvlab.lab.measure import Lab
+from kvlab.lab.store import Found
 from kvlab.lab.windows import windows_for
 from kvlab.stats.divergences import token_record
 from kvlab.witness.plain import PlainModel
@@ -125,10 +126,15 @@ def test_rows_that_were_not_witnessed_are_refused():
     proof = testimony.Proof(library="transformers", version="5", model="M", attention="A", cache_blocks=None)
     numbers = dict.fromkeys(("reference_kl", "alternative_kl", "tensor_error", "read_error", "kl"), 0.0)
     counts = dict.fromkeys(("window", "effects", "expected_effects", "nbytes"), 0)
-    seen = testimony.Testimony(cell_id="a", engine=proof, **numbers, **counts)
-    witnessing.refuse_other_rows(rows, rows, seen, on_gpu=False)
+    note = testimony.Testimony(cell_id="a", engine=proof, **numbers, **counts).model_dump(mode="json")
+    seen = Found(note, rows)
+    assert witnessing.witnessed_of(seen, rows).cell_id == "a"
     with pytest.raises(WitnessDisagrees, match=r"kl at position 1 is 0\.5005, and 0\.5 was witnessed"):
-        witnessing.refuse_other_rows(rows.with_columns(pl.col("kl") * 1.001), rows, seen, on_gpu=False)
+        witnessing.witnessed_of(seen, rows.with_columns(pl.col("kl") * 1.001))
+    means = {"kl": 0.375, "delta_nll": 0.0, "top1_agreement": 1.0}
+    assert witnessing.witnessed_mean_of(seen, means).cell_id == "a"
+    with pytest.raises(WitnessDisagrees, match=r"delta_nll is 0\.01, and 0 was witnessed"):
+        witnessing.witnessed_mean_of(seen, means | {"delta_nll": 0.01})
 
 
 def test_the_function_that_attends_is_seen(tiny_params, hf_engine):

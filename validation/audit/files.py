@@ -16,15 +16,17 @@ from kvlab.base.seal import sealed
 from validation.audit.plant import HF
 
 Edit = Callable[[Path], None]
-FILES: dict[str, Edit] = {}
-"""Name -> what is done to a folder of results that is whole."""
+TABLES: dict[str, Edit] = {}
+"""Name -> what is done to the rows or the record of a job in a folder of results that is whole."""
+PAGES: dict[str, Edit] = {}
+"""The same to what is made of them: metrics and verdict."""
 
 
-def edit(name: str) -> Callable[[Edit], Edit]:
+def edit(name: str, among: dict[str, Edit] = TABLES) -> Callable[[Edit], Edit]:
     """Register a fault of files."""
 
     def registered(function: Edit) -> Edit:
-        FILES[name] = function
+        among[name] = function
         return function
 
     return registered
@@ -91,11 +93,11 @@ def _negative(rows: pl.DataFrame, content: dict) -> pl.DataFrame:
 
 for anew in (False, True):
     said = ", digest made anew" if anew else ""
-    FILES[f"KL of one window times a thousand{said}"] = table(_one_kl, anew)
-    FILES[f"rows of cells exchanged{said}"] = table(_cells_exchanged, anew)
-    FILES[f"reference column of one cell changed{said}"] = table(_other_reference, anew)
-    FILES[f"labels changed{said}"] = table(_other_label, anew)
-FILES["negative KL, digest made anew"] = table(_negative, True)
+    TABLES[f"KL of one window times a thousand{said}"] = table(_one_kl, anew)
+    TABLES[f"rows of cells exchanged{said}"] = table(_cells_exchanged, anew)
+    TABLES[f"reference column of one cell changed{said}"] = table(_other_reference, anew)
+    TABLES[f"labels changed{said}"] = table(_other_label, anew)
+TABLES["negative KL, digest made anew"] = table(_negative, True)
 
 
 @edit("fires and expected fires both 1")
@@ -163,13 +165,13 @@ def metrics(change, anew: bool) -> Edit:
     return apply
 
 
-FILES["a value outside its own interval"] = metrics(lambda m: m["cells"][0]["kl"].update(value=99.0), False)
-FILES["a value outside its own interval, digest made anew"] = metrics(
+PAGES["a value outside its own interval"] = metrics(lambda m: m["cells"][0]["kl"].update(value=99.0), False)
+PAGES["a value outside its own interval, digest made anew"] = metrics(
     lambda m: m["cells"][-1]["kl"].update(value=99.0), True
 )
-FILES["model hash of the metrics changed"] = metrics(lambda m: m["identity"].update(model_hash="f" * 16), False)
-FILES["a gap a tenth of what it was"] = metrics(lambda m: m["gap"]["measures"]["kl"].update(gap=scaled(m)), False)
-FILES["the engines' agreement rewritten, digest made anew"] = metrics(
+PAGES["model hash of the metrics changed"] = metrics(lambda m: m["identity"].update(model_hash="f" * 16), False)
+PAGES["a gap a tenth of what it was"] = metrics(lambda m: m["gap"]["measures"]["kl"].update(gap=scaled(m)), False)
+PAGES["the engines' agreement rewritten, digest made anew"] = metrics(
     lambda m: m["agreement"].update(state="same"), True
 )
 
@@ -180,7 +182,7 @@ def scaled(content: dict) -> dict:
     return gap | {name: gap[name] / 10 for name in ("value", "low", "high", "resolvable")}
 
 
-@edit("every verdict ACCEPT")
+@edit("every verdict ACCEPT", PAGES)
 def _accepted(folder: Path) -> None:
     path = folder / "verdict.json"
     content = json.loads(path.read_text())
@@ -189,7 +191,7 @@ def _accepted(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
-@edit("a precondition said to hold")
+@edit("a precondition said to hold", PAGES)
 def _publishable(folder: Path) -> None:
     path = folder / "verdict.json"
     content = json.loads(path.read_text())

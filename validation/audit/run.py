@@ -14,7 +14,7 @@ from time import perf_counter
 from kvlab.base.errors import Fault
 from kvlab.base.records import write_json, write_text
 from kvlab.pages.rendering import environment, tidy
-from validation.audit.files import FILES
+from validation.audit.files import PAGES, TABLES
 from validation.audit.plants import PLANTS
 from validation.audit.trial import NOTHING
 from validation.audit.workspace import Workspace
@@ -51,7 +51,7 @@ def audit(out: Path, names: list[str] | None = None) -> None:
         workspace.prepare()
         began = perf_counter()
         with ThreadPoolExecutor(PROCESSES) as pool:
-            rows = list(pool.map(lambda name: trial(workspace, name), names or [*PLANTS, *FILES]))
+            rows = list(pool.map(lambda name: trial(workspace, name), names or [*PLANTS, *TABLES, *PAGES]))
         seconds = perf_counter() - began
     write_json(out.with_suffix(".json"), {"rows": rows})
     write_text(out, page(rows, seconds))

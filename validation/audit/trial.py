@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from kvlab.base.errors import KvlabError
-from validation.audit.files import FILES
+from validation.audit.files import PAGES, TABLES
 from validation.audit.plant import Changes
 from validation.audit.plants import PLANTS
 from validation.audit.workspace import Workspace
@@ -30,20 +30,13 @@ def tried(workspace: Workspace, name: str) -> dict[str, str]:
 
 def steps(workspace: Workspace, name: str, results: Path):
     """What follows a fault, one after the other, as the pipeline would run it."""
-    if name in FILES:
-        FILES[name](results)
-        if not name_is_of_pages(results, workspace):
-            yield "metrics", lambda: workspace.judge(results)
-    else:
+    if name in PLANTS:
         yield "job", lambda: measured(workspace, name, results)
+    else:
+        (TABLES | PAGES)[name](results)
+    if name not in PAGES:  # metrics and verdict made anew would mend what was done to them
         yield "metrics", lambda: workspace.judge(results)
     yield "page", lambda: workspace.publish(results)
-
-
-def name_is_of_pages(results: Path, workspace: Workspace) -> bool:
-    """Whether what was spoilt is made of the tables: making it anew would mend it."""
-    made = ("metrics.json", "verdict.json")
-    return any((results / name).read_bytes() != (workspace.results / name).read_bytes() for name in made)
 
 
 def measured(workspace: Workspace, name: str, results: Path) -> None:

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import polars as pl
 
-from kvlab.base.errors import MixedIdentity, WitnessDisagrees
+from kvlab.base.errors import MixedIdentity, UserError
 from kvlab.base.params import Params
 from kvlab.base.records import JobRecord, read_job
 from kvlab.base.testimony import Testimony
 from kvlab.calibration.load import Fitted
-from kvlab.lab.engines import device
 from kvlab.lab.measure import Lab
 from kvlab.lab.windows import windows_for
-from kvlab.lab.witnessing import refuse_other_rows
+from kvlab.lab.witnessing import witnessed_of
 
 
 def witness(params: Params, result: Path, windows_path: Path, fitted: dict[str, Fitted]) -> Iterator[Testimony]:
@@ -33,8 +32,9 @@ def witness(params: Params, result: Path, windows_path: Path, fitted: dict[str, 
     MixedIdentity
         The result is of another model, other windows or another calibration than are given.
     WitnessDisagrees
-        The rows of the result are not those of the cell today, or a plain forward comes to something else; or the
-        result holds no codec's cell.
+        The rows of the result are not those of the cell today, or a plain forward comes to something else.
+    UserError
+        The result holds no codec's cell.
     """
     record, tokens = read_job(result)
     with Lab.open(params, windows_path, fitted) as lab:
@@ -43,16 +43,13 @@ def witness(params: Params, result: Path, windows_path: Path, fitted: dict[str, 
         windows = windows_for([one.cell for one in record.cells], lab.windows)
         asked = lab.witnesses(subjects, windows)
         if not asked:
-            raise WitnessDisagrees(f"{result} holds no cell with a codec; there is nothing that a witness could see")
+            raise UserError(f"{result} holds no cell with a codec; there is nothing that a witness could see")
         visit = None
         for one in asked:
             visit = visit if visit and visit.window == one.on else lab.visit(one.on)
             found = one.score(visit)
-            testimony = Testimony.model_validate(found.note)
             own = pl.col("cell_id") == one.cell.cell_id
-            rows = tokens.filter(own, pl.col("window") == one.on.number).sort("position")
-            refuse_other_rows(rows, found.rows, testimony, device() != "cpu")
-            yield testimony
+            yield witnessed_of(found, tokens.filter(own, pl.col("window") == one.on.number).sort("position"))
 
 
 def refuse_another(record: JobRecord, lab: Lab) -> None:

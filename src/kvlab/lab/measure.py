@@ -7,9 +7,11 @@ engine is started once, or not at all where nothing is missing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Protocol
 
 import polars as pl
@@ -33,7 +35,7 @@ from kvlab.lab.store import Found, Store
 from kvlab.lab.subjects import CellSubject, Memos, Probe, probed, probes_of, table_of
 from kvlab.lab.walk import Subject, walk
 from kvlab.lab.windows import Window, windows_for
-from kvlab.lab.witnessing import WitnessSubject, chosen, refuse_other_rows
+from kvlab.lab.witnessing import WitnessSubject, chosen, witnessed_of
 from kvlab.text import corpus
 from kvlab.witness.plain import PlainModel
 
@@ -186,10 +188,21 @@ def run(lab: Lab, parts: Sequence[Part], title: str) -> None:
     windows = list(dict.fromkeys(window for part in parts for window in part.windows))
     probing = probes_of((cell for part in parts for cell in part.cells), windows[0]) if windows else []
     scored = [one for part in parts for one in (*part.subjects, *part.witnesses)]
+    began = perf_counter()
     findings = measured(lab, windows, [*probing, *scored], title)
+    tell_cost([one for part in parts for one in part.witnesses], perf_counter() - began)
     values = probed((probe, findings[id(probe)][0][1]) for probe in probing)
     for part in parts:
         part.finish(findings, values)
+
+
+def tell_cost(witnesses: Sequence[WitnessSubject], seconds: float) -> None:
+    """Say in the job's log what witnesses took of all that was measured."""
+    took = sum(one.seconds for one in witnesses)
+    if took:
+        print(
+            f"witnesses of {len(witnesses)} cells: {took:.1f} of {seconds:.1f} s, {took / seconds:.1%}", file=sys.stderr
+        )
 
 
 def measured(lab: Lab, windows: Sequence[Window], subjects: Sequence[Subject], title: str) -> Findings:
@@ -239,10 +252,7 @@ class CellsPart:
         """What was witnessed of one cell, if that is what is written of it."""
         ((window, seen),) = findings[id(witness)]
         written = next(one for one in self.subjects if one.cell == witness.cell)
-        rows = next(found.rows for on, found in findings[id(written)] if on == window)
-        testimony = Testimony.model_validate(seen.note)
-        refuse_other_rows(rows, seen.rows, testimony, device() != "cpu")
-        return testimony
+        return witnessed_of(seen, dict(findings[id(written)])[window].rows)
 
 
 def cell_record(lab: Lab, subject: CellSubject, found: list[tuple[Window, Found]], probes: Probes) -> CellRecord:

@@ -1,4 +1,4 @@
-"""What is scored on windows: a cell with its coder, and the canary that proves that a tap is heard."""
+"""What is scored on windows: a cell with its coder, and what proves that a tap is heard and changes nothing itself."""
 
 from __future__ import annotations
 
@@ -127,13 +127,15 @@ class Probe(NamedTuple):
 
 
 @dataclass(eq=False)
-class CanarySubject:
-    """A one-bit codec on every layer of a stream: what it does to the logits proves that the tap is heard."""
+class ProbeSubject:
+    """One way into an engine: one bit on every layer of `stream` has to move the logits, or, where that is None, the
+    codec that changes nothing has to leave them alone.
+    """
 
     which: Which
     protocol: str
     placement: str
-    stream: str
+    stream: str | None
     on: Window
 
     def due(self, window: Window) -> bool:
@@ -144,60 +146,29 @@ class CanarySubject:
         """See `CellSubject.identity`."""
         measuring = code_of(self.which, (CANARY,), __name__)
         asked = {"protocol": self.protocol, "placement": self.placement, "stream": self.stream}
-        return measuring and asked | {"kind": "canary", "code": measuring, "engine": list(self.which)}
+        return measuring and asked | {"kind": "probe", "code": measuring, "engine": list(self.which)}
 
     def score(self, visit: Visit) -> Found:
-        """See `walk.Subject`; refused where the logits do not move."""
-        return Found({"kl": heard_kl(visit.run(self.which), self.protocol, self.placement, self.stream)})
+        """See `walk.Subject`; refused as `scoring.heard_kl` and `scoring.floor_kl` say."""
+        run, way = visit.run(self.which), (self.protocol, self.placement)
+        return Found({"kl": heard_kl(run, *way, self.stream) if self.stream else floor_kl(run, *way)})
 
 
-@dataclass(eq=False)
-class FloorSubject:
-    """The codec that changes nothing, on every layer: what is around a codec must not move the logits."""
-
-    which: Which
-    protocol: str
-    placement: str
-    on: Window
-
-    def due(self, window: Window) -> bool:
-        """See `walk.Subject`."""
-        return window == self.on
-
-    def identity(self) -> dict | None:
-        """See `CellSubject.identity`."""
-        measuring = code_of(self.which, (), __name__)
-        asked = {"protocol": self.protocol, "placement": self.placement}
-        return measuring and asked | {"kind": "floor", "code": measuring, "engine": list(self.which)}
-
-    def score(self, visit: Visit) -> Found:
-        """See `walk.Subject`; refused where the logits move."""
-        return Found({"kl": floor_kl(visit.run(self.which), self.protocol, self.placement)})
-
-
-def probes_of(cells: Iterable[Cell], on: Window) -> list[CanarySubject | FloorSubject]:
+def probes_of(cells: Iterable[Cell], on: Window) -> list[ProbeSubject]:
     """For each engine, protocol and placement in use a floor, and a canary for each stream.
 
     K and V apart: together they would hide that one hook is dead.
     """
     used = {(Which.of(c.engine, c.dtype, c.attention), c.protocol, c.placement) for c in cells if c.layers}
-    found: list[CanarySubject | FloorSubject] = []
-    for place in sorted(used):
-        found += [FloorSubject(*place, on), *(CanarySubject(*place, stream, on) for stream in STREAMS)]
-    return found
+    return [ProbeSubject(*place, stream, on) for place in sorted(used) for stream in (None, *STREAMS)]
 
 
-def probed(found: Iterable[tuple[CanarySubject | FloorSubject, Found]]) -> dict[tuple[Which, str, str], Probe]:
+def probed(found: Iterable[tuple[ProbeSubject, Found]]) -> dict[tuple[Which, str, str], Probe]:
     """What was found at each place; of the canaries of K and of V alone whichever moves less."""
-    values: dict[tuple[Which, str, str], Probe] = {}
+    by_place: dict[tuple[Which, str, str], dict[str | None, float]] = {}
     for probe, one in found:
-        place, kl = (probe.which, probe.protocol, probe.placement), one.note["kl"]
-        known = values.get(place, Probe(None, None))
-        if isinstance(probe, FloorSubject):
-            values[place] = known._replace(floor=kl)
-        else:
-            values[place] = known._replace(canary=kl if known.canary is None else min(kl, known.canary))
-    return values
+        by_place.setdefault((probe.which, probe.protocol, probe.placement), {})[probe.stream] = one.note["kl"]
+    return {place: Probe(min(kl[s] for s in STREAMS), kl[None]) for place, kl in by_place.items()}
 
 
 # ------------------------------------------------------------------------------------------------ identities

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
+from typing import NoReturn
 
 import polars as pl
 
@@ -13,7 +15,7 @@ from kvlab.base.recipe import Cell
 from kvlab.base.testimony import Testimony
 from kvlab.calibration.load import Calibrated
 from kvlab.lab.coding import STREAMS, Coder, Tally
-from kvlab.lab.engines import Visit, Which
+from kvlab.lab.engines import Visit, Which, device
 from kvlab.lab.overheard import Overheard
 from kvlab.lab.scoring import WindowRun
 from kvlab.lab.store import ROWS, Found
@@ -24,8 +26,8 @@ from kvlab.witness.plain import PlainModel
 from kvlab.witness.testimony import Claim, testify
 
 MODULES = ("kvlab.witness.testimony", __name__)
-SAME = 1e-9  # relative, of a number that one process computes twice; on a GPU an addition's order may change
-ON_GPU = 0.25
+TWICE = {"cpu": 1e-9, "gpu": 0.25}
+"""Relative, of a number that an engine computes twice; a GPU may add in another order, and then a codec jumps."""
 
 
 @dataclass(eq=False)
@@ -43,6 +45,8 @@ class WitnessSubject:
         The witness's own model, loaded when first asked for.
     windows_path : Path
         The file of the windows, which the witness reads for itself.
+    seconds : float
+        That it took; 0 where what it found was kept from before.
     """
 
     cell: Cell
@@ -51,6 +55,7 @@ class WitnessSubject:
     on: Window
     model: Callable[[], PlainModel]
     windows_path: Path
+    seconds: float = 0.0
 
     @property
     def which(self) -> Which:
@@ -74,7 +79,7 @@ class WitnessSubject:
         WitnessDisagrees
             The witness comes to something else.
         """
-        run, cell, window = visit.run(self.which), self.cell, visit.window
+        began, run, cell, window = perf_counter(), visit.run(self.which), self.cell, visit.window
         self.coder.tally = Tally()
         heard = Overheard(window.context if cell.span == "context" else len(window.ids))
         alternative, reference = run.logits(cell, self.coder, heard), run.reference_of(cell)
@@ -82,6 +87,7 @@ class WitnessSubject:
         rows = run.rows(cell.cell_id, alternative, reference)
         claim = self._claim(run, heard, rows, alternative, reference)
         testimony = testify(self.model(), claim, self.calibrated)
+        self.seconds = perf_counter() - began
         return Found(testimony.model_dump(mode="json"), rows.select(ROWS.names()))
 
     def _claim(self, run: WindowRun, heard: Overheard, rows: pl.DataFrame, alternative, reference) -> Claim:
@@ -117,43 +123,53 @@ def exposure(cell: Cell) -> tuple:
     return len(cell.layers) * len(cell.stream), -bits
 
 
-def refuse_other_rows(rows: pl.DataFrame, witnessed: pl.DataFrame, testimony: Testimony, on_gpu: bool) -> None:
-    """What is written of a cell on the witnessed window must be what was witnessed.
+def witnessed_of(seen: Found, rows: pl.DataFrame) -> Testimony:
+    """The testimony, if what is written of the cell on the witnessed window is what was witnessed.
+
+    Parameters
+    ----------
+    seen : Found
+        What a `WitnessSubject` found.
+    rows : polars.DataFrame
+        The cell's rows of that window, as they are written.
 
     Raises
     ------
     WitnessDisagrees
         Names the first column and position that differ.
     """
-    allowed = ON_GPU if on_gpu else SAME
+    testimony = Testimony.model_validate(seen.note)
     for name in ROWS.names():
-        found, due = rows[name].cast(pl.Float64), witnessed[name].cast(pl.Float64)
-        wrong = ((found - due).abs() > allowed * (1 + due.abs())).arg_true()
+        found, due = rows[name].cast(pl.Float64), seen.rows[name].cast(pl.Float64)
+        wrong = ((found - due).abs() > allowed() * (1 + due.abs())).arg_true()
         if len(wrong):
             row = int(wrong[0])
-            raise WitnessDisagrees(
-                f"cell {testimony.cell_id}, window {testimony.window}: {name} at position {rows['position'][row]} is"
-                f" {found[row]:.9g}, and {due[row]:.9g} was witnessed"
-            )
+            refuse(testimony, f"{name} at position {rows['position'][row]}", found[row], due[row])
+    return testimony
 
 
-def refuse_other_mean(written: dict[str, float], witnessed: pl.DataFrame, testimony: Testimony, on_gpu: bool) -> None:
-    """The same of numbers that are kept as a window's means: ``kl``, ``delta_nll``, ``top1_agreement``.
-
-    Raises
-    ------
-    WitnessDisagrees
-        Names the first that differs.
-    """
-    means = {
+def witnessed_mean_of(seen: Found, means: Mapping[str, float]) -> Testimony:
+    """The same where a window's means are written: of ``kl``, ``delta_nll`` and ``top1_agreement``."""
+    testimony = Testimony.model_validate(seen.note)
+    columns = {
         "kl": pl.col("kl"),
         "delta_nll": pl.col("nll_alt") - pl.col("nll_ref"),
         "top1_agreement": (pl.col("top1_alt") == pl.col("top1_ref")).cast(pl.Float64),
     }
-    due = witnessed.select(value.mean().alias(name) for name, value in means.items()).row(0, named=True)
+    due = seen.rows.select(value.mean().alias(name) for name, value in columns.items()).row(0, named=True)
     for name, expected in due.items():
-        if abs(written[name] - expected) > (ON_GPU if on_gpu else SAME) * (1 + abs(expected)):
-            raise WitnessDisagrees(
-                f"cell {testimony.cell_id}, window {testimony.window}: {name} is {written[name]:.9g}, and"
-                f" {expected:.9g} was witnessed"
-            )
+        if abs(means[name] - expected) > allowed() * (1 + abs(expected)):
+            refuse(testimony, name, means[name], expected)
+    return testimony
+
+
+def allowed() -> float:
+    """How far apart two computations of one number may be here."""
+    return TWICE["cpu" if device() == "cpu" else "gpu"]
+
+
+def refuse(testimony: Testimony, what: str, found: float, due: float) -> NoReturn:
+    """`WitnessDisagrees` with both numbers."""
+    raise WitnessDisagrees(
+        f"cell {testimony.cell_id}, window {testimony.window}: {what} is {found:.9g}, and {due:.9g} was witnessed"
+    )

@@ -75,6 +75,11 @@ class PlainModel:
             self._last = asked, self.forward(ids, first)
         return self._last[1]
 
+    def rotated(self, k: Tensor) -> Tensor:
+        """K [kv_heads, tokens, head_dim] of positions from 0 on, after its rotary embedding, float32."""
+        device = self._whole.device
+        return _rotate(_on(k, device), _turns(self._body, k.shape[1], device), 0)
+
     @torch.inference_mode()
     def forward(
         self, ids: Sequence[int], first: int, held: Held | None = None, begin: int = 0, rotated: bool = False
@@ -112,12 +117,6 @@ class PlainModel:
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         found.logits = self._whole.lm_head(body.norm(hidden[first - begin : -1]))
         return found
-
-
-def rotate(model: PlainModel, k: Tensor) -> Tensor:
-    """K [kv_heads, tokens, head_dim] of positions from 0 on, after its rotary embedding, float32."""
-    device = model._whole.device
-    return _rotate(_on(k, device), _turns(model._body, k.shape[1], device), 0)
 
 
 def _turns(body: torch.nn.Module, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from kvlab.calibration.load import Calibrated
 from kvlab.codec.registry import build
 from kvlab.engines.base import Reading
 from kvlab.witness import corpus
-from kvlab.witness.plain import Passed, PlainModel, rotate
+from kvlab.witness.plain import Passed, PlainModel
 from kvlab.witness.scores import divergence, log_softmax, scored
 from kvlab.witness.stored import answers
 
@@ -213,7 +213,7 @@ class Witness:
             found = self._at(self.claim.given, (layer, part), "came to the codec")
             rotated = part == "k" and cell.placement == "post_rope"
             due = own.own[layer, part][:, : found.shape[1]]
-            due = rotate(self.model, due) if rotated else due
+            due = self.model.rotated(due) if rotated else due
             worst = max(worst, self._same(found, due, f"K and V that came to the codec: layer {layer} {part}"))
             coded = self._coded_tokens
             if found.shape[1] != coded:

@@ -27,7 +27,7 @@ from kvlab.lab.measure import Findings, Lab, Probes, calibrated_for, run
 from kvlab.lab.store import Found
 from kvlab.lab.subjects import total
 from kvlab.lab.windows import Window, windows_of
-from kvlab.lab.witnessing import WitnessSubject, refuse_other_mean
+from kvlab.lab.witnessing import WitnessSubject, witnessed_mean_of
 from kvlab.studies.mechanisms.items import VERSIONS, retrievals, tasks
 from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, NEEDLE, PASSED, TASKS, Variant, asked, variants
 from kvlab.studies.mechanisms.records import (
@@ -202,10 +202,7 @@ class MechanismsPart:
         """What was witnessed of one variant, if that is what is written of it."""
         label = next(variant.label for variant in self.variants if variant.cell == witness.cell)
         ((window, seen),) = findings[id(witness)]
-        written = next(one for on, one in findings[id(self.by_eval[label, FIDELITY])] if on == window)
-        testimony = Testimony.model_validate(seen.note)
-        refuse_other_mean(written.note["variant"], seen.rows, testimony, device() != "cpu")
-        return testimony
+        return witnessed_mean_of(seen, dict(findings[id(self.by_eval[label, FIDELITY])])[window].note["variant"])
 
     def _row(self, variant: Variant, found: dict, probes: Probes) -> MechanismRow:
         windows, cell = self.lab.windows, variant.cell
