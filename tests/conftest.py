@@ -131,7 +131,7 @@ def tiny_windows(tiny_params, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def hf_engine(tiny_params):
-    """The tiny model in transformers, float32, eager."""
+    """The tiny model in transformers, float32, sdpa."""
     from kvlab.base.model import resolve
     from kvlab.engines.registry import start
 

@@ -578,13 +578,13 @@ def test_an_entry_is_added_and_taken_out_as_the_table_says(root, tmp_path, monke
         "++cells.mine.bits=4",
         "++cells.mine.codec.block_size=64",
         "++cells.k-only=null",
-        "++cells.sdpa.dtype=float32",
+        "++cells.eager.dtype=float32",
     ]
     apply_overrides(path, overrides)
     params = next(iter(by_model(read_yaml(path)).values()))
     assert params.cells["mine"].bits == 4 and params.cells["mine"].codec == {"block_size": 64}
-    assert "k-only" not in params.cells and params.cells["sdpa"].attention == "sdpa"
-    assert params.cells["sdpa"].dtype == "float32"
+    assert "k-only" not in params.cells and params.cells["eager"].attention == "eager"
+    assert params.cells["eager"].dtype == "float32"
 
 
 def test_one_of_several_models_is_named_or_refused(folders):

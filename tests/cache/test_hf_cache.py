@@ -195,7 +195,8 @@ def test_in_forward_is_the_projections_tap(kind, changes, tmp_path):
     """Two ways to the same experiment: hooks before the rotary embedding, and a cache after it."""
     changes = {"rope_parameters": changes["yarn"]} if changes else {}
     folder = tiny.write_model(tmp_path, kind, **changes)
-    engine = start("hf", resolve(Model(path=str(folder), revision=None, n_layers=3)), "float32", max_tokens=96)
+    info = resolve(Model(path=str(folder), revision=None, n_layers=3))
+    engine = start("hf", info, "float32", "eager", max_tokens=96)  # one order of sums, with a cache and without
     recipe = Recipe(k=IntStream(bits=3, group=16, whiten=True), v=HadamardStream(bits=3))
     calibration = Fitted(k=whiteners())
     want = engine.score(IDS[0].tolist(), 0, CodingTap(recipe, calibration))

@@ -16,7 +16,7 @@ def calib_windows(tiny_params, tiny_windows):
 
 @pytest.fixture(scope="session")
 def everything(hf_engine, calib_windows) -> dict:
-    """``layer_{l}_{q|k|v}`` of the calibration windows, float32 [windows, heads, tokens, head_dim]."""
+    """``layer_{l}_{q|k|v}`` of the calibration windows' contexts, float32 [windows, heads, tokens, head_dim]."""
     import torch
 
     found: dict[str, list] = {}
@@ -24,6 +24,6 @@ def everything(hf_engine, calib_windows) -> dict:
     def keep(layer, part, x):
         found.setdefault(f"layer_{layer}_{part}", []).append(x.clone())
 
-    for ids in calib_windows.calib.tolist():
+    for ids in calib_windows.calib[:, : calib_windows.context].tolist():
         hf_engine.score(ids, len(ids) - 2, keep)
     return {name: torch.stack(parts) for name, parts in found.items()}

@@ -92,7 +92,7 @@ def test_the_published_format_is_kept(tiny_calibration):
         torch.testing.assert_close(chol @ inverse, torch.eye(32).expand(2, 32, 32), atol=2e-5, rtol=0)
         assert torch.equal(chol, chol.tril())
     sidecar = json.loads(tiny_calibration["sigma"].with_suffix(".json").read_text())
-    assert sidecar["n_passages_used"] == 6 and sidecar["n_tokens_pooled"] == 6 * 96
+    assert sidecar["n_passages_used"] == 6 and sidecar["n_tokens_pooled"] == 6 * 64
     assert len(sidecar["diagnostics"]) == 6
 
 

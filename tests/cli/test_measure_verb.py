@@ -68,6 +68,35 @@ def test_codecs_are_measured_beside_one_another(run, texts, tmp_path):
     assert [pair["bits"] for pair in found["differences"]] == [2, 4]
     assert "klt - int" in said and "calibrated on" in said and str(texts[1]) in said
     assert found["windows"] == 4 and found["context"] == 64
+    assert len(found["witnessed"]) == 2 and "computed a second time, by other code, and agrees" in said
+
+
+def test_the_witness_can_be_left_out_and_that_is_said(run, tmp_path):
+    out = tmp_path / "found.json"
+    code, said, err = run("--codec", "kivi", "--no-witness", "--json", out)
+    assert code == 0 and "nothing was computed a second time" in said, err
+    assert json.loads(out.read_text())["witnessed"] == []
+
+
+def test_a_wrong_answer_ends_the_command(run, monkeypatch):
+    from kvlab.lab.scoring import WindowRun
+
+    honest = WindowRun._scored
+
+    def halved(self, *given):
+        logits = honest(self, *given)
+        return (logits + self.reference) / 2
+
+    monkeypatch.setattr(WindowRun, "_scored", halved)
+    code, said, err = run("--codec", "kivi")
+    assert code != 0 and said == "" and "witness" in err.splitlines()[-1]
+
+
+def test_a_folder_may_be_the_one_that_one_stands_in(run, tiny_model, texts, monkeypatch, capsys):
+    monkeypatch.chdir(tiny_model)
+    small = ("--codec", "kivi", "--context", 64, "--eval", 32, "--windows", 2, "--no-witness")
+    cli.main([str(word) for word in ("measure", ".", "--text", texts[0], *small)])
+    assert "kivi" in capsys.readouterr().out
 
 
 def test_a_stored_calibration_gives_what_a_fresh_one_does(run, texts, calibrated, tmp_path):
@@ -94,7 +123,7 @@ def test_a_calibration_of_another_model_is_refused(run, calibrated, tmp_path, te
 def test_a_codec_that_is_not_calibrated_needs_no_text(run, tiny_model, tmp_path, capsys):
     code, said, err = run("--codec", "kivi", "fp8")
     assert code == 0 and "calibrated" not in said, err
-    assert [line.split()[0] for line in said.splitlines()[4:7]] == ["rounding", "kivi", "fp8"]
+    assert [line.split()[0] for line in said.splitlines()[5:8]] == ["rounding", "kivi", "fp8"]
     out = tmp_path / "kivi4.kv"
     cli.main(["calibrate", "--model", str(tiny_model), "--codec", "kivi", "--out", str(out)])
     assert "nothing was fitted" in capsys.readouterr().out and out.is_file()

@@ -13,15 +13,15 @@ from kvlab.engines.registry import start
 
 IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST = 40
-ENGINES = ["hf_engine", "sdpa_engine", pytest.param("vllm_engine", marks=pytest.mark.engine)]
+ENGINES = ["hf_engine", "eager_engine", pytest.param("vllm_engine", marks=pytest.mark.engine)]
 ROPE_BASE = 10_000.0  # of the tiny models, whose configurations name none
 ANSWERS = {"nothing": lambda x: None, "itself": lambda x: x, "a copy": lambda x: x.clone().contiguous()}
 
 
 @pytest.fixture(scope="module")
-def sdpa_engine(tiny_params):
-    """The tiny model in transformers, float32, sdpa."""
-    return start("hf", resolve(tiny_params.model), "float32", "sdpa", max_tokens=96)
+def eager_engine(tiny_params):
+    """The tiny model in transformers, float32, eager."""
+    return start("hf", resolve(tiny_params.model), "float32", "eager", max_tokens=96)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_attention_uses_what_the_tap_returns(engine, part):
     assert torch.equal(engine.score(IDS, FIRST), plain)
 
 
-@on(["hf_engine", "sdpa_engine"])
+@on(["hf_engine", "eager_engine"])
 def test_a_tap_that_fails_is_gone_afterwards(engine):
     def broken(layer, part, x):
         if layer == 1:

@@ -31,12 +31,12 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def params(tiny_params) -> Settings:
     """Everything in float32, so that the session's engines serve every job."""
-    left_out = {"sdpa"} | (CELLS.keys() - tiny_params.cells.keys())  # the session's engine is the eager one
+    left_out = {"eager"} | (CELLS.keys() - tiny_params.cells.keys())  # the session's engine is the sdpa one
     changes = {
         "gap": {"dtype": "float32", "dtypes": ["float32"]},
         "cells": dict.fromkeys(left_out),
         "mitigations": {"budget": 30.0, "klt_bits": 8.0},
-        "baseline": {"dtypes": ["float32"], "hf_attention": ["eager"]},
+        "baseline": {"dtypes": ["float32"], "hf_attention": ["sdpa"]},
     }
     return Settings.complete(overlay(tiny_params.model_dump(mode="json"), changes))
 
@@ -82,7 +82,7 @@ def metrics(params, results, tiny_calibration, tiny_fitted) -> dict:
 
 def test_the_engines_agree_with_the_truth(metrics):
     by_run = {row["run"]: row["kl"]["value"] for row in metrics["baseline"]}
-    assert by_run["hf-float32-eager"] == pytest.approx(0, abs=1e-12)
+    assert by_run["hf-float32-sdpa"] == pytest.approx(0, abs=1e-12)
     assert by_run["vllm-float32-default"] < 1e-6
     assert all(kl["value"] < 1e-6 for kl in metrics["agreement"]["identity"].values())
     assert metrics["agreement"]["state"] != "differ", metrics["agreement"]["why"]  # so few windows may leave it open
@@ -193,7 +193,7 @@ def test_a_baseline_whose_codec_stays_idle_is_not_written(
 
 
 def test_an_unknown_run_names_the_nearest(params, tiny_windows, tmp_path):
-    with pytest.raises(UnknownName, match="'hf-float32-eager'"):
+    with pytest.raises(UnknownName, match="'hf-float32-sdpa'"):
         baseline(params, "hf-float32-eger", tiny_windows, None, tmp_path / "x.parquet")
 
 

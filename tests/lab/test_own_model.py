@@ -30,7 +30,7 @@ SMALL = {
     "calibration": {"engines": ["hf"]},
     "codec": {"block_size": 64, "n_centres": 4},
     "gap": {"dtypes": ["float32"]},
-    "baseline": {"dtypes": ["float32"], "hf_attention": ["eager"]},
+    "baseline": {"dtypes": ["float32"], "hf_attention": ["sdpa"]},
     "stats": {"resamples": 300},
 }
 

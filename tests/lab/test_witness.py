@@ -15,16 +15,17 @@ from transformers import AutoModelForCausalLM
 import tiny
 from kvlab.base import testimony
 from kvlab.base.errors import Fault, WitnessDisagrees
-from kvlab.base.records import TOKENS
+from kvlab.base.records import TOKENS, read_job
 from kvlab.engines import hooks
 from kvlab.engines.registry import start
 from kvlab.lab import plan, witnessing
 from kvlab.lab.coding import Coder
 from kvlab.lab.engines import Which, refuse_impostor
-from kvlab.lab.measure import Lab
+from kvlab.lab.measure import CellsPart, Lab, run
 from kvlab.lab.store import Found
 from kvlab.lab.windows import windows_for
 from kvlab.stats.divergences import token_record
+from kvlab.studies.refusals import refuse_unwitnessed
 from kvlab.witness.plain import PlainModel
 from kvlab.witness.scores import log_softmax, scored
 
@@ -118,7 +119,25 @@ def test_attention_has_to_read_what_the_tap_returned(asked, monkeypatch):
         asked("in_forward")
 
 
-def test_rows_that_were_not_witnessed_are_refused():
+def test_two_studies_that_ask_for_the_same_are_each_witnessed_under_their_own_id(
+    tiny_params, tiny_windows, tiny_fitted, hf_engine, tmp_path
+):
+    """One computation serves both, by way of the store, and each record names its own cell."""
+    (cell, *_) = [one for one in plan.study_cells(tiny_params, "factors", "hf") if one.family]
+    cells = [cell.model_copy(update={"dtype": "float32", "study": study}) for study in ("factors", "layers")]
+    with Lab.open(tiny_params, tiny_windows, {"hf": tiny_fitted}, tmp_path / "store") as lab:
+        lab.engines.running[Which.of("hf", "float32")] = hf_engine
+        parts = [CellsPart(lab, one.study, [one], tmp_path / f"{one.study}.parquet") for one in cells]
+        assert lab.store.key(parts[0].witnesses[0]) == lab.store.key(parts[1].witnesses[0])
+        run(lab, parts, "")
+        lab.engines.running.clear()
+    for one in cells:
+        record, tokens = read_job(tmp_path / f"{one.study}.parquet")
+        assert [seen.cell_id for seen in record.witnessed] == [one.cell_id]
+        refuse_unwitnessed(record, {one.cell_id: tokens}, tmp_path)
+
+
+def test_rows_that_were_not_witnessed_are_refused(tiny_params):
     values = {
         name: [1, 2] if dtype.is_integer() else [0.5, 0.25] for name, dtype in TOKENS.items() if name != "cell_id"
     }
@@ -126,23 +145,24 @@ def test_rows_that_were_not_witnessed_are_refused():
     proof = testimony.Proof(library="transformers", version="5", model="M", attention="A", cache_blocks=None)
     numbers = dict.fromkeys(("reference_kl", "alternative_kl", "tensor_error", "read_error", "kl"), 0.0)
     counts = dict.fromkeys(("window", "effects", "expected_effects", "nbytes"), 0)
+    cell = plan.study_cells(tiny_params, "factors", "hf")[0]
     note = testimony.Testimony(cell_id="a", engine=proof, **numbers, **counts).model_dump(mode="json")
     seen = Found(note, rows)
-    assert witnessing.witnessed_of(seen, rows).cell_id == "a"
+    assert witnessing.witnessed_of(seen, cell, rows).cell_id == cell.cell_id
     with pytest.raises(WitnessDisagrees, match=r"kl at position 1 is 0\.5005, and 0\.5 was witnessed"):
-        witnessing.witnessed_of(seen, rows.with_columns(pl.col("kl") * 1.001))
+        witnessing.witnessed_of(seen, cell, rows.with_columns(pl.col("kl") * 1.001))
     means = {"kl": 0.375, "delta_nll": 0.0, "top1_agreement": 1.0}
-    assert witnessing.witnessed_mean_of(seen, means).cell_id == "a"
+    assert witnessing.witnessed_mean_of(seen, cell, means).cell_id == cell.cell_id
     with pytest.raises(WitnessDisagrees, match=r"delta_nll is 0\.01, and 0 was witnessed"):
-        witnessing.witnessed_mean_of(seen, means | {"delta_nll": 0.01})
+        witnessing.witnessed_mean_of(seen, cell, means | {"delta_nll": 0.01})
 
 
 def test_the_function_that_attends_is_seen(tiny_params, hf_engine):
     from kvlab.base.model import resolve
 
-    other = start("hf", resolve(tiny_params.model), "bfloat16", "sdpa", max_tokens=96)
-    for engine, function, dtype in ((hf_engine, "eager_attention_forward", "float32"),
-                                    (other, "sdpa_attention_forward", "bfloat16")):  # fmt: skip
+    other = start("hf", resolve(tiny_params.model), "bfloat16", "eager", max_tokens=96)
+    for engine, function, dtype in ((hf_engine, "sdpa_attention_forward", "float32"),
+                                    (other, "eager_attention_forward", "bfloat16")):  # fmt: skip
         with engine.reading() as seen:
             engine.score(IDS, 40)
         assert (seen.attention, seen.dtype) == (function, dtype)

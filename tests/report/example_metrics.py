@@ -121,7 +121,7 @@ def _runs(engines):
         (engine, dtype, attention)
         for engine in engines
         for dtype in ("float32", "bfloat16")
-        for attention in (("eager", "sdpa") if engine == "hf" else ("default",))
+        for attention in (("sdpa", "eager") if engine == "hf" else ("default",))
     ]
 
 

@@ -12,7 +12,7 @@ def peer_rows(make, engines: tuple[str, ...]) -> list[dict]:
     return [
         {
             "run": f"{engine}-bfloat16-default",
-            "against": "hf-bfloat16-eager",
+            "against": "hf-bfloat16-sdpa",
             "dtype": "bfloat16",
             "kl": make.estimate(5e-4),
             "ppl_ratio": make.around(1 + make.number(1e-3), 2e-4),

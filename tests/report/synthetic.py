@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from kvlab.base.params import Params
-from kvlab.base.recipe import IDENTITY, BlockStream, Cell, digest
+from kvlab.base.recipe import IDENTITY, BlockStream, Cell, Engine, digest
 from kvlab.base.records import (
     TOKENS,
     BaselineRecord,
@@ -312,15 +312,17 @@ def witnessed(cells: list[Cell], tokens: pl.DataFrame) -> tuple[Testimony, ...]:
     found = []
     for cell in {cell.family: cell for cell in reversed(cells) if cell.family}.values():
         kl = float(tokens.filter(pl.col("cell_id") == cell.cell_id, pl.col("window") == 0)["kl"].mean())
-        blocks = 28 if cell.engine == "vllm" else None
-        proof = Proof(
-            library=LIBRARIES[cell.engine], version="1", model="Model", attention="Attention", cache_blocks=blocks
-        )
-        effects = len(cell.layers) * len(cell.stream)
-        numbers = dict.fromkeys(("reference_kl", "alternative_kl", "tensor_error", "read_error"), 1e-9)
-        numbers |= {"window": 0, "effects": effects, "expected_effects": effects, "nbytes": 1000, "kl": kl}
-        found.append(Testimony(cell_id=cell.cell_id, engine=proof, **numbers))
+        found.append(vouched(kl, cell.cell_id, cell.engine, len(cell.layers) * len(cell.stream)))
     return tuple(found)
+
+
+def vouched(kl: float, cell_id: str = "any", engine: Engine = "hf", effects: int = 60) -> Testimony:
+    """That of a witness who saw this mean KL on window 0, and nothing amiss."""
+    blocks = 28 if engine == "vllm" else None
+    proof = Proof(library=LIBRARIES[engine], version="1", model="Model", attention="Attention", cache_blocks=blocks)
+    numbers = dict.fromkeys(("reference_kl", "alternative_kl", "tensor_error", "read_error"), 1e-9)
+    numbers |= {"window": 0, "effects": effects, "expected_effects": effects, "nbytes": 1000, "kl": kl}
+    return Testimony(cell_id=cell_id, engine=proof, **numbers)
 
 
 def fitted(cell: Cell) -> dict[str, str]:
@@ -353,7 +355,7 @@ def write_baseline(
     paths = []
     for run, (engine, dtype, attention) in plan.baseline_runs(params).items():
         plain = effects.floor[engine] * 10 if dtype == "bfloat16" else effects.identity_fp32
-        planted = [("plain", None, 0.0 if run == "hf-float32-eager" else plain)]
+        planted = [("plain", None, 0.0 if run == "hf-float32-sdpa" else plain)]
         if engine == "vllm" and dtype == "float32":
             planted += [("identity", protocol, effects.cross_identity) for protocol in params.protocols]
             planted += [("kv", protocol, effects.cross_codec) for protocol in params.protocols]

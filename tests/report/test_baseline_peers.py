@@ -20,7 +20,7 @@ from report.example_metrics import Maker
 from report.example_studies import peer_rows
 from report.synthetic import Effects, Text, small_params, with_table, write_baseline
 
-RUN, PEER = "vllm-bfloat16-default", "hf-bfloat16-eager"
+RUN, PEER = "vllm-bfloat16-default", "hf-bfloat16-sdpa"
 KL = 0.02  # large enough that some top tokens change
 BOOT = Bootstrap(400, 0.95, 0)
 
@@ -78,7 +78,7 @@ def test_the_planted_distance_comes_back(params, whole):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"engines": ("hf",)}, {"engines": ("vllm",)}, {"hf_attention": ("sdpa",)}, {"dtypes": ("float32",)}]
+    "changes", [{"engines": ("hf",)}, {"engines": ("vllm",)}, {"hf_attention": ("eager",)}, {"dtypes": ("float32",)}]
 )
 def test_no_peer_no_rows(params, changes, tmp_path):
     engines = changes.get("engines", params.engines)
@@ -96,7 +96,7 @@ def test_a_run_measured_without_its_peer_is_named(params, paths):
         peer_entries(params, results, BOOT)
 
 
-@pytest.mark.parametrize("reference", ["hf-bfloat16-sdpa", "truth"])
+@pytest.mark.parametrize("reference", ["hf-bfloat16-eager", "truth"])
 def test_a_peer_of_another_run_is_refused(params, paths, reference):
     """Its id is right for what it says; what it says is not the plan."""
     forge(paths[RUN], 1, BaselineCell.of(RUN, "vllm", "bfloat16", "default", "peer", None, reference))
@@ -106,7 +106,7 @@ def test_a_peer_of_another_run_is_refused(params, paths, reference):
 
 def test_a_peer_that_is_not_planned_is_refused(params, paths):
     with pytest.raises(StaleResult, match=f"against '{PEER}', and these parameters plan no such comparison"):
-        read_baselines(small_params(baseline={"hf_attention": ["sdpa"]}), [paths["hf-float32-sdpa"], paths[RUN]])
+        read_baselines(small_params(baseline={"hf_attention": ["eager"]}), [paths["hf-float32-eager"], paths[RUN]])
 
 
 def test_a_peer_passed_off_as_the_truth_is_refused(params, paths):

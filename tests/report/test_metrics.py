@@ -229,11 +229,11 @@ def test_floor_and_baseline(metrics):
     assert metrics["floor"]["vllm"]["rerun"]["value"] == pytest.approx(2.5e-5)
     rows = {row["run"]: row for row in metrics["baseline"]}
     assert list(rows) == [
-        *("hf-float32-eager", "hf-float32-sdpa", "hf-bfloat16-eager", "hf-bfloat16-sdpa"),
+        *("hf-float32-sdpa", "hf-float32-eager", "hf-bfloat16-sdpa", "hf-bfloat16-eager"),
         *("vllm-float32-default", "vllm-bfloat16-default"),
     ]
-    assert rows["hf-bfloat16-sdpa"]["kl"]["value"] == pytest.approx(1e-3)
-    assert rows["hf-float32-eager"]["top1_agreement"]["method"] == "exact"
+    assert rows["hf-bfloat16-eager"]["kl"]["value"] == pytest.approx(1e-3)
+    assert rows["hf-float32-sdpa"]["top1_agreement"]["method"] == "exact"
 
 
 def test_the_whole_factorial_sums_exactly_and_lists_every_pair(metrics):
@@ -405,7 +405,7 @@ def test_coded_runs_on_a_bound_of_rounding_are_open(params, tmp_path, effects):
     ("changes", "factors"),
     [
         ({"engines": ["hf"]}, ["protocol", "variance_ratio"]),
-        ({"engines": ["vllm"], "cells": {"sdpa": None}}, ["protocol", "variance_ratio"]),
+        ({"engines": ["vllm"], "cells": {"eager": None}}, ["protocol", "variance_ratio"]),
         ({"protocols": ["in_forward"]}, ["engine", "variance_ratio"]),
         ({"engines": ["hf"], "protocols": ["snapshot"]}, ["variance_ratio"]),
         ({"gap": {"variance_ratios": [1.0, 1.0]}}, ["engine", "protocol"]),

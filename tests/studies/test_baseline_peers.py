@@ -18,7 +18,7 @@ from kvlab.studies.baseline.measure import baseline
 from kvlab.studies.baseline.truth import peer_of
 from kvlab.text import corpus
 
-RUN, PEER = "vllm-bfloat16-default", "hf-bfloat16-eager"
+RUN, PEER = "vllm-bfloat16-default", "hf-bfloat16-sdpa"
 
 
 def changed(params, engines=("hf", "vllm"), **baseline) -> Params:
@@ -34,7 +34,7 @@ class Engines:
         self.open, self.closed = {}, []
 
     def start(self, name, info, dtype, attention=None, *, max_tokens, cache_dtype="auto"):
-        engine = HFEngine(info, dtype, "sdpa" if name == "vllm" else attention, max_tokens)
+        engine = HFEngine(info, dtype, "eager" if name == "vllm" else attention, max_tokens)
         engine.close = lambda: self.closed.append(engine)
         self.open[f"{name}-{dtype}-{attention}"] = engine
         return engine
@@ -48,7 +48,7 @@ def engines(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("run", ["hf-float32-eager", "hf-bfloat16-eager", "hf-bfloat16-sdpa", "vllm-float32-default"])
+@pytest.mark.parametrize("run", ["hf-float32-sdpa", "hf-bfloat16-sdpa", "hf-bfloat16-eager", "vllm-float32-default"])
 def test_runs_that_the_truth_says_enough_about(tiny_params, run):
     assert peer_of(baseline_runs(changed(tiny_params)), run) is None
 
@@ -57,15 +57,15 @@ def test_another_engine_below_float32_has_the_same_dtype_of_hf_as_its_peer(tiny_
     assert peer_of(baseline_runs(changed(tiny_params)), RUN) == PEER
 
 
-@pytest.mark.parametrize("changes", [{"engines": ("vllm",)}, {"hf_attention": ("sdpa",)}])
-def test_without_hf_in_eager_attention_there_is_no_peer(tiny_params, changes):
+@pytest.mark.parametrize("changes", [{"engines": ("vllm",)}, {"hf_attention": ("eager",)}])
+def test_without_hf_in_sdpa_attention_there_is_no_peer(tiny_params, changes):
     assert peer_of(baseline_runs(changed(tiny_params, **changes)), RUN) is None
 
 
 def test_the_run_holds_both_comparisons(tiny_params, tiny_windows, engines, tmp_path):
     """Row by row what the two engines' logits give, transformers first in KL."""
     baseline(changed(tiny_params), RUN, tiny_windows, None, tmp_path / "x.parquet")
-    assert set(engines.open) == {RUN, PEER, "hf-float32-eager"}
+    assert set(engines.open) == {RUN, PEER, "hf-float32-sdpa"}
     assert {id(engine) for engine in engines.closed} == {id(engine) for engine in engines.open.values()}
 
     record, tokens = read_baseline(tmp_path / "x.parquet")
@@ -74,7 +74,7 @@ def test_the_run_holds_both_comparisons(tiny_params, tiny_windows, engines, tmp_
     assert record.cells == (plain, peer)
 
     windows = corpus.load(tiny_windows, resolve(tiny_params.model).model_hash)
-    for cell, against in ((plain, "hf-float32-eager"), (peer, PEER)):
+    for cell, against in ((plain, "hf-float32-sdpa"), (peer, PEER)):
         rows = tokens.filter(cell_id=cell.cell_id).sort("window", "position")
         assert len(rows) == windows.test.shape[0] * (windows.eval - 1)
         for number, ids in enumerate(windows.test.tolist()):
@@ -87,12 +87,12 @@ def test_the_run_holds_both_comparisons(tiny_params, tiny_windows, engines, tmp_
 
 
 def test_a_peer_not_measured_is_not_loaded(tiny_params, tiny_windows, engines, tmp_path):
-    baseline(changed(tiny_params, hf_attention=("sdpa",)), RUN, tiny_windows, None, tmp_path / "x.parquet")
-    assert set(engines.open) == {RUN, "hf-float32-eager"} and len(engines.closed) == 2
+    baseline(changed(tiny_params, hf_attention=("eager",)), RUN, tiny_windows, None, tmp_path / "x.parquet")
+    assert set(engines.open) == {RUN, "hf-float32-sdpa"} and len(engines.closed) == 2
     assert [cell.what for cell in read_baseline(tmp_path / "x.parquet")[0].cells] == ["plain"]
 
 
 def test_the_id_says_against_which_run():
     made = (RUN, "vllm", "bfloat16", "default", "peer", None)
-    ids = {BaselineCell.of(*made, name).cell_id for name in (PEER, "hf-bfloat16-sdpa", "truth")}
+    ids = {BaselineCell.of(*made, name).cell_id for name in (PEER, "hf-bfloat16-eager", "truth")}
     assert len(ids) == 3 and BaselineCell.of(*made) == BaselineCell.of(*made, "truth")

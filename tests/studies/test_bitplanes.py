@@ -14,6 +14,7 @@ from scipy.stats import spearmanr
 from kvlab.base.errors import CapabilityError, NonFinite, ParamsError, StorageError
 from kvlab.base.records import write_json
 from kvlab.codec.quantizer import gaussian_table, mse
+from kvlab.engines.registry import start
 from kvlab.studies.bitplanes import measure, planes, recall, tables
 from kvlab.studies.bitplanes import record as records
 from kvlab.studies.bitplanes.attention import layers
@@ -186,8 +187,9 @@ def named(record, label: str, basis: str = "rotated"):
 
 def test_weights_are_those_of_the_models_own_attention(hf_engine, tiny_windows):
     ids = corpus.load(tiny_windows, hf_engine.info.model_hash).test[0].tolist()
+    telling = start("hf", hf_engine.info, "float32", "eager", max_tokens=len(ids))  # sdpa does not give its weights
     with torch.no_grad():
-        theirs = hf_engine.model(torch.tensor([ids]), output_attentions=True).attentions
+        theirs = telling.model(torch.tensor([ids]), output_attentions=True).attentions
     found = list(layers(hf_engine, ids))
     assert len(found) == len(theirs) == hf_engine.info.n_layers
     for ours, own in zip(found, theirs, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlab.base.errors import CorpusError, MissingResult
+from kvlab.base.errors import CorpusError, MissingResult, WitnessDisagrees
 from kvlab.base.model import load_tokenizer, resolve
 from kvlab.base.paramfile import overlay
 from kvlab.base.records import write_json
@@ -13,11 +13,11 @@ from kvlab.cache.calibration_file import write_calibration
 from kvlab.calibration import load as calibration
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.studies.ladder import facts, further
-from kvlab.studies.ladder.beyond import further_entries
+from kvlab.studies.ladder.beyond import further_entries, refuse_unwitnessed
 from kvlab.studies.ladder.record import Further, calibrated_rungs, read_facts, read_further
 from kvlab.studies.settings import Settings
 from kvlab.text import corpus
-from report.synthetic import provenance, small_params
+from report.synthetic import provenance, small_params, vouched
 
 BOOT = Bootstrap(200, 0.95, 0)
 
@@ -68,12 +68,22 @@ def test_the_whole_calibration_scores_what_its_cell_would(params, measured, hf_e
 
     info = resolve(params.model)
     windows, calibrated = corpus.load(tiny_windows, info.model_hash), calibration.load(tiny_fitted, info.model_hash)
-    (due,) = score(
-        hf_engine, windows.test[:1], windows.context, [Subject(*cheapest(params, "klt"), calibrated)], "snapshot"
-    )
+    subjects = [Subject(*cheapest(params, "klt"), calibrated)]
+    (due,) = score(hf_engine, windows.test[:1], windows.context, subjects, "snapshot", None)
     whole = params.windows.calib * params.windows.context
     (found,) = [one for one in measured.scores if (one.calibration_tokens, one.window, one.context) == (whole, 0, 64)]
     assert found.kl_sum == pytest.approx(due.tokens["kl"].sum(), rel=1e-5)
+
+
+def test_every_calibration_and_context_is_witnessed_and_what_was_not_is_refused(params, measured, tmp_path):
+    assert len(measured.witnessed) == 1 + 2  # the part of the calibration; both codecs at the longer context
+    assert all(one.effects == one.expected_effects > 0 for one in measured.witnessed)
+    refuse_unwitnessed(measured, tmp_path)
+    refuse_unwitnessed(measured.model_copy(update={"scores": (), "witnessed": ()}), tmp_path)  # too long for the model
+    scores = [one.model_copy(update={"kl_sum": 1.1 * one.kl_sum}) for one in measured.scores]
+    for changes in ({"witnessed": ()}, {"scores": tuple(scores)}):
+        with pytest.raises(WitnessDisagrees, match="measure again"):
+            refuse_unwitnessed(measured.model_copy(update=changes), tmp_path)
 
 
 def test_long_windows_hold_documents_of_the_test_split_alone(params):
@@ -115,7 +125,8 @@ def test_planted_ratios_are_found_on_each_text(tmp_path):
     params = small_params(ladder={"growth": [0.5, 0.6, 0.9], "contexts": [64, 128]}, **shared)
     rows = scored("klt 2", 64, 128, 0.3) + scored("klt 2", 64, 256, 0.1)  # of 0.6 as many windows as of 0.5
     rows += scored("klt 2", 128, 256, 0.2) + scored("hadamard 2", 128, 256, 0.8)
-    record = Further(provenance=provenance(), origin="hf", eval=11, scores=rows)
+    seen = tuple(map(vouched, (0.3, 0.2, 0.8)))
+    record = Further(provenance=provenance(), origin="hf", eval=11, scores=rows, witnessed=seen)
     write_json(tmp_path / "further.json", record.model_dump(mode="json"))
     results = SimpleNamespace(provenance=provenance(), select=lambda study: [SimpleNamespace(documents=None)])
     found = further_entries(params, tmp_path / "further.json", results, BOOT)
@@ -125,7 +136,7 @@ def test_planted_ratios_are_found_on_each_text(tmp_path):
         assert ratios["growth", text, "klt 2", 128]["value"] == pytest.approx(3.0)
         assert ratios["growth", text, "klt 2", 256] is None and ratios["context", text, "klt 2", 256] is None
         assert ratios["context", text, "hadamard 2", 256]["value"] == pytest.approx(4.0)
-    few = Further(provenance=provenance(), origin="hf", eval=11, left_out=(256,), scores=rows[-12:])
+    few = Further(provenance=provenance(), origin="hf", eval=11, left_out=(256,), scores=rows[-12:], witnessed=seen[1:])
     write_json(tmp_path / "few.json", few.model_dump(mode="json"))
     beyond = small_params(ladder={"contexts": [128, 256]}, **shared)  # which the model has no positions for
     assert len(further_entries(beyond, tmp_path / "few.json", results, BOOT)) == 4

@@ -129,7 +129,7 @@ def test_no_part_of_the_window_may_differ(tmp_path, changed):
 
 
 def cell(params, **changes) -> Cell:
-    settings = {"study": "cells", "label": "x", "engine": "hf", "dtype": "float32", "attention": "eager"}
+    settings = {"study": "cells", "label": "x", "engine": "hf", "dtype": "float32", "attention": "sdpa"}
     settings |= {"protocol": "snapshot", "placement": "pre_rope", "span": "context", "origin": "hf", "stream": "kv"}
     return Cell(**settings | {"layers": (1, 2), "windows": 2, "recipe": studied_recipe(params)} | changes)
 
@@ -137,7 +137,7 @@ def cell(params, **changes) -> Cell:
 CHANGES = {
     "engine": "vllm",
     "dtype": "bfloat16",
-    "attention": "sdpa",
+    "attention": "eager",
     "protocol": "in_forward",
     "placement": "post_rope",
     "span": "window",
@@ -334,7 +334,7 @@ def test_another_sigma_measures_the_new_cells_alone(
 
 def test_tensors_of_two_engines_do_not_share_a_memo(tiny_params, tiny_windows):
     with measuring.Lab.open(tiny_params, tiny_windows, {}) as lab:
-        made = [lab.subject(cell(tiny_params, recipe=IDENTITY, attention=a)) for a in ("eager", "sdpa", "default")]
+        made = [lab.subject(cell(tiny_params, recipe=IDENTITY, attention=a)) for a in ("sdpa", "eager", "default")]
     memos = [one.coder._memo for one in made]
     assert memos[0] is memos[2] is not memos[1]
 

@@ -32,7 +32,7 @@ OTHER_WORDS = {
     "fp16": "fp32",
     "kv": "v",
     "in_forward": "snapshot",
-    "eager": "sdpa",
+    "sdpa": "eager",
 }
 
 

@@ -42,7 +42,7 @@ BEYOND_A_SCHEMA = {
     r"names a rung, so it can change neither": {"cells": {"klt": {"codec": {"pca": "exact"}}}},
     r"whose components are fitted before": {"cells": {"klt": {"placement": "post_rope"}}},
     r"span is 'window', but": {"cells": {"whole-window": {"protocols": ["snapshot"]}}},
-    r"which only hf can choose": {"cells": {"sdpa": {"engines": ["vllm"]}}},
+    r"which only hf can choose": {"cells": {"eager": {"engines": ["vllm"]}}},
     r"\.against is .*(no entry|the entry itself|which has no|measured in)": {"cells": {"k-only": {"against": "k"}}},
     r"kvstore\.\S+ is \d+; allowed: at most": {"kvstore": {"policy": {"needles": 201}}},
     r"the tokens of the test split": {"kvstore": {"restore": {"lengths": [10**6]}}},

@@ -60,6 +60,7 @@ Protocol = Literal["in_forward", "snapshot"]
 Stream = Literal["k", "v", "kv"]
 Text = Literal["test", "other", "calib"]
 Attention = Literal["default", "eager", "sdpa"]  # `default`: what the engine's cells run with
+DEFAULT_ATTENTION: dict[Engine, Attention] = {"hf": "sdpa", "vllm": "default"}  # transformers' default; vLLM's choice
 Placement = Literal["pre_rope", "post_rope"]  # K is coded before or after its rotary embedding
 Span = Literal["context", "window"]  # which tokens are coded: the context, or the scored ones too
 

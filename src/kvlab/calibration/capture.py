@@ -207,6 +207,8 @@ class _Tap:
 def capture(params: Params, engine: str, windows_path: Path, out: Path) -> None:
     """Run the calibration windows through one engine and keep what `observe` does; the test windows are not read.
 
+    Of each window as many tokens are run as a codec will see of a scored one.
+
     Raises
     ------
     NonFinite
@@ -215,8 +217,8 @@ def capture(params: Params, engine: str, windows_path: Path, out: Path) -> None:
     torch.set_num_threads(params.jobs.threads)
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
-    with closing(start(engine, info, params.calibration.dtype, max_tokens=windows.calib.shape[1])) as running:
-        calib = windows.calib.tolist()
+    calib = windows.calib[:, : windows.context].tolist()
+    with closing(start(engine, info, params.calibration.dtype, max_tokens=windows.context)) as running:
         found = observe(running, calib, windows.context, windows.corpus_hash, params.calibration.sample)
     with atomic(out) as temporary:
         save_file(found.tensors, temporary, metadata=to_header(found.metadata))

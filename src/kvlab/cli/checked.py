@@ -52,7 +52,8 @@ def info_of(folder: Path):
     """A model's folder, its shape and its hash; `config_of` has been asked before."""
     from kvlab.base.records import read_json
 
-    return resolve(Model(path=str(folder), n_layers=read_json(folder / "config.json")["num_hidden_layers"]))
+    named = folder if folder.name not in ("", "..") else Path(os.path.abspath(folder))  # its name names the results
+    return resolve(Model(path=str(named), n_layers=read_json(folder / "config.json")["num_hidden_layers"]))
 
 
 def refuse_absent(engine: str) -> None:

@@ -19,7 +19,8 @@ def measure_verb(args: argparse.Namespace) -> None:
 
     The text is cut into windows. The KV cache of each window's context is coded, the tokens after it are predicted
     with it, and held against what the model predicts with its own cache. Bits per value are those of a stored cache,
-    everything counted; intervals are of a bootstrap over windows. Nothing is written but --json.
+    everything counted; intervals are of a bootstrap over windows. Nothing is written but --json. One window of each
+    codec is computed a second time, by a forward in float32 that is written out; a disagreement ends the command.
 
     Codecs that are calibrated read --calibration; what that does not hold is fitted first, to --calib-text or else to
     docstrings of installed packages, never to the scored text.
@@ -126,5 +127,10 @@ FLAGS: list[Flag] = [
     path("--calibration", "what `kvlab calibrate` wrote", required=False),
     path("--calib-text", "text to calibrate on; default: docstrings of installed packages", required=False),
     word("--calib-windows", "of it, as long as a context; default: 32", type=whole(2), default=32, metavar="N"),
+    word(
+        "--no-witness",
+        "compute nothing a second time: spares a float32 copy of the weights in memory",
+        action="store_true",
+    ),
     result("--json", "everything that was found, for programs", required=False),
 ]

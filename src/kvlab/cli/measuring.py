@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvlab.lab import trial
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.kl_scale import span_in_words
 from kvlab.text.excerpts import refuse_overlap, windows_of
+from kvlab.witness.plain import PlainModel
 
 BOOTSTRAP = Bootstrap(resamples=2000, confidence=0.95, seed=0)  # as in params.yaml
 
@@ -116,7 +118,8 @@ def measured(args: argparse.Namespace, named: Sequence[Named], text: str, calib_
         calibrated, lines = _calibrated(args, named, stored, engine, windows, calib_text)
         subjects = [trial.rounding(args.dtype)]
         subjects += [trial.Subject(one.label, one.recipe, calibrated.get(one.label)) for one in named]
-        scored = trial.score(engine, windows, args.context, subjects, args.protocol)
+        plain = None if args.no_witness else cache(partial(PlainModel, info.path))
+        scored = trial.score(engine, windows, args.context, subjects, args.protocol, plain)
         device = engine.device
     finally:
         engine.close()
@@ -127,6 +130,9 @@ def measured(args: argparse.Namespace, named: Sequence[Named], text: str, calib_
         f" {args.engine}, {args.dtype}, {args.protocol}",
         f"{count} windows of {args.context} coded and {args.eval} predicted tokens of {args.text}",
         *lines,
+        "one window of each codec was computed a second time, by other code, and agrees"
+        if any(one.witnessed for one in scored)
+        else "nothing was computed a second time, as --no-witness asks",
     )
     facts = {
         "model": str(args.model),
@@ -140,6 +146,7 @@ def measured(args: argparse.Namespace, named: Sequence[Named], text: str, calib_
         "context": args.context,
         "eval": args.eval,
         "calibration": list(lines),
+        "witnessed": [one.witnessed.model_dump(mode="json") for one in scored if one.witnessed],
         "device": device,
         "versions": versions(),
     }

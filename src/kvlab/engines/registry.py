@@ -8,13 +8,11 @@ import torch
 
 from kvlab.base.errors import UnknownName
 from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import DEFAULT_ATTENTION
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import AUTO, check
 
 ENGINES = {"hf": "kvlab.engines.hf:HFEngine", "vllm": "kvlab.engines.vllm:VLLMEngine"}
-
-# What cells run with. Eager attention is what the published study measured on HF.
-DEFAULT_ATTENTION = {"hf": "eager", "vllm": "default"}
 
 
 def start(

@@ -49,7 +49,8 @@ def witness(params: Params, result: Path, windows_path: Path, fitted: dict[str, 
             visit = visit if visit and visit.window == one.on else lab.visit(one.on)
             found = one.score(visit)
             own = pl.col("cell_id") == one.cell.cell_id
-            yield witnessed_of(found, tokens.filter(own, pl.col("window") == one.on.number).sort("position"))
+            rows = tokens.filter(own, pl.col("window") == one.on.number).sort("position")
+            yield witnessed_of(found, one.cell, rows)
 
 
 def refuse_another(record: JobRecord, lab: Lab) -> None:

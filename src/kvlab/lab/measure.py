@@ -252,7 +252,7 @@ class CellsPart:
         """What was witnessed of one cell, if that is what is written of it."""
         ((window, seen),) = findings[id(witness)]
         written = next(one for one in self.subjects if one.cell == witness.cell)
-        return witnessed_of(seen, dict(findings[id(written)])[window].rows)
+        return witnessed_of(seen, witness.cell, dict(findings[id(written)])[window].rows)
 
 
 def cell_record(lab: Lab, subject: CellSubject, found: list[tuple[Window, Found]], probes: Probes) -> CellRecord:

@@ -6,7 +6,7 @@ the bookkeeping of a study (jobs, records, tables on disk) is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from kvlab.base.recipe import CastStream, Cell, IdentityStream, Recipe
 from kvlab.base.records import Coding
+from kvlab.base.testimony import Testimony
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.base import Site
 from kvlab.codec.seeding import generator
@@ -22,6 +23,8 @@ from kvlab.engines.base import Engine
 from kvlab.lab.coding import STREAMS, Coded, Coder
 from kvlab.lab.scoring import WindowRun, heard_kl
 from kvlab.lab.walk import walk
+from kvlab.lab.witnessing import chosen, examined, witnessed_of
+from kvlab.witness.plain import PlainModel
 
 ROUNDING = "rounding to bfloat16"
 BFLOAT16_STEP = 2.0**-7  # distance of neighbouring bfloat16 numbers, in units of their power of two
@@ -38,11 +41,22 @@ class Subject:
 
 @dataclass(frozen=True)
 class Scored:
-    """What was found of a subject: a row per scored token (`records.TOKENS`), and what its codec wrote."""
+    """What was found of a subject.
+
+    Parameters
+    ----------
+    tokens : polars.DataFrame
+        A row per scored token (`records.TOKENS`).
+    coding : Coding
+        What its codec wrote.
+    witnessed : Testimony or None
+        What a second computation of the last window came to; None without one, and of what is no codec.
+    """
 
     subject: Subject
     tokens: pl.DataFrame
     coding: Coding
+    witnessed: Testimony | None = None
 
 
 class RoundingCoder(Coder):
@@ -67,7 +81,12 @@ def rounding(dtype: str) -> Subject:
 
 
 def score(
-    engine: Engine, windows: np.ndarray, context: int, subjects: Sequence[Subject], protocol: str
+    engine: Engine,
+    windows: np.ndarray,
+    context: int,
+    subjects: Sequence[Subject],
+    protocol: str,
+    plain: Callable[[], PlainModel] | None,
 ) -> list[Scored]:
     """Measure subjects on windows; each window's clean pass is made once for all of them.
 
@@ -81,14 +100,22 @@ def score(
     subjects : sequence of Subject
     protocol : str
         ``snapshot`` or ``in_forward``; see `coding`.
+    plain : callable or None
+        Gives the model by which a witness computes each codec's last window again; None for no witness.
 
     Raises
     ------
     CodecNotActive
         A one-bit codec does not move the logits, or a codec fired less often than it should have.
+    WitnessDisagrees
+        The witness comes to something else.
     """
     cells = [_cell(subject, engine, len(windows), protocol) for subject in subjects]
-    tried = [Tried(_coder(cell, subject)) for cell, subject in zip(cells, subjects, strict=True)]
+    last = len(windows) - 1
+    tried = [Tried(subject, _coder(cell, subject), last) for cell, subject in zip(cells, subjects, strict=True)]
+    if plain:
+        for one in chosen(one for one in tried if one.subject.label != ROUNDING):  # which is the engine's own
+            one.plain = plain
 
     def visit(number: int) -> WindowRun:
         run = WindowRun(engine, windows[number].tolist(), context, number)
@@ -102,16 +129,35 @@ def score(
         for rows, (_, table) in zip(tables, found, strict=True):
             rows.append(table)
     return [
-        Scored(subject, pl.concat(rows), one.coder.coding(engine.info, context, engine.dtype))
-        for subject, one, rows in zip(subjects, tried, tables, strict=True)
+        Scored(one.subject, pl.concat(rows), one.coder.coding(engine.info, context, engine.dtype), one.witnessed)
+        for one, rows in zip(tried, tables, strict=True)
     ]
 
 
 @dataclass(eq=False)
 class Tried:
-    """A coder's cell on every window, as the measuring loop scores it (`walk.Subject`)."""
+    """A subject's cell on every window, as the measuring loop scores it (`walk.Subject`).
 
+    Parameters
+    ----------
+    last : int
+        The window that a witness computes again.
+    plain : callable or None
+        Gives the witness's model; None where nothing is computed again.
+    witnessed : Testimony or None
+        What it came to.
+    """
+
+    subject: Subject
     coder: Coder
+    last: int
+    plain: Callable[[], PlainModel] | None = None
+    witnessed: Testimony | None = None
+
+    @property
+    def cell(self) -> Cell:
+        """What its coder codes."""
+        return self.coder.cell
 
     def due(self, _window: int) -> bool:
         """On every window."""
@@ -119,7 +165,12 @@ class Tried:
 
     def score(self, run: WindowRun) -> pl.DataFrame:
         """Its token rows."""
-        return run.measured(self.coder.cell, self.coder)
+        rows = run.measured(self.cell, self.coder)
+        if self.plain and run.number == self.last:
+            again = _coder(self.cell, self.subject)
+            seen = examined(self.plain(), run, self.cell, again, self.subject.calibrated, run.ids)
+            self.witnessed = witnessed_of(seen, self.cell, rows)
+        return rows
 
 
 def _cell(subject: Subject, engine: Engine, windows: int, protocol: str) -> Cell:

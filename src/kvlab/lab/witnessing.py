@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import NoReturn
+from typing import NoReturn, Protocol, TypeVar
 
 import polars as pl
 
@@ -19,7 +19,7 @@ from kvlab.lab.engines import Visit, Which, device
 from kvlab.lab.overheard import Overheard
 from kvlab.lab.scoring import WindowRun
 from kvlab.lab.store import ROWS, Found
-from kvlab.lab.subjects import CellSubject, code_of, deciding, refuse_idle
+from kvlab.lab.subjects import code_of, deciding, refuse_idle
 from kvlab.lab.windows import Window
 from kvlab.witness import corpus
 from kvlab.witness.plain import PlainModel
@@ -79,38 +79,70 @@ class WitnessSubject:
         WitnessDisagrees
             The witness comes to something else.
         """
-        began, run, cell, window = perf_counter(), visit.run(self.which), self.cell, visit.window
-        self.coder.tally = Tally()
-        heard = Overheard(window.context if cell.span == "context" else len(window.ids))
-        alternative, reference = run.logits(cell, self.coder, heard), run.reference_of(cell)
-        refuse_idle(self.coder)
-        rows = run.rows(cell.cell_id, alternative, reference)
-        claim = self._claim(run, heard, rows, alternative, reference)
-        testimony = testify(self.model(), claim, self.calibrated)
+        began = perf_counter()
+        ids = corpus.window(self.windows_path, self.on.text, self.on.number)
+        found = examined(self.model(), visit.run(self.which), self.cell, self.coder, self.calibrated, ids)
         self.seconds = perf_counter() - began
-        return Found(testimony.model_dump(mode="json"), rows.select(ROWS.names()))
-
-    def _claim(self, run: WindowRun, heard: Overheard, rows: pl.DataFrame, alternative, reference) -> Claim:
-        window = self.on
-        return Claim(
-            cell=self.cell,
-            ids=corpus.window(self.windows_path, window.text, window.number),
-            number=window.number,
-            context=window.context,
-            reference=reference,
-            alternative=alternative,
-            rows=rows,
-            given=heard.given,
-            answered=heard.answered,
-            reading=heard.reading,
-            nbytes=self.coder.tally.coded_bytes,
-            engine=run.engine.proof,
-        )
+        return found
 
 
-def chosen(subjects: Iterable[CellSubject]) -> list[CellSubject]:
+def examined(
+    model: PlainModel, run: WindowRun, cell: Cell, coder: Coder, calibrated: Calibrated | None, ids: list[int]
+) -> Found:
+    """A cell on one window, scored once more while everything is overheard, and computed again by a witness.
+
+    Parameters
+    ----------
+    ids : list of int
+        The window's tokens, as the witness has them.
+
+    Returns
+    -------
+    Found
+        The testimony, and the rows that it is of.
+
+    Raises
+    ------
+    WitnessDisagrees
+        The witness comes to something else.
+    """
+    coder.tally = Tally()
+    heard = Overheard(run.context if cell.span == "context" else len(run.ids))
+    alternative, reference = run.logits(cell, coder, heard), run.reference_of(cell)
+    refuse_idle(coder)
+    rows = run.rows(cell.cell_id, alternative, reference)
+    claim = Claim(
+        cell=cell,
+        ids=ids,
+        number=run.number,
+        context=run.context,
+        reference=reference,
+        alternative=alternative,
+        rows=rows,
+        given=heard.given,
+        answered=heard.answered,
+        reading=heard.reading,
+        nbytes=coder.tally.coded_bytes,
+        engine=run.engine.proof,
+    )
+    testimony = testify(model, claim, calibrated)
+    return Found(testimony.model_dump(mode="json"), rows.select(ROWS.names()))
+
+
+class Celled(Protocol):
+    """What scores one cell."""
+
+    @property
+    def cell(self) -> Cell:
+        """The cell."""
+
+
+C = TypeVar("C", bound=Celled)
+
+
+def chosen(subjects: Iterable[C]) -> list[C]:
     """Of every family the subject that codes most of the cache with fewest bits: where a fault shows most."""
-    best: dict[tuple, CellSubject] = {}
+    best: dict[tuple, C] = {}
     for subject in subjects:
         if name := subject.cell.family:
             best[name] = max(best.get(name, subject), subject, key=lambda one: exposure(one.cell))
@@ -123,13 +155,15 @@ def exposure(cell: Cell) -> tuple:
     return len(cell.layers) * len(cell.stream), -bits
 
 
-def witnessed_of(seen: Found, rows: pl.DataFrame) -> Testimony:
+def witnessed_of(seen: Found, cell: Cell, rows: pl.DataFrame) -> Testimony:
     """The testimony, if what is written of the cell on the witnessed window is what was witnessed.
 
     Parameters
     ----------
     seen : Found
-        What a `WitnessSubject` found.
+        What a `WitnessSubject` found, of this cell or of one that differs in its study alone.
+    cell : Cell
+        Under whose id it is to stand.
     rows : polars.DataFrame
         The cell's rows of that window, as they are written.
 
@@ -138,7 +172,7 @@ def witnessed_of(seen: Found, rows: pl.DataFrame) -> Testimony:
     WitnessDisagrees
         Names the first column and position that differ.
     """
-    testimony = Testimony.model_validate(seen.note)
+    testimony = _of(seen, cell)
     for name in ROWS.names():
         found, due = rows[name].cast(pl.Float64), seen.rows[name].cast(pl.Float64)
         wrong = ((found - due).abs() > allowed() * (1 + due.abs())).arg_true()
@@ -148,9 +182,9 @@ def witnessed_of(seen: Found, rows: pl.DataFrame) -> Testimony:
     return testimony
 
 
-def witnessed_mean_of(seen: Found, means: Mapping[str, float]) -> Testimony:
+def witnessed_mean_of(seen: Found, cell: Cell, means: Mapping[str, float]) -> Testimony:
     """The same where a window's means are written: of ``kl``, ``delta_nll`` and ``top1_agreement``."""
-    testimony = Testimony.model_validate(seen.note)
+    testimony = _of(seen, cell)
     columns = {
         "kl": pl.col("kl"),
         "delta_nll": pl.col("nll_alt") - pl.col("nll_ref"),
@@ -161,6 +195,11 @@ def witnessed_mean_of(seen: Found, means: Mapping[str, float]) -> Testimony:
         if abs(means[name] - expected) > allowed() * (1 + abs(expected)):
             refuse(testimony, name, means[name], expected)
     return testimony
+
+
+def _of(seen: Found, cell: Cell) -> Testimony:
+    """What was found, as a testimony of the cell."""
+    return Testimony.model_validate(seen.note | {"cell_id": cell.cell_id})
 
 
 def allowed() -> float:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvlab.base.errors import WitnessDisagrees
-from kvlab.base.recipe import Cell
+from kvlab.base.recipe import DEFAULT_ATTENTION, Cell
 from kvlab.base.testimony import Proof, Testimony
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.registry import build
@@ -177,7 +177,7 @@ class Witness:
             return
         if seen.dtype != cell.dtype:
             self._object(f"it is labelled {cell.dtype}, and attention read K and V of {seen.dtype}")
-        asked = "eager" if (cell.engine, cell.attention) == ("hf", "default") else cell.attention
+        asked = DEFAULT_ATTENTION[cell.engine] if cell.attention == "default" else cell.attention
         if ATTENTIONS.get(asked, seen.attention) != seen.attention:
             self._object(f"it is labelled {asked} attention, and the model called {seen.attention}")
 

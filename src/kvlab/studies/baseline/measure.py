@@ -1,6 +1,6 @@
 """Codec off: how far is each engine, dtype and attention kernel from the fp32 truth?
 
-The truth is transformers in float32 with eager attention, run in the process of the engine in question and
+The truth is transformers in float32 with sdpa attention, run in the process of the engine in question and
 compared window by window, so that no logits are stored. In a lower dtype the other engine is held against
 transformers in that same dtype too: what is then between the engines. In float32 the two engines must also agree
 when both run the same codec; that is checked here, for identity and for the studied recipe. Beside it

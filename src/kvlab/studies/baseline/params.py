@@ -19,7 +19,7 @@ class Baseline(Section):
     takes = ("windows",)
 
     hf_attention: tuple[Literal["eager", "sdpa"], ...] = Field(
-        default=("eager", "sdpa"), min_length=1, description="attention implementations of hf"
+        default=("sdpa", "eager"), min_length=1, description="attention implementations of hf"
     )
     dtypes: tuple[DType, ...] = Field(
         default=("float32", "bfloat16"), min_length=1, description="what the engines compute in; float32 among them"

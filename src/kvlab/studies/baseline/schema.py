@@ -19,7 +19,7 @@ class Distance(Entry):
 
 
 class BaselineEntry(Distance):
-    """An engine as it is, against the float32 truth (transformers with eager attention)."""
+    """An engine as it is, against the float32 truth (transformers with sdpa attention)."""
 
     engine: Engine
     attention: Attention

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-TRUTH = ("hf", "float32", "eager")
+from kvlab.base.recipe import DEFAULT_ATTENTION
+
+TRUTH = ("hf", "float32", DEFAULT_ATTENTION["hf"])
 
 
 def peer_of(runs: Mapping[str, tuple[str, str, str]], run: str) -> str | None:

@@ -28,7 +28,7 @@ CELLS: dict[str, dict] = {
         "against": "unwhitened",
     },
     "all-layers": {"layers": "all"},
-    "sdpa": {"engines": ["hf"], "attention": "sdpa"},
+    "eager": {"engines": ["hf"], "attention": "eager"},
     "k2v2": {"bits": 2, "v_bits": 2},
     "k4v2": {"bits": 4, "v_bits": 2},
     "k2v4": {"bits": 2, "v_bits": 4},

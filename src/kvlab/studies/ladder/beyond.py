@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from kvlab.base.errors import MissingResult
+from kvlab.base.errors import MissingResult, WitnessDisagrees
 from kvlab.base.params import Params
 from kvlab.stats.bootstrap import Bootstrap, Column, documents_of
 from kvlab.studies.gather import Results
 from kvlab.studies.ladder.numbers import FEWEST
 from kvlab.studies.ladder.record import Further, Score, parts, read_further, wanted_further
 from kvlab.studies.ladder.state import refuse_other
+from kvlab.studies.refusals import WITNESSED
 
 Series = tuple[str, int, int]
 """Label, context and calibration tokens."""
@@ -35,6 +37,7 @@ def further_entries(params: Params, path: Path | None, results: Results, boot: B
     record = read_further(path)
     refuse_other(record, results)
     refuse_incomplete(params, record, path)
+    refuse_unwitnessed(record, path)
     context, documents = params.windows.context, results.select("ladder")[0].documents
     growth = [one for one in record.scores if one.context == context]
     found = entries(boot, "growth", growth, lambda series: max(series, key=lambda one: one[2]), documents)
@@ -56,6 +59,20 @@ def refuse_incomplete(params: Params, record: Further, path: Path) -> None:
             f"{path} has contexts with tokens of calibration {sorted(there)}, asked for are {sorted(due)};"
             " run `kvlab step ladder_further` again"
         )
+
+
+def refuse_unwitnessed(record: Further, path: Path) -> None:
+    """`WitnessDisagrees` where nothing was computed a second time, or what is written is not what was seen."""
+    if record.scores and not record.witnessed:
+        raise WitnessDisagrees(f"{path}: no witness computed any of its codecs again; measure again")
+    for one in record.witnessed:
+        written = [score.kl_sum / score.tokens for score in record.scores if score.window == one.window]
+        apart = min((abs(kl - one.kl) for kl in written), default=math.inf)
+        if apart > WITNESSED * (1 + one.kl) or one.effects != one.expected_effects:
+            raise WitnessDisagrees(
+                f"{path}: a witness saw KL {one.kl:.6g} on window {one.window}, with {one.effects} of"
+                f" {one.expected_effects} tensors that reached attention, and no score says so; measure again"
+            )
 
 
 def entries(

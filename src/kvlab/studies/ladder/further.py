@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -21,11 +23,12 @@ from kvlab.calibration.load import Calibrated, Fitted
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.lab.measure import provenance
-from kvlab.lab.trial import Subject, score
+from kvlab.lab.trial import Scored, Subject, score
 from kvlab.studies.ladder.params import CONTEXT_CODECS
 from kvlab.studies.ladder.plan import cheapest
 from kvlab.studies.ladder.record import Further, Score, parts
 from kvlab.text import corpus
+from kvlab.witness.plain import PlainModel
 
 PROTOCOL = "snapshot"
 
@@ -44,6 +47,8 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
         The calibration is of another model or of other windows.
     CorpusError
         A text is too short for the longest context.
+    WitnessDisagrees
+        A second computation of a codec's last window comes to something else.
     """
     torch.set_num_threads(params.jobs.threads)
     info, asked = resolve(params.model), params.ladder
@@ -51,20 +56,31 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
     calibrated = calibration.load(fitted, info.model_hash, windows.corpus_hash)
     contexts = [one for one in asked.contexts if one + windows.eval < info.max_positions]
     longest = max((windows.context, *contexts)) + windows.eval
+    plain = cache(partial(PlainModel, info.path))
     with closing(start(asked.engine, info, "float32", max_tokens=longest)) as engine:
-        found = [*grown(params, engine, windows, calibrated)] if asked.growth else []
+        runs = [*grown(params, engine, windows, calibrated, plain)] if asked.growth else []
         for context in contexts:
             rows = long_windows(params, info, context, documents)
             subjects = [Subject(*cheapest(params, codec), calibrated) for codec in context_codecs(params)]
-            found += scores(params, engine, rows, context, subjects, len(windows.calib) * windows.context)
+            found = score(engine, rows, context, subjects, PROTOCOL, plain)
+            runs.append(Run(context, len(windows.calib) * windows.context, found))
     record = Further(
         provenance=provenance(info, windows, {calibrated.origin: calibrated}),
         origin=calibrated.origin,
         eval=windows.eval,
         left_out=tuple(sorted(set(asked.contexts) - set(contexts))),
-        scores=tuple(found),
+        scores=tuple(one for run in runs for one in scores(params, run)),
+        witnessed=tuple(one.witnessed for run in runs for one in run.found if one.witnessed),
     )
     write_json(out, record.model_dump(mode="json"))
+
+
+class Run(NamedTuple):
+    """What was found of some subjects at a context, their calibration having seen so many tokens."""
+
+    context: int
+    tokens: int
+    found: list[Scored]
 
 
 def context_codecs(params: Params) -> list[str]:
@@ -72,36 +88,41 @@ def context_codecs(params: Params) -> list[str]:
     return [codec for codec in CONTEXT_CODECS if codec in params.ladder.codecs]
 
 
-def grown(params: Params, engine: Engine, windows: corpus.TokenWindows, whole: Calibrated) -> Iterator[Score]:
+def grown(
+    params: Params,
+    engine: Engine,
+    windows: corpus.TokenWindows,
+    whole: Calibrated,
+    plain: Callable[[], PlainModel],
+) -> Iterator[Run]:
     """`klt` fitted on the first so many of the calibration's windows, and on all, on the same scored windows.
 
     A part is captured anew, by the engine that scores and in its float32; the whole is the calibration that the ladder
-    reads.
+    reads, of which a witness sees the ladder's own cells; here it does where there is no part.
     """
-    (label, recipe), calib = cheapest(params, "klt"), windows.calib.tolist()
-    rows = windows.test[: params.ladder.fewer]
-    for count in parts(params.ladder.growth, len(calib)):
-        observed = observe(engine, calib[:count], windows.context, windows.corpus_hash, params.calibration.sample)
+    (label, recipe), context = cheapest(params, "klt"), windows.context
+    rows, calib = windows.test[: params.ladder.fewer], windows.calib[:, :context].tolist()
+    counts = parts(params.ladder.growth, len(calib))
+    for count in counts:
+        observed = observe(engine, calib[:count], context, windows.corpus_hash, params.calibration.sample)
         fitted = calibrate.fitted(observed, engine.info, [recipe], params.calibration.ridge)
-        subject, tokens = Subject(label, recipe, fitted), count * windows.context
-        yield from scores(params, engine, rows, windows.context, [subject], tokens)
-    subject, tokens = Subject(label, recipe, whole), len(calib) * windows.context
-    yield from scores(params, engine, rows, windows.context, [subject], tokens)
+        found = score(engine, rows, context, [Subject(label, recipe, fitted)], PROTOCOL, plain)
+        yield Run(context, count * context, found)
+    found = score(engine, rows, context, [Subject(label, recipe, whole)], PROTOCOL, None if counts else plain)
+    yield Run(context, len(calib) * context, found)
 
 
-def scores(
-    params: Params, engine: Engine, rows: np.ndarray, context: int, subjects: Sequence[Subject], tokens: int
-) -> Iterator[Score]:
-    """What was found of subjects, window by window; window i is of the text that the i-th scored one is of."""
-    for found in score(engine, rows, context, subjects, PROTOCOL):
+def scores(params: Params, run: Run) -> Iterator[Score]:
+    """A run's sums, window by window; window i is of the text that the i-th scored one is of."""
+    for found in run.found:
         agrees = (pl.col("top1_ref") == pl.col("top1_alt")).sum().alias("agreeing")
         sums = found.tokens.group_by("window", maintain_order=True).agg(pl.col("kl").sum(), agrees, pl.len())
         for window, kl, agreeing, count in sums.iter_rows():
             yield Score(
                 label=found.subject.label,
                 text=params.corpus.text_of(window),
-                context=context,
-                calibration_tokens=tokens,
+                context=run.context,
+                calibration_tokens=run.tokens,
                 bits_per_value=found.coding.bits_per_value,
                 window=window,
                 kl_sum=kl,

@@ -12,6 +12,7 @@ from kvlab.base.errors import StorageError
 from kvlab.base.params import Params
 from kvlab.base.recipe import Engine, Frozen, Recipe
 from kvlab.base.records import Provenance, read_json
+from kvlab.base.testimony import Testimony
 from kvlab.calibration.needs import needs_calibration
 from kvlab.studies.ladder.plan import rungs
 
@@ -117,7 +118,8 @@ class Score(Frozen):
 class Further(Frozen):
     """The JSON of ``kvlab step ladder_further``; `eval` as of the windows.
 
-    `left_out` are contexts that were asked for and that the model has no positions for.
+    `left_out` are contexts that were asked for and that the model has no positions for, `witnessed` what a second
+    computation of some codecs' last windows came to.
     """
 
     provenance: Provenance
@@ -125,6 +127,7 @@ class Further(Frozen):
     eval: int
     left_out: tuple[int, ...] = ()
     scores: tuple[Score, ...]
+    witnessed: tuple[Testimony, ...]
 
 
 def wanted_further(params: Params) -> bool:

@@ -202,7 +202,8 @@ class MechanismsPart:
         """What was witnessed of one variant, if that is what is written of it."""
         label = next(variant.label for variant in self.variants if variant.cell == witness.cell)
         ((window, seen),) = findings[id(witness)]
-        return witnessed_mean_of(seen, dict(findings[id(self.by_eval[label, FIDELITY])])[window].note["variant"])
+        means = dict(findings[id(self.by_eval[label, FIDELITY])])[window].note["variant"]
+        return witnessed_mean_of(seen, witness.cell, means)
 
     def _row(self, variant: Variant, found: dict, probes: Probes) -> MechanismRow:
         windows, cell = self.lab.windows, variant.cell
