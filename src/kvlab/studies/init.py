@@ -13,6 +13,7 @@ from kvlab.base.errors import ParamsError, StorageError, UnknownName
 from kvlab.base.model import read_config
 from kvlab.base.params import ModelEntry, Section, Windows
 from kvlab.base.recipe import Engine
+from kvlab.studies.kvstore_params import KVStore
 from kvlab.studies.settings import by_model, sections
 
 LEAST_CONTEXT = 8  # as of `Windows.context`
@@ -21,7 +22,7 @@ WINDOWS = 16  # half of them of each text
 # What a model of some hundred million parameters takes half an hour for on two cores.
 ASKED = ("ladder", "layers", "noise")
 SAID = {
-    "baseline": {"hf_attention": ["eager"]},
+    "baseline": {"hf_attention": ["sdpa"]},
     "ladder": {"in_forward": [], "growth": [0.1], "contexts": [2048], "context_windows": 4},
     "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},
     "mechanisms": {
@@ -32,6 +33,10 @@ SAID = {
         "greedy": 8,
     },
     "noise": {"protocol": "snapshot", "streams": ["kv"], "groups": ["all"], "sigmas": [0.01, 0.03, 0.1]},
+    "kvstore": {
+        "restore": {"codecs": ["klt", "hadamard", "kivi", "int", "fp8"]},
+        "placement": {"orders": 16},
+    },
 }
 
 TEMPLATE = Template("""\
@@ -80,7 +85,6 @@ calibration:                  # which engines are captured and what is fitted on
 codec: {}                     # the studied recipe: block_size, whiten, boundary_layers, outlier_threshold, ...
 cells: {}                     # single changes: `my-cell: {bits: 4}` adds one, `k-only: null` takes one out
 $studies
-kvstore: {}                   # the paged cache and its snapshots: restore, policy, bitplanes, placement, dtype
 stats: {}                     # the bootstrap: resamples, confidence, seed
 verdict: {}                   # thresholds: accept_ppl, accept_top1, marginal_ppl, marginal_top1
 report:
@@ -136,7 +140,7 @@ def write(
         engines=_flow(list(engines)),
         asked=_flow(list(ASKED)),
         origin="hf" if "hf" in engines else engines[0],
-        studies="\n".join(_section(section, SAID.get(key, {})) for key, section in sections().items()),
+        studies="\n".join(_section(section, SAID.get(section.key, {})) for section in (*sections().values(), KVStore)),
     )
     by_model(yaml.safe_load(text))
     from kvlab.base.records import write_text

@@ -17,6 +17,8 @@ from kvlab.studies.restore.params import RestoreStudy
 class KVStore(Section):
     """The paged KV cache and its snapshots, studied on hf."""
 
+    key = "kvstore"
+    told = "the paged cache and its snapshots"
     takes = ("windows", "mechanisms")
 
     dtype: DType = Field(default="float32", description="what the model computes in, and what K and V are held in")
