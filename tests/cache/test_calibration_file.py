@@ -75,7 +75,7 @@ def test_only_what_the_recipe_reads_is_in_it(calibrated, info, tmp_path):
             return {name.rpartition("/")[0] for name in file.keys()}  # noqa: SIM118 (no mapping)
 
     assert names(RECIPES["plain"]) == set()
-    assert names(KLT, [1]) == {"k/components/1", "v/components/1"}
+    assert names(KLT, [1]) == {"k/components/1", "v/components/1", "k/spectra", "v/spectra"}
     assert names(recipe("oscar", bits=4), [0, 2]) == {
         "k/whitener/0",
         "k/whitener/2",
@@ -160,7 +160,7 @@ def rewritten(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, "of format version 2, this kvlab reads 1"),
+        ({"version": 1}, "of format version 1, this kvlab reads 2"),
         ({"format": "gguf"}, "is not what `kvlab calibrate` writes"),
         ({"origin": 3}, "origin: Input should be a valid string"),
         ({"tensors": {}}, "its header and its tensors differ in k/components/0/covariance"),

@@ -184,6 +184,7 @@ def large_case(params, folder, layers: int, windows: int) -> dict:
     tensors = {name: torch.zeros(1) for name in names(layers)}
     for frame in (f"layer_{n}_{stream}" for n in range(layers) for stream in STREAMS):
         tensors[frame] = torch.randn(1, 2, TOKENS, 32).bfloat16().repeat(windows, 1, 1, 1)
+        tensors[f"{frame}_loss"] = torch.zeros(1)
     save_file(tensors, folder / "capture.safetensors", metadata=to_header(header))
     write_recipe_file(folder / "r.json", PLAIN)
     return {"params": data, "folder": str(folder), "window": windows - 1}

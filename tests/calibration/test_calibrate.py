@@ -19,6 +19,7 @@ from kvlab.calibration.calibrate import calibrate, fitted
 from kvlab.calibration.capture import Captured, capture, observe, sample_of
 from kvlab.calibration.moments import names
 from kvlab.calibration.sigma import second_moment
+from kvlab.codec.klt.grouping import joined
 
 pytestmark = pytest.mark.engine
 
@@ -34,7 +35,8 @@ def test_a_capture_holds_the_moments_of_all_and_a_sample(tiny_params, tiny_calib
             contexts = everything[f"layer_{layer}_{stream}"]
             assert torch.equal(captured.layer(layer, stream), contexts.bfloat16().float())
             assert torch.equal(captured.window(layer, stream, 4), contexts[4].bfloat16())
-            rows = contexts.transpose(0, 1).flatten(1, 2).double()
+            rows = joined(contexts[:, :, 1:].transpose(0, 1).flatten(1, 2).double(), 1)
+            torch.testing.assert_close(captured.first(layer, stream), contexts[:, :, 0].double().mean(0))
             count, mean, scatter = captured.moments(layer, stream).pooled()
             torch.testing.assert_close(mean, rows.mean(1), rtol=1e-12, atol=1e-12)
             covariance = torch.stack([torch.cov(r.mT) for r in rows])
@@ -67,7 +69,8 @@ def test_windows_add_a_number_each_and_nothing_else(tiny_params, hf_engine, cali
     assert grown == {f"layer_{layer}_q_traces" for layer in range(3)}
     assert many.tensors["layer_0_q_traces"].shape == (6, 2)
     assert many.metadata["sample_bytes"] == 2 * 3 * 2 * (2 * 64 * 32) * 2  # windows, layers, K and V, values, bytes
-    assert set(many.tensors) == names(3) | {f"layer_{layer}_{stream}" for layer in range(3) for stream in "kv"}
+    places = {f"layer_{layer}_{stream}" for layer in range(3) for stream in "kv"}
+    assert set(many.tensors) == names(3) | places | {f"{place}_loss" for place in places}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,7 @@ def test_in_one_go_it_is_what_the_files_say(tiny_params, tiny_calibration, tiny_
 
     class Counting:
         name, info, dtype, device = hf_engine.name, hf_engine.info, hf_engine.dtype, hf_engine.device
+        model = hf_engine.model
 
         def score(self, ids, first, tap):
             calls.append(tuple(ids))

@@ -25,6 +25,7 @@ from kvlab.calibration.load import Fitted, by_origin
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.sigma import describe, second_moment
 from kvlab.codec.base import Site
+from kvlab.codec.klt.grouping import joined
 from kvlab.codec.metric import ridged
 from kvlab.codec.registry import build
 from kvlab.codec.stream.published import read_centroids
@@ -61,7 +62,7 @@ def test_components_are_stored_by_layer_and_stream(tiny_calibration):
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
     sidecar = json.loads(tiny_calibration["components"].with_suffix(".json").read_text())
     assert (sidecar["n_windows"], sidecar["n_tokens"], sidecar["head_dim"]) == (6, 6 * 64, 32)
-    assert len(sidecar["diagnostics"]) == 3 * 2 * 2
+    assert [row["kv_heads"] for row in sidecar["diagnostics"]] == [[0, 1]] * 3 * 2
     assert all(row["coding_gain_db"] > 0 and row["condition"] > 1 for row in sidecar["diagnostics"])
 
 
@@ -70,17 +71,19 @@ def test_components_are_those_of_the_context_in_the_metric_of_what_errors_do(tin
     calibrated, metrics = load_all(tiny_params, tiny_calibration), ErrorMetrics(resolve(tiny_params.model), 64)
     for stream in "kv":
         found = calibrated.components[stream][1]
-        rows = everything[f"layer_1_{stream}"][:, :, :64].transpose(0, 1).reshape(2, -1, 32).double()
+        contexts = everything[f"layer_1_{stream}"][:, :, :64].transpose(0, 1).double()
+        rows = contexts[:, :, 1:].reshape(2, -1, 32)
         torch.testing.assert_close(found.mean.double(), rows.mean(1), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(found.covariance.double(), torch.stack([torch.cov(r.mT) for r in rows]))
+        torch.testing.assert_close(found.sink.double(), contexts[:, :, 0].mean(1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.covariance[0].double(), torch.cov(joined(rows, 1)[0].mT))
         chol = calibrated.whiteners[1].chol.double()
         metric = ridged(metrics.k(chol @ chol.mT) if stream == "k" else metrics.v(1), tiny_params.calibration.ridge)
-        forward = found.forward.double()
+        loss, power = load_file(tiny_calibration["capture"])[f"layer_1_{stream}_loss"], rows.var(1)
+        metric *= ((loss * power).sum(1) / (metric.diagonal(dim1=1, dim2=2) * power).sum(1))[:, None, None]
         scale = metric.diagonal(dim1=1, dim2=2).mean()
-        torch.testing.assert_close(forward @ forward.mT / scale, metric / scale, atol=1e-4, rtol=1e-3)
-        torch.testing.assert_close(
-            forward @ found.inverse.double(), torch.eye(32).double().expand(2, 32, 32), atol=1e-3, rtol=0
-        )
+        torch.testing.assert_close(found.head_metric / scale, metric / scale, atol=1e-4, rtol=1e-3)
+        identity = found.forward.double() @ found.inverse.double()
+        torch.testing.assert_close(identity, torch.eye(64).double()[None], atol=1e-3, rtol=0)
 
 
 def test_the_published_format_is_kept(tiny_calibration):

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.base.errors import Fault, NonFinite
-from kvlab.calibration.moments import PLACEMENTS, Extent, ModelMoments, names, stored_queries, stored_rows
+from kvlab.calibration.moments import PLACEMENTS, Extent, ModelMoments, names, stored_first, stored_queries, stored_rows
 from kvlab.calibration.sigma import second_moment
 from kvlab.codec.klt import components, covariance
+from kvlab.codec.klt.grouping import joined
 from kvlab.codec.klt.moments import Moments, folds
 from kvlab.codec.metric import rotated
 
@@ -75,11 +76,14 @@ def test_they_are_those_of_everything_at_once():
         by_head = q.unflatten(1, (2, 2)).square().sum(-1).mean((2, 3))
         torch.testing.assert_close(queries.traces, by_head, **EXACT)
         for stream in "kv":
-            rows = exact(given_text, layer, stream)[:, :, :8].transpose(0, 1).flatten(1, 2)
+            contexts = exact(given_text, layer, stream)[:, :, :8].transpose(0, 1)
+            rows = joined(contexts[:, :, 1:].flatten(1, 2), 1)
             count, mean, scatter = stored_rows(tensors.__getitem__, layer, stream, EXTENT).pooled()
-            assert count == 56
+            assert count == 7 * 7
             torch.testing.assert_close(mean, rows.mean(1), **EXACT)
-            torch.testing.assert_close(scatter / 55, torch.stack([torch.cov(r.mT) for r in rows]), **EXACT)
+            torch.testing.assert_close(scatter / 48, torch.stack([torch.cov(r.mT) for r in rows]), **EXACT)
+            first = stored_first(tensors.__getitem__, layer, stream)
+            torch.testing.assert_close(first, contexts[:, :, 0].mean(1), **EXACT)
 
 
 @given(order=st.permutations(range(7)), cut=st.integers(0, 7))
@@ -138,9 +142,9 @@ def test_out_of_sample_variances_are_those_of_the_rows():
 
 def test_components_of_moments_and_the_whole_sample_are_those_of_the_rows():
     rows = rows_of(4, 6 * 40).unflatten(1, (6, 40))
-    moments = Moments(240, 2, 6)
+    moments = Moments(240, 1, 12)
     for window in (3, 0, 5, 1, 4, 2):
-        moments.update(rows[:, window], 40 * window)
+        moments.update(joined(rows[:, window], 1), 40 * window)
     ours, theirs = components.fit_moments(moments, rows, None), components.fit(rows, None)
     for name, tensor in vars(theirs).items():
         torch.testing.assert_close(getattr(ours, name), tensor, rtol=1e-5, atol=1e-6)

@@ -196,9 +196,10 @@ from kvlab.base.recipe import IntStream, KltStream
 
 heads, dim = 4, 64
 x = torch.randn(heads, 2048, dim)
-turn = torch.linalg.qr(torch.randn(heads, dim, dim)).Q
-sketch = gaussian_sketch(dim).float().expand(heads, -1, -1)
-plain = Components(torch.zeros(heads, dim), turn, turn, turn.mT, torch.ones(heads, dim), sketch)
+turn = torch.linalg.qr(torch.randn(1, heads * dim, heads * dim)).Q
+sketch = gaussian_sketch(heads * dim).float()[None]
+zero = torch.zeros(heads, dim)
+plain = Components(zero, zero, turn, turn, turn.mT, torch.ones(1, heads * dim), sketch)
 calibration = StreamCalibration(components={layer: plain for layer in range(12)})
 make = {"int": partial(IntCodec, IntStream(bits=4)), "klt": partial(KltCodec, KltStream(bits=4), calibration)}
 for layers in (2, 2, 12):

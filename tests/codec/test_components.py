@@ -4,6 +4,7 @@ import torch
 from codec.making import second_moment
 from kvlab.base.errors import CalibrationMismatch, NonFinite
 from kvlab.codec.klt import components, covariance
+from kvlab.codec.klt.grouping import joined
 from kvlab.codec.klt.marginal import PSEUDO_SAMPLES, Marginals, gaussian_sketch, ranks, sketch
 from kvlab.codec.klt.moments import folds
 from kvlab.codec.quantizer import gaussian_table, mse
@@ -39,26 +40,27 @@ def test_components_are_uncorrelated_and_their_error_is_the_weighted_error():
     metric = metric + 1e-3 * metric.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(64)
     fitted = components.fit(rows, metric)
     forward = fitted.forward.double()
-    y = (rows[:, 0] - fitted.mean[:, None]) @ forward
+    y = joined(rows[:, 0] - fitted.mean[:, None], 1) @ forward
     seen = y.mT @ y / (y.shape[1] - 1)
     off = seen - torch.diag_embed(seen.diagonal(dim1=1, dim2=2))
     assert off.abs().max() < 1e-3 * seen.abs().max()
     error = torch.randn(2, 100, 64, generator=source(5), dtype=torch.float64)
     direct = torch.einsum("htd,hde,hte->", error, metric, error)
-    assert (error @ forward).square().sum() == pytest.approx(direct.item(), rel=1e-4)
+    assert (joined(error, 1) @ forward).square().sum() == pytest.approx(direct.item(), rel=1e-4)
     identity = fitted.forward.double() @ fitted.inverse.double()
-    assert torch.allclose(identity, torch.eye(64, dtype=torch.float64).expand(2, -1, -1), atol=1e-3)
+    assert torch.allclose(identity, torch.eye(128, dtype=torch.float64)[None], atol=1e-3)
+    assert torch.allclose(fitted.head_metric, metric, rtol=1e-4, atol=1e-4 * metric.abs().max())
     assert (fitted.variance.diff(dim=1) <= 0).all() and (fitted.variance > 0).all()
 
 
 @pytest.mark.parametrize("memory", [0.0, 0.8])
 def test_shrunk_variances_beat_eigenvalues_out_of_sample(memory):
-    rows, _ = planted(200, memory=memory, heads=4)
-    unseen, _ = planted(4000, seed=1, memory=memory, heads=4)
+    rows, _ = planted(800, memory=memory, heads=4)
+    unseen, _ = planted(16_000, seed=1, memory=memory, heads=4)
     fitted = components.fit(rows, None)
-    y = (unseen[:, 0] - fitted.mean[:, None]) @ fitted.forward.double()
+    y = joined(unseen[:, 0] - fitted.mean[:, None], 1) @ fitted.forward.double()
     met = y.square().mean(1)
-    raw, _ = covariance.principal(torch.stack([torch.cov(r.mT) for r in rows[:, 0]]))
+    raw, _ = covariance.principal(torch.stack([torch.cov(r.mT) for r in joined(rows[:, 0], 1)]))
 
     def loss(variance):  # Stein's, what a Gaussian code pays in bits for a wrong variance
         ratio = met / variance

@@ -319,7 +319,7 @@ def test_oscar_turns_into_the_eigenvectors_of_its_moment(dim, center):
     calibration = ladder_making.calibration(2, dim)
     own = StreamCalibration(components=calibration.components)
     mean = calibration.components[SITE.layer].mean.double()
-    covariance = calibration.components[SITE.layer].covariance.double()
+    covariance = calibration.components[SITE.layer].head_covariance.double()
     outer = 0 if center else mean[:, :, None] * mean[:, None]
     chol = calibration.whiteners[SITE.layer].chol.double()
     for held, moment in ((calibration, chol @ chol.mT), (own, covariance + outer)):

@@ -251,6 +251,7 @@ def test_what_a_part_is_worth_is_found_beside_what_lacks_that_part_alone(metrics
     rows = {(row["text"], row["label"]): row for row in metrics["ladder_ablation"]}
     due = {"klt 2 less escapes": 2, "klt 2 less tables": 3, "klt 2 less tables, transform": 7 / 3}
     due |= {"klt 2 less tables, metric": 1, "klt 2 less tables, allocation": 1}
+    due |= {"klt 2 less budget": 1, "klt 2 less tables, joint": 1}
     assert {label for _, label in rows} == set(due)
     for label, times in due.items():  # exact over both texts together, which have as many windows
         found = [row for (_, name), row in rows.items() if name == label]
@@ -261,11 +262,11 @@ def test_what_a_part_is_worth_is_found_beside_what_lacks_that_part_alone(metrics
 
 
 def test_a_recipe_takes_out_the_part_that_its_label_names(params):
-    whole = KltStream(bits=2)
+    whole = KltStream(bits=2, budget="cache")
     for one in ablations(params):
         less = {name for name, value in one.recipe.k if value != getattr(whole, name)}
         part = one.label.split(" less ")[1].rpartition(", ")[2]
-        own = {"escapes": "escape", "tables": "tables", "allocation": "allocation"}.get(part, "transform")
+        own = {"escapes": "escape"}.get(part, part if part in ("budget", "tables", "allocation") else "transform")
         assert less == {own, "tables"} if own in ("allocation", "transform") else less == {own}
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from kvlab.base.errors import UserError
 from kvlab.codec import limit
 from kvlab.codec.base import Site, StreamCalibration
+from kvlab.codec.klt.components import FLOOR
+from kvlab.codec.klt.grouping import block_diagonal, heads_together, joined, parted
 from kvlab.codec.seeding import generator
 from validation.bench.sources import Sample
 from validation.bench.subjects import Coder, Subject, calibrate
@@ -22,7 +24,7 @@ class Run:
     Parameters
     ----------
     error : Tensor
-        Mean squared error per value of each head, weighted.
+        Mean squared error per value of each group of heads, weighted.
     bits, index : float
         Bits per value: real ones, and of the indices alone.
     loss : float or None
@@ -46,7 +48,26 @@ def code(coder: Coder, windows: Tensor, sample: Sample, weight: Tensor | None) -
         errors.append(weighted.square().mean((-2, -1)))
         size += coder.nbytes(coded)
         index += coder.index_bits(coded, x.numel())
-    return Run(torch.stack(errors).mean(0), 8 * size / windows.numel(), index / len(windows), coder.known_loss(coded))
+    groups = groups_of(windows)
+    error = torch.stack(errors).mean(0).unflatten(0, (groups, -1)).mean(1)
+    return Run(error, 8 * size / windows.numel(), index / len(windows), coder.known_loss(coded))
+
+
+def groups_of(windows: Tensor) -> int:
+    """Groups of heads [windows, heads, tokens, head_dim] that the limit is that of (`codec.klt.grouping`)."""
+    _, heads, _, head_dim = windows.shape
+    return heads // heads_together(heads, head_dim)
+
+
+def joint_spectrum(rows: Tensor, weight: Tensor | None, groups: int) -> Tensor:
+    """That of rows [heads, n, head_dim] whose heads are joined in groups, float64 [groups, width].
+
+    No value is below what rounding leaves: heads that together are wider than the model's hidden state have directions
+    in which nothing lies, and their limit at any error is no number.
+    """
+    weight = None if weight is None else block_diagonal(weight, groups)
+    found = limit.spectrum(limit.covariance(joined(rows, groups)), weight)
+    return torch.maximum(found, FLOOR * found.mean(-1, keepdim=True))
 
 
 class Scorer:
@@ -67,10 +88,10 @@ class Scorer:
     def __init__(self, sample: Sample, ridge: float, losses: dict | None = None):
         self.losses = {} if losses is None else losses
         self.sample, (_, self.heads, _, self.head_dim) = sample, sample.scored.shape
-        rows = pooled(sample.scored)
-        self.spectrum = limit.spectrum(limit.covariance(rows), sample.weight)
-        twin = limit.gaussian_twin(rows, generator("bench twin", sample.layer, sample.stream))
-        self.twin = unpooled(twin, sample.scored)
+        rows, groups = pooled(sample.scored), groups_of(sample.scored)
+        self.spectrum = joint_spectrum(rows, sample.weight, groups)
+        twin = limit.gaussian_twin(joined(rows, groups), generator("bench twin", sample.layer, sample.stream))
+        self.twin = unpooled(parted(twin, self.heads), sample.scored)
         self.fits = {
             "calib": calibrate(sample.calib, sample, sample.calib_weight, ridge),
             "scored": calibrate(sample.scored, sample, sample.weight, ridge),
@@ -82,7 +103,7 @@ class Scorer:
         return subject.coder(self.sample.stream, self.head_dim, fit or self.fits["calib"])
 
     def score(self, subject: Subject) -> dict:
-        """Bits, error and the split of the excess, means over heads; None where there is no error at all."""
+        """Bits, error and the split of the excess, means over groups of heads; None where there is no error at all."""
         sample, weight = self.sample, self.sample.weight
         run = code(self.coder(subject), sample.scored, sample, weight)
         found = {"layer": sample.layer, "stream": sample.stream, "bits": run.bits, "index_bits": run.index}
@@ -118,7 +139,7 @@ class Scorer:
         return self.losses[key]
 
     def least(self, run: Run) -> float:
-        """The limit at a run's errors, mean over heads."""
+        """The limit at a run's errors, mean over groups of heads."""
         return limit.rate_at(self.spectrum, run.error).mean().item()
 
 
@@ -144,9 +165,9 @@ def limit_row(scorer: Scorer) -> dict:
         "layer": scorer.sample.layer,
         "stream": scorer.sample.stream,
         "rows": windows * tokens,
-        "dimensions": scorer.head_dim,
+        "dimensions": scorer.spectrum.shape[1],
         "coding_gain": limit.coding_gain(scorer.spectrum).mean().item(),
-        "bias": limit.log_det_bias(scorer.head_dim, windows * tokens),
+        "bias": limit.log_det_bias(scorer.spectrum.shape[1], windows * tokens),
     }
 
 
@@ -163,7 +184,7 @@ def whole(subject: Subject, sample: Sample, ridge: float) -> dict:
     every = replace(sample, calib=sample.whole[None], scored=sample.whole[None])
     fit = calibrate(every.scored, every, sample.weight, ridge)
     run = code(subject.coder(sample.stream, sample.whole.shape[-1], fit), every.scored, every, sample.weight)
-    spectrum = limit.spectrum(limit.covariance(pooled(every.scored)), sample.weight)
+    spectrum = joint_spectrum(pooled(every.scored), sample.weight, groups_of(every.scored))
     return {
         "layer": sample.layer,
         "stream": sample.stream,

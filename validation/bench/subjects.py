@@ -11,7 +11,7 @@ from torch import Tensor
 from kvlab.base.errors import CapabilityError
 from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, BlockStream, Conditioned, IdentityStream, KltStream, Recipe, StreamRecipe
-from kvlab.calibration.load import needed_files
+from kvlab.calibration.needs import reads
 from kvlab.codec import limit, whitening
 from kvlab.codec.base import Codec, Encoded, Site, StreamCalibration
 from kvlab.codec.klt import components
@@ -72,10 +72,7 @@ class Subject:
 
     def calibrated(self, stream: str) -> bool:
         """Whether anything that was fitted enters."""
-        if self.recipe is None:
-            return False
-        alone = {"k": IdentityStream(), "v": IdentityStream(), stream: self.of(stream)}
-        return bool(needed_files(Recipe(**alone)))
+        return self.recipe is not None and bool(reads(self.of(stream), stream))
 
     def coder(self, stream: str, head_dim: int, calibration: StreamCalibration | None) -> Coder:
         """The codec of one stream."""
@@ -140,7 +137,7 @@ class OwnCoder:
         return limit.lloyd_max_loss(self.widths(coded)).mean().item() if isinstance(self.recipe, KltStream) else None
 
     def widths(self, coded: Encoded) -> Tensor:
-        """Bits of each component of a layer, [heads, head_dim] (klt only)."""
+        """Bits of each component of a layer, [groups, width] (klt only)."""
         return self.codec.plan(coded.layer, coded.shape, torch.device("cpu")).widths
 
 
@@ -186,7 +183,7 @@ class Roster:
 def roster(params: Params) -> Roster:
     """Identity, every rung of the ladder, and every rival that runs here."""
     subjects = [Subject("identity", None, IDENTITY)]
-    subjects += [Subject(label, nominal(recipe), recipe) for label, recipe in rungs(params)]
+    subjects += [Subject(label, nominal(recipe), alone(recipe)) for label, recipe in rungs(params)]
     missing = {}
     for name, library in LIBRARIES.items():
         reason = usable(library)
@@ -200,6 +197,14 @@ def roster(params: Params) -> Roster:
                 continue
             subjects.append(Subject(f"{name} {bits}", bits, library=library))
     return Roster(tuple(subjects), missing)
+
+
+def alone(recipe: Recipe) -> Recipe:
+    """The recipe for one tensor, which shares its bits with no other."""
+    streams = {"k": recipe.k, "v": recipe.v}
+    own = {"budget": "tensor"}
+    found = {name: one.model_copy(update=own) for name, one in streams.items() if isinstance(one, KltStream)}
+    return Recipe(**(streams | found), rotary=recipe.rotary)
 
 
 def nominal(recipe: Recipe) -> int | None:

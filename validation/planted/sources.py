@@ -112,7 +112,7 @@ def transform() -> list[Claim]:
     found = []
     for rate in KLT_BITS:
         recipe = KltStream(bits=rate, block_size=TOKENS, escape=False)
-        spent = vector_bits(recipe, 1, DIM)[0]
+        spent = vector_bits(recipe, 1, DIM)
         planted = spent_error(values, spent)
         column = coded_errors(recipe)
         name = f"`klt` at {in_bits(rate)}"
@@ -187,6 +187,7 @@ def known_source() -> tuple[Components, Whitener, Tensor]:
     draw = values.sqrt()[:, None] * axes.mT @ inverse
     components = Components(
         mean=torch.zeros(1, DIM),
+        sink=torch.zeros(1, DIM),
         covariance=(draw.mT @ draw)[None].float(),
         forward=(chol @ axes)[None].float(),
         inverse=(axes.mT @ inverse)[None].float(),

@@ -132,9 +132,11 @@ WHOLE_KLT = {"transform": "klt", "tables": "fitted", "allocation": "water_fillin
 class KltStream(Ends):
     """The calibrated transform codec: KLT in the metric of the scores, bits by reverse water-filling.
 
-    `bits` is what a full block of `block_size` tokens may take per value, everything stored included.
+    `bits` is what a full block of `block_size` tokens may take per value, everything stored included; where `budget` is
+    that of K and V of a layer, of one stream of all layers or of the whole cache, on the average over these, each
+    getting what lowers the calibrated loss most.
     With `escape` a component that falls so far out of its table that storing it apart is the better
-    bargain is stored apart.
+    bargain is stored apart, and a vector that is too large for its tables is coded at a scale.
     The rest take a part out (`codec.klt.ablation`); what takes nothing out is not said, so that ids stay.
     """
 
@@ -143,7 +145,8 @@ class KltStream(Ends):
     bits: float = Field(gt=0, le=8)
     block_size: int = Field(default=512, ge=1, le=65536)
     escape: bool = True
-    transform: Literal["klt", "unweighted", "none"] = "klt"
+    budget: Literal["tensor", "layer", "stream", "cache"] = "tensor"
+    transform: Literal["klt", "per_head", "unweighted", "none"] = "klt"
     tables: Literal["fitted", "gaussian"] = "fitted"
     allocation: Literal["water_filling", "even"] = "water_filling"
 
@@ -272,6 +275,15 @@ class Recipe(Frozen):
     k: StreamRecipe
     v: StreamRecipe
     rotary: Literal["before", "after"] = "before"
+
+    @model_validator(mode="after")
+    def _budgets_agree(self) -> Recipe:
+        """K and V that share a budget are coded alike."""
+        names = ("codec", "bits", "budget", "block_size")
+        k, v = ([getattr(one, name, None) for name in names] for one in (self.k, self.v))
+        if k != v and {"layer", "cache"} & {k[2], v[2]}:
+            raise ValueError("klt whose budget is of K and V needs both, with equal bits, budget and block_size")
+        return self
 
     @model_serializer(mode="wrap")
     def _said(self, whole) -> dict[str, Any]:

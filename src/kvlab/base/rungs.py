@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from kvlab.base import plugins
 from kvlab.base.errors import ParamsError, UnknownName, suggestion
 from kvlab.base.params import Params
-from kvlab.base.recipe import CONTROLS, STREAMS, Conditioned, KltStream, Recipe
+from kvlab.base.recipe import CONTROLS, STREAMS, Conditioned, Recipe
 from kvlab.base.rivals import RIVALS, rival_recipe
 from kvlab.base.studied import studied_recipe
 
@@ -54,22 +54,27 @@ Compared = Annotated[(str, *one_of((*LADDERED, *PIPELINED), plugin=True))]
 Conditionable = Annotated[(str, *one_of(CONDITIONABLE, plugin=True, conditioned=True))]
 
 
-def own_settings(codec: str, bits: int | None) -> tuple[dict, dict]:
+def own_settings(codec: str, bits: float | None, v_bits: float | None) -> tuple[dict, dict]:
     """What a codec's recipe says besides bits and conditioning, for K and for V."""
     if codec == "kivi":
         return {"axis": "channel"}, {"axis": "token"}
     if codec == "oscar":
-        return ({"clip": 0.96}, {"clip": 0.92}) if bits < UNCLIPPED else ({"clip": 1.0}, {"clip": 1.0})
+        return {"clip": 0.96 if bits < UNCLIPPED else 1.0}, {"clip": 0.92 if v_bits < UNCLIPPED else 1.0}
+    if codec == "klt":  # what K and V of all layers lose is weighed alike, unless somebody said what each shall have
+        budget = {"budget": "cache" if bits == v_bits else "stream"}
+        return budget, budget
     return {}, {}
 
 
 def default_recipe(params: Params) -> Recipe:
     """What the drop-ins run when they are told no other: `klt` at the bits of params.yaml."""
-    return Recipe(k=KltStream(bits=params.bits), v=KltStream(bits=params.v_bits))
+    return ladder_recipe("klt", params.bits, "", params, params.v_bits)
 
 
-def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, params: Params) -> Recipe:
-    """The recipe of one rung: the same bits for K and V.
+def ladder_recipe(
+    codec: str, bits: int | None, conditioning: Conditioning, params: Params, v_bits: int | None = None
+) -> Recipe:
+    """The recipe of one rung.
 
     Parameters
     ----------
@@ -82,6 +87,8 @@ def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, para
         whitens K as well, by Sigma_q at lag 0; or ``center+weigh``, which brings K and V into the metric of `klt`.
     params : Params
         `codec` and `calibration` describe the `block` rung, which is the studied recipe on the Gaussian table.
+    v_bits : int, optional
+        Of V; as of K when left out.
 
     Raises
     ------
@@ -93,7 +100,7 @@ def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, para
     if codec in RIVALS:
         if conditioning:
             raise ParamsError(f"codec {codec!r} is as published, and cannot be conditioned")
-        return rival_recipe(codec, bits)
+        return rival_recipe(codec, bits, v_bits)
     if codec not in LADDERED and codec not in plugins.names():
         raise UnknownName("codec of the ladder", codec, (*LADDERED, *PIPELINED, *plugins.names()))
     if conditioning not in get_args(Conditioning):
@@ -104,14 +111,17 @@ def ladder_recipe(codec: str, bits: int | None, conditioning: Conditioning, para
         why = "it needs some" if bits is None else "it has no bits to choose"
         raise ParamsError(f"codec {codec!r} at bits {bits}: {why}")
     if codec == "block":
-        return _block(bits, params)
-    k, v = own_settings(codec, bits)
-    common = {"bits": bits} if has_bits(codec) else {}
-    common |= {"center": True} if conditioning else {}
+        return _block(bits, bits if v_bits is None else v_bits, params)
+    bits_of = {"k": bits, "v": bits if v_bits is None else v_bits}
+    k, v = own_settings(codec, *bits_of.values())
+    common = {"center": True} if conditioning else {}
     common |= {"weigh": True} if conditioning == "center+weigh" else {}
-    whitened = {"whiten": True} if conditioning == "center+whiten" else {}
+    if conditioning == "center+whiten":
+        k |= {"whiten": True}
+    if has_bits(codec):
+        k, v = k | {"bits": bits_of["k"]}, v | {"bits": bits_of["v"]}
     stream = STREAMS[codec] if codec in STREAMS else partial(plugins.plugin_stream, codec)
-    return Recipe(k=stream(**common, **whitened, **k), v=stream(**common, **v))
+    return Recipe(k=stream(**common, **k), v=stream(**common, **v))
 
 
 def has_bits(codec: str) -> bool:
@@ -119,8 +129,8 @@ def has_bits(codec: str) -> bool:
     return codec in RIVALS or "bits" in plugins.settings_of(codec).model_fields
 
 
-def _block(bits: int, params: Params) -> Recipe:
-    recipe = studied_recipe(params.model_copy(update={"bits": bits, "v_bits": bits}))
+def _block(bits: int, v_bits: int, params: Params) -> Recipe:
+    recipe = studied_recipe(params.model_copy(update={"bits": bits, "v_bits": v_bits}))
     gaussian = {"codebook": "gaussian"}  # as every other rung: no table of the ladder is fitted, so it reads none
     return Recipe(k=recipe.k.model_copy(update=gaussian), v=recipe.v.model_copy(update=gaussian))
 
@@ -144,8 +154,5 @@ def labelled(name: str, params: Params) -> Recipe:
     if codec not in (*LADDERED, *RIVALS) and codec not in plugins.names():
         raise UnknownName("codec", codec, (*LADDERED, *RIVALS, *plugins.names(), STUDIED))
     conditioning = "" if conditioning == "none" else conditioning
-    k, v = (
-        ladder_recipe(codec, bits if has_bits(codec) else None, conditioning, params)
-        for bits in (params.bits, params.v_bits)
-    )
-    return Recipe(k=k.k, v=v.v, rotary=k.rotary)
+    bits = (params.bits, params.v_bits) if has_bits(codec) else (None, None)
+    return ladder_recipe(codec, bits[0], conditioning, params, bits[1])

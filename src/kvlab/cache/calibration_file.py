@@ -3,7 +3,7 @@
     file   := safetensors, whose header entry ``kvlab`` is `Header` as JSON
     tensor := "{k|v}/whitener/{layer}/{field of Whitener}" | "{k|v}/components/{layer}/{field of Components}"
             | "{k|v}/decoding/{layer}/{field of Decoding}" | "{k|v}/own/{layer}/{field of the codec's Fit}"
-            | "{k|v}/table"
+            | "{k|v}/spectra/{layer}" | "{k|v}/table"
 
 A file may hold what decodes alone (`form`): of `klt` the tables of its own bits in place of the sketches that tables
 of any bits are made from, of other codecs the tensors that their decoder reads. It decodes what was coded with the
@@ -34,13 +34,13 @@ from kvlab.base.records import atomic, fingerprint, from_header, sha256, to_head
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import coded_by, reads
 from kvlab.codec.base import StreamCalibration
-from kvlab.codec.klt.codec import Plan, one_thread
+from kvlab.codec.klt.codec import KltCodec
 from kvlab.codec.klt.components import Components
 from kvlab.codec.klt.synthesis import Decoding
 from kvlab.codec.registry import fit_class
 from kvlab.codec.whitening import Whitener
 
-FORMAT, VERSION = "kvlab-calibration", 1
+FORMAT, VERSION = "kvlab-calibration", 2
 STREAMS = ("k", "v")
 # What of `Whitener` and of `Components` a decoder reads, and a table: of `oscar`, and of a codec after a front.
 TURNED, CONDITIONED = {"chol", "covariance", "mean"}, {"inv_chol", "mean", "table"}
@@ -188,12 +188,17 @@ def decoding_tensors(recipe: Recipe, tensors: dict[str, Tensor]) -> dict[str, Te
             read = {name for name in mine if name.startswith(fitted) or name.rpartition("/")[2] in kept}
             found |= {name: tensor for name, tensor in mine.items() if name in read}
             continue
-        found |= {name: tensor for name, tensor in mine.items() if not name.startswith(own)}
-        for layer in sorted({int(name.split("/")[2]) for name in mine if name.startswith(own)}):
-            whole = Components(**{field.name: mine[f"{own}{layer}/{field.name}"] for field in fields(Components)})
-            with one_thread():
-                plan = Plan(whole, chosen, torch.device("cpu"))
-            found |= {f"{stream}/decoding/{layer}/{name}": tensor for name, tensor in vars(plan.decoding).items()}
+        found |= {name: tensor for name, tensor in mine.items() if not name.startswith((own, f"{stream}/spectra/"))}
+        layers = sorted({int(name.split("/")[2]) for name in mine if name.startswith(own)})
+        whole = {
+            layer: Components(**{field.name: mine[f"{own}{layer}/{field.name}"] for field in fields(Components)})
+            for layer in layers
+        }
+        codec = KltCodec(chosen, StreamCalibration(components=whole, stream=stream, spectra=_spectra(tensors)))
+        for layer, components in whole.items():
+            heads, head_dim = components.mean.shape
+            decoding = codec.plan(layer, (heads, 1, head_dim), torch.device("cpu")).decoding
+            found |= {f"{stream}/decoding/{layer}/{name}": tensor for name, tensor in vars(decoding).items()}
     return found
 
 
@@ -279,6 +284,7 @@ def load_calibration(path: Path | str, info: ModelInfo) -> Calibrated | None:
             | _by_layer(path, tensors, stream, "decoding", Decoding)
             for stream in STREAMS
         },
+        spectra=_spectra(tensors),
     )
 
 
@@ -312,9 +318,16 @@ def _named(recipe: StreamRecipe, stream: str, own: StreamCalibration, layers: It
                 raise CalibrationMismatch(f"the calibration has no {kind} of {stream.upper()} for layer {layer}")
             for name, tensor in vars(by_layer[layer]).items():
                 found[f"{stream}/{kind}/{layer}/{name}"] = tensor
+    found |= {f"{of}/spectra/{layer}": variance.clone() for (of, layer), variance in own.spectra.items()}
     if own.centroids is not None:
         found[f"{stream}/table"] = own.centroids
     return found
+
+
+def _spectra(tensors: dict[str, Tensor]) -> dict[tuple[Literal["k", "v"], int], Tensor]:
+    """By stream and layer, as `StreamCalibration.spectra`; of K first, from the first layer on."""
+    names = [name.split("/") for name in tensors if "/spectra/" in name]
+    return {(of, layer): tensors[f"{of}/spectra/{layer}"] for of, layer in sorted((of, int(n)) for of, _, n in names)}
 
 
 def _own(path: Path | str, tensors: dict[str, Tensor], recipe: Recipe) -> dict[tuple[str, str], dict[int, Any]]:

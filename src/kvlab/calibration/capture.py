@@ -1,4 +1,4 @@
-"""What an engine computes on the calibration windows: moments of pre-rotary Q, K and V, and a sample of K and V."""
+"""What an engine computes on the calibration windows: moments of pre-rotary Q, K and V, a sample of K and V, losses."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvlab.base.errors import CalibrationMismatch, NonFinite, UserError
 from kvlab.base.model import resolve
 from kvlab.base.params import Params
 from kvlab.base.records import atomic, to_header, versions
+from kvlab.calibration import losses
 from kvlab.calibration import moments as kept
 from kvlab.calibration.facts import header_facts
 from kvlab.calibration.metrics import ErrorMetrics
@@ -42,15 +43,15 @@ FACTS = {
 
 
 class Observed:
-    """What is left of the calibration windows: the moments of all, and K and V of a sample of them.
+    """What is left of the calibration windows: the moments of all, K and V of a sample of them, losses on a few.
 
     Parameters
     ----------
     metadata : dict
         `FACTS`, and what else there is to say: ``sample`` numbers the windows that were kept.
     read : callable
-        Gives the tensor of a name: those of `ModelMoments.tensors`, and ``layer_{l}_{k|v}``, bfloat16
-        [sampled windows, kv_heads, context, head_dim].
+        Gives the tensor of a name: those of `ModelMoments.tensors` and of `losses.measured`, and ``layer_{l}_{k|v}``,
+        bfloat16 [sampled windows, kv_heads, context, head_dim].
     """
 
     def __init__(self, metadata: dict, read: Callable[[str], Tensor]):
@@ -96,8 +97,16 @@ class Observed:
         return kept.stored_queries(self._read, layer, self.extent)
 
     def moments(self, layer: int, stream: str) -> Moments:
-        """Moments of a layer's K or V over the contexts of all windows."""
+        """Moments of a layer's K or V over the contexts of all windows but for their first tokens, heads joined."""
         return kept.stored_rows(self._read, layer, stream, self.extent)
+
+    def first(self, layer: int, stream: str) -> Tensor:
+        """Mean of a layer's K or V at the first token of the windows, float64 [kv_heads, head_dim]."""
+        return kept.stored_first(self._read, layer, stream)
+
+    def loss(self, layer: int, stream: str) -> Tensor:
+        """What errors of a layer's K or V cost (`losses`), float64 [kv_heads, head_dim]."""
+        return self._read(f"layer_{layer}_{stream}_loss")
 
     def layer(self, layer: int, stream: str) -> Tensor:
         """The sampled contexts of a layer's K or V as float32, [sampled windows, kv_heads, context, head_dim]."""
@@ -149,12 +158,14 @@ def observe(engine: Engine, windows: Sequence[Sequence[int]], context: int, corp
         )
     info, extent = engine.info, Extent(len(windows), lengths[0], context)
     chosen = sample_of(extent.windows, sample)
-    tap = _Tap(ModelMoments(info, extent, ErrorMetrics(info, extent.tokens).angles), chosen)
+    angles = ErrorMetrics(info, extent.tokens).angles
+    tap = _Tap(ModelMoments(info, extent, angles), chosen)
     for number, ids in enumerate(tqdm(windows, desc=f"capture {engine.name}", unit="window")):
         tap.window = number
         engine.score(ids, len(ids) - 2, tap)
         tap.refuse_broken()
-    tensors = tap.moments.tensors() | tap.sample
+    found = losses.measured(engine, [ids[:context] for ids in windows], angles)
+    tensors = tap.moments.tensors() | tap.sample | found
     metadata = {
         "engine": engine.name,
         "model_hash": info.model_hash,
@@ -249,10 +260,12 @@ class Captured(Observed):
             raise CalibrationMismatch(f"cannot read capture {path}: {error}; run `kvlab step capture`") from None
         super().__init__(header_facts(metadata, self.path, FACTS, "capture"), self._tensor)
         self._names = found
-        due = kept.names(self.n_layers) | {f"layer_{n}_{s}" for n in range(self.n_layers) for s in STREAMS}
+        places = [f"layer_{n}_{stream}" for n in range(self.n_layers) for stream in STREAMS]
+        due = kept.names(self.n_layers) | {*places, *(f"{place}_loss" for place in places)}
         if not found or found != due:
             raise CalibrationMismatch(
-                f"{path} does not hold the moments of Q, K and V of every layer and a sample; run `kvlab step capture`"
+                f"{path} does not hold the moments of Q, K and V of every layer, a sample and losses;"
+                " run `kvlab step capture`"
             )
         if self.metadata["model_hash"] != model_hash:
             raise CalibrationMismatch(

@@ -1,8 +1,9 @@
-"""The components of K and V: mean, covariance and KLT per layer and KV head, for every codec that needs them.
+"""The components of K and V: mean, covariance and KLT per layer and group of KV heads, for every codec that needs them.
 
-K is fitted in the metric of the scores, V in that of the attention's output (see `codec.metric`). Nothing here
-depends on a rate: tables are made from the stored quantiles when a codec is built. Mean, covariance, axes and
-variances come from the moments of all calibration windows, quantiles from the sample that was kept.
+K is fitted in the metric of the scores, V in that of the attention's output (see `codec.metric`), both in units of what
+their errors were seen to cost (`calibration.losses`). Nothing here depends on a rate: tables are made from the stored
+quantiles when a codec is built. Mean, covariance, axes and variances come from the moments of all calibration windows,
+quantiles from the sample that was kept.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
 from kvlab.codec.klt import components as klt
-from kvlab.codec.klt.components import Components
+from kvlab.codec.klt.components import TINY, Components
 from kvlab.codec.metric import ridged
 from kvlab.codec.whitening import Whitener
 
@@ -36,8 +37,8 @@ FIELDS = tuple(field.name for field in fields(Components))
 def fit_components(params: Params, capture_path: Path, sigma_path: Path, out: Path) -> None:
     """Fit the components of every layer and stream on the calibration contexts.
 
-    Writes ``layer_{l}_{k|v}_{mean,covariance,forward,inverse,variance,sketch}``, float32, as `Components`
-    describes them; the ``.json`` beside it holds the diagnostics of each head.
+    Writes ``layer_{l}_{k|v}_{mean,sink,covariance,forward,inverse,variance,sketch}``, float32, as `Components`
+    describes them; the ``.json`` beside it holds the diagnostics of each group of heads.
 
     Raises
     ------
@@ -109,18 +110,30 @@ class Fitting:
     ridge: float
 
     def sample(self, layer: int, stream: str) -> Tensor:
-        """K or V of the windows that were kept, float32 [heads, sampled windows, context, head_dim]."""
-        return self.observed.layer(layer, stream).transpose(0, 1).contiguous()
+        """K or V of the windows that were kept, float32 [heads, sampled windows, context - 1, head_dim].
+
+        Without first tokens, of which the moments know nothing either.
+        """
+        return self.observed.layer(layer, stream).transpose(0, 1)[:, :, 1:].contiguous()
 
     def metric(self, layer: int, stream: str) -> Tensor:
-        """What errors are weighed by, ridged, float64 [heads, head_dim, head_dim]."""
+        """What errors are weighed by, ridged and in nats, float64 [heads, head_dim, head_dim]."""
         sigma = ridged_sigma(self.whiteners[layer])
-        return ridged(self.metrics.k(sigma) if stream == "k" else self.metrics.v(layer), self.ridge)
+        form = ridged(self.metrics.k(sigma) if stream == "k" else self.metrics.v(layer), self.ridge)
+        return form * self._nats(layer, stream, form)[:, None, None]
+
+    def _nats(self, layer: int, stream: str, form: Tensor) -> Tensor:
+        """What makes a form of each head cost what was measured, were errors in proportion to the values [heads]."""
+        _, _, scatter = self.observed.moments(layer, stream).pooled()
+        power = scatter.diagonal(dim1=-2, dim2=-1).reshape(len(form), -1)
+        cost = (self.observed.loss(layer, stream) * power).sum(-1)
+        told = (form.diagonal(dim1=-2, dim2=-1) * power).sum(-1)
+        return (cost / told.clamp(min=TINY)).clamp(min=TINY)
 
     def components(self, layer: int, stream: str) -> Components:
         """Those of one layer's K or V."""
-        moments = self.observed.moments(layer, stream)
-        return klt.fit_moments(moments, self.sample(layer, stream), self.metric(layer, stream))
+        moments, sink = self.observed.moments(layer, stream), self.observed.first(layer, stream)
+        return klt.fit_moments(moments, self.sample(layer, stream), self.metric(layer, stream), sink)
 
 
 def ridged_sigma(whitener: Whitener) -> Tensor:
@@ -145,7 +158,7 @@ def named(components: Components, layer: int, stream: str) -> dict[str, Tensor]:
 
 
 def describe(rows: Tensor, metric: Tensor | None, components: Components, layer: int, stream: str) -> list[dict]:
-    """Diagnostics of each head.
+    """Diagnostics of each group of heads.
 
     `coding_gain_db` is the ratio of the arithmetic to the geometric mean of the components' variances (Jayant
     and Noll, Digital Coding of Waveforms, 1984): what allocating bits to them gains over equal bits. `condition`
@@ -156,16 +169,17 @@ def describe(rows: Tensor, metric: Tensor | None, components: Components, layer:
     gain = 10 * (variance.mean(-1).log10() - variance.log10().mean(-1))
     condition = variance.amax(-1) / variance.amin(-1)
     loss = klt.mismatch(rows, metric)
+    heads = len(rows) // len(variance)
     return [
         {
             "layer": layer,
             "stream": stream,
-            "kv_head": head,
-            "coding_gain_db": float(gain[head]),
-            "condition": float(condition[head]),
-            "mismatch_db": float(loss[head]),
+            "kv_heads": [group * heads, (group + 1) * heads - 1],
+            "coding_gain_db": float(gain[group]),
+            "condition": float(condition[group]),
+            "mismatch_db": float(loss[group]),
         }
-        for head in range(rows.shape[0])
+        for group in range(len(variance))
     ]
 
 

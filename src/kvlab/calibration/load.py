@@ -65,6 +65,8 @@ class Calibrated:
         By stream and layer.
     own : dict
         What codecs fitted by themselves, by stream and codec, and by layer.
+    spectra : dict of tuple of str and int to Tensor
+        By stream and layer the variances of components; those of `components` where nothing else is said.
     """
 
     whiteners: dict[int, Whitener]
@@ -76,6 +78,12 @@ class Calibrated:
     components: dict[str, dict[int, Components]] = field(default_factory=dict)
     rotated: dict[int, Whitener] = field(default_factory=dict)
     own: dict[tuple[str, str], dict[int, Any]] = field(default_factory=dict)
+    spectra: dict[tuple[Literal["k", "v"], int], torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.spectra:
+            found = ((stream, layer, one) for stream in "kv" for layer, one in self.components.get(stream, {}).items())
+            self.spectra.update({(stream, at): one.variance for stream, at, one in found if hasattr(one, "variance")})
 
     def stream(
         self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope"
@@ -102,6 +110,8 @@ class Calibrated:
             centroids=self._table(recipe, which, placement) if "table" in due else None,
             components=self.components.get(which, {}) if "components" in due else {},
             own=self.own.get((which, recipe.codec), {}) if "own" in due else {},
+            stream=which,
+            spectra=self.spectra if "spectra" in due else {},
         )
 
     def fingerprints(self, cell: Cell) -> dict[str, str]:
@@ -117,6 +127,8 @@ class Calibrated:
         if piece.kind == "own":
             codec, layer = str(piece.place).split("/")
             return tuple(vars(self.own[piece.stream, codec][int(layer)]).values())
+        if piece.kind == "spectra":
+            return tuple(variance for _, variance in sorted(self.spectra.items()))
         return tuple(getattr(self.components[piece.stream][piece.place], name) for name in FIELDS)
 
     def metric(self, placement: Placement) -> dict[int, Whitener]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvlab.base.errors import Fault, NonFinite
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Placement
+from kvlab.codec.klt.grouping import heads_together, joined
 from kvlab.codec.klt.moments import Moments
 from kvlab.codec.metric import rotated
 from kvlab.engines.base import Part
@@ -34,7 +35,8 @@ class Extent:
     tokens : int
         Of a window; its queries count all of them.
     context : int
-        The first tokens of a window, whose K and V a codec sees; only these count for K and V.
+        The first tokens of a window, whose K and V a codec sees; only these count for K and V. The very first is apart:
+        attention rests on it, and its K and V are unlike all others.
     """
 
     windows: int
@@ -44,6 +46,11 @@ class Extent:
     def half(self, window: int) -> int:
         """0 for a window of the first half, else 1."""
         return int(window >= self.windows // 2)
+
+    @property
+    def rows(self) -> int:
+        """Tokens of all windows that the moments of K and V are of."""
+        return self.windows * (self.context - 1)
 
 
 def grouped(q: Tensor, n_kv_heads: int) -> Tensor:
@@ -136,11 +143,14 @@ class ModelMoments:
         self.info, self.extent, self.angles = info, extent, angles
         self.queries: dict[int, QueryMoments] = {}
         self.rows: dict[tuple[int, Part], Moments] = {}
+        self.firsts: dict[tuple[int, Part], Tensor] = {}
+        self.groups = info.n_kv_heads // heads_together(info.n_kv_heads, info.head_dim)
 
     def update(self, window: int, layer: int, part: Part, x: Tensor) -> None:
         """Fold in one layer's Q, K or V of a window, [heads, tokens, head_dim], before the rotary embedding.
 
-        Sums are kept on the device of the first tensor of a layer.
+        Rows of K and V are those of groups of heads, joined; the first tokens of windows have a mean of their own. Sums
+        are kept on the device of the first tensor of a layer.
 
         Raises
         ------
@@ -156,9 +166,11 @@ class ModelMoments:
             self.queries[layer].update(x, window, self.angles)
             return
         if (layer, part) not in self.rows:
-            total = extent.windows * extent.context
-            self.rows[layer, part] = Moments(total, heads, self.info.head_dim, x.device)
-        self.rows[layer, part].update(x[:, : extent.context], window * extent.context)
+            width = heads * self.info.head_dim // self.groups
+            self.rows[layer, part] = Moments(extent.rows, self.groups, width, x.device)
+            self.firsts[layer, part] = torch.zeros(heads, self.info.head_dim, dtype=torch.float64, device=x.device)
+        self.rows[layer, part].update(joined(x[:, 1 : extent.context], self.groups), window * (extent.context - 1))
+        self.firsts[layer, part] += x[:, 0].to(self.firsts[layer, part]) / extent.windows
 
     def merge(self, other: ModelMoments) -> ModelMoments:
         """Fold in those of other windows of the same text; self. `Fault` when they are of another, or share one."""
@@ -170,6 +182,8 @@ class ModelMoments:
                     mine[place].merge(moments)
                 else:
                     mine[place] = moments
+        for place, part in other.firsts.items():
+            self.firsts[place] = self.firsts[place] + part.to(self.firsts[place]) if place in self.firsts else part
         return self
 
     def tensors(self) -> dict[str, Tensor]:
@@ -180,16 +194,17 @@ class ModelMoments:
             found |= {f"layer_{layer}_q_count": moments.count, f"layer_{layer}_q_traces": moments.traces}
         for (layer, part), moments in sorted(self.rows.items()):
             found |= {f"layer_{layer}_{part}_{name}": getattr(moments, name) for name in ROW_FIELDS}
+            found[f"layer_{layer}_{part}_{FIRST}"] = self.firsts[layer, part]
         return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
 
 
 QUERY_FIELDS = (*PLACEMENTS, "count", "traces")
-ROW_FIELDS = ("count", "mean", "scatter")
+ROW_FIELDS, FIRST = ("count", "mean", "scatter"), "first"
 
 
 def names(n_layers: int) -> set[str]:
     """The names of `ModelMoments.tensors`."""
-    fields = {"q": QUERY_FIELDS} | dict.fromkeys(STREAMS, ROW_FIELDS)
+    fields = {"q": QUERY_FIELDS} | dict.fromkeys(STREAMS, (*ROW_FIELDS, FIRST))
     return {f"layer_{n}_{part}_{field}" for n in range(n_layers) for part, own in fields.items() for field in own}
 
 
@@ -206,4 +221,9 @@ def stored_queries(read, layer: int, extent: Extent) -> QueryMoments:
 def stored_rows(read, layer: int, stream: str, extent: Extent) -> Moments:
     """The same of a layer's K or V."""
     fields = (read(f"layer_{layer}_{stream}_{field}") for field in ROW_FIELDS)
-    return Moments.holding(extent.windows * extent.context, *fields)
+    return Moments.holding(extent.rows, *fields)
+
+
+def stored_first(read, layer: int, stream: str) -> Tensor:
+    """The mean of K or V of the windows' first tokens, float64 [heads, head_dim]."""
+    return read(f"layer_{layer}_{stream}_{FIRST}")

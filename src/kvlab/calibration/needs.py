@@ -21,8 +21,13 @@ from kvlab.base.recipe import (
     digest,
 )
 
-Kind = Literal["whitener", "table", "components", "own"]
-FILES: dict[Kind, str] = {"whitener": "sigma", "table": "codebooks", "components": "components"}
+Kind = Literal["whitener", "table", "components", "spectra", "own"]
+FILES: dict[Kind, str] = {
+    "whitener": "sigma",
+    "table": "codebooks",
+    "components": "components",
+    "spectra": "components",
+}
 """The files of a pipeline's calibration. What a codec fits by itself (``own``) is in none; `kvlab calibrate` has it."""
 
 
@@ -30,7 +35,8 @@ class Piece(NamedTuple):
     """One fitted thing that a codec reads.
 
     `placement` is that of K, ``pre_rope`` for V, which has no rotary embedding; `place` is the layer, or for a
-    table, which serves all layers, the digest of its recipe; for what a codec fitted by itself, codec and layer.
+    table, which serves all layers, the digest of its recipe; for spectra, of which all are read, ``all``; for what a
+    codec fitted by itself, codec and layer.
     """
 
     kind: Kind
@@ -60,6 +66,7 @@ def reads(recipe: StreamRecipe, which: Literal["k", "v"]) -> tuple[Kind, ...]:
         "table": isinstance(recipe, BlockStream) and recipe.codebook == "fitted",
         "components": (centres or weighs or isinstance(recipe, KltStream) or (oscar and which == "v"))
         or "components" in others,
+        "spectra": isinstance(recipe, KltStream) and recipe.budget != "tensor",  # bits go where they are needed
         "own": isinstance(recipe, KvQuantStream | KvtcStream),
     }
     return tuple(kind for kind, is_read in found.items() if is_read)
@@ -86,7 +93,7 @@ def needed_files(recipe: Recipe) -> list[str]:
         )
     needed = {FILES[kind] for kind in kinds}
     needed |= {"sigma"} if needed else set()
-    return [name for name in FILES.values() if name in needed]
+    return [name for name in dict.fromkeys(FILES.values()) if name in needed]
 
 
 def pieces(cell: Cell) -> dict[str, Piece]:
@@ -96,6 +103,6 @@ def pieces(cell: Cell) -> dict[str, Piece]:
         recipe = coded_by(cell.stream_recipe(which, layer))
         placement = cell.placement if which == "k" else "pre_rope"
         for kind in reads(recipe, which):
-            places = {"table": digest(recipe), "own": f"{recipe.codec}/{layer}"}
+            places = {"table": digest(recipe), "spectra": "all", "own": f"{recipe.codec}/{layer}"}
             found.append(Piece(kind, which, placement, places.get(kind, layer)))
     return {piece.name: piece for piece in found}

@@ -102,12 +102,19 @@ class StreamCalibration:
         Mean, covariance and KLT of the stream.
     own : dict
         By layer, what the codec's own `Fit.of` made of the stream's sample; an object of the codec's class `Fit`.
+    stream : {"k", "v"} or None
+        Which one it is; None where that does not matter.
+    spectra : dict of tuple of str and int to Tensor
+        By stream and layer the variances of all components of the cache, `Components.variance`: what bits are
+        divided by.
     """
 
     whiteners: dict[int, Whitener] = field(default_factory=dict)
     centroids: Tensor | None = None
     components: dict[int, Components] = field(default_factory=dict)
     own: dict[int, Any] = field(default_factory=dict)
+    stream: Literal["k", "v"] | None = None
+    spectra: dict[tuple[Literal["k", "v"], int], Tensor] = field(default_factory=dict)
 
 
 class Codec(Protocol):

@@ -66,8 +66,9 @@ def named_recipe(codec: str, bits: float | None = None, v_bits: float | None = N
         raise ParamsError(f"codec {name!r} has no choice of bits; leave them out")
     given = has_bits and bits is not None  # another package's codec may have bits by default
     k, v = ({"bits": bits}, {"bits": bits if v_bits is None else v_bits}) if given else ({}, {})
-    k |= own_settings(name, bits)[0] | CONDITIONS[condition] | settings
-    v |= own_settings(name, v.get("bits"))[1] | {front: True for front in CONDITIONS[condition] if front != "whiten"}
+    of_k, of_v = own_settings(name, bits, v.get("bits"))
+    k |= of_k | CONDITIONS[condition] | settings
+    v |= of_v | {front: True for front in CONDITIONS[condition] if front != "whiten"}
     return Recipe(k=stream_recipe(name, **k), v=stream_recipe(name, **(v | settings)))
 
 

@@ -119,6 +119,15 @@ def is_better_than_nothing(subject: Subject) -> None:
     need(bool(error < 1), is_better_than_nothing, f"its squared error is {float(error):.3g} of that of zeros")
 
 
+def stands_every_kind_of_rows(subject: Subject) -> None:
+    """Calibrated on rows like them, it codes some without structure, with heavy tails, with a first token far out."""
+    for what, rows in unlike(tokens=512 + 4 * BLOCK).items():
+        codec, x = build(subject.recipe, calibration_of(rows[:, :512])), rows[:, 512:].clone()
+        x[:, 0] = rows[:, 0]
+        error = (codec.decode(codec.encode(x, SITE)) - x).square().sum() / x.square().sum()
+        need(bool(error < 1), stands_every_kind_of_rows, f"on {what} its squared error is {float(error):.3g} of theirs")
+
+
 def codes_the_same_every_time(subject: Subject) -> None:
     """Twice the same tensor is twice the same arrays, whatever came in between, in a codec built anew too."""
     first, second = planted(draw=1), 3 * planted(draw=2)
@@ -185,6 +194,7 @@ CHECKS: tuple[Callable[[Subject], None], ...] = (
     comes_back_as_a_recipe,
     codes_any_shape_and_dtype,
     is_better_than_nothing,
+    stands_every_kind_of_rows,
     codes_the_same_every_time,
     is_stored_and_read_back,
     refuses_what_it_cannot_code,
@@ -209,15 +219,40 @@ def planted(heads: int = 2, tokens: int = 70, dim: int = 64, draw: int = 0) -> T
     return ((white * torch.logspace(0, -1, dim)) @ turn + mean) * loud
 
 
+def unlike(heads: int = 2, tokens: int = 70, dim: int = 64) -> dict[str, Tensor]:
+    """Rows of other distributions than the planted one, float32 [heads, tokens, dim], by what they are."""
+    source = torch.Generator().manual_seed(heads * dim)
+    white, sizes = torch.randn(heads, tokens, dim, generator=source), torch.randn(heads, tokens, 1, generator=source)
+    sink = planted(heads, tokens, dim)
+    sink[:, 0] = 50 * white[:, 0]
+    return {
+        "rows without structure": white,
+        "rows of sizes with heavy tails": white * sizes.exp(),
+        "values with heavy tails": white * torch.randn(heads, tokens, dim, generator=source).mul(0.7).exp(),
+        "rows with a first token far from all": sink,
+    }
+
+
 @lru_cache(maxsize=32)
 def planted_calibration(heads: int, dim: int) -> StreamCalibration:
     """A whitener and components of the planted stream at `SITE`'s layer, from rows that no check codes."""
-    rows = planted(heads, 1024, dim, draw=99).unflatten(1, (2, 512))
+    return calibration_of(planted(heads, 1024, dim, draw=99))
+
+
+def calibration_of(rows: Tensor) -> StreamCalibration:
+    """The same of rows [heads, tokens, head_dim], the first of which is the first of a text."""
+    heads, _, dim = rows.shape
     white = torch.randn(heads, 4 * dim, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     queries = white * torch.logspace(1, -1, dim, dtype=torch.float64)
     whitener = fit(queries.mT @ queries / queries.shape[1], ridge=1e-3)
     metric = whitener.chol.double() @ whitener.chol.double().mT
-    return StreamCalibration(whiteners={SITE.layer: whitener}, components={SITE.layer: components.fit(rows, metric)})
+    fitted = dataclasses.replace(components.fit(rows[:, None, 1:], metric), sink=rows[:, 0].contiguous())
+    return StreamCalibration(
+        whiteners={SITE.layer: whitener},
+        components={SITE.layer: fitted},
+        stream="k",
+        spectra={(stream, SITE.layer): fitted.variance for stream in ("k", "v")},
+    )
 
 
 def forgeries(encoded: Encoded) -> Iterator[tuple[str, Encoded]]:

@@ -15,7 +15,7 @@ from kvlab.studies.ladder.plan import rungs
 from kvlab.text import corpus
 from validation.bench import divergence, run, sources
 from validation.bench.rivals import Library, Rival, Stored
-from validation.bench.subjects import Roster, Subject
+from validation.bench.subjects import Roster, Subject, alone
 
 MODEL, CORPUS = "5" * 16, "c" * 16
 
@@ -192,7 +192,7 @@ def test_a_bench_with_every_input_of_the_model(
         windows=tiny_windows,
         ladder=write_ladder(tmp_path / "ladder", tiny_params, known, tokens.documents),
     )
-    own = [Subject(label, 2, recipe) for label, recipe in rungs(tiny_params) if label in ("klt 2", "hadamard 2")]
+    own = [Subject(label, 2, alone(recipe)) for label, recipe in rungs(tiny_params) if label in ("klt 2", "hadamard 2")]
     rival = Subject("halved 4", 4, library=Library("none", "math", halved))
     monkeypatch.setattr(run, "roster", lambda params: Roster((*own, rival), {}))
     monkeypatch.setattr(sources, "planted", lambda planted=sources.planted: planted(heads=1, tokens=128, head_dim=16))

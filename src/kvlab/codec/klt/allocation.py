@@ -1,4 +1,4 @@
-"""How many bits each component gets: reverse water-filling in whole bits."""
+"""How many bits each component gets, and each vector of a cache: reverse water-filling in whole bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from torch import Tensor
 
 from kvlab.base.errors import CapabilityError
 from kvlab.base.recipe import MOST_BITS
+from kvlab.codec.quantizer import gaussian_table, mse
+
+LEAST = 1 / 8  # bits per value that every vector keeps, whatever its loss is thought to be
 
 
 def spending_order(distortion: Tensor) -> Tensor:
@@ -56,3 +59,24 @@ def reverse_water_filling(distortion: Tensor, total: int) -> Tensor:
     if not 0 <= total <= most:
         raise CapabilityError(f"{total} bits cannot be spent on {components} components; allowed: 0..{most}")
     return bits_of(spending_order(distortion), total, components)
+
+
+def shared(variances: Tensor, total: int) -> Tensor:
+    """Bits of vectors that share a budget, as their components' Gaussian tables would spend it, int64 [V].
+
+    One more bit goes to the vector whose next component gains most by it, but for `LEAST`. Losses of different vectors
+    must be in one unit: the metrics that components were fitted in make them so (`calibration.losses`).
+
+    Parameters
+    ----------
+    variances : Tensor
+        Of the components of each vector [V, D].
+    total : int
+        Bits of all vectors together; 0..V * D * W.
+    """
+    vectors, dim = variances.shape
+    errors = torch.tensor([1.0] + [mse(gaussian_table(width)) for width in range(1, MOST_BITS + 1)]).double()
+    gains = (variances.double().cpu()[..., None] * -errors.diff()).flatten(1).sort(dim=1, descending=True).values
+    gains[:, : min(int(dim * LEAST), total // vectors)] = torch.inf
+    best = gains.flatten().argsort(descending=True, stable=True)[:total]
+    return torch.bincount(best // gains.shape[1], minlength=vectors)

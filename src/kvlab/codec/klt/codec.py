@@ -2,8 +2,9 @@
 
 x - mean is rotated into the principal components of the weighted error (Karhunen-Loeve transform; Huang and
 Schultheiss 1963), each component is quantised by a Lloyd-Max table of its own shape, and the widths of the
-tables are what reverse water-filling in whole bits spends of the budget. Mean, rotation, widths and tables come
-from the calibration, so that a block is nothing but packed indices.
+tables are what reverse water-filling in whole bits spends of the budget. The heads of a group (`grouping`) are coded
+as one vector, and the budget may be that of the whole cache (`KltStream.budget`). Mean, rotation, widths and tables
+come from the calibration, so that a block is nothing but packed indices.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ from kvlab.codec.base import (
     stored,
     uncalibrated,
 )
+from kvlab.codec.klt import escapes
 from kvlab.codec.klt.ablation import asked
+from kvlab.codec.klt.allocation import shared
+from kvlab.codec.klt.choosing import Chooser, Pairs, Scaled, Untabled
 from kvlab.codec.klt.components import Components
-from kvlab.codec.klt.escapes import Escapes, Spent, last_spent, room
+from kvlab.codec.klt.escapes import Spent, last_spent
+from kvlab.codec.klt.grouping import joined
 from kvlab.codec.klt.marginal import MAX_WIDTH, Marginals
 from kvlab.codec.klt.nearest import Nearest
 from kvlab.codec.klt.synthesis import Decoding, Synthesis
@@ -47,15 +52,17 @@ class KltCodec:
     """Codes blocks of `recipe.block_size` tokens of all heads at a fixed number of bits per vector.
 
     A block is one array, uint8 [bytes], whose length follows from recipe, calibration and number of tokens
-    alone. A full block, written as a frame of its own, takes at most `recipe.bits` bits per value; a shorter
-    one takes as much per vector, and its share of the same few bytes of headers is larger.
+    alone. A full block, written as a frame of its own, takes at most `recipe.bits` bits per value, where these are
+    divided over several tensors on their average; a shorter one takes as much per vector, and its share of the same
+    few bytes of headers is larger.
 
     Parameters
     ----------
     recipe : KltStream
         Settings.
     calibration : StreamCalibration
-        Its `components`, of every layer that is coded.
+        Its `components`, of every layer that is coded, and where the budget is that of several tensors its `stream`
+        and the `spectra` of all of them.
     """
 
     per_token: ClassVar[bool] = True
@@ -63,6 +70,7 @@ class KltCodec:
     def __init__(self, recipe: KltStream, calibration: StreamCalibration | None = None):
         self.recipe, self.calibration = recipe, calibration or StreamCalibration()
         self._plans: dict[tuple[int, torch.device], Synthesis] = {}
+        self._shares: dict[tuple[str, int], list[int]] = {}
 
     @torch.no_grad()
     def encode(self, x: Tensor, site: Site) -> Encoded:
@@ -147,22 +155,54 @@ class KltCodec:
             )
         if (layer, device) not in self._plans:
             with one_thread():
-                self._plans[layer, device] = self._made(components, device)
+                self._plans[layer, device] = self._made(layer, components, device)
         return self._plans[layer, device]
 
-    def _made(self, found: Components | Decoding, device: torch.device) -> Synthesis:
+    def _made(self, layer: int, found: Components | Decoding, device: torch.device) -> Synthesis:
         """The plan of whole components; the decoder of one, if it is for the recipe's bits."""
         if not isinstance(found, Decoding):
-            return Plan(found, self.recipe, device)
-        heads, head_dim = found.mean.shape
-        totals = vector_bits(self.recipe, heads, head_dim)
-        escaping = escapes_fit(self.recipe, totals, head_dim)
-        due = [min(total - escaping, MAX_WIDTH * head_dim) for total in totals]
-        if found.widths.long().sum(1).tolist() != due or (found.tails.shape[1] > 0) != escaping:
+            return Plan(found, self.recipe, self.totals(layer, found), device)
+        if float(found.bits) != self.recipe.bits:
             raise CalibrationMismatch(
                 f"the decoder's file is not for klt at {self.recipe.bits:g} bits; give the one that was written for it"
             )
         return Synthesis(found, device)
+
+    def totals(self, layer: int, components: Components) -> list[int]:
+        """Bits of a token in each group of a layer, the same of every token.
+
+        Raises
+        ------
+        CalibrationMismatch
+            The budget is that of several tensors, and the calibration does not say how large they are.
+        CapabilityError
+            The recipe's bits are fewer than its headers take.
+        """
+        bits = vector_bits(self.recipe, *components.mean.shape)
+        if self.recipe.budget == "tensor":
+            return shared(components.variance, bits).tolist()
+        if not self._shares:
+            self._shares = self._shared(bits, len(components.variance))
+        return self._shares[self.calibration.stream, layer]
+
+    def _shared(self, bits: int, groups: int) -> dict[tuple[str, int], list[int]]:
+        """What the groups of every tensor get of budgets that several share, each of `bits` times their number."""
+        sharing: dict[object, list[tuple[str, int]]] = {}
+        for stream, layer in self.calibration.spectra:
+            key = {"layer": layer, "stream": stream, "cache": None}[self.recipe.budget]
+            sharing.setdefault(key, []).append((stream, layer))
+        due = {"k", "v"} if self.recipe.budget != "stream" else {self.calibration.stream}
+        if not due <= {stream for stream, _ in self.calibration.spectra}:
+            raise CalibrationMismatch(
+                f"the recipe divides its bits over a {self.recipe.budget}, and the calibration does not hold the"
+                " variances of all of it; calibrate this model with `kvlab calibrate`"
+            )
+        found = {}
+        for tensors in sharing.values():
+            variances = torch.cat([self.calibration.spectra[tensor] for tensor in tensors])
+            own = shared(variances, len(tensors) * bits).unflatten(0, (-1, groups))
+            found |= dict(zip(tensors, own.tolist(), strict=True))
+        return found
 
 
 @contextmanager
@@ -180,34 +220,44 @@ def one_thread() -> Iterator[None]:
 
 
 class Plan(Synthesis):
-    """What the recipe makes of the components of one layer: widths, tables, and the way there beside the way back."""
+    """What the recipe makes of the components of one layer: widths, tables, and the way there beside the way back.
 
-    def __init__(self, components: Components, recipe: KltStream, device: torch.device):
+    Parameters
+    ----------
+    totals : list of int
+        Bits of a vector of each group.
+    """
+
+    def __init__(self, components: Components, recipe: KltStream, totals: list[int], device: torch.device):
         components = asked(components, recipe)
-        heads, head_dim = components.mean.shape
+        groups, width = components.variance.shape
         deviation = components.variance.double().sqrt().cpu()
-        totals = vector_bits(recipe, heads, head_dim)
-        escaping = escapes_fit(recipe, totals, head_dim)
-        most = [min(total - escaping, MAX_WIDTH * head_dim) for total in totals]
+        escaping = recipe.escape and all(escapes.fits(total - 1) for total in totals)
+        most = [min(total - escaping, MAX_WIDTH * width) for total in totals]
         marginals = Marginals(components.sketch.flatten(0, 1))
         orders, widths, table, mass = marginals.spend(deviation.square(), most, recipe.allocation == "even")
         wide = 1 << int(widths.max())
-        table, mass = (x[:, :wide].unflatten(0, (heads, -1)) for x in (table, mass))
-        spent = [Spent(*head) for head in zip(orders, table, mass, deviation, widths, strict=True)]
+        table, mass = (x[:, :wide].unflatten(0, (groups, -1)) for x in (table, mass))
+        spent = [Spent(*group) for group in zip(orders, table, mass, deviation, widths, strict=True)]
         tails = last_spent(spent) if escaping else None
         inverse = (components.inverse.double().cpu() * deviation[..., None]).float().contiguous()
-        self.decoding = Decoding.of(components.mean, inverse, spent, tails)
+        self.decoding = Decoding.of(recipe.bits, (components.mean, components.sink), inverse, spent, tails)
         super().__init__(self.decoding, device)
-        if self.escaping:
-            self.escapes = Escapes(spent, self.tails, device)
-            self.low = self.table[:, :1] - self.escapes.reach
-            self.high = self.table.gather(1, self.sizes[:, None].to(device) - 1) + self.escapes.reach
         self.forward = (components.forward.double().cpu() / deviation[:, None]).mT.float().contiguous().to(device)
+        if self.escaping:
+            self.spent = spent
 
     @cached_property
-    def nearest(self) -> Nearest:
-        """What finds the symbols; only the encoder needs it."""
-        return Nearest(self.table.cpu(), self.sizes).to(self.table.device)
+    def nearest(self) -> tuple[Nearest, ...]:
+        """What finds the symbols of each group; only the encoder needs it."""
+        split = zip(self.table.cpu().split(self.width), self.sizes.split(self.width), strict=True)
+        return tuple(Nearest(table, sizes).to(self.table.device) for table, sizes in split)
+
+    @cached_property
+    def choose(self) -> Chooser:
+        """What finds the escapes; the same."""
+        table = self.table.unflatten(0, (self.groups, -1))
+        return Chooser(self.spent, self.tails, table, self.nearest, self.forward, self.shift)
 
     def analyse(self, x: Tensor, site: Site) -> tuple[Tensor, int]:
         """Symbols uint8 [rows, n] of x float32 [heads, n, head_dim], and how many components were escaped.
@@ -218,49 +268,54 @@ class Plan(Synthesis):
             When a component does not fit float32; names layer, stream and window.
         """
         tokens = x.shape[1]
-        centred = x - self.mean
-        if tokens < FEW:
-            centred = torch.nn.functional.pad(centred, (0, 0, 0, FEW - tokens))
-        z = torch.bmm(self.forward, centred.mT)[..., :tokens].flatten(0, 1)
+        centred = joined(x, self.groups) - self.mean
+        z = self._components(centred)
         if not all_finite(z):
             raise NonFinite(
                 f"layer {site.layer} {site.stream}: a value in window {site.window} is so large that its components"
                 f" do not fit float32"
             )
-        symbols = self.nearest(z)
         if not self.escaping:
-            return symbols, 0
-        symbols = torch.cat((symbols, symbols.new_zeros(self.heads, tokens)))
-        return symbols, self._escape(z, symbols)
+            return self._symbols(z), 0
+        pairs, scaled, plain = self.choose(z, centred)
+        z[scaled.group, :, scaled.token] = scaled.z
+        symbols = torch.cat((self._symbols(z), z.new_zeros(self.groups, tokens, dtype=torch.uint8)))
+        self._escape(symbols, pairs, scaled, plain)
+        return symbols, int(pairs.count.sum()) + len(scaled.group) + len(plain.group)
 
-    def _escape(self, z: Tensor, symbols: Tensor) -> int:
-        """Write the escapes of z into `symbols`; how many there are."""
-        row, token = ((z < self.low) | (z > self.high)).nonzero().unbind(1)
-        if not len(row):
-            return 0
-        excess = z[row, token] - self.table[row, symbols[row, token].long()]
-        head = row // self.head_dim
-        vectors, count, places = self.escapes.choose(head * z.shape[1] + token, row, excess)
-        head, token = vectors // z.shape[1], vectors % z.shape[1]
-        values = z[head[:, None] * self.head_dim + places.clamp(min=0), token[:, None]]
-        own = self._own(head, token, z.shape[1])
-        symbols.put_(own, self.escapes.write(head, symbols.take(own), count, places, values))
-        symbols[self.rows + head, token] = 1
-        return int(count.sum())
+    def _symbols(self, z: Tensor) -> Tensor:
+        """Places in the tables of components [groups, width, n], uint8 [groups * width, n]."""
+        found = [nearest(own) for nearest, own in zip(self.nearest, z, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _components(self, centred: Tensor) -> Tensor:
+        """Standardised components [groups, width, n] of vectors without their mean [groups, n, width]."""
+        tokens = centred.shape[1]
+        if tokens < FEW:
+            centred = torch.nn.functional.pad(centred, (0, 0, 0, FEW - tokens))
+        return torch.bmm(self.forward, centred.mT)[..., :tokens]
+
+    def _escape(self, symbols: Tensor, pairs: Pairs, scaled: Scaled, plain: Untabled) -> None:
+        """Write escapes into symbols [rows, n]."""
+        ways = (
+            (pairs, lambda own: self.tails.with_pairs(pairs.group, own, pairs.count, pairs.places, pairs.values)),
+            (scaled, lambda own: self.tails.with_scales(scaled.group, own, scaled.number)),
+            (plain, lambda _: self.tails.without_tables(plain.group, plain.z, plain.size)),
+        )
+        for found, write in ways:
+            if len(found.group):
+                at = self._own(found.group, found.token, symbols.shape[1])
+                symbols.put_(at, write(symbols.take(at)))
+                symbols[self.rows + found.group, found.token] = 1
 
 
-def escapes_fit(recipe: KltStream, totals: list[int], head_dim: int) -> bool:
-    """Whether vectors of these many bits have room for an escape, and the recipe wants any."""
-    return recipe.escape and room(min(totals) - 1, head_dim) > 0
-
-
-def vector_bits(recipe: KltStream, heads: int, head_dim: int) -> list[int]:
-    """Bits of one token of each head, so that a full block with its headers keeps to the recipe's `bits`.
+def vector_bits(recipe: KltStream, heads: int, head_dim: int) -> int:
+    """Bits of one token of all heads, so that a full block with its headers keeps to the recipe's `bits`.
 
     Raises
     ------
     CapabilityError
-        When the headers leave no bit for some head.
+        When the headers leave less than a bit for each head.
     """
     block = recipe.bits * heads * head_dim * recipe.block_size
     budget = int((block - 8 * OVERHEAD) // recipe.block_size)
@@ -270,4 +325,4 @@ def vector_bits(recipe: KltStream, heads: int, head_dim: int) -> list[int]:
             f" of {heads} KV heads of {head_dim} dimensions; {OVERHEAD} bytes of headers leave less than a bit per"
             f" vector; raise `bits` or `block_size`"
         )
-    return [budget * (head + 1) // heads - budget * head // heads for head in range(heads)]
+    return min(budget, MAX_WIDTH * heads * head_dim)

@@ -11,6 +11,7 @@ from kvlab.base.errors import CalibrationMismatch, NonFinite
 from kvlab.codec import whitening
 from kvlab.codec.klt import covariance
 from kvlab.codec.klt.allocation import reverse_water_filling
+from kvlab.codec.klt.grouping import block_diagonal, diagonal_blocks, heads_together, joined
 from kvlab.codec.klt.marginal import Marginals, decibels, gaussian_sketch, sketch
 from kvlab.codec.klt.moments import Moments, folds
 
@@ -21,32 +22,48 @@ MISMATCH_FOLDS, MISMATCH_BITS = 4, 3
 
 @dataclass(frozen=True)
 class Components:
-    """Mean, covariance and KLT of one layer's K or V, per KV head, float32.
+    """Mean, covariance and KLT of one layer's K or V, joint over the heads of a group (`grouping`), float32.
 
-    With y = (x - mean) @ forward the weighted squared error of x is the plain squared error of y, and
+    With y = (joined(x) - joined(mean)) @ forward the weighted squared error of x is the plain squared error of y, and
     the components of y are uncorrelated on the calibration split, largest variance first.
 
     Parameters
     ----------
     mean : Tensor
         [heads, head_dim].
+    sink : Tensor
+        A second mean [heads, head_dim]: of the first token of a text, on which attention rests when it has nothing to
+        look for (Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks). It is nearly the same
+        in every text, and lies far from `mean`.
     covariance : Tensor
-        Of x, plain, not shrunk and not weighted [heads, head_dim, head_dim].
+        Of joined x, plain, not shrunk and not weighted [groups, width, width].
     forward, inverse : Tensor
-        [heads, head_dim, head_dim]; ``forward @ inverse`` is the identity.
+        [groups, width, width]; ``forward @ inverse`` is the identity.
     variance : Tensor
-        Variance of each component as expected out of sample, descending [heads, head_dim].
+        Variance of each component as expected out of sample, descending [groups, width].
     sketch : Tensor
         Quantiles of each component over its standard deviation, at (i + 1/2) / S, ascending
-        [heads, head_dim, S]; what Lloyd-Max tables of any rate are fitted on.
+        [groups, width, S]; what Lloyd-Max tables of any rate are fitted on.
     """
 
     mean: Tensor
+    sink: Tensor
     covariance: Tensor
     forward: Tensor
     inverse: Tensor
     variance: Tensor
     sketch: Tensor
+
+    @property
+    def head_covariance(self) -> Tensor:
+        """Covariance of each head alone, float32 [heads, head_dim, head_dim]."""
+        return diagonal_blocks(self.covariance, len(self.mean))
+
+    @property
+    def head_metric(self) -> Tensor:
+        """What the squared error of each head is weighed by, float64 [heads, head_dim, head_dim]."""
+        forward = self.forward.double()
+        return diagonal_blocks(forward @ forward.mT, len(self.mean))
 
 
 def fit(rows: Tensor, metric: Tensor | None) -> Components:
@@ -68,10 +85,12 @@ def fit(rows: Tensor, metric: Tensor | None) -> Components:
     CalibrationMismatch
         When there are fewer than 4 tokens, or the metric is of another shape.
     """
-    return fit_moments(Moments.of(rows.flatten(1, 2)), rows, metric)
+    flat = rows.flatten(1, 2)
+    groups = len(flat) // heads_together(len(flat), flat.shape[2])
+    return fit_moments(Moments.of(joined(flat, groups)), rows, metric)
 
 
-def fit_moments(moments: Moments, sample: Tensor, metric: Tensor | None) -> Components:
+def fit_moments(moments: Moments, sample: Tensor, metric: Tensor | None, sink: Tensor | None = None) -> Components:
     """The components of a stream whose tokens are gone but for a sample.
 
     Mean, covariance, axes and variances come from the moments, the components' shapes (the quantiles of each over its
@@ -80,28 +99,33 @@ def fit_moments(moments: Moments, sample: Tensor, metric: Tensor | None) -> Comp
     Parameters
     ----------
     moments : Moments
-        Of all tokens.
+        Of all tokens, their heads joined.
     sample : Tensor
         Some of them, as the rows of `fit`.
     metric : Tensor or None
         As for `fit`, which also says what is raised.
+    sink : Tensor or None
+        The second mean [heads, head_dim]; None for no other than the first.
     """
     refuse_broken(moments, sample)
-    chol, inverse = _factor(metric, moments.mean[0], moments.mean.shape[-1])
+    heads, head_dim = sample.shape[0], sample.shape[-1]
+    chol, inverse = _factor(metric, moments.mean[0], heads, head_dim)
     count, mean, scatter = moments.pooled()
     weighed = moments.turned(chol)
     _, weighed_mean, weighed_scatter = weighed.pooled()
     raw, axes = covariance.principal(weighed_scatter / (count - 1))
     power = weighed_scatter.diagonal(dim1=-2, dim2=-1) / count + weighed_mean.square()
     floor = FLOOR * power.mean(-1, keepdim=True) + TINY
-    y = sample.flatten(1, 2).to(chol) @ (chol @ axes)
+    y = joined(sample.flatten(1, 2), len(mean)).to(chol) @ (chol @ axes)
+    mean = mean.reshape(heads, head_dim)
     fitted = Components(
         mean=mean,
+        sink=mean if sink is None else sink,
         covariance=scatter / (count - 1),
         forward=chol @ axes,
         inverse=axes.mT @ inverse,
         variance=torch.maximum(covariance.out_of_sample_variance(weighed), floor),
-        sketch=torch.stack([_sketch(y[h], raw[h], floor[h]) for h in range(len(y))]),
+        sketch=torch.stack([_sketch(y[g], raw[g], floor[g]) for g in range(len(y))]),
     )
     return Components(**{name: value.float().contiguous() for name, value in vars(fitted).items()})
 
@@ -119,18 +143,17 @@ def refuse_broken(moments: Moments, sample: Tensor) -> None:
         raise NonFinite("the rows to fit components on hold NaN or infinity")
 
 
-def _factor(metric: Tensor | None, like: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The Cholesky factor of the metric and its inverse, as `like` [heads, head_dim] is kept."""
-    heads = like.shape[0]
-    identity = torch.eye(head_dim, dtype=like.dtype, device=like.device).expand(heads, -1, -1)
+def _factor(metric: Tensor | None, like: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The Cholesky factor of the metric of groups, and its inverse, as `like` [groups, width] is kept."""
+    identity = torch.eye(like.shape[1], dtype=like.dtype, device=like.device).expand(len(like), -1, -1)
     if metric is None:
         return identity, identity
-    if metric.shape != identity.shape:
+    if tuple(metric.shape) != (heads, head_dim, head_dim):
         raise CalibrationMismatch(
             f"the metric has shape {list(metric.shape)}, rows of {heads} heads of {head_dim} dimensions need"
-            f" {list(identity.shape)}; fit metric and components on the same model"
+            f" {[heads, head_dim, head_dim]}; fit metric and components on the same model"
         )
-    metric = metric.to(like)
+    metric = block_diagonal(metric.to(like), len(like))
     chol, failed = torch.linalg.cholesky_ex((metric + metric.mT) / 2)
     if failed.any() or not torch.isfinite(chol).all():
         raise whitening.NotPositiveDefinite("the metric is not positive definite; use a larger calibration.ridge")
@@ -146,36 +169,34 @@ def _sketch(y: Tensor, variance: Tensor, floor: Tensor) -> Tensor:
 
 
 def mismatch(rows: Tensor, metric: Tensor | None) -> Tensor:
-    """What coding tokens that the fit has not seen costs over coding those that it has, in dB [heads].
+    """What coding tokens that the fit has not seen costs over coding those that it has, in dB [groups].
 
     Each of four runs of tokens is coded, at 3 bits per value, with what the other three were fitted to.
     6.02 dB are one bit. Parameters as for `fit`; the result is on the CPU, where all of it is computed.
     """
     rows, metric = rows.cpu(), None if metric is None else metric.cpu()  # tables are made there
     flat = rows.double().flatten(1, 2)
-    seen, unseen = torch.zeros(len(flat)).double(), torch.zeros(len(flat)).double()
+    groups = len(flat) // heads_together(len(flat), flat.shape[2])
+    seen, unseen = torch.zeros(groups).double(), torch.zeros(groups).double()
     for fold in folds(flat.shape[1], MISMATCH_FOLDS):
         rest = covariance.without(flat, fold)
-        fitted = fit(rest[:, None], metric)
-        for head in range(len(flat)):
-            marginals = Marginals(fitted.sketch[head])
-            seen[head] += _error(rest[head], fitted, head, marginals) * (fold.stop - fold.start)
-            unseen[head] += _error(flat[head, fold], fitted, head, marginals) * (fold.stop - fold.start)
+        fitted, tokens = fit(rest[:, None], metric), fold.stop - fold.start
+        for total, coded in ((seen, rest), (unseen, flat[:, fold])):
+            centred = joined(coded - fitted.mean.double()[:, None], groups)
+            total += tokens * torch.stack([_error(centred[g], fitted, g) for g in range(groups)])
     return decibels(unseen / seen.clamp(min=TINY))
 
 
-def _error(x: Tensor, fitted: Components, head: int, marginals: Marginals) -> float:
-    """Mean weighted squared error of x [n, D] coded with the components of one head and their tables."""
-    deviation = fitted.variance[head].double().sqrt()
-    z = ((x - fitted.mean[head].double()) @ fitted.forward[head].double() / deviation).mT
-    bits = reverse_water_filling(
-        fitted.variance[head].double()[:, None] * marginals.distortion(), MISMATCH_BITS * len(z)
-    )
-    total = 0.0
+def _error(centred: Tensor, fitted: Components, group: int) -> Tensor:
+    """Mean weighted squared error of vectors [n, width] coded with the components of one group and their tables."""
+    marginals, variance = Marginals(fitted.sketch[group]), fitted.variance[group].double()
+    z = (centred @ fitted.forward[group].double() / variance.sqrt()).mT
+    bits = reverse_water_filling(variance[:, None] * marginals.distortion(), MISMATCH_BITS * len(z))
+    total = torch.zeros((), dtype=torch.float64)
     for width in bits.unique().tolist():
         of_width = bits == width
         values = marginals.tables[width].values[of_width]
         index = torch.searchsorted(((values[:, 1:] + values[:, :-1]) / 2).contiguous(), z[of_width].contiguous())
-        error = (z[of_width] - values.gather(1, index)) * deviation[of_width, None]
-        total += error.square().sum().item()
-    return total / x.shape[0]
+        error = (z[of_width] - values.gather(1, index)) * variance[of_width, None].sqrt()
+        total += error.square().sum()
+    return total / len(centred)

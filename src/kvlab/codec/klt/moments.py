@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvlab.base.errors import Fault
 
-FOLDS = 16
+FOLDS = 8
 
 
 def folds(count: int, most: int = FOLDS) -> list[slice]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch
 from kvlab.codec.klt.escapes import Tails, heap
+from kvlab.codec.klt.grouping import joined, parted
 from kvlab.codec.klt.planes import Planes
 from kvlab.codec.products import FEW
 
@@ -27,41 +28,56 @@ class Decoding:
 
     Parameters
     ----------
+    bits : Tensor
+        `KltStream.bits` that it was made for, float64 [1].
     mean : Tensor
         float32 [heads, head_dim].
+    shift : Tensor
+        From there to the second mean, that of a text's first token, float32 [heads, head_dim].
     inverse : Tensor
-        Standardised components as rows to tokens, float32 [heads, head_dim, head_dim].
+        Standardised components as rows to tokens, float32 [groups, width, width].
+    deviation : Tensor
+        Standard deviation of each component in the metric, float32 [groups, width].
     widths : Tensor
-        Bits of each component, uint8 [heads, head_dim].
+        Bits of each component, uint8 [groups, width].
     tails : Tensor
-        The components that the last bits were spent on, the last first, int16 [heads, bits that escapes may take];
+        The components that the last bits were spent on, the last first, int16 [groups, bits that escapes may take];
         empty without escapes.
     trees : Tensor
         Of each component in turn its values at every number of known bits, fewest first, float32; a component of
         width w has 2**(w + 1) - 1 of them, and the last 2**w are its table.
     """
 
+    bits: Tensor
     mean: Tensor
+    shift: Tensor
     inverse: Tensor
+    deviation: Tensor
     widths: Tensor
     tails: Tensor
     trees: Tensor
 
     @classmethod
-    def of(cls, mean: Tensor, inverse: Tensor, spent: list[Spent], tails: Tensor | None) -> Decoding:
-        """That of tables that were made; `tails` are those of the escapes, if there are any."""
-        widths = torch.stack([head.width for head in spent])
-        padded = torch.cat([heap(head) for head in spent])
+    def of(
+        cls, bits: float, means: tuple[Tensor, Tensor], inverse: Tensor, spent: list[Spent], tails: Tensor | None
+    ) -> Decoding:
+        """That of tables that were made, about two means; `tails` are those of the escapes, if there are any."""
+        widths = torch.stack([group.width for group in spent])
+        padded = torch.cat([heap(group) for group in spent])
+        mean, second = means
         return cls(
+            bits=torch.tensor([bits], dtype=torch.float64),
             mean=mean,
+            shift=second - mean,
             inverse=inverse,
+            deviation=torch.stack([group.deviation for group in spent]).float(),
             widths=widths.to(torch.uint8),
             tails=torch.empty(len(spent), 0, dtype=torch.int16) if tails is None else tails.to(torch.int16),
             trees=padded[inside(widths.flatten(), padded.shape[1])],
         )
 
     def padded(self) -> Tensor:
-        """Values by 1 followed by the known bits, float32 [heads * head_dim, 2**(widest + 1)]; 0 where none is."""
+        """Values by 1 followed by the known bits, float32 [groups * width, 2**(widest + 1)]; 0 where none is."""
         widths = self.widths.flatten().long()
         out = torch.zeros(len(widths), 2 << int(widths.max()))
         there = inside(widths, out.shape[1])
@@ -83,15 +99,16 @@ def inside(widths: Tensor, columns: int) -> Tensor:
 class Synthesis:
     """Symbols of a layer to its tokens.
 
-    Rows are the components of all heads one after the other, then one row of escape bits per head.
+    Rows are the components of all groups of heads one after the other, then one row of escape bits per group.
     """
 
     def __init__(self, decoding: Decoding, device: torch.device):
-        self.heads, self.head_dim = decoding.mean.shape
-        self.rows = self.heads * self.head_dim
+        self.heads = len(decoding.mean)
+        self.groups, self.width = decoding.widths.shape
+        self.rows = self.groups * self.width
         self.widths = decoding.widths.long()
         self.escaping = decoding.tails.shape[1] > 0
-        flags = torch.ones(self.heads * self.escaping, dtype=torch.int64)
+        flags = torch.ones(self.groups * self.escaping, dtype=torch.int64)
         self.planes = Planes(torch.cat((self.widths.flatten(), flags)), device)
         values = decoding.padded()
         self.sizes = 1 << self.widths.flatten()
@@ -99,29 +116,40 @@ class Synthesis:
         at = (self.sizes[:, None] + place).clamp(max=values.shape[1] - 1)
         self.table = torch.where(place < self.sizes[:, None], values.gather(1, at), 0.0).to(device)
         if self.escaping:
-            self.tails = Tails(decoding.tails.long(), self.widths, values, device)
-        self.mean = decoding.mean.to(device)[:, None]
+            self.tails = Tails(decoding.tails.long(), self.widths, values, decoding.deviation, device)
+        self.mean, self.shift = (
+            joined(part[:, None], self.groups).to(device) for part in (decoding.mean, decoding.shift)
+        )
         self.inverse = decoding.inverse.to(device)
 
     def synthesise(self, symbols: Tensor) -> Tensor:
         """The tokens float32 [heads, n, head_dim] of symbols [rows, n]; `StreamError` when escapes cannot be."""
         tokens = symbols.shape[1]
         z = self.table.gather(1, symbols[: self.rows].long())
-        if self.escaping:
-            self._unescape(z, symbols)
-        z = z.unflatten(0, (self.heads, -1))
+        moved = self._unescape(z, symbols) if self.escaping else None
+        z = z.unflatten(0, (self.groups, -1))
         if tokens < FEW:
             z = torch.nn.functional.pad(z, (0, FEW - tokens))
-        return torch.baddbmm(self.mean, z.mT, self.inverse)[:, :tokens]
+        x = torch.baddbmm(self.mean, z.mT, self.inverse)[:, :tokens]
+        if moved is not None:
+            group, token = moved
+            x[group, token] += self.shift[group, 0]
+        return parted(x, self.heads)
 
-    def _unescape(self, z: Tensor, symbols: Tensor) -> None:
-        """Put what escaped vectors hold in the place of what their symbols seem to say."""
-        head, token = symbols[self.rows :].nonzero().unbind(1)
-        if len(head):
-            own = self._own(head, token, z.shape[1])
-            z.put_(own, self.tails.read(head, symbols.take(own)))
+    def _unescape(self, z: Tensor, symbols: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Put what escaped vectors hold in the place of what their symbols seem to say.
 
-    def _own(self, head: Tensor, token: Tensor, tokens: int) -> Tensor:
-        """Flat places of vectors' components in an array of rows and `tokens` columns [v, head_dim]."""
-        rows = head[:, None] * self.head_dim + torch.arange(self.head_dim, device=head.device)
+        The group and the token of those that are about the second mean.
+        """
+        group, token = symbols[self.rows :].nonzero().unbind(1)
+        if not len(group):
+            return None
+        own = self._own(group, token, z.shape[1])
+        values, second = self.tails.read(group, symbols.take(own))
+        z.put_(own, values)
+        return group[second], token[second]
+
+    def _own(self, group: Tensor, token: Tensor, tokens: int) -> Tensor:
+        """Flat places of vectors' components in an array of rows and `tokens` columns [v, width]."""
+        rows = group[:, None] * self.width + torch.arange(self.width, device=group.device)
         return rows * tokens + token[:, None]

@@ -62,10 +62,10 @@ class Front:
         return needed(self.calibration.whiteners, layer, "whiten", "whitener")
 
     def _weigher(self, layer: int) -> Whitener:
-        """The metric that the layer's components were fitted in, as a Cholesky factor: theirs times their axes."""
+        """The metric that the layer's components were fitted in, as a Cholesky factor."""
         if layer not in self._weighers:
-            forward = needed(self.calibration.components, layer, "weigh", "metric").forward.double().cpu()
-            self._weighers[layer] = fit(forward @ forward.mT, ridge=0.0)
+            metric = needed(self.calibration.components, layer, "weigh", "metric").head_metric.cpu()
+            self._weighers[layer] = fit(metric, ridge=0.0)
         return self._weighers[layer]
 
 

@@ -76,7 +76,7 @@ class OscarCodec(TokenBlockCodec):
             return chol @ chol.mT
         own = needed(self.calibration.components, layer, "codec: oscar", "covariance")
         mean = torch.zeros_like(own.mean) if self.recipe.center else own.mean
-        return own.covariance.double() + mean.double()[:, :, None] * mean.double()[:, None, :]
+        return own.head_covariance.double() + mean.double()[:, :, None] * mean.double()[:, None, :]
 
 
 def turn(moment: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from kvlab.calibration import load as calibration
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.load import Calibrated, Fitted
 from kvlab.codec.klt.components import Components
+from kvlab.codec.klt.grouping import joined
 from kvlab.engines.registry import start
 from kvlab.lab.coding import STREAMS, CleanCapture
 from kvlab.lab.measure import provenance
@@ -87,12 +88,10 @@ def on_calibration(calibrated: Calibrated) -> Iterator[record.Fitted]:
 
 
 def of_fit(components: Components) -> Tensor:
-    """Both gains of each head on the text that was fitted, dB float64 [2, heads]."""
+    """Both gains of each group of heads on the text that was fitted, dB float64 [2, groups]."""
     variance = components.variance.double()
-    power = components.covariance.double().diagonal(dim1=-2, dim2=-1).sum(-1) + components.mean.double().square().sum(
-        -1
-    )
-    return gains(variance, variance, weight(components) * power / variance.shape[-1])
+    moment = components.head_covariance.double().diagonal(dim1=-2, dim2=-1) + components.mean.double().square()
+    return gains(variance, variance, plain(components, moment.sum(-1)))
 
 
 def on_windows(params: Params, info: ModelInfo, calibrated: Calibrated, scored: list[Window]) -> Iterator[record.Gain]:
@@ -112,18 +111,23 @@ def on_windows(params: Params, info: ModelInfo, calibrated: Calibrated, scored: 
 
 @torch.no_grad()
 def of_rows(components: Components, rows: Tensor) -> Tensor:
-    """Both gains of each head on rows [heads, tokens, head_dim], dB float64 [2, heads]."""
-    rows = rows.double().cpu()
-    components_of = (rows - components.mean.double()[:, None]) @ components.forward.double()
+    """Both gains of each group of heads on rows [heads, tokens, head_dim], dB float64 [2, groups]."""
+    rows, groups = rows.double().cpu(), len(components.variance)
+    found = joined(rows - components.mean.double()[:, None], groups) @ components.forward.double()
     power = rows.square().sum(-1).mean(-1)
-    plain = weight(components) * power / rows.shape[-1]
-    return gains(components.variance.double(), components_of.square().mean(1), plain)
+    return gains(components.variance.double(), found.square().mean(1), plain(components, power))
 
 
-def weight(components: Components) -> Tensor:
-    """Mean weight of a dimension's squared error: the metric's trace over its dimensions, float64 [heads]."""
-    forward = components.forward.double()
-    return forward.square().sum((-2, -1)) / forward.shape[-1]
+def plain(components: Components, power: Tensor) -> Tensor:
+    """Mean weighted square of a dimension before any transform, of each group, float64 [groups].
+
+    Parameters
+    ----------
+    power : Tensor
+        Mean square length of each head's vectors, float64 [heads]; it is taken to lie in all directions alike.
+    """
+    trace = components.head_metric.diagonal(dim1=-2, dim2=-1).sum(-1) / components.mean.shape[1]
+    return (trace * power).unflatten(0, (len(components.variance), -1)).sum(1) / components.variance.shape[1]
 
 
 def gains(allocated: Tensor, found: Tensor, plain: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from kvlab.base.recipe import Bits, Engine
 from kvlab.base.rungs import CONDITIONABLE, Compared, Conditionable, Laddered
 
 Share = Annotated[float, Field(gt=0, lt=1)]
-Ablated = Literal["escapes", "tables", "allocation", "transform", "metric"]
+Ablated = Literal["escapes", "budget", "tables", "allocation", "joint", "transform", "metric"]
 
 CONTEXT_CODECS = ("klt", "hadamard")  # at longer contexts, as far as they are compared: of two the difference is told
 USUAL = ("klt", "hadamard", "kivi", "int", "fp8")

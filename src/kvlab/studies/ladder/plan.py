@@ -11,9 +11,11 @@ from kvlab.base.rungs import Conditioning, has_bits, ladder_recipe
 
 LESS = {
     "escapes": {"escape": False},
+    "budget": {"budget": "tensor"},
     "tables": {"tables": "gaussian"},
     "allocation": {"tables": "gaussian", "allocation": "even"},
     "transform": {"tables": "gaussian", "transform": "none"},
+    "joint": {"tables": "gaussian", "transform": "per_head"},
     "metric": {"tables": "gaussian", "transform": "unweighted"},
 }
 """Settings of `KltStream` with a part taken out."""
@@ -87,7 +89,7 @@ def ablations(params: Params) -> list[Ablation]:
     found = []
     for part in ("tables", *(part for part in params.ladder.ablated if part != "tables")):
         own = {stream: getattr(recipe, stream).model_copy(update=LESS[part]) for stream in ("k", "v")}
-        alone = part in ("escapes", "tables")
+        alone = "tables" not in LESS[part] or part == "tables"
         label = f"{whole} less {part}" if alone else f"{bare}, {part}"
         found.append(Ablation(label, Recipe(**own), whole if alone else bare))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvlab.base.params import Params
-from kvlab.base.recipe import MOST_BITS, Cell, Recipe
+from kvlab.base.recipe import MOST_BITS, Cell, KltStream, Recipe
 from kvlab.base.rungs import ladder_recipe
 
 READS = ("engines", "gap", "protocols", "windows", "split")  # of params.yaml, beside what every codec reads
@@ -38,5 +38,8 @@ def cells(params: Params, engine: str) -> list[Cell]:
 
 def divided(params: Params, k: int, v: int) -> Recipe:
     """The codec with its own settings for each stream, at bits of their own."""
-    codec = params.split.codec
-    return Recipe(k=ladder_recipe(codec, k, "", params).k, v=ladder_recipe(codec, v, "", params).v)
+    recipe = ladder_recipe(params.split.codec, k, "", params, v)
+    if not isinstance(recipe.k, KltStream):
+        return recipe
+    own = {"budget": "stream"}  # where bits are equal too: what is compared is what K and V get
+    return Recipe(k=recipe.k.model_copy(update=own), v=recipe.v.model_copy(update=own))

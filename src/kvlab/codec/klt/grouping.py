@@ -1,0 +1,40 @@
+"""KV heads coded together: as many neighbours as make up a vector of at most `WIDEST` dimensions.
+
+The heads of a layer see the same hidden state, so that what one holds says something of the others. Components that
+are joint over them need fewer bits for the same error; their number, and with it the calibration, grows with the
+square of a vector's width, hence the limit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WIDEST = 256
+
+
+def heads_together(heads: int, head_dim: int) -> int:
+    """KV heads of a group: the most that divide `heads` and make up at most `WIDEST` dimensions; 1 of wider ones."""
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * head_dim <= WIDEST))
+
+
+def joined(x: Tensor, groups: int) -> Tensor:
+    """Vectors of heads [heads, n, head_dim] as those of groups [groups, n, heads / groups * head_dim]."""
+    return x.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)
+
+
+def parted(x: Tensor, heads: int) -> Tensor:
+    """Vectors of groups [groups, n, width] as those of heads [heads, n, head_dim]."""
+    return x.unflatten(2, (heads // x.shape[0], -1)).transpose(1, 2).flatten(0, 1)
+
+
+def block_diagonal(blocks: Tensor, groups: int) -> Tensor:
+    """Matrices of heads [heads, d, d] as those of groups, zero between heads [groups, width, width]."""
+    return torch.stack([torch.block_diag(*own) for own in blocks.unflatten(0, (groups, -1))])
+
+
+def diagonal_blocks(matrix: Tensor, heads: int) -> Tensor:
+    """The heads' own blocks [heads, d, d] of matrices of groups [groups, width, width]."""
+    per = heads // matrix.shape[0]
+    blocks = matrix.unflatten(1, (per, -1)).unflatten(3, (per, -1))
+    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)
