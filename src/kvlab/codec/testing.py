@@ -120,12 +120,15 @@ def is_better_than_nothing(subject: Subject) -> None:
 
 
 def stands_every_kind_of_rows(subject: Subject) -> None:
-    """Calibrated on rows like them, it codes some without structure, with heavy tails, with a first token far out."""
+    """Calibrated on rows like them, it codes some without structure, with heavy tails, with a first token far out.
+
+    Their squared error is below twice their square: one that is small in an ill-conditioned metric may be as large as that.
+    """
     for what, rows in unlike(tokens=512 + 4 * BLOCK).items():
         codec, x = build(subject.recipe, calibration_of(rows[:, :512])), rows[:, 512:].clone()
         x[:, 0] = rows[:, 0]
         error = (codec.decode(codec.encode(x, SITE)) - x).square().sum() / x.square().sum()
-        need(bool(error < 1), stands_every_kind_of_rows, f"on {what} its squared error is {float(error):.3g} of theirs")
+        need(bool(error < 2), stands_every_kind_of_rows, f"on {what} its squared error is {float(error):.3g} of theirs")
 
 
 def codes_the_same_every_time(subject: Subject) -> None:
