@@ -122,7 +122,7 @@ def is_better_than_nothing(subject: Subject) -> None:
 def stands_every_kind_of_rows(subject: Subject) -> None:
     """Calibrated on rows like them, it codes some without structure, with heavy tails, with a first token far out.
 
-    Their squared error is below twice their square: one that is small in an ill-conditioned metric may be as large as that.
+    Their squared error is below twice their square: one that is small in an ill-conditioned metric may be so large.
     """
     for what, rows in unlike(tokens=512 + 4 * BLOCK).items():
         codec, x = build(subject.recipe, calibration_of(rows[:, :512])), rows[:, 512:].clone()
