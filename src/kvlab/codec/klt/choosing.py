@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvlab.codec.klt.bits import bits_of_value, value_of
 from kvlab.codec.klt.escapes import Spent, Tails, merged
 from kvlab.codec.klt.nearest import Nearest
 from kvlab.codec.klt.scales import LOUD, NEAR, PLAIN, SCALES, steps_down, steps_up
@@ -42,11 +41,11 @@ class Scaled(NamedTuple):
 
 
 class Untabled(NamedTuple):
-    """Vectors without tables: group, token [v], components [v, width] and root mean square [v]."""
+    """Vectors without tables: group, token [v], coefficients [v, width] and their sizes [v] (`plain`)."""
 
     group: Tensor
     token: Tensor
-    z: Tensor
+    coefficients: Tensor
     size: Tensor
 
 
@@ -106,13 +105,12 @@ class Chooser:
         own = z[group, :, token]
         cost, count, places = self._pairs(group, own)
         number, scaled = self._scales(group, own, near[group, token], centred[group, token], cost)
-        size = self._without_tables(group, own, cost)
-        plain = size > 0
-        at = plain.nonzero().flatten()
-        untabled = Untabled(group[at], token[at], own[at], size[at])
-        at = ((number >= 0) & ~plain).nonzero().flatten()
+        plain, coefficients, size = self._without_tables(group, own, cost)
+        untabled = Untabled(group[plain], token[plain], coefficients, size)
+        number[plain], count[plain] = PLAIN, 0
+        at = ((number >= 0) & (number != PLAIN)).nonzero().flatten()
         large = Scaled(group[at], token[at], number[at], scaled[at])
-        at = ((number < 0) & (count > 0) & ~plain).nonzero().flatten()
+        at = ((number < 0) & (count > 0)).nonzero().flatten()
         return Pairs(group[at], token[at], count[at], places[at], own[at].gather(1, places[at])), large, untabled
 
     def _pairs(self, group: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,16 +150,17 @@ class Chooser:
         number[at] = torch.where(better, number[at], -1)
         return number, z
 
-    def _without_tables(self, group: Tensor, z: Tensor, cost: Tensor) -> Tensor:
-        """Root mean squares of those vectors that lose less without tables, 0 of the others [v]."""
-        size = torch.zeros_like(z[:, 0])
-        tried = cost > PATIENCE * self.usual[group]
+    def _without_tables(self, group: Tensor, z: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Places of the vectors that lose less without tables, their coefficients and their sizes."""
+        tried = (cost > PATIENCE * self.usual[group]).nonzero().flatten()
+        found = [(tried[:0], z[:0], cost[:0])]
         for number, own in enumerate(self.tails.plain):
-            at = (tried & (group == number)).nonzero().flatten()
+            at = tried[group[tried] == number]
             if len(at):
-                found = own.size(z[at])
-                size[at] = torch.where(own.error(z[at], value_of(bits_of_value(found))) < cost[at], found, 0.0)
-        return size
+                coefficients, size = own.turned(z[at])
+                better = own.error(coefficients, size) < cost[at]
+                found.append((at[better], coefficients[better], size[better]))
+        return tuple(map(torch.cat, zip(*found, strict=True)))
 
     def _error(self, group: Tensor, z: Tensor) -> Tensor:
         """Squared error of vectors z [v, width] by their tables alone [v]."""

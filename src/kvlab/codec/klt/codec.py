@@ -300,7 +300,7 @@ class Plan(Synthesis):
         ways = (
             (pairs, lambda own: self.tails.with_pairs(pairs.group, own, pairs.count, pairs.places, pairs.values)),
             (scaled, lambda own: self.tails.with_scales(scaled.group, own, scaled.number)),
-            (plain, lambda _: self.tails.without_tables(plain.group, plain.z, plain.size)),
+            (plain, lambda _: self.tails.without_tables(plain.group, plain.coefficients, plain.size)),
         )
         for found, write in ways:
             if len(found.group):

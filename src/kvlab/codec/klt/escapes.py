@@ -115,44 +115,51 @@ class Tails:
         StreamError
             When a vector holds more escapes than there is room for, or one that cannot be.
         """
-        bits = symbols.gather(1, self.component[group]) >> self.place[group] & 1
-        count = number_of(bits[:, :COUNT_BITS])
+        head = self._bits(group, symbols, 0, COUNT_BITS + SCALE_BITS)
+        count = number_of(head[:, :COUNT_BITS])
         if int(count.max()) > self.room:
             raise StreamError(f"a vector holds {int(count.max())} escapes where there is room for {self.room}")
-        number = torch.where(count == 0, number_of(bits[:, COUNT_BITS : COUNT_BITS + SCALE_BITS]), -1)
+        number = torch.where(count == 0, number_of(head[:, COUNT_BITS:]), -1)
         z = self.heap.take(self.start[group, count] + (symbols >> self.lost[group, count]))
         z *= torch.where(number < 0, 1.0, self.scales[number])[:, None]
-        self._put_pairs(z, bits, count)
-        self._put_plain(z, bits, number == PLAIN, group, symbols)
+        self._put_pairs(z, group, symbols, count)
+        self._put_plain(z, group, symbols, (number == PLAIN).nonzero().flatten())
         return z, (number >= 0) & (number < PLAIN)
 
-    def _put_pairs(self, z: Tensor, bits: Tensor, count: Tensor) -> None:
+    def _bits(self, group: Tensor, symbols: Tensor, first: int, last: int) -> Tensor:
+        """What lies at the escapes' bits `first` to `last` of vectors, uint8 [v, last - first]."""
+        return symbols.gather(1, self.component[group, first:last]) >> self.place[group, first:last] & 1
+
+    def _put_pairs(self, z: Tensor, group: Tensor, symbols: Tensor, count: Tensor) -> None:
         """Put the values of pairs into components z [v, width]."""
-        most = int(count.max())
+        most, own = int(count.max()), count.nonzero().flatten()
         if not most:
             return
-        pair_bits = self.index_bits + VALUE_BITS
-        pairs = bits[:, COUNT_BITS : COUNT_BITS + most * pair_bits].unflatten(1, (most, -1))
-        there = torch.arange(most, device=bits.device) < count[:, None]
+        bits = self._bits(group[own], symbols[own], COUNT_BITS, COUNT_BITS + most * (self.index_bits + VALUE_BITS))
+        pairs = bits.unflatten(1, (most, -1))
+        there = torch.arange(most, device=bits.device) < count[own, None]
         place = torch.where(there, number_of(pairs[..., : self.index_bits]), -1)
         value = value_of(pairs[..., self.index_bits :])
         if int(place.max()) >= self.width or not torch.isfinite(value[there]).all():
             raise StreamError("an escape names a component or holds a value that cannot be")
         for pair in range(most):  # one after the other: a forged stream may name a component twice
             at = there[:, pair].nonzero().flatten()
-            z[at, place[at, pair]] = value[at, pair]
+            z[own[at], place[at, pair]] = value[at, pair]
 
-    def _put_plain(self, z: Tensor, bits: Tensor, which: Tensor, group: Tensor, symbols: Tensor) -> None:
-        """Put vectors without tables into z, those of `which`, bool [v]."""
-        if not which.any():
+    def _put_plain(self, z: Tensor, group: Tensor, symbols: Tensor, which: Tensor) -> None:
+        """Put vectors without tables into z, those of the places `which`."""
+        if not len(which):
             return
-        size = value_of(bits[:, COUNT_BITS + SCALE_BITS : PLAIN_BITS])
-        if not self.plain or not torch.isfinite(size[which]).all():
-            raise StreamError("a vector without tables has no room, or a size that cannot be")
+        if not self.plain:
+            raise StreamError("a vector says that it has no tables, and has no room for that")
+        group, symbols = group[which], symbols[which]
+        size = value_of(self._bits(group, symbols, COUNT_BITS + SCALE_BITS, PLAIN_BITS))
+        if not torch.isfinite(size).all():
+            raise StreamError("a vector without tables is of a size that cannot be")
         for number, own in enumerate(self.plain):
-            at = (which & (group == number)).nonzero().flatten()
+            at = (group == number).nonzero().flatten()
             if len(at):
-                z[at] = own.decode(symbols[at][:, own.component] >> own.place & 1, size[at])
+                z[which[at]] = own.decode(symbols[at][:, own.component] >> own.place & 1, size[at])
 
     # ---------------------------------------------------------------------------------------- writing
 
@@ -183,18 +190,16 @@ class Tails:
             1, self.component[group, at], bits.to(torch.uint8) << self.place[group, at]
         )
 
-    def without_tables(self, group: Tensor, z: Tensor, size: Tensor) -> Tensor:
-        """Symbols uint8 [v, width] of standardised components z [v, width] of these sizes [v]."""
-        number = torch.full_like(group, PLAIN)
-        head = torch.cat(
-            (low_bits(torch.zeros_like(group), COUNT_BITS), low_bits(number, SCALE_BITS), bits_of_value(size)), dim=1
-        )
-        symbols = torch.zeros(z.shape, dtype=torch.uint8, device=z.device)
+    def without_tables(self, group: Tensor, coefficients: Tensor, size: Tensor) -> Tensor:
+        """Symbols uint8 [v, width] of coefficients [v, width] of vectors of these sizes [v] (`plain`)."""
+        none, number = torch.zeros_like(group), torch.full_like(group, PLAIN)
+        head = torch.cat((low_bits(none, COUNT_BITS), low_bits(number, SCALE_BITS), bits_of_value(size)), dim=1)
+        symbols = torch.zeros(coefficients.shape, dtype=torch.uint8, device=size.device)
         symbols.scatter_add_(1, self.component[group, :PLAIN_BITS], head << self.place[group, :PLAIN_BITS])
         for own_group, own in enumerate(self.plain):
             at = (group == own_group).nonzero().flatten()
             if len(at):
-                bits = own.encode(z[at], value_of(bits_of_value(size[at]))) << own.place
+                bits = own.encode(coefficients[at], size[at]) << own.place
                 symbols[at] = symbols[at].scatter_add_(1, own.component.expand(len(at), -1), bits)
         return symbols
 

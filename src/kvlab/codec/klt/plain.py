@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvlab.codec.klt.bits import low_bits, number_of
+from kvlab.codec.klt.bits import bits_of_value, low_bits, number_of, value_of
 from kvlab.codec.klt.marginal import MAX_WIDTH
 from kvlab.codec.products import product
 from kvlab.codec.quantizer import gaussian_table, quantise
@@ -71,21 +71,26 @@ class PlainGroup:
         self.there = (deviation[:, None] / unit * turn(len(widths))).float().to(device)
         self.back = (turn(len(widths)).mT * unit / deviation).float().to(device)
 
-    def size(self, z: Tensor) -> Tensor:
-        """Root mean squares of vectors of standardised components [v, width], in units, float32 [v]."""
-        return product(z, self.there).square().mean(1).sqrt()
+    def turned(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Coefficients of vectors of standardised components, as large as they are [v, width], and their sizes.
 
-    def error(self, z: Tensor, size: Tensor) -> Tensor:
-        """Squared error in the metric if vectors of these sizes are coded, [v]."""
-        turned = product(z, self.there) / size.clamp(min=1e-30)[:, None]
-        apart = turned - self._values(self._indices(turned))
+        The size is the root mean square in units, as it is stored, float32 [v].
+        """
+        coefficients = product(z, self.there)
+        return coefficients, value_of(bits_of_value(coefficients.square().mean(1).sqrt()))
+
+    def error(self, coefficients: Tensor, size: Tensor) -> Tensor:
+        """Squared error in the metric if coefficients of these sizes are coded, [v]."""
+        even = coefficients / size.clamp(min=1e-30)[:, None]
+        apart = even - self._values(self._indices(even))
         return apart.square().sum(1) * (size * self.unit).square()
 
-    def encode(self, z: Tensor, size: Tensor) -> Tensor:
+    def encode(self, coefficients: Tensor, size: Tensor) -> Tensor:
         """Bits uint8 [v, bits]."""
-        indices = self._indices(product(z, self.there) / size.clamp(min=1e-30)[:, None])
+        indices = self._indices(coefficients / size.clamp(min=1e-30)[:, None])
         parts = [low_bits(indices[:, part], bits).flatten(1) for part, bits in self.parts]
-        return torch.nn.functional.pad(bits := torch.cat(parts, dim=1), (0, len(self.component) - bits.shape[1]))
+        found = torch.cat(parts, dim=1)
+        return torch.nn.functional.pad(found, (0, len(self.component) - found.shape[1]))
 
     def decode(self, bits: Tensor, size: Tensor) -> Tensor:
         """Standardised components float32 [v, width] of bits [v, bits]."""
