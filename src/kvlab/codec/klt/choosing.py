@@ -18,6 +18,7 @@ from kvlab.codec.klt.nearest import Nearest
 from kvlab.codec.klt.scales import LOUD, NEAR, PLAIN, SCALES, steps_down, steps_up
 from kvlab.codec.products import product
 
+SLACK = 1.01  # of what is looked at, since products of many vectors round otherwise than those of few
 PATIENCE = 3.0  # a vector that loses so many times what is usual is tried without tables
 
 
@@ -99,12 +100,12 @@ class Chooser:
     def __call__(self, z: Tensor, centred: Tensor) -> tuple[Pairs, Scaled, Untabled]:
         """The escapes of vectors without their mean [groups, n, width], whose components are z [groups, width, n]."""
         beyond = ((z < self.low) | (z > self.high)).any(1)
-        square = torch.bmm(self.share, z.square())[:, 0]
-        near = square - torch.bmm(self.toward_sink, z)[:, 0] + self.sink_square < NEAR * square
-        group, token = (beyond | near | (square > LOUD)).nonzero().unbind(1)
-        own = z[group, :, token]
+        level = torch.bmm(self.share, z.square())[:, 0]
+        near = level - torch.bmm(self.toward_sink, z)[:, 0] + self.sink_square < SLACK * NEAR * level
+        group, token = (beyond | near | (SLACK * level > LOUD)).nonzero().unbind(1)
+        own, number = z[group, :, token], self._steps_up(group, z[group, :, token], beyond[group, token])
         cost, count, places = self._pairs(group, own)
-        number, scaled = self._scales(group, own, near[group, token], centred[group, token], cost)
+        number, scaled = self._scales(group, own, number, near[group, token], centred[group, token], cost)
         plain, coefficients, size = self._without_tables(group, own, cost)
         untabled = Untabled(group[plain], token[plain], coefficients, size)
         number[plain], count[plain] = PLAIN, 0
@@ -122,20 +123,30 @@ class Chooser:
         best = torch.nn.functional.pad(worth, (1, 0)).max(1)
         return self.usual[group] + excess.sum(1) - best.values, best.indices, places
 
-    def _scales(self, group: Tensor, z: Tensor, near: Tensor, centred: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
+    def _level(self, group: Tensor, z: Tensor) -> Tensor:
+        """Levels of vectors z [v, width], row by row the same numbers however many there are [v]."""
+        return (self.share[group, 0] * z.square()).sum(1)
+
+    def _steps_up(self, group: Tensor, z: Tensor, beyond: Tensor) -> Tensor:
+        """The number of the scale that vectors z [v, width] are large enough to be tried at, -1 for none [v]."""
+        level = self._level(group, z)
+        up = steps_up(level)
+        return torch.where((up > 0) & (beyond | (level > LOUD)), PLAIN + up, -1)
+
+    def _scales(
+        self, group: Tensor, z: Tensor, number: Tensor, near: Tensor, centred: Tensor, cost: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The number of the scale that each vector is better coded at, -1 for none [v], and z at it [v, width].
 
-        `cost` is brought down to what each loses then.
+        `number` is what to try, those `near` the second mean about that; `cost` is brought down to what each loses.
         """
-        share, number, z = self.share[group, 0], torch.full_like(group, -1), z.clone()
-        up = steps_up((share * z.square()).sum(1))
-        number = torch.where(up > 0, PLAIN + up, number)
-        trial = z.clone()
+        z, trial = z.clone(), z.clone()
         for own, matrix in enumerate(self.forward if near.any() else ()):
             at = (near & (group == own)).nonzero().flatten()
             about = product(centred[at] - self.shift[own], matrix.mT)
-            down = steps_down((share[at] * about.square()).sum(1))
-            closer = down >= 0
+            left = self._level(group[at], about)
+            down = steps_down(left)
+            closer = (down >= 0) & (left < NEAR * self._level(group[at], z[at]))
             number[at] = torch.where(closer, down, number[at])
             trial[at] = torch.where(closer[:, None], about, trial[at])
         at = (number >= 0).nonzero().flatten()
