@@ -61,7 +61,9 @@ def test_values_are_stored_to_a_thousandth_up_to_four_billions():
 
 
 def test_scales_are_as_many_as_their_number_can_say_and_fit_levels():
-    assert len(SCALES) == 1 << SCALE_BITS and SCALES[PLAIN] == 1 and SCALES[PLAIN + 1 :].tolist() == pytest.approx(UPWARD)
+    assert (
+        len(SCALES) == 1 << SCALE_BITS and SCALES[PLAIN] == 1 and SCALES[PLAIN + 1 :].tolist() == pytest.approx(UPWARD)
+    )
     levels = torch.tensor([0.3, 1.0, 1.1, LOUD, 4.0, 250.0, 1e9])
     up = steps_up(levels)
     assert up.tolist() == [0, 0, 0, 1, 4, 16, 16]

