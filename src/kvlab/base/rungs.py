@@ -61,8 +61,8 @@ def own_settings(codec: str, bits: float | None, v_bits: float | None) -> tuple[
     if codec == "oscar":
         return {"clip": 0.96 if bits < UNCLIPPED else 1.0}, {"clip": 0.92 if v_bits < UNCLIPPED else 1.0}
     if codec == "klt":  # what K and V of all layers lose is weighed alike, unless somebody said what each shall have
-        budget = {"budget": "cache" if bits == v_bits else "stream"}
-        return budget, budget
+        budget = "cache" if bits == v_bits else "stream"
+        return {"budget": budget}, {"budget": budget}
     return {}, {}
 
 

@@ -83,7 +83,8 @@ class Calibrated:
     def __post_init__(self) -> None:
         if not self.spectra:
             found = ((stream, layer, one) for stream in "kv" for layer, one in self.components.get(stream, {}).items())
-            self.spectra.update({(stream, at): one.variance for stream, at, one in found if hasattr(one, "variance")})
+            whole = (each for each in found if isinstance(each[2], Components))  # a decoder's file holds other things
+            self.spectra.update({(stream, layer): one.variance for stream, layer, one in whole})
 
     def stream(
         self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope"

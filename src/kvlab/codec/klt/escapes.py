@@ -92,7 +92,7 @@ class Tails:
         self.start = (row * values.shape[1] + (1 << left)).to(device)
         self.heap, self.lost = values.to(device), self.lost_bits.to(torch.uint8).to(device)
         self.component, self.place = components.to(device), earlier.to(torch.uint8).to(device)
-        self.scales, self.sizes_there = SCALES.to(device), self.sizes.to(device)
+        self.scales, self.sizes = SCALES.to(device), self.sizes.to(device)
         self.plain: tuple[PlainGroup, ...] = ()
         if components.shape[1] >= PLAIN_BITS:
             taken = [torch.bincount(row[:PLAIN_BITS], minlength=self.width) for row in components]
@@ -184,7 +184,7 @@ class Tails:
 
     def _put(self, group: Tensor, symbols: Tensor, count: Tensor, bits: Tensor) -> Tensor:
         """Symbols with `bits` in the place of what vectors of these counts give up."""
-        bits = bits * (torch.arange(bits.shape[1], device=bits.device) < self.sizes_there[count][:, None])
+        bits = bits * (torch.arange(bits.shape[1], device=bits.device) < self.sizes[count][:, None])
         lost, at = self.lost[group, count], slice(bits.shape[1])
         return (symbols >> lost << lost).scatter_add_(
             1, self.component[group, at], bits.to(torch.uint8) << self.place[group, at]
