@@ -16,7 +16,9 @@ from kvlab.base.errors import suggestion
 from kvlab.base.streams import (
     MOST_BITS,
     SILENT,
+    ArchiveStream,
     Bits,
+    CastStream,
     Conditioned,
     D4Stream,
     E8Stream,
@@ -29,6 +31,7 @@ from kvlab.base.streams import (
     KvQuantStream,
     KvtcStream,
     Nf4Stream,
+    NoiseStream,
     OscarStream,
     TurboQuantStream,
     without,
@@ -37,7 +40,9 @@ from kvlab.base.streams import (
 # what is in `streams`, and is had from here with the rest
 __all__ = [
     "MOST_BITS",
+    "ArchiveStream",
     "Bits",
+    "CastStream",
     "Conditioned",
     "D4Stream",
     "E8Stream",
@@ -50,6 +55,7 @@ __all__ = [
     "KvQuantStream",
     "KvtcStream",
     "Nf4Stream",
+    "NoiseStream",
     "OscarStream",
     "TurboQuantStream",
 ]
@@ -116,15 +122,6 @@ class BlockStream(BlockSettings):
     emulate_published_decoder: bool = False
 
 
-class NoiseStream(Frozen):
-    """Gaussian noise of `sigma` times the tensor's rms, added where a codec would sit."""
-
-    built_by: ClassVar[str] = "kvlab.codec.controls.noise:NoiseCodec"
-    codec: Literal["noise"] = "noise"
-    sigma: float = Field(ge=0)
-    seed: int = Field(ge=0)
-
-
 WHOLE_KLT = {"transform": "klt", "tables": "fitted", "allocation": "water_filling"}
 """Settings of `KltStream` that take nothing out."""
 
@@ -153,14 +150,6 @@ class KltStream(Ends):
     @model_serializer(mode="wrap")
     def _said(self, whole) -> dict[str, Any]:
         return without(whole(self), SILENT | WHOLE_KLT)
-
-
-class CastStream(Frozen):
-    """Each value rounded to `dtype` and back: what an engine of that dtype does to K and V by itself."""
-
-    built_by: ClassVar[str] = "kvlab.codec.controls.cast:CastCodec"
-    codec: Literal["cast"] = "cast"
-    dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
 
 class IsotropicStream(Frozen):
@@ -218,6 +207,9 @@ class PluginStream(Frozen):
 CONTROLS = ("identity", "noise", "cast", "isotropic")
 """What sits in a codec's place without being one."""
 
+WHOLE = ("archive",)
+"""Codecs that code all layers of a cache at once."""
+
 AnyStream = (
     IdentityStream
     | KltStream
@@ -233,6 +225,7 @@ AnyStream = (
     | TurboQuantStream
     | KvQuantStream
     | KvtcStream
+    | ArchiveStream
     | NoiseStream
     | CastStream
     | IsotropicStream
@@ -275,6 +268,14 @@ class Recipe(Frozen):
     k: StreamRecipe
     v: StreamRecipe
     rotary: Literal["before", "after"] = "before"
+
+    @model_validator(mode="after")
+    def _whole_alike(self) -> Recipe:
+        """A codec of whole caches codes K and V, both before the rotary embedding."""
+        whole = {one.codec for one in (self.k, self.v)} & {*WHOLE}
+        if whole and (self.k != self.v or self.rotary != "before"):
+            raise ValueError(f"{whole.pop()} codes whole caches: K and V alike, before the rotary embedding")
+        return self
 
     @model_validator(mode="after")
     def _budgets_agree(self) -> Recipe:

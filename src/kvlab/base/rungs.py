@@ -10,12 +10,12 @@ from pydantic import AfterValidator, Field
 from kvlab.base import plugins
 from kvlab.base.errors import ParamsError, UnknownName, suggestion
 from kvlab.base.params import Params
-from kvlab.base.recipe import CONTROLS, STREAMS, Conditioned, Recipe
+from kvlab.base.recipe import CONTROLS, STREAMS, WHOLE, Conditioned, Recipe
 from kvlab.base.rivals import RIVALS, rival_recipe
 from kvlab.base.studied import studied_recipe
 
 ASKED_AS_RIVALS = ("turboquant", "kvquant", "kvtc")  # codecs that are compared at their published settings alone
-LADDERED = tuple(name for name in STREAMS if name not in (*CONTROLS, *ASKED_AS_RIVALS))
+LADDERED = tuple(name for name in STREAMS if name not in (*CONTROLS, *ASKED_AS_RIVALS, *WHOLE))
 """The codecs that are compared where nothing else is asked for, in the order of pages."""
 PIPELINED = tuple(name for name in RIVALS if name not in ("kvquant-paper", "kvtc-paper"))
 """The published ones that a parameter may name beside them. The others fit something by themselves, which no file of

@@ -168,3 +168,44 @@ class KvtcStream(Ends):
     codec: Literal["kvtc"] = "kvtc"
     bits: float = Field(gt=0, le=8)
     block_size: int = Field(default=512, ge=1, le=65536)
+
+
+class ArchiveStream(Frozen):
+    """The codec to keep a cache with: layers predicted from those below, entropy coded; K and V of all layers at once.
+
+    One of the two is asked for: `bits`, which the stored cache takes per value, everything included, within 1 %; or
+    `quality`, in 64ths of an octave, of which each octave halves every step. `block_size` tokens decode alone.
+    """
+
+    built_by: ClassVar[str] = "kvlab.codec.archive.codec:ArchiveCodec"
+    codec: Literal["archive"] = "archive"
+    bits: float | None = Field(default=None, gt=0, le=16)
+    quality: int | None = Field(default=None, ge=128, lt=1920)
+    block_size: int = Field(default=128, ge=1, le=65535)
+
+    @model_validator(mode="after")
+    def _asked_for_one(self):
+        if (self.bits is None) == (self.quality is None):
+            raise ValueError("archive takes bits or quality, one of them")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _said(self, whole) -> dict[str, Any]:
+        return without(whole(self), {"bits": None, "quality": None})
+
+
+class NoiseStream(Frozen):
+    """Gaussian noise of `sigma` times the tensor's rms, added where a codec would sit."""
+
+    built_by: ClassVar[str] = "kvlab.codec.controls.noise:NoiseCodec"
+    codec: Literal["noise"] = "noise"
+    sigma: float = Field(ge=0)
+    seed: int = Field(ge=0)
+
+
+class CastStream(Frozen):
+    """Each value rounded to `dtype` and back: what an engine of that dtype does to K and V by itself."""
+
+    built_by: ClassVar[str] = "kvlab.codec.controls.cast:CastCodec"
+    codec: Literal["cast"] = "cast"
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"

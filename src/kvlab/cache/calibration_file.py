@@ -3,7 +3,7 @@
     file   := safetensors, whose header entry ``kvlab`` is `Header` as JSON
     tensor := "{k|v}/whitener/{layer}/{field of Whitener}" | "{k|v}/components/{layer}/{field of Components}"
             | "{k|v}/decoding/{layer}/{field of Decoding}" | "{k|v}/own/{layer}/{field of the codec's Fit}"
-            | "{k|v}/spectra/{layer}" | "{k|v}/table"
+            | "{k|v}/spectra/{layer}" | "{k|v}/table" | "archive/{name in `Archive.tensors`}"
 
 A file may hold what decodes alone (`form`): of `klt` the tables of its own bits in place of the sketches that tables
 of any bits are made from, of other codecs the tensors that their decoder reads. It decodes what was coded with the
@@ -31,6 +31,7 @@ from kvlab.base.errors import CalibrationMismatch, StorageError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Frozen, KltStream, OscarStream, Recipe, StreamRecipe, canonical, digest
 from kvlab.base.records import atomic, fingerprint, from_header, sha256, to_header, versions
+from kvlab.calibration.archive import FILED, Archive, encodes_alone, filed
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import coded_by, reads
 from kvlab.codec.base import StreamCalibration
@@ -143,6 +144,7 @@ def write_calibration(
         own = calibrated.stream(chosen, stream, recipe.placement)
         if own is not None:
             tensors |= _named(chosen, stream, own, range(info.n_layers) if coded is None else coded)
+    tensors |= filed(recipe, calibrated.archive, coded)
     model = ModelShape.of(info)
     whose = {"model": model.model_dump(), "corpus": calibrated.corpus_hash, "engine": calibrated.origin}
     tensors, marks = marked(tensors)
@@ -177,7 +179,7 @@ def marked(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str
 
 def decoding_tensors(recipe: Recipe, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What of a whole file's tensors decodes; for `klt` made of its components at the recipe's bits."""
-    found = {}
+    found = {name: x for name, x in tensors.items() if name.startswith(FILED) and not encodes_alone(name)}
     for stream in STREAMS:
         own, chosen = f"{stream}/components/", getattr(recipe, stream)
         mine = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{stream}/")}
@@ -285,6 +287,7 @@ def load_calibration(path: Path | str, info: ModelInfo) -> Calibrated | None:
             for stream in STREAMS
         },
         spectra=_spectra(tensors),
+        archive=Archive.read(path, tensors, info),
     )
 
 

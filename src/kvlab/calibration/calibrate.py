@@ -11,6 +11,7 @@ import torch
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import BlockStream, Placement, Recipe, digest
 from kvlab.base.records import fingerprint
+from kvlab.calibration.archive import fit_archive
 from kvlab.calibration.capture import Observed, observe
 from kvlab.calibration.components import FIELDS, Fitting
 from kvlab.calibration.load import Calibrated, TableKey
@@ -77,7 +78,8 @@ def calibrate(
     """
     if context is None:
         context = len(windows[0]) if windows else 0
-    observed = observe(engine, windows, context, corpus_hash, sample)
+    across = any("archive" in reads(recipe.k, "k") for recipe in recipes)
+    observed = observe(engine, windows, context, corpus_hash, sample, across)
     return fitted(observed, engine.info, recipes, ridge, layers, placement)
 
 
@@ -96,19 +98,24 @@ def fitted(
         at: {layer: whitening.fit(moment, ridge) for layer, moment in found.items()} for at, found in sigma.items()
     }
     metrics = ErrorMetrics(info, observed.context)
-    components = _components(Fitting(observed, whiteners["pre_rope"], metrics, ridge), info, recipes)
+    fitting = Fitting(observed, whiteners["pre_rope"], metrics, ridge)
+    components = _components(fitting, info, recipes)
+    archived = any("archive" in reads(recipe.k, "k") for recipe in recipes)
+    archive = fit_archive(observed, fitting, info) if archived else None
     tables = _tables(observed, recipes, whiteners, layers, placement, metrics.angles)
     own = _own(observed, info, recipes)
     sigma_hash = _digest_of(whiteners["pre_rope"])
     everything = [t for at in whiteners.values() for w in at.values() for t in (w.chol, w.inv_chol)]
     everything += [t for by_layer in components.values() for one in by_layer.values() for t in _tensors(one)]
     everything += [t for by_layer in own.values() for one in by_layer.values() for t in vars(one).values()]
+    everything += archive.tensors.values() if archive else []
     return Calibrated(
         whiteners=whiteners["pre_rope"],
         own=own,
         rotated=whiteners["post_rope"],
         tables=tables,
         components=components,
+        archive=archive,
         origin=observed.metadata["engine"],
         corpus_hash=observed.metadata["corpus_hash"],
         sigma_hash=sigma_hash,

@@ -19,6 +19,7 @@ from kvlab.base.params import Params
 from kvlab.base.records import atomic, to_header, versions
 from kvlab.calibration import losses
 from kvlab.calibration import moments as kept
+from kvlab.calibration.across import AcrossTap
 from kvlab.calibration.facts import header_facts
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS, Extent, ModelMoments, QueryMoments
@@ -114,11 +115,20 @@ class Observed:
 
 
 class InMemory(Observed):
-    """What is left of the windows, not yet in a file; `tensors` is all of it by name."""
+    """What is left of the windows, not yet in a file; `tensors` is all that a file would hold, by name.
 
-    def __init__(self, metadata: dict, tensors: dict[str, Tensor]):
+    `sampled_ids` are the contexts of the sample; `across` is what was seen of layers together, if that was asked for.
+    """
+
+    def __init__(
+        self,
+        metadata: dict,
+        tensors: dict[str, Tensor],
+        sampled_ids: Sequence[Sequence[int]] = (),
+        across: AcrossTap | None = None,
+    ):
         super().__init__(metadata, tensors.__getitem__)
-        self.tensors = tensors
+        self.tensors, self.sampled_ids, self.across = tensors, sampled_ids, across
 
 
 def sample_of(windows: int, most: int) -> tuple[int, ...]:
@@ -127,7 +137,14 @@ def sample_of(windows: int, most: int) -> tuple[int, ...]:
     return tuple(windows * i // number for i in range(number))
 
 
-def observe(engine: Engine, windows: Sequence[Sequence[int]], context: int, corpus_hash: str, sample: int) -> InMemory:
+def observe(
+    engine: Engine,
+    windows: Sequence[Sequence[int]],
+    context: int,
+    corpus_hash: str,
+    sample: int,
+    across: bool = False,
+) -> InMemory:
     """Run windows through an engine, one after the other, and keep moments and a sample.
 
     Parameters
@@ -142,6 +159,8 @@ def observe(engine: Engine, windows: Sequence[Sequence[int]], context: int, corp
         Of the windows' file.
     sample : int
         Windows to keep K and V of, in bfloat16: 4 * layers * kv_heads * head_dim * context bytes each.
+    across : bool
+        Whether layers are looked at together too, which `archive` is fitted on.
 
     Raises
     ------
@@ -159,7 +178,8 @@ def observe(engine: Engine, windows: Sequence[Sequence[int]], context: int, corp
     info, extent = engine.info, Extent(len(windows), lengths[0], context)
     chosen = sample_of(extent.windows, sample)
     angles = ErrorMetrics(info, extent.tokens).angles
-    tap = _Tap(ModelMoments(info, extent, angles), chosen)
+    beside = AcrossTap(info, context, chosen) if across else None
+    tap = _Tap(ModelMoments(info, extent, angles), chosen, beside)
     for number, ids in enumerate(tqdm(windows, desc=f"capture {engine.name}", unit="window")):
         tap.window = number
         engine.score(ids, len(ids) - 2, tap)
@@ -180,7 +200,7 @@ def observe(engine: Engine, windows: Sequence[Sequence[int]], context: int, corp
         "device": engine.device,
         "versions": versions(),
     }
-    return InMemory(metadata, tensors)
+    return InMemory(metadata, tensors, [list(windows[i][:context]) for i in chosen], beside)
 
 
 class _Tap:
@@ -189,8 +209,8 @@ class _Tap:
     A fault is told once the engine is done with the window, not from inside its forward pass.
     """
 
-    def __init__(self, moments: ModelMoments, chosen: Sequence[int]):
-        self.moments, self.chosen, self.window = moments, chosen, 0
+    def __init__(self, moments: ModelMoments, chosen: Sequence[int], across: AcrossTap | None):
+        self.moments, self.chosen, self.across, self.window = moments, chosen, across, 0
         self.sample: dict[str, Tensor] = {}
         self._broken: NonFinite | None = None
 
@@ -199,6 +219,8 @@ class _Tap:
         with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the engine's own mode
             try:
                 self.moments.update(self.window, layer, part, x.detach())
+                if self.across:
+                    self.across.see(self.window, layer, part, x.detach())
             except NonFinite as error:
                 self._broken = self._broken or error
         if part in STREAMS and self.window in self.chosen:

@@ -12,6 +12,7 @@ import torch
 from kvlab.base.errors import CalibrationMismatch
 from kvlab.base.recipe import Cell, Placement, StreamRecipe, digest
 from kvlab.base.records import file_hash, fingerprint
+from kvlab.calibration.archive import Archive
 from kvlab.calibration.components import FIELDS, load_components
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.needs import Piece, coded_by, needed_files, needs_calibration, pieces, reads
@@ -67,6 +68,8 @@ class Calibrated:
         What codecs fitted by themselves, by stream and codec, and by layer.
     spectra : dict of tuple of str and int to Tensor
         By stream and layer the variances of components; those of `components` where nothing else is said.
+    archive : Archive or None
+        The codec of whole caches, where one was fitted.
     """
 
     whiteners: dict[int, Whitener]
@@ -79,6 +82,7 @@ class Calibrated:
     rotated: dict[int, Whitener] = field(default_factory=dict)
     own: dict[tuple[str, str], dict[int, Any]] = field(default_factory=dict)
     spectra: dict[tuple[Literal["k", "v"], int], torch.Tensor] = field(default_factory=dict)
+    archive: Archive | None = None
 
     def __post_init__(self) -> None:
         if not self.spectra:
@@ -128,6 +132,8 @@ class Calibrated:
         if piece.kind == "own":
             codec, layer = str(piece.place).split("/")
             return tuple(vars(self.own[piece.stream, codec][int(layer)]).values())
+        if piece.kind == "archive":
+            return tuple(self.archive.tensors.values())
         if piece.kind == "spectra":
             return tuple(variance for _, variance in sorted(self.spectra.items()))
         return tuple(getattr(self.components[piece.stream][piece.place], name) for name in FIELDS)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from kvlab.base.errors import CapabilityError
 from kvlab.base.recipe import (
+    ArchiveStream,
     BlockStream,
     Cell,
     IsotropicStream,
@@ -21,7 +22,7 @@ from kvlab.base.recipe import (
     digest,
 )
 
-Kind = Literal["whitener", "table", "components", "spectra", "own"]
+Kind = Literal["whitener", "table", "components", "spectra", "own", "archive"]
 FILES: dict[Kind, str] = {
     "whitener": "sigma",
     "table": "codebooks",
@@ -68,6 +69,7 @@ def reads(recipe: StreamRecipe, which: Literal["k", "v"]) -> tuple[Kind, ...]:
         or "components" in others,
         "spectra": isinstance(recipe, KltStream) and recipe.budget != "tensor",  # bits go where they are needed
         "own": isinstance(recipe, KvQuantStream | KvtcStream),
+        "archive": isinstance(recipe, ArchiveStream),
     }
     return tuple(kind for kind, is_read in found.items() if is_read)
 
@@ -86,7 +88,7 @@ def needed_files(recipe: Recipe) -> list[str]:
         The recipe reads what its codec fits by itself, which is in none of them.
     """
     kinds = {*reads(recipe.k, "k"), *reads(recipe.v, "v")}
-    if "own" in kinds:
+    if {"own", "archive"} & kinds:
         raise CapabilityError(
             f"recipe {recipe.recipe_id} (K {recipe.k.codec}, V {recipe.v.codec}) reads what its codec fits by itself,"
             " which no file of the pipeline holds; make one file of everything with kvlab calibrate"
@@ -103,6 +105,6 @@ def pieces(cell: Cell) -> dict[str, Piece]:
         recipe = coded_by(cell.stream_recipe(which, layer))
         placement = cell.placement if which == "k" else "pre_rope"
         for kind in reads(recipe, which):
-            places = {"table": digest(recipe), "spectra": "all", "own": f"{recipe.codec}/{layer}"}
+            places = {"table": digest(recipe), "spectra": "all", "archive": "all", "own": f"{recipe.codec}/{layer}"}
             found.append(Piece(kind, which, placement, places.get(kind, layer)))
     return {piece.name: piece for piece in found}

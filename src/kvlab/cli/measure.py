@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from kvlab.base.errors import UserError
+from kvlab.base.errors import CapabilityError, UserError
+from kvlab.base.recipe import WHOLE
 from kvlab.cli.flags import Flag, path, place, result, whole, word
 from kvlab.pages.terminal import as_text, printable
 
@@ -58,6 +59,10 @@ def _named(args: argparse.Namespace) -> list:
     if args.against in args.codec:
         raise UserError(f"--against {args.against} is measured already; name another codec than those of --codec")
     names = dict.fromkeys([*args.codec, *([args.against] if args.against else [])])
+    if args.protocol == "in_forward" and (whole := [name for name in names if name in WHOLE]):
+        raise CapabilityError(
+            f"codec {whole[0]!r} codes whole caches, which a forward does not have before its end; leave --protocol out"
+        )
     return [one for name in names for one in recipes_of(name, args.bits)]
 
 

@@ -187,6 +187,8 @@ def covers(stored: Calibrated, recipe) -> bool:
             return False
         if "own" in due and not stored.own.get((stream, getattr(recipe, stream).codec)):
             return False
+        if "archive" in due and stored.archive is None:
+            return False
         if "components" in due and not stored.components.get(stream):
             return False
         if "table" in due:

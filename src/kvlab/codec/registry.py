@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import Any
 
 from kvlab.base import plugins
-from kvlab.base.errors import PluginError, UnknownName
-from kvlab.base.recipe import PluginStream, StreamRecipe
+from kvlab.base.errors import CapabilityError, PluginError, UnknownName
+from kvlab.base.recipe import WHOLE, PluginStream, StreamRecipe
 from kvlab.codec.base import Codec, StreamCalibration
 from kvlab.codec.ended import EndedCodec
 from kvlab.codec.kept import Kept
@@ -39,6 +39,8 @@ def bare(stream_recipe: StreamRecipe, calibration: StreamCalibration | None = No
     ------
     UnknownName
         When no codec has the name.
+    CapabilityError
+        When it codes whole caches.
     PluginError
         When it is of another package, which is not installed, of another version, or broken.
     CalibrationMismatch
@@ -59,6 +61,11 @@ def class_of(stream_recipe: StreamRecipe) -> type[Codec]:
 
 def codec_class(name: str) -> type[Codec]:
     """The class of kvlab's own codec of this name; `UnknownName` when none has it."""
+    if name in WHOLE:
+        raise CapabilityError(
+            f"codec {name!r} codes all layers of a cache at once, and here tensors are coded one by one; name another:"
+            f" {', '.join(CODECS)}"
+        )
     if name not in CODECS:
         raise UnknownName("codec", name, CODECS)
     module, class_name = CODECS[name].split(":")

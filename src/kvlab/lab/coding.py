@@ -17,7 +17,7 @@ import torch
 
 from kvlab.base.errors import CodecNotActive
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Cell, StreamRecipe, digest
+from kvlab.base.recipe import WHOLE, Cell, StreamRecipe, digest
 from kvlab.base.records import Coding
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.base import Codec, Encoded, Site, Stats
@@ -94,7 +94,7 @@ class Coder:
         for stream, layer in product(STREAMS if cell.stream == "kv" else (cell.stream,), cell.layers):
             recipe = cell.stream_recipe(stream, layer)
             self._recipes[stream, layer] = recipe
-            if (stream, recipe) not in self._codecs:
+            if (stream, recipe) not in self._codecs and recipe.codec not in WHOLE:
                 fitted = calibrated.stream(recipe, stream, cell.placement) if calibrated else None
                 self._codecs[stream, recipe] = build(recipe, fitted)
 
@@ -106,6 +106,9 @@ class Coder:
     def codes(self, layer: int, part: Part) -> bool:
         """Whether this cell codes that layer's K or V (never Q)."""
         return (part, layer) in self._recipes
+
+    def begin(self, clean: CleanCapture, ids: list[int], window: int) -> None:
+        """Told of a context's whole clean cache before any of it is coded; what codes tensor by tensor needs it not."""
 
     def round_trip(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         """`x` encoded and decoded, in its own dtype, and counted."""

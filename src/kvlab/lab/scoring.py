@@ -124,7 +124,9 @@ class WindowRun:
 
     def snapshot(self, cell: Cell, coder: Coder) -> Snapshot:
         """The context's clean cache, coded by a cell."""
-        return Snapshot(coder, self.number, self._clean(cell.placement))
+        clean = self._clean(cell.placement)
+        coder.begin(clean, self.ids[: self.context], self.number)
+        return Snapshot(coder, self.number, clean)
 
     def measured(self, cell: Cell, coder: Coder, name: str | None = None) -> pl.DataFrame:
         """Token rows of a cell on this window, under its id if no other name is given."""

@@ -23,6 +23,7 @@ from kvlab.engines.base import Engine
 from kvlab.lab.coding import STREAMS, Coded, Coder
 from kvlab.lab.scoring import WindowRun, heard_kl
 from kvlab.lab.walk import walk
+from kvlab.lab.whole import coder_of
 from kvlab.lab.witnessing import chosen, examined, witnessed_of
 from kvlab.witness.plain import PlainModel
 
@@ -191,4 +192,4 @@ def _cell(subject: Subject, engine: Engine, windows: int, protocol: str) -> Cell
 def _coder(cell: Cell, subject: Subject) -> Coder:
     if subject.label == ROUNDING:
         return RoundingCoder(cell, None)
-    return Coder(cell, subject.calibrated)
+    return coder_of(cell, subject.calibrated)

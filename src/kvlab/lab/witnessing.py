@@ -124,6 +124,7 @@ def examined(
         reading=heard.reading,
         nbytes=coder.tally.coded_bytes,
         engine=run.engine.proof,
+        stored=getattr(coder, "stored", b""),
     )
     testimony = testify(model, claim, calibrated)
     return Found(testimony.model_dump(mode="json"), rows.select(ROWS.names()))
@@ -151,7 +152,7 @@ def chosen(subjects: Iterable[C]) -> list[C]:
 
 def exposure(cell: Cell) -> tuple:
     """How much of the cache a cell codes, and how coarsely."""
-    bits = sum(getattr(cell.stream_recipe(stream, cell.layers[0]), "bits", 16) for stream in STREAMS)
+    bits = sum(getattr(cell.stream_recipe(stream, cell.layers[0]), "bits", None) or 16 for stream in STREAMS)
     return len(cell.layers) * len(cell.stream), -bits
 
 

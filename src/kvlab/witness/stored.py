@@ -8,6 +8,8 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
+from kvlab.calibration.archive import Archive
+from kvlab.codec.archive.file import load, refuse_other
 from kvlab.codec.base import Codec, Site
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
 
@@ -37,3 +39,11 @@ def answers(codecs: Mapping[tuple[int, str], Codec], given: Mapping, window: int
                 encoded = read_frame(path.read_bytes()).to(x.device)
             found[layer, part] = codec.decode(encoded).to(x.dtype)
     return found, nbytes
+
+
+def unarchived(archive: Archive, stored: bytes, ids: list[int]) -> dict[tuple[int, str], Tensor]:
+    """What the file of a whole cache of these tokens holds, by layer and stream."""
+    header, body = load(stored)
+    refuse_other(header, archive.digest, archive.info.model_hash, ids)
+    decoded = archive.codec(header.block).decode(body, ids)
+    return {(layer, part): x for layer, k, v in decoded for part, x in (("k", k), ("v", v))}

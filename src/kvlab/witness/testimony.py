@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvlab.base.errors import WitnessDisagrees
-from kvlab.base.recipe import DEFAULT_ATTENTION, Cell
+from kvlab.base.recipe import DEFAULT_ATTENTION, WHOLE, Cell
 from kvlab.base.testimony import Proof, Testimony
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.registry import build
@@ -27,7 +27,7 @@ from kvlab.engines.base import Reading
 from kvlab.witness import corpus
 from kvlab.witness.plain import Passed, PlainModel
 from kvlab.witness.scores import divergence, log_softmax, scored
-from kvlab.witness.stored import answers
+from kvlab.witness.stored import answers, unarchived
 
 LOGITS = {"float32": 1e-6, "bfloat16": 1e-2}
 """Nats per token that the chain's logits may be from the witness's, which are of float32."""
@@ -64,6 +64,8 @@ class Claim:
         That the cell's codecs are said to have written.
     engine : Proof
         Of the engine that ran.
+    stored : bytes
+        The file of a codec of whole caches; empty of others.
     """
 
     cell: Cell
@@ -78,6 +80,7 @@ class Claim:
     reading: Reading | None
     nbytes: int
     engine: Proof
+    stored: bytes = b""
 
 
 def testify(model: PlainModel, claim: Claim, calibrated: Calibrated | None) -> Testimony:
@@ -226,13 +229,8 @@ class Witness:
 
     def _answers(self) -> None:
         """What left the codec is what the codec says, and as many bytes."""
-        claim, cell = self.claim, self.claim.cell
-        codecs = {}
-        for layer, part in self._places:
-            recipe = cell.stream_recipe(part, layer)
-            fitted = self.calibrated.stream(recipe, part, cell.placement) if self.calibrated else None
-            codecs[layer, part] = build(recipe, fitted)
-        own, nbytes = answers(codecs, claim.given, claim.number)
+        claim = self.claim
+        own, nbytes = self._said_by_codecs()
         for layer, part in self._places:
             found = self._at(claim.answered, (layer, part), "left the codec")
             if not torch.equal(found, own[layer, part]):
@@ -241,6 +239,19 @@ class Witness:
                     self._object(f"layer {layer} {part}: what left the codec is {error:.1e} from what the codec says")
         if nbytes != claim.nbytes:
             self._object(f"it counts {claim.nbytes} coded bytes, and the files of its codecs hold {nbytes}")
+
+    def _said_by_codecs(self) -> tuple[Tensors, int]:
+        """What codecs make of what they were given, and their bytes; of a file of a whole cache, what is in it."""
+        claim, cell = self.claim, self.claim.cell
+        if cell.recipe.k.codec in WHOLE:
+            decoded = unarchived(self.calibrated.archive, claim.stored, claim.ids[: claim.context])
+            return {place: x.to(claim.given[place]) for place, x in decoded.items()}, len(claim.stored)
+        codecs = {}
+        for layer, part in self._places:
+            recipe = cell.stream_recipe(part, layer)
+            fitted = self.calibrated.stream(recipe, part, cell.placement) if self.calibrated else None
+            codecs[layer, part] = build(recipe, fitted)
+        return answers(codecs, claim.given, claim.number)
 
     def _read(self) -> tuple[int, float]:
         """Attention used what the codec answered, in every layer: how many places, and the largest relative error."""

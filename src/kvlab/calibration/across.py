@@ -1,0 +1,90 @@
+"""What `archive` is fitted on, folded up as it passes: K and V of neighbouring layers, and queries to probe with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvlab.base.model import ModelInfo
+from kvlab.codec.archive.fit import Across
+from kvlab.codec.metric import rotated
+from kvlab.engines.base import Part
+
+PROBES = 96  # queries of each head, from the last quarters of the windows of the sample
+
+
+def expected_attention(probes: Tensor, k: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Squared attention that each token of a context may expect from the next query, float32 [tokens].
+
+    Parameters
+    ----------
+    probes : Tensor
+        Queries of calibration text before their rotary embedding [n_heads, probes, head_dim]; all of them are put after
+        the last token.
+    k : Tensor
+        Keys of the context, the same [kv_heads, tokens, head_dim].
+    angles : tuple of Tensor
+        cos and sin of the rotary embedding at positions 0 to tokens, as `metric.rotated` takes them.
+
+    Returns
+    -------
+    Tensor
+        The mean over the probes of the sum over heads of the squared weights.
+    """
+    tokens = k.shape[1]
+    cos, sin = (part.to(k.device) for part in angles)
+    queries = rotated(probes.to(k.device).float(), cos[tokens], sin[tokens]).unflatten(0, (len(k), -1))
+    scores = queries @ rotated(k.float(), cos[:tokens], sin[:tokens])[:, None].mT / k.shape[-1] ** 0.5
+    return scores.softmax(-1).square().sum((0, 1)).mean(0).cpu()
+
+
+class AcrossTap:
+    """Moments of every layer with the one below, and probes.
+
+    Parameters
+    ----------
+    info : ModelInfo
+    context : int
+        First tokens of a window, that count.
+    chosen : sequence of int
+        The windows of the sample.
+
+    Attributes
+    ----------
+    moments : list of Across
+        By layer.
+    probes : Tensor
+        Queries before their rotary embedding, float16 [layers, n_heads, probes, head_dim]: evenly spread over the last
+        quarters of the chosen windows.
+    """
+
+    def __init__(self, info: ModelInfo, context: int, chosen: tuple[int, ...]):
+        self.info, self.context, self.chosen = info, context, chosen
+        width, last = info.n_kv_heads * info.head_dim, max(1, context // 4)
+        self._each = max(1, min(PROBES // len(chosen), last))  # probes of a window
+        self._places = context - last + torch.arange(self._each) * last // self._each
+        self.moments = [Across(width, layer > 0) for layer in range(info.n_layers)]
+        shape = (info.n_layers, info.n_heads, self._each * len(chosen), info.head_dim)
+        self.probes = torch.zeros(shape, dtype=torch.float16)
+        self._held: dict[tuple[int, Part], Tensor] = {}
+
+    def see(self, window: int, layer: int, part: Part, x: Tensor) -> None:
+        """Fold in one layer's Q, K or V of a window [heads, tokens, head_dim], before the rotary embedding."""
+        if part == "q":
+            if window in self.chosen:
+                first = self.chosen.index(window) * self._each
+                self.probes[layer, :, first : first + self._each] = x[:, self._places.to(x.device)].to(
+                    "cpu", torch.float16
+                )
+            return
+        self._held[layer, part] = x[:, 1 : self.context].transpose(0, 1).flatten(1)
+        if {(layer, each) for each in "kv"} <= self._held.keys():
+            self._fold(layer)
+
+    def _fold(self, layer: int) -> None:
+        below = [(layer - 1, part) for part in "kv"] if layer else []
+        self.moments[layer].update([self._held[place] for place in (*below, (layer, "k"), (layer, "v"))])
+        for place in below:
+            self._held.pop(place)
+        if layer == self.info.n_layers - 1:
+            self._held.clear()

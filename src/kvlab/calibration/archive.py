@@ -1,0 +1,172 @@
+"""The fitted `archive` codec of a model, and what its encoder asks of the model besides K and V."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvlab.base.errors import CalibrationMismatch, CapabilityError
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import WHOLE, Recipe
+from kvlab.base.records import sha256
+from kvlab.calibration.across import expected_attention
+from kvlab.calibration.capture import InMemory
+from kvlab.calibration.components import Fitting
+from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.moments import STREAMS
+from kvlab.codec.archive import fit
+from kvlab.codec.archive.codec import ArchiveCodec
+from kvlab.codec.archive.fit import ArchiveModel, LayerSample
+from kvlab.codec.archive.layer import ENCODES_NOT, StreamModel
+from kvlab.codec.archive.tokens import FirstLayer
+
+FILED = "archive/"  # before the names of its tensors in a file
+TABLES = ("exponents", "counts", "points", "rates", "by_tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class Archive:
+    """A fitted `archive` codec with the model that it is for.
+
+    Parameters
+    ----------
+    fitted : ArchiveModel
+    probes : Tensor
+        Queries that keys are weighed by, see `across.AcrossTap`; only the encoder reads them.
+    info : ModelInfo
+        Of its files the first layer's weights are read, and nothing else.
+    """
+
+    fitted: ArchiveModel
+    probes: Tensor
+    info: ModelInfo
+
+    def codec(self, block: int) -> ArchiveCodec:
+        """With blocks of so many tokens."""
+        return ArchiveCodec(self.fitted, self._first.rows if self._first else None, block)
+
+    @cached_property
+    def _first(self) -> FirstLayer | None:
+        return FirstLayer(self.info) if bool(self.fitted.by_tokens) else None
+
+    def expected(self, keys: Mapping[int, Tensor]) -> Tensor:
+        """Squared attention that a context's tokens may expect, [layers, tokens]; see `across.expected_attention`.
+
+        Parameters
+        ----------
+        keys : mapping of int to Tensor
+            By layer, before the rotary embedding [kv_heads, tokens, head_dim].
+
+        Raises
+        ------
+        CalibrationMismatch
+            The calibration holds what decodes alone.
+        """
+        if not self.probes.numel():
+            raise CalibrationMismatch(ENCODES_NOT)
+        angles = ErrorMetrics(self.info, keys[0].shape[1] + 1).angles
+        return torch.stack([expected_attention(probes, keys[n], angles) for n, probes in enumerate(self.probes)])
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it by name: ``streams/{layer}/{k|v}/{field}``, ``probes`` and `TABLES`."""
+        found = {
+            f"streams/{layer}/{stream}/{name}": tensor
+            for (layer, stream), model in sorted(self.fitted.streams.items())
+            for name, tensor in vars(model).items()
+        }
+        return found | {"probes": self.probes} | {name: getattr(self.fitted, name) for name in TABLES}
+
+    @cached_property
+    def digest(self) -> str:
+        """What names it in the files that it writes, 16 hexadecimal digits; of all that decodes."""
+        decoding = {name: x for name, x in self.tensors.items() if not encodes_alone(name)}
+        parts = (part for name, x in decoding.items() for part in (name.encode(), x.contiguous().numpy().tobytes()))
+        return sha256(*parts)
+
+    @classmethod
+    def read(cls, path: Path | str, tensors: dict[str, Tensor], info: ModelInfo) -> Archive | None:
+        """What a file holds of one, see `filed`; `CalibrationMismatch` when it is not all there."""
+        mine = {name.removeprefix(FILED): x for name, x in tensors.items() if name.startswith(FILED)}
+        try:
+            return cls.of(mine, info) if mine else None
+        except KeyError as error:
+            raise CalibrationMismatch(
+                f"{path} has no {FILED}{error.args[0]}; write it again with `kvlab calibrate`"
+            ) from None
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor], info: ModelInfo) -> Archive:
+        """What `tensors` gave, or what of it decodes; `KeyError` names what is missing."""
+        places = [f"streams/{layer}/{stream}/forward" for layer in range(info.n_layers) for stream in STREAMS]
+        tensors = dict.fromkeys([*places, "probes"], torch.empty(0)) | tensors
+        streams = {
+            (layer, stream): StreamModel(
+                **{field.name: tensors[f"streams/{layer}/{stream}/{field.name}"] for field in fields(StreamModel)}
+            )
+            for layer in range(info.n_layers)
+            for stream in STREAMS
+        }
+        return cls(ArchiveModel(streams, **{name: tensors[name] for name in TABLES}), tensors["probes"], info)
+
+
+def filed(recipe: Recipe, archive: Archive | None, layers: Sequence[int] | None) -> dict[str, Tensor]:
+    """The tensors of a codec of whole caches as a file names them; nothing where the recipe names none.
+
+    Raises
+    ------
+    CalibrationMismatch
+        It was not fitted.
+    CapabilityError
+        Some layers only are to be coded.
+    """
+    if recipe.k.codec not in WHOLE:
+        return {}
+    if archive is None:
+        raise CalibrationMismatch(f"the calibration was not fitted for {recipe.k.codec}; calibrate it for this recipe")
+    if layers is not None:
+        raise CapabilityError(f"codec {recipe.k.codec!r} codes K and V of all layers, not some of them")
+    return {f"{FILED}{name}": tensor for name, tensor in archive.tensors.items()}
+
+
+def encodes_alone(name: str) -> bool:
+    """Whether a tensor of `Archive.tensors` is of no use to a decoder."""
+    return name.endswith(("/forward", "probes"))
+
+
+def fit_archive(observed: InMemory, fitting: Fitting, info: ModelInfo) -> Archive:
+    """The codec of what was observed `across` layers.
+
+    Raises
+    ------
+    CapabilityError
+        It was observed layer by layer alone.
+    """
+    if observed.across is None:
+        raise CapabilityError("archive is fitted on layers together, and these windows were observed one layer a time")
+
+    across, angles = observed.across, ErrorMetrics(info, observed.context + 1).angles
+
+    @lru_cache(maxsize=1)  # asked for several times in a row
+    def sample(layer: int) -> LayerSample:
+        k, v = (observed.layer(layer, stream) for stream in STREAMS)
+        received = torch.stack([expected_attention(across.probes[layer], window, angles) for window in k])
+        return LayerSample(tuple(x.transpose(1, 2).flatten(2) for x in (k, v)), received)
+
+    known = _known(info, observed.sampled_ids)
+    found = fit.fit(across.moments, fitting.metric, observed.first, sample, known)
+    return Archive(found, across.probes, info)
+
+
+def _known(info: ModelInfo, windows: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]] | None:
+    """K and V of the first layer of windows by their tokens; None of a model that does not let it be known."""
+    try:
+        first = FirstLayer(info)
+    except CapabilityError:
+        return None
+    return [first.rows(ids) for ids in windows]

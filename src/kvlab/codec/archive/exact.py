@@ -1,0 +1,78 @@
+"""Linear maps that come out the same on every machine: whole numbers in float64.
+
+A decoder that predicts a layer from the one below repeats on its own machine what the encoder did on another, and
+floating-point sums depend on their order, so on threads, on the BLAS and on the device. Sums of whole numbers do not,
+as long as none leaves the 53 bits that float64 is exact in. Values and coefficients are therefore rounded once,
+products and sums are exact, and one rounding to even, after a division by a power of two, gives the next whole numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EXACT = 53  # bits
+COEFFICIENT = 15  # bits of a coefficient
+VALUE = 24  # bits of K and V on their grid
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """``2**exponent``, float64, by its bits: a library's exp2 need not be exact. -1022 <= exponent <= 1023."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
+@dataclass(frozen=True)
+class ExactMap:
+    """A matrix in whole numbers: ``round(x @ coefficients * 2**-places)``.
+
+    Parameters
+    ----------
+    coefficients : Tensor
+        int16 [..., n, m].
+    places : Tensor
+        Binary places of each column, int16 [..., m].
+    """
+
+    coefficients: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> ExactMap:
+        """The nearest one to a float64 matrix [..., n, m]; every column has its own places."""
+        largest = torch.cat((matrix.abs(), matrix.new_full((*matrix.shape[:-2], 1, matrix.shape[-1]), 2.0**-200)), -2)
+        places = COEFFICIENT - 1 - torch.frexp(largest.amax(-2)).exponent
+        coefficients = (matrix * power_of_two(places)[..., None, :]).round()
+        return cls(coefficients.to(torch.int16), places.to(torch.int16))
+
+    @property
+    def most(self) -> int:
+        """Bits that whole numbers to be mapped may have."""
+        return EXACT - COEFFICIENT - (self.coefficients.shape[-2] - 1).bit_length()
+
+    def working(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Coefficients in float64, and places, on a device: what `mapped` takes."""
+        return self.coefficients.to(device, torch.float64), self.places.to(device, torch.int64)
+
+
+def mapped(x: Tensor, matrix: tuple[Tensor, Tensor], less: int = 0) -> Tensor:
+    """Whole numbers x, float64 [..., t, n], through a matrix, float64 [..., t, m]; `less` is added to its places."""
+    coefficients, places = matrix
+    return torch.round((x @ coefficients) * power_of_two(-(places + less))[..., None, :])
+
+
+def on_grid(x: Tensor, unit: int) -> Tensor:
+    """Values over ``2**unit`` as whole numbers of `VALUE` bits, float64; larger ones become the largest."""
+    most = float((1 << VALUE) - 1)
+    return (x.double() * 2.0**-unit).round().clamp(-most, most)
+
+
+def off_grid(x: Tensor, unit: int) -> Tensor:
+    """The values, float32."""
+    return (x * 2.0**unit).float()
+
+
+def unit_of(largest: float, head_room: int = 6) -> int:
+    """The power of two to count in, so that values 2**`head_room` times as large as the largest seen still fit."""
+    return int(torch.frexp(torch.tensor(max(largest, 2.0**-100))).exponent) + head_room - VALUE

@@ -1,0 +1,149 @@
+"""K or V of one layer: what predicts it, and the components of what is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvlab.base.errors import CalibrationMismatch
+from kvlab.codec.archive import steps
+from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, on_grid
+from kvlab.codec.archive.steps import OCTAVE, POINT
+from kvlab.codec.archive.symbols import LOW_BITS, MOST_INDEX, TABLES, classes
+
+DEAD = 0.1  # of a step, by which the zone around zero is wider on either side
+ENCODES_NOT = (
+    "the calibration holds what decodes alone, and a cache is to be encoded; give the whole file that"
+    " `kvlab calibrate` wrote"
+)
+POINTS = 4  # magnitudes 0, 1, 2 and 3 or more have reconstruction points of their own
+
+
+@dataclass(frozen=True)
+class StreamModel:
+    """What was fitted for one layer's K or V; all but `forward` is whole numbers, and decodes.
+
+    Values are counted in ``2**unit``, heads joined: width = kv_heads * head_dim.
+
+    Parameters
+    ----------
+    unit : Tensor
+        int16 [1].
+    first : Tensor
+        The mean at the first token of a text, int32 [kv_heads, head_dim].
+    offset : Tensor
+        What is predicted where all that it is predicted from is zero, int32 [width].
+    coefficients, places : Tensor
+        `ExactMap` from what it is predicted from, int16 [n, width] and [width]: K and V of the layer below, then, for
+        V, K of the same layer. ``n`` is 0 where it is the mean that is predicted.
+    forward : Tensor
+        KLT of what is left, float32 [groups, group width, group width], in the metric whose unit is the nat.
+    inverse, inverse_places : Tensor
+        `ExactMap` of its inverse, of ``2**unit``.
+    spectrum : Tensor
+        log2 of the components' deviations in 64ths of an octave, int16 [qualities, width], at every octave of quality
+        of `fit.QUALITIES`.
+    """
+
+    unit: Tensor
+    first: Tensor
+    offset: Tensor
+    coefficients: Tensor
+    places: Tensor
+    forward: Tensor
+    inverse: Tensor
+    inverse_places: Tensor
+    spectrum: Tensor
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return len(self.first)
+
+
+class StreamCoder:
+    """Predicts, analyses and rebuilds rows of one layer's K or V at one quality.
+
+    Parameters
+    ----------
+    fitted : StreamModel
+    quality : int
+        See `steps`.
+    spectrum : Tensor
+        That of the quality, int32 [width].
+    points : Tensor
+        What reconstruction points are off their indices by, in units of ``2**-8`` steps, int16 [tables, `POINTS`].
+    """
+
+    def __init__(self, fitted: StreamModel, quality: int, spectrum: Tensor, points: Tensor):
+        self.fitted, self.quality, self.spectrum = fitted, quality, spectrum
+        self._points = torch.where(LOW_BITS[:, None] == 0, points[TABLES], 0).double().flatten()  # of each class
+        self.unit, device = int(fitted.unit), fitted.offset.device
+        self.groups = len(fitted.inverse)
+        self._prediction = ExactMap(fitted.coefficients, fitted.places).working(device)
+        self._inverse = ExactMap(fitted.inverse, fitted.inverse_places).working(device)
+
+    @cached_property
+    def _forward(self) -> Tensor:
+        """To components, from whole numbers; only the encoder needs it."""
+        if not self.fitted.forward.numel():
+            raise CalibrationMismatch(ENCODES_NOT)
+        return self.fitted.forward.double() * 2.0**self.unit
+
+    def predicted(self, below: list[Tensor], rows: int, starts: bool, given: Tensor | None = None) -> Tensor:
+        """Whole numbers, float64 [rows, width].
+
+        Parameters
+        ----------
+        below : list of Tensor
+            Decoded streams that it is predicted from, whole numbers [rows, width] each.
+        starts : bool
+            Whether the first row is a text's first token.
+        given : Tensor, optional
+            What it is predicted to be, where that is known otherwise, float64 [rows, width].
+        """
+        if given is not None:
+            return on_grid(given, self.unit)
+        if len(self.fitted.coefficients):
+            found = mapped(torch.cat(below, dim=1), self._prediction) + self.fitted.offset
+        else:
+            found = self.fitted.offset.double().repeat(rows, 1)
+        if starts:
+            found[0] = self.fitted.first.flatten().double()
+        return found
+
+    def components(self, left: Tensor) -> Tensor:
+        """Components of what is left [rows, width], in roots of nats, float64 [rows, width]."""
+        grouped = left.unflatten(1, (self.groups, -1)).transpose(0, 1)
+        return torch.bmm(grouped, self._forward).transpose(0, 1).flatten(1)
+
+    def indices(self, components: Tensor, exponent: Tensor) -> Tensor:
+        """The index of each component, int32 [rows, width]; beyond what can be written where `exponent` is too fine."""
+        size = torch.exp2(steps.log_steps(self.quality, exponent).double() / OCTAVE)
+        ratio = components / size[:, None]
+        return (ratio.sign() * (ratio.abs() + (0.5 - DEAD)).floor()).clamp(-(2.0**30), 2.0**30).int()
+
+    def classes(self, exponent: Tensor) -> Tensor:
+        """The class of each index [rows, width]; see `symbols`."""
+        return classes(self.spectrum, steps.log_steps(self.quality, exponent))
+
+    def rebuilt(self, index: Tensor, exponent: Tensor, found: Tensor, predicted: Tensor) -> Tensor:
+        """The rows that indices of classes `found` stand for, whole numbers in float64 [rows, width]."""
+        magnitude = index.abs()
+        shift = self._points.take(found.long() * POINTS + magnitude.clamp(max=POINTS - 1))
+        points = (magnitude.double() * (1 << POINT) + shift).copysign(index)
+        grid = steps.rebuilt(points, self.quality, exponent)
+        grouped = grid.unflatten(1, (self.groups, -1)).transpose(0, 1)
+        left = mapped(grouped, self._inverse, steps.places_of(self.quality)).transpose(0, 1).flatten(1)
+        most = float((1 << VALUE) - 1)
+        return (predicted + left).clamp(-most, most)
+
+
+def coarser(index: Tensor, exponent: Tensor) -> Tensor:
+    """Exponents at which every index of a row can be written; those given where they can."""
+    most = index.abs().amax(1)
+    over = torch.log2((most.double() / MOST_INDEX).clamp(min=1.0)).mul(2).ceil().long()
+    return torch.where(over > 0, (exponent - over - 1).clamp(min=steps.EMERGENCY), exponent)

@@ -1,0 +1,110 @@
+"""A coder of codecs that see all layers of a cache at once: they code a context's clean cache, and no forward."""
+
+from __future__ import annotations
+
+import torch
+
+from kvlab.base.errors import CapabilityError
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import WHOLE, Cell
+from kvlab.base.records import Coding
+from kvlab.calibration.load import Calibrated
+from kvlab.codec.archive.file import ArchiveHeader, dump, ids_digest, load, refuse_other
+from kvlab.codec.base import Site, Stats
+from kvlab.lab.coding import STREAMS, CleanCapture, Coded, Coder, now, squares
+
+
+def coder_of(cell: Cell, calibrated: Calibrated | None, memo: dict | None = None, judged: bool = True) -> Coder:
+    """The coder of a cell, by what its codec looks at."""
+    whole = cell.layers and cell.recipe.k.codec in WHOLE
+    return (WholeCoder if whole else Coder)(cell, calibrated, memo, judged)
+
+
+class WholeCoder(Coder):
+    """Codes a cache as one file, and gives out its layers.
+
+    Attributes
+    ----------
+    stored : bytes
+        The file of the last window.
+
+    Raises
+    ------
+    CapabilityError
+        The cell codes inside a forward, where the layers above are not there yet, or some layers or streams only.
+    """
+
+    def __init__(self, cell: Cell, calibrated: Calibrated | None, memo: dict | None = None, judged: bool = True):
+        super().__init__(cell, calibrated, memo, judged)
+        name = cell.recipe.k.codec
+        if cell.protocol != "snapshot" or cell.placement != "pre_rope":
+            raise CapabilityError(
+                f"codec {name!r} codes whole caches, which a forward does not have before its end; measure it with"
+                " protocol snapshot"
+            )
+        if cell.stream != "kv" or cell.exceptions or cell.layers != tuple(range(len(cell.layers))):
+            raise CapabilityError(f"codec {name!r} codes K and V of all layers, not some of them")
+        self.archive, self.stored = calibrated.archive, b""
+        self._codec = self.archive.codec(cell.recipe.k.block_size)
+        self._decoded: dict[tuple[int, str], torch.Tensor] = {}
+
+    def begin(self, clean: CleanCapture, ids: list[int], window: int) -> None:
+        """See `Coder`."""
+        kept, recipe = clean.kept, self.cell.recipe.k
+        sample = kept[0, "k"]
+        began = now(sample)
+        received = self.archive.expected({n: kept[n, "k"] for n in self.cell.layers})
+        blocks = -(-len(ids) // recipe.block_size)
+        if recipe.bits is None:
+            body = self._codec.encode(kept, ids, received, recipe.quality)
+        else:
+            due = recipe.bits * sum(x.numel() for x in kept.values()) / 8
+            body = self._codec.encode_to(
+                kept, ids, received, due, ArchiveHeader.overhead(len(self.cell.layers), blocks)
+            )
+        self.stored = dump(body, self._header(sample, ids, body.quality))
+        stored = now(sample)
+        self._decoded = self.decoded(self.stored, ids)
+        self.tally.encode_seconds += stored - began
+        self.tally.decode_seconds += now(sample) - stored
+        self.tally.coded_bytes += len(self.stored)
+
+    def decoded(self, data: bytes, ids: list[int]) -> dict[tuple[int, str], torch.Tensor]:
+        """What a file holds, by layer and stream, float32 [kv_heads, tokens, head_dim]."""
+        header, body = load(data)
+        refuse_other(header, self.archive.digest, self.archive.info.model_hash, ids)
+        found = {}
+        for layer, *parts in self._codec.decode(body, ids):
+            found |= {(layer, stream): x for stream, x in zip(STREAMS, parts, strict=True)}
+        return found
+
+    def _header(self, sample: torch.Tensor, ids: list[int], quality: int) -> ArchiveHeader:
+        heads, tokens, head_dim = sample.shape
+        return ArchiveHeader(
+            layers=len(self.cell.layers),
+            heads=heads,
+            head_dim=head_dim,
+            tokens=tokens,
+            block=self.cell.recipe.k.block_size,
+            quality=quality,
+            dtype=str(sample.dtype).removeprefix("torch."),
+            starts=True,
+            recipe_id=self.cell.recipe_id,
+            calibration_hash=self.archive.digest,
+            model_hash=self.archive.info.model_hash,
+            ids_hash=ids_digest(ids),
+        )
+
+    def snapshot(self, x: torch.Tensor, site: Site) -> torch.Tensor:
+        """See `Coder`; what `begin` coded."""
+        decoded = self._decoded[site.layer, site.stream].to(x.device)
+        weigh = self._whiteners[site.layer].whiten if site.stream == "k" and site.layer in self._whiteners else None
+        found = squares(x, decoded, weigh) if self.judged else (0.0, 0.0)
+        self._count(Coded(decoded, 0, Stats(n_coefficients=x.numel()), 0.0, 0.0, *found), x, site.stream)
+        self.tally.coded_frames += 1
+        self.tally.coded_values += x.numel()
+        return decoded.to(x.dtype)
+
+    def coding(self, info: ModelInfo, tokens: int, dtype: str) -> Coding:
+        """See `Coder`; the bytes are those of the files, which hold everything."""
+        return super().coding(info, tokens, dtype).model_copy(update={"raw_bytes": 0})
