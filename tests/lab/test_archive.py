@@ -150,23 +150,24 @@ def test_recipes_of_half_an_archive_are_refused():
 
 
 def test_a_file_comes_back_whole(coder, window):
-    header, body = load(coder.stored)
-    assert dump(body, header) == coder.stored
+    file = load(coder.stored)
+    header, ids, body = file
+    assert dump(body, header, ids) == coder.stored and list(ids) == window[:CONTEXT]
     assert ArchiveHeader.unpack(header.pack()) == header
-    assert len(coder.stored) == body.nbytes + ArchiveHeader.overhead(header.layers, header.blocks)
+    assert len(coder.stored) == body.nbytes + ArchiveHeader.overhead(header.layers, header.tokens, header.block)
     again = coder.decoded(coder.stored, window[:CONTEXT])
     assert all(torch.equal(x, coder._decoded[at]) for at, x in again.items())
 
 
 def test_another_calibration_model_or_text_is_refused(coder, window):
-    header, _ = load(coder.stored)
-    with pytest.raises(StreamError, match="written with ids_hash"):
-        coder.decoded(coder.stored, [*window[1:CONTEXT], 5])
-    given = (header.calibration_hash, header.model_hash)
+    file = load(coder.stored)
+    with pytest.raises(StreamError, match="other tokens than are given: they differ at 0"):
+        coder.decoded(coder.stored, [window[0] + 1, *window[1:CONTEXT]])
+    given = (file.header.calibration_hash, file.header.model_hash)
     with pytest.raises(StreamError, match="written with calibration_hash"):
-        refuse_other(header, "0" * 16, given[1], window[:CONTEXT])
+        refuse_other(file, "0" * 16, given[1])
     with pytest.raises(StreamError, match="written with model_hash"):
-        refuse_other(header, given[0], "0" * 16, window[:CONTEXT])
+        refuse_other(file, given[0], "0" * 16)
 
 
 def test_damaged_files_are_refused(coder):
@@ -197,19 +198,19 @@ def test_records_of_two_files_make_no_third(hf_engine, calibrated, window):
         own = coder_of(cell_of(hf_engine, named_recipe("archive", quality=quality, block_size=16)), calibrated)
         own.begin(clean, window[:CONTEXT], 0)
         files.append(load(own.stored))
-    (header, one), (_, other) = files
+    (header, ids, one), (_, _, other) = files
     mixed = type(one)(one.quality, one.tokens, one.block, one.starts, (*one.records[:2], *other.records[2:]))
-    forged = bytearray(dump(mixed, header))
-    forged[-68:] = dump(one, header)[-68:]  # the seal of the first
+    forged = bytearray(dump(mixed, header, ids))
+    forged[-68:] = dump(one, header, ids)[-68:]  # the seal of the first
     with pytest.raises(StreamError, match="mixed of several"):
         load(bytes(forged))
 
 
 def test_a_signature_is_of_its_key(coder):
-    header, body = load(coder.stored)
+    header, ids, body = load(coder.stored)
     mine, other = Key(b"a" * 32), Key(b"b" * 32)
-    signed = dump(body, header, mine)
-    assert load(signed, mine)[0] == header
+    signed = dump(body, header, ids, mine)
+    assert load(signed, mine).header == header
     with pytest.raises(StreamError, match="signed with another key"):
         load(signed, other)
     with pytest.raises(StreamError, match="not signed"):

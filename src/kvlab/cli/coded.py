@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvlab.base.errors import StreamError, UserError
-from kvlab.cli.flags import CAPTURE, IF_CODED, OUT, SETTINGS, Flag, path, recipe, with_settings, word
+from kvlab.cli.flags import IF_CODED, OUT, SETTINGS, Flag, path, recipe, with_settings, word
 from kvlab.cli.given import fitted_of, params_of
 from kvlab.cli.keys import CHECKING, SIGNING, key_of
 
@@ -49,8 +49,20 @@ def _refuse_uncalibrated(args: argparse.Namespace, recipe) -> None:
 
 
 def encode_verb(args: argparse.Namespace) -> None:
-    """Write the cache of one window of a capture's sample as a coded stream."""
+    """Write the cache of one window of a capture's sample as a coded stream; or that of a text as an archive.
+
+    With --text the cache that transformers computes of the text is written by a codec of whole caches, whose
+    calibration --recipe names:
+
+      kvlab calibrate --model models/reference --codec archive --bits 2 --out archive.kv
+      kvlab encode --recipe archive.kv --text notes.txt --out notes.kva
+    """
+    if (args.text is None) == (args.capture is None):
+        raise UserError("name what is to be coded: --capture FILE, or --text FILE for a codec of whole caches")
     key = key_of(args)
+    if args.text:
+        archive_text(args, key)
+        return
 
     from kvlab.cache.streams import describe, encode
 
@@ -58,10 +70,28 @@ def encode_verb(args: argparse.Namespace) -> None:
     print("\n".join(describe(reader)))
 
 
+def archive_text(args: argparse.Namespace, key) -> None:
+    """The cache of a text as an archive, and what it is."""
+    from kvlab.text.excerpts import read_text
+
+    params, text = params_of(args), read_text(args.text)
+
+    from kvlab.cache.archived import describe, encode_text
+    from kvlab.codec.archive.file import load
+
+    data = encode_text(params, args.recipe, text, args.bits, args.dtype, args.out, key)
+    print("\n".join([f"{args.out}:", *describe(load(data), len(data))]))
+
+
 def decode_verb(args: argparse.Namespace) -> None:
-    """Decode a coded stream into safetensors."""
-    refuse_another_format(args.stream)
+    """Decode a coded stream, or an archive, into safetensors."""
+    archive = is_archive(args.stream)
     key = key_of(args)
+    if archive:
+        from kvlab.cache.archived import decode_archive
+
+        decode_archive(params_of(args), args.recipe, args.stream, args.out, key)
+        return
 
     from kvlab.cache.streams import decode
 
@@ -69,9 +99,14 @@ def decode_verb(args: argparse.Namespace) -> None:
 
 
 def inspect_verb(args: argparse.Namespace) -> None:
-    """Check a coded stream and say what is in it."""
-    refuse_another_format(args.stream)
+    """Check a coded stream, or an archive, and say what is in it."""
+    archive = is_archive(args.stream)
     key = key_of(args)
+    if archive:
+        from kvlab.cache.archived import described
+
+        print("\n".join(described(args.stream, key)))
+        return
 
     from kvlab.cache.streams import describe
     from kvlab.codec.stream.cache_file import CacheReader
@@ -79,13 +114,15 @@ def inspect_verb(args: argparse.Namespace) -> None:
     print("\n".join(describe(CacheReader(args.stream, key))))
 
 
-def refuse_another_format(file: Path) -> None:
-    """`StreamError` for a file that is no coded cache by its first bytes; everything else `CacheReader` says."""
-    if file.is_file() and not MAGIC.startswith(begin := file.open("rb").read(len(MAGIC))):
-        raise StreamError(f"{file}: this is no coded cache: it begins with {begin!r}, not {MAGIC!r}")
+def is_archive(file: Path) -> bool:
+    """Whether a file begins as an archive; `StreamError` where it does neither so nor as a coded cache."""
+    begin = file.open("rb").read(len(MAGIC)) if file.is_file() else MAGIC
+    if not any(magic.startswith(begin) for magic in (MAGIC, ARCHIVE)):
+        raise StreamError(f"{file}: this is no coded cache: it begins with {begin!r}, not {MAGIC!r} or {ARCHIVE!r}")
+    return begin == ARCHIVE
 
 
-MAGIC = b"KVLS"  # as in `codec.stream.cache_file`
+MAGIC, ARCHIVE = b"KVLS", b"KVLA"  # as in `codec.stream.cache_file` and `codec.archive.file`
 WROTE = "what `kvlab recipe` wrote, or `kvlab calibrate`"
 RECIPE = path("--recipe", WROTE, type=recipe(WROTE))
 STREAM = path("--stream", "what `kvlab encode` wrote")
@@ -98,7 +135,10 @@ VERBS: dict[Callable, list[Flag]] = with_settings(
         ],
         encode_verb: [
             RECIPE,
-            CAPTURE,
+            path("--capture", "what `kvlab step capture` wrote", required=False),
+            path("--text", "text whose cache is coded as a whole, UTF-8, in place of --capture", required=False),
+            word("--bits", "of an archive, where they are others than its recipe's", type=float, metavar="N"),
+            word("--dtype", "of --text's cache; default: float32", choices=("float32", "bfloat16"), default="float32"),
             word("--window", "number of the window in the capture's sample", type=int, default=0),
             SIGNING,
             OUT,

@@ -8,8 +8,8 @@ from kvlab.base.errors import CapabilityError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import WHOLE, Cell
 from kvlab.base.records import Coding
+from kvlab.cache.archived import archived, unarchived
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.archive.file import ArchiveHeader, dump, ids_digest, load, refuse_other
 from kvlab.codec.base import Site, Stats
 from kvlab.lab.coding import STREAMS, CleanCapture, Coded, Coder, now, squares
 
@@ -45,24 +45,13 @@ class WholeCoder(Coder):
         if cell.stream != "kv" or cell.exceptions or cell.layers != tuple(range(len(cell.layers))):
             raise CapabilityError(f"codec {name!r} codes K and V of all layers, not some of them")
         self.archive, self.stored = calibrated.archive, b""
-        self._codec = self.archive.codec(cell.recipe.k.block_size)
         self._decoded: dict[tuple[int, str], torch.Tensor] = {}
 
     def begin(self, clean: CleanCapture, ids: list[int], window: int) -> None:
         """See `Coder`."""
-        kept, recipe = clean.kept, self.cell.recipe.k
-        sample = kept[0, "k"]
+        sample = clean.kept[0, "k"]
         began = now(sample)
-        received = self.archive.expected({n: kept[n, "k"] for n in self.cell.layers})
-        blocks = -(-len(ids) // recipe.block_size)
-        if recipe.bits is None:
-            body = self._codec.encode(kept, ids, received, recipe.quality)
-        else:
-            due = recipe.bits * sum(x.numel() for x in kept.values()) / 8
-            body = self._codec.encode_to(
-                kept, ids, received, due, ArchiveHeader.overhead(len(self.cell.layers), blocks)
-            )
-        self.stored = dump(body, self._header(sample, ids, body.quality))
+        self.stored = archived(self.archive, self.cell.recipe, clean.kept, ids)
         stored = now(sample)
         self._decoded = self.decoded(self.stored, ids)
         self.tally.encode_seconds += stored - began
@@ -71,29 +60,8 @@ class WholeCoder(Coder):
 
     def decoded(self, data: bytes, ids: list[int]) -> dict[tuple[int, str], torch.Tensor]:
         """What a file holds, by layer and stream, float32 [kv_heads, tokens, head_dim]."""
-        header, body = load(data)
-        refuse_other(header, self.archive.digest, self.archive.info.model_hash, ids)
-        found = {}
-        for layer, *parts in self._codec.decode(body, ids):
-            found |= {(layer, stream): x for stream, x in zip(STREAMS, parts, strict=True)}
-        return found
-
-    def _header(self, sample: torch.Tensor, ids: list[int], quality: int) -> ArchiveHeader:
-        heads, tokens, head_dim = sample.shape
-        return ArchiveHeader(
-            layers=len(self.cell.layers),
-            heads=heads,
-            head_dim=head_dim,
-            tokens=tokens,
-            block=self.cell.recipe.k.block_size,
-            quality=quality,
-            dtype=str(sample.dtype).removeprefix("torch."),
-            starts=True,
-            recipe_id=self.cell.recipe_id,
-            calibration_hash=self.archive.digest,
-            model_hash=self.archive.info.model_hash,
-            ids_hash=ids_digest(ids),
-        )
+        layers = unarchived(self.archive, data, ids)
+        return {(layer, stream): x for layer, *kv in layers for stream, x in zip(STREAMS, kv, strict=True)}
 
     def snapshot(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         """See `Coder`; what `begin` coded."""

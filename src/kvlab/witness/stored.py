@@ -43,7 +43,7 @@ def answers(codecs: Mapping[tuple[int, str], Codec], given: Mapping, window: int
 
 def unarchived(archive: Archive, stored: bytes, ids: list[int]) -> dict[tuple[int, str], Tensor]:
     """What the file of a whole cache of these tokens holds, by layer and stream."""
-    header, body = load(stored)
-    refuse_other(header, archive.digest, archive.info.model_hash, ids)
-    decoded = archive.codec(header.block).decode(body, ids)
+    file = load(stored)
+    refuse_other(file, archive.digest, archive.info.model_hash, ids)
+    decoded = archive.codec(file.header.block).decode(file.body, file.ids)
     return {(layer, part): x for layer, k, v in decoded for part, x in (("k", k), ("v", v))}

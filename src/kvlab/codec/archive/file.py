@@ -1,12 +1,11 @@
 """An archived cache as one file: a header, a record for every block of tokens, and one digest over them all.
 
-    file   := header, u32 length * blocks, record * blocks, leaf * blocks, seal
+    file   := header, u32 token id * tokens, u32 length * blocks, record * blocks, leaf * blocks, seal
     header := magic "KVLA", u16 version, u16 layers, u16 heads, u16 head_dim, u32 tokens, u16 block, u16 quality,
-              u8 dtype, u8 starts, 6 bytes recipe id, 8 bytes calibration digest, 8 bytes model hash,
-              8 bytes digest of the token ids, crc
+              u8 dtype, u8 starts, 6 bytes recipe id, 8 bytes calibration digest, 8 bytes model hash, crc
     record := u32 length * layers, what the entropy coder wrote of each layer
     leaf   := 32 bytes, that of a record in the `tree`
-    seal   := see `seal`; its root is that of the tree over the header with the lengths, and the records in their order
+    seal   := see `seal`; its root is that of the tree over what stands before the records, and the records in order
 
 All integers are little-endian. `starts` is 1 where the first token is the first of its text. A record decodes without
 the others.
@@ -17,13 +16,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import google_crc32c
-import numpy as np
 
 from kvlab.base.errors import StorageError, StreamError
-from kvlab.base.records import sha256
 from kvlab.codec.archive.codec import QUALITIES, Body
 from kvlab.codec.stream import tree
 from kvlab.codec.stream.cache_file import DTYPES
@@ -31,7 +28,7 @@ from kvlab.codec.stream.seal import Key, Seal
 
 MAGIC, VERSION = b"KVLA", 1
 PURPOSE = b"kvlab archive 1\n"  # of signatures
-HEADER = struct.Struct("<4sHHHHIHHBB6s8s8s8s")
+HEADER = struct.Struct("<4sHHHHIHHBB6s8s8s")
 U32 = struct.Struct("<I")
 
 
@@ -49,8 +46,8 @@ class ArchiveHeader:
         Of the cache that was coded.
     starts : bool
         Whether the first token is the first of its text.
-    recipe_id, calibration_hash, model_hash, ids_hash : str
-        12, 16, 16 and 16 hexadecimal digits; that of the calibration is of the fitted codec alone.
+    recipe_id, calibration_hash, model_hash : str
+        12, 16 and 16 hexadecimal digits; that of the calibration is of the fitted codec alone.
     """
 
     layers: int
@@ -64,7 +61,6 @@ class ArchiveHeader:
     recipe_id: str
     calibration_hash: str
     model_hash: str
-    ids_hash: str
 
     SIZE: ClassVar[int] = HEADER.size + U32.size
 
@@ -79,16 +75,17 @@ class ArchiveHeader:
         return 2 * self.layers * self.heads * self.head_dim * self.tokens
 
     @classmethod
-    def overhead(cls, layers: int, blocks: int) -> int:
+    def overhead(cls, layers: int, tokens: int, block: int) -> int:
         """Bytes of a file that are not what the entropy coder wrote."""
-        return cls.SIZE + blocks * (U32.size + layers * U32.size + tree.SIZE) + Seal.SIZE
+        blocks = -(-tokens // block)
+        return cls.SIZE + (tokens + blocks * (1 + layers)) * U32.size + blocks * tree.SIZE + Seal.SIZE
 
     def pack(self) -> bytes:
         """The first bytes of the file; `StorageError` when they could not be read back."""
         shape = (self.layers, self.heads, self.head_dim, self.tokens, self.block)
         if 0 in shape:
             raise StorageError(f"{self} does not fit an archive's header: no size may be zero")
-        ids = (self.recipe_id, self.calibration_hash, self.model_hash, self.ids_hash)
+        ids = (self.recipe_id, self.calibration_hash, self.model_hash)
         try:
             marks = [bytes.fromhex(text) for text in ids]
             raw = HEADER.pack(MAGIC, VERSION, *shape, self.quality, DTYPES.index(self.dtype), self.starts, *marks)
@@ -102,7 +99,7 @@ class ArchiveHeader:
         if len(data) < cls.SIZE:
             raise StreamError(f"the archive is cut short: {len(data)} bytes where its header takes {cls.SIZE}")
         raw = data[: HEADER.size]
-        magic, version, *shape, quality, dtype, starts, recipe, calibration, model, ids = HEADER.unpack(raw)
+        magic, version, *shape, quality, dtype, starts, recipe, calibration, model = HEADER.unpack(raw)
         if magic != MAGIC:
             raise StreamError(f"this is no archive: it begins with {magic!r} instead of {MAGIC!r}")
         if version != VERSION:
@@ -111,36 +108,41 @@ class ArchiveHeader:
             raise StreamError("the checksum of the archive's header is wrong; it is damaged")
         if 0 in shape or dtype >= len(DTYPES) or starts > 1 or quality not in QUALITIES:
             raise StreamError("the archive's header names a size, a dtype or a quality that cannot be")
-        marks = (mark.hex() for mark in (recipe, calibration, model, ids))
+        marks = (mark.hex() for mark in (recipe, calibration, model))
         return cls(*shape, quality, DTYPES[dtype], bool(starts), *marks)
 
 
-def ids_digest(ids: Sequence[int]) -> str:
-    """What names token ids in a header, 16 hexadecimal digits."""
-    return sha256(np.asarray(ids, dtype="<u4").tobytes())[:16]
+class ArchiveFile(NamedTuple):
+    """An archive that was read, and found whole."""
+
+    header: ArchiveHeader
+    ids: tuple[int, ...]
+    body: Body
 
 
-def refuse_other(header: ArchiveHeader, calibration_hash: str, model_hash: str, ids: Sequence[int]) -> None:
-    """`StreamError` for an archive of another calibration, another model or other tokens than are given."""
-    given = {"calibration_hash": calibration_hash, "model_hash": model_hash, "ids_hash": ids_digest(ids)}
-    for name, wanted in given.items():
-        if (coded := getattr(header, name)) != wanted:
+def refuse_other(file: ArchiveFile, calibration_hash: str, model_hash: str, ids: Sequence[int] | None = None) -> None:
+    """`StreamError` for an archive of another calibration, another model or, where they are given, other tokens."""
+    for name, wanted in (("calibration_hash", calibration_hash), ("model_hash", model_hash)):
+        if (coded := getattr(file.header, name)) != wanted:
             raise StreamError(
                 f"the archive was written with {name} {coded}, given is {wanted}; decode it with the same"
             )
+    if ids is not None and tuple(ids) != file.ids:
+        place = next((i for i, pair in enumerate(zip(ids, file.ids, strict=False)) if pair[0] != pair[1]), "the end")
+        raise StreamError(f"the archive is of other tokens than are given: they differ at {place}")
 
 
-def dump(body: Body, header: ArchiveHeader, key: Key | None = None) -> bytes:
+def dump(body: Body, header: ArchiveHeader, ids: Sequence[int], key: Key | None = None) -> bytes:
     """The file of a coded cache, signed where there is a key."""
     records = [
         struct.pack(f"<{len(record)}I", *(len(part) for part in record)) + b"".join(record) for record in body.records
     ]
-    front = header.pack() + struct.pack(f"<{len(records)}I", *map(len, records))
+    front = header.pack() + struct.pack(f"<{len(ids) + len(records)}I", *ids, *map(len, records))
     leaves = [tree.leaf(front), *(tree.leaf(record) for record in records)]
     return b"".join([front, *records, *leaves[1:], Seal.of(tree.root(leaves), PURPOSE, key).pack()])
 
 
-def load(data: bytes, key: Key | None = None) -> tuple[ArchiveHeader, Body]:
+def load(data: bytes, key: Key | None = None) -> ArchiveFile:
     """What `dump` wrote, whole.
 
     Raises
@@ -149,12 +151,12 @@ def load(data: bytes, key: Key | None = None) -> tuple[ArchiveHeader, Body]:
         It is not exactly that, or is not signed with `key`.
     """
     header = ArchiveHeader.unpack(data)
-    count = header.blocks
-    at = header.SIZE + count * U32.size
-    if len(data) < at + count * tree.SIZE + Seal.SIZE:
+    count, end = header.blocks, len(data) - header.blocks * tree.SIZE - Seal.SIZE
+    at = header.SIZE + (header.tokens + count) * U32.size
+    if end < at:
         raise StreamError(f"the archive is cut short: {len(data)} bytes")
-    lengths = struct.unpack_from(f"<{count}I", data, header.SIZE)
-    end = len(data) - count * tree.SIZE - Seal.SIZE
+    ids = struct.unpack_from(f"<{header.tokens}I", data, header.SIZE)
+    lengths = struct.unpack_from(f"<{count}I", data, header.SIZE + header.tokens * U32.size)
     if at + sum(lengths) != end:
         raise StreamError(f"the archive's records take {sum(lengths)} bytes, and {end - at} are there")
     seal, records, leaves = Seal.unpack(data[-Seal.SIZE :]), [], [tree.leaf(data[:at])]
@@ -169,7 +171,7 @@ def load(data: bytes, key: Key | None = None) -> tuple[ArchiveHeader, Body]:
         raise StreamError("its header and records are not those of its digest; it is damaged, or mixed of several")
     if key is not None and not seal.signed_by(key, PURPOSE):
         raise StreamError("it is signed with another key" if seal.signed else "it is not signed")
-    return header, Body(header.quality, header.tokens, header.block, header.starts, tuple(records))
+    return ArchiveFile(header, ids, Body(header.quality, header.tokens, header.block, header.starts, tuple(records)))
 
 
 def _parts(record: bytes, layers: int, number: int) -> tuple[bytes, ...]:

@@ -2,8 +2,8 @@
 
 An error at a token counts by the square of the attention that the token gets (w below), and at a given rate the least
 damage is done where all tokens do the same: where the square of the step goes as 1 / w. But w is only what is expected
-of queries to come, so that it decides three quarters of that (`TRUST`), and no token's step is more than twice that of a
-middling one.
+of queries to come, so that it decides three quarters of that (`TRUST`), and no token's step is more than twice that
+of a middling one.
 
 Everything is counted in 64ths of an octave: a step is ``2**(-(quality + 32 * exponent) / 64)``, in roots of nats.
 """
