@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from kvlab.base.errors import CapabilityError, NonFinite, UserError
+from kvlab.base.recipe import ArchiveStream
 from kvlab.codec.archive import steps
 from kvlab.codec.archive.codec import ArchiveCodec
 from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, off_grid, on_grid, power_of_two, unit_of
@@ -105,6 +107,14 @@ def test_exponents_are_floored_and_know_no_unit(received, scale):
     assert int(found.min()) >= steps.LEAST and int(found.max()) <= steps.MOST
     assert (steps.exponents(received * scale) - found).abs().max() <= 1  # a rounding at the edge
     assert bool((found[received.argsort()].diff() >= 0).all())
+
+
+def test_a_recipe_asks_for_the_qualities_that_there_are():
+    first, last = steps.QUALITIES[0], steps.QUALITIES[-1]
+    assert [ArchiveStream(quality=q).quality for q in (first, last)] == [first, last]
+    for beyond in (first - 1, last + 1):
+        with pytest.raises(ValidationError):
+            ArchiveStream(quality=beyond)
 
 
 def test_an_octave_of_quality_halves_what_an_index_stands_for():
@@ -256,7 +266,7 @@ def test_what_is_no_cache_is_refused(codec):
     cache = chain(56, 40)
     with pytest.raises(UserError, match="40 tokens comes with 39 token ids"):
         codec.encode(cache, list(range(39)), torch.ones(LAYERS, 40), 700)
-    with pytest.raises(UserError, match=r"quality 1 is out of range; allowed: 128\.\.1919"):
+    with pytest.raises(UserError, match=r"quality 1 is out of range; allowed: 128\.\.1599"):
         codec.encode(cache, list(range(40)), torch.ones(LAYERS, 40), 1)
     cache[2, "v"][0, 3, 1] = float("nan")
     with pytest.raises(NonFinite, match="layer 2 v"):

@@ -180,7 +180,7 @@ class ArchiveStream(Frozen):
     built_by: ClassVar[str] = "kvlab.codec.archive.codec:ArchiveCodec"
     codec: Literal["archive"] = "archive"
     bits: float | None = Field(default=None, gt=0, le=16)
-    quality: int | None = Field(default=None, ge=128, lt=1920)
+    quality: int | None = Field(default=None, ge=128, lt=1600)
     block_size: int = Field(default=128, ge=1, le=65535)
 
     @model_validator(mode="after")

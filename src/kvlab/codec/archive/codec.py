@@ -16,11 +16,10 @@ from kvlab.base.errors import CapabilityError, NonFinite, StreamError, UserError
 from kvlab.codec.archive.exact import off_grid, on_grid
 from kvlab.codec.archive.fit import STREAMS, ArchiveModel, spectrum_at
 from kvlab.codec.archive.layer import StreamCoder, coarser
-from kvlab.codec.archive.steps import OCTAVE, exponents
+from kvlab.codec.archive.steps import OCTAVE, QUALITIES, exponents
 from kvlab.codec.archive.symbols import Coder, Exponents, Symbols, packed, unpacked
 from kvlab.codec.base import all_finite
 
-QUALITIES = range(2 * OCTAVE, 30 * OCTAVE)
 TRIES = 12  # encodings at most until a cache has the bits that were asked for
 NEAR = 0.004  # relative; what is asked for is met within 1 %
 
@@ -148,7 +147,7 @@ class ArchiveCodec:
         while quality not in tried and quality in QUALITIES and len(tried) < TRIES:
             tried[quality] = self.encode(cache, ids, received, quality, starts)
             if abs(tried[quality].nbytes - due) > NEAR * nbytes:
-                quality = _next(tried, due)
+                quality = _next(tried, due, sum(x.numel() for x in cache.values()))
         best = min(tried.values(), key=lambda one: abs(one.nbytes - due), default=None)
         if best is None or abs(best.nbytes - due) > 0.01 * nbytes:
             nearest = f"the nearest are {best.nbytes + beside}, at quality {best.quality}" if best else "none are near"
@@ -278,14 +277,15 @@ def _rows(x: Tensor, layer: int, stream: str) -> Tensor:
     return x.detach().cpu().double().transpose(0, 1).flatten(1)
 
 
-def _next(tried: Mapping[int, Body], nbytes: float) -> int:
+def _next(tried: Mapping[int, Body], nbytes: float, values: int) -> int:
     """The quality to try next: between the nearest that give less and more, or beyond all; at last one tried before."""
     less = max((quality for quality, body in tried.items() if body.nbytes < nbytes), default=None)
     more = min((quality for quality, body in tried.items() if body.nbytes > nbytes), default=None)
     if less is None or more is None:
-        quality, beyond = (more, -1) if less is None else (less, 1)
-        apart = abs(nbytes / max(tried[quality].nbytes, 1) - 1)  # half of the bytes is about an octave
-        return quality + beyond * max(1, min(round(2 * OCTAVE * apart), 2 * OCTAVE))
+        quality = more if less is None else less
+        octaves = (nbytes - tried[quality].nbytes) * 8 / values  # an octave is at most a bit of every value
+        step = round(1.25 * OCTAVE * octaves)
+        return quality + (step or (1 if less is not None else -1))
     if abs(more - less) < 2:
         return less
     share = (nbytes - tried[less].nbytes) / (tried[more].nbytes - tried[less].nbytes)

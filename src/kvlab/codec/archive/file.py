@@ -21,7 +21,8 @@ from typing import ClassVar, Literal, NamedTuple
 import google_crc32c
 
 from kvlab.base.errors import StorageError, StreamError
-from kvlab.codec.archive.codec import QUALITIES, Body
+from kvlab.codec.archive.codec import Body
+from kvlab.codec.archive.steps import QUALITIES
 from kvlab.codec.stream import tree
 from kvlab.codec.stream.cache_file import DTYPES
 from kvlab.codec.stream.seal import Key, Seal

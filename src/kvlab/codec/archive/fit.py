@@ -21,7 +21,7 @@ from kvlab.codec.archive.symbols import CLASSES, EXPONENTS, LARGEST, LOW_BITS, T
 from kvlab.codec.klt.grouping import block_diagonal, heads_together
 
 REFERENCE = 12 * OCTAVE  # the quality that prediction and components are fitted at
-QUALITIES = range(6 * OCTAVE, 21 * OCTAVE, OCTAVE)  # those whose spectra are stored
+SPECTRA = range(6 * OCTAVE, 21 * OCTAVE, OCTAVE)  # those whose spectra are stored
 SEEN = range(9 * OCTAVE, 16 * OCTAVE, 2 * OCTAVE)  # those that indices are counted at
 COUNTED = 4  # windows of the sample that are coded for it
 ENOUGH = 50  # indices that a reconstruction point is fitted on
@@ -131,8 +131,8 @@ class ArchiveModel:
 
 def spectrum_at(fitted: StreamModel, quality: int) -> Tensor:
     """log2 of the deviations in 64ths at a quality between those that were stored, int32 [width]."""
-    place, part = divmod(min(max(quality, QUALITIES.start), QUALITIES[-1]) - QUALITIES.start, OCTAVE)
-    low, high = (fitted.spectrum[min(p, len(QUALITIES) - 1)].int() for p in (place, place + 1))
+    place, part = divmod(min(max(quality, SPECTRA.start), SPECTRA[-1]) - SPECTRA.start, OCTAVE)
+    low, high = (fitted.spectrum[min(p, len(SPECTRA) - 1)].int() for p in (place, place + 1))
     return low + ((high - low) * part).div(OCTAVE, rounding_mode="floor")
 
 
@@ -180,8 +180,8 @@ class _Fitter:
         sources = [] if self._given(layer) else sources_of(layer, stream)
         weights, offset, left = self._prediction(moments, place, sources)
         if self._given(layer):
-            left = [self._unknown(place)] * len(QUALITIES)
-        forward, inverse = self._components(layer, stream, left[QUALITIES.index(REFERENCE)])
+            left = [self._unknown(place)] * len(SPECTRA)
+        forward, inverse = self._components(layer, stream, left[SPECTRA.index(REFERENCE)])
         variances = torch.stack([_variances(forward, one) for one in left])
         self._noise[layer, stream] = self._noises(layer, variances, inverse)
         units = torch.tensor([self._units[source] for source in sources for _ in range(moments.width)])
@@ -212,10 +212,10 @@ class _Fitter:
         covariance = moments.scatter / max(moments.count - 1, 1)
         mean, plain = moments.mean[target], covariance[target, target]
         if not sources:
-            return torch.empty(0, width, dtype=torch.float64), mean, [plain] * len(QUALITIES)
+            return torch.empty(0, width, dtype=torch.float64), mean, [plain] * len(SPECTRA)
         clean, cross = covariance[given, given], covariance[given, target]
-        noisy = [clean + torch.block_diag(*(self._noise[s][q] for s in sources)) for q in range(len(QUALITIES))]
-        system = noisy[QUALITIES.index(REFERENCE)] + RIDGE * torch.diag(clean.diagonal())
+        noisy = [clean + torch.block_diag(*(self._noise[s][q] for s in sources)) for q in range(len(SPECTRA))]
+        system = noisy[SPECTRA.index(REFERENCE)] + RIDGE * torch.diag(clean.diagonal())
         weights = torch.cholesky_solve(cross, torch.linalg.cholesky(system))
         both = weights.mT @ cross
         share = min(len(weights) / moments.count, 0.5)  # what was fitted is larger on text that was not
@@ -243,7 +243,7 @@ class _Fitter:
         """Covariance of the error of a decoded stream at every quality: that of a step, or of what it spares."""
         fine = torch.exp2(-exponents(self.sample(layer).received).double()).mean()
         found = []
-        for quality, variance in zip(QUALITIES, variances, strict=True):
+        for quality, variance in zip(SPECTRA, variances, strict=True):
             error = variance.clamp(max=float(fine * 4.0 ** (-quality / OCTAVE) / 12)).unflatten(0, (len(inverse), -1))
             found.append(torch.block_diag(*(inverse.mT @ (error[..., None] * inverse))))
         return found
