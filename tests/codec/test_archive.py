@@ -15,8 +15,10 @@ from kvlab.base.errors import CapabilityError, NonFinite, UserError
 from kvlab.base.recipe import ArchiveStream
 from kvlab.codec.archive import steps
 from kvlab.codec.archive.codec import ArchiveCodec
+from kvlab.codec.archive.counting import LayerSample
 from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, off_grid, on_grid, power_of_two, unit_of
-from kvlab.codec.archive.fit import Across, LayerSample, fit
+from kvlab.codec.archive.fit import fit
+from kvlab.codec.archive.moments import Across
 from kvlab.codec.archive.symbols import CLASSES, LARGEST, LOW_BITS, MOST_CLASS, MOST_INDEX, TABLES, Coder, Symbols
 from kvlab.codec.archive.symbols import classes as classes_of
 from tiers import examples
@@ -101,12 +103,12 @@ def test_a_class_is_a_quarter_octave_and_low_bits_begin_where_tables_end():
 
 @examples(40)
 @given(st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=40), st.floats(0.01, 100))
-def test_exponents_are_floored_and_know_no_unit(received, scale):
-    received = torch.tensor(received, dtype=torch.float64)
-    found = steps.exponents(received)
+def test_exponents_are_floored_and_know_no_unit(expected, scale):
+    expected = torch.tensor(expected, dtype=torch.float64)
+    found = steps.exponents(expected)
     assert int(found.min()) >= steps.LEAST and int(found.max()) <= steps.MOST
-    assert (steps.exponents(received * scale) - found).abs().max() <= 1  # a rounding at the edge
-    assert bool((found[received.argsort()].diff() >= 0).all())
+    assert (steps.exponents(expected * scale) - found).abs().max() <= 1  # a rounding at the edge
+    assert bool((found[expected.argsort()].diff() >= 0).all())
 
 
 def test_a_recipe_asks_for_the_qualities_that_there_are():
@@ -184,10 +186,10 @@ def decoded(codec: ArchiveCodec, body, tokens: int, only: int | None = None) -> 
     return {(layer, s): x for layer, k, v in found for s, x in (("k", k), ("v", v))}
 
 
-def coded(codec: ArchiveCodec, cache: dict, quality: int = 700, received: torch.Tensor | None = None):
+def coded(codec: ArchiveCodec, cache: dict, quality: int = 700, expected: torch.Tensor | None = None):
     tokens = cache[0, "k"].shape[1]
-    received = torch.ones(LAYERS, tokens) if received is None else received
-    return codec.encode(cache, list(range(tokens)), received, quality)
+    expected = torch.ones(LAYERS, tokens) if expected is None else expected
+    return codec.encode(cache, list(range(tokens)), expected, quality)
 
 
 def error(cache: dict, found: dict, tokens: slice = slice(None)) -> float:
@@ -230,9 +232,9 @@ def test_blocks_decode_alone_and_on_any_number_of_threads(codec):
 
 
 def test_tokens_that_are_looked_at_are_finer(codec):
-    cache, received = chain(53, TOKENS), torch.ones(LAYERS, TOKENS)
-    received[:, 40] = 2.0**12
-    found = decoded(codec, coded(codec, cache, 704, received), TOKENS)
+    cache, expected = chain(53, TOKENS), torch.ones(LAYERS, TOKENS)
+    expected[:, 40] = 2.0**12
+    found = decoded(codec, coded(codec, cache, 704, expected), TOKENS)
     assert error(cache, found, slice(40, 41)) < error(cache, found) / 20
 
 

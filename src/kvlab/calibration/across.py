@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlab.base.model import ModelInfo
-from kvlab.codec.archive.fit import Across
+from kvlab.codec.archive.moments import Across
 from kvlab.codec.metric import rotated
 from kvlab.engines.base import Part
 

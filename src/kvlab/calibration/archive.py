@@ -21,8 +21,9 @@ from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS
 from kvlab.codec.archive import fit
 from kvlab.codec.archive.codec import ArchiveCodec
-from kvlab.codec.archive.fit import ArchiveModel, LayerSample
+from kvlab.codec.archive.counting import LayerSample
 from kvlab.codec.archive.layer import ENCODES_NOT, StreamModel
+from kvlab.codec.archive.model import ArchiveModel
 from kvlab.codec.archive.tokens import FirstLayer
 
 FILED = "archive/"  # before the names of its tensors in a file
@@ -155,8 +156,8 @@ def fit_archive(observed: InMemory, fitting: Fitting, info: ModelInfo) -> Archiv
     @lru_cache(maxsize=1)  # asked for several times in a row
     def sample(layer: int) -> LayerSample:
         k, v = (observed.layer(layer, stream) for stream in STREAMS)
-        received = torch.stack([expected_attention(across.probes[layer], window, angles) for window in k])
-        return LayerSample(tuple(x.transpose(1, 2).flatten(2) for x in (k, v)), received)
+        expected = torch.stack([expected_attention(across.probes[layer], window, angles) for window in k])
+        return LayerSample(tuple(x.transpose(1, 2).flatten(2) for x in (k, v)), expected)
 
     known = _known(info, observed.sampled_ids)
     found = fit.fit(across.moments, fitting.metric, observed.first, sample, known)

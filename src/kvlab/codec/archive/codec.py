@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvlab.base.errors import CapabilityError, NonFinite, StreamError, UserError
 from kvlab.codec.archive.exact import off_grid, on_grid
-from kvlab.codec.archive.fit import STREAMS, ArchiveModel, spectrum_at
 from kvlab.codec.archive.layer import StreamCoder, coarser
+from kvlab.codec.archive.model import STREAMS, ArchiveModel, spectrum_at
 from kvlab.codec.archive.steps import OCTAVE, QUALITIES, exponents
 from kvlab.codec.archive.symbols import Coder, Exponents, Symbols, packed, unpacked
 from kvlab.codec.base import all_finite
@@ -56,7 +56,7 @@ class Body:
 
     def span(self, number: int) -> slice:
         """The tokens of a block."""
-        return slice(number * self.block, min((number + 1) * self.block, self.tokens))
+        return spans_of(self.tokens, self.block)[number]
 
 
 class ArchiveCodec:
@@ -86,7 +86,7 @@ class ArchiveCodec:
         self,
         cache: Mapping[tuple[int, str], Tensor],
         ids: Sequence[int],
-        received: Tensor,
+        expected: Tensor,
         quality: int,
         starts: bool = True,
     ) -> Body:
@@ -98,8 +98,8 @@ class ArchiveCodec:
             By layer and stream, K before its rotary embedding, float [kv_heads, tokens, head_dim].
         ids : sequence of int
             Its tokens.
-        received : Tensor
-            Squared attention that each token got in each layer [layers, tokens]; see `steps.exponents`.
+        expected : Tensor
+            Squared attention that each token may expect in each layer [layers, tokens]; see `steps.exponents`.
         quality : int
             See `Body`.
         starts : bool
@@ -115,22 +115,22 @@ class ArchiveCodec:
         if quality not in QUALITIES:
             raise UserError(f"quality {quality} is out of range; allowed: {QUALITIES.start}..{QUALITIES[-1]}")
         tokens = cache[0, "k"].shape[1]
-        if len(ids) != tokens or tuple(received.shape) != (self.fitted.layers, tokens):
+        if len(ids) != tokens or tuple(expected.shape) != (self.fitted.layers, tokens):
             raise UserError(
                 f"a cache of {tokens} tokens comes with {len(ids)} token ids and attention of shape"
-                f" {list(received.shape)}, for {self.fitted.layers} layers"
+                f" {list(expected.shape)}, for {self.fitted.layers} layers"
             )
-        walk, chosen = _Walk(self, self.given(ids), quality, starts), exponents(received.cpu())
-        body = Body(quality, tokens, self.block, starts, ())
-        records: list[list[bytes]] = [[] for _ in range(-(-tokens // self.block))]
+        walk, chosen = _Walk(self, self.given(ids), quality, starts), exponents(expected.cpu())
+        spans = spans_of(tokens, self.block)
+        records: list[list[bytes]] = [[] for _ in spans]
         for layer in range(self.fitted.layers):
             rows = [_rows(cache[layer, stream], layer, stream) for stream in STREAMS]
             exponent, parts = walk.analysed(layer, rows, chosen[layer])
-            for number, record in enumerate(records):
-                record.append(self._written(layer, exponent, parts, body.span(number)))
+            for record, span in zip(records, spans, strict=True):
+                record.append(self._written(layer, exponent, parts, span))
         return Body(quality, tokens, self.block, starts, tuple(map(tuple, records)))
 
-    def encode_to(self, cache, ids, received, nbytes: float, beside: int = 0, starts: bool = True) -> Body:
+    def encode_to(self, cache, ids, expected, nbytes: float, beside: int = 0, starts: bool = True) -> Body:
         """Code a cache into as nearly as many bytes as are asked for, and no more than 1 % off.
 
         Bits are nearly straight in the quality, so that a few encodings find it. `beside` are bytes that whoever asks
@@ -145,7 +145,7 @@ class ArchiveCodec:
         due = nbytes - beside
         quality = self.fitted.quality_for(8 * due / sum(x.numel() for x in cache.values()))
         while quality not in tried and quality in QUALITIES and len(tried) < TRIES:
-            tried[quality] = self.encode(cache, ids, received, quality, starts)
+            tried[quality] = self.encode(cache, ids, expected, quality, starts)
             if abs(tried[quality].nbytes - due) > NEAR * nbytes:
                 quality = _next(tried, due, sum(x.numel() for x in cache.values()))
         best = min(tried.values(), key=lambda one: abs(one.nbytes - due), default=None)
@@ -261,6 +261,11 @@ class _Walk:
     def _predicted(self, layer: int, place: int, own: list[Tensor], rows: int) -> Tensor:
         given = self.given[place] if self.given and layer == 0 else None
         return self.codec.coder(layer, place, self.quality).predicted(self._below + own, rows, self.starts, given)
+
+
+def spans_of(tokens: int, block: int) -> list[slice]:
+    """The tokens of each block."""
+    return [slice(start, min(start + block, tokens)) for start in range(0, tokens, block)]
 
 
 def block_of(body: Body, number: int) -> int:

@@ -45,7 +45,7 @@ class StreamModel:
         `ExactMap` of its inverse, of ``2**unit``.
     spectrum : Tensor
         log2 of the components' deviations in 64ths of an octave, int16 [qualities, width], at every octave of quality
-        of `fit.SPECTRA`.
+        of `model.SPECTRA`.
     """
 
     unit: Tensor

@@ -28,15 +28,15 @@ MANTISSA = 16
 MANTISSAS = torch.tensor([round(2 ** (i / OCTAVE) * (1 << MANTISSA)) for i in range(OCTAVE)], dtype=torch.float64)
 
 
-def exponents(received: Tensor) -> Tensor:
-    """Half octaves by which tokens' steps are finer, int32 of the shape of `received`.
+def exponents(expected: Tensor) -> Tensor:
+    """Half octaves by which tokens' steps are finer, int32 of the shape of `expected`.
 
     Parameters
     ----------
-    received : Tensor
+    expected : Tensor
         Squared attention that each token may expect, mean over queries [..., tokens].
     """
-    level = torch.log2(received.double().clamp(min=2.0**-40))
+    level = torch.log2(expected.double().clamp(min=2.0**-40))
     return (TRUST * (level - level.mean(-1, keepdim=True))).round().clamp(LEAST, MOST).int()
 
 
