@@ -25,6 +25,8 @@ NEAR = 0.004  # relative; what is asked for is met within 1 %
 
 First = Callable[[Sequence[int]], tuple[Tensor, Tensor]]
 """K and V of the first layer by token ids; `tokens.FirstLayer.rows`."""
+Part = tuple[Tensor, Tensor]
+"""Indices of K or V and their classes, [tokens, width] each."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,8 @@ class ArchiveCodec:
         tokens = [token for span in spans for token in ids[span]]
         walk = _Walk(self, self.given(tokens), body.quality, body.starts and 0 in numbers)
         for layer in range(self.fitted.layers):
-            read = [self._read(layer, body, number) for number in numbers]
-            exponent, *indices = (torch.cat(parts) for parts in zip(*read, strict=True))
-            k, v = (self._tensor(layer, place, rows) for place, rows in walk.synthesised(layer, indices, exponent))
+            exponent, parts = self._read(layer, body, numbers)
+            k, v = (self._tensor(layer, place, x) for place, x in walk.synthesised(layer, parts, exponent))
             yield layer, k, v
 
     def given(self, ids: Sequence[int]) -> tuple[Tensor, Tensor] | None:
@@ -188,7 +189,7 @@ class ArchiveCodec:
         fitted = self.fitted.streams[layer, STREAMS[place]]
         return off_grid(rows, int(fitted.unit)).unflatten(1, (fitted.heads, -1)).transpose(0, 1)
 
-    def _written(self, layer: int, exponent: Tensor, parts: list[tuple[Tensor, Tensor]], span: slice) -> bytes:
+    def _written(self, layer: int, exponent: Tensor, parts: list[Part], span: slice) -> bytes:
         coder = Coder()
         for place in (1, 0):  # a stack: what is read first is written last
             index, found = (part[span] for part in parts[place])
@@ -196,24 +197,26 @@ class ArchiveCodec:
         self._exponents[layer].write(coder, exponent[span])
         return packed(coder)
 
-    def _read(self, layer: int, body: Body, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        coder, span = unpacked(body.records[number][layer]), body.span(number)
-        exponent = self._exponents[layer].read(coder, span.stop - span.start)
-        found = [
-            self._symbols[place].read(coder, self._classes(layer, place, body.quality, exponent)) for place in (0, 1)
-        ]
-        if not coder.is_empty():
-            raise StreamError(f"layer {layer} of block {number} holds more than the tokens of its block")
-        return exponent, *found
-
-    def _classes(self, layer: int, place: int, quality: int, exponent: Tensor) -> Tensor:
-        return self.coder(layer, place, quality).classes(exponent)
+    def _read(self, layer: int, body: Body, numbers: Sequence[int]) -> tuple[Tensor, list[Part]]:
+        """Exponents of the tokens of some blocks, and indices and classes of their K and of their V."""
+        coders = [unpacked(body.records[number][layer]) for number in numbers]
+        sizes = [span.stop - span.start for span in map(body.span, numbers)]
+        table, parts = self._exponents[layer], []
+        exponent = torch.cat([table.read(coder, size) for coder, size in zip(coders, sizes, strict=True)])
+        for place, symbols in enumerate(self._symbols):
+            found = self.coder(layer, place, body.quality).classes(exponent)
+            read = [symbols.read(coder, own) for coder, own in zip(coders, found.split(sizes), strict=True)]
+            parts.append((torch.cat(read), found))
+        for number, coder in zip(numbers, coders, strict=True):
+            if not coder.is_empty():
+                raise StreamError(f"layer {layer} of block {number} holds more than the tokens of its block")
+        return exponent, parts
 
     def coder(self, layer: int, place: int, quality: int) -> StreamCoder:
         """That of a stream at a quality; the last few are kept."""
         key = (layer, place, quality)
         if key not in self._coders:
-            if len(self._coders) >= 2 * len(STREAMS):
+            if len(self._coders) >= 3 * len(STREAMS):
                 self._coders.pop(next(iter(self._coders)))
             fitted = self.fitted.streams[layer, STREAMS[place]]
             points = self.fitted.points[place]
@@ -228,7 +231,7 @@ class _Walk:
         self.codec, self.given, self.quality, self.starts = codec, given, quality, starts
         self._below: list[Tensor] = []
 
-    def analysed(self, layer: int, rows: list[Tensor], exponent: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def analysed(self, layer: int, rows: list[Tensor], exponent: Tensor) -> tuple[Tensor, list[Part]]:
         """Exponents, and indices and their classes of K and of V; exponents are coarser where indices would not fit."""
         while True:
             own: list[Tensor] = []
@@ -248,13 +251,13 @@ class _Walk:
                 return exponent, parts
             exponent = fitting
 
-    def synthesised(self, layer: int, indices: list[Tensor], exponent: Tensor) -> list[tuple[int, Tensor]]:
-        """K and V of the next layer up, each with its place."""
+    def synthesised(self, layer: int, parts: list[Part], exponent: Tensor) -> list[tuple[int, Tensor]]:
+        """K and V of the next layer up, each with its place, from indices and classes."""
         own: list[Tensor] = []
-        for place, index in enumerate(indices):
+        for place, (index, found) in enumerate(parts):
             coder = self.codec.coder(layer, place, self.quality)
             predicted = self._predicted(layer, place, own, len(index))
-            own.append(coder.rebuilt(index, exponent, coder.classes(exponent), predicted))
+            own.append(coder.rebuilt(index, exponent, found, predicted))
         self._below = own
         return list(enumerate(own))
 

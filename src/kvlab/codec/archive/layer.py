@@ -11,8 +11,8 @@ from torch import Tensor
 from kvlab.base.errors import CalibrationMismatch
 from kvlab.codec.archive import steps
 from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, on_grid
-from kvlab.codec.archive.steps import OCTAVE, POINT
-from kvlab.codec.archive.symbols import LOW_BITS, MOST_INDEX, TABLES, classes
+from kvlab.codec.archive.steps import EMERGENCY, OCTAVE, POINT
+from kvlab.codec.archive.symbols import EXPONENTS, LOW_BITS, MOST_INDEX, TABLES, classes
 
 DEAD = 0.1  # of a step, by which the zone around zero is wider on either side
 ENCODES_NOT = (
@@ -93,6 +93,12 @@ class StreamCoder:
             raise CalibrationMismatch(ENCODES_NOT)
         return self.fitted.forward.double() * 2.0**self.unit
 
+    @cached_property
+    def _classes(self) -> Tensor:
+        """Those of a token of each exponent [EXPONENTS, width]: there are few, and many tokens."""
+        every = torch.arange(EMERGENCY, EMERGENCY + EXPONENTS, dtype=torch.int32)
+        return classes(self.spectrum, steps.log_steps(self.quality, every))
+
     def predicted(self, below: list[Tensor], rows: int, starts: bool, given: Tensor | None = None) -> Tensor:
         """Whole numbers, float64 [rows, width].
 
@@ -128,7 +134,7 @@ class StreamCoder:
 
     def classes(self, exponent: Tensor) -> Tensor:
         """The class of each index [rows, width]; see `symbols`."""
-        return classes(self.spectrum, steps.log_steps(self.quality, exponent))
+        return self._classes[exponent.long() - EMERGENCY]
 
     def rebuilt(self, index: Tensor, exponent: Tensor, found: Tensor, predicted: Tensor) -> Tensor:
         """The rows that indices of classes `found` stand for, whole numbers in float64 [rows, width]."""
@@ -146,4 +152,4 @@ def coarser(index: Tensor, exponent: Tensor) -> Tensor:
     """Exponents at which every index of a row can be written; those given where they can."""
     most = index.abs().amax(1)
     over = torch.log2((most.double() / MOST_INDEX).clamp(min=1.0)).mul(2).ceil().long()
-    return torch.where(over > 0, (exponent - over - 1).clamp(min=steps.EMERGENCY), exponent)
+    return torch.where(over > 0, (exponent - over - 1).clamp(min=EMERGENCY), exponent)

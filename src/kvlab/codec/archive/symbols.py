@@ -62,34 +62,33 @@ class Symbols:
         self._tables = [models.Categorical(row, perfect=False) for row in both.double().numpy()]
 
     def write(self, coder: Coder, index: Tensor, found: Tensor) -> None:
-        """Put indices [tokens, width] of such classes onto a stack."""
+        """Put indices [tokens, width] of such classes onto a stack: last what is read first."""
         order, runs = _runs(found)
         values = index.reshape(-1).numpy()[order]
+        coarse = values.copy()
         for number, run in reversed(runs):
-            bits, table = SPLIT[number]
-            own = values[run]
-            if bits:
-                coder.encode_reverse((own & ((1 << bits) - 1)).astype(np.int32), models.Uniform(1 << bits))
-                own = own >> bits
-            rest = np.abs(own[np.abs(own) >= LARGEST]) - LARGEST
-            if len(rest):
-                coder.encode_reverse(rest.astype(np.int32), models.Uniform(1 << REST))
-            own = np.clip(own, -LARGEST, LARGEST) + LARGEST
-            coder.encode_reverse(own.astype(np.int32), self._tables[table])
+            if bits := SPLIT[number][0]:
+                coder.encode_reverse(values[run] & ((1 << bits) - 1), models.Uniform(1 << bits))
+                coarse[run] >>= bits
+        size = np.abs(coarse)
+        if len(rest := size[size >= LARGEST]):
+            coder.encode_reverse(rest - LARGEST, models.Uniform(1 << REST))
+        coarse = coarse.clip(-LARGEST, LARGEST) + LARGEST
+        for number, run in reversed(runs):
+            coder.encode_reverse(coarse[run], self._tables[SPLIT[number][1]])
 
     def read(self, coder: Coder, found: Tensor) -> Tensor:
-        """Take them off again, int32 [tokens, width]."""
+        """Take them off again, int32 [tokens, width]: what the tables say, the rest of large ones, low bits."""
         order, runs = _runs(found)
         values = np.empty(len(order), dtype=np.int32)
         for number, run in runs:
-            bits, table = SPLIT[number]
-            own = coder.decode(self._tables[table], run.stop - run.start) - LARGEST
-            if own.max() == LARGEST or own.min() == -LARGEST:
-                far = np.flatnonzero(np.abs(own) == LARGEST)
-                own[far] += np.sign(own[far]) * coder.decode(models.Uniform(1 << REST), len(far))
-            if bits:
-                own = (own << bits) | coder.decode(models.Uniform(1 << bits), len(own))
-            values[run] = own
+            values[run] = coder.decode(self._tables[SPLIT[number][1]], run.stop - run.start)
+        values -= LARGEST
+        if len(far := np.flatnonzero(np.abs(values) == LARGEST)):
+            values[far] += np.sign(values[far]) * coder.decode(models.Uniform(1 << REST), len(far))
+        for number, run in runs:
+            if bits := SPLIT[number][0]:
+                values[run] = (values[run] << bits) | coder.decode(models.Uniform(1 << bits), run.stop - run.start)
         out = np.empty_like(values)
         out[order] = values
         return torch.from_numpy(out).view(found.shape)
