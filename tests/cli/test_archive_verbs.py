@@ -80,6 +80,7 @@ def test_other_bits_than_the_recipe_s_can_be_asked_for(verb, bits):
     [
         ("encode", {"text": None}, "name what is to be coded: --capture FILE, or --text FILE"),
         ("encode", {"capture": "README.md"}, "name what is to be coded: --capture FILE, or --text FILE"),
+        ("encode", {"capture": "README.md", "text": None, "bits": 4}, "--bits goes with --text"),
         ("encode", {"bits": 0.01}, "cannot be met within 1 %"),
         ("decode", {"stream": "README.md"}, "this is no coded cache: it begins with b'# kv', not b'KVLS' or b'KVLA'"),
         ("inspect", {"stream": "LICENSE"}, "this is no coded cache"),

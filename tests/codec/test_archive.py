@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvlab.base.errors import CapabilityError, NonFinite, UserError
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, UserError
 from kvlab.base.recipe import ArchiveStream
 from kvlab.codec.archive import steps
 from kvlab.codec.archive.codec import ArchiveCodec
@@ -42,10 +42,10 @@ def test_a_map_gives_what_whole_numbers_give_in_any_order(seed, n):
     matrix = torch.randn(n, 3, generator=make, dtype=torch.float64) * 10.0 ** random.Random(seed).randint(-6, 6)
     x = (torch.rand(5, n, generator=make, dtype=torch.float64) * 2 - 1).mul((1 << VALUE) - 1).round()
     exact = ExactMap.of(matrix)
-    found = mapped(x, exact.working(x.device))
+    found = mapped(x, exact.working(VALUE))
     order = torch.randperm(n, generator=make)
     other = ExactMap(exact.coefficients[order], exact.places)
-    assert torch.equal(found, mapped(x[:, order], other.working(x.device)))
+    assert torch.equal(found, mapped(x[:, order], other.working(VALUE)))
     for row, column in ((0, 0), (4, 2)):
         total = sum(int(a) * int(b) for a, b in zip(x[row], exact.coefficients[:, column], strict=True))
         assert float(found[row, column]) == round(total * 2.0 ** -int(exact.places[column]))
@@ -57,6 +57,18 @@ def test_a_map_is_near_its_matrix():
     back = exact.coefficients.double() * power_of_two(-exact.places.long())
     assert float((back - matrix).abs().max()) <= float(matrix.abs().max()) * 2.0**-14
     assert int(exact.coefficients.abs().max()) < 1 << 15
+
+
+def test_coefficients_just_below_a_power_of_two_keep_their_sign():
+    matrix = torch.tensor([[1 - 2.0**-20], [-(1 - 2.0**-20)]], dtype=torch.float64)
+    assert ExactMap.of(matrix).coefficients.flatten().tolist() == [1 << 14, -(1 << 14)]
+
+
+def test_sums_that_would_not_be_exact_are_refused():
+    wide = ExactMap(torch.zeros(512, 1, dtype=torch.int16), torch.zeros(1, dtype=torch.int16))
+    wide.working(29)
+    with pytest.raises(CapabilityError, match="sums of 512 products of 30 and 15 bits are not exact"):
+        wide.working(30)
 
 
 def test_values_far_beyond_what_was_seen_stay_on_the_grid():
@@ -220,8 +232,9 @@ def test_blocks_decode_alone_and_on_any_number_of_threads(codec):
     body = coded(codec, cache)
     whole, before = decoded(codec, body, 80), torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        assert all(torch.equal(x, whole[at]) for at, x in decoded(codec, body, 80).items())
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert all(torch.equal(x, whole[at]) for at, x in decoded(codec, body, 80).items())
     finally:
         torch.set_num_threads(before)
     for number, span in ((0, slice(0, 32)), (1, slice(32, 64)), (2, slice(64, 80))):
@@ -270,6 +283,10 @@ def test_what_is_no_cache_is_refused(codec):
         codec.encode(cache, list(range(39)), torch.ones(LAYERS, 40), 700)
     with pytest.raises(UserError, match=r"quality 1 is out of range; allowed: 128\.\.1599"):
         codec.encode(cache, list(range(40)), torch.ones(LAYERS, 40), 1)
+    with pytest.raises(CalibrationMismatch, match=r"layer 1 v of the cache has shape \(2, 40, 7\)"):
+        coded(codec, cache | {(1, "v"): cache[1, "v"][..., :7]})
+    with pytest.raises(CalibrationMismatch, match="layer 3 v of the cache has shape None"):
+        coded(codec, {at: x for at, x in cache.items() if at != (3, "v")})
     cache[2, "v"][0, 3, 1] = float("nan")
     with pytest.raises(NonFinite, match="layer 2 v"):
         coded(codec, cache)

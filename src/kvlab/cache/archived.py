@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -16,14 +16,13 @@ from kvlab.base.recipe import WHOLE, Recipe
 from kvlab.base.records import atomic, to_header
 from kvlab.cache.calibration_file import is_calibration_file, load_calibration, read_header
 from kvlab.calibration.archive import Archive
-from kvlab.codec.archive.file import ArchiveFile, ArchiveHeader, dump, load, refuse_other
+from kvlab.codec.archive.file import ArchiveFile, ArchiveHeader, dump, load
+from kvlab.codec.archive.model import STREAMS
 from kvlab.codec.recipes import named_recipe
 from kvlab.codec.stream.seal import Key
 from kvlab.codec.stream.tensor_file import TensorFileWriter
 from kvlab.engines.base import Part
 from kvlab.engines.registry import start
-
-STREAMS = ("k", "v")
 
 
 def archived(
@@ -86,21 +85,6 @@ def archived(
     return dump(body, header, ids, key)
 
 
-def unarchived(
-    archive: Archive, data: bytes, ids: Sequence[int] | None = None, key: Key | None = None
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Layer, K before its rotary embedding and V, float32 [kv_heads, tokens, head_dim], from the first layer up.
-
-    Raises
-    ------
-    StreamError
-        The file is damaged, not signed with `key`, or of another calibration, model or, where they are given, tokens.
-    """
-    file = load(data, key)
-    refuse_other(file, archive.digest, archive.info.model_hash, ids)
-    yield from archive.codec(file.header.block).decode(file.body, file.ids)
-
-
 def encode_text(
     params: Params, recipe_path: Path, text: str, bits: float | None, dtype: str, out: Path, key: Key | None = None
 ) -> bytes:
@@ -148,18 +132,18 @@ def decode_archive(params: Params, recipe_path: Path, stream_path: Path, out: Pa
     Raises
     ------
     StreamError
-        As `unarchived`.
+        It is damaged, not signed with `key`, or of another calibration or model.
     """
     info = resolve(params.model)
     archive, recipe = _archive(recipe_path, info)
-    data = read_archive(stream_path)
-    header = load(data, key).header
+    file = load(read_archive(stream_path), key)
+    header = file.header
     shape = (header.heads, header.tokens, header.head_dim)
     names = {f"layer_{layer}_{stream}": shape for layer in range(header.layers) for stream in STREAMS}
     identity = to_header({"model_hash": info.model_hash, "recipe_id": recipe.recipe_id})
-    with atomic(out) as temporary, open(temporary, "wb") as file:
-        writer = TensorFileWriter(file, header.dtype, names, identity)
-        for layer, *parts in unarchived(archive, data, key=key):
+    with atomic(out) as temporary, open(temporary, "wb") as target:
+        writer = TensorFileWriter(target, header.dtype, names, identity)
+        for layer, *parts in archive.decoded(file):
             for stream, x in zip(STREAMS, parts, strict=True):
                 writer.add(f"layer_{layer}_{stream}", x.to(getattr(torch, header.dtype)))
         writer.close()

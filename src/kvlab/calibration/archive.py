@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvlab.calibration.moments import STREAMS
 from kvlab.codec.archive import fit
 from kvlab.codec.archive.codec import ArchiveCodec
 from kvlab.codec.archive.counting import LayerSample
+from kvlab.codec.archive.file import ArchiveFile, refuse_other
 from kvlab.codec.archive.layer import ENCODES_NOT, StreamModel
 from kvlab.codec.archive.model import ArchiveModel
 from kvlab.codec.archive.tokens import FirstLayer
@@ -72,6 +73,17 @@ class Archive:
             raise CalibrationMismatch(ENCODES_NOT)
         angles = ErrorMetrics(self.info, keys[0].shape[1] + 1).angles
         return torch.stack([expected_attention(probes, keys[n], angles) for n, probes in enumerate(self.probes)])
+
+    def decoded(self, file: ArchiveFile, ids: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Layer, K before its rotary embedding and V, float32 [kv_heads, tokens, head_dim], from the first layer up.
+
+        Raises
+        ------
+        StreamError
+            The file is of another calibration, another model or, where they are given, other tokens.
+        """
+        refuse_other(file, self.digest, self.info.model_hash, ids)
+        yield from self.codec(file.header.block).decode(file.body, file.ids)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -149,8 +161,9 @@ def fit_archive(observed: InMemory, fitting: Fitting, info: ModelInfo) -> Archiv
         It was observed layer by layer alone.
     """
     if observed.across is None:
-        raise CapabilityError("archive is fitted on layers together, and these windows were observed one layer a time")
-
+        raise CapabilityError(
+            "archive is fitted on layers together, of which the pipeline's captures hold nothing; use `kvlab calibrate`"
+        )
     across, angles = observed.across, ErrorMetrics(info, observed.context + 1).angles
 
     @lru_cache(maxsize=1)  # asked for several times in a row

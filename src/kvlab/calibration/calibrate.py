@@ -78,8 +78,7 @@ def calibrate(
     """
     if context is None:
         context = len(windows[0]) if windows else 0
-    across = any("archive" in reads(recipe.k, "k") for recipe in recipes)
-    observed = observe(engine, windows, context, corpus_hash, sample, across)
+    observed = observe(engine, windows, context, corpus_hash, sample, across=asks_for_archive(recipes))
     return fitted(observed, engine.info, recipes, ridge, layers, placement)
 
 
@@ -100,8 +99,7 @@ def fitted(
     metrics = ErrorMetrics(info, observed.context)
     fitting = Fitting(observed, whiteners["pre_rope"], metrics, ridge)
     components = _components(fitting, info, recipes)
-    archived = any("archive" in reads(recipe.k, "k") for recipe in recipes)
-    archive = fit_archive(observed, fitting, info) if archived else None
+    archive = fit_archive(observed, fitting, info) if asks_for_archive(recipes) else None
     tables = _tables(observed, recipes, whiteners, layers, placement, metrics.angles)
     own = _own(observed, info, recipes)
     sigma_hash = _digest_of(whiteners["pre_rope"])
@@ -121,6 +119,11 @@ def fitted(
         sigma_hash=sigma_hash,
         calibration_hash=fingerprint(*(t.numpy() for t in (*everything, *tables.values()))),
     )
+
+
+def asks_for_archive(recipes: Sequence[Recipe]) -> bool:
+    """Whether one of the recipes is of the codec that sees all layers at once."""
+    return any("archive" in reads(recipe.k, "k") for recipe in recipes)
 
 
 def _components(fitting: Fitting, info: ModelInfo, recipes: Sequence[Recipe]) -> dict[str, dict[int, Components]]:

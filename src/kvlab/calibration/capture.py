@@ -53,7 +53,14 @@ class Observed:
     read : callable
         Gives the tensor of a name: those of `ModelMoments.tensors` and of `losses.measured`, and ``layer_{l}_{k|v}``,
         bfloat16 [sampled windows, kv_heads, context, head_dim].
+
+    Attributes
+    ----------
+    across : AcrossTap or None
+        What was seen of layers together; a file holds none of it.
     """
+
+    across: AcrossTap | None = None
 
     def __init__(self, metadata: dict, read: Callable[[str], Tensor]):
         self.metadata, self._read = metadata, read

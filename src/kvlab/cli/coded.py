@@ -59,6 +59,8 @@ def encode_verb(args: argparse.Namespace) -> None:
     """
     if (args.text is None) == (args.capture is None):
         raise UserError("name what is to be coded: --capture FILE, or --text FILE for a codec of whole caches")
+    if args.bits is not None and args.capture:
+        raise UserError("--bits goes with --text; a recipe for --capture has bits of its own")
     key = key_of(args)
     if args.text:
         archive_text(args, key)

@@ -8,8 +8,9 @@ from kvlab.base.errors import CapabilityError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import WHOLE, Cell
 from kvlab.base.records import Coding
-from kvlab.cache.archived import archived, unarchived
+from kvlab.cache.archived import archived
 from kvlab.calibration.load import Calibrated
+from kvlab.codec.archive.file import load
 from kvlab.codec.base import Site, Stats
 from kvlab.lab.coding import STREAMS, CleanCapture, Coded, Coder, now, squares
 
@@ -60,7 +61,7 @@ class WholeCoder(Coder):
 
     def decoded(self, data: bytes, ids: list[int]) -> dict[tuple[int, str], torch.Tensor]:
         """What a file holds, by layer and stream, float32 [kv_heads, tokens, head_dim]."""
-        layers = unarchived(self.archive, data, ids)
+        layers = self.archive.decoded(load(data), ids)
         return {(layer, stream): x for layer, *kv in layers for stream, x in zip(STREAMS, kv, strict=True)}
 
     def snapshot(self, x: torch.Tensor, site: Site) -> torch.Tensor:

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from torch import Tensor
 
 from kvlab.calibration.archive import Archive
-from kvlab.codec.archive.file import load, refuse_other
+from kvlab.codec.archive.file import load
 from kvlab.codec.base import Codec, Site
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
 
@@ -43,7 +43,5 @@ def answers(codecs: Mapping[tuple[int, str], Codec], given: Mapping, window: int
 
 def unarchived(archive: Archive, stored: bytes, ids: list[int]) -> dict[tuple[int, str], Tensor]:
     """What the file of a whole cache of these tokens holds, by layer and stream."""
-    file = load(stored)
-    refuse_other(file, archive.digest, archive.info.model_hash, ids)
-    decoded = archive.codec(file.header.block).decode(file.body, file.ids)
+    decoded = archive.decoded(load(stored), ids)
     return {(layer, part): x for layer, k, v in decoded for part, x in (("k", k), ("v", v))}

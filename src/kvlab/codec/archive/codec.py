@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError, NonFinite, StreamError, UserError
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UserError
 from kvlab.codec.archive.exact import off_grid, on_grid
 from kvlab.codec.archive.layer import StreamCoder, coarser
 from kvlab.codec.archive.model import STREAMS, ArchiveModel, spectrum_at
@@ -113,10 +113,13 @@ class ArchiveCodec:
             A value is NaN or infinite.
         UserError
             Ids, attention and cache are of different lengths, or the quality is out of range.
+        CalibrationMismatch
+            The cache is not of the calibration's layers, heads and dimensions.
         """
         if quality not in QUALITIES:
             raise UserError(f"quality {quality} is out of range; allowed: {QUALITIES.start}..{QUALITIES[-1]}")
         tokens = cache[0, "k"].shape[1]
+        self._refuse_other_shape(cache, tokens)
         if len(ids) != tokens or tuple(expected.shape) != (self.fitted.layers, tokens):
             raise UserError(
                 f"a cache of {tokens} tokens comes with {len(ids)} token ids and attention of shape"
@@ -184,6 +187,16 @@ class ArchiveCodec:
     def given(self, ids: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """K and V of the first layer, where the token ids say them."""
         return self._first(ids) if self._first else None
+
+    def _refuse_other_shape(self, cache: Mapping[tuple[int, str], Tensor], tokens: int) -> None:
+        due = {at: (fitted.heads, tokens, fitted.first.shape[1]) for at, fitted in self.fitted.streams.items()}
+        found = {at: tuple(x.shape) for at, x in cache.items()}
+        if found != due:
+            layer, stream = min(at for at in due.keys() | found.keys() if due.get(at) != found.get(at))
+            raise CalibrationMismatch(
+                f"layer {layer} {stream} of the cache has shape {found.get((layer, stream))}, and the calibration is"
+                f" for {due.get((layer, stream))}; calibrate this model"
+            )
 
     def _tensor(self, layer: int, place: int, rows: Tensor) -> Tensor:
         fitted = self.fitted.streams[layer, STREAMS[place]]

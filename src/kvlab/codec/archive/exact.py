@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvlab.base.errors import CapabilityError
+
 EXACT = 53  # bits
 COEFFICIENT = 15  # bits of a coefficient
 VALUE = 24  # bits of K and V on their grid
@@ -46,14 +48,21 @@ class ExactMap:
         coefficients = (matrix * power_of_two(places)[..., None, :]).round()
         return cls(coefficients.to(torch.int16), places.to(torch.int16))
 
-    @property
-    def most(self) -> int:
-        """Bits that whole numbers to be mapped may have."""
-        return EXACT - COEFFICIENT - (self.coefficients.shape[-2] - 1).bit_length()
+    def working(self, bits: int) -> tuple[Tensor, Tensor]:
+        """Coefficients in float64, and places: what `mapped` takes, for whole numbers of so many bits.
 
-    def working(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Coefficients in float64, and places, on a device: what `mapped` takes."""
-        return self.coefficients.to(device, torch.float64), self.places.to(device, torch.int64)
+        Raises
+        ------
+        CapabilityError
+            Their sums could be too large to be exact.
+        """
+        terms = self.coefficients.shape[-2]
+        if bits + COEFFICIENT + max(terms - 1, 0).bit_length() > EXACT:
+            raise CapabilityError(
+                f"sums of {terms} products of {bits} and {COEFFICIENT} bits are not exact in float64; archive is for"
+                " models of fewer or narrower KV heads"
+            )
+        return self.coefficients.double(), self.places.long()
 
 
 def mapped(x: Tensor, matrix: tuple[Tensor, Tensor], less: int = 0) -> Tensor:

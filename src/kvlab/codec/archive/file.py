@@ -170,8 +170,7 @@ def load(data: bytes, key: Key | None = None) -> ArchiveFile:
         at += length
     if tree.root(leaves) != seal.root:
         raise StreamError("its header and records are not those of its digest; it is damaged, or mixed of several")
-    if key is not None and not seal.signed_by(key, PURPOSE):
-        raise StreamError("it is signed with another key" if seal.signed else "it is not signed")
+    seal.refuse_other(key, PURPOSE)
     return ArchiveFile(header, ids, Body(header.quality, header.tokens, header.block, header.starts, tuple(records)))
 
 

@@ -17,7 +17,9 @@ from kvlab.codec.archive.layer import StreamModel
 from kvlab.codec.archive.model import SPECTRA, STREAMS, ArchiveModel, sources_of
 from kvlab.codec.archive.moments import Across
 from kvlab.codec.archive.steps import OCTAVE, exponents
-from kvlab.codec.klt.grouping import block_diagonal, heads_together
+from kvlab.codec.klt.components import factor
+from kvlab.codec.klt.covariance import principal
+from kvlab.codec.klt.grouping import diagonal_blocks, heads_together
 
 REFERENCE = 12 * OCTAVE  # the quality that prediction and components are fitted at
 RIDGE = 1e-4  # of each predictor's own variance
@@ -119,13 +121,12 @@ class _Fitter:
 
     def _components(self, layer: int, stream: str, left: Tensor) -> tuple[Tensor, Tensor]:
         """The KLT of what is left, in the metric, and its inverse, float64 [groups, group width, group width]."""
-        metric = self.metric(layer, stream).double()
-        groups = len(metric) // heads_together(len(metric), metric.shape[1])
-        chol = torch.linalg.cholesky(block_diagonal(metric, groups))
-        own = chol.mT @ _blocks(left, groups) @ chol
-        axes = torch.linalg.eigh((own + own.mT) / 2).eigenvectors.flip(-1)
-        eye = torch.eye(chol.shape[-1], dtype=torch.float64).expand_as(chol)
-        return chol @ axes, axes.mT @ torch.linalg.solve_triangular(chol, eye, upper=False)
+        metric, width = self.metric(layer, stream), len(left)
+        heads, head_dim = metric.shape[:2]
+        groups = heads // heads_together(heads, head_dim)
+        chol, inverse = factor(metric, left.new_empty(groups, width // groups), heads, head_dim)
+        _, axes = principal(chol.mT @ diagonal_blocks(left[None], groups) @ chol)
+        return chol @ axes, axes.mT @ inverse
 
     def _noises(self, layer: int, variances: Tensor, inverse: Tensor) -> list[Tensor]:
         """Covariance of the error of a decoded stream at every quality: that of a step, or of what it spares."""
@@ -137,13 +138,7 @@ class _Fitter:
         return found
 
 
-def _blocks(matrix: Tensor, groups: int) -> Tensor:
-    """The blocks on the diagonal of [width, width], [groups, width / groups, width / groups]."""
-    size = len(matrix) // groups
-    return torch.stack([matrix[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(groups)])
-
-
 def _variances(forward: Tensor, left: Tensor) -> Tensor:
     """Of the components of what is left [width]."""
-    own = forward.mT @ _blocks(left, len(forward)) @ forward
+    own = forward.mT @ diagonal_blocks(left[None], len(forward)) @ forward
     return own.diagonal(dim1=-2, dim2=-1).flatten().clamp(min=TINY)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvlab.base.errors import CalibrationMismatch
 from kvlab.codec.archive import steps
 from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, on_grid
-from kvlab.codec.archive.steps import EMERGENCY, OCTAVE, POINT
+from kvlab.codec.archive.steps import EMERGENCY, MOST_COMPONENT, OCTAVE, POINT
 from kvlab.codec.archive.symbols import EXPONENTS, LOW_BITS, MOST_INDEX, TABLES, classes
 
 DEAD = 0.1  # of a step, by which the zone around zero is wider on either side
@@ -81,10 +81,9 @@ class StreamCoder:
     def __init__(self, fitted: StreamModel, quality: int, spectrum: Tensor, points: Tensor):
         self.fitted, self.quality, self.spectrum = fitted, quality, spectrum
         self._points = torch.where(LOW_BITS[:, None] == 0, points[TABLES], 0).double().flatten()  # of each class
-        self.unit, device = int(fitted.unit), fitted.offset.device
-        self.groups = len(fitted.inverse)
-        self._prediction = ExactMap(fitted.coefficients, fitted.places).working(device)
-        self._inverse = ExactMap(fitted.inverse, fitted.inverse_places).working(device)
+        self.unit, self.groups = int(fitted.unit), len(fitted.inverse)
+        self._prediction = ExactMap(fitted.coefficients, fitted.places).working(VALUE)
+        self._inverse = ExactMap(fitted.inverse, fitted.inverse_places).working(MOST_COMPONENT)
 
     @cached_property
     def _forward(self) -> Tensor:

@@ -68,7 +68,7 @@ class FirstLayer:
     def _projected(self, hidden: Tensor, part: str) -> Tensor:
         most = float((1 << VALUE) - 1)
         whole = (hidden * 2.0**NORMED).round().clamp(-most, most)
-        found = mapped(whole, ExactMap.of(self._weights[part]).working(whole.device)) * 2.0**-NORMED
+        found = mapped(whole, ExactMap.of(self._weights[part]).working(VALUE)) * 2.0**-NORMED
         return found + self._weights[f"{part}_bias"] if f"{part}_bias" in self._weights else found
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:

@@ -109,7 +109,7 @@ def fit_moments(moments: Moments, sample: Tensor, metric: Tensor | None, sink: T
     """
     refuse_broken(moments, sample)
     heads, head_dim = sample.shape[0], sample.shape[-1]
-    chol, inverse = _factor(metric, moments.mean[0], heads, head_dim)
+    chol, inverse = factor(metric, moments.mean[0], heads, head_dim)
     count, mean, scatter = moments.pooled()
     weighed = moments.turned(chol)
     _, weighed_mean, weighed_scatter = weighed.pooled()
@@ -143,7 +143,7 @@ def refuse_broken(moments: Moments, sample: Tensor) -> None:
         raise NonFinite("the rows to fit components on hold NaN or infinity")
 
 
-def _factor(metric: Tensor | None, like: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+def factor(metric: Tensor | None, like: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """The Cholesky factor of the metric of groups, and its inverse, as `like` [groups, width] is kept."""
     identity = torch.eye(like.shape[1], dtype=like.dtype, device=like.device).expand(len(like), -1, -1)
     if metric is None:

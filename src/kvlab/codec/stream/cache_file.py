@@ -218,7 +218,7 @@ class CacheReader:
                 self.header = CacheHeader.unpack(first)
                 self._spans = dict(self._walk(file))
                 self._leaves, self.seal = self._sealed(file, first)
-            self._refuse_signature(key)
+            self.seal.refuse_other(key, PURPOSE)
         except OSError as error:
             raise StorageError(f"cannot read {self.path}: {error.strerror}") from None
         except StreamError as error:
@@ -251,10 +251,6 @@ class CacheReader:
         if tree.root([tree.leaf(first), *leaves]) != seal.root:
             raise StreamError("its header and frames are not those of its digest; it is damaged, or mixed of several")
         return dict(zip(self._spans, leaves, strict=True)), seal
-
-    def _refuse_signature(self, key: Key | None) -> None:
-        if key is not None and not self.seal.signed_by(key, PURPOSE):
-            raise StreamError("it is signed with another key" if self.seal.signed else "it is not signed")
 
     @property
     def nbytes(self) -> int:

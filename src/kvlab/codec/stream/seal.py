@@ -106,6 +106,11 @@ class Seal:
         """Whether whoever holds this key has signed."""
         return hmac.compare_digest(self.signature, key.signature(purpose, self.root))
 
+    def refuse_other(self, key: Key | None, purpose: bytes) -> None:
+        """`StreamError` where there is a key and it has not signed."""
+        if key is not None and not self.signed_by(key, purpose):
+            raise StreamError("it is signed with another key" if self.signed else "it is not signed")
+
     def pack(self) -> bytes:
         """The bytes of the seal."""
         raw = PARTS.pack(self.root, self.signature)
