@@ -8,6 +8,7 @@ products and sums are exact, and one rounding to even, after a division by a pow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +69,22 @@ class ExactMap:
 def mapped(x: Tensor, matrix: tuple[Tensor, Tensor], less: int = 0) -> Tensor:
     """Whole numbers x, float64 [..., t, n], through a matrix, float64 [..., t, m]; `less` is added to its places."""
     coefficients, places = matrix
-    return torch.round((x @ coefficients) * power_of_two(-(places + less))[..., None, :])
+    return rounded(x @ coefficients, places + less)
+
+
+def mapped_together(parts: Sequence[Tensor], matrix: tuple[Tensor, Tensor]) -> Tensor:
+    """`mapped` of parts [t, n / parts] side by side, without putting them there: sums are exact in any order."""
+    coefficients, places = matrix
+    total, *others = coefficients.chunk(len(parts))
+    total = parts[0] @ total
+    for part, own in zip(parts[1:], others, strict=True):
+        total.addmm_(part, own)
+    return rounded(total, places)
+
+
+def rounded(sums: Tensor, places: Tensor) -> Tensor:
+    """``sums * 2**-places`` [..., t, m], to the nearest whole numbers, in place; halves to even."""
+    return sums.mul_(power_of_two(-places)[..., None, :]).round_()
 
 
 def on_grid(x: Tensor, unit: int) -> Tensor:

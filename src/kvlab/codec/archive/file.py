@@ -27,8 +27,8 @@ from kvlab.codec.stream import tree
 from kvlab.codec.stream.cache_file import DTYPES
 from kvlab.codec.stream.seal import Key, Seal
 
-MAGIC, VERSION = b"KVLA", 1
-PURPOSE = b"kvlab archive 1\n"  # of signatures
+MAGIC, VERSION = b"KVLA", 2
+PURPOSE = b"kvlab archive 2\n"  # of signatures
 HEADER = struct.Struct("<4sHHHHIHHBB6s8s8s")
 U32 = struct.Struct("<I")
 

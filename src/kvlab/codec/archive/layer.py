@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch
 from kvlab.codec.archive import steps
-from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, on_grid
+from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, mapped_together, on_grid
 from kvlab.codec.archive.steps import EMERGENCY, MOST_COMPONENT, OCTAVE, POINT
 from kvlab.codec.archive.symbols import EXPONENTS, LOW_BITS, MOST_INDEX, TABLES, classes
 
@@ -113,7 +113,7 @@ class StreamCoder:
         if given is not None:
             return on_grid(given, self.unit)
         if len(self.fitted.coefficients):
-            found = mapped(torch.cat(below, dim=1), self._prediction) + self.fitted.offset
+            found = mapped_together(below, self._prediction).add_(self.fitted.offset)
         else:
             found = self.fitted.offset.double().repeat(rows, 1)
         if starts:
