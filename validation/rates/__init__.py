@@ -1,0 +1,1 @@
+"""What codecs cost at the bits that they take, on several models and two texts."""
