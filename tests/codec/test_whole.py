@@ -15,7 +15,6 @@ from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, S
 from kvlab.base.recipe import AquaKvStream, KvtcStream, Recipe
 from kvlab.base.rivals import rival_recipe
 from kvlab.codec import quantizer
-from kvlab.codec.archive.moments import Across
 from kvlab.codec.registry import build
 from kvlab.codec.stream.cache_file import CacheHeader, CacheReader
 from kvlab.codec.whole import aquakv, kvtc
@@ -132,17 +131,13 @@ def owner(**changes) -> Owner:
     return Owner(**({"layers": LAYERS, "heads": HEADS, "head_dim": HEAD_DIM} | known | changes))
 
 
-def fitted_aquakv(**how) -> dict[str, torch.Tensor]:
-    across = [Across(WIDTH, layer > 0) for layer in range(LAYERS)]
-    for seed in range(8):
-        window = cache_of(seed, 400, **how)
-        for layer, moments in enumerate(across):
-            below = [(layer - 1, s) for s in "kv"] if layer else []
-            moments.update([joined(window[at]) for at in (*below, (layer, "k"), (layer, "v"))])
-    return aquakv.fit(across)
+def fitted_aquakv(recipe: Recipe, **how) -> dict[str, torch.Tensor]:
+    windows = [cache_of(seed, 400, **how) for seed in range(8)]
+    found = aquakv.fit(lambda *at: torch.cat([joined(window[at]) for window in windows]), LAYERS, recipe)
+    return {f"{aquakv.variant(recipe)}/{name}": tensor for name, tensor in found.items()}
 
 
-def fitted_kvtc(**how) -> dict[str, torch.Tensor]:
+def fitted_kvtc(_recipe: Recipe, **how) -> dict[str, torch.Tensor]:
     found = {}
     for stream in "kv":
         windows = [cache_of(seed, 400, **how) for seed in range(8)]
@@ -157,8 +152,8 @@ MAKERS = {"aquakv": (AquaKvCodec, AquaKvStream, fitted_aquakv), "kvtc": (KvtcCod
 
 def made(name: str, bits: float = 2, how: dict | None = None, changes: dict | None = None, **settings):
     codec, stream, fit = MAKERS[name]
-    one = stream(bits=bits, **settings)
-    return codec(Recipe(k=one, v=one), fit(**(how or {})), owner(**(changes or {})))
+    recipe = Recipe(k=stream(bits=bits, **settings), v=stream(bits=bits, **settings))
+    return codec(recipe, fit(recipe, **(how or {})), owner(**(changes or {})))
 
 
 def decoded(codec, data: bytes, tokens: int = TOKENS) -> dict:

@@ -30,7 +30,8 @@ RECIPES = {name: rival_recipe(name, 2, **ENDS) for name in (*NAMES, "oscar-paper
 @pytest.fixture(scope="module")
 def calibrated(hf_engine, calib_windows):
     windows = calib_windows.calib[:, :CONTEXT].tolist()
-    return calibrate(hf_engine, windows, list(RECIPES.values()), corpus_hash=calib_windows.corpus_hash, sample=4)
+    recipes = [*RECIPES.values(), *(rival_recipe("aquakv-paper", bits, **ENDS) for bits in (1, 3))]
+    return calibrate(hf_engine, windows, recipes, corpus_hash=calib_windows.corpus_hash, sample=4)
 
 
 def begun(hf_engine, calibrated, recipe, ids, protocol="snapshot", **changes):
@@ -94,7 +95,7 @@ def test_a_calibration_file_codes_as_what_it_was_made_of(tmp_path, hf_engine, ca
         reader, _ = begun(hf_engine, again, recipe, ids)
         assert reader.stored == coder.stored
     if name in NAMES:
-        other = rival_recipe(name, 3, **ENDS)
+        other = rival_recipe(name, 2, **(ENDS | {"sink": 1}))
         with pytest.raises(StreamError, match="coded with recipe_id"):
             list(again.whole_of(other).decode(other, coder.stored, ids[:CONTEXT]))
         with pytest.raises(CapabilityError, match="not some of them"):
@@ -109,6 +110,8 @@ def test_what_was_not_fitted_or_cannot_be_coded_is_refused(tmp_path, hf_engine, 
         begun(hf_engine, calibrated, RECIPES["kvtc-paper"], ids, protocol="in_forward")
     with pytest.raises(CapabilityError, match="all layers, not some"):
         begun(hf_engine, calibrated, RECIPES["aquakv-paper"], ids, layers=(1, 2))
+    with pytest.raises(CalibrationMismatch, match="aquakv at other bits"):
+        begun(hf_engine, calibrated, rival_recipe("aquakv-paper", 4), ids)
     for recipe in RECIPES.values():
         with pytest.raises(CapabilityError, match="kvlab calibrate"):
             needed_files(recipe)
@@ -117,7 +120,7 @@ def test_what_was_not_fitted_or_cannot_be_coded_is_refused(tmp_path, hf_engine, 
 
 
 def test_only_what_recipes_read_is_looked_at():
-    assert looked_at([RECIPES["kvtc-paper"]]) == ["joint"] and looked_at([RECIPES["aquakv-paper"]]) == ["across"]
+    assert looked_at([RECIPES["kvtc-paper"]]) == ["joint"] and looked_at([RECIPES["aquakv-paper"]]) == ["rows"]
     assert looked_at([RECIPES["oscar-paper"]]) == ["outputs"] and looked_at([named_recipe("klt", 2)]) == []
 
 

@@ -142,8 +142,7 @@ RIVALS: dict[str, Rival] = {
         "Shutova et al. 2025, arXiv 2501.19392 (settings: github.com/goodevening13/aquakv: HIGGS grids of pairs)",
         "K before its rotary embedding, predicted from the layer below's decoded K; V from that V and the layer's own"
         " decoded K; what is left with HIGGS: a norm per token, Walsh-Hadamard, words of 2 in Gaussian grids; first"
-        " layer 4 bits; first 4 and last 128 tokens exact",
-        "predictors are fitted on K and V as they are, not on decoded ones",
+        " layer 4 bits; first 4 and last 128 tokens exact; a calibration for each width",
     ),
     "kvtc-sink4": Rival(
         _kvtc_sink,

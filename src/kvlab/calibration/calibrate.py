@@ -102,7 +102,7 @@ def fitted(
     fitting = Fitting(observed, whiteners["pre_rope"], metrics, ridge)
     components = _components(fitting, info, recipes)
     archive = fit_archive(observed, fitting, info) if asks_for_archive(recipes) else None
-    whole = {codec: fit_whole(codec, observed, info) for codec in _whole_codecs(recipes)}
+    whole = {codec: fit_whole(codec, observed, info, recipes) for codec in _whole_codecs(recipes)}
     outputs = _outputs(observed, recipes)
     tables = _tables(observed, recipes, whiteners, layers, placement, metrics.angles)
     own = _own(observed, info, recipes)
@@ -137,8 +137,9 @@ def looked_at(recipes: Sequence[Recipe]) -> list[str]:
     """What recipes need to be looked at beside moments of each layer: attributes of `Observed`."""
     whole = _whole_codecs(recipes)
     due = {
-        "across": asks_for_archive(recipes) or "aquakv" in whole,
+        "across": asks_for_archive(recipes),
         "joint": "kvtc" in whole,
+        "rows": "aquakv" in whole,
         "outputs": any("outputs" in reads(getattr(recipe, stream), stream) for recipe in recipes for stream in STREAMS),
     }
     return [name for name, is_due in due.items() if is_due]

@@ -21,7 +21,7 @@ from kvlab.calibration import losses
 from kvlab.calibration import moments as kept
 from kvlab.calibration.across import AcrossTap
 from kvlab.calibration.facts import header_facts
-from kvlab.calibration.joint import JointTap, OutputsTap
+from kvlab.calibration.joint import JointTap, OutputsTap, RowsTap
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS, Extent, ModelMoments, QueryMoments
 from kvlab.codec.klt.moments import Moments
@@ -29,7 +29,7 @@ from kvlab.engines.base import Engine, Part
 from kvlab.engines.registry import start
 from kvlab.text import corpus
 
-Beside = AcrossTap | JointTap | OutputsTap
+Beside = AcrossTap | JointTap | RowsTap | OutputsTap
 SAMPLE_DTYPE = "bfloat16"
 FACTS = {
     "engine": str,
@@ -62,12 +62,15 @@ class Observed:
         What was seen of neighbouring layers together; a file holds none of it.
     joint : JointTap or None
         The same of all layers.
+    rows : RowsTap or None
+        K and V of more windows than those of the sample.
     outputs : OutputsTap or None
         The same of what attention makes of V.
     """
 
     across: AcrossTap | None = None
     joint: JointTap | None = None
+    rows: RowsTap | None = None
     outputs: OutputsTap | None = None
 
     def __init__(self, metadata: dict, read: Callable[[str], Tensor]):
@@ -177,7 +180,7 @@ def observe(
     sample : int
         Windows to keep K and V of, in bfloat16: 4 * layers * kv_heads * head_dim * context bytes each.
     beside : collection of str
-        Of ``across``, ``joint`` and ``outputs`` what is looked at too: attributes of `Observed`.
+        Of ``across``, ``joint``, ``rows`` and ``outputs`` what is looked at too: attributes of `Observed`.
 
     Raises
     ------
@@ -198,6 +201,7 @@ def observe(
     makers = {
         "across": lambda: AcrossTap(info, context, chosen),
         "joint": lambda: JointTap(info, context),
+        "rows": lambda: RowsTap(info, context, extent.windows),
         "outputs": lambda: OutputsTap(info, context, angles),
     }
     seen = {name: makers[name]() for name in beside}

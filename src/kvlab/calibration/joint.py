@@ -11,6 +11,7 @@ from kvlab.codec.metric import rotated
 from kvlab.codec.whole.kvtc import UNSEEN
 from kvlab.engines.base import Part
 
+MOST_ROWS = 64  # windows of K and V that are kept: 4 * layers * kv_heads * head_dim * context bytes each
 MOST_WIDTH = 16384  # numbers of a token's K, all layers together: their moments take a gigabyte
 
 
@@ -71,6 +72,35 @@ class JointTap:
     def covariance(self, stream: str) -> Tensor:
         """Of K or of V, float32 [P, P]."""
         return self.scatter[stream] / max(self.count[stream] - 1, 1)
+
+
+class RowsTap:
+    """K and V of some windows, in bfloat16: what `aquakv` is fitted on, layer after layer.
+
+    Parameters
+    ----------
+    info : ModelInfo
+    context : int
+        First tokens of a window, that count; the very first, of which sinks are, are left out.
+    windows : int
+        That will come, of which `MOST_ROWS` are kept, evenly spread.
+    """
+
+    def __init__(self, info: ModelInfo, context: int, windows: int):
+        number = min(windows, MOST_ROWS)
+        self.info, self.span = info, slice(min(UNSEEN, context - 1), context)
+        self.chosen = {windows * i // number for i in range(number)}
+        self._rows: dict[tuple[int, str], list[Tensor]] = {}
+
+    def see(self, window: int, layer: int, part: Part, x: Tensor) -> None:
+        """Keep one layer's K or V of a window [heads, tokens, head_dim]."""
+        if part != "q" and window in self.chosen:
+            rows = x[:, self.span].transpose(0, 1).flatten(1).to("cpu", torch.bfloat16)
+            self._rows.setdefault((layer, part), []).append(rows)
+
+    def rows(self, layer: int, stream: str) -> Tensor:
+        """A layer's K or V, bfloat16 [tokens, kv_heads * head_dim]."""
+        return torch.cat(self._rows[layer, stream])
 
 
 class OutputsTap:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError
+from kvlab.base.errors import CalibrationMismatch, CapabilityError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Recipe
 from kvlab.base.records import sha256
@@ -42,18 +41,36 @@ class Whole:
     info: ModelInfo
     _made: dict[str, WholeCodec] = field(default_factory=dict, init=False, repr=False)
 
-    @cached_property
-    def digest(self) -> str:
-        """What names it in the files that it writes, 16 hexadecimal digits."""
-        parts = (part for name, x in sorted(self.tensors.items()) for part in (name.encode(), x.numpy().tobytes()))
-        return sha256(self.codec.encode(), *parts)
+    def read_by(self, recipe: Recipe) -> dict[str, Tensor]:
+        """The tensors that a recipe reads: predictors of `aquakv` are for the bits that they were fitted at.
+
+        None for a recipe that it was not fitted for.
+        """
+        due = f"{aquakv.variant(recipe)}/" if recipe.k.codec == "aquakv" else ""
+        return {n: x for n, x in self.tensors.items() if n.startswith(due)} if recipe.k.codec == self.codec else {}
+
+    def digest(self, recipe: Recipe) -> str:
+        """What names it in the files of a recipe, 16 hexadecimal digits."""
+        read = sorted(self.read_by(recipe).items())
+        return sha256(self.codec.encode(), *(part for n, x in read for part in (n.encode(), x.numpy().tobytes())))
 
     def of(self, recipe: Recipe) -> WholeCodec:
-        """The codec of a recipe; those that were made are kept."""
+        """The codec of a recipe; those that were made are kept.
+
+        Raises
+        ------
+        CalibrationMismatch
+            It was fitted for other bits.
+        """
+        if not (read := self.read_by(recipe)):
+            raise CalibrationMismatch(
+                f"the calibration was fitted for {self.codec} at other bits than recipe {recipe.recipe_id} asks for;"
+                " calibrate it for this recipe"
+            )
         if recipe.recipe_id not in self._made:
-            info, names = self.info, (recipe.recipe_id, self.digest, self.info.model_hash)
+            info, names = self.info, (recipe.recipe_id, self.digest(recipe), self.info.model_hash)
             owner = Owner(info.n_layers, info.n_kv_heads, info.head_dim, *names)
-            self._made[recipe.recipe_id] = CODECS[self.codec](recipe, self.tensors, owner)
+            self._made[recipe.recipe_id] = CODECS[self.codec](recipe, read, owner)
         return self._made[recipe.recipe_id]
 
     @torch.no_grad()
@@ -67,22 +84,24 @@ class Whole:
         yield from self.of(recipe).decode(data, ids)
 
 
-def fit_whole(codec: str, observed: Observed, info: ModelInfo) -> Whole:
-    """A codec fitted to what was observed.
+def fit_whole(codec: str, observed: Observed, info: ModelInfo, recipes: Sequence[Recipe]) -> Whole:
+    """A codec fitted to what was observed, for those of the recipes that are of it.
 
     Raises
     ------
     CapabilityError
         It was observed layer by layer alone.
     """
-    seen = {"kvtc": observed.joint, "aquakv": observed.across}[codec]
+    seen = {"kvtc": observed.joint, "aquakv": observed.rows}[codec]
     if seen is None:
         raise CapabilityError(
             f"{codec} is fitted on layers together, of which the pipeline's captures hold nothing; use"
             " `kvlab calibrate`"
         )
     if codec == "aquakv":
-        return Whole(codec, aquakv.fit(seen.moments), info)
+        asked = {aquakv.variant(one): one for one in recipes if one.k.codec == codec}
+        fits = {name: aquakv.fit(seen.rows, info.n_layers, one) for name, one in asked.items()}
+        return Whole(codec, {f"{name}/{own}": x for name, fit in fits.items() for own, x in fit.items()}, info)
     found = {}
     for stream in STREAMS:
         sample = _sample(observed, stream, info.n_layers)
@@ -115,7 +134,8 @@ def filed_whole(recipe: Recipe, whole: dict[str, Whole], layers: Sequence[int] |
     if codec not in CODECS:
         return {}
     required(recipe, whole.get(codec), layers)
-    return {f"{FILED}{codec}/{name}": tensor for name, tensor in whole[codec].tensors.items()}
+    whole[codec].of(recipe)  # refuses other bits
+    return {f"{FILED}{codec}/{name}": tensor for name, tensor in whole[codec].read_by(recipe).items()}
 
 
 def read_whole(tensors: dict[str, Tensor], info: ModelInfo) -> dict[str, Whole]:

@@ -7,15 +7,14 @@ All heads of a token are one vector, as one run of 1024 channels is in the paper
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from kvlab.base.recipe import Recipe
+from kvlab.base.recipe import AquaKvStream, Recipe
 from kvlab.codec import rotation
-from kvlab.codec.archive.moments import Across
 from kvlab.codec.base import Codec, Encoded, Site, Stats, checked, stored
 from kvlab.codec.ended import EndedCodec
 from kvlab.codec.kept import Kept
@@ -35,32 +34,53 @@ def sources_of(layer: int, stream: str) -> list[tuple[int, str]]:
     return [(layer - 1, "k")] if stream == "k" else [(layer, "k"), (layer - 1, "v")]
 
 
-def fit(across: Sequence[Across]) -> dict[str, Tensor]:
+def variant(recipe: Recipe) -> str:
+    """What predictors are fitted for: the grids that their inputs are decoded from."""
+    k, v = recipe.k, recipe.v
+    return f"{k.bits:g}-{v.bits:g}-{k.first_bits:g}-{k.dim}"
+
+
+def grid_of(settings: AquaKvStream, layer: int) -> tuple[int, int]:
+    """Numbers of a word of a layer, and bits of its index."""
+    if not layer and settings.first_bits > settings.bits:
+        return 2, round(2 * settings.first_bits)
+    return settings.dim, round(settings.dim * settings.bits)
+
+
+def fit(rows: Callable[[int, str], Tensor], layers: int, recipe: Recipe) -> dict[str, Tensor]:
     """Predictors by least squares, float32: ``{layer}/{k|v}/weight`` [n, width] and ``{layer}/{k|v}/bias`` [width].
 
-    Fitted on K and V as they are: the points of a grid are means of their cells, so that what decoding takes away from
-    a vector is uncorrelated with what it leaves, and the best predictor from one is that from the other.
+    Layer by layer, from what is decoded of the sample below: noise of a grid is alike in all directions, so that a
+    predictor fitted on K and V as they are would lean on directions in which next to nothing is left of them.
+
+    Parameters
+    ----------
+    rows : callable
+        A layer's K or V of a sample, heads joined [tokens, width].
     """
-    found = {}
-    for layer, moments in enumerate(across):
+    found: dict[str, Tensor] = {}
+    decoded: dict[tuple[int, str], Tensor] = {}
+    for layer in range(layers):
         for stream in STREAMS:
-            weight, bias = _predictor(moments, layer, stream)
-            found |= {f"{layer}/{stream}/weight": weight.float(), f"{layer}/{stream}/bias": bias.float()}
+            x, sources = rows(layer, stream).float(), sources_of(layer, stream)
+            given = torch.cat([decoded[at] for at in sources], dim=1) if sources else x[:, :0]
+            weight, bias = _least_squares(given, x) if sources else (x.new_zeros(0, x.shape[1]), 0 * x[0])
+            inner = LeftOver(given @ weight + bias, *grid_of(getattr(recipe, stream), layer))
+            decoded[layer, stream] = inner.decode(inner.encode(x[None], Site(0, layer, stream)))[0]
+            found |= {f"{layer}/{stream}/weight": weight, f"{layer}/{stream}/bias": bias}
+        decoded = {at: x for at, x in decoded.items() if at[0] == layer}
     return found
 
 
-def _predictor(moments: Across, layer: int, stream: str) -> tuple[Tensor, Tensor]:
-    width, sources = moments.width, sources_of(layer, stream)
-    if not sources:
-        return torch.zeros(0, width), torch.zeros(width)
-    order = [(layer - 1, "k"), (layer - 1, "v"), (layer, "k"), (layer, "v")]  # of `Across`
-    place = {at: torch.arange(i * width, (i + 1) * width) for i, at in enumerate(order)}
-    given, target = torch.cat([place[at] for at in sources]), place[layer, stream]
-    covariance = moments.scatter / max(moments.count - 1, 1)
-    system = covariance[given][:, given]
-    system = system + DAMPING * system.diagonal().mean().clamp(min=1e-30) * torch.eye(len(given), dtype=system.dtype)
-    weight = torch.cholesky_solve(covariance[given][:, target], torch.linalg.cholesky(system))
-    return weight, moments.mean[target] - moments.mean[given] @ weight
+def _least_squares(given: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and what is added, float32, damped; computed in float64."""
+    given, target = given.double(), target.double()
+    means = given.mean(0), target.mean(0)
+    centred = given - means[0]
+    system = centred.mT @ centred
+    system.diagonal().add_(DAMPING * system.diagonal().mean().clamp(min=1e-30))
+    weight = torch.cholesky_solve(centred.mT @ (target - means[1]), torch.linalg.cholesky(system))
+    return weight.float(), (means[1] - means[0] @ weight).float()
 
 
 class AquaKvCodec:
@@ -71,7 +91,7 @@ class AquaKvCodec:
     recipe : Recipe
         Of `AquaKvStream`.
     fitted : mapping of str to Tensor
-        What `fit` gave.
+        What `fit` gave, each name after the recipe's `variant`.
     owner : Owner
     """
 
@@ -116,15 +136,13 @@ class _Walk:
 
     def codec(self, layer: int, stream: str) -> Codec:
         """What codes a stream: the tokens at the ends as they are, of the others what is not predicted."""
-        whole, name = self.whole, f"{layer}/{stream}"
+        whole, name = self.whole, f"{variant(self.whole.recipe)}/{layer}/{stream}"
         settings = getattr(whole.recipe, stream)
         weight, bias = whole.fitted[f"{name}/weight"], whole.fitted[f"{name}/bias"]
         rows = [self._rows[at] for at in sources_of(layer, stream)]
         coded = self._coded.stop - self._coded.start
         predicted = torch.cat(rows, dim=1) @ weight if rows else torch.zeros(coded, len(bias))
-        bits = settings.bits if layer else max(settings.first_bits, settings.bits)
-        dim = settings.dim if bits * settings.dim <= packing.GROUP else 2
-        inner = LeftOver(predicted + bias, dim, round(bits * dim))
+        inner = LeftOver(predicted + bias, *grid_of(settings, layer))
         return EndedCodec(inner, whole.kept) if whole.kept else inner
 
     def decoded(self, layer: int, stream: str, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 FILE = Path(__file__).with_name("grids.safetensors")
 INDICES = {2: range(2, 9), 4: range(4, 9)}
 """By numbers of a word, for which bits of an index there is a grid."""
+AT_ONCE = 1 << 16  # words whose distances are held
 POINTS, ROUNDS, ENOUGH = 1 << 16, 200, 1e-6
 
 
@@ -31,7 +32,8 @@ def grid(dim: int, bits: int) -> Tensor:
 
 def nearest(words: Tensor, points: Tensor) -> Tensor:
     """Number of the point nearest to each word [n, dim], int64 [n]."""
-    return (words @ points.mT - points.square().sum(1) / 2).argmax(1)
+    half = points.square().sum(1) / 2
+    return torch.cat([(part @ points.mT - half).argmax(1) for part in words.split(AT_ONCE)])
 
 
 def fitted(dim: int, bits: int) -> Tensor:
