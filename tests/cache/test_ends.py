@@ -113,7 +113,7 @@ def test_a_capture_holds_no_k_after_its_rotary_embedding(tiny_params, tiny_calib
 # --- what the published ones read ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["oscar-paper", "kvquant-paper", "kvtc-paper"])
+@pytest.mark.parametrize("name", ["oscar-paper", "kvquant-paper"])
 def test_a_calibration_file_codes_as_what_it_was_made_of(name, tiny_params, tmp_path):
     info = resolve(tiny_params.model)
     recipe = rival_recipe(name, 3, sink=2, recent=4)

@@ -129,6 +129,23 @@ def test_a_codec_that_is_not_calibrated_needs_no_text(run, tiny_model, tmp_path,
     assert "nothing was fitted" in capsys.readouterr().out and out.is_file()
 
 
+def test_rivals_that_see_all_layers_are_measured_beside_archive(run, texts, tiny_model, tmp_path):
+    out, stored = tmp_path / "found.json", tmp_path / "aquakv.kv"
+    words = ("--codec", "aquakv-sink4", "kvtc-sink4", "oscar-paper", "--against", "archive", "--bits", 3)
+    fit = ("--calib-text", texts[1], "--calib-windows", 6)
+    code, said, err = run(*words, *fit, "--json", out)
+    assert code == 0 and "aquakv-sink4 - archive" in said, err
+    rows = {row["codec"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["archive"]["bits_per_value"] == pytest.approx(3, rel=0.01) and len(rows) == 5
+    words = ("--model", tiny_model, "--text", texts[1], "--codec", "aquakv-sink4", "--bits", 3, "--context", 64)
+    cli.main([str(word) for word in ("calibrate", *words, "--windows", 6, "--out", stored)])
+    words = ("--codec", "aquakv-sink4", "--bits", 3, "--calibration", stored, "--json", out)
+    assert run(*words)[0] == 0
+    assert json.loads(out.read_text())["rows"][1]["kl"] == rows["aquakv-sink4"]["kl"]
+    code, _, err = run("--codec", "kvtc-paper", "--protocol", "in_forward")
+    assert code == 2 and "codes whole caches" in err
+
+
 def test_calibrate_leaves_one_file_and_no_capture(calibrated):
     assert [path.name for path in calibrated.parent.iterdir()] == ["klt4.kv"]
 

@@ -18,7 +18,6 @@ from kvlab.base.recipe import (
     KiviStream,
     KltStream,
     KvQuantStream,
-    KvtcStream,
     Nf4Stream,
     NoiseStream,
     OscarStream,
@@ -52,7 +51,6 @@ RECIPES = {
     "turboquant": lambda bits: TurboQuantStream(bits=bits, block_size=BLOCK),
     "kvquant": lambda bits: KvQuantStream(bits=bits, axis="channel", block_size=BLOCK),
     "kvquant-token": lambda bits: KvQuantStream(bits=bits, axis="token", block_size=BLOCK),
-    "kvtc": lambda bits: KvtcStream(bits=bits, block_size=BLOCK),
 }
 """A recipe of each codec at some bits; a new codec adds its line here."""
 
@@ -97,7 +95,7 @@ def calibration(heads: int, dim: int) -> StreamCalibration:
 def own_calibration(codec: str, heads: int, dim: int) -> StreamCalibration:
     """The same, with what a codec fits by itself, if it does."""
     found = calibration(heads, dim)
-    if codec not in ("kvquant", "kvtc"):
+    if codec != "kvquant":
         return found
     rows = planted(heads, 1024, dim, draw=99).unflatten(1, (2, 512))
     return replace(found, own={LAYER: fit_class(codec).of(rows)})

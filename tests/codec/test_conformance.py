@@ -20,7 +20,7 @@ STORABLE = {
 ALL = pytest.mark.parametrize("name, condition", cases())
 STORING = pytest.mark.parametrize("name, condition", storing())
 # zero is not their zero, and what lies far outside of the calibrated range is cut off
-CALIBRATED = {"klt", "kvquant", "kvtc"}
+CALIBRATED = {"klt", "kvquant"}
 UNSIGNED = {"turboquant"}  # Walsh-Hadamard without signs brings a constant into one coordinate, which is cut off
 ONE_RATE = {"identity", "cast", "fp8", "nf4"}  # whatever is asked
 TOGETHER = {"block", "kivi", "fp8"}  # a token's code depends on the others of its block

@@ -63,7 +63,7 @@ def test_the_whole_chain(name, condition, heads, dim, tokens, exponent, dtype, d
         codec = ladder_making.fresh(name, condition, 6, heads, dim, pca="exact", **settings)
     else:
         codec = ladder_making.codec(name, condition, bits=6, heads=heads, dim=dim)
-    fitted = name.partition("-")[0] in ("klt", "kvquant", "kvtc") or condition != "plain"
+    fitted = name.partition("-")[0] in ("klt", "kvquant") or condition != "plain"
     scale = 1.0 if fitted else 10.0**exponent  # what is calibrated is for one scale
     x = (ladder_making.planted(heads, tokens, dim, draw) * scale).to(dtype)
     encoded = codec.encode(x, Site(0, making.SITE.layer, "k"))

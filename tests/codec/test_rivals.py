@@ -1,6 +1,5 @@
 """The codecs of other people at their published settings, and tokens kept at the ends of a cache."""
 
-import itertools
 import math
 
 import pytest
@@ -16,7 +15,6 @@ from kvlab.base.recipe import (
     IntStream,
     KiviStream,
     KvQuantStream,
-    KvtcStream,
     Recipe,
     TurboQuantStream,
     canonical,
@@ -27,7 +25,7 @@ from kvlab.base.rungs import LADDERED, PIPELINED, ladder_recipe
 from kvlab.codec import quantizer
 from kvlab.codec.base import StreamCalibration
 from kvlab.codec.ended import EndedCodec, Kept
-from kvlab.codec.ladder import kvquant, kvtc
+from kvlab.codec.ladder import kvquant
 from kvlab.codec.recipes import named_recipe
 from kvlab.codec.registry import build
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
@@ -72,8 +70,9 @@ def test_bits_and_settings_of_a_published_codec_are_checked():
         named_recipe("kivi-paper")
     with pytest.raises(ParamsError, match="colour: Extra"):
         named_recipe("kivi-paper", 2, colour=3)
-    with pytest.raises(CapabilityError, match="name kvtc-paper"):
-        named_recipe("kvtc", 2)
+    for codec in ("kvtc", "aquakv"):
+        with pytest.raises(CapabilityError, match=f"name {codec}-paper"):
+            named_recipe(codec, 2)
     with pytest.raises(UnknownName, match="kivi-paper"):
         named_recipe("kivi-papre", 2)
 
@@ -229,9 +228,8 @@ def test_kvquant_tables_follow_the_shape_of_the_values():
     assert steps.min() > 0 and steps[0] > 3 * steps[3] and steps[-1] > 3 * steps[3]  # dense where values are
 
 
-@pytest.mark.parametrize("recipe", [KvQuantStream(bits=2, axis="channel"), KvtcStream(bits=2)], ids=lambda r: r.codec)
-def test_a_fit_for_another_model_is_refused(recipe):
-    module = {"kvquant": kvquant, "kvtc": kvtc}[recipe.codec]
+def test_a_fit_for_another_model_is_refused():
+    recipe, module = KvQuantStream(bits=2, axis="channel"), kvquant
     other = fit_of(module, planted(256, dim=32)[:, None])
     with pytest.raises(CalibrationMismatch, match="calibrate this model"):
         build(recipe, other).encode(planted(8), SITE)
@@ -242,60 +240,5 @@ def test_a_fit_for_another_model_is_refused(recipe):
         build(recipe, other).decode(good.encode(planted(8), SITE))
 
 
-# --- kvtc ----------------------------------------------------------------------------------------------------------
-
-
-def brute(energy, reach, budget):
-    """The least error over all ways to divide components into groups, by trying every one."""
-    count = len(energy)
-    sizes = [size for size in kvtc.SIZES if size <= count]
-
-    def errors(first, left):
-        yield float(energy[first:].sum())
-        for size, width in itertools.product(sizes, kvtc.WIDTHS):
-            price = size * width + kvtc.SIDE
-            if first + size <= count and price <= left:
-                own = size * float(reach[kvtc.SIZES.index(size), first]) / (12 * (2**width - 1) ** 2)
-                for rest in errors(first + size, left - price):
-                    yield own + rest
-
-    return min(errors(0, budget))
-
-
-@examples(30)
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.integers(0, 200))
-def test_the_widths_are_the_best_there_are(energies, budget):
-    energy = torch.tensor(sorted(energies, reverse=True))
-    reach = torch.stack([12 * energy / (1 if size == 1 else 2) for size in kvtc.SIZES])
-    groups = kvtc.allocate(energy, reach, budget)
-    assert [group.first for group in groups] == list(itertools.accumulate((g.size for g in groups), initial=0))[:-1]
-    assert sum(group.size * group.width + kvtc.SIDE for group in groups) <= budget
-    coded = sum(group.size for group in groups)
-    error = float(energy[coded:].sum())
-    for group in groups:
-        own = float(reach[kvtc.SIZES.index(group.size), group.first])
-        error += group.size * own / (12 * (2**group.width - 1) ** 2)
-    assert math.isclose(error, brute(energy, reach, budget), rel_tol=1e-4, abs_tol=1e-6)
-
-
-def test_kvtc_gains_what_heads_have_in_common():
-    source = torch.Generator().manual_seed(4)
-    shared = torch.randn(1, 2048, 32, generator=source)
-    x = torch.cat([shared @ torch.randn(32, 32, generator=source) for _ in range(4)])
-    error = {}
-    for name, rows in (("together", x), ("alone", x[:1])):
-        codec = build(KvtcStream(bits=1), fit_of(kvtc, rows[:, None, :1024]))
-        decoded = codec.decode(codec.encode(rows[:, 1024:], SITE))
-        error[name] = float((decoded - rows[:, 1024:]).square().sum() / rows[:, 1024:].square().sum())
-    assert error["together"] < 0.3 * error["alone"]
-
-
-def test_kvtc_deflates_its_codes():
-    x = planted(512)
-    codec = build(KvtcStream(bits=3), ladder_making.own_calibration("kvtc", 2, 64))
-    constant = codec.encode(planted(1).expand(2, 512, 64).contiguous(), SITE)
-    assert constant.blocks[0][0].numel() < codec.encode(x, SITE).blocks[0][0].numel() / 10
-
-
-def test_published_ones_that_fit_nothing_by_themselves_may_stand_on_the_ladder():
-    assert set(PIPELINED) == {"kivi-paper", "turboquant-vllm", "oscar-paper"}
+def test_published_ones_that_read_nothing_the_pipeline_lacks_may_stand_on_the_ladder():
+    assert set(PIPELINED) == {"kivi-paper", "kivi-g32", "turboquant-vllm"}

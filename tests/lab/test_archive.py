@@ -26,18 +26,12 @@ from kvlab.engines.registry import start
 from kvlab.lab.coding import CleanCapture
 from kvlab.lab.trial import Subject, score
 from kvlab.lab.whole import coder_of
-from kvlab.text import corpus
 from kvlab.witness.plain import PlainModel
 from tiers import number
 from tiny import write_model
 
 CONTEXT = 64
 RECIPE = named_recipe("archive", quality=700)
-
-
-@pytest.fixture(scope="module")
-def calib_windows(tiny_params, tiny_windows):
-    return corpus.load(tiny_windows, resolve(tiny_params.model).model_hash)
 
 
 @pytest.fixture(scope="module")

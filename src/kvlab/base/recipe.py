@@ -16,6 +16,7 @@ from kvlab.base.errors import suggestion
 from kvlab.base.streams import (
     MOST_BITS,
     SILENT,
+    AquaKvStream,
     ArchiveStream,
     Bits,
     CastStream,
@@ -40,6 +41,7 @@ from kvlab.base.streams import (
 # what is in `streams`, and is had from here with the rest
 __all__ = [
     "MOST_BITS",
+    "AquaKvStream",
     "ArchiveStream",
     "Bits",
     "CastStream",
@@ -207,7 +209,7 @@ class PluginStream(Frozen):
 CONTROLS = ("identity", "noise", "cast", "isotropic")
 """What sits in a codec's place without being one."""
 
-WHOLE = ("archive",)
+WHOLE = ("archive", "kvtc", "aquakv")
 """Codecs that code all layers of a cache at once."""
 
 AnyStream = (
@@ -225,6 +227,7 @@ AnyStream = (
     | TurboQuantStream
     | KvQuantStream
     | KvtcStream
+    | AquaKvStream
     | ArchiveStream
     | NoiseStream
     | CastStream
@@ -271,9 +274,11 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _whole_alike(self) -> Recipe:
-        """A codec of whole caches codes K and V, both before the rotary embedding."""
+        """A codec of whole caches codes K and V, both before the rotary embedding; bits may differ if not shared."""
         whole = {one.codec for one in (self.k, self.v)} & {*WHOLE}
-        if whole and (self.k != self.v or self.rotary != "before"):
+        apart = {"bits"} if "archive" not in whole else set()
+        k, v = (one.model_dump(exclude=apart) for one in (self.k, self.v))
+        if whole and (k != v or self.rotary != "before"):
             raise ValueError(f"{whole.pop()} codes whole caches: K and V alike, before the rotary embedding")
         return self
 

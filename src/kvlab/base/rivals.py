@@ -12,6 +12,7 @@ from typing import Any
 
 from kvlab.base.errors import ParamsError
 from kvlab.base.recipe import (
+    AquaKvStream,
     IntStream,
     KiviStream,
     KvQuantStream,
@@ -63,8 +64,9 @@ def _turboquant(k: int, v: int, more: dict[str, Any]) -> Recipe:
 def _oscar(k: int, v: int, more: dict[str, Any]) -> Recipe:
     ends = {"group": 128, "sink": 64, "recent": 256}
     clips = [{"clip": ratio if bits < CLIPPED else 1.0} for ratio, bits in ((0.96, k), (0.92, v))]
-    streams = [OscarStream(bits=bits, **(ends | clip | more)) for bits, clip in zip((k, v), clips, strict=True)]
-    return Recipe(k=streams[0], v=streams[1], rotary="after")
+    keys, values = (ends | clip | more for clip in clips)
+    values = {"follow": "outputs"} | values
+    return Recipe(k=OscarStream(bits=k, **keys), v=OscarStream(bits=v, **values), rotary="after")
 
 
 def _kvquant(k: int, v: int, more: dict[str, Any]) -> Recipe:
@@ -72,9 +74,27 @@ def _kvquant(k: int, v: int, more: dict[str, Any]) -> Recipe:
     return Recipe(k=KvQuantStream(bits=k, axis="channel", **ends), v=KvQuantStream(bits=v, axis="token", **ends))
 
 
+def _kivi_flat(k: int, v: int, more: dict[str, Any]) -> Recipe:
+    group = {"group": 32} | more
+    return Recipe(k=KiviStream(bits=k, axis="channel", **group), v=KiviStream(bits=v, axis="token", **group))
+
+
 def _kvtc(k: float, v: float, more: dict[str, Any]) -> Recipe:
     ends = {"sink": 4, "recent": 128} | more
     return Recipe(k=KvtcStream(bits=k, **ends), v=KvtcStream(bits=v, **ends))
+
+
+def _kvtc_sink(k: float, v: float, more: dict[str, Any]) -> Recipe:
+    return _kvtc(k, v, {"recent": 0} | more)
+
+
+def _aquakv_sink(k: float, v: float, more: dict[str, Any]) -> Recipe:
+    return _aquakv(k, v, {"recent": 0} | more)
+
+
+def _aquakv(k: float, v: float, more: dict[str, Any]) -> Recipe:
+    ends = {"sink": 4, "recent": 128} | more
+    return Recipe(k=AquaKvStream(bits=k, **ends), v=AquaKvStream(bits=v, **ends))
 
 
 RIVALS: dict[str, Rival] = {
@@ -83,6 +103,12 @@ RIVALS: dict[str, Rival] = {
         "Liu et al. 2024, arXiv 2402.02750 (settings: its experiments, group 32 and residual length 128)",
         "K after its rotary embedding, per channel over 32 tokens; V per token over 32 channels; the last 128 tokens"
         " of V exact, and of K those that fill no run of 128",
+    ),
+    "kivi-g32": Rival(
+        _kivi_flat,
+        "the same, without its exact tokens",
+        "K before its rotary embedding, per channel over 32 tokens; V per token over 32 channels; every token coded",
+        "no exact tokens: for comparing at equal bits where a context is short",
     ),
     "turboquant-vllm": Rival(
         _turboquant,
@@ -95,8 +121,7 @@ RIVALS: dict[str, Rival] = {
         _oscar,
         "Zhou et al. 2026, arXiv 2605.17757",
         "K after its rotary embedding; group 128; first 64 and last 256 tokens exact; clip .96 (K) and .92 (V) below 4"
-        " bits",
-        "V is rotated by its own second moment, not by that of the attention's outputs, which no calibration holds",
+        " bits; V rotated by the second moment of attention's outputs",
     ),
     "kvquant-paper": Rival(
         _kvquant,
@@ -108,9 +133,28 @@ RIVALS: dict[str, Rival] = {
     "kvtc-paper": Rival(
         _kvtc,
         "arXiv 2511.01815",
-        "K before its rotary embedding; PCA over a layer's heads; groups of 1 to 1024 components of 0, 2, 4 or 8 bits"
-        " by dynamic programming; DEFLATE; first 4 and last 128 tokens exact",
-        "PCA within one layer, not over all layers; 8 bits are even steps and not fp8",
+        "K before its rotary embedding; PCA over the heads of all layers; groups of 1 to 1024 components of 0, 2, 4 or"
+        " 8 bits by dynamic programming; DEFLATE; first 4 and last 128 tokens exact",
+        "8 bits are even steps and not fp8",
+    ),
+    "aquakv-paper": Rival(
+        _aquakv,
+        "Shutova et al. 2025, arXiv 2501.19392 (settings: github.com/goodevening13/aquakv: HIGGS grids of pairs)",
+        "K before its rotary embedding, predicted from the layer below's decoded K; V from that V and the layer's own"
+        " decoded K; what is left with HIGGS: a norm per token, Walsh-Hadamard, words of 2 in Gaussian grids; first"
+        " layer 4 bits; first 4 and last 128 tokens exact; a calibration for each width",
+    ),
+    "kvtc-sink4": Rival(
+        _kvtc_sink,
+        "the same as kvtc-paper",
+        "as kvtc-paper, but the last tokens are coded as all others",
+        "no exact last tokens: for comparing where a context is short, of which 128 are a large part",
+    ),
+    "aquakv-sink4": Rival(
+        _aquakv_sink,
+        "the same as aquakv-paper",
+        "as aquakv-paper, but the last tokens are coded as all others",
+        "no exact last tokens: for comparing where a context is short, of which 128 are a large part",
     ),
 }
 """By the name under which they may be asked for."""
@@ -137,4 +181,5 @@ def rival_recipe(name: str, bits: float | None, v_bits: float | None = None, **s
         return RIVALS[name].make(bits, bits if v_bits is None else v_bits, settings)
     except ValueError as error:  # pydantic's
         problem = error.errors()[0]
-        raise ParamsError(f"codec {name!r}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        where = ".".join(map(str, problem["loc"])) or "settings"
+        raise ParamsError(f"codec {name!r}: {where}: {problem['msg']}") from None

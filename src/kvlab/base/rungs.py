@@ -14,12 +14,17 @@ from kvlab.base.recipe import CONTROLS, STREAMS, WHOLE, Conditioned, Recipe
 from kvlab.base.rivals import RIVALS, rival_recipe
 from kvlab.base.studied import studied_recipe
 
-ASKED_AS_RIVALS = ("turboquant", "kvquant", "kvtc")  # codecs that are compared at their published settings alone
+ASKED_AS_RIVALS = (
+    "turboquant",
+    "kvquant",
+    "kvtc",
+    "aquakv",
+)  # codecs that are compared at their published settings alone
 LADDERED = tuple(name for name in STREAMS if name not in (*CONTROLS, *ASKED_AS_RIVALS, *WHOLE))
 """The codecs that are compared where nothing else is asked for, in the order of pages."""
-PIPELINED = tuple(name for name in RIVALS if name not in ("kvquant-paper", "kvtc-paper"))
-"""The published ones that a parameter may name beside them. The others fit something by themselves, which no file of
-the pipeline holds; `kvlab measure` and `kvlab calibrate` know them."""
+PIPELINED = ("kivi-paper", "kivi-g32", "turboquant-vllm")
+"""The published ones that a parameter may name beside them. The others read what no file of the pipeline holds;
+`kvlab measure` and `kvlab calibrate` know them."""
 CONDITIONABLE = tuple(name for name in LADDERED if issubclass(STREAMS[name], Conditioned))
 Conditioning = Literal["", "center", "center+whiten", "center+weigh"]  # before a codec, calibrated
 STUDIED = "studied"

@@ -97,13 +97,21 @@ class HadamardStream(Conditioned):
 
 
 class OscarStream(Conditioned):
-    """OSCAR: eigenvectors of the query covariance, Hadamard, clipping, group scales."""
+    """OSCAR: eigenvectors of the query covariance, Hadamard, clipping, group scales.
+
+    `follow` says whether V is rotated by its own second moment, or by that of what attention makes of it.
+    """
 
     built_by: ClassVar[str] = "kvlab.codec.ladder.oscar:OscarCodec"
     codec: Literal["oscar"] = "oscar"
     bits: Bits
     group: int = Field(default=64, ge=2, le=65536)
     clip: float = Field(default=0.96, gt=0, le=1)
+    follow: Literal["values", "outputs"] = "values"
+
+    @model_serializer(mode="wrap")
+    def _said_besides(self, whole) -> dict[str, Any]:
+        return without(whole(self), SILENT | {"weigh": False, "follow": "values"})
 
 
 class Fp8Stream(Conditioned):
@@ -162,12 +170,39 @@ class KvQuantStream(Ends):
 
 
 class KvtcStream(Ends):
-    """KVTC, within one layer: PCA over all its heads, widths by dynamic programming, DEFLATE of the codes."""
+    """KVTC: PCA over the heads of all layers, widths by dynamic programming, DEFLATE of the codes; whole caches.
 
-    built_by: ClassVar[str] = "kvlab.codec.ladder.kvtc:KvtcCodec"
+    `bits` are those of a coded value before DEFLATE; `block_size` tokens are deflated together.
+    """
+
+    built_by: ClassVar[str] = "kvlab.codec.whole.kvtc:KvtcCodec"
     codec: Literal["kvtc"] = "kvtc"
     bits: float = Field(gt=0, le=8)
-    block_size: int = Field(default=512, ge=1, le=65536)
+    block_size: int = Field(default=4096, ge=1, le=65536)
+
+
+class AquaKvStream(Ends):
+    """AQUA-KV: layers predicted from those below, what is left in a Gaussian grid of words of `dim`; whole caches.
+
+    `bits` is a multiple of 1 / `dim`, and takes one norm of 16 bits per token beside it. The first layer, which nothing
+    predicts, has `first_bits` where these are more.
+    """
+
+    built_by: ClassVar[str] = "kvlab.codec.whole.aquakv:AquaKvCodec"
+    codec: Literal["aquakv"] = "aquakv"
+    bits: float = Field(ge=1, le=4)
+    first_bits: float = Field(default=4, ge=1, le=4)
+    dim: Literal[2, 4] = 2
+
+    @model_validator(mode="after")
+    def _has_a_grid(self):
+        for bits, dim in ((self.bits, self.dim), (self.first_bits, 2)):
+            if bits * dim != int(bits * dim) or bits * dim > 8:
+                most = f"{8 / dim:g}"
+                raise ValueError(
+                    f"bits {bits:g} have no grid of words of {dim}; allowed: multiples of {1 / dim:g} to {most}"
+                )
+        return self
 
 
 class ArchiveStream(Frozen):

@@ -12,11 +12,11 @@ from torch import Tensor
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError
 from kvlab.base.model import ModelInfo, load_tokenizer, resolve
 from kvlab.base.params import Params
-from kvlab.base.recipe import WHOLE, Recipe
+from kvlab.base.recipe import Recipe
 from kvlab.base.records import atomic, to_header
 from kvlab.cache.calibration_file import is_calibration_file, load_calibration, read_header
 from kvlab.calibration.archive import Archive
-from kvlab.codec.archive.file import ArchiveFile, ArchiveHeader, dump, load
+from kvlab.codec.archive.file import ArchiveFile, load
 from kvlab.codec.archive.model import STREAMS
 from kvlab.codec.recipes import named_recipe
 from kvlab.codec.stream.seal import Key
@@ -59,30 +59,7 @@ def archived(
     NonFinite
         A value is NaN or infinite.
     """
-    settings, sample, layers = recipe.k, cache[0, "k"], archive.fitted.layers
-    heads, tokens, head_dim = sample.shape
-    codec = archive.codec(settings.block_size)
-    expected = archive.expected({layer: cache[layer, "k"] for layer in range(layers)})
-    if settings.bits is None:
-        body = codec.encode(cache, ids, expected, settings.quality, starts)
-    else:
-        due = settings.bits * 2 * layers * sample.numel() / 8
-        beside = ArchiveHeader.overhead(layers, tokens, settings.block_size)
-        body = codec.encode_to(cache, ids, expected, due, beside, starts)
-    header = ArchiveHeader(
-        layers=layers,
-        heads=heads,
-        head_dim=head_dim,
-        tokens=tokens,
-        block=settings.block_size,
-        quality=body.quality,
-        dtype=str(sample.dtype).removeprefix("torch."),
-        starts=starts,
-        recipe_id=recipe.recipe_id,
-        calibration_hash=archive.digest,
-        model_hash=archive.info.model_hash,
-    )
-    return dump(body, header, ids, key)
+    return archive.encode(recipe, cache, ids, starts, key)
 
 
 def encode_text(
@@ -176,7 +153,9 @@ def read_archive(path: Path) -> bytes:
 
 def _archive(path: Path, info: ModelInfo) -> tuple[Archive, Recipe]:
     """The fitted codec of a calibration's file, and its recipe."""
-    if not is_calibration_file(path) or (recipe := read_header(path).recipe).k.codec not in WHOLE:
+    if (
+        not is_calibration_file(path) or (recipe := read_header(path).recipe).k.codec != "archive"
+    ):  # the only one whose files say what they are of
         raise CapabilityError(
             f"{path} is not of a codec of whole caches; make one: kvlab calibrate --codec archive --out archive.kv"
         )

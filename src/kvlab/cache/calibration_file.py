@@ -3,7 +3,8 @@
     file   := safetensors, whose header entry ``kvlab`` is `Header` as JSON
     tensor := "{k|v}/whitener/{layer}/{field of Whitener}" | "{k|v}/components/{layer}/{field of Components}"
             | "{k|v}/decoding/{layer}/{field of Decoding}" | "{k|v}/own/{layer}/{field of the codec's Fit}"
-            | "{k|v}/spectra/{layer}" | "{k|v}/table" | "archive/{name in `Archive.tensors`}"
+            | "{k|v}/spectra/{layer}" | "{k|v}/table" | "v/outputs/{layer}" | "archive/{name in `Archive.tensors`}"
+            | "whole/{codec}/{name in `Whole.tensors`}"
 
 A file may hold what decodes alone (`form`): of `klt` the tables of its own bits in place of the sketches that tables
 of any bits are made from, of other codecs the tensors that their decoder reads. It decodes what was coded with the
@@ -31,6 +32,7 @@ from kvlab.base.errors import CalibrationMismatch, StorageError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Frozen, KltStream, OscarStream, Recipe, StreamRecipe, canonical, digest
 from kvlab.base.records import atomic, fingerprint, from_header, sha256, to_header, versions
+from kvlab.calibration import whole
 from kvlab.calibration.archive import FILED, Archive, encodes_alone, filed
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import coded_by, reads
@@ -144,7 +146,7 @@ def write_calibration(
         own = calibrated.stream(chosen, stream, recipe.placement)
         if own is not None:
             tensors |= _named(chosen, stream, own, range(info.n_layers) if coded is None else coded)
-    tensors |= filed(recipe, calibrated.archive, coded)
+    tensors |= filed(recipe, calibrated.archive, coded) | whole.filed_whole(recipe, calibrated.whole, coded)
     model = ModelShape.of(info)
     whose = {"model": model.model_dump(), "corpus": calibrated.corpus_hash, "engine": calibrated.origin}
     tensors, marks = marked(tensors)
@@ -179,25 +181,24 @@ def marked(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str
 
 def decoding_tensors(recipe: Recipe, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What of a whole file's tensors decodes; for `klt` made of its components at the recipe's bits."""
-    found = {name: x for name, x in tensors.items() if name.startswith(FILED) and not encodes_alone(name)}
+    found = {n: x for n, x in tensors.items() if n.startswith((FILED, whole.FILED)) and not encodes_alone(n)}
     for stream in STREAMS:
         own, chosen = f"{stream}/components/", getattr(recipe, stream)
         mine = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{stream}/")}
         if not isinstance(chosen, KltStream):
             kept = TURNED if isinstance(chosen, OscarStream) else CONDITIONED
             kept |= {"forward"} if getattr(chosen, "weigh", False) else set()
-            fitted = f"{stream}/own/"  # by the codec itself, for both ways
-            read = {name for name in mine if name.startswith(fitted) or name.rpartition("/")[2] in kept}
-            found |= {name: tensor for name, tensor in mine.items() if name in read}
+            fitted = (f"{stream}/own/", f"{stream}/outputs/")  # for both ways
+            found |= {n: x for n, x in mine.items() if n.startswith(fitted) or n.rpartition("/")[2] in kept}
             continue
         found |= {name: tensor for name, tensor in mine.items() if not name.startswith((own, f"{stream}/spectra/"))}
         layers = sorted({int(name.split("/")[2]) for name in mine if name.startswith(own)})
-        whole = {
+        every = {
             layer: Components(**{field.name: mine[f"{own}{layer}/{field.name}"] for field in fields(Components)})
             for layer in layers
         }
-        codec = KltCodec(chosen, StreamCalibration(components=whole, stream=stream, spectra=_spectra(tensors)))
-        for layer, components in whole.items():
+        codec = KltCodec(chosen, StreamCalibration(components=every, stream=stream, spectra=_spectra(tensors)))
+        for layer, components in every.items():
             heads, head_dim = components.mean.shape
             decoding = codec.plan(layer, (heads, 1, head_dim), torch.device("cpu")).decoding
             found |= {f"{stream}/decoding/{layer}/{name}": tensor for name, tensor in vars(decoding).items()}
@@ -288,6 +289,8 @@ def load_calibration(path: Path | str, info: ModelInfo) -> Calibrated | None:
         },
         spectra=_spectra(tensors),
         archive=Archive.read(path, tensors, info),
+        whole=whole.read_whole(tensors, info),
+        outputs={int(name.rpartition("/")[2]): x for name, x in tensors.items() if name.startswith("v/outputs/")},
     )
 
 
@@ -321,6 +324,10 @@ def _named(recipe: StreamRecipe, stream: str, own: StreamCalibration, layers: It
                 raise CalibrationMismatch(f"the calibration has no {kind} of {stream.upper()} for layer {layer}")
             for name, tensor in vars(by_layer[layer]).items():
                 found[f"{stream}/{kind}/{layer}/{name}"] = tensor
+    for layer in layers if "outputs" in due else ():
+        if layer not in own.outputs:
+            raise CalibrationMismatch(f"the calibration has no second moment of outputs for layer {layer}")
+        found[f"{stream}/outputs/{layer}"] = own.outputs[layer]
     found |= {f"{of}/spectra/{layer}": variance.clone() for (of, layer), variance in own.spectra.items()}
     if own.centroids is not None:
         found[f"{stream}/table"] = own.centroids

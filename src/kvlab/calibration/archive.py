@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch, CapabilityError
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import WHOLE, Recipe
+from kvlab.base.recipe import Recipe
 from kvlab.base.records import sha256
 from kvlab.calibration.across import expected_attention
 from kvlab.calibration.capture import InMemory
@@ -22,10 +22,11 @@ from kvlab.calibration.moments import STREAMS
 from kvlab.codec.archive import fit
 from kvlab.codec.archive.codec import ArchiveCodec
 from kvlab.codec.archive.counting import LayerSample
-from kvlab.codec.archive.file import ArchiveFile, refuse_other
+from kvlab.codec.archive.file import ArchiveFile, ArchiveHeader, dump, load, refuse_other
 from kvlab.codec.archive.layer import ENCODES_NOT, StreamModel
 from kvlab.codec.archive.model import ArchiveModel
 from kvlab.codec.archive.tokens import FirstLayer
+from kvlab.codec.stream.seal import Key
 
 FILED = "archive/"  # before the names of its tensors in a file
 TABLES = ("exponents", "counts", "points", "rates", "by_tokens")
@@ -73,6 +74,45 @@ class Archive:
             raise CalibrationMismatch(ENCODES_NOT)
         angles = ErrorMetrics(self.info, keys[0].shape[1] + 1).angles
         return torch.stack([expected_attention(probes, keys[n], angles) for n, probes in enumerate(self.probes)])
+
+    @torch.no_grad()
+    def encode(
+        self,
+        recipe: Recipe,
+        cache: Mapping[tuple[int, str], Tensor],
+        ids: Sequence[int],
+        starts: bool = True,
+        key: Key | None = None,
+    ) -> bytes:
+        """The file of a cache; see `cache.archived.archived`."""
+        settings, sample, layers = recipe.k, cache[0, "k"], self.fitted.layers
+        heads, tokens, head_dim = sample.shape
+        codec = self.codec(settings.block_size)
+        expected = self.expected({layer: cache[layer, "k"] for layer in range(layers)})
+        if settings.bits is None:
+            body = codec.encode(cache, ids, expected, settings.quality, starts)
+        else:
+            due = settings.bits * 2 * layers * sample.numel() / 8
+            beside = ArchiveHeader.overhead(layers, tokens, settings.block_size)
+            body = codec.encode_to(cache, ids, expected, due, beside, starts)
+        header = ArchiveHeader(
+            layers=layers,
+            heads=heads,
+            head_dim=head_dim,
+            tokens=tokens,
+            block=settings.block_size,
+            quality=body.quality,
+            dtype=str(sample.dtype).removeprefix("torch."),
+            starts=starts,
+            recipe_id=recipe.recipe_id,
+            calibration_hash=self.digest,
+            model_hash=self.info.model_hash,
+        )
+        return dump(body, header, ids, key)
+
+    def decode(self, recipe: Recipe, data: bytes, ids: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Layer, K and V of a file of these tokens, which says its recipe itself; see `decoded`."""
+        yield from self.decoded(load(data), ids)
 
     def decoded(self, file: ArchiveFile, ids: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Layer, K before its rotary embedding and V, float32 [kv_heads, tokens, head_dim], from the first layer up.
@@ -138,13 +178,19 @@ def filed(recipe: Recipe, archive: Archive | None, layers: Sequence[int] | None)
     CapabilityError
         Some layers only are to be coded.
     """
-    if recipe.k.codec not in WHOLE:
+    if recipe.k.codec != "archive":
         return {}
-    if archive is None:
-        raise CalibrationMismatch(f"the calibration was not fitted for {recipe.k.codec}; calibrate it for this recipe")
-    if layers is not None:
-        raise CapabilityError(f"codec {recipe.k.codec!r} codes K and V of all layers, not some of them")
+    required(recipe, archive, layers)
     return {f"{FILED}{name}": tensor for name, tensor in archive.tensors.items()}
+
+
+def required(recipe: Recipe, fitted: object | None, layers: Sequence[int] | None) -> None:
+    """Refuse to file what was not fitted, and a codec of whole caches for some layers; raises as `filed`."""
+    codec = recipe.k.codec
+    if fitted is None:
+        raise CalibrationMismatch(f"the calibration was not fitted for {codec}; calibrate it for this recipe")
+    if layers is not None:
+        raise CapabilityError(f"codec {codec!r} codes K and V of all layers, not some of them")
 
 
 def encodes_alone(name: str) -> bool:

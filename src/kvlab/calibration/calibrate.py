@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvlab.base.errors import CapabilityError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import BlockStream, Placement, Recipe, digest
 from kvlab.base.records import fingerprint
@@ -20,6 +21,7 @@ from kvlab.calibration.moments import STREAMS
 from kvlab.calibration.needs import coded_by, reads
 from kvlab.calibration.sigma import second_moments
 from kvlab.calibration.tables import fit_table, residual_pool
+from kvlab.calibration.whole import fit_whole
 from kvlab.codec import whitening
 from kvlab.codec.klt.components import Components
 from kvlab.codec.registry import fit_class
@@ -78,7 +80,7 @@ def calibrate(
     """
     if context is None:
         context = len(windows[0]) if windows else 0
-    observed = observe(engine, windows, context, corpus_hash, sample, across=asks_for_archive(recipes))
+    observed = observe(engine, windows, context, corpus_hash, sample, beside=looked_at(recipes))
     return fitted(observed, engine.info, recipes, ridge, layers, placement)
 
 
@@ -100,6 +102,8 @@ def fitted(
     fitting = Fitting(observed, whiteners["pre_rope"], metrics, ridge)
     components = _components(fitting, info, recipes)
     archive = fit_archive(observed, fitting, info) if asks_for_archive(recipes) else None
+    whole = {codec: fit_whole(codec, observed, info, recipes) for codec in _whole_codecs(recipes)}
+    outputs = _outputs(observed, recipes)
     tables = _tables(observed, recipes, whiteners, layers, placement, metrics.angles)
     own = _own(observed, info, recipes)
     sigma_hash = _digest_of(whiteners["pre_rope"])
@@ -107,6 +111,7 @@ def fitted(
     everything += [t for by_layer in components.values() for one in by_layer.values() for t in _tensors(one)]
     everything += [t for by_layer in own.values() for one in by_layer.values() for t in vars(one).values()]
     everything += archive.tensors.values() if archive else []
+    everything += [t for one in whole.values() for t in one.tensors.values()] + list(outputs.values())
     return Calibrated(
         whiteners=whiteners["pre_rope"],
         own=own,
@@ -114,6 +119,8 @@ def fitted(
         tables=tables,
         components=components,
         archive=archive,
+        whole=whole,
+        outputs=outputs,
         origin=observed.metadata["engine"],
         corpus_hash=observed.metadata["corpus_hash"],
         sigma_hash=sigma_hash,
@@ -122,8 +129,25 @@ def fitted(
 
 
 def asks_for_archive(recipes: Sequence[Recipe]) -> bool:
-    """Whether one of the recipes is of the codec that sees all layers at once."""
+    """Whether one of the recipes is of kvlab's own codec that sees all layers at once."""
     return any("archive" in reads(recipe.k, "k") for recipe in recipes)
+
+
+def looked_at(recipes: Sequence[Recipe]) -> list[str]:
+    """What recipes need to be looked at beside moments of each layer: attributes of `Observed`."""
+    whole = _whole_codecs(recipes)
+    due = {
+        "across": asks_for_archive(recipes),
+        "joint": "kvtc" in whole,
+        "rows": "aquakv" in whole,
+        "outputs": any("outputs" in reads(getattr(recipe, stream), stream) for recipe in recipes for stream in STREAMS),
+    }
+    return [name for name, is_due in due.items() if is_due]
+
+
+def _whole_codecs(recipes: Sequence[Recipe]) -> list[str]:
+    """Codecs of whole caches of other people among those of recipes, each once."""
+    return list(dict.fromkeys(recipe.k.codec for recipe in recipes if "whole" in reads(recipe.k, "k")))
 
 
 def _components(fitting: Fitting, info: ModelInfo, recipes: Sequence[Recipe]) -> dict[str, dict[int, Components]]:
@@ -141,6 +165,18 @@ def _own(observed: Observed, info: ModelInfo, recipes: Sequence[Recipe]) -> dict
             samples = {layer: observed.layer(layer, which).transpose(0, 1) for layer in range(info.n_layers)}
             found[which, stream.codec] = {layer: fit.of(rows) for layer, rows in samples.items()}
     return found
+
+
+def _outputs(observed: Observed, recipes: Sequence[Recipe]) -> dict[int, torch.Tensor]:
+    """Second moments of what attention makes of V, where a recipe asks for them; `CapabilityError` without any."""
+    if "outputs" not in looked_at(recipes):
+        return {}
+    if observed.outputs is None:
+        raise CapabilityError(
+            "oscar that follows outputs is fitted on what attention makes of V, of which the pipeline's captures hold"
+            " nothing; use `kvlab calibrate`"
+        )
+    return observed.outputs.second_moments()
 
 
 def _tables(

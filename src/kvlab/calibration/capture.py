@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from kvlab.calibration import losses
 from kvlab.calibration import moments as kept
 from kvlab.calibration.across import AcrossTap
 from kvlab.calibration.facts import header_facts
+from kvlab.calibration.joint import JointTap, OutputsTap, RowsTap
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS, Extent, ModelMoments, QueryMoments
 from kvlab.codec.klt.moments import Moments
@@ -28,6 +29,7 @@ from kvlab.engines.base import Engine, Part
 from kvlab.engines.registry import start
 from kvlab.text import corpus
 
+Beside = AcrossTap | JointTap | RowsTap | OutputsTap
 SAMPLE_DTYPE = "bfloat16"
 FACTS = {
     "engine": str,
@@ -57,10 +59,19 @@ class Observed:
     Attributes
     ----------
     across : AcrossTap or None
-        What was seen of layers together; a file holds none of it.
+        What was seen of neighbouring layers together; a file holds none of it.
+    joint : JointTap or None
+        The same of all layers.
+    rows : RowsTap or None
+        K and V of more windows than those of the sample.
+    outputs : OutputsTap or None
+        The same of what attention makes of V.
     """
 
     across: AcrossTap | None = None
+    joint: JointTap | None = None
+    rows: RowsTap | None = None
+    outputs: OutputsTap | None = None
 
     def __init__(self, metadata: dict, read: Callable[[str], Tensor]):
         self.metadata, self._read = metadata, read
@@ -124,7 +135,7 @@ class Observed:
 class InMemory(Observed):
     """What is left of the windows, not yet in a file; `tensors` is all that a file would hold, by name.
 
-    `sampled_ids` are the contexts of the sample; `across` is what was seen of layers together, if that was asked for.
+    `sampled_ids` are the contexts of the sample; `beside` is what was seen besides: attributes of `Observed`.
     """
 
     def __init__(
@@ -132,10 +143,12 @@ class InMemory(Observed):
         metadata: dict,
         tensors: dict[str, Tensor],
         sampled_ids: Sequence[Sequence[int]] = (),
-        across: AcrossTap | None = None,
+        beside: Mapping[str, Beside] | None = None,
     ):
         super().__init__(metadata, tensors.__getitem__)
-        self.tensors, self.sampled_ids, self.across = tensors, sampled_ids, across
+        self.tensors, self.sampled_ids = tensors, sampled_ids
+        for name, seen in (beside or {}).items():
+            setattr(self, name, seen)
 
 
 def sample_of(windows: int, most: int) -> tuple[int, ...]:
@@ -150,7 +163,7 @@ def observe(
     context: int,
     corpus_hash: str,
     sample: int,
-    across: bool = False,
+    beside: Collection[str] = (),
 ) -> InMemory:
     """Run windows through an engine, one after the other, and keep moments and a sample.
 
@@ -166,8 +179,8 @@ def observe(
         Of the windows' file.
     sample : int
         Windows to keep K and V of, in bfloat16: 4 * layers * kv_heads * head_dim * context bytes each.
-    across : bool
-        Whether layers are looked at together too, which `archive` is fitted on.
+    beside : collection of str
+        Of ``across``, ``joint``, ``rows`` and ``outputs`` what is looked at too: attributes of `Observed`.
 
     Raises
     ------
@@ -185,8 +198,14 @@ def observe(
     info, extent = engine.info, Extent(len(windows), lengths[0], context)
     chosen = sample_of(extent.windows, sample)
     angles = ErrorMetrics(info, extent.tokens).angles
-    beside = AcrossTap(info, context, chosen) if across else None
-    tap = _Tap(ModelMoments(info, extent, angles), chosen, beside)
+    makers = {
+        "across": lambda: AcrossTap(info, context, chosen),
+        "joint": lambda: JointTap(info, context),
+        "rows": lambda: RowsTap(info, context, extent.windows),
+        "outputs": lambda: OutputsTap(info, context, angles),
+    }
+    seen = {name: makers[name]() for name in beside}
+    tap = _Tap(ModelMoments(info, extent, angles), chosen, tuple(seen.values()))
     for number, ids in enumerate(tqdm(windows, desc=f"capture {engine.name}", unit="window")):
         tap.window = number
         engine.score(ids, len(ids) - 2, tap)
@@ -207,7 +226,7 @@ def observe(
         "device": engine.device,
         "versions": versions(),
     }
-    return InMemory(metadata, tensors, [list(windows[i][:context]) for i in chosen], beside)
+    return InMemory(metadata, tensors, [list(windows[i][:context]) for i in chosen], seen)
 
 
 class _Tap:
@@ -216,8 +235,8 @@ class _Tap:
     A fault is told once the engine is done with the window, not from inside its forward pass.
     """
 
-    def __init__(self, moments: ModelMoments, chosen: Sequence[int], across: AcrossTap | None):
-        self.moments, self.chosen, self.across, self.window = moments, chosen, across, 0
+    def __init__(self, moments: ModelMoments, chosen: Sequence[int], beside: Sequence[Beside]):
+        self.moments, self.chosen, self.beside, self.window = moments, chosen, beside, 0
         self.sample: dict[str, Tensor] = {}
         self._broken: NonFinite | None = None
 
@@ -226,8 +245,8 @@ class _Tap:
         with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the engine's own mode
             try:
                 self.moments.update(self.window, layer, part, x.detach())
-                if self.across:
-                    self.across.see(self.window, layer, part, x.detach())
+                for other in self.beside:
+                    other.see(self.window, layer, part, x.detach())
             except NonFinite as error:
                 self._broken = self._broken or error
         if part in STREAMS and self.window in self.chosen:

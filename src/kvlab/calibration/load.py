@@ -10,13 +10,14 @@ from typing import Any, Literal
 import torch
 
 from kvlab.base.errors import CalibrationMismatch
-from kvlab.base.recipe import Cell, Placement, StreamRecipe, digest
+from kvlab.base.recipe import Cell, Placement, Recipe, StreamRecipe, digest
 from kvlab.base.records import file_hash, fingerprint
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.components import FIELDS, load_components
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.needs import Piece, coded_by, needed_files, needs_calibration, pieces, reads
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
+from kvlab.calibration.whole import Whole
 from kvlab.codec.base import StreamCalibration
 from kvlab.codec.klt.components import Components
 from kvlab.codec.whitening import Whitener
@@ -70,6 +71,10 @@ class Calibrated:
         By stream and layer the variances of components; those of `components` where nothing else is said.
     archive : Archive or None
         The codec of whole caches, where one was fitted.
+    whole : dict of str to Whole
+        Those of other people, by name.
+    outputs : dict of int to Tensor
+        By layer, second moments of what attention makes of V, float32 [kv_heads, head_dim, head_dim].
     """
 
     whiteners: dict[int, Whitener]
@@ -83,6 +88,8 @@ class Calibrated:
     own: dict[tuple[str, str], dict[int, Any]] = field(default_factory=dict)
     spectra: dict[tuple[Literal["k", "v"], int], torch.Tensor] = field(default_factory=dict)
     archive: Archive | None = None
+    whole: dict[str, Whole] = field(default_factory=dict)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.spectra:
@@ -117,7 +124,16 @@ class Calibrated:
             own=self.own.get((which, recipe.codec), {}) if "own" in due else {},
             stream=which,
             spectra=self.spectra if "spectra" in due else {},
+            outputs=self.outputs if "outputs" in due else {},
         )
+
+    def whole_of(self, recipe: Recipe) -> Archive | Whole:
+        """The fitted codec of whole caches that a recipe names; `CalibrationMismatch` where it was not fitted."""
+        codec = recipe.k.codec
+        found = self.archive if codec == "archive" else self.whole.get(codec)
+        if found is None:
+            raise CalibrationMismatch(f"the calibration was not fitted for {codec}; calibrate it for this recipe")
+        return found
 
     def fingerprints(self, cell: Cell) -> dict[str, str]:
         """Digests of everything fitted that the codecs of a cell read, by the name of the piece."""
@@ -132,6 +148,10 @@ class Calibrated:
         if piece.kind == "own":
             codec, layer = str(piece.place).split("/")
             return tuple(vars(self.own[piece.stream, codec][int(layer)]).values())
+        if piece.kind == "whole":
+            return tuple(self.whole[str(piece.place)].tensors.values())
+        if piece.kind == "outputs":
+            return (self.outputs[int(piece.place)],)
         if piece.kind == "archive":
             return tuple(self.archive.tensors.values())
         if piece.kind == "spectra":

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from kvlab.base.errors import CapabilityError
 from kvlab.base.recipe import (
+    AquaKvStream,
     ArchiveStream,
     BlockStream,
     Cell,
@@ -22,7 +23,7 @@ from kvlab.base.recipe import (
     digest,
 )
 
-Kind = Literal["whitener", "table", "components", "spectra", "own", "archive"]
+Kind = Literal["whitener", "table", "components", "spectra", "outputs", "own", "whole", "archive"]
 FILES: dict[Kind, str] = {
     "whitener": "sigma",
     "table": "codebooks",
@@ -37,7 +38,7 @@ class Piece(NamedTuple):
 
     `placement` is that of K, ``pre_rope`` for V, which has no rotary embedding; `place` is the layer, or for a
     table, which serves all layers, the digest of its recipe; for spectra, of which all are read, ``all``; for what a
-    codec fitted by itself, codec and layer.
+    codec fitted by itself, codec and layer; for a codec of whole caches its name.
     """
 
     kind: Kind
@@ -59,16 +60,19 @@ def coded_by(recipe: StreamRecipe) -> StreamRecipe:
 def reads(recipe: StreamRecipe, which: Literal["k", "v"]) -> tuple[Kind, ...]:
     """The kinds of fitted material that a codec of this recipe reads for K or for V."""
     recipe = coded_by(recipe)
-    oscar = isinstance(recipe, OscarStream)  # rotates K by Sigma_q and V by its own covariance
+    oscar = isinstance(recipe, OscarStream)  # rotates K by Sigma_q, and V by its own covariance or that of outputs
+    outputs = oscar and which == "v" and recipe.follow == "outputs"
     whitens, centres, weighs = (getattr(recipe, name, False) for name in ("whiten", "center", "weigh"))
     others = recipe.reads if isinstance(recipe, PluginStream) else ()
     found: dict[Kind, bool] = {
         "whitener": which == "k" and (whitens or oscar or "whitener" in others),  # Sigma_q weighs errors of K
         "table": isinstance(recipe, BlockStream) and recipe.codebook == "fitted",
-        "components": (centres or weighs or isinstance(recipe, KltStream) or (oscar and which == "v"))
+        "components": (centres or weighs or isinstance(recipe, KltStream) or (oscar and which == "v" and not outputs))
         or "components" in others,
         "spectra": isinstance(recipe, KltStream) and recipe.budget != "tensor",  # bits go where they are needed
-        "own": isinstance(recipe, KvQuantStream | KvtcStream),
+        "outputs": outputs,
+        "own": isinstance(recipe, KvQuantStream),
+        "whole": isinstance(recipe, KvtcStream | AquaKvStream),
         "archive": isinstance(recipe, ArchiveStream),
     }
     return tuple(kind for kind, is_read in found.items() if is_read)
@@ -88,7 +92,7 @@ def needed_files(recipe: Recipe) -> list[str]:
         The recipe reads what its codec fits by itself, which is in none of them.
     """
     kinds = {*reads(recipe.k, "k"), *reads(recipe.v, "v")}
-    if {"own", "archive"} & kinds:
+    if {"own", "outputs", "whole", "archive"} & kinds:
         raise CapabilityError(
             f"recipe {recipe.recipe_id} (K {recipe.k.codec}, V {recipe.v.codec}) reads what its codec fits by itself,"
             " which no file of the pipeline holds; make one file of everything with kvlab calibrate"
@@ -105,6 +109,7 @@ def pieces(cell: Cell) -> dict[str, Piece]:
         recipe = coded_by(cell.stream_recipe(which, layer))
         placement = cell.placement if which == "k" else "pre_rope"
         for kind in reads(recipe, which):
-            places = {"table": digest(recipe), "spectra": "all", "archive": "all", "own": f"{recipe.codec}/{layer}"}
+            places = {"table": digest(recipe), "own": f"{recipe.codec}/{layer}", "whole": recipe.codec}
+            places |= {"spectra": "all", "archive": "all"}
             found.append(Piece(kind, which, placement, places.get(kind, layer)))
     return {piece.name: piece for piece in found}

@@ -59,11 +59,12 @@ def _named(args: argparse.Namespace) -> list:
     if args.against in args.codec:
         raise UserError(f"--against {args.against} is measured already; name another codec than those of --codec")
     names = dict.fromkeys([*args.codec, *([args.against] if args.against else [])])
-    if args.protocol == "in_forward" and (whole := [name for name in names if name in WHOLE]):
+    named = [one for name in names for one in recipes_of(name, args.bits)]
+    if args.protocol == "in_forward" and (whole := [one.codec for one in named if one.recipe.k.codec in WHOLE]):
         raise CapabilityError(
             f"codec {whole[0]!r} codes whole caches, which a forward does not have before its end; leave --protocol out"
         )
-    return [one for name in names for one in recipes_of(name, args.bits)]
+    return named
 
 
 def said(found) -> Iterator[str]:

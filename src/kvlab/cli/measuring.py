@@ -189,6 +189,10 @@ def covers(stored: Calibrated, recipe) -> bool:
             return False
         if "archive" in due and stored.archive is None:
             return False
+        if "whole" in due and not any(one.read_by(recipe) for one in stored.whole.values()):
+            return False  # predictors belong to their bits
+        if "outputs" in due and not stored.outputs:
+            return False
         if "components" in due and not stored.components.get(stream):
             return False
         if "table" in due:

@@ -8,9 +8,7 @@ from kvlab.base.errors import CapabilityError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import WHOLE, Cell
 from kvlab.base.records import Coding
-from kvlab.cache.archived import archived
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.archive.file import load
 from kvlab.codec.base import Site, Stats
 from kvlab.lab.coding import STREAMS, CleanCapture, Coded, Coder, now, squares
 
@@ -45,14 +43,14 @@ class WholeCoder(Coder):
             )
         if cell.stream != "kv" or cell.exceptions or cell.layers != tuple(range(len(cell.layers))):
             raise CapabilityError(f"codec {name!r} codes K and V of all layers, not some of them")
-        self.archive, self.stored = calibrated.archive, b""
+        self.codec, self.stored = calibrated.whole_of(cell.recipe), b""
         self._decoded: dict[tuple[int, str], torch.Tensor] = {}
 
     def begin(self, clean: CleanCapture, ids: list[int], window: int) -> None:
         """See `Coder`."""
         sample = clean.kept[0, "k"]
         began = now(sample)
-        self.stored = archived(self.archive, self.cell.recipe, clean.kept, ids)
+        self.stored = self.codec.encode(self.cell.recipe, clean.kept, ids)
         stored = now(sample)
         self._decoded = self.decoded(self.stored, ids)
         self.tally.encode_seconds += stored - began
@@ -61,7 +59,7 @@ class WholeCoder(Coder):
 
     def decoded(self, data: bytes, ids: list[int]) -> dict[tuple[int, str], torch.Tensor]:
         """What a file holds, by layer and stream, float32 [kv_heads, tokens, head_dim]."""
-        layers = self.archive.decoded(load(data), ids)
+        layers = self.codec.decode(self.cell.recipe, data, ids)
         return {(layer, stream): x for layer, *kv in layers for stream, x in zip(STREAMS, kv, strict=True)}
 
     def snapshot(self, x: torch.Tensor, site: Site) -> torch.Tensor:

@@ -8,8 +8,9 @@ from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
+from kvlab.base.recipe import Recipe
 from kvlab.calibration.archive import Archive
-from kvlab.codec.archive.file import load
+from kvlab.calibration.whole import Whole
 from kvlab.codec.base import Codec, Site
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
 
@@ -41,7 +42,7 @@ def answers(codecs: Mapping[tuple[int, str], Codec], given: Mapping, window: int
     return found, nbytes
 
 
-def unarchived(archive: Archive, stored: bytes, ids: list[int]) -> dict[tuple[int, str], Tensor]:
+def unarchived(codec: Archive | Whole, recipe: Recipe, stored: bytes, ids: list[int]) -> dict[tuple[int, str], Tensor]:
     """What the file of a whole cache of these tokens holds, by layer and stream."""
-    decoded = archive.decoded(load(stored), ids)
+    decoded = codec.decode(recipe, stored, ids)
     return {(layer, part): x for layer, k, v in decoded for part, x in (("k", k), ("v", v))}

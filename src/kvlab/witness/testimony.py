@@ -244,7 +244,9 @@ class Witness:
         """What codecs make of what they were given, and their bytes; of a file of a whole cache, what is in it."""
         claim, cell = self.claim, self.claim.cell
         if cell.recipe.k.codec in WHOLE:
-            decoded = unarchived(self.calibrated.archive, claim.stored, claim.ids[: claim.context])
+            decoded = unarchived(
+                self.calibrated.whole_of(cell.recipe), cell.recipe, claim.stored, claim.ids[: claim.context]
+            )
             return {place: x.to(claim.given[place]) for place, x in decoded.items()}, len(claim.stored)
         codecs = {}
         for layer, part in self._places:

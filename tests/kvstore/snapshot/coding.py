@@ -40,7 +40,7 @@ def calibrated(calibration_hash: str = "c" * 16) -> Calibrated:
     layers = range(GEOMETRY.layers)
     own = {
         codec: ladder_making.own_calibration(codec, GEOMETRY.kv_heads, GEOMETRY.head_dim).own[ladder_making.LAYER]
-        for codec in ("kvquant", "kvtc")
+        for codec in ("kvquant",)
     }
     return Calibrated(
         whiteners=dict.fromkeys(layers, whitener),

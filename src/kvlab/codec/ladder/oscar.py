@@ -27,8 +27,8 @@ class OscarCodec(TokenBlockCodec):
     matrix on head_dim padded to a power of two; P reverses the bits of a coordinate's number, so that a
     group of half the coordinates is no half of the transform. For K the moment is that of the queries,
     Sigma_q = L L^T of the calibrated whitener (whether or not the recipe whitens). For V it is V's own,
-    covariance + mean mean^T, or the covariance when the recipe removes the mean; the paper weighs V's
-    moment by attention scores, which the calibration does not hold. A vector is clamped to the
+    covariance + mean mean^T, or the covariance when the recipe removes the mean; or, as in the paper, that of V
+    weighed by attention's scores, so of its outputs, where the recipe follows these. A vector is clamped to the
     int(clip * width)-th smallest of its magnitudes; 1 clips nothing, and is the better choice from 4 bits on.
     """
 
@@ -74,6 +74,8 @@ class OscarCodec(TokenBlockCodec):
         if layer in self.calibration.whiteners:
             chol = self.calibration.whiteners[layer].chol.double()
             return chol @ chol.mT
+        if self.recipe.follow == "outputs":
+            return needed(self.calibration.outputs, layer, "follow: outputs", "second moment of outputs").double()
         own = needed(self.calibration.components, layer, "codec: oscar", "covariance")
         mean = torch.zeros_like(own.mean) if self.recipe.center else own.mean
         return own.head_covariance.double() + mean.double()[:, :, None] * mean.double()[:, None, :]

@@ -23,6 +23,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Literal
 
@@ -190,8 +191,8 @@ class CacheReader:
 
     Parameters
     ----------
-    path : Path
-        The file. It is walked once, from header to header, when it is opened.
+    path : Path or bytes
+        The file, or all that is in it. It is walked once, from header to header, when it is opened.
     key : Key, optional
         Refuse a file that was not signed with it.
 
@@ -210,10 +211,11 @@ class CacheReader:
         When it cannot be read.
     """
 
-    def __init__(self, path: Path, key: Key | None = None):
-        self.path = Path(path)
+    def __init__(self, path: Path | bytes, key: Key | None = None):
+        self._data = path if isinstance(path, bytes) else None
+        self.path = Path("these bytes") if isinstance(path, bytes) else Path(path)
         try:
-            with open(self.path, "rb") as file:
+            with self._opened() as file:
                 first = file.read(CacheHeader.SIZE)
                 self.header = CacheHeader.unpack(first)
                 self._spans = dict(self._walk(file))
@@ -224,9 +226,12 @@ class CacheReader:
         except StreamError as error:
             raise StreamError(f"{self.path}: {error}") from None
 
+    def _opened(self) -> BinaryIO:
+        return open(self.path, "rb") if self._data is None else BytesIO(self._data)
+
     def _walk(self, file: BinaryIO) -> Iterator[tuple[tuple[int, str], tuple[int, int]]]:
         rest = CacheHeader.overhead(self.header.layers) - CacheHeader.SIZE
-        at, end = CacheHeader.SIZE, os.fstat(file.fileno()).st_size - rest
+        at, end = CacheHeader.SIZE, file.seek(0, os.SEEK_END) - rest
         expected = (self.header.heads, self.header.tokens, self.header.head_dim)
         for layer, stream in self.header.frames:
             file.seek(at)
@@ -277,7 +282,7 @@ class CacheReader:
             When the file has no such layer, stream or block.
         """
         at, length = self._span(layer, stream)
-        with open(self.path, "rb") as file:
+        with self._opened() as file:
             file.seek(at)
             data = file.read(length)
         if tree.leaf(data) != self._leaves[layer, stream]:

@@ -1,33 +1,38 @@
-"""KVTC (arXiv 2511.01815) as far as one layer goes: PCA over its heads, widths by dynamic programming, DEFLATE.
+"""KVTC (arXiv 2511.01815): PCA over the heads of all layers, widths by dynamic programming, DEFLATE.
 
-The paper takes the principal components of all layers' K (and of all layers' V) together, before the rotary embedding.
-A codec here sees one layer's K or V at a time, so that what layers share is not gained.
+K of all layers are one vector of a token, before the rotary embedding, and so are V of all layers.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvlab.base.errors import StreamError
-from kvlab.base.recipe import KvtcStream
-from kvlab.codec.base import Arrays, Stats, StreamCalibration, stored
+from kvlab.base.recipe import KvtcStream, Recipe
+from kvlab.codec.base import Arrays, Codec, Encoded, Site, Stats, StreamCalibration, stored
+from kvlab.codec.ended import EndedCodec
+from kvlab.codec.kept import Kept
 from kvlab.codec.ladder import uniform
 from kvlab.codec.ladder.own import OwnFront
 from kvlab.codec.ladder.token_blocks import TokenBlockCodec
 from kvlab.codec.products import product
 from kvlab.codec.stream import packing
 from kvlab.codec.transform import fixed_sign
+from kvlab.codec.whole.file import STREAMS, Cache, Owner, dtype_of
 
 SIZES = (1, 16, 64, 256, 1024)  # components of a group, which share a scale and a shift
 WIDTHS = (2, 4, 8)  # bits of a component; or none at all
 RANGED = 1024  # tokens that the ranges of groups are taken from
 SIDE = 32  # bits of a group's scale and shift, per token
 UNSEEN = 4  # first tokens of a window that the fit leaves out, the paper's sinks
+UNIT = 2  # bits that every price is a multiple of
 
 
 class Group(NamedTuple):
@@ -40,14 +45,14 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """Principal components of all heads of one layer's K or V.
+    """Principal components of K or of V of all layers: P = layers * kv_heads * head_dim.
 
     Parameters
     ----------
     mean : Tensor
-        float32 [heads, head_dim].
+        float32 [layers * kv_heads, head_dim].
     basis : Tensor
-        Columns are components, most energetic first, float32 [P, P] with P = heads * head_dim.
+        Columns are components, most energetic first, float16 [P, P].
     energy : Tensor
         Mean square of each, float32 [P].
     reach : Tensor
@@ -62,29 +67,72 @@ class Fit:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """KV heads and head_dim."""
+        """Heads of all layers, and head_dim."""
         return tuple(self.mean.shape)
 
     @classmethod
-    def of(cls, rows: Tensor) -> Fit:
-        """The fit of a sample, float32 [heads, windows, tokens, head_dim]."""
-        x = rows[:, :, min(UNSEEN, rows.shape[2] - 1) :].double().flatten(1, 2).transpose(0, 1).flatten(1)
-        mean = x.mean(0)
-        centred = x - mean
-        basis = torch.linalg.eigh(centred.mT @ centred / len(x)).eigenvectors.flip(-1)
-        basis = fixed_sign(basis[None], dim=-2)[0]
-        y = centred @ basis
-        few = y[:: max(1, len(y) // RANGED)].float()
-        reach = torch.zeros(len(SIZES), y.shape[1], dtype=torch.float64)
+    def of(cls, mean: Tensor, covariance: Tensor, rows: Tensor, head_dim: int) -> Fit:
+        """The fit of moments [P] and [P, P], and of a sample that ranges are taken from, float32 [tokens, P]."""
+        energy, basis = torch.linalg.eigh(covariance)
+        basis = fixed_sign(basis.flip(-1)[None], dim=-2)[0].to(torch.float16)
+        few = (rows - mean.float()) @ basis.float()
+        reach = torch.zeros(len(SIZES), len(mean))
         for number, size in enumerate(SIZES):
-            if size <= y.shape[1]:
-                groups = few.unfold(1, size, 1)
-                reach[number, : groups.shape[1]] = (groups.amax(-1) - groups.amin(-1)).double().square().mean(0)
-        parts = (mean.unflatten(0, (len(rows), -1)), basis, y.square().mean(0), reach)
-        return cls(*(part.float().contiguous() for part in parts))
+            if size <= len(mean):
+                reach[number, : len(mean) - size + 1] = _ranges(few, size).square().mean(0)
+        mean = mean.float().unflatten(0, (-1, head_dim)).contiguous()
+        return cls(mean, basis.contiguous(), energy.flip(0).clamp(min=0).float().contiguous(), reach)
 
 
-class KvtcCodec(TokenBlockCodec):
+def _ranges(rows: Tensor, size: int) -> Tensor:
+    """Largest less least of every `size` neighbours, [tokens, P - size + 1]; by doubling what is known of half."""
+    high, low, held = rows, rows, 1
+    while held < size:
+        step = min(held, size - held)
+        high = torch.maximum(high[:, :-step], high[:, step:])
+        low = torch.minimum(low[:, :-step], low[:, step:])
+        held += step
+    return high - low
+
+
+class KvtcCodec:
+    """Codes K of all layers as one tensor, and V of all layers as another.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        Of `KvtcStream`.
+    fitted : mapping of str to Tensor
+        ``{k|v}/{field of Fit}``.
+    owner : Owner
+    """
+
+    def __init__(self, recipe: Recipe, fitted: Mapping[str, Tensor], owner: Owner):
+        self.owner, kept = owner, Kept.of(recipe.k)
+        self._codecs: dict[str, Codec] = {}
+        for stream in STREAMS:
+            own = Fit(**{field.name: fitted[f"{stream}/{field.name}"] for field in fields(Fit)})
+            inner = StackedCodec(getattr(recipe, stream), StreamCalibration(own={0: own}))
+            self._codecs[stream] = EndedCodec(inner, kept) if kept else inner
+
+    def encode(self, cache: Cache, ids: Sequence[int]) -> bytes:
+        """See `WholeCodec`."""
+        self.owner.refuse_other_shape(cache, ids)
+        return self.owner.written(self._frames(cache), dtype_of(cache[0, "k"]), len(ids), stacked=True)
+
+    def _frames(self, cache: Cache) -> Iterator[Encoded]:
+        for stream, codec in self._codecs.items():
+            stacked = torch.cat([cache[layer, stream].cpu() for layer in range(self.owner.layers)])
+            yield codec.encode(stacked, Site(0, 0, stream))
+
+    def decode(self, data: bytes, ids: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """See `WholeCodec`."""
+        reader = self.owner.read(data, ids, stacked=True)
+        k, v = (codec.decode(reader.frame(0, stream)) for stream, codec in self._codecs.items())
+        yield from zip(range(self.owner.layers), k.split(self.owner.heads), v.split(self.owner.heads), strict=True)
+
+
+class StackedCodec(TokenBlockCodec):
     """x -> (x - mean) basis, in groups of components that are rounded to even grids of their own per token.
 
     Which components make a group and how wide its codes are is what dynamic programming finds to lower the expected
@@ -105,7 +153,7 @@ class KvtcCodec(TokenBlockCodec):
     def pack(self, rows: Tensor, layer: int) -> tuple[Arrays, Stats]:
         """Deflated codes, and the grids of one block."""
         own, x = self.front.of(layer), rows.transpose(0, 1).flatten(1)
-        y = product(x - own.mean.flatten().to(x.device), own.basis.to(x.device))
+        y = product(x - own.mean.flatten().to(x.device), own.basis.float().to(x.device))
         codes, grids = [], [x.new_zeros(len(x), 0, 2, dtype=torch.float16)]
         for group in self.plan(layer):
             part = y[None, :, group.first : group.first + group.size]
@@ -128,7 +176,7 @@ class KvtcCodec(TokenBlockCodec):
             read = (code.to(grids.device), grids[None, :, number : number + 1].contiguous())
             values = uniform.read(read, (1, tokens, group.size), group.size, group.width)
             y[:, group.first : group.first + group.size] = values[0]
-        x = product(y, own.basis.mT.contiguous().to(y.device)) + own.mean.flatten().to(y.device)
+        x = product(y, own.basis.float().mT.contiguous().to(y.device)) + own.mean.flatten().to(y.device)
         return x.unflatten(1, (heads, head_dim)).transpose(0, 1)
 
     def plan(self, layer: int) -> list[Group]:
@@ -157,26 +205,33 @@ def allocate(energy: Tensor, reach: Tensor, budget: int) -> list[Group]:
     list of Group
         In order, without gaps from component 0 on; components after the last one are left out.
     """
-    count = len(energy)
-    left = energy.double().flip(0).cumsum(0).flip(0)
-    best = torch.full((count + 1, budget + 1), torch.inf, dtype=torch.float64)
-    best[0] = 0.0
+    count, budget = len(energy), budget // UNIT
     choices = [Group(0, size, width) for size in SIZES for width in WIDTHS]  # `first` is where it is applied
-    came = torch.full((count + 1, budget + 1), -1, dtype=torch.int8)
-    for first in range(count):
-        for number, (_, size, width) in enumerate(choices):
-            price = size * width + SIDE
+    prices = [(size * width + SIDE) // UNIT for _, size, width in choices]
+    factors = [size / (12 * (2**width - 1) ** 2) for _, size, width in choices]
+    ranges = reach.double().numpy()
+    ahead = {0: np.zeros(budget + 1)}  # least error of all components before one, by bits; of those still to come
+    came = np.full((count + 1, budget + 1), -1, dtype=np.int8)
+    ends = np.full(count + 1, np.inf)
+    for first in range(count + 1):
+        best = ahead.pop(first, None)
+        if best is None:
+            continue
+        ends[first] = best[budget]
+        for number, (_, size, _) in enumerate(choices):
+            price = prices[number]
             if first + size > count or price > budget:
                 continue
-            error = size * float(reach[SIZES.index(size), first]) / (12 * (2**width - 1) ** 2)
-            renewed, held = best[first, : budget + 1 - price] + error, best[first + size, price:]
+            renewed = best[: budget + 1 - price] + factors[number] * ranges[SIZES.index(size), first]
+            held = ahead.setdefault(first + size, np.full(budget + 1, np.inf))[price:]
             better = renewed < held
-            held[better], came[first + size, price:][better] = renewed[better], number
-    total = best[:, budget] + torch.cat((left, left.new_zeros(1)))
-    last, found = int(total.argmin()), []
+            np.copyto(held, renewed, where=better)
+            np.copyto(came[first + size, price:], number, where=better, casting="unsafe")
+    left = np.append(np.cumsum(energy.double().numpy()[::-1])[::-1], 0.0)
+    last, found = int(np.argmin(ends + left)), []
     while last:
-        _, size, width = choices[int(came[last, budget])]
-        last, budget = last - size, budget - size * width - SIDE
+        _, size, width = choices[came[last, budget]]
+        last, budget = last - size, budget - (size * width + SIDE) // UNIT
         found.append(Group(last, size, width))
     return found[::-1]
 

@@ -1,0 +1,14 @@
+"""What the tests of measuring share."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvlab.base.model import resolve
+from kvlab.text import corpus
+
+
+@pytest.fixture(scope="session")
+def calib_windows(tiny_params, tiny_windows):
+    """The windows of the tiny model, of all splits."""
+    return corpus.load(tiny_windows, resolve(tiny_params.model).model_hash)
