@@ -8,11 +8,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
+from kvlab.base.errors import UserError
 from kvlab.base.records import read_json, write_json
-from kvlab.cli.checked import recipes_of
+from kvlab.cli.checked import Named, recipes_of, whole_bits
+from kvlab.codec.recipes import named_recipe
 from validation.rates.page import write
+
+ASKED = re.compile(r"(?P<name>[\w+-]+)(\[(?P<settings>\w+=\d+(,\w+=\d+)*)\])?(=(?P<bits>[\d.]+(,[\d.]+)*))?")
 
 
 def main() -> None:
@@ -22,7 +27,7 @@ def main() -> None:
     measuring = verbs.add_parser("measure", help="measure codecs on one model under one protocol")
     measuring.add_argument("--model", type=Path, required=True)
     measuring.add_argument("--windows", type=Path, required=True, help="what `kvlab step corpus` wrote for the model")
-    measuring.add_argument("--codec", nargs="+", required=True, help="NAME, or NAME=BITS,BITS for bits of its own")
+    measuring.add_argument("--codec", nargs="+", required=True, help="NAME, NAME=BITS,BITS or NAME[setting=value]=BITS")
     measuring.add_argument("--bits", type=float, nargs="+", default=[2, 3, 4])
     measuring.add_argument("--protocol", choices=("snapshot", "in_forward"), default="snapshot")
     measuring.add_argument("--most", type=int, default=16, help="windows of each text")
@@ -40,10 +45,24 @@ def main() -> None:
     write_json(args.out, measure(args.model, args.windows, asked, args.protocol, args.most))
 
 
-def named(codec: str, bits: list[float]) -> list:
-    """A codec at each of some bits; its own stand after its name."""
-    name, _, own = codec.partition("=")
-    return recipes_of(name, [float(one) for one in own.split(",")] if own else bits)
+def named(asked: str, bits: list[float]) -> list[Named]:
+    """A codec at each of some bits: ``NAME``, ``NAME=BITS,BITS``, or ``NAME[setting=value]=BITS`` of whole numbers.
+
+    Raises
+    ------
+    UserError
+        It is nothing of that kind, or no codec has that name, such settings or such bits.
+    """
+    found = ASKED.fullmatch(asked)
+    if not found:
+        raise UserError(f"codec {asked!r} is not understood; allowed: NAME, NAME=BITS,BITS, NAME[setting=value]=BITS")
+    name, settings, own = found["name"], found["settings"], found["bits"]
+    widths = [float(one) for one in own.split(",")] if own else bits
+    if not settings:
+        return recipes_of(name, widths)
+    given = {key: int(value) for key, _, value in (one.partition("=") for one in settings.split(","))}
+    label = f"{name} ({settings.replace('=', ' ')})"
+    return [Named(label, width, named_recipe(name, whole_bits(width), **given)) for width in widths]
 
 
 if __name__ == "__main__":

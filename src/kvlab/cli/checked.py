@@ -96,7 +96,7 @@ def recipe_of(codec: str, bits: float | None = None, v_bits: float | None = None
     for flag, given in (("--bits", bits), ("--v-bits", v_bits)):
         if given is not None and not 0 < given <= MOST_BITS:
             raise UserError(f"{flag} {given:g}; allowed: more than 0, at most {MOST_BITS}")
-    return named_recipe(codec, _whole(bits), _whole(v_bits))
+    return named_recipe(codec, whole_bits(bits), whole_bits(v_bits))
 
 
 def has_bits(codec: str) -> bool:
@@ -105,7 +105,7 @@ def has_bits(codec: str) -> bool:
     return settings is None or "bits" in settings.model_fields
 
 
-def _whole(bits: float | None) -> float | None:
+def whole_bits(bits: float | None) -> float | None:
     """Bits that are a whole number as one: most codecs take no other."""
     return int(bits) if bits is not None and bits == int(bits) else bits
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kvlab.base.errors import UserError
 from kvlab.cli.checked import recipes_of
 from validation.rates import compare, page
 from validation.rates.__main__ import named
@@ -69,6 +70,10 @@ def test_the_page_says_ratios_and_bits_saved(tmp_path):
 def test_a_codec_may_have_bits_of_its_own():
     assert [one.label for one in named("archive=1,1.5", [2, 4])] == ["archive 1", "archive 1.5"]
     assert [one.label for one in named("klt", [2, 4])] == ["klt 2", "klt 4"]
+    (grouped,) = named("kivi[group=32]=3", [2])
+    assert grouped.label == "kivi (group 32) 3" and grouped.recipe.k.group == 32
+    with pytest.raises(UserError, match="is not understood"):
+        named("kivi[group]=3", [2])
 
 
 def test_measured_on_a_model(tiny_model, tiny_windows):
