@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def bits_at(rows: list[dict], codec: str, text: str, level: float) -> float | No
     """Bits at which a codec's KL is `level`, between its rows, log KL straight in bits; None beyond them."""
     mine = (row for row in rows if (row["codec"], row["text"]) == (codec, text))
     curve = sorted((row["bits"], mean(row)) for row in mine)
-    for (low, before), (high, after) in zip(curve, curve[1:], strict=False):
+    for (low, before), (high, after) in pairwise(curve):
         if after <= level <= before and after < before:
             share = math.log(before / level) / math.log(before / after)
             return low + share * (high - low)
