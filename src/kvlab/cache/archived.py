@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError
 from kvlab.base.model import ModelInfo, load_tokenizer, resolve
 from kvlab.base.params import Params
-from kvlab.base.recipe import WHOLE, Recipe
+from kvlab.base.recipe import WHOLE, ArchiveStream, Recipe
 from kvlab.base.records import atomic, to_header
 from kvlab.cache.calibration_file import is_calibration_file, load_calibration, read_header
 from kvlab.calibration.archive import Archive
+from kvlab.codec.archive.codec import Body
 from kvlab.codec.archive.file import ArchiveFile, ArchiveHeader, dump, load
 from kvlab.codec.archive.model import STREAMS
 from kvlab.codec.recipes import named_recipe
@@ -61,14 +62,8 @@ def archived(
     """
     settings, sample, layers = recipe.k, cache[0, "k"], archive.fitted.layers
     heads, tokens, head_dim = sample.shape
-    codec = archive.codec(settings.block_size)
-    expected = archive.expected({layer: cache[layer, "k"] for layer in range(layers)})
-    if settings.bits is None:
-        body = codec.encode(cache, ids, expected, settings.quality, starts)
-    else:
-        due = settings.bits * 2 * layers * sample.numel() / 8
-        beside = ArchiveHeader.overhead(layers, tokens, settings.block_size)
-        body = codec.encode_to(cache, ids, expected, due, beside, starts)
+    beside = ArchiveHeader.overhead(layers, tokens, settings.block_size)
+    body = coded(archive, settings, cache, ids, settings.block_size, beside, starts)
     header = ArchiveHeader(
         layers=layers,
         heads=heads,
@@ -83,6 +78,48 @@ def archived(
         model_hash=archive.info.model_hash,
     )
     return dump(body, header, ids, key)
+
+
+def coded(
+    archive: Archive,
+    settings: ArchiveStream,
+    cache: Mapping[tuple[int, str], Tensor],
+    ids: Sequence[int],
+    block: int,
+    beside: int,
+    starts: bool = True,
+) -> Body:
+    """A cache in blocks of so many tokens, at the quality or the bits of a recipe; raises as `archived`.
+
+    Parameters
+    ----------
+    cache : mapping
+        As `archived` takes it. It is asked for one layer's K or V at a time, several times over, so that it need not
+        hold them.
+    beside : int
+        Bytes that will be stored with what the entropy coder wrote; the bits count them.
+    """
+    codec, layers, sample = archive.codec(block), archive.fitted.layers, cache[0, "k"]
+    expected = archive.expected(Keys(cache, layers))
+    if settings.bits is None:
+        return codec.encode(cache, ids, expected, settings.quality, starts)
+    return codec.encode_to(cache, ids, expected, settings.bits * 2 * layers * sample.numel() / 8, beside, starts)
+
+
+class Keys(Mapping[int, Tensor]):
+    """K of a cache by layer, each asked for when it is needed."""
+
+    def __init__(self, cache: Mapping[tuple[int, str], Tensor], layers: int):
+        self._cache, self._layers = cache, layers
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return self._cache[layer, "k"]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._layers))
+
+    def __len__(self) -> int:
+        return self._layers
 
 
 def encode_text(

@@ -18,6 +18,7 @@ class Cold(StrEnum):
     PREFIX_CACHED = "prefix_cached"
     STORAGE = "storage"
     LOAD_FAILED = "load_failed"
+    LOSSY = "lossy"
 
 
 DAMAGE = frozenset({
