@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
 from kvlab.cli import main as cli
+from kvlab.cli import snapshot as snapshot_verbs
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +19,22 @@ def archive_file(tiny_model, tmp_path_factory) -> Path:
     given = [str(word) for key, value in words.items() for word in (f"--{key}", value)]
     cli.main(["calibrate", *given, "--out", str(folder / "archive.kv"), "--decoder", str(folder / "decoder.kv")])
     return folder / "archive.kv"
+
+
+loaded = functools.cache(snapshot_verbs._model)
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Exit code, stdout and stderr of a verb of `kvlab snapshot`, in this process; a model is loaded once."""
+    monkeypatch.setattr(snapshot_verbs, "_model", loaded)
+
+    def one(*arguments) -> tuple[int, str, str]:
+        try:
+            cli.main(["snapshot", *map(str, arguments)])
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        return (code, *capsys.readouterr())
+
+    return one

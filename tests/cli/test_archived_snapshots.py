@@ -14,19 +14,6 @@ from kvlab.kvstore.snapshot import read
 CHUNK, PROMPT = 16, [7 * n % 320 for n in range(70)]
 
 
-@pytest.fixture
-def run(capsys):
-    def one(*arguments) -> tuple[int, str, str]:
-        try:
-            cli.main(["snapshot", *map(str, arguments)])
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return (code, *capsys.readouterr())
-
-    return one
-
-
 @pytest.fixture(scope="module")
 def ids(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("ids") / "ids.json"

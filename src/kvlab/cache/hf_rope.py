@@ -7,6 +7,7 @@ the model's own rotary module by a hook, which holds for left padding and for an
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import weakref
@@ -87,8 +88,9 @@ def turn_of(config: PreTrainedConfig, head_dim: int, tokens: int, dtype: torch.d
     CapabilityError
         See `find_rotary`.
     """
+    own = copy.deepcopy(config)  # transformers writes the attention into what it is given
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
+        skeleton = AutoModelForCausalLM.from_config(own, attn_implementation="eager", trust_remote_code=False)
     named = dict(skeleton.named_modules())
     for name in [name for name in named if name.rpartition(".")[2] == "rotary_emb"]:
         parent = named[name.rpartition(".")[0]]

@@ -240,6 +240,7 @@ def test_saving_asks_for_a_layer_at_a_time_and_restoring_for_a_chunk(run, model,
     assert max(most) <= 2 and len(most) >= 2 * 2 * model.info.n_layers
     with read.open(saved) as snapshot:
         assert found == [snapshot.stored(number) for number in range(chunks)]
+    assert found == list(coder.encoded(map(run.pager.payload, range(chunks)), OLD))  # as from whole payloads
 
 
 def _never(number: int):
@@ -249,7 +250,9 @@ def _never(number: int):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_rotary_embedding_of_a_configuration_is_that_of_its_model(model, halved, dtype):
     own = (model if dtype == torch.float32 else halved).turn(50)
+    attention = model.attention
     found = turn_of(model.model.config, model.info.head_dim, 50, dtype)
+    assert model.attention == attention  # the configuration is as it was
     assert torch.equal(found.cos, own.cos) and torch.equal(found.sin, own.sin)
 
 
