@@ -6,6 +6,7 @@
 
 A chunk is coded by itself, so that a prefix can be read without what follows it. A codec whose blocks are longer
 than a chunk therefore codes shorter ones than elsewhere: evidence of what it costs is evidence at this chunk size.
+Blocks of an archive are coded by what is known of the whole context, and decoded by themselves too.
 """
 
 from __future__ import annotations
