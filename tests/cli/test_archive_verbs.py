@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -13,28 +12,16 @@ from kvlab.cli import main as cli
 TEXT = "a cache that is kept " * 4
 
 
-@pytest.fixture(scope="module")
-def calibration(tiny_model, tmp_path_factory) -> Path:
-    """What `kvlab calibrate --codec archive` writes for the tiny model."""
-    folder = tmp_path_factory.mktemp("archive")
-    text = folder / "calibration.txt"
-    text.write_text(" ".join(f"word {n} and {n * n}" for n in range(2000)))
-    words = {"model": tiny_model, "codec": "archive", "bits": 8, "context": 64, "windows": 12, "text": text}
-    given = [str(word) for key, value in words.items() for word in (f"--{key}", value)]
-    cli.main(["calibrate", *given, "--out", str(folder / "archive.kv")])
-    return folder / "archive.kv"
-
-
 @pytest.fixture
-def verb(tiny_params, calibration, tmp_path, capsys):
+def verb(tiny_params, archive_file, tmp_path, capsys):
     """Runs a verb; flags that are not given are right, and None leaves one out."""
     (tmp_path / "text.txt").write_text(TEXT)
     params = json.dumps(tiny_params.model_dump(mode="json"))
     right = {
-        "encode": {"recipe": calibration, "text": tmp_path / "text.txt", "out": tmp_path / "text.kva"},
+        "encode": {"recipe": archive_file, "text": tmp_path / "text.txt", "out": tmp_path / "text.kva"},
         "inspect": {"stream": tmp_path / "text.kva"},
         "decode": {
-            "recipe": calibration,
+            "recipe": archive_file,
             "stream": tmp_path / "text.kva",
             "out": tmp_path / "text.safetensors",
         },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shlex
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvlab.cli import main as cli
 from kvlab.cli import snapshot as snapshot_verbs
 from kvlab.cli import snapshot_inputs as inputs
 from kvlab.kvstore.snapshot import read
@@ -32,25 +30,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-loaded = functools.cache(snapshot_verbs._model)
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Exit code, stdout and stderr of a verb of `kvlab snapshot`, in this process; a model is loaded once."""
-    monkeypatch.setattr(snapshot_verbs, "_model", loaded)
-
-    def one(*arguments) -> tuple[int, str, str]:
-        try:
-            cli.main(["snapshot", *map(str, arguments)])
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return (code, *capsys.readouterr())
-
-    return one
 
 
 def refused(answer: tuple[int, str, str], *words: str) -> None:

@@ -106,6 +106,31 @@ def test_without_a_calibration_codecs_that_need_one_are_left_out_by_name(
     assert [one.label for one in missing] == ["klt 2"] and "components of a calibration" in missing[0].reason
 
 
+def test_a_codec_of_whole_caches_is_stored_where_its_calibration_is(
+    tiny_params, tiny_windows, tiny_fitted, hf_engine, tmp_path
+):
+    from dataclasses import replace
+
+    from kvlab.calibration import load as calibration
+    from kvlab.kvstore.hf.model import PagedModel
+    from kvlab.studies.restore.stored import stored
+    from kvlab.text import corpus
+    from kvstore import archiving
+
+    model, windows = PagedModel.load(hf_engine.info), corpus.load(tiny_windows, hf_engine.info.model_hash)
+    calibrated = calibration.load(tiny_fitted, hf_engine.info.model_hash, windows.corpus_hash)
+    asked = SMALL.model_copy(update={"codecs": ("int", "archive"), "bits": (4,)})
+    found, missing = stored(tiny_params, model, windows, calibrated, asked, tmp_path)
+    assert [way.label for way in found] == [RAW, "int 4"]
+    assert [(one.label, one.reason) for one in missing] == [("archive 4", "it needs archive of a calibration")]
+    whole = replace(calibrated, archive=archiving.fitted(hf_engine, tiny_windows))
+    found, missing = stored(tiny_params, model, windows, whole, asked, tmp_path)
+    assert [way.label for way in found] == [RAW, "int 4", "archive 4"] and not missing
+    archive = found[-1]
+    assert archive.bits_per_value == pytest.approx(4, rel=0.01) and archive.kl.value > 0 and not archive.lossless
+    assert archive.recipe.k.codec == "archive"
+
+
 def test_prompts_that_are_too_long_are_refused_before_anything_runs(tiny_params, tiny_windows, tmp_path):
     with pytest.raises(ParamsError, match="256 positions"):
         measuring.measure(

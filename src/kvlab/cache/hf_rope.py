@@ -7,6 +7,7 @@ the model's own rotary module by a hook, which holds for left padding and for an
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import weakref
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kvlab.base.errors import CapabilityError
 from kvlab.codec.seeding import generator
@@ -71,6 +73,30 @@ def turns(rotary: nn.Module, positions: Tensor, like: Tensor) -> list[RopeTurn]:
     """Rotation of each row of `positions` [rows, tokens], with the model's own cos and sin in `like`'s dtype."""
     cos, sin = rotary(like.new_empty(0), positions.long())
     return [RopeTurn(*pair) for pair in zip(cos.float(), sin.float(), strict=True)]
+
+
+def turn_of(config: PreTrainedConfig, head_dim: int, tokens: int, dtype: torch.dtype) -> RopeTurn:
+    """The rotary embedding of positions 0 to `tokens` of a model of this configuration, none of whose weights is read.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Of K, in which cos and sin are made.
+
+    Raises
+    ------
+    CapabilityError
+        See `find_rotary`.
+    """
+    own = copy.deepcopy(config)  # transformers writes the attention into what it is given
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(own, attn_implementation="eager", trust_remote_code=False)
+    named = dict(skeleton.named_modules())
+    for name in [name for name in named if name.rpartition(".")[2] == "rotary_emb"]:
+        parent = named[name.rpartition(".")[0]]
+        parent.rotary_emb = type(named[name])(config=skeleton.config)  # anew: the skeleton's holds no numbers
+    rotary = find_rotary(skeleton, head_dim)
+    return turns(rotary, torch.arange(tokens)[None], torch.empty(0, dtype=dtype))[0]
 
 
 def find_rotary(model: nn.Module, head_dim: int) -> nn.Module:

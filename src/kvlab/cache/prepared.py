@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from kvlab.base.errors import CalibrationMismatch, ParamsError, StorageError
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Recipe, digest
+from kvlab.base.recipe import WHOLE, Recipe, digest
 from kvlab.cache.calibration_file import load_calibration
 from kvlab.cache.recipe_file import CalibratedRecipeFile, CalibrationFiles, RecipeFile
 from kvlab.calibration.load import Calibrated, Fitted, load, needed_files
 from kvlab.codec.base import Codec
+from kvlab.codec.recipes import named_recipe
 from kvlab.codec.registry import build
 
 
@@ -55,8 +56,13 @@ class Prepared:
         return build(recipe, self.calibration.stream(recipe, stream, where) if self.calibration else None)
 
 
-def prepared(file: RecipeFile, info: ModelInfo) -> Prepared:
+def prepared(file: RecipeFile, info: ModelInfo, whole: bool = False) -> Prepared:
     """Check a recipe file against a model and read its calibration.
+
+    Parameters
+    ----------
+    whole : bool
+        Whether a codec will do that codes all layers of a cache at once.
 
     Raises
     ------
@@ -66,15 +72,36 @@ def prepared(file: RecipeFile, info: ModelInfo) -> Prepared:
         A file of the calibration is missing or damaged.
     CalibrationMismatch
         The calibration belongs to another model, or lacks what the recipe needs.
+    CapabilityError
+        The codec codes whole caches, and tensors are to be coded one by one.
     """
     layers = tuple(range(info.n_layers)) if file.layers is None else file.layers
     beyond = [layer for layer in layers if not 0 <= layer < info.n_layers]
     if beyond:
         raise ParamsError(f"the recipe file codes layer {beyond[0]}; the model has 0 to {info.n_layers - 1}")
     ready = Prepared(file.recipe, layers, info.n_layers, _calibrated(file, info))
-    for stream in ("k", "v"):
-        ready.codec(stream)
+    if not (whole and file.recipe.k.codec in WHOLE):
+        for stream in ("k", "v"):
+            ready.codec(stream)
+    elif ready.calibration is None or ready.calibration.archive is None:
+        raise CalibrationMismatch(f"no fitted {file.recipe.k.codec} is given; write one with `kvlab calibrate`")
     return ready
+
+
+def at_bits(ready: Prepared, bits: float | None) -> Prepared:
+    """The same at other bits, of a codec of whole caches, whose calibration serves all; as it is where they are None.
+
+    Raises
+    ------
+    ParamsError
+        The codec's bits are its recipe's.
+    """
+    own = ready.recipe.k
+    if bits is None:
+        return ready
+    if own.codec not in WHOLE:
+        raise ParamsError(f"bits are {bits:g}, and those of codec {own.codec!r} are its recipe's; leave them out")
+    return replace(ready, recipe=named_recipe(own.codec, bits, block_size=own.block_size))
 
 
 def _calibrated(file: RecipeFile, info: ModelInfo) -> Calibrated | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch, CapabilityError
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Recipe
+from kvlab.base.recipe import ArchiveStream, Recipe
 from kvlab.base.records import sha256
 from kvlab.calibration.across import expected_attention
 from kvlab.calibration.capture import InMemory
@@ -20,7 +20,7 @@ from kvlab.calibration.components import Fitting
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS
 from kvlab.codec.archive import fit
-from kvlab.codec.archive.codec import ArchiveCodec
+from kvlab.codec.archive.codec import ArchiveCodec, Body
 from kvlab.codec.archive.counting import LayerSample
 from kvlab.codec.archive.file import ArchiveFile, ArchiveHeader, dump, load, refuse_other
 from kvlab.codec.archive.layer import ENCODES_NOT, StreamModel
@@ -87,14 +87,8 @@ class Archive:
         """The file of a cache; see `cache.archived.archived`."""
         settings, sample, layers = recipe.k, cache[0, "k"], self.fitted.layers
         heads, tokens, head_dim = sample.shape
-        codec = self.codec(settings.block_size)
-        expected = self.expected({layer: cache[layer, "k"] for layer in range(layers)})
-        if settings.bits is None:
-            body = codec.encode(cache, ids, expected, settings.quality, starts)
-        else:
-            due = settings.bits * 2 * layers * sample.numel() / 8
-            beside = ArchiveHeader.overhead(layers, tokens, settings.block_size)
-            body = codec.encode_to(cache, ids, expected, due, beside, starts)
+        beside = ArchiveHeader.overhead(layers, tokens, settings.block_size)
+        body = self.body(settings, cache, ids, settings.block_size, beside, starts)
         header = ArchiveHeader(
             layers=layers,
             heads=heads,
@@ -109,6 +103,31 @@ class Archive:
             model_hash=self.info.model_hash,
         )
         return dump(body, header, ids, key)
+
+    def body(
+        self,
+        settings: ArchiveStream,
+        cache: Mapping[tuple[int, str], Tensor],
+        ids: Sequence[int],
+        block: int,
+        beside: int,
+        starts: bool = True,
+    ) -> Body:
+        """A cache in blocks of so many tokens, at the quality or the bits of a recipe; raises as `encode`.
+
+        Parameters
+        ----------
+        cache : mapping
+            As `encode` takes it. It is asked for one layer's K or V at a time, several times over, so that it need not
+            hold them.
+        beside : int
+            Bytes that will be stored with what the entropy coder wrote; the bits count them.
+        """
+        codec, layers, sample = self.codec(block), self.fitted.layers, cache[0, "k"]
+        expected = self.expected(_Keys(cache, layers))
+        if settings.bits is None:
+            return codec.encode(cache, ids, expected, settings.quality, starts)
+        return codec.encode_to(cache, ids, expected, settings.bits * 2 * layers * sample.numel() / 8, beside, starts)
 
     def decode(self, recipe: Recipe, data: bytes, ids: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Layer, K and V of a file of these tokens, which says its recipe itself; see `decoded`."""
@@ -191,6 +210,22 @@ def required(recipe: Recipe, fitted: object | None, layers: Sequence[int] | None
         raise CalibrationMismatch(f"the calibration was not fitted for {codec}; calibrate it for this recipe")
     if layers is not None:
         raise CapabilityError(f"codec {codec!r} codes K and V of all layers, not some of them")
+
+
+class _Keys(Mapping[int, Tensor]):
+    """K of a cache by layer, each asked for when it is needed."""
+
+    def __init__(self, cache: Mapping[tuple[int, str], Tensor], layers: int):
+        self._cache, self._layers = cache, layers
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return self._cache[layer, "k"]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._layers))
+
+    def __len__(self) -> int:
+        return self._layers
 
 
 def encodes_alone(name: str) -> bool:

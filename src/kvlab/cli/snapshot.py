@@ -47,7 +47,7 @@ def save_verb(args: argparse.Namespace) -> None:
     tokens = inputs.tokens_of(args, info)
     if args.upto is not None and not 0 < args.upto <= len(tokens):
         raise UserError(f"--upto is {args.upto}; the prompt has 1 to {len(tokens)} tokens to save")
-    config, ready = inputs.pool_of(args.pool_tokens, chunk, len(tokens)), inputs.recipe_of(args.recipe, info)
+    config, ready = inputs.pool_of(args.pool_tokens, chunk, len(tokens)), inputs.recipe_of(args.recipe, info, args.bits)
     evidence = inputs.evidence_ids(args.evidence, ready, info)
     model = _model(info, args.dtype or DTYPE)
     run = PagedRun(model, config, args.policy, salt=args.salt)
@@ -222,12 +222,12 @@ def _text(info, tokens) -> str:
 
 def _coder(ready, model, chunk_tokens: int, tokens: int):
     """The coder of a prepared recipe for contexts of so many tokens; None without one."""
-    from kvlab.kvstore.snapshot.payload import CodedChunks
+    from kvlab.kvstore.snapshot.payload import recipe_coder
 
     if ready is None:
         return None
     geometry, turn = model.geometry(chunk_tokens), model.turn(tokens)
-    return CodedChunks(geometry, ready.recipe, ready.calibration, ready.layers, turn=turn)
+    return recipe_coder(geometry, ready.recipe, ready.calibration, ready.layers, turn=turn)
 
 
 def _decoder(snapshot, info, ready):
@@ -274,6 +274,7 @@ VERBS: dict[Callable, list[Flag]] = {
     save_verb: [
         place("out", "the snapshot, replaced in one step when there is one"),
         *(MODEL, *PROMPT, *RUNNING, RECIPE, SIGNING),
+        word("--bits", "of a recipe of archive, others than its own", type=float, metavar="N"),
         word("--upto", "save no more than the first N tokens", type=int, metavar="N"),
         path(
             "--evidence",

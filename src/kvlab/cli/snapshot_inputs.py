@@ -129,12 +129,19 @@ def strangeness(identity, info) -> list:
     return differences(identity, expected.coded(identity.codec))
 
 
-def recipe_of(file: Path | None, info):
-    """A recipe file with the calibration that it names, checked against the model; None without a file."""
-    from kvlab.cache.prepared import prepared
+def recipe_of(file: Path | None, info, bits: float | None = None):
+    """A recipe file with the calibration that it names, checked against the model; None without a file.
+
+    `bits` are others than the recipe's, of a codec of whole caches, whose calibration serves all of them.
+    """
+    from kvlab.cache.prepared import at_bits, prepared
     from kvlab.cache.recipe_file import read_recipe_file
 
-    return None if file is None else prepared(read_recipe_file(file), info)
+    if file is None:
+        if bits is not None:
+            raise UserError("--bits goes with --recipe")
+        return None
+    return at_bits(prepared(read_recipe_file(file), info, whole=True), bits)
 
 
 def evidence_ids(files: Iterable[Path], ready, info) -> list[str]:

@@ -101,6 +101,9 @@ def test_chunks_of_any_size_pass_through_blocks_in_any_order(chunk_tokens):
         rows.write(block_ids, number * chunk_tokens, chunk)
     for number, chunk in enumerate(given):
         assert same_bits(rows.read(block_ids, number * chunk_tokens), chunk)
+    whole = torch.cat(given, dim=3)
+    for number in range(3):
+        assert same_bits(rows.layer(number, block_ids, whole.shape[3]), whole[number].contiguous())
     assert all(not cache[block].any() for cache in store for block in (1, 3))
 
 

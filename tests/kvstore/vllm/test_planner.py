@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvlab.base.recipe import Fp8Stream, Recipe
+from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save
 from kvlab.kvstore.vllm.cold import Cold
@@ -149,3 +151,54 @@ def test_what_goes_on_from_decoded_tokens_is_marked_too(planner, tmp_path, made,
     begun(planner, one, local)
     (only,) = step(planner, one).saves
     assert only.computed == computed
+
+
+class TestLossy:
+    """What began with lossy K and V is answered, and never saved."""
+
+    @pytest.fixture
+    def planner(self, vllm, tmp_path):
+        coder = CodedChunks(making.GEOMETRY, Recipe(k=Fp8Stream(), v=Fp8Stream()), placement="post_rope")
+        settings = Settings(str(tmp_path), SIZE, save="answer", recipe="fp8.json", unproven=True)
+        return vllm.Planner(vllm.Context(settings, making.identity().coded(coder.codec), 2 * SIZE, {}, coder))
+
+    @pytest.fixture
+    def path(self, planner, tmp_path):
+        chunks = [making.gaussian(number, making.GEOMETRY) for number in range(2)]
+        source = Source(making.identity(), chunks, making.ledger(2), making.tokens(2 * SIZE))
+        return save(tmp_path / "lossy", source, coder=planner.context.coder).path
+
+    def codes(self, planner, one, vllm) -> list[str]:
+        return [code for code, _ in ended(planner, one, "FINISHED_STOPPED", vllm)[1]["kvlab"]["reasons"]]
+
+    def test_nothing_is_saved_after_a_load(self, planner, path, vllm):
+        one = request()
+        assert begun(planner, one) == 2 * SIZE
+        planner.learned(vllm.Outcomes(loads={one.request_id: vllm.Outcome(path, 2 * SIZE, 1, 1.0)}))
+        one.num_prompt_tokens = one.num_tokens = 4 * SIZE
+        one.all_token_ids = making.tokens(4 * SIZE)
+        assert step(planner, one).saves == []
+        assert self.codes(planner, one, vllm) == ["lossy"] and step(planner).saves == []
+
+    def test_what_could_not_be_loaded_is_computed_and_saved(self, planner, path, vllm):
+        one = request()
+        begun(planner, one)
+        assert step(planner, one).saves == []
+        planner.learned(vllm.Outcomes(loads={one.request_id: vllm.Outcome.failed(path, (BROKEN,))}))
+        assert len(step(planner, one).saves) == 1
+
+    def test_what_vllm_s_own_cache_hands_on_is_not_saved_either(self, planner, path, vllm):
+        one, two, three = request(), request("b", PROMPT[::-1]), request("c", making.tokens(5 * SIZE))
+        begun(planner, two, SIZE)
+        assert len(step(planner, two).saves) == 1  # nothing lossy yet
+        begun(planner, one)
+        begun(planner, three, 2 * SIZE)
+        assert step(planner, three).saves == []
+        assert self.codes(planner, three, vllm) == ["prefix_cached", "lossy", "lossy"]
+
+    def test_without_being_asked_for_a_lossy_snapshot_is_refused(self, vllm, path, tmp_path, planner):
+        settings = Settings(str(tmp_path), SIZE, recipe="fp8.json")
+        strict = vllm.Planner(vllm.Context(settings, planner.context.identity, 2 * SIZE, {}, planner.context.coder))
+        one = request()
+        assert begun(strict, one) == 0
+        assert self.codes(strict, one, vllm) == ["unproven"]

@@ -25,6 +25,10 @@ def test_what_the_configuration_says_is_what_the_connector_reads(tmp_path):
         ({"folder": "f", "chunk_tokens": 1 << 20}, ParamsError, "65536 at most"),
         ({"folder": "f", "restore": "no"}, ParamsError, "restore"),
         ({"folder": 3}, ParamsError, "folder"),
+        ({"folder": "f", "recipe": 3}, ParamsError, "recipe"),
+        ({"folder": "f", "unproven": "yes"}, ParamsError, "unproven"),
+        ({"folder": "f", "bits": 2}, ParamsError, "goes with recipe"),
+        ({"folder": "f", "bits": "2", "recipe": "r"}, ParamsError, "is a number"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(extra, error, said):

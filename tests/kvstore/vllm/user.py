@@ -35,7 +35,7 @@ def generated(llm, wish: dict) -> dict:
             detokenize="stop" in wish,
             stop=wish.get("stop"),
             ignore_eos=True,
-            logprobs=1,
+            logprobs=-1 if wish.get("vocabulary") else 1,
             prompt_logprobs=wish.get("prompt_logprobs"),
             extra_args={"kv_transfer_params": {"kvlab": wish["asks"]}} if "asks" in wish else None,
         )
@@ -51,10 +51,16 @@ def generated(llm, wish: dict) -> dict:
             [step[token].logprob for step, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)]
             for o in outputs
         ],
+        "vocabulary": [_vocabulary(output) for output in outputs] if wish.get("vocabulary") else None,
         "said": [(output.kv_transfer_params or {}).get("kvlab") for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
         "counts": dataclasses.asdict(counts(llm) - before) if in_process else None,
     }
+
+
+def _vocabulary(output) -> list[list[float]]:
+    """The logits of every token of the vocabulary, in order, a row for each token of the answer."""
+    return [[step[token].logprob for token in range(len(step))] for step in output.outputs[0].logprobs]
 
 
 def settled(llm, wish: dict) -> dict:

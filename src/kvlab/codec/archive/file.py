@@ -135,9 +135,7 @@ def refuse_other(file: ArchiveFile, calibration_hash: str, model_hash: str, ids:
 
 def dump(body: Body, header: ArchiveHeader, ids: Sequence[int], key: Key | None = None) -> bytes:
     """The file of a coded cache, signed where there is a key."""
-    records = [
-        struct.pack(f"<{len(record)}I", *(len(part) for part in record)) + b"".join(record) for record in body.records
-    ]
+    records = [record_of(record) for record in body.records]
     front = header.pack() + struct.pack(f"<{len(ids) + len(records)}I", *ids, *map(len, records))
     leaves = [tree.leaf(front), *(tree.leaf(record) for record in records)]
     return b"".join([front, *records, *leaves[1:], Seal.of(tree.root(leaves), PURPOSE, key).pack()])
@@ -166,7 +164,7 @@ def load(data: bytes, key: Key | None = None) -> ArchiveFile:
         leaves.append(tree.leaf(record))
         if leaves[-1] != data[end + number * tree.SIZE : end + (number + 1) * tree.SIZE]:
             raise StreamError(f"block {number} is not the one that was written; the archive is damaged")
-        records.append(_parts(record, header.layers, number))
+        records.append(parts_of(record, header.layers, number))
         at += length
     if tree.root(leaves) != seal.root:
         raise StreamError("its header and records are not those of its digest; it is damaged, or mixed of several")
@@ -174,8 +172,13 @@ def load(data: bytes, key: Key | None = None) -> ArchiveFile:
     return ArchiveFile(header, ids, Body(header.quality, header.tokens, header.block, header.starts, tuple(records)))
 
 
-def _parts(record: bytes, layers: int, number: int) -> tuple[bytes, ...]:
-    """What was written of each layer."""
+def record_of(parts: Sequence[bytes]) -> bytes:
+    """The record of a block, of what the entropy coder wrote of each layer."""
+    return struct.pack(f"<{len(parts)}I", *map(len, parts)) + b"".join(parts)
+
+
+def parts_of(record: bytes, layers: int, number: int) -> tuple[bytes, ...]:
+    """What was written of each layer; `StreamError` where the record of block `number` is none of so many layers."""
     at = layers * U32.size
     lengths = struct.unpack_from(f"<{layers}I", record) if len(record) >= at else ()
     if at + sum(lengths) != len(record) or len(lengths) != layers or any(n % U32.size for n in lengths):

@@ -7,6 +7,7 @@ by the same numerics, see `snapshot.numerics`; else nothing of it is saved as a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvlab.base.errors import SnapshotRefused, UserError
@@ -119,6 +120,7 @@ class PagedRun(Forwards):
             payloads=(self.pager.payload(chunk) for chunk in range(chunks)),
             ledger=untouched(chunks) if self.by_hand else self.pager.ledger(chunks),
             tokens=self.tokens,
+            rows=partial(self.pager.rows, chunks=chunks),
         )
         made = dict(made or {}) | self.made
         return save(path, source, upto=upto, coder=coder, evidence=evidence, made=made, key=key)

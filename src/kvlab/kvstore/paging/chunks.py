@@ -150,6 +150,11 @@ class Chunks:
         chunk = self.items[number]
         return self.pool.payload(chunk.block) if chunk.host is None else chunk.host.clone()
 
+    def rows(self, number: int, layer: int) -> Tensor:
+        """One layer of a chunk [2, kv_heads, chunk_tokens, head_dim] on the CPU, to be read and not changed."""
+        chunk = self.items[number]
+        return (self.pool.data[chunk.block] if chunk.host is None else chunk.host)[layer].cpu()
+
     def check(self) -> list[str]:
         """The invariants that do not hold."""
         held = [chunk.block for chunk in self.items if chunk.block is not None]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from kvlab.base.errors import LayoutMismatch, PagerError, PoolExhausted, UnknownName
@@ -72,6 +73,19 @@ class Pager(Residents):
         if chunk >= self.sealed:
             raise PagerError(f"chunk {chunk} is still filling; the first {self.sealed} chunks are sealed")
         return self.chunks.payload(chunk)
+
+    def rows(self, layer: int, chunks: int) -> Tensor:
+        """A copy of one layer's K and V of the first sealed chunks, [2, kv_heads, tokens, head_dim] on the CPU.
+
+        Raises
+        ------
+        PagerError
+            When there is no such layer, or one of the chunks is absent or still filling.
+        """
+        self._check_layer(layer)
+        if chunks > self.sealed:
+            raise PagerError(f"{chunks} chunks are not there yet; the first {self.sealed} chunks are sealed")
+        return torch.cat([self.chunks.rows(number, layer) for number in range(chunks)], dim=2)
 
     # Appending and reading
 

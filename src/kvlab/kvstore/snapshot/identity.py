@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from kvlab.base.errors import ModelError
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Frozen, IdentityStream, Placement, Recipe, canonical, digest
+from kvlab.base.recipe import WHOLE, Frozen, IdentityStream, Placement, Recipe, canonical, digest
 from kvlab.base.records import file_hash, read_json
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.reasons import Code, Reason
@@ -50,7 +50,7 @@ class CodecIdentity(Frozen):
     placement : {"pre_rope", "post_rope"}
         Whether K was turned back to what it was before its rotary embedding, and so coded.
     calibration_hash : str or None
-        Of the calibration's files; None when the recipe reads none.
+        Of the calibration's files, for a codec of whole caches of what decodes alone; None when the recipe reads none.
     """
 
     recipe_id: str
@@ -226,7 +226,9 @@ def _of_codec(found: Identity, expected: Identity) -> Iterator[Reason]:
 
 
 def _how(codec: CodecIdentity) -> tuple:
-    return codec.recipe_id, codec.layers, codec.placement
+    """What of a codec decides how its bytes are read: of `archive` no bits, for its chunks say their own quality."""
+    recipe = codec.recipe
+    return recipe.k.codec if recipe.k.codec in WHOLE else codec.recipe_id, codec.layers, codec.placement
 
 
 def _coded(codec: CodecIdentity | None) -> str:

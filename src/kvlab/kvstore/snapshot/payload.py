@@ -1,15 +1,17 @@
-"""A chunk's K and V as bytes: as they are, or coded by any codec of the ladder.
+"""A chunk's K and V as bytes: as they are, coded by any codec of the ladder, or as a block of an archive.
 
     raw   := the tensor [layers, 2, kv_heads, chunk_tokens, head_dim] as it lies in memory, little-endian
     coded := frame of layer 0's K, frame of its V, frame of layer 1's K, ...; see `kvlab.codec.stream.bitstream`
+    block := see `archive`
 
 A chunk is coded by itself, so that a prefix can be read without what follows it. A codec whose blocks are longer
 than a chunk therefore codes shorter ones than elsewhere: evidence of what it costs is evidence at this chunk size.
+Blocks of an archive are coded by what is known of the whole context, and decoded by themselves too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -17,8 +19,9 @@ import torch
 from torch import Tensor
 
 from kvlab.base.errors import CapabilityError, ParamsError, StreamError, UserError
-from kvlab.base.recipe import IdentityStream, Placement, Recipe, StreamRecipe
+from kvlab.base.recipe import WHOLE, IdentityStream, Placement, Recipe, StreamRecipe
 from kvlab.cache.coded_rows import Straight, Turn
+from kvlab.calibration.archive import Archive
 from kvlab.calibration.needs import needs_calibration
 from kvlab.codec.base import Codec, Site, StreamCalibration, all_finite
 from kvlab.codec.controls.identity import IdentityCodec
@@ -27,31 +30,57 @@ from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.registry import build
 from kvlab.codec.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
 from kvlab.kvstore.paging.geometry import Geometry
+from kvlab.kvstore.snapshot.archive import ArchiveChunks, Rows
 from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity
 
 
 class ChunkCoder(Protocol):
-    """Turns a chunk's payload into bytes and back; `codec` is what a reader must have to do so, None for raw."""
+    """Turns a context's chunks into bytes and back; `codec` is what a reader must have to do so, None for raw."""
 
     codec: CodecIdentity | None
 
-    def encode(self, chunk: Tensor, number: int) -> bytes:
-        """The bytes of chunk `number`, counted from the context's first."""
+    def encoded(self, payloads: Iterable[Tensor], ids: Sequence[int], rows: Rows | None = None) -> Iterator[bytes]:
+        """The bytes of each chunk, from the context's first on.
 
-    def decode(self, data: bytes, number: int) -> Tensor:
-        """The tensor of `Geometry.chunk_shape` that they stand for; `StreamError` when they stand for none."""
+        Parameters
+        ----------
+        payloads : iterable of Tensor
+            Taken one by one, unless the coder goes by layers and `rows` are given.
+        ids : sequence of int
+            Tokens of these chunks.
+        rows : callable, optional
+            The same K and V, layer by layer.
+        """
+
+    def decode(self, data: bytes, number: int, ids: Sequence[int]) -> Tensor:
+        """The tensor of `Geometry.chunk_shape` that the bytes of chunk `number` stand for; `ids` are its tokens.
+
+        Raises
+        ------
+        StreamError
+            When they stand for none.
+        """
 
 
 class Calibration(Protocol):
     """What was fitted for the model; `kvlab.calibration.load.Calibrated` is one."""
 
     calibration_hash: str
+    archive: Archive | None
 
     def stream(self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement) -> StreamCalibration | None:
         """What the codec of this recipe needs."""
 
 
-class RawChunks:
+class Chunkwise:
+    """A coder that codes every chunk by itself."""
+
+    def encoded(self, payloads: Iterable[Tensor], ids: Sequence[int], rows: Rows | None = None) -> Iterator[bytes]:
+        """See `ChunkCoder`."""
+        return (self.encode(payload, number) for number, payload in enumerate(payloads))
+
+
+class RawChunks(Chunkwise):
     """Bytes as they are.
 
     Parameters
@@ -67,12 +96,12 @@ class RawChunks:
         self._words = np.dtype(f"<i{geometry.torch_dtype.itemsize}")  # numpy does not know bfloat16
 
     def encode(self, chunk: Tensor, number: int) -> bytes:
-        """See `ChunkCoder`; `LayoutMismatch` when the tensor is no payload of this geometry."""
+        """The bytes of a chunk; `LayoutMismatch` when the tensor is no payload of this geometry."""
         self.geometry.check_payload(chunk)
         words = chunk.detach().view(getattr(torch, self._words.name)).numpy()
         return words.astype(self._words, copy=False).tobytes()
 
-    def decode(self, data: bytes, number: int) -> Tensor:
+    def decode(self, data: bytes, number: int, ids: Sequence[int] = ()) -> Tensor:
         """See `ChunkCoder`; `StreamError` when there are more or fewer bytes than a chunk has."""
         if len(data) != self.geometry.chunk_bytes:
             raise StreamError(f"chunk {number} has {len(data)} bytes where {self.geometry.chunk_bytes} are due")
@@ -80,7 +109,7 @@ class RawChunks:
         return torch.from_numpy(words).view(self.geometry.torch_dtype).view(self.geometry.chunk_shape)
 
 
-class CodedChunks:
+class CodedChunks(Chunkwise):
     """Bytes as a recipe's codecs write them, layer by layer.
 
     Memory is that of what the codecs prepare for all layers: every chunk meets all of them.
@@ -145,7 +174,7 @@ class CodedChunks:
         return turn
 
     def encode(self, chunk: Tensor, number: int) -> bytes:
-        """See `ChunkCoder`.
+        """The bytes of chunk `number`, counted from the context's first.
 
         Raises
         ------
@@ -162,7 +191,7 @@ class CodedChunks:
             x = self._turn.undo(x, number * self.geometry.chunk_tokens)
         return frame_bytes(self._of(layer, stream).encode(x, Site(number, layer, stream)))
 
-    def decode(self, data: bytes, number: int) -> Tensor:
+    def decode(self, data: bytes, number: int, ids: Sequence[int] = ()) -> Tensor:
         """See `ChunkCoder`; `StreamError` when the bytes are not exactly the frames that are due."""
         view, at, parts = memoryview(data), 0, []
         for layer, _, stream in self._parts():
@@ -230,6 +259,26 @@ def _refuse(codec: CodecIdentity, geometry: Geometry) -> None:
         raise ParamsError(f"layer {beyond[0]} cannot be coded; the chunks have layers 0 to {geometry.layers - 1}")
 
 
+def recipe_coder(
+    geometry: Geometry,
+    recipe: Recipe,
+    calibration: Calibration | None = None,
+    layers: Iterable[int] | None = None,
+    placement: Placement = "pre_rope",
+    turn: Turn | None = None,
+) -> ChunkCoder:
+    """What stores chunks as a recipe says, whether its codec sees one tensor at a time or all layers.
+
+    Takes and raises what `CodedChunks` and `ArchiveChunks` do.
+    """
+    if recipe.k.codec not in WHOLE:
+        return CodedChunks(geometry, recipe, calibration, layers, placement, turn)
+    every = tuple(range(geometry.layers))
+    if placement != "pre_rope" or tuple(every if layers is None else sorted(layers)) != every:
+        raise CapabilityError(f"codec {recipe.k.codec!r} codes K and V of all layers, K before its rotary embedding")
+    return ArchiveChunks(geometry, recipe, calibration.archive if calibration else None, turn)
+
+
 def coder_for(identity: Identity, calibration: Calibration | None = None, turn: Turn | None = None) -> ChunkCoder:
     """What decodes the payload of a snapshot of this identity, its recipe taken from there.
 
@@ -241,7 +290,7 @@ def coder_for(identity: Identity, calibration: Calibration | None = None, turn: 
     codec = identity.codec
     if codec is None:
         return RawChunks(identity.geometry)
-    coder = CodedChunks(identity.geometry, codec.recipe, calibration, codec.layers, codec.placement, turn)
+    coder = recipe_coder(identity.geometry, codec.recipe, calibration, codec.layers, codec.placement, turn)
     if coder.codec != codec:
         raise UserError(
             f"the payload was coded with calibration {codec.calibration_hash}, given is {coder.codec.calibration_hash}"

@@ -257,8 +257,9 @@ class Snapshot:
         return ()
 
     def _decoded(self, number: int, data: bytes, coder: ChunkCoder) -> Tensor:
+        size = self.geometry.chunk_tokens
         try:
-            return coder.decode(data, number)
+            return coder.decode(data, number, self.tokens[number * size : (number + 1) * size])
         except StreamError as error:
             line = f"chunk {number} is not what its codec writes: {error}"
             raise SnapshotRefused([Reason(Code.CHUNK_UNDECODABLE, line)], self.path) from None

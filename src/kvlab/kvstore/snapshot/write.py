@@ -1,8 +1,8 @@
 """Saving a snapshot: written beside its place, made durable, and put there in one step.
 
 Whatever happens on the way, whoever opens the path finds the old snapshot or the new one. One chunk is in memory at a
-time. Equal content, saved by equal packages on equal machines, gives equal bytes: the manifest names those, and
-nothing in the file says when it was written.
+time, or where a coder goes by layers two layers and the coded file. Equal content, saved by equal packages on equal
+machines, gives equal bytes: the manifest names those, and nothing in the file says when it was written.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvlab.base.records import versions
 from kvlab.codec.stream import tree
 from kvlab.codec.stream.seal import Key, Seal
 from kvlab.kvstore.paging.ledger import Ledger
+from kvlab.kvstore.snapshot.archive import Rows
 from kvlab.kvstore.snapshot.chain import links, token_bytes
 from kvlab.kvstore.snapshot.format import PURPOSE, Header, Record, chunk_digest, index_bytes
 from kvlab.kvstore.snapshot.identity import Identity
@@ -46,12 +47,16 @@ class Source:
         What is known of them; entries after the saved ones are left out.
     tokens : sequence of int
         The context's ids, whole chunks or not.
+    rows : callable, optional
+        K and V of a layer of the saved tokens, [2, kv_heads, tokens, head_dim]: for a coder that goes by layers, so
+        that it need not hold all payloads.
     """
 
     identity: Identity
     payloads: Iterable[Tensor | None]
     ledger: Ledger
     tokens: Sequence[int]
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,8 @@ def _written(
     blank = Header(len(said), len(chain), geometry.chunk_tokens, 0, 0, 0, 0)
     file.seek(blank.payload_at)
     identity, records = manifest.identity.fingerprint, []
-    for number, data in enumerate(_coded(source.payloads, len(chain), coder)):
+    coded = coder.encoded(_whole(source.payloads, len(chain)), tokens, source.rows)
+    for number, data in zip(range(len(chain)), coded, strict=True):
         _put(file, data)
         digest = chunk_digest(identity, chain[number], data)
         records.append(Record(chain[number], digest, len(data), source.ledger.entry(number)))
@@ -175,13 +181,13 @@ def _written(
     return Saved(path, manifest, header.file_bytes, payload_bytes, seal.root.hex())
 
 
-def _coded(payloads: Iterable[Tensor | None], chunks: int, coder: ChunkCoder) -> Iterator[bytes]:
-    """The bytes of each chunk; a hole is refused, for zeros in its place would be read as K and V."""
+def _whole(payloads: Iterable[Tensor | None], chunks: int) -> Iterator[Tensor]:
+    """Each chunk; a hole is refused, for zeros in its place would be read as K and V."""
     found = zip(range(chunks), joined(payloads, repeat(None)), strict=False)
     for number, payload in found:
         if payload is None:
             raise UserError(f"chunk {number} of the {chunks} to be saved was never written; save the tokens before it")
-        yield coder.encode(payload, number)
+        yield payload
 
 
 def _put(file: BinaryIO, data: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvlab.base.enums import StrEnum
-from kvlab.base.errors import KvlabError, SnapshotRefused
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, KvlabError, NonFinite, SnapshotRefused
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 
 
@@ -18,6 +18,8 @@ class Cold(StrEnum):
     PREFIX_CACHED = "prefix_cached"
     STORAGE = "storage"
     LOAD_FAILED = "load_failed"
+    LOSSY = "lossy"
+    UNCODED = "uncoded"
 
 
 DAMAGE = frozenset({
@@ -33,4 +35,5 @@ def reasons_of(error: KvlabError) -> tuple[Reason, ...]:
     """The reasons that an error carries, or the error itself as one."""
     if isinstance(error, SnapshotRefused):
         return error.reasons
-    return (Reason(Cold.STORAGE, str(error)),)
+    of_coder = isinstance(error, CapabilityError | CalibrationMismatch | NonFinite)
+    return (Reason(Cold.UNCODED if of_coder else Cold.STORAGE, str(error)),)

@@ -18,8 +18,12 @@ from kvlab.base.model import ModelInfo, locate, resolve
 from kvlab.base.params import Model
 from kvlab.base.recipe import RECIPE_VARIABLE, canonical
 from kvlab.base.records import read_json
+from kvlab.cache.hf_rope import turn_of
+from kvlab.cache.prepared import Prepared, at_bits, prepared
+from kvlab.cache.recipe_file import read_recipe_file
 from kvlab.kvstore.paging.geometry import named
 from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, Identity, identity_of, rope_of
+from kvlab.kvstore.snapshot.payload import ChunkCoder, recipe_coder
 from kvlab.kvstore.vllm.settings import Settings
 
 if TYPE_CHECKING:
@@ -43,12 +47,15 @@ class Context:
         Tokens of a block of vLLM's paged cache.
     made : dict of str to str
         What a manifest says of the engine.
+    coder : ChunkCoder or None
+        How K and V are stored; None as they are.
     """
 
     settings: Settings
     identity: Identity
     block_tokens: int
     made: dict[str, str]
+    coder: ChunkCoder | None = None
 
     def identity_for(self, request_salt: str | None) -> Identity:
         """The identity of a request's context; vLLM's ``cache_salt`` keeps contexts apart here too."""
@@ -79,6 +86,8 @@ def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
         When its cache is not a whole prefix of plain K and V on the CPU, or not the K and V of the model's files.
     ModelError
         When the model has no tokenizer, or its architecture is none of `kvlab.base.model`.
+    UserError
+        When the recipe of the settings cannot be read, or is not for this model.
     """
     reasons = [*_of_engine(vllm_config), *_of_model(vllm_config.model_config), *_of_cache(kv_cache_config)]
     if reasons:
@@ -95,6 +104,7 @@ def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
             f"snapshots cannot be used here: vLLM's cache has layers, KV heads, head size and dtype {found},"
             f" the model {said}; leave kv_cache_dtype at auto"
         )
+    coder = _coder(settings, config, identity)
     made = {
         "engine": "vllm",
         "device": f"{current_platform.device_type} {torch.backends.cpu.get_cpu_capability()}",
@@ -102,7 +112,22 @@ def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
         "block_tokens": str(spec.block_size),
         "across_engines": "yes" if settings.across_engines else "no",
     }
-    return Context(settings, identity, spec.block_size, made)
+    return Context(settings, identity.coded(coder.codec if coder else None), spec.block_size, made, coder)
+
+
+def _coder(settings: Settings, config: ModelConfig, identity: Identity) -> ChunkCoder | None:
+    """What the settings' recipe stores K and V by."""
+    if not settings.recipe:
+        return None
+    ready = _prepared(settings.recipe, settings.bits, str(config.model), config.revision)
+    turn = turn_of(config.hf_config, identity.geometry.head_dim, config.max_model_len, config.dtype)
+    return recipe_coder(identity.geometry, ready.recipe, ready.calibration, ready.layers, turn=turn)
+
+
+@lru_cache(maxsize=4)
+def _prepared(recipe: str, bits: float | None, model: str, revision: str | None) -> Prepared:
+    """Read once for both halves."""
+    return at_bits(prepared(read_recipe_file(recipe), _info(model, revision), whole=True), bits)
 
 
 def _of_engine(config: VllmConfig) -> Iterator[str]:

@@ -54,6 +54,11 @@ class PagedRows:
         rows = [torch.stack(self._places.read(cache, blocks, offsets)) for cache in self.caches]
         return torch.stack(rows).contiguous()
 
+    def layer(self, layer: int, block_ids: Sequence[int], tokens: int) -> Tensor:
+        """K and V of one layer of a sequence's first tokens, [2, kv_heads, tokens, head_dim]."""
+        blocks, offsets = self._of(block_ids, 0, tokens)
+        return torch.stack(self._places.read(self.caches[layer], blocks, offsets))
+
     def write(self, block_ids: Sequence[int], start: int, chunk: Tensor, begin: int = 0) -> None:
         """The inverse of `read`, without the tokens before position `begin`."""
         self.geometry.check_chunk(chunk)

@@ -32,6 +32,11 @@ ENDED = (
     RequestStatus.FINISHED_ABORTED,  # so vLLM ends a request at a stop string, which its frontend finds
 )
 
+HANDED_ON = Reason(Cold.LOSSY, "vLLM's own cache holds its beginning, and may have it from a lossy snapshot")
+NOT_ITS_OWN = Reason(
+    Cold.LOSSY, "it began with K and V of a lossy snapshot, and what follows them is not the model's own: not saved"
+)
+
 
 @dataclass
 class _Course:
@@ -43,6 +48,7 @@ class _Course:
     match: Match | None = None
     begin: int = 0
     restored: int | None = 0  # None from the promise on until the worker has said what came of it
+    lossy: bool = False  # whether its first K and V may be those of a lossy snapshot
     saved: int = 0  # tokens that a save was planned for
     path: Path | None = None  # of the last snapshot that was written
     cold: list[Reason] = field(default_factory=list)  # why nothing was restored when it was last begun
@@ -60,7 +66,8 @@ class Planner:
     """
 
     def __init__(self, context: Context):
-        self.context, self.shelf = context, Shelf(Path(context.settings.folder))
+        self.context, self.shelf = context, Shelf(Path(context.settings.folder), context.settings.unproven)
+        self._lossy = False  # whether lossy K and V were ever loaded, which vLLM's own cache may hand on
         self._courses: dict[str, _Course] = {}
         self._loads: list[Load] = []
         self._late: list[Save] = []
@@ -69,7 +76,8 @@ class Planner:
     def matched(self, request: Request, local: int) -> int:
         """How many tokens a snapshot holds after the first `local` ones, which vLLM has; plans nothing yet."""
         course = self._course(request)
-        course.match, course.begin = None, local
+        course.match, course.begin, course.lossy = None, local, self._lossy and local > 0
+        course.failed += [HANDED_ON] if course.lossy else []
         match, course.cold = self._looked_up(course)
         if match is not None and match.tokens <= local:
             line = f"vLLM's own cache holds {local} tokens, the snapshot no more"
@@ -85,6 +93,8 @@ class Planner:
             return
         course = self._course(request)
         course.restored = None
+        course.lossy |= course.match.lossy
+        self._lossy |= course.match.lossy
         tokens = list(request.all_token_ids[: course.begin + external])
         self._loads.append(
             Load(request.request_id, course.match.path, tokens, course.begin, request.cache_salt, list(block_ids))
@@ -105,7 +115,8 @@ class Planner:
             if course := self._courses.get(name):
                 course.restored = outcome.tokens
                 course.failed += outcome.reasons
-                course.saved = 0 if outcome.reasons else course.saved  # the damaged file counted as saved
+                if outcome.reasons:  # the damaged file counted as saved, and what it holds as loaded
+                    course.saved, course.lossy = 0, self._lossy and course.begin > 0
         for outcome in outcomes.saves.values():
             for course in self._writing.pop(outcome.path, ()):
                 self._keep(course, outcome)
@@ -170,6 +181,9 @@ class Planner:
         wanted = self.context.settings.save != "never" and course.wish.save and _plain(request)
         length = identity.geometry.floor(min(computed, request.num_tokens))
         if not wanted or length <= course.saved:
+            return None
+        if course.lossy:
+            course.failed.append(NOT_ITS_OWN)
             return None
         course.saved = length
         tokens = list(request.all_token_ids[:length])

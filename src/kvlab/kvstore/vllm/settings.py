@@ -35,6 +35,13 @@ class Settings:
         Whether requests are begun from snapshots.
     save : {"prompt", "answer", "never"}
         Save a prompt when it has been computed; or that, and again with the answer when the request ends; or nothing.
+    recipe : str
+        What `kvlab calibrate` wrote, or `kvlab recipe`: how K and V are stored in the snapshots that are saved and
+        restored. As they are when empty.
+    bits : float or None
+        Of a recipe of archive, others than its own.
+    unproven : bool
+        Restore lossy snapshots that name no evidence of what that costs; those that are saved here name none.
 
     Raises
     ------
@@ -50,16 +57,21 @@ class Settings:
     across_engines: bool = False
     restore: bool = True
     save: Save = "prompt"
+    recipe: str = ""
+    bits: float | None = None
+    unproven: bool = False
 
     def __post_init__(self) -> None:
         counted("chunk_tokens", self.chunk_tokens, least=1)
         if self.chunk_tokens > MAX_CHUNK_TOKENS:
             raise ParamsError(f"chunk_tokens is {self.chunk_tokens}; a snapshot allows {MAX_CHUNK_TOKENS} at most")
-        kinds = {"folder": str, "salt": str, "across_engines": bool, "restore": bool}
+        kinds = {"folder": str, "salt": str, "across_engines": bool, "restore": bool, "recipe": str, "unproven": bool}
         for name, kind in kinds.items():
             given = getattr(self, name)
             if not isinstance(given, kind):
                 raise ParamsError(f"{name} of the snapshot connector is {given!r}, which is no {kind.__name__}")
+        if self.bits is not None and not (self.recipe and isinstance(self.bits, int | float)):
+            raise ParamsError(f"bits of the snapshot connector is {self.bits!r}; it is a number, and goes with recipe")
         if not self.folder:
             raise ParamsError("the snapshot connector needs a folder; give `folder` in kv_connector_extra_config")
         if self.save not in get_args(Save):

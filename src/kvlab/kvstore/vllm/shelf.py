@@ -30,6 +30,7 @@ class _Book:
     chain: tuple[bytes, ...]
     unusable: tuple[Reason, ...]
     decoded: bool = False
+    lossy: bool = False
 
 
 class Match(NamedTuple):
@@ -42,11 +43,14 @@ class Match(NamedTuple):
         Of the prompt's first ones, whole chunks.
     decoded : bool
         Whether some of its tokens may have been computed one at a time, see `kvlab.kvstore.vllm.computed`.
+    lossy : bool
+        Whether its K and V are other numbers than those that were computed.
     """
 
     path: Path
     tokens: int
     decoded: bool = False
+    lossy: bool = False
 
 
 class Shelf:
@@ -56,10 +60,12 @@ class Shelf:
     ----------
     folder : Path
         Files in it that begin with a dot, and folders, are passed over. It need not be there.
+    unproven : bool
+        See `kvlab.kvstore.snapshot.read.Snapshot.check`.
     """
 
-    def __init__(self, folder: Path):
-        self.folder, self._books, self._spoilt = folder, {}, 0
+    def __init__(self, folder: Path, unproven: bool = False):
+        self.folder, self.unproven, self._books, self._spoilt = folder, unproven, {}, 0
 
     def find(self, identity: Identity, tokens: Sequence[int]) -> tuple[Match | None, list[Reason]]:
         """The snapshot with the longest usable prefix of these tokens, and what speaks against the others.
@@ -87,7 +93,7 @@ class Shelf:
             for reason in against:
                 reasons.setdefault(reason.code, Reason(reason.code, f"{path.name}: {reason.message}"))
             if shared > (best.tokens if best else 0):
-                best = Match(path, shared, book.decoded)
+                best = Match(path, shared, book.decoded, book.lossy)
         return best, list(reasons.values())
 
     def spoil(self, path: Path, reasons: Sequence[Reason]) -> None:
@@ -111,7 +117,9 @@ class Shelf:
     def _scanned(self) -> Iterator[tuple[Path, _Book]]:
         found = dict(self._files())
         self._books = {
-            path: book if (book := self._books.get(path)) and book.signature == signature else _opened(path, signature)
+            path: book
+            if (book := self._books.get(path)) and book.signature == signature
+            else _opened(path, signature, self.unproven)
             for path, signature in sorted(found.items())
         }
         yield from self._books.items()
@@ -127,12 +135,13 @@ class Shelf:
             return
 
 
-def _opened(path: Path, signature: Signature) -> _Book:
+def _opened(path: Path, signature: Signature, unproven: bool) -> _Book:
     try:
         with read.open(path) as snapshot:
-            unproven = tuple(snapshot.manifest.unproven())
-            decoded = snapshot.manifest.made.get(COMPUTED, PREFILL) != PREFILL
-            return _Book(signature, snapshot.manifest.identity, snapshot.chain, unproven, decoded)
+            manifest = snapshot.manifest
+            against = () if unproven else tuple(manifest.unproven())
+            decoded = manifest.made.get(COMPUTED, PREFILL) != PREFILL
+            return _Book(signature, manifest.identity, snapshot.chain, against, decoded, not manifest.lossless)
     except SnapshotRefused as error:
         return _Book(signature, None, (), reasons_of(error))
     except StorageError as error:  # of the moment, it may be: too many open files, or a disk that did not answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -121,12 +122,13 @@ class Mover:
         """Tokens that were put in the cache, and bytes of the file."""
         size = self.context.identity.geometry.chunk_tokens
         with read.open(job.path) as snapshot:
-            reasons = snapshot.check(self.context.identity_for(job.salt))
+            unproven, coder = self.context.settings.unproven, self.context.coder
+            reasons = snapshot.check(self.context.identity_for(job.salt), unproven=unproven)
             if snapshot.usable_prefix(job.tokens) < len(job.tokens):
                 reasons.append(Reason(Code.PREFIX, "the file is another than the one that was chosen"))
             if reasons:
                 raise SnapshotRefused(reasons, job.path)
-            for number, chunk in enumerate(snapshot.chunks(len(job.tokens))):
+            for number, chunk in enumerate(snapshot.chunks(len(job.tokens), coder)):
                 if (number + 1) * size > job.begin:
                     self._rows.write(job.block_ids, number * size, chunk, job.begin)
             self._mixed_with(snapshot.manifest.made)
@@ -140,8 +142,10 @@ class Mover:
         self._made = mixed({**made, COMPUTED: PREFILL}, self._made)
 
     def _saved(self, job: Save) -> tuple[int, int]:
-        source = Source(self.context.identity_for(job.salt), self._chunks(job), _ledger(self._count(job)), job.tokens)
-        saved = save(job.path, source, made=self._made | {COMPUTED: job.computed})
+        rows = partial(self._rows.layer, block_ids=job.block_ids, tokens=len(job.tokens))
+        identity, ledger = self.context.identity_for(job.salt), _ledger(self._count(job))
+        source = Source(identity, self._chunks(job), ledger, job.tokens, rows)
+        saved = save(job.path, source, coder=self.context.coder, made=self._made | {COMPUTED: job.computed})
         return saved.manifest.length, saved.nbytes
 
     def _chunks(self, job: Save) -> Iterator[Tensor]:

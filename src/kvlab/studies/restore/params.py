@@ -8,10 +8,12 @@ from typing import Annotated
 from pydantic import Field
 
 from kvlab.base.params import Params, Section, at_most
-from kvlab.base.recipe import Bits
-from kvlab.base.rungs import LADDERED, Laddered
+from kvlab.base.recipe import WHOLE, Bits
+from kvlab.base.rungs import LADDERED, one_of
 
 Counted = Annotated[int, Field(ge=1)]
+Storable = Annotated[(str, *one_of((*LADDERED, *WHOLE), plugin=True))]
+"""Where finished caches are stored, by codecs of single tensors and of whole caches."""
 
 
 class RestoreStudy(Section):
@@ -29,8 +31,8 @@ class RestoreStudy(Section):
     )
     suffix: int = Field(default=96, ge=1, description="tokens of them that no snapshot holds")
     repeats: int = Field(default=7, ge=3, description="how often each is timed; the median counts")
-    codecs: tuple[Laddered, ...] = Field(
-        default=LADDERED, description="payloads beside the raw one, by their name on the ladder"
+    codecs: tuple[Storable, ...] = Field(
+        default=LADDERED, description="payloads beside the raw one, by their name on the ladder; also `archive`"
     )
     bits: tuple[Bits, ...] = Field(default=(2, 4), min_length=1, description="of K and of V, for codecs that have any")
 

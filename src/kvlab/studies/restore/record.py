@@ -13,7 +13,8 @@ from kvlab.base.errors import StorageError
 from kvlab.base.params import Params
 from kvlab.base.recipe import Frozen, Recipe
 from kvlab.base.records import Provenance, read_json
-from kvlab.base.rungs import LADDERED, Laddered
+from kvlab.base.rungs import LADDERED
+from kvlab.studies.restore.params import Storable
 from kvlab.studies.table import Interval
 
 SHORTER = (64, 128, 256)
@@ -67,7 +68,7 @@ class Settings(Frozen):
     policies: tuple[str, ...] = ("lru", "qk", "oracle", "random", "sign_bit")
     pool: float = Field(default=0.5, gt=0, le=1)
     evicted_prompts: int = Field(default=4, ge=1)
-    codecs: tuple[Laddered, ...] = LADDERED
+    codecs: tuple[Storable, ...] = LADDERED
     bits: tuple[Annotated[int, Field(ge=1, le=8)], ...] = Field(default=(2, 4), min_length=1)
     windows: int = Field(default=CODED_WINDOWS, ge=2)
     codec_chunk_tokens: int = Field(default=CODED_CHUNK, ge=1)

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from kvlab.base.errors import CapabilityError
 from kvlab.base.params import Params
-from kvlab.base.recipe import Recipe
+from kvlab.base.recipe import WHOLE, Recipe
 from kvlab.base.rungs import has_bits, ladder_recipe
 from kvlab.calibration.load import Calibrated, needed_files
+from kvlab.codec.recipes import named_recipe
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.restore import restore
-from kvlab.kvstore.snapshot.payload import ChunkCoder, CodedChunks, RawChunks
+from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks, recipe_coder
 from kvlab.lab.walk import walk
 from kvlab.lab.windows import Window, windows_of
 from kvlab.stats.bootstrap import Bootstrap, Column
@@ -133,15 +134,27 @@ def ways(
     geometry, turn = model.geometry(settings.codec_chunk_tokens), model.turn(tokens)
     found, missing = [Way(RAW, RawChunks(geometry))], []
     for codec, bits in choices(settings):
-        recipe, label = ladder_recipe(codec, bits, "", params), codec if bits is None else f"{codec} {bits}"
-        if calibrated is None and (files := needed_files(recipe)):
-            missing.append(Unstored(label=label, reason=f"it needs {' and '.join(files)} of a calibration"))
+        recipe, label = stored_recipe(codec, bits, params), codec if bits is None else f"{codec} {bits}"
+        if lacking := unfitted(recipe, calibrated):
+            missing.append(Unstored(label=label, reason=f"it needs {' and '.join(lacking)} of a calibration"))
             continue
         try:
-            found.append(Way(label, CodedChunks(geometry, recipe, calibrated, turn=turn)))
+            found.append(Way(label, recipe_coder(geometry, recipe, calibrated, turn=turn)))
         except CapabilityError as error:
             missing.append(Unstored(label=label, reason=str(error)))
     return found, missing
+
+
+def stored_recipe(codec: str, bits: int | None, params: Params) -> Recipe:
+    """What is done to K and V: as on the ladder, or by a codec of whole caches."""
+    return named_recipe(codec, bits) if codec in WHOLE else ladder_recipe(codec, bits, "", params)
+
+
+def unfitted(recipe: Recipe, calibrated: Calibrated | None) -> list[str]:
+    """What a recipe reads that was not fitted here, by the names of its files."""
+    if recipe.k.codec in WHOLE:
+        return [] if calibrated and calibrated.archive else [recipe.k.codec]
+    return [] if calibrated else needed_files(recipe)
 
 
 def choices(settings: Settings) -> list[tuple[str, int | None]]:

@@ -1,0 +1,27 @@
+"""Why a request was not restored or not saved, by the error that stood against it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, SnapshotRefused, StorageError
+from kvlab.kvstore.snapshot.reasons import Code, Reason
+from kvlab.kvstore.vllm.cold import Cold, reasons_of
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (StorageError("the disk is full"), Cold.STORAGE),
+        (CapabilityError("the bits cannot be met"), Cold.UNCODED),
+        (CalibrationMismatch("what decodes alone"), Cold.UNCODED),
+        (NonFinite("layer 0 k"), Cold.UNCODED),
+    ],
+)
+def test_an_error_is_a_reason_of_its_kind(error, code):
+    assert reasons_of(error) == (Reason(code, str(error)),)
+
+
+def test_a_refused_snapshot_keeps_its_reasons():
+    reasons = (Reason(Code.MODEL, "another"), Reason(Code.SALT, "another"))
+    assert reasons_of(SnapshotRefused(reasons)) == reasons
