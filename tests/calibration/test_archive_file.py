@@ -20,6 +20,10 @@ from kvlab.calibration.asked import read_asked, write_asked
 from kvlab.calibration.calibrate import fitted
 from kvlab.calibration.capture import Captured, capture, observe
 from kvlab.codec.recipes import named_recipe
+from kvlab.lab import plan
+from kvlab.lab.coding import CleanCapture
+from kvlab.lab.subjects import Memo
+from kvlab.lab.whole import coder_of
 from kvlab.text import corpus
 
 RECIPE = named_recipe("archive", 2)
@@ -96,8 +100,30 @@ def test_a_file_for_nobody_is_read_by_nobody(unasked, tiny_params, tiny_calibrat
     out = tmp_path / "archive.safetensors"
     write_archive(tiny_params, unasked / "asked.json", unasked / "capture.safetensors", tiny_calibration["sigma"], out)
     assert archive_identity(out) == archive_identity(tiny_calibration["archive"]) and out.stat().st_size < 1000
-    with pytest.raises(CalibrationMismatch, match="holds no fitted codec"):
-        calibration.load(replace(tiny_fitted, archive=out), info.model_hash, info=info)
+    empty = calibration.load(replace(tiny_fitted, archive=out), info.model_hash, info=info)
+    assert empty.archive is None
+    with pytest.raises(CalibrationMismatch, match="was not fitted for archive; name the file of `kvlab step archive`"):
+        coder_of(cells(tiny_params), empty)
+    with pytest.raises(CalibrationMismatch, match="was not fitted for archive"):
+        coder_of(cells(tiny_params), None)
+
+
+def cells(params):
+    """A cell of the ladder whose codec codes whole caches."""
+    return next(cell for cell in plan.study_cells(params, "ladder", "hf") if cell.recipe == RECIPE)
+
+
+def test_cells_of_equal_recipe_code_a_cache_once(tiny_params, tiny_windows, tiny_fitted, info, hf_engine):
+    windows = corpus.load(tiny_windows, info.model_hash)
+    ids, clean, memo = windows.test[0].tolist(), CleanCapture(windows.context), Memo()
+    hf_engine.score(ids, windows.context, clean)
+    calibrated = calibration.load(tiny_fitted, info.model_hash, info=info)
+    coders = [coder_of(cells(tiny_params), calibrated, memo) for _ in range(2)]
+    for coder in coders:
+        coder.begin(clean, ids[: windows.context], 0)
+    first, second = coders
+    assert len(memo) == 1 and first.stored is second.stored and len(first.stored) == second.tally.coded_bytes
+    assert first.tally == second.tally and first.tally.encode_seconds == second.tally.encode_seconds > 0
 
 
 def test_a_codec_of_another_sigma_is_refused(tiny_params, tiny_calibration, tiny_fitted, info, tmp_path):

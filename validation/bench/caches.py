@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from kvlab.base.errors import MixedIdentity
+from kvlab.base.errors import MixedIdentity, UserError
 from kvlab.base.model import ModelInfo
 from kvlab.base.params import Params
 from kvlab.base.recipe import WHOLE, Recipe
@@ -27,11 +27,22 @@ def whole_rungs(params: Params) -> list[tuple[str, Recipe]]:
 
 
 def opened(path: Path, info: ModelInfo, corpus_hash: str) -> Archive:
-    """The fitted codec in a file; `MixedIdentity` where it was fitted beside other windows than are scored."""
+    """The fitted codec in a file.
+
+    Raises
+    ------
+    MixedIdentity
+        It was fitted beside other windows than are scored.
+    UserError
+        It was fitted for nobody.
+    """
     identity = archive_identity(path)
     if identity["corpus_hash"] != corpus_hash:
         raise MixedIdentity({"corpus_hash of --archive and --windows": {identity["corpus_hash"], corpus_hash}})
-    return load_archive(path, identity | {"model_hash": info.model_hash}, info)
+    found = load_archive(path, identity | {"model_hash": info.model_hash}, info)
+    if found is None:
+        raise UserError(f"{path} holds no codec: none was asked for in the parameters that it was written with")
+    return found
 
 
 def measured(

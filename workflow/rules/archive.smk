@@ -27,7 +27,7 @@ rule archive_origin:
     shell:
         "python -m kvlab step archive"
         " --params {params.cfg:q}"
-        " --asked {input.asked:q}"
+        " --asked-for {input.asked:q}"
         " --capture {input.capture:q}"
         " --sigma {input.sigma:q}"
         " --out {output:q}"

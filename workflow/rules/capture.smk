@@ -30,7 +30,7 @@ rule capture_engine:
         " --params {params.cfg:q}"
         " --engine {wildcards.engine:q}"
         " --windows {input.windows:q}"
-        " --asked {input.asked:q}"
+        " --asked-for {input.asked:q}"
         " --out {output:q}"
         " > {log:q} 2>&1"
 

@@ -50,8 +50,8 @@ def write_archive(params: Params, asked: Path, capture: Path, sigma: Path, out: 
         save_file(tensors, temporary, metadata=to_header(identity))
 
 
-def load_archive(path: Path, identity: dict[str, str], info: ModelInfo) -> Archive:
-    """What `write_archive` wrote.
+def load_archive(path: Path, identity: dict[str, str], info: ModelInfo) -> Archive | None:
+    """What `write_archive` wrote; None where it was for nobody.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def load_archive(path: Path, identity: dict[str, str], info: ModelInfo) -> Archi
     Raises
     ------
     CalibrationMismatch
-        The file is missing, no such file, of another identity, or was fitted for nobody; names what differs.
+        The file is missing, no such file, or of another identity; names what differs.
     """
     header = archive_identity(path)
     with safe_open(path, "pt") as file:
@@ -71,10 +71,7 @@ def load_archive(path: Path, identity: dict[str, str], info: ModelInfo) -> Archi
             raise CalibrationMismatch(
                 f"{path} was fitted for {name} {header[name]}, this is {identity[name]}; run `kvlab step archive` again"
             )
-    found = Archive.read(path, tensors, info)
-    if found is None:
-        raise CalibrationMismatch(f"{path} holds no fitted codec: none was asked for when it was written")
-    return found
+    return Archive.read(path, tensors, info)
 
 
 def archive_identity(path: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ def capture_verb(args: argparse.Namespace) -> None:
     """Capture Q, K and V of the calibration windows."""
     from kvlab.calibration.capture import capture
 
-    capture(params_of(args), args.engine, args.windows, args.out, args.asked)
+    capture(params_of(args), args.engine, args.windows, args.out, args.asked_for)
 
 
 def sigma_verb(args: argparse.Namespace) -> None:
@@ -48,14 +48,14 @@ def archive_verb(args: argparse.Namespace) -> None:
     """Fit the codec of whole caches."""
     from kvlab.calibration.archive_file import write_archive
 
-    write_archive(params_of(args), args.asked, args.capture, args.sigma, args.out)
+    write_archive(params_of(args), args.asked_for, args.capture, args.sigma, args.out)
 
 
 ASKED = "what `kvlab step asked` wrote"
 OF_PARAMS: dict[Callable, list[Flag]] = {
     capture_verb: [
         word("--engine", "hf or vllm", required=True),
-        *(WINDOWS, path("--asked", f"{ASKED}; without, no codec of whole caches is", required=False), OUT),
+        *(WINDOWS, path("--asked-for", f"{ASKED}; without, no codec of whole caches is", required=False), OUT),
     ],
     sigma_verb: [CAPTURE, OUT],
     codebooks_verb: [
@@ -64,7 +64,7 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
         OUT,
     ],
     components_verb: [CAPTURE, SIGMA, OUT],
-    archive_verb: [path("--asked", ASKED), CAPTURE, SIGMA, OUT],
+    archive_verb: [path("--asked-for", ASKED), CAPTURE, SIGMA, OUT],
 }
 VERBS: dict[Callable, list[Flag]] = {
     asked_verb: [word("--codecs", "their names; none: nothing is asked for", nargs="*", default=[]), OUT],
