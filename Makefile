@@ -74,10 +74,10 @@ cost: $(READY)  ## seconds and memory at two sizes of windows, cells and layers 
 bench-codec: $(READY)  ## every codec beside other libraries -> results/codec/BENCH.md (MODEL=SLUG, BENCH='--tensors DIR --sigma FILE')
 	@$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/rivals -r requirements/bench.txt \
 		|| echo "Without all of requirements/bench.txt; BENCH.md names what is missing."
-	@$(BIN)/snakemake ladder calib/capture/$(MODEL)/hf.safetensors $(ARGS)
+	@$(BIN)/snakemake ladder calib/capture/$(MODEL)/hf.safetensors calib/archive/$(MODEL)/hf.safetensors $(ARGS)
 	@PATH="$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/.venv/rivals" $(BIN)/python -m kvlab bench --out results/codec \
 		--capture calib/capture/$(MODEL)/hf.safetensors --windows calib/corpus/$(MODEL)/windows.safetensors \
-		--model $(MODEL) --ladder results/ladder/$(MODEL) $(BENCH)
+		--archive calib/archive/$(MODEL)/hf.safetensors --model $(MODEL) --ladder results/ladder/$(MODEL) $(BENCH)
 
 reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
 	$(BIN)/python -m kvlab step reference --out models/reference $(ARGS)

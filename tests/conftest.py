@@ -105,7 +105,7 @@ def tiny_params(tiny_model, tmp_path_factory, base_params):
         "noise": {"windows": 3, "sigmas": [0.03, 0.1, 0.3], "groups": ["all", "boundary"]},
         "mitigations": {"windows": 3, "budget": 14.0, "uniform": [[3, 2], [6, 4]]},
         "ladder": {"windows": 3, "fewer": 3, "bits": [2, 4], "conditioned": ["hadamard"]},
-        "mechanisms": {"dtype": "float32", "codecs": ["klt", "int", "fp8"], "bits": [2], "needles": 4},
+        "mechanisms": {"dtype": "float32", "codecs": ["klt", "int", "fp8", "archive"], "bits": [2], "needles": 4},
         "kvstore": {
             "restore": {"chunk_tokens": 8, "prompts": 2, "decode": 4, "lengths": [48, 96], "suffix": 8, "repeats": 3}
             | {"codecs": ["klt", "fp8"]},
@@ -151,7 +151,9 @@ def vllm_engine(tiny_params):
 
 @pytest.fixture(scope="session")
 def tiny_calibration(tiny_params, tiny_windows, tmp_path_factory) -> dict[str, Path]:
-    """Capture, Sigma_q (also `rotated`), codebooks and components of the tiny model, from transformers."""
+    """Capture, Sigma_q (also `rotated`), codebooks, components and `archive` of the tiny model, from transformers."""
+    from kvlab.calibration.archive_file import write_archive
+    from kvlab.calibration.asked import write_asked
     from kvlab.calibration.capture import capture
     from kvlab.calibration.components import fit_components
     from kvlab.calibration.sigma import fit_sigma
@@ -164,11 +166,15 @@ def tiny_calibration(tiny_params, tiny_windows, tmp_path_factory) -> dict[str, P
         "rotated": folder / "sigma" / "hf-post_rope.safetensors",
         "codebooks": folder / "codebooks" / "hf.json",
         "components": folder / "components" / "hf.safetensors",
+        "asked": folder / "asked" / "tiny.json",
+        "archive": folder / "archive" / "hf.safetensors",
     }
-    capture(tiny_params, "hf", tiny_windows, paths["capture"])
+    write_asked(["archive"], paths["asked"])
+    capture(tiny_params, "hf", tiny_windows, paths["capture"], paths["asked"])
     fit_sigma(tiny_params, paths["capture"], paths["sigma"])
     fit_codebooks(tiny_params, paths["capture"], paths["sigma"], paths["rotated"], paths["codebooks"])
     fit_components(tiny_params, paths["capture"], paths["sigma"], paths["components"])
+    write_archive(tiny_params, paths["asked"], paths["capture"], paths["sigma"], paths["archive"])
     return paths
 
 
@@ -177,4 +183,4 @@ def tiny_fitted(tiny_calibration):
     """The same as the codecs take it."""
     from kvlab.calibration.load import Fitted
 
-    return Fitted(*(tiny_calibration[name] for name in ("sigma", "codebooks", "components", "rotated")))
+    return Fitted(*(tiny_calibration[name] for name in ("sigma", "codebooks", "components", "rotated", "archive")))

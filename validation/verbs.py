@@ -62,7 +62,7 @@ def bench_verb(args: argparse.Namespace) -> None:
     """Measure every codec, and what else is installed, on speed, size, error and KL."""
     from validation.bench.run import Effort, Inputs, bench
 
-    inputs = Inputs(args.capture, args.sigma, args.tensors, args.ladder, args.windows)
+    inputs = Inputs(args.capture, args.sigma, args.tensors, args.ladder, args.windows, args.archive)
     bench(_params(args), args.out, inputs, Effort(rounds=args.rounds))
 
 
@@ -78,6 +78,7 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
     bench_verb: [
         path("--capture", "what `kvlab step capture` wrote: K and V of the model are coded", required=False),
         path("--windows", "windows.safetensors of `kvlab step corpus`: for the KL of other libraries", required=False),
+        path("--archive", "what `kvlab step archive` wrote: for codecs of whole caches, on --windows", required=False),
         path("--ladder", "folder of the ladder study: for the KL of the codecs", required=False),
         path("--sigma", "a Sigma_q file: metric of the planted streams", required=False),
         path("--tensors", "folder of K_*.npy and V_*.npy: coded beside published numbers", required=False),

@@ -118,7 +118,7 @@ def test_a_fitted_table_is_never_worse_on_its_own_pool(tiny_calibration):
 
 
 def test_calibrating_again_gives_the_same_bytes(tiny_params, tiny_calibration, tiny_windows, tmp_path):
-    capture(tiny_params, "hf", tiny_windows, tmp_path / "c.safetensors")
+    capture(tiny_params, "hf", tiny_windows, tmp_path / "c.safetensors", tiny_calibration["asked"])
     assert (tmp_path / "c.safetensors").read_bytes() == tiny_calibration["capture"].read_bytes()
     sigma, rotated = tiny_calibration["sigma"], tiny_calibration["rotated"]
     fit_codebooks(tiny_params, tmp_path / "c.safetensors", sigma, rotated, tmp_path / "cb.json")

@@ -181,6 +181,9 @@ def test_without_a_certified_row_the_smallest_that_is_only_open_is_a_preview(tmp
     assert (first(preview, small, lossy).row_id, first(preview, small, lossy).word) == ("small", "preview")
     assert first(preview, unsure, stale).row_id == preview.row_id
     assert (first(lossy).row_id, first(lossy).word, first(lossy).tried) == (None, "none", 1)
+    whole = small.model_copy(update={"row_id": "whole", "mechanism_variant": "archive", "bits_per_value": 0.5})
+    told = [(one.row_id, one.whole) for one in answers([whole, preview])]
+    assert told == [(preview.row_id, False), ("whole", True)]  # no model runs with it, so it answers another question
     other = small.model_copy(update={"stored_span": "window"})
     assert [one.row_id for one in answers([preview, other])] == [preview.row_id, "small"]  # never beside one another
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.base.errors import UserError
-from kvlab.base.rungs import LADDERED
-from kvlab.codec.names import CODECS, UNSTORED
+from kvlab.base.rungs import KEPT_WHOLE, LADDERED
+from kvlab.codec.names import ALL, UNSTORED
 from kvlab.gate.catalogue.columns import MECHANISMS
 from kvlab.gate.evidence.measures import measured, paired
 from kvlab.gate.evidence.quality import judge
@@ -80,8 +80,8 @@ def test_longbench_v2_is_accuracy_and_scored_without_decoding():
 
 
 def test_every_codec_of_the_ladder_is_registered_once_under_its_own_name():
-    own = [entry for entry in load().mechanisms.values() if entry.variant in CODECS]
-    assert sorted(entry.variant for entry in own) == sorted(LADDERED)
+    own = [entry for entry in load().mechanisms.values() if entry.variant in ALL]
+    assert sorted(entry.variant for entry in own) == sorted((*LADDERED, *KEPT_WHOLE))
     assert all(entry.codecs == (entry.variant,) and not entry.lossless and not entry.umbrella for entry in own)
 
 
@@ -297,7 +297,7 @@ PLANTED = {
     "list instead of a mapping": ("registry_shape", "mechanisms", replace(0, [])),
     "an empty file is no empty registry": ("registry_shape", "evals", replace(1, None)),
     "entries as a mapping": ("registry_shape", "evals", lambda data: data[1].update(evals={"ruler_v1": {}})),
-    "entry that is a word": ("registry_shape", "mechanisms[20]", lambda data: data[0]["mechanisms"].append("fp8")),
+    "entry that is a word": ("registry_shape", "mechanisms[21]", lambda data: data[0]["mechanisms"].append("fp8")),
     "other schema": ("registry_version", "schema_version", lambda data: data[0].update(schema_version=1)),
     "schema as text": ("registry_version", "schema_version", lambda data: data[1].update(schema_version="3")),
     "key of the file": ("unknown_registry_key", "evls", lambda data: data[1].update(evls=[])),

@@ -59,6 +59,7 @@ def _rung(make, engine: str, text: str, place: tuple, rung: tuple, recipe_id: st
         "text": text,
         "label": label,
         "codec": codec,
+        "whole": False,
         "protocol": place[0],
         "span": place[1],
         "cell_id": f"{make.count()}",
@@ -81,6 +82,7 @@ def _answers(make, rungs: list[tuple]) -> list[dict]:
     return [
         {
             "text": text,
+            "whole": False,
             "at_most": limit / 2,
             "label": label,
             "bits_per_value": bits,

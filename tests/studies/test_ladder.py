@@ -106,6 +106,27 @@ def test_the_answer_is_the_least_kl_that_fits_and_what_is_far_is_no_tie(metrics)
     assert found["test", 2.0] == "klt 2" and found["test", 4.0] == "klt 4" and found["other", 9.5] == "fp8"
 
 
+def test_a_codec_of_whole_caches_is_held_against_all_and_no_other_against_it(tmp_path):
+    ladder = {"codecs": ["klt", "hadamard", "archive"], "whole_bits": [1.6, 2]}
+    params = small_params(studies=["ladder"], ladder=ladder, **TWO_TEXTS)
+    found = build(params, write_results(tmp_path, params).sources)
+    rows = plain_rows(found)
+    whole = {row["label"]: row for row in rows if row["whole"] and row["text"] == "test"}
+    assert list(whole) == ["archive 1.6", "archive 2"] and {row["codec"] for row in whole.values()} == {"archive"}
+    assert {row["rival"] for row in whole.values()} == {"klt 2"}
+    assert not any((row["rival"] or "").startswith("archive") for row in rows)
+    assert not {"archive"} & {row["codec"] for row in found["ladder"] if row["protocol"] == "in_forward"}
+    serve, keep = ([row for row in found["ladder_answers"] if row["whole"] == one] for one in (False, True))
+    assert not any(row["label"].startswith("archive") or "archive" in " ".join(row["ties"]) for row in serve)
+    for row in keep:
+        able = [one for one in rows if one["text"] == row["text"] and limit_of(one["bits_per_value"]) <= row["at_most"]]
+        assert row["tried"] == len(able) and any(one["whole"] for one in able)
+    words = chapter_context(found)
+    assert words["whole"] == "`archive`" and len(words["keep"]) == len({row["at_most"] for row in keep}) > 0
+    state = {row["label"]: row for row in found["ladder_state"]}
+    assert state["archive 2"]["decoder_bytes"] > 0
+
+
 def test_equal_codecs_are_ties(params, tmp_path, monkeypatch):
     monkeypatch.setattr("report.synthetic.ladder_kl", lambda effects, cell: effects.base)
     found = build(params, write_results(tmp_path, params).sources)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 import torch
+from pydantic import ValidationError
 
 from kvlab.base.errors import CapabilityError, CodecNotActive, CorpusError, NonFinite, StorageError
 from kvlab.base.model import resolve
@@ -17,6 +18,7 @@ from kvlab.lab.scoring import WindowRun
 from kvlab.stats.divergences import Reference
 from kvlab.studies.mechanisms import items, plan, records, subjects
 from kvlab.studies.mechanisms import measure as measuring
+from kvlab.studies.mechanisms.params import Mechanisms
 from kvlab.text import ruler
 from kvlab.text.needles import Needle, Needles
 
@@ -92,7 +94,7 @@ def row(record, label: str):
 def test_the_plan_names_what_each_engine_can_run(tiny_params):
     labels = {engine: [v.label for v in plan.variants(tiny_params, engine)] for engine in ("hf", "vllm")}
     coded = [f"{codec} {protocol}" for protocol in ("in_forward", "snapshot") for codec in ("klt 2", "int 2", "fp8")]
-    assert labels["hf"] == ["baseline", *coded]
+    assert labels["hf"] == ["baseline", *coded, "archive 2 snapshot"]  # inside a forward there is no whole cache
     assert labels["vllm"] == [*labels["hf"], "fp8_e4m3", "fp8_e5m2"]
     ids = [(v.recipe_id, v.protocol("snapshot")) for v in plan.variants(tiny_params, "vllm")]
     assert ids[0] == (IDENTITY.recipe_id, "snapshot")
@@ -141,6 +143,17 @@ def test_a_protocol_is_asked_for_once(tiny_params):
     assert list(asked.problems(tiny_params)) == [
         "mechanisms.protocols is ['snapshot', 'snapshot']; allowed: each once",
     ]
+
+
+def test_a_codec_of_whole_caches_is_judged_on_finished_ones_alone(tiny_params):
+    asked = tiny_params.mechanisms.model_copy(update={"protocols": ("in_forward",)})
+    (problem,) = asked.problems(tiny_params)
+    assert "names 'archive', which codes finished caches" in problem and problem.endswith("add snapshot")
+    unsaid = Mechanisms(protocols=("in_forward",)).fitted(tiny_params)
+    assert "archive" not in unsaid.codecs and "klt" in unsaid.codecs and not list(unsaid.problems(tiny_params))
+    assert "archive" in Mechanisms().fitted(tiny_params).codecs
+    with pytest.raises(ValidationError, match="'archive' is not allowed here"):
+        Mechanisms(in_forward=("archive",))
 
 
 def test_the_registry_knows_everything_that_is_planned(tiny_params):

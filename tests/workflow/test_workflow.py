@@ -13,7 +13,7 @@ import yaml
 
 import embedded
 from kvlab.base.params import Params
-from kvlab.codec.registry import CODECS
+from kvlab.codec.names import ALL
 from kvlab.lab import plan
 from kvlab.studies.settings import read_params
 from kvlab.studies.units import engines_of, units
@@ -91,7 +91,16 @@ def test_the_report_plans_every_job(workspace, params):
     table = planned.stdout.partition("Job stats:")[2]
     counts = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
     captured, together = len(params.calibration.engines), set(plan.STUDIES) - {plan.LADDER}
-    once = ("corpus_model", "needles_model", "components_origin", "choice_layers", "gap_metrics", "gap_verdict")
+    once = (
+        "corpus_model",
+        "asked_model",
+        "archive_origin",
+        "needles_model",
+        "components_origin",
+        "choice_layers",
+        "gap_metrics",
+        "gap_verdict",
+    )
     expected = {
         **dict.fromkeys((*once, "gate_rows", "gate_report", "report_comparison", "report_lead"), 1),
         **{f"measure_{unit.replace('-', '_')}": 1 for unit in units(params) if unit != plan.LADDER},
@@ -208,6 +217,18 @@ def test_the_ladder_plans_its_own_jobs_and_reads_no_codebooks(workspace, params)
     assert not {"codebooks", "measure_float32", "report"} & counts.keys()
 
 
+def test_what_nobody_asks_for_is_neither_captured_nor_fitted(workspace):
+    data = embedded.document()
+    data["ladder"] |= {"codecs": ["klt", "hadamard"]}
+    data["mechanisms"] |= {"codecs": ["klt"]}
+    (workspace / "params.yaml").write_text(yaml.safe_dump(data))
+    planned = run(*SNAKEMAKE, "-n", "-p", REPORT, cwd=workspace)
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    counts = dict(re.findall(r"^(\w+) +(\d+)$", planned.stdout.partition("Job stats:")[2], re.MULTILINE))
+    assert "archive_origin" not in counts and int(counts["asked_model"]) == 1
+    assert "step asked --codecs  --out" in planned.stdout
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("rung", "fitted"), [("klt", 2), ("hadamard+center", 2), ("hadamard", 1)])
 def test_a_cell_of_another_origin_gets_components_of_that_origin_when_it_reads_them(workspace, rung, fitted):
@@ -239,7 +260,7 @@ def test_a_study_depends_on_the_codecs_that_it_loads_by_name(study, stages, para
     names = {one.codec for stream in streams for one in (stream, getattr(stream, "of", stream))}
     canary, stage = {"block"}, study if study == plan.LADDER else "measure"
     for name in names | canary:
-        module = CODECS[name].partition(":")[0]
+        module = ALL[name].partition(":")[0]
         assert f"results/code/{module}.txt" in stages[stage]["deps"], name
 
 

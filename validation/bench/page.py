@@ -55,6 +55,9 @@ def context(data: dict, links: dict) -> dict:
         "slack": fmt.plain(contest.SLACK),
         "glance": glance(data),
         "kl_basis": kl_basis(data),
+        "whole": whole_table(data),
+        "whole_unmeasured": listed(data["whole_unmeasured"]),
+        "whole_tokens": whole_tokens(data),
         "published": published_table(data),
         "published_ratios": listed(published_ratios(data)),
         "published_refused": listed(published_refused(data)),
@@ -175,6 +178,29 @@ def glance(data: dict) -> str:
             ]
         )
     return fmt.table(headers, rows)
+
+
+def whole_table(data: dict) -> str | None:
+    """Codecs of whole caches: bits, KL and speed; None where none was measured."""
+    threads = data["machine"]["threads"]
+    names = {"write": "encode to bytes", "read": "decode from bytes"}
+    headers = ["codec", "bits", *(f"KL, {text} text" for text in texts(data))]
+    headers += [f"{words} MB/s, {n} thr" for words in names.values() for n in threads]
+    lines = [
+        [
+            one["label"],
+            fmt.fixed(one["stored"], 3),
+            *(fmt.estimate(summary.kl(data, one["label"], text)) for text in texts(data)),
+            *(fmt.number(one["speed"][task][str(n)]["value"]) for task in names for n in threads),
+        ]
+        for one in data["whole"]
+    ]
+    return fmt.table(headers, lines) if lines else None
+
+
+def whole_tokens(data: dict) -> str | None:
+    """Tokens of the cache that they were timed on."""
+    return fmt.span(one["tokens"] for one in data["whole"]) if data["whole"] else None
 
 
 # ----------------------------------------------------------------------------------- published numbers

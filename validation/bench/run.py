@@ -17,10 +17,11 @@ from kvlab.base.origin import read_origin
 from kvlab.base.params import Params
 from kvlab.base.recipe import KltStream
 from kvlab.base.records import machine, versions, write_json
+from kvlab.calibration.archive import Archive
 from kvlab.calibration.capture import Captured
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.text import corpus
-from validation.bench import clock, divergence, page, published, sources
+from validation.bench import caches, clock, divergence, page, published, sources
 from validation.bench.rivals import INSTALL, LIBRARIES
 from validation.bench.score import Scorer, limit_row, whole
 from validation.bench.subjects import Subject, calibrate, roster
@@ -42,7 +43,10 @@ class Inputs:
     ladder : Path or None
         Folder of the ladder study's tables.
     windows : Path or None
-        What `kvlab step corpus` wrote, for the rivals' KL on the texts of the ladder study.
+        What `kvlab step corpus` wrote, for the rivals' KL on the texts of the ladder study, and for caches that are
+        coded as a whole.
+    archive : Path or None
+        What `kvlab step archive` wrote, for codecs of whole caches.
     """
 
     capture: Path | None = None
@@ -50,6 +54,7 @@ class Inputs:
     tensors: Path | None = None
     ladder: Path | None = None
     windows: Path | None = None
+    archive: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,8 @@ def bench(params: Params, out: Path, inputs: Inputs, effort: Effort | None = Non
             {"label": one.label, "bits": one.bits, "rival": one.recipe is None, "conditioned": "+" in one.label}
             for one in who.subjects
         ],
+        "whole": [],
+        "whole_unmeasured": [label for label, _ in caches.whole_rungs(params)] if found.archive is None else [],
         "sources": [],
         "kl": found.ladder,
         "bootstrap": params.stats.model_dump(),
@@ -134,16 +141,22 @@ def bench(params: Params, out: Path, inputs: Inputs, effort: Effort | None = Non
         info = resolve(params.model)
         data["kl"] = found.ladder | divergence.of_rivals(params, info, rivals, found.tokens, effort.windows)
         write_json(Path(out) / "bench.json", data)
+    if found.archive is not None:
+        info = resolve(params.model)
+        data["whole"] = caches.measured(params, info, found.archive, found.tokens, effort.rounds, effort.threads)
+        write_json(Path(out) / "bench.json", data)
     page.write(data, Path(out))
     return data
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What is read before anything is measured: the ladder's KL, and the windows for that of the rivals."""
+    """What is read before anything is measured: the ladder's KL, the windows for that of the rivals, and the codec of
+    whole caches, where both it and the windows are given."""
 
     ladder: divergence.Divergences
     tokens: corpus.TokenWindows | None
+    archive: Archive | None = None
 
 
 def opened(params: Params, out: Path, inputs: Inputs, effort: Effort) -> Opened:
@@ -174,10 +187,15 @@ def opened(params: Params, out: Path, inputs: Inputs, effort: Effort) -> Opened:
     hashes |= {capture.metadata["corpus_hash"]} if capture else set()
     if len(hashes) > 1:
         raise MixedIdentity({"corpus_hash of --capture and --windows": hashes})
+    if inputs.archive and not tokens:
+        raise UserError("--archive is measured on scored windows; name them with --windows")
+    asked = inputs.archive if caches.whole_rungs(params) else None
+    archive = caches.opened(asked, info, tokens.corpus_hash) if asked else None
     if not inputs.ladder:
-        return Opened({}, tokens)
+        return Opened({}, tokens, archive)
     corpus_hash = next(iter(hashes), None)
-    return Opened(divergence.of_ladder(params, inputs.ladder, info.model_hash, corpus_hash, effort.windows), tokens)
+    ladder = divergence.of_ladder(params, inputs.ladder, info.model_hash, corpus_hash, effort.windows)
+    return Opened(ladder, tokens, archive)
 
 
 def gather(params: Params, inputs: Inputs) -> Iterable[sources.Source]:

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from kvlab.base.errors import CapabilityError
 from kvlab.base.params import Params
-from kvlab.base.recipe import IDENTITY, BlockStream, Conditioned, IdentityStream, KltStream, Recipe, StreamRecipe
+from kvlab.base.recipe import (
+    IDENTITY,
+    WHOLE,
+    BlockStream,
+    Conditioned,
+    IdentityStream,
+    KltStream,
+    Recipe,
+    StreamRecipe,
+)
 from kvlab.calibration.needs import reads
 from kvlab.codec import limit, whitening
 from kvlab.codec.base import Codec, Encoded, Site, StreamCalibration
@@ -181,9 +190,10 @@ class Roster:
 
 
 def roster(params: Params) -> Roster:
-    """Identity, every rung of the ladder, and every rival that runs here."""
+    """Identity, every rung of the ladder that codes one tensor at a time, and every rival that runs here."""
     subjects = [Subject("identity", None, IDENTITY)]
-    subjects += [Subject(label, nominal(recipe), alone(recipe)) for label, recipe in rungs(params)]
+    own = [(label, recipe) for label, recipe in rungs(params) if recipe.k.codec not in WHOLE]
+    subjects += [Subject(label, nominal(recipe), alone(recipe)) for label, recipe in own]
     missing = {}
     for name, library in LIBRARIES.items():
         reason = usable(library)

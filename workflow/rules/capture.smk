@@ -2,9 +2,11 @@ rule capture_engine:
     """Fold up Q, K and V before RoPE on the calibration windows, codec off, on one engine.
 
     The file holds moments and, in bfloat16, K and V of `calibration.sample` windows; it does not grow with the text.
+    Where a codec of whole caches is asked for it holds moments of each layer with the one below, too.
     """
     input:
         model=model_files(),
+        asked="calib/asked/{model}.json",
         windows="calib/corpus/{model}/windows.safetensors",
     output:
         "calib/capture/{model}/{engine}.safetensors",
@@ -28,6 +30,7 @@ rule capture_engine:
         " --params {params.cfg:q}"
         " --engine {wildcards.engine:q}"
         " --windows {input.windows:q}"
+        " --asked-for {input.asked:q}"
         " --out {output:q}"
         " > {log:q} 2>&1"
 

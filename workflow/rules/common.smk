@@ -32,7 +32,7 @@ from kvlab.studies.units import BASELINE, MECHANISMS, engines_of, reads_tables, 
 from kvlab.studies.units import origins as unit_origins
 from kvlab.base.studied import studied_recipe
 from kvlab.studies.settings import Settings, by_model, judged, resolved
-from kvlab.base.recipe import IDENTITY
+from kvlab.base.recipe import IDENTITY, WHOLE
 
 CHAPTERS = sorted(register.modules().values())  # which the report loads by name
 FIGURES = register.figure_names()
@@ -236,6 +236,20 @@ def mechanisms_code():
         *(f"kvlab.engines.{engine}" for engine in sorted(PARAMS.engines)),
         *codec_modules(study_recipes(MECHANISMS)),
     )
+
+
+def whole_codecs(wildcards):
+    """The codecs of whole caches that the ladder or the gate's rows of the job's model ask for."""
+    slug = wildcards.model
+    named = set(MODELS[slug].ladder.codecs) if slug in asked_for(plan.LADDER) else set()
+    named |= set(MODELS[slug].mechanisms.codecs) if slug in JUDGED else set()
+    return [codec for codec in WHOLE if codec in named]
+
+
+def archive_of(recipes):
+    """The fitted codec of whole caches of the job's model, where one of some recipes is of it."""
+    files = of_model("calib/archive/{model}/{origin}.safetensors", origin=ORIGIN)
+    return files if any(recipe.k.codec in WHOLE for recipe in recipes) else []
 
 
 def all_code(wildcards):

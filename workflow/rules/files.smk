@@ -19,6 +19,7 @@ def measured_inputs(contents):
         "rotated_record": of_model("calib/sigma/{model}/{origin}-post_rope.json", origin=rotated),
         "components": of_model("calib/components/{model}/{origin}.safetensors", origin=sorted(fitted)),
         "components_record": of_model("calib/components/{model}/{origin}.json", origin=sorted(fitted)),
+        "archive": archive_of([recipe for study in studies for recipe in study_recipes(study)]),
         "choice": ["results/choice/{model}.json"] if plan.CHOSEN in studies else [],
         "needles": of_model("calib/needles/{model}/needles.{kind}", kind=kinds[:1]),
         "needles_record": of_model("calib/needles/{model}/needles.{kind}", kind=kinds[1:]),

@@ -10,6 +10,7 @@ rule ladder_jobs:
         record=f"calib/sigma/{{model}}/{ORIGIN}.json",
         components=f"calib/components/{{model}}/{ORIGIN}.safetensors",
         components_record=f"calib/components/{{model}}/{ORIGIN}.json",
+        archive=archive_of(study_recipes(plan.LADDER)),
     output:
         measured_outputs(UNITS[plan.LADDER]),
     log:
@@ -36,6 +37,7 @@ rule ladder_jobs:
         " --windows {input.windows:q}"
         " --sigma {input.sigma:q}"
         " --components {input.components:q}"
+        " --archive {input.archive:q}"
         ' --store "$KVLAB_STORE"'
         " --results results"
         " > {log:q} 2>&1"
@@ -50,6 +52,7 @@ rule ladder_facts:
         record=f"calib/sigma/{{model}}/{ORIGIN}.json",
         components=f"calib/components/{{model}}/{ORIGIN}.safetensors",
         components_record=f"calib/components/{{model}}/{ORIGIN}.json",
+        archive=archive_of(study_recipes(plan.LADDER)),
     output:
         "results/ladder/{model}/facts.json",
     log:
@@ -77,6 +80,7 @@ rule ladder_facts:
         " --windows {input.windows:q}"
         " --sigma {input.sigma:q}"
         " --components {input.components:q}"
+        " --archive {input.archive:q}"
         " --out {output:q}"
         " > {log:q} 2>&1"
 

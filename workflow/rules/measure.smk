@@ -43,6 +43,7 @@ for unit, contents in UNITS.items():
             " --codebooks {input.codebooks:q}"
             " --rotated {input.rotated:q}"
             " --components {input.components:q}"
+            " --archive {input.archive:q}"
             " --choice {input.choice:q}"
             " --needles {input.needles:q}"
             " --code {params.rows_code:q}"

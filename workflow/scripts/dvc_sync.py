@@ -44,9 +44,9 @@ def widest():
     """What `-S` may ask for: a stage depends on what any study, engine or codec reads, also of those not asked for."""
     sys.path.insert(0, str(Path("src").resolve()))
     from kvlab.base.paramfile import read_yaml
-    from kvlab.base.rungs import LADDERED
+    from kvlab.base.rungs import KEPT_WHOLE, LADDERED
 
-    codecs, calibration = {"codecs": list(LADDERED)}, {"engines": ["hf", "vllm"]}
+    codecs, calibration = {"codecs": [*LADDERED, *KEPT_WHOLE]}, {"engines": ["hf", "vllm"]}
     models = [entry | {"studies": None} for entry in read_yaml(Path("params.yaml"))["models"]]
     return {"studies": None, "models": models, "calibration": calibration, "mechanisms": codecs, "ladder": codecs}
 

@@ -25,6 +25,9 @@ LADDERED = tuple(name for name in STREAMS if name not in (*CONTROLS, *ASKED_AS_R
 PIPELINED = ("kivi-paper", "kivi-g32", "turboquant-vllm")
 """The published ones that a parameter may name beside them. The others read what no file of the pipeline holds;
 `kvlab measure` and `kvlab calibrate` know them."""
+KEPT_WHOLE = tuple(name for name in WHOLE if name in STREAMS and name not in ASKED_AS_RIVALS)
+"""Codecs of whole caches. They are compared over finished caches; inside a forward there is none, and one tensor alone
+says them nothing."""
 CONDITIONABLE = tuple(name for name in LADDERED if issubclass(STREAMS[name], Conditioned))
 Conditioning = Literal["", "center", "center+whiten", "center+weigh"]  # before a codec, calibrated
 STUDIED = "studied"
@@ -54,8 +57,12 @@ def one_of(allowed: tuple[str, ...], plugin: bool = False, conditioned: bool = F
 
 
 Laddered = Annotated[(str, *one_of(LADDERED, plugin=True))]
-Compared = Annotated[(str, *one_of((*LADDERED, *PIPELINED), plugin=True))]
-"""Where whole caches are coded and compared; a published codec may keep tokens at their ends as they are."""
+Finished = Annotated[(str, *one_of((*LADDERED, *KEPT_WHOLE), plugin=True))]
+"""Where finished caches are coded as well as unfinished ones."""
+Compared = Annotated[(str, *one_of((*LADDERED, *KEPT_WHOLE, *PIPELINED), plugin=True))]
+"""Where finished caches are coded and compared; a published codec may keep tokens at their ends as they are."""
+WholeBits = Annotated[float, Field(gt=0, le=16)]
+"""Of a codec of whole caches: what all of a cache's file takes per value."""
 Conditionable = Annotated[(str, *one_of(CONDITIONABLE, plugin=True, conditioned=True))]
 
 
@@ -77,16 +84,16 @@ def default_recipe(params: Params) -> Recipe:
 
 
 def ladder_recipe(
-    codec: str, bits: int | None, conditioning: Conditioning, params: Params, v_bits: int | None = None
+    codec: str, bits: float | None, conditioning: Conditioning, params: Params, v_bits: int | None = None
 ) -> Recipe:
     """The recipe of one rung.
 
     Parameters
     ----------
     codec : str
-        A name of `LADDERED`, or of `RIVALS`.
-    bits : int or None
-        None for a codec that has no choice, as `fp8`.
+        A name of `LADDERED`, of `KEPT_WHOLE`, or of `RIVALS`.
+    bits : float or None
+        None for a codec that has no choice, as `fp8`; whole but for a codec of whole caches.
     conditioning : str
         Empty; ``center``, which removes the calibrated mean of K and of V; ``center+whiten``, which
         whitens K as well, by Sigma_q at lag 0; or ``center+weigh``, which brings K and V into the metric of `klt`.
@@ -106,8 +113,8 @@ def ladder_recipe(
         if conditioning:
             raise ParamsError(f"codec {codec!r} is as published, and cannot be conditioned")
         return rival_recipe(codec, bits, v_bits)
-    if codec not in LADDERED and codec not in plugins.names():
-        raise UnknownName("codec of the ladder", codec, (*LADDERED, *PIPELINED, *plugins.names()))
+    if codec not in (*LADDERED, *KEPT_WHOLE) and codec not in plugins.names():
+        raise UnknownName("codec of the ladder", codec, (*LADDERED, *KEPT_WHOLE, *PIPELINED, *plugins.names()))
     if conditioning not in get_args(Conditioning):
         raise UnknownName("conditioning", conditioning, [name or "none" for name in get_args(Conditioning)])
     if conditioning and not issubclass(plugins.settings_of(codec), Conditioned):
@@ -127,6 +134,13 @@ def ladder_recipe(
         k, v = k | {"bits": bits_of["k"]}, v | {"bits": bits_of["v"]}
     stream = STREAMS[codec] if codec in STREAMS else partial(plugins.plugin_stream, codec)
     return Recipe(k=stream(**common, **k), v=stream(**common, **v))
+
+
+def rates(codec: str, bits: tuple[int, ...], whole_bits: tuple[float, ...]) -> tuple[float | None, ...]:
+    """The bits at which a codec is compared: `whole_bits` of one of whole caches, None of one without a choice."""
+    if codec in KEPT_WHOLE:
+        return whole_bits
+    return bits if has_bits(codec) else (None,)
 
 
 def has_bits(codec: str) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -88,3 +91,57 @@ class AcrossTap:
             self._held.pop(place)
         if layer == self.info.n_layers - 1:
             self._held.clear()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything by name, which `StoredAcross` reads; of float64 as it was summed up."""
+        found = {PROBED: self.probes}
+        for layer, moments in enumerate(self.moments):
+            fields = {name: torch.as_tensor(getattr(moments, name), dtype=torch.float64) for name in FIELDS}
+            found |= {f"layer_{layer}_across_{name}": field for name, field in fields.items()}
+        return found
+
+
+FIELDS = ("count", "mean", "scatter", "largest")
+PROBED, IDS = "across_probes", "across_ids"
+
+
+def names(n_layers: int) -> set[str]:
+    """The names that an observation of layers together has, the tokens of the sample among them."""
+    return {PROBED, IDS} | {f"layer_{layer}_across_{name}" for layer in range(n_layers) for name in FIELDS}
+
+
+class StoredAcross(Sequence[Across]):
+    """What `AcrossTap` saw, layer by layer, from a function that gives the tensor of a name; one layer is held.
+
+    Attributes
+    ----------
+    probes : Tensor
+        See `AcrossTap`.
+    ids : list of list of int
+        The tokens of the contexts of the sample.
+    """
+
+    def __init__(self, read: Callable[[str], Tensor]):
+        self._read, self._last = read, (-1, None)
+
+    @cached_property
+    def probes(self) -> Tensor:
+        """See the class."""
+        return self._read(PROBED)
+
+    @cached_property
+    def ids(self) -> list[list[int]]:
+        """See the class."""
+        return self._read(IDS).tolist()
+
+    def __len__(self) -> int:
+        return len(self.probes)
+
+    def __getitem__(self, layer: int) -> Across:
+        if self._last[0] != layer:
+            fields = {name: self._read(f"layer_{layer}_across_{name}") for name in FIELDS}
+            found = Across(len(fields["mean"]) // (4 if layer else 2), layer > 0)
+            found.count = float(fields.pop("count"))
+            vars(found).update(fields)
+            self._last = (layer, found)
+        return self._last[1]

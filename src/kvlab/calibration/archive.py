@@ -15,7 +15,7 @@ from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import ArchiveStream, Recipe
 from kvlab.base.records import sha256
 from kvlab.calibration.across import expected_attention
-from kvlab.calibration.capture import InMemory
+from kvlab.calibration.capture import Observed
 from kvlab.calibration.components import Fitting
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS
@@ -233,7 +233,7 @@ def encodes_alone(name: str) -> bool:
     return name.endswith(("/forward", "probes"))
 
 
-def fit_archive(observed: InMemory, fitting: Fitting, info: ModelInfo) -> Archive:
+def fit_archive(observed: Observed, fitting: Fitting, info: ModelInfo) -> Archive:
     """The codec of what was observed `across` layers.
 
     Raises
@@ -243,7 +243,8 @@ def fit_archive(observed: InMemory, fitting: Fitting, info: ModelInfo) -> Archiv
     """
     if observed.across is None:
         raise CapabilityError(
-            "archive is fitted on layers together, of which the pipeline's captures hold nothing; use `kvlab calibrate`"
+            "archive is fitted on layers together, of which this capture holds nothing: it was not asked for when the"
+            " calibration was captured"
         )
     across, angles = observed.across, ErrorMetrics(info, observed.context + 1).angles
 
@@ -253,8 +254,7 @@ def fit_archive(observed: InMemory, fitting: Fitting, info: ModelInfo) -> Archiv
         expected = torch.stack([expected_attention(across.probes[layer], window, angles) for window in k])
         return LayerSample(tuple(x.transpose(1, 2).flatten(2) for x in (k, v)), expected)
 
-    known = _known(info, observed.sampled_ids)
-    found = fit.fit(across.moments, fitting.metric, observed.first, sample, known)
+    found = fit.fit(across, fitting.metric, observed.first, sample, _known(info, across.ids))
     return Archive(found, across.probes, info)
 
 

@@ -17,9 +17,11 @@ from kvlab.base.errors import CalibrationMismatch, NonFinite, UserError
 from kvlab.base.model import resolve
 from kvlab.base.params import Params
 from kvlab.base.records import atomic, to_header, versions
+from kvlab.calibration import across as layers_together
 from kvlab.calibration import losses
 from kvlab.calibration import moments as kept
-from kvlab.calibration.across import AcrossTap
+from kvlab.calibration.across import AcrossTap, StoredAcross
+from kvlab.calibration.asked import read_asked
 from kvlab.calibration.facts import header_facts
 from kvlab.calibration.joint import JointTap, OutputsTap, RowsTap
 from kvlab.calibration.metrics import ErrorMetrics
@@ -42,6 +44,7 @@ FACTS = {
     "sample": list,
     "sample_dtype": str,
     "sample_bytes": int,
+    "across": bool,
 }
 
 
@@ -51,24 +54,22 @@ class Observed:
     Parameters
     ----------
     metadata : dict
-        `FACTS`, and what else there is to say: ``sample`` numbers the windows that were kept.
+        `FACTS`, and what else there is to say: ``sample`` numbers the windows that were kept, ``across`` says whether
+        layers were looked at together.
     read : callable
         Gives the tensor of a name: those of `ModelMoments.tensors` and of `losses.measured`, and ``layer_{l}_{k|v}``,
-        bfloat16 [sampled windows, kv_heads, context, head_dim].
+        bfloat16 [sampled windows, kv_heads, context, head_dim]; and, of layers together, those of `across.names`.
 
     Attributes
     ----------
-    across : AcrossTap or None
-        What was seen of neighbouring layers together; a file holds none of it.
     joint : JointTap or None
-        The same of all layers.
+        What was seen of all layers together; a file holds none of it.
     rows : RowsTap or None
         K and V of more windows than those of the sample.
     outputs : OutputsTap or None
         The same of what attention makes of V.
     """
 
-    across: AcrossTap | None = None
     joint: JointTap | None = None
     rows: RowsTap | None = None
     outputs: OutputsTap | None = None
@@ -127,6 +128,11 @@ class Observed:
         """What errors of a layer's K or V cost (`losses`), float64 [kv_heads, head_dim]."""
         return self._read(f"layer_{layer}_{stream}_loss")
 
+    @property
+    def across(self) -> StoredAcross | None:
+        """What was seen of layers together, where that was asked for."""
+        return StoredAcross(self._read) if self.metadata["across"] else None
+
     def layer(self, layer: int, stream: str) -> Tensor:
         """The sampled contexts of a layer's K or V as float32, [sampled windows, kv_heads, context, head_dim]."""
         return self._read(f"layer_{layer}_{stream}").float()
@@ -135,18 +141,12 @@ class Observed:
 class InMemory(Observed):
     """What is left of the windows, not yet in a file; `tensors` is all that a file would hold, by name.
 
-    `sampled_ids` are the contexts of the sample; `beside` is what was seen besides: attributes of `Observed`.
+    `beside` is what was seen besides and no file holds: attributes of `Observed`.
     """
 
-    def __init__(
-        self,
-        metadata: dict,
-        tensors: dict[str, Tensor],
-        sampled_ids: Sequence[Sequence[int]] = (),
-        beside: Mapping[str, Beside] | None = None,
-    ):
+    def __init__(self, metadata: dict, tensors: dict[str, Tensor], beside: Mapping[str, Beside] | None = None):
         super().__init__(metadata, tensors.__getitem__)
-        self.tensors, self.sampled_ids = tensors, sampled_ids
+        self.tensors = tensors
         for name, seen in (beside or {}).items():
             setattr(self, name, seen)
 
@@ -180,7 +180,8 @@ def observe(
     sample : int
         Windows to keep K and V of, in bfloat16: 4 * layers * kv_heads * head_dim * context bytes each.
     beside : collection of str
-        Of ``across``, ``joint``, ``rows`` and ``outputs`` what is looked at too: attributes of `Observed`.
+        What is looked at too: ``across``, on which `archive` is fitted and which takes (4 * kv_heads * head_dim)**2 float64
+        numbers a layer, however many windows there are; and the attributes of `Observed`.
 
     Raises
     ------
@@ -212,6 +213,8 @@ def observe(
         tap.refuse_broken()
     found = losses.measured(engine, [ids[:context] for ids in windows], angles)
     tensors = tap.moments.tensors() | tap.sample | found
+    if across := seen.pop("across", None):
+        tensors |= across.tensors() | {layers_together.IDS: torch.tensor([list(windows[i][:context]) for i in chosen])}
     metadata = {
         "engine": engine.name,
         "model_hash": info.model_hash,
@@ -223,10 +226,11 @@ def observe(
         "sample": list(chosen),
         "sample_dtype": SAMPLE_DTYPE,
         "sample_bytes": sum(tensor.nbytes for tensor in tap.sample.values()),
+        "across": across is not None,
         "device": engine.device,
         "versions": versions(),
     }
-    return InMemory(metadata, tensors, [list(windows[i][:context]) for i in chosen], seen)
+    return InMemory(metadata, tensors, seen)
 
 
 class _Tap:
@@ -263,10 +267,16 @@ class _Tap:
             raise self._broken
 
 
-def capture(params: Params, engine: str, windows_path: Path, out: Path) -> None:
+def capture(params: Params, engine: str, windows_path: Path, out: Path, asked: Path | None = None) -> None:
     """Run the calibration windows through one engine and keep what `observe` does; the test windows are not read.
 
     Of each window as many tokens are run as a codec will see of a scored one.
+
+    Parameters
+    ----------
+    asked : Path, optional
+        What `kvlab step asked` wrote: where it names a codec of whole caches, and this is the engine whose capture
+        calibrates, layers are looked at together too.
 
     Raises
     ------
@@ -277,10 +287,16 @@ def capture(params: Params, engine: str, windows_path: Path, out: Path) -> None:
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
     calib = windows.calib[:, : windows.context].tolist()
+    beside = ("across",) if engine == params.calibration.origin and asks(asked) else ()
     with closing(start(engine, info, params.calibration.dtype, max_tokens=windows.context)) as running:
-        found = observe(running, calib, windows.context, windows.corpus_hash, params.calibration.sample)
+        found = observe(running, calib, windows.context, windows.corpus_hash, params.calibration.sample, beside)
     with atomic(out) as temporary:
         save_file(found.tensors, temporary, metadata=to_header(found.metadata))
+
+
+def asks(asked: Path | None) -> bool:
+    """Whether a codec of whole caches is asked for."""
+    return asked is not None and bool(read_asked(asked))
 
 
 class Captured(Observed):
@@ -310,6 +326,7 @@ class Captured(Observed):
         self._names = found
         places = [f"layer_{n}_{stream}" for n in range(self.n_layers) for stream in STREAMS]
         due = kept.names(self.n_layers) | {*places, *(f"{place}_loss" for place in places)}
+        due |= layers_together.names(self.n_layers) if self.metadata["across"] else set()
         if not found or found != due:
             raise CalibrationMismatch(
                 f"{path} does not hold the moments of Q, K and V of every layer, a sample and losses;"

@@ -10,9 +10,11 @@ from typing import Any, Literal
 import torch
 
 from kvlab.base.errors import CalibrationMismatch
+from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Cell, Placement, Recipe, StreamRecipe, digest
 from kvlab.base.records import file_hash, fingerprint
 from kvlab.calibration.archive import Archive
+from kvlab.calibration.archive_file import archive_identity, load_archive
 from kvlab.calibration.components import FIELDS, load_components
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.needs import Piece, coded_by, needed_files, needs_calibration, pieces, reads
@@ -31,21 +33,22 @@ TableKey = tuple[Literal["k", "v"], Placement, str]
 
 @dataclass(frozen=True)
 class Fitted:
-    """The files of a calibration: what `kvlab step sigma`, `kvlab step codebooks` and `kvlab step components` wrote.
+    """The files of a calibration: what `kvlab step sigma`, `codebooks`, `components` and `archive` wrote.
 
-    `rotated` is the Sigma_q of the queries after their rotary embedding. Without codebooks, components or it
-    (None) a recipe that asks for them is refused when its codec is built or first used.
+    `rotated` is the Sigma_q of the queries after their rotary embedding. Without codebooks, components, it or the
+    archive (None) a recipe that asks for them is refused when its codec is built or first used.
     """
 
     sigma: Path
     codebooks: Path | None = None
     components: Path | None = None
     rotated: Path | None = None
+    archive: Path | None = None
 
     @property
     def paths(self) -> list[Path]:
         """Those that there are."""
-        named = (self.sigma, self.codebooks, self.components, self.rotated)
+        named = (self.sigma, self.codebooks, self.components, self.rotated, self.archive)
         return [Path(path) for path in named if path is not None]
 
 
@@ -132,7 +135,10 @@ class Calibrated:
         codec = recipe.k.codec
         found = self.archive if codec == "archive" else self.whole.get(codec)
         if found is None:
-            raise CalibrationMismatch(f"the calibration was not fitted for {codec}; calibrate it for this recipe")
+            raise CalibrationMismatch(
+                f"the calibration was not fitted for {codec}; name the file of `kvlab step archive` with --archive, or"
+                " calibrate it for this recipe with kvlab calibrate"
+            )
         return found
 
     def fingerprints(self, cell: Cell) -> dict[str, str]:
@@ -173,8 +179,8 @@ class Calibrated:
         return self.tables[key]
 
 
-def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None) -> Calibrated:
-    """Read Sigma_q, the tables and the components.
+def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None, info: ModelInfo | None = None) -> Calibrated:
+    """Read Sigma_q, the tables, the components and the codec of whole caches.
 
     Parameters
     ----------
@@ -185,6 +191,8 @@ def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None) -> Cal
     corpus_hash : str, optional
         Of the windows that will be scored. Their file holds the calibration windows too, and keeps both
         apart; a calibration from another file could have seen the scored text.
+    info : ModelInfo, optional
+        The model itself, of whose weights a codec of whole caches reads some; without, none is read.
 
     Raises
     ------
@@ -202,6 +210,7 @@ def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None) -> Cal
     origin = {"corpus_hash": sidecar["corpus_hash"], "engine": sidecar["calibration_source"]}
     of_sigma = {"model_hash": model_hash, **origin, "sigma_hash": sigma_hash}
     rotated = {} if fitted.rotated is None else load_rotated(fitted.rotated, of_sigma)
+    archive = None if None in (fitted.archive, info) else load_archive(fitted.archive, of_sigma, info)
     return Calibrated(
         whiteners=whiteners,
         tables={} if fitted.codebooks is None else load_tables(fitted.codebooks, of_sigma, fitted.rotated),
@@ -211,6 +220,7 @@ def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None) -> Cal
         calibration_hash=file_hash(*fitted.paths),
         components={} if fitted.components is None else load_components(fitted.components, of_sigma),
         rotated=rotated,
+        archive=archive,
     )
 
 
@@ -219,6 +229,7 @@ def by_origin(
     codebooks: Sequence[Path] = (),
     components: Sequence[Path] = (),
     rotated: Sequence[Path] = (),
+    archive: Sequence[Path] = (),
 ) -> dict[str, Fitted]:
     """Files of calibrations on one or several engines' captures, put together by the engine that each names.
 
@@ -233,6 +244,7 @@ def by_origin(
         "codebooks": (codebooks, lambda path: read_facts(path, CODEBOOKS, "codebooks")["origin"]),
         "components": (components, components_origin),
         "rotated": (rotated, lambda path: read_sidecar(path)["calibration_source"]),
+        "archive": (archive, lambda path: archive_identity(path)["engine"]),
     }
     for kind, (files, origin_of) in kinds.items():
         for path in files:

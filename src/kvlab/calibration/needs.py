@@ -30,7 +30,9 @@ FILES: dict[Kind, str] = {
     "components": "components",
     "spectra": "components",
 }
-"""The files of a pipeline's calibration. What a codec fits by itself (``own``) is in none; `kvlab calibrate` has it."""
+"""The files of a pipeline's calibration that a recipe's file names. What a codec fits by itself (``own``) is in none,
+and that of a codec of whole caches (``archive``) is for studies alone; `kvlab calibrate` makes one file of everything.
+"""
 
 
 class Piece(NamedTuple):
@@ -94,8 +96,8 @@ def needed_files(recipe: Recipe) -> list[str]:
     kinds = {*reads(recipe.k, "k"), *reads(recipe.v, "v")}
     if {"own", "outputs", "whole", "archive"} & kinds:
         raise CapabilityError(
-            f"recipe {recipe.recipe_id} (K {recipe.k.codec}, V {recipe.v.codec}) reads what its codec fits by itself,"
-            " which no file of the pipeline holds; make one file of everything with kvlab calibrate"
+            f"recipe {recipe.recipe_id} (K {recipe.k.codec}, V {recipe.v.codec}) reads what its codec fits by itself;"
+            " make one file of everything with kvlab calibrate"
         )
     needed = {FILES[kind] for kind in kinds}
     needed |= {"sigma"} if needed else set()

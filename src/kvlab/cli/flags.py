@@ -109,6 +109,7 @@ SETTINGS = [PARAMS, MODEL]
 OUT = result("--out", "what is written (with companions of the same stem beside it)")
 WINDOWS = path("--windows", "windows.safetensors of `kvlab step corpus`")
 NEEDLES = path("--needles", "needles.parquet of `kvlab step needles`")
+SIGMA = path("--sigma", "what `kvlab step sigma` wrote")
 CAPTURE = path("--capture", "what `kvlab step capture` wrote")
 METRICS = path("--metrics", "what `kvlab step metrics` wrote")
 IF_CODED = [  # a run without a codec does without them

@@ -8,6 +8,7 @@ from kvlab.cli.flags import OUT, WINDOWS, path
 from kvlab.cli.given import params_of
 
 COMPONENTS = path("--components", "what `kvlab step components` wrote")
+ARCHIVE = path("--archive", "what `kvlab step archive` wrote; needed by archive", required=False, nargs="?")
 DOCUMENTS = path("--documents", "what `kvlab step corpus` kept; without, the corpus is read again", required=False)
 
 
@@ -16,7 +17,8 @@ def ladder_verb(args: argparse.Namespace) -> None:
     from kvlab.calibration.load import Fitted
     from kvlab.studies.ladder.facts import facts
 
-    facts(params_of(args), args.windows, Fitted(args.sigma, None, args.components, None), args.out)
+    fitted = Fitted(args.sigma, None, args.components, None, args.archive)
+    facts(params_of(args), args.windows, fitted, args.out)
 
 
 def ladder_further_verb(args: argparse.Namespace) -> None:
@@ -29,5 +31,5 @@ def ladder_further_verb(args: argparse.Namespace) -> None:
 
 def verbs(sigma) -> dict:
     """Both verbs with their flags."""
-    shared = [WINDOWS, sigma, COMPONENTS, OUT]
-    return {ladder_verb: shared, ladder_further_verb: [DOCUMENTS, *shared]}
+    shared = [WINDOWS, sigma, COMPONENTS]
+    return {ladder_verb: [*shared, ARCHIVE, OUT], ladder_further_verb: [DOCUMENTS, *shared, OUT]}

@@ -6,12 +6,14 @@ import argparse
 from collections.abc import Callable
 
 from kvlab.base.errors import UserError
+from kvlab.cli import fitting_steps as fitting
 from kvlab.cli.flags import (
     CAPTURE,
     IF_CODED,
     METRICS,
     NEEDLES,
     OUT,
+    SIGMA,
     WINDOWS,
     Flag,
     path,
@@ -28,10 +30,12 @@ The steps of the pipeline, as the rules of the workflow call them (`make finding
 
   corpus      text -> fixed token windows, calibration and test kept apart
   needles     facts planted in texts of their own, and questions that ask for them; beside it RULER's texts
+  asked       which codecs of whole caches are asked for: what capture and archive do for them
   capture     pre-rotary Q, K, V of the calibration windows, from one engine
   sigma       Sigma_q and its Cholesky factor, per layer and KV head
   codebooks   Lloyd-Max tables on the variable that the quantiser really sees
   components  mean, covariance and KLT of K and V, per layer and KV head
+  archive     the codec of whole caches, from a capture that looked at layers together
   baseline    codec off: an engine, dtype and attention against the fp32 truth
   choose      which layers to favour, from the calibration split alone
   jobs        jobs of any studies in one process, with one start of each engine
@@ -84,40 +88,12 @@ def needles_verb(args: argparse.Namespace) -> None:
     ruler.build(params, args.out.with_name("ruler.parquet"))
 
 
-def capture_verb(args: argparse.Namespace) -> None:
-    """Capture Q, K and V of the calibration windows."""
-    from kvlab.calibration.capture import capture
-
-    capture(params_of(args), args.engine, args.windows, args.out)
-
-
-def sigma_verb(args: argparse.Namespace) -> None:
-    """Fit Sigma_q."""
-    from kvlab.calibration.sigma import fit_sigma
-
-    fit_sigma(params_of(args), args.capture, args.out)
-
-
-def codebooks_verb(args: argparse.Namespace) -> None:
-    """Fit the Lloyd-Max tables."""
-    from kvlab.lab.codebooks import fit_codebooks
-
-    fit_codebooks(params_of(args), args.capture, args.sigma, args.rotated, args.out)
-
-
-def components_verb(args: argparse.Namespace) -> None:
-    """Fit the components of K and V."""
-    from kvlab.calibration.components import fit_components
-
-    fit_components(params_of(args), args.capture, args.sigma, args.out)
-
-
 def _by_origin(args: argparse.Namespace) -> dict:
     from kvlab.calibration.load import by_origin
 
-    given = [getattr(args, name) or [] for name in ("sigma", "codebooks", "components", "rotated")]
+    given = [getattr(args, name) or [] for name in ("sigma", "codebooks", "components", "rotated", "archive")]
     if any(given) and not given[0]:
-        raise UserError("--codebooks, --components and --rotated belong to a Sigma_q; name it with --sigma")
+        raise UserError("--codebooks, --components, --rotated and --archive belong to a Sigma_q; name it with --sigma")
     return by_origin(*given)
 
 
@@ -287,7 +263,6 @@ def page_verb(args: argparse.Namespace) -> None:
 
 # --------------------------------------------------------------------------------------- flags
 
-SIGMA = path("--sigma", "what `kvlab step sigma` wrote")
 CODEBOOKS = path("--codebooks", "what `kvlab step codebooks` wrote")
 PER_ORIGIN = [  # one of each for every engine whose capture calibrates a cell
     path(flag, text, required=False, nargs="+")
@@ -296,6 +271,7 @@ PER_ORIGIN = [  # one of each for every engine whose capture calibrates a cell
         ("--codebooks", "what `kvlab step codebooks` wrote; needed by fitted tables"),
         ("--components", "what `kvlab step components` wrote; needed by klt, oscar and mean removal"),
         ("--rotated", "what `kvlab step sigma` wrote after the rotary embedding; needed by post_rope cells"),
+        ("--archive", "what `kvlab step archive` wrote; needed by archive"),
     )
 ]
 CHOICE = path("--choice", "what `kvlab step choose` wrote; needed by the mitigations", required=False)
@@ -311,14 +287,6 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
         path("--documents", "what `kvlab step corpus` kept; without, the corpus is read again", required=False),
         OUT,
     ],
-    capture_verb: [word("--engine", "hf or vllm", required=True), WINDOWS, OUT],
-    sigma_verb: [CAPTURE, OUT],
-    codebooks_verb: [
-        *(CAPTURE, SIGMA),
-        path("--rotated", "the Sigma_q after the rotary embedding; needed by post_rope cells", required=False),
-        OUT,
-    ],
-    components_verb: [CAPTURE, SIGMA, OUT],
     residual_verb: [CAPTURE, SIGMA, CODEBOOKS, OUT],
     baseline_verb: [
         word("--run", "a name that `kvlab params` lists under baseline", required=True),
@@ -345,6 +313,7 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
         word("--code", "digest of the code that measures; evidence of other code is stale", required=True),
         OUT,
     ],
+    **fitting.OF_PARAMS,
     **verbs(SIGMA),
     metrics_verb: [
         path("--baseline", "json records of the baseline runs", nargs="+"),
@@ -376,24 +345,28 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
     bitplanes_verb: [WINDOWS, OUT],
     placement_verb: [WINDOWS, OUT],
 }
-VERBS: dict[Callable, list[Flag]] = with_settings(OF_PARAMS) | {
-    compare_verb: [
-        path("--metrics", "what `kvlab step metrics` wrote for each model, the leading one first", nargs="+"),
-        result("--out", "comparison.csv: a row per model and quantity"),
-        result("--json", "the same for `kvlab step report`", required=False),
-        result("--summary", "also write a dozen headline scalars of each model here", required=False),
-    ],
-    rows_verb: [
-        place("records", "what `kvlab step mechanisms` wrote of one model, a file for each engine", nargs="+"),
-        *(WINDOWS, NEEDLES),
-        word("--code", "digest of the code that measures now", required=True),
-        word("--claim", "tier that every measured row claims", required=True, type=tier),
-        result("--out", "the rows"),
-        result("--current", "what their evidence must have been measured on"),
-    ],
-    page_verb: [
-        place("records", "of the same study, one for each model", nargs="+"),
-        word("--study", "whose records they are", required=True, choices=STUDIES),
-        result("--out", "the page, Markdown"),
-    ],
-}
+VERBS: dict[Callable, list[Flag]] = (
+    with_settings(OF_PARAMS)
+    | fitting.VERBS
+    | {
+        compare_verb: [
+            path("--metrics", "what `kvlab step metrics` wrote for each model, the leading one first", nargs="+"),
+            result("--out", "comparison.csv: a row per model and quantity"),
+            result("--json", "the same for `kvlab step report`", required=False),
+            result("--summary", "also write a dozen headline scalars of each model here", required=False),
+        ],
+        rows_verb: [
+            place("records", "what `kvlab step mechanisms` wrote of one model, a file for each engine", nargs="+"),
+            *(WINDOWS, NEEDLES),
+            word("--code", "digest of the code that measures now", required=True),
+            word("--claim", "tier that every measured row claims", required=True, type=tier),
+            result("--out", "the rows"),
+            result("--current", "what their evidence must have been measured on"),
+        ],
+        page_verb: [
+            place("records", "of the same study, one for each model", nargs="+"),
+            word("--study", "whose records they are", required=True, choices=STUDIES),
+            result("--out", "the page, Markdown"),
+        ],
+    }
+)

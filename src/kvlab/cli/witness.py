@@ -45,6 +45,7 @@ KINDS = {
     "codebooks": ("codebooks", "{engine}.json"),
     "components": ("components", "{engine}.safetensors"),
     "rotated": ("sigma", "{engine}-post_rope.safetensors"),
+    "archive": ("archive", "{engine}.safetensors"),
 }
 """Folder and name of each kind of fitted file."""
 

@@ -1,6 +1,7 @@
 """Which codec may be claimed, engine by engine: one row of each group of comparable rows, or that there is none.
 
-Rows are comparable when they are of one model, engine, protocol and stored span. Of those that earn support, the one
+Rows are comparable when they are of one model, engine, protocol and stored span; those of codecs of whole caches, with
+which no model can run, among themselves. Of those that earn support, the one
 that stores least; where none does, the one that stores least among those against which nothing speaks and whose KL is
 shown to be small enough, as a preview.
 """
@@ -24,6 +25,8 @@ class Answer(Frozen):
     ----------
     row_id : str or None
         None where no row can be named.
+    whole : bool
+        Whether its rows are of codecs of whole caches.
     word : {"certified", "preview", "none"}
         Whether the row earns support, or only nothing speaks against it.
     tried, certified : int
@@ -35,6 +38,7 @@ class Answer(Frozen):
     engine: str
     protocol: str
     stored_span: str | None
+    whole: bool = False
     row_id: str | None
     word: Literal["certified", "preview", "none"]
     tried: int
@@ -42,12 +46,14 @@ class Answer(Frozen):
 
 
 def answers(lines: Iterable[Line]) -> Iterator[Answer]:
-    """One answer for each group, in the order of the lines."""
+    """One answer for each group, in the order of the lines; on an engine those of codecs of whole caches come last."""
     groups: dict[tuple, list[Line]] = {}
     for line in lines:
         if line.compresses:
-            groups.setdefault((*line.place, line.protocol or "", line.stored_span), []).append(line)
-    for (model, engine, protocol, span), tried in groups.items():
+            groups.setdefault((*line.place, line.protocol or "", line.stored_span, line.whole), []).append(line)
+    places = list(dict.fromkeys(group[:2] for group in groups))
+    for group in sorted(groups, key=lambda group: (places.index(group[:2]), group[-1])):
+        (model, engine, protocol, span, whole), tried = group, groups[group]
         certified = [line for line in tried if line.earned == CERTIFIED]
         previews = [line for line in tried if is_preview(line)]
         best = smallest(certified) or smallest(previews)
@@ -56,6 +62,7 @@ def answers(lines: Iterable[Line]) -> Iterator[Answer]:
             engine=engine,
             protocol=protocol,
             stored_span=span,
+            whole=whole,
             row_id=best.row_id if best else None,
             word="none" if best is None else "certified" if certified else "preview",
             tried=len(tried),

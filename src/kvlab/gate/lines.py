@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlab.base.recipe import Frozen
+from kvlab.base.recipe import WHOLE, Frozen
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.evidence import Measure
 
@@ -81,6 +81,11 @@ class Line(Frozen):
     def compresses(self) -> bool:
         """Whether it is measured and something else than the baseline."""
         return self.measured and self.mechanism not in (None, BASELINE)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it codes finished caches alone, all layers at once."""
+        return self.mechanism_variant in WHOLE
 
     @property
     def place(self) -> tuple[str, str]:

@@ -113,6 +113,7 @@ def page(summary: Summary) -> dict[str, Any]:
         "tested": summary.tested,
         "alpha": fmt.percent(summary.alpha, 1),
         "answers": [answer_line(answer, summary) for answer in summary.answers],
+        "whole": any(answer.whole for answer in summary.answers),
         "certified": any(answer.word == "certified" for answer in summary.answers),
         "counts": [count_line(tier, count, summary) for tier, count in summary.counts.items() if count],
         "unjudged": sum(line.earned is None for line in summary.rows),

@@ -69,6 +69,11 @@ class Coded:
     error_sq: float
     signal_sq: float
 
+    @property
+    def held(self) -> int:
+        """Bytes that the decoded tensor takes in memory."""
+        return self.tensor.nbytes
+
 
 class Coder:
     """Runs the recipe of one cell and keeps its tally.
@@ -109,6 +114,12 @@ class Coder:
 
     def begin(self, clean: CleanCapture, ids: list[int], window: int) -> None:
         """Told of a context's whole clean cache before any of it is coded; what codes tensor by tensor needs it not."""
+
+    def warm_up(self, clean: CleanCapture, ids: list[int], window: int) -> None:
+        """Work for nothing once: first calls load kernels and fill tables."""
+        for (layer, part), x in clean.kept.items():
+            if layer == self.cell.layers[-1] and self.codes(layer, part):
+                self.round_trip(x, Site(window, layer, part))
 
     def round_trip(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         """`x` encoded and decoded, in its own dtype, and counted."""

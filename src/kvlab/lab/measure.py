@@ -29,11 +29,11 @@ from kvlab.calibration.load import Calibrated, Fitted
 from kvlab.calibration.needs import needs_calibration
 from kvlab.engines.capability import check_protocol
 from kvlab.lab import plan
-from kvlab.lab.coding import Coder
 from kvlab.lab.engines import Engines, Visit, Which, device
 from kvlab.lab.store import Found, Store
 from kvlab.lab.subjects import CellSubject, Memos, Probe, probed, probes_of, table_of
 from kvlab.lab.walk import Subject, walk
+from kvlab.lab.whole import coder_of
 from kvlab.lab.windows import Window, windows_for
 from kvlab.lab.witnessing import WitnessSubject, chosen, witnessed_of
 from kvlab.text import corpus
@@ -88,7 +88,8 @@ class Lab:
         memory.keep_freed()
         info = resolve(params.model)
         windows = corpus.load(windows_path, info.model_hash)
-        calibrated = {o: calibration.load(files, info.model_hash, windows.corpus_hash) for o, files in fitted.items()}
+        own = (info.model_hash, windows.corpus_hash, info)
+        calibrated = {origin: calibration.load(files, *own) for origin, files in fitted.items()}
         engines = Engines(info, max_tokens=max(windows.test.shape[1], longest))
         store = Store(folder, engines.identity(), code.state if folder else None)
         return cls(params, info, windows, calibrated, engines, store, Path(windows_path))
@@ -104,7 +105,7 @@ class Lab:
         check_protocol(cell.engine, cell.protocol)
         calibrated = calibrated_for(cell, self.calibrated)
         memo = self.memos.get(Which.of(cell.engine, cell.dtype, cell.attention))
-        return CellSubject(cell, Coder(cell, calibrated, memo), calibrated)
+        return CellSubject(cell, coder_of(cell, calibrated, memo), calibrated)
 
     def witnesses(
         self, subjects: Sequence[CellSubject], windows: Sequence[Window], judged: bool = True
@@ -113,7 +114,7 @@ class Lab:
         found = []
         for subject in chosen(subjects):
             if due := [window for window in windows if subject.due(window)]:
-                coder = Coder(subject.cell, subject.calibrated, self.memos.get(subject.which), judged)
+                coder = coder_of(subject.cell, subject.calibrated, self.memos.get(subject.which), judged)
                 found.append(
                     WitnessSubject(subject.cell, subject.calibrated, coder, due[-1], self.plain, self.windows_path)
                 )

@@ -11,7 +11,7 @@ import polars as pl
 
 from kvlab.base import code
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import IDENTITY, Cell, Recipe
+from kvlab.base.recipe import IDENTITY, WHOLE, Cell, Recipe
 from kvlab.base.records import Coding, fingerprint
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.names import codec_modules, foreign_codecs
@@ -21,6 +21,7 @@ from kvlab.lab.scoring import CANARY, floor_kl, heard_kl
 from kvlab.lab.store import ROWS, Found
 from kvlab.lab.windows import Window
 
+WHOLE_MODULE = "kvlab.lab.whole"  # what codes whole caches
 MEMO_BYTES = 2**30  # of coded tensors that are kept while a window lasts
 
 
@@ -33,9 +34,9 @@ class Memo(dict):
 
     def __setitem__(self, key, coded) -> None:
         super().__setitem__(key, coded)
-        self._bytes += coded.tensor.nbytes
+        self._bytes += coded.held
         while self._bytes > MEMO_BYTES and len(self) > 1:
-            self._bytes -= self.pop(next(iter(self))).tensor.nbytes
+            self._bytes -= self.pop(next(iter(self))).held
 
     def clear(self) -> None:
         """Forget all."""
@@ -194,7 +195,8 @@ def deciding(cell: Cell, calibrated: Calibrated | None) -> dict:
 def code_of(which: Which, recipes: Iterable[Recipe], *modules: str) -> str | None:
     """Digest of the code that scores recipes on an engine; None where a codec is not of this package."""
     run = [IDENTITY, *recipes]  # the floor runs everywhere
-    return None if foreign_codecs(run) else code.digest_of(*MODULES[which.name], *codec_modules(run), *modules)
+    whole = [WHOLE_MODULE] if any(recipe.k.codec in WHOLE for recipe in run) else []
+    return None if foreign_codecs(run) else code.digest_of(*MODULES[which.name], *codec_modules(run), *whole, *modules)
 
 
 # --------------------------------------------------------------------------------------------------- tallies

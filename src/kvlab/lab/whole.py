@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from kvlab.base.errors import CapabilityError
+from kvlab.base.errors import CalibrationMismatch, CapabilityError
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import WHOLE, Cell
+from kvlab.base.recipe import WHOLE, Cell, digest
 from kvlab.base.records import Coding
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.base import Site, Stats
@@ -17,6 +19,21 @@ def coder_of(cell: Cell, calibrated: Calibrated | None, memo: dict | None = None
     """The coder of a cell, by what its codec looks at."""
     whole = cell.layers and cell.recipe.k.codec in WHOLE
     return (WholeCoder if whole else Coder)(cell, calibrated, memo, judged)
+
+
+@dataclass(frozen=True)
+class CodedCache:
+    """A cache that went through a codec: its file, what that holds by layer and stream, and what it took."""
+
+    stored: bytes
+    decoded: dict[tuple[int, str], torch.Tensor]
+    encode_seconds: float
+    decode_seconds: float
+
+    @property
+    def held(self) -> int:
+        """Bytes that it takes in memory."""
+        return len(self.stored) + sum(x.nbytes for x in self.decoded.values())
 
 
 class WholeCoder(Coder):
@@ -31,6 +48,8 @@ class WholeCoder(Coder):
     ------
     CapabilityError
         The cell codes inside a forward, where the layers above are not there yet, or some layers or streams only.
+    CalibrationMismatch
+        The calibration does not hold the codec.
     """
 
     def __init__(self, cell: Cell, calibrated: Calibrated | None, memo: dict | None = None, judged: bool = True):
@@ -43,19 +62,34 @@ class WholeCoder(Coder):
             )
         if cell.stream != "kv" or cell.exceptions or cell.layers != tuple(range(len(cell.layers))):
             raise CapabilityError(f"codec {name!r} codes K and V of all layers, not some of them")
+        if calibrated is None:
+            raise CalibrationMismatch(f"codec {name!r} is calibrated, and nothing was; run kvlab calibrate")
         self.codec, self.stored = calibrated.whole_of(cell.recipe), b""
         self._decoded: dict[tuple[int, str], torch.Tensor] = {}
 
     def begin(self, clean: CleanCapture, ids: list[int], window: int) -> None:
-        """See `Coder`."""
+        """See `Coder`; a cache that a cell of equal recipe has coded already is looked up."""
+        memo = {} if self._memo is None else self._memo
+        key = ("whole", digest(self.cell.recipe), self.cell.origin, window)
+        if key not in memo:
+            memo[key] = self._code_cache(clean, ids)
+        found = memo[key]
+        self.stored, self._decoded = found.stored, found.decoded
+        self.tally.encode_seconds += found.encode_seconds
+        self.tally.decode_seconds += found.decode_seconds
+        self.tally.coded_bytes += len(found.stored)
+
+    def _code_cache(self, clean: CleanCapture, ids: list[int]) -> CodedCache:
         sample = clean.kept[0, "k"]
         began = now(sample)
-        self.stored = self.codec.encode(self.cell.recipe, clean.kept, ids)
+        data = self.codec.encode(self.cell.recipe, clean.kept, ids)
         stored = now(sample)
-        self._decoded = self.decoded(self.stored, ids)
-        self.tally.encode_seconds += stored - began
-        self.tally.decode_seconds += now(sample) - stored
-        self.tally.coded_bytes += len(self.stored)
+        decoded = self.decoded(data, ids)
+        return CodedCache(data, decoded, stored - began, now(sample) - stored)
+
+    def warm_up(self, clean: CleanCapture, ids: list[int], window: int) -> None:
+        """See `Coder`."""
+        self._code_cache(clean, ids)
 
     def decoded(self, data: bytes, ids: list[int]) -> dict[tuple[int, str], torch.Tensor]:
         """What a file holds, by layer and stream, float32 [kv_heads, tokens, head_dim]."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from kvlab.base.params import Params, Verdict
+from kvlab.base.recipe import WHOLE
 from kvlab.gate.summary import BASELINE
 from kvlab.pages import format as fmt
 from kvlab.pages import parts as tables
@@ -76,7 +77,8 @@ def answer(claimed: dict | None, model: str | None) -> dict | None:
     given = [one for one in (claimed or {}).get("answers") or [] if one["model"] == model]
     if not given:
         return None
-    best = min(given, key=lambda one: WORDS.index(one["word"]))
+    serving = [one for one in given if not one.get("whole")]  # a model can run with them
+    best = min(serving or given, key=lambda one: WORDS.index(one["word"]))
     rows = [row for row in claimed["rows"] if row["model"] == model and row["engine"] == best["engine"]]
     group = [row for row in rows if all(row[key] == best[key] for key in ("protocol", "stored_span"))]
     return {
@@ -99,8 +101,15 @@ def use_context(found: dict | None, wholes: dict[str, dict[int, float]]) -> dict
         "tried": fmt.number(best["tried"]),
         "alone": best["tried"] == 1,
         "table": rows_table(found["rows"], wholes),
+        "whole": whole_codecs(found["rows"]),
     }
     return shared | (chosen(row, found["baseline"]) if row else {})
+
+
+def whole_codecs(rows: Iterable[dict]) -> str | None:
+    """The codecs of some rows with which no model can run, as they look at all layers of a finished cache."""
+    names = dict.fromkeys(f"`{row['mechanism_variant']}`" for row in rows if row["mechanism_variant"] in WHOLE)
+    return listing(names) if names else None
 
 
 def chosen(row: dict, plain: dict | None) -> dict:

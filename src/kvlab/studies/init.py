@@ -26,7 +26,7 @@ SAID = {
     "ladder": {"in_forward": [], "growth": [0.1], "contexts": [2048], "context_windows": 4},
     "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},
     "mechanisms": {
-        "codecs": ["klt", "hadamard", "kivi"],
+        "codecs": ["klt", "hadamard", "kivi", "archive"],
         "in_forward": [],
         "cache_dtypes": ["fp8_e4m3"],
         "needles": 4,

@@ -43,7 +43,7 @@ class Mechanism(Entry):
     umbrella : bool
         Unlike methods share it: it earns `supported` only for an implementation that the row names.
     codecs : tuple of str
-        Names of `kvlab.codec.names.CODECS` that may be observed to run; empty when none may.
+        Names of `kvlab.codec.names.ALL` that may be observed to run; empty when none may.
     evals : tuple of str
         Evals whose evidence may carry a claim of it; empty when any may (`Registry.carries`).
     needs_draft : bool

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from kvlab.base.errors import suggestion
-from kvlab.codec.names import CODECS, UNSTORED
+from kvlab.codec.names import ALL, UNSTORED
 from kvlab.gate.catalogue.columns import COMPRESSION, SPECULATIVE
 from kvlab.gate.registry.entries import Eval, Mechanism
 
@@ -82,7 +82,7 @@ def _draft(entry: Mechanism) -> Faults:
 
 
 def _codecs(entry: Mechanism) -> Faults:
-    stored = [name for name in CODECS if name not in UNSTORED]
+    stored = [name for name in ALL if name not in UNSTORED]
     for name in entry.codecs:
         if name not in stored:
             said = f"{name!r} is no codec that a cache can be made of; allowed: {', '.join(stored)}"
@@ -105,7 +105,7 @@ def _lossless(entry: Mechanism) -> Faults:
     if not entry.lossless:
         return
     lossy = [name for name in entry.kv_cache_dtypes if name in CODED_DTYPES]
-    lossy += [name for name in entry.codecs if name in CODECS and name != "identity"]
+    lossy += [name for name in entry.codecs if name in ALL and name != "identity"]
     if lossy:
         yield "lossless_conflict", "lossless", f"is True, yet {', '.join(lossy)} may run or be stored, which lose"
 

@@ -48,7 +48,7 @@ def facts(params: Params, windows_path: Path, fitted: Fitted, out: Path) -> None
     torch.set_num_threads(params.jobs.threads)
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
-    calibrated = calibration.load(fitted, info.model_hash, windows.corpus_hash)
+    calibrated = calibration.load(fitted, info.model_hash, windows.corpus_hash, info)
     if fitted.components is None:
         raise CalibrationMismatch("the ladder's facts need --components, of `kvlab step components`")
     tokens = read_facts(fitted.components.with_suffix(".json"), {"n_tokens": int}, "components")["n_tokens"]

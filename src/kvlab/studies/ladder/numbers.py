@@ -10,6 +10,7 @@ from itertools import pairwise
 import polars as pl
 
 from kvlab.base.params import Params
+from kvlab.base.recipe import WHOLE
 from kvlab.calibration.needs import needs_calibration
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.studies.estimates import sides
@@ -44,6 +45,11 @@ class Rung:
     def codec(self) -> str:
         """The family that it belongs to."""
         return self.measured.cell.recipe.k.codec
+
+    @property
+    def whole(self) -> bool:
+        """Whether it codes finished caches alone, all layers at once."""
+        return self.codec in WHOLE
 
     @property
     def bits(self) -> float:
@@ -115,6 +121,7 @@ def rung_entry(boot: Bootstrap, one: Rung, rungs: Sequence[Rung]) -> dict:
         "text": one.text,
         "label": one.label,
         "codec": one.codec,
+        "whole": one.whole,
         "protocol": cell.protocol,
         "span": cell.span,
         "cell_id": cell.cell_id,
@@ -128,11 +135,18 @@ def rung_entry(boot: Bootstrap, one: Rung, rungs: Sequence[Rung]) -> dict:
 
 
 def rival_of(one: Rung, rungs: Sequence[Rung]) -> Rung | None:
-    """The best rung of another codec that stores no more, under the same conditions."""
+    """The best rung of another codec that stores no more, under the same conditions.
+
+    A codec of whole caches is no rival of others, in whose place it cannot stand while a model runs. It is held against
+    all that fit the same half bit, as its bits are its own choice and theirs are not.
+    """
     able = [
         other
         for other in rungs
-        if other.conditions == one.conditions and other.codec != one.codec and other.bits <= one.bits * (1 + SAME_BITS)
+        if other.conditions == one.conditions
+        and other.codec != one.codec
+        and other.whole <= one.whole
+        and (limit_of(other.bits) <= limit_of(one.bits) if one.whole else other.bits <= one.bits * (1 + SAME_BITS))
     ]
     return min(able, key=lambda other: other.column("kl").means.mean(), default=None)
 
@@ -167,12 +181,19 @@ def by_offset(boot: Bootstrap, one: Rung) -> Iterator[dict]:
 
 
 def answers(boot: Bootstrap, rungs: Sequence[Rung]) -> list[dict]:
-    """For each text and every half bit at which another rung fits: the rung of least KL, and its ties."""
+    """For each text and every half bit at which another rung fits: the rung of least KL, and its ties.
+
+    First of those that a model can run with; and then, at the limits of codecs of whole caches, of all, for a cache
+    that is kept.
+    """
     found = []
-    for text in dict.fromkeys(one.text for one in rungs):
-        mine = [one for one in rungs if one.text == text]
-        for limit in sorted({limit_of(one.bits) for one in mine}):
-            found.append(answer(boot, limit, [one for one in mine if limit_of(one.bits) <= limit]))
+    for whole in (False, True):
+        able = [one for one in rungs if one.whole <= whole]
+        for text in dict.fromkeys(one.text for one in able):
+            mine = [one for one in able if one.text == text]
+            for limit in sorted({limit_of(one.bits) for one in mine if one.whole or not whole}):
+                fitting = [one for one in mine if limit_of(one.bits) <= limit]
+                found.append({"whole": whole} | answer(boot, limit, fitting))
     return found
 
 

@@ -9,13 +9,13 @@ from pydantic import Field
 
 from kvlab.base.params import Params, Section, at_most
 from kvlab.base.recipe import Bits, Engine
-from kvlab.base.rungs import CONDITIONABLE, Compared, Conditionable, Laddered
+from kvlab.base.rungs import CONDITIONABLE, Compared, Conditionable, Laddered, WholeBits
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 Ablated = Literal["escapes", "budget", "tables", "allocation", "joint", "transform", "metric"]
 
 CONTEXT_CODECS = ("klt", "hadamard")  # at longer contexts, as far as they are compared: of two the difference is told
-USUAL = ("klt", "hadamard", "kivi", "int", "fp8")
+USUAL = ("klt", "hadamard", "kivi", "int", "fp8", "archive")
 """The default: few enough for a run of everything on two cores, and one of each family."""
 
 
@@ -29,6 +29,11 @@ class Ladder(Section):
     engine: Engine = Field(default="hf", description="the one engine that it runs on; default: hf if it runs")
     codecs: tuple[Compared, ...] = Field(default=USUAL, min_length=1, description="those that are compared")
     bits: tuple[Bits, ...] = Field(default=(2, 4), min_length=1, description="of both streams; some codecs have none")
+    whole_bits: tuple[WholeBits, ...] = Field(
+        default=(2,),
+        min_length=1,
+        description="of codecs of whole caches, such as `archive`: what all of a file takes per value, such as 1.6",
+    )
     conditioned: tuple[Conditionable, ...] = Field(
         default=(),
         description="those also measured after mean removal, and after mean removal in either metric: Sigma_q of lag 0"

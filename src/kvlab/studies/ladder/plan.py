@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvlab.base.params import Params
 from kvlab.base.recipe import Cell, Recipe
-from kvlab.base.rungs import Conditioning, has_bits, ladder_recipe
+from kvlab.base.rungs import Conditioning, has_bits, ladder_recipe, rates
 
 LESS = {
     "escapes": {"escape": False},
@@ -63,9 +63,9 @@ def cheapest(params: Params, codec: str) -> tuple[str, Recipe]:
     return named(codec, bits), ladder_recipe(codec, bits, "", params)
 
 
-def named(rung: str, bits: int | None) -> str:
+def named(rung: str, bits: float | None) -> str:
     """A rung's label."""
-    return rung if bits is None else f"{rung} {bits}"
+    return rung if bits is None else f"{rung} {bits:g}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def rungs(params: Params) -> list[tuple[str, Recipe]]:
         choices: list[Conditioning] = [""]
         if codec in params.ladder.conditioned:
             choices += ["center", "center+whiten", "center+weigh"]
-        for bits in params.ladder.bits if has_bits(codec) else (None,):
+        for bits in rates(codec, params.ladder.bits, params.ladder.whole_bits):
             for conditioning in choices:
                 label = named("+".join(filter(None, [codec, conditioning])), bits)
                 found.append((label, ladder_recipe(codec, bits, conditioning, params)))

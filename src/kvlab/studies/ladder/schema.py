@@ -26,6 +26,8 @@ class RungEntry(Entry):
     label: str
     codec: str
     """The family: rungs of one codec are no rivals of each other."""
+    whole: bool
+    """Whether it codes finished caches alone, all layers at once: it is held against all, and is no rival of others."""
     protocol: Protocol
     span: Span
     cell_id: str
@@ -38,7 +40,8 @@ class RungEntry(Entry):
     top1_agreement: Interval
     by_offset: tuple[OffsetBin, ...]
     rival: str | None
-    """The rung of another codec with the least KL among those that store no more; null where there is none."""
+    """The rung of another codec with the least KL among those that store no more, or, of one that is `whole`, that fit
+    the same half bit; null where there is none."""
     difference: Interval | None
     """KL minus the rival's, on the same tokens."""
     compared: Compared | None
@@ -48,6 +51,8 @@ class AnswerEntry(Entry):
     """Which rung to use on one text at up to so many bits per value."""
 
     text: Source
+    whole: bool
+    """Of all rungs, for a cache that is kept; else of those that a model can run with."""
     at_most: float
     label: str
     bits_per_value: float

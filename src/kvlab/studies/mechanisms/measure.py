@@ -26,6 +26,7 @@ from kvlab.lab.engines import Which, device
 from kvlab.lab.measure import Findings, Lab, Probes, calibrated_for, run
 from kvlab.lab.store import Found
 from kvlab.lab.subjects import total
+from kvlab.lab.whole import coder_of
 from kvlab.lab.windows import Window, windows_of
 from kvlab.lab.witnessing import WitnessSubject, witnessed_mean_of
 from kvlab.studies.mechanisms.items import VERSIONS, retrievals, tasks
@@ -154,7 +155,7 @@ class MechanismsPart:
         lab, cell = self.lab, variant.cell
         which = self.plain._replace(cache_dtype=variant.cache_dtype or capability.AUTO)
         memo, calibrated = lab.memos.get(self.plain), cell and calibrated_for(cell, lab.calibrated)
-        coder = Coder(cell, calibrated, memo, judged=False) if cell else None
+        coder = coder_of(cell, calibrated, memo, judged=False) if cell else None
         given = (variant, lab, which, self.plain, coder)
         subjects = [self._subject(name, *given) for name in self._asked(variant)]
         try:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from kvlab.base.params import Params, Section
 from kvlab.base.recipe import Bits, DType, Protocol
-from kvlab.base.rungs import LADDERED, Laddered
+from kvlab.base.rungs import KEPT_WHOLE, LADDERED, Finished, Laddered
 
 
 class Mechanisms(Section):
@@ -26,13 +26,20 @@ class Mechanisms(Section):
         description="of the codecs, a row of each under each (an engine's own cache stores inside the forward);"
         " default: those of the run",
     )
-    codecs: tuple[Laddered, ...] = Field(default=LADDERED, min_length=1, description="each on every engine of the run")
+    codecs: tuple[Finished, ...] = Field(
+        default=(*LADDERED, "archive"), min_length=1, description="each on every engine of the run"
+    )
     in_forward: tuple[Laddered, ...] = Field(
         default=LADDERED,
         description="those of them that are measured under `in_forward` too, at the fewest bits: a pass for every"
         " window",
     )
     bits: tuple[Bits, ...] = Field(default=(2, 4), min_length=1, description="of both streams; some codecs have none")
+    whole_bits: tuple[Bits, ...] = Field(
+        default=(2,),
+        min_length=1,
+        description="of codecs of whole caches, such as `archive`, which have rows under `snapshot` alone",
+    )
     cache_dtypes: tuple[Literal["fp8_e4m3", "fp8_e5m2"], ...] = Field(
         default=("fp8_e4m3", "fp8_e5m2"),
         description="that vLLM's own cache is told to store, on a CPU with AVX-512; none: leave them out",
@@ -54,12 +61,20 @@ class Mechanisms(Section):
     )
 
     def fitted(self, params: Params) -> Mechanisms:
-        """The protocols of the run, and the codecs that are measured at all."""
+        """The protocols of the run, and the codecs that are measured at all, or can be under these protocols."""
         forward = tuple(codec for codec in self.codecs if codec in self.in_forward)
         found = self.unsaid(protocols=tuple(dict.fromkeys(params.protocols)))
+        if "snapshot" not in found.protocols:
+            found = found.unsaid(codecs=tuple(codec for codec in self.codecs if codec not in KEPT_WHOLE))
         return found.model_copy(update={"in_forward": forward})
 
     def problems(self, params: Params) -> Iterator[str]:
-        """A protocol asked for twice, whose rows would stand there twice."""
+        """A protocol asked for twice, whose rows would stand there twice, or a codec that none of them can measure."""
         if len(set(self.protocols)) < len(self.protocols):
             yield f"mechanisms.protocols is {list(self.protocols)}; allowed: each once"
+        for codec in KEPT_WHOLE if "snapshot" not in self.protocols else ():
+            if codec in self.codecs:
+                yield (
+                    f"mechanisms.codecs names {codec!r}, which codes finished caches, and mechanisms.protocols is"
+                    f" {list(self.protocols)}; add snapshot"
+                )

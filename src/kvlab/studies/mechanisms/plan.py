@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, Cell, digest
-from kvlab.base.rungs import has_bits, ladder_recipe
+from kvlab.base.rungs import KEPT_WHOLE, ladder_recipe, rates
 
 BASELINE = "baseline"
 # ids of the gate's registry of evals
@@ -21,7 +21,7 @@ PASSED = (FIDELITY, NEEDLE)  # scored in passes over given tokens; in the others
 WRITING = ("hf",)  # engines that write over a given cache
 SPANS = {"snapshot": "context", "in_forward": "window"}
 """Which tokens a codec stores: a snapshot holds the context alone, and the scored tokens' own K and V are exact."""
-TRANSFORMING = ("klt", "block")  # registered as kv_compression; the others as kv_quantization
+TRANSFORMING = ("klt", "block", *KEPT_WHOLE)  # registered as kv_compression; the others as kv_quantization
 
 
 class Variant(NamedTuple):
@@ -86,7 +86,7 @@ def _choices(params: Params, protocol: str) -> list[tuple[str, int | None]]:
     codecs, bits = settings.codecs, settings.bits
     if protocol == "in_forward":  # each of them a whole pass
         codecs, bits = settings.in_forward, (min(settings.bits),)
-    return [(codec, one) for codec in codecs for one in (bits if has_bits(codec) else (None,))]
+    return [(codec, one) for codec in codecs for one in rates(codec, bits, settings.whole_bits)]
 
 
 def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: str) -> Variant:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from kvlab.base.errors import CapabilityError
-from kvlab.codec.base import Site
 from kvlab.engines.base import Storage
 from kvlab.lab.coding import Coder, Tally, now
 from kvlab.lab.engines import Visit, Which
@@ -124,10 +123,8 @@ class Subject:
         if self.coder is None:
             visit.engines.get(self.which).score(list(visit.window.ids), visit.window.context)
             return
-        cell, clean = self.variant.cell, visit.run(self.plain).clean["pre_rope"]
-        for stream in cell.stream:
-            layer = cell.layers[-1]
-            self.coder.round_trip(clean.kept[layer, stream], Site(visit.window.number, layer, stream))
+        run = visit.run(self.plain)
+        self.coder.warm_up(run.clean["pre_rope"], run.ids[: run.context], run.number)
 
 
 def storage_of(note: dict) -> Storage:
