@@ -1,8 +1,8 @@
 """Codes contexts of a text with several codecs, and holds bits and errors of each against the limit, in parts.
 
-Errors count in nats, weighed by the attention that their token may expect. The first token of a text is like no other:
-it is left out of errors and limit alike, and its bits are counted. Differences of limits are taken at the codec's own
-error, so that the parts of a codec's excess sum to it exactly.
+Errors count in nats, weighed by the attention that their token may expect, as far as that is trusted. The first token
+of a text is like no other: it is left out of errors and limit alike, and its bits are counted. Differences of limits
+are taken at the codec's own error, so that the parts of a codec's excess sum to it exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvlab.cli.fitting import CalibrationText
 from kvlab.codec.archive.file import ArchiveHeader, load
 from kvlab.codec.archive.model import STREAMS
 from kvlab.codec.archive.moments import Across
-from kvlab.codec.archive.steps import HALF, OCTAVE, exponents
+from kvlab.codec.archive.steps import HALF, OCTAVE, exponents, trusted
 from kvlab.codec.base import Site
 from kvlab.codec.recipes import named_recipe
 from kvlab.engines.base import Engine
@@ -66,7 +66,7 @@ class Scored:
     moments : list of Across
         By layer, of all tokens but the first.
     weights : list of Tensor
-        Of each window, attention that tokens but the first may expect, over its mean [layers, tokens - 1].
+        Of each window, what errors at tokens but the first count (`steps.trusted`), over the mean [layers, tokens - 1].
     exponents : list of Tensor
         Of each window, of the same tokens, as `archive` chooses them.
     """
@@ -83,7 +83,7 @@ class Scored:
             below = [(layer - 1, s) for s in STREAMS] if layer else []
             moments.update([rows[place] for place in (*below, (layer, "k"), (layer, "v"))])
         expected = archive.expected({layer: clean.kept[layer, "k"] for layer in range(layers)})
-        weights = expected[:, 1:].double()
+        weights = torch.exp2(trusted(expected)[:, 1:])
         self.weights.append(weights / weights.mean(1, keepdim=True))
         self.exponents.append(exponents(expected)[:, 1:])
         return self.weights[-1]

@@ -18,7 +18,7 @@ WHAT = {
     "attention": "every token gets as many bits, whatever attention it may expect",
     "prediction": "what the layers below say is coded again",
     "cells": "scalar cells with a dead zone, entropy coded, in place of an ideal code; a trellis would take most of it",
-    "steps of tokens": "steps of tokens in half octaves, floored, and less far apart than their weights",
+    "steps of tokens": "steps of tokens in half octaves",
     "noise in the loop": "layers are predicted from decoded layers, and not from the originals",
     "fit and shape": "a calibration on other text than is coded, and sources that are not Gaussian",
 }
@@ -28,7 +28,7 @@ MENDS = {
     "attention": "bits that may differ between tokens",
     "prediction": "prediction across layers, which a forward cannot have",
     "cells": "a trellis in place of scalar cells",
-    "steps of tokens": "steps nearer to the weights, which later queries may not honour",
+    "steps of tokens": "steps that are nearer to the weights",
     "noise in the loop": "finer layers below, whose bits cost more than they gain",
     "fit and shape": "more calibration text, of more kinds",
 }

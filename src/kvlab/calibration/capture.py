@@ -180,8 +180,8 @@ def observe(
     sample : int
         Windows to keep K and V of, in bfloat16: 4 * layers * kv_heads * head_dim * context bytes each.
     beside : collection of str
-        What is looked at too: ``across``, on which `archive` is fitted and which takes (4 * kv_heads * head_dim)**2 float64
-        numbers a layer, however many windows there are; and the attributes of `Observed`.
+        What is looked at too: ``across``, on which `archive` is fitted and which takes (4 * kv_heads * head_dim)**2
+        float64 numbers a layer, however many windows there are; and the attributes of `Observed`.
 
     Raises
     ------

@@ -28,8 +28,8 @@ MANTISSA = 16
 MANTISSAS = torch.tensor([round(2 ** (i / OCTAVE) * (1 << MANTISSA)) for i in range(OCTAVE)], dtype=torch.float64)
 
 
-def exponents(expected: Tensor) -> Tensor:
-    """Half octaves by which tokens' steps are finer, int32 of the shape of `expected`.
+def trusted(expected: Tensor) -> Tensor:
+    """log2 of what an error at a token counts, as far as steps go by it, float64 of the shape of `expected`.
 
     Parameters
     ----------
@@ -37,7 +37,12 @@ def exponents(expected: Tensor) -> Tensor:
         Squared attention that each token may expect, mean over queries [..., tokens].
     """
     level = torch.log2(expected.double().clamp(min=2.0**-40))
-    return (TRUST * (level - level.mean(-1, keepdim=True))).round().clamp(LEAST, MOST).int()
+    return (TRUST * (level - level.mean(-1, keepdim=True))).clamp(LEAST, MOST)
+
+
+def exponents(expected: Tensor) -> Tensor:
+    """Half octaves by which tokens' steps are finer, int32 of the shape of `expected`; see `trusted`."""
+    return trusted(expected).round().int()
 
 
 def log_steps(quality: int, exponent: Tensor) -> Tensor:
