@@ -59,7 +59,7 @@ def test_what_is_asked_for_is_named_once_and_in_order(tmp_path):
 def test_a_capture_in_a_file_fits_the_same_codec_as_in_memory(tiny_params, tiny_windows, info, hf_engine, tmp_path):
     windows = corpus.load(tiny_windows, info.model_hash)
     calib = windows.calib[:, : windows.context].tolist()
-    observed = observe(hf_engine, calib, windows.context, windows.corpus_hash, 4, across=True)
+    observed = observe(hf_engine, calib, windows.context, windows.corpus_hash, 4, beside=("across",))
     save_file(observed.tensors, tmp_path / "capture.safetensors", to_header(observed.metadata))
     captured = Captured(tmp_path / "capture.safetensors", info.model_hash)
     fresh, filed = (fitted(one, info, [RECIPE]).archive for one in (observed, captured))

@@ -168,7 +168,8 @@ def test_nan_in_a_window_is_refused_and_leaves_nothing(tiny_params, tiny_windows
 
 
 def test_the_file_is_what_was_observed(tiny_params, tiny_calibration, hf_engine, calib_windows):
-    observed = observe(hf_engine, calib_windows.calib[:, :64].tolist(), 64, calib_windows.corpus_hash, 16)
+    windows = calib_windows.calib[:, :64].tolist()
+    observed = observe(hf_engine, windows, 64, calib_windows.corpus_hash, 16, beside=("across",))
     filed = load_file(tiny_calibration["capture"])
     assert set(filed) == set(observed.tensors)
     assert all(torch.equal(tensor, filed[name]) for name, tensor in observed.tensors.items())

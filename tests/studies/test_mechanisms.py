@@ -191,7 +191,7 @@ def test_a_codec_fires_on_every_layer_stream_and_item(measured, tiny_params, hf_
     assert found.compression_overhead_ms > 0 < found.decompression_overhead_ms
     assert len(found.seconds) == windows and min(found.seconds) > 0
     tokens = tiny_params.windows.length
-    assert found.throughput_tok_s == pytest.approx(tokens / sorted(found.seconds)[windows // 2], rel=0.5)
+    assert tokens / max(found.seconds) <= found.throughput_tok_s * 1.001 <= tokens / min(found.seconds) * 1.002
     assert found.canary_kl > 0
 
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import polars as pl
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -345,8 +344,8 @@ def test_a_memo_forgets_the_oldest_beyond_its_room(monkeypatch):
     monkeypatch.setattr(subjects, "MEMO_BYTES", 100)
     memo = subjects.Memo()
     for name in "abc":
-        memo[name] = SimpleNamespace(tensor=torch.zeros(10))
+        memo[name] = SimpleNamespace(held=40)
     assert list(memo) == ["b", "c"]
     memo.clear()
-    memo["d"] = SimpleNamespace(tensor=torch.zeros(100))
+    memo["d"] = SimpleNamespace(held=400)
     assert list(memo) == ["d"]

@@ -64,9 +64,10 @@ class Mechanisms(Section):
         """The protocols of the run, and the codecs that are measured at all, or can be under these protocols."""
         forward = tuple(codec for codec in self.codecs if codec in self.in_forward)
         found = self.unsaid(protocols=tuple(dict.fromkeys(params.protocols)))
-        if "snapshot" not in found.protocols:
-            found = found.unsaid(codecs=tuple(codec for codec in self.codecs if codec not in KEPT_WHOLE))
-        return found.model_copy(update={"in_forward": forward})
+        cut = {"in_forward": forward}
+        if "snapshot" not in found.protocols and not {"protocols", "codecs"} <= self.model_fields_set:
+            cut["codecs"] = tuple(codec for codec in self.codecs if codec not in KEPT_WHOLE) or self.codecs
+        return found.model_copy(update=cut)
 
     def problems(self, params: Params) -> Iterator[str]:
         """A protocol asked for twice, whose rows would stand there twice, or a codec that none of them can measure."""
