@@ -11,7 +11,7 @@ rule asked_model:
         runtime=5,
     params:
         code=Code("kvlab.calibration.asked"),
-        cfg=pick("model", "studies", "ladder", "mechanisms"),
+        cfg=pick("model", "studies", "ladder", "mechanisms", "kvstore"),
         codecs=whole_codecs,
     message:
         "asked: codecs of whole caches of {wildcards.model}"
@@ -27,6 +27,6 @@ rule asked:
     input:
         of_models("calib/asked/{model}.json"),
     params:
-        cfg=parameters("model", "studies", "ladder", "mechanisms"),
+        cfg=parameters("model", "studies", "ladder", "mechanisms", "kvstore"),
     message:
         "asked: complete"

@@ -239,9 +239,10 @@ def mechanisms_code():
 
 
 def whole_codecs(wildcards):
-    """The codecs of whole caches that the ladder or the gate's rows of the job's model ask for."""
+    """The codecs of whole caches that the ladder, the gate's rows or stored snapshots of the job's model ask for."""
     slug = wildcards.model
-    named = set(MODELS[slug].ladder.codecs) if slug in asked_for(plan.LADDER) else set()
+    named = set(MODELS[slug].kvstore.restore.codecs)
+    named |= set(MODELS[slug].ladder.codecs) if slug in asked_for(plan.LADDER) else set()
     named |= set(MODELS[slug].mechanisms.codecs) if slug in JUDGED else set()
     return [codec for codec in WHOLE if codec in named]
 

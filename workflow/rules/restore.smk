@@ -17,6 +17,7 @@ rule restore_job:
         record=f"calib/sigma/{{model}}/{ORIGIN}.json",
         components=f"calib/components/{{model}}/{ORIGIN}.safetensors",
         components_record=f"calib/components/{{model}}/{ORIGIN}.json",
+        archive=archive_of(STORED),
     output:
         "results/kvstore/restore/{model}.json",
     log:
@@ -40,6 +41,7 @@ rule restore_job:
         " --windows {input.windows:q}"
         " --sigma {input.sigma:q}"
         " --components {input.components:q}"
+        " --archive {input.archive:q}"
         " --out {output:q}"
         " > {log:q} 2>&1"
 

@@ -229,7 +229,7 @@ def restore_verb(args: argparse.Namespace) -> None:
     from kvlab.studies.restore.measure import measure
     from kvlab.studies.restore.record import Settings
 
-    params, fitted = params_of(args), Fitted(args.sigma, None, args.components, None)
+    params, fitted = params_of(args), Fitted(args.sigma, components=args.components, archive=args.archive)
     measure(params, Settings.of(params), args.windows, fitted, args.out)
 
 
@@ -339,6 +339,7 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
     restore_verb: [
         *(WINDOWS, SIGMA),
         path("--components", "what `kvlab step components` wrote"),
+        path("--archive", "what `kvlab step archive` wrote; needed by archive", required=False, nargs="?"),
         OUT,
     ],
     policy_verb: [NEEDLES, OUT],

@@ -48,7 +48,7 @@ def measure(params: Params, settings: Settings, windows_path: Path, fitted: Fitt
     torch.set_num_threads(params.jobs.threads)
     info = resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
-    calibrated = calibration.load(fitted, info.model_hash, windows.corpus_hash) if fitted else None
+    calibrated = calibration.load(fitted, info.model_hash, windows.corpus_hash, info) if fitted else None
     rows = windows.test.tolist()
     refuse_too_long(settings, info)
     forget(out)

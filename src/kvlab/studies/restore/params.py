@@ -8,11 +8,11 @@ from typing import Annotated
 from pydantic import Field
 
 from kvlab.base.params import Params, Section, at_most
-from kvlab.base.recipe import WHOLE, Bits
-from kvlab.base.rungs import LADDERED, one_of
+from kvlab.base.recipe import Bits
+from kvlab.base.rungs import KEPT_WHOLE, LADDERED, one_of
 
 Counted = Annotated[int, Field(ge=1)]
-Storable = Annotated[(str, *one_of((*LADDERED, *WHOLE), plugin=True))]
+Storable = Annotated[(str, *one_of((*LADDERED, *KEPT_WHOLE), plugin=True))]
 """Where finished caches are stored, by codecs of single tensors and of whole caches."""
 
 
