@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.cache.pages import attention
-from kvlab.cache.pages.attention import Step, attend, batches
+from kvlab.cache.pages.attention import Keys, Step, attend, batches
 
 KV, GROUP, DIM, BLOCK = 2, 3, 8, 4
 
@@ -16,10 +16,13 @@ KV, GROUP, DIM, BLOCK = 2, 3, 8, 4
 @pytest.fixture(autouse=True, scope="module")
 def small_spans():
     """Cuts that short sequences meet too."""
-    before = attention.SPAN, attention.SCRATCH, attention.QUERIES
-    attention.SPAN, attention.SCRATCH, attention.QUERIES = 5, 12, 3
+    names = {"SPAN": 5, "SCRATCH": 12, "QUERIES": 3, "FEW": 4}
+    before = {name: getattr(attention, name) for name in names}
+    for name, value in names.items():
+        setattr(attention, name, value)
     yield
-    attention.SPAN, attention.SCRATCH, attention.QUERIES = before
+    for name, value in before.items():
+        setattr(attention, name, value)
 
 
 @st.composite
@@ -50,7 +53,7 @@ def test_it_is_attention_over_each_sequence(lengths_and_news, seed):
     step, k, v, table = laid_out(lengths, news, seed)
     q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
     out = torch.full_like(q, torch.nan)
-    attend(q, lambda slots, positions: (k[:, slots], v[:, slots]), step, KV, 0.3, out)
+    attend(q, lambda slots, positions, few: Keys(k[:, slots], v[:, slots]), step, KV, 0.3, out)
     for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
         place = torch.arange(length)
         slots = table[row, place // BLOCK].long() * BLOCK + place % BLOCK
@@ -69,7 +72,7 @@ def test_an_answer_does_not_depend_on_who_else_is_served(lengths_and_news, seed)
     lengths, news = lengths_and_news
     step, k, v, table = laid_out(lengths, news, seed)
     q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
-    read = lambda slots, positions: (k[:, slots], v[:, slots])  # noqa: E731
+    read = lambda slots, positions, few: Keys(k[:, slots], v[:, slots])  # noqa: E731
     together, alone = torch.empty_like(q), torch.empty_like(q)
     attend(q, read, step, KV, 1.0, together)
     for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
@@ -82,8 +85,24 @@ def test_an_answer_does_not_depend_on_who_else_is_served(lengths_and_news, seed)
 def test_what_is_decoded_at_once_is_bounded(lengths_and_news):
     lengths, news = lengths_and_news
     step, *_ = laid_out(lengths, news)
-    spans = [span for batch in batches(step) for span in batch]
-    assert all(sum(span.last - span.first for span in batch) <= attention.SCRATCH for batch in batches(step))
+    found = [batch for few in (True, False) for batch in batches(step, few)]
+    spans = [span for batch in found for span in batch]
+    assert all(sum(span.last - span.first for span in batch) <= attention.SCRATCH for batch in found)
     for row, length in enumerate(lengths):
         own = [(span.first, span.last) for span in spans if span.row == row]
         assert [first for first, _ in own] == [0, *[last for _, last in own[:-1]]] and own[-1][1] == length
+
+
+@given(steps(), st.integers(0, 5))
+def test_values_may_be_made_after_they_were_weighed(lengths_and_news, seed):
+    """Of heads together: what is summed is as wide as that, and a product makes each head's values of it."""
+    lengths, news = lengths_and_news
+    step, k, z, _ = laid_out(lengths, news, seed)
+    z = z[:1]
+    back = torch.randn(KV, DIM, DIM, generator=torch.Generator().manual_seed(seed))
+    q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
+    finish = lambda mean: torch.einsum("hgqw,hwd->hgqd", mean, back)  # noqa: E731
+    late, early = torch.empty_like(q), torch.empty_like(q)
+    attend(q, lambda slots, _, few: Keys(k[:, slots], z[:, slots], finish), step, KV, 1.0, late)
+    attend(q, lambda slots, _, few: Keys(k[:, slots], z[:, slots] @ back), step, KV, 1.0, early)
+    torch.testing.assert_close(late, early, atol=1e-5, rtol=1e-5)

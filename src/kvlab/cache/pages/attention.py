@@ -10,16 +10,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 SPAN = 1024  # tokens of one sequence that are attended to at once
+FEW = 32  # queries of a sequence, up to which weighing V's components costs less than making V of them
 SCRATCH = 4 * SPAN  # tokens that are decoded at once, of as many sequences as that makes
 QUERIES = 512  # queries of one sequence that attend at once
 
-Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Slots and positions, int64 [n], to K as attention sees it and V, float32 [kv_heads, n, head_dim]."""
+Read = Callable[[Tensor, Tensor, bool], "Keys"]
+"""Slots and positions, int64 [n], and whether few queries look at them, to what attention needs of these tokens."""
+
+
+class Keys(NamedTuple):
+    """What attention needs of n tokens.
+
+    Parameters
+    ----------
+    k : Tensor
+        As attention sees them, float32 [kv_heads, n, head_dim].
+    v : Tensor
+        What is weighed and summed: values, or what values are made of, float32 [groups, n, width]; neighbouring KV
+        heads share a group.
+    finish : callable or None
+        Makes values [kv_heads, ..., head_dim] of weighted means [kv_heads, ..., width] of `v`; None where `v` are values.
+    """
+
+    k: Tensor
+    v: Tensor
+    finish: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,11 +94,15 @@ class Span:
     offset: int
 
 
-def batches(step: Step) -> Iterator[list[Span]]:
-    """Spans of all sequences, as many at once as `SCRATCH` tokens are; those of a sequence in their order."""
+def batches(step: Step, few: bool) -> Iterator[list[Span]]:
+    """Spans of all sequences with few queries, or of all others, as many at once as `SCRATCH` tokens are.
+
+    Those of a sequence come in their order.
+    """
     batch, held, offset = [], 0, 0
     for row, length in enumerate(step.lengths):
-        for first in range(0, length, SPAN):
+        own = (step.starts[row + 1] - step.starts[row] <= FEW) == few
+        for first in range(0, length, SPAN) if own else ():
             last = min(first + SPAN, length)
             if held + last - first > SCRATCH:
                 yield batch
@@ -97,23 +122,25 @@ class Running:
     q : Tensor
         [queries, heads, head_dim], in any float dtype.
     kv_heads : int
-        Heads of K and V; neighbouring query heads share one.
+        Heads of K; neighbouring query heads share one.
     scale : float
         Of the scores.
     first : int
         Position of the first query.
+    width : int
+        Of what is summed (`Keys.v`).
     """
 
-    def __init__(self, q: Tensor, kv_heads: int, scale: float, first: int):
+    def __init__(self, q: Tensor, kv_heads: int, scale: float, first: int, width: int):
         queries, _, head_dim = q.shape
         self.first = first
         self.q = (q.float() * scale).view(queries, kv_heads, -1, head_dim).permute(1, 2, 0, 3).contiguous()
         shape = self.q.shape[:-1]
         self.top, self.weight = q.new_full(shape, -torch.inf, dtype=torch.float32), self.q.new_zeros(shape)
-        self.sum = torch.zeros_like(self.q)
+        self.sum = self.q.new_zeros(*shape, width)
 
     def attend(self, k: Tensor, v: Tensor, first: int) -> None:
-        """Take in keys and values [kv_heads, n, head_dim] of positions `first`, `first` + 1, ..."""
+        """Take in keys and values (`Keys`) of positions `first`, `first` + 1, ..."""
         queries = self.q.shape[2]
         for start in range(0, queries, QUERIES):
             stop = min(start + QUERIES, queries)
@@ -123,7 +150,7 @@ class Running:
 
     def _attend(self, rows: slice, k: Tensor, v: Tensor, first: int) -> None:
         q = self.q[:, :, rows]
-        scores = torch.matmul(q, k[:, None].mT)
+        scores = torch.bmm(q.flatten(1, 2), k.mT).view(*q.shape[:3], -1)
         position = torch.arange(rows.start, rows.stop) + self.first
         if first + k.shape[1] - 1 > int(position[0]):
             late = first + torch.arange(k.shape[1]) > position[:, None]
@@ -132,12 +159,14 @@ class Running:
         kept = torch.exp(self.top[:, :, rows] - top)
         weights = scores.sub_(top[..., None]).exp_()
         self.weight[:, :, rows] = self.weight[:, :, rows] * kept + weights.sum(-1)
-        self.sum[:, :, rows] = self.sum[:, :, rows] * kept[..., None] + torch.matmul(weights, v[:, None])
+        more = torch.bmm(weights.view(len(v), -1, k.shape[1]), v).view(*q.shape[:3], -1)
+        self.sum[:, :, rows] = self.sum[:, :, rows] * kept[..., None] + more
         self.top[:, :, rows] = top
 
-    def result(self) -> Tensor:
+    def result(self, finish: Callable[[Tensor], Tensor] | None) -> Tensor:
         """[queries, heads, head_dim], float32."""
-        return (self.sum / self.weight[..., None]).permute(2, 0, 1, 3).flatten(1, 2)
+        mean = self.sum / self.weight[..., None]
+        return (finish(mean) if finish else mean).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def attend(query: Tensor, read: Read, step: Step, kv_heads: int, scale: float, out: Tensor) -> None:
@@ -157,17 +186,18 @@ def attend(query: Tensor, read: Read, step: Step, kv_heads: int, scale: float, o
         Of the scores.
     """
     running: dict[int, Running] = {}
-    for batch in batches(step):
-        slots = torch.cat([step.slots[span.offset + span.first : span.offset + span.last] for span in batch])
-        positions = torch.cat([torch.arange(span.first, span.last) for span in batch])
-        keys, values = read(slots, positions)
-        at = 0
-        for span in batch:
-            own, at = slice(at, at + span.last - span.first), at + span.last - span.first
-            start, stop = step.starts[span.row], step.starts[span.row + 1]
-            length = step.lengths[span.row]
-            if span.first == 0:
-                running[span.row] = Running(query[start:stop], kv_heads, scale, length - (stop - start))
-            running[span.row].attend(keys[:, own], values[:, own], span.first)
-            if span.last == length:
-                out[start:stop] = running.pop(span.row).result().to(out.dtype)
+    for few in (True, False):
+        for batch in batches(step, few):
+            slots = torch.cat([step.slots[span.offset + span.first : span.offset + span.last] for span in batch])
+            positions = torch.cat([torch.arange(span.first, span.last) for span in batch])
+            k, v, finish = read(slots, positions, few)
+            at = 0
+            for span in batch:
+                own, at = slice(at, at + span.last - span.first), at + span.last - span.first
+                start, stop, length = step.starts[span.row], step.starts[span.row + 1], step.lengths[span.row]
+                if span.first == 0:
+                    first = length - (stop - start)
+                    running[span.row] = Running(query[start:stop], kv_heads, scale, first, v.shape[-1])
+                running[span.row].attend(k[:, own], v[:, own], span.first)
+                if span.last == length:
+                    out[start:stop] = running.pop(span.row).result(finish).to(out.dtype)

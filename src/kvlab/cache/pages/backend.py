@@ -179,7 +179,7 @@ class PagesImpl(AttentionImpl):
         pages, tokens = self._pages(), attn_metadata.num_actual_tokens
         attend(
             query[:tokens],
-            lambda slots, positions: pages.read(kv_cache, slots, positions),
+            lambda slots, positions, few: pages.read(kv_cache, slots, positions, few),
             attn_metadata.step,
             self.num_kv_heads,
             self.scale,

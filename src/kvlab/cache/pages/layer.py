@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from kvlab.base.errors import CodecNotActive
+from kvlab.cache.pages.attention import Keys
 from kvlab.cache.pages.rotary import Rotation, Unturned
-from kvlab.cache.pages.rows import Rows
+from kvlab.cache.pages.rows import KltRows, Rows
+
+if TYPE_CHECKING:
+    from kvlab.cache.pages.klt_rows import Components
 
 
 class LayerPages:
@@ -24,6 +32,7 @@ class LayerPages:
 
     def __init__(self, layer: int, k: Rows, v: Rows, rotation: Rotation | Unturned):
         self.layer, self.k, self.v, self.rotation = layer, k, v, rotation
+        self.quick = quick(k), quick(v)
         self.written = self.read_back = 0
 
     @property
@@ -46,12 +55,20 @@ class LayerPages:
         rows[slots, self.k.bytes :] = self.v.encode(v.float())
         self.written += len(slots)
 
-    def read(self, pages: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """K as attention sees it and V of slots int64 [n], float32 [kv_heads, n, head_dim]."""
-        rows = self._rows(pages).index_select(0, slots)
-        k, v = rows[:, : self.k.bytes].contiguous(), rows[:, self.k.bytes :].contiguous()
+    def read(self, pages: Tensor, slots: Tensor, positions: Tensor, few: bool = False) -> Keys:
+        """What attention needs of slots int64 [n] that are looked at by few queries, or by many.
+
+        By the compiled loop where there is one; its tokens are those of `Rows.decode` to the rounding of a sum.
+        """
+        rows, after = self._rows(pages), self.k.bytes
         self.read_back += len(slots)
-        return self.rotation.redo(self.k.decode(k), positions), self.v.decode(v)
+        quick_k, quick_v = self.quick
+        k = quick_k.tokens(quick_k.read(rows, slots, 0)) if quick_k else self.k.decode(rows[slots, :after])
+        k = self.rotation.redo(k, positions)
+        if not quick_v:
+            return Keys(k, self.v.decode(rows[slots, after:]))
+        v = quick_v.read(rows, slots, after)
+        return Keys(k, v, quick_v.finished) if few else Keys(k, quick_v.tokens(v))
 
     def _rows(self, pages: Tensor) -> Tensor:
         """The pages as rows of tokens [slots, bytes]."""
@@ -61,3 +78,18 @@ class LayerPages:
                 f" {pages.dtype}"
             )
         return pages.view(-1, self.bytes)
+
+
+@cache
+def compiled() -> bool:
+    """Whether there is what compiles the loop over tokens."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def quick(rows: Rows) -> Components | None:
+    """The compiled way to read rows; None where their codec has none, or numba is not installed."""
+    if not isinstance(rows, KltRows) or not compiled():
+        return None
+    from kvlab.cache.pages.klt_rows import Components
+
+    return Components(rows.plan)
