@@ -224,6 +224,7 @@ def test_a_canary_that_is_not_heard_stops_the_start(monkeypatch, over, zeroed, e
         vllm_config=SimpleNamespace(model_config=model),
         model_config=model,
         kv_cache_config=SimpleNamespace(num_blocks=3),
+        input_ids=SimpleNamespace(gpu=torch.zeros(1, dtype=torch.int32)),
     )
     with pytest.raises(error, match=said):
         canary.canary_kl(made, [attention], BLOCK)

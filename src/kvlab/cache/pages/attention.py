@@ -35,7 +35,7 @@ class Keys(NamedTuple):
         What is weighed and summed: values, or what values are made of, float32 [groups, n, width]; neighbouring KV
         heads share a group.
     finish : callable or None
-        Makes values [kv_heads, ..., head_dim] of weighted means [kv_heads, ..., width] of `v`; None where `v` are values.
+        Makes values [kv_heads, ..., head_dim] of means of `v` [kv_heads, ..., width]; None where `v` are values.
     """
 
     k: Tensor

@@ -63,7 +63,9 @@ class Trial:
 
         self.runner, self.layers, self.tokens = runner, layers, tokens
         self.block = runner.kv_cache_config.num_blocks - 1
-        self.ids = torch.arange(tokens) * 7919 % runner.model_config.get_vocab_size()
+        # of the dtype that the runner feeds: a compiled model takes its inputs without asking what they are
+        ids = torch.arange(tokens) * 7919 % runner.model_config.get_vocab_size()
+        self.ids = ids.to(runner.input_ids.gpu.dtype)
         self.table = torch.tensor([[self.block]])
         self.make = lambda first: Step.of([0, tokens - first], [tokens], self.table, block_size)
 
@@ -82,7 +84,7 @@ class Trial:
             slot_mapping=dict.fromkeys(self.layers, step.own_slots()),
         ):
             hidden = self.runner.model(
-                input_ids=self.ids[first:], positions=step.positions(), intermediate_tensors=None, inputs_embeds=None
+                input_ids=self.ids[first:].clone(), positions=step.positions(), intermediate_tensors=None, inputs_embeds=None
             )
         return self.runner.model.compute_logits(hidden[-1:])
 
