@@ -6,10 +6,15 @@ caching took over or on a preemption. Run where the variable names a recipe (``K
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from kvlab.base.errors import CodecNotActive, UserError
+from kvlab.base.recipe import PAGES_VARIABLE
 
 SETTINGS = {
     "dtype": "float32",
@@ -113,9 +118,10 @@ class Served:
 
     def alone(self, asked: Asked) -> Any:
         """The answer to one request, with nothing cached and no one beside it."""
-        assert_empty = self.engine.reset_prefix_cache()
-        if not assert_empty:
-            raise RuntimeError("the prefix cache could not be emptied: some request is left")
+        if not self.engine.reset_prefix_cache():
+            raise CodecNotActive(
+                "the prefix cache could not be emptied: pages of a request that has gone are still held"
+            )
         self.add(asked, logprobs=2)
         while not (finished := self.step()):
             pass
@@ -173,6 +179,27 @@ def compare(served: Served, asked: list[Asked], answers: dict[str, Any]) -> Foun
             )
     found.leaked += served.leaked()
     return found
+
+
+def main_soak(model: Path, recipe: Path | None, text: Path, count: int, seed: int = 0) -> Found:
+    """Start vLLM in this process, with coded pages where there is a recipe, and soak it with requests cut from a text.
+
+    Raises
+    ------
+    UserError
+        The text is shorter than a few requests.
+    """
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    if recipe is not None:
+        os.environ[PAGES_VARIABLE] = str(recipe.absolute())
+    from transformers import AutoTokenizer
+    from vllm import LLM
+
+    tokens = AutoTokenizer.from_pretrained(model)(text.read_text())["input_ids"]
+    if len(tokens) < 8 * LONGEST:
+        raise UserError(f"{text} has {len(tokens)} tokens; requests are cut from at least {8 * LONGEST}")
+    llm = LLM(str(model), num_gpu_blocks_override=BLOCKS, max_model_len=256, **SETTINGS)
+    return soak(llm, tokens, count, seed)
 
 
 def soak(llm: Any, text: Sequence[int], count: int, seed: int = 0) -> Found:

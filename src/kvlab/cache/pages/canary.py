@@ -84,7 +84,10 @@ class Trial:
             slot_mapping=dict.fromkeys(self.layers, step.own_slots()),
         ):
             hidden = self.runner.model(
-                input_ids=self.ids[first:].clone(), positions=step.positions(), intermediate_tensors=None, inputs_embeds=None
+                input_ids=self.ids[first:].clone(),
+                positions=step.positions(),
+                intermediate_tensors=None,
+                inputs_embeds=None,
             )
         return self.runner.model.compute_logits(hidden[-1:])
 
