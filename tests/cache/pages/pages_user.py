@@ -29,9 +29,15 @@ def main() -> None:
     os.environ["KVLAB_PAGES"] = recipe
     from vllm import LLM
 
-    from kvlab.cache.vllm_plugin import status
+    from kvlab.cache.vllm_plugin import PAGES_BACKEND, place_backend, status
     from validation.serving import soak
 
+    refused = []
+    for settings in ({"attention_backend": "FLEX_ATTENTION"}, {"kv_cache_dtype": "fp8_e4m3"}):
+        try:
+            LLM(model, dtype="float32", max_model_len=64, **settings)
+        except Exception as error:
+            refused.append([type(error).__name__, str(error)])
     llm = LLM(
         model,
         num_gpu_blocks_override=BLOCKS,
@@ -43,7 +49,13 @@ def main() -> None:
     found = soak.soak(llm, text, REQUESTS)
     pages = [layer.kv_cache.shape[-1] for layer in llm.apply_model(attentions)[0]]
     config = llm.llm_engine.vllm_config.cache_config
+    placed = [backend_path() == PAGES_BACKEND]
+    del os.environ["KVLAB_PAGES"]
+    place_backend()
+    placed.append(backend_path() == PAGES_BACKEND)
     answer = {
+        "refused": refused,
+        "placed": placed,
         "status": dataclasses.asdict(status(llm)),
         "logprobs": logprobs,
         "soak": dataclasses.asdict(found),
@@ -52,6 +64,13 @@ def main() -> None:
     }
     print("ANSWER", json.dumps(answer), flush=True)
     llm.llm_engine.engine_core.shutdown()
+
+
+def backend_path() -> str:
+    """The class that vLLM's CPU platform would take."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum.CPU_ATTN.get_path()
 
 
 def attentions(model) -> list:

@@ -87,6 +87,17 @@ def logprobs(engine, ids: list[int], tap=None) -> torch.Tensor:
     return engine.score(ids, 0, tap).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
 
 
+def test_another_backend_or_cache_is_refused_in_the_persons_own_process(user):
+    assert [kind for kind, _ in user.refused] == ["CapabilityError", "CapabilityError"]
+    backend, dtype = [said for _, said in user.refused]
+    assert "attention backend FLEX_ATTENTION was asked for" in backend and "kv_cache_dtype 'fp8_e4m3'" in dtype
+    assert "\n" not in backend + dtype
+
+
+def test_the_backend_stands_in_its_place_only_while_the_variable_is_set(user):
+    assert user.placed == [True, False]
+
+
 def test_zeroed_pages_moved_the_logits(user):
     assert user.status["pages"]["canary_kl"] > 0.01
 

@@ -13,12 +13,7 @@ import tiny
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ModelError, NonFinite
 from kvlab.base.recipe import PAGES_VARIABLE, HadamardStream, KiviStream, KltStream, Recipe
 from kvlab.cache.pages import canary, worker
-from kvlab.cache.pages.layer import LayerPages
-from kvlab.cache.pages.rotary import Unturned
-from kvlab.cache.pages.rows import rows_of
 from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
 
 LOSSY = Recipe(k=HadamardStream(bits=4), v=HadamardStream(bits=4))
 HEADS, DIM, BLOCK = 2, 32, 4
@@ -126,37 +121,6 @@ def test_a_sliding_window_is_refused(recipe_file, tmp_path):
         worker.prepare(config(model))
 
 
-# -- pages of a layer
-
-
-def layer_pages() -> LayerPages:
-    codec = build(LOSSY.k)
-    return LayerPages(0, *(rows_of(codec, Site(0, 0, stream), HEADS, DIM) for stream in "kv"), Unturned())
-
-
-def some(count: int, seed: int) -> torch.Tensor:
-    return torch.randn(HEADS, count, DIM, generator=torch.Generator().manual_seed(seed))
-
-
-def test_what_is_written_is_read_from_its_slots():
-    own, codec, slots = layer_pages(), build(LOSSY.k), torch.tensor([9, 2, 3])
-    pages = torch.zeros(3, 1, BLOCK, own.bytes, dtype=torch.uint8)
-    k, v, positions = some(3, 0), some(3, 1), torch.arange(3)
-    own.write(k, v, pages, slots, positions)
-    got = own.read(pages, slots.flip(0), positions)
-    for found, x, stream in zip(got[:2], (k, v), "kv", strict=True):
-        assert torch.equal(found.flip(1), codec.decode(codec.encode(x, Site(0, 0, stream))))
-    untouched = [slot for slot in range(12) if slot not in slots]
-    assert not pages.view(12, -1)[untouched].any() and (own.written, own.read_back) == (3, 3)
-
-
-@pytest.mark.parametrize("shape", [(3, 1, BLOCK, 7), (3, HEADS, BLOCK, 40)])
-def test_pages_of_another_size_are_not_written(shape):
-    own = layer_pages()
-    with pytest.raises(CodecNotActive, match=f"a token takes {own.bytes} bytes"):
-        own.write(some(1, 0), some(1, 1), torch.zeros(shape, dtype=torch.uint8), torch.tensor([0]), torch.tensor([0]))
-
-
 # -- what a step has to have done
 
 
@@ -192,7 +156,7 @@ def served_worker(monkeypatch, shape, **kwargs) -> SimpleNamespace:
     attention.attn = SimpleNamespace(kv_cache=torch.zeros(shape, dtype=torch.uint8))
     monkeypatch.setattr(worker, "attention_layers", lambda model, info: [attention])
     found = watch()
-    found.served, found.layers = SimpleNamespace(info=None), [layer_pages()]
+    found.served, found.layers = SimpleNamespace(info=None), [SimpleNamespace(layer=0, bytes=72)]
     return SimpleNamespace(kvlab_pages=found, model_runner=runner(**kwargs), get_model=lambda: None)
 
 
