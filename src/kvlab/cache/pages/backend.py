@@ -7,7 +7,7 @@ differ, and divides its memory by the sum of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvlab.base.errors import CapabilityError, CodecNotActive
-from kvlab.cache.pages.attention import Step, attend
+from kvlab.cache.pages.attention import Keys, Step, attend
 from kvlab.cache.pages.layer import LayerPages
 
 SHARED = "_kvlab_step"  # where a step's tokens lie, noted on vLLM's own description of it: every layer asks
@@ -69,22 +69,14 @@ def page_spec(spec, size: int):
     return replace(spec, num_head_slots=1, state_content_bytes=size, dtype=torch.uint8)
 
 
-@dataclass
-class PagesMetadata:
-    """What vLLM hands each layer of a step."""
-
-    step: Step
-    num_actual_tokens: int
-
-
-class PagesBuilder(AttentionMetadataBuilder[PagesMetadata]):
-    """Makes it, once for all layers."""
+class PagesBuilder(AttentionMetadataBuilder[Step]):
+    """Makes what each layer is handed of a step, once for all of them."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size = kv_cache_spec.block_size
 
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> PagesMetadata:
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Step:
         """See vLLM.
 
         Raises
@@ -98,14 +90,11 @@ class PagesBuilder(AttentionMetadataBuilder[PagesMetadata]):
             if common.causal is not True:
                 raise CapabilityError("attention over coded pages is causal, and vLLM asked for another")
             sequences = common.num_reqs
-            found = PagesMetadata(
-                Step.of(
-                    common.query_start_loc[: sequences + 1].tolist(),
-                    common.seq_lens[:sequences].tolist(),
-                    common.block_table_tensor,
-                    self.block_size,
-                ),
-                common.num_actual_tokens,
+            found = Step.of(
+                common.query_start_loc[: sequences + 1].tolist(),
+                common.seq_lens[:sequences].tolist(),
+                common.block_table_tensor,
+                self.block_size,
             )
             setattr(common, SHARED, found)
         return found
@@ -149,15 +138,12 @@ class PagesImpl(AttentionImpl):
 
     def do_kv_cache_update(self, layer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Code the step's K and V [tokens, kv_heads, head_dim] and write them to their slots."""
-        found = get_forward_context().attn_metadata[layer.layer_name]
-        tokens = found.num_actual_tokens
-        self._pages().write(
-            key[:tokens].transpose(0, 1),
-            value[:tokens].transpose(0, 1),
-            kv_cache,
-            slot_mapping[:tokens],
-            found.step.positions(),
-        )
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # vLLM's warm-up; a step that gets here without one is found out by its count
+            return
+        step: Step = metadata[layer.layer_name]
+        k, v = (part[: step.tokens].transpose(0, 1) for part in (key, value))
+        self._pages().write(k, v, kv_cache, slot_mapping[: step.tokens], step.positions())
 
     def forward(
         self,
@@ -166,7 +152,7 @@ class PagesImpl(AttentionImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: PagesMetadata | None,
+        attn_metadata: Step | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -176,15 +162,12 @@ class PagesImpl(AttentionImpl):
             raise CapabilityError("coded pages cannot give an output that is quantised")
         if attn_metadata is None:  # vLLM's warm-up, which holds no one's tokens
             return output.zero_()
-        pages, tokens = self._pages(), attn_metadata.num_actual_tokens
-        attend(
-            query[:tokens],
-            lambda slots, positions, few: pages.read(kv_cache, slots, positions, few),
-            attn_metadata.step,
-            self.num_kv_heads,
-            self.scale,
-            output[:tokens],
-        )
+        pages, step = self._pages(), attn_metadata
+
+        def read(slots: Tensor, positions: Tensor, few: bool) -> Keys:
+            return pages.read(kv_cache, slots, positions, few)
+
+        attend(query[: step.tokens], read, step, self.num_kv_heads, self.scale, output[: step.tokens])
         return output
 
     def _pages(self) -> LayerPages:
