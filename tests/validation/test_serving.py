@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvlab.base.errors import NonFinite
+from validation.serving import arm as arm_module
 from validation.serving import page, soak
 from validation.serving.quality import relative_difference
 from validation.serving.soak import Asked, compare, requests
@@ -84,7 +85,7 @@ def data(**arms) -> dict:
         "threads": "1",
         "settings": dict.fromkeys(
             (
-                *("context", "scored", "windows", "prompt", "small", "document", "documents", "answer"),
+                *("context", "scored", "windows", "prompt", "steps", "small", "document", "documents", "answer"),
                 *("crowd", "crowd_prompt", "crowd_tokens"),
             ),
             7,
@@ -100,6 +101,34 @@ def test_the_page_says_what_is_won_and_what_is_lost(tmp_path):
     assert "an answer is 4.0 times as fast" in said and "all are done 4.0 times as slow" in said
     assert "| klt2 | 7900 | 7.90 | 0.0123 |" in said and "dequantised" in said
     assert "`turboquant` starts, says nothing, and answers 9.50 nats per token from bf16: corrupt" in said
+
+
+class Engine:
+    """As vLLM's, of which two requests share a prefill step and a third one comes later; each step costs its number."""
+
+    def __init__(self, clock):
+        self.clock, self.steps, self.aborted = clock, 0, None
+
+    def add_request(self, *given):
+        pass
+
+    def abort_request(self, names):
+        self.aborted = names
+
+    def step(self):
+        self.steps += 1
+        self.clock[0] += self.steps
+        there = ["3-0", "3-1"] if self.steps < 3 else ["3-0", "3-1", "3-2"]
+        return [SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[1])]) for name in there]
+
+
+def test_a_prefill_ends_with_the_last_first_token_and_a_step_is_a_median(monkeypatch):
+    clock = [0]
+    monkeypatch.setattr(arm_module.time, "process_time", lambda: clock[0])
+    monkeypatch.setattr(arm_module, "sampling", lambda tokens: None)
+    engine = Engine(clock)
+    found = arm_module.timed(engine, [[1], [2], [3]], steps=3)
+    assert found == {"batch": 3, "prefill": 1 + 2 + 3, "step": 5} and len(engine.aborted) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """One engine under the loads of the page, in a process of its own: ``python -m validation.serving.arm TASK.json``.
 
 Prints ``ANSWER`` and JSON. The task names the model, what the cache holds (`cache`: ``auto``, a dtype of vLLM's, or a
-recipe file), its bytes, and which loads to run.
+recipe file), its bytes, and which loads to run. Seconds are those that the process had of processors, all its threads
+together: other programs, which make a clock worthless, move them by what they take of the processor's caches.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -53,21 +55,33 @@ def sampling(tokens: int):
 
 
 def generate(llm: Any, prompts: list[list[int]], tokens: int) -> tuple[float, list[Any]]:
-    """Seconds that all prompts took at once, and their outputs."""
-    before = time.perf_counter()
+    """Seconds of the processor that all prompts took at once, and their outputs."""
+    before = time.process_time()
     found = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling(tokens), use_tqdm=False)
-    return time.perf_counter() - before, found
+    return time.process_time() - before, found
 
 
 def batches(llm: Any, task: dict) -> list[dict]:
-    """Prefill and steps of so many requests at once; the faster of two rounds."""
-    found = []
-    for size in task["batches"]:
-        prompts = task["prompts"][:size]
-        rounds = [(generate(llm, prompts, 1)[0], generate(llm, prompts, 1 + task["steps"])[0]) for _ in range(2)]
-        prefill, whole = (min(times) for times in zip(*rounds, strict=True))
-        found.append({"batch": size, "prefill": prefill, "step": (whole - prefill) / task["steps"]})
-    return found
+    """Prefill and steps of so many requests at once."""
+    return [timed(llm.llm_engine, task["prompts"][:size], task["steps"]) for size in task["batches"]]
+
+
+def timed(engine: Any, prompts: list[list[int]], steps: int) -> dict:
+    """Seconds until every request has its first token, and of a step after that, the median of several."""
+    for number, ids in enumerate(prompts):
+        engine.add_request(f"{len(prompts)}-{number}", {"prompt_token_ids": ids}, sampling(1000))
+    begun, prefill, after = {}, 0.0, []
+    while len(after) < steps:
+        all_decode, before = len(begun) == len(prompts), time.process_time()
+        outputs = engine.step()
+        seconds = time.process_time() - before
+        begun |= {output.request_id: True for output in outputs if output.outputs[0].token_ids}
+        if all_decode:
+            after.append(seconds)
+        else:
+            prefill += seconds
+    engine.abort_request(list(begun))
+    return {"batch": len(prompts), "prefill": prefill, "step": statistics.median(after)}
 
 
 def returning(llm: Any, task: dict) -> dict:
@@ -120,7 +134,8 @@ def main() -> None:
     answer: dict[str, Any] = {"tokens": cache.num_gpu_blocks * cache.block_size}
     loads = {"batches": batches, "returning": returning, "crowd": crowd, "quality": quality}
     for name in task["loads"]:
-        answer[name] = loads[name](llm, task)
+        if (found := loads[name](llm, task)) is not None:
+            answer[name] = found
     print("ANSWER", json.dumps(answer), flush=True)
 
 

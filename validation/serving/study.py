@@ -18,10 +18,10 @@ from validation.serving import page
 
 GIB = 1 << 30
 CONTEXT, SCORED, WINDOWS = 512, 128, 4
-PROMPT, STEPS, BATCHES = 256, 6, (1, 8, 32)
+PROMPT, STEPS, BATCHES = 512, 7, (1, 8, 32)
 SMALL = 4096  # tokens of bf16 that the small caches are as large as
 DOCUMENT, DOCUMENTS, ANSWER = 800, 8, 4
-CROWD, CROWD_PROMPT, CROWD_TOKENS = 10, 480, 32
+CROWD, CROWD_PROMPT, CROWD_TOKENS = 10, 400, 120
 UPSTREAM = ("turboquant_4bit_nc", "int4_per_token_head")  # of vLLM's own, what its CPU backend accepts without a word
 LIMIT = 1800  # seconds for one engine
 
@@ -69,7 +69,14 @@ def study(model: Path, recipes: list[Path], out: Path, dtype: str = "bfloat16") 
         "dtype": dtype,
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "settings": {
-            **{"context": CONTEXT, "scored": SCORED, "windows": WINDOWS, "prompt": PROMPT, "small": SMALL},
+            **{
+                "context": CONTEXT,
+                "scored": SCORED,
+                "windows": WINDOWS,
+                "prompt": PROMPT,
+                "small": SMALL,
+                "steps": STEPS,
+            },
             **{"document": DOCUMENT, "documents": DOCUMENTS, "answer": ANSWER},
             **{"crowd": CROWD, "crowd_prompt": CROWD_PROMPT, "crowd_tokens": CROWD_TOKENS},
         },
