@@ -143,6 +143,13 @@ def test_what_became_of_vllms_own_dtypes_is_said(found, said):
     assert said in page.upstream("x", found)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "said"), [(2.0, "2.0 times as fast"), (0.25, "4.0 times as slow"), (1.04, "as fast"), (0.96, "as fast")]
+)
+def test_a_ratio_is_said_in_words(ratio, said):
+    assert page.times(ratio) == said
+
+
 def test_a_number_that_is_none_is_not_written(tmp_path):
     with pytest.raises(NonFinite):
         page.write(data(klt2=arm(7900, float("nan"), 0.01)), tmp_path)

@@ -114,7 +114,7 @@ def sentence(served: dict) -> str:
     """What a practitioner needs, from the numbers: what is held, and where time is won and lost."""
     parts = []
     for name, arm in served.items():
-        if name == PLAIN or name.startswith("fp8"):
+        if name == PLAIN:
             continue
         plain = served[PLAIN]
         steps = [own["step"] / other["step"] for own, other in zip(arm["batches"], plain["batches"], strict=True)]
@@ -131,6 +131,8 @@ def sentence(served: dict) -> str:
 
 def times(ratio: float) -> str:
     """A ratio of seconds in words."""
+    if fmt.fixed(ratio, 1) == "1.0":
+        return "as fast"
     if ratio >= 1:
         return f"{fmt.fixed(ratio, 1)} times as fast"
     return f"{fmt.fixed(1 / ratio, 1)} times as slow"
