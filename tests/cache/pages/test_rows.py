@@ -11,6 +11,7 @@ from codec import ladder_making
 from codec.ladder_making import LAYER, planted
 from kvlab.base.errors import CapabilityError, StreamError
 from kvlab.base.recipe import KltStream
+from kvlab.cache.pages import hot
 from kvlab.cache.pages.klt_rows import Components
 from kvlab.cache.pages.rows import KltRows, LaidOut, rows_of
 from kvlab.codec.base import Site
@@ -125,3 +126,13 @@ def test_rows_that_no_encoder_wrote_are_read_alike_or_refused_alike(data, bits):
             continue
         if due.isfinite().all():
             assert_near(quick.tokens(quick.read(row, torch.zeros(1, dtype=torch.int64), 0)), due)
+
+
+def test_where_nothing_can_be_kept_on_disk_it_is_compiled_all_the_same(monkeypatch):
+    def njit(nogil, cache=False):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: ("compiled", function)
+
+    monkeypatch.setattr(hot, "njit", njit)
+    assert hot.compiled(len) == ("compiled", len)

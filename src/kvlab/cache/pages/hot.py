@@ -91,7 +91,15 @@ class Escapes(NamedTuple):
     plain_back: NDArray
 
 
-@njit(nogil=True, cache=True)
+def compiled(function):
+    """A function compiled when it is first called, and kept on disk where there is a place for that."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder can be written to: each process compiles anew
+        return njit(nogil=True)(function)
+
+
+@compiled
 def _bits(symbols, component, place, first, last):
     """The number whose bits, lowest first, lie at `first` to `last`."""
     found = 0
@@ -100,7 +108,7 @@ def _bits(symbols, component, place, first, last):
     return found
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _pairs(symbols, group, count, e, z):
     """Put `count` pairs of component and value into z."""
     component, place, first = e.component[group], e.place[group], COUNT_BITS
@@ -115,7 +123,7 @@ def _pairs(symbols, group, count, e, z):
     return OK
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _plain(symbols, group, e, z):
     """Put a vector without tables into z."""
     if e.plain_table.shape[0] == 0:
@@ -135,7 +143,7 @@ def _plain(symbols, group, e, z):
     return OK
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _escaped(symbols, group, e, z):
     """Put an escaped vector into z: a fault or OK, and 1 where it is about the second mean."""
     component, place = e.component[group], e.place[group]
@@ -153,7 +161,7 @@ def _escaped(symbols, group, e, z):
     return OK, 1 if number < PLAIN else 0
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def components(rows, slots, first, d, e, out):
     """Components of tokens, and 1 after those of a vector about the second mean.
 
