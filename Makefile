@@ -18,7 +18,7 @@ REPORT := results/gap/FINDINGS.md
 RULES := Snakefile workflow/rules
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --no-loadscope-reorder
 
-.PHONY: help setup findings audit test test-all test-rest wheel-test lint kill-test recompute cost bench-codec reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
+.PHONY: help setup findings audit test test-all test-rest wheel-test lint kill-test recompute cost bench-codec bench-serving reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command that it runs"
@@ -78,6 +78,13 @@ bench-codec: $(READY)  ## every codec beside other libraries -> results/codec/BE
 	@PATH="$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/.venv/rivals" $(BIN)/python -m kvlab bench --out results/codec \
 		--capture calib/capture/$(MODEL)/hf.safetensors --windows calib/corpus/$(MODEL)/windows.safetensors \
 		--archive calib/archive/$(MODEL)/hf.safetensors --model $(MODEL) --ladder results/ladder/$(MODEL) $(BENCH)
+
+bench-serving: $(READY)  ## vLLM's plain pages and coded ones under the same loads -> results/serving/CAPACITY.md (MODEL=SLUG)
+	@mkdir -p .runs/serving
+	@set -e; for bits in 2 4; do $(BIN)/python -m kvlab calibrate --model models/$(MODEL) --codec klt --bits $$bits \
+		--out .runs/serving/klt$$bits.kv; done
+	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m kvlab step serving models/$(MODEL) .runs/serving/klt2.kv \
+		.runs/serving/klt4.kv --out results/serving
 
 reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
 	$(BIN)/python -m kvlab step reference --out models/reference $(ARGS)

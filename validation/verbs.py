@@ -74,6 +74,28 @@ def snapshot_cells_verb(args: argparse.Namespace) -> None:
     snapshot_cells(resolve(_params(args).model), args.out)
 
 
+def serving_verb(args: argparse.Namespace) -> None:
+    """Serve from plain and from coded pages under the same loads -> CAPACITY.md."""
+    from validation.serving.study import study
+
+    study(args.model_dir, args.recipes, args.out)
+
+
+def soak_verb(args: argparse.Namespace) -> None:
+    """Serve random requests together and each alone, and hold the answers against each other."""
+    from kvlab.base.errors import Fault
+    from validation.serving.soak import main_soak
+
+    found = main_soak(args.model_dir, args.recipe, args.text, args.requests, args.seed)
+    print(
+        f"{found.equal} answers are those of the same request alone, {found.tied} leave them at a tie,"
+        f" {len(found.different)} are others; {found.cancelled} requests cancelled, {found.preemptions} preemptions,"
+        f" {found.shared} tokens from the prefix cache, {found.leaked} blocks leaked"
+    )
+    if found.different or found.leaked:
+        raise Fault("; ".join([*found.different[:5], f"{found.leaked} blocks leaked"]))
+
+
 OF_PARAMS: dict[Callable, list[Flag]] = {
     bench_verb: [
         path("--capture", "what `kvlab step capture` wrote: K and V of the model are coded", required=False),
@@ -99,6 +121,18 @@ VERBS: dict[Callable, list[Flag]] = {
 } | with_settings(OF_PARAMS)
 STEPS: dict[Callable, list[Flag]] = with_settings(STEPS_OF_PARAMS) | {
     audit_verb: [result("--out", "AUDIT.md; audit.json goes beside it")],
+    soak_verb: [
+        ("model_dir", {"type": Path, "metavar": "MODEL", "help": "folder of a model"}),
+        path("--recipe", "what coded pages hold; without it vLLM's own cache is soaked", required=False),
+        path("--text", "requests are cut from this file"),
+        word("--requests", "how many", type=int, default=200),
+        word("--seed", "of their lengths and times", type=int, default=0),
+    ],
+    serving_verb: [
+        ("model_dir", {"type": Path, "metavar": "MODEL", "help": "folder of a model"}),
+        ("recipes", {"type": Path, "metavar": "FILE", "nargs": "+", "help": "what `kvlab calibrate` wrote for it"}),
+        result("--out", "folder of CAPACITY.md and capacity.json"),
+    ],
     # given the parameters by its rule, as every step is; it reads none, so that it asks for no --model either
     weights_verb: [*SETTINGS, path("--origin", "origin.json in the model's folder")],
     reference_verb: [

@@ -19,6 +19,7 @@ from cache.vllm_user import CHUNK, PROMPTS
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ParamsError, StorageError
 from kvlab.base.recipe import (
     IDENTITY,
+    PAGES_VARIABLE,
     RECIPE_VARIABLE,
     CastStream,
     HadamardStream,
@@ -30,7 +31,7 @@ from kvlab.base.recipe import (
     NoiseStream,
     Recipe,
 )
-from kvlab.cache import vllm_plugin, vllm_worker
+from kvlab.cache import vllm_plugin, vllm_settings, vllm_worker
 from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
 from kvlab.calibration.load import Fitted, load
 from kvlab.codec.base import Site
@@ -151,12 +152,17 @@ def config(**changes) -> SimpleNamespace:
 )
 def test_settings_that_would_make_the_recipe_a_lie_are_refused(changes, said):
     with pytest.raises(CapabilityError, match=said):
-        vllm_worker.refuse_settings(config(**changes))
+        refused(**changes)
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16"])
 def test_plain_settings_pass(cache_dtype):
-    vllm_worker.refuse_settings(config(cache_dtype=cache_dtype))
+    refused(cache_dtype=cache_dtype)
+
+
+def refused(**changes) -> None:
+    made = config(**changes)
+    vllm_settings.refuse_settings([*vllm_settings.compiled(made), *vllm_settings.common(made)], RECIPE_VARIABLE)
 
 
 def config_of(model: Path) -> SimpleNamespace:
@@ -254,10 +260,9 @@ def armed(monkeypatch):
     def make(recipe: Recipe = LOSSY, layers=(0, 2), **kwargs) -> Worker:
         info = SimpleNamespace(n_layers=LAYERS, n_heads=HEADS, n_kv_heads=HEADS, head_dim=HEAD_DIM, model_hash="m")
         codecs = {"k": build(recipe.k), "v": build(recipe.v)}
-        monkeypatch.setattr(vllm_worker, "prepare", lambda _: vllm_worker.Served(recipe, info, None, layers, codecs))
         monkeypatch.setattr(vllm_worker, "_log", lambda served: None)
         worker = Worker(**kwargs)
-        vllm_worker.arm(worker)
+        vllm_worker.arm(worker, vllm_worker.Served(recipe, info, None, layers, codecs))
         worker.load_model()
         return worker
 
@@ -326,9 +331,16 @@ def test_a_model_loaded_past_the_hooks_gets_no_cache(monkeypatch):
     monkeypatch.setenv(RECIPE_VARIABLE, "r.json")
     wrapper = SimpleNamespace(worker=Worker())
     with pytest.raises(CodecNotActive, match="past the hooks"):
-        vllm_plugin._before_cache(lambda *_: "a cache", wrapper, ())
+        vllm_plugin._around_cache(lambda *_: "a cache", wrapper, ())
     monkeypatch.delenv(RECIPE_VARIABLE)
-    assert vllm_plugin._before_cache(lambda *_: "a cache", wrapper, ()) == "a cache"
+    assert vllm_plugin._around_cache(lambda *_: "a cache", wrapper, ()) == "a cache"
+
+
+def test_both_variables_at_once_are_refused(monkeypatch):
+    monkeypatch.setenv(RECIPE_VARIABLE, "r.json")
+    monkeypatch.setenv(PAGES_VARIABLE, "r.json")
+    with pytest.raises(CapabilityError, match="coded twice; unset one"):
+        vllm_plugin.register()
 
 
 def test_a_vllm_without_the_place_to_hold_on_to_is_refused():
@@ -357,7 +369,7 @@ def test_without_the_variable_it_touches_nothing():
         "import sys; from kvlab.cache.vllm_plugin import register; register();"
         "print(sorted({'torch', 'vllm', 'polars', 'numpy', 'kvlab.cache.vllm_worker'} & set(sys.modules)))"
     )
-    clean = {name: value for name, value in os.environ.items() if name != RECIPE_VARIABLE}
+    clean = {name: value for name, value in os.environ.items() if name not in (RECIPE_VARIABLE, PAGES_VARIABLE)}
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=clean)
     assert answer.stdout.strip() == "[]", answer.stderr
 

@@ -73,7 +73,8 @@ Placement = Literal["pre_rope", "post_rope"]  # K is coded before or after its r
 Span = Literal["context", "window"]  # which tokens are coded: the context, or the scored ones too
 
 ID_LENGTH = 12
-RECIPE_VARIABLE = "KVLAB_RECIPE"  # names the file of the recipe that the vLLM plugin runs
+RECIPE_VARIABLE = "KVLAB_RECIPE"  # names the file of the recipe that the vLLM plugin runs beside vLLM's own cache
+PAGES_VARIABLE = "KVLAB_PAGES"  # the same of one whose bytes vLLM's cache holds in place of K and V
 
 
 class IdentityStream(Frozen):

@@ -1,11 +1,13 @@
-"""A recipe inside vLLM: ``KVLAB_RECIPE=recipe.json`` before ``LLM(...)`` or ``vllm serve``.
+"""A recipe inside vLLM: ``KVLAB_PAGES=file`` or ``KVLAB_RECIPE=file`` before ``LLM(...)`` or ``vllm serve``.
 
-vLLM calls `register` in each of its processes (entry-point group ``vllm.general_plugins``). Without the
-variable nothing happens. With it, every K and V is encoded and decoded by the recipe's codecs where it
-appears, before the rotary embedding and vLLM's own cache write (`in_forward`).
+vLLM calls `register` in each of its processes (entry-point group ``vllm.general_plugins``). Without a variable
+nothing happens.
 
-What is simulated is the *damage* that storage does: vLLM's cache keeps its dtype and its size, no memory is
-saved, and time is spent. What a recipe takes to store is measured by ``kvlab``, not here.
+- ``KVLAB_PAGES``: vLLM's own cache holds the coded bytes, and several times the tokens in the same memory
+  (`kvlab.cache.pages`).
+- ``KVLAB_RECIPE``: every K and V is encoded and decoded where it appears, before the rotary embedding and vLLM's own
+  cache write (`in_forward`). The *damage* of a recipe is simulated, for any codec that codes tokens one by one: vLLM's
+  cache keeps its dtype and its size.
 
 A model that is served uncoded by mistake looks like a very good codec. Therefore every way of not being
 active ends in an exception: settings under which vLLM would leave the hooks out are refused when its config
@@ -23,44 +25,101 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kvlab.base.errors import CapabilityError, CodecNotActive
-from kvlab.base.recipe import RECIPE_VARIABLE
+from kvlab.base.recipe import PAGES_VARIABLE, RECIPE_VARIABLE
 
 STATUS_METHOD = "kvlab_status"
+PAGES_BACKEND = "kvlab.cache.pages.backend.PagesBackend"
 
 
 def register() -> None:
-    """What vLLM calls; does nothing unless ``KVLAB_RECIPE`` names a recipe file.
+    """What vLLM calls; does nothing unless ``KVLAB_RECIPE`` or ``KVLAB_PAGES`` names a recipe file.
 
     Raises
     ------
     UserError
         The file cannot be read, is no recipe, or asks for a codec that cannot run where requests mix.
     CapabilityError
-        This vLLM lacks one of the places that the plugin takes hold of.
+        This vLLM lacks one of the places that the plugin takes hold of, or both variables are set.
     """
-    if not os.environ.get(RECIPE_VARIABLE):
+    chosen = _chosen()
+    if chosen is None:
         return
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    from kvlab.cache import vllm_worker
-
-    vllm_worker.read_recipe()
-    _wrap(WorkerWrapperBase, "init_device", _after_init_device)
-    _wrap(WorkerWrapperBase, "initialize_from_config", _before_cache)
+    chosen.read_recipe()
+    place_backend()
+    _wrap(WorkerWrapperBase, "init_device", _around_init_device)
+    _wrap(WorkerWrapperBase, "initialize_from_config", _around_cache)
     arguments = sys.modules.get("vllm.engine.arg_utils")  # only the user's own process has it, and needs it
     if arguments is not None:
         _wrap(arguments.EngineArgs, "create_engine_config", _after_config)
 
 
-def activate(path: Path | str) -> None:
-    """Set ``KVLAB_RECIPE`` for this process and its children, also when vLLM has loaded its plugins already."""
+def _chosen() -> ModuleType | None:
+    """What serves the variable that is set: `vllm_worker` beside vLLM's cache, `pages.worker` inside it."""
+    recipe, pages = (os.environ.get(variable) for variable in (RECIPE_VARIABLE, PAGES_VARIABLE))
+    if recipe and pages:
+        raise CapabilityError(
+            f"{RECIPE_VARIABLE} and {PAGES_VARIABLE} are both set, and K and V would be coded twice; unset one of them"
+        )
+    if pages:
+        from kvlab.cache.pages import worker
+
+        return worker
+    if recipe:
+        from kvlab.cache import vllm_worker
+
+        return vllm_worker
+    return None
+
+
+def activate(path: Path | str, pages: bool = False) -> None:
+    """Set the variable for this process and its children, also when vLLM has loaded its plugins already.
+
+    Parameters
+    ----------
+    path : Path or str
+        The recipe file.
+    pages : bool
+        Whether vLLM's own cache is to hold the coded bytes (``KVLAB_PAGES``), or to be coded beside
+        (``KVLAB_RECIPE``). The other variable is unset.
+    """
     import vllm.engine.arg_utils  # noqa: F401 (so that `register` finds it)
 
-    os.environ[RECIPE_VARIABLE] = str(Path(path).absolute())
+    chosen, other = (PAGES_VARIABLE, RECIPE_VARIABLE) if pages else (RECIPE_VARIABLE, PAGES_VARIABLE)
+    os.environ.pop(other, None)
+    os.environ[chosen] = str(Path(path).absolute())
     register()
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What vLLM's cache holds where its pages are coded ones.
+
+    Parameters
+    ----------
+    bytes_per_token, plain_bytes_per_token : int
+        What a token takes in all layers, and what it would in the model's dtype.
+    block_size, blocks : int
+        Tokens of a block, and vLLM's own count of blocks (``num_gpu_blocks``).
+    canary_kl : float
+        Nats by which the next token's distribution moved when the coded pages of a trial text were zeroed.
+    """
+
+    bytes_per_token: int
+    plain_bytes_per_token: int
+    block_size: int
+    blocks: int
+    canary_kl: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that fit."""
+        return self.blocks * self.block_size
 
 
 @dataclass(frozen=True)
@@ -82,7 +141,10 @@ class Status:
     fires : dict of str to tuple of int
         Codings per stream and coded layer; each is equal to `steps`.
     bits_per_value : dict of str to float or None
-        Of the codec's arrays per stream, without the headers of a stream; None before the first pass.
+        Of the codec's arrays per stream, without the headers of a stream; None before the first pass. Of coded pages,
+        what they take.
+    pages : Pages or None
+        Of ``KVLAB_PAGES``; None where vLLM's own cache is kept (``KVLAB_RECIPE``).
     """
 
     recipe_id: str
@@ -93,12 +155,14 @@ class Status:
     tokens: int
     fires: dict[str, tuple[int, ...]]
     bits_per_value: dict[str, float | None]
+    pages: Pages | None = None
 
     @classmethod
     def from_answer(cls, answer: dict[str, Any]) -> Status:
         """From what a worker answers to ``collective_rpc("kvlab_status")``."""
         fires = {stream: tuple(counts) for stream, counts in answer["fires"].items()}
-        return cls(**(answer | {"layers": tuple(answer["layers"]), "fires": fires}))
+        pages = Pages(**answer["pages"]) if answer.get("pages") else None
+        return cls(**(answer | {"layers": tuple(answer["layers"]), "fires": fires, "pages": pages}))
 
 
 def status(llm) -> Status:
@@ -113,35 +177,60 @@ def status(llm) -> Status:
         answers = llm.collective_rpc(STATUS_METHOD)
     except Exception as error:  # vLLM hands errors of another process on as bare `Exception`
         raise CodecNotActive(
-            f"no recipe is active in this vLLM ({error}); set {RECIPE_VARIABLE} before the first engine of the"
-            " process, or call kvlab.cache.vllm_plugin.activate; if VLLM_PLUGINS is set, it must name kvlab"
+            f"no recipe is active in this vLLM ({error}); set {RECIPE_VARIABLE} or {PAGES_VARIABLE} before the first"
+            " engine of the process, or call kvlab.cache.vllm_plugin.activate; if VLLM_PLUGINS is set, it must name"
+            " kvlab"
         ) from None
     return Status.from_answer(answers[0])
 
 
 def _after_config(create: Callable, args, *given, **named):
-    from kvlab.cache import vllm_worker
-
     config = create(args, *given, **named)
-    if os.environ.get(RECIPE_VARIABLE):
-        vllm_worker.prepare(config)  # a refusal here reaches the person as it is, one in the worker only its log
-        vllm_worker.fit_cache(config)
+    place_backend()  # or away, where the variable has been unset since
+    if (chosen := _chosen()) is not None:
+        from kvlab.cache import vllm_settings
+
+        chosen.prepare(config)  # a refusal here reaches the person as it is, one in the worker only its log
+        vllm_settings.fit_cache(config)
     return config
 
 
-def _after_init_device(init_device: Callable, wrapper):
-    from kvlab.cache import vllm_worker
+def place_backend() -> None:
+    """Put the backend of coded pages in the place of ``CPU_ATTN`` where ``KVLAB_PAGES`` is set, else take it away.
 
+    vLLM's CPU platform names that backend whatever is asked for.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    backend = AttentionBackendEnum.CPU_ATTN
+    ours = backend.get_path() == PAGES_BACKEND
+    if bool(os.environ.get(PAGES_VARIABLE)) == ours:
+        return
+    if ours:
+        backend.clear_override()
+    else:
+        register_backend(backend, PAGES_BACKEND)
+    _cached_get_attn_backend.cache_clear()
+
+
+def _around_init_device(init_device: Callable, wrapper):
+    if (chosen := _chosen()) is None:
+        return init_device(wrapper)
+    served = chosen.prepare(wrapper.vllm_config)  # before vLLM takes torch's number of threads out of everyone's hands
     answer = init_device(wrapper)
-    if os.environ.get(RECIPE_VARIABLE):
-        vllm_worker.arm(wrapper.worker)
+    chosen.arm(wrapper.worker, served)
     return answer
 
 
-def _before_cache(initialize: Callable, wrapper, *given, **named):
-    if os.environ.get(RECIPE_VARIABLE) and not hasattr(wrapper.worker, STATUS_METHOD):
-        raise CodecNotActive(f"vLLM loaded its model past the hooks of {RECIPE_VARIABLE}; it would be served uncoded")
-    return initialize(wrapper, *given, **named)
+def _around_cache(initialize: Callable, wrapper, *given, **named):
+    chosen = _chosen()
+    if chosen is not None and not hasattr(wrapper.worker, STATUS_METHOD):
+        raise CodecNotActive("vLLM loaded its model past the hooks of kvlab's recipe; it would be served uncoded")
+    answer = initialize(wrapper, *given, **named)
+    if chosen is not None:
+        chosen.confirm(wrapper.worker)
+    return answer
 
 
 def _wrap(owner: type, name: str, around: Callable) -> None:
@@ -151,8 +240,8 @@ def _wrap(owner: type, name: str, around: Callable) -> None:
         from vllm import __version__
 
         raise CapabilityError(
-            f"vLLM {__version__} has no {owner.__name__}.{name}, which {RECIPE_VARIABLE} needs; the plugin knows"
-            f" vLLM 0.32; unset {RECIPE_VARIABLE} or install that version"
+            f"vLLM {__version__} has no {owner.__name__}.{name}, which kvlab's plugin needs; it knows vLLM 0.32;"
+            f" unset {RECIPE_VARIABLE} and {PAGES_VARIABLE}, or install that version"
         )
     if getattr(method, "kvlab", False):
         return

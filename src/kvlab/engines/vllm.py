@@ -10,7 +10,7 @@ import torch
 
 from kvlab.base.errors import CapabilityError
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import RECIPE_VARIABLE, Placement
+from kvlab.base.recipe import PAGES_VARIABLE, RECIPE_VARIABLE, Placement
 from kvlab.base.testimony import Proof
 from kvlab.engines.base import ContextCache, Engine, Reading, Storage, Tap, refuse_unknown_placement
 from kvlab.engines.capability import AUTO
@@ -26,8 +26,9 @@ class VLLMEngine(Engine):
 
     def __init__(self, info: ModelInfo, dtype: str, attention: str, max_tokens: int, cache_dtype: str = AUTO):
         super().__init__(info, dtype)
-        if os.environ.get(RECIPE_VARIABLE):
-            raise CapabilityError(f"{RECIPE_VARIABLE} is set, so vLLM would code every pass once more; unset it")
+        for variable in (RECIPE_VARIABLE, PAGES_VARIABLE):
+            if os.environ.get(variable):
+                raise CapabilityError(f"{variable} is set, so vLLM would code every pass once more; unset it")
         self._loaded, self._followers = None, None
         if info.tensor_parallel == 1:
             self._loaded = Loaded(info, dtype, max_tokens, cache_dtype)

@@ -1,0 +1,95 @@
+"""The pages of one layer: K and V coded into slots, and read from them."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvlab.base.errors import CodecNotActive
+from kvlab.cache.pages.attention import Keys
+from kvlab.cache.pages.rotary import Rotation, Unturned
+from kvlab.cache.pages.rows import KltRows, Rows
+
+if TYPE_CHECKING:
+    from kvlab.cache.pages.klt_rows import Components
+
+
+class LayerPages:
+    """Codes into pages uint8 [blocks, 1, block_size, bytes], and counts.
+
+    Parameters
+    ----------
+    layer : int
+        Which one.
+    k, v : Rows
+        How a token's K and V lie; K's bytes come first.
+    rotation : Rotation or Unturned
+        What stands between K as attention sees it and as it is coded.
+    """
+
+    def __init__(self, layer: int, k: Rows, v: Rows, rotation: Rotation | Unturned):
+        self.layer, self.k, self.v, self.rotation = layer, k, v, rotation
+        self.quick = quick(k), quick(v)
+        self.written = self.read_back = 0
+
+    @property
+    def bytes(self) -> int:
+        """What a token takes."""
+        return self.k.bytes + self.v.bytes
+
+    def write(self, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """Code tokens [kv_heads, n, head_dim], K as attention sees it, into their slots int64 [n].
+
+        Raises
+        ------
+        NonFinite
+            A value is NaN or infinite.
+        CodecNotActive
+            The pages are not of the size that the tokens take.
+        """
+        rows = self._rows(pages)
+        rows[slots, : self.k.bytes] = self.k.encode(self.rotation.undo(k, positions).float())
+        rows[slots, self.k.bytes :] = self.v.encode(v.float())
+        self.written += len(slots)
+
+    def read(self, pages: Tensor, slots: Tensor, positions: Tensor, few: bool = False) -> Keys:
+        """What attention needs of slots int64 [n] that are looked at by few queries, or by many.
+
+        By the compiled loop where there is one; its tokens are those of `Rows.decode` to the rounding of a sum.
+        """
+        rows, after = self._rows(pages), self.k.bytes
+        self.read_back += len(slots)
+        quick_k, quick_v = self.quick
+        k = quick_k.tokens(quick_k.read(rows, slots, 0)) if quick_k else self.k.decode(rows[slots, :after])
+        k = self.rotation.redo(k, positions)
+        if not quick_v:
+            return Keys(k, self.v.decode(rows[slots, after:]))
+        v = quick_v.read(rows, slots, after)
+        return Keys(k, v, quick_v.finished) if few else Keys(k, quick_v.tokens(v))
+
+    def _rows(self, pages: Tensor) -> Tensor:
+        """The pages as rows of tokens [slots, bytes]."""
+        if pages.dim() != 4 or pages.shape[1] != 1 or pages.shape[3] != self.bytes or pages.element_size() != 1:
+            raise CodecNotActive(
+                f"layer {self.layer}: a token takes {self.bytes} bytes, and vLLM's pages are {list(pages.shape)} of"
+                f" {pages.dtype}"
+            )
+        return pages.view(-1, self.bytes)
+
+
+@cache
+def compiled() -> bool:
+    """Whether there is what compiles the loop over tokens."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def quick(rows: Rows) -> Components | None:
+    """The compiled way to read rows; None where their codec has none, or numba is not installed."""
+    if not isinstance(rows, KltRows) or not compiled():
+        return None
+    from kvlab.cache.pages.klt_rows import Components
+
+    return Components(rows.plan)

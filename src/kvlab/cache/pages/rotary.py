@@ -1,0 +1,79 @@
+"""The rotary embedding of a layer in vLLM: K turned back where it is written, and turned again where it is read.
+
+vLLM's attention is handed K after the rotary embedding, a calibration knows K before it. The two are one rotation
+apart, which the token's position and the layer's own table of cosines and sines say exactly, in whatever dtype the
+table is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kvlab.base.errors import CapabilityError
+from kvlab.cache.hf_rope import RopeTurn, refuse_lossy, rotate, unrotate
+from kvlab.codec.seeding import generator
+
+PROBED = (0, 1, 7, 100)
+REMEDY = "give a recipe with rotary: after"
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of the largest value of K
+
+
+class Rotation:
+    """Turns K of one layer by the positions of its tokens.
+
+    Parameters
+    ----------
+    table : Tensor
+        Cosines and then sines of each position's frequencies [positions, head_dim], as vLLM's module holds them.
+    """
+
+    def __init__(self, table: Tensor):
+        cos, sin = table.float().chunk(2, dim=-1)
+        self.cos, self.sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+    def undo(self, k: Tensor, positions: Tensor) -> Tensor:
+        """K [heads, n, head_dim] as attention sees it, as it was before, float32; `positions` are int64 [n]."""
+        return unrotate(k, self.cos[positions], self.sin[positions])
+
+    def redo(self, k: Tensor, positions: Tensor) -> Tensor:
+        """The way back."""
+        return rotate(k, self.cos[positions], self.sin[positions])
+
+
+class Unturned:
+    """No rotation: a recipe that codes K after its rotary embedding."""
+
+    def undo(self, k: Tensor, positions: Tensor) -> Tensor:
+        """`k` itself."""
+        return k
+
+    redo = undo
+
+
+def rotation_of(attention: nn.Module, head_dim: int) -> Rotation:
+    """The rotation of one `self_attn` module of a vLLM model, held against what the module does.
+
+    Raises
+    ------
+    CapabilityError
+        It has no rotary embedding, or one that turns a part of the head only, by neighbouring pairs, by frequencies
+        that change, or so that it cannot be turned back.
+    """
+    rotary = getattr(attention, "rotary_emb", None)
+    table = getattr(rotary, "cos_sin_cache", None)
+    if table is None or table.dim() != 2 or table.shape[1] != head_dim:
+        held = "none" if table is None else f"one of shape {list(table.shape)}"
+        raise CapabilityError(
+            f"K is coded before its rotary embedding, and {type(rotary).__name__} holds no table of cosines and sines"
+            f" for {head_dim} dimensions that could turn it back (found {held}); {REMEDY}"
+        )
+    found = Rotation(table)
+    positions = torch.tensor(PROBED)
+    k = torch.randn(1, len(PROBED), head_dim, generator=generator("pages", "rotary")).to(table.dtype)
+    theirs = rotary(positions, k[0].clone(), k[0].clone())[1][None].float()
+    ours = found.redo(k, positions)
+    if not (ours - theirs).abs().max() <= TOLERANCE[table.dtype] * k.abs().max():  # NaN is refused too
+        raise CapabilityError(f"{type(rotary).__name__} turns K in another way than by halves; {REMEDY}")
+    refuse_lossy(RopeTurn(found.cos[positions], found.sin[positions]), ours)
+    return found

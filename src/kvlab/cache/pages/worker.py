@@ -1,0 +1,231 @@
+"""Coded pages where the model is: what is refused, each layer's pages, and the proof that they are what is read."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvlab.base.errors import CapabilityError, CodecNotActive
+from kvlab.base.recipe import PAGES_VARIABLE
+from kvlab.cache import vllm_worker
+from kvlab.cache.pages.canary import canary_kl
+from kvlab.cache.pages.layer import LayerPages
+from kvlab.cache.pages.rotary import Unturned, rotation_of
+from kvlab.cache.pages.rows import rows_of
+from kvlab.cache.recipe_file import RecipeFile
+from kvlab.cache.vllm_settings import Rule, common, logger, own_dtype, refuse_settings
+from kvlab.cache.vllm_worker import STREAMS, Served
+from kvlab.codec.base import Site
+from kvlab.engines.hooks import attention_layers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OURS = "CPU_ATTN"  # the name that the backend stands under
+
+
+def read_recipe() -> RecipeFile:
+    """The file that ``KVLAB_PAGES`` names; raises as `vllm_worker.read_recipe`."""
+    return vllm_worker.read_recipe(PAGES_VARIABLE)
+
+
+def own(config: VllmConfig) -> list[Rule]:
+    """What coded pages need beside what every way of coding needs."""
+    attention = config.attention_config
+    forced = [attention.backend, *(attention.backend_per_kind or {}).values()]
+    named = [backend if isinstance(backend, str) else backend.name for backend in forced if backend is not None]
+    others = [name for name in named if name != OURS]
+    device = config.device_config.device_type
+    return [
+        (device == "cpu", f"coded pages are read by a CPU backend, and this vLLM runs on {device}"),
+        (not others, f"attention backend {others[0] if others else ''} was asked for; leave attention_backend out"),
+        (
+            not config.use_v2_model_runner,
+            "coded pages were tested with vLLM's first model runner; set VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
+        (
+            config.parallel_config.decode_context_parallel_size == 1,
+            "decode_context_parallel_size above 1 splits a sequence over processes; set it to 1",
+        ),
+    ]
+
+
+def prepare(config: VllmConfig) -> Served:
+    """Check everything that can be checked before a weight is loaded, and build the codecs.
+
+    Raises
+    ------
+    CapabilityError
+        vLLM's settings, or the model's attention, are not what coded pages can serve; the recipe leaves layers out,
+        or its codec has no bytes of its own for each token.
+    CalibrationMismatch
+        The calibration is missing or another model's.
+    """
+    refuse_settings([*common(config), *own(config)], PAGES_VARIABLE)
+    found = vllm_worker.made_ready(config, read_recipe())
+    info = found.info
+    if len(found.layers) != info.n_layers:
+        raise CapabilityError(
+            f"{PAGES_VARIABLE} cannot be honoured: the recipe codes {len(found.layers)} of {info.n_layers} layers, and"
+            " coded pages are those of all; leave `layers` out"
+        )
+    for stream in STREAMS:
+        rows_of(found.codecs[stream], Site(0, 0, stream), info.n_kv_heads, info.head_dim)
+    return found
+
+
+class PagesWatch:
+    """Every layer's pages, and what a step has to have done with them."""
+
+    def __init__(self, served: Served, dtype: str):
+        self.served, self.dtype, self.layers = served, dtype, []
+        self.steps = self.tokens = 0
+        self.canary, self.block_size, self.blocks = 0.0, 0, 0
+
+    def check(self, tokens: int) -> None:
+        """After a step of so many tokens: `CodecNotActive` unless each layer coded all of them and read pages."""
+        missed = [
+            f"layer {pages.layer} ({pages.written} of {tokens} tokens written, {pages.read_back} read)"
+            for pages in self.layers
+            if pages.written != tokens or pages.read_back < tokens
+        ]
+        self.forget()
+        if missed:
+            raise CodecNotActive(f"coded pages were not what this pass used: {'; '.join(missed)}")
+        self.steps += 1
+        self.tokens += tokens
+
+    def forget(self) -> None:
+        """Count from nothing."""
+        for pages in self.layers:
+            pages.written = pages.read_back = 0
+
+    def report(self) -> dict[str, Any]:
+        """The fields of `vllm_plugin.Status`, as types that any serialiser knows."""
+        served, info = self.served, self.served.info
+        values = info.n_kv_heads * info.head_dim * len(self.layers)
+        taken = {stream: sum(getattr(pages, stream).bytes for pages in self.layers) for stream in STREAMS}
+        return {
+            "recipe_id": served.recipe.recipe_id,
+            "model_hash": info.model_hash,
+            "calibration_hash": served.calibration_hash,
+            "layers": list(served.layers),
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "fires": {stream: [self.steps] * len(self.layers) for stream in STREAMS},
+            "bits_per_value": {stream: 8 * taken[stream] / values for stream in STREAMS},
+            "pages": {
+                "bytes_per_token": sum(taken.values()),
+                "plain_bytes_per_token": 2 * values * getattr(torch, self.dtype).itemsize,
+                "block_size": self.block_size,
+                "blocks": self.blocks,
+                "canary_kl": self.canary,
+            },
+        }
+
+
+def arm(worker, served: Served) -> None:
+    """Make a vLLM worker give its model coded pages once it is loaded, and check every step that it serves."""
+    watch = PagesWatch(served, own_dtype(worker.vllm_config))
+    load_model, execute_model = worker.load_model, worker.execute_model
+
+    def load_and_fill(*given, **named):
+        """The worker's `load_model`, and then the layers' pages."""
+        answer = load_model(*given, **named)
+        watch.layers = give_pages(worker.get_model(), watch.served)
+        worker.kvlab_pages, worker.kvlab_status = watch, watch.report
+        return answer
+
+    def execute_checked(scheduled, *given, **named):
+        """The worker's `execute_model`, and then whether its tokens are in the pages."""
+        tokens = scheduled.total_num_scheduled_tokens
+        watch.forget()
+        answer = execute_model(scheduled, *given, **named)
+        if tokens:
+            watch.check(tokens)
+        return answer
+
+    worker.load_model, worker.execute_model = load_and_fill, execute_checked
+
+
+def give_pages(model: torch.nn.Module, served: Served) -> list[LayerPages]:
+    """The pages of each layer of a loaded model, told to its attention.
+
+    Raises
+    ------
+    CodecNotActive
+        vLLM chose another attention backend.
+    CapabilityError
+        K cannot be turned back.
+    """
+    from kvlab.cache.pages.backend import PagesImpl, page_spec
+
+    found, info = [], served.info
+    for layer, attention in enumerate(attention_layers(model, info)):
+        impl = attention.attn.impl
+        if not isinstance(impl, PagesImpl):
+            raise CodecNotActive(
+                f"layer {layer} was loaded with {type(impl).__name__}, so its pages would not be coded;"
+                f" {PAGES_VARIABLE} must be set before the model is loaded"
+            )
+        rows = [
+            rows_of(served.codecs[stream], Site(0, layer, stream), info.n_kv_heads, info.head_dim) for stream in STREAMS
+        ]
+        turn = Unturned() if served.recipe.rotary == "after" else rotation_of(attention, info.head_dim)
+        impl.pages = LayerPages(layer, *rows, turn)
+        plain = attention.attn.get_kv_cache_spec
+        attention.attn.get_kv_cache_spec = partial(_coded_spec, plain, page_spec, impl.pages.bytes)
+        found.append(impl.pages)
+    return found
+
+
+def _coded_spec(plain, page_spec, size: int, config: VllmConfig):
+    """A layer's spec of vLLM, with coded pages."""
+    return page_spec(plain(config), size)
+
+
+def confirm(worker) -> None:
+    """Once vLLM has its cache: are the pages those, is there one group of them, do the logits hang on them?
+
+    Raises
+    ------
+    CapabilityError
+        vLLM put the layers into several groups.
+    CodecNotActive
+        A layer's pages are of another size, or zeroing them did not move the logits.
+    """
+    watch, runner = worker.kvlab_pages, worker.model_runner
+    groups = runner.kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise CapabilityError(
+            f"vLLM made {len(groups)} groups of KV caches of this model, and coded pages know one; this model cannot be"
+            f" served with {PAGES_VARIABLE}"
+        )
+    watch.blocks = runner.kv_cache_config.num_blocks
+    watch.block_size = groups[0].kv_cache_spec.block_size
+    attentions = [layer.attn for layer in attention_layers(worker.get_model(), watch.served.info)]
+    for pages, attention in zip(watch.layers, attentions, strict=True):
+        held, due = tuple(attention.kv_cache.shape), (watch.blocks, 1, watch.block_size, pages.bytes)
+        if held != due or attention.kv_cache.element_size() != 1:
+            raise CodecNotActive(f"layer {pages.layer}: vLLM's pages are {held}, coded ones are {due} bytes")
+    watch.canary = canary_kl(runner, attentions, watch.block_size)
+    watch.forget()
+    _say(watch)
+
+
+def _say(watch: PagesWatch) -> None:
+    report, pages = watch.report(), watch.report()["pages"]
+    logger().info(
+        "kvlab: recipe %s; vLLM's pages hold the coded bytes of K (%s) and V (%s), %d bytes a token in all layers where"
+        " %s takes %d: %d tokens. Zeroed pages moved the logits by KL %.2g.",
+        report["recipe_id"],
+        watch.served.recipe.k.codec,
+        watch.served.recipe.v.codec,
+        pages["bytes_per_token"],
+        watch.dtype,
+        pages["plain_bytes_per_token"],
+        pages["blocks"] * pages["block_size"],
+        pages["canary_kl"],
+    )

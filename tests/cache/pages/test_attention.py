@@ -1,0 +1,108 @@
+"""Attention over pages, held against torch's own over each whole sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlab.cache.pages import attention
+from kvlab.cache.pages.attention import Keys, Step, attend, batches
+
+KV, GROUP, DIM, BLOCK = 2, 3, 8, 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_spans():
+    """Cuts that short sequences meet too."""
+    names = {"SPAN": 5, "SCRATCH": 12, "QUERIES": 3, "FEW": 4}
+    before = {name: getattr(attention, name) for name in names}
+    for name, value in names.items():
+        setattr(attention, name, value)
+    yield
+    for name, value in before.items():
+        setattr(attention, name, value)
+
+
+@st.composite
+def steps(draw):
+    """Lengths of sequences, and how many of their last tokens the step computes."""
+    lengths = draw(st.lists(st.integers(1, 23), min_size=1, max_size=5))
+    return lengths, [draw(st.integers(1, length)) for length in lengths]
+
+
+def laid_out(lengths, news, seed=0):
+    """Pages in a shuffled order, the step over them, and each sequence's own keys and values."""
+    source = torch.Generator().manual_seed(seed)
+    blocks = [-(-length // BLOCK) for length in lengths]
+    places = torch.randperm(sum(blocks) + 2, generator=source)
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+    k, v = (torch.randn(KV, len(places) * BLOCK, DIM, generator=source) for _ in "kv")
+    at = 0
+    for row, count in enumerate(blocks):
+        table[row, :count], at = places[at : at + count], at + count
+    starts = [0, *torch.tensor(news).cumsum(0).tolist()]
+    step = Step.of(starts, lengths, table, BLOCK)
+    return step, k, v, table
+
+
+@given(steps(), st.integers(0, 5))
+def test_it_is_attention_over_each_sequence(lengths_and_news, seed):
+    lengths, news = lengths_and_news
+    step, k, v, table = laid_out(lengths, news, seed)
+    q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
+    out = torch.full_like(q, torch.nan)
+    attend(q, lambda slots, positions, few: Keys(k[:, slots], v[:, slots]), step, KV, 0.3, out)
+    for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
+        place = torch.arange(length)
+        slots = table[row, place // BLOCK].long() * BLOCK + place % BLOCK
+        own = slice(step.starts[row], step.starts[row + 1])
+        seen = torch.arange(length) <= torch.arange(length - new, length)[:, None]
+        due = torch.nn.functional.scaled_dot_product_attention(
+            q[own].transpose(0, 1), k[:, slots], v[:, slots], attn_mask=seen, scale=0.3, enable_gqa=True
+        )
+        torch.testing.assert_close(out[own], due.transpose(0, 1), atol=1e-5, rtol=1e-5)
+        assert torch.equal(step.own_slots()[own], slots[length - new :])
+        assert torch.equal(step.positions()[own], place[length - new :])
+
+
+@given(steps(), st.integers(0, 5))
+def test_an_answer_does_not_depend_on_who_else_is_served(lengths_and_news, seed):
+    lengths, news = lengths_and_news
+    step, k, v, table = laid_out(lengths, news, seed)
+    q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
+    read = lambda slots, positions, few: Keys(k[:, slots], v[:, slots])  # noqa: E731
+    together, alone = torch.empty_like(q), torch.empty_like(q)
+    attend(q, read, step, KV, 1.0, together)
+    for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
+        own = slice(step.starts[row], step.starts[row + 1])
+        attend(q[own], read, Step.of([0, new], [length], table[row : row + 1], BLOCK), KV, 1.0, alone[own])
+    assert torch.equal(together, alone)
+
+
+@given(steps())
+def test_what_is_decoded_at_once_is_bounded(lengths_and_news):
+    lengths, news = lengths_and_news
+    step, *_ = laid_out(lengths, news)
+    found = [batch for few in (True, False) for batch in batches(step, few)]
+    spans = [span for batch in found for span in batch]
+    assert all(sum(span.last - span.first for span in batch) <= attention.SCRATCH for batch in found)
+    for row, length in enumerate(lengths):
+        own = [(span.first, span.last) for span in spans if span.row == row]
+        assert [first for first, _ in own] == [0, *[last for _, last in own[:-1]]] and own[-1][1] == length
+
+
+@given(steps(), st.integers(0, 5))
+def test_values_may_be_made_after_they_were_weighed(lengths_and_news, seed):
+    """Of heads together: what is summed is as wide as that, and a product makes each head's values of it."""
+    lengths, news = lengths_and_news
+    step, k, z, _ = laid_out(lengths, news, seed)
+    z = z[:1]
+    back = torch.randn(KV, DIM, DIM, generator=torch.Generator().manual_seed(seed))
+    q = torch.randn(sum(news), KV * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
+    finish = lambda mean: torch.einsum("hgqw,hwd->hgqd", mean, back)  # noqa: E731
+    late, early = torch.empty_like(q), torch.empty_like(q)
+    attend(q, lambda slots, _, few: Keys(k[:, slots], z[:, slots], finish), step, KV, 1.0, late)
+    attend(q, lambda slots, _, few: Keys(k[:, slots], z[:, slots] @ back), step, KV, 1.0, early)
+    torch.testing.assert_close(late, early, atol=1e-5, rtol=1e-5)

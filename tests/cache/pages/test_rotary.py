@@ -1,0 +1,60 @@
+"""K turned back by vLLM's own table, and what cannot be turned back refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from kvlab.base.errors import CapabilityError
+from kvlab.cache.pages.rotary import rotation_of
+
+DIM, POSITIONS = 16, 128
+
+
+class Rotary(nn.Module):
+    """As vLLM's module: a table of cosines and sines, K turned in place by halves, or by pairs."""
+
+    def __init__(self, dtype=torch.float32, scale=1.0, by_pairs=False, turned=DIM):
+        super().__init__()
+        angle = torch.arange(POSITIONS)[:, None] / 100 ** (torch.arange(0, turned, 2) / turned)
+        self.cos_sin_cache = (torch.cat((angle.cos(), angle.sin()), dim=1) * scale).to(dtype)
+        self.by_pairs = by_pairs
+
+    def forward(self, positions, q, k):
+        cos, sin = self.cos_sin_cache[positions].chunk(2, dim=1)
+        a, b = (k[:, ::2], k[:, 1::2]) if self.by_pairs else k.chunk(2, dim=1)
+        parts = (a * cos - b * sin, b * cos + a * sin)
+        return q, torch.stack(parts, dim=2).flatten(1) if self.by_pairs else torch.cat(parts, dim=1)
+
+
+def attention(rotary) -> SimpleNamespace:
+    return SimpleNamespace(rotary_emb=rotary)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1.3], ids=["plain", "attention-scaling"])
+def test_what_was_turned_is_turned_back(dtype, scale):
+    rotary = Rotary(dtype, scale)
+    rotation, positions = rotation_of(attention(rotary), DIM), torch.tensor([3, 99, 0, 17, 3])
+    k = torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(0))
+    theirs = torch.stack([rotary(positions, head, head)[1] for head in k.to(dtype)])
+    close = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(rotation.undo(theirs, positions), k, atol=close, rtol=close)
+    torch.testing.assert_close(rotation.redo(rotation.undo(k, positions), positions), k, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rotary", "said"),
+    [
+        (None, "holds no table"),
+        (Rotary(turned=DIM // 2), r"for 16 dimensions .*shape \[128, 8\]"),
+        (Rotary(by_pairs=True), "another way than by halves"),
+        (Rotary(scale=0.0), "cannot be turned back"),
+    ],
+)
+def test_what_cannot_be_turned_back_is_refused(rotary, said):
+    with pytest.raises(CapabilityError, match=said):
+        rotation_of(attention(rotary), DIM)

@@ -1,0 +1,138 @@
+"""A token as a row of bytes: the codec's own codes, whoever is coded beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from codec import ladder_making
+from codec.ladder_making import LAYER, planted
+from kvlab.base.errors import CapabilityError, StreamError
+from kvlab.base.recipe import KltStream
+from kvlab.cache.pages import hot
+from kvlab.cache.pages.klt_rows import Components
+from kvlab.cache.pages.rows import KltRows, LaidOut, rows_of
+from kvlab.codec.base import Site
+from kvlab.codec.registry import build
+
+HEADS, DIM = 3, 64
+SITE = Site(0, LAYER, "k")
+PER_TOKEN = ["klt", "hadamard", "int", "nf4", "kivi-token", "oscar", "d4", "e8", "identity"]
+
+
+def made(name: str, bits: int = 4):
+    recipe = ladder_making.RECIPES[name](bits)
+    return build(recipe, ladder_making.calibration(HEADS, DIM))
+
+
+def tokens(count: int, draw: int = 0) -> torch.Tensor:
+    """Planted rows; some far out, some large, one near nothing that was calibrated."""
+    x = planted(HEADS, count, DIM, draw)
+    x[:, 3 % count] *= 40
+    x[1, 5 % count, 7] += 1e4
+    x[:, 8 % count] = 1e3 * torch.randn(HEADS, DIM, generator=torch.Generator().manual_seed(draw))
+    return x
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_rows_decode_bit_for_bit_as_the_codec_does(name):
+    codec, x = made(name), tokens(70)
+    rows = rows_of(codec, SITE, HEADS, DIM)
+    coded = rows.encode(x)
+    assert coded.shape == (70, rows.bytes) and coded.dtype == torch.uint8
+    assert torch.equal(rows.decode(coded), codec.decode(codec.encode(x, SITE)))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 3), st.sampled_from(["klt", "hadamard"]))
+def test_a_row_depends_on_no_other(cuts, draw, name):
+    """Coded in any pieces, decoded in any order."""
+    rows, x = rows_of(made(name), SITE, HEADS, DIM), tokens(sum(cuts), draw)
+    whole = rows.encode(x)
+    assert torch.equal(torch.cat([rows.encode(part) for part in x.split(cuts, dim=1)]), whole)
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(draw))
+    assert torch.equal(rows.decode(whole[order]), rows.decode(whole)[:, order])
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_row_takes_hardly_more_than_the_recipe_says(bits):
+    rows = rows_of(made("klt", bits), SITE, HEADS, DIM)
+    assert isinstance(rows, KltRows)
+    assert rows.bytes <= bits * HEADS * DIM / 8 + 3
+
+
+def test_every_way_of_an_escape_fits_the_row():
+    """The trial tokens are of all kinds that `klt` knows, or the tests above show less than they seem to."""
+    codec = build(KltStream(bits=4, block_size=16), ladder_making.calibration(HEADS, DIM))
+    plan = codec.plan(LAYER, (HEADS, 1, DIM), torch.device("cpu"))
+    symbols, escaped = plan.analyse(tokens(70), SITE)
+    group, token = symbols[plan.rows :].nonzero().unbind(1)
+    own = symbols.take(plan._own(group, token, 70))
+    head = plan.tails._bits(group, own, 0, 8)
+    counts = (head[:, :3].long() << torch.arange(3)).sum(1)
+    numbers = (head[:, 3:].long() << torch.arange(5)).sum(1)
+    assert escaped and (counts > 0).any() and ((counts == 0) & (numbers == 15)).any()
+    assert ((counts == 0) & (numbers != 15)).any()
+
+
+@pytest.mark.parametrize("name", ["kivi", "block"])
+def test_codecs_that_code_tokens_together_have_no_rows(name):
+    with pytest.raises(CapabilityError, match=rf"codec '{name}' .* no page can hold it"):
+        LaidOut(made(name), SITE, HEADS, DIM)
+
+
+# -- the compiled loop
+
+
+@pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
+@pytest.mark.parametrize("changes", [{"bits": 4}, {"bits": 2}, {"bits": 0.5}, {"bits": 3, "escape": False}], ids=str)
+def test_the_compiled_loop_reads_what_the_codec_decodes(heads, changes):
+    """Of rows that lie anywhere in pages, K's or V's bytes first; to the rounding of a sum."""
+    codec = build(KltStream(block_size=64, **changes), ladder_making.calibration(heads, DIM))
+    rows = rows_of(codec, SITE, heads, DIM)
+    x = planted(heads, 700, DIM, 1)
+    x[:, ::7] *= 30
+    x[1, ::11, 7] += 1e4
+    x[:, ::13] = 1e3 * torch.randn(heads, 54, DIM, generator=torch.Generator().manual_seed(1))
+    coded, due = rows.encode(x), rows.decode(rows.encode(x))
+    pages, slots = torch.full((2000, rows.bytes + 5), 255, dtype=torch.uint8), torch.randperm(2000)[:700]
+    pages[slots, 5:] = coded
+    quick = Components(rows.plan)
+    z = quick.read(pages, slots, 5)
+    assert_near(quick.tokens(z), due)
+    weights = torch.rand(heads, 9, 700).softmax(-1)
+    group = torch.arange(heads) // (heads // quick.groups)
+    assert_near(quick.finished(weights @ z[group]), weights @ due)
+
+
+def assert_near(found: torch.Tensor, due: torch.Tensor) -> None:
+    """Apart by the rounding of sums over all heads of a group."""
+    assert (found - due).abs().max() <= 5e-6 * due.abs().max()
+
+
+@given(st.binary(min_size=700, max_size=700), st.sampled_from([2, 4]))
+def test_rows_that_no_encoder_wrote_are_read_alike_or_refused_alike(data, bits):
+    rows = rows_of(made("klt", bits), SITE, HEADS, DIM)
+    count = len(data) // rows.bytes
+    forged = torch.frombuffer(bytearray(data[: count * rows.bytes]), dtype=torch.uint8).view(count, rows.bytes)
+    quick = Components(rows.plan)
+    for row in forged.split(1):
+        try:
+            due = rows.decode(row)
+        except StreamError:
+            with pytest.raises(StreamError):
+                quick.read(row, torch.zeros(1, dtype=torch.int64), 0)
+            continue
+        if due.isfinite().all():
+            assert_near(quick.tokens(quick.read(row, torch.zeros(1, dtype=torch.int64), 0)), due)
+
+
+def test_where_nothing_can_be_kept_on_disk_it_is_compiled_all_the_same(monkeypatch):
+    def njit(nogil, cache=False):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: ("compiled", function)
+
+    monkeypatch.setattr(hot, "njit", njit)
+    assert hot.compiled(len) == ("compiled", len)

@@ -1,0 +1,194 @@
+"""Coded pages where the model is: what is refused before it is served, and what a step has to have done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import tiny
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ModelError, NonFinite
+from kvlab.base.recipe import PAGES_VARIABLE, HadamardStream, KiviStream, KltStream, Recipe
+from kvlab.cache.pages import canary, worker
+from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
+
+LOSSY = Recipe(k=HadamardStream(bits=4), v=HadamardStream(bits=4))
+HEADS, DIM, BLOCK = 2, 32, 4
+
+
+def config(model: Path | None = None, **changes) -> SimpleNamespace:
+    """What is read of a `VllmConfig` on a CPU; `changes` name leaves."""
+    leaf = SimpleNamespace(
+        **{
+            "dtype": torch.float32,
+            "enforce_eager": False,
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "cache_dtype": "auto",
+            "kv_offloading_size": None,
+            "backend": None,
+            "backend_per_kind": {},
+            "device_type": "cpu",
+            "model": str(model),
+            "revision": None,
+            "hf_config": SimpleNamespace(),
+            "hf_text_config": SimpleNamespace(num_hidden_layers=3),
+        }
+        | changes
+    )
+    parts = ("model_config", "parallel_config", "cache_config", "attention_config", "device_config")
+    absent = dict.fromkeys(("speculative_config", "lora_config", "kv_transfer_config"))
+    runner = changes.get("use_v2_model_runner", False)
+    return SimpleNamespace(**dict.fromkeys(parts, leaf), **absent, use_v2_model_runner=runner)
+
+
+@pytest.fixture
+def recipe_file(tmp_path, monkeypatch):
+    """Writes a recipe and names it by the variable."""
+
+    def write(recipe: Recipe = LOSSY, **named) -> None:
+        monkeypatch.setenv(PAGES_VARIABLE, str(write_recipe_file(tmp_path / "r.json", recipe, **named)))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"device_type": "cuda"}, "runs on cuda"),
+        ({"backend": SimpleNamespace(name="TRITON_ATTN")}, "attention backend TRITON_ATTN was asked for"),
+        ({"backend_per_kind": {"full_attention": "FLEX_ATTENTION"}}, "attention backend FLEX_ATTENTION"),
+        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size above 1"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size above 1"),
+        ({"cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
+    ],
+)
+def test_settings_that_coded_pages_cannot_serve_are_refused(tiny_model, recipe_file, changes, said):
+    recipe_file()
+    with pytest.raises(CapabilityError, match=said) as refused:
+        worker.prepare(config(tiny_model, **changes))
+    assert PAGES_VARIABLE in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_plain_settings_pass_and_need_no_eager_mode(tiny_model, recipe_file):
+    recipe_file()
+    assert worker.prepare(config(tiny_model)).layers == (0, 1, 2)
+
+
+def test_layers_left_out_are_refused(tiny_model, recipe_file):
+    recipe_file(layers=[1, 2])
+    with pytest.raises(CapabilityError, match=r"codes 2 of 3 layers.*leave `layers` out"):
+        worker.prepare(config(tiny_model))
+
+
+def test_codecs_without_bytes_for_each_token_are_refused(tiny_model, recipe_file):
+    recipe_file(Recipe(k=KiviStream(bits=2, axis="channel"), v=HadamardStream(bits=4)))
+    with pytest.raises(CapabilityError, match="codes tokens together"):
+        worker.prepare(config(tiny_model))
+
+
+def test_a_missing_or_foreign_calibration_is_refused(tiny_model, tiny_calibration, recipe_file, tmp_path):
+    recipe = Recipe(k=KltStream(bits=3), v=KltStream(bits=3))
+    recipe_file(recipe)
+    with pytest.raises(CalibrationMismatch):
+        worker.prepare(config(tiny_model))
+    recipe_file(
+        recipe,
+        calibration=CalibrationFiles(sigma=tiny_calibration["sigma"], components=tiny_calibration["components"]),
+    )
+    assert worker.prepare(config(tiny_model)).calibration_hash
+    with pytest.raises(CalibrationMismatch):
+        worker.prepare(config(tiny.write_model(tmp_path / "other", seed=1)))
+
+
+def test_a_head_size_that_vllm_gets_wrong_is_refused(recipe_file, tmp_path):
+    recipe_file()
+    model = tiny.write_model(tmp_path / "model", kind="qwen3", head_dim=48)
+    with pytest.raises(CapabilityError, match="head size 48"):
+        worker.prepare(config(model))
+
+
+def test_a_sliding_window_is_refused(recipe_file, tmp_path):
+    recipe_file()
+    model = tiny.write_model(tmp_path / "model", use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    with pytest.raises(ModelError, match="sliding-window attention"):
+        worker.prepare(config(model))
+
+
+# -- what a step has to have done
+
+
+def watch(*counts: tuple[int, int]) -> worker.PagesWatch:
+    """Layers that wrote and read so many tokens."""
+    found = worker.PagesWatch(SimpleNamespace(), "float32")
+    found.layers = [SimpleNamespace(layer=n, written=w, read_back=r) for n, (w, r) in enumerate(counts)]
+    return found
+
+
+def test_a_step_whose_tokens_are_all_in_the_pages_is_counted():
+    found = watch((5, 9), (5, 5))
+    found.check(5)
+    assert (found.steps, found.tokens) == (1, 5) and found.layers[0].written == 0
+
+
+@pytest.mark.parametrize("counts", [(4, 9), (0, 0), (5, 0), (10, 9)])
+def test_a_step_that_left_pages_out_does_not_return(counts):
+    with pytest.raises(CodecNotActive, match=r"layer 1 \(\d+ of 5 tokens written"):
+        watch((5, 9), counts).check(5)
+
+
+# -- what is read back at the start
+
+
+def runner(groups=1, blocks=3, block_size=BLOCK) -> SimpleNamespace:
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=block_size))
+    return SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[group] * groups, num_blocks=blocks))
+
+
+def served_worker(monkeypatch, shape, **kwargs) -> SimpleNamespace:
+    attention = nn.Module()
+    attention.attn = SimpleNamespace(kv_cache=torch.zeros(shape, dtype=torch.uint8))
+    monkeypatch.setattr(worker, "attention_layers", lambda model, info: [attention])
+    found = watch()
+    found.served, found.layers = SimpleNamespace(info=None), [SimpleNamespace(layer=0, bytes=72)]
+    return SimpleNamespace(kvlab_pages=found, model_runner=runner(**kwargs), get_model=lambda: None)
+
+
+def test_several_groups_of_caches_are_refused(monkeypatch):
+    with pytest.raises(CapabilityError, match="2 groups of KV caches"):
+        worker.confirm(served_worker(monkeypatch, (3, 1, BLOCK, 68), groups=2))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, BLOCK, 67), (2, 1, BLOCK, 72), (3, HEADS, BLOCK, 64)])
+def test_pages_that_vllm_made_otherwise_are_not_served_from(monkeypatch, shape):
+    with pytest.raises(CodecNotActive, match="layer 0: vLLM's pages are"):
+        worker.confirm(served_worker(monkeypatch, shape))
+
+
+@pytest.mark.parametrize(
+    ("over", "zeroed", "error", "said"),
+    [
+        (0.0, 0.0, CodecNotActive, "not what is read"),
+        (3.0, 5.0, CodecNotActive, "differs by KL .* from one pass"),
+        (float("nan"), 5.0, NonFinite, "NaN"),
+    ],
+)
+def test_a_canary_that_is_not_heard_stops_the_start(monkeypatch, over, zeroed, error, said):
+    logits = iter([torch.tensor([[0.0, first]]) for first in (0.0, over, zeroed)])
+    monkeypatch.setattr(canary.Trial, "last_logits", lambda self, first: next(logits))
+    attention = SimpleNamespace(layer_name="a", kv_cache=torch.zeros(3, 1, BLOCK, 8, dtype=torch.uint8))
+    model = SimpleNamespace(max_model_len=64, dtype=torch.float32, get_vocab_size=lambda: 2)
+    made = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=model),
+        model_config=model,
+        kv_cache_config=SimpleNamespace(num_blocks=3),
+        input_ids=SimpleNamespace(gpu=torch.zeros(1, dtype=torch.int32)),
+    )
+    with pytest.raises(error, match=said):
+        canary.canary_kl(made, [attention], BLOCK)

@@ -1,0 +1,1 @@
+"""Serving from coded pages, held against what each request is told alone, and measured."""
