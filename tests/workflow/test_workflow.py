@@ -221,6 +221,7 @@ def test_what_nobody_asks_for_is_neither_captured_nor_fitted(workspace):
     data = embedded.document()
     data["ladder"] |= {"codecs": ["klt", "hadamard"]}
     data["mechanisms"] |= {"codecs": ["klt"]}
+    data["kvstore"]["restore"] = {"codecs": ["klt"]}
     (workspace / "params.yaml").write_text(yaml.safe_dump(data))
     planned = run(*SNAKEMAKE, "-n", "-p", REPORT, cwd=workspace)
     assert planned.returncode == 0, planned.stdout + planned.stderr
