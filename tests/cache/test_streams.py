@@ -180,6 +180,7 @@ def large_case(params, folder, layers: int, windows: int) -> dict:
     data = overlay(params.model_dump(mode="json"), {"model": {"path": str(model), "n_layers": layers}})
     header = {"engine": "hf", "corpus_hash": "c", "context": TOKENS, "tokens": TOKENS, "dtype": "float32"}
     header |= {"windows": windows, "sample": list(range(windows)), "sample_dtype": "bfloat16", "sample_bytes": 0}
+    header |= {"across": False}
     header["model_hash"] = resolve(type(params).complete(data).model).model_hash
     tensors = {name: torch.zeros(1) for name in names(layers)}
     for frame in (f"layer_{n}_{stream}" for n in range(layers) for stream in STREAMS):

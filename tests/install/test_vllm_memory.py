@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvlab.cache import vllm_worker
+from kvlab.cache import vllm_settings
 
 GIB = 1 << 30
 
@@ -26,10 +26,10 @@ def config(device="cpu", chosen=None):
     ],
 )
 def test_the_cache_is_given_what_is_there(monkeypatch, caplog, free, device, chosen, expected):
-    monkeypatch.setattr(vllm_worker, "_memory", lambda: (100 * GIB, free * GIB))
-    monkeypatch.setattr(vllm_worker, "_logger", lambda: logging.getLogger("kvlab.test"))
+    monkeypatch.setattr(vllm_settings, "_memory", lambda: (100 * GIB, free * GIB))
+    monkeypatch.setattr(vllm_settings, "logger", lambda: logging.getLogger("kvlab.test"))
     served = config(device, chosen)
-    vllm_worker.fit_cache(served)
+    vllm_settings.fit_cache(served)
     found = served.cache_config.kv_cache_memory_bytes
     assert found == (expected and expected * GIB)
     changed = found != chosen

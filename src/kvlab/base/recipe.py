@@ -16,6 +16,7 @@ from kvlab.base.errors import suggestion
 from kvlab.base.streams import (
     MOST_BITS,
     SILENT,
+    WHOLE,
     AquaKvStream,
     ArchiveStream,
     Bits,
@@ -41,6 +42,7 @@ from kvlab.base.streams import (
 # what is in `streams`, and is had from here with the rest
 __all__ = [
     "MOST_BITS",
+    "WHOLE",
     "AquaKvStream",
     "ArchiveStream",
     "Bits",
@@ -209,9 +211,6 @@ class PluginStream(Frozen):
 
 CONTROLS = ("identity", "noise", "cast", "isotropic")
 """What sits in a codec's place without being one."""
-
-WHOLE = ("archive", "kvtc", "aquakv")
-"""Codecs that code all layers of a cache at once."""
 
 AnyStream = (
     IdentityStream

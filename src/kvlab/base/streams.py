@@ -17,6 +17,8 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+WHOLE = ("archive", "kvtc", "aquakv")
+"""Codecs that code all layers of a cache at once."""
 SILENT = {"sink": 0, "recent": 0, "ragged": "coded"}
 
 

@@ -34,7 +34,7 @@ SAID = {
     },
     "noise": {"protocol": "snapshot", "streams": ["kv"], "groups": ["all"], "sigmas": [0.01, 0.03, 0.1]},
     "kvstore": {
-        "restore": {"codecs": ["klt", "hadamard", "kivi", "int", "fp8"]},
+        "restore": {"codecs": ["klt", "hadamard", "kivi", "int", "fp8", "archive"]},
         "placement": {"orders": 16},
     },
 }

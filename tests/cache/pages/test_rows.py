@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
-from kvlab.base.errors import CapabilityError, StreamError
+from kvlab.base.errors import CapabilityError
 from kvlab.base.recipe import KltStream
-from kvlab.cache.pages import hot
-from kvlab.cache.pages.klt_rows import Components
 from kvlab.cache.pages.rows import KltRows, LaidOut, rows_of
 from kvlab.codec.base import Site
 from kvlab.codec.registry import build
@@ -80,59 +78,3 @@ def test_every_way_of_an_escape_fits_the_row():
 def test_codecs_that_code_tokens_together_have_no_rows(name):
     with pytest.raises(CapabilityError, match=rf"codec '{name}' .* no page can hold it"):
         LaidOut(made(name), SITE, HEADS, DIM)
-
-
-# -- the compiled loop
-
-
-@pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
-@pytest.mark.parametrize("changes", [{"bits": 4}, {"bits": 2}, {"bits": 0.5}, {"bits": 3, "escape": False}], ids=str)
-def test_the_compiled_loop_reads_what_the_codec_decodes(heads, changes):
-    """Of rows that lie anywhere in pages, K's or V's bytes first; to the rounding of a sum."""
-    codec = build(KltStream(block_size=64, **changes), ladder_making.calibration(heads, DIM))
-    rows = rows_of(codec, SITE, heads, DIM)
-    x = planted(heads, 700, DIM, 1)
-    x[:, ::7] *= 30
-    x[1, ::11, 7] += 1e4
-    x[:, ::13] = 1e3 * torch.randn(heads, 54, DIM, generator=torch.Generator().manual_seed(1))
-    coded, due = rows.encode(x), rows.decode(rows.encode(x))
-    pages, slots = torch.full((2000, rows.bytes + 5), 255, dtype=torch.uint8), torch.randperm(2000)[:700]
-    pages[slots, 5:] = coded
-    quick = Components(rows.plan)
-    z = quick.read(pages, slots, 5)
-    assert_near(quick.tokens(z), due)
-    weights = torch.rand(heads, 9, 700).softmax(-1)
-    group = torch.arange(heads) // (heads // quick.groups)
-    assert_near(quick.finished(weights @ z[group]), weights @ due)
-
-
-def assert_near(found: torch.Tensor, due: torch.Tensor) -> None:
-    """Apart by the rounding of sums over all heads of a group."""
-    assert (found - due).abs().max() <= 5e-6 * due.abs().max()
-
-
-@given(st.binary(min_size=700, max_size=700), st.sampled_from([2, 4]))
-def test_rows_that_no_encoder_wrote_are_read_alike_or_refused_alike(data, bits):
-    rows = rows_of(made("klt", bits), SITE, HEADS, DIM)
-    count = len(data) // rows.bytes
-    forged = torch.frombuffer(bytearray(data[: count * rows.bytes]), dtype=torch.uint8).view(count, rows.bytes)
-    quick = Components(rows.plan)
-    for row in forged.split(1):
-        try:
-            due = rows.decode(row)
-        except StreamError:
-            with pytest.raises(StreamError):
-                quick.read(row, torch.zeros(1, dtype=torch.int64), 0)
-            continue
-        if due.isfinite().all():
-            assert_near(quick.tokens(quick.read(row, torch.zeros(1, dtype=torch.int64), 0)), due)
-
-
-def test_where_nothing_can_be_kept_on_disk_it_is_compiled_all_the_same(monkeypatch):
-    def njit(nogil, cache=False):
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return lambda function: ("compiled", function)
-
-    monkeypatch.setattr(hot, "njit", njit)
-    assert hot.compiled(len) == ("compiled", len)

@@ -1,0 +1,106 @@
+"""The compiled loop: what it reads is what the codec decodes, and what torch alone reads.
+
+`test_compiled.py` runs these in a process of its own: a process that holds numba cannot start vLLM 0.32 after it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.pages.test_rows import DIM, HEADS, SITE, made
+from codec import ladder_making
+from codec.ladder_making import LAYER, planted
+from kvlab.base.errors import StreamError
+from kvlab.base.recipe import KltStream
+from kvlab.cache.pages import hot, layer
+from kvlab.cache.pages.klt_rows import Components
+from kvlab.cache.pages.layer import LayerPages
+from kvlab.cache.pages.rotary import Rotation
+from kvlab.cache.pages.rows import rows_of
+from kvlab.codec.base import Site
+from kvlab.codec.registry import build
+
+BLOCK = 4
+
+
+@pytest.mark.parametrize("heads", [3, 6], ids=["one-group", "two-groups"])
+@pytest.mark.parametrize("changes", [{"bits": 4}, {"bits": 2}, {"bits": 0.5}, {"bits": 3, "escape": False}], ids=str)
+def test_the_compiled_loop_reads_what_the_codec_decodes(heads, changes):
+    """Of rows that lie anywhere in pages, K's or V's bytes first; to the rounding of a sum."""
+    codec = build(KltStream(block_size=64, **changes), ladder_making.calibration(heads, DIM))
+    rows = rows_of(codec, SITE, heads, DIM)
+    x = planted(heads, 700, DIM, 1)
+    x[:, ::7] *= 30
+    x[1, ::11, 7] += 1e4
+    x[:, ::13] = 1e3 * torch.randn(heads, 54, DIM, generator=torch.Generator().manual_seed(1))
+    coded, due = rows.encode(x), rows.decode(rows.encode(x))
+    pages, slots = torch.full((2000, rows.bytes + 5), 255, dtype=torch.uint8), torch.randperm(2000)[:700]
+    pages[slots, 5:] = coded
+    quick = Components(rows.plan)
+    z = quick.read(pages, slots, 5)
+    assert_near(quick.tokens(z), due)
+    weights = torch.rand(heads, 9, 700).softmax(-1)
+    group = torch.arange(heads) // (heads // quick.groups)
+    assert_near(quick.finished(weights @ z[group]), weights @ due)
+
+
+def assert_near(found: torch.Tensor, due: torch.Tensor) -> None:
+    """Apart by the rounding of sums over all heads of a group."""
+    assert (found - due).abs().max() <= 5e-6 * due.abs().max()
+
+
+@given(st.binary(min_size=700, max_size=700), st.sampled_from([2, 4]))
+def test_rows_that_no_encoder_wrote_are_read_alike_or_refused_alike(data, bits):
+    rows = rows_of(made("klt", bits), SITE, HEADS, DIM)
+    count = len(data) // rows.bytes
+    forged = torch.frombuffer(bytearray(data[: count * rows.bytes]), dtype=torch.uint8).view(count, rows.bytes)
+    quick = Components(rows.plan)
+    for row in forged.split(1):
+        try:
+            due = rows.decode(row)
+        except StreamError:
+            with pytest.raises(StreamError):
+                quick.read(row, torch.zeros(1, dtype=torch.int64), 0)
+            continue
+        if due.isfinite().all():
+            assert_near(quick.tokens(quick.read(row, torch.zeros(1, dtype=torch.int64), 0)), due)
+
+
+def test_where_nothing_can_be_kept_on_disk_it_is_compiled_all_the_same(monkeypatch):
+    def njit(nogil, cache=False):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: ("compiled", function)
+
+    monkeypatch.setattr(hot, "njit", njit)
+    assert hot.compiled(len) == ("compiled", len)
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["few-queries", "many"])
+def test_without_numba_the_same_is_read(monkeypatch, few):
+    """`klt` before the rotary embedding: compiled, and as torch alone does it where numba is not installed."""
+    heads, dim = 3, 64
+    codec = build(KltStream(bits=3, block_size=64), ladder_making.calibration(heads, dim))
+    rows = [rows_of(codec, Site(0, LAYER, stream), heads, dim) for stream in "kv"]
+    angle = torch.arange(60)[:, None] / 100 ** (torch.arange(0, dim, 2) / dim)
+    rotation = Rotation(torch.cat((angle.cos(), angle.sin()), dim=1))
+    compiled = LayerPages(LAYER, *rows, rotation)
+    monkeypatch.setattr(layer, "compiled", lambda: False)
+    plain = LayerPages(LAYER, *rows, rotation)
+    assert compiled.quick != plain.quick == (None, None)
+    k, v, positions = planted(heads, 50, dim, 0), planted(heads, 50, dim, 1), torch.arange(3, 53)
+    k[:, 7] *= 50
+    slots = torch.randperm(80, generator=torch.Generator().manual_seed(0))[:50]
+    pages = torch.zeros(20, 1, BLOCK, plain.bytes, dtype=torch.uint8)
+    plain.write(k, v, pages, slots, positions)
+    weights = torch.rand(heads, 2, 5, 50).softmax(-1)
+    due, found = plain.read(pages, slots, positions, few), compiled.read(pages, slots, positions, few)
+    assert (due.finish, found.finish is not None) == (None, few)
+    torch.testing.assert_close(found.k, due.k, atol=1e-3, rtol=1e-4)
+    summed = weights @ found.v[:, None].expand(heads, -1, -1, -1) if found.finish else weights @ found.v[:, None]
+    torch.testing.assert_close(
+        found.finish(summed) if found.finish else summed, weights @ due.v[:, None], atol=1e-4, rtol=1e-4
+    )
