@@ -76,7 +76,7 @@ def test_parameters_reach_a_rule_by_name_and_never_as_a_file(rules):
     assert [name for name, rule in rules.items() if "params.yaml" in rule["input"]] == []
     working = {name: rule["params"] for name, rule in rules.items() if rule["runs"]}
     # `folder`: where the outputs lie; `measure`: which they are; `foreign`: codecs of other packages, with their
-    # versions; `told`: what is said of models; `codecs`: those of whole caches; the codes: what measures the gate's rows
+    # versions; `told`: what is said of models; `codecs`: of whole caches; the codes: what measures the rows of the gate
     allowed = {"code", "codecs", "cfg", "folder", "foreign", "measure", "measured_code", "rows_code", "told"}
     assert {name: params for name, params in working.items() if not set(params) <= allowed} == {}
 
