@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full
 REPORT = "results/gap/FINDINGS.md"
 SIGMA = "calib/sigma/reference/hf.safetensors"
 CORPUS, CAPTURE = "calib/corpus/reference/windows.safetensors", "calib/capture/reference/hf.safetensors"
-TO_SIGMA = [f"capture {CAPTURE}", f"corpus {CORPUS}", f"sigma {SIGMA}"]
+TO_SIGMA = ["asked calib/asked/reference.json", f"capture {CAPTURE}", f"corpus {CORPUS}", f"sigma {SIGMA}"]
 STUDIES = ("restore", "policy", "bitplanes", "placement")  # of the KV store
 OUTSIDE_THE_REPORT = [
     "planted results/planted",
@@ -86,7 +86,7 @@ def test_a_dry_run_in_a_fresh_clone_names_every_stage_and_makes_nothing(unrun, t
     every = set(yaml.safe_load((lab.root / "dvc.yaml").read_text())["stages"])
     assert every - set(dry(lab, "repro")) == set()
     assert every - set(dry(lab, "exp", "run", "-S", "bits=4")) == set()
-    assert set(dry(lab, "repro", "sigma")) == {"code", "corpus", "capture", "sigma"}
+    assert set(dry(lab, "repro", "sigma")) == {"asked", "code", "corpus", "capture", "sigma"}
     assert lab.ran() == [] and lab.files() == {} and lab.run("git", "status", "--short") == ""
 
 
