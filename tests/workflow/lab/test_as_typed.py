@@ -61,7 +61,7 @@ def test_a_second_dvc_repro_runs_nothing_and_what_was_deleted_comes_back(lab, re
 def test_dvc_repro_of_a_stage_runs_what_it_needs_and_no_more(lab, reproduced):
     lab.change("params.yaml", "ridge: 0.001", "ridge: 0.002")
     lab.run("dvc", "repro", "sigma")
-    assert lab.ran() == TO_SIGMA[:1] + TO_SIGMA[2:]
+    assert lab.ran() == [line for line in TO_SIGMA if line.startswith(("capture", "sigma"))]
     before, after = reproduced.files(), lab.files()
     assert before[SIGMA] != after[SIGMA] and before[REPORT] == after[REPORT]
 
