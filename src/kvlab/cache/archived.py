@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
@@ -23,43 +23,6 @@ from kvlab.codec.stream.seal import Key
 from kvlab.codec.stream.tensor_file import TensorFileWriter
 from kvlab.engines.base import Part
 from kvlab.engines.registry import start
-
-
-def archived(
-    archive: Archive,
-    recipe: Recipe,
-    cache: Mapping[tuple[int, str], Tensor],
-    ids: Sequence[int],
-    starts: bool = True,
-    key: Key | None = None,
-) -> bytes:
-    """The file of a cache.
-
-    Parameters
-    ----------
-    archive : Archive
-        The fitted codec.
-    recipe : Recipe
-        Says the bits, or the quality.
-    cache : mapping
-        By layer and stream, K before its rotary embedding, float [kv_heads, tokens, head_dim].
-    ids : sequence of int
-        Its tokens.
-    starts : bool
-        Whether the first of them is the first of its text.
-    key : Key, optional
-        Sign with it.
-
-    Raises
-    ------
-    CapabilityError
-        The bits cannot be met.
-    CalibrationMismatch
-        The calibration holds what decodes alone.
-    NonFinite
-        A value is NaN or infinite.
-    """
-    return archive.encode(recipe, cache, ids, starts, key)
 
 
 def encode_text(
@@ -97,7 +60,7 @@ def encode_text(
 
     with closing(start("hf", info, dtype, max_tokens=len(ids))) as engine:
         engine.score(ids, len(ids) - 2, tap)
-    data = archived(archive, recipe, kept, ids, key=key)
+    data = archive.encode(recipe, kept, ids, key=key)
     with atomic(out) as temporary:
         Path(temporary).write_bytes(data)
     return data

@@ -84,7 +84,30 @@ class Archive:
         starts: bool = True,
         key: Key | None = None,
     ) -> bytes:
-        """The file of a cache; see `cache.archived.archived`."""
+        """The file of a cache.
+
+        Parameters
+        ----------
+        recipe : Recipe
+            Says the bits, or the quality.
+        cache : mapping
+            By layer and stream, K before its rotary embedding, float [kv_heads, tokens, head_dim].
+        ids : sequence of int
+            Its tokens.
+        starts : bool
+            Whether the first of them is the first of its text.
+        key : Key, optional
+            Sign with it.
+
+        Raises
+        ------
+        CapabilityError
+            The bits cannot be met.
+        CalibrationMismatch
+            The calibration holds what decodes alone.
+        NonFinite
+            A value is NaN or infinite.
+        """
         settings, sample, layers = recipe.k, cache[0, "k"], self.fitted.layers
         heads, tokens, head_dim = sample.shape
         beside = ArchiveHeader.overhead(layers, tokens, settings.block_size)

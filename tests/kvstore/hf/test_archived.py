@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, SnapshotRefused, StreamError
-from kvlab.cache.archived import archived
 from kvlab.cache.hf_rope import turn_of
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.load import Calibrated
@@ -70,7 +69,7 @@ def due(run, archive, model) -> torch.Tensor:
     """What `Archive.decoded` gives of the same cache, K turned: [layers, 2, kv_heads, tokens, head_dim]."""
     turn, recipe = model.turn(LENGTH), named_recipe("archive", **archiving.QUALITY)
     cache = BeforeRotary(model.geometry(CHUNK), partial(run.pager.rows, chunks=LENGTH // CHUNK), turn)
-    layers = archive.decoded(load(archived(archive, recipe, cache, OLD)), OLD)
+    layers = archive.decoded(load(archive.encode(recipe, cache, OLD)), OLD)
     return torch.stack([torch.stack([turn.redo(k, 0), v]) for _, k, v in layers])
 
 
