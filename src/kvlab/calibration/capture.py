@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvlab.base.errors import CalibrationMismatch, NonFinite, UserError
-from kvlab.base.model import resolve
+from kvlab.base.model import ModelInfo, resolve
 from kvlab.base.params import Params
 from kvlab.base.records import atomic, to_header, versions
 from kvlab.calibration import across as layers_together
@@ -199,13 +199,7 @@ def observe(
     info, extent = engine.info, Extent(len(windows), lengths[0], context)
     chosen = sample_of(extent.windows, sample)
     angles = ErrorMetrics(info, extent.tokens).angles
-    makers = {
-        "across": lambda: AcrossTap(info, context, chosen),
-        "joint": lambda: JointTap(info, context),
-        "rows": lambda: RowsTap(info, context, extent.windows),
-        "outputs": lambda: OutputsTap(info, context, angles),
-    }
-    seen = {name: makers[name]() for name in beside}
+    seen = _looking(beside, info, chosen, extent, angles)
     tap = _Tap(ModelMoments(info, extent, angles), chosen, tuple(seen.values()))
     for number, ids in enumerate(tqdm(windows, desc=f"capture {engine.name}", unit="window")):
         tap.window = number
@@ -231,6 +225,19 @@ def observe(
         "versions": versions(),
     }
     return InMemory(metadata, tensors, seen)
+
+
+def _looking(
+    beside: Collection[str], info: ModelInfo, chosen: tuple[int, ...], extent: Extent, angles: tuple[Tensor, Tensor]
+) -> dict[str, Beside]:
+    """What looks at the windows beside the moments, by name."""
+    makers = {
+        "across": lambda: AcrossTap(info, extent.context, chosen),
+        "joint": lambda: JointTap(info, extent.context),
+        "rows": lambda: RowsTap(info, extent.context, extent.windows),
+        "outputs": lambda: OutputsTap(info, extent.context, angles),
+    }
+    return {name: makers[name]() for name in beside}
 
 
 class _Tap:
