@@ -48,8 +48,8 @@ wheel-test: $(READY)  ## build the wheel, install it into a new environment and 
 	@$(BIN)/python workflow/scripts/wheel_test.py $(ARGS)
 
 lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml and config/ against the rules
-	$(BIN)/ruff check src tests workflow
-	$(BIN)/ruff format --check src tests workflow
+	$(BIN)/ruff check src tests workflow validation
+	$(BIN)/ruff format --check src tests workflow validation
 	$(BIN)/snakefmt --check --line-length 110 $(RULES)
 	$(BIN)/snakemake --lint
 	$(BIN)/python workflow/scripts/dvc_sync.py --check

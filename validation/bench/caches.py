@@ -10,7 +10,6 @@ from kvlab.base.errors import MixedIdentity, UserError
 from kvlab.base.model import ModelInfo
 from kvlab.base.params import Params
 from kvlab.base.recipe import WHOLE, Recipe
-from kvlab.cache.archived import archived
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.archive_file import archive_identity, load_archive
 from kvlab.codec.archive.file import load
@@ -63,9 +62,9 @@ def measured(
     ids, values = ids[:context], sum(x.numel() for x in clean.kept.values())
     tasks, stored = {}, {}
     for label, recipe in whole_rungs(params):
-        data = archived(archive, recipe, clean.kept, ids)
+        data = archive.encode(recipe, clean.kept, ids)
         stored[label] = 8 * len(data) / values
-        tasks[label, "write"] = lambda recipe=recipe: archived(archive, recipe, clean.kept, ids)
+        tasks[label, "write"] = lambda recipe=recipe: archive.encode(recipe, clean.kept, ids)
         tasks[label, "read"] = lambda data=data: list(archive.decoded(load(data), ids))
     taken = clock.interleaved(tasks, rounds, tuple(threads))
     return [
