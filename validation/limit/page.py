@@ -43,7 +43,7 @@ def write(data: dict, out: Path) -> None:
 
 def context(data: dict) -> dict:
     """Everything that the template names, as text."""
-    names = list(dict.fromkeys(name for row in data["rows"] for name in row["parts"]))
+    names = [name for name in WHAT if any(name in row["parts"] for row in data["rows"])]
     return {
         "model": data["model"]["name"],
         "disclosure": data["model"]["disclosure"],
