@@ -1,4 +1,4 @@
-"""The resident pool: one tensor of blocks, the stack of the free ones, and rows read out of it."""
+"""The resident pool: one tensor of blocks, which of them are free, and rows read out of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlab.base.errors import ParamsError
+from kvlab.kvstore.paging.free_pages import FreePages
 from kvlab.kvstore.paging.geometry import Geometry, K, V
 
 
@@ -52,19 +53,17 @@ class Pool:
 
     def __init__(self, geometry: Geometry, blocks: int, device: str, order: Sequence[int] | None = None):
         order = range(blocks) if order is None else order
-        if sorted(order) != list(range(blocks)):
-            raise ParamsError(f"the order of the blocks has to name each of 0..{blocks - 1} once, not {list(order)}")
+        if len(order) != blocks:
+            raise ParamsError(f"the order of {blocks} blocks has to name each once, not {list(order)}")
         self.geometry, self.blocks = geometry, blocks
         self.data = torch.empty(blocks, *geometry.chunk_shape, dtype=geometry.torch_dtype, device=device)
-        self.free = list(order)[::-1]  # a stack: the last one is handed out first
+        self._pages = FreePages(order)
+        self.take, self.give = self._pages.take, self._pages.give
 
-    def take(self) -> int:
-        """A free block, no longer free."""
-        return self.free.pop()
-
-    def give(self, block: int) -> None:
-        """A block is free again, and the next to be handed out."""
-        self.free.append(block)
+    @property
+    def free(self) -> list[int]:
+        """Free blocks, the one to be handed out next last."""
+        return self._pages.stack
 
     def load(self, block: int, payload: Tensor) -> None:
         """Copy a payload into a block."""

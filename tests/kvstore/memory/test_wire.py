@@ -1,0 +1,183 @@
+"""The stream between processes: what comes out is what went in, or nothing."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlab.base.errors import CalibrationMismatch, StreamError, UserError
+from kvlab.kvstore.memory.wire import ALIGN, DTYPES, Head, pack, write
+from kvlab.kvstore.memory.wire_read import Received, read, unpack
+from kvlab.kvstore.paging.geometry import same_bits
+
+HEAD = Head(model="m" * 16, codec="", dtype="float32", layers=2, kv_heads=2, head_dim=4, tokens=3, sequence="one")
+
+
+def cache(head: Head, seed: int = 0) -> dict[tuple[int, str], torch.Tensor]:
+    torch.manual_seed(seed)
+    sizes = iter(range(5, 99, 7))
+    shape = head.shape() if not head.codec else None
+    return {
+        (layer, s): (torch.randn(shape) if shape else torch.randint(0, 256, (next(sizes),))).to(DTYPES[head.dtype])
+        for layer in range(head.layers)
+        for s in ("k", "v")
+    }
+
+
+def equal(found, wanted) -> bool:
+    return found.keys() == wanted.keys() and all(same_bits(found[place], wanted[place]) for place in wanted)
+
+
+@pytest.mark.parametrize("key", [b"", b"secret"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_round_trip_bit_for_bit(dtype, tokens, key):
+    head = replace(HEAD, dtype=dtype, tokens=tokens, codec="klt:1234" if dtype == "uint8" else "")
+    given = cache(head)
+    if dtype != "uint8" and tokens:
+        given[0, "k"].view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -0.0])
+    data = pack(head, given, key)
+    assert equal(unpack(data, key), given)
+    assert equal(unpack(bytes(data), key), given)
+    assert equal(dict(read(io.BytesIO(data), key)), given)
+    assert Received(data, key).head == head
+
+
+def test_payloads_are_views_where_they_can_be():
+    data = pack(HEAD, cache(HEAD))
+    found = Received(data)[1, "v"]
+    found.fill_(5)
+    with pytest.raises(StreamError, match="layer 1 v"):  # the stream itself was written to
+        Received(data)[1, "v"]
+
+
+def test_a_buffer_of_any_alignment_will_do():
+    given = cache(HEAD)
+    moved = bytearray(b"x") + pack(HEAD, given)
+    assert equal(unpack(memoryview(moved)[1:]), given)
+
+
+def test_one_layer_needs_only_its_own_bytes():
+    given = cache(HEAD)
+    data = pack(HEAD, given)
+    place = bytes(data).find(given[0, "k"].numpy().tobytes())
+    data[place] ^= 1
+    found = Received(data)
+    assert torch.equal(found[1, "k"], given[1, "k"])
+    with pytest.raises(StreamError, match="layer 0 k"):
+        found[0, "k"]
+
+
+def test_every_bit_counts():
+    """A stream in which any one bit is turned is refused, by both readers."""
+    head = replace(HEAD, layers=1, kv_heads=1, head_dim=1, tokens=2)
+    data = pack(head, cache(head))
+    for bit in range(8 * len(data)):
+        wrong = bytearray(data)
+        wrong[bit // 8] ^= 1 << bit % 8
+        for reader in (unpack, lambda raw: dict(read(io.BytesIO(raw)))):
+            with pytest.raises(StreamError):
+                reader(wrong)
+
+
+@settings(deadline=None, max_examples=60)
+@given(end=st.floats(0, 1, exclude_max=True))
+def test_a_stream_that_was_cut_is_refused(end):
+    data = pack(HEAD, cache(HEAD))
+    cut = data[: int(end * len(data))]
+    with pytest.raises(StreamError):
+        unpack(cut)
+    with pytest.raises(StreamError):
+        dict(read(io.BytesIO(cut)))
+
+
+def test_what_follows_a_stream_in_a_pipe_is_left_there():
+    given = cache(HEAD)
+    pipe = io.BytesIO(bytes(pack(HEAD, given)) + b"next")
+    assert equal(dict(read(pipe)), given)
+    assert pipe.read() == b"next"
+
+
+def swapped(data: bytearray, given, one, other) -> bytearray:
+    """Two payloads exchanged, checksums and all."""
+    places = [bytes(data).find(given[p].numpy().tobytes()) - ALIGN for p in (one, other)]
+    size = ALIGN + given[one].nbytes
+    out = bytearray(data)
+    out[places[0] : places[0] + size], out[places[1] : places[1] + size] = (
+        data[places[1] : places[1] + size],
+        data[places[0] : places[0] + size],
+    )
+    return out
+
+
+@pytest.mark.parametrize("other", [(0, "v"), (1, "k")])
+def test_frames_do_not_pass_for_one_another(other):
+    given = cache(HEAD)
+    wrong = swapped(pack(HEAD, given), given, (0, "k"), other)
+    for reader in (unpack, lambda raw: dict(read(io.BytesIO(raw)))):
+        with pytest.raises(StreamError):
+            reader(wrong)
+
+
+def test_frames_of_another_stream_do_not_pass():
+    """The same shapes in both: a frame is bound to the head of its own."""
+    one, two = cache(HEAD), cache(HEAD, 1)
+    first, second = pack(HEAD, one), pack(replace(HEAD, sequence="two"), two)
+    assert len(first) == len(second)
+    mixed = first[: 3 * ALIGN] + second[3 * ALIGN :]
+    with pytest.raises(StreamError):
+        unpack(mixed)
+
+
+def test_tokens_in_another_order_are_another_payload():
+    given = cache(HEAD)
+    data = pack(HEAD, given)
+    place = bytes(data).find(given[0, "k"].numpy().tobytes())
+    turned = given[0, "k"].flip(1).contiguous().numpy().tobytes()
+    data[place : place + len(turned)] = turned
+    with pytest.raises(StreamError, match="layer 0 k"):
+        unpack(data)
+
+
+def test_another_model_or_codec_is_refused():
+    data = pack(HEAD, cache(HEAD))
+    assert unpack(data, model=HEAD.model, codec="")
+    for wanted in ({"model": "other"}, {"codec": "klt:12"}):
+        with pytest.raises(CalibrationMismatch):
+            unpack(data, **wanted)
+        with pytest.raises(CalibrationMismatch):
+            next(read(io.BytesIO(data), **wanted))
+
+
+def test_only_who_has_the_key_reads():
+    data = pack(HEAD, cache(HEAD), b"right")
+    for key in (b"wrong", b""):
+        with pytest.raises(StreamError, match="another key"):
+            unpack(data, key)
+
+
+@pytest.mark.parametrize("fault", ["missing", "order", "dtype", "shape"])
+def test_a_cache_that_is_not_what_the_head_says_is_not_written(fault):
+    given = cache(HEAD)
+    items = list(given.items())
+    if fault == "missing":
+        items = items[:-1]
+    elif fault == "order":
+        items = items[::-1]
+    elif fault == "dtype":
+        items[0] = items[0][0], items[0][1].half()
+    else:
+        items[0] = items[0][0], items[0][1][:, :-1]
+    with pytest.raises(UserError):
+        write(io.BytesIO(), HEAD, items)
+
+
+def test_a_head_that_cannot_be_is_refused():
+    for wrong in ({"layers": -1}, {"dtype": "float64"}, {"codec": "klt"}, {"rotary": "later"}):
+        with pytest.raises(UserError):
+            pack(replace(HEAD, **wrong), {})
