@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvlab.base.errors import LayoutMismatch
 from kvlab.kvstore.memory.selection import (
     large_embeddings,
+    latest,
     pooled_attention,
     recency,
     select,
@@ -44,6 +45,12 @@ def test_recency_is_the_tail_and_all_stay_where_there_is_room():
     assert select(recency(10), 4).tolist() == [6, 7, 8, 9]
     assert select(recency(10), 10).tolist() == list(range(10))
     assert select(recency(10), 4, sinks=2).tolist() == [0, 1, 8, 9]
+
+
+@given(tokens=st.integers(0, 30), budget=st.integers(0, 40), sinks=st.integers(0, 9))
+def test_the_latest_need_no_scores(tokens, budget, sinks):
+    wanted = select(recency(tokens), budget, sinks)
+    assert torch.equal(latest(tokens, budget, sinks), wanted)
 
 
 @pytest.mark.parametrize(("tokens", "budget"), [(10, 3), (7, 7), (5, 9), (0, 3), (5, 0), (100, 33)])

@@ -46,6 +46,14 @@ def select(scores: Tensor, budget: int, sinks: int = 0, recent: int = 0) -> Tens
     return torch.cat([torch.arange(sinks), middle.sort().values, torch.arange(tokens - recent, tokens)])
 
 
+def latest(tokens: int, budget: int, sinks: int = 0) -> Tensor:
+    """What `select` keeps by `recency`, without scores."""
+    budget = min(tokens, counted("budget", budget))
+    sinks = min(counted("sinks", sinks), budget)
+    last = torch.arange(tokens - budget + sinks, tokens)
+    return torch.cat([torch.arange(sinks), last]) if sinks else last
+
+
 def recency(tokens: int) -> Tensor:
     """The later, the higher [tokens]: a sliding window, after the sinks StreamingLLM's."""
     return torch.arange(tokens, dtype=torch.float64)

@@ -1,0 +1,48 @@
+"""Single operations of mechanisms beside a library, in one process.
+
+python -m validation.micro --out results/micro/BENCH.md               # all rows
+python -m validation.micro --rows r10 r11 --out /tmp/BENCH.md         # some, with their siblings
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from kvlab.base.errors import UserError
+from validation.micro import page, timing
+from validation.micro.row import published
+from validation.micro.rows import ALL
+from validation.micro.run import run
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="+", default=[], help="ids, all by default")
+    parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    unknown = [name for name in args.rows if name not in published()]
+    if unknown:
+        parser.error(f"no row {unknown[0]!r}; there are r01 to r{len(published()):02d}")
+    try:
+        refuse_busy()
+    except UserError as error:
+        parser.error(str(error))
+    asked = (row for make in ALL for row in make() if not args.rows or row.seed in args.rows)
+    page.write(run(asked, args.rounds), args.out)
+
+
+def refuse_busy() -> None:
+    """`UserError` where more runs than there are cores: what is timed then is the others."""
+    load, cores = os.getloadavg()[0], os.cpu_count()
+    if load > cores:
+        raise UserError(
+            f"the load of this machine is {load:.1f} and it has {cores} cores; time it when nothing else runs"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""The rows, a module of mechanisms each; `ALL` makes them by the ids that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from validation.micro.row import Row
+from validation.micro.rows import memory
+
+ALL: tuple[Callable[[], Iterator[Row]], ...] = (memory.rows,)
