@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvlab.base.errors import CodecNotActive
 from kvlab.base.paramfile import overlay
 from kvlab.base.recipe import IdentityStream, StreamRecipe
+from kvlab.base.records import read_json
 from kvlab.base.studied import coded_layers
 from kvlab.engines.base import context_of
 from kvlab.lab.coding import CleanCapture
@@ -334,3 +335,10 @@ def test_a_hook_that_does_not_reach_the_attention_is_refused_before_anything_is_
     with pytest.raises(CodecNotActive, match=f"codec on {dead.upper()} moves the logits"):
         judge.steps([((), plan.bounded(tiny_params, "any", ()))])
     assert judge.known == {}
+
+
+def test_where_no_study_asks_nothing_is_searched(base_params, tmp_path):
+    """No model is read: DVC makes the stage with the defaults too, for which no table of these codecs is fitted."""
+    params = make(base_params).model_copy(update={"studies": ("noise",)})
+    choose.choose(params, tmp_path / "none", {}, tmp_path / "choice.json")
+    assert read_json(tmp_path / "choice.json") == {"asked": False}

@@ -27,7 +27,7 @@ rule choice_layers:
             f"kvlab.engines.{ORIGIN}",
             *study_codecs("mitigations"),
         ),
-        cfg=pick(*STUDY_KEYS["mitigations"]),
+        cfg=pick(*STUDY_KEYS["mitigations"], "studies"),
     message:
         "choice: which layers of {wildcards.model} to favour, by the calibration split"
     shell:
@@ -47,6 +47,6 @@ rule choice:
     input:
         of_models("results/choice/{model}.json"),
     params:
-        cfg=parameters(*STUDY_KEYS["mitigations"]),
+        cfg=parameters(*STUDY_KEYS["mitigations"], "studies"),
     message:
         "choice: complete"

@@ -28,6 +28,7 @@ from kvlab.base.records import write_json
 from kvlab.base.studied import coded_layers
 from kvlab.calibration.load import Fitted
 from kvlab.lab.measure import Lab, measured
+from kvlab.lab.plan import CHOSEN, studies
 from kvlab.lab.subjects import probes_of
 from kvlab.lab.windows import windows_of
 from kvlab.stats.curve import between
@@ -48,6 +49,9 @@ def choose(
 ) -> None:
     """Search on the engine of ``calibration.origin`` and write the choice with every step that led to it.
 
+    Where no study asks for it, nothing is searched, and the file says so: DVC makes every stage, and the tables of
+    the codecs that are tried are fitted for studies alone that are asked for.
+
     Parameters
     ----------
     folder : Path, optional
@@ -58,6 +62,9 @@ def choose(
     CodecNotActive
         A one-bit codec leaves the logits alone.
     """
+    if CHOSEN not in studies(params):
+        write_json(out, {"asked": False})
+        return
     with Lab.open(params, windows_path, fitted, folder) as lab:
         judge = Judge(lab)
         searches = search(params, judge)
