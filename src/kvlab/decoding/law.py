@@ -66,9 +66,7 @@ class Sampling:
             "min_p": (0 <= self.min_p < 1, "from 0 and below 1"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
         }
-        wrong = [
-            f"{name} is {getattr(self, name)}; allowed: {text}" for name, (fine, text) in allowed.items() if not fine
-        ]
+        wrong = {name: text for name, (fine, text) in allowed.items() if not fine}
         if wrong:
             raise ParamsError(*(f"{name} is {getattr(self, name)}; allowed: {text}" for name, text in wrong.items()))
 
