@@ -1,4 +1,4 @@
-"""The filters and the acceptance of drafts are those of vLLM's own operations, run where no engine starts."""
+"""The filters and the acceptance of drafts are those of vLLM's operations; its processor follows rows. No engine."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def test_vllms_operations_agree(root):
     script = Path(__file__).with_name("vllm_oracle.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=200)
     assert done.returncode == 0, done.stderr
-    gap, different, accepted = done.stdout.split()[-3:]
+    gap, different, accepted, processed = done.stdout.split()[-4:]
     assert float(gap) < 1e-6
     assert int(different) == 0 and int(accepted) > 300
+    assert processed == "True"

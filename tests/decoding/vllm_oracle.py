@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 
 import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
 from kvlab.decoding.law import Sampling, law
+from kvlab.decoding.sampler import sample
 from kvlab.decoding.verify import Draft, Rows, verify
 
 
@@ -53,5 +56,38 @@ def rejections(runs: int = 300, depth: int = 4, size: int = 6) -> tuple[int, int
     return different, accepted
 
 
+def processed() -> bool:
+    """Whether the processor draws a request's tokens wherever vLLM moves its row, and leaves other requests alone."""
+    from kvlab.decoding.vllm_processor import SamplerProcessor
+
+    processor = SamplerProcessor(None, torch.device("cpu"), False)
+    settings = [{"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.2, "seed": seed} for seed in (3, 4)]
+    written: list[list[int]] = [[], [], []]
+    params = [*(SamplingParams(extra_args={"kvlab_sampling": one}) for one in settings), SamplingParams()]
+    added = [(row, params[row], [1, 2, row], written[row]) for row in range(3)]
+    updates = {0: BatchUpdate(3, [], added, []), 2: BatchUpdate(3, [], [], [(0, 2, MoveDirectionality.SWAP)])}
+    updates |= {4: BatchUpdate(2, [1], [], [(2, 1, MoveDirectionality.UNIDIRECTIONAL)])}
+    places, right = {0: 0, 1: 1, 2: 2}, True  # of each request, its row
+    for step in range(6):
+        processor.update_state(updates.get(step))
+        places = {2: {0: 2, 1: 1, 2: 0}, 4: {0: 1, 2: 0}}.get(step, places)
+        logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(step))[: len(places)]
+        out = processor.apply(logits.clone())
+        for request, row in places.items():
+            if request == 2:
+                right &= torch.equal(out[row], logits[row])
+                continue
+            seen = torch.tensor([1, 2, request, *written[request]])
+            own = Sampling(**settings[request])
+            token = int(sample(logits[row : row + 1], [own], [len(written[request])], [seen], "vllm"))
+            right &= out[row].isfinite().nonzero()[:, 0].tolist() == [token]
+            written[request].append(token)
+    try:
+        SamplerProcessor.validate_params(SamplingParams(extra_args={"kvlab_sampling": {"top_kk": 3}}))
+    except ValueError as error:
+        return right and "did you mean 'top_k'" in str(error)
+    return False
+
+
 if __name__ == "__main__":
-    print(f"{laws():.1e}", *rejections())
+    print(f"{laws():.1e}", *rejections(), processed())
