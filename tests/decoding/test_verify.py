@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from kvlab.base.errors import NonFinite
 from kvlab.decoding.law import Sampling
 from kvlab.decoding.philox import DRAFTER, uniforms
 from kvlab.decoding.verify import Draft, Rows, draws_of, inverse, residual, verify
@@ -176,3 +177,10 @@ def test_what_is_left_is_a_law():
     assert torch.allclose(residual(p, q, 2), torch.tensor([0.75, 0.25, 0]).double())
     assert torch.allclose(residual(p, None, 0), torch.tensor([0, 0.6, 0.4]).double())
     assert torch.equal(residual(p, p, 0), p)  # only rounding leads there
+
+
+def test_logits_that_are_no_law_are_refused():
+    for broken in ([-torch.inf, -torch.inf], [0.0, torch.nan], [0.0, torch.inf]):
+        for own in (Sampling(), Sampling(top_k=1)):
+            with pytest.raises(NonFinite):
+                verify(Draft([[]]), Rows(torch.tensor([[broken]]), own), draws_of(0, 0))

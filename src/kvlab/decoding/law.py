@@ -28,6 +28,7 @@ from kvlab.base.errors import NonFinite, ParamsError, UnknownName
 
 Order = Literal["hf", "vllm"]
 ORDERS: dict[str, tuple[str, ...]] = {"hf": ("top_k", "top_p", "min_p"), "vllm": ("min_p", "top_k", "top_p")}
+OFF = {"top_k": 0, "top_p": 1, "min_p": 0}  # the settings that keep all
 FIRST_PREFIX = 64  # candidates of the first look for a nucleus; doubled until they hold its mass
 
 
@@ -123,7 +124,8 @@ def law(logits: Tensor, settings: Sequence[Sampling], seen: Sequence[Tensor] | N
     size = logits.shape[1]
     for name in ORDERS[order]:
         column = np.array([getattr(own, name) for own in settings])[:, None]
-        w, rest = FILTERS[name](w, np.where(column < size, column, 0) if name == "top_k" else column, rest)
+        if (column != OFF[name]).any():
+            w, rest = FILTERS[name](w, np.where(column < size, column, 0) if name == "top_k" else column, rest)
     return Law(ids, w / w.sum(axis=1, keepdims=True))
 
 
@@ -185,7 +187,7 @@ def _sorted(z: Tensor, ids: Tensor, own: Sampling, peak: float) -> _Row:
 
 def _weights(z: Tensor, own: Sampling, peak: float) -> np.ndarray:
     r""":math:`e^{(z - \max z) / T}`, float64."""
-    return np.exp((z.detach().to("cpu", torch.float64).numpy() - peak) / own.temperature)
+    return z.detach().to("cpu", torch.float64, copy=True).sub_(peak).div_(own.temperature).exp_().numpy()
 
 
 def _peak(value: Tensor) -> float:

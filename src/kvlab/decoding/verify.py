@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvlab.base.errors import NonFinite
 from kvlab.decoding.law import Order, Sampling, law
 from kvlab.decoding.philox import TARGET, uniform
 
@@ -165,7 +166,16 @@ class Rows:
         """See `Target`."""
         place = chain, depth
         if place not in self._laws:
-            seen = [torch.tensor([*self.text, *(self.chains[chain][:depth] if self.chains else ())], dtype=torch.int64)]
-            found = law(self.logits[place][None], [self.own], seen, self.order)
-            self._laws[place] = found.dense(self.logits.shape[-1])[0]
+            self._laws[place] = self._softmax(place) if self._plain else self._filtered(place)
         return self._laws[place]
+
+    def _softmax(self, place: tuple[int, int]) -> Tensor:
+        p = torch.softmax(self.logits[place].double() / self.own.temperature, -1)
+        if p[0].isnan():  # then all are
+            raise NonFinite(f"the logits at depth {place[1]} are no law: NaN, or no greatest one that is finite")
+        return p
+
+    def _filtered(self, place: tuple[int, int]) -> Tensor:
+        chain, depth = place
+        seen = [torch.tensor([*self.text, *(self.chains[chain][:depth] if self.chains else ())], dtype=torch.int64)]
+        return law(self.logits[place][None], [self.own], seen, self.order).dense(self.logits.shape[-1])[0]
