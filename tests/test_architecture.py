@@ -23,6 +23,7 @@ FLOORS = {
     "calibration": 4,
     "cache": 5,
     "witness": 5,
+    "decoding": 6,
     "kvstore": 6,
     "lab": 6,
     "studies": 7,

@@ -12,7 +12,20 @@ from pathlib import Path
 from kvlab.base import lifeline
 from kvlab.base.errors import KvlabError
 from kvlab.base.extras import missing_extra
-from kvlab.cli import calibrate, coded, completion, evals, gate, init, measure, params, snapshot, steps, witness
+from kvlab.cli import (
+    calibrate,
+    coded,
+    completion,
+    evals,
+    gate,
+    init,
+    measure,
+    params,
+    snapshot,
+    speculate,
+    steps,
+    witness,
+)
 from kvlab.cli.flags import SETTINGS
 from kvlab.cli.parsing import Parser, Verbs, add_groups, add_verbs
 
@@ -30,6 +43,7 @@ What compressing an LLM's KV cache costs: measured on your model, your text and 
   inspect     check a coded KV cache and say what is in it
   snapshot    the KV cache of a context as a file: save, inspect, verify, restore, diff
   eval        a task of lm-evaluation-harness, plain and coded: evidence for the gate
+  speculate   how much of what a model drafts over its coded cache it accepts
   gate        which numbers may be published: check, report, query and more
   step        the steps of the pipeline, as the workflow's rules call them
   completion  complete verbs and flags in your shell: bash, zsh, fish
@@ -56,6 +70,7 @@ def parser() -> Parser:
         calibrate.calibrate_verb: calibrate.FLAGS,
         init.init_verb: init.FLAGS,
         params.params_verb: params.FLAGS,
+        speculate.speculate_verb: speculate.FLAGS,
         evals.eval_verb: [*SETTINGS, *evals.FLAGS],  # --model may be a folder
         completion.completion_verb: completion.FLAGS,
     }
