@@ -43,6 +43,7 @@ def test_each_codec_is_a_row(run, tmp_path, temperature):
         assert rows["hadamard 6"]["alpha"] > rows["hadamard 2"]["alpha"]
     assert all(len(row["by_position"]) == 3 for row in rows.values())
     assert found["prompts"] == 2 and "tokens per call" in said
+    assert found["plain_seconds"] > 0 and "without a drafter" in said
     assert ("plain greedy" in said) == (temperature == 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from time import perf_counter
 
 from kvlab.base.errors import UserError
 from kvlab.cli.flags import Flag, path, place, result, whole, word
@@ -55,7 +56,9 @@ def _measured(args: argparse.Namespace, named: list, text: str) -> dict:
     own, rows = Sampling(args.temperature, seed=args.seed), []
     engine = start("hf", info, args.dtype, max_tokens=args.context + args.tokens)
     try:
+        began = perf_counter()
         plain = plain_texts(engine.model, prompts, args.tokens, own)
+        plain_seconds = perf_counter() - began
         for one in named:
             done = acceptance(
                 engine.model, prompts, one.recipe, own, tokens=args.tokens, draft=args.draft, calibration=stored,
@@ -77,7 +80,8 @@ def _measured(args: argparse.Namespace, named: list, text: str) -> dict:
         engine.close()
     asked = ("context", "tokens", "draft", "temperature", "seed", "dtype")
     facts = {"model": str(args.model), "model_hash": info.model_hash, "text": str(args.text), "prompts": len(prompts)}
-    return facts | {name: getattr(args, name) for name in asked} | {"versions": versions(), "rows": rows}
+    facts |= {name: getattr(args, name) for name in asked} | {"plain_seconds": plain_seconds}
+    return facts | {"versions": versions(), "rows": rows}
 
 
 def said(found: dict) -> Iterator[str]:
@@ -91,6 +95,8 @@ def said(found: dict) -> Iterator[str]:
         yield "every text is the plain greedy one, token for token but for ties in rounding"
     yield ""
     yield as_text([_row(row) for row in found["rows"]], COLUMNS, "table")
+    yield ""
+    yield f"without a drafter: 1 token per call, {found['plain_seconds']:.0f} seconds"
 
 
 def _row(row: dict) -> dict:
