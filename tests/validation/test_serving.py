@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvlab.base.errors import NonFinite
+from kvlab.base.errors import MixedIdentity, NonFinite
 from validation.serving import arm as arm_module
-from validation.serving import page, soak
+from validation.serving import page, quality, soak
 from validation.serving.quality import relative_difference
 from validation.serving.soak import Asked, compare, requests
 
@@ -60,8 +60,56 @@ def test_a_tie_is_counted_apart_and_so_is_a_leak():
 
 
 def test_a_difference_of_losses_is_relative_and_has_an_interval():
-    found = relative_difference([0.1, 0.2, 0.3, 0.4], [0.11, 0.22, 0.33, 0.44])
+    found = relative_difference([0.1, 0.2, 0.3, 0.4], [0.11, 0.22, 0.33, 0.44], [0, 1, 2, 3])
     assert found.value == pytest.approx(0.1) and found.low == pytest.approx(0.1) == pytest.approx(found.high)
+
+
+def test_windows_of_one_document_are_no_more_than_it_is():
+    """Each window twice, of the same document: twice the windows, and the interval of the documents."""
+    loss, other = [0.1, 0.2, 0.3, 0.5], [0.12, 0.18, 0.33, 0.52]
+    once, twice = (relative_difference(loss * times, other * times, [0, 1, 2, 3] * times) for times in (1, 2))
+    assert (twice.value, twice.low, twice.high) == pytest.approx((once.value, once.low, once.high))
+    assert (twice.n_documents, twice.n_windows) == (4, 8)
+
+
+def test_windows_are_taken_in_turn():
+    assert quality.in_turn([2, 0, 1, 3]) == [(0, 0), (2, 0), (3, 0), (0, 1), (3, 1), (3, 2)]
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """A comparison that measures nothing: pages lose a hundredth more, window by window."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "own.kv").write_bytes(b"recipe")
+    asked = []
+
+    def cut(model, first, count):
+        asked.append((first, count))
+        return list(range(first, first + count)), [[number] for number in range(first, first + count)]
+
+    def measured(model, recipe, texts, dtype):
+        loss = [0.1 + 0.01 * ids[0] for ids in texts]
+        return {"in_forward": loss, "pages": [1.01 * x for x in loss], "perturbed": [0.0], "apart": loss}
+
+    monkeypatch.setattr(quality, "cut", cut)
+    monkeypatch.setattr(quality, "measured", measured)
+    return asked
+
+
+def test_windows_of_several_calls_are_those_of_one(stand_in, tmp_path):
+    once = quality.compared(tmp_path, tmp_path / "own.kv", 6)
+    for count in (2, 4):
+        added = quality.compared(tmp_path, tmp_path / "own.kv", count, tmp_path / "kept.json")
+    assert stand_in == [(0, 6), (0, 2), (2, 4)]
+    assert added | {"perturbed": []} == once | {"perturbed": []}
+    assert (added["state"], added["windows"]) == ("equivalent", 6)
+
+
+def test_windows_of_another_recipe_are_not_added_to(stand_in, tmp_path):
+    quality.compared(tmp_path, tmp_path / "own.kv", 2, tmp_path / "kept.json")
+    (tmp_path / "own.kv").write_bytes(b"another")
+    with pytest.raises(MixedIdentity, match="recipe"):
+        quality.compared(tmp_path, tmp_path / "own.kv", 2, tmp_path / "kept.json")
 
 
 def arm(tokens: int, slower: float, kl: float | None = None) -> dict:

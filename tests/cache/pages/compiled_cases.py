@@ -16,8 +16,8 @@ from codec.ladder_making import LAYER, planted
 from kvlab.base.errors import StreamError
 from kvlab.base.recipe import KltStream
 from kvlab.cache.pages import hot, layer
-from kvlab.cache.pages.klt_rows import Components
-from kvlab.cache.pages.layer import LayerPages
+from kvlab.cache.pages.layer import LayerPages, quick
+from kvlab.cache.pages.numba_rows import NumbaLoop
 from kvlab.cache.pages.rotary import Rotation
 from kvlab.cache.pages.rows import rows_of
 from kvlab.codec.base import Site
@@ -39,12 +39,13 @@ def test_the_compiled_loop_reads_what_the_codec_decodes(heads, changes):
     coded, due = rows.encode(x), rows.decode(rows.encode(x))
     pages, slots = torch.full((2000, rows.bytes + 5), 255, dtype=torch.uint8), torch.randperm(2000)[:700]
     pages[slots, 5:] = coded
-    quick = Components(rows.plan)
-    z = quick.read(pages, slots, 5)
-    assert_near(quick.tokens(z), due)
+    own = quick(rows)
+    assert isinstance(own.read, NumbaLoop)
+    z = own.read(pages, slots, 5)
+    assert_near(own.tokens(z), due)
     weights = torch.rand(heads, 9, 700).softmax(-1)
-    group = torch.arange(heads) // (heads // quick.groups)
-    assert_near(quick.finished(weights @ z[group]), weights @ due)
+    group = torch.arange(heads) // (heads // own.groups)
+    assert_near(own.finished(weights @ z[group]), weights @ due)
 
 
 def assert_near(found: torch.Tensor, due: torch.Tensor) -> None:
@@ -57,16 +58,16 @@ def test_rows_that_no_encoder_wrote_are_read_alike_or_refused_alike(data, bits):
     rows = rows_of(made("klt", bits), SITE, HEADS, DIM)
     count = len(data) // rows.bytes
     forged = torch.frombuffer(bytearray(data[: count * rows.bytes]), dtype=torch.uint8).view(count, rows.bytes)
-    quick = Components(rows.plan)
+    own = quick(rows)
     for row in forged.split(1):
         try:
             due = rows.decode(row)
         except StreamError:
             with pytest.raises(StreamError):
-                quick.read(row, torch.zeros(1, dtype=torch.int64), 0)
+                own.read(row, torch.zeros(1, dtype=torch.int64), 0)
             continue
         if due.isfinite().all():
-            assert_near(quick.tokens(quick.read(row, torch.zeros(1, dtype=torch.int64), 0)), due)
+            assert_near(own.tokens(own.read(row, torch.zeros(1, dtype=torch.int64), 0)), due)
 
 
 def test_where_nothing_can_be_kept_on_disk_it_is_compiled_all_the_same(monkeypatch):

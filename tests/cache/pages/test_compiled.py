@@ -1,7 +1,8 @@
-"""The compiled loop, in a process of its own."""
+"""The compiled loops, each in a process of its own."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,11 +10,22 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("compiled_cases.py")
+HERE = Path(__file__).parent
+
+
+def passed(cases: str, **environment: str) -> None:
+    """Run a file of cases in a process of its own; all must pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)]
+    environment = os.environ | environment
+    ended = subprocess.run(command, cwd=HERE.parents[2], capture_output=True, text=True, timeout=600, env=environment)
+    assert ended.returncode == 0 and " passed" in ended.stdout, ended.stdout[-3000:] + ended.stderr[-1000:]
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed, and torch reads all rows")
 def test_the_compiled_loop_reads_what_the_codec_decodes():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    ended = subprocess.run(command, cwd=CASES.parents[3], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0 and " passed" in ended.stdout, ended.stdout[-3000:] + ended.stderr[-1000:]
+    passed("compiled_cases.py")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernel_for_gpus_reads_what_torch_reads_in_tritons_interpreter():
+    passed("triton_cases.py", TRITON_INTERPRET="1")

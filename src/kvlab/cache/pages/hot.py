@@ -13,17 +13,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from kvlab.cache.pages.klt_rows import IMPOSSIBLE, NO_PLAIN, OK, TOO_MANY
 from kvlab.codec.klt.bits import VALUE_BITS
 from kvlab.codec.klt.escapes import COUNT_BITS
 from kvlab.codec.klt.scales import PLAIN, SCALE_BITS
 
 SCALE_END = COUNT_BITS + SCALE_BITS
-OK, TOO_MANY, NO_PLAIN, IMPOSSIBLE = range(4)
-FAULTS = {
-    TOO_MANY: "a vector holds more escapes than there is room for",
-    NO_PLAIN: "a vector says that it has no tables, and has no room for that",
-    IMPOSSIBLE: "an escape names a component or holds a value that cannot be",
-}
 
 
 class Digits(NamedTuple):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import cache
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvlab.base.errors import CodecNotActive
 from kvlab.cache.pages.attention import Keys
+from kvlab.cache.pages.klt_rows import Components
 from kvlab.cache.pages.rotary import Rotation, Unturned
 from kvlab.cache.pages.rows import KltRows, Rows
-
-if TYPE_CHECKING:
-    from kvlab.cache.pages.klt_rows import Components
 
 
 class LayerPages:
@@ -82,14 +81,27 @@ class LayerPages:
 
 @cache
 def compiled() -> bool:
-    """Whether there is what compiles the loop over tokens."""
+    """Whether there is what compiles the loop over tokens for a CPU."""
     return importlib.util.find_spec("numba") is not None
 
 
-def quick(rows: Rows) -> Components | None:
-    """The compiled way to read rows; None where their codec has none, or numba is not installed."""
-    if not isinstance(rows, KltRows) or not compiled():
-        return None
-    from kvlab.cache.pages.klt_rows import Components
+def by_triton(device: torch.device) -> bool:
+    """Whether rows on a device are read by Triton: those on a GPU; on a CPU where its interpreter was asked for."""
+    asked = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return asked and importlib.util.find_spec("triton") is not None
 
-    return Components(rows.plan)
+
+def quick(rows: Rows) -> Components | None:
+    """The compiled way to read rows where they are; None where their codec has none, or nothing compiles it."""
+    if not isinstance(rows, KltRows):
+        return None
+    device = rows.plan.inverse.device
+    if by_triton(device):
+        from kvlab.cache.pages.triton_rows import TritonLoop
+
+        return Components(rows.plan, TritonLoop(rows.plan))
+    if device.type == "cpu" and compiled():
+        from kvlab.cache.pages.numba_rows import NumbaLoop
+
+        return Components(rows.plan, NumbaLoop(rows.plan))
+    return None

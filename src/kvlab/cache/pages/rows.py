@@ -19,6 +19,7 @@ from kvlab.codec.klt.codec import STRIP, KltCodec
 from kvlab.codec.klt.joining import Strand, arrays_of, layout_of, refilled
 from kvlab.codec.seeding import generator
 
+CPU = torch.device("cpu")
 PROBE = (2, 3)  # tokens of the two pieces that a layout is found by
 
 
@@ -37,8 +38,8 @@ class Rows(Protocol):
         """Rows uint8 [n, bytes] as tokens float32 [heads, n, head_dim]; `StreamError` where none of them can be."""
 
 
-def rows_of(codec: Codec, site: Site, heads: int, head_dim: int) -> Rows:
-    """How the tokens of a site lie in pages.
+def rows_of(codec: Codec, site: Site, heads: int, head_dim: int, device: torch.device = CPU) -> Rows:
+    """How the tokens of a site lie in pages on a device.
 
     Raises
     ------
@@ -48,16 +49,16 @@ def rows_of(codec: Codec, site: Site, heads: int, head_dim: int) -> Rows:
         Its calibration does not fit the site.
     """
     if isinstance(codec, KltCodec):
-        return KltRows(codec, site, heads, head_dim)
+        return KltRows(codec, site, heads, head_dim, device)
     return LaidOut(codec, site, heads, head_dim)
 
 
 class KltRows:
     """Rows of `klt`: the planes of one token, escape bits included."""
 
-    def __init__(self, codec: KltCodec, site: Site, heads: int, head_dim: int):
+    def __init__(self, codec: KltCodec, site: Site, heads: int, head_dim: int, device: torch.device = CPU):
         self.site = site
-        self.plan = codec.plan(site.layer, (heads, 1, head_dim), torch.device("cpu"))
+        self.plan = codec.plan(site.layer, (heads, 1, head_dim), device)
         self.bytes = self.plan.planes.bytes(1)
 
     @torch.no_grad()

@@ -39,7 +39,11 @@ def own(config: VllmConfig) -> list[Rule]:
     others = [name for name in named if name != OURS]
     device = config.device_config.device_type
     return [
-        (device == "cpu", f"coded pages are read by a CPU backend, and this vLLM runs on {device}"),
+        (
+            device == "cpu",
+            f"coded pages are served by a CPU backend, and this vLLM runs on {device}; the Triton kernel that reads"
+            " their rows there was not run on a GPU yet",
+        ),
         (not others, f"attention backend {others[0] if others else ''} was asked for; leave attention_backend out"),
         (
             not config.use_v2_model_runner,
@@ -162,7 +166,7 @@ def give_pages(model: torch.nn.Module, served: Served) -> list[LayerPages]:
     """
     from kvlab.cache.pages.backend import PagesImpl, page_spec
 
-    found, info = [], served.info
+    found, info, device = [], served.info, next(model.parameters()).device
     for layer, attention in enumerate(attention_layers(model, info)):
         impl = attention.attn.impl
         if not isinstance(impl, PagesImpl):
@@ -171,7 +175,8 @@ def give_pages(model: torch.nn.Module, served: Served) -> list[LayerPages]:
                 f" {PAGES_VARIABLE} must be set before the model is loaded"
             )
         rows = [
-            rows_of(served.codecs[stream], Site(0, layer, stream), info.n_kv_heads, info.head_dim) for stream in STREAMS
+            rows_of(served.codecs[stream], Site(0, layer, stream), info.n_kv_heads, info.head_dim, device)
+            for stream in STREAMS
         ]
         turn = Unturned() if served.recipe.rotary == "after" else rotation_of(attention, info.head_dim)
         impl.pages = LayerPages(layer, *rows, turn)

@@ -1,0 +1,77 @@
+"""`klt`'s rows read by the loop that numba compiles: its tables as arrays, and the threads that run it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.cache.pages import hot
+from kvlab.cache.pages.klt_rows import digits_of, plain_of, refuse
+from kvlab.codec.klt.bits import VALUE_BITS, low_bits, value_of
+from kvlab.codec.klt.escapes import Tails
+from kvlab.codec.klt.planes import Planes
+from kvlab.codec.klt.synthesis import Synthesis
+
+SHARE = 256  # tokens that are worth a thread of their own
+
+
+class NumbaLoop:
+    """Reads rows in the memory of a CPU (`klt_rows.Loop`).
+
+    Parameters
+    ----------
+    plan : Synthesis
+        The layer's decoder.
+    """
+
+    def __init__(self, plan: Synthesis):
+        self.groups, self.width = plan.groups, plan.width
+        self.digits, self.escapes = arrays_of(plan.planes, plan.table), escapes_of(plan)
+
+    def __call__(self, rows: Tensor, slots: Tensor, first: int) -> Tensor:
+        """See `klt_rows.Loop`."""
+        out = np.empty((self.groups, len(slots), self.width + 1), np.float32)
+        pages, which = rows.numpy(), slots.numpy()
+        threads = min(torch.get_num_threads(), max(1, len(slots) // SHARE))
+
+        def part(number: int) -> int:
+            own = slice(len(which) * number // threads, len(which) * (number + 1) // threads)
+            return hot.components(pages, which[own], first, self.digits, self.escapes, out[:, own])
+
+        for fault in [part(0)] if threads == 1 else pool(threads).map(part, range(threads)):
+            refuse(fault)
+        return torch.from_numpy(out)
+
+
+@cache
+def pool(threads: int) -> ThreadPoolExecutor:
+    """Threads for the compiled loop, which needs no interpreter."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="kvlab-pages")
+
+
+def arrays_of(planes: Planes, table: Tensor) -> hot.Digits:
+    """The digits of all planes one after the other, and what symbols stand for."""
+    found = digits_of(planes)
+    symbol, byte, down, up = (torch.cat(parts) for parts in list(zip(*found, strict=True))[1:])
+    mask = torch.cat([torch.full_like(own.up, (1 << own.size) - 1) for own in found])
+    small = [part.to(torch.uint8).numpy() for part in (down, mask, up)]
+    return hot.Digits(symbol.numpy(), byte.numpy(), *small, table.contiguous().numpy())
+
+
+def escapes_of(plan: Synthesis) -> hot.Escapes:
+    """Where the escapes of a layer lie; of none, arrays without content and of the same kinds."""
+    tails: Tails | None = plan.tails if plan.escaping else None
+    every = low_bits(torch.arange(1 << VALUE_BITS), VALUE_BITS)
+    long, byte, real = (torch.zeros(0, dtype=kind) for kind in (torch.int64, torch.uint8, torch.float32))
+    if tails is None:
+        found = [long.view(0, 0), byte.view(0, 0), byte.view(0, 0, 0), long.view(0, 0, 0), real, real, real]
+    else:
+        found = [tails.component, tails.place, tails.lost, tails.start, tails.heap.flatten(), tails.scales]
+        found.append(value_of(every))
+    counts = (tails.index_bits, tails.room) if tails else (0, 0)
+    arrays = [part.contiguous().numpy() for part in (*found, *plain_of(tails.plain if tails else (), plan.width))]
+    return hot.Escapes(tails is not None, *arrays[: len(found)], *counts, *arrays[len(found) :])
