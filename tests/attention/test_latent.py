@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.attention.latent import LatentCache, LatentWeights, attend_latent, attend_naive, ratio
-from kvlab.attention.latent_svd import attention_metric, fit, stacked
+from kvlab.attention.latent_svd import Moments, attention_metric, fit, stacked
 from kvlab.base.errors import LayoutMismatch, PoolExhausted, UserError
 
 
@@ -135,6 +135,13 @@ def test_deepseeks_own_attention_says_the_same():
 # ------------------------------------------------------------------------------------------- the fitted map
 
 
+def moments(q, k, v):
+    found = Moments(2)
+    for part in (slice(100), slice(100, None)):  # in two goes
+        found.add(q[:, part], k[:, part], v[:, part])
+    return found
+
+
 def captured(rank: int | None = None, tokens=300):
     """Q of 4 heads, K and V of 2, 8 numbers each; K and V together of a planted rank."""
     chance = torch.Generator().manual_seed(3)
@@ -147,8 +154,9 @@ def captured(rank: int | None = None, tokens=300):
 @pytest.mark.parametrize("weighed", [False, True])
 def test_a_planted_rank_is_found(weighed):
     q, k, v = captured(rank=5)
-    metric = attention_metric(q, v) if weighed else None
-    exact, short = (fit(stacked(k, v), rank, 2, metric) for rank in (5, 4))
+    known = moments(q, k, v)
+    metric = attention_metric(known) if weighed else None
+    exact, short = (fit(known, rank, metric) for rank in (5, 4))
     for x, due in zip(exact.restored(exact.latents(k, v)), (k, v), strict=True):
         assert torch.allclose(x, due, atol=1e-8)
     assert not torch.allclose(short.restored(short.latents(k, v))[1], v, atol=1e-2)
@@ -157,11 +165,12 @@ def test_a_planted_rank_is_found(weighed):
 @pytest.mark.parametrize("weighed", [False, True])
 def test_a_wider_latent_loses_less_and_the_widest_nothing(weighed):
     q, k, v = captured()
-    metric = attention_metric(q, v) if weighed else None
+    known = moments(q, k, v)
+    metric = attention_metric(known) if weighed else None
     weigh = torch.eye(32, dtype=torch.float64) if metric is None else metric
     errors = []
     for rank in range(1, 33):
-        one = fit(stacked(k, v), rank, 2, metric)
+        one = fit(known, rank, metric)
         left = stacked(*one.restored(one.latents(k, v))) - stacked(k, v)
         errors.append((left @ weigh.T).square().sum().item())
     assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-12 * errors[0]
@@ -169,9 +178,10 @@ def test_a_wider_latent_loses_less_and_the_widest_nothing(weighed):
 
 def test_in_its_metric_the_weighed_map_is_the_best():
     q, k, v = captured()
-    metric, y = attention_metric(q, v), stacked(k, v)
+    known, y = moments(q, k, v), stacked(k, v)
+    metric = attention_metric(known)
     lost = []
-    for one in (fit(y, 10, 2, metric), fit(y, 10, 2)):
+    for one in (fit(known, 10, metric), fit(known, 10)):
         lost.append(((stacked(*one.restored(one.latents(k, v))) - y) @ metric.T).square().sum())
     assert lost[0] < lost[1]
 
@@ -182,13 +192,14 @@ def test_the_plain_map_is_the_truncated_svd_of_the_weights_on_whitened_inputs():
     x -= x.mean(0)
     root = torch.linalg.cholesky(x.T @ x)
     left = torch.linalg.svd(w @ root)[0][:, :6]
-    one = fit(x @ w.T, 6, 2)
+    k, v = (x @ w.T).unflatten(1, (2, 2, 8)).permute(1, 2, 0, 3)
+    one = fit(moments(k.repeat(2, 1, 1), k, v), 6)
     assert torch.allclose(one.up @ one.down.T, left @ left.T, atol=1e-8)
 
 
 def test_a_rank_is_of_the_heads_numbers():
-    _, k, v = captured()
+    q, k, v = captured()
     with pytest.raises(UserError, match="allowed: 1 to 32"):
-        fit(stacked(k, v), 33, 2)
+        fit(moments(q, k, v), 33)
     with pytest.raises(LayoutMismatch):
         stacked(k, v[:1])

@@ -65,13 +65,45 @@ def stacked(k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([k, v]).permute(2, 0, 1, 3).flatten(1)
 
 
-def fit(y: Tensor, rank: int, kv_heads: int, metric: Tensor | None = None) -> LatentMap:
-    """The map of least squared error in a metric, on calibration tokens.
+@dataclass
+class Moments:
+    """Sums over calibration tokens of one layer, in float64: what `fit` and `attention_metric` read.
 
     Parameters
     ----------
-    y : Tensor, shape (tokens, n)
-        See `stacked`.
+    kv_heads : int
+    """
+
+    kv_heads: int
+    tokens: int = 0
+    first: Tensor | float = 0.0  # of y
+    second: Tensor | float = 0.0  # of y y^T
+    asked: Tensor | float = 0.0  # of q q^T by KV head, over the heads of its group
+    queries: int = 0
+
+    def add(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Take up tokens: q (heads, tokens, head_dim) before its rotary embedding, as k; k, v (kv_heads, ...)."""
+        y, asked = stacked(k, v).double(), q.double().unflatten(0, (self.kv_heads, -1)).flatten(1, 2)
+        self.tokens, self.queries = self.tokens + len(y), self.queries + asked.shape[1]
+        self.first, self.second = self.first + y.sum(0), self.second + y.T @ y
+        self.asked = self.asked + asked.transpose(1, 2) @ asked
+
+    @property
+    def mean(self) -> Tensor:
+        """Of y, (n,)."""
+        return self.first / self.tokens
+
+    @property
+    def covariance(self) -> Tensor:
+        """Of y, (n, n)."""
+        return self.second / self.tokens - torch.outer(self.mean, self.mean)
+
+
+def fit(moments: Moments, rank: int, metric: Tensor | None = None) -> LatentMap:
+    """The map of least squared error in a metric, on the calibration's tokens.
+
+    Parameters
+    ----------
     rank : int
         Numbers of a latent.
     metric : Tensor, shape (n, n), optional
@@ -82,36 +114,28 @@ def fit(y: Tensor, rank: int, kv_heads: int, metric: Tensor | None = None) -> La
     UserError
         The rank is not within 1 and n.
     """
-    n = y.shape[1]
+    n = len(moments.mean)
     if not 1 <= rank <= n:
         raise UserError(f"a latent of {rank} numbers for {n} of K and V; allowed: 1 to {n}")
-    mean = y.mean(0)
-    weigh = torch.eye(n, dtype=y.dtype, device=y.device) if metric is None else metric.to(y)
-    weighed = (y - mean) @ weigh.T
-    _, vectors = torch.linalg.eigh(weighed.T @ weighed)
-    kept = vectors[:, -rank:]
+    weigh = torch.eye(n, dtype=torch.float64, device=moments.mean.device) if metric is None else metric
+    kept = torch.linalg.eigh(weigh @ moments.covariance @ weigh.T)[1][:, -rank:]
     upper = not bool(weigh.tril(-1).any())
-    return LatentMap(mean, weigh.T @ kept, torch.linalg.solve_triangular(weigh, kept, upper=upper), kv_heads)
+    up = torch.linalg.solve_triangular(weigh, kept, upper=upper)
+    return LatentMap(moments.mean, weigh.T @ kept, up, moments.kv_heads)
 
 
-def attention_metric(q: Tensor, v: Tensor) -> Tensor:
+def attention_metric(moments: Moments) -> Tensor:
     r"""What an error of a token's K and V costs attention's output, to first order, as a `metric` of `fit`.
 
     An error of V, weighed p, moves an output by p times itself. One of K moves the score by :math:`q \cdot e / \sqrt d`
     and the output by p times that times v's distance from the output, whose square is v's variance on average. So V's
     errors count as they are, and K's in the metric :math:`\mathrm{var}(v)\, E[q q^T] / d` of the queries that read that
     head: M is its Cholesky factor.
-
-    Parameters
-    ----------
-    q : Tensor, shape (heads, tokens, head_dim)
-        Before the rotary embedding.
-    v : Tensor, shape (kv_heads, tokens, head_dim)
     """
-    kv_heads, _, d = v.shape
-    asked = q.unflatten(0, (kv_heads, -1)).flatten(1, 2)
-    moment = asked.transpose(1, 2) @ asked / asked.shape[1]
-    spread = v.var(dim=1).sum(-1)[:, None, None]
-    ridge = 1e-6 * moment.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(d, dtype=q.dtype)
+    heads, d = moments.kv_heads, moments.asked.shape[-1]
+    moment = moments.asked / moments.queries
+    eye = torch.eye(d, dtype=moment.dtype, device=moment.device)
+    spread = moments.covariance.diagonal()[heads * d :].unflatten(0, (heads, d)).sum(-1)[:, None, None]
+    ridge = 1e-6 * moment.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * eye
     factors = torch.linalg.cholesky((moment + ridge) * spread / d).transpose(1, 2)
-    return torch.block_diag(*factors, torch.eye(kv_heads * d, dtype=q.dtype))
+    return torch.block_diag(*factors, torch.eye(heads * d, dtype=moment.dtype, device=moment.device))

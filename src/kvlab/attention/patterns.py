@@ -43,6 +43,11 @@ class Pattern:
         """Vectors of head_dim numbers that are looked at to choose among the keys."""
         return 0
 
+    @property
+    def indexed(self) -> float:
+        """Vectors that are stored beside K and V for each token and KV head, to choose by or to read in their place."""
+        return 0.0
+
     def flops(self, tokens: int, heads: int, head_dim: int) -> int:
         """Multiplications and additions of a causal pass over so many tokens, in one layer."""
         pairs = sum(2 * self.keys(t) + self.scored(t) for t in range(tokens))
@@ -93,6 +98,11 @@ class BlockSparse(Pattern):
         if self.score not in ("mean", "bounds"):
             raise UserError(f"{self.kind}: score is {self.score!r}; allowed: mean, bounds")
 
+    @property
+    def indexed(self) -> float:
+        """See `Pattern`."""
+        return (1 + (self.score == "bounds")) / self.block
+
     def keys(self, t: int) -> int:
         """See `Pattern`; the query's own block and its window may overlap, the longer is counted."""
         local = max(self.window, t % self.block + 1)
@@ -113,6 +123,11 @@ class ChunkSummary(Pattern):
     sinks: int = 1
 
     kind = "chunk_summary"
+
+    @property
+    def indexed(self) -> float:
+        """See `Pattern`."""
+        return 2 / self.chunk
 
     def keys(self, t: int) -> int:
         """See `Pattern`; a summary is a key and a value."""
