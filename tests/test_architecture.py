@@ -19,6 +19,7 @@ FLOORS = {
     "text": 1,
     "codec": 2,
     "pages": 2,
+    "attention": 3,
     "engines": 3,
     "calibration": 4,
     "cache": 5,

@@ -11,6 +11,7 @@ from kvlab.cli.flags import Flag, path, place, result, whole, word
 from kvlab.pages.terminal import as_text, printable
 
 COLUMNS = ("codec", "bits", "bits/value", "KL", "95 %", "same top token", "how large")
+READING = ("stored B/token", "read KiB")
 PAIRED = ("difference", "bits", "KL", "95 %", "same top token", "costs less")
 SMALL = 1e-3  # below, numbers are written with two digits instead of four decimals
 
@@ -24,10 +25,12 @@ def measure_verb(args: argparse.Namespace) -> None:
     codec is computed a second time, by a forward in float32 that is written out; a disagreement ends the command.
 
     Codecs that are calibrated read --calibration; what that does not hold is fitted first, to --calib-text or else to
-    docstrings of installed packages, never to the scored text.
+    docstrings of installed packages, never to the scored text. What reads less of the cache, or keeps latents of it, is
+    measured beside codecs with --mechanism; then bytes that a token stores and reads are told too.
 
       kvlab measure models/reference --codec klt --bits 2 3 --text notes.txt --against kivi
     """
+    from kvlab.attention.named import mechanism
     from kvlab.cli import checked
 
     config = checked.config_of(args.model)
@@ -41,10 +44,11 @@ def measure_verb(args: argparse.Namespace) -> None:
     calib_text = checked.readable_text(args.calib_text, args.context, config) if args.calib_text else None
     checked.calibration_file(args.calibration)
     checked.writable(args.json)
+    mechanisms = [mechanism(name) for name in dict.fromkeys(args.mechanism)]
 
     from kvlab.cli.measuring import measured
 
-    found = measured(args, named, text, calib_text)
+    found = measured(args, named, text, calib_text, mechanisms)
     if args.json:
         from kvlab.base.records import write_json
 
@@ -71,7 +75,7 @@ def said(found) -> Iterator[str]:
     """What was found (`measuring.Found`), for people."""
     yield from map(printable, found.about)
     yield ""
-    yield as_text(list(map(_row, found.rows)), COLUMNS, "table")
+    yield as_text(list(map(_row, found.rows)), COLUMNS + (READING if found.mechanisms else ()), "table")
     if found.differences:
         yield ""
         yield as_text(list(map(_pair, found.differences)), PAIRED, "table")
@@ -88,6 +92,8 @@ def _row(row) -> dict:
         "95 %": f"{_number(row.kl.low)} to {_number(row.kl.high)}",
         "same top token": f"{100 * row.top1.value:.1f} %",
         "how large": row.words,
+        "stored B/token": f"{row.stored:.0f}",
+        "read KiB": f"{row.read / 1024:.0f}",
     }
 
 
@@ -115,6 +121,13 @@ FLAGS: list[Flag] = [
     place("model", "folder of a Hugging Face model", metavar="MODEL"),
     word("--codec", "klt, kivi, hadamard+center, ...; several may be named; default: klt", nargs="+", default=["klt"]),
     word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", default=[4], metavar="N"),
+    word(
+        "--mechanism",
+        "block_sparse, chunk_summary, window, by_length, latent:rank=128, ...; see docs/attention.md",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+    ),
     path("--text", "the text that is predicted, UTF-8"),
     word("--against", "another codec at the same bits, and the paired differences from it", metavar="CODEC"),
     word("--engine", "default: hf", choices=("hf", "vllm"), default="hf"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 
 import numpy as np
+import polars as pl
 
+from kvlab.attention.named import Latent, Mechanism
 from kvlab.base.model import load_tokenizer
 from kvlab.base.records import sha256, versions
 from kvlab.cache.calibration_file import load_calibration
@@ -20,6 +22,8 @@ from kvlab.cli.fitting import CalibrationText
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.lab import trial
+from kvlab.lab.latent import moments_of
+from kvlab.lab.mechanism import Applied, not_run, read_of
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.kl_scale import span_in_words
 from kvlab.text.excerpts import refuse_overlap, windows_of
@@ -44,6 +48,8 @@ class Row:
         Nats per token, and the share of tokens whose most probable successor stays the same.
     words : str
         How large `kl` is, by its interval.
+    stored, read : float
+        Bytes that a token of the context takes, and that a scored token reads on average, in all layers.
     """
 
     codec: str
@@ -53,6 +59,8 @@ class Row:
     kl: Estimate
     top1: Estimate
     words: str
+    stored: float
+    read: float
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ class Found:
     about: tuple[str, ...]
     rows: tuple[Row, ...]
     differences: tuple[Difference, ...]
+    mechanisms: bool = False
 
     def data(self) -> dict:
         """For programs."""
@@ -90,7 +99,13 @@ class Found:
         return self.facts | {"rows": rows, "differences": pairs}
 
 
-def measured(args: argparse.Namespace, named: Sequence[Named], text: str, calib_text: str | None) -> Found:
+def measured(
+    args: argparse.Namespace,
+    named: Sequence[Named],
+    text: str,
+    calib_text: str | None,
+    mechanisms: Sequence[Mechanism] = (),
+) -> Found:
     """Cut the text, fit what is missing, measure every codec.
 
     Parameters
@@ -101,6 +116,8 @@ def measured(args: argparse.Namespace, named: Sequence[Named], text: str, calib_
         The codecs.
     text, calib_text : str
         What is scored, and what --calib-text holds.
+    mechanisms : sequence of Mechanism
+        What reads less of the cache, or stores it as latents.
 
     Raises
     ------
@@ -119,11 +136,13 @@ def measured(args: argparse.Namespace, named: Sequence[Named], text: str, calib_
         subjects = [trial.rounding(args.dtype)]
         subjects += [trial.Subject(one.label, one.recipe, calibrated.get(one.label)) for one in named]
         plain = None if args.no_witness else cache(partial(PlainModel, info.path))
-        scored = trial.score(engine, windows, args.context, subjects, args.protocol, plain)
+        applied, untried = _applied(args, mechanisms, engine, windows, calib_text, lines, plain)
+        scored = trial.score(engine, windows, args.context, subjects, args.protocol, plain, applied)
         device = engine.device
     finally:
         engine.close()
-    rows = _rows(named, scored)
+    rows = _rows(named, scored, info.values_per_token, (args.context, length))
+    rows += _read_rows(applied, rows[0].kl.value, info.values_per_token)
     count = len(windows)
     about = (
         f"{args.model}: {info.n_layers} layers, {info.n_kv_heads} KV heads of {info.head_dim} dimensions;"
@@ -133,6 +152,8 @@ def measured(args: argparse.Namespace, named: Sequence[Named], text: str, calib_
         "one window of each codec was computed a second time, by other code, and agrees"
         if any(one.witnessed for one in scored)
         else "nothing was computed a second time, as --no-witness asks",
+        *map(_vouched, applied),
+        *(f"{name}: not_run, {why}" for name, why in untried.items()),
     )
     facts = {
         "model": str(args.model),
@@ -147,10 +168,18 @@ def measured(args: argparse.Namespace, named: Sequence[Named], text: str, calib_
         "eval": args.eval,
         "calibration": list(lines),
         "witnessed": [one.witnessed.model_dump(mode="json") for one in scored if one.witnessed],
+        "not_run": untried,
+        "mechanisms_witnessed": {one.asked.name: one.witnessed for one in applied},
         "device": device,
         "versions": versions(),
     }
-    return Found(facts, about, rows, _differences(args.against, named, scored))
+    return Found(facts, about, rows, _differences(args.against, named, scored), bool(mechanisms))
+
+
+def _vouched(one: Applied) -> str:
+    """What speaks for a mechanism's row, in a line."""
+    seen = "not computed a second time" if one.witnessed is None else "one window computed a second time agrees"
+    return f"{one.asked.name}: ran in every layer, left something out, moves the logits; {seen}"
 
 
 def _calibrated(
@@ -200,16 +229,54 @@ def covers(stored: Calibrated, recipe) -> bool:
     return True
 
 
-def _rows(named: Sequence[Named], scored: Sequence[trial.Scored]) -> tuple[Row, ...]:
+def _rows(
+    named: Sequence[Named], scored: Sequence[trial.Scored], values: int, lengths: tuple[int, int]
+) -> tuple[Row, ...]:
+    """Of codecs; `lengths` are tokens of a context and of a window."""
     floor, *others = scored
-    rounding = _estimates(floor)
+    rounding = _estimates(floor.tokens)
     words = "what storing K and V in 16 bits costs"
-    rows = [Row(trial.ROUNDING, None, None, 16.0, *rounding, words)]
+    first = 2.0 * values
+    rows = [Row(trial.ROUNDING, None, None, 16.0, *rounding, words, first, read_of(first, *lengths, values))]
     for one, found in zip(named, others, strict=True):
-        kl, top1 = _estimates(found)
+        kl, top1 = _estimates(found.tokens)
         words = span_in_words(kl.low, kl.high, rounding[0].value)
-        rows.append(Row(one.codec, one.bits, one.recipe.recipe_id, found.coding.bits_per_value, kl, top1, words))
+        per_value = found.coding.bits_per_value
+        stored = per_value * values / 8
+        read = read_of(stored, *lengths, values)
+        rows.append(Row(one.codec, one.bits, one.recipe.recipe_id, per_value, kl, top1, words, stored, read))
     return tuple(rows)
+
+
+def _read_rows(applied: Sequence[Applied], floor: float, values: int) -> tuple[Row, ...]:
+    """Of mechanisms."""
+    rows = []
+    for one in applied:
+        kl, top1 = _estimates(pl.concat(one.tables))
+        words, read = span_in_words(kl.low, kl.high, floor), sum(one.read) / len(one.read)
+        rows.append(Row(one.asked.name, None, None, 8 * one.stored / values, kl, top1, words, one.stored, read))
+    return tuple(rows)
+
+
+def _applied(
+    args: argparse.Namespace,
+    mechanisms: Sequence[Mechanism],
+    engine: Engine,
+    windows: np.ndarray,
+    calib_text: str | None,
+    lines: list[str],
+    plain: Callable[[], PlainModel] | None,
+) -> tuple[list[Applied], dict[str, str]]:
+    """The mechanisms that can be measured, latents fitted, and why the others cannot."""
+    untried = {one.name: why for one in mechanisms if (why := not_run(one, args.engine, args.protocol))}
+    able, moments = [one for one in mechanisms if one.name not in untried], {}
+    if any(isinstance(one, Latent) for one in able):
+        source = CalibrationText.read(engine.info, args.calib_text, calib_text, args.context, args.calib_windows)
+        refuse_overlap(windows, source.windows, (str(args.text), source.name))
+        moments = moments_of(engine, source.windows.tolist())
+        lines.append(f"latents {source.about(engine)}")
+    last = len(windows) - 1
+    return [Applied(one, engine, args.protocol, args.context, moments, plain, last) for one in able], untried
 
 
 def _differences(against: str | None, named: Sequence[Named], scored: Sequence[trial.Scored]) -> tuple[Difference, ...]:
@@ -219,20 +286,20 @@ def _differences(against: str | None, named: Sequence[Named], scored: Sequence[t
     pairs = []
     for (one, ours), (other, theirs) in product([pair for pair in found if pair[0].codec != against], others):
         if one.bits == other.bits or None in (one.bits, other.bits):
-            kl, top1 = (BOOTSTRAP.difference(a, b) for a, b in zip(_columns(ours), _columns(theirs), strict=True))
+            columns = zip(_columns(ours.tokens), _columns(theirs.tokens), strict=True)
+            kl, top1 = (BOOTSTRAP.difference(a, b) for a, b in columns)
             bits = one.bits if other.bits is None else other.bits
             pairs.append(Difference(one.codec, other.codec, bits, kl, top1))
     return tuple(pairs)
 
 
-def _estimates(scored: trial.Scored) -> tuple[Estimate, Estimate]:
+def _estimates(tokens: pl.DataFrame) -> tuple[Estimate, Estimate]:
     """Of the KL divergence and of the top-1 agreement."""
-    kl, top1 = _columns(scored)
+    kl, top1 = _columns(tokens)
     return BOOTSTRAP.mean(kl).within(0.0, float("inf")), BOOTSTRAP.rate(top1)
 
 
-def _columns(scored: trial.Scored) -> tuple[Column, Column]:
-    tokens = scored.tokens
+def _columns(tokens: pl.DataFrame) -> tuple[Column, Column]:
     where = tokens["window"].to_numpy(), tokens["position"].to_numpy()
     same = (tokens["top1_ref"] == tokens["top1_alt"]).to_numpy()
     return Column.of(*where, tokens["kl"].to_numpy()), Column.of(*where, same)

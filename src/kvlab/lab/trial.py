@@ -21,6 +21,7 @@ from kvlab.codec.base import Site
 from kvlab.codec.seeding import generator
 from kvlab.engines.base import Engine
 from kvlab.lab.coding import STREAMS, Coded, Coder
+from kvlab.lab.mechanism import Applied
 from kvlab.lab.scoring import WindowRun, heard_kl
 from kvlab.lab.walk import walk
 from kvlab.lab.whole import coder_of
@@ -88,6 +89,7 @@ def score(
     subjects: Sequence[Subject],
     protocol: str,
     plain: Callable[[], PlainModel] | None,
+    mechanisms: Sequence[Applied] = (),
 ) -> list[Scored]:
     """Measure subjects on windows; each window's clean pass is made once for all of them.
 
@@ -103,6 +105,8 @@ def score(
         ``snapshot`` or ``in_forward``; see `coding`.
     plain : callable or None
         Gives the model by which a witness computes each codec's last window again; None for no witness.
+    mechanisms : sequence of Applied
+        Scored on the same windows, after the subjects; each keeps what was found of it.
 
     Raises
     ------
@@ -126,8 +130,8 @@ def score(
         return run
 
     tables: list[list[pl.DataFrame]] = [[] for _ in subjects]
-    for _, found in walk(range(len(windows)), tried, visit, title="measure"):
-        for rows, (_, table) in zip(tables, found, strict=True):
+    for _, found in walk(range(len(windows)), [*tried, *mechanisms], visit, title="measure"):
+        for rows, (_, table) in zip(tables, found, strict=False):  # those of mechanisms come last
             rows.append(table)
     return [
         Scored(one.subject, pl.concat(rows), one.coder.coding(engine.info, context, engine.dtype), one.witnessed)

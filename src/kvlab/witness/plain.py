@@ -6,7 +6,7 @@ class, no attention function and no mask of transformers takes part, and nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -82,7 +82,13 @@ class PlainModel:
 
     @torch.inference_mode()
     def forward(
-        self, ids: Sequence[int], first: int, held: Held | None = None, begin: int = 0, rotated: bool = False
+        self,
+        ids: Sequence[int],
+        first: int,
+        held: Held | None = None,
+        begin: int = 0,
+        rotated: bool = False,
+        attend: Callable[[int, Tensor, Tensor, Tensor, float, int], Tensor] | None = None,
     ) -> Passed:
         """Run a window's tokens from `begin` on.
 
@@ -97,6 +103,8 @@ class PlainModel:
             where `begin` is not 0.
         rotated : bool
             Whether the given K is after its rotary embedding.
+        attend : callable, optional
+            Another attention than that over everything; see `witness.reading`.
         """
         body, held = self._body, held or {}
         device = self._whole.device
@@ -112,7 +120,8 @@ class PlainModel:
                 k_held = _rotate(k_held, turns, 0)
             k, v = _joined(k_held, _rotate(k, turns, begin), begin), _joined(v_held, v, begin)
             found.read[number, "k"], found.read[number, "v"] = k, v
-            attended = _attention(_rotate(q, turns, begin), k, v, layer.self_attn.scaling, begin)
+            given = _rotate(q, turns, begin), k, v, layer.self_attn.scaling, begin
+            attended = attend(number, *given) if attend else _attention(*given)
             hidden = hidden + layer.self_attn.o_proj(attended)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         found.logits = self._whole.lm_head(body.norm(hidden[first - begin : -1]))

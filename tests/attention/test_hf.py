@@ -1,0 +1,84 @@
+"""Plans as transformers' attention: what leaves nothing out changes nothing, and what ran is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvlab.attention.hf import attending, registered
+from kvlab.attention.patterns import BlockSparse, ChunkSummary, Full, Window
+from kvlab.base.errors import CapabilityError, CodecNotActive
+
+SPARSE = BlockSparse(block=8, top_k=1, window=8, sinks=1)
+PLAN = (Full(), SPARSE, ChunkSummary(chunk=8, top_k=1, exact=1, sinks=1))
+IDS = torch.arange(3, 83)[None]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def logits(model, ids=IDS):
+    return model(ids).logits
+
+
+def test_a_plan_that_reads_everything_is_the_model(model):
+    due = logits(model)
+    every = BlockSparse(block=8, top_k=99, window=1, sinks=0)
+    for plan in ((Full(),) * 3, (every,) * 3, (Window(80),) * 3):
+        with attending(model, plan) as effect:
+            assert torch.allclose(logits(model), due, atol=1e-4)
+        with pytest.raises(CodecNotActive, match="leaves out nothing of so few tokens"):
+            effect.refuse_idle(plan)
+    assert torch.equal(logits(model), due)  # and the model is as it was
+
+
+def test_each_layer_runs_its_own_pattern(model):
+    due = logits(model)
+    with attending(model, PLAN) as effect:
+        assert not torch.allclose(logits(model), due, atol=1e-3)
+    effect.refuse_idle(PLAN)
+    for layer, pattern in enumerate(PLAN):
+        ((read),) = effect.vectors[layer]
+        most = [2 * (2 * pattern.keys(t) + pattern.scored(t)) for t in range(80)]  # of two KV heads
+        assert all(x <= y for x, y in zip(read.tolist(), most, strict=True))
+    assert effect.vectors[0][0].tolist() == [4 * (t + 1) for t in range(80)]
+
+
+@torch.inference_mode()
+def test_prefill_and_decoding_are_one_forward(model):
+    with attending(model, PLAN) as effect:
+        whole, cache, parts = logits(model), DynamicCache(), []
+        for ids in (IDS[:, :50], IDS[:, 50:70], *IDS[:, 70:].split(1, dim=1)):
+            parts.append(model(ids, past_key_values=cache, use_cache=True).logits)
+        assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-4)
+    assert len(effect.vectors[0]) == 1 + 12
+    with pytest.raises(CodecNotActive, match="due: 1 in each"):
+        effect.refuse_idle(PLAN)
+
+
+def test_what_comes_later_moves_nothing(model):
+    changed = IDS.clone()
+    changed[:, 41:] += 100
+    with attending(model, PLAN):
+        assert torch.allclose(logits(model, changed)[:, :41], logits(model)[:, :41], atol=1e-6)
+
+
+def test_transformers_knows_a_plan_by_its_name(model):
+    name, _ = registered(PLAN)
+    model.set_attn_implementation(name)
+    written = model.generate(IDS[:, :20], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    model.set_attn_implementation("sdpa")
+    assert written.shape == (1, 24)
+
+
+def test_what_a_plan_cannot_do_is_refused(model):
+    with pytest.raises(CapabilityError, match="a plan of 2 layers for a model of 3"), attending(model, PLAN[:2]):
+        pass
+    padded = torch.ones(1, 80, dtype=torch.long)
+    padded[:, :9] = 0
+    with attending(model, PLAN), pytest.raises(CapabilityError, match="without padding"):
+        model(IDS, attention_mask=padded)
