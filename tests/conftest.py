@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tiers import FIRST
+from tiers import COMPILED, FIRST
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
@@ -54,6 +54,17 @@ def one_thread():
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def torch_alone():
+    """Caches read `klt` by torch alone: a process that holds numba cannot start vLLM 0.32 on a CPU after it."""
+    from kvlab.cache import hf_cache
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not os.environ.get(COMPILED):
+            patch.setattr(hf_cache, "compiles", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from hypothesis import settings
 
 FIRST, SECOND = "first", "second"  # also the names of the profiles of hypothesis
 SHARE = {FIRST: 20, SECOND: 100}  # per cent of the examples, and the examples of a property that asks for none
+COMPILED = "KVLAB_TEST_COMPILED"  # set for tests of compiled loops, which run in a process of their own
 LEAST = 5  # examples, in either tier
 
 for name, percent in SHARE.items():

@@ -42,10 +42,10 @@ def run(model, cache, cuts):
     return cache
 
 
-@pytest.mark.parametrize("keep_decoded", [False, True])
+@pytest.mark.parametrize("window_bytes", [0, 9000, None])
 @pytest.mark.parametrize("cuts", [[40], [1] * 40, [2, 30, 8], [7, 13, 20]], ids=["whole", "single", "few", "other"])
-def test_a_growing_cache_holds_what_the_codec_makes_of_the_whole(model, cuts, keep_decoded):
-    cache = run(model, KVCache(model, ended(), keep_decoded=keep_decoded), cuts)
+def test_a_growing_cache_holds_what_the_codec_makes_of_the_whole(model, cuts, window_bytes):
+    cache = run(model, KVCache(model, ended(), window_bytes=window_bytes), cuts)
     clean = run(model, DynamicCache(), cuts)
     for stream, held in zip("kv", cache.decoded(0), strict=True):
         exact = getattr(clean.layers[0], "keys" if stream == "k" else "values")

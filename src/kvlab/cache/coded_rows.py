@@ -5,89 +5,32 @@ The first tokens stay as they are where the recipe says so (`sink`), and the las
 call at once, and their codes are joined to those of the tokens before; any other codec
 needs `block_size` tokens, which wait as they are, exact, until a block is complete. Blocks are never
 changed and never coded again, so that rows may share them (beams that have a prefix in common).
+
+`klt` packs digits of several tokens into a byte, so that to join a token means to pack a block anew. Its tokens that
+come a few at a time are therefore rows of bytes (`pages.rows`), coded for all sequences at once, until there are enough
+of them for a block.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvlab.base.errors import CapabilityError
 from kvlab.base.recipe import StreamRecipe
+from kvlab.cache.pages.rows import KltRows
+from kvlab.cache.row import Block, Piece, Row, Turn
 from kvlab.codec.base import Codec, Encoded, Site
 from kvlab.codec.kept import Kept
+from kvlab.codec.klt.codec import KltCodec
 from kvlab.codec.klt.joining import arrays_of, joiner, refilled
 from kvlab.codec.names import CODECS, UNSTORED
 
-
-class Turn(Protocol):
-    """What stands between the tokens as attention sees them and as the codec does: the rotary embedding."""
-
-    def undo(self, x: Tensor, first: int) -> Tensor:
-        """Tokens `first`, `first` + 1, ... of the row, from attention to codec."""
-
-    def redo(self, x: Tensor, first: int) -> Tensor:
-        """The same tokens, from codec to attention."""
-
-
-class Straight:
-    """No turn: the codec sees what attention sees."""
-
-    def undo(self, x: Tensor, first: int) -> Tensor:
-        """`x` itself."""
-        return x
-
-    redo = undo
-
-
-@dataclass(frozen=True)
-class Block:
-    """Coded tokens, of which the first `tokens` count: a crop may end inside a block that cannot be cut."""
-
-    encoded: Encoded
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One sequence: padding that is not stored, coded blocks, then the exact tail [heads, tokens, head_dim].
-
-    `head` are the first tokens, where they are kept as they are.
-    """
-
-    pads: int = 0
-    blocks: tuple[Block, ...] = ()
-    tail: Tensor | None = None
-    head: Tensor | None = None
-
-    @property
-    def coded(self) -> int:
-        """Tokens in blocks."""
-        return sum(block.tokens for block in self.blocks)
-
-    @property
-    def first(self) -> int:
-        """Tokens in the exact head."""
-        return 0 if self.head is None else self.head.shape[1]
-
-    @property
-    def waiting(self) -> int:
-        """Tokens in the exact tail."""
-        return 0 if self.tail is None else self.tail.shape[1]
-
-    @property
-    def held(self) -> int:
-        """All tokens but padding."""
-        return self.first + self.coded + self.waiting
-
-    @property
-    def length(self) -> int:
-        """All tokens, padding included."""
-        return self.pads + self.held
+LOOSE = 64  # tokens that are rows of bytes before they are a block: whole bytes in every plane
 
 
 class StreamCoder:
@@ -103,6 +46,8 @@ class StreamCoder:
         Layer and stream.
     heads, head_dim : int
         Shape of one token.
+    on_cpu : bool
+        Whether the tokens are; only there can a few of `klt` be rows of bytes.
 
     Raises
     ------
@@ -112,9 +57,9 @@ class StreamCoder:
         The calibration does not fit the layer.
     """
 
-    def __init__(self, codec: Codec, recipe: StreamRecipe, site: Site, heads: int, head_dim: int):
+    def __init__(self, codec: Codec, recipe: StreamRecipe, site: Site, heads: int, head_dim: int, on_cpu: bool = True):
         self.codec, self.site, self.kept = codec, site, Kept.of(recipe)
-        self.values_per_token = heads * head_dim
+        self.shape = heads, head_dim
         self.size: int | None = getattr(recipe, "block_size", None)
         self.fires = self.read_back = 0
         if recipe.codec in UNSTORED:
@@ -123,29 +68,82 @@ class StreamCoder:
                 + ", ".join(name for name in CODECS if name not in UNSTORED)
             )
         self.joiner = joiner(codec, site, heads, head_dim)
+        strewing = on_cpu and isinstance(codec, KltCodec)
+        self.token_rows = KltRows(codec, site, heads, head_dim) if strewing else None
+        self.loose = min(LOOSE, self.size) if self.token_rows else 0
 
-    def append(self, row: Row, x: Tensor, turn: Turn) -> tuple[Row, list[tuple[int, Encoded]]]:
-        """`row` with further tokens [heads, tokens, head_dim], and what was coded: first token and its arrays."""
+    @property
+    def values_per_token(self) -> int:
+        """Numbers that a token is."""
+        return self.shape[0] * self.shape[1]
+
+    def append(self, rows: list[Row], parts: list[Tensor], turns: list[Turn]) -> tuple[list[Row], list[Piece]]:
+        """`rows` with further tokens [heads, tokens, head_dim] each, and what was coded."""
+        taken = [self._taken(row, x) for row, x in zip(rows, parts, strict=True)]
+        rows, due = [row for row, _ in taken], [x for _, x in taken]
+        counts = {x.shape[1] for x in due} - {0}
+        if self.loose and counts and max(counts) < self.loose:
+            return self._strewn(rows, due, turns)
+        news = []
+        for index, (x, turn) in enumerate(zip(due, turns, strict=True)):
+            if self.loose and x.shape[1]:
+                rows[index] = self._bundled(rows[index])
+            while x.shape[1]:
+                count = min(self._room(rows[index]), x.shape[1]) if self.codec.per_token else self.size
+                rows[index], new = self._stored(index, rows[index], x[:, :count], turn)
+                x = x[:, count:]
+                news.append(new)
+        return rows, news
+
+    def _taken(self, row: Row, x: Tensor) -> tuple[Row, Tensor]:
+        """The row with its new exact ends, and the tokens that are coded now."""
         missing = min(self.kept.sink - row.first, x.shape[1])
         if missing > 0:
             parts = [x[:, :missing]] if row.head is None else [row.head, x[:, :missing]]
             row, x = replace(row, head=torch.cat(parts, dim=1)), x[:, missing:]
-        if x.shape[1] == 0:
-            return row, []
-        news = []
         if row.tail is not None:
-            row, x = replace(row, tail=None), torch.cat([row.tail, x], dim=1)
-        while (due := self._due(row, x.shape[1] - self.kept.recent)) > 0:
-            row, new = self._stored(row, x[:, :due], turn)
-            x = x[:, due:]
-            news.append(new)
-        return replace(row, tail=x.clone() if x.shape[1] else None), news
+            x = torch.cat([row.tail, x], dim=1)
+        due = max(0, x.shape[1] - self.kept.recent)
+        if not self.codec.per_token:
+            due = due // self.size * self.size
+        tail = x[:, due:].clone() if due < x.shape[1] else None
+        return (row if tail is row.tail is None else replace(row, tail=tail)), x[:, :due]
 
-    def _due(self, row: Row, old: int) -> int:
-        """How many of `old` tokens, which are no longer to be kept as they are, are coded next; 0 for none."""
-        if self.codec.per_token:
-            return min(self._room(row), old)
-        return self.size if old >= self.size else 0
+    def _strewn(self, rows: list[Row], due: list[Tensor], turns: list[Turn]) -> tuple[list[Row], list[Piece]]:
+        """Encode a few tokens of each row, all at once."""
+        firsts = [row.pads + row.first + row.coded for row in rows]
+        lengths = [x.shape[1] for x in due]
+        turn = turns[0].along(list(zip(turns, firsts, lengths, strict=True)))
+        coded = self.token_rows.encode(turn.undo(torch.cat(due, dim=1), 0))
+        news, at = list(rows), 0
+        for index, (row, count) in enumerate(zip(rows, lengths, strict=True)):
+            if count:
+                own, at = coded[at : at + count], at + count
+                row = self._bundled(row) if row.strewn + count > self.loose else row
+                loose = own.clone() if row.loose is None else torch.cat([row.loose, own])
+                row = replace(row, loose=loose)
+                news[index] = self._bundled(row) if row.strewn >= self.loose else row
+        self.fires += sum(count > 0 for count in lengths)
+        if len(set(lengths)) == 1:
+            places = list(enumerate(firsts))
+            return news, [Piece(places, lengths[0], lambda: self.token_rows.decode(coded))]
+        parts = zip(enumerate(firsts), lengths, coded.split(lengths), strict=True)
+        return news, [self._loose_piece(*place, part) for place, count, part in parts if count]
+
+    def _loose_piece(self, index: int, column: int, loose: Tensor) -> Piece:
+        return Piece([(index, column)], len(loose), lambda: self.token_rows.decode(loose))
+
+    def _bundled(self, row: Row) -> Row:
+        """The row with its loose tokens as a block."""
+        if row.loose is None:
+            return row
+        planes, count = self.token_rows.plan.planes, row.strewn
+        symbols = planes.unpack(row.loose, 1)[..., 0]
+        data = planes.pack(symbols.T[None].contiguous())[0]
+        heads, head_dim = self.shape
+        shape = (heads, count, head_dim)
+        encoded = compact(Encoded(shape, self.site.layer, self.site.stream, shared=(), blocks=((data,),)))
+        return replace(row, blocks=(*row.blocks, Block(encoded, count)), loose=None)
 
     def _room(self, row: Row) -> int:
         """Tokens that the next encoded piece may have."""
@@ -155,10 +153,12 @@ class StreamCoder:
 
     def _open(self, last: Block) -> bool:
         """Whether tokens can be laid after those of the block."""
+        if self.loose:
+            return False
         whole = last.tokens == last.encoded.shape[1] and (self.size is None or last.tokens < self.size)
         return whole and self.joiner is not None and self.joiner.fits(last.encoded)
 
-    def _stored(self, row: Row, x: Tensor, turn: Turn) -> tuple[Row, tuple[int, Encoded]]:
+    def _stored(self, index: int, row: Row, x: Tensor, turn: Turn) -> tuple[Row, Piece]:
         """Encode `x`, for the only time, and put it after the row's blocks."""
         first = row.pads + row.first + row.coded
         encoded = compact(self.codec.encode(turn.undo(x, first), self.site))
@@ -169,20 +169,34 @@ class StreamCoder:
             blocks = (*blocks[:-1], Block(joined, joined.shape[1]))
         else:
             blocks = (*blocks, Block(encoded, x.shape[1]))
-        return replace(row, blocks=blocks), (first, encoded)
+        return replace(row, blocks=blocks), Piece([(index, first)], x.shape[1], lambda: self.codec.decode(encoded))
 
-    def view(self, row: Row, turn: Turn, like: Tensor) -> Tensor:
-        """The row as attention sees it, [heads, tokens, head_dim] in `like`'s dtype; padding is zero."""
-        heads, head_dim = like.shape[-3], like.shape[-1]
-        parts = [like.new_zeros(heads, row.pads, head_dim)]
-        if row.head is not None:
-            parts.append(row.head)
-        if row.blocks:
-            decoded = [self.codec.decode(block.encoded)[:, : block.tokens] for block in row.blocks]
-            parts.append(turn.redo(torch.cat(decoded, dim=1), row.pads + row.first).to(like.dtype))
-        if row.tail is not None:
-            parts.append(row.tail)
-        return torch.cat(parts, dim=1)
+    def pieces(self, row: Row) -> Iterator[Piece]:
+        """What of a row is coded, in its order; each is named as of row 0."""
+        column = row.pads + row.first
+        for block in row.blocks:
+            yield Piece([(0, column)], block.tokens, lambda own=block: self.codec.decode(own.encoded)[:, : own.tokens])
+            column += block.tokens
+        if row.loose is not None:
+            yield self._loose_piece(0, column, row.loose)
+
+    def view(self, row: Row, turn: Turn, like: Tensor, known: Tensor | None = None) -> Tensor:
+        """The row as attention sees it, [heads, tokens, head_dim] in `like`'s dtype; padding is zero.
+
+        `known` are its first columns as they are seen, decoded before.
+        """
+        heads, head_dim = self.shape
+        out, after = like.new_zeros(heads, row.length, head_dim), 0
+        if known is not None:
+            after = known.shape[1]
+            out[:, :after] = known
+        for places, tokens, decode in self.pieces(row):
+            first = places[0][1]
+            if first + tokens > after:
+                out[:, first : first + tokens] = turn.redo(decode(), first)
+        for column, end in row.exact:
+            out[:, column : column + end.shape[1]] = end
+        return out
 
     def cropped(self, row: Row, length: int) -> Row:
         """The first `length` tokens; a block that cannot be cut is kept whole and counts as whole."""
@@ -197,8 +211,9 @@ class StreamCoder:
                 break
             blocks.append(self._cut(block, left) if left < block.tokens else block)
             left -= block.tokens
+        loose = row.loose[:left].clone() if left > 0 and row.loose is not None else None
         head, tail = row.head[:, :first].clone() if first else None, row.tail[:, :waiting].clone() if waiting else None
-        return Row(pads, tuple(blocks), tail, head)
+        return Row(pads, tuple(blocks), tail, head, loose)
 
     def _cut(self, block: Block, tokens: int) -> Block:
         whole = block.tokens == block.encoded.shape[1]

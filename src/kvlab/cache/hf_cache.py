@@ -30,9 +30,13 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, CodecNotActive, UnknownName
 from kvlab.base.recipe import IdentityStream, Recipe, StreamRecipe
-from kvlab.cache.coded_rows import Row, Straight, StreamCoder
+from kvlab.cache.coded_rows import StreamCoder
+from kvlab.cache.hf_attention import FEW, passes_here, register
 from kvlab.cache.hf_layer import STREAMS, Call, CodecLayer, StreamCoding, chosen, kept, repeated
 from kvlab.cache.hf_rope import Watch, find_rotary, refuse_lossy, turns
+from kvlab.cache.pages.layer import compiled as compiles
+from kvlab.cache.row import Row, Straight
+from kvlab.cache.stored import Decoder, Reader
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.registry import bare
 
@@ -64,9 +68,12 @@ class KVCache(Cache):
         What attention sees of the running call's tokens; see the module.
     placement : {"pre_rope", "post_rope"}
         Whether K is turned back before it is coded; never for a recipe with ``rotary: after``.
-    keep_decoded : bool
-        Also hold the decoded cache, so that a call decodes its own tokens only: faster, and no smaller than
-        an ordinary cache. `nbytes` counts what is coded, `working_bytes` the copy.
+    window_bytes : int or None
+        How much of the cache may also be held decoded, which need not be decoded in every call; None for all of it,
+        which is no smaller than an ordinary cache. `nbytes` counts what is coded, `working_bytes` the window.
+    compiled : bool
+        Whether `klt` may be read and written by loops that numba compiles, where it is installed; without them it is
+        several times slower. vLLM 0.32 on a CPU does not start in a process that has loaded numba.
 
     Raises
     ------
@@ -87,21 +94,27 @@ class KVCache(Cache):
         semantics: Semantics = "serving",
         *,
         placement: Placement = "pre_rope",
-        keep_decoded: bool = False,
+        window_bytes: int | None = 0,
+        compiled: bool = True,
     ):
         for kind, given, allowed in (("semantics", semantics, Semantics), ("placement", placement, Placement)):
             if given not in get_args(allowed):
                 raise UnknownName(f"cache {kind}", given, get_args(allowed))
         self.shape = shape_of(model)
         placement = "post_rope" if recipe.rotary == "after" else placement
-        self.recipe, self.semantics, self.placement, self.keep_decoded = recipe, semantics, placement, keep_decoded
+        self.recipe, self.semantics, self.placement, self.window_bytes = recipe, semantics, placement, window_bytes
         self._model = model
         turned = placement == "pre_rope" and not isinstance(recipe.k, IdentityStream)
         self._rotary = find_rotary(model, self.shape.head_dim) if turned else None
         streams = {stream: self._coders(stream, calibration) for stream in STREAMS}
         pairs = [{stream: coders[layer] for stream, coders in streams.items()} for layer in range(self.shape.layers)]
         where = frozenset("k" if turned else "")
-        super().__init__(layers=[CodecLayer(pair, where, semantics, keep_decoded) for pair in pairs])
+        each = None if window_bytes is None else window_bytes // self.shape.layers
+        quick = compiled and compiles() and model.device.type == "cpu"
+        readers = [{stream: reader_of(coder, quick) for stream, coder in pair.items()} for pair in pairs]
+        layers = zip(pairs, readers, strict=True)
+        super().__init__(layers=[CodecLayer(pair, where, semantics, own, each) for pair, own in layers])
+        register()
         self._forget()
 
     def _coders(self, stream: Literal["k", "v"], calibration: Calibration | None) -> list[StreamCoder]:
@@ -112,7 +125,8 @@ class KVCache(Cache):
         refuse_more_layers(fitted, self.shape.layers)
         codec = bare(recipe, fitted)
         sites = [Site(0, layer, stream) for layer in range(self.shape.layers)]
-        return [StreamCoder(codec, recipe, site, self.shape.heads, self.shape.head_dim) for site in sites]
+        shape, on_cpu = (self.shape.heads, self.shape.head_dim), self._model.device.type == "cpu"
+        return [StreamCoder(codec, recipe, site, *shape, on_cpu) for site in sites]
 
     def _forget(self) -> None:
         """Nothing stored, no forward seen."""
@@ -149,12 +163,13 @@ class KVCache(Cache):
         # asked only while a row has no token yet: on an accelerator the question waits for the device
         asked = seen.mask is not None and any(row.held == 0 for row in rows)
         pads = new_pads(refuse_other_masks(seen.mask), rows, tokens) if asked else [0] * batch
+        whole = tokens > FEW or not passes_here(self._model)
         if self._rotary is None:
-            return Call(pads, [Straight()] * batch)
+            return Call(pads, [Straight()] * batch, whole)
         new = self._checked_positions(seen.positions, batch, tokens)
         old = self.positions or [new[0, :0]] * batch
         self.positions = [torch.cat([old[i], new[i, pads[i] :]]) for i in range(batch)]
-        call = Call(pads, turns(self._rotary, self._aligned(self.layers[0].get_seq_length() + tokens), k))
+        call = Call(pads, turns(self._rotary, self._aligned(self.layers[0].get_seq_length() + tokens), k), whole)
         if not self._proven:
             refuse_lossy(call.turns[0], k[0])
             self._proven = True
@@ -224,7 +239,7 @@ class KVCache(Cache):
         if self._rotary is not None:
             turn = turns(self._rotary, self._aligned(held.get_seq_length()), like)
         call = Call([0] * held.batch_size, turn)
-        return held._view("k", like, call), held._view("v", like, call)
+        return held.decoded("k", like, call), held.decoded("v", like, call)
 
     def coding(self) -> list[StreamCoding]:
         """What is held and what was done, by layer and stream."""
@@ -238,8 +253,8 @@ class KVCache(Cache):
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the decoded copy that `keep_decoded` holds beside `nbytes`."""
-        return sum(copied.nbytes for layer in self.layers for copied in layer.copies.values())
+        """Bytes of the window, what is held decoded beside `nbytes`."""
+        return sum(window.nbytes for layer in self.layers for window in layer.windows.values())
 
     @property
     def bits_per_value(self) -> float:
@@ -279,6 +294,17 @@ class KVCache(Cache):
         twin.layers = [layer.fork() for layer in self.layers]
         twin._call, twin._watch = None, Watch(self._model, self._rotary, twin)
         return twin
+
+
+def reader_of(coder: StreamCoder, quick: bool) -> Reader:
+    """What reads a stream of a layer: `klt` by compiled loops where they are to be had; then it codes by such too."""
+    if coder.token_rows is None or not quick:
+        return Decoder(coder)
+    from kvlab.cache.klt_columns import KltColumns
+    from kvlab.cache.klt_writing import QuickRows
+
+    coder.token_rows = QuickRows(coder.token_rows)
+    return KltColumns(coder)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvlab.base.errors import CapabilityError
-from kvlab.cache.coded_rows import Row, Straight, StreamCoder, Turn
-from kvlab.codec.base import Encoded
+from kvlab.cache.coded_rows import StreamCoder
+from kvlab.cache.decoded_window import Grant, Window
+from kvlab.cache.row import Row, Straight, Turn
+from kvlab.cache.stored import Reader, Stored
 from kvlab.codec.klt.joining import arrays_of
 
 STREAMS = ("k", "v")
@@ -60,10 +62,21 @@ class StreamCoding:
 
 @dataclass(frozen=True)
 class Call:
-    """What the layers need to know of the running forward: new padding and the turn of each row."""
+    """What the layers need to know of the running forward.
+
+    Parameters
+    ----------
+    pads : list of int
+        New padding of each row.
+    turns : list of Turn
+        Of each row.
+    whole : bool
+        Whether attention has to be given tensors, rather than what is stored.
+    """
 
     pads: list[int]
     turns: list[Turn]
+    whole: bool = True
 
 
 class CodecLayer(CacheLayerMixin):
@@ -77,22 +90,32 @@ class CodecLayer(CacheLayerMixin):
         Streams that the codec sees before the rotary embedding.
     semantics : {"in_forward", "serving"}
         See `hf_cache`.
-    keep_decoded : bool
-        Hold a decoded copy of everything, rather than decode everything in every call.
+    readers : dict of str to Reader
+        What reads the coded tokens of each stream.
+    layer_bytes : int or None
+        What may be held decoded beside what is stored; None for all of it.
     """
 
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, coders: dict[str, StreamCoder], turned: frozenset[str], semantics: str, keep_decoded: bool):
+    def __init__(
+        self,
+        coders: dict[str, StreamCoder],
+        turned: frozenset[str],
+        semantics: str,
+        readers: dict[str, Reader],
+        layer_bytes: int | None,
+    ):
         super().__init__()
-        self.coders, self.turned, self.semantics, self.keep_decoded = coders, turned, semantics, keep_decoded
+        self.coders, self.turned, self.semantics, self.layer_bytes = coders, turned, semantics, layer_bytes
+        self.readers = readers
         self.reset()
 
     def reset(self) -> None:
         """Forget all tokens and all counts."""
         self.rows: dict[str, list[Row]] = {stream: [] for stream in STREAMS}
-        self.copies: dict[str, Tensor] = {}
+        self.windows = {stream: Window() for stream in STREAMS}
         self.is_initialized = False
         for coder in self.coders.values():
             coder.fires = coder.read_back = 0
@@ -104,7 +127,9 @@ class CodecLayer(CacheLayerMixin):
         self.is_initialized = True
 
     @torch.no_grad()
-    def update(self, key_states: Tensor, value_states: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor] | tuple[Stored, Stored]:
         """Store the tokens of one call and give attention what it may see.
 
         Parameters
@@ -116,55 +141,61 @@ class CodecLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self._updated("k", key_states, call), self._updated("v", value_states, call)
+        self._grant(key_states)
+        found = [self._updated(stream, x, call) for stream, x in (("k", key_states), ("v", value_states))]
+        return tuple(seen.whole() for seen in found) if call.whole else tuple(found)
 
-    def _updated(self, stream: str, x: Tensor, call: Call) -> Tensor:
-        old = None
-        if self.semantics == "serving":
-            old = self._view(stream, x, call)
-            self._count_read(stream)
-        news = self._append(stream, x, call)
-        if self.keep_decoded:
-            self._copy_news(stream, x, news, call)
+    def _grant(self, x: Tensor) -> None:
+        """Give K and V the room in the window that they have after `x`; first to the one that has to give some up."""
+        granted = Grant.of(self.layer_bytes, x[:, :, :1].numel() * x.element_size())
+        rooms = dict(zip(STREAMS, granted.rooms(self.get_seq_length() + x.shape[2]), strict=True))
+        for stream in reversed(STREAMS):
+            self.windows[stream].fit(rooms[stream], x)
+
+    def _updated(self, stream: str, x: Tensor, call: Call) -> Stored:
+        old = self._seen(stream, x, call, own=x) if self.semantics == "serving" else None
         if old is not None:
-            return torch.cat([old, x], dim=2)
+            self._count_read(stream)
+        self._append(stream, x, call)
+        if old is not None:
+            return old
         self._count_read(stream)
-        return self._view(stream, x, call)
+        return self._seen(stream, x, call)
 
-    def _append(self, stream: str, x: Tensor, call: Call) -> list[list[tuple[int, Encoded]]]:
-        """Every row with its new tokens; what was coded, by row."""
-        coder, news = self.coders[stream], []
-        for index, row in enumerate(self.rows[stream]):
-            pads = call.pads[index]
-            row = replace(row, pads=row.pads + pads)
-            self.rows[stream][index], new = coder.append(row, x[index, :, pads:], self._turn(stream, call, index))
-            news.append(new)
-        return news
+    def _append(self, stream: str, x: Tensor, call: Call) -> None:
+        """Every row with its new tokens, and the window with what was coded of them."""
+        before, window, turns = self.rows[stream][0].length, self.windows[stream], self._turns(stream, call)
+        rows = [replace(row, pads=row.pads + pads) if pads else row for row, pads in self._with(stream, call.pads)]
+        parts = [own[:, pads:] for own, pads in zip(x, call.pads, strict=True)]
+        self.rows[stream], news = self.coders[stream].append(rows, parts, turns)
+        window.extend(before, before + x.shape[2])
+        for piece in news:
+            window.put(piece, turns)
 
-    def _view(self, stream: str, like: Tensor, call: Call) -> Tensor:
-        """What is stored as attention sees it [batch, heads, tokens, head_dim]."""
-        if stream in self.copies:
-            return self.copies[stream]
-        coder = self.coders[stream]
-        return torch.stack(
-            [coder.view(row, self._turn(stream, call, i), like) for i, row in enumerate(self.rows[stream])]
+    def _with(self, stream: str, pads: list[int]) -> zip[tuple[Row, int]]:
+        return zip(self.rows[stream], pads, strict=True)
+
+    def _seen(self, stream: str, like: Tensor, call: Call, own: Tensor | None = None) -> Stored:
+        """What is stored, as attention may see it, with the call's own tokens after it."""
+        return Stored(
+            coder=self.coders[stream],
+            reader=self.readers[stream],
+            rows=tuple(self.rows[stream]),
+            turns=self._turns(stream, call),
+            window=self.windows[stream].seen,
+            own=own,
+            like=like,
         )
 
-    def _copy_news(self, stream: str, x: Tensor, news: list[list[tuple[int, Encoded]]], call: Call) -> None:
-        """Put what was just coded in its place in the decoded copy."""
-        copied = torch.cat([self.copies[stream], x], dim=2) if stream in self.copies else x.clone()
-        for index, row in enumerate(self.rows[stream]):
-            copied[index, :, : row.pads] = 0
-            for first, encoded in news[index]:
-                decoded = self._turn(stream, call, index).redo(self.coders[stream].codec.decode(encoded), first)
-                copied[index, :, first : first + encoded.shape[1]] = decoded.to(x.dtype)
-        self.copies[stream] = copied
-
-    def _turn(self, stream: str, call: Call, index: int) -> Turn:
-        return call.turns[index] if stream in self.turned else Straight()
+    def _turns(self, stream: str, call: Call) -> list[Turn]:
+        return call.turns if stream in self.turned else [Straight()] * len(call.turns)
 
     def _count_read(self, stream: str) -> None:
         self.coders[stream].read_back += sum(row.coded for row in self.rows[stream])
+
+    def decoded(self, stream: str, like: Tensor, call: Call) -> Tensor:
+        """What is stored as a later call sees it [batch, heads, tokens, head_dim]."""
+        return self._seen(stream, like, call).whole()
 
     @property
     def is_croppable(self) -> bool:
@@ -193,12 +224,13 @@ class CodecLayer(CacheLayerMixin):
         length = kept(self.get_seq_length(), tokens_to_remove)
         for stream in STREAMS:
             self.rows[stream] = [self.coders[stream].cropped(row, length) for row in self.rows[stream]]
-        self.copies = {stream: copied[:, :, :length].contiguous() for stream, copied in self.copies.items()}
+            self.windows[stream].crop(length)
 
     def select(self, indices: list[int]) -> None:
         """The rows of these indices, in their order; rows taken twice share their blocks."""
         self.rows = {stream: [rows[i] for i in indices] for stream, rows in self.rows.items()}
-        self.copies = {stream: copied[indices] for stream, copied in self.copies.items()}
+        for window in self.windows.values():
+            window.select(indices)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """See `select`."""
@@ -226,9 +258,10 @@ class CodecLayer(CacheLayerMixin):
         coder, rows = self.coders[stream], self.rows[stream]
         # by identity: rows that are beams of one prefix hold the very same blocks and tails
         blocks = list({id(block.encoded): block for row in rows for block in row.blocks}.values())
-        ends = (end for row in rows for end in (row.head, row.tail) if end is not None)
-        tails = list({id(end): end for end in ends}.values())
+        loose = list({id(row.loose): row.loose for row in rows if row.loose is not None}.values())
+        tails = list({id(end): end for row in rows for _, end in row.exact}.values())
         coded, exact = sum(block.tokens for block in blocks), sum(tail.shape[1] for tail in tails)
+        coded += sum(map(len, loose))
         return StreamCoding(
             layer=layer,
             stream=stream,
@@ -236,7 +269,8 @@ class CodecLayer(CacheLayerMixin):
             read_back=coder.read_back,
             coded_tokens=coded,
             exact_tokens=exact,
-            coded_bytes=sum(array.nbytes for block in blocks for array in arrays_of(block.encoded)),
+            coded_bytes=sum(array.nbytes for block in blocks for array in arrays_of(block.encoded))
+            + sum(part.nbytes for part in loose),
             exact_bytes=sum(tail.nbytes for tail in tails),
             values=(coded + exact) * coder.values_per_token,
         )
@@ -246,7 +280,7 @@ class CodecLayer(CacheLayerMixin):
         twin = copy.copy(self)
         twin.coders = {stream: copy.copy(coder) for stream, coder in self.coders.items()}
         twin.rows = {stream: list(rows) for stream, rows in self.rows.items()}
-        twin.copies = {stream: copied.clone() for stream, copied in self.copies.items()}
+        twin.windows = {stream: window.fork() for stream, window in self.windows.items()}
         return twin
 
 

@@ -12,8 +12,10 @@ import inspect
 import sys
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -53,7 +55,7 @@ def half_turned(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RopeTurn:
-    """The rotation of every token of one row; see `coded_rows.Turn`."""
+    """The rotation of every token of one row; see `row.Turn`."""
 
     cos: Tensor
     sin: Tensor
@@ -68,9 +70,25 @@ class RopeTurn:
         span = slice(first, first + x.shape[1])
         return rotate(x, self.cos[span], self.sin[span])
 
+    @cached_property
+    def columns(self) -> tuple[NDArray, NDArray]:
+        """The cosines and the sines of a half, a column for each token, float32 [head_dim / 2, tokens] on the CPU."""
+        half = self.cos.shape[1] // 2
+        return tuple(table[:, :half].T.contiguous().numpy() for table in (self.cos, self.sin))
+
+    def along(self, spans: list[tuple[RopeTurn, int, int]]) -> RopeTurn:
+        """See `row.Turn`."""
+        cos, sin = ([getattr(turn, name)[first : first + n] for turn, first, n in spans] for name in ("cos", "sin"))
+        return RopeTurn(torch.cat(cos), torch.cat(sin))
+
 
 def turns(rotary: nn.Module, positions: Tensor, like: Tensor) -> list[RopeTurn]:
-    """Rotation of each row of `positions` [rows, tokens], with the model's own cos and sin in `like`'s dtype."""
+    """Rotation of each row of `positions` [rows, tokens], with the model's own cos and sin in `like`'s dtype.
+
+    Rows of the same positions have one in common.
+    """
+    if len(positions) > 1 and (positions == positions[0]).all():
+        return turns(rotary, positions[:1], like) * len(positions)
     cos, sin = rotary(like.new_empty(0), positions.long())
     return [RopeTurn(*pair) for pair in zip(cos.float(), sin.float(), strict=True)]
 

@@ -34,7 +34,7 @@ class Cache(KVCache):
     semantics : {"serving", "in_forward"}
         What attention sees of the running call's tokens; see `KVCache`.
     **options
-        `placement` and `keep_decoded` of `KVCache`.
+        `placement`, `window_bytes` and `compiled` of `KVCache`.
 
     Raises
     ------

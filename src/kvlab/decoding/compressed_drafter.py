@@ -33,7 +33,7 @@ class BesideExact(KVCache):
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, calibration: Calibration | None = None, **options):
-        super().__init__(model, recipe, calibration, "serving", keep_decoded=True, **options)
+        super().__init__(model, recipe, calibration, "serving", window_bytes=None, **options)
         self.exact: DynamicCache | None = DynamicCache(config=model.config)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):

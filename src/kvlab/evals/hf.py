@@ -160,7 +160,7 @@ class CodedHFSide(HFSide):
         calibration: Calibration | None = None,
     ):
         # decoded once and kept: what attention reads is the same, and a written token costs one token's decoding
-        self._model_cache = KVCache(engine.model, recipe, calibration, semantics="serving", keep_decoded=True)
+        self._model_cache = KVCache(engine.model, recipe, calibration, "serving", window_bytes=None, compiled=False)
         self.what = " and ".join(sorted({recipe.k.codec, recipe.v.codec}))
         super().__init__(engine, tokenizer, ends)
 
@@ -195,11 +195,13 @@ def expected_fires(coder: StreamCoder, calls: Sequence[int]) -> int:
     """How often a coder has to encode when calls of so many tokens come, counted without looking at what it did.
 
     A codec that codes token by token encodes once per call and for each block that the call's tokens begin besides;
-    any other encodes a block when it is complete.
+    `klt` begins a block with every call of more than a few tokens; any other encodes a block when it is complete.
     """
     length, size, fires = 0, coder.size or sum(calls), 0
     for tokens in calls:
-        if not coder.codec.per_token:
+        if coder.loose:
+            fires += 1 if tokens < coder.loose else -(-tokens // size)
+        elif not coder.codec.per_token:
             fires += (length + tokens) // size - length // size
         elif coder.joiner is None:
             fires += -(-tokens // size)

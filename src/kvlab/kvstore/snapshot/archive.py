@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch, ParamsError, StreamError, UserError
 from kvlab.base.recipe import Recipe
-from kvlab.cache.coded_rows import Turn
+from kvlab.cache.row import Turn
 from kvlab.calibration.archive import Archive
 from kvlab.codec.archive.codec import Body
 from kvlab.codec.archive.file import parts_of, record_of

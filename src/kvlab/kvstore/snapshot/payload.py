@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvlab.base.errors import CapabilityError, ParamsError, StreamError, UserError
 from kvlab.base.recipe import WHOLE, IdentityStream, Placement, Recipe, StreamRecipe
-from kvlab.cache.coded_rows import Straight, Turn
+from kvlab.cache.row import Straight, Turn
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.needs import needs_calibration
 from kvlab.codec.base import Codec, Site, StreamCalibration, all_finite

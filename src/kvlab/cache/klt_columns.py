@@ -1,0 +1,143 @@
+"""`klt`'s blocks read for attention by compiled loops, a part of a sequence's tokens at a time.
+
+A token is mean + components x inverse. K is made whole by a matrix product and turned while its scores are summed. Of V
+the components are summed by attention's weights, and one product for each query makes that a value.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlab.cache import hot_columns
+from kvlab.cache.coded_rows import StreamCoder
+from kvlab.cache.hf_rope import RopeTurn
+from kvlab.cache.pages.klt_rows import refuse
+from kvlab.cache.pages.numba_rows import escapes_of
+from kvlab.cache.row import Row, Turn
+from kvlab.cache.stored import SCRATCH
+from kvlab.codec.klt.grouping import parted
+from kvlab.codec.klt.joining import arrays_of
+from kvlab.codec.klt.planes import Planes
+
+
+class KltColumns:
+    """Reads what one coder coded; see `stored.Reader`."""
+
+    def __init__(self, coder: StreamCoder):
+        plan = coder.token_rows.plan
+        self.heads, self.groups, self.width = plan.heads, plan.groups, plan.width
+        self.per, self.head_dim = self.heads // self.groups, coder.shape[1]
+        self.places, self.escapes = places_of(plan.planes), escapes_of(plan)
+        constant = plan.widths == 0
+        order = constant.long().argsort(dim=1, stable=True)  # where each place's component comes from
+        self.order = hot_columns.Order(
+            plan.table.contiguous().numpy(), order.argsort(dim=1).numpy(), constant.to(torch.uint8).numpy()
+        )
+        self.coded = int((~constant).sum(1).max())  # places that hold something else than zeros in usual vectors
+        usual = torch.where(constant, plan.table[:, 0].view_as(constant), 0.0)
+        mean = torch.baddbmm(plan.mean, usual[:, None], plan.inverse)
+        rows = order[..., None].expand_as(plan.inverse)
+        # the last row is added where the last component is 1
+        inverse = torch.cat((plan.inverse.gather(1, rows), plan.shift), dim=1)
+        self.to_keys, self.mean_key = inverse.mT.contiguous(), mean.mT.contiguous()
+        self.to_values = inverse.unflatten(2, (self.per, -1)).transpose(1, 2).flatten(0, 1).contiguous()
+        self.mean_value = parted(mean, self.heads)
+
+    def scores(self, rows: Sequence[Row], turns: Sequence[Turn], q: Tensor, first: int, out: Tensor) -> None:
+        """See `stored.Reader`."""
+        for index, (row, turn) in enumerate(zip(rows, turns, strict=True)):
+            for column, z, escaped in self._parts(row, first):
+                k = self._keys(z, escaped).view(self.heads, self.head_dim, -1)
+                out[index, :, :, column : column + z.shape[2]] = scored(k, q[index], turn, column)
+
+    def _keys(self, z: Tensor, escaped: Tensor) -> Tensor:
+        """Keys [groups, per * head_dim, n]: of usual vectors the components that have bits say all."""
+        k = scratch("k", self.groups, self.per * self.head_dim, z.shape[2])
+        torch.baddbmm(self.mean_key, self.to_keys[..., : self.coded], z[:, : self.coded], out=k)
+        if len(escaped):
+            k.index_add_(2, escaped, self.to_keys[..., self.coded :] @ z[:, self.coded :].index_select(2, escaped))
+        return k
+
+    def mixed(self, rows: Sequence[Row], weights: Tensor, first: int, out: Tensor) -> None:
+        """See `stored.Reader`."""
+        shared = weights.unflatten(1, (self.groups, self.per)).flatten(2, 3)
+        found = weights.new_zeros(len(rows), self.groups, shared.shape[2], self.width + 1)
+        for index, row in enumerate(rows):
+            for column, z, _ in self._parts(row, first):
+                found[index].baddbmm_(shared[index, :, :, column : column + z.shape[2]], z.mT)
+        components = found.view(len(rows), self.heads, -1, self.width + 1)
+        share = weights[..., first:].sum(-1, keepdim=True)
+        out += components @ self.to_values + share * self.mean_value
+
+    def _parts(self, row: Row, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Components of columns from `first` on, a part at a time: see `hot_columns.components`.
+
+        The first column of each, float32 [groups, width + 1, n], and which of the n were escaped.
+        """
+        (data, pieces), end = gathered(row), row.length - row.waiting
+        parts = max(1, -(-(end - first) // SCRATCH))
+        size = -(-(end - first) // parts)
+        size += -size % 16 if size > 16 else 0
+        size += 16 * (size % 1024 == 0)
+        for column in range(first, end, size):
+            width = min(size, end - column)
+            z, escaped = scratch("z", self.groups, self.width + 1, width).zero_(), torch.zeros(width, dtype=torch.uint8)
+            fault = hot_columns.components(
+                data, pieces, column, self.places, self.order, self.escapes, z.numpy(), escaped.numpy()
+            )
+            refuse(fault)
+            yield column, z, escaped.nonzero()[:, 0]
+
+
+_HELD = threading.local()
+
+
+def scratch(name: str, *shape: int) -> Tensor:
+    """A float32 array that whoever asks next in this thread is given again: new memory costs more than its use."""
+    size = math.prod(shape)
+    held = getattr(_HELD, name, None)
+    if held is None or held.numel() < size:
+        held = torch.empty(size)
+        setattr(_HELD, name, held)
+    return held[:size].view(shape)
+
+
+def gathered(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """All coded bytes of a row, and where which lie: `data` and `pieces` of `hot_columns.components`."""
+    parts, pieces, at, column = [], [], 0, row.pads + row.first
+    for block in row.blocks:
+        (array,) = arrays_of(block.encoded)
+        pieces.append((at, column, block.tokens, block.encoded.shape[1]))
+        parts.append(array)
+        at, column = at + len(array), column + block.tokens
+    if row.loose is not None:
+        pieces.append((at, column, len(row.loose), 1))
+        parts.append(row.loose.flatten())
+    data = torch.cat(parts).numpy() if parts else np.zeros(0, np.uint8)
+    return data, np.array(pieces, np.int64).reshape(-1, 4)
+
+
+def scored(k: Tensor, q: Tensor, turn: Turn, column: int) -> Tensor:
+    """Scores of q [heads, queries, d] at keys [heads, d, n] that are the turn's from `column` on."""
+    if not isinstance(turn, RopeTurn):
+        return q @ k
+    out = q.new_empty(*q.shape[:2], k.shape[2])
+    hot_columns.scores(k.numpy(), q.contiguous().numpy(), *turn.columns, column, out.numpy())
+    return out
+
+
+def places_of(planes: Planes) -> hot_columns.Places:
+    """Planes as arrays."""
+    sizes = [len(plane.rows) for plane in planes.planes]
+    return hot_columns.Places(
+        size=np.array([plane.size for plane in planes.planes], np.int64),
+        start=np.cumsum([0, *sizes], dtype=np.int64),
+        row=torch.cat([plane.rows for plane in planes.planes]).numpy(),
+        up=torch.cat([plane.shift[:, 0] for plane in planes.planes]).numpy(),
+    )

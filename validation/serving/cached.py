@@ -1,0 +1,114 @@
+"""Speed and memory of the transformers cache beside `DynamicCache`, by the bytes that its decoded window may take.
+
+    python -m validation.serving.cached MODEL FILE.kv TEXT [--dtype bfloat16] [--batches 1,8] [--windows 0,16,all]
+
+All caches hold the same prompts; then each in turn takes one step, so that whatever else the machine does falls on all
+of them alike. The median of the steps' ratios is what counts. Times are of the processor, in one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
+
+from kvlab.base.errors import ParamsError
+from kvlab.cache.hf_cache import KVCache
+from kvlab.cache.transformers_cache import from_file
+
+MIB = 2**20
+WARM = 2  # steps that are not counted
+HEAD = "| batch | window stated, MiB | ms a step | of plain speed | coded | window | all, of plain | prefill, s |"
+
+
+class Line(NamedTuple):
+    """One cache: its window, times of its steps and of the prefill, and its bytes."""
+
+    window: str
+    steps: list[float]
+    prefill: float
+    coded: int
+    decoded: int
+
+
+@torch.inference_mode()
+def measured(model, caches: dict[str, Cache], prompts: Tensor, steps: int) -> list[Line]:
+    """Every cache filled with the prompts [batch, tokens], and then one step of each in turn."""
+    prefill = {name: timed(model, cache, prompts) for name, cache in caches.items()}
+    times: dict[str, list[float]] = {name: [] for name in caches}
+    for step in range(WARM + steps):
+        for name, cache in caches.items():
+            times[name].append(timed(model, cache, prompts[:, step : step + 1]))
+    return [Line(name, times[name][WARM:], prefill[name], *held(cache)) for name, cache in caches.items()]
+
+
+def timed(model, cache: Cache, ids: Tensor) -> float:
+    """Processor seconds of one call."""
+    start = time.process_time()
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return time.process_time() - start
+
+
+def held(cache: Cache) -> tuple[int, int]:
+    """Bytes as stored, and of what is decoded beside them."""
+    if isinstance(cache, KVCache):
+        return cache.nbytes, cache.working_bytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), 0
+
+
+def rows(batch: int, lines: list[Line]) -> Iterator[str]:
+    """Lines of the table; the first one is the plain cache."""
+    plain = lines[0]
+    for line in lines:
+        ratio = statistics.median(a / b for a, b in zip(plain.steps, line.steps, strict=True))
+        together = (line.coded + line.decoded) / plain.coded
+        cells = (
+            *(str(batch), line.window, f"{1e3 * statistics.median(line.steps):.0f}", f"{ratio:.2f}"),
+            *(f"{line.coded / MIB:.1f}", f"{line.decoded / MIB:.1f}", f"{together:.3f}", f"{line.prefill:.1f}"),
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def prompts_of(model: str, text: Path, batch: int, tokens: int) -> Tensor:
+    """Neighbouring pieces of a text, each an eighth of a prompt after the one before [batch, tokens]."""
+    ids = AutoTokenizer.from_pretrained(model)(text.read_text()).input_ids
+    apart = tokens // 8
+    if len(ids) < tokens + (batch - 1) * apart:
+        raise ParamsError(f"{text} has {len(ids)} tokens; {batch} prompts take {tokens + (batch - 1) * apart}")
+    return torch.tensor([ids[row * apart : row * apart + tokens] for row in range(batch)])
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--windows", default="0,16,all", help="MiB, or all")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=12)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
+    recipe, calibration = from_file(model, given.file)
+    print(HEAD, "|".join(["", *["---:"] * 8, ""]), sep="\n")
+    for batch in map(int, given.batches.split(",")):
+        caches: dict[str, Cache] = {"DynamicCache": DynamicCache()}
+        for name in given.windows.split(","):
+            window = None if name == "all" else int(float(name) * MIB)
+            caches[name] = KVCache(model, recipe, calibration, window_bytes=window)
+        prompts = prompts_of(given.model, given.text, batch, given.context)
+        print(*rows(batch, measured(model, caches, prompts, given.steps)), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
