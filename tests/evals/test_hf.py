@@ -133,13 +133,14 @@ def test_calibrated_codecs_too(hf_engine, tokenizer, tiny_calibration):
 
 
 def test_fires_that_are_due_are_counted_from_the_calls_alone():
-    def coder(per_token: bool, size: int | None, joiner: object = object()):
-        return SimpleNamespace(codec=SimpleNamespace(per_token=per_token), size=size, joiner=joiner)
+    def coder(per_token: bool, size: int | None, joiner: object = object(), loose: int = 0):
+        return SimpleNamespace(codec=SimpleNamespace(per_token=per_token), size=size, joiner=joiner, loose=loose)
 
     assert expected_fires(coder(True, None), [30, 1, 1]) == 3
     assert expected_fires(coder(True, 8), [8, 1, 1]) == 3
     assert expected_fires(coder(True, 8), [7, 2]) == 3  # the second call ends a block and begins one
     assert expected_fires(coder(True, 8, None), [17, 1]) == 4
+    assert expected_fires(coder(True, 8, loose=4), [3, 1, 1, 9, 3]) == 6  # nine begin two blocks, wherever they come
     assert expected_fires(coder(False, 8), [7, 2, 6]) == 1
     assert expected_fires(coder(False, 8), [7, 2, 7]) == 2
 

@@ -163,7 +163,7 @@ class KVCache(Cache):
         # asked only while a row has no token yet: on an accelerator the question waits for the device
         asked = seen.mask is not None and any(row.held == 0 for row in rows)
         pads = new_pads(refuse_other_masks(seen.mask), rows, tokens) if asked else [0] * batch
-        whole = tokens > FEW or not passes_here(self._model)
+        whole = tokens > FEW or not self.get_seq_length() or not passes_here(self._model)
         if self._rotary is None:
             return Call(pads, [Straight()] * batch, whole)
         new = self._checked_positions(seen.positions, batch, tokens)
