@@ -103,9 +103,11 @@ class Chooser:
         level = torch.bmm(self.share, z.square())[:, 0]
         near = level - torch.bmm(self.toward_sink, z)[:, 0] + self.sink_square < SLACK * NEAR * level
         group, token = (beyond | near | (SLACK * level > LOUD)).nonzero().unbind(1)
-        own, number = z[group, :, token], self._steps_up(group, z[group, :, token], beyond[group, token])
+        own = z[group, :, token]
+        number = self._steps_up(group, own, beyond[group, token])
         cost, count, places = self._pairs(group, own)
-        number, scaled = self._scales(group, own, number, near[group, token], centred[group, token], cost)
+        about = near[group, token].nonzero().flatten()
+        number, scaled = self._scales(group, own, number, about, centred[group[about], token[about]], cost)
         plain, coefficients, size = self._without_tables(group, own, cost)
         untabled = Untabled(group[plain], token[plain], coefficients, size)
         number[plain], count[plain] = PLAIN, 0
@@ -116,16 +118,20 @@ class Chooser:
 
     def _pairs(self, group: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What vectors z [v, width] lose with pairs worth their price, how many [v], and their components [v, room]."""
-        over = z - torch.minimum(torch.maximum(z, self.first[group]), self.last[group])
-        excess = over.square() * self.energy[group]
+        over = z - z.clamp(self._of(self.first, group), self._of(self.last, group))
+        excess = over.square_().mul_(self._of(self.energy, group))
         saved, places = excess.topk(min(self.tails.room, self.width), dim=1)
-        worth = saved.cumsum(1) - self.prices[group, 1 : saved.shape[1] + 1]
+        worth = saved.cumsum(1) - self._of(self.prices, group)[:, 1 : saved.shape[1] + 1]
         best = torch.nn.functional.pad(worth, (1, 0)).max(1)
         return self.usual[group] + excess.sum(1) - best.values, best.indices, places
 
+    def _of(self, x: Tensor, group: Tensor) -> Tensor:
+        """Rows of x [groups, ..] for vectors of these groups; the one there is, not copied, where there is one."""
+        return x[group] if len(x) > 1 else x
+
     def _level(self, group: Tensor, z: Tensor) -> Tensor:
         """Levels of vectors z [v, width], row by row the same numbers however many there are [v]."""
-        return (self.share[group, 0] * z.square()).sum(1)
+        return (self._of(self.share[:, 0], group) * z.square()).sum(1)
 
     def _steps_up(self, group: Tensor, z: Tensor, beyond: Tensor) -> Tensor:
         """The number of the scale that vectors z [v, width] are large enough to be tried at, -1 for none [v]."""
@@ -138,12 +144,14 @@ class Chooser:
     ) -> tuple[Tensor, Tensor]:
         """The number of the scale that each vector is better coded at, -1 for none [v], and z at it [v, width].
 
-        `number` is what to try, those `near` the second mean about that; `cost` is brought down to what each loses.
+        `number` is what to try. The vectors of the places `near`, `centred` without the first mean, are tried about the
+        second one. `cost` is brought down to what each loses.
         """
-        z, trial = z.clone(), z.clone()
-        for own, matrix in enumerate(self.forward if near.any() else ()):
-            at = (near & (group == own)).nonzero().flatten()
-            about = product(centred[at] - self.shift[own], matrix.mT)
+        trial = z.clone() if len(near) else z
+        for own, matrix in enumerate(self.forward if len(near) else ()):
+            here = group[near] == own
+            at = near[here]
+            about = product(centred[here] - self.shift[own], matrix.mT)
             left = self._level(group[at], about)
             down = steps_down(left)
             closer = (down >= 0) & (left < NEAR * self._level(group[at], z[at]))
@@ -157,9 +165,10 @@ class Chooser:
         as_is = torch.minimum(as_is, cost[at])
         better = scaled < as_is
         cost[at] = torch.where(better, scaled, as_is)
-        z[at] = torch.where(better[:, None], trial, z[at])
         number[at] = torch.where(better, number[at], -1)
-        return number, z
+        out = torch.empty_like(z)
+        out[at] = trial  # of the others nothing is asked
+        return number, out
 
     def _without_tables(self, group: Tensor, z: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Places of the vectors that lose less without tables, their coefficients and their sizes."""
