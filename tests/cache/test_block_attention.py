@@ -170,3 +170,9 @@ def test_a_window_follows_what_generation_does(model, window):
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     caches[1].reset()
     assert (caches[1].nbytes, caches[1].working_bytes) == (0, 0)
+
+
+def test_what_stands_before_transformers_attention_says_whose_it_is(model):
+    """The witness asks a model which attention it called."""
+    KVCache(model, hadamard(4))
+    assert hf_attention.ALL_ATTENTION_FUNCTIONS["sdpa"].__name__ == "sdpa_attention_forward"

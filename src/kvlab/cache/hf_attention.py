@@ -8,6 +8,8 @@ in another way gets tensors always.
 
 from __future__ import annotations
 
+from functools import wraps
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -26,6 +28,7 @@ def register() -> None:
     if getattr(before, "kvlab", False):
         return
 
+    @wraps(before)  # its name too: whoever asks which attention ran is told whose it is
     def attention(module: nn.Module, query: Tensor, key, value, mask: Tensor | None, *args, **more):
         _SEEN.add(type(module))
         stored = isinstance(key, Stored) and isinstance(value, Stored)
