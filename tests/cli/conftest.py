@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import tiny
 from kvlab.cli import main as cli
 from kvlab.cli import snapshot as snapshot_verbs
 
@@ -19,6 +20,13 @@ def archive_file(tiny_model, tmp_path_factory) -> Path:
     given = [str(word) for key, value in words.items() for word in (f"--{key}", value)]
     cli.main(["calibrate", *given, "--out", str(folder / "archive.kv"), "--decoder", str(folder / "decoder.kv")])
     return folder / "archive.kv"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A text to score and another to calibrate on."""
+    folder = tmp_path_factory.mktemp("texts")
+    return tiny.write_text(folder / "scored.txt"), tiny.write_text(folder / "calibration.txt", seed=1)
 
 
 loaded = functools.cache(snapshot_verbs._model)

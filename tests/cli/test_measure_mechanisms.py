@@ -6,20 +6,12 @@ import json
 
 import pytest
 
-import tiny
 from kvlab.attention import hf
 from kvlab.attention.patterns import Full
 from kvlab.cli import main as cli
 from kvlab.lab.latent import LatentCoder
 
 SPARSE, LATENT = "block_sparse:block=8,top_k=1,window=8", "latent:rank=32"
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """A text to score and another to calibrate on."""
-    folder = tmp_path_factory.mktemp("texts")
-    return tiny.write_text(folder / "scored.txt"), tiny.write_text(folder / "calibration.txt", seed=1)
 
 
 @pytest.fixture

@@ -19,13 +19,6 @@ from kvlab.stats import kl_scale
 from kvlab.text.excerpts import refuse_overlap, windows_of
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """A text to score and another to calibrate on."""
-    folder = tmp_path_factory.mktemp("texts")
-    return tiny.write_text(folder / "scored.txt"), tiny.write_text(folder / "calibration.txt", seed=1)
-
-
 @pytest.fixture
 def run(tiny_model, texts, capsys):
     """Exit code, stdout and stderr of `kvlab measure MODEL` on small windows."""

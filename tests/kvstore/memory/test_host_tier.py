@@ -71,6 +71,17 @@ def test_the_one_used_longest_ago_goes():
     tier.close()
 
 
+def test_a_page_that_was_asked_for_does_not_go_next():
+    tier = HostTier(2 * 64)
+    tier.offload("a", page(1))
+    tier.offload("b", page(2))
+    tier.prefetch("a")
+    tier.offload("c", page(3))
+    assert [name in tier for name in "abc"] == [True, False, True]
+    assert torch.equal(tier.fetch("a"), page(1)) and tier.traffic.early == 1
+    tier.close()
+
+
 def test_a_page_beyond_the_budget_is_refused_and_nothing_goes(tier):
     tier.offload("a", page(1))
     with pytest.raises(PoolExhausted, match="1200 bytes"):

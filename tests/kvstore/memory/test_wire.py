@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.base.errors import CalibrationMismatch, StreamError, UserError
-from kvlab.kvstore.memory.wire import ALIGN, DTYPES, Head, pack, write
+from kvlab.kvstore.memory.wire import ALIGN, DTYPES, MAGIC, VERSION, Head, digest, pack, write
+from kvlab.kvstore.memory.wire import HEAD as HEAD_FIELDS
 from kvlab.kvstore.memory.wire_read import Received, read, unpack
 from kvlab.kvstore.paging.geometry import same_bits
 
@@ -181,3 +182,14 @@ def test_a_head_that_cannot_be_is_refused():
     for wrong in ({"layers": -1}, {"dtype": "float64"}, {"codec": "klt"}, {"rotary": "later"}):
         with pytest.raises(UserError):
             pack(replace(HEAD, **wrong), {})
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"\xff", b'{"model": 1}', b'{"layers": 10'])
+def test_a_head_whose_digest_is_right_and_that_says_nothing_is_refused(text):
+    """Without a key anybody can compute a digest."""
+    start = digest(b"", HEAD_FIELDS.pack(MAGIC, VERSION, 0, len(text), 0), text)
+    raw = HEAD_FIELDS.pack(MAGIC, VERSION, 0, len(text), start) + text
+    forged = raw + bytes(-len(raw) % ALIGN)
+    for reader in (unpack, lambda data: dict(read(io.BytesIO(data)))):
+        with pytest.raises(StreamError, match="does not say"):
+            reader(forged)

@@ -109,6 +109,7 @@ class HostTier:
     def prefetch(self, key: Hashable) -> None:
         """Begin to copy a page back, for a `fetch` that comes later; `PagerError` for one that is not here."""
         held = self._known(key)
+        self._held.move_to_end(key)  # what is about to be used does not go for want of room
         if key not in self._coming:
             start = self._thread.submit if self._thread else (lambda copy, page: copy(page))
             self._coming[key] = start(self._copy_back, held)

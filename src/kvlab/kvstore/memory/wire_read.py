@@ -110,8 +110,9 @@ def read(
     The last `next` raises `StreamError` where the stream was cut: what came before was right, and not all.
     """
     raw = taken(source, HEAD.size)
-    raw += taken(source, (size := HEAD.unpack(raw)[3] if raw[:8] == MAGIC else 0) and min(size, MOST_TEXT))
-    raw += taken(source, -len(raw) % ALIGN)
+    if raw[: len(MAGIC)] == MAGIC:  # else `head_of` says what is wrong
+        raw += taken(source, min(HEAD.unpack(raw)[3], MOST_TEXT))
+        raw += taken(source, -len(raw) % ALIGN)
     head, start, _ = head_of(memoryview(raw), key)
     refuse_other(head, model, codec)
     table, place = [], len(raw)
@@ -161,7 +162,10 @@ def head_of(data: memoryview, key: bytes) -> tuple[Head, int, int]:
         raise StreamError("the head of the stream is damaged or cut")
     if promised != digest(key, HEAD.pack(MAGIC, version, zero, size, 0), text):
         raise StreamError("the head of the stream is damaged, or was written with another key")
-    head = Head(**json.loads(bytes(text)))
+    try:
+        head = Head(**json.loads(bytes(text)))
+    except (TypeError, ValueError):  # a digest without a key can be computed by anybody
+        raise StreamError("the head of the stream does not say what the stream is of") from None
     check_head(head, StreamError)
     return head, promised, first
 
