@@ -11,10 +11,11 @@ from kvlab.cache.pages.numba_rows import arrays_of
 from kvlab.cache.pages.rows import KltRows
 from kvlab.codec.base import all_finite
 from kvlab.codec.klt.codec import Plan
-from kvlab.codec.klt.grouping import joined
+from kvlab.codec.klt.grouping import centred
 from kvlab.codec.klt.scales import LOUD, NEAR
 
 SLACK = 1.02  # more than the chooser's own: what it would look at is looked at
+NARROW = 1e-4  # of the range that the chooser does not look at, which rounds it otherwise
 
 
 class QuickRows(KltRows):
@@ -32,7 +33,7 @@ class QuickRows(KltRows):
     def encode(self, x: Tensor) -> Tensor:
         """See `pages.rows.Rows`."""
         plan, x = self.plan, x.float()
-        z = plan._components(joined(x, plan.groups) - plan.mean).contiguous()
+        z = plan._components(centred(x, plan.mean)).contiguous()
         if not all_finite(z):
             return super().encode(x)  # which says so
         count, rows = x.shape[1], plan.rows + plan.groups * plan.escaping
@@ -52,7 +53,8 @@ def usual_of(plan: Plan) -> hot_writing.Usual:
         none, nothing = np.zeros((0, 0), np.float32), np.zeros(0, np.float32)
         return hot_writing.Usual(none, none, none, none, nothing, 0.0, 0.0)
     choose = plan.choose
-    low, high = (part[..., 0].contiguous().numpy() for part in (choose.low, choose.high))
+    within = (choose.high - choose.low) * NARROW
+    low, high = (part.contiguous().numpy() for part in (choose.low + within, choose.high - within))
     share, toward = (part[:, 0].contiguous().numpy() for part in (choose.share, choose.toward_sink))
     return hot_writing.Usual(
         low, high, share, toward, choose.sink_square[:, 0].contiguous().numpy(), SLACK * NEAR, LOUD / SLACK

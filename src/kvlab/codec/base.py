@@ -158,6 +158,16 @@ def checked(x: Tensor, site: Site) -> Tensor:
     CodecNotActive
         When `x` is empty.
     """
+    x = shaped(x, site)
+    if not all_finite(x):
+        raise NonFinite(
+            f"layer {site.layer} {site.stream}: NaN or infinity came into the codec in window {site.window}"
+        )
+    return x
+
+
+def shaped(x: Tensor, site: Site) -> Tensor:
+    """`checked`, for a codec that finds NaN and infinity on its way."""
     if x.ndim != 3 or not x.is_floating_point():
         raise UserError(
             f"layer {site.layer} {site.stream}: a codec takes floating [heads, tokens, head_dim], given is"
@@ -165,12 +175,7 @@ def checked(x: Tensor, site: Site) -> Tensor:
         )
     if x.numel() == 0:
         raise CodecNotActive(f"layer {site.layer} {site.stream}: no values to code in window {site.window}")
-    x = x.detach().to(torch.float32)
-    if not all_finite(x):
-        raise NonFinite(
-            f"layer {site.layer} {site.stream}: NaN or infinity came into the codec in window {site.window}"
-        )
-    return x
+    return x.detach().to(torch.float32)
 
 
 def fitting(rows: Tensor, site: Site) -> Tensor:

@@ -66,10 +66,8 @@ def test_every_way_of_an_escape_fits_the_row():
     plan = codec.plan(LAYER, (HEADS, 1, DIM), torch.device("cpu"))
     symbols, escaped = plan.analyse(tokens(70), SITE)
     group, token = symbols[plan.rows :].nonzero().unbind(1)
-    own = symbols.take(plan._own(group, token, 70))
-    head = plan.tails._bits(group, own, 0, 8)
-    counts = (head[:, :3].long() << torch.arange(3)).sum(1)
-    numbers = (head[:, 3:].long() << torch.arange(5)).sum(1)
+    said = plan.tails.said(group, plan.vectors(symbols)[group, :, token])
+    counts, numbers = said.count, said.number
     assert escaped and (counts > 0).any() and ((counts == 0) & (numbers == 15)).any()
     assert ((counts == 0) & (numbers != 15)).any()
 

@@ -22,6 +22,7 @@ from kvlab.cache.pages.rotary import Unturned
 from kvlab.cache.pages.rows import rows_of
 from kvlab.cache.pages.triton_rows import TritonLoop
 from kvlab.codec.base import Site
+from kvlab.codec.klt.fields import Said
 from kvlab.codec.klt.scales import PLAIN, SCALES
 from kvlab.codec.registry import build
 from tiers import examples
@@ -39,9 +40,8 @@ def by_torch(plan, coded):
         if moved is not None:
             second[moved] = 1
         group, token = symbols[plan.rows :].nonzero().unbind(1)
-        head = plan.tails._bits(group, symbols.take(plan._own(group, token, len(coded))), 0, 8).long()
-        number = (head << torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])).split([3, 5], dim=1)
-        plain[group, token] = (number[0].sum(1) == 0) & (number[1].sum(1) == PLAIN)
+        said = plan.tails.said(group, plan.vectors(symbols)[group, :, token])
+        plain[group, token] = (said.count == 0) & (said.number == PLAIN)
     return z.unflatten(0, (plan.groups, -1)).mT, second, plain
 
 
@@ -81,13 +81,17 @@ def test_every_scale_and_every_number_of_pairs_is_read(heads):
     symbols = torch.cat((symbols, torch.ones(plan.groups, tokens, dtype=torch.uint8)))
     places = torch.randint(0, plan.width, (len(counts), plan.tails.room), generator=source)
     values = 1e3 * torch.randn(len(counts), plan.tails.room, generator=source)
+    none = torch.zeros(tokens - len(counts), plan.tails.room)
+    said = Said(
+        torch.cat((torch.zeros_like(numbers), counts)),
+        torch.cat((numbers, torch.zeros_like(counts))),
+        torch.zeros(tokens),
+        torch.cat((none.long(), places)),
+        torch.cat((none, values)),
+    )
     for number in range(plan.groups):
-        group, token = torch.full((tokens,), number), torch.arange(tokens)
-        at = plan._own(group, token, tokens)
-        scaled, paired = symbols.take(at).split([len(numbers), len(counts)])
-        first, last = group.split([len(numbers), len(counts)])
-        scaled = plan.tails.with_scales(first, scaled, numbers)
-        symbols.put_(at, torch.cat((scaled, plan.tails.with_pairs(last, paired, counts, places, values))))
+        own = plan.vectors(symbols)[number]
+        own[:] = plan.tails.write(torch.full((tokens,), number), own.mT, said, torch.zeros(0, plan.width)).mT
     coded = plan.planes.pack(symbols.T[..., None].contiguous())
     due, second, plain = by_torch(plan, coded)
     z = quick(rows).read(coded, torch.arange(tokens), 0)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvlab.cache.pages.klt_rows import IMPOSSIBLE, NO_PLAIN, OK, TOO_MANY
 from kvlab.codec.klt.bits import VALUE_BITS
-from kvlab.codec.klt.escapes import COUNT_BITS
+from kvlab.codec.klt.fields import COUNT_BITS
 from kvlab.codec.klt.scales import PLAIN, SCALE_BITS
 
 SCALE_END = COUNT_BITS + SCALE_BITS

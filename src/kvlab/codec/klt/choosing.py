@@ -14,40 +14,48 @@ import torch
 from torch import Tensor
 
 from kvlab.codec.klt.escapes import Spent, Tails, merged
+from kvlab.codec.klt.fields import Said
 from kvlab.codec.klt.nearest import Nearest
 from kvlab.codec.klt.scales import LOUD, NEAR, PLAIN, SCALES, steps_down, steps_up
 from kvlab.codec.products import product
 
 SLACK = 1.01  # of what is looked at, since products of many vectors round otherwise than those of few
-PATIENCE = 3.0  # a vector that loses so many times what is usual is tried without tables
+PATIENCE = 3.0  # a vector that loses so many times what is usual is tried without tables,
+HOPE = 0.75  # and this part of what Gaussian coefficients would then lose
 
 
-class Pairs(NamedTuple):
-    """Vectors with components stored apart: group, token and how many [v]; which ones, and their values [v, room]."""
+class Chosen(NamedTuple):
+    """Vectors that are escaped.
+
+    Parameters
+    ----------
+    group, token : Tensor
+        Which ones, int64 [v].
+    symbols : Tensor
+        What the tables make of them, uint8 [v, width].
+    said : Said
+        What their escapes say.
+    coefficients : Tensor
+        Of those without tables, in their order, float32 [p, width] (`plain`).
+    """
 
     group: Tensor
     token: Tensor
-    count: Tensor
-    places: Tensor
-    values: Tensor
+    symbols: Tensor
+    said: Said
+    coefficients: Tensor
+
+    @property
+    def components(self) -> int:
+        """How many components are stored apart; a vector at a scale or without tables counts as one."""
+        return int(self.said.count.clamp(min=1).sum())
 
 
-class Scaled(NamedTuple):
-    """Vectors at a scale: group, token and the scale's number [v]; what the tables code of them [v, width]."""
+class Trial(NamedTuple):
+    """Vectors tried at a scale: its number, -1 for none [v], and their components before that [v, width]."""
 
-    group: Tensor
-    token: Tensor
     number: Tensor
     z: Tensor
-
-
-class Untabled(NamedTuple):
-    """Vectors without tables: group, token [v], coefficients [v, width] and their sizes [v] (`plain`)."""
-
-    group: Tensor
-    token: Tensor
-    coefficients: Tensor
-    size: Tensor
 
 
 class Chooser:
@@ -73,7 +81,9 @@ class Chooser:
         self, groups: list[Spent], tails: Tails, table: Tensor, nearest: tuple[Nearest, ...], forward, shift: Tensor
     ):
         self.tails, self.table, self.nearest, self.forward, self.shift = tails, table, nearest, forward, shift
-        self.width, device = table.shape[1], table.device
+        width, device = table.shape[1], table.device
+        rows = torch.arange(table.shape[0] * width, device=device)
+        self.begin = table.shape[2] * rows.unflatten(0, (-1, width))
         energy = torch.stack([group.deviation.square() for group in groups])
         prices = torch.tensor(
             [
@@ -86,9 +96,12 @@ class Chooser:
         reach = (least[:, None] / energy).sqrt().float().to(device)
         ends = torch.stack([group.width for group in groups]).to(device)
         self.first, self.last = table[..., 0], table.gather(2, (1 << ends)[..., None] - 1)[..., 0]
-        self.low, self.high = (self.first - reach)[..., None], (self.last + reach)[..., None]
+        self.low, self.high = self.first - reach, self.last + reach
+        self.middle, self.by_reach = ((self.low + self.high) / 2)[..., None], (2 / (self.high - self.low))[..., None]
         self.prices, self.energy = prices.float().to(device), energy.float().to(device)
         self.usual = torch.tensor([usual(group) for group in groups], device=device)
+        plain = torch.tensor([own.expected for own in tails.plain], device=device)
+        self.expected = plain * self.energy.sum(1) if tails.plain else plain
         scaling = zip(groups, tails.lost_bits, strict=True)
         self.price_of_scale = torch.tensor([price(group, row[0]) for group, row in scaling], device=device)
         share = self.energy / self.energy.sum(1, keepdim=True)
@@ -97,100 +110,120 @@ class Chooser:
         self.sink_square = (share * sink[:, 0].square()).sum(1, keepdim=True)
         self.scales = SCALES.to(device)
 
-    def __call__(self, z: Tensor, centred: Tensor) -> tuple[Pairs, Scaled, Untabled]:
-        """The escapes of vectors without their mean [groups, n, width], whose components are z [groups, width, n]."""
-        beyond = ((z < self.low) | (z > self.high)).any(1)
+    def __call__(self, centred: Tensor, z: Tensor, symbols: Tensor) -> Chosen:
+        """The escapes of vectors without their mean [groups, n, width].
+
+        Their components are z, and what the tables make of these `symbols`, both [groups, width, n].
+        """
+        # arithmetic, since comparing every component takes four times as long
+        beyond = (z - self.middle).mul_(self.by_reach).abs_().amax(1) > 1
         level = torch.bmm(self.share, z.square())[:, 0]
         near = level - torch.bmm(self.toward_sink, z)[:, 0] + self.sink_square < SLACK * NEAR * level
         group, token = (beyond | near | (SLACK * level > LOUD)).nonzero().unbind(1)
-        own = z[group, :, token]
-        number = self._steps_up(group, own, beyond[group, token])
+        own, coded = z[group, :, token], symbols[group, :, token]
+        level = self._level(group, own)
         cost, count, places = self._pairs(group, own)
-        about = near[group, token].nonzero().flatten()
-        number, scaled = self._scales(group, own, number, about, centred[group[about], token[about]], cost)
-        plain, coefficients, size = self._without_tables(group, own, cost)
-        untabled = Untabled(group[plain], token[plain], coefficients, size)
-        number[plain], count[plain] = PLAIN, 0
-        at = ((number >= 0) & (number != PLAIN)).nonzero().flatten()
-        large = Scaled(group[at], token[at], number[at], scaled[at])
-        at = ((number < 0) & (count > 0)).nonzero().flatten()
-        return Pairs(group[at], token[at], count[at], places[at], own[at].gather(1, places[at])), large, untabled
-
-    def _pairs(self, group: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What vectors z [v, width] lose with pairs worth their price, how many [v], and their components [v, room]."""
-        over = z - z.clamp(self._of(self.first, group), self._of(self.last, group))
-        excess = over.square_().mul_(self._of(self.energy, group))
-        saved, places = excess.topk(min(self.tails.room, self.width), dim=1)
-        worth = saved.cumsum(1) - self._of(self.prices, group)[:, 1 : saved.shape[1] + 1]
-        best = torch.nn.functional.pad(worth, (1, 0)).max(1)
-        return self.usual[group] + excess.sum(1) - best.values, best.indices, places
+        number = self._steps_up(level, beyond[group, token])
+        about, trial = near[group, token].nonzero().flatten(), own
+        if len(about):
+            down, trial = self._about_sink(group[about], level[about], centred[group[about], token[about]]), own.clone()
+            number[about] = torch.where(down.number >= 0, down.number, number[about])
+            trial[about] = torch.where(down.number[:, None] >= 0, down.z, own[about])
+        number, coded = self._scales(group, own, coded, trial, number, cost)
+        plain, coefficients, plain_size = self._without_tables(group, own, level, cost)
+        size = torch.zeros_like(cost)
+        number[plain], size[plain] = PLAIN, plain_size
+        count = torch.where(number < 0, count, 0)
+        at = ((number >= 0) | (count > 0)).nonzero().flatten()
+        places = places[at]
+        said = Said(count[at], number[at], size[at], places, own[at].gather(1, places))
+        return Chosen(group[at], token[at], coded[at], said, coefficients)
 
     def _of(self, x: Tensor, group: Tensor) -> Tensor:
         """Rows of x [groups, ..] for vectors of these groups; the one there is, not copied, where there is one."""
         return x[group] if len(x) > 1 else x
 
+    def _own(self, group: Tensor, number: int) -> Tensor | slice:
+        """Which vectors are of one group."""
+        return (group == number).nonzero().flatten() if len(self.nearest) > 1 else slice(None)
+
     def _level(self, group: Tensor, z: Tensor) -> Tensor:
         """Levels of vectors z [v, width], row by row the same numbers however many there are [v]."""
         return (self._of(self.share[:, 0], group) * z.square()).sum(1)
 
-    def _steps_up(self, group: Tensor, z: Tensor, beyond: Tensor) -> Tensor:
-        """The number of the scale that vectors z [v, width] are large enough to be tried at, -1 for none [v]."""
-        level = self._level(group, z)
+    def _pairs(self, group: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What vectors z [v, width] lose with pairs worth their price, how many [v], and their components [v, room]."""
+        over = z - z.clamp(self._of(self.first, group), self._of(self.last, group))
+        excess = over.square_().mul_(self._of(self.energy, group))
+        saved, places = excess.topk(self.tails.room, dim=1)
+        worth = saved.cumsum(1) - self._of(self.prices, group)[:, 1:]
+        best = torch.nn.functional.pad(worth, (1, 0)).max(1)
+        return self._of(self.usual, group) + excess.sum(1) - best.values, best.indices, places
+
+    def _steps_up(self, level: Tensor, beyond: Tensor) -> Tensor:
+        """The number of the scale that vectors of these levels are large enough to be tried at, -1 for none [v]."""
         up = steps_up(level)
         return torch.where((up > 0) & (beyond | (level > LOUD)), PLAIN + up, -1)
 
+    def _about_sink(self, group: Tensor, level: Tensor, centred: Tensor) -> Trial:
+        """Vectors without the first mean [v, width], tried about the second one where that brings their level down."""
+        z = torch.empty_like(centred)
+        for number, matrix in enumerate(self.forward):
+            at = self._own(group, number)
+            z[at] = product(centred[at] - self.shift[number], matrix.mT)
+        left = self._level(group, z)
+        return Trial(torch.where(left < NEAR * level, steps_down(left), -1), z)
+
     def _scales(
-        self, group: Tensor, z: Tensor, number: Tensor, near: Tensor, centred: Tensor, cost: Tensor
+        self, group: Tensor, z: Tensor, symbols: Tensor, trial: Tensor, number: Tensor, cost: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The number of the scale that each vector is better coded at, -1 for none [v], and z at it [v, width].
+        """The number of the scale that each vector z is better coded at, -1 for none [v], and its symbols [v, width].
 
-        `number` is what to try. The vectors of the places `near`, `centred` without the first mean, are tried about the
-        second one. `cost` is brought down to what each loses.
+        `trial` is to be tried at the scales `number`. `cost` is brought down to what each loses.
         """
-        trial = z.clone() if len(near) else z
-        for own, matrix in enumerate(self.forward if len(near) else ()):
-            here = group[near] == own
-            at = near[here]
-            about = product(centred[here] - self.shift[own], matrix.mT)
-            left = self._level(group[at], about)
-            down = steps_down(left)
-            closer = (down >= 0) & (left < NEAR * self._level(group[at], z[at]))
-            number[at] = torch.where(closer, down, number[at])
-            trial[at] = torch.where(closer[:, None], about, trial[at])
         at = (number >= 0).nonzero().flatten()
-        group, scale = group[at], self.scales[number[at]]
+        if not len(at):
+            return number, symbols
+        group, scale, as_is = group[at], self.scales[number[at]], symbols[at]
         trial = trial[at] / scale[:, None]
-        as_is = self._error(group, z[at])
-        scaled = (self._error(group, trial) + self.price_of_scale[group]) * scale.square()
-        as_is = torch.minimum(as_is, cost[at])
-        better = scaled < as_is
-        cost[at] = torch.where(better, scaled, as_is)
+        tried = self._symbols(group, trial)
+        scaled = (self._error(group, trial, tried) + self._of(self.price_of_scale, group)) * scale.square()
+        unscaled = torch.minimum(self._error(group, z[at], as_is), cost[at])
+        better = scaled < unscaled
+        cost[at] = torch.where(better, scaled, unscaled)
         number[at] = torch.where(better, number[at], -1)
-        out = torch.empty_like(z)
-        out[at] = trial  # of the others nothing is asked
-        return number, out
+        return number, symbols.index_copy(0, at, torch.where(better[:, None], tried, as_is))
 
-    def _without_tables(self, group: Tensor, z: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Places of the vectors that lose less without tables, their coefficients and their sizes."""
-        tried = (cost > PATIENCE * self.usual[group]).nonzero().flatten()
+    def _without_tables(self, group: Tensor, z: Tensor, level: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Places of the vectors that lose less without tables, their coefficients and their sizes.
+
+        Those are tried that lose much, and at least a good part of what is to be expected without tables.
+        """
+        if not self.tails.plain:
+            return torch.empty_like(group[:0]), z[:0], cost[:0]
+        hope = HOPE * level * self._of(self.expected, group)
+        tried = (cost > torch.maximum(hope, PATIENCE * self._of(self.usual, group))).nonzero().flatten()
         found = [(tried[:0], z[:0], cost[:0])]
-        for number, own in enumerate(self.tails.plain):
-            at = tried[group[tried] == number]
+        for number, own in enumerate(self.tails.plain if len(tried) else ()):
+            at = tried[self._own(group[tried], number)]
             if len(at):
                 coefficients, size = own.turned(z[at])
                 better = own.error(coefficients, size) < cost[at]
                 found.append((at[better], coefficients[better], size[better]))
         return tuple(map(torch.cat, zip(*found, strict=True)))
 
-    def _error(self, group: Tensor, z: Tensor) -> Tensor:
-        """Squared error of vectors z [v, width] by their tables alone [v]."""
-        error = torch.empty_like(z[:, 0])
-        for number, (nearest, table) in enumerate(zip(self.nearest, self.table, strict=True)):
-            at = (group == number).nonzero().flatten()
-            own = z[at].mT.contiguous()
-            apart = own - table.gather(1, nearest(own).long())
-            error[at] = (apart.square() * self.energy[number, :, None]).sum(0)
-        return error
+    def _symbols(self, group: Tensor, z: Tensor) -> Tensor:
+        """What the tables make of vectors z, uint8 [v, width]."""
+        symbols = torch.empty_like(z, dtype=torch.uint8)
+        for number, nearest in enumerate(self.nearest):
+            at = self._own(group, number)
+            symbols[at] = nearest(z[at].mT.contiguous()).mT
+        return symbols
+
+    def _error(self, group: Tensor, z: Tensor, symbols: Tensor) -> Tensor:
+        """Squared error of vectors z by the tables' symbols [v, width], [v]."""
+        apart = z - self.table.take(self._of(self.begin, group) + symbols)
+        return (apart.square_() * self._of(self.energy, group)).sum(1)
 
 
 def price(group: Spent, lost: Tensor) -> float:

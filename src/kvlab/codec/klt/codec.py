@@ -28,16 +28,17 @@ from kvlab.codec.base import (
     all_finite,
     block_index,
     checked,
+    shaped,
     stored,
     uncalibrated,
 )
 from kvlab.codec.klt import escapes
 from kvlab.codec.klt.ablation import asked
 from kvlab.codec.klt.allocation import shared
-from kvlab.codec.klt.choosing import Chooser, Pairs, Scaled, Untabled
+from kvlab.codec.klt.choosing import Chooser
 from kvlab.codec.klt.components import Components
 from kvlab.codec.klt.escapes import Spent, last_spent
-from kvlab.codec.klt.grouping import joined
+from kvlab.codec.klt.grouping import centred
 from kvlab.codec.klt.marginal import MAX_WIDTH, Marginals
 from kvlab.codec.klt.nearest import Nearest
 from kvlab.codec.klt.synthesis import Decoding, Synthesis
@@ -75,7 +76,7 @@ class KltCodec:
     @torch.no_grad()
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """See `Codec.encode`."""
-        rows, plan = checked(x, site), self.plan(site.layer, x.shape, x.device)
+        rows, plan = shaped(x, site), self.plan(site.layer, x.shape, x.device)
         if not isinstance(plan, Plan):
             raise CalibrationMismatch(
                 f"the calibration holds what decodes layer {site.layer} alone, and a tensor is to be encoded; give the"
@@ -265,48 +266,39 @@ class Plan(Synthesis):
         Raises
         ------
         NonFinite
-            When a component does not fit float32; names layer, stream and window.
+            When a value is NaN or infinite, or a component does not fit float32; names layer, stream and window.
         """
         tokens = x.shape[1]
-        centred = joined(x, self.groups) - self.mean
-        z = self._components(centred)
+        own = centred(x, self.mean)
+        z = self._components(own)
         if not all_finite(z):
+            checked(x, site)
             raise NonFinite(
                 f"layer {site.layer} {site.stream}: a value in window {site.window} is so large that its components"
                 f" do not fit float32"
             )
         if not self.escaping:
             return self._symbols(z), 0
-        pairs, scaled, plain = self.choose(z, centred)
-        z[scaled.group, :, scaled.token] = scaled.z
         symbols = torch.cat((self._symbols(z), z.new_zeros(self.groups, tokens, dtype=torch.uint8)))
-        self._escape(symbols, pairs, scaled, plain)
-        return symbols, int(pairs.count.sum()) + len(scaled.group) + len(plain.group)
+        vectors = self.vectors(symbols)
+        found = self.choose(own, z, vectors)
+        if len(found.group):
+            written = self.tails.write(found.group, found.symbols, found.said, found.coefficients)
+            vectors[found.group, :, found.token] = written
+            symbols[self.rows + found.group, found.token] = 1
+        return symbols, found.components
 
     def _symbols(self, z: Tensor) -> Tensor:
         """Places in the tables of components [groups, width, n], uint8 [groups * width, n]."""
         found = [nearest(own) for nearest, own in zip(self.nearest, z, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _components(self, centred: Tensor) -> Tensor:
+    def _components(self, vectors: Tensor) -> Tensor:
         """Standardised components [groups, width, n] of vectors without their mean [groups, n, width]."""
-        tokens = centred.shape[1]
+        tokens = vectors.shape[1]
         if tokens < FEW:
-            centred = torch.nn.functional.pad(centred, (0, 0, 0, FEW - tokens))
-        return torch.bmm(self.forward, centred.mT)[..., :tokens]
-
-    def _escape(self, symbols: Tensor, pairs: Pairs, scaled: Scaled, plain: Untabled) -> None:
-        """Write escapes into symbols [rows, n]."""
-        ways = (
-            (pairs, lambda own: self.tails.with_pairs(pairs.group, own, pairs.count, pairs.places, pairs.values)),
-            (scaled, lambda own: self.tails.with_scales(scaled.group, own, scaled.number)),
-            (plain, lambda _: self.tails.without_tables(plain.group, plain.coefficients, plain.size)),
-        )
-        for found, write in ways:
-            if len(found.group):
-                at = self._own(found.group, found.token, symbols.shape[1])
-                symbols.put_(at, write(symbols.take(at)))
-                symbols[self.rows + found.group, found.token] = 1
+            vectors = torch.nn.functional.pad(vectors, (0, 0, 0, FEW - tokens))
+        return torch.bmm(self.forward, vectors.mT)[..., :tokens]
 
 
 def vector_bits(recipe: KltStream, heads: int, head_dim: int) -> int:

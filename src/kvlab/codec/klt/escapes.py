@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from kvlab.base.errors import StreamError
-from kvlab.codec.klt.bits import VALUE_BITS, bits_of_value, low_bits, number_of, value_of
+from kvlab.codec.klt.bits import VALUE_BITS
+from kvlab.codec.klt.fields import COUNT_BITS, PLAIN_BITS, Fields, Said
 from kvlab.codec.klt.plain import PlainGroup
 from kvlab.codec.klt.scales import PLAIN, SCALE_BITS, SCALES
 from kvlab.codec.stream.packing import bits_for
 
-COUNT_BITS, MOST = 3, 7
-PLAIN_BITS = COUNT_BITS + SCALE_BITS + VALUE_BITS
+MOST = 7
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ class Tails:
         self.heap, self.lost = values.to(device), self.lost_bits.to(torch.uint8).to(device)
         self.component, self.place = components.to(device), earlier.to(torch.uint8).to(device)
         self.scales, self.sizes = SCALES.to(device), self.sizes.to(device)
+        self.fields = Fields(components.shape[1], self.index_bits, self.room, device)
+        self.number = torch.arange(components.shape[1], device=device)
         self.plain: tuple[PlainGroup, ...] = ()
         if components.shape[1] >= PLAIN_BITS:
             taken = [torch.bincount(row[:PLAIN_BITS], minlength=self.width) for row in components]
@@ -115,45 +117,41 @@ class Tails:
         StreamError
             When a vector holds more escapes than there is room for, or one that cannot be.
         """
-        head = self._bits(group, symbols, 0, COUNT_BITS + SCALE_BITS)
-        count = number_of(head[:, :COUNT_BITS])
+        said = self.said(group, symbols)
+        count = said.count
         if int(count.max()) > self.room:
             raise StreamError(f"a vector holds {int(count.max())} escapes where there is room for {self.room}")
-        number = torch.where(count == 0, number_of(head[:, COUNT_BITS:]), -1)
+        whole = count == 0
         z = self.heap.take(self.start[group, count] + (symbols >> self.lost[group, count]))
-        z *= torch.where(number < 0, 1.0, self.scales[number])[:, None]
-        self._put_pairs(z, group, symbols, count)
-        self._put_plain(z, group, symbols, (number == PLAIN).nonzero().flatten())
-        return z, (number >= 0) & (number < PLAIN)
+        z *= torch.where(whole, self.scales[said.number], 1.0)[:, None]
+        z = self._with_pairs(z, said)
+        self._put_plain(z, group, symbols, said.size, (whole & (said.number == PLAIN)).nonzero().flatten())
+        return z, whole & (said.number < PLAIN)
 
-    def _bits(self, group: Tensor, symbols: Tensor, first: int, last: int) -> Tensor:
-        """What lies at the escapes' bits `first` to `last` of vectors, uint8 [v, last - first]."""
-        return symbols.gather(1, self.component[group, first:last]) >> self.place[group, first:last] & 1
+    def said(self, group: Tensor, symbols: Tensor) -> Said:
+        """What escaped vectors' symbols uint8 [v, width] say, whether or not that can be."""
+        component, place = self._of(self.component, group), self._of(self.place, group)
+        return self.fields.read(symbols.gather(1, component) >> place & 1)
 
-    def _put_pairs(self, z: Tensor, group: Tensor, symbols: Tensor, count: Tensor) -> None:
-        """Put the values of pairs into components z [v, width]."""
-        most, own = int(count.max()), count.nonzero().flatten()
-        if not most:
-            return
-        bits = self._bits(group[own], symbols[own], COUNT_BITS, COUNT_BITS + most * (self.index_bits + VALUE_BITS))
-        pairs = bits.unflatten(1, (most, -1))
-        there = torch.arange(most, device=bits.device) < count[own, None]
-        place = torch.where(there, number_of(pairs[..., : self.index_bits]), -1)
-        value = value_of(pairs[..., self.index_bits :])
-        if int(place.max()) >= self.width or not torch.isfinite(value[there]).all():
+    def _of(self, x: Tensor, group: Tensor) -> Tensor:
+        """Rows of x [groups, ..] for vectors of these groups; the one there is, not copied, where there is one."""
+        return x[group] if len(x) > 1 else x.expand(len(group), -1)
+
+    def _with_pairs(self, z: Tensor, said: Said) -> Tensor:
+        """Components z [v, width] with the values of pairs; the last one where a forged stream names one twice."""
+        there = self.number[: self.room] < said.count[:, None]
+        if (there & ((said.places >= self.width) | ~said.values.isfinite())).any():
             raise StreamError("an escape names a component or holds a value that cannot be")
-        for pair in range(most):  # one after the other: a forged stream may name a component twice
-            at = there[:, pair].nonzero().flatten()
-            z[own[at], place[at, pair]] = value[at, pair]
+        z, places = torch.nn.functional.pad(z, (0, 1)), torch.where(there, said.places, self.width)
+        return z.scatter_(1, places, said.values)[:, : self.width]
 
-    def _put_plain(self, z: Tensor, group: Tensor, symbols: Tensor, which: Tensor) -> None:
+    def _put_plain(self, z: Tensor, group: Tensor, symbols: Tensor, size: Tensor, which: Tensor) -> None:
         """Put vectors without tables into z, those of the places `which`."""
         if not len(which):
             return
         if not self.plain:
             raise StreamError("a vector says that it has no tables, and has no room for that")
-        group, symbols = group[which], symbols[which]
-        size = value_of(self._bits(group, symbols, COUNT_BITS + SCALE_BITS, PLAIN_BITS))
+        group, symbols, size = group[which], symbols[which], size[which]
         if not torch.isfinite(size).all():
             raise StreamError("a vector without tables is of a size that cannot be")
         for number, own in enumerate(self.plain):
@@ -163,41 +161,25 @@ class Tails:
 
     # ---------------------------------------------------------------------------------------- writing
 
-    def with_pairs(self, group: Tensor, symbols: Tensor, count: Tensor, places: Tensor, values: Tensor) -> Tensor:
-        """Symbols uint8 [v, width] of vectors of the given groups [v], pairs in place of the bits given up.
+    def write(self, group: Tensor, symbols: Tensor, said: Said, coefficients: Tensor) -> Tensor:
+        """Symbols uint8 [v, width] of vectors of these groups [v], with what is said in the place of bits given up.
 
-        Parameters
-        ----------
-        count : Tensor
-            Pairs of each vector, 1 to `room` [v].
-        places, values : Tensor
-            Their components and the standardised values of these [v, room]; what is after `count` is not looked at.
+        Of vectors without tables, whose `coefficients` [p, width] are given in their order, no bit of a symbol is left.
         """
-        pairs = torch.cat((low_bits(places, self.index_bits), bits_of_value(values)), dim=2).flatten(1)
-        return self._put(group, symbols, count, torch.cat((low_bits(count, COUNT_BITS), pairs), dim=1))
+        plain = ((said.count == 0) & (said.number == PLAIN)).nonzero().flatten()
+        lost, taken = self.lost[group, said.count], self.sizes[said.count]
+        kept = symbols >> lost << lost
+        if len(plain):
+            kept[plain], taken[plain] = self._without_tables(group[plain], coefficients, said.size[plain]), PLAIN_BITS
+        bits = self.fields.write(said) * (self.number < taken[:, None])
+        component, place = self._of(self.component, group), self._of(self.place, group)
+        return kept.scatter_add_(1, component, bits.to(torch.uint8) << place)
 
-    def with_scales(self, group: Tensor, symbols: Tensor, number: Tensor) -> Tensor:
-        """The same with the numbers of scales [v] there."""
-        none = torch.zeros_like(number)
-        bits = torch.cat((low_bits(none, COUNT_BITS), low_bits(number, SCALE_BITS)), dim=1)
-        return self._put(group, symbols, none, bits)
-
-    def _put(self, group: Tensor, symbols: Tensor, count: Tensor, bits: Tensor) -> Tensor:
-        """Symbols with `bits` in the place of what vectors of these counts give up."""
-        bits = bits * (torch.arange(bits.shape[1], device=bits.device) < self.sizes[count][:, None])
-        lost, at = self.lost[group, count], slice(bits.shape[1])
-        return (symbols >> lost << lost).scatter_add_(
-            1, self.component[group, at], bits.to(torch.uint8) << self.place[group, at]
-        )
-
-    def without_tables(self, group: Tensor, coefficients: Tensor, size: Tensor) -> Tensor:
+    def _without_tables(self, group: Tensor, coefficients: Tensor, size: Tensor) -> Tensor:
         """Symbols uint8 [v, width] of coefficients [v, width] of vectors of these sizes [v] (`plain`)."""
-        none, number = torch.zeros_like(group), torch.full_like(group, PLAIN)
-        head = torch.cat((low_bits(none, COUNT_BITS), low_bits(number, SCALE_BITS), bits_of_value(size)), dim=1)
         symbols = torch.zeros(coefficients.shape, dtype=torch.uint8, device=size.device)
-        symbols.scatter_add_(1, self.component[group, :PLAIN_BITS], head << self.place[group, :PLAIN_BITS])
-        for own_group, own in enumerate(self.plain):
-            at = (group == own_group).nonzero().flatten()
+        for number, own in enumerate(self.plain):
+            at = (group == number).nonzero().flatten()
             if len(at):
                 bits = own.encode(coefficients[at], size[at]) << own.place
                 symbols[at] = symbols[at].scatter_add_(1, own.component.expand(len(at), -1), bits)

@@ -23,6 +23,13 @@ def joined(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)
 
 
+def centred(x: Tensor, mean: Tensor) -> Tensor:
+    """`joined` of x [heads, n, head_dim] less the groups' means [groups, 1, width], in one pass over both."""
+    apart = x.unflatten(0, (len(mean), -1)).transpose(1, 2)
+    out = torch.empty(apart.shape, dtype=x.dtype, device=x.device)
+    return torch.sub(apart, mean.unflatten(2, apart.shape[2:]), out=out).flatten(2)
+
+
 def parted(x: Tensor, heads: int) -> Tensor:
     """Vectors of groups [groups, n, width] as those of heads [heads, n, head_dim]."""
     return x.unflatten(2, (heads // x.shape[0], -1)).transpose(1, 2).flatten(0, 1)

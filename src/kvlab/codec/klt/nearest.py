@@ -34,17 +34,22 @@ class Nearest:
         below = counts.cumsum(1) - counts
         rank = torch.arange(edges.shape[1])[None, :] - below.gather(1, cell)
         self.below = below.to(torch.uint8)
-        self.inside = []
+        self.inside = torch.full((rows, CELLS), torch.inf)
+        self.further: list[tuple[Tensor, Tensor]] = []
         for depth in range(int(counts.max())):
             row, column = (real & (rank == depth)).nonzero().unbind(1)
             inside = torch.full((rows, CELLS), torch.inf)
             inside[row, cell[row, column]] = edges[row, column]
-            self.inside.append(inside)
+            if depth:
+                self.further.append((row.unique(), inside[row.unique()]))
+            else:
+                self.inside = inside
 
     def to(self, device: torch.device) -> Nearest:
         """Itself, moved."""
         self.scale, self.offset, self.below = (x.to(device) for x in (self.scale, self.offset, self.below))
-        self.inside = [edges.to(device) for edges in self.inside]
+        self.inside = self.inside.to(device)
+        self.further = [(rows.to(device), inside.to(device)) for rows, inside in self.further]
         return self
 
     def _cell(self, z: Tensor) -> Tensor:
@@ -54,6 +59,7 @@ class Nearest:
         """Indices uint8 of finite numbers float32 [rows, n]; the lower one on a tie."""
         cell = self._cell(z)
         index = self.below.gather(1, cell)
-        for edges in self.inside:
-            index += (z > edges.gather(1, cell)).view(torch.uint8)
+        index += (z > self.inside.gather(1, cell)).view(torch.uint8)
+        for rows, inside in self.further:  # a cell has several boundaries in few rows
+            index[rows] += (z[rows] > inside.gather(1, cell[rows])).view(torch.uint8)
         return index

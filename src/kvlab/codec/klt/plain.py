@@ -18,7 +18,7 @@ from torch import Tensor
 from kvlab.codec.klt.bits import bits_of_value, low_bits, number_of, value_of
 from kvlab.codec.klt.marginal import MAX_WIDTH
 from kvlab.codec.products import product
-from kvlab.codec.quantizer import gaussian_table, quantise
+from kvlab.codec.quantizer import gaussian_table, mse, quantise
 from kvlab.codec.seeding import generator
 
 
@@ -55,6 +55,8 @@ class PlainGroup:
         Where each bit of a vector lies, int64 and uint8 [bits].
     unit : float
         What root mean squares are multiples of, in the metric.
+    expected : float
+        The part of a vector's squared size in the metric that is its error where its coefficients are Gaussian.
     """
 
     def __init__(self, widths: Tensor, taken: Tensor, deviation: Tensor, device: torch.device):
@@ -65,6 +67,8 @@ class PlainGroup:
         bits, more = divmod(len(component), len(widths))
         self.parts = [(slice(more), min(bits + 1, MAX_WIDTH)), (slice(more, None), min(bits, MAX_WIDTH))]
         self.tables = [(gaussian_table(size) if size else torch.zeros(1)).float().to(device) for _, size in self.parts]
+        losses = [mse(table) for table in self.tables]
+        self.expected = (losses[0] * more + losses[1] * (len(widths) - more)) / len(widths)
         deviation = deviation.double().cpu()
         unit = deviation.square().mean().sqrt()
         self.unit = unit.item()

@@ -18,11 +18,12 @@ SIZES = (8, 4, 2, 1)
 
 @dataclass(frozen=True)
 class Plane:
-    """Digits of `size` bits: the rows that have one, and how far up the symbol it sits [rows, 1]."""
+    """Digits of `size` bits: the rows that have one, how far up the symbol it sits [rows, 1] and the byte [runs, 1]."""
 
     size: int
     rows: Tensor
     shift: Tensor
+    up: Tensor
 
     def bytes(self, tokens: int) -> int:
         """Bytes of the digits of `tokens` tokens."""
@@ -44,7 +45,12 @@ class Planes:
         self.rows = len(widths)
         found = [(size, (widths & size).nonzero().flatten()) for size in SIZES]
         self.planes = [
-            Plane(size, rows.to(device), (widths[rows] & (size - 1)).to(torch.uint8)[:, None].to(device))
+            Plane(
+                size,
+                rows.to(device),
+                (widths[rows] & (size - 1)).to(torch.uint8)[:, None].to(device),
+                torch.arange(0, 8, size, dtype=torch.uint8, device=device)[:, None],
+            )
             for size, rows in found
             if len(rows)
         ]
@@ -64,10 +70,7 @@ class Planes:
             if digits.shape[1] % runs:
                 digits = torch.nn.functional.pad(digits, (0, -digits.shape[1] % runs))
             digits = digits.unflatten(1, (runs, -1))
-            data = digits[:, 0]
-            for run in range(1, runs):
-                data = data | digits[:, run] << (run * plane.size)
-            parts.append(data)
+            parts.append(digits[:, 0] if runs == 1 else (digits << plane.up).sum(1, dtype=torch.uint8))
         return torch.cat(parts, dim=1)
 
     def unpack(self, data: Tensor, tokens: int) -> Tensor:
@@ -76,8 +79,7 @@ class Planes:
         parts = data.split([plane.bytes(tokens) for plane in self.planes], dim=1)
         for plane, part in zip(self.planes, parts, strict=True):
             mask = (1 << plane.size) - 1
-            runs = [part >> up & mask for up in range(0, 8, plane.size)] if plane.size < 8 else [part]
-            digits = torch.stack(runs, dim=1).flatten(1)[:, : len(plane.rows) * tokens]
-            digits = digits.unflatten(1, (len(plane.rows), tokens)) << plane.shift
-            symbols.index_add_(1, plane.rows, digits)
+            digits = part if plane.size == 8 else ((part[:, None] >> plane.up) & mask).flatten(1)
+            digits = digits[:, : len(plane.rows) * tokens].unflatten(1, (len(plane.rows), tokens))
+            symbols.index_add_(1, plane.rows, digits << plane.shift)
         return symbols

@@ -144,12 +144,10 @@ class Synthesis:
         group, token = symbols[self.rows :].nonzero().unbind(1)
         if not len(group):
             return None
-        own = self._own(group, token, z.shape[1])
-        values, second = self.tails.read(group, symbols.take(own))
-        z.put_(own, values)
+        values, second = self.tails.read(group, self.vectors(symbols)[group, :, token])
+        self.vectors(z)[group, :, token] = values
         return group[second], token[second]
 
-    def _own(self, group: Tensor, token: Tensor, tokens: int) -> Tensor:
-        """Flat places of vectors' components in an array of rows and `tokens` columns [v, width]."""
-        rows = group[:, None] * self.width + torch.arange(self.width, device=group.device)
-        return rows * tokens + token[:, None]
+    def vectors(self, rows: Tensor) -> Tensor:
+        """Those of all groups [groups, width, n] in the first of an array's rows [rows, n]; a view."""
+        return rows[: self.rows].unflatten(0, (self.groups, -1))
