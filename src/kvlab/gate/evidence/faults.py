@@ -215,8 +215,8 @@ def _pages(evidence: Evidence, row: Mapping, registry: Registry) -> Iterator[Rea
     backends = {name for mechanism in mechanisms_of(row, registry) if mechanism for name in mechanism.backends}
     if not backends:
         return
-    for name in ("backend", "pool", "served"):
-        if getattr(found, name) is None:
+    for name in ("codec", "backend", "pool", "served"):
+        if getattr(found, name) in NO_CODEC:
             said = "is not there; the mechanism is what the engine's own pages hold"
             yield Reason(code="evidence_pages", field=f"observed.{name}", said=said)
     if found.backend is not None and found.backend not in backends:
