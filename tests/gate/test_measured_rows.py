@@ -35,6 +35,8 @@ from kvlab.gate.evidence import BASELINE_RECIPE, measured, paired, parse
 from kvlab.gate.inputs import read_current
 from kvlab.gate.measured_rows import COPIED, RATES, band, current_of, rows_of, texts_hash, write
 from kvlab.gate.observations import band_of
+from kvlab.gate.page import page
+from kvlab.gate.summary import judged
 from kvlab.studies.mechanisms.plan import FIDELITY, METRICS, NEEDLE
 from kvlab.studies.mechanisms.records import read_mechanisms, write_mechanisms
 from kvlab.text import needles
@@ -173,6 +175,15 @@ def test_coded_pages_earn_support_by_the_engines_own_account(tmp_path):
     assert (found.earned, found.status, found.findings) == ("supported", "completed", ())
     (made,) = rows(PAGED, engine="vllm")
     assert made["capacity_tokens"] == PAGED.pool.capacity_tokens == 60 * 128
+
+
+def test_capacity_is_told_beside_the_engines_own(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps(rows(VLLM, PAGED, GOOD, engine="vllm")))
+    _, summary = judged(read_rows(tmp_path / "rows.json"), Context(REGISTRY))
+    told = {line.row_id.rpartition("/")[2]: line.capacity_ratio for line in summary.rows}
+    assert told == {"baseline": 1.0, "klt-4-pages": 60 / 16, "klt-4": None}
+    lines = {line["name"]: line["capacity"] for place in page(summary)["places"] for line in place["lines"]}
+    assert lines == {"baseline": "1.00", "kv_compression/klt_pages": "3.75", "kv_compression/klt": "–"}
 
 
 @pytest.mark.parametrize(
