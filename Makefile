@@ -80,11 +80,8 @@ bench-codec: $(READY)  ## every codec beside other libraries -> results/codec/BE
 		--archive calib/archive/$(MODEL)/hf.safetensors --model $(MODEL) --ladder results/ladder/$(MODEL) $(BENCH)
 
 bench-serving: $(READY)  ## vLLM's plain pages and coded ones under the same loads -> results/serving/CAPACITY.md (MODEL=SLUG)
-	@mkdir -p .runs/serving
-	@set -e; for bits in 2 4; do $(BIN)/python -m kvlab calibrate --model models/$(MODEL) --codec klt --bits $$bits \
-		--out .runs/serving/klt$$bits.kv; done
-	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m kvlab step serving models/$(MODEL) .runs/serving/klt2.kv \
-		.runs/serving/klt4.kv --out results/serving
+	@$(BIN)/snakemake results/capacity/$(MODEL)/CAPACITY.md $(ARGS)
+	@mkdir -p results/serving && cp results/capacity/$(MODEL)/CAPACITY.md results/serving/CAPACITY.md
 
 reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
 	$(BIN)/python -m kvlab step reference --out models/reference $(ARGS)

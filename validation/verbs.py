@@ -81,6 +81,14 @@ def serving_verb(args: argparse.Namespace) -> None:
     study(args.model_dir, args.recipes, args.out)
 
 
+def capacity_verb(args: argparse.Namespace) -> None:
+    """The same with what the pipeline calibrated, for the codecs that the gate's rows of pages are of."""
+    from kvlab.calibration.load import Fitted
+    from validation.serving.of_run import capacity
+
+    capacity(_params(args), Fitted(sigma=args.sigma, components=args.components), args.out)
+
+
 def soak_verb(args: argparse.Namespace) -> None:
     """Serve random requests together and each alone, and hold the answers against each other."""
     from kvlab.base.errors import Fault
@@ -110,6 +118,11 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
 }
 STEPS_OF_PARAMS: dict[Callable, list[Flag]] = {
     snapshot_cells_verb: [result("--out", "folder of SNAPSHOT.md and snapshot.csv")],
+    capacity_verb: [
+        path("--sigma", "what `kvlab step sigma` wrote"),
+        path("--components", "what `kvlab step components` wrote"),
+        result("--out", "folder of CAPACITY.md and capacity.json"),
+    ],
     planted_verb: [WINDOWS, result("--out", "folder of REPORT.md and planted.json")],
 }
 VERBS: dict[Callable, list[Flag]] = {

@@ -10,7 +10,7 @@ import polars as pl
 
 from kvlab.base.recipe import IDENTITY, digest
 from kvlab.base.records import Provenance, write_json
-from kvlab.base.testimony import Proof, Testimony
+from kvlab.base.testimony import Pool, Proof, Served, Testimony
 from kvlab.gate.measured_rows import RAN
 from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, NEEDLE
 from kvlab.studies.mechanisms.records import SCORES, EvalRun, MechanismRow, MechanismsRecord, Missing, write_mechanisms
@@ -146,6 +146,30 @@ OWN = row(
     kv_cache_dtype="fp8_e4m3",
     seconds=seconds(0.8),
 )
+PLAIN_POOL = Pool(
+    block_tokens=128,
+    block_bytes=128 * 2 * VALUES // CONTEXT,
+    block_values=128 * VALUES // CONTEXT,
+    cache_blocks=16,
+    cache_memory_bytes=16 * 128 * 2 * VALUES // CONTEXT,
+)
+"""vLLM's own pages in bfloat16."""
+PAGED = row(
+    "klt 4 pages",
+    "kv_compression",
+    "klt_pages",
+    4,
+    4.25,
+    fires=12,
+    codec="klt",
+    protocol="in_forward",
+    span="window",
+    kv_cache_dtype="uint8",
+    cache_class="Pages",
+    backend="kvlab.cache.pages.backend.PagesImpl",
+    pool=PLAIN_POOL.model_copy(update={"block_bytes": PLAIN_POOL.block_bytes * 17 // 64, "cache_blocks": 60}),
+    served=Served(recipe_id=digest({"label": "klt 4 pages"}), calibration=digest({"hf": "ca11"})),
+)
 ABSENT = Missing(
     label="fp8_e5m2", mechanism="kv_quantization", mechanism_variant="fp8_e5m2", reason="no AVX-512 |\n<b>here</b>"
 )
@@ -154,6 +178,7 @@ QUALITY = {
     "klt 4": {"kl": 0.002, "disagreeing": 0.01},
     "int 2": {"kl": 0.2, "disagreeing": 0.2, "lost": 80},
     "fp8_e4m3": {"kl": 0.0005, "disagreeing": 0.004},
+    "klt 4 pages": {"kl": 0.002, "disagreeing": 0.01},
 }
 
 

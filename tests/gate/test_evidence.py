@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvlab.base.errors import NonFinite, StorageError
 from kvlab.base.records import CANARY_MIN, write_json
 from kvlab.gate import reasons
+from kvlab.gate.audit.passing_case import BACKEND, POOL
 from kvlab.gate.catalogue.rows import checked_row
 from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.evidence import BASELINE_RECIPE, EvidenceError, build, parse, problems, read, status
@@ -111,6 +112,16 @@ def edited(path, value):
     return whole
 
 
+PAGES = {"mechanism_variant": "hadamard_pages", "kv_cache_dtype": "uint8", "codec": "hadamard"}
+
+
+def paged(**changes):
+    """The same codec's evidence where an engine's own pages hold what it writes, with something changed of them."""
+    served = {"recipe_id": IDENTITY["recipe_id"], "calibration": content()["identity"].get("calibration")}
+    found = {"kv_cache_dtype": "uint8", "codec": "hadamard", "backend": BACKEND, "pool": POOL, "served": served}
+    return evidence(observed=content()["observed"] | found | changes)
+
+
 ABSENT = object()
 RECALL = ("metrics", "needle_recall")
 LOWS, CHANGES = (list(needles()[part]["needle_recall"]["lows"]) for part in ("metrics", "paired"))
@@ -207,7 +218,17 @@ PLANTED = [
     ("evidence_codec_idle", forged(("observed", "codec"), "identity"), {"codec": "identity"}),
     ("evidence_codec_idle", forged(("observed", "codec"), ""), {"codec": None, "mechanism_variant": "fp8_e4m3"}),
     ("evidence_other_codec", forged(("observed", "codec"), "kivi"), {"codec": None}),
+    ("evidence_other_backend", paged(backend="kvlab.cache.pages.backend.Other"), PAGES),
+    ("evidence_other_served", paged(served={"recipe_id": IDENTITY["recipe_id"], "calibration": "other"}), PAGES),
+    ("evidence_other_served", paged(served={"recipe_id": "e" * 12, "calibration": None}), PAGES),
+    ("evidence_pages", paged(pool=None), PAGES),
+    ("evidence_pages", paged(backend=None), PAGES),
+    ("evidence_pages", paged(served=None), PAGES),
+    ("evidence_pages", evidence(), {"mechanism_variant": "hadamard_pages"}),  # of a codec that ran beside the cache
     ("evidence_contradicts_row", evidence(), {"kv_cache_dtype": "fp8"}),
+    ("evidence_contradicts_row", paged(), PAGES | {"capacity_tokens": 4 * 64 * 128}),
+    ("evidence_contradicts_row", paged(), PAGES | {"block_bytes": POOL["block_bytes"] // 2}),
+    ("evidence_contradicts_row", paged(), PAGES | {"backend": "kvlab.cache.pages.backend.Other"}),
     ("evidence_contradicts_row", evidence(), {"cache_class": "StaticCache"}),
     ("evidence_contradicts_row", evidence(), {"bits_per_value": 3.0}),
 ]
@@ -249,6 +270,12 @@ def test_a_cache_that_the_engine_stores_in_fewer_bits_needs_no_codec():
     fp8 = {"kv_cache_dtype": "fp8_e4m3", "codec": None}
     piece = evidence(observed=content()["observed"] | fp8 | {"fires": 0, "expected_fires": 0})
     assert problems(piece, row(mechanism_variant="fp8_e4m3", **fp8), REGISTRY, CURRENT) == []
+
+
+def test_pages_rest_on_what_the_engine_says_of_them():
+    assert problems(paged(), row(**PAGES), REGISTRY, CURRENT) == []
+    told = POOL | {"backend": BACKEND, "capacity_tokens": 64 * 128}
+    assert problems(paged(), row(**PAGES | told), REGISTRY, CURRENT) == []
 
 
 def test_reasons_are_one_line_and_name_what_was_found():

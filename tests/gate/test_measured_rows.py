@@ -8,7 +8,22 @@ import numpy as np
 import polars as pl
 import pytest
 
-from gate.planted_records import ABSENT, BASE, GOOD, LOSSY, NEEDLES, OWN, WINDOWS, plant, record, row, scores, table
+from gate.planted_records import (
+    ABSENT,
+    BASE,
+    GOOD,
+    LOSSY,
+    NEEDLES,
+    OWN,
+    PAGED,
+    PLAIN_POOL,
+    WINDOWS,
+    plant,
+    record,
+    row,
+    scores,
+    table,
+)
 from kvlab.base.errors import Fault, MixedIdentity, NonFinite, StaleResult, StorageError, UnknownName, WitnessDisagrees
 from kvlab.base.recipe import digest
 from kvlab.gate import registry
@@ -20,6 +35,8 @@ from kvlab.gate.evidence import BASELINE_RECIPE, measured, paired, parse
 from kvlab.gate.inputs import read_current
 from kvlab.gate.measured_rows import COPIED, RATES, band, current_of, rows_of, texts_hash, write
 from kvlab.gate.observations import band_of
+from kvlab.gate.page import page
+from kvlab.gate.summary import judged
 from kvlab.studies.mechanisms.plan import FIDELITY, METRICS, NEEDLE
 from kvlab.studies.mechanisms.records import read_mechanisms, write_mechanisms
 from kvlab.text import needles
@@ -141,6 +158,83 @@ def test_evidence_is_of_the_version_that_was_run():
 # ------------------------------------------------------------------------- what arrives, and how
 
 
+# ---------------------------------------------------------------------- pages of an engine's own
+
+
+def judged_pages(tmp_path, row=PAGED):
+    """What coded pages earn beside the engine as it is."""
+    (tmp_path / "rows.json").write_text(json.dumps(rows(VLLM, row, engine="vllm")))
+    return claims(read_rows(tmp_path / "rows.json"), Context(REGISTRY))["reference/vllm/klt-4-pages"]
+
+
+VLLM = BASE.model_copy(update={"pool": PLAIN_POOL, "backend": "vllm.CPUAttentionBackendImpl"})
+
+
+def test_coded_pages_earn_support_by_the_engines_own_account(tmp_path):
+    found = judged_pages(tmp_path)
+    assert (found.earned, found.status, found.findings) == ("supported", "completed", ())
+    (made,) = rows(PAGED, engine="vllm")
+    assert made["capacity_tokens"] == PAGED.pool.capacity_tokens == 60 * 128
+
+
+def test_capacity_is_told_beside_the_engines_own(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps(rows(VLLM, PAGED, GOOD, engine="vllm")))
+    _, summary = judged(read_rows(tmp_path / "rows.json"), Context(REGISTRY))
+    told = {line.row_id.rpartition("/")[2]: line.capacity_ratio for line in summary.rows}
+    assert told == {"baseline": 1.0, "klt-4-pages": 60 / 16, "klt-4": None}
+    lines = {line["name"]: line["capacity"] for place in page(summary)["places"] for line in place["lines"]}
+    assert lines == {"baseline": "1.00", "kv_compression/klt_pages": "3.75", "kv_compression/klt": "–"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"backend": "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"}, "backend_other"),
+        ({"backend": None}, "evidence_pages"),
+        ({"pool": None}, "evidence_pages"),
+        ({"served": None}, "evidence_pages"),
+        ({"served": PAGED.served.model_copy(update={"calibration": "another fit"})}, "evidence_other_served"),
+        ({"served": PAGED.served.model_copy(update={"recipe_id": "another one"})}, "evidence_other_served"),
+        ({"pool": PAGED.pool.model_copy(update={"block_bytes": 2 * PAGED.pool.block_bytes})}, "page_other"),
+        ({"pool": PAGED.pool.model_copy(update={"cache_blocks": 10**6})}, "capacity_other"),
+        ({"kv_cache_dtype": "bfloat16"}, "observed_dtype_other"),
+        ({"canary_kl": 0.0}, "evidence_canary"),
+        ({"codec": None, "canary_kl": None}, "evidence_pages"),
+    ],
+)
+def test_a_claim_of_pages_is_not_supported_without_them(tmp_path, changed, code):
+    found = judged_pages(tmp_path, PAGED.model_copy(update=changed))
+    assert code in found.codes | {reason.code for one in found.findings for reason in one.reasons}
+    assert found.earned != "supported"
+
+
+def test_what_ran_beside_the_cache_is_no_evidence_of_pages(tmp_path):
+    """The same codec, recipe and protocol through hooks: its evidence says so, and its row cannot be called pages."""
+    beside = PAGED.model_copy(
+        update={"backend": None, "pool": None, "served": None, "kv_cache_dtype": "bfloat16", "cache_class": "CPU"}
+    )
+    assert judged_pages(tmp_path, beside).earned == "unsupported"
+    whole, simulated = rows(PAGED, engine="vllm")[0], rows(beside, engine="vllm")[0]
+    (tmp_path / "rows.json").write_text(json.dumps([whole | {EVIDENCE: simulated[EVIDENCE]}]))
+    (found,) = claims(read_rows(tmp_path / "rows.json"), Context(REGISTRY)).values()
+    assert found.earned == "unsupported" and "evidence_contradicts_row" in found.codes
+
+
+def test_a_record_whose_bytes_are_not_those_of_its_pages_is_refused(tmp_path):
+    smaller = PAGED.model_copy(
+        update={"pool": PAGED.pool.model_copy(update={"block_bytes": PAGED.pool.block_bytes + 1})}
+    )
+    write_mechanisms(tmp_path / "vllm", record("vllm", [VLLM, smaller]), table(VLLM, smaller))
+    with pytest.raises(Fault, match=r"klt 4 pages stores .* bits a value in kv_fidelity; the engine's pages take"):
+        read_mechanisms(tmp_path / "vllm.json")
+
+
+def test_pages_need_no_witness_of_their_own(tmp_path):
+    """What is not run beside the engine's cache has no tap to be witnessed; its canary and its counts speak for it."""
+    write_mechanisms(tmp_path / "vllm", record("vllm", [VLLM, PAGED], witnessed=()), table(VLLM, PAGED))
+    assert read_mechanisms(tmp_path / "vllm.json")[0].rows[1] == PAGED
+
+
 SENTINELS = {
     "label": "klt 3",
     "mechanism": "kv_compression",
@@ -163,8 +257,11 @@ SENTINELS = {
     "expected_fires": 77,
     "kv_bytes": 1_000_008,
     "kv_values": 2_000_016,
+    "backend": "planted.Backend",
+    "pool": PAGED.pool,
+    "served": PAGED.served,
 }
-NOT_IN_A_ROW = {"label", "seconds", "canary_kl"}
+NOT_IN_A_ROW = {"label", "seconds", "canary_kl", "pool", "served"}
 OWN_NAMES = {"span": "stored_span", "method": "compression_method", "scope": "compression_scope"}
 
 
@@ -178,6 +275,14 @@ def test_every_field_of_a_record_s_row_arrives_unchanged():
     assert made["bits_per_value"] == 8 * 1_000_008 / 2_000_016
     assert made["compression_ratio"] == made["bits_per_value"] / 16
     assert set(COPIED) <= made.keys()
+    assert PAGED.pool.model_dump().items() <= made.items()
+    assert made["capacity_tokens"] == PAGED.pool.cache_blocks * PAGED.pool.block_tokens
+    for piece in map(parse, made[EVIDENCE]):
+        assert (piece.observed.backend, piece.observed.pool, piece.observed.served) == (
+            "planted.Backend",
+            PAGED.pool,
+            PAGED.served,
+        )
 
 
 def test_every_field_of_a_record_s_provenance_arrives_in_row_and_evidence():

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvlab.base.errors import MixedIdentity, NonFinite
+from kvlab.cache.calibration_file import read_header
+from kvlab.calibration.load import load
 from validation.serving import arm as arm_module
-from validation.serving import page, quality, soak
+from validation.serving import of_run, page, quality, soak
 from validation.serving.quality import relative_difference
 from validation.serving.soak import Asked, compare, requests
 
@@ -202,3 +204,21 @@ def test_a_number_that_is_none_is_not_written(tmp_path):
     with pytest.raises(NonFinite):
         page.write(data(klt2=arm(7900, float("nan"), 0.01)), tmp_path)
     assert not (tmp_path / "CAPACITY.md").exists()
+
+
+def test_the_stage_serves_what_the_gates_rows_of_pages_are_of(tiny_params, tiny_fitted, tmp_path, monkeypatch):
+    asked = tiny_params.mechanisms.model_copy(update={"pages": ("klt", "hadamard"), "bits": (2, 4)})
+    served = []
+
+    def study(model, recipes, out, dtype):
+        headers = [read_header(path) for path in recipes]
+        served.append((model, [(path.name, one.recipe.k.bits) for path, one in zip(recipes, headers, strict=True)]))
+        assert {one.sigma_hash for one in headers} == {load(tiny_fitted, headers[0].model.model_hash).sigma_hash}
+        assert (out, dtype) == (tmp_path, tiny_params.mechanisms.dtype)
+
+    monkeypatch.setattr(of_run, "study", study)
+    of_run.capacity(tiny_params.model_copy(update={"mechanisms": asked}), tiny_fitted, tmp_path)
+    of_run.capacity(tiny_params, tiny_fitted, tmp_path)
+    names = [(f"{codec}{bits}.kv", bits) for codec in ("klt", "hadamard") for bits in (2, 4)]
+    assert [found for _, found in served] == [names, [("klt2.kv", 2)]]
+    assert {str(model) for model, _ in served} == {tiny_params.model.path}

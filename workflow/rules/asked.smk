@@ -16,10 +16,7 @@ rule asked_model:
     message:
         "asked: codecs of whole caches of {wildcards.model}"
     shell:
-        "python -m kvlab step asked"
-        " --codecs {params.codecs:q}"
-        " --out {output:q}"
-        " > {log:q} 2>&1"
+        "python -m kvlab step asked" " --codecs {params.codecs:q}" " --out {output:q}" " > {log:q} 2>&1"
 
 
 rule asked:

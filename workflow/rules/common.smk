@@ -233,6 +233,7 @@ def mechanisms_code():
     """`Code` of what measures the gate's rows, on all engines: the rows of a model name one."""
     return Code(
         "kvlab.studies.mechanisms.measure",
+        *(["kvlab.lab.paged"] if PARAMS.mechanisms.pages else []),  # which engines load by name
         *(f"kvlab.engines.{engine}" for engine in sorted(PARAMS.engines)),
         *codec_modules(study_recipes(MECHANISMS)),
     )

@@ -48,7 +48,8 @@ def widest():
 
     codecs, calibration = {"codecs": [*LADDERED, *KEPT_WHOLE]}, {"engines": ["hf", "vllm"]}
     models = [entry | {"studies": None} for entry in read_yaml(Path("params.yaml"))["models"]]
-    return {"studies": None, "models": models, "calibration": calibration, "mechanisms": codecs, "ladder": codecs}
+    mechanisms = codecs | {"pages": ["klt", "hadamard"]}
+    return {"studies": None, "models": models, "calibration": calibration, "mechanisms": mechanisms, "ladder": codecs}
 
 
 def parse_rules(config=None):

@@ -28,6 +28,40 @@ class Proof(Frozen):
     cache_blocks: int | None
 
 
+class Pool(Frozen):
+    """An engine's own paged cache by its own count, all layers together.
+
+    Parameters
+    ----------
+    block_tokens : int
+        Tokens of a block.
+    block_bytes, block_values : int
+        What a block takes, and the elements of K and V that it stands for.
+    cache_blocks : int
+        How many blocks the engine made.
+    cache_memory_bytes : int
+        Of the memory that it was given.
+    """
+
+    block_tokens: int
+    block_bytes: int
+    block_values: int
+    cache_blocks: int
+    cache_memory_bytes: int
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit."""
+        return self.cache_blocks * self.block_tokens
+
+
+class Served(Frozen):
+    """What a running engine says that its cache is coded by; `calibration` as a row names it, None without one."""
+
+    recipe_id: str
+    calibration: str | None
+
+
 class Testimony(Frozen):
     """One cell that was computed a second time, by other code, and agreed.
 

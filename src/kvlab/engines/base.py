@@ -14,7 +14,7 @@ from kvlab.base.errors import Fault, NonFinite, UnknownName
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Placement
 from kvlab.base.records import versions
-from kvlab.base.testimony import Proof
+from kvlab.base.testimony import Pool, Proof
 
 Part = Literal["q", "k", "v"]
 
@@ -104,6 +104,11 @@ class Engine(ABC):
     @abstractmethod
     def proof(self) -> Proof:
         """What only this engine has."""
+
+    @property
+    def pool(self) -> Pool | None:
+        """The engine's own paged cache; None of one without pages."""
+        return None
 
     @abstractmethod
     def score(

@@ -30,6 +30,7 @@ class Capability:
 
 
 AUTO = "auto"
+CODED = "coded"  # in place of a cache dtype: pages of coded bytes, by `kvlab.cache.pages`
 FP8_STEP = 32  # of the head size, in the CPU kernel for an fp8 cache
 
 CAPABILITIES = {

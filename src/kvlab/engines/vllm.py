@@ -11,7 +11,7 @@ import torch
 from kvlab.base.errors import CapabilityError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import PAGES_VARIABLE, RECIPE_VARIABLE, Placement
-from kvlab.base.testimony import Proof
+from kvlab.base.testimony import Pool, Proof
 from kvlab.engines.base import ContextCache, Engine, Reading, Storage, Tap, refuse_unknown_placement
 from kvlab.engines.capability import AUTO
 from kvlab.engines.vllm_process import Loaded, WholeTap, executor
@@ -58,6 +58,11 @@ class VLLMEngine(Engine):
     def proof(self) -> Proof:
         """See `Engine.proof`."""
         return self._loaded.proof()
+
+    @property
+    def pool(self) -> Pool:
+        """See `Engine.pool`; of a split model, of this process."""
+        return self._loaded.pool()
 
     def score(
         self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: Placement = "pre_rope"

@@ -38,7 +38,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from kvlab.base.errors import CapabilityError, CodecNotActive, ModelError  # noqa: E402
 from kvlab.base.model import ModelInfo  # noqa: E402
 from kvlab.base.recipe import Placement  # noqa: E402
-from kvlab.base.testimony import Proof  # noqa: E402
+from kvlab.base.testimony import Pool, Proof  # noqa: E402
 from kvlab.engines import vllm_prefix, vllm_reading  # noqa: E402
 from kvlab.engines.base import (  # noqa: E402
     ContextCache,
@@ -50,32 +50,36 @@ from kvlab.engines.base import (  # noqa: E402
     proof_of,
     refuse_broken_weights,
 )
-from kvlab.engines.capability import AUTO  # noqa: E402
+from kvlab.engines.capability import AUTO, CODED  # noqa: E402
 from kvlab.engines.hooks import attention_inputs, attention_layers, fused_projection, installed  # noqa: E402
 
 
 class Loaded:
-    """What one process holds: an engine of vLLM and its live model, which is all of it or a part of a split one."""
+    """What one process holds: an engine of vLLM and its live model, which is all of it or a part of a split one.
+
+    A cache of `CODED` is what the plugin makes of vLLM's own, where ``KVLAB_PAGES`` is set.
+    """
 
     def __init__(self, info: ModelInfo, dtype: str, max_tokens: int, cache_dtype: str, rank: type | None = None):
         share = 0.5 if cache_dtype == AUTO else 0.2  # of a GPU: one of another cache stands beside the plain one
-        self._asked = dtype if cache_dtype == AUTO else cache_dtype
-        self._part = own_part(info)
-        # a split model has scheduler and layers in several processes, where a context cannot be handed over
-        self.takes_prefixes = info.tensor_parallel == 1
+        self._asked = {AUTO: dtype, CODED: "uint8"}.get(cache_dtype, cache_dtype)
+        self._part, self._bytes = own_part(info), cache_bytes(own_part(info), dtype, max_tokens)
+        # a split model has scheduler and layers in several processes, where a context cannot be handed over; and what
+        # is handed over would not be coded
+        self.takes_prefixes = info.tensor_parallel == 1 and cache_dtype != CODED
         try:
             with without(CACHE_SPACE):  # on a CPU vLLM prefers it to what the engine is told
                 self.llm = LLM(
                     model=str(info.path),
                     trust_remote_code=False,
                     dtype=dtype,
-                    kv_cache_dtype=cache_dtype,
+                    kv_cache_dtype=AUTO if cache_dtype == CODED else cache_dtype,
                     enforce_eager=True,
                     enable_prefix_caching=False,
                     max_model_len=max_tokens + 1,
                     max_num_batched_tokens=max(max_tokens + 1, 2048),
                     max_num_seqs=1,
-                    kv_cache_memory_bytes=cache_bytes(self._part, dtype, max_tokens),
+                    kv_cache_memory_bytes=self._bytes,
                     disable_log_stats=True,
                     skip_tokenizer_init=True,
                     **({"gpu_memory_utilization": share} if torch.cuda.is_available() else {}),
@@ -156,13 +160,40 @@ class Loaded:
             vLLM stores something else than it was asked for.
         """
         layer = attention_layers(self.model, self._part)[0].attn
-        held, native = layer.kv_cache, layer.kv_cache_dtype == AUTO
-        found = str(held.dtype).removeprefix("torch.") if native else layer.kv_cache_dtype
+        held, own = layer.kv_cache, layer.kv_cache_dtype == AUTO
+        found = str(held.dtype).removeprefix("torch.") if own else layer.kv_cache_dtype
+        native = own and self._asked != "uint8"
         if found != self._asked or (held.element_size() > 1) != native:
             raise CapabilityError(
                 f"vLLM was asked for a cache of {self._asked} and holds {found} in {held.element_size()} bytes a value"
             )
         return Storage(found, type(layer.impl).__name__.removesuffix("Impl"), held.element_size())
+
+    def pool(self) -> Pool:
+        """The cache as vLLM counts it: the pages of its layers' specs, and how many of them it made.
+
+        Raises
+        ------
+        CapabilityError
+            Layers have blocks of different lengths, or their tensors are not as large as vLLM's pages.
+        """
+        config = self.llm.llm_engine.vllm_config
+        layers = [layer.attn for layer in attention_layers(self.model, self._part)]
+        specs, blocks = [layer.get_kv_cache_spec(config) for layer in layers], config.cache_config.num_gpu_blocks
+        tokens = {spec.block_size for spec in specs}
+        for layer, spec in zip(layers, specs, strict=True):
+            if layer.kv_cache.nbytes != blocks * spec.page_size_bytes or len(tokens) != 1:
+                raise CapabilityError(
+                    f"vLLM counts {blocks} pages of {spec.page_size_bytes} bytes and {sorted(tokens)} tokens a layer,"
+                    f" and holds {layer.kv_cache.nbytes} bytes"
+                )
+        return Pool(
+            block_tokens=specs[0].block_size,
+            block_bytes=sum(spec.page_size_bytes for spec in specs),
+            block_values=specs[0].block_size * self._part.values_per_token,
+            cache_blocks=blocks,
+            cache_memory_bytes=self._bytes,
+        )
 
     def close(self) -> None:
         """Shut the engine core down."""

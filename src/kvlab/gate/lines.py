@@ -27,6 +27,9 @@ class Line(Frozen):
     throughput_ratio : Ratio or None
         Over that of the baseline of the same run; None where there is not exactly one. Of mean seconds over the same
         windows where these are known, and of the throughputs otherwise.
+    capacity_ratio : float or None
+        Tokens that fit into the engine's own cache, over those of the baseline in as much memory, by the engine's own
+        count of both; None where the row is not what that cache holds.
     metrics, baseline : dict of str to Measure
         What evidence without a problem found, of the row and of its baseline. Of a baseline, what its second run found
         and what its first did.
@@ -60,6 +63,7 @@ class Line(Frozen):
     compression_ratio: float | None
     throughput_tok_s: float | None
     throughput_ratio: Ratio | None
+    capacity_ratio: float | None
     measured: bool
     metrics: dict[str, Measure]
     baseline: dict[str, Measure]

@@ -140,6 +140,8 @@ def measured_row(record: MechanismsRecord, row: MechanismRow, scores: pl.DataFra
         "bits_per_value": bits,
         "spec_decoding": "none",
     }
+    if row.pool is not None:
+        stated |= row.pool.model_dump() | {"capacity_tokens": row.pool.capacity_tokens}
     stated |= {name: fidelity.metrics[name].value for name in METRICS[FIDELITY]} if fidelity else {}
     if row.mechanism == BASELINE:
         return _checked(row_identity(record, row.label) | stated)
@@ -151,7 +153,7 @@ def measured_row(record: MechanismsRecord, row: MechanismRow, scores: pl.DataFra
 COPIED = (
     *("mechanism", "recipe_id", "protocol", "bits", "throughput_tok_s", "kv_bytes", "kv_values"),
     *("compression_overhead_ms", "decompression_overhead_ms"),
-    *("kv_cache_dtype", "cache_class", "codec", "fires", "expected_fires"),
+    *("kv_cache_dtype", "cache_class", "codec", "fires", "expected_fires", "backend"),
 )
 """Fields that a row has from the record, by the same names."""
 
@@ -217,8 +219,7 @@ def evidence_of(record: MechanismsRecord, row: MechanismRow, run: EvalRun, score
         baseline={metric: measured(baseline, rate, documents=apart) for metric, (_, baseline) in by_metric.items()},
         paired={metric: paired(*found, rate, documents=apart) for metric, found in by_metric.items()},
         identity=identity | {"recipe_id": row.recipe_id},
-        observed=row.model_dump(include={"kv_cache_dtype", "cache_class", "codec", "canary_kl"})
-        | run.model_dump(include=set(RAN)),
+        observed=row.model_dump(include=set(SEEN)) | run.model_dump(include=set(RAN)),
         baseline_recipe_id=BASELINE_RECIPE,
         baseline_identity=identity | {"recipe_id": BASELINE_RECIPE},
     )
@@ -244,6 +245,8 @@ def _evidence_identity(record: MechanismsRecord, row: MechanismRow) -> dict[str,
     }
 
 
+SEEN = ("kv_cache_dtype", "cache_class", "codec", "canary_kl", "backend", "pool", "served")
+"""What was observed of the row's engine, whatever it was asked."""
 RAN = ("fires", "expected_fires", "kv_bytes", "kv_values")
 """What was observed of one eval's own run."""
 

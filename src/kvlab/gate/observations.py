@@ -72,6 +72,7 @@ def declared_ran(case: Case) -> Iterator[Reason]:
     """What was observed is what the registered entry allows, and it did run."""
     if case.registered and case.compresses:
         yield from _other_storage(case)
+        yield from _other_backend(case)
         yield from _idle(case)
     fires, expected = case.get("fires"), case.get("expected_fires")
     if fires and expected is not None and fires != expected:
@@ -88,16 +89,29 @@ def _codecs(case: Case) -> set[str]:
     return {codec for mechanism in case.of_kind("compression") for codec in mechanism.codecs}
 
 
+def _backends(case: Case) -> set[str]:
+    """The classes of attention that have to run; none where no entry of an engine's own pages is declared."""
+    return {backend for mechanism in case.of_kind("compression") for backend in mechanism.backends}
+
+
 def _other_storage(case: Case) -> Iterator[Reason]:
-    """A codec of this project leaves the engine's dtype as it is, so beside it the native ones are allowed."""
+    """A codec that runs beside the engine's cache leaves its dtype as it is, so there the native ones are allowed."""
     dtype, codec = case.get("kv_cache_dtype"), case.get("codec")
-    allowed = _dtypes(case) | (set(NATIVE_DTYPES) if codec in _codecs(case) else set())
+    beside = codec in _codecs(case) and not _backends(case)
+    allowed = _dtypes(case) | (set(NATIVE_DTYPES) if beside else set())
     if dtype not in (None, REQUESTED, *allowed):
         said = f"is {dtype!r}; {case.get('mechanism_variant')} stores {', '.join(sorted(allowed))}"
         yield Reason(code="observed_dtype_other", field="kv_cache_dtype", said=said)
     if codec not in (*NONE, IDENTITY, *_codecs(case)):
         said = f"is {codec!r}; {case.get('mechanism_variant')} runs {', '.join(sorted(_codecs(case))) or 'none'}"
         yield Reason(code="observed_codec_other", field="codec", said=said)
+
+
+def _other_backend(case: Case) -> Iterator[Reason]:
+    ran, allowed = case.get("backend"), _backends(case)
+    if allowed and ran not in (None, *allowed):
+        said = f"is {ran!r}; {case.get('mechanism_variant')} is read by {', '.join(sorted(allowed))}"
+        yield Reason(code="backend_other", field="backend", said=said)
 
 
 def _idle(case: Case) -> Iterator[Reason]:
@@ -123,7 +137,7 @@ def _other_speculation(case: Case) -> Iterator[Reason]:
 
 
 def numbers_agree(case: Case) -> Iterator[Reason]:
-    """Bits per value, ratio and context band follow from the bytes, the values and the tokens that were counted."""
+    """Bits per value, ratio, context band and capacity follow from what was counted."""
     held, shown, ratio = case.held_bits, case.get("bits_per_value"), case.get("compression_ratio")
     if held is not None and shown is not None and not math.isclose(held, shown, rel_tol=ROUNDED):
         said = f"is {shown:.6g}; {case.get('kv_bytes')} bytes of {case.get('kv_values')} values are {held:.6g}"
@@ -134,7 +148,27 @@ def numbers_agree(case: Case) -> Iterator[Reason]:
         if not math.isclose(ratio, found, rel_tol=ROUNDED, abs_tol=ROUNDED_RATIO):
             said = f"is {ratio:.6g}; {bits:.6g} of {case.native_bits} bits are {found:.6g}"
             yield Reason(code="ratio_other", field="compression_ratio", said=said)
+    yield from _other_pages(case)
     yield from _outside_band(case)
+
+
+PAGES = ("block_tokens", "block_bytes", "block_values", "cache_blocks", "cache_memory_bytes", "capacity_tokens")
+"""What a row says of the engine's own cache, each by the engine's own count."""
+
+
+def _other_pages(case: Case) -> Iterator[Reason]:
+    """The bytes are no fewer than the pages', and what fits are the engine's own blocks, in its own memory."""
+    tokens, size, values, blocks, memory, capacity = (case.get(name) for name in PAGES)
+    held = case.held_bits
+    if None not in (held, size, values) and values and held < 8 * size / values * (1 - ROUNDED):
+        said = f"are {held:.6g} bits per value; the engine's pages take {8 * size / values:.6g}"
+        yield Reason(code="page_other", field="kv_bytes", said=said)
+    if None not in (tokens, blocks, capacity) and capacity != tokens * blocks:
+        said = f"is {capacity}; {blocks} blocks of {tokens} tokens are {tokens * blocks}"
+        yield Reason(code="capacity_other", field="capacity_tokens", said=said)
+    if None not in (size, blocks, memory) and size * blocks > memory:
+        said = f"is {blocks}; so many blocks of {size} bytes exceed the {memory} that were given"
+        yield Reason(code="capacity_other", field="cache_blocks", said=said)
 
 
 def _outside_band(case: Case) -> Iterator[Reason]:
@@ -174,6 +208,9 @@ def observed(case: Case) -> Iterator[Reason]:
     if case.get("kv_cache_dtype") in (None, REQUESTED):
         said = f"is {case.get('kv_cache_dtype')!r}; record what the engine's cache really holds"
         yield Reason(code="observation_missing", field="kv_cache_dtype", said=said)
+    for name in ("backend", *PAGES) if _backends(case) else ():
+        if case.get(name) is None:
+            yield Reason(code="pages_unobserved", field=name, said="is not given; ask the running engine for it")
     if case.get("codec") not in (*NONE, IDENTITY) and None in (case.get("fires"), case.get("expected_fires")):
         yield Reason(
             code="fires_missing", field="fires", said="or expected_fires is not given; count the codec's calls"

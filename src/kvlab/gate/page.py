@@ -222,6 +222,7 @@ def table_line(line: Line) -> dict[str, Any]:
         "stored": fmt.number(line.bits_per_value),
         "throughput": fmt.number(line.throughput_tok_s),
         "ratio": ratio(line.throughput_ratio),
+        "capacity": fmt.number(line.capacity_ratio),
         "protocol": line.protocol,
         "span": line.stored_span,
         "metrics": [short(metric, line.metrics.get(metric)) for metric in METRICS],

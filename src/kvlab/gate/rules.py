@@ -32,6 +32,8 @@ FALSEHOODS = {
     "evidence_tampered",
     "evidence_contradicts_row",
     "evidence_other_codec",
+    "evidence_other_backend",
+    "evidence_other_served",
     *(f"evidence_other_{what}" for what in IDENTIFYING.values()),
 }
 """What is wrong with evidence that cannot be this row's, or is not what was measured."""

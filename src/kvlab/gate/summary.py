@@ -135,6 +135,7 @@ def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples
     return Line(
         **{name: row.values.get(name) for name in TOLD},
         throughput_ratio=_ratio(row, rows, samples),
+        capacity_ratio=_capacity(row, rows),
         measured=was_measured,
         metrics=metrics,
         baseline=baseline,
@@ -190,15 +191,29 @@ def _is_current(row: Row, context: Context) -> bool:
     return all(row.values.get(name) == now.get(name) for name in AGEING)
 
 
-def _ratio(row: Row, rows: Sequence[Row], samples: Samples) -> Ratio | None:
-    own = row.values.get("throughput_tok_s")
-    plain = [
+def _plain(row: Row, rows: Sequence[Row], field: str) -> list[Row]:
+    """The baselines that a row's field can be held against."""
+    return [
         other
         for other in rows
         if other.values.get("mechanism") == BASELINE
-        and other.values.get("throughput_tok_s")
+        and other.values.get(field)
         and all(other.values.get(name) == row.values.get(name) for name in ALIKE)
     ]
+
+
+def _capacity(row: Row, rows: Sequence[Row]) -> float | None:
+    """Tokens a byte of the engine's memory, over those of the baseline."""
+    plain = _plain(row, rows, "capacity_tokens")
+    found = [(one.values.get("capacity_tokens"), one.values.get("cache_memory_bytes")) for one in (row, *plain)]
+    if len(found) != 2 or not all(tokens and memory for tokens, memory in found):
+        return None
+    (own, memory), (other, others) = found
+    return own / memory * others / other
+
+
+def _ratio(row: Row, rows: Sequence[Row], samples: Samples) -> Ratio | None:
+    own, plain = row.values.get("throughput_tok_s"), _plain(row, rows, "throughput_tok_s")
     if own is None or len(plain) != 1:
         return None
     found = _speed(_place(row), _place(plain[0]), samples)

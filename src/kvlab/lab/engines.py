@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 
 from kvlab.base.errors import Fault
 from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import Recipe, digest
 from kvlab.base.records import sha256, versions
 from kvlab.base.testimony import LIBRARIES, Proof
+from kvlab.calibration.load import Calibrated
 from kvlab.engines import registry
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import AUTO
@@ -21,6 +24,8 @@ from kvlab.lab.windows import Window
 
 MODULES = {"hf": ("kvlab.engines.hf",), "vllm": ("kvlab.engines.vllm", "kvlab.engines.vllm_follower")}
 """The code of each engine, for digests of what measured."""
+PAGES = "kvlab.lab.paged"
+"""The code of one whose pages are coded; loaded by name, as what measures without it does not hang on it."""
 PAGED = ("vllm",)  # engines with blocks of cache
 DECIDING = ("ATEN", "CUDA", "CUBLAS", "DNNL", "GLIBC_TUNABLES", "GOMP", "KMP", "KVLAB_RECIPE", "LD_", "MKL", "NCCL")
 DECIDING += ("NVIDIA", "OMP", "ONEDNN", "OPENBLAS", "PYTORCH", "TORCH", "TRANSFORMERS", "USE_HUB_KERNELS", "VLLM")
@@ -28,12 +33,21 @@ DECIDING += ("NVIDIA", "OMP", "ONEDNN", "OPENBLAS", "PYTORCH", "TORCH", "TRANSFO
 
 
 class Which(NamedTuple):
-    """An engine, its dtype, its attention and what its own cache holds."""
+    """An engine, its dtype, its attention and what its own cache holds.
+
+    `coded` names the recipe and the calibration of coded pages (`Engines.coding`); empty where the cache holds values.
+    """
 
     name: str
     dtype: str
     attention: str
     cache_dtype: str = AUTO
+    coded: str = ""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The code that it is."""
+        return (*MODULES[self.name], *([PAGES] if self.coded else []))
 
     @classmethod
     def of(cls, name: str, dtype: str, attention: str = "default", cache_dtype: str = AUTO) -> Which:
@@ -56,23 +70,37 @@ class Engines:
     info: ModelInfo
     max_tokens: int
     running: dict[Which, Engine] = field(default_factory=dict)
+    _coded: dict[str, tuple[Recipe, Calibrated | None]] = field(default_factory=dict)
+
+    def coding(self, which: Which, recipe: Recipe, calibrated: Calibrated | None) -> Which:
+        """The same engine with coded pages: its cache holds what a recipe makes of K and V."""
+        fitted = calibrated.calibration_hash if calibrated else None
+        name = digest({"recipe": recipe.model_dump(mode="json"), "calibration": fitted})
+        self._coded[name] = recipe, calibrated
+        return which._replace(coded=name)
 
     def get(self, which: Which) -> Engine:
         """An engine; see `registry.start` for what is refused."""
         if which not in self.running:
-            started = registry.start(
-                which.name,
-                self.info,
-                which.dtype,
-                which.attention,
-                max_tokens=self.max_tokens,
-                cache_dtype=which.cache_dtype,
-            )
+            started = self._started(which)
             self.running[which] = started
             if started.device != device():
                 raise Fault(f"{which.name} runs on {started.device}, where {device()} was expected")
             refuse_impostor(which.name, started.proof, {other.name: e.proof for other, e in self.running.items()})
         return self.running[which]
+
+    def _started(self, which: Which) -> Engine:
+        if which.coded:
+            paged = import_module(PAGES)
+            return paged.PagedEngine(self.info, which.dtype, self.max_tokens, *self._coded[which.coded])
+        return registry.start(
+            which.name,
+            self.info,
+            which.dtype,
+            which.attention,
+            max_tokens=self.max_tokens,
+            cache_dtype=which.cache_dtype,
+        )
 
     def visit(self, window: Window) -> Visit:
         """Begin a window."""

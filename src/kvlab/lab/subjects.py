@@ -16,7 +16,7 @@ from kvlab.base.records import Coding, fingerprint
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.names import codec_modules, foreign_codecs
 from kvlab.lab.coding import STREAMS, UNDECIDING, Coder, Tally
-from kvlab.lab.engines import MODULES, Visit, Which
+from kvlab.lab.engines import Visit, Which
 from kvlab.lab.scoring import CANARY, floor_kl, heard_kl
 from kvlab.lab.store import ROWS, Found
 from kvlab.lab.windows import Window
@@ -196,7 +196,7 @@ def code_of(which: Which, recipes: Iterable[Recipe], *modules: str) -> str | Non
     """Digest of the code that scores recipes on an engine; None where a codec is not of this package."""
     run = [IDENTITY, *recipes]  # the floor runs everywhere
     whole = [WHOLE_MODULE] if any(recipe.k.codec in WHOLE for recipe in run) else []
-    return None if foreign_codecs(run) else code.digest_of(*MODULES[which.name], *codec_modules(run), *whole, *modules)
+    return None if foreign_codecs(run) else code.digest_of(*which.modules, *codec_modules(run), *whole, *modules)
 
 
 # --------------------------------------------------------------------------------------------------- tallies

@@ -84,6 +84,8 @@ def written(verb, out):
     """Every file that a verb writes for `--out`."""
     if verb == "planted":
         return [out / "REPORT.md", out / "planted.json"]
+    if verb == "capacity":
+        return [out / "CAPACITY.md", out / "capacity.json"]
     if verb == "sigma":
         beside = [f"{out.stem}{end}" for end in (".json", "-post_rope.safetensors", "-post_rope.json")]
     elif verb == "codebooks":

@@ -21,6 +21,7 @@ TO_SIGMA = ["asked calib/asked/reference.json", f"capture {CAPTURE}", f"corpus {
 STUDIES = ("restore", "policy", "bitplanes", "placement")  # of the KV store
 OUTSIDE_THE_REPORT = [
     "planted results/planted",
+    "capacity results/capacity/reference",
     "weights models/smollm2-135m/model.safetensors",  # of a model that params.yaml does not name
     *(f"{study} results/kvstore/{study}/reference.json" for study in STUDIES),
     *(f"page results/kvstore/{study.upper()}.md" for study in STUDIES),

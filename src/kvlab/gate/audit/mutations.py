@@ -225,8 +225,8 @@ def _of(*start: str | int):
 
 _config_field, _variable = _of("config"), _of("environment")
 _mechanism, _eval = _of("mechanisms", "mechanisms"), _of("evals", "evals")
-_row, _fp8, _int = _of("rows"), _of("rows", "fp8", EVIDENCE, 0), _of("rows", "int", EVIDENCE, 0)
-BASELINE, FP8, INT, CLASS, MTP = range(5)  # places of the registered mechanisms
+_row, _fp8, _int, _pages = _of("rows"), *(_of("rows", name, EVIDENCE, 0) for name in ("fp8", "int", "pages"))
+BASELINE, FP8, INT, CLASS, PAGES, MTP = range(6)  # places of the registered mechanisms
 NEEDLE, FIDELITY = range(2)  # and evals
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -271,6 +271,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     _row("codec_idle", "int", "fires", 0),
     _row("fires_other", "int", "fires", FIRES - 1),
     _row("fires_missing", "int", "fires", ABSENT),
+    _row("backend_other", "pages", "backend", "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl"),
+    _row("page_other", "pages", "block_bytes", 2**15),
+    _row("capacity_other", "pages", "capacity_tokens", 4 * 64 * 128),
+    _row("pages_unobserved", "pages", "cache_blocks", ABSENT),
     _row("speculation_idle", "mtp", "spec_decoding", "none"),
     _row("speculation_other", "mtp", "spec_decoding", "eagle3"),
     _row("speculation_unobserved", "mtp", "spec_decoding", ABSENT),
@@ -313,6 +317,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     _int("evidence_codec_idle", "observed", "fires", 0),
     _int("evidence_canary", "observed", "canary_kl", 0.0),
     _int("evidence_other_codec", "observed", "codec", "kivi"),
+    _pages("evidence_other_backend", "observed", "backend", "kvlab.cache.pages.backend.Other"),
+    _pages("evidence_other_served", "observed", "served", "calibration", "another fit"),
+    _pages("evidence_pages", "observed", "pool", None),
     # ------------------------------------------------ the registry, well formed
     _mechanism("mechanism_deprecated", FP8, "deprecated", "use int"),
     _mechanism("evidence_unsuited_eval", FP8, "evals", ["kv_fidelity"]),

@@ -13,6 +13,15 @@ from kvlab.gate.evidence.measures import LEVELS
 
 MODEL = "reference"
 TOKENS, VALUES, FIRES, ITEMS = 4096, 2**20, 96, 400
+BACKEND = "kvlab.cache.pages.backend.PagesImpl"
+POOL = {
+    "block_tokens": 128,
+    "block_bytes": 2**14,
+    "block_values": 2**15,
+    "cache_blocks": 64,
+    "cache_memory_bytes": 2**20,
+}
+"""Pages of 4 bits per value, as many as fit into a MiB."""
 
 
 def valid_case() -> dict[str, Any]:
@@ -62,6 +71,9 @@ def _mechanisms() -> list[dict[str, Any]]:
         | cache,
         {"mechanism": "kv_quantization", "variant": "turboquant_class", "method": "turboquant_class"}
         | {"umbrella": True, "kv_cache_dtypes": native, "codecs": ["hadamard"]}
+        | cache,
+        {"mechanism": "kv_compression", "variant": "klt_pages", "method": "klt_pages", "kv_cache_dtypes": ["uint8"]}
+        | {"codecs": ["klt"], "backends": [BACKEND], "evals": ["kv_fidelity"]}
         | cache,
         {"mechanism": "speculative_decoding", "variant": "mtp", "kind": "speculative", "needs_draft": True}
         | {"description": "drafts of its own"}
@@ -126,6 +138,13 @@ def _rows() -> dict[str, dict[str, Any]]:
         }
         | _observed("bfloat16", 4.8)
         | fidelity,
+        "pages": coded
+        | {"mechanism": "kv_compression", "mechanism_variant": "klt_pages", "codec": "klt", "backend": BACKEND}
+        | {"calibration": "fit", "compression_ratio": 0.25, "protocol": "in_forward"}
+        | _observed("uint8", 4)
+        | POOL
+        | {"capacity_tokens": 64 * 128}
+        | fidelity,
         "class": coded
         | {"mechanism_variant": "turboquant_class", "codec": "hadamard", "mechanism_notes": "kvlab hadamard"}
         | _observed("bfloat16", 4)
@@ -139,7 +158,7 @@ def _rows() -> dict[str, dict[str, Any]]:
         "recorded": fp8 | {"support_status": "reviewed_preview"},
     }
     rows = {name: _identity(name) | {"row_id": name} | row for name, row in rows.items()}
-    for name in ("fp8", "int", "class", "mtp"):
+    for name in STEPS:
         rows[name][EVIDENCE] = [_evidence(rows[name], STEPS[name])]
     rows["recorded"][EMBEDDED] = published_rules.published_record(rows["recorded"])
     return rows
@@ -167,7 +186,7 @@ def _observed(dtype: str, bits: float) -> dict[str, Any]:
     return {"kv_cache_dtype": dtype, "cache_class": "PagedCache", "spec_decoding": "none"} | counted
 
 
-STEPS = {"fp8": 4, "int": 4, "class": 2, "mtp": 0}
+STEPS = {"fp8": 5, "int": 5, "pages": 5, "class": 2, "mtp": 0}
 """By row, for how many levels after the first its loss stays inside its margin: one fewer is too few for Holm."""
 
 
@@ -178,6 +197,9 @@ def _evidence(row: dict[str, Any], steps: int) -> dict[str, Any]:
     observed = {key: row[key] for key in ("kv_cache_dtype", "cache_class", "kv_bytes", "kv_values")}
     observed |= {"codec": row.get("codec"), "fires": row.get("fires", 0), "expected_fires": row.get("fires", 0)}
     observed |= {"canary_kl": 2.0 if row.get("codec") else None}
+    if row.get("backend"):
+        served = {"recipe_id": row["recipe_id"], "calibration": row["calibration"]}
+        observed |= {"backend": row["backend"], "pool": {key: row[key] for key in POOL}, "served": served}
     return build(
         quality_eval_id=row["quality_eval_id"],
         version="1",

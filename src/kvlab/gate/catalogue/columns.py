@@ -172,6 +172,14 @@ COLUMNS: tuple[Column, ...] = (
     # ---------------------------------------------------- observed
     _observed("kv_cache_dtype", str, "dtype that the engine's cache really holds", groupable=True),
     _observed("cache_class", str, "class of the engine's cache object"),
+    # What the running engine's own cache is, by its own count: its pages, all layers together.
+    _observed("backend", str, "class, with its module, that computed attention over the engine's own cache"),
+    _observed("block_tokens", int, "tokens of a block of the engine's cache", unit="tokens", low=1),
+    _observed("block_bytes", int, "bytes of a block, all layers", unit="bytes", low=1),
+    _observed("block_values", int, "elements of K and of V that a block stands for", unit="values", low=1),
+    _observed("cache_blocks", int, "blocks that the engine made", low=1),
+    _observed("cache_memory_bytes", int, "memory that it was given for them", unit="bytes", low=1),
+    _observed("capacity_tokens", int, "tokens that fit into them", unit="tokens", low=1),
     _observed(
         "stored_span",
         str,

@@ -59,6 +59,7 @@ def problems(
         *_baseline(evidence, entry),
         *_metrics(evidence, entry),
         *_codec(evidence, row, registry),
+        *_pages(evidence, row, registry),
         *_canary(evidence, entry),
         *_contradictions(evidence, row, entry),
     ]
@@ -208,6 +209,25 @@ def _codec(evidence: Evidence, row: Mapping, registry: Registry) -> Iterator[Rea
         yield Reason(code="evidence_other_codec", field="observed.codec", said=said)
 
 
+def _pages(evidence: Evidence, row: Mapping, registry: Registry) -> Iterator[Reason]:
+    """Of a mechanism that is an engine's own pages: which backend ran, and what the engine says that they hold."""
+    found = evidence.observed
+    backends = {name for mechanism in mechanisms_of(row, registry) if mechanism for name in mechanism.backends}
+    if not backends:
+        return
+    for name in ("codec", "backend", "pool", "served"):
+        if getattr(found, name) in NO_CODEC:
+            said = "is not there; the mechanism is what the engine's own pages hold"
+            yield Reason(code="evidence_pages", field=f"observed.{name}", said=said)
+    if found.backend is not None and found.backend not in backends:
+        said = f"is {found.backend!r}, the mechanism's pages are read by {', '.join(sorted(backends))}"
+        yield Reason(code="evidence_other_backend", field="observed.backend", said=said)
+    for name, told in found.served or ():
+        if told != (measured := getattr(evidence.identity, name)):
+            said = f"is {told!r} by the engine's own account, and {measured!r} in the evidence's identity"
+            yield Reason(code="evidence_other_served", field=f"observed.served.{name}", said=said)
+
+
 def _canary(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
     """The logits hang on what is stored: else nothing that is stored costs any quality.
 
@@ -242,11 +262,13 @@ def _contradictions(evidence: Evidence, row: Mapping, entry: Eval) -> Iterator[R
     Contexts of other lengths take other bytes for a value: what is stored once for all tokens is shared by others.
     """
     observed = evidence.observed
-    for name in ("kv_cache_dtype", "cache_class", "codec"):
+    for name in ("kv_cache_dtype", "cache_class", "codec", "backend"):
         seen, said_so = getattr(observed, name) or None, row.get(name) or None
         if said_so is not None and seen != said_so:
             yield _contradiction(name, said_so, seen)
     numbers = {key: measure.value for key, measure in evidence.metrics.items()}
+    if observed.pool is not None:
+        numbers |= observed.pool.model_dump() | {"capacity_tokens": observed.pool.capacity_tokens}
     if observed.kv_values > 0 and not entry.own_contexts:
         numbers["bits_per_value"] = 8 * observed.kv_bytes / observed.kv_values
     rounded = {"bits_per_value": ROUNDED if evidence.quality_eval_id == row.get("quality_eval_id") else OTHER_TEXT}

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from kvlab.base.errors import NonFinite, UserError, suggestion
 from kvlab.base.recipe import Frozen, digest
+from kvlab.base.testimony import Pool, Served
 from kvlab.gate.catalogue.strict import read_json
 from kvlab.gate.evidence.measures import Count, Measure
 
@@ -53,7 +54,8 @@ class Observed(_Strict):
 
     `kv_bytes` counts every stored byte, `kv_values` the K and V elements that they stand for. `codec` is None or
     empty where none ran. `canary_kl` is how far one bit at the same places, or the engine's own cache itself, moves
-    the logits, in nats per token: proof that they hang on what is stored.
+    the logits, in nats per token: proof that they hang on what is stored. `backend`, `pool` and `served` are what the
+    running engine was found to be, and what it says of its own cache, where the variant is what that holds.
     """
 
     kv_cache_dtype: str
@@ -64,6 +66,9 @@ class Observed(_Strict):
     kv_bytes: Count
     kv_values: Count
     canary_kl: float | None = None
+    backend: str | None = None
+    pool: Pool | None = None
+    served: Served | None = None
 
 
 class Evidence(_Strict):

@@ -44,6 +44,9 @@ class Mechanism(Entry):
         Unlike methods share it: it earns `supported` only for an implementation that the row names.
     codecs : tuple of str
         Names of `kvlab.codec.names.ALL` that may be observed to run; empty when none may.
+    backends : tuple of str
+        Classes of attention that have to run, where the engine's own cache holds what the codecs write; empty where a
+        codec runs beside that cache, or none does.
     evals : tuple of str
         Evals whose evidence may carry a claim of it; empty when any may (`Registry.carries`).
     needs_draft : bool
@@ -64,6 +67,7 @@ class Mechanism(Entry):
     description: Text
     umbrella: bool = False
     codecs: Names = ()
+    backends: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     evals: Names = ()
     needs_draft: bool = False
     deprecated: Text | None = None

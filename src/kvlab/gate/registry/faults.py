@@ -15,7 +15,8 @@ from kvlab.gate.catalogue.columns import COMPRESSION, SPECULATIVE
 from kvlab.gate.registry.entries import Eval, Mechanism
 
 NATIVE_DTYPES = ("float32", "bfloat16", "float16")
-CODED_DTYPES = (  # what vLLM and SGLang can store instead
+CODED_DTYPES = (  # what vLLM and SGLang can store instead; `uint8` are pages of coded bytes
+    "uint8",
     "fp8",
     "fp8_e4m3",
     "fp8_e5m2",

@@ -14,11 +14,11 @@ from statistics import median
 import polars as pl
 
 from kvlab.base.errors import CapabilityError, CodecNotActive, CorpusError, ModelError
-from kvlab.base.model import load_tokenizer, resolve
+from kvlab.base.model import ModelInfo, load_tokenizer, resolve
 from kvlab.base.params import Params
 from kvlab.base.recipe import Cell
 from kvlab.base.records import Coding
-from kvlab.base.testimony import Testimony
+from kvlab.base.testimony import Pool, Testimony
 from kvlab.calibration.load import Fitted
 from kvlab.engines import capability
 from kvlab.lab.coding import Coder
@@ -121,7 +121,7 @@ class MechanismsPart:
         for variant in variants(lab.params, self.engine):
             self._add(variant)
         self.subjects = list(self.by_eval.values())
-        self.cells: list[Cell] = [variant.cell for variant in self.variants if variant.cell]
+        self.cells: list[Cell] = [variant.cell for variant in self.variants if variant.tapped]
         cells = [lab.subject(cell) for cell in self.cells]
         self.witnesses = lab.witnesses(cells, self.scored.get(FIDELITY, ()), judged=False)
 
@@ -155,12 +155,14 @@ class MechanismsPart:
         lab, cell = self.lab, variant.cell
         which = self.plain._replace(cache_dtype=variant.cache_dtype or capability.AUTO)
         memo, calibrated = lab.memos.get(self.plain), cell and calibrated_for(cell, lab.calibrated)
-        coder = coder_of(cell, calibrated, memo, judged=False) if cell else None
+        coder = coder_of(cell, calibrated, memo, judged=False) if variant.tapped else None
+        if variant.paged:
+            which = lab.engines.coding(which, cell.recipe, calibrated)
         given = (variant, lab, which, self.plain, coder)
         subjects = [self._subject(name, *given) for name in self._asked(variant)]
         try:
-            if variant.cache_dtype:
-                self._start(variant.cache_dtype, subjects)
+            if which != self.plain:
+                self._start(variant, subjects)
         except (CapabilityError, ModelError) as error:
             names = {"label": variant.label, "mechanism": variant.mechanism, "mechanism_variant": variant.variant}
             self.missing.append(Missing(**names, reason=str(error)))
@@ -168,9 +170,10 @@ class MechanismsPart:
         self.variants.append(variant)
         self.by_eval |= {(variant.label, subject.quality_eval_id): subject for subject in subjects}
 
-    def _start(self, cache_dtype: str, subjects: list[Subject]) -> None:
+    def _start(self, variant: Variant, subjects: list[Subject]) -> None:
         """Start an engine with a cache of its own now, unless all that it could say is known: it may refuse."""
-        refuse_unread(device(), cache_dtype)
+        if variant.cache_dtype:
+            refuse_unread(device(), variant.cache_dtype)
         store, engines = self.lab.store, self.lab.engines
         wanted = [(store.key(subject), w) for subject in subjects for w in self.scored[subject.quality_eval_id]]
         if any(store.get(key, window) is None for key, window in wanted):
@@ -210,7 +213,8 @@ class MechanismsPart:
         windows, cell = self.lab.windows, variant.cell
         runs = tuple(self._eval_run(variant, name, found[variant.label, name]) for name in self._asked(variant))
         took = seconds(found[variant.label, FIDELITY], found[BASELINE, FIDELITY])
-        storage = storage_of(found[variant.label, FIDELITY][0][1].note)
+        note = found[variant.label, FIDELITY][0][1].note
+        storage, tapped = storage_of(note), variant.tapped
         return MechanismRow(
             label=variant.label,
             mechanism=variant.mechanism,
@@ -226,9 +230,12 @@ class MechanismsPart:
             codec=cell.recipe.k.codec if cell else None,
             throughput_tok_s=windows.test.shape[1] / median(one.whole for one in took),
             seconds=tuple(one.whole for one in took),
-            compression_overhead_ms=1e3 * median(one.encode for one in took) if cell else None,
-            decompression_overhead_ms=1e3 * median(one.decode for one in took) if cell else None,
-            canary_kl=probes[self.plain, cell.protocol, cell.placement].canary if cell else own_canary(variant, found),
+            compression_overhead_ms=1e3 * median(one.encode for one in took) if tapped else None,
+            decompression_overhead_ms=1e3 * median(one.decode for one in took) if tapped else None,
+            canary_kl=(
+                probes[self.plain, cell.protocol, cell.placement].canary if tapped else own_canary(variant, found)
+            ),
+            **{name: note.get(name) for name in ("backend", "pool", "served")},
             **runs[0].model_dump(include={"fires", "expected_fires", "kv_bytes", "kv_values"}),
             evals=runs,
         )
@@ -238,6 +245,8 @@ class MechanismsPart:
         info, items = self.lab.info, len(found)
         own = max(item.length for item in self.texts.items if item.task == TASKS[name]) if name in TASKS else None
         which = {"quality_eval_id": name, "version": VERSIONS[name], "items": items, "context": own}
+        if variant.paged:
+            return EvalRun(**which, **paged_counts(found, info))
         if variant.cell is None:
             values = sum(window.context for window, _ in found) * info.values_per_token
             held = values * storage_of(found[0][1].note).itemsize
@@ -259,6 +268,18 @@ class MechanismsPart:
         coder.cell = variant.cell.model_copy(update={"windows": len(notes)})
         coder.tally = total(notes)
         return coder.coding(self.lab.info, tokens, self.plain.dtype)
+
+
+def paged_counts(found: list[tuple[Window, Found]], info: ModelInfo) -> dict[str, int]:
+    """What went into coded pages: each token takes what the engine's own page has for it."""
+    (pool,) = {Pool(**one.note["pool"]) for _, one in found}
+    tokens = sum(len(window.ids) for window, _ in found)
+    return {
+        "fires": sum(one.note["fires"] for _, one in found),
+        "expected_fires": 2 * info.n_layers * len(found),
+        "kv_bytes": tokens * pool.block_bytes // pool.block_tokens,
+        "kv_values": tokens * info.values_per_token,
+    }
 
 
 def stored(variant: Variant, window: Window) -> int:
@@ -285,22 +306,22 @@ def seconds(found: list[tuple[Window, Found]], plain: list[tuple[Window, Found]]
 
 
 def own_canary(variant: Variant, found: dict[tuple[str, str], list[tuple[Window, Found]]]) -> float | None:
-    """What an engine's own cache does to the logits; None of the engine as it is.
+    """What an engine's own cache does to the logits, coded pages when they were zeroed; None of the engine as it is.
 
     Raises
     ------
     CodecNotActive
         It does no more than a second run of the engine as it is: the pass did not read what the cache stores.
     """
-    if variant.cache_dtype is None:
+    if variant.cache_dtype is None and not variant.paged:
         return None
     kl, least = (mean_kl(found[label, FIDELITY]) for label in (variant.label, BASELINE))
     if kl <= least:
         raise CodecNotActive(
-            f"a cache of {variant.cache_dtype} leaves every logit of the engine as it is; attention does"
-            " not read what is stored"
+            f"a cache of {variant.cache_dtype or variant.label} leaves every logit of the engine as it is; attention"
+            " does not read what is stored"
         )
-    return kl
+    return found[variant.label, FIDELITY][0][1].note["canary"] if variant.paged else kl
 
 
 def mean_kl(found: list[tuple[Window, Found]]) -> float:

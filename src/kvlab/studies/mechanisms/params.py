@@ -44,6 +44,11 @@ class Mechanisms(Section):
         default=("fp8_e4m3", "fp8_e5m2"),
         description="that vLLM's own cache is told to store, on a CPU with AVX-512; none: leave them out",
     )
+    pages: tuple[Literal["klt", "hadamard"], ...] = Field(
+        default=(),
+        description="codecs whose bytes vLLM's own cache holds, at each of `bits`, on a CPU: the backend that"
+        " `vllm serve` runs with KVLAB_PAGES; none: leave them out",
+    )
     needles: int = Field(default=200, ge=2, description="retrieval items, each with a text of its own")
     tasks: tuple[Literal["niah_single", "niah_multikey", "niah_multivalue", "vt"], ...] = Field(
         default=("niah_single", "niah_multikey", "niah_multivalue"),
@@ -70,9 +75,11 @@ class Mechanisms(Section):
         return found.model_copy(update=cut)
 
     def problems(self, params: Params) -> Iterator[str]:
-        """A protocol asked for twice, whose rows would stand there twice, or a codec that none of them can measure."""
-        if len(set(self.protocols)) < len(self.protocols):
-            yield f"mechanisms.protocols is {list(self.protocols)}; allowed: each once"
+        """A protocol or pages asked for twice, whose rows would stand there twice; a codec that none can measure."""
+        for name in ("protocols", "pages"):
+            asked = getattr(self, name)
+            if len(set(asked)) < len(asked):
+                yield f"mechanisms.{name} is {list(asked)}; allowed: each once"
         for codec in KEPT_WHOLE if "snapshot" not in self.protocols else ():
             if codec in self.codecs:
                 yield (

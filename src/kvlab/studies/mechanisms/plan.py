@@ -21,6 +21,7 @@ PASSED = (FIDELITY, NEEDLE)  # scored in passes over given tokens; in the others
 WRITING = ("hf",)  # engines that write over a given cache
 SPANS = {"snapshot": "context", "in_forward": "window"}
 """Which tokens a codec stores: a snapshot holds the context alone, and the scored tokens' own K and V are exact."""
+PAGED = ("vllm",)  # engines whose own cache may hold coded bytes
 TRANSFORMING = ("klt", "block", *KEPT_WHOLE)  # registered as kv_compression; the others as kv_quantization
 
 
@@ -41,6 +42,8 @@ class Variant(NamedTuple):
         A codec of this project: what is coded, where and how.
     cache_dtype : str or None
         Of the engine's own cache.
+    paged : bool
+        Whether the engine's own cache holds what the codec of `cell` writes; otherwise the codec runs beside it.
     """
 
     label: str
@@ -51,6 +54,12 @@ class Variant(NamedTuple):
     bits: int | None = None
     cell: Cell | None = None
     cache_dtype: str | None = None
+    paged: bool = False
+
+    @property
+    def tapped(self) -> bool:
+        """Whether a codec runs beside the engine's own cache."""
+        return self.cell is not None and not self.paged
 
     @property
     def recipe_id(self) -> str:
@@ -78,6 +87,9 @@ def variants(params: Params, engine: str) -> list[Variant]:
         found += [_coded(params, engine, codec, bits, protocol) for codec, bits in _choices(params, protocol)]
     if engine == "vllm":
         found += [_stored(dtype) for dtype in params.mechanisms.cache_dtypes]
+    if engine in PAGED:
+        bits = params.mechanisms.bits
+        found += [_paged(params, engine, codec, one) for codec in params.mechanisms.pages for one in bits]
     return found
 
 
@@ -91,7 +103,22 @@ def _choices(params: Params, protocol: str) -> list[tuple[str, int | None]]:
 
 def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: str) -> Variant:
     label = " ".join((codec, protocol) if bits is None else (codec, str(bits), protocol))
-    cell = Cell(
+    cell = _cell(params, engine, codec, bits, protocol, label)
+    return Variant(label, _mechanism(codec), codec, method=codec, scope="kv_cache", bits=bits, cell=cell)
+
+
+def _paged(params: Params, engine: str, codec: str, bits: int) -> Variant:
+    label, name = f"{codec} {bits} pages", f"{codec}_pages"
+    cell = _cell(params, engine, codec, bits, "in_forward", label)
+    return Variant(label, _mechanism(codec), name, method=name, scope="kv_cache", bits=bits, cell=cell, paged=True)
+
+
+def _mechanism(codec: str) -> str:
+    return "kv_compression" if codec in TRANSFORMING else "kv_quantization"
+
+
+def _cell(params: Params, engine: str, codec: str, bits: int | None, protocol: str, label: str) -> Cell:
+    return Cell(
         study="mechanisms",
         label=label,
         engine=engine,
@@ -104,8 +131,6 @@ def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: 
         windows=1,  # how many is a matter of each eval
         recipe=ladder_recipe(codec, bits, "", params),
     )
-    mechanism = "kv_compression" if codec in TRANSFORMING else "kv_quantization"
-    return Variant(label, mechanism, codec, method=codec, scope="kv_cache", bits=bits, cell=cell)
 
 
 def _stored(dtype: str) -> Variant:

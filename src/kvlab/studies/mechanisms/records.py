@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from kvlab.base.errors import Fault, StaleResult, StorageError, WitnessDisagrees
 from kvlab.base.recipe import Frozen
 from kvlab.base.records import Provenance, file_hash, finite, forget, read_json, write_json, write_table
-from kvlab.base.testimony import Testimony
+from kvlab.base.testimony import Pool, Served, Testimony
 
 # One row per scored item of a variant: a window of text, of which `variant` and `baseline` are means over its scored
 # tokens, or a needle, 1 where it was found and 0 where not, or a text after which something is written: the share of
@@ -62,7 +62,9 @@ class MechanismRow(Frozen):
     own cache. `throughput_tok_s` is tokens of a scored window over the median of `seconds`: the engine's own pass over
     each window, and for a codec encoding and decoding the context's K and V beside it. The overheads are median
     milliseconds per window, of all layers. `canary_kl` is what a one-bit codec does at the same places, or, of an
-    engine's own cache, what it does itself: proof that the logits hang on it.
+    engine's own cache, what it does itself: proof that the logits hang on it. Where a row is what the engine's own
+    cache holds, `backend` is the class that computed attention over it, `pool` that cache by the engine's own count,
+    and `served` what the engine says that its pages are coded by; their `canary_kl` is what zeroed pages do.
     """
 
     label: str
@@ -86,6 +88,9 @@ class MechanismRow(Frozen):
     expected_fires: int
     kv_bytes: int
     kv_values: int
+    backend: str | None = None
+    pool: Pool | None = None
+    served: Served | None = None
     evals: tuple[EvalRun, ...]
 
 
@@ -169,8 +174,8 @@ def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
     Raises
     ------
     Fault
-        A throughput is not that of the row's seconds, counts are not those of its first eval, or fewer bits are stored
-        than the codec's own.
+        A throughput is not that of the row's seconds, counts are not those of its first eval, fewer bits are stored
+        than the codec's own, or other bytes than those of the engine's pages.
     WitnessDisagrees
         Codecs ran and no witness computed any of them again, or it saw another number of tensors reach attention.
     """
@@ -182,12 +187,17 @@ def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
             raise Fault(f"{path}: {row.label} counts other fires or bytes than its eval {row.evals[0].quality_eval_id}")
         for run in row.evals:
             stored = 8 * run.kv_bytes / run.kv_values
+            if row.pool and run.kv_bytes * row.pool.block_values != run.kv_values * row.pool.block_bytes:
+                raise Fault(
+                    f"{path}: {row.label} stores {stored:.4g} bits a value in {run.quality_eval_id}; the engine's pages"
+                    f" take {8 * row.pool.block_bytes / row.pool.block_values:.4g}"
+                )
             if run.fires != run.expected_fires or (row.bits and stored < LEAST * row.bits):
                 raise Fault(
                     f"{path}: {row.label} stores {stored:.3g} bits a value in {run.quality_eval_id}, after {run.fires}"
                     f" of {run.expected_fires} fires; its codes alone take {row.bits}"
                 )
-    if any(row.codec for row in record.rows) and not record.witnessed:
+    if any(row.codec and not row.served for row in record.rows) and not record.witnessed:
         raise WitnessDisagrees(f"{path}: no witness computed any of its codecs again; measure again")
     if any(one.effects != one.expected_effects for one in record.witnessed):
         raise WitnessDisagrees(f"{path}: not all that its codecs answered reached attention; measure again")

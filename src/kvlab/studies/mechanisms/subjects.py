@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvlab.base.errors import CapabilityError
-from kvlab.engines.base import Storage
+from kvlab.base.errors import CapabilityError, CodecNotActive
+from kvlab.engines.base import Engine, Storage
 from kvlab.lab.coding import Coder, Tally, now
 from kvlab.lab.engines import Visit, Which
 from kvlab.lab.measure import Lab, calibrated_for
@@ -35,7 +35,8 @@ class Subject:
     Parameters
     ----------
     coder : Coder or None
-        Of a codec of this project; the evals of a variant share it, as its tally is that of the window in hand.
+        Of a codec that runs beside the engine's own cache; the evals of a variant share it, as its tally is that of the
+        window in hand.
     which, plain : Which
         The engine that it runs on, and that engine as it is.
     """
@@ -82,7 +83,8 @@ class Subject:
             note = self._scored(visit)
         logits = note.pop("logits", run.reference)[first:].to(reference.logits.device)
         note |= {"variant": judge(reference, logits), "baseline": judge(reference, reference.logits)}
-        return Found(note | {"storage": asdict(visit.engines.get(self.which).storage)})
+        engine = visit.engines.get(self.which)
+        return Found(note | {"storage": asdict(engine.storage)} | ({} if self.coder else own_of(engine)))
 
     def _held_against(self, run: WindowRun) -> torch.Tensor:
         """Logits of the engine as it is, in the passes that all rows of this one's protocol are held against.
@@ -115,7 +117,8 @@ class Subject:
             self.warm_up(visit)
         began = now(visit.run(self.plain).reference)
         logits = engine.score(list(window.ids), window.context)
-        return {"logits": logits, "seconds": now(logits) - began}
+        took = {"logits": logits, "seconds": now(logits) - began}
+        return took | passed(engine, window) if self.variant.paged else took
 
     def warm_up(self, visit: Visit) -> None:
         """Work for nothing once: first calls load kernels and fill tables, which no request pays for."""
@@ -125,6 +128,29 @@ class Subject:
             return
         run = visit.run(self.plain)
         self.coder.warm_up(run.clean["pre_rope"], run.ids[: run.context], run.number)
+
+
+def own_of(engine: Engine) -> dict:
+    """The engine's own cache as plain data: what computes attention over it, and how large it is by its own count."""
+    return {"backend": engine.proof.attention, "pool": engine.pool and engine.pool.model_dump()}
+
+
+def passed(engine: Engine, window: Window) -> dict:
+    """What an engine of coded pages did with a window, by its own account.
+
+    Raises
+    ------
+    CodecNotActive
+        It did not code K and V of each layer once, or other tokens than the window's.
+    """
+    found, due = engine.passed, (2 * engine.info.n_layers, len(window.ids))
+    if (found.fires, found.tokens) != due:
+        raise CodecNotActive(
+            f"vLLM coded {found.tokens} tokens {found.fires} times into its pages, of a window of {due[1]} tokens, each"
+            f" of whose layers and streams is coded once: {due[0]} times"
+        )
+    told = {"served": engine.served.model_dump(), "canary": engine.canary_kl}
+    return told | {"fires": found.fires, "seconds": found.seconds}
 
 
 def storage_of(note: dict) -> Storage:
