@@ -68,6 +68,7 @@ rule all:
 onstart:
     onerun.begin()
     unedited.remember(config)
+    ledgered.begin(workflow.dag)
     if any(job.rule.name.startswith("measure_") for job in workflow.dag.needrun_jobs()):
         for study in set(plan.STUDIES) - set(STUDIES):  # DVC declares their folders too; they are empty
             Path("results", study).mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,9 @@ onstart:
 
 onsuccess:
     unedited.check()
+    ledgered.end(workflow.dag)
 
 
 onerror:
     print("", failures.told(log), "", sep="\n", file=sys.stderr)
+    ledgered.end(workflow.dag)

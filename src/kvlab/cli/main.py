@@ -19,6 +19,7 @@ from kvlab.cli import (
     evals,
     gate,
     init,
+    ledger,
     measure,
     params,
     snapshot,
@@ -45,6 +46,7 @@ What compressing an LLM's KV cache costs: measured on your model, your text and 
   eval        a task of lm-evaluation-harness, plain and coded: evidence for the gate
   speculate   how much of what a model drafts over its coded cache it accepts
   gate        which numbers may be published: check, report, query and more
+  ledger      what was made of what: verify the log, prove an entry, make a checkpoint
   step        the steps of the pipeline, as the workflow's rules call them
   completion  complete verbs and flags in your shell: bash, zsh, fish
 """
@@ -81,6 +83,7 @@ def parser() -> Parser:
         {
             "snapshot": (snapshot.ABOUT, snapshot.VERBS),
             "gate": (gate.ABOUT, gate.VERBS),
+            "ledger": (ledger.ABOUT, ledger.VERBS),
             "step": (about_steps, steps.VERBS | outside_steps),
         },
     )
