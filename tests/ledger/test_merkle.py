@@ -98,7 +98,7 @@ def mutated(path: list[bytes], data) -> list[list[bytes]]:
     found = [[*path, leaf(b"more")]]
     if path:
         at = data.draw(st.integers(0, len(path) - 1))
-        found += [path[:at] + path[at + 1 :], path[:at] + [leaf(b"other")] + path[at + 1 :]]
+        found += [path[:at] + path[at + 1 :], [*path[:at], leaf(b"other"), *path[at + 1 :]]]
     return found + ([[path[1], path[0], *path[2:]]] if len(path) > 1 else [])
 
 

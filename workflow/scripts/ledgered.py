@@ -19,8 +19,14 @@ from kvlab.ledger.jobs import enter, entry_of
 NOTE = Path(".snakemake/ledger.json")  # names of jobs that began and have no entry yet
 
 
-def begin(dag):
-    """Enter what a killed run finished, and note what this one is to make."""
+def begin(workflow):
+    """Enter what a killed run finished, and note what this one is to make; no run begins on a log that was changed.
+
+    `snakemake --touch` makes nothing, so it enters nothing.
+    """
+    if workflow.touch:
+        return
+    dag = workflow.dag
     wanted = set(dag.needrun_jobs())
     left = set(json.loads(NOTE.read_text())) if NOTE.exists() else set()
     ended = [job for job in dag.jobs if name_of(job) in left and job not in wanted]
@@ -28,10 +34,11 @@ def begin(dag):
     note(left - set(map(name_of, ended)) | {name_of(job) for job in wanted if job.output})
 
 
-def end(dag):
+def end(workflow):
     """Enter what this run has finished."""
-    if not NOTE.exists():  # nothing was to be made
+    if workflow.touch or not NOTE.exists():
         return
+    dag = workflow.dag
     left = set(json.loads(NOTE.read_text()))
     ended = [job for job in dag.jobs if name_of(job) in left and dag.finished(job)]
     add(ended)

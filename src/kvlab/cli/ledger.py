@@ -51,10 +51,10 @@ def _other_files(found) -> int:
     from kvlab.ledger.jobs import latest, others
 
     entries = found.entries()
-    wrong, there = others(entries), sum(Path(path).exists() for path in latest(entries))
+    wrong, there = others(entries), sum(Path(file).exists() for file in latest(entries))
     print(f"{there - len(wrong)} of {there} files that are there are what their last job left")
-    for path in wrong:
-        print(f"{path} is another")
+    for file in wrong:
+        print(f"{file} is another")
     return 1 if wrong else 0
 
 

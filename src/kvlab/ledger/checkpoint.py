@@ -95,8 +95,8 @@ def verify(found: Read, checkpoint: Checkpoint | None) -> Tree:
         raise LedgerBroken(f"{found.path} has {len(tree)} entries, the checkpoint {checkpoint.size}: its end was cut")
     if checkpoint and tree.root(checkpoint.size).hex() != checkpoint.root:
         raise LedgerBroken(
-            f"the first {checkpoint.size} entries of {found.path} are not those of the checkpoint: an entry was changed,"
-            " moved, put in or taken out; the log of then is in no other file, so look at backups and other clones"
+            f"the first {checkpoint.size} entries of {found.path} are not those of the checkpoint: an entry was"
+            " changed, moved, put in or taken out; look for the log of then in backups and other clones"
         )
     found.entries()
     return tree

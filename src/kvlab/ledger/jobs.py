@@ -72,7 +72,9 @@ def latest(entries: Iterable[Entry]) -> dict[str, tuple[int, str]]:
 
 def others(entries: Iterable[Entry]) -> list[str]:
     """Files that are there and not what the last job that wrote them left."""
-    return sorted(path for path, (_, told) in latest(entries).items() if Path(path).exists() and digest_of(path) != told)
+    return sorted(
+        path for path, (_, told) in latest(entries).items() if Path(path).exists() and digest_of(path) != told
+    )
 
 
 def number_of(entries: list[Entry], path: str) -> int:
