@@ -17,6 +17,7 @@ What was made of what: a log that every rule of the workflow adds to, and whose 
   verify      whether the log goes on from the checkpoint, and whether files are what it says of them
   prove       that an entry is in the log: a file that proves it to whoever has the checkpoint
   checkpoint  size and root of the log as it is, for git
+  check       whether params.yaml, a registry, rows or metrics are what their schema says
 
 Exit codes: 0 done, and as it was; 1 the log is another one, or files are; 2 the input is wrong.
 """
@@ -79,6 +80,17 @@ def checkpoint_verb(args: argparse.Namespace) -> None:
     print(f"{args.checkpoint}: {new.size} entries, {new.size - (old.size if old else 0)} of them new, root {new.root}")
 
 
+def check_verb(args: argparse.Namespace) -> None:
+    """Hold files against the schemas that their models declare; a line for everything that is wrong.
+
+    Which schema is told by where a file lies: params.yaml, registry/mechanisms.yaml, results/gap/metrics/MODEL.json.
+    """
+    from kvlab.cli.contracts import held
+
+    for file in args.files:
+        print(f"{file}: {held(file)}, as the schema says")
+
+
 def _checkpoint(args: argparse.Namespace):
     """What is to be believed, or None where there is none yet."""
     from kvlab.ledger.checkpoint import Checkpoint
@@ -107,4 +119,5 @@ VERBS: dict[Callable, list[Flag]] = {
         result("--out", "the proof, JSON"),
     ],
     checkpoint_verb: [*FILES, SIGNING],
+    check_verb: [("files", {"type": Path, "metavar": "FILE", "nargs": "+", "help": "YAML or JSON"})],
 }

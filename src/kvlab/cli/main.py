@@ -47,7 +47,7 @@ What compressing an LLM's KV cache costs: measured on your model, your text and 
   speculate   how much of what a model drafts over its coded cache it accepts
   gate        which numbers may be published: check, report, query and more
   ledger      what was made of what: verify the log, prove an entry, make a checkpoint
-  step        the steps of the pipeline, as the workflow's rules call them
+  step        the steps of the pipeline, as the workflow's rules call them; all: `make findings`
   completion  complete verbs and flags in your shell: bash, zsh, fish
 """
 OF_THE_CHECKOUT = """\
@@ -55,8 +55,7 @@ OF_THE_CHECKOUT = """\
   bench       every codec's speed, size, error and KL divergence
 """
 EXITS = """
-`kvlab VERB --help` says more. The whole study: `make findings` in a checkout.
-Exit codes: 0 done; 2 the input is wrong, and one line says how to mend it; 1 the run is wrong.
+`kvlab VERB --help` says more. Exit codes: 0 done; 2 the input is wrong, 1 the run; a line says how.
 """
 
 
