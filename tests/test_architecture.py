@@ -27,6 +27,7 @@ FLOORS = {
     "decoding": 6,
     "kvstore": 6,
     "lab": 6,
+    "cluster": 7,
     "ledger": 7,
     "studies": 7,
     "gate": 8,
