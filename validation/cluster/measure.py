@@ -7,13 +7,11 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from kvlab.base.errors import Fault, UserError
 from kvlab.base.model import resolve
@@ -21,14 +19,12 @@ from kvlab.base.params import Model
 from kvlab.base.records import versions
 from kvlab.cluster.decoding import WAYS, DecodeProcess, Setup
 from kvlab.cluster.handover import Coded, Decoder, Exact, Prefilled, prefill
-from kvlab.cluster.ranks import Ranks, all_reduce_bytes, all_to_all_bytes, run
-from kvlab.cluster.sequence_parallel import to_heads
-from kvlab.cluster.share import share
+from kvlab.cluster.ranks import run
 from kvlab.codec.recipes import named_recipe
 from kvlab.stats.divergences import token_record
 from validation.bench.run import cpu_name
+from validation.cluster.collectives import ROUNDS, collectives, median
 
-ROUNDS = 15  # of each time that is told; the median is
 STEPS = 8  # tokens that are decoded after a hand-over
 VLLM_SECONDS = 300
 
@@ -65,47 +61,6 @@ def _prompt(count: int, vocabulary: int) -> list[int]:
     return torch.randint(5, vocabulary, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
-# ------------------------------------------------------------------------------------------ ranks
-
-
-def collectives(ranks: Ranks) -> list[dict[str, Any]]:
-    """Ours and torch.distributed's own on the same tensors, with the bytes that all ranks sent."""
-    x, tokens = torch.randn(8, 512), torch.randn(8, 256 // ranks.world, 64)
-    shares = [share(8, 8, ranks.world, rank) for rank in range(ranks.world)]
-    lengths = [256 // ranks.world] * ranks.world
-    flat = torch.empty(tokens.numel())
-    cases: list[tuple[str, str, int, Callable, Callable]] = [
-        ("all-reduce", "[8, 512]", all_reduce_bytes(x.nbytes, ranks.world), lambda: ranks.all_reduce(x),
-         lambda: dist.all_reduce(x.clone())),
-        ("tokens to heads", "[8, 256, 64]", all_to_all_bytes(tokens.nbytes * ranks.world, ranks.world),
-         lambda: to_heads(ranks, tokens, lengths, shares, lambda part: part.q),
-         lambda: dist.all_to_all_single(flat, tokens.reshape(-1))),
-    ]  # fmt: skip
-    found = []
-    for name, shape, formula, ours, theirs in cases:
-        ranks.sent.clear()
-        ours()
-        sent = torch.tensor(sum(ranks.sent.values()))
-        dist.all_reduce(sent)
-        times = [_median(task, dist.barrier) for task in (ours, theirs)]
-        row = {"name": name, "shape": shape, "bytes": int(sent), "formula": formula}
-        found.append(row | {"ours_us": times[0] * 1e6, "theirs_us": times[1] * 1e6})
-        if int(sent) != formula:
-            raise Fault(f"{name} sent {int(sent)} bytes, and {formula} by its formula")
-    return found
-
-
-def _median(task: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """Seconds."""
-    taken = []
-    for _ in range(ROUNDS + 2):
-        before()
-        began = perf_counter()
-        task()
-        taken.append(perf_counter() - began)
-    return statistics.median(taken[2:])
-
-
 # ------------------------------------------------------------------------------------------ hand-overs
 
 
@@ -121,7 +76,7 @@ def handovers(setup: Setup, name: str, prompts: dict[int, list[int]]) -> list[di
             inside = form.round_trip(read.cache, model.dtype) if isinstance(form, Coded) else exact
             plain = _steps(Decoder(model), read, exact)
             wanted = _steps(Decoder(model), read, inside, plain[0])
-            prefill_seconds = _median(lambda prompt=prompt: prefill(model, prompt))
+            prefill_seconds = median(lambda prompt=prompt: prefill(model, prompt))
             for way in WAYS:
                 row = {"codec": name, "tokens": count, "way": way, "prefill_ms": prefill_seconds * 1e3}
                 kl = _checked(process, read, way, plain, wanted)
@@ -159,7 +114,7 @@ def _timed(process: DecodeProcess, read: Prefilled, way) -> dict[str, float]:
         handed.append(process.hand_over(str(number), read, way))
         if number < ROUNDS - 1:
             process.unload(str(number))
-    step = _median(lambda: process.step(str(ROUNDS - 1)))
+    step = median(lambda: process.step(str(ROUNDS - 1)))
     process.unload(str(ROUNDS - 1))
     seconds = statistics.median(one.seconds for one in handed)
     return {"bytes": handed[0].nbytes, "handover_ms": seconds * 1e3, "step_ms": step * 1e3}

@@ -120,7 +120,8 @@ def run(world: int, work: Callable[..., Any], *arguments: Any, seconds: float = 
     Parameters
     ----------
     work : callable
-        Of a module that can be imported; what it is given and returns is pickled.
+        Of a module that can be imported; what it is given and returns is pickled. A script calls this under
+        ``if __name__ == "__main__"``: the processes import it too.
 
     Raises
     ------
@@ -129,6 +130,7 @@ def run(world: int, work: Callable[..., Any], *arguments: Any, seconds: float = 
     """
     context = mp.get_context("forkserver" if not torch.cuda.is_available() else "spawn")
     with tempfile.TemporaryDirectory(prefix="kvlab-ranks-") as folder:
+        context.set_forkserver_preload([__name__])  # imported once for all ranks
         said = context.Queue()
         meeting = Path(folder, "meeting")
         processes = [

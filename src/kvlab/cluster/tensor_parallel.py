@@ -38,7 +38,7 @@ class ColumnLinear:
 
     def __call__(self, x: Tensor, gather: bool = False) -> Tensor:
         """[tokens, in] to this rank's [tokens, out / n], or to all of it on every rank."""
-        y = F.linear(x, self.weight)
+        y = F.linear(x.to(self.ranks.device), self.weight)
         return self.ranks.all_gather(y, y.dim() - 1, self.sizes) if gather else y
 
 
@@ -82,6 +82,11 @@ class Weights:
         """KV heads."""
         return len(self.k) // self.head_dim
 
+    def to(self, device: torch.device) -> Weights:
+        """The same on a device."""
+        moved = (one.to(device) for one in (self.q, self.k, self.v, self.o))
+        return Weights(*moved, self.head_dim)
+
     def of(self, part: Share) -> Weights:
         """Those of a rank's heads."""
         q, kv = (slice(s.start * self.head_dim, s.stop * self.head_dim) for s in (part.q, part.kv))
@@ -104,7 +109,7 @@ def attention(ranks: Ranks, x: Tensor, weights: Weights, coding: Coding | None =
         [tokens, hidden], the same bits on every rank.
     """
     own = weights.of(share(weights.heads, weights.kv_heads, ranks.world, ranks.rank))
-    return ranks.all_reduce(partial(x, own, coding, layer))
+    return ranks.all_reduce(partial(x.to(ranks.device), own.to(ranks.device), coding, layer))
 
 
 def partial(x: Tensor, own: Weights, coding: Coding | None = None, layer: int = 0) -> Tensor:

@@ -20,7 +20,7 @@ def rows() -> Iterator[Row]:
     yield from shards(8, 256, 512, "")
     yield from shards(64, 2048, 8192, "-2048")
     yield from tokens(8, 256, 64, "")
-    yield from tokens(32, 8192, 128, "-8192")
+    yield from tokens(8, 8192, 128, "-8192")
     yield from between()
     yield from apart(64, "")
     yield from apart(512, "-512")
@@ -71,7 +71,7 @@ def tokens(heads: int, length: int, width: int, name: str) -> Iterator[Row]:
 @cache
 def measured() -> dict[str, dict]:
     """What real ranks found, by collective."""
-    from validation.cluster.measure import collectives
+    from validation.cluster.collectives import collectives
 
     return {row["name"]: row for row in run(RANKS, collectives)[0]}
 
