@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -202,7 +203,7 @@ class DecodeProcess:
         try:
             if not self._said.poll(PATIENCE):
                 raise StreamError(f"the process that decodes has not answered within {PATIENCE:g} s")
-            answer, error = self._said.recv()
+            answer, error = pickle.loads(self._said.recv_bytes())
         except (EOFError, OSError):
             raise StreamError("the process that decodes is gone") from None
         if error is not None:
@@ -234,7 +235,7 @@ def serve(setup: Setup, said: Connection, pipe: Connection, port: int) -> None:
     }
     model = setup.model()
     worker = _Worker(setup, Decoder(model), setup.form(model), readers)
-    said.send((None, None))
+    _tell(said, None)
     while True:
         try:
             verb, *words = said.recv()
@@ -243,9 +244,14 @@ def serve(setup: Setup, said: Connection, pipe: Connection, port: int) -> None:
         if verb == "leave":
             return
         try:
-            said.send((getattr(worker, verb)(*words), None))
+            _tell(said, getattr(worker, verb)(*words))
         except KvlabError as error:
-            said.send((None, (type(error).__name__, str(error))))
+            _tell(said, None, (type(error).__name__, str(error)))
+
+
+def _tell(said: Connection, answer: Any, error: tuple[str, str] | None = None) -> None:
+    """Answer, as bytes: a tensor that is shared would have to be fetched from a process that may have gone."""
+    said.send_bytes(pickle.dumps((answer, error)))
 
 
 class _Worker:

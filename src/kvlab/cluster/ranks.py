@@ -8,6 +8,7 @@ the result is the same bits on every rank and in every run, and those of the sam
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 import traceback
 from collections import Counter
@@ -168,7 +169,7 @@ def _collected(said, processes, seconds: float) -> dict[int, Any]:
             continue
         if error:
             raise Fault(f"rank {rank} failed: {error}")
-        found[rank] = answer
+        found[rank] = pickle.loads(answer)
     return found
 
 
@@ -183,7 +184,7 @@ def _rank(rank: int, world: int, meeting: Path, said, work: Callable[..., Any], 
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if gpu else "gloo", f"file://{meeting}", rank=rank, world_size=world)
         answer = work(Ranks(rank, world, device), *arguments)
-        said.put((rank, answer, None))
+        said.put((rank, pickle.dumps(answer), None))  # as bytes: shared memory would be gone with this process
         dist.barrier()  # nobody closes a connection that another still reads from
         dist.destroy_process_group()
     except Exception as error:
