@@ -1,7 +1,7 @@
 """Every job that ends leaves an entry in the ledger: the Snakefile's `onstart` and its ends call this.
 
 One place for all rules, whatever they run and wherever: jobs need not know of it, and their results are what they are
-without it. What has a contract is held against it first. What ends while this process lives is entered when it ends,
+without it. What ends while this process lives is entered when it ends,
 in the order of the jobs' names. A process that was killed leaves a note of what it meant to make; the next run enters
 of it what was finished.
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 from job_records import Records
 
 from kvlab.base.errors import KvlabError
-from kvlab.cli.contracts import held, kind_of
 from kvlab.ledger.jobs import enter, entry_of
 
 NOTE = Path(".snakemake/ledger.json")  # names of jobs that began and have no entry yet
@@ -48,7 +47,7 @@ def end(workflow):
 
 
 def add(jobs):
-    """Enter jobs that have ended, whose files keep their contracts; a line and exit code 1 where they do not."""
+    """Enter jobs that have ended; one line and exit code 1 where the ledger does not take them."""
     records, entries = Records(), []
     try:
         for job in sorted(jobs, key=name_of):
@@ -56,12 +55,10 @@ def add(jobs):
             if any(not Path(path).exists() for path in outputs):
                 print(f"ledger: no entry of {name_of(job)}: its files are not on this machine", file=sys.stderr)
                 continue
-            for path in filter(kind_of, map(Path, outputs)):
-                held(path)
             entries.append(of(job, outputs, records))
         added, torn = enter(entries)
     except KvlabError as problem:
-        print(*(f"error: ledger: {line}" for line in problem.lines), sep="\n", file=sys.stderr)
+        print(f"error: ledger: {problem}", file=sys.stderr)
         raise SystemExit(1) from None
     if torn:
         print(f"ledger: a last line of {torn} bytes had no end and was taken away; its job is entered again")

@@ -66,8 +66,15 @@ def kind_of(path: Path) -> str | None:
     return next((kind for kind, (end, _) in CONTRACTS.items() if path.match(end)), None)
 
 
-def held(path: Path, data: object = None) -> str:
-    """Hold a file, or the `data` that is to be in it, against its contract; returns the kind.
+def hold(kind: str, data: object, origin: object) -> None:
+    """`ContractBroken`, with the name of the origin, unless data is what the schema of this kind says."""
+    from kvlab.ledger.contract import Contract
+
+    Contract.of(CONTRACTS[kind][1]()).refuse(data, origin)
+
+
+def held(path: Path) -> str:
+    """Hold a file against its contract; returns the kind.
 
     Raises
     ------
@@ -80,13 +87,10 @@ def held(path: Path, data: object = None) -> str:
     """
     from kvlab.base.records import read_json
     from kvlab.base.strictyaml import from_yaml, read_text
-    from kvlab.ledger.contract import Contract
 
     kind = kind_of(path)
     if kind is None:
         ends = ", ".join(end for end, _ in CONTRACTS.values())
         raise UserError(f"{path} has no contract; files that have one: {ends}")
-    if data is None:
-        data = read_json(path) if path.suffix == ".json" else from_yaml(read_text(path), str(path))
-    Contract.of(CONTRACTS[kind][1]()).refuse(data, path)
+    hold(kind, read_json(path) if path.suffix == ".json" else from_yaml(read_text(path), str(path)), path)
     return kind
