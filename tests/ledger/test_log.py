@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvlab.base.errors import KvlabError, StorageError, UserError
+from kvlab.base.recipe import canonical
 from kvlab.codec.stream.seal import Key
 from kvlab.ledger.checkpoint import Checkpoint, LedgerBroken, advance, verify
 from kvlab.ledger.entry import Entry, decoded, encoded
@@ -89,6 +90,7 @@ def test_a_line_is_what_the_ledger_writes_or_it_is_refused(junk):
 
 def test_one_entry_has_one_spelling():
     right = lines(1)[0]
+    assert right == canonical(entry(0)).encode()
     assert encoded(decoded(right, "here")) == right
     wrong = [right + b" ", b" " + right, right.replace(b":", b": ", 1), right[:-1] + b',"job":"x"}', b"[]", b"1", b""]
     wrong += [right.replace(b'"0000', b'"000G', 1), right.replace(b"}}", b'},"x":1}', 1), b'{"job":NaN}']

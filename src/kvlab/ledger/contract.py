@@ -72,9 +72,10 @@ class Contract:
     def reads(self, text: str | bytes) -> bool:
         """Whether a text is JSON that keeps it; NaN and Infinity are no JSON, nor is a key that is there twice."""
         try:
-            return self.holds(json.loads(text, parse_constant=_refused, object_pairs_hook=_once))
+            self._check(DECODER.decode(text if isinstance(text, str) else text.decode()))
         except (ValueError, RecursionError):
             return False
+        return True
 
     def faults(self, value: object) -> list[tuple[str, str]]:
         """All that is wrong, each with its place in the value; empty where it holds."""
@@ -107,6 +108,14 @@ def _once(pairs: list[tuple[str, object]]) -> dict:
     return found
 
 
+def _float(text: str) -> float:
+    value = float(text)
+    return value if value - value == 0.0 else _refused(text)
+
+
+DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_float, object_pairs_hook=_once)
+
+
 def _finite(value: object) -> bool:
     """Whether every number in a value is one that JSON has."""
     if isinstance(value, float):
@@ -129,6 +138,8 @@ def _lowered(schema: Mapping | bool, top: bool = False) -> dict | bool:
         made["items"] = [_lowered(one) for one in schema["prefixItems"]]
         made["additionalItems"] = _lowered(schema.get("items", True))
     beside = [_values(made.pop(word), word) for word in ("enum", "const") if word in made]
+    if beside and beside[0].keys() == {"enum"}:
+        made |= beside.pop(0)
     if "$ref" in made and made.keys() - DEFINED - {"$ref"}:
         beside.append({"$ref": made.pop("$ref")})  # in draft 7 a reference hides what stands beside it
     if beside:
@@ -151,6 +162,8 @@ def _part(word: str, said: object) -> object:
 def _values(said: object, word: str) -> dict:
     """Listed values as schemas: to Python true is 1, also deep inside."""
     listed = said if word == "enum" else [said]
+    if all(one is None or isinstance(one, str) for one in listed):
+        return {"enum": listed}
     simple = [one for one in listed if not isinstance(one, bool | list | dict)]
     others = [_constant(one) for one in listed if isinstance(one, bool | list | dict)]
     return {"anyOf": [{"not": {"type": "boolean"}, "enum": simple}, *others]}

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pydantic import Field, ValidationError
 
 from kvlab.base.errors import StorageError, UserError
-from kvlab.base.recipe import canonical
 from kvlab.base.streams import Frozen
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
+ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))  # canonical JSON, as `kvlab.base.recipe` writes it
 Digests = dict[str, str]
 
 
@@ -48,7 +48,7 @@ def encoded(entry: Entry) -> bytes:
     for path, digest in [*entry.inputs.items(), *entry.outputs.items(), ("the parameters", entry.params)]:
         if not SHA256.fullmatch(digest):
             raise UserError(f"the digest of {path} is {digest!r}; allowed: 64 hexadecimal digits of a sha256")
-    return canonical(entry).encode()
+    return ENCODER.encode(vars(entry)).encode()
 
 
 def decoded(line: bytes, place: str) -> Entry:

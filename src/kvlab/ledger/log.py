@@ -47,7 +47,7 @@ class Read:
 
     def tree(self) -> Tree:
         """The hash tree over the lines as they are."""
-        return Tree(leaf(line) for line in self.lines)
+        return Tree(map(leaf, self.lines))
 
 
 def read(path: Path | str = LOG) -> Read:

@@ -30,9 +30,9 @@ class Tree:
     """
 
     def __init__(self, leaves: Iterable[bytes] = ()):
-        self._levels: list[list[bytes]] = [[]]
-        for one in leaves:
-            self.append(one)
+        self._levels = [list(leaves)]
+        while len(below := self._levels[-1]) > 1:
+            self._levels.append([node(left, right) for left, right in zip(below[::2], below[1::2], strict=False)])
 
     def __len__(self) -> int:
         return len(self._levels[0])
