@@ -74,6 +74,25 @@ def test_what_is_other_is_told_in_a_line(run, tmp_path):
     assert not (tmp_path / "proof.json").exists()
 
 
+def test_a_checkpoint_that_is_named_has_to_be_there(run):
+    code, _, err = run("verify", "--checkpoint", "elsewhere.json")
+    assert code == 2 and "cannot read elsewhere.json: no such file" in err
+    code, _, err = run("verify", "--proof", "made0")
+    assert code == 2 and "a proof is held against a checkpoint, and there is no results/ledger" in err
+    assert run("checkpoint", "--checkpoint", "elsewhere.json")[0] == 0
+    assert run("verify", "--checkpoint", "elsewhere.json")[0] == 0
+
+
+def test_a_file_is_held_against_its_schema(run, tmp_path):
+    (tmp_path / "params.yaml").write_text("models: []\nbits: many\n")
+    code, out, err = run("check", "params.yaml")
+    assert (
+        (code, out) == (2, "") and "params.yaml: bits is 'many'" in err and "params.yaml: models is [], allowed" in err
+    )
+    code, _, err = run("check", "made1")
+    assert code == 2 and "made1 has no contract" in err
+
+
 def test_a_key_signs_the_checkpoint(run, tmp_path):
     (tmp_path / "key").write_bytes(b"k" * 32)
     (tmp_path / "other").write_bytes(b"l" * 32)

@@ -68,10 +68,11 @@ def add(jobs):
 
 def of(job, outputs, records):
     """A job's entry; inputs that Snakemake has taken the digest of are not read again."""
-    record = records.of(outputs[0])
-    taken = {path: sha.removeprefix("sha256:") for path, sha in (record.input_checksums or {}).items() if sha}
+    record = records.of(outputs[0])  # none where Snakemake was told to keep none
+    sums, params = (record.input_checksums or {}, record.params) if record else ({}, None)
+    taken = {path: sha.removeprefix("sha256:") for path, sha in sums.items() if sha}
     inputs = [path for path in sorted(set(map(str, job.input))) if Path(path).exists()]
-    return entry_of(name_of(job), inputs, outputs, record.params, taken)
+    return entry_of(name_of(job), inputs, outputs, params, taken)
 
 
 def name_of(job):

@@ -34,7 +34,7 @@ def verify_verb(args: argparse.Namespace) -> int:
     known = _checkpoint(args)
     if args.proof:
         if known is None:
-            raise UserError(f"a proof is held against a checkpoint, and there is no {args.checkpoint}")
+            raise UserError(f"a proof is held against a checkpoint, and there is no {CHECKPOINT}")
         entry = proof.read(args.proof, known)
         print(f"entry of {entry.job} is in the log of {known.size} entries: it made {', '.join(entry.outputs)}")
         return 0
@@ -95,18 +95,17 @@ def _checkpoint(args: argparse.Namespace):
     """What is to be believed, or None where there is none yet."""
     from kvlab.ledger.checkpoint import Checkpoint
 
-    known, key = Checkpoint.read(args.checkpoint) if args.checkpoint.exists() else None, key_of(args)
+    place, key = args.checkpoint or Path(CHECKPOINT), key_of(args)
+    known = Checkpoint.read(place) if place.exists() else None
     if key and known is None:
-        raise UserError(f"--key is for a signed checkpoint, and there is no {args.checkpoint}")
+        raise UserError(f"--key is for a signed checkpoint, and there is no {place}")
     if key and known:
         known.refuse_unsigned(key)
     return known
 
 
-FILES: list[Flag] = [
-    path("--log", "the log", required=False, default=Path(LOG), type=Path),
-    path("--checkpoint", "its checkpoint", required=False, default=Path(CHECKPOINT), type=Path),
-]
+LOGS = path("--log", f"the log; default: {LOG}", required=False, default=Path(LOG))
+FILES: list[Flag] = [LOGS, path("--checkpoint", f"its checkpoint; default: {CHECKPOINT}", required=False)]
 VERBS: dict[Callable, list[Flag]] = {
     verify_verb: [
         *(*FILES, CHECKING),
@@ -118,6 +117,14 @@ VERBS: dict[Callable, list[Flag]] = {
         ("file", {"type": Path, "metavar": "FILE", "help": "as a rule names it: results/gap/metrics/MODEL.json"}),
         result("--out", "the proof, JSON"),
     ],
-    checkpoint_verb: [*FILES, SIGNING],
+    checkpoint_verb: [
+        *(LOGS, SIGNING),
+        result(
+            "--checkpoint",
+            "what is written, if it goes on from what is there",
+            required=False,
+            default=Path(CHECKPOINT),
+        ),
+    ],
     check_verb: [("files", {"type": Path, "metavar": "FILE", "nargs": "+", "help": "YAML or JSON"})],
 }
