@@ -69,6 +69,7 @@ rule all:
 onstart:
     onerun.begin()
     unedited.remember(config)
+    ledgered.begin(workflow)
     if any(job.rule.name.startswith("measure_") for job in workflow.dag.needrun_jobs()):
         for study in set(plan.STUDIES) - set(STUDIES):  # DVC declares their folders too; they are empty
             Path("results", study).mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,9 @@ onstart:
 
 onsuccess:
     unedited.check()
+    ledgered.end(workflow)
 
 
 onerror:
     print("", failures.told(log), "", sep="\n", file=sys.stderr)
+    ledgered.end(workflow)

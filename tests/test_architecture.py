@@ -27,6 +27,8 @@ FLOORS = {
     "decoding": 6,
     "kvstore": 6,
     "lab": 6,
+    "cluster": 7,
+    "ledger": 7,
     "studies": 7,
     "gate": 8,
     "evals": 9,
@@ -35,7 +37,7 @@ FLOORS = {
     "validation": 11,
 }
 REPORTING = (
-    *("kvlab.pages", "kvlab.gate", "kvlab.report", "validation.published", "kvlab.lab.plan"),
+    *("kvlab.pages", "kvlab.gate", "kvlab.ledger", "kvlab.report", "validation.published", "kvlab.lab.plan"),
     *(f"kvlab.base.{name}" for name in ("paramfile", "params", "rungs", "recipe", "records", "errors")),
     *("kvlab.studies.kvstore_params", "kvlab.studies.settings"),
 )

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from kvlab.base.errors import MissingResult, StaleResult
 from kvlab.base.records import write_json
 from kvlab.base.seal import sealed
+from kvlab.cli.contracts import hold
+from kvlab.ledger.contract import ContractBroken
 from kvlab.pages.withheld import without_cross_engine
 from kvlab.report.claims import derived
 from kvlab.report.metrics import build
@@ -38,6 +40,13 @@ def test_what_is_built_is_read_back_the_same(metrics, tmp_path):
     assert load(path) == json.loads(json.dumps(metrics))
     assert read(path).cells[0].kl.value == metrics["cells"][0]["kl"]["value"]
     assert metrics["schema_version"] == VERSION and "claims" not in metrics
+
+
+def test_what_is_built_keeps_its_contract(metrics):
+    """That of docs/metrics.schema.json, which `kvlab step metrics` holds it against before it writes it."""
+    hold("metrics", metrics, "m.json")
+    with pytest.raises(ContractBroken, match=f"m.json: schema_version is '3', allowed: {VERSION}"):
+        hold("metrics", metrics | {"schema_version": "3"}, "m.json")
 
 
 @given(version=st.none() | st.integers().filter(lambda n: n != VERSION) | st.text(max_size=5))

@@ -13,6 +13,7 @@ sys.path[:0] = [str(SRC.resolve()), str(Path("workflow/scripts").resolve())]
 
 import closure
 import failures
+import ledgered
 import onerun
 import progress
 import unedited

@@ -19,8 +19,8 @@ import polars as pl
 BIN = Path(sys.executable).parent
 REPORT = "results/gap/FINDINGS.md"
 MADE = ("calib", "results")
-# They hold seconds, process ids and progress bars: other in every run, and no result.
-VOLATILE = ("results/benchmarks/", "results/logs/")
+# They hold seconds, process ids, progress bars, and in which order jobs ended: other in every run, and no result.
+VOLATILE = ("results/benchmarks/", "results/logs/", "results/ledger/")
 # Results that say how fast something was: they have to be there, and are others in every run.
 TIMED = ("results/gate/GATE.md", "results/gate/claims.json", "results/gate/rows/*.json", "results/mechanisms/*.json")
 TIMED += ("results/kvstore/RESTORE.md", "results/kvstore/restore/*.json")

@@ -19,6 +19,7 @@ from kvlab.cli import (
     evals,
     gate,
     init,
+    ledger,
     measure,
     params,
     snapshot,
@@ -45,7 +46,8 @@ What compressing an LLM's KV cache costs: measured on your model, your text and 
   eval        a task of lm-evaluation-harness, plain and coded: evidence for the gate
   speculate   how much of what a model drafts over its coded cache it accepts
   gate        which numbers may be published: check, report, query and more
-  step        the steps of the pipeline, as the workflow's rules call them
+  ledger      what was made of what: verify the log, prove an entry, make a checkpoint
+  step        the steps of the pipeline, as the workflow's rules call them; all: `make findings`
   completion  complete verbs and flags in your shell: bash, zsh, fish
 """
 OF_THE_CHECKOUT = """\
@@ -53,8 +55,7 @@ OF_THE_CHECKOUT = """\
   bench       every codec's speed, size, error and KL divergence
 """
 EXITS = """
-`kvlab VERB --help` says more. The whole study: `make findings` in a checkout.
-Exit codes: 0 done; 2 the input is wrong, and one line says how to mend it; 1 the run is wrong.
+`kvlab VERB --help` says more. Exit codes: 0 done; 2 the input is wrong, 1 the run; a line says how.
 """
 
 
@@ -81,6 +82,7 @@ def parser() -> Parser:
         {
             "snapshot": (snapshot.ABOUT, snapshot.VERBS),
             "gate": (gate.ABOUT, gate.VERBS),
+            "ledger": (ledger.ABOUT, ledger.VERBS),
             "step": (about_steps, steps.VERBS | outside_steps),
         },
     )

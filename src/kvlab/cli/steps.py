@@ -162,13 +162,16 @@ def residual_verb(args: argparse.Namespace) -> None:
 def metrics_verb(args: argparse.Namespace) -> None:
     """Turn tables into estimates."""
     from kvlab.base.records import write_json
+    from kvlab.cli.contracts import hold
     from kvlab.report.metrics import build
     from kvlab.studies.chapter import Sources
 
     sources = Sources(
         args.baseline, args.jobs, args.codebooks, args.sigmas, args.residual, args.choice, args.ladder, args.further
     )
-    write_json(args.out, build(params_of(args), sources))
+    made = build(params_of(args), sources)
+    hold("metrics", made, args.out)
+    write_json(args.out, made)
 
 
 def compare_verb(args: argparse.Namespace) -> None:
@@ -220,9 +223,16 @@ def rows_verb(args: argparse.Namespace) -> None:
     Every piece of evidence is made of the tables of scores, item by item. What could not be measured becomes a row
     that claims nothing and says why.
     """
+    from kvlab.cli.contracts import hold
     from kvlab.gate.measured_rows import write
+    from kvlab.ledger.contract import ContractBroken
 
     rows = write(args.records, args.windows, args.needles, args.code, args.claim, args.out, args.current)
+    try:
+        hold("rows", rows, args.out)
+    except ContractBroken:
+        args.out.unlink()
+        raise
     print(f"{args.out}: {len(rows)} rows")
 
 

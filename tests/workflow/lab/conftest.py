@@ -68,10 +68,11 @@ class Lab:
         return sorted(lines)
 
     def files(self) -> dict[str, bytes]:
-        """Every result by its path, logs and benchmarks apart."""
+        """Every result by its path, logs, benchmarks and the ledger apart."""
         found = [path for part in MADE for path in (self.root / part).rglob("*") if path.is_file()]
         named = {str(path.relative_to(self.root)): path.read_bytes() for path in found}
-        return {name: data for name, data in named.items() if not name.startswith(("results/logs", "results/bench"))}
+        apart = ("results/logs", "results/bench", "results/ledger")
+        return {name: data for name, data in named.items() if not name.startswith(apart)}
 
     def forget(self) -> None:
         """Remove all results."""

@@ -13,22 +13,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kvlab.base.errors import ParamsError, suggestion
+from kvlab.decoding.schema.keywords import BOUNDS, GENERATED, NOTES, WHOLE, referred
 from kvlab.decoding.schema.parts import EMPTY, Bytes, Either, Part, Repeated, Then, optional, text
 from kvlab.decoding.schema.ranges import DIGITS, integers
 from kvlab.decoding.schema.regex import ANY, characters, pattern
 
-NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$defs", "definitions", "$comment", "format"}
-BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-KEYWORDS: dict[str, set[str]] = {
-    "string": {"minLength", "maxLength", "pattern"},
-    "integer": BOUNDS,
-    "number": BOUNDS,
-    "boolean": set(),
-    "null": set(),
-    "array": {"items", "minItems", "maxItems"},
-    "object": {"properties", "required", "additionalProperties"},
-}
-WHOLE = {"enum", "const", "anyOf", "$ref"}  # each says all of a value
 NOTHING = Either(())
 HEX = Either(tuple(Bytes((ends,)) for ends in (DIGITS, (0x41, 0x46), (0x61, 0x66))))
 SHORT = Then((text("\\"), Either(tuple(text(sign) for sign in '"\\/bfnrt'))))
@@ -98,12 +87,12 @@ class _Reader:
 
     def refuse_unknown(self, said: set[str], types: Sequence[str], place: str) -> None:
         """See `language`."""
-        wrong = [one for one in types if one not in KEYWORDS]
+        wrong = [one for one in types if one not in GENERATED]
         if wrong or not types:
             raise ParamsError(
-                f"{place} has {f'type {wrong[0]!r}' if wrong else 'no type'}; allowed: {', '.join(KEYWORDS)}"
+                f"{place} has {f'type {wrong[0]!r}' if wrong else 'no type'}; allowed: {', '.join(GENERATED)}"
             )
-        known = {"type"}.union(*(KEYWORDS[one] for one in types))
+        known = {"type"}.union(*(GENERATED[one] for one in types))
         for keyword in sorted(said - known):
             raise ParamsError(f"{place} has {keyword!r}, which is not of the subset{suggestion(keyword, known)}")
 
@@ -111,11 +100,7 @@ class _Reader:
         """What a ``$ref`` inside the document names."""
         if followed.get(ref, 0) >= self.depth:
             return NOTHING
-        found = self.root
-        for step in ref.removeprefix("#").strip("/").split("/") if ref != "#" else ():
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        if not ref.startswith("#") or found is None:
-            raise ParamsError(f"{place} refers to {ref!r}, which is not in the schema")
+        found = referred(self.root, ref, place)
         return self.part(found, ref, {**followed, ref: followed.get(ref, 0) + 1})
 
     def of_string(self, schema: Mapping, place: str, _followed) -> Part:

@@ -1,0 +1,1 @@
+"""What was made of what: a log that only grows, whose past cannot be changed unseen, and contracts of what is read."""

@@ -1,0 +1,198 @@
+"""Prefill in one process, decode in another: the answer is that of one process, or of one with the same codec."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UnknownName, UserError
+from kvlab.base.model import resolve
+from kvlab.base.params import Model
+from kvlab.cluster.decoding import WAYS, DecodeProcess, Setup
+from kvlab.cluster.handover import Coded, Decoder, Exact, prefill
+from kvlab.cluster.transport import LENGTH, PIECE, Reader, Writer
+from kvlab.codec.recipes import named_recipe
+from kvlab.kvstore.memory.wire import Head, pack
+from kvlab.stats.divergences import token_record
+
+PROMPTS = {"one": list(range(5, 45)), "two": list(range(90, 70, -1))}
+TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def setup(tiny_model):
+    return Setup(resolve(Model(path=str(tiny_model), n_layers=3)), key=b"shared")
+
+
+@pytest.fixture(scope="module")
+def model(setup):
+    return setup.model()
+
+
+@pytest.fixture(scope="module")
+def other(setup, model):
+    """A process that decodes, exact."""
+    with DecodeProcess(setup, setup.form(model)) as process:
+        yield process
+
+
+def alone(model, prompt: list[int], change=None) -> tuple[list[int], torch.Tensor]:
+    """Tokens of one process and the logits of each, over the clean cache or one that was changed."""
+    read, decoder = prefill(model, prompt), Decoder(model)
+    found = dict(Exact().payloads(read.cache)) if change is None else change(read.cache)
+    decoder.load("only", {place: x.clone() for place, x in found.items()}, read.first)
+    steps = [decoder.step("only") for _ in range(TOKENS)]
+    return [read.first, *(token for token, _ in steps)], torch.stack([logits for _, logits in steps])
+
+
+def apart(model, other, name: str, way: str) -> tuple[list[int], torch.Tensor]:
+    """The same with the cache handed over."""
+    read = prefill(model, PROMPTS[name])
+    other.hand_over(name, read, way)
+    steps = [other.step(name) for _ in range(TOKENS)]
+    other.unload(name)
+    return [read.first, *(token for token, _ in steps)], torch.stack([logits for _, logits in steps])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exact_hand_over_gives_the_same_bits(model, other, way):
+    for name, prompt in PROMPTS.items():
+        tokens, logits = apart(model, other, name, way)
+        wanted, bits = alone(model, prompt)
+        assert tokens == wanted and torch.equal(logits, bits)
+
+
+def test_it_is_the_answer_of_generate(model, other):
+    with torch.no_grad():
+        ids = torch.tensor([PROMPTS["one"]])
+        whole = model.generate(ids, max_new_tokens=TOKENS + 1, do_sample=False, eos_token_id=None, pad_token_id=0)
+    read = prefill(model, PROMPTS["one"])
+    other.hand_over("g", read, "tcp")
+    assert [read.first, *other.answer("g", TOKENS)] == whole[0, len(PROMPTS["one"]) :].tolist()
+    assert other.tokens("g") == len(PROMPTS["one"]) + TOKENS, "a token a step"
+    other.unload("g")
+
+
+def test_two_sequences_do_not_mix_and_leave_no_memory(model, other):
+    wanted = {name: alone(model, prompt)[0] for name, prompt in PROMPTS.items()}
+    found = {}
+    for (name, prompt), way in zip(PROMPTS.items(), WAYS, strict=False):
+        read = prefill(model, prompt)
+        other.hand_over(name, read, way)
+        found[name] = [read.first]
+    assert other.loaded() == ("one", "two")
+    for _ in range(TOKENS):
+        for name in PROMPTS:
+            found[name].append(other.step(name)[0])
+    assert found == wanted
+    with pytest.raises(UserError, match="sequence 'one' is loaded already"):
+        other.hand_over("one", prefill(model, PROMPTS["one"]), "pipe")
+    for name in PROMPTS:
+        other.unload(name)
+    assert other.loaded() == ()
+    with pytest.raises(UserError, match="sequence 'one' is not loaded; loaded: none"):
+        other.step("one")
+
+
+class OfAnotherModel(Exact):
+    """Says that it is of other weights."""
+
+    def head(self, info, cache, sequence):
+        return Head(**(vars(super().head(info, cache, sequence)) | {"model": "f" * 16}))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_of_another_model_is_refused_and_the_next_goes_through(model, other, way):
+    other.form = OfAnotherModel()
+    try:
+        with pytest.raises(CalibrationMismatch, match="the stream is of model 'ffffffffffffffff'"):
+            other.hand_over("bad", prefill(model, PROMPTS["one"]), way)
+    finally:
+        other.form = Exact()
+    assert other.loaded() == ()
+    assert apart(model, other, "one", way)[0] == alone(model, PROMPTS["one"])[0]
+
+
+def test_what_a_damaged_stream_holds_is_not_read(model, other, monkeypatch):
+    def damaged(out, head, payloads, key):
+        data = pack(head, dict(payloads), key)
+        data[len(data) // 2] ^= 1
+        out.write(data)
+
+    monkeypatch.setattr("kvlab.cluster.decoding.write", damaged)
+    for way in ("pipe", "tcp"):
+        with pytest.raises(StreamError, match="is damaged"):
+            other.hand_over("bad", prefill(model, PROMPTS["one"]), way)
+    assert other.loaded() == ()
+
+
+def test_a_codec_that_refuses_its_input_leaves_the_way_free(model, other):
+    read = prefill(model, PROMPTS["one"])
+    form = Coded(named_recipe("int", 4), model.config, 32)
+    read.cache.layers[1].keys[0, 0, 0, 0] = torch.nan
+    other.form = form
+    try:
+        with pytest.raises(NonFinite):
+            other.hand_over("bad", read, "pipe")
+    finally:
+        other.form = Exact()
+    assert apart(model, other, "one", "pipe")[0] == alone(model, PROMPTS["one"])[0]
+
+
+def test_unknown_ways_are_told(model, other):
+    with pytest.raises(UnknownName, match="way 'mail' is not known; allowed: memory, pipe, tcp"):
+        other.hand_over("one", prefill(model, PROMPTS["one"]), "mail")
+    with pytest.raises(UserError, match="-1 tokens are asked for"):
+        other.answer("one", -1)
+    with pytest.raises(UserError, match="a prompt has at least one token"):
+        prefill(model, [])
+
+
+@pytest.mark.parametrize("rotary", ["before", pytest.param("after", marks=pytest.mark.full)])
+def test_a_coded_hand_over_is_the_codec_in_one_process(model, setup, rotary):
+    """The same bytes decoded by the same codec: the same bits, hence the same KL; and it did something."""
+    recipe = named_recipe("hadamard", 3).model_copy(update={"rotary": rotary})
+    coded = Setup(setup.info, recipe=recipe, key=setup.key)
+    form = coded.form(model)
+    plain, exact = alone(model, PROMPTS["one"])
+    _, inside = alone(model, PROMPTS["one"], lambda cache: form.round_trip(cache, torch.float32))
+    with DecodeProcess(coded, form) as process:
+        handed = [process.hand_over(way, prefill(model, PROMPTS["one"]), way).nbytes for way in WAYS]
+        _, outside = apart(model, process, "one", "pipe")
+    assert torch.equal(inside, outside)
+    labels = torch.tensor(plain[1:])
+    kl = [token_record(exact, logits, labels)["kl"].mean() for logits in (inside, outside)]
+    assert kl[0] == kl[1] > 1e-6
+    full = 2 * 3 * 2 * len(PROMPTS["one"]) * 32 * 4
+    assert max(handed) < 0.5 * full
+
+
+def test_codecs_of_whole_caches_are_told(model):
+    with pytest.raises(CapabilityError, match="codes all layers of a cache at once"):
+        Coded(named_recipe("archive", 4), model.config, 32)
+
+
+def test_streams_go_through_in_pieces():
+    data = [b"ab", bytes(PIECE + 7), b"", b"c" * (PIECE - 1), b"end"]
+    sink = io.BytesIO()
+    writer = Writer(sink)
+    for part in data:
+        writer.write(part)
+    writer.end()
+    writer.write(b"next")
+    writer.end()
+    assert writer.sent == len(sink.getvalue())
+    reader = Reader(io.BytesIO(sink.getvalue()))
+    reader.begin()
+    assert reader.read(1) == b"a"
+    reader.drain()
+    assert reader.read(5) == b""
+    reader.begin()
+    assert reader.read(9) == b"next" and reader.read(1) == b""
+    for cut in (3, LENGTH.size + 1):
+        broken = Reader(io.BytesIO(sink.getvalue()[:cut]))
+        broken.begin()
+        with pytest.raises(StreamError, match="the other process is gone"):
+            broken.drain()

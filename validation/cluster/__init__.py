@@ -1,0 +1,1 @@
+"""What it takes to work on one model in several processes on this machine: bytes, microseconds, equal answers."""

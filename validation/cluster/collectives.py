@@ -1,0 +1,56 @@
+"""Collectives between ranks beside those of torch.distributed. Apart from `measure`, for each rank imports it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kvlab.base.errors import Fault
+from kvlab.cluster.ranks import Ranks, all_reduce_bytes, all_to_all_bytes
+from kvlab.cluster.sequence_parallel import to_heads
+from kvlab.cluster.share import share
+
+ROUNDS = 15  # of each time that is told; the median is
+
+
+def collectives(ranks: Ranks) -> list[dict[str, Any]]:
+    """Ours and torch.distributed's own on the same tensors, with the bytes that all ranks sent."""
+    x, tokens = torch.randn(8, 512), torch.randn(8, 256 // ranks.world, 64)
+    shares = [share(8, 8, ranks.world, rank) for rank in range(ranks.world)]
+    lengths = [256 // ranks.world] * ranks.world
+    flat = torch.empty(tokens.numel())
+    cases: list[tuple[str, str, int, Callable, Callable]] = [
+        ("all-reduce", "[8, 512]", all_reduce_bytes(x.nbytes, ranks.world), lambda: ranks.all_reduce(x),
+         lambda: dist.all_reduce(x.clone())),
+        ("tokens to heads", "[8, 256, 64]", all_to_all_bytes(tokens.nbytes * ranks.world, ranks.world),
+         lambda: to_heads(ranks, tokens, lengths, shares, lambda part: part.q),
+         lambda: dist.all_to_all_single(flat, tokens.reshape(-1))),
+    ]  # fmt: skip
+    found = []
+    for name, shape, formula, ours, theirs in cases:
+        ranks.sent.clear()
+        ours()
+        sent = torch.tensor(sum(ranks.sent.values()))
+        dist.all_reduce(sent)
+        times = [median(task, dist.barrier) for task in (ours, theirs)]
+        row = {"name": name, "shape": shape, "bytes": int(sent), "formula": formula}
+        found.append(row | {"ours_us": times[0] * 1e6, "theirs_us": times[1] * 1e6})
+        if int(sent) != formula:
+            raise Fault(f"{name} sent {int(sent)} bytes, and {formula} by its formula")
+    return found
+
+
+def median(task: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Seconds."""
+    taken = []
+    for _ in range(ROUNDS + 2):
+        before()
+        began = perf_counter()
+        task()
+        taken.append(perf_counter() - began)
+    return statistics.median(taken[2:])
