@@ -66,6 +66,15 @@ def arms(params: Params, shape: Shape) -> list[Arm]:
     return [*_codecs(params), *_evictions(settings, shape), *_latents(params, shape), *_sparse(params)]
 
 
+def recipes_of(params: Params) -> list[Recipe]:
+    """All codecs that run, those that draft among them; which they are hangs on no model."""
+    settings = params.tradeoffs
+    made = [*_codecs(params), *_sparse(params)]
+    coding = [(settings.latent_codec, bits) for bits in settings.combined]
+    coding += [(codec, bits) for codec in settings.drafters for bits in settings.combined]
+    return [arm.recipe for arm in made if arm.recipe] + [ladder_recipe(*one, "", params) for one in coding]
+
+
 def kept_at(budget: float, policy: str, shape: Shape) -> int:
     """Tokens that fit into so many bits per value of the context, their numbers included where a policy needs them."""
     token = FULL * shape.numbers + (PLACE if numbered(policy) else 0)

@@ -121,6 +121,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
     codecs = [trial.Subject(arm.name, arm.recipe, bench.calibrated) for arm in listed if arm.family == "codec"]
     others = subjects_of(bench, listed)
     rows = np.array([window.ids for window in bench.windows])
+    speeds, drafts = timed(bench, listed, others), tuple(drafted(bench, bootstrap))
     scored = trial.score(
         bench.engine, rows, context, [rounding, *codecs], "snapshot", bench.plain, list(others.values())
     )
@@ -133,7 +134,6 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
     seen = {name: one.witnessed.alternative_kl if one.witnessed else None for name, one in coded.items()}
     seen |= {name: one.witnessed for name, one in others.items()}
     answers = asked(bench, planted, codecs, others)
-    speeds = timed(bench, listed, others)
     columns = {name: columns_of(table) for name, table in tables.items()}
     arms_found = [
         ArmFound(
@@ -166,7 +166,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
         exact_found=rate(bootstrap, answers[trial.ROUNDING]),
         exact_per_second=speeds[trial.ROUNDING],
         arms=tuple(held_against(one, leading, columns, bootstrap) for one in arms_found),
-        drafted=tuple(drafted(bench, bootstrap)),
+        drafted=drafts,
     )
 
 

@@ -10,9 +10,9 @@ from kvlab.studies.tradeoffs.record import TradeoffsRecord
 __all__ = ["ABOUT", "TITLE", "figure", "tables"]
 
 TITLE = "What makes a KV cache cheaper, and what it costs"
-ABOUT = """A codec stores every token in fewer bits. An eviction drops tokens, a latent cache stores fewer numbers of each,
-sparse reading stores everything and reads a part of it, and self-speculation stores an exact cache beside a coded one
-and reads the exact one less often. All of them are measured here in one loop: the same windows of a text that no
+ABOUT = """A codec stores every token in fewer bits. An eviction drops tokens, a latent cache stores fewer numbers of
+each, sparse reading stores everything and reads a part of it, and self-speculation stores an exact cache beside a coded
+one and reads the exact one less often. All of them are measured here in one loop: the same windows of a text that no
 calibration saw, the same untouched cache for reference, the same needles. KL is of the next token's distribution, the
 untouched model's first, in nats per token. Bytes are counted, everything that is stored beside K and V included;
 calibrations, which all texts share, are not. A step reads the stored context and, in 16 bits, the tokens since."""
@@ -37,8 +37,8 @@ def said(record: TradeoffsRecord) -> Table:
     )
     if least is not None:
         text += (
-            f" The best pattern of sparse reading reads {percent(least.read / record.full_read)} of the bytes of 16 bits"
-            f" at KL {number(least.kl.value)}, and stores {percent(least.stored / record.full)} of them."
+            f" The best pattern of sparse reading reads {percent(least.read / record.full_read)} of the bytes of 16"
+            f" bits at KL {number(least.kl.value)}, and stores {percent(least.stored / record.full)} of them."
         )
     for one in record.drafted:
         text += (
@@ -54,8 +54,9 @@ def costs(record: TradeoffsRecord) -> Table:
         f"{record.arms[0].kl.n} windows of {record.context} stored and {record.eval} scored tokens,"
         f" {record.arms[0].found.n} needles in as many texts; intervals ({percent(record.confidence)}) are over windows"
         f" and over texts. Rounding to 16 bits alone costs KL {number(record.rounding.value)}, finds"
-        f" {estimate(record.exact_found, 100)} % of the needles, takes {number(record.full)} bytes for a token and reads"
-        f" {number(record.full_read / KIB)} KiB in a step. Tokens per second are of one loop that feeds single tokens"
+        f" {estimate(record.exact_found, 100)} % of the needles, takes"
+        f" {number(record.full)} bytes for a token and reads {number(record.full_read / KIB)} KiB in a"
+        " step. Tokens per second are of one loop that feeds single tokens"
         f" on this machine's CPU ({record.threads} thread): they say what the forms that run here take, and nothing of"
         " kernels that read coded or chosen bytes alone; a dash stands where no such form is."
     )
@@ -87,8 +88,9 @@ def against(record: TradeoffsRecord) -> Table:
     """Paired differences at no more bytes."""
     lead = record.settings.codecs[0]
     text = (
-        f"KL less that of the widest `{lead}` which stores no more, paired by window. Above zero, `{lead}` is the better"
-        " use of the same memory; an interval that holds 0 tells nothing apart. Sparse reading stores all in 16 bits:"
+        f"KL less that of the widest `{lead}` which stores no more, paired by window. Above zero, `{lead}` is the"
+        " better use of the same memory; an interval that holds 0 tells nothing apart. Sparse reading stores all"
+        " in 16 bits:"
         " it is here for what it would have to be worth in reading."
     )
     rows = [
@@ -106,8 +108,9 @@ def drafts(record: TradeoffsRecord) -> Table:
     per_token = record.full_read / record.full
     text = (
         f"{settings.prompts} prompts of {record.context} tokens, {settings.tokens} written greedily after each, drafts"
-        " of at most the tokens told. What is written was compared with what the exact cache writes, and is the same but"
-        " for ties in rounding: there is no loss to report. Bytes read are for one written token: the coded cache once"
+        " of at most the tokens told. What is written was compared with what the exact cache writes, and is the same"
+        " but for ties in rounding: there is no loss to report. Bytes read are for one written token: the coded"
+        " cache once"
         " for each drafted token, the exact one once a call."
     )
     rows = [
