@@ -53,7 +53,8 @@ class Observed(_Strict):
 
     `kv_bytes` counts every stored byte, `kv_values` the K and V elements that they stand for. `codec` is None or
     empty where none ran. `canary_kl` is how far one bit at the same places, or the engine's own cache itself, moves
-    the logits, in nats per token: proof that they hang on what is stored.
+    the logits, in nats per token: proof that they hang on what is stored. `pattern` is what attention read by, or what
+    was kept, with its settings; None where no one looked, or all was.
     """
 
     kv_cache_dtype: str
@@ -64,6 +65,7 @@ class Observed(_Strict):
     kv_bytes: Count
     kv_values: Count
     canary_kl: float | None = None
+    pattern: str | None = None
 
 
 class Evidence(_Strict):

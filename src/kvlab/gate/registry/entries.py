@@ -44,6 +44,8 @@ class Mechanism(Entry):
         Unlike methods share it: it earns `supported` only for an implementation that the row names.
     codecs : tuple of str
         Names of `kvlab.codec.names.ALL` that may be observed to run; empty when none may.
+    patterns : tuple of str
+        Kinds of reading or keeping less that may be observed to run; empty where all is kept and read.
     evals : tuple of str
         Evals whose evidence may carry a claim of it; empty when any may (`Registry.carries`).
     needs_draft : bool
@@ -65,6 +67,7 @@ class Mechanism(Entry):
     umbrella: bool = False
     codecs: Names = ()
     evals: Names = ()
+    patterns: Names = ()
     needs_draft: bool = False
     deprecated: Text | None = None
     sources: Annotated[tuple[Text, ...], Field(strict=False)] = ()
