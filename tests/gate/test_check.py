@@ -341,22 +341,22 @@ def test_a_passing_row_never_turns_pass_into_fail(given, added, where, strict):
 def test_one_more_row_that_is_tested_makes_every_certification_dearer():
     together = check(map(as_row, CASE["rows"].values()), CONTEXT)
     adjusted = {found.row["row_id"]: found.adjusted_p for found in together.claims}
-    assert together.tested == 4 and together.verdict == "pass"
+    assert together.tested == 5 and together.verdict == "pass"
     assert {name for name, p in adjusted.items() if p is None} == {"baseline", "preview", "recorded"}
     assert max(p for p in adjusted.values() if p) == together.alpha  # as the valid case is made: no room is left
     lost = row("fp8", row_id="lost", quality_eval_status=None, kl=None, model_hash="older")
     more = check([*map(as_row, CASE["rows"].values()), lost], CONTEXT)
     found = {one.row["row_id"]: one for one in more.claims}
     assert (
-        more.tested == 5 and found["lost"].p == 1
+        more.tested == 6 and found["lost"].p == 1
     )  # what is wrong with its evidence does not take it out of the count
-    for name in ("fp8", "int", "class", "mtp"):
+    for name in ("fp8", "int", "class", "sparse", "mtp"):
         assert found[name].adjusted_p > more.alpha and found[name].earned != "supported"
         assert found[name].codes & {"quality_family", "lossless_unproven"}
 
 
 def test_a_row_alone_is_adjusted_for_nothing():
-    for name in ("fp8", "int", "class", "mtp"):
+    for name in ("fp8", "int", "class", "sparse", "mtp"):
         found = claim(row(name))
         assert found.adjusted_p == found.p <= 0.025 and found.earned == "supported"
 

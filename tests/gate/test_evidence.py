@@ -207,6 +207,8 @@ PLANTED = [
     ("evidence_codec_idle", forged(("observed", "codec"), "identity"), {"codec": "identity"}),
     ("evidence_codec_idle", forged(("observed", "codec"), ""), {"codec": None, "mechanism_variant": "fp8_e4m3"}),
     ("evidence_other_codec", forged(("observed", "codec"), "kivi"), {"codec": None}),
+    ("evidence_other_pattern", forged(("observed", "pattern"), "block_sparse:top_k=4"), {}),
+    ("evidence_other_pattern", evidence(), {"pattern": "block_sparse:top_k=4"}),
     ("evidence_contradicts_row", evidence(), {"kv_cache_dtype": "fp8"}),
     ("evidence_contradicts_row", evidence(), {"cache_class": "StaticCache"}),
     ("evidence_contradicts_row", evidence(), {"bits_per_value": 3.0}),
