@@ -57,7 +57,7 @@ The KV store's studies (docs/kvstore.md):
   tradeoffs   codecs beside evictions, latents, sparse reading and self-speculation
   bitplanes   how well a few bits of each key rank what attention looks at
   placement   whether it matters in which block a chunk lies
-  page        RESTORE.md, POLICY.md, BITPLANES.md or PLACEMENT.md from the records of all models
+  page        the page of one of these five from the records of all models, with its figure if it has one
 {checkout}
 Exit codes: 0 done; 2 the input is wrong, one line says how to mend it; 1 the run is wrong.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,10 +12,8 @@ from kvlab.decoding.acceptance import acceptance, plain_texts
 from kvlab.decoding.law import Sampling
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.studies.table import Interval
+from kvlab.studies.tradeoffs.bench import Bench
 from kvlab.studies.tradeoffs.record import Drafted
-
-if TYPE_CHECKING:
-    from kvlab.studies.tradeoffs.measure import Bench
 
 GREEDY = Sampling(0.0)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -13,24 +12,24 @@ import polars as pl
 import torch
 from tqdm import tqdm
 
-from kvlab.attention.latent_svd import Moments, attention_metric, fit
+from kvlab.attention.latent_svd import attention_metric, fit
 from kvlab.attention.named import Latent
-from kvlab.base.model import ModelInfo, check_window, resolve
+from kvlab.base.model import check_window, resolve
 from kvlab.base.params import Params
 from kvlab.base.records import Provenance, forget, machine, versions, write_json
 from kvlab.calibration import load as calibration
-from kvlab.calibration.load import Calibrated, Fitted
-from kvlab.engines.hf import HFEngine
+from kvlab.calibration.load import Fitted
 from kvlab.engines.registry import start
 from kvlab.lab import trial
 from kvlab.lab.latent import moments_of
 from kvlab.lab.mechanism import IN_16_BITS, Applied, read_of
 from kvlab.lab.scoring import WindowRun
-from kvlab.lab.windows import Window, windows_of
+from kvlab.lab.windows import windows_of
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.studies.table import Interval
 from kvlab.studies.tradeoffs import speed
 from kvlab.studies.tradeoffs.arms import Arm, Shape, arms
+from kvlab.studies.tradeoffs.bench import Bench
 from kvlab.studies.tradeoffs.drafting import drafted
 from kvlab.studies.tradeoffs.evicted import Evicted, LastQueries
 from kvlab.studies.tradeoffs.record import ArmFound, TradeoffsRecord
@@ -38,31 +37,9 @@ from kvlab.text import corpus, needles
 from kvlab.text.needles import Needle
 from kvlab.witness.plain import PlainModel
 
-DTYPE, TEXT = "float32", "other"
+DTYPE = "float32"
 CALIBRATING = 8  # windows that latents are fitted to
 FIRST_NEEDLE = 1000  # their numbers begin here: no window of the text has them
-
-
-@dataclass
-class Bench:
-    """What arms are measured with.
-
-    Parameters
-    ----------
-    calibrated : Calibrated
-        Of the codecs.
-    moments : dict of int to Moments
-        That latents are fitted to, of calibration windows.
-    """
-
-    params: Params
-    info: ModelInfo
-    engine: HFEngine
-    windows: list[Window]
-    context: int
-    calibrated: Calibrated
-    moments: dict[int, Moments]
-    plain: Callable[[], PlainModel] | None
 
 
 def measure(params: Params, windows_path: Path, documents: Path, fitted: Fitted, out: Path) -> None:
@@ -85,7 +62,8 @@ def measure(params: Params, windows_path: Path, documents: Path, fitted: Fitted,
     check_window(info, length)
     forget(out)
     engine = start("hf", info, DTYPE, max_tokens=length)
-    scored = windows_of(found, TEXT)[: settings.windows]
+    text = "other" if params.corpus.other else "test"
+    scored = windows_of(found, text)[: settings.windows]
     moments = moments_of(engine, found.calib[:CALIBRATING].tolist())
     bench = Bench(
         params, info, engine, scored, found.context, calibrated, moments, cache(partial(PlainModel, info.path))
@@ -160,6 +138,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
         context=context,
         eval=len(bench.windows[0].ids) - context,
         values=info.values_per_token,
+        text=bench.windows[0].text,
         confidence=params.stats.confidence,
         rounding=Interval.of(bootstrap.mean(columns_of(floor.tokens)[0]), 0.0),
         full_read=read_of(full, context, len(bench.windows[0].ids), info.values_per_token),

@@ -65,7 +65,10 @@ class Drafted(Frozen):
 
 
 class TradeoffsRecord(Frozen):
-    """The JSON of the study; `full` and `full_read` are bytes of 16 bits, `exact_found` the needles without any arm."""
+    """The JSON of the study; `text` is ``other``, or ``test`` where no other was cut.
+
+    `full` and `full_read` are bytes of 16 bits, `exact_found` the needles without any arm.
+    """
 
     provenance: Provenance
     machine: dict
@@ -74,6 +77,7 @@ class TradeoffsRecord(Frozen):
     context: int
     eval: int
     values: int
+    text: str = "other"
     confidence: float
     rounding: Interval
     full_read: float
