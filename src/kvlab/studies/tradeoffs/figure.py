@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 from kvlab.pages import format as fmt
 from kvlab.pages.figure import DOWN, GREY, INK, OTHER, UP, Axis, Figure, Key, Line, Look, Mark, Panel, log_axis
 from kvlab.pages.parts import KL_UNIT
 from kvlab.studies.tradeoffs.record import ArmFound, TradeoffsRecord
 
 KIB = 1024
-LOOKS = {
-    "eviction": Look(GREY, "square"),
-    "latent": Look(OTHER, "triangle"),
-    "latent x codec": Look(OTHER, "triangle", open=True),
-    "sparse reading": Look(INK, "circle"),
-    "codec x sparse reading": Look(INK, "circle", open=True),
-    "self-speculation": Look(UP, "star"),
+LOOKS = {  # of a family, one after the other for its kinds
+    "eviction": (Look(GREY, "square"), Look(GREY, "square", open=True), Look(GREY, "plus")),
+    "latent": (Look(OTHER, "triangle"),),
+    "latent x codec": (Look(OTHER, "triangle", open=True),),
+    "sparse reading": (Look(INK, "circle"), Look(INK, "plus"), Look(INK, "square")),
+    "codec x sparse reading": (Look(INK, "circle", open=True),),
 }
+DRAFTED = Look(UP, "down")
 CODECS = (Look(UP, "circle"), Look(DOWN, "diamond"), Look(DOWN, "diamond", open=True), Look(GREY, "diamond"))
-NAMES = {"codec x sparse reading": "codec and sparse reading", "latent x codec": "latent and codec"}
+NAMES = {"codec x sparse reading": "codec under sparse reading", "latent x codec": "latent, coded"}
 
 
 def figure(record: TradeoffsRecord) -> Figure:
@@ -34,8 +36,8 @@ def figure(record: TradeoffsRecord) -> Figure:
     )
     return Figure(
         f"What makes the cache of {record.model} cheaper, and what it costs",
-        "Left and down is better, in both panels. A star has no loss by its rule, so it stands at the lower end: what"
-        " self-speculation costs is the bytes that it stores.",
+        "Left and down is better, in both panels. An arrow at the lower end has no loss, by the rule of its check:"
+        " what self-speculation costs is the bytes that it stores.",
         panels,
         columns=2,
         keys=tuple(keys(record)),
@@ -50,7 +52,7 @@ def panel(
     marks = [mark(record, number, one, getattr(one, what) / scale) for number, one in enumerate(record.arms)]
     for number, (name, at) in enumerate(drafted):
         words = (f"self-speculation, {name} drafts", "what is written is what the exact cache writes")
-        marks.append(Mark(len(record.arms) + number, at[what], 0.0, 0.0, 0.0, words, LOOKS["self-speculation"]))
+        marks.append(Mark(len(record.arms) + number, at[what], 0.0, 0.0, 0.0, words, DRAFTED))
     full = record.full / KIB
     widest = max([full, *(one.at for one in marks)])
     places = Axis((0.0, 1.05 * widest), title)
@@ -71,10 +73,15 @@ def mark(record: TradeoffsRecord, number: int, one: ArmFound, at: float) -> Mark
 
 
 def look(record: TradeoffsRecord, one: ArmFound) -> Look:
-    """A codec has its own, every other family one."""
-    if one.family == "codec":
-        return CODECS[record.settings.codecs.index(one.name.split()[0]) % len(CODECS)]
-    return LOOKS[one.family]
+    """Kinds of a family, as codecs and policies, are told apart."""
+    looks = CODECS if one.family == "codec" else LOOKS[one.family]
+    kinds = list(dict.fromkeys(kind(other) for other in record.arms if other.family == one.family))
+    return looks[kinds.index(kind(one)) % len(looks)]
+
+
+def kind(one: ArmFound) -> str:
+    """The codec, policy or pattern that an arm's name begins with; combinations are one kind."""
+    return NAMES.get(one.family) or re.split("[ ,:]", one.name)[0]
 
 
 def curve(record: TradeoffsRecord, codec: str, what: str, scale: float) -> Line | None:
@@ -91,8 +98,8 @@ def keys(record: TradeoffsRecord) -> list[Key]:
     """The legend."""
     found = {}
     for one in record.arms:
-        name = f"codec {one.name.split()[0]}" if one.family == "codec" else NAMES.get(one.family, one.family)
-        found[name] = Key(name, look(record, one))
+        name = kind(one) if kind(one) in (one.family, *NAMES.values()) else f"{one.family} {kind(one)}"
+        found[name] = Key(name.replace("_", " "), look(record, one))
     if record.drafted:
-        found["self-speculation"] = Key("self-speculation (no loss)", LOOKS["self-speculation"])
+        found["self-speculation"] = Key("self-speculation (no loss)", DRAFTED)
     return [*found.values(), Key("16 bits", line=Line((), (), GREY, 0.8, "dotted"))]

@@ -37,13 +37,13 @@ def said(record: TradeoffsRecord) -> Table:
     )
     if least is not None:
         text += (
-            f" The best pattern of sparse reading reads {percent(least.read / record.full_read)} of the bytes of 16"
-            f" bits at KL {number(least.kl.value)}, and stores {percent(least.stored / record.full)} of them."
+            f" The best pattern of sparse reading reads {percent(least.read / record.full_read, 0)} of the bytes of 16"
+            f" bits at KL {number(least.kl.value)}, and stores {percent(least.stored / record.full, 0)} of them."
         )
     for one in record.drafted:
         text += (
-            f" Drafts of `{one.name}` are accepted to {percent(one.accepted.value)} and cost no quality, at"
-            f" {percent(one.stored / record.full)} of the memory."
+            f" Drafts of `{one.name}` are accepted to {percent(one.accepted.value, 0)} and cost no quality, at"
+            f" {percent(one.stored / record.full, 0)} of the memory."
         )
     return Table("What to take from it", text, (), ())
 
