@@ -5,6 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from validation.micro.row import Row
-from validation.micro.rows import decoding, memory
+from validation.micro.rows import attention, decoding, memory
 
-ALL: tuple[Callable[[], Iterator[Row]], ...] = (memory.rows, decoding.rows)
+ALL: tuple[Callable[[], Iterator[Row]], ...] = (attention.rows, memory.rows, decoding.rows)
