@@ -124,6 +124,7 @@ def tiny_params(tiny_model, tmp_path_factory, base_params):
             "bitplanes": {"windows": 2, "queries": 4},
             "placement": {"windows": 2, "orders": 4, "decode": 4},
         },
+        "tradeoffs": {"windows": 2, "prompts": 2},
         "stats": {"resamples": 500},
         "jobs": {"threads": 1},
     }

@@ -48,6 +48,21 @@ def test_each_layer_runs_its_own_pattern(model):
     assert effect.vectors[0][0].tolist() == [4 * (t + 1) for t in range(80)]
 
 
+def test_of_the_context_only_its_own_keys_and_values_are_counted(model):
+    window, context = 24, 50
+    plan = (Full(), Window(window), SPARSE)
+    with attending(model, plan) as effect:
+        effect.context = context
+        logits(model)
+    full, near, chosen = (effect.early[layer][0].tolist() for layer in range(3))
+    for t in range(80):  # vectors of K and of V, of two KV heads
+        assert full[t] == 4 * min(t + 1, context)
+        assert near[t] == 4 * max(0, min(t + 1, context) - max(0, t - window + 1))
+        assert chosen[t] <= 4 * min(SPARSE.keys(t), context)
+    mean = [sum(one[-30:]) / 30 for one in (full, near, chosen)]
+    assert effect.read_early(30) == pytest.approx(sum(mean))
+
+
 @torch.inference_mode()
 def test_prefill_and_decoding_are_one_forward(model):
     with attending(model, PLAN) as effect:

@@ -350,13 +350,13 @@ def test_one_more_row_that_is_tested_makes_every_certification_dearer():
     assert (
         more.tested == 6 and found["lost"].p == 1
     )  # what is wrong with its evidence does not take it out of the count
-    for name in ("fp8", "int", "pages", "class", "mtp"):
+    for name in ("fp8", "int", "pages", "class", "sparse", "mtp"):
         assert found[name].adjusted_p > more.alpha and found[name].earned != "supported"
         assert found[name].codes & {"quality_family", "lossless_unproven"}
 
 
 def test_a_row_alone_is_adjusted_for_nothing():
-    for name in ("fp8", "int", "pages", "class", "mtp"):
+    for name in ("fp8", "int", "pages", "class", "sparse", "mtp"):
         found = claim(row(name))
         assert found.adjusted_p == found.p <= 0.025 and found.earned == "supported"
 

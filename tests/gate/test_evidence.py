@@ -225,6 +225,8 @@ PLANTED = [
     ("evidence_pages", paged(backend=None), PAGES),
     ("evidence_pages", paged(served=None), PAGES),
     ("evidence_pages", evidence(), {"mechanism_variant": "hadamard_pages"}),  # of a codec that ran beside the cache
+    ("evidence_other_pattern", forged(("observed", "pattern"), "block_sparse:top_k=4"), {}),
+    ("evidence_other_pattern", evidence(), {"pattern": "block_sparse:top_k=4"}),
     ("evidence_contradicts_row", evidence(), {"kv_cache_dtype": "fp8"}),
     ("evidence_contradicts_row", paged(), PAGES | {"capacity_tokens": 4 * 64 * 128}),
     ("evidence_contradicts_row", paged(), PAGES | {"block_bytes": POOL["block_bytes"] // 2}),

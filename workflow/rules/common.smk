@@ -141,7 +141,7 @@ ENGINES = sorted({*PARAMS.engines, *CAPTURED})
 RUNS = plan.baseline_runs(PARAMS)
 
 # What the numbers are made with: not the gate's rows, which go another way, and not what is said.
-METRICS_KEYS = frozenset(Settings.model_fields) - {"mechanisms", "kvstore", "report", "verdict"}
+METRICS_KEYS = frozenset(Settings.model_fields) - {"mechanisms", "kvstore", "tradeoffs", "report", "verdict"}
 # What a job with a codec reads.
 CODEC_KEYS = ("bits", "v_bits", "model", "calibration", "codec", "jobs")
 # What the cells of a study are planned from.

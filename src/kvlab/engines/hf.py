@@ -88,7 +88,7 @@ class HFEngine(Engine):
     @torch.inference_mode()
     def score_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope") -> torch.Tensor:
         """See `Engine.score_over`: the model goes on from a filled cache."""
-        filled = self._filled(cache, placement)
+        filled = self.filled(cache, placement)
         return self._rows(ids[context_of(cache) :], filled)[:-1]
 
     @torch.inference_mode()
@@ -102,7 +102,7 @@ class HFEngine(Engine):
         placement: Placement = "pre_rope",
     ) -> list[int]:
         """See `Engine.write_over`."""
-        filled = self._filled(cache, placement)
+        filled = self.filled(cache, placement)
         told, offered = list(ids[context_of(cache) :]), list(draft[:tokens])
         given = told + offered
         best = self._rows(given, filled)[len(told) - 1 :].argmax(-1).tolist()
@@ -119,11 +119,11 @@ class HFEngine(Engine):
         tokens = torch.tensor([list(ids)], device=self.model.device)
         return self.model(tokens, past_key_values=filled, use_cache=True).logits[0]
 
-    def _filled(self, cache: ContextCache, placement: Placement) -> DynamicCache:
+    def filled(self, cache: ContextCache, placement: Placement = "pre_rope") -> DynamicCache:
         """A cache of the model's own kind that holds a context."""
         refuse_unknown_placement(placement)
         context, filled = context_of(cache), DynamicCache()
-        turn = self._rotation(context) if placement == "pre_rope" else None
+        turn = self.rotation(context) if placement == "pre_rope" else None
         for layer in range(self.info.n_layers):
             k, v = (cache[layer, part][None].to(self.model.device, self.model.dtype) for part in ("k", "v"))
             filled.update(turn(k) if turn else k, v, layer)
@@ -211,7 +211,7 @@ class HFEngine(Engine):
             del ALL_ATTENTION_FUNCTIONS.get_interface  # the instance's; the class's method shows again
 
     @lru_cache(maxsize=4)  # noqa: B019 (an engine lives as long as its process measures)
-    def _rotation(self, tokens: int) -> Callable[[Tensor], Tensor]:
+    def rotation(self, tokens: int) -> Callable[[Tensor], Tensor]:
         """The model's own rotary embedding of K at positions 0 to `tokens` - 1, to the bit."""
         rotary = self.model.base_model.rotary_emb
         positions = torch.arange(tokens, device=self.model.device)[None]

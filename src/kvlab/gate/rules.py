@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvlab.gate import declarations, observations
+from kvlab.gate import declarations, observations, readings
 from kvlab.gate.cases import Case, Context
 from kvlab.gate.catalogue.columns import TIERS, TOO_LOSSY
 from kvlab.gate.evidence.faults import IDENTIFYING
@@ -34,6 +34,7 @@ FALSEHOODS = {
     "evidence_other_codec",
     "evidence_other_backend",
     "evidence_other_served",
+    "evidence_other_pattern",
     *(f"evidence_other_{what}" for what in IDENTIFYING.values()),
 }
 """What is wrong with evidence that cannot be this row's, or is not what was measured."""
@@ -154,6 +155,19 @@ def lossless_shown(case: Case) -> Iterator[Reason]:
         yield Reason(code="lossless_unproven", field="mechanism", said=said)
 
 
+# ------------------------------------------------------------------- codecs, and what reads less
+
+
+def both(*finders: Callable[[Case], Iterable[Reason]]) -> Callable[[Case], Iterator[Reason]]:
+    """One criterion of several things that can be wrong."""
+
+    def find(case: Case) -> Iterator[Reason]:
+        for finder in finders:
+            yield from finder(case)
+
+    return find
+
+
 # ------------------------------------------------------------------------------------- the table
 
 PUBLISHED = (
@@ -235,21 +249,21 @@ CRITERIA: tuple[Criterion, ...] = (
         "unsupported",
         True,
         "a lossy run that declares nothing would be certified as the baseline",
-        observations.ran_declared,
+        both(observations.ran_declared, readings.undeclared_pattern),
     ),
     Criterion(
         "what was declared ran",
         "unsupported",
         True,
         "a codec that never ran loses no quality",
-        observations.declared_ran,
+        both(observations.declared_ran, readings.pattern_ran),
     ),
     Criterion(
         "numbers agree with one another",
         "unsupported",
         True,
         "a ratio without its denominator can be any ratio",
-        observations.numbers_agree,
+        both(observations.numbers_agree, readings.read_is_not_stored),
     ),
     Criterion(
         "evidence is the row's own",
@@ -298,14 +312,14 @@ CRITERIA: tuple[Criterion, ...] = (
         "reviewed_preview",
         False,
         "what nobody looked at cannot be told from the baseline",
-        observations.observed,
+        both(observations.observed, readings.pattern_observed),
     ),
     Criterion(
         "compression saves bytes",
         "reviewed_preview",
         False,
         "side information can outweigh what the codes save",
-        observations.saves_bytes,
+        both(observations.saves_bytes, readings.spares_reading),
     ),
 )
 """In the order of reports: the four published ones after the fields that they read, then the corrections."""

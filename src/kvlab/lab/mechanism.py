@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import polars as pl
 import torch
 
-from kvlab.attention.hf import attending
+from kvlab.attention.hf import Effect, attending
 from kvlab.attention.latent_svd import LatentMap, Moments, attention_metric, fit
 from kvlab.attention.layer_plan import LayerPlan
 from kvlab.attention.named import Latent, Mechanism
@@ -25,11 +25,13 @@ from kvlab.attention.patterns import Full, Window
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, CodecNotActive, Fault
 from kvlab.base.recipe import CastStream, Cell, IdentityStream, Recipe
 from kvlab.base.records import CANARY_MIN, SAME
+from kvlab.calibration.load import Calibrated
 from kvlab.engines.base import ContextCache, Engine
 from kvlab.lab.coding import Coder
 from kvlab.lab.latent import LatentCoder
 from kvlab.lab.mechanism_again import computed_again
 from kvlab.lab.scoring import WindowRun
+from kvlab.lab.whole import coder_of
 from kvlab.witness.plain import PlainModel
 from kvlab.witness.reading import reader
 
@@ -60,6 +62,10 @@ class Applied:
         Gives the witness's model; None for no witness.
     last : int
         The window that is computed again.
+    recipe : Recipe
+        Of the K and V that a pattern reads; of its K stream, that of latents. `IN_16_BITS`: no codec.
+    calibrated : Calibrated or None
+        What that recipe reads.
 
     Attributes
     ----------
@@ -78,6 +84,8 @@ class Applied:
     moments: Mapping[int, Moments] = field(default_factory=dict)
     plain: Callable[[], PlainModel] | None = None
     last: int = 0
+    recipe: Recipe = IN_16_BITS
+    calibrated: Calibrated | None = None
     tables: list[pl.DataFrame] = field(default_factory=list, init=False)
     read: list[float] = field(default_factory=list, init=False)
     stored: float = field(default=0.0, init=False)
@@ -134,27 +142,45 @@ class Applied:
                 " not reach the attention"
             )
 
-    def _by_plan(self, run: WindowRun, plan: LayerPlan, recipe: Recipe | None = None) -> pl.DataFrame:
-        """Rows under a plan; a given recipe is that of a probe, of which nothing is counted."""
-        cell = self._cell(recipe or IN_16_BITS)
+    def _by_plan(self, run: WindowRun, plan: LayerPlan, probe: Recipe | None = None) -> pl.DataFrame:
+        """Rows under a plan; with the recipe of a probe nothing is counted."""
+        cell = self._cell(probe or self.recipe)
         reference = run.reference_of(cell)  # made before attention is another
+        coder = coder_of(cell, None if probe else self.calibrated)
+        held = run.snapshot(cell, coder) if self.protocol == "snapshot" else None
         with attending(self.engine.model, plan) as effect:
-            logits = run.logits(cell, Coder(cell, None))
-        if recipe is None:
-            info = self.engine.info
+            effect.context = self.context
+            logits = run.logits(cell, coder) if held is None else self.engine.score_over(run.ids, held)
+        if probe is None:
             effect.refuse_idle(plan)
-            self.read.append(effect.read(len(run.ids) - self.context) * info.head_dim * ITEMSIZE)
-            indexed = sum(pattern.indexed for pattern in plan) * info.n_kv_heads * info.head_dim
-            self.stored = ITEMSIZE * (info.values_per_token + indexed)
-            self._witness(run, logits, _rounded(run.clean["pre_rope"].kept), reader(plan))
+            self._count(run, plan, effect, self._coded_bytes(coder))
+            self._witness(run, logits, held, reader(plan))
         return run.rows(cell.cell_id, logits, reference)
+
+    def _coded_bytes(self, coder: Coder) -> float:
+        """Of K and V of a token of the context; what no codec codes is in 16 bits."""
+        info = self.engine.info
+        if self.recipe == IN_16_BITS:
+            return ITEMSIZE * info.values_per_token
+        found = coder.coding(info, self.context, self.engine.dtype)
+        return (found.coded_bytes + found.raw_bytes) / self.context
+
+    def _count(self, run: WindowRun, plan: LayerPlan, effect: Effect, coded: float) -> None:
+        """Bytes that are stored and read: K and V of the context as they are coded, all else in 16 bits."""
+        info, scored = self.engine.info, len(run.ids) - self.context
+        early, vector = effect.read_early(scored), info.head_dim * ITEMSIZE
+        coded_vector = coded * info.head_dim / info.values_per_token
+        self.read.append((effect.read(scored) - early) * vector + early * coded_vector)
+        indexed = sum(pattern.indexed for pattern in plan) * info.n_kv_heads * info.head_dim
+        self.stored = coded + ITEMSIZE * indexed
 
     def _through_latents(
         self, run: WindowRun, maps: Mapping[int, LatentMap], exact: bool = False, probe: bool = False
     ) -> pl.DataFrame:
         """Rows over a cache made from latents, which `exact` leaves unrounded; of it and a probe nothing counts."""
         cell = self._cell(AS_IT_IS)
-        coder = LatentCoder(cell, maps, self.asked.sinks, None if exact else torch.bfloat16)
+        stream = None if exact or probe or self.recipe == IN_16_BITS else self.recipe.k
+        coder = LatentCoder(cell, maps, self.asked.sinks, None if exact else torch.bfloat16, stream)
         reference, logits = run.reference_of(cell), run.logits(cell, coder)
         coder.refuse_idle()
         if not (exact or probe):
@@ -164,10 +190,10 @@ class Applied:
         return run.rows(cell.cell_id, logits, reference)
 
     def _witness(
-        self, run: WindowRun, logits: torch.Tensor, held: ContextCache, attend: Callable | None = None
+        self, run: WindowRun, logits: torch.Tensor, held: ContextCache | None, attend: Callable | None = None
     ) -> None:
         """Have the last window of a snapshot computed again, over the K and V that were read."""
-        if self.plain and run.number == self.last and self.protocol == "snapshot":
+        if self.plain and run.number == self.last and held is not None:
             self.witnessed = computed_again(self.plain(), run, held, logits, attend, self.asked.name)
 
     def _fitted(self, rank: int) -> dict[int, LatentMap]:
@@ -186,11 +212,6 @@ class Applied:
             windows=1,
             recipe=recipe,
         )
-
-
-def _rounded(cache: ContextCache) -> ContextCache:
-    """To bfloat16, as `IN_16_BITS` does."""
-    return {place: x.to(torch.bfloat16) for place, x in cache.items()}
 
 
 def read_of(stored: float, context: int, tokens: int, values: int) -> float:

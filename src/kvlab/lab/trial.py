@@ -115,9 +115,7 @@ def score(
     WitnessDisagrees
         The witness comes to something else.
     """
-    cells = [_cell(subject, engine, len(windows), protocol) for subject in subjects]
-    last = len(windows) - 1
-    tried = [Tried(subject, _coder(cell, subject), last) for cell, subject in zip(cells, subjects, strict=True)]
+    tried = [tried_on(subject, engine, len(windows), protocol) for subject in subjects]
     if plain:
         for one in chosen(one for one in tried if one.subject.label != ROUNDING):  # which is the engine's own
             one.plain = plain
@@ -176,6 +174,11 @@ class Tried:
             seen = examined(self.plain(), run, self.cell, again, self.subject.calibrated, run.ids)
             self.witnessed = witnessed_of(seen, self.cell, rows)
         return rows
+
+
+def tried_on(subject: Subject, engine: Engine, windows: int, protocol: str) -> Tried:
+    """A subject on the first so many windows, of which the last is a witness's."""
+    return Tried(subject, _coder(_cell(subject, engine, windows, protocol), subject), windows - 1)
 
 
 def _cell(subject: Subject, engine: Engine, windows: int, protocol: str) -> Cell:

@@ -14,9 +14,32 @@ from kvlab.attention.patterns import BlockSparse, ChunkSummary, Pattern, Window
 Floats = NDArray[np.float64]
 
 
-def reader(plan: Sequence[Pattern]) -> Callable[[int, Tensor, Tensor, Tensor, float, int], Tensor]:
-    """What `PlainModel.forward` calls as its attention: a pattern for each layer."""
+Attend = Callable[[int, Tensor, Tensor, Tensor, float, int], Tensor]
+"""What `PlainModel.forward` calls as its attention: layer, q, k, v, scale, and the first query's position."""
 
+
+def reader(plan: Sequence[Pattern]) -> Attend:
+    """Reading by a pattern for each layer."""
+
+    def one(layer: int, q: Floats, k: Floats, v: Floats, scale: float) -> Floats:
+        """One query by the layer's pattern."""
+        return _one(plan[layer], q, k, v, scale)
+
+    return _by_query(one)
+
+
+def reader_of_kept(places: Sequence[Sequence[int]], context: int) -> Attend:
+    """Reading what an eviction left: by layer, places of a context of so many tokens, and all tokens after it."""
+
+    def one(layer: int, q: Floats, k: Floats, v: Floats, scale: float) -> Floats:
+        """One query over what is left before it."""
+        left = [*places[layer], *range(context, len(k))]
+        return _softmax(q @ k[left].T * scale) @ v[left]
+
+    return _by_query(one)
+
+
+def _by_query(one: Callable[[int, Floats, Floats, Floats, float], Floats]) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, begin: int) -> Tensor:
         """Of q (heads, queries, head_dim) at positions from `begin` on; [queries, heads * head_dim]."""
         asked, keys, values = (x.cpu().double().numpy() for x in (q, k, v))
@@ -26,10 +49,15 @@ def reader(plan: Sequence[Pattern]) -> Callable[[int, Tensor, Tensor, Tensor, fl
             rows = slice(head * group, (head + 1) * group)
             for row in range(asked.shape[1]):
                 until = begin + row + 1
-                out[rows, row] = _one(plan[layer], asked[rows, row], k_head[:until], v_head[:until], scale)
+                out[rows, row] = one(layer, asked[rows, row], k_head[:until], v_head[:until], scale)
         return torch.from_numpy(out).to(q).transpose(0, 1).reshape(q.shape[1], -1)
 
     return attend
+
+
+def _softmax(logits: Floats) -> Floats:
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
 
 
 def _one(pattern: Pattern, q: Floats, k: Floats, v: Floats, scale: float) -> Floats:
@@ -59,8 +87,7 @@ def _one(pattern: Pattern, q: Floats, k: Floats, v: Floats, scale: float) -> Flo
     kept = list(kept)
     logits = q @ np.concatenate([k[kept], far_k]).T * scale
     logits[:, len(kept) :] += bonus
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True) @ np.concatenate([v[kept], far_v])
+    return _softmax(logits) @ np.concatenate([v[kept], far_v])
 
 
 def _bound(q: Floats, block: Floats) -> float:

@@ -96,6 +96,8 @@ def written(verb, out):
         beside = [f"{out.stem}.json", "ruler.parquet", "ruler.json"]
     elif verb == "gate_report":
         beside = [f"{out.stem}-reasons.md", "detection.svg", "detection.csv"]
+    elif verb == "page" and out.name == "REPORT.md":
+        beside = ["reference.svg"]
     elif verb == "report":
         beside = [f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "csv")]
     else:

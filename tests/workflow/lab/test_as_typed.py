@@ -25,6 +25,7 @@ OUTSIDE_THE_REPORT = [
     "weights models/smollm2-135m/model.safetensors",  # of a model that params.yaml does not name
     *(f"{study} results/kvstore/{study}/reference.json" for study in STUDIES),
     *(f"page results/kvstore/{study.upper()}.md" for study in STUDIES),
+    *("tradeoffs results/tradeoffs/reference.json", "page results/tradeoffs/REPORT.md"),
 ]
 
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from validation.micro.row import Row
-from validation.micro.rows import cluster, decoding, ledger, memory
+from validation.micro.rows import attention, cluster, decoding, ledger, memory
 
-ALL: tuple[Callable[[], Iterator[Row]], ...] = (memory.rows, decoding.rows, cluster.rows, ledger.rows)
+ALL: tuple[Callable[[], Iterator[Row]], ...] = (
+    attention.rows,
+    memory.rows,
+    decoding.rows,
+    cluster.rows,
+    ledger.rows,
+)

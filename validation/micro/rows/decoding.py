@@ -1,4 +1,4 @@
-"""Rows of `kvlab.decoding`: sampler, verifier, parallel samples, watermark, schema, probe."""
+"""Rows of `kvlab.decoding`: sampler, drafter, verifier, parallel samples, watermark, schema, probe."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     LogitsProcessorList,
     MinPLogitsWarper,
     PretrainedConfig,
@@ -20,6 +22,7 @@ from transformers import (
 )
 
 from kvlab.decoding.best_of_n import candidates
+from kvlab.decoding.heads import HeadDrafter, Heads
 from kvlab.decoding.law import Sampling, law
 from kvlab.decoding.probe import LinearProbe, counted, expected
 from kvlab.decoding.sampler import sample
@@ -44,6 +47,7 @@ SCHEMA = {
 def rows() -> Iterator[Row]:
     """All of them."""
     yield from sampler()
+    yield from drafter()
     yield from verifier()
     yield from parallel()
     yield from watermark()
@@ -97,6 +101,49 @@ def tokens_of(name: str, own: Sampling, z: Tensor) -> Row:
         name, shape, check, lambda: sample(z, settings, [0] * count, seen),
         lambda: torch.multinomial(chain(z), 1), "transformers' processors and torch.multinomial", note,
     )  # fmt: skip
+
+
+def drafter() -> Iterator[Row]:
+    """Four tokens drafted by heads, each after those before it."""
+    for name, vocabulary in (("r20", 8192), ("r20-49k", 49_152)):
+        yield drafts_over(name, vocabulary)
+
+
+def drafts_over(name: str, vocabulary: int) -> Row:
+    """A chain of four greedy tokens, from a hidden state of 256 numbers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, vocab_size=vocabulary
+    )
+    heads, hidden = Heads(256, 4), torch.randn(256)
+    for layer in heads.layers:
+        torch.nn.init.normal_(layer.weight, std=0.02)
+    found = HeadDrafter(LlamaForCausalLM(config).eval(), heads, Sampling(0.0))
+    found.heard(hidden)
+    states = torch.randn(4, 256)
+
+    def ours() -> list[int]:
+        return found.draft([3], 4, 0).tokens[0]
+
+    @torch.no_grad()
+    def written_out() -> list[int]:
+        ids = [3]
+        for layer in heads.layers:
+            state = torch.cat([hidden, *(found.embed[one] for one in ids)])
+            z = found.unembed @ (hidden + torch.nn.functional.silu(layer.weight @ state + layer.bias))
+            ids.append(int(z.argmax()))
+        return ids[1:]
+
+    def rival() -> Tensor:
+        return (states @ found.unembed.T).topk(1).indices
+
+    def check() -> None:
+        hold(ours() == written_out(), "the chain is not that of the formula")
+
+    told = "the rival knows all four states beforehand, as heads that do not hang on one another do"
+    return Row(
+        name, f"4 heads of width 256, vocabulary {vocabulary:,}", check, ours, rival, "one fused GEMM and topk", told
+    )
 
 
 def verifier() -> Iterator[Row]:

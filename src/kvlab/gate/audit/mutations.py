@@ -14,7 +14,7 @@ from typing import Any
 
 from kvlab.gate import catalogue, registry
 from kvlab.gate.audit import published_rules
-from kvlab.gate.audit.passing_case import FIRES, ITEMS, MODEL, TOKENS, VALUES, valid_case
+from kvlab.gate.audit.passing_case import FIRES, ITEMS, MODEL, PATTERN, TOKENS, VALUES, valid_case
 from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE, Row
 from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.check import check
@@ -226,7 +226,8 @@ def _of(*start: str | int):
 _config_field, _variable = _of("config"), _of("environment")
 _mechanism, _eval = _of("mechanisms", "mechanisms"), _of("evals", "evals")
 _row, _fp8, _int, _pages = _of("rows"), *(_of("rows", name, EVIDENCE, 0) for name in ("fp8", "int", "pages"))
-BASELINE, FP8, INT, CLASS, PAGES, MTP = range(6)  # places of the registered mechanisms
+_sparse = _of("rows", "sparse", EVIDENCE, 0)
+BASELINE, FP8, INT, CLASS, PAGES, MTP, SPARSE = range(7)  # places of the registered mechanisms
 NEEDLE, FIDELITY = range(2)  # and evals
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -279,6 +280,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     _row("speculation_other", "mtp", "spec_decoding", "eagle3"),
     _row("speculation_unobserved", "mtp", "spec_decoding", ABSENT),
     _row("observation_missing", "baseline", "kv_cache_dtype", ABSENT),
+    _row("undeclared_pattern", "class", "pattern", PATTERN),
+    _row("pattern_absent", "sparse", "pattern", "full"),
+    _row("pattern_other", "sparse", "pattern", "window:window=256"),
+    _row("pattern_unobserved", "sparse", "pattern", ABSENT),
+    _row("read_missing", "sparse", "read_bytes", ABSENT),
+    _row("read_as_stored", "sparse", "kv_bytes", VALUES // 4),
+    _row("nothing_spared", "sparse", "read_bytes", 2 * VALUES),
     _row("bits_other", "int", "bits_per_value", 4.2),
     _row("ratio_other", "preview", "compression_ratio", 2.0),
     _row("band_other", "preview", "context_band", "32k"),
@@ -314,6 +322,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _fp8("evidence_unpaired", "paired", "needle_recall", "n", ITEMS // 2),
     _fp8("evidence_ends", "paired", "needle_recall", "lows", 16, -0.01),
     _fp8("quality_family", "paired", "needle_recall", "lows", 4, -0.0625),
+    _sparse("evidence_other_pattern", "observed", "pattern", "block_sparse:block=32,top_k=64"),
     _int("evidence_codec_idle", "observed", "fires", 0),
     _int("evidence_canary", "observed", "canary_kl", 0.0),
     _int("evidence_other_codec", "observed", "codec", "kivi"),
@@ -342,6 +351,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _mechanism("unknown_codec", INT, "codecs", ["int3"]),
     _mechanism("unknown_kv_cache_dtype", FP8, "kv_cache_dtypes", ["auto"]),
     _mechanism("lossless_conflict", FP8, "lossless", True),
+    _mechanism("lossless_pattern", SPARSE, "lossless", True),
     _mechanism("dangling_eval", INT, "evals", ["fidelity"]),
     _mechanism("bad_source", FP8, "sources", ["somewhere"]),
     _eval("duplicate_eval", FIDELITY, "quality_eval_id", "needle"),

@@ -22,6 +22,7 @@ POOL = {
     "cache_memory_bytes": 2**20,
 }
 """Pages of 4 bits per value, as many as fit into a MiB."""
+PATTERN = "block_sparse:block=32,top_k=4"
 
 
 def valid_case() -> dict[str, Any]:
@@ -78,6 +79,10 @@ def _mechanisms() -> list[dict[str, Any]]:
         {"mechanism": "speculative_decoding", "variant": "mtp", "kind": "speculative", "needs_draft": True}
         | {"description": "drafts of its own"}
         | untouched,
+        {"mechanism": "compressed_attention", "variant": "block_sparse", "method": "block_sparse"}
+        | {"kv_cache_dtypes": native, "patterns": ["block_sparse"], "evals": ["needle"]}
+        | cache
+        | {"scope": "attention"},
     ]
 
 
@@ -154,6 +159,10 @@ def _rows() -> dict[str, dict[str, Any]]:
         | _observed("bfloat16", 16)
         | needle
         | {"spec_decoding": "mtp"},
+        "sparse": {"mechanism": "compressed_attention", "mechanism_variant": "block_sparse"}
+        | {"compression_scope": "attention", "pattern": PATTERN, "read_bytes": VALUES // 4}
+        | _observed("bfloat16", 16.25)
+        | needle,
         "preview": fp8 | {"support_status": "reviewed_preview", "quality_eval_status": "pending"},
         "recorded": fp8 | {"support_status": "reviewed_preview"},
     }
@@ -186,7 +195,7 @@ def _observed(dtype: str, bits: float) -> dict[str, Any]:
     return {"kv_cache_dtype": dtype, "cache_class": "PagedCache", "spec_decoding": "none"} | counted
 
 
-STEPS = {"fp8": 5, "int": 5, "pages": 5, "class": 2, "mtp": 0}
+STEPS = {"fp8": 5, "int": 5, "pages": 5, "sparse": 5, "class": 2, "mtp": 0}
 """By row, for how many levels after the first its loss stays inside its margin: one fewer is too few for Holm."""
 
 
@@ -196,7 +205,7 @@ def _evidence(row: dict[str, Any], steps: int) -> dict[str, Any]:
     identity = {key: row[key] for key in keys} | {"versions": {"kvlab": "0"}, "calibration": row.get("calibration")}
     observed = {key: row[key] for key in ("kv_cache_dtype", "cache_class", "kv_bytes", "kv_values")}
     observed |= {"codec": row.get("codec"), "fires": row.get("fires", 0), "expected_fires": row.get("fires", 0)}
-    observed |= {"canary_kl": 2.0 if row.get("codec") else None}
+    observed |= {"canary_kl": 2.0 if row.get("codec") else None, "pattern": row.get("pattern")}
     if row.get("backend"):
         served = {"recipe_id": row["recipe_id"], "calibration": row["calibration"]}
         observed |= {"backend": row["backend"], "pool": {key: row[key] for key in POOL}, "served": served}

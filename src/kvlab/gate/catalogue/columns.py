@@ -163,6 +163,7 @@ COLUMNS: tuple[Column, ...] = (
     _measured("ttft_p50_ms", float, "median time to the first token", unit="ms", low=0),
     _measured("kv_bytes", int, "bytes stored for the whole cache, everything counted", unit="bytes", low=0),
     _measured("kv_values", int, "elements of K and of V in that cache", unit="values", low=0),
+    _measured("read_bytes", int, "bytes that a step reads of the stored context, on average", unit="bytes", low=0),
     _measured("bits_per_value", float, "stored bits per element of the whole cache", unit="bits", low=0),
     _measured("peak_memory_gb", float, "most memory held", unit="GB", low=0),
     # KL of nothing changed is zero but for rounding, which may be on either side.
@@ -190,6 +191,8 @@ COLUMNS: tuple[Column, ...] = (
     _observed("codec", str, "codec that really ran; nothing when none did", groupable=True),
     _observed("fires", int, "how often the codec ran", low=0),
     _observed("expected_fires", int, "how often it should have run", low=0),
+    # as `kvlab measure --mechanism` names it: block_sparse:block=32,top_k=4; full where nothing was left out
+    _observed("pattern", str, "what attention read by, or what of K and V was kept, with its settings", keyed=True),
     _observed("spec_decoding", str, "speculative decoding that the engine was started with", groupable=True),
 )
 BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}

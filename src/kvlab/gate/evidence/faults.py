@@ -61,6 +61,7 @@ def problems(
         *_codec(evidence, row, registry),
         *_pages(evidence, row, registry),
         *_canary(evidence, entry),
+        *_other_pattern(evidence, row),
         *_contradictions(evidence, row, entry),
     ]
 
@@ -240,6 +241,14 @@ def _canary(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
     elif not (found >= CANARY_MIN if coded else found > 0):
         least = f"at least {CANARY_MIN:g}" if coded else "more than 0"
         yield Reason(code="evidence_canary", field="observed.canary_kl", said=f"is {found!r}; expected is {least}")
+
+
+def _other_pattern(evidence: Evidence, row: Mapping) -> Iterator[Reason]:
+    """A recipe says nothing of patterns, so a loss could be borrowed from one that leaves out less."""
+    measured, claimed = evidence.observed.pattern or None, row.get("pattern") or None
+    if measured != claimed:
+        said = f"is {claimed!r} in the row and {measured!r} in the evidence"
+        yield Reason(code="evidence_other_pattern", field="pattern", said=said)
 
 
 def _idle(observed: Observed, mechanisms: list[Mechanism | None], plain: set[str]) -> Iterator[Reason]:

@@ -47,6 +47,8 @@ class Mechanism(Entry):
     backends : tuple of str
         Classes of attention that have to run, where the engine's own cache holds what the codecs write; empty where a
         codec runs beside that cache, or none does.
+    patterns : tuple of str
+        Kinds of reading or keeping less that may be observed to run; empty where all is kept and read.
     evals : tuple of str
         Evals whose evidence may carry a claim of it; empty when any may (`Registry.carries`).
     needs_draft : bool
@@ -69,6 +71,7 @@ class Mechanism(Entry):
     codecs: Names = ()
     backends: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     evals: Names = ()
+    patterns: Names = ()
     needs_draft: bool = False
     deprecated: Text | None = None
     sources: Annotated[tuple[Text, ...], Field(strict=False)] = ()

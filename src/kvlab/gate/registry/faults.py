@@ -111,6 +111,12 @@ def _lossless(entry: Mechanism) -> Faults:
         yield "lossless_conflict", "lossless", f"is True, yet {', '.join(lossy)} may run or be stored, which lose"
 
 
+def _patterns(entry: Mechanism) -> Faults:
+    if entry.lossless and entry.patterns:
+        said = f"is True, yet {', '.join(entry.patterns)} may run, which leave out some of what there is"
+        yield "lossless_pattern", "lossless", said
+
+
 def _dangling(entry: Mechanism, known_evals: Iterable[str]) -> Faults:
     known = sorted(known_evals)
     if not known:  # a registry that lists no eval says that nothing can be certified; no name in it is a slip
@@ -134,6 +140,7 @@ MECHANISM_CHECKS: tuple[Callable[[Mechanism], Faults], ...] = (
     _codecs,
     _dtypes,
     _lossless,
+    _patterns,
 )
 
 # ---------------------------------------------------------------------------------------- of an eval

@@ -1,0 +1,1 @@
+"""What codecs, evictions, latent caches, sparse reading and self-speculation cost and buy at equal bytes."""

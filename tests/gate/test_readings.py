@@ -1,0 +1,100 @@
+"""Mechanisms that are no codecs: a lossy one earns nothing without its evidence, and what it ran with is its name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from kvlab.gate import registry
+from kvlab.gate.audit.mutations import TODAY, as_row, valid_case
+from kvlab.gate.audit.passing_case import PATTERN, VALUES
+from kvlab.gate.catalogue.rows import EVIDENCE
+from kvlab.gate.check import check
+from kvlab.gate.evidence import parse
+from kvlab.gate.rules import Context
+
+LATENT = {"mechanism": "kv_compression", "variant": "latent_lowrank", "method": "latent_lowrank"} | {
+    "kind": "compression", "scope": "kv_cache", "lossless": False, "patterns": ["latent"],
+    "kv_cache_dtypes": ["float32", "bfloat16", "float16"], "description": "fewer numbers of each token",
+}  # fmt: skip
+
+
+def earned(row: dict, *more: dict) -> tuple[str, set[str]]:
+    """The tier that one row earns by itself, and the codes of all that is said of it."""
+    case = valid_case()
+    files = case["mechanisms"], case["evals"]
+    files[0]["mechanisms"] += more
+    context = Context(registry.parse(*files), case["current"], today=TODAY)
+    (claim,) = check([as_row(row)], context, strict=True).claims
+    return claim.earned, {reason.code for finding in claim.findings for reason in finding.reasons}
+
+
+@pytest.fixture
+def sparse():
+    return copy.deepcopy(valid_case()["rows"]["sparse"])
+
+
+def sealed(row: dict) -> dict:
+    """The row, its evidence with the id of its content."""
+    for piece in row[EVIDENCE]:
+        piece["evidence_id"] = parse(piece).content_id()
+    return row
+
+
+def test_with_its_evidence_it_is_supported(sparse):
+    assert earned(sparse) == ("supported", set())
+
+
+def test_without_it_is_not_whatever_it_says_of_its_status(sparse):
+    for status in ("completed", "not_required", None):
+        row = sparse | {EVIDENCE: [], "quality_eval_status": status}
+        tier, codes = earned({key: value for key, value in row.items() if value is not None})
+        assert tier != "supported" and "evidence_missing" in codes
+
+
+def test_evidence_of_other_settings_is_another_mechanisms(sparse):
+    tier, codes = earned(sparse | {"pattern": "block_sparse:block=32,top_k=1"})
+    assert tier == "unsupported" and codes >= {"evidence_other_pattern"}
+
+
+def test_evidence_of_an_unpatterned_run_cannot_be_lent_to_one(sparse):
+    sparse[EVIDENCE][0]["observed"]["pattern"] = None
+    assert "evidence_other_pattern" in earned(sealed(sparse))[1]
+
+
+def test_a_pattern_beside_a_codec_that_is_declared_alone_is_undeclared():
+    row = copy.deepcopy(valid_case()["rows"]["int"]) | {"pattern": PATTERN}
+    row[EVIDENCE][0]["observed"]["pattern"] = PATTERN
+    tier, codes = earned(sealed(row))
+    assert tier == "unsupported" and codes == {"undeclared_pattern"}
+
+
+def test_full_is_no_pattern():
+    row = copy.deepcopy(valid_case()["rows"]["int"]) | {"pattern": "full"}
+    row[EVIDENCE][0]["observed"]["pattern"] = "full"
+    assert earned(sealed(row)) == ("supported", set())
+
+
+def test_what_stores_less_is_held_to_its_stored_bytes_and_not_to_what_a_step_reads(sparse):
+    latent = {"mechanism_variant": "latent_lowrank", "mechanism": "kv_compression", "compression_scope": "kv_cache"}
+    latent |= {"pattern": "latent:rank=64", "kv_bytes": VALUES // 2}
+    row = {key: value for key, value in (sparse | latent).items() if key != "read_bytes"}
+    row[EVIDENCE][0]["observed"] |= {"pattern": "latent:rank=64", "kv_bytes": VALUES // 2}
+    assert earned(sealed(row), LATENT) == ("supported", set())
+    assert "nothing_saved" in earned(row | {"kv_bytes": 2 * VALUES}, LATENT)[1]
+
+
+def test_every_mechanism_of_this_project_that_reads_or_keeps_less_is_lossy_and_names_its_patterns():
+    entries = {one.variant: one for one in registry.load().mechanisms.values() if one.patterns}
+    assert entries.keys() == {
+        *("block_sparse", "chunk_summary", "dual_chunk", "layer_plan", "latent_lowrank", "eviction"),
+    }
+    assert not any(one.lossless or one.codecs for one in entries.values())
+
+
+def test_self_speculation_names_its_drafter_and_how_much_was_accepted():
+    row = copy.deepcopy(valid_case()["rows"]["mtp"])
+    for name, code in (("draft_model_id", "draft_missing"), ("speculative_acceptance_rate", "acceptance_missing")):
+        tier, codes = earned({key: value for key, value in row.items() if key != name})
+        assert tier == "artifact_only" and code in codes
