@@ -1,4 +1,4 @@
-"""What a step of an engine, or a whole request, takes: fitted on measured runs, with an interval, or said to be unknown.
+"""What a step of an engine, or a whole request, takes: fitted on measured runs, with an interval, or said unknown.
 
 Coefficients are seconds per something that is counted, so none of them is negative: non-negative least squares
 (Lawson & Hanson 1974, chapter 23) on columns of equal length. The bytes that a token's K and V take are an input, so a
@@ -99,7 +99,9 @@ class Fitted:
     @property
     def undetermined(self) -> tuple[str, ...]:
         """Columns whose coefficient the data does not tell from others'."""
-        return tuple(name for name, row in zip(self.names, self.blind, strict=True) if np.abs(row).max(initial=0) > ALONG)
+        return tuple(
+            name for name, row in zip(self.names, self.blind, strict=True) if np.abs(row).max(initial=0) > ALONG
+        )
 
     def seconds(self, features: ArrayLike) -> NDArray:
         """Seconds [n] of rows [n, f], at least 0."""
