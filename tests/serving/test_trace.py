@@ -1,4 +1,4 @@
-"""Traces: what is written is read, what is published is read as it lies, and what is no request is refused by its line."""
+"""Traces: what is written is read, what is published is read as it lies, and a line that is no request is refused."""
 
 from __future__ import annotations
 

@@ -99,9 +99,8 @@ class Fitted:
     @property
     def undetermined(self) -> tuple[str, ...]:
         """Columns whose coefficient the data does not tell from others'."""
-        return tuple(
-            name for name, row in zip(self.names, self.blind, strict=True) if np.abs(row).max(initial=0) > ALONG
-        )
+        seen = np.abs(self.blind).max(axis=1, initial=0) <= ALONG
+        return tuple(name for name, told in zip(self.names, seen, strict=True) if not told)
 
     def seconds(self, features: ArrayLike) -> NDArray:
         """Seconds [n] of rows [n, f], at least 0."""

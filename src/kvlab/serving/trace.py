@@ -113,9 +113,8 @@ def checked_order(trace: Trace, path: Path | str) -> Trace:
     back = np.flatnonzero(np.diff(trace.t) < 0)
     if len(back):
         at = int(back[0]) + 1
-        raise TraceError(
-            f"{path}, request {at + 1} comes at {trace.t[at]:g} s, after one at {trace.t[at - 1]:g} s; sort"
-        )
+        late = f"request {at + 1} comes at {trace.t[at]:g} s, after one at {trace.t[at - 1]:g} s"
+        raise TraceError(f"{path}, {late}; allowed: in the order of arrival")
     return trace
 
 
@@ -155,9 +154,8 @@ def _request(line: str, where: str) -> tuple[float, int, int, int, int]:
     found = as_object(line, where)
     for key in found:
         if key not in KEYS:
-            raise TraceError(
-                f"{where}: key {key!r:.40} is not known; allowed: {', '.join(KEYS)}{suggestion(key, KEYS)}"
-            )
+            allowed = ", ".join(KEYS) + suggestion(key, KEYS)
+            raise TraceError(f"{where}: key {key!r:.40} is not known; allowed: {allowed}")
     for key in NEEDED:
         if key not in found:
             raise TraceError(f"{where} has no {key!r}; needed: {', '.join(NEEDED)}")
