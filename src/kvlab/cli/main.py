@@ -21,6 +21,7 @@ from kvlab.cli import (
     init,
     measure,
     params,
+    simulate,
     snapshot,
     speculate,
     steps,
@@ -38,12 +39,12 @@ What compressing an LLM's KV cache costs: measured on your model, your text and 
   init        a params.yaml for your model, to study it as a whole
   params      check params.yaml and print it resolved, with the recipe ids
   recipe      write the file that encode, decode and the drop-ins read
-  encode      code the KV cache of a calibration window
-  decode      a coded KV cache as safetensors
+  encode      code the KV cache of a calibration window; decode: a coded one as safetensors
   inspect     check a coded KV cache and say what is in it
   snapshot    the KV cache of a context as a file: save, inspect, verify, restore, diff
   eval        a task of lm-evaluation-harness, plain and coded: evidence for the gate
   speculate   how much of what a model drafts over its coded cache it accepts
+  simulate    a service under load: what a smaller cache buys in answers that are in time
   gate        which numbers may be published: check, report, query and more
   step        the steps of the pipeline, as the workflow's rules call them
   completion  complete verbs and flags in your shell: bash, zsh, fish
@@ -71,6 +72,7 @@ def parser() -> Parser:
         init.init_verb: init.FLAGS,
         params.params_verb: params.FLAGS,
         speculate.speculate_verb: speculate.FLAGS,
+        simulate.simulate_verb: simulate.FLAGS,
         evals.eval_verb: [*SETTINGS, *evals.FLAGS],  # --model may be a folder
         completion.completion_verb: completion.FLAGS,
     }
