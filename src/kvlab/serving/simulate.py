@@ -51,6 +51,8 @@ class Served:
     ttft, tpot : ndarray [n]
         Seconds to the first token, and per token after it, of each request in the trace's order; NaN of those that
         were not served, and the second of answers of one token.
+    output : ndarray [n]
+        Tokens of each answer.
     latency : ndarray [n]
         Seconds to the last token; NaN as above.
     denied, refused : int
@@ -74,6 +76,7 @@ class Served:
 
     ttft: NDArray
     tpot: NDArray
+    output: NDArray
     latency: NDArray
     denied: int
     refused: int
@@ -108,6 +111,7 @@ class Served:
             "requests_per_s": float(done.sum()) / self.span,
             "tokens_per_s": self.tokens / self.span,
             "goodput_per_s": self.goodput(slo),
+            "good_tokens_per_s": float(self.output[self.good(slo)].sum()) / self.span,
             "within_targets": float(self.good(slo).mean()),
             "slo": {name: seconds if math.isfinite(seconds) else None for name, seconds in vars(slo).items()},
         }
@@ -204,6 +208,7 @@ def _served(
     return Served(
         ttft=np.where(done, first - trace.t, math.nan),
         tpot=after,
+        output=trace.output,
         latency=last - trace.t,
         denied=denied,
         refused=refused,
