@@ -92,7 +92,13 @@ def task(model: Path, cache: str, held: bool) -> dict[str, Any]:
         ]
     return {
         **{"model": str(model), "cache": cache, "dtype": "bfloat16", "bytes": MEMORY, "longest": LONGEST},
-        **{"chunk": CHUNK, "most": MOST, "warm": [ask(0, 40, 3), ask(0, 90, 2)], "loads": loads},
+        **{
+            "prefix_caching": False,
+            "chunk": CHUNK,
+            "most": MOST,
+            "warm": [ask(0, 40, 3), ask(0, 90, 2)],
+            "loads": loads,
+        },
         "limit": 600.0 if held else LIMIT,
     }
 

@@ -15,30 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from validation.serving.arm import QUIET, sampling
-
-
-def start(task: dict) -> Any:
-    """The engine that a task asks for: chunks, batches and memory are the task's."""
-    own = task["cache"]
-    if own.endswith((".kv", ".json")):
-        os.environ["KVLAB_PAGES"] = own
-        own = "auto"
-    from vllm import LLM
-
-    return LLM(
-        task["model"],
-        dtype=task["dtype"],
-        kv_cache_dtype=own,
-        kv_cache_memory_bytes=task["bytes"],
-        enforce_eager=True,
-        max_model_len=task["longest"],
-        max_num_batched_tokens=task["chunk"],
-        max_num_seqs=task["most"],
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        skip_tokenizer_init=True,
-    )
+from validation.serving.arm import QUIET, sampling, start
 
 
 class Stepped:

@@ -1,7 +1,7 @@
 """The simulator: a trace served by one or many workers, on a clock that is told by events alone.
 
 Nothing reads the machine's clock and no chance is drawn, so the same trace gives the same report. It walks requests
-and changes, not steps: a million requests take a minute or two of one core.
+and changes, not steps: a million requests take less than a minute of one core.
 """
 
 from __future__ import annotations
