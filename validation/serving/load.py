@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from kvlab.serving.arrivals import AZURE_CONV, made, scaled
 from kvlab.serving.measured import Arm, arm_of, rows_of
 from kvlab.serving.policies.gateway import Gateway
 from kvlab.serving.simulate import Served, Slo, simulate
-from kvlab.serving.trace import Trace, columns
+from kvlab.serving.trace import columns
 from kvlab.serving.worker import Shape, Worker
 from validation.serving import load_page
 
@@ -28,7 +27,6 @@ MEMORY = 1 << 28  # bytes of an engine's cache while its steps are measured
 CHUNK, MOST, LONGEST = 512, 32, 1024
 VOCABULARY = 40_000
 LIMIT = 24.0  # seconds of the processor for the steps of one engine
-LAW = scaled(AZURE_CONV, 0.1)  # of the loads: Azure's conversations with lengths that this model can be measured on
 SLO = Slo(ttft=10.0, tpot=0.5)
 WORKERS = (1, 10, 100, 1000)
 MEMORIES = (8 << 20, 16 << 20, 32 << 20, 64 << 20, 256 << 20)  # bytes of KV of one worker
@@ -75,37 +73,32 @@ def assemble(model: Path, found: dict[str, dict], out: Path) -> None:
 def task(model: Path, cache: str, held: bool) -> dict[str, Any]:
     """What an engine is asked: requests one by one, then a crowd; 500 more as they come where it is to be `held`."""
     chance = np.random.default_rng(11)
-
-    def ask(t: float, prompt: int, output: int) -> dict:
-        return {"t": t, "ids": chance.integers(100, VOCABULARY, prompt).tolist(), "output": output}
-
-    alone = [ask(0.7 * i, int(chance.integers(16, 500)), int(chance.integers(4, 12))) for i in range(6)]
-    crowd = made(60, scaled(AZURE_CONV, 0.1, rate=8.0, longest=(500, 60)), 3)
-    fit = alone + [
-        ask(5 + float(t), int(p), int(o)) for t, p, o in zip(crowd.t, crowd.prompt, crowd.output, strict=True)
-    ]
-    loads = {"fit": fit}
-    if held:
-        more = made(HELD, scaled(AZURE_CONV, 0.12, rate=HELD_RATE, longest=(700, 200)), 77)
-        loads["held"] = [
-            ask(float(t), int(p), int(o)) for t, p, o in zip(more.t, more.prompt, more.output, strict=True)
-        ]
+    lengths = zip(chance.integers(16, 500, 6), chance.integers(4, 12, 6), strict=True)
+    fit = [request(chance, 0.7 * i, *both) for i, both in enumerate(lengths)]
+    prompts, answers = chance.lognormal(4.4, 0.8, 60).clip(8, 500), chance.lognormal(2.6, 0.7, 60).clip(2, 60)
+    fit += [request(chance, 5 + 0.12 * i, *both) for i, both in enumerate(zip(prompts, answers, strict=True))]
+    warm = [request(chance, 0, 40, 3), request(chance, 0, 90, 2)]
     return {
         **{"model": str(model), "cache": cache, "dtype": "bfloat16", "bytes": MEMORY, "longest": LONGEST},
-        **{
-            "prefix_caching": False,
-            "chunk": CHUNK,
-            "most": MOST,
-            "warm": [ask(0, 40, 3), ask(0, 90, 2)],
-            "loads": loads,
-        },
-        "limit": 600.0 if held else LIMIT,
+        **{"prefix_caching": False, "chunk": CHUNK, "most": MOST, "warm": warm},
+        "loads": {"fit": fit} | ({"held": arriving()} if held else {}),
+        "limit": 10 * LIMIT if held else LIMIT,
     }
 
 
-def rows(trace: Trace) -> Iterator[tuple[float, int, int]]:
-    """When a request comes, and its tokens."""
-    return zip(trace.t.tolist(), trace.prompt.tolist(), trace.output.tolist(), strict=True)
+def arriving() -> list[dict]:
+    """Requests of a Poisson process, of lognormal lengths about 100 and 24 tokens."""
+    chance, t, found = np.random.default_rng(77), 0.0, []
+    for _ in range(HELD):
+        t += float(chance.exponential(1 / HELD_RATE))
+        prompt, answer = chance.lognormal(np.log(100), 0.8), chance.lognormal(np.log(24), 0.7)
+        found.append(request(chance, t, min(max(prompt, 4), 700), min(max(answer, 2), 200)))
+    return found
+
+
+def request(chance: np.random.Generator, t: float, prompt: float, output: float) -> dict:
+    """A request of random tokens."""
+    return {"t": t, "ids": chance.integers(100, VOCABULARY, int(prompt)).tolist(), "output": int(output)}
 
 
 def run(asked: dict[str, Any], name: str) -> dict[str, Any]:
