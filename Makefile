@@ -18,7 +18,7 @@ REPORT := results/gap/FINDINGS.md
 RULES := Snakefile workflow/rules
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --no-loadscope-reorder
 
-.PHONY: help setup findings audit test test-all test-rest wheel-test lint kill-test recompute cost bench-codec bench-serving reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
+.PHONY: help setup findings audit test test-all test-rest wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command that it runs"
@@ -82,6 +82,14 @@ bench-codec: $(READY)  ## every codec beside other libraries -> results/codec/BE
 bench-serving: $(READY)  ## vLLM's plain pages and coded ones under the same loads -> results/serving/CAPACITY.md (MODEL=SLUG)
 	@$(BIN)/snakemake results/capacity/$(MODEL)/CAPACITY.md $(ARGS)
 	@mkdir -p results/serving && cp results/capacity/$(MODEL)/CAPACITY.md results/serving/CAPACITY.md
+
+bench-load: $(READY)  ## what a smaller cache buys under load, simulated from steps of vLLM -> results/serving/LOAD.md (MODEL=SLUG)
+	@mkdir -p .runs/serving
+	@set -e; for bits in 2 4; do $(BIN)/python -m kvlab calibrate --model models/$(MODEL) --codec klt --bits $$bits \
+		--out .runs/serving/klt$$bits.kv; done
+	@$(BIN)/python -m kvlab calibrate --model models/$(MODEL) --codec hadamard --bits 4 --out .runs/serving/hadamard4.kv
+	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m kvlab step load models/$(MODEL) .runs/serving/klt2.kv \
+		.runs/serving/klt4.kv .runs/serving/hadamard4.kv --out results/serving
 
 reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
 	$(BIN)/python -m kvlab step reference --out models/reference $(ARGS)

@@ -32,6 +32,7 @@ FLOORS = {
     "studies": 7,
     "gate": 8,
     "evals": 9,
+    "serving": 9,
     "report": 9,
     "cli": 10,
     "validation": 11,

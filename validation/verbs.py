@@ -89,6 +89,13 @@ def capacity_verb(args: argparse.Namespace) -> None:
     capacity(_params(args), Fitted(sigma=args.sigma, components=args.components), args.out)
 
 
+def load_verb(args: argparse.Namespace) -> None:
+    """Measure steps from plain and from coded pages, and simulate a service of each -> LOAD.md."""
+    from validation.serving.load import study
+
+    study(args.model_dir, args.recipes, args.out)
+
+
 def soak_verb(args: argparse.Namespace) -> None:
     """Serve random requests together and each alone, and hold the answers against each other."""
     from kvlab.base.errors import Fault
@@ -145,6 +152,11 @@ STEPS: dict[Callable, list[Flag]] = with_settings(STEPS_OF_PARAMS) | {
         ("model_dir", {"type": Path, "metavar": "MODEL", "help": "folder of a model"}),
         ("recipes", {"type": Path, "metavar": "FILE", "nargs": "+", "help": "what `kvlab calibrate` wrote for it"}),
         result("--out", "folder of CAPACITY.md and capacity.json"),
+    ],
+    load_verb: [
+        ("model_dir", {"type": Path, "metavar": "MODEL", "help": "folder of a model"}),
+        ("recipes", {"type": Path, "metavar": "FILE", "nargs": "+", "help": "what `kvlab calibrate` wrote for it"}),
+        result("--out", "folder of LOAD.md, load.json and steps.json"),
     ],
     # given the parameters by its rule, as every step is; it reads none, so that it asks for no --model either
     weights_verb: [*SETTINGS, path("--origin", "origin.json in the model's folder")],

@@ -22,6 +22,7 @@ from kvlab.cli import (
     ledger,
     measure,
     params,
+    simulate,
     snapshot,
     speculate,
     steps,
@@ -45,6 +46,7 @@ What compressing an LLM's KV cache costs: measured on your model, your text and 
   snapshot    the KV cache of a context as a file: save, inspect, verify, restore, diff
   eval        a task of lm-evaluation-harness, plain and coded: evidence for the gate
   speculate   how much of what a model drafts over its coded cache it accepts
+  simulate    a service under load: what a smaller cache buys in answers that are in time
   gate        which numbers may be published: check, report, query and more
   ledger      what was made of what: verify the log, prove an entry, make a checkpoint
   step        the steps of the pipeline, as the workflow's rules call them; all: `make findings`
@@ -72,6 +74,7 @@ def parser() -> Parser:
         init.init_verb: init.FLAGS,
         params.params_verb: params.FLAGS,
         speculate.speculate_verb: speculate.FLAGS,
+        simulate.simulate_verb: simulate.FLAGS,
         evals.eval_verb: [*SETTINGS, *evals.FLAGS],  # --model may be a folder
         completion.completion_verb: completion.FLAGS,
     }

