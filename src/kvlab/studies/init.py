@@ -28,6 +28,7 @@ SAID = {
     "mechanisms": {
         "codecs": ["klt", "hadamard", "kivi", "archive"],
         "in_forward": [],
+        "pages": ["klt"],
         "cache_dtypes": ["fp8_e4m3"],
         "needles": 4,
         "greedy": 8,
