@@ -344,7 +344,7 @@ def test_more_rows_that_are_tested_make_every_certification_dearer():
     assert together.tested == 6 and together.verdict == "pass"
     assert {name for name, p in adjusted.items() if p is None} == {"baseline", "preview", "recorded"}
     assert max(p for p in adjusted.values() if p) == together.alpha  # as the valid case is made: no room is left
-    # as many as the next level that evidence holds is away; what is wrong with theirs does not take them out of the count
+    # as many as the next level of evidence is away; what is wrong with theirs does not take them out of the count
     lost = [row("fp8", row_id=f"lost{n}", quality_eval_status=None, kl=None, model_hash=f"older{n}") for n in range(3)]
     more = check([*map(as_row, CASE["rows"].values()), *lost], CONTEXT)
     found = {one.row["row_id"]: one for one in more.claims}
