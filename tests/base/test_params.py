@@ -46,7 +46,7 @@ def changed(base: dict, **leaves) -> dict:
         ({"gap__dtype": "float16"}, ["float16", "'bfloat16'"]),
         ({"codec__boundary_layers": [0, 6]}, ["boundary_layers", "6", "0..5"]),
         ({"noise__windows": 33}, ["noise.windows is 33", "at most 32", "windows.test"]),
-        ({"windows__other": 8}, ["ladder.windows", "windows.other", "8"]),
+        ({"windows__other": 8, "tradeoffs__windows": 8}, ["ladder.windows", "windows.other", "8"]),
         ({"corpus__other": None}, ["ladder.texts", "corpus.other"]),
         ({"ladder__codecs": ["klt", "int"], "ladder__conditioned": ["int", "e8"]}, ["ladder.conditioned", "'e8'"]),
         ({"ladder__codecs": ["clt"]}, ["clt", "'klt'"]),

@@ -222,7 +222,7 @@ def test_a_shared_document_is_refused(params, tmp_path, monkeypatch):
 
 def test_a_context_without_room_is_refused(params, tmp_path):
     with pytest.raises(CorpusError, match=r"windows\.context is 16 tokens.*set windows\.context to \d+ or more"):
-        needles.build(with_changes(params, windows={"context": 16}), tmp_path / "n.parquet")
+        needles.build(with_changes(params, windows={"context": 16}, tradeoffs={"recent": 16}), tmp_path / "n.parquet")
 
 
 def test_a_model_with_too_few_positions_is_refused(params, tmp_path):

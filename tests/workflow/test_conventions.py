@@ -76,7 +76,8 @@ def test_every_caption_is_used_and_every_used_one_is_there(rules):
 def test_what_a_person_reads_is_in_the_report_of_snakemake(rules):
     reported = rules["reported"]
     assert {"results/gap/FINDINGS.md", "results/gap/report.html"} <= reported.keys()
-    assert {category for _, category in reported.values()} == {"Findings", "Figures", "Numbers", "Verdict", "KV store"}
+    categories = {"Findings", "Figures", "Numbers", "Verdict", "KV store", "Mechanisms"}
+    assert {category for _, category in reported.values()} == categories
 
 
 @pytest.mark.parametrize("path", sorted(CAPTIONS.iterdir()), ids=lambda path: path.name)

@@ -50,7 +50,11 @@ class Tradeoffs(Section):
     )
     policies: tuple[Policy, ...] = Field(default=("sinks", "attention"), description="of evictions")
     sinks: int = Field(default=4, ge=0, description="first tokens that evictions keep, and that latents store whole")
-    recent: int = Field(default=32, ge=1, description="last tokens that evictions by scores keep; their queries score")
+    recent: int = Field(
+        default=32,
+        ge=1,
+        description="last tokens that evictions by scores keep, whose queries score; if not given, at most the context",
+    )
     sparse: tuple[Sparse, ...] = Field(
         default=("block_sparse:block=16,top_k=6,window=64", "chunk_summary:chunk=16,top_k=12,exact=4"),
         description="patterns of attention, as `kvlab measure --mechanism` takes them",
@@ -72,8 +76,9 @@ class Tradeoffs(Section):
     steps: int = Field(default=12, ge=3, description="single tokens that are timed; the median counts")
 
     def fitted(self, params: Params) -> Tradeoffs:
-        """As many windows as there are."""
-        found = self.unsaid(windows=min(self.windows, params.windows.other))
+        """As many windows as there are, and of their context no more than it has."""
+        recent = min(self.recent, params.windows.context)
+        found = self.unsaid(windows=min(self.windows, params.windows.other), recent=recent)
         return found.unsaid(prompts=min(found.prompts, found.windows))
 
     def problems(self, params: Params) -> Iterator[str]:
