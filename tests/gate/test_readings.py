@@ -72,8 +72,34 @@ def test_a_pattern_beside_a_codec_that_is_declared_alone_is_undeclared():
 
 def test_full_is_no_pattern():
     row = copy.deepcopy(valid_case()["rows"]["int"]) | {"pattern": "full"}
+    assert earned(row) == ("supported", set())
     row[EVIDENCE][0]["observed"]["pattern"] = "full"
     assert earned(sealed(row)) == ("supported", set())
+
+
+@pytest.mark.parametrize("canary", [None, 0.0, 1e-9], ids=str)
+def test_a_pattern_that_moves_nothing_did_not_run(sparse, canary):
+    sparse[EVIDENCE][0]["observed"]["canary_kl"] = canary
+    tier, codes = earned(sealed(sparse))
+    assert tier != "supported" and "evidence_canary" in codes
+
+
+def test_what_a_step_reads_is_what_the_evidence_counted(sparse):
+    assert "evidence_contradicts_row" in earned(sparse | {"read_bytes": 1})[1]
+    sparse[EVIDENCE][0]["observed"]["read_bytes"] = None
+    assert "evidence_contradicts_row" in earned(sealed(sparse))[1]
+
+
+def test_a_capacity_that_no_evidence_counted_is_contradicted():
+    row = copy.deepcopy(valid_case()["rows"]["fp8"])
+    assert "evidence_contradicts_row" in earned(row | {"capacity_tokens": 10**12, "cache_memory_bytes": 1})[1]
+
+
+def test_blocks_that_leave_memory_empty_are_not_all_that_fit():
+    row = copy.deepcopy(valid_case()["rows"]["baseline"])
+    pages = {"block_tokens": 1, "block_bytes": 1, "block_values": 1, "cache_blocks": 1, "capacity_tokens": 1}
+    assert "capacity_other" in earned(row | pages | {"cache_memory_bytes": 2**40})[1]
+    assert earned(row | pages | {"cache_memory_bytes": 1})[1] == set()
 
 
 def test_what_stores_less_is_held_to_its_stored_bytes_and_not_to_what_a_step_reads(sparse):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import pytest
@@ -194,3 +197,15 @@ def test_the_gate_finds_nothing_wrong_with_its_evidence(measured):
     known = gate_registry.load()
     found = [reason for piece in pieces for reason in problems(piece, made, known)]
     assert {reason.code for reason in found} <= {"evidence_outside_band"}  # the tiny model's contexts are short
+
+
+@pytest.mark.parametrize(("started", "error"), [(None, CapabilityError), (object(), CodecNotActive)])
+def test_a_process_that_has_ended_is_told_in_one_line(started, error):
+    """One that never started is a row that says so; one that broke off ends the job."""
+    engine = paged.PagedEngine.__new__(paged.PagedEngine)
+    engine._pipe, other = Pipe()
+    other.close()
+    engine._process, engine._started = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]), started
+    for ask in (lambda: engine._asked({}), lambda: engine._over_the_pipe(engine._pipe.recv_bytes)):
+        with pytest.raises(error, match="has ended with code 3"):
+            ask()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.base.errors import StorageError
+from kvlab.base.errors import ParamsError, StorageError, UserError
 from kvlab.base.params import Params
 from kvlab.base.records import read_json, write_json
 from kvlab.lab.scoring import WindowRun
@@ -14,9 +14,10 @@ from kvlab.studies.tradeoffs import record as records
 from kvlab.studies.tradeoffs import tables
 from kvlab.studies.tradeoffs.arms import FULL, PLACE, Arm, Shape, arms, kept_at, numbered, rank_at, recipes_of
 from kvlab.studies.tradeoffs.evicted import Evicted, LastQueries, last_attention, over_kept
-from kvlab.studies.tradeoffs.measure import measure
+from kvlab.studies.tradeoffs.measure import measure, refuse
 from kvlab.studies.tradeoffs.params import Tradeoffs
 from kvlab.text import corpus
+from text.test_needles import with_changes
 
 SHAPE = Shape(layers=3, kv_heads=2, head_dim=32, context=64)
 FAMILIES = {"codec", "eviction", "latent", "latent x codec", "sparse reading", "codec x sparse reading"}
@@ -69,26 +70,38 @@ class TestBudgets:
         assert {one.recipe.recipe_id for one in listed if one.recipe} <= {one.recipe_id for one in recipes_of(asks)}
 
 
+class TestRefusals:
+    @pytest.mark.parametrize(("steps", "scored"), [(200, 128), (12, 8)])
+    def test_steps_that_no_window_can_time(self, tiny_params, steps, scored):
+        asked = with_changes(tiny_params, tradeoffs={"steps": steps}, windows={"eval": scored})
+        with pytest.raises(UserError, match=rf"tradeoffs\.steps is {steps}; allowed: at most {scored - 2}, as"):
+            refuse(asked)
+
+    def test_sinks_that_leave_no_other_token(self, tiny_params):
+        context = tiny_params.windows.context
+        with pytest.raises(ParamsError, match=rf"tradeoffs\.sinks is {context}; allowed: at most {context - 1}"):
+            with_changes(tiny_params, tradeoffs={"sinks": context})
+
+
 class TestEvictions:
     @pytest.fixture(scope="class")
     def run(self, hf_engine, tiny_windows):
         windows = corpus.load(tiny_windows, hf_engine.info.model_hash)
         return WindowRun(hf_engine, windows.test[0].tolist(), windows.context, 3)
 
-    def test_the_last_queries_are_those_of_a_softmax_written_out(self):
+    @pytest.mark.parametrize("last", [1, 3])
+    def test_the_last_queries_are_those_of_a_softmax_written_out(self, last):
+        """Each over its own past: what comes after a query gets nothing of it."""
         torch.manual_seed(0)
         q, k = torch.randn(4, 9, 8), torch.randn(2, 9, 8)
-        got = last_attention(lambda x: x, q, k, last=1)
-        due = torch.stack([(q[h, -1] @ k[h // 2].T / 8**0.5).softmax(-1) for h in range(4)]).mean(0)
-        pooled = [due[max(0, i - 3) : i + 4].max() for i in range(9)]
-        assert torch.allclose(got, torch.tensor(pooled).double(), atol=1e-6)
-
-    def test_no_query_scores_what_comes_after_it(self):
-        q, k = torch.randn(2, 9, 8), torch.randn(2, 9, 8)
-        near = last_attention(lambda x: x, q, k, last=3)
-        k[:, -1] += 100.0
-        other = last_attention(lambda x: x, torch.cat([q[:, :-1], torch.zeros(2, 1, 8)], 1), k, last=3)
-        assert torch.isfinite(near).all() and torch.isfinite(other).all()
+        due = torch.zeros(4, last, 9)
+        for head in range(4):
+            for place, t in enumerate(range(9 - last, 9)):
+                due[head, place, : t + 1] = (q[head, t] @ k[head // 2, : t + 1].T / 8**0.5).softmax(-1)
+        mean = due.mean((0, 1))
+        pooled = [mean[max(0, i - 3) : i + 4].max() for i in range(9)]
+        got = last_attention(lambda x: x, q, k, last=last)
+        assert torch.allclose(got / got.max(), (torch.tensor(pooled) / max(pooled)).double(), atol=1e-6)
 
     def test_fewer_tokens_take_fewer_bytes_and_cost_more(self, run, hf_engine):
         held, kl, sizes = run.clean["pre_rope"].kept, [], []

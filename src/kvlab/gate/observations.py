@@ -158,7 +158,7 @@ PAGES = ("block_tokens", "block_bytes", "block_values", "cache_blocks", "cache_m
 
 
 def _other_pages(case: Case) -> Iterator[Reason]:
-    """The bytes are no fewer than the pages', and what fits are the engine's own blocks, in its own memory."""
+    """The bytes are no fewer than the pages', and what fits are the engine's own blocks, which fill its memory."""
     tokens, size, values, blocks, memory, capacity = (case.get(name) for name in PAGES)
     held = case.held_bits
     if None not in (held, size, values) and values and held < 8 * size / values * (1 - ROUNDED):
@@ -169,6 +169,9 @@ def _other_pages(case: Case) -> Iterator[Reason]:
         yield Reason(code="capacity_other", field="capacity_tokens", said=said)
     if None not in (size, blocks, memory) and size * blocks > memory:
         said = f"is {blocks}; so many blocks of {size} bytes exceed the {memory} that were given"
+        yield Reason(code="capacity_other", field="cache_blocks", said=said)
+    if None not in (size, blocks, memory) and size * (blocks + 1) < memory * (1 - ROUNDED):
+        said = f"is {blocks}; of {size} bytes, {memory // max(size, 1)} blocks fit into the {memory} that were given"
         yield Reason(code="capacity_other", field="cache_blocks", said=said)
 
 

@@ -1,20 +1,20 @@
 """What was read or kept less of, held against what was declared: patterns of attention, latent caches, evictions.
 
 None of them is a codec, so nothing that watches codecs sees them run. A row says in `pattern` what really ran, with its
-settings, and in `read_bytes` what a step reads of the stored context. Two things are easily taken for one another: a
-pattern that reads a tenth of a cache stores all of it, and an eviction or a latent cache stores less and reads all that
-is left.
+settings, and in `read_bytes` what a step reads of the contexts that `kv_values` counts. Two things are easily taken for
+one another: a pattern that reads a tenth of a cache stores all of it, and an eviction or a latent cache stores less and
+reads all that is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvlab.gate.cases import NONE, Case
+from kvlab.gate.cases import Case
+from kvlab.gate.evidence.faults import READS_ALL
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Mechanism
 
-READS_ALL = (*NONE, "full")  # how a row says that nothing was left out
 ATTENTION = "attention"
 
 

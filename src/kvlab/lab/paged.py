@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -46,7 +46,7 @@ class PagedEngine(Engine):
     CapabilityError
         Pages cannot hold the recipe here, or vLLM does not start with them.
     CodecNotActive
-        The engine that started is another one, or codes by another recipe or calibration.
+        The engine that started is another one, codes by another recipe or calibration, or has ended since.
     """
 
     name = "vllm"
@@ -59,13 +59,12 @@ class PagedEngine(Engine):
         if torch.cuda.is_available():
             raise CapabilityError("coded pages are served by a CPU backend, and this vLLM would run on a GPU")
         self._folder = tempfile.TemporaryDirectory(prefix="kvlab-pages-")
-        self._process = None
+        self._process, self._started = None, None
         try:
             file, self._due = written(Path(self._folder.name), recipe, calibrated, info)
             self._process, self._pipe = begun(file)
             told = {"info": asdict(info) | {"path": str(info.path)}, "dtype": dtype, "max_tokens": max_tokens}
-            self._pipe.send(told | {"threads": torch.get_num_threads()})
-            self._started = Started(**self._answer())
+            self._started = Started(**self._asked(told | {"threads": torch.get_num_threads()}))
             refuse_other(self._started, self._due, file)
         except BaseException:
             self.close()
@@ -107,23 +106,27 @@ class PagedEngine(Engine):
         """See `Engine.score`; `CapabilityError` for a tap."""
         if tap is not None:
             raise CapabilityError("an engine of coded pages takes no tap: K and V would be coded twice")
-        self._pipe.send({"ids": [int(token) for token in ids], "first": first})
-        self.passed = Passed(**self._answer())
-        logits = torch.frombuffer(bytearray(self._pipe.recv_bytes()), dtype=getattr(torch, self.passed.dtype))
+        self.passed = Passed(**self._asked({"ids": [int(token) for token in ids], "first": first}))
+        data = self._over_the_pipe(self._pipe.recv_bytes)
+        logits = torch.frombuffer(bytearray(data), dtype=getattr(torch, self.passed.dtype))
         return logits.view(-1, self.passed.width)[:, : self.info.vocab_size]
 
-    def _answer(self) -> dict:
-        """What the process says; what it refused is raised here."""
-        try:
-            found = self._pipe.recv()
-        except (EOFError, ConnectionError):
-            raise CodecNotActive(
-                f"vLLM with coded pages has ended with code {self._process.wait()}; what it said stands above"
-            ) from None
+    def _asked(self, question: dict) -> dict:
+        """What the process says to a question; what it refused is raised here."""
+        self._over_the_pipe(self._pipe.send, question)
+        found = self._over_the_pipe(self._pipe.recv)
         if isinstance(found, tuple):
             kind, said = found
             raise {"CodecNotActive": CodecNotActive, "ModelError": ModelError}.get(kind, CapabilityError)(said)
         return found
+
+    def _over_the_pipe(self, act: Callable, *what: object) -> object:
+        """Send or receive; a process that has ended did not start (`CapabilityError`), or broke off."""
+        try:
+            return act(*what)
+        except (EOFError, OSError):
+            said = f"vLLM with coded pages has ended with code {self._process.wait()}; what it said stands above"
+            raise (CodecNotActive if self._started else CapabilityError)(said) from None
 
     def close(self) -> None:
         """End the process: a closed pipe is its sign."""

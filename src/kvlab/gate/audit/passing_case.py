@@ -205,7 +205,8 @@ def _evidence(row: dict[str, Any], steps: int) -> dict[str, Any]:
     identity = {key: row[key] for key in keys} | {"versions": {"kvlab": "0"}, "calibration": row.get("calibration")}
     observed = {key: row[key] for key in ("kv_cache_dtype", "cache_class", "kv_bytes", "kv_values")}
     observed |= {"codec": row.get("codec"), "fires": row.get("fires", 0), "expected_fires": row.get("fires", 0)}
-    observed |= {"canary_kl": 2.0 if row.get("codec") else None, "pattern": row.get("pattern")}
+    observed |= {"canary_kl": 2.0 if row.get("codec") or row.get("pattern") else None}
+    observed |= {"pattern": row.get("pattern"), "read_bytes": row.get("read_bytes")}
     if row.get("backend"):
         served = {"recipe_id": row["recipe_id"], "calibration": row["calibration"]}
         observed |= {"backend": row["backend"], "pool": {key: row[key] for key in POOL}, "served": served}

@@ -163,7 +163,7 @@ COLUMNS: tuple[Column, ...] = (
     _measured("ttft_p50_ms", float, "median time to the first token", unit="ms", low=0),
     _measured("kv_bytes", int, "bytes stored for the whole cache, everything counted", unit="bytes", low=0),
     _measured("kv_values", int, "elements of K and of V in that cache", unit="values", low=0),
-    _measured("read_bytes", int, "bytes that a step reads of the stored context, on average", unit="bytes", low=0),
+    _measured("read_bytes", int, "bytes that a step reads of all contexts that kv_values counts", unit="bytes", low=0),
     _measured("bits_per_value", float, "stored bits per element of the whole cache", unit="bits", low=0),
     _measured("peak_memory_gb", float, "most memory held", unit="GB", low=0),
     # KL of nothing changed is zero but for rounding, which may be on either side.

@@ -9,6 +9,7 @@ from itertools import pairwise
 from kvlab.base.errors import suggestion
 from kvlab.base.recipe import IDENTITY
 from kvlab.base.records import CANARY_MIN
+from kvlab.base.testimony import Pool
 from kvlab.gate.evidence.measures import LEVELS, Measure
 from kvlab.gate.evidence.record import Evidence, EvidenceError, Observed, parse
 from kvlab.gate.reasons import Reason
@@ -16,6 +17,8 @@ from kvlab.gate.registry import Eval, Mechanism, Registry
 
 BASELINE_RECIPE = IDENTITY.recipe_id  # a baseline codes nothing; anything else would flatter what is held against it
 NO_CODEC = (None, "", "identity")
+READS_ALL = (None, "", "none", "full")  # how a row says that nothing was left out
+COUNTED = (*Pool.model_fields, "capacity_tokens")  # by an engine of its own cache; nothing else vouches for them
 OWN_HARNESS = "kvlab"
 NARROWEST = 1.9  # standard errors; at 95 % an interval is about four wide, at a rate of 0 or 1 half of that
 ROUNDED = 1e-3  # relative; rows show rounded numbers
@@ -230,14 +233,16 @@ def _pages(evidence: Evidence, row: Mapping, registry: Registry) -> Iterator[Rea
 
 
 def _canary(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
-    """The logits hang on what is stored: else nothing that is stored costs any quality.
+    """The logits hang on what is stored or read: else nothing that is stored or left out costs any quality.
 
     Another harness looks at it by itself, on what it asks; it need not say so.
     """
-    found, coded = evidence.observed.canary_kl, evidence.observed.codec not in NO_CODEC
+    observed = evidence.observed
+    found, coded = observed.canary_kl, observed.codec not in NO_CODEC or observed.pattern not in READS_ALL
     if found is None:
         if coded and entry.harness == OWN_HARNESS:
-            yield Reason(code="evidence_canary", field="observed.canary_kl", said="is not there; a codec ran")
+            ran = "codec" if observed.codec not in NO_CODEC else "pattern"
+            yield Reason(code="evidence_canary", field="observed.canary_kl", said=f"is not there; a {ran} ran")
     elif not (found >= CANARY_MIN if coded else found > 0):
         least = f"at least {CANARY_MIN:g}" if coded else "more than 0"
         yield Reason(code="evidence_canary", field="observed.canary_kl", said=f"is {found!r}; expected is {least}")
@@ -245,7 +250,7 @@ def _canary(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
 
 def _other_pattern(evidence: Evidence, row: Mapping) -> Iterator[Reason]:
     """A recipe says nothing of patterns, so a loss could be borrowed from one that leaves out less."""
-    measured, claimed = evidence.observed.pattern or None, row.get("pattern") or None
+    measured, claimed = (None if one in READS_ALL else one for one in (evidence.observed.pattern, row.get("pattern")))
     if measured != claimed:
         said = f"is {claimed!r} in the row and {measured!r} in the evidence"
         yield Reason(code="evidence_other_pattern", field="pattern", said=said)
@@ -266,7 +271,7 @@ def _cache_dtypes(mechanism: Mechanism | None) -> set[str]:
 
 
 def _contradictions(evidence: Evidence, row: Mapping, entry: Eval) -> Iterator[Reason]:
-    """What a row says of itself that its evidence saw otherwise; what it does not say contradicts nothing.
+    """What a row says of itself that its evidence saw otherwise, or of counts not at all; what it leaves out is none.
 
     Contexts of other lengths take other bytes for a value: what is stored once for all tokens is shared by others.
     """
@@ -276,14 +281,15 @@ def _contradictions(evidence: Evidence, row: Mapping, entry: Eval) -> Iterator[R
         if said_so is not None and seen != said_so:
             yield _contradiction(name, said_so, seen)
     numbers = {key: measure.value for key, measure in evidence.metrics.items()}
+    numbers |= dict.fromkeys(COUNTED) | {"read_bytes": observed.read_bytes}
     if observed.pool is not None:
         numbers |= observed.pool.model_dump() | {"capacity_tokens": observed.pool.capacity_tokens}
     if observed.kv_values > 0 and not entry.own_contexts:
         numbers["bits_per_value"] = 8 * observed.kv_bytes / observed.kv_values
     rounded = {"bits_per_value": ROUNDED if evidence.quality_eval_id == row.get("quality_eval_id") else OTHER_TEXT}
     for name, seen in numbers.items():
-        shown = row.get(name)
-        if shown is not None and not math.isclose(shown, seen, rel_tol=rounded.get(name, ROUNDED), abs_tol=1e-9):
+        shown, far = row.get(name), rounded.get(name, ROUNDED)
+        if shown is not None and (seen is None or not math.isclose(shown, seen, rel_tol=far, abs_tol=1e-9)):
             yield _contradiction(name, shown, seen)
 
 

@@ -56,7 +56,8 @@ class Observed(_Strict):
     empty where none ran. `canary_kl` is how far one bit at the same places, or the engine's own cache itself, moves
     the logits, in nats per token: proof that they hang on what is stored. `backend`, `pool` and `served` are what the
     running engine was found to be, and what it says of its own cache, where the variant is what that holds. `pattern`
-    is what attention read by, or what was kept, with its settings; None where no one looked, or all was.
+    is what attention read by, or what was kept, with its settings; None where no one looked, or all was. `read_bytes`
+    is what a step read of the contexts that `kv_values` counts.
     """
 
     kv_cache_dtype: str
@@ -71,6 +72,7 @@ class Observed(_Strict):
     pool: Pool | None = None
     served: Served | None = None
     pattern: str | None = None
+    read_bytes: Count | None = None
 
 
 class Evidence(_Strict):

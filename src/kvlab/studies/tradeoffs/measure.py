@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from kvlab.attention.latent_svd import attention_metric, fit
 from kvlab.attention.named import Latent
+from kvlab.base.errors import CapabilityError, UserError
 from kvlab.base.model import check_window, resolve
 from kvlab.base.params import Params
 from kvlab.base.records import Provenance, forget, machine, versions, write_json
@@ -42,6 +43,18 @@ CALIBRATING = 8  # windows that latents are fitted to
 FIRST_NEEDLE = 1000  # their numbers begin here: no window of the text has them
 
 
+def refuse(params: Params) -> None:
+    """See `measure`: what can be said before anything is loaded."""
+    if torch.cuda.is_available():
+        raise CapabilityError("tradeoffs times single steps on a CPU; run it where transformers finds no GPU")
+    steps, scored = params.tradeoffs.steps, params.windows.eval
+    if speed.WARM + steps > scored:
+        raise UserError(
+            f"tradeoffs.steps is {steps}; allowed: at most {scored - speed.WARM}, as windows.eval is {scored} and the"
+            f" first {speed.WARM} steps are not timed"
+        )
+
+
 def measure(params: Params, windows_path: Path, documents: Path, fitted: Fitted, out: Path) -> None:
     """Measure what REPORT.md says; `params.tradeoffs` says of what.
 
@@ -49,9 +62,14 @@ def measure(params: Params, windows_path: Path, documents: Path, fitted: Fitted,
     ------
     CalibrationMismatch
         A calibration is another model's, or lacks what a codec reads.
+    CapabilityError
+        transformers would run on a GPU, which this study does not time.
+    UserError
+        Windows score too few tokens to time as many steps.
     CodecNotActive, Fault, WitnessDisagrees
         See `lab.trial`, `lab.mechanism` and `evicted`.
     """
+    refuse(params)
     torch.set_num_threads(params.jobs.threads)
     info = resolve(params.model)
     found = corpus.load(windows_path, info.model_hash)

@@ -60,7 +60,7 @@ class Tradeoffs(Section):
         description="patterns of attention, as `kvlab measure --mechanism` takes them",
     )
     combined: tuple[Bits, ...] = Field(
-        default=(4,), description="bits of the first codec under the first pattern, and of `latent_codec`"
+        default=(4,), description="bits of the first codec under the first pattern, of `latent_codec` and of `drafters`"
     )
     latent_codec: Uncalibrated = Field(default="hadamard", description="codes latents; it needs no calibration")
     latent_share: float = Field(
@@ -77,8 +77,8 @@ class Tradeoffs(Section):
 
     def fitted(self, params: Params) -> Tradeoffs:
         """As many windows as there are, and of their context no more than it has."""
-        recent = min(self.recent, params.windows.context)
-        found = self.unsaid(windows=min(self.windows, params.windows.other), recent=recent)
+        recent, sinks = min(self.recent, params.windows.context), min(self.sinks, params.windows.context - 1)
+        found = self.unsaid(windows=min(self.windows, params.windows.other), recent=recent, sinks=sinks)
         return found.unsaid(prompts=min(found.prompts, found.windows))
 
     def problems(self, params: Params) -> Iterator[str]:
@@ -86,3 +86,4 @@ class Tradeoffs(Section):
         yield from at_most("tradeoffs.windows", self.windows, "windows.other", params.windows.other)
         yield from at_most("tradeoffs.prompts", self.prompts, "tradeoffs.windows", self.windows)
         yield from at_most("tradeoffs.recent", self.recent, "windows.context", params.windows.context)
+        yield from at_most("tradeoffs.sinks", self.sinks, "one less than windows.context", params.windows.context - 1)
