@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvlab.base.errors import Fault, UserError
@@ -178,6 +178,7 @@ REQUEST = st.tuples(
     st.integers(1, 2),
     st.sampled_from([1, 3, 64]),
 )
+@example([(0.0, 1, 1, 0, 0), (0.0, 1, 1, 0, 0), (0.0, 69, 16, 0, 0), (0.0, 109, 1, 0, 0)], 12, 1, 8, 1e-4, 1, 3)
 def test_every_request_is_served_denied_or_refused(rows, pages, page, chunk, seconds, count, most):
     t = np.cumsum([row[0] for row in rows])
     trace = columns(

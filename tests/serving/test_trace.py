@@ -98,15 +98,15 @@ def test_mooncakes_json(tmp_path):
 @pytest.mark.parametrize("late", ["1" + 400 * "0", "1e300", "NaN", "-1", "true", '"0"'])
 def test_a_time_that_is_none_is_refused_in_milliseconds(tmp_path, late):
     path = tmp_path / "m.jsonl"
-    path.write_text('{"timestamp": %s, "input_length": 1, "output_length": 1, "hash_ids": []}\n' % late)
-    with pytest.raises(TraceError, match="line 1: timestamp .* allowed: milliseconds from 0"):
+    path.write_text(f'{{"timestamp": {late}, "input_length": 1, "output_length": 1, "hash_ids": []}}\n')
+    with pytest.raises(TraceError, match=r"line 1: timestamp .* allowed: milliseconds from 0"):
         read_any(path)
 
 
 @pytest.mark.parametrize("rate", [1e-308, 5e-324, 1e-12])
 def test_a_rate_that_stretches_time_beyond_what_is_taken_is_refused(rate):
     one = made(100, AZURE_CONV, 7)
-    with pytest.raises(TraceError, match="the last request would come at .* allowed: at least"):
+    with pytest.raises(TraceError, match=r"the last request would come at .* allowed: at least"):
         one.at_rate(rate)
     assert one.at_rate(1e-6).t[-1] == pytest.approx(99e6)
 

@@ -3,7 +3,8 @@
 A step takes one token of each sequence that decodes and prompt tokens up to the chunk, oldest request first, as vLLM's
 scheduler does. While nothing but decoding goes on, the seconds of m steps are a polynomial in m, so all steps until
 something changes (a sequence ends, pages run out, a request comes that can be let in) are one event. Pages of a prompt
-are taken when it is let in, all at once. Where a step finds no page, whoever was let in last is preempted.
+are taken when it is let in, all at once. Where a step finds no page, whoever began to decode last is preempted; whoever
+is still filling its cache never is, where vLLM's scheduler preempts whoever was let in last.
 """
 
 from __future__ import annotations
@@ -253,7 +254,8 @@ class Worker:
         if kept:
             memory.hold(job.prefix)
         pages = memory.pages_of(tokens) - kept // self.shape.page
-        if pages + memory.needed(1) <= memory.available and memory.take(pages):
+        next_step = memory.needed(1) + (job.swapped and tokens % self.shape.page == 0)  # who comes back decodes at once
+        if pages + next_step <= memory.available and memory.take(pages):
             return pages
         if kept:
             memory.release(job.prefix)
