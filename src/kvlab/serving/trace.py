@@ -75,7 +75,8 @@ class Trace:
         factor = self.rate / rate
         last = float(self.t[-1]) * factor
         if not last <= MOST_SECONDS:
-            least = f"at least {self.rate * float(self.t[-1]) / MOST_SECONDS:.2g} requests per second"
+            enough = 1.01 * self.rate * float(self.t[-1]) / MOST_SECONDS  # so that its three digits are taken
+            least = f"at least {enough:.3g} requests per second"
             raise TraceError(f"rate {rate:g}: the last request would come at {last:g} s; allowed: {least}")
         return Trace(self.t * factor, self.prompt, self.output, self.prefix, self.shared)
 
