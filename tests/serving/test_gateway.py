@@ -97,6 +97,26 @@ def test_affinity_outlives_a_worker():
     assert 0.02 < before.load[7] / 2000 < 0.1
 
 
+def test_the_ring_does_not_depend_on_when_it_was_asked():
+    asked, other = Gateway("prefix", bound=1e9), Gateway("prefix", bound=1e9)
+    for worker in range(30):
+        for own in (asked, other):
+            own.register(worker)
+        asked.complete(asked.route(worker))
+        if worker % 5 == 4:
+            for own in (asked, other):
+                own.deregister(worker - worker % 3)
+    keys = [asked.route(key) for key in range(500)]
+    assert keys == [other.route(key) for key in range(500)]
+    assert len(set(keys)) == 24
+
+
+@pytest.mark.parametrize("policy", ["least", "two", "prefix"])
+def test_as_many_workers_as_a_service_has(policy):
+    own = gateway(3000 if policy == "prefix" else 100_000, policy)
+    assert own.route(7) in own.load
+
+
 def test_failures_in_a_row_break_the_circuit():
     own = gateway(1)
     for _ in range(3):

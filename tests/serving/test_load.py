@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvlab.base.errors import CapabilityError
+from kvlab.pages import format as fmt
 from validation.serving import load, load_page
 
 
@@ -36,6 +37,9 @@ def test_the_page_is_written_from_planted_steps(tmp_path, monkeypatch):
     arms = json.loads((tmp_path / "steps.json").read_text())["arms"]
     assert arms["klt4"]["token_bytes"] == pytest.approx(5824, rel=1e-3)
     data = json.loads((tmp_path / "load.json").read_text())
+    for row in data["single"]["bf16"]:
+        assert row["arrived"] == load.azure_like(row["rate"]).rate != row["rate"]
+        assert f"| bf16 | {row['memory'] >> 20} | {row['capacity']} | {fmt.number(row['arrived'])} |" in page
     (one,) = data["held"].values()
     assert one["tokens_per_s"][1] > 0
     assert load_page.missed(one | {"ttft_p50": [1.0, 2.0]}).startswith("missed: TTFT, median")

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from kvlab.base.errors import UserError
+from kvlab.base.errors import Fault, UserError
 from kvlab.serving.arrivals import AZURE_CONV, made, scaled
 from kvlab.serving.simulate import Slo, simulate
 from kvlab.serving.trace import columns
@@ -144,6 +146,65 @@ def test_a_beginning_that_is_kept_is_not_computed_again():
     plain = simulate(trace, [Worker(COSTS, Shape(1 << 20, 1.0, prefixes=False))])
     assert found.ttft[0] == pytest.approx(plain.ttft[0])
     assert (found.ttft[1:] < 0.7 * plain.ttft[1:]).all()
+
+
+PROBES = {
+    "the same twice": [(0.0, 160, 16, 1, 160), (100.0, 160, 16, 1, 160)],
+    "a shorter share": [(0.0, 160, 1, 1, 160), (100.0, 40, 32, 1, 20), (100.0, 40, 32, 1, 20)],
+}
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_a_beginning_that_leaves_no_room_makes_room(name):
+    worker = Worker(COSTS, Shape(11 * 16, 1.0))
+    found = simulate(columns(PROBES[name]), [worker])
+    assert not np.isnan(found.latency).any()
+    assert worker.memory.available == worker.memory.pages
+
+
+REQUEST = st.tuples(
+    st.sampled_from([0.0, 0.0, 0.001, 0.05, 0.3, 5.0]), st.integers(1, 200), st.integers(1, 60), st.integers(-1, 3),
+    st.integers(0, 200),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(REQUEST, min_size=1, max_size=25),
+    st.integers(2, 20),
+    st.sampled_from([1, 7, 16]),
+    st.sampled_from([8, 512]),
+    st.sampled_from([None, 1e-4]),
+    st.integers(1, 2),
+    st.sampled_from([1, 3, 64]),
+)
+@example([(0.0, 1, 1, 0, 0), (0.0, 1, 1, 0, 0), (0.0, 69, 16, 0, 0), (0.0, 109, 1, 0, 0)], 12, 1, 8, 1e-4, 1, 3)
+def test_every_request_is_served_denied_or_refused(rows, pages, page, chunk, seconds, count, most):
+    t = np.cumsum([row[0] for row in rows])
+    trace = columns(
+        (when, prompt, output, prefix if shared else -1, min(shared, prompt) if prefix >= 0 else 0)
+        for when, (_, prompt, output, prefix, shared) in zip(t, rows, strict=True)
+    )
+    shape = Shape(pages * 16, 1.0, page, chunk, most)
+    swap = None if seconds is None else lambda _: seconds
+    workers = [Worker(COSTS, shape, swap=swap) for _ in range(count)]
+    found = simulate(trace, workers, front=lambda _, number: number % 5 != 4)
+    assert found.denied == len(rows) // 5
+    assert found.report(Slo())["served"] + found.denied + found.refused == len(rows)
+    assert found.refused == sum(
+        -(-(prompt + output) // page) > shape.pages
+        for number, (_, prompt, output, _, _) in enumerate(rows)
+        if number % 5 != 4
+    )
+    for one in workers:
+        assert one.memory.available == one.memory.pages
+        assert (one.read, one.memory.decoding) == (0, 0)
+
+
+def test_a_run_that_leaves_requests_behind_gives_no_figure(monkeypatch):
+    monkeypatch.setattr(Worker, "plan", lambda *_: None)
+    with pytest.raises(Fault, match="1 of 1 requests"):
+        simulate(columns([(0.0, 10, 5, -1, 0)]), [Worker(COSTS, Shape(320, 1.0))])
 
 
 def test_what_no_memory_holds_is_refused_and_said():

@@ -58,6 +58,8 @@ def test_a_trace_of_a_file(run, tmp_path):
         (("azure-conv", "--memory", "3GB"), "as 512MiB"),
         (("azure-conv", "--memory", "1KiB"), "give more memory"),
         (("azure-conv", "--rate", "0"), "--rate 0"),
+        (("azure-conv", "--rate", "1e-308"), "rate 1e-308: the last request would come at inf s"),
+        (("azure-conv", "--rate", "1e-9"), "rate 1e-09: the last request would come at"),
         (("azure-conv", "--lengths", "nan"), "--lengths nan"),
         (("azure-conv", "--workers", "0"), "at least 1"),
     ],

@@ -95,6 +95,23 @@ def test_mooncakes_json(tmp_path):
     assert found.shared.tolist() == [0, 1024, 512, 0]
 
 
+@pytest.mark.parametrize("late", ["1" + 400 * "0", "1e300", "NaN", "-1", "true", '"0"'])
+def test_a_time_that_is_none_is_refused_in_milliseconds(tmp_path, late):
+    path = tmp_path / "m.jsonl"
+    path.write_text(f'{{"timestamp": {late}, "input_length": 1, "output_length": 1, "hash_ids": []}}\n')
+    with pytest.raises(TraceError, match=r"line 1: timestamp .* allowed: milliseconds from 0"):
+        read_any(path)
+
+
+@pytest.mark.parametrize("rate", [1e-308, 5e-324, 1e-12])
+def test_a_rate_that_stretches_time_beyond_what_is_taken_is_refused(rate):
+    one = made(100, AZURE_CONV, 7)
+    with pytest.raises(TraceError, match=r"the last request would come at .* allowed: at least") as error:
+        one.at_rate(rate)
+    allowed = float(str(error.value).split("at least ")[1].split()[0])
+    assert one.at_rate(allowed).t[-1] == pytest.approx(trace.MOST_SECONDS, rel=0.02)
+
+
 def test_a_made_trace_has_the_statistics_that_were_asked_for():
     one = made(40000, AZURE_CONV, seed=1)
     gaps = np.diff(one.t)

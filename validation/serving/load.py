@@ -19,7 +19,7 @@ from kvlab.serving.arrivals import AZURE_CONV, made, scaled
 from kvlab.serving.measured import Arm, arm_of, rows_of
 from kvlab.serving.policies.gateway import Gateway
 from kvlab.serving.simulate import Served, Slo, simulate
-from kvlab.serving.trace import columns
+from kvlab.serving.trace import Trace, columns
 from kvlab.serving.worker import Shape, Worker
 from validation.serving import load_page
 
@@ -130,9 +130,14 @@ def refuse(name: str, said: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ simulated
 
 
+def azure_like(rate: float, workers: int = 1, requests: int = REQUESTS) -> Trace:
+    """So many requests per second and worker in the mean over seeds; this one's own rate is the trace's `rate`."""
+    return made(requests * workers, scaled(AZURE_CONV, 0.1, rate=rate * workers), seed=5)
+
+
 def served(arm: Arm, rate: float, memory: int, workers: int = 1, requests: int = REQUESTS) -> Served:
     """A load of so many requests per second and worker."""
-    trace = made(requests * workers, scaled(AZURE_CONV, 0.1, rate=rate * workers), seed=5)
+    trace = azure_like(rate, workers, requests)
     shape = Shape(memory, arm.token_bytes, 16, CHUNK, MOST)
     gateway = Gateway("least")
     for number in range(workers):
@@ -146,7 +151,7 @@ def best_rates(arm: Arm) -> list[dict]:
     for memory in MEMORIES:
         runs = {rate: served(arm, rate, memory) for rate in RATES}
         rate = max(RATES, key=lambda rate: runs[rate].goodput(SLO))
-        found.append({"memory": memory, "rate": rate} | runs[rate].report(SLO))
+        found.append({"memory": memory, "rate": rate, "arrived": azure_like(rate).rate} | runs[rate].report(SLO))
     return found
 
 

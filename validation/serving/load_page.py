@@ -111,7 +111,7 @@ def goodput(single: dict) -> Iterator[tuple[str, ...]]:
         for one, plain in zip(rows, single[PLAIN], strict=True):
             base = plain["goodput_per_s"]
             yield (
-                *(name, str(one["memory"] // MIB), str(one["capacity"]), fmt.number(one["rate"])),
+                *(name, str(one["memory"] // MIB), str(one["capacity"]), fmt.number(one["arrived"])),
                 fmt.number(one["goodput_per_s"]),
                 fmt.number(one["goodput_per_s"] / base) if base else "–",
                 *(pair(one, "ttft"), pair(one, "tpot"), str(one["preemptions"])),

@@ -91,6 +91,5 @@ def _mooncake(path: Path | str) -> Iterator[tuple[float, int, int, int, int]]:
             known += 1
         seen.update(hashes)
         shared = min(known * BLOCK, prompt)
-        seconds = found["timestamp"]
-        at = trace.time(seconds / 1000 if type(seconds) in (int, float) else seconds, where, "timestamp")
+        at = trace.time(found["timestamp"], where, "timestamp", "milliseconds")
         yield at, prompt, max(output, 1), hashes[known - 1] if known else NONE, shared

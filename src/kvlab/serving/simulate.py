@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.base.errors import UserError
+from kvlab.base.errors import Fault, UserError
 from kvlab.serving.trace import NONE, Trace
 from kvlab.serving.worker import Job, Worker
 
@@ -154,6 +154,13 @@ def simulate(
         In turn by default.
     front : Front, optional
         Asked before the router; it lets everything through by default.
+
+    Raises
+    ------
+    UserError
+        No worker.
+    Fault
+        A worker came to rest with requests that it had not served.
     """
     if not workers:
         raise UserError("0 workers; allowed: at least 1")
@@ -194,6 +201,9 @@ def simulate(
             continue
         due(at, worker.add(Job(number, t, prompt, output, prefix if shared else NONE, shared), t))
     run_until(math.inf)
+    left = sum(len(one.waiting) + len(one.running) + len(one.filling) for one in workers)
+    if left:
+        raise Fault(f"{left} of {count} requests were neither served nor turned away; no figure of this run holds")
     return _served(trace, workers, np.array(first), np.array(last), denied, refused)
 
 

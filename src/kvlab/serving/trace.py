@@ -24,6 +24,7 @@ MOST_LINE = 1 << 16  # characters
 MOST_REQUESTS = 20_000_000
 MOST_TOKENS = 10_000_000  # of a prompt or an answer
 MOST_SECONDS = 10 * 366 * 86400.0
+UNITS = {"seconds": 1, "milliseconds": 1000}
 MOST_PREFIX = (1 << 63) - 1
 NONE = -1
 
@@ -64,8 +65,20 @@ class Trace:
         return (len(self) - 1) / span if span > 0 else math.inf
 
     def at_rate(self, rate: float) -> Trace:
-        """The same requests at another mean rate: time is stretched, burstiness is kept."""
-        return Trace(self.t * (self.rate / rate), self.prompt, self.output, self.prefix, self.shared)
+        """The same requests at another mean rate: time is stretched, burstiness is kept.
+
+        Raises
+        ------
+        TraceError
+            The last one would come later than any trace may last, or at no time at all.
+        """
+        factor = self.rate / rate
+        last = float(self.t[-1]) * factor
+        if not last <= MOST_SECONDS:
+            enough = 1.01 * self.rate * float(self.t[-1]) / MOST_SECONDS  # so that its three digits are taken
+            least = f"at least {enough:.3g} requests per second"
+            raise TraceError(f"rate {rate:g}: the last request would come at {last:g} s; allowed: {least}")
+        return Trace(self.t * factor, self.prompt, self.output, self.prefix, self.shared)
 
 
 def columns(rows: Iterable[tuple[float, int, int, int, int]]) -> Trace:
@@ -125,11 +138,12 @@ def whole(value: object, name: str, where: str, least: int, most: int) -> int:
     return value
 
 
-def time(value: object, where: str, name: str = "t") -> float:
-    """Seconds within limits, or a `TraceError`."""
-    if type(value) not in (int, float) or not 0 <= value <= MOST_SECONDS:
-        raise TraceError(f"{where}: {name} {value!r:.40}; allowed: seconds from 0 to {MOST_SECONDS:g}")
-    return float(value)
+def time(value: object, where: str, name: str = "t", unit: str = "seconds") -> float:
+    """Seconds within limits, of a number of `unit`, or a `TraceError`."""
+    most = MOST_SECONDS * UNITS[unit]
+    if type(value) not in (int, float) or not 0 <= value <= most:  # before dividing: an int may be above any float
+        raise TraceError(f"{where}: {name} {value!r:.40}; allowed: {unit} from 0 to {most:g}")
+    return value / UNITS[unit]
 
 
 def as_object(line: str, where: str) -> dict:

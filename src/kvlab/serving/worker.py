@@ -3,7 +3,8 @@
 A step takes one token of each sequence that decodes and prompt tokens up to the chunk, oldest request first, as vLLM's
 scheduler does. While nothing but decoding goes on, the seconds of m steps are a polynomial in m, so all steps until
 something changes (a sequence ends, pages run out, a request comes that can be let in) are one event. Pages of a prompt
-are taken when it is let in, all at once. Where a step finds no page, whoever was let in last is preempted.
+are taken when it is let in, all at once. Where a step finds no page, whoever began to decode last is preempted; whoever
+is still filling its cache never is, where vLLM's scheduler preempts whoever was let in last.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class Worker:
         while self.running and not self.memory.steps_left(1):
             self._preempt(self.running[next(reversed(self.running))])
             preempted = True
-        if not preempted:
+        if not preempted or not (self.running or self.filling):
             self._let_in()
         self.peak = max(self.peak, len(self.running) + len(self.filling))
         decoding, self._prompts = self.memory.decoding, []
@@ -227,16 +228,14 @@ class Worker:
         most = self._most() if self.waiting else 0
         while self.waiting and len(self.running) + len(self.filling) < most:
             job = self.waiting[0][2]
-            memory, tokens = self.memory, job.prompt + job.made - (1 if job.swapped else 0)
-            kept = 0
+            tokens, kept = job.prompt + job.made - (1 if job.swapped else 0), 0
             if job.prefix != NONE and self.shape.prefixes and not job.swapped:
-                kept = min(memory.lookup(job.prefix, job.shared), (tokens - 1) // self.shape.page * self.shape.page)
-            if kept:
-                memory.hold(job.prefix)
-            pages = memory.pages_of(tokens) - kept // self.shape.page
-            if pages + memory.needed(1) > memory.available or not memory.take(pages):
-                if kept:
-                    memory.release(job.prefix)
+                most_kept = (tokens - 1) // self.shape.page * self.shape.page
+                kept = min(self.memory.lookup(job.prefix, job.shared), most_kept)
+            pages = self._take(job, tokens, kept)
+            if pages is None and kept and not (self.running or self.filling):
+                kept, pages = 0, self._take(job, tokens, 0)  # nobody else reads the beginning, so it can make room
+            if pages is None:
                 return
             heapq.heappop(self.waiting)
             job.private, job.read, job.cached = pages, bool(kept), kept
@@ -245,6 +244,22 @@ class Worker:
             else:
                 job.tokens, job.left = kept, tokens - kept
                 self.filling.append(job)
+
+    def _take(self, job: Job, tokens: int, kept: int) -> int | None:
+        """Take a job's own pages, beside a beginning of `kept` tokens; how many, None where there are too few.
+
+        Whoever reads a beginning keeps all of its pages from being dropped, also those past `kept`.
+        """
+        memory = self.memory
+        if kept:
+            memory.hold(job.prefix)
+        pages = memory.pages_of(tokens) - kept // self.shape.page
+        next_step = memory.needed(1) + (job.swapped and tokens % self.shape.page == 0)  # who comes back decodes at once
+        if pages + next_step <= memory.available and memory.take(pages):
+            return pages
+        if kept:
+            memory.release(job.prefix)
+        return None
 
     def _chunk(self, decoding: int) -> float:
         """Seconds of one step with prompt tokens, which are noted."""

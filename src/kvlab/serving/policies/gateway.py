@@ -52,6 +52,7 @@ class Gateway:
         self._failures: dict[int, int] = {}
         self._heaps: dict[str, list[tuple[float, int]]] = {}
         self._ring: list[tuple[int, int]] = []
+        self._new: list[int] = []  # workers that are not on the ring yet; it is sorted when somebody asks it
         self._names: list[int] = []
         self._total = self._drawn = 0
 
@@ -60,7 +61,7 @@ class Gateway:
         if worker in self.load or capacity < 1:
             raise UserError(f"worker {worker} with capacity {capacity}; allowed: a new one, at least 1")
         self.load[worker], self.capacity[worker], self.version[worker] = 0, capacity, version
-        self._ring = sorted(self._ring + [(h64("point", worker, i), worker) for i in range(POINTS)])
+        self._new.append(worker)
         self._names.append(worker)
         self._push(worker)
 
@@ -71,7 +72,10 @@ class Gateway:
         del self.capacity[worker], self.version[worker]
         self._names.remove(worker)
         self._down.discard(worker)
-        self._ring = [point for point in self._ring if point[1] != worker]
+        if worker in self._new:
+            self._new.remove(worker)
+        else:
+            self._ring = [point for point in self._ring if point[1] != worker]
 
     def healthy(self, worker: int, well: bool) -> None:
         """What a probe says of a worker."""
@@ -149,10 +153,18 @@ class Gateway:
                 return min(found, key=lambda worker: (self.load[worker] / self.capacity[worker], worker))
         return self._least(version)
 
+    def _sorted_ring(self) -> list[tuple[int, int]]:
+        if self._new:
+            self._ring += [(h64("point", worker, i), worker) for worker in self._new for i in range(POINTS)]
+            self._ring.sort()
+            self._new.clear()
+        return self._ring
+
     def _by_ring(self, key: int, version: str | None) -> int | None:
         able = sum(self._may(worker, version) for worker in self.load) if len(self.load) <= 64 else len(self.load)
         most = math.ceil(self.bound * (self._total + 1) / max(able, 1))
-        start, ring = bisect_left(self._ring, (h64("key", key), -1)), self._ring
+        ring = self._sorted_ring()
+        start = bisect_left(ring, (h64("key", key), -1))
         for at in range(len(ring)):
             worker = ring[(start + at) % len(ring)][1]
             if self._may(worker, version) and self.load[worker] < most:
