@@ -48,7 +48,7 @@ def main():
     made = ("--html", "--json", "--summary", *own.get(verb, []))
     beside = [Path(flags.pop(flag)[0]) for flag in made if flag in flags]
     told = description(verb, params, flags | {"--measure": jobs})
-    for path in [*(path for out in outs for path in written(verb, out)), *beside]:
+    for path in [*(path for out in outs for path in written(verb, out, flags["files"])), *beside]:
         write(path, content(path, told | {"file": str(path)}))
 
 
@@ -80,8 +80,8 @@ def description(verb, params, flags):
     return {"verb": verb, "model": model.get("slug"), "saw": seen, "digest": given.hexdigest()}
 
 
-def written(verb, out):
-    """Every file that a verb writes for `--out`."""
+def written(verb, out, records):
+    """Every file that a verb writes for `--out`; a page with a figure for each model has them by its records' names."""
     if verb == "planted":
         return [out / "REPORT.md", out / "planted.json"]
     if verb == "capacity":
@@ -97,7 +97,7 @@ def written(verb, out):
     elif verb == "gate_report":
         beside = [f"{out.stem}-reasons.md", "detection.svg", "detection.csv"]
     elif verb == "page" and out.name == "REPORT.md":
-        beside = ["reference.svg"]
+        beside = [f"{Path(record).stem}.svg" for record in records]
     elif verb == "report":
         beside = [f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "csv")]
     else:

@@ -73,7 +73,7 @@ def test_other_bits_rerun_no_capture_and_no_sigma(lab):
 def test_a_codec_file_reruns_what_uses_it(lab):
     rung, block = "src/kvlab/codec/ladder/kivi.py", "src/kvlab/codec/block/codec.py"
     (lab.root / rung).open("a").write("\nNEW = 1\n")
-    compared = {"ladder_jobs", "ladder_facts", "restore_job", "restore_page"}
+    compared = {"ladder_jobs", "ladder_facts", "restore_job", "restore_page", "tradeoffs_job", "tradeoffs_page"}
     assert planned(lab) == JUDGED | REPORTED | compared
     assert changed(lab) == depending(lab, rung) == {"ladder", "measure", "restore"}
     (lab.root / block).open("a").write("\nNEW = 1\n")
