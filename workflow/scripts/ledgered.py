@@ -21,7 +21,7 @@ NOTE = Path(".snakemake/ledger.json")  # names of jobs that began and have no en
 
 
 def begin(workflow):
-    """Enter what a killed run finished, and note what this one is to make; no run begins on a log that was changed.
+    """Enter what a killed run finished, and note what this one is to make; no run begins on a log that cannot be read.
 
     `snakemake --touch` makes nothing, so it enters nothing.
     """
