@@ -10,6 +10,7 @@ import torch
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UnknownName, UserError
 from kvlab.base.model import resolve
 from kvlab.base.params import Model
+from kvlab.cluster import decoding
 from kvlab.cluster.decoding import WAYS, DecodeProcess, Setup
 from kvlab.cluster.handover import Coded, Decoder, Exact, prefill
 from kvlab.cluster.transport import LENGTH, PIECE, Reader, Writer
@@ -196,3 +197,34 @@ def test_streams_go_through_in_pieces():
         broken.begin()
         with pytest.raises(StreamError, match="the other process is gone"):
             broken.drain()
+
+
+def test_a_process_that_has_gone_is_told_in_one_line(setup, model):
+    read = prefill(model, PROMPTS["one"])
+    with DecodeProcess(setup, setup.form(model)) as process:
+        process._process.kill()
+        process._process.join()
+        for ask in (process.loaded, *(lambda way=way: process.hand_over("one", read, way) for way in WAYS)):
+            with pytest.raises(StreamError, match="is gone"):
+                ask()
+
+
+def test_who_answers_too_late_is_ended_and_its_answer_not_taken(setup, model, monkeypatch):
+    """Else the next question would get the answer of this one."""
+    with DecodeProcess(setup, setup.form(model)) as process:
+        monkeypatch.setattr(decoding, "PATIENCE", 0.0)
+        with pytest.raises(StreamError, match="has not answered within 0 s, and was ended"):
+            process.loaded()
+        monkeypatch.undo()
+        with pytest.raises(StreamError, match="is gone"):
+            process.tokens("one")
+
+
+def test_a_stream_that_breaks_off_for_an_unknown_reason_ends_the_process(setup, model, monkeypatch):
+    form = setup.form(model)
+    with DecodeProcess(setup, form) as process:
+        monkeypatch.setattr(form, "payloads", lambda cache: (_ for _ in [1 / 0]))
+        with pytest.raises(ZeroDivisionError):
+            process.hand_over("one", prefill(model, PROMPTS["one"]), "pipe")
+        with pytest.raises(StreamError, match="is gone"):
+            process.loaded()

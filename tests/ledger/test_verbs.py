@@ -104,6 +104,28 @@ def test_a_key_signs_the_checkpoint(run, tmp_path):
     assert code == 1 and "not signed with this key" in err
 
 
+def test_a_signature_is_neither_lost_nor_given_to_what_another_key_signed(run, tmp_path):
+    (tmp_path / "key").write_bytes(b"k" * 32)
+    (tmp_path / "other").write_bytes(b"l" * 32)
+    run("checkpoint", "--key", "key")
+    signed = (tmp_path / log.FOLDER / "checkpoint.json").read_bytes()
+    code, _, err = run("checkpoint")
+    assert code == 2 and "is signed, and the next one would not be; give its --key" in err
+    code, _, err = run("checkpoint", "--key", "other")
+    assert code == 1 and "not signed with this key" in err
+    assert (tmp_path / log.FOLDER / "checkpoint.json").read_bytes() == signed
+    assert run("checkpoint", "--key", "key")[0] == 0
+
+
+def test_a_proof_of_what_is_no_text_is_none(run, tmp_path):
+    run("checkpoint")
+    run("prove", "made1", "--out", "proof.json")
+    forged = json.loads((tmp_path / "proof.json").read_text()) | {"entry": "\ud800"}
+    (tmp_path / "proof.json").write_text(json.dumps(forged))
+    code, _, err = run("verify", "--proof", "proof.json")
+    assert code == 2 and "is no proof" in err and err.count("\n") == 1
+
+
 def test_without_a_log_there_is_one_line(run):
     log.LOG.unlink()
     code, _, err = run("verify")

@@ -75,7 +75,12 @@ def checkpoint_verb(args: argparse.Namespace) -> None:
     from kvlab.ledger import checkpoint, log
 
     old = checkpoint.Checkpoint.read(args.checkpoint) if args.checkpoint.exists() else None
-    new = checkpoint.advance(log.read(args.log), old, key_of(args))
+    key = key_of(args)
+    if old and old.signature:
+        if key is None:
+            raise UserError(f"{args.checkpoint} is signed, and the next one would not be; give its --key FILE")
+        old.refuse_unsigned(key)
+    new = checkpoint.advance(log.read(args.log), old, key)
     new.write(args.checkpoint)
     print(f"{args.checkpoint}: {new.size} entries, {new.size - (old.size if old else 0)} of them new, root {new.root}")
 

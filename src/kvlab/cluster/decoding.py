@@ -6,7 +6,7 @@ import contextlib
 import os
 import pickle
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
@@ -93,6 +93,7 @@ class DecodeProcess:
 
     def __init__(self, setup: Setup, form: Exact):
         self.setup, self.form = setup, form
+        self._pipe = self._connection = None
         context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         self._said, theirs = context.Pipe()
         reading, writing = context.Pipe(duplex=False)
@@ -102,15 +103,18 @@ class DecodeProcess:
             self._process.start()
             theirs.close()
             reading.close()
-            server.settimeout(PATIENCE)
+            self._pipe = os.fdopen(os.dup(writing.fileno()), "wb", buffering=0)
+            writing.close()
             try:
+                server.settimeout(PATIENCE)
                 self._connection = server.accept()[0]
-            except TimeoutError:
-                raise StreamError("the process that decodes did not come") from None
-        self._pipe = os.fdopen(os.dup(writing.fileno()), "wb", buffering=0)
-        writing.close()
+                self._answer()
+            except BaseException as error:
+                self.close()
+                if isinstance(error, TimeoutError):
+                    raise StreamError("the process that decodes did not come") from None
+                raise
         self._writers = {"pipe": Writer(_Whole(self._pipe)), "tcp": Writer(ends_of(self._connection))}
-        self._answer()
 
     def hand_over(self, sequence: str, prefilled: Prefilled, way: Way = "pipe") -> Handed:
         """Give the other process a cache, on one of `WAYS`.
@@ -135,26 +139,32 @@ class DecodeProcess:
         else:
             writer = self._writers[way]
             before = writer.sent
-            self._said.send(("load", way, sequence, prefilled.first, 0))
-            try:
-                write(writer, head, self.form.payloads(prefilled.cache), self.setup.key)
-            except KvlabError:
-                writer.end()
-                with contextlib.suppress(KvlabError):  # of a stream that was cut; why is known here
-                    self._answer()
-                raise
-            writer.end()
+            with _there():
+                self._said.send(("load", way, sequence, prefilled.first, 0))
+                self._stream(writer, head, prefilled)
             self._answer()
             nbytes = writer.sent - before
         return Handed(nbytes, perf_counter() - began)
+
+    def _stream(self, writer: Writer, head, prefilled: Prefilled) -> None:
+        try:
+            write(writer, head, self.form.payloads(prefilled.cache), self.setup.key)
+        except KvlabError:
+            writer.end()
+            with contextlib.suppress(KvlabError):  # of a stream that was cut; why is known here
+                self._answer()
+            raise
+        except BaseException:  # nobody knows where in the stream: what comes next would be misread
+            self._process.terminate()
+            raise
+        writer.end()
 
     def _through_memory(self, head, sequence: str, prefilled: Prefilled) -> int:
         data = pack(head, dict(self.form.payloads(prefilled.cache)), self.setup.key)
         memory = SharedMemory(create=True, size=len(data))
         try:
             memory.buf[: len(data)] = data
-            self._said.send(("load", memory.name, sequence, prefilled.first, len(data)))
-            self._answer()
+            self._ask("load", memory.name, sequence, prefilled.first, len(data))
         finally:
             memory.close()
             memory.unlink()
@@ -186,8 +196,9 @@ class DecodeProcess:
             self._said.send(("leave",))
         self._process.join(10)
         self._process.terminate()
-        self._pipe.close()
-        self._connection.close()
+        for end in (self._said, self._pipe, self._connection):
+            if end is not None:
+                end.close()
 
     def __enter__(self) -> DecodeProcess:
         return self
@@ -196,20 +207,30 @@ class DecodeProcess:
         self.close()
 
     def _ask(self, *question: Any) -> Any:
-        self._said.send(question)
+        with _there():
+            self._said.send(question)
         return self._answer()
 
     def _answer(self) -> Any:
-        try:
-            if not self._said.poll(PATIENCE):
-                raise StreamError(f"the process that decodes has not answered within {PATIENCE:g} s")
+        with _there():
+            came = self._said.poll(PATIENCE)
+            if not came:  # what it said later would be taken for the answer to another question
+                self._process.terminate()
+                raise StreamError(f"the process that decodes has not answered within {PATIENCE:g} s, and was ended")
             answer, error = pickle.loads(self._said.recv_bytes())
-        except (EOFError, OSError):
-            raise StreamError("the process that decodes is gone") from None
         if error is not None:
             name, words = error
             raise REFUSALS.get(name, UserError)(words)
         return answer
+
+
+@contextlib.contextmanager
+def _there() -> Iterator[None]:
+    """`StreamError` where the other process has gone."""
+    try:
+        yield
+    except (EOFError, OSError):
+        raise StreamError("the process that decodes is gone") from None
 
 
 class _Whole:

@@ -2,7 +2,7 @@
 
 An entry says of a job what it made of what: nothing of when, where or how long, so that the same work leaves the same
 entry on every machine. The encoding is the canonical JSON of recipes: keys sorted, no spaces, ASCII. It holds texts
-and whole numbers alone; two entries that differ anywhere are different bytes.
+alone; two entries that differ anywhere are different bytes.
 """
 
 from __future__ import annotations

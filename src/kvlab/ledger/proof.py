@@ -47,5 +47,7 @@ def _is_proof(said: object) -> bool:
     numbers = isinstance(said, dict) and all(type(said.get(name)) is int for name in ("number", "size"))
     if not numbers or said.keys() != {"entry", "number", "size", "path"} or not isinstance(said["entry"], str):
         return False
+    if not said["entry"].isascii():  # as every entry is
+        return False
     steps = said["path"]
     return isinstance(steps, list) and all(isinstance(one, str) and SHA256.fullmatch(one) for one in steps)
