@@ -100,6 +100,11 @@ def test_a_rank_that_fails_ends_all_in_one_line(capfd):
         run(2, failing)
 
 
+def test_there_has_to_be_a_rank():
+    with pytest.raises(UserError, match="0 ranks cannot do anything"):
+        run(0, len)
+
+
 def test_shares_cover_all_heads_once_and_the_kv_heads_that_they_read():
     for heads, kv_heads, world in ((8, 8, 4), (8, 2, 2), (8, 2, 4), (9, 3, 3), (9, 3, 9), (4, 1, 2), (6, 6, 1)):
         shares = [share(heads, kv_heads, world, rank) for rank in range(world)]

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from kvlab.base.errors import Fault, UserError
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
 from kvlab.base.records import versions
+from kvlab.cli.checked import config_of, info_of
 from kvlab.cluster.decoding import WAYS, DecodeProcess, Setup
 from kvlab.cluster.handover import Coded, Decoder, Exact, Prefilled, prefill
 from kvlab.cluster.ranks import run
@@ -33,8 +32,8 @@ def measure(folder: Path, codecs: Sequence[str], tokens: Sequence[int], world: i
     """All of it, as plain data; `Fault` where an answer is not that of one process."""
     torch.set_num_threads(1)
     recipes = {"exact": None} | {name: _recipe(name) for name in codecs}
-    config = json.loads((folder / "config.json").read_text())
-    info = resolve(Model(path=str(folder), n_layers=config["num_hidden_layers"]))
+    config_of(folder)
+    info = info_of(folder)
     prompts = {count: _prompt(count, info.vocab_size) for count in tokens}
     found = {
         "model": info.slug,

@@ -128,7 +128,11 @@ def run(world: int, work: Callable[..., Any], *arguments: Any, seconds: float = 
     ------
     Fault
         A rank failed, died or took too long; all are ended, and the first one's error is told.
+    UserError
+        There are to be fewer than one.
     """
+    if world < 1:
+        raise UserError(f"{world} ranks cannot do anything; allowed: 1 or more")
     context = mp.get_context("forkserver" if not torch.cuda.is_available() else "spawn")
     with tempfile.TemporaryDirectory(prefix="kvlab-ranks-") as folder:
         context.set_forkserver_preload([__name__])  # imported once for all ranks
