@@ -75,7 +75,7 @@ def test_a_codec_file_reruns_what_uses_it(lab):
     (lab.root / rung).open("a").write("\nNEW = 1\n")
     compared = {"ladder_jobs", "ladder_facts", "restore_job", "restore_page", "tradeoffs_job", "tradeoffs_page"}
     assert planned(lab) == JUDGED | REPORTED | compared
-    assert changed(lab) == depending(lab, rung) == {"ladder", "measure", "restore"}
+    assert changed(lab) == depending(lab, rung) == {"ladder", "measure", "restore", "tradeoffs"}
     (lab.root / block).open("a").write("\nNEW = 1\n")
     assert planned(lab) == CODED | REPORTED | JUDGED | compared | {"planted_report"}
     assert changed(lab) == depending(lab, rung, block)
