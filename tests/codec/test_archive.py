@@ -11,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, UserError
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UserError
 from kvlab.base.recipe import ArchiveStream
 from kvlab.codec.archive import steps
+from kvlab.codec.archive.ahead import one_ahead
 from kvlab.codec.archive.codec import ArchiveCodec
 from kvlab.codec.archive.counting import LayerSample
 from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, off_grid, on_grid, power_of_two, unit_of
 from kvlab.codec.archive.fit import fit
+from kvlab.codec.archive.layer import StreamCoder
+from kvlab.codec.archive.model import spectrum_at
 from kvlab.codec.archive.moments import Across
 from kvlab.codec.archive.symbols import CLASSES, LARGEST, LOW_BITS, MOST_CLASS, MOST_INDEX, TABLES, Coder, Symbols
 from kvlab.codec.archive.symbols import classes as classes_of
@@ -242,6 +245,36 @@ def test_blocks_decode_alone_and_on_any_number_of_threads(codec):
         assert all(torch.equal(x, whole[at][:, span]) for at, x in alone.items())
     with pytest.raises(UserError, match=r"there is no block 3; allowed: 0\.\.2"):
         decoded(codec, body, 80, 3)
+
+
+def test_the_reading_ahead_keeps_order_tells_faults_and_gives_its_thread_back():
+    def read(number: int) -> int:
+        if number == 3:
+            raise StreamError("no third")
+        return number
+
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            with one_ahead(read, 3) as found:
+                assert list(found) == [0, 1, 2]
+            with pytest.raises(StreamError, match="no third"), one_ahead(read, 5) as found:
+                list(found)
+            with one_ahead(read, 3) as found:
+                next(found)  # whoever decodes may stop after a layer
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_points_of_both_signs_are_what_magnitudes_stand_for(model):
+    coder = StreamCoder(model.streams[1, "k"], 700, spectrum_at(model.streams[1, "k"], 700), model.points[0])
+    exponent = torch.randint(-6, 12, (50,), dtype=torch.int32)
+    found, index = coder.classes(exponent), torch.randint(-9, 10, (50, WIDTH), dtype=torch.int32)
+    own = torch.where(LOW_BITS[found.long()] == 0, model.points[0][TABLES[found.long()], index.abs().clamp(max=3)], 0)
+    magnitude = (index.abs().double() * 256 + own).copysign(index)
+    assert torch.equal(coder.grid(index, exponent, found), steps.rebuilt(magnitude, 700, exponent))
 
 
 def test_tokens_that_are_looked_at_are_finer(codec):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UserError
+from kvlab.codec.archive.ahead import one_ahead
 from kvlab.codec.archive.exact import off_grid, on_grid
 from kvlab.codec.archive.layer import StreamCoder, coarser
 from kvlab.codec.archive.model import STREAMS, ArchiveModel, spectrum_at
@@ -82,6 +84,7 @@ class ArchiveCodec:
         self._symbols = [Symbols(counts) for counts in fitted.counts]
         self._exponents = [Exponents(counts) for counts in fitted.exponents]
         self._coders: dict[tuple[int, int, int], StreamCoder] = {}
+        self._lock = Lock()
 
     @torch.no_grad()
     def encode(
@@ -163,6 +166,8 @@ class ArchiveCodec:
     def decode(self, body: Body, ids: Sequence[int], only: int | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Layer, K and V, float32 [kv_heads, tokens, head_dim], from the first layer up; two are held at a time.
 
+        With several threads, what is read of the next one too.
+
         Parameters
         ----------
         ids : sequence of int
@@ -178,11 +183,11 @@ class ArchiveCodec:
         numbers = range(len(body.records)) if only is None else [block_of(body, only)]
         spans = [body.span(number) for number in numbers]
         tokens = [token for span in spans for token in ids[span]]
-        walk = _Walk(self, self.given(tokens), body.quality, body.starts and 0 in numbers)
-        for layer in range(self.fitted.layers):
-            exponent, parts = self._read(layer, body, numbers)
-            k, v = (self._tensor(layer, place, x) for place, x in walk.synthesised(layer, parts, exponent))
-            yield layer, k, v
+        with one_ahead(lambda layer: self._read(layer, body, numbers), self.fitted.layers) as read:
+            walk = _Walk(self, self.given(tokens), body.quality, body.starts and 0 in numbers)
+            for layer, grids in enumerate(read):
+                k, v = (self._tensor(layer, place, x) for place, x in walk.synthesised(layer, grids))
+                yield layer, k, v
 
     def given(self, ids: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """K and V of the first layer, where the token ids say them."""
@@ -210,31 +215,33 @@ class ArchiveCodec:
         self._exponents[layer].write(coder, exponent[span])
         return packed(coder)
 
-    def _read(self, layer: int, body: Body, numbers: Sequence[int]) -> tuple[Tensor, list[Part]]:
-        """Exponents of the tokens of some blocks, and indices and classes of their K and of their V."""
+    def _read(self, layer: int, body: Body, numbers: Sequence[int]) -> list[Tensor]:
+        """Components of the tokens of some blocks on their grid, of K and of V; nothing of another layer is read."""
         coders = [unpacked(body.records[number][layer]) for number in numbers]
         sizes = [span.stop - span.start for span in map(body.span, numbers)]
-        table, parts = self._exponents[layer], []
+        table, grids = self._exponents[layer], []
         exponent = torch.cat([table.read(coder, size) for coder, size in zip(coders, sizes, strict=True)])
         for place, symbols in enumerate(self._symbols):
-            found = self.coder(layer, place, body.quality).classes(exponent)
+            stream = self.coder(layer, place, body.quality)
+            found = stream.classes(exponent)
             read = [symbols.read(coder, own) for coder, own in zip(coders, found.split(sizes), strict=True)]
-            parts.append((torch.cat(read), found))
+            grids.append(stream.grid(torch.cat(read), exponent, found))
         for number, coder in zip(numbers, coders, strict=True):
             if not coder.is_empty():
                 raise StreamError(f"layer {layer} of block {number} holds more than the tokens of its block")
-        return exponent, parts
+        return grids
 
     def coder(self, layer: int, place: int, quality: int) -> StreamCoder:
-        """That of a stream at a quality; the last few are kept."""
+        """That of a stream at a quality; the last few are kept. Threads may ask at the same time."""
         key = (layer, place, quality)
-        if key not in self._coders:
-            if len(self._coders) >= 3 * len(STREAMS):
-                self._coders.pop(next(iter(self._coders)))
-            fitted = self.fitted.streams[layer, STREAMS[place]]
-            points = self.fitted.points[place]
-            self._coders[key] = StreamCoder(fitted, quality, spectrum_at(fitted, quality), points)
-        return self._coders[key]
+        with self._lock:
+            if key not in self._coders:
+                if len(self._coders) >= 3 * len(STREAMS):
+                    self._coders.pop(next(iter(self._coders)))
+                fitted = self.fitted.streams[layer, STREAMS[place]]
+                points = self.fitted.points[place]
+                self._coders[key] = StreamCoder(fitted, quality, spectrum_at(fitted, quality), points)
+            return self._coders[key]
 
 
 class _Walk:
@@ -258,19 +265,18 @@ class _Walk:
                     break
                 found = coder.classes(exponent)
                 parts.append((index, found))
-                own.append(coder.rebuilt(index, exponent, found, predicted))
+                own.append(coder.rebuilt(coder.grid(index, exponent, found), predicted))
             else:
                 self._below = own
                 return exponent, parts
             exponent = fitting
 
-    def synthesised(self, layer: int, parts: list[Part], exponent: Tensor) -> list[tuple[int, Tensor]]:
-        """K and V of the next layer up, each with its place, from indices and classes."""
+    def synthesised(self, layer: int, grids: list[Tensor]) -> list[tuple[int, Tensor]]:
+        """K and V of the next layer up, each with its place, from their components on the grid."""
         own: list[Tensor] = []
-        for place, (index, found) in enumerate(parts):
+        for place, grid in enumerate(grids):
             coder = self.codec.coder(layer, place, self.quality)
-            predicted = self._predicted(layer, place, own, len(index))
-            own.append(coder.rebuilt(index, exponent, found, predicted))
+            own.append(coder.rebuilt(grid, self._predicted(layer, place, own, len(grid))))
         self._below = own
         return list(enumerate(own))
 

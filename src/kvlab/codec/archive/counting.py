@@ -73,7 +73,7 @@ class Counting:
         index = coder.indices(components, exponent)
         found = coder.classes(exponent)
         self._count(place, SEEN.index(quality), components, index, found, log_steps(quality, exponent))
-        return coder.rebuilt(index, exponent, found, predicted)
+        return coder.rebuilt(coder.grid(index, exponent, found), predicted)
 
     def _count(self, place, at: int, components: Tensor, index: Tensor, found: Tensor, log_step: Tensor) -> None:
         table, low = TABLES[found.long()], LOW_BITS[found.long()]

@@ -80,7 +80,7 @@ class StreamCoder:
 
     def __init__(self, fitted: StreamModel, quality: int, spectrum: Tensor, points: Tensor):
         self.fitted, self.quality, self.spectrum = fitted, quality, spectrum
-        self._points = torch.where(LOW_BITS[:, None] == 0, points[TABLES], 0).double().flatten()  # of each class
+        self._points = _both_signs(torch.where(LOW_BITS[:, None] == 0, points[TABLES], 0).double())  # of each class
         self.unit, self.groups = int(fitted.unit), len(fitted.inverse)
         self._prediction = ExactMap(fitted.coefficients, fitted.places).working(VALUE)
         self._inverse = ExactMap(fitted.inverse, fitted.inverse_places).working(MOST_COMPONENT)
@@ -135,16 +135,26 @@ class StreamCoder:
         """The class of each index [rows, width]; see `symbols`."""
         return self._classes[exponent.long() - EMERGENCY]
 
-    def rebuilt(self, index: Tensor, exponent: Tensor, found: Tensor, predicted: Tensor) -> Tensor:
-        """The rows that indices of classes `found` stand for, whole numbers in float64 [rows, width]."""
-        magnitude = index.abs()
-        shift = self._points.take(found.long() * POINTS + magnitude.clamp(max=POINTS - 1))
-        points = (magnitude.double() * (1 << POINT) + shift).copysign(index)
-        grid = steps.rebuilt(points, self.quality, exponent)
+    def grid(self, index: Tensor, exponent: Tensor, found: Tensor) -> Tensor:
+        """Components that indices of classes `found` stand for, on the grid of `steps.rebuilt` [rows, width]."""
+        near = index.clamp(1 - POINTS, POINTS - 1).add_(POINTS - 1)
+        shift = self._points.index_select(0, near.add_(found, alpha=2 * POINTS - 1).flatten()).view(index.shape)
+        return steps.rebuilt(shift.add_(index, alpha=1 << POINT), self.quality, exponent)
+
+    def left(self, grid: Tensor) -> Tensor:
+        """What components on their grid add to what was predicted, whole numbers in float64 [rows, width]."""
         grouped = grid.unflatten(1, (self.groups, -1)).transpose(0, 1)
-        left = mapped(grouped, self._inverse, steps.places_of(self.quality)).transpose(0, 1).flatten(1)
+        return mapped(grouped, self._inverse, steps.places_of(self.quality)).transpose(0, 1).flatten(1)
+
+    def rebuilt(self, grid: Tensor, predicted: Tensor) -> Tensor:
+        """The rows that components on their grid stand for, whole numbers in float64 [rows, width]."""
         most = float((1 << VALUE) - 1)
-        return (predicted + left).clamp(-most, most)
+        return predicted.add_(self.left(grid)).clamp_(-most, most)
+
+
+def _both_signs(points: Tensor) -> Tensor:
+    """Of magnitudes 0, 1, ... [classes, POINTS], those of indices from the least to the largest, flat."""
+    return torch.cat((-points.flip(1)[:, :-1], points), 1).flatten()
 
 
 def coarser(index: Tensor, exponent: Tensor) -> Tensor:

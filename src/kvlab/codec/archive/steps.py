@@ -59,7 +59,7 @@ def rebuilt(magnitude: Tensor, quality: int, exponent: Tensor) -> Tensor:
     octave = place.div(OCTAVE, rounding_mode="floor")
     scale = MANTISSAS[place % OCTAVE] * power_of_two(octave - POINT - MANTISSA)
     most = float(1 << MOST_COMPONENT)
-    return (magnitude * scale[:, None]).round().clamp(-most, most)
+    return (magnitude * scale[:, None]).round_().clamp_(-most, most)
 
 
 def places_of(quality: int) -> int:

@@ -106,11 +106,11 @@ class Symbols:
 def _sorted(found: Tensor) -> tuple[np.ndarray, list[tuple[int, int]], list[tuple[int, np.ndarray]]]:
     """An order in which the indices of a table stand together; table and length of each run; low bits, and whose."""
     flat = found.reshape(-1).numpy()
-    numbers = _TABLES[flat]
+    numbers = _TABLES.take(flat)
     order = np.argsort(numbers, kind="stable")
     runs = [(number, length) for number, length in enumerate(np.bincount(numbers).tolist()) if length]
     begins = sum(length for number, length in runs if number < FIRST_SPLIT)
-    low = _LOW_BITS[flat[order[begins:]]]
+    low = _LOW_BITS.take(flat[order[begins:]])
     return order, runs, [(bits, begins + np.flatnonzero(low == bits)) for bits in np.unique(low).tolist() if bits]
 
 
