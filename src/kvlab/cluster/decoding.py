@@ -155,7 +155,7 @@ class DecodeProcess:
                 self._answer()
             raise
         except BaseException:  # nobody knows where in the stream: what comes next would be misread
-            self._process.terminate()
+            self._give_up()
             raise
         writer.end()
 
@@ -206,6 +206,11 @@ class DecodeProcess:
     def __exit__(self, *_) -> None:
         self.close()
 
+    def _give_up(self) -> None:
+        """End the other process, and hear no more: what it says before it is gone is no answer to what comes next."""
+        self._process.terminate()
+        self._said.close()
+
     def _ask(self, *question: Any) -> Any:
         with _there():
             self._said.send(question)
@@ -214,8 +219,8 @@ class DecodeProcess:
     def _answer(self) -> Any:
         with _there():
             came = self._said.poll(PATIENCE)
-            if not came:  # what it said later would be taken for the answer to another question
-                self._process.terminate()
+            if not came:
+                self._give_up()
                 raise StreamError(f"the process that decodes has not answered within {PATIENCE:g} s, and was ended")
             answer, error = pickle.loads(self._said.recv_bytes())
         if error is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from validation.micro.row import Row
-from validation.micro.rows import attention, cluster, decoding, ledger, memory
+from validation.micro.rows import attention, cluster, decoding, ledger, memory, serving
 
 ALL: tuple[Callable[[], Iterator[Row]], ...] = (
     attention.rows,
@@ -13,4 +13,5 @@ ALL: tuple[Callable[[], Iterator[Row]], ...] = (
     decoding.rows,
     cluster.rows,
     ledger.rows,
+    serving.rows,
 )

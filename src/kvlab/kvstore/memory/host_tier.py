@@ -48,11 +48,10 @@ class Traffic:
 
 @dataclass
 class Held:
-    """A page in host memory; `ready` is None once its copy is known to be whole."""
+    """A page in host memory: its bytes, the page that they are, and what tells that its copy is whole, if not at once."""
 
     buffer: Tensor
-    shape: torch.Size
-    dtype: torch.dtype
+    page: Tensor
     ready: torch.cuda.Event | None
 
 
@@ -98,11 +97,16 @@ class HostTier:
         """
         if page.nbytes > self.budget:
             raise PoolExhausted(f"a page of {page.nbytes} bytes is larger than the budget of {self.budget}")
-        if key in self._held:
-            self.evict(key)
-        buffer = self._buffer(page.nbytes)
-        ready = self._copy_out(buffer, page.detach().contiguous().view(-1).view(torch.uint8))
-        self._held[key] = Held(buffer, page.shape, page.dtype, ready)
+        held = self._held.get(key)
+        if held is not None and self._in_place(key, held, page):
+            held.page.copy_(page.detach())
+            self._held.move_to_end(key)
+        else:
+            if held is not None:
+                self.evict(key)
+            buffer = self._buffer(page.nbytes)
+            kept = buffer.view(page.dtype).view(page.shape)
+            self._held[key] = Held(buffer, kept, self._copy_out(kept, page.detach()))
         self.traffic.stored += 1
         self.traffic.bytes_out += page.nbytes
 
@@ -150,6 +154,11 @@ class HostTier:
         if self._thread:
             self._thread.shutdown()
 
+    def _in_place(self, key: Hashable, held: Held, page: Tensor) -> bool:
+        """Whether a page may be written over another of its form, which nobody is reading."""
+        same = held.page.shape == page.shape and held.page.dtype == page.dtype
+        return same and self._stream is None and key not in self._coming
+
     def _known(self, key: Hashable) -> Held:
         if key not in self._held:
             raise PagerError(f"no page {key!r} is in host memory")
@@ -175,13 +184,13 @@ class HostTier:
                 return True
         return False
 
-    def _copy_out(self, buffer: Tensor, data: Tensor) -> torch.cuda.Event | None:
+    def _copy_out(self, kept: Tensor, data: Tensor) -> torch.cuda.Event | None:
         if self._stream is None:
-            buffer.copy_(data)
+            kept.copy_(data)
             return None
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            buffer.copy_(data, non_blocking=True)
+            kept.copy_(data, non_blocking=True)
             data.record_stream(self._stream)
             done = torch.cuda.Event()
             done.record()
@@ -190,12 +199,12 @@ class HostTier:
 
     def _copy_back(self, held: Held) -> Tensor | tuple[Tensor, torch.cuda.Event]:
         if self._stream is None:
-            return held.buffer.clone().view(held.dtype).view(held.shape)
+            return held.page.clone()
         with torch.cuda.stream(self._stream):
-            page = held.buffer.to(self.device, non_blocking=True)
+            page = held.page.to(self.device, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        return page.view(held.dtype).view(held.shape), arrived
+        return page, arrived
 
     def _settle(self, coming: Future | tuple | None) -> None:
         """Wait for a copy that nobody wants any more: its buffer is about to be another's."""

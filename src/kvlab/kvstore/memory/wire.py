@@ -115,14 +115,19 @@ def write(
 
 
 class Sink:
-    """A buffer to write into."""
+    """Parts that are written, and copied once, when all are there."""
 
     def __init__(self) -> None:
-        self.data = bytearray()
+        self.parts: list[bytes | memoryview] = []
 
     def write(self, part: bytes | memoryview) -> None:
         """Append."""
-        self.data += part
+        self.parts.append(part)
+
+    @property
+    def data(self) -> bytearray:
+        """All of them, one after the other."""
+        return bytearray().join(self.parts)
 
 
 def padded(out: BinaryIO | Sink, part: bytes) -> int:

@@ -8,9 +8,8 @@ token x tokens of a sequence)): here fewer bits a value become more sequences.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvlab.base.errors import UnknownName, UserError
 
@@ -29,8 +28,7 @@ class Reason(Enum):
     UNKNOWN = "nothing was measured; growing by one"
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """A batch size, what decided it, and the seconds that are expected, None where nothing was measured."""
 
     size: int

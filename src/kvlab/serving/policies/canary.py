@@ -151,7 +151,12 @@ class Canary:
 
     def route(self, key: object) -> str:
         """Who serves a key."""
-        active, canary = self.active, self.canary
+        active = canary = None
+        for one in self.versions.values():  # there are few; one pass for both
+            if one.state == "active":
+                active = one
+            elif one.state == "canary":
+                canary = one
         if active is None:
             raise Refused("no version is active; begin with one")
         if canary and h64(self.salt, key) < self.fraction * 2**64:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from hashlib import blake2b
 from typing import Literal
+
+import xxhash
 
 from kvlab.base.errors import UnknownName, UserError
 
@@ -19,12 +20,13 @@ Policy = Literal["least", "two", "prefix"]
 POLICIES = ("least", "two", "prefix")
 POINTS = 64  # of a worker on the ring
 TRIES = 16  # draws after which the least loaded is taken
+STALE = 4  # entries of a heap per worker, above which those that are out of date are thrown out
 FAILURES = 3  # in a row, after which a worker is passed over
 
 
 def h64(*parts: object) -> int:
     """64 bits of a hash that is the same in every process."""
-    return int.from_bytes(blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest())
+    return xxhash.xxh3_64_intdigest("\0".join(map(str, parts)).encode())
 
 
 class Gateway:
@@ -53,14 +55,17 @@ class Gateway:
         self._heaps: dict[str, list[tuple[float, int]]] = {}
         self._ring: list[tuple[int, int]] = []
         self._new: list[int] = []  # workers that are not on the ring yet; it is sorted when somebody asks it
+        self._gone: set[int] = set()  # workers whose points are still on it
         self._names: list[int] = []
-        self._total = self._drawn = 0
+        self._total = self._drawn = self._most = 0
 
     def register(self, worker: int, capacity: int = 1 << 30, version: str = "") -> None:
         """A worker that takes so many requests at once."""
         if worker in self.load or capacity < 1:
             raise UserError(f"worker {worker} with capacity {capacity}; allowed: a new one, at least 1")
         self.load[worker], self.capacity[worker], self.version[worker] = 0, capacity, version
+        self._heaps.setdefault(version, [])
+        self._most = STALE * len(self.load) + POINTS
         self._new.append(worker)
         self._names.append(worker)
         self._push(worker)
@@ -75,14 +80,14 @@ class Gateway:
         if worker in self._new:
             self._new.remove(worker)
         else:
-            self._ring = [point for point in self._ring if point[1] != worker]
+            self._gone.add(worker)
 
     def healthy(self, worker: int, well: bool) -> None:
         """What a probe says of a worker."""
         self._known(worker)
         if well:
             self._down.discard(worker)
-            self._failures[worker] = 0
+            self._failures.pop(worker, None)
             self._push(worker)
         else:
             self._down.add(worker)
@@ -108,9 +113,12 @@ class Gateway:
             raise UserError(f"worker {worker} completes a request, and holds none")
         self.load[worker] -= 1
         self._total -= 1
-        self._failures[worker] = 0 if ok else self._failures.get(worker, 0) + 1
-        if self._failures[worker] >= FAILURES:
-            self._down.add(worker)
+        if not ok:
+            self._failures[worker] = self._failures.get(worker, 0) + 1
+            if self._failures[worker] >= FAILURES:
+                self._down.add(worker)
+        elif self._failures:
+            self._failures.pop(worker, None)
         self._push(worker)
 
     # ------------------------------------------------------------------------------ how
@@ -125,23 +133,33 @@ class Gateway:
         return version is None or self.version[worker] == version
 
     def _push(self, worker: int) -> None:
-        heapq.heappush(
-            self._heaps.setdefault(self.version[worker], []), (self.load[worker] / self.capacity[worker], worker)
-        )
+        heap = self._heaps[self.version[worker]]
+        heapq.heappush(heap, (self.load[worker] / self.capacity[worker], worker))
+        if len(heap) > self._most:
+            self._tidy(self.version[worker])
+
+    def _tidy(self, version: str) -> None:
+        """Throw out entries that are out of date and never came up."""
+        mine = [worker for worker, own in self.version.items() if own == version]
+        self._heaps[version] = sorted((self.load[worker] / self.capacity[worker], worker) for worker in mine)
 
     def _top(self, version: str) -> tuple[float, int] | None:
         """The least loaded of a version; entries that are out of date are dropped as they come up."""
-        heap = self._heaps.get(version, [])
+        heap = self._heaps.get(version, ())
         while heap:
-            share, worker = heap[0]
-            if self._may(worker, version) and share == self.load[worker] / self.capacity[worker]:
-                return heap[0]
+            share, worker = top = heap[0]
+            load = self.load.get(worker)
+            if load is not None and share == load / self.capacity[worker] < 1 and self.version[worker] == version:
+                if worker not in self._down:
+                    return top
             heapq.heappop(heap)
         return None
 
     def _least(self, version: str | None) -> int | None:
-        names = [version] if version is not None else list(self._heaps)
-        return min(filter(None, map(self._top, names)), default=(0, None))[1]
+        if version is None and len(self._heaps) > 1:
+            return min(filter(None, map(self._top, self._heaps)), default=(0, None))[1]
+        top = self._top(next(iter(self._heaps), "") if version is None else version)
+        return top[1] if top else None
 
     def _of_two(self, version: str | None) -> int | None:
         found: list[int] = []
@@ -154,10 +172,12 @@ class Gateway:
         return self._least(version)
 
     def _sorted_ring(self) -> list[tuple[int, int]]:
-        if self._new:
-            self._ring += [(h64("point", worker, i), worker) for worker in self._new for i in range(POINTS)]
-            self._ring.sort()
+        if self._new or self._gone:
+            kept = [point for point in self._ring if point[1] not in self._gone]
+            points = [(h64("point", worker, i), worker) for worker in self._new for i in range(POINTS)]
+            self._ring = sorted(kept + points)
             self._new.clear()
+            self._gone.clear()
         return self._ring
 
     def _by_ring(self, key: int, version: str | None) -> int | None:

@@ -38,7 +38,10 @@ class Histogram:
         with self._lock:
             self.total += times
             self.sum += value * times
-            self.low, self.high = min(self.low, value), max(self.high, value)
+            if value < self.low:
+                self.low = value
+            if value > self.high:
+                self.high = value
             if exponent <= SMALLEST:
                 self.zeros += times
             else:
@@ -87,7 +90,7 @@ class Histogram:
         found, seen, ordered = [], self.zeros, iter(sorted(self.counts.items()))
         value = 0.0
         for percent in percents:
-            rank = max(1, math.ceil(percent / 100 * self.total))
+            rank = max(1, math.ceil(round(percent * self.total / 100, 6)))  # 99.9 % of 1,000 is 999
             while seen < rank:
                 bucket, count = next(ordered)
                 seen, value = seen + count, self._middle(bucket)

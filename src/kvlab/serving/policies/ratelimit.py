@@ -7,17 +7,16 @@ goes back for a tenant, whatever the clock that is shown does, and all is intege
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from math import gcd
 from threading import Lock
+from typing import NamedTuple
 
 from kvlab.base.errors import UserError
 
 NANO = 1_000_000_000
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """Whether so many tokens are granted; nanoseconds until they would be, None where they never are."""
 
     allowed: bool

@@ -7,6 +7,7 @@ an index of another kind. The threshold is to be chosen on pairs of questions th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -38,9 +39,17 @@ class Space:
 class _Kept:
     def __init__(self, capacity: int, size: int):
         self.rows = np.zeros((capacity, size), np.float32)
-        self.used = np.full(capacity, -1, np.int64)  # by the counter; -1: empty
-        self.until = np.full(capacity, -np.inf)
+        self.used = np.full(capacity, -1, np.int64)  # by the counter; -1: empty, and its row is zero
+        self.until = np.full(capacity, np.inf)
+        self.soonest = np.inf
         self.answers: list[str | None] = [None] * capacity
+
+    def forget(self, now: float) -> None:
+        """Empty the places of answers that are no longer good."""
+        if now >= self.soonest:
+            gone = self.until <= now
+            self.rows[gone], self.used[gone], self.until[gone] = 0.0, -1, np.inf
+            self.soonest = float(self.until.min())
 
 
 class SemanticCache:
@@ -72,15 +81,15 @@ class SemanticCache:
         found = np.asarray(embedding, np.float64)
         if found.shape != (self.size,):
             raise UserError(f"an embedding of {found.shape}; allowed: ({self.size},)")
-        peak = np.abs(found).max()
-        if not (np.isfinite(peak) and peak > 0):
+        peak = float(np.abs(found).max())
+        if not 0 < peak < math.inf:
             return None
         found = found / peak  # no square of it is too large or too small
-        return (found / np.linalg.norm(found)).astype(np.float32)
+        return (found / math.sqrt(found @ found)).astype(np.float32)
 
     def _nearest(self, kept: _Kept, direction: NDArray, now: float) -> tuple[int, float]:
-        cosine = kept.rows @ direction
-        cosine[(kept.used < 0) | (kept.until <= now)] = -np.inf
+        kept.forget(now)
+        cosine = kept.rows @ direction  # of an empty place 0, which is below any threshold
         at = int(cosine.argmax())
         return at, float(cosine[at])
 
@@ -107,9 +116,9 @@ class SemanticCache:
         kept = self.spaces.setdefault(space, _Kept(self.capacity, self.size))
         at, cosine = self._nearest(kept, direction, now)
         if cosine < self.threshold:
-            gone = np.flatnonzero((kept.used >= 0) & (kept.until <= now))
-            at = int(gone[0]) if len(gone) and (kept.used >= 0).all() else int(kept.used.argmin())
+            at = int(kept.used.argmin())
         kept.rows[at], kept.answers[at], kept.until[at] = direction, answer, now + self.keep
+        kept.soonest = min(kept.soonest, now + self.keep)
         self._touch(kept, at)
 
     def __len__(self) -> int:
