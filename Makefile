@@ -16,9 +16,11 @@ READY := .venv/ready-$(FLAVOUR)
 BIN := $(CURDIR)/.venv/bin
 REPORT := results/gap/FINDINGS.md
 RULES := Snakefile workflow/rules
+RIVALS = $(BIN)/pip install --quiet --no-deps --upgrade --target .venv/rivals -r requirements/bench.txt \
+	|| echo "Without all of requirements/bench.txt; the page names what is missing."
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --no-loadscope-reorder
 
-.PHONY: help setup findings audit test test-all test-rest wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
+.PHONY: help setup findings audit test test-all test-rest wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-micro reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command that it runs"
@@ -72,8 +74,7 @@ cost: $(READY)  ## seconds and memory at two sizes of windows, cells and layers 
 	@$(BIN)/python workflow/scripts/cost.py $(ARGS)
 
 bench-codec: $(READY)  ## every codec beside other libraries -> results/codec/BENCH.md (MODEL=SLUG, BENCH='--tensors DIR --sigma FILE')
-	@$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/rivals -r requirements/bench.txt \
-		|| echo "Without all of requirements/bench.txt; BENCH.md names what is missing."
+	@$(RIVALS)
 	@$(BIN)/snakemake ladder calib/capture/$(MODEL)/hf.safetensors calib/archive/$(MODEL)/hf.safetensors $(ARGS)
 	@PATH="$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/.venv/rivals" $(BIN)/python -m kvlab bench --out results/codec \
 		--capture calib/capture/$(MODEL)/hf.safetensors --windows calib/corpus/$(MODEL)/windows.safetensors \
@@ -84,12 +85,14 @@ bench-serving: $(READY)  ## vLLM's plain pages and coded ones under the same loa
 	@mkdir -p results/serving && cp results/capacity/$(MODEL)/CAPACITY.md results/serving/CAPACITY.md
 
 bench-load: $(READY)  ## what a smaller cache buys under load, simulated from steps of vLLM -> results/serving/LOAD.md (MODEL=SLUG)
-	@mkdir -p .runs/serving
-	@set -e; for bits in 2 4; do $(BIN)/python -m kvlab calibrate --model models/$(MODEL) --codec klt --bits $$bits \
-		--out .runs/serving/klt$$bits.kv; done
-	@$(BIN)/python -m kvlab calibrate --model models/$(MODEL) --codec hadamard --bits 4 --out .runs/serving/hadamard4.kv
-	@OMP_NUM_THREADS=1 PATH="$(BIN):$$PATH" $(BIN)/python -m kvlab step load models/$(MODEL) .runs/serving/klt2.kv \
-		.runs/serving/klt4.kv .runs/serving/hadamard4.kv --out results/serving
+	@$(BIN)/snakemake results/service/$(MODEL)/LOAD.md $(ARGS)
+	@mkdir -p results/serving && cp results/service/$(MODEL)/LOAD.md results/service/$(MODEL)/load.json \
+		results/service/$(MODEL)/steps.json results/serving/
+
+bench-micro: $(READY)  ## single operations of mechanisms beside other libraries -> results/micro/BENCH.md and docs/micro.md
+	@$(RIVALS)
+	@PYTHONPATH="$(CURDIR)/.venv/rivals" $(BIN)/snakemake results/micro/BENCH.md $(ARGS)
+	@cp results/micro/BENCH.md docs/micro.md
 
 reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
 	$(BIN)/python -m kvlab step reference --out models/reference $(ARGS)

