@@ -260,6 +260,8 @@ SENTINELS = {
     "backend": "planted.Backend",
     "pool": PAGED.pool,
     "served": PAGED.served,
+    "pattern": "planted:of=3",
+    "read_bytes": 500_004,
 }
 NOT_IN_A_ROW = {"label", "seconds", "canary_kl", "pool", "served"}
 OWN_NAMES = {"span": "stored_span", "method": "compression_method", "scope": "compression_scope"}

@@ -151,6 +151,12 @@ def registered(plan: LayerPlan) -> tuple[str, Planned]:
     return name, function
 
 
+def plan_of(model: PreTrainedModel) -> LayerPlan | None:
+    """What a model reads by as it runs now; None where that is no plan of patterns."""
+    function = AttentionInterface().get(model.config._attn_implementation)
+    return function.plan if isinstance(function, Planned) else None
+
+
 @contextmanager
 def attending(model: PreTrainedModel, plan: LayerPlan) -> Iterator[Effect]:
     """A model reads by a plan for the length of a `with` block.

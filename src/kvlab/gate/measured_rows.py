@@ -153,7 +153,7 @@ def measured_row(record: MechanismsRecord, row: MechanismRow, scores: pl.DataFra
 COPIED = (
     *("mechanism", "recipe_id", "protocol", "bits", "throughput_tok_s", "kv_bytes", "kv_values"),
     *("compression_overhead_ms", "decompression_overhead_ms"),
-    *("kv_cache_dtype", "cache_class", "codec", "fires", "expected_fires", "backend"),
+    *("kv_cache_dtype", "cache_class", "codec", "fires", "expected_fires", "backend", "pattern", "read_bytes"),
 )
 """Fields that a row has from the record, by the same names."""
 
@@ -245,9 +245,9 @@ def _evidence_identity(record: MechanismsRecord, row: MechanismRow) -> dict[str,
     }
 
 
-SEEN = ("kv_cache_dtype", "cache_class", "codec", "canary_kl", "backend", "pool", "served")
+SEEN = ("kv_cache_dtype", "cache_class", "codec", "canary_kl", "backend", "pool", "served", "pattern")
 """What was observed of the row's engine, whatever it was asked."""
-RAN = ("fires", "expected_fires", "kv_bytes", "kv_values")
+RAN = ("fires", "expected_fires", "kv_bytes", "kv_values", "read_bytes")
 """What was observed of one eval's own run."""
 
 

@@ -273,20 +273,21 @@ def _cache_dtypes(mechanism: Mechanism | None) -> set[str]:
 def _contradictions(evidence: Evidence, row: Mapping, entry: Eval) -> Iterator[Reason]:
     """What a row says of itself that its evidence saw otherwise, or of counts not at all; what it leaves out is none.
 
-    Contexts of other lengths take other bytes for a value: what is stored once for all tokens is shared by others.
+    Contexts of other lengths take other bytes for a value: what is stored once for all tokens is shared by others, and
+    a window reads as much of a long one as of a short one. What a row's steps read is that of its own eval's contexts.
     """
-    observed = evidence.observed
+    observed, own = evidence.observed, evidence.quality_eval_id == row.get("quality_eval_id")
     for name in ("kv_cache_dtype", "cache_class", "codec", "backend"):
         seen, said_so = getattr(observed, name) or None, row.get(name) or None
         if said_so is not None and seen != said_so:
             yield _contradiction(name, said_so, seen)
     numbers = {key: measure.value for key, measure in evidence.metrics.items()}
-    numbers |= dict.fromkeys(COUNTED) | {"read_bytes": observed.read_bytes}
+    numbers |= dict.fromkeys(COUNTED) | ({"read_bytes": observed.read_bytes} if own else {})
     if observed.pool is not None:
         numbers |= observed.pool.model_dump() | {"capacity_tokens": observed.pool.capacity_tokens}
     if observed.kv_values > 0 and not entry.own_contexts:
         numbers["bits_per_value"] = 8 * observed.kv_bytes / observed.kv_values
-    rounded = {"bits_per_value": ROUNDED if evidence.quality_eval_id == row.get("quality_eval_id") else OTHER_TEXT}
+    rounded = {"bits_per_value": ROUNDED if own else OTHER_TEXT}
     for name, seen in numbers.items():
         shown, far = row.get(name), rounded.get(name, ROUNDED)
         if shown is not None and (seen is None or not math.isclose(shown, seen, rel_tol=far, abs_tol=1e-9)):

@@ -13,6 +13,7 @@ from statistics import median
 
 import polars as pl
 
+from kvlab.attention.named import mechanism
 from kvlab.base.errors import CapabilityError, CodecNotActive, CorpusError, ModelError
 from kvlab.base.model import ModelInfo, load_tokenizer, resolve
 from kvlab.base.params import Params
@@ -24,14 +25,17 @@ from kvlab.engines import capability
 from kvlab.lab.coding import Coder
 from kvlab.lab.engines import Which, device
 from kvlab.lab.measure import Findings, Lab, Probes, calibrated_for, run
+from kvlab.lab.mechanism import not_run
 from kvlab.lab.store import Found
 from kvlab.lab.subjects import total
 from kvlab.lab.whole import coder_of
 from kvlab.lab.windows import Window, windows_of
 from kvlab.lab.witnessing import WitnessSubject, witnessed_mean_of
 from kvlab.studies.mechanisms.items import VERSIONS, retrievals, tasks
+from kvlab.studies.mechanisms.patterned import Patterned, read_counts
 from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, NEEDLE, PASSED, TASKS, Variant, asked, variants
 from kvlab.studies.mechanisms.records import (
+    COUNTED,
     SCORES,
     EvalRun,
     MechanismRow,
@@ -140,7 +144,7 @@ class MechanismsPart:
 
     def _subject(self, name: str, *given) -> Subject:
         if name in PASSED:
-            return Subject(name, *given)
+            return (Patterned if given[0].pattern else Subject)(name, *given)
         if name == GREEDY:
             return Writer(name, *given, judge=Greedy(len(self.scored[name])))
         return Writer(name, *given, judge=Answers(name, self.texts, self.tokenizer))
@@ -161,6 +165,8 @@ class MechanismsPart:
         given = (variant, lab, which, self.plain, coder)
         subjects = [self._subject(name, *given) for name in self._asked(variant)]
         try:
+            if variant.pattern and (why := not_run(mechanism(variant.pattern), self.engine, "in_forward")):
+                raise CapabilityError(why)
             if which != self.plain:
                 self._start(variant, subjects)
         except (CapabilityError, ModelError) as error:
@@ -235,8 +241,8 @@ class MechanismsPart:
             canary_kl=(
                 probes[self.plain, cell.protocol, cell.placement].canary if tapped else own_canary(variant, found)
             ),
-            **{name: note.get(name) for name in ("backend", "pool", "served")},
-            **runs[0].model_dump(include={"fires", "expected_fires", "kv_bytes", "kv_values"}),
+            **{name: note.get(name) for name in ("backend", "pool", "served", "pattern")},
+            **runs[0].model_dump(include=set(COUNTED)),
             evals=runs,
         )
 
@@ -247,6 +253,9 @@ class MechanismsPart:
         which = {"quality_eval_id": name, "version": VERSIONS[name], "items": items, "context": own}
         if variant.paged:
             return EvalRun(**which, **paged_counts(found, info))
+        if variant.pattern:
+            itemsize = storage_of(found[0][1].note).itemsize
+            return EvalRun(**which, **read_counts(variant.pattern, found, info, itemsize))
         if variant.cell is None:
             values = sum(window.context for window, _ in found) * info.values_per_token
             held = values * storage_of(found[0][1].note).itemsize
@@ -313,6 +322,8 @@ def own_canary(variant: Variant, found: dict[tuple[str, str], list[tuple[Window,
     CodecNotActive
         It does no more than a second run of the engine as it is: the pass did not read what the cache stores.
     """
+    if variant.pattern:
+        return found[variant.label, FIDELITY][0][1].note["canary"]
     if variant.cache_dtype is None and not variant.paged:
         return None
     kl, least = (mean_kl(found[label, FIDELITY]) for label in (variant.label, BASELINE))

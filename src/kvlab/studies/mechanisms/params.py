@@ -7,9 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from kvlab.attention.named import mechanism
+from kvlab.base.errors import UserError, suggestion
 from kvlab.base.params import Params, Section
 from kvlab.base.recipe import Bits, DType, Protocol
 from kvlab.base.rungs import KEPT_WHOLE, LADDERED, Finished, Laddered
+
+PATTERNED = ("block_sparse", "window", "chunk_summary")  # kinds that a row can be of
 
 
 class Mechanisms(Section):
@@ -49,6 +53,11 @@ class Mechanisms(Section):
         description="codecs whose bytes vLLM's own cache holds, at each of `bits`, on a CPU: the backend that"
         " `vllm serve` runs with KVLAB_PAGES; none: leave them out",
     )
+    patterns: tuple[str, ...] = Field(
+        default=(),
+        description="what attention reads by on hf, `block_sparse:block=32,top_k=4`, `window:window=128` or"
+        " `chunk_summary:chunk=32`: a row of each; none: leave them out",
+    )
     needles: int = Field(default=200, ge=2, description="retrieval items, each with a text of its own")
     tasks: tuple[Literal["niah_single", "niah_multikey", "niah_multivalue", "vt"], ...] = Field(
         default=("niah_single", "niah_multikey", "niah_multivalue"),
@@ -76,13 +85,26 @@ class Mechanisms(Section):
 
     def problems(self, params: Params) -> Iterator[str]:
         """A protocol or pages asked for twice, whose rows would stand there twice; a codec that none can measure."""
-        for name in ("protocols", "pages"):
+        for name in ("protocols", "pages", "patterns"):
             asked = getattr(self, name)
             if len(set(asked)) < len(asked):
                 yield f"mechanisms.{name} is {list(asked)}; allowed: each once"
+        yield from filter(None, map(_unread, self.patterns))
         for codec in KEPT_WHOLE if "snapshot" not in self.protocols else ():
             if codec in self.codecs:
                 yield (
                     f"mechanisms.codecs names {codec!r}, which codes finished caches, and mechanisms.protocols is"
                     f" {list(self.protocols)}; add snapshot"
                 )
+
+
+def _unread(name: str) -> str | None:
+    """Why a name is no pattern that a row can be of; None where it is one."""
+    kind = name.partition(":")[0]
+    if kind not in PATTERNED:
+        return f"mechanisms.patterns names {name!r}; allowed: {', '.join(PATTERNED)}{suggestion(kind, PATTERNED)}"
+    try:
+        mechanism(name)
+    except UserError as error:
+        return f"mechanisms.patterns: {error}"
+    return None

@@ -22,6 +22,8 @@ WRITING = ("hf",)  # engines that write over a given cache
 SPANS = {"snapshot": "context", "in_forward": "window"}
 """Which tokens a codec stores: a snapshot holds the context alone, and the scored tokens' own K and V are exact."""
 PAGED = ("vllm",)  # engines whose own cache may hold coded bytes
+READING = {"block_sparse": "block_sparse", "window": "block_sparse", "chunk_summary": "chunk_summary"}
+"""The gate's variant of each kind of pattern that is measured here."""
 TRANSFORMING = ("klt", "block", *KEPT_WHOLE)  # registered as kv_compression; the others as kv_quantization
 
 
@@ -44,6 +46,8 @@ class Variant(NamedTuple):
         Of the engine's own cache.
     paged : bool
         Whether the engine's own cache holds what the codec of `cell` writes; otherwise the codec runs beside it.
+    pattern : str or None
+        What attention reads by, as `kvlab.attention.named` takes it; K and V are stored as they are.
     """
 
     label: str
@@ -55,6 +59,7 @@ class Variant(NamedTuple):
     cell: Cell | None = None
     cache_dtype: str | None = None
     paged: bool = False
+    pattern: str | None = None
 
     @property
     def tapped(self) -> bool:
@@ -66,6 +71,8 @@ class Variant(NamedTuple):
         """Identity of what is done to K and V."""
         if self.cache_dtype:
             return digest({"kv_cache_dtype": self.cache_dtype})
+        if self.pattern:
+            return digest({"pattern": self.pattern})
         return (self.cell.recipe if self.cell else IDENTITY).recipe_id
 
     @property
@@ -74,8 +81,11 @@ class Variant(NamedTuple):
         return "window" if self.cache_dtype else self.cell.span if self.cell else "context"
 
     def protocol(self, known: Sequence[str]) -> str:
-        """When K and V are coded; where nothing is done to them all protocols are one: a snapshot if it is `known`."""
-        if self.cell or self.cache_dtype:
+        """When K and V are coded; where nothing is done to them all protocols are one: a snapshot if it is `known`.
+
+        A pattern is what attention reads by in the whole pass.
+        """
+        if self.cell or self.cache_dtype or self.pattern:
             return self.cell.protocol if self.cell else "in_forward"
         return "snapshot" if "snapshot" in known else known[0]
 
@@ -90,7 +100,7 @@ def variants(params: Params, engine: str) -> list[Variant]:
     if engine in PAGED:
         bits = params.mechanisms.bits
         found += [_paged(params, engine, codec, one) for codec in params.mechanisms.pages for one in bits]
-    return found
+    return found + [_patterned(name) for name in params.mechanisms.patterns]
 
 
 def _choices(params: Params, protocol: str) -> list[tuple[str, int | None]]:
@@ -131,6 +141,11 @@ def _cell(params: Params, engine: str, codec: str, bits: int | None, protocol: s
         windows=1,  # how many is a matter of each eval
         recipe=ladder_recipe(codec, bits, "", params),
     )
+
+
+def _patterned(name: str) -> Variant:
+    variant = READING[name.partition(":")[0]]
+    return Variant(name, "compressed_attention", variant, method=variant, scope="attention", pattern=name)
 
 
 def _stored(dtype: str) -> Variant:

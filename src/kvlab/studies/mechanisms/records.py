@@ -34,7 +34,7 @@ SCORES = pl.Schema(
 
 ROUNDED = 1e-9  # relative, of what is computed twice from the same numbers
 LEAST = 0.98  # of a codec's bits per value: allocations meet them on average
-COUNTED = ("fires", "expected_fires", "kv_bytes", "kv_values")
+COUNTED = ("fires", "expected_fires", "kv_bytes", "kv_values", "read_bytes")
 
 
 class EvalRun(Frozen):
@@ -42,7 +42,7 @@ class EvalRun(Frozen):
 
     `kv_bytes` counts every stored byte, `kv_values` the K and V elements that they stand for. Where no codec ran both
     numbers of fires are 0. `context` is the length that an eval with texts of its own speaks for, None of one whose
-    contexts are the windows'.
+    contexts are the windows'. `read_bytes` is what a step read of all contexts, where attention read by a pattern.
     """
 
     quality_eval_id: str
@@ -53,6 +53,7 @@ class EvalRun(Frozen):
     kv_bytes: int
     kv_values: int
     context: int | None = None
+    read_bytes: int | None = None
 
 
 class MechanismRow(Frozen):
@@ -64,7 +65,9 @@ class MechanismRow(Frozen):
     milliseconds per window, of all layers. `canary_kl` is what a one-bit codec does at the same places, or, of an
     engine's own cache, what it does itself: proof that the logits hang on it. Where a row is what the engine's own
     cache holds, `backend` is the class that computed attention over it, `pool` that cache by the engine's own count,
-    and `served` what the engine says that its pages are coded by; their `canary_kl` is what zeroed pages do.
+    and `served` what the engine says that its pages are coded by; their `canary_kl` is what zeroed pages do. Where
+    attention read by a `pattern`, that is its name with all settings, as the running model had it, and `canary_kl` what
+    reading next to nothing does.
     """
 
     label: str
@@ -91,6 +94,8 @@ class MechanismRow(Frozen):
     backend: str | None = None
     pool: Pool | None = None
     served: Served | None = None
+    pattern: str | None = None
+    read_bytes: int | None = None
     evals: tuple[EvalRun, ...]
 
 
@@ -185,6 +190,8 @@ def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
             raise Fault(f"{path}: {row.label} runs {row.throughput_tok_s:g} tok/s, and its seconds make {throughput:g}")
         if any(getattr(row, name) != getattr(row.evals[0], name) for name in COUNTED):
             raise Fault(f"{path}: {row.label} counts other fires or bytes than its eval {row.evals[0].quality_eval_id}")
+        if bool(row.pattern) != (row.read_bytes is not None) or (row.pattern and row.canary_kl is None):
+            raise Fault(f"{path}: {row.label} says what was read, or by which pattern, and not both and its canary")
         for run in row.evals:
             stored = 8 * run.kv_bytes / run.kv_values
             if row.pool and run.kv_bytes * row.pool.block_values != run.kv_values * row.pool.block_bytes:
