@@ -46,6 +46,7 @@ BEYOND_A_SCHEMA = {
     r"\.against is .*(no entry|the entry itself|which has no|measured in)": {"cells": {"k-only": {"against": "k"}}},
     r"kvstore\.\S+ is \d+; allowed: at most": {"kvstore": {"policy": {"needles": 201}}},
     r"tradeoffs\.\S+ is \d+; allowed: at most": {"tradeoffs": {"windows": 1000}},
+    r"mechanisms\.patterns names": {"mechanisms": {"patterns": ["latent"]}},
     r"tradeoffs\.sparse": {"tradeoffs": {"sparse": ["latent"]}},
     r"the tokens of the test split": {"kvstore": {"restore": {"lengths": [10**6]}}},
     r"leaves no whole chunk of": {"kvstore": {"restore": {"suffix": 512}}},
