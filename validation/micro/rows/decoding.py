@@ -203,6 +203,7 @@ def watermark() -> Iterator[Row]:
     yield Row(
         "r30", "logits of 8,192", check, lambda: mark.marked(z, ids), lambda: theirs(ids, z),
         "transformers' WatermarkLogitsProcessor",
+        "loses: a hash for each of the vocabulary in numpy, where the rival permutes it once in torch",
     )  # fmt: skip
     detector = WatermarkDetector(PretrainedConfig(vocab_size=8192, bos_token_id=0), "cpu", dict(greenlist_ratio=0.5))
     one = ids[0].numpy()
@@ -248,7 +249,8 @@ def schema() -> Iterator[Row]:
         return index.constrain(scratch.copy_(z), index.start)
 
     matcher, fill = xgrammar_of(vocabulary, scratch, z)
-    yield Row("r32", "256 logits, at the start", check, constrained, fill, "xgrammar, mask filled and applied")
+    note = "loses: the reference automaton, in torch; xgrammar, which the project decodes with, fills bits in C++"
+    yield Row("r32", "256 logits, at the start", check, constrained, fill, "xgrammar, mask filled and applied", note)
     yield Row(
         "r33", "the open brace", check, lambda: index.advance(index.start, 123), matcher, "xgrammar accept, rollback"
     )

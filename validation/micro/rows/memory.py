@@ -199,7 +199,13 @@ def choices() -> Iterator[Row]:
         hold(torch.equal(selection.latest(1024, 256), wanted) and torch.equal(wanted, ids[-256:]))
 
     yield Row(
-        "r29", "1,024 tokens, 256 stay", tail, lambda: selection.latest(1024, 256), lambda: ids[-256:], "torch slice"
+        "r29",
+        "1,024 tokens, 256 stay",
+        tail,
+        lambda: selection.latest(1024, 256),
+        lambda: ids[-256:],
+        "torch slice",
+        "loses: ours checks the budget and makes the positions, which the rival has",
     )
 
 
