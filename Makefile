@@ -20,7 +20,7 @@ RIVALS = $(BIN)/pip install --quiet --no-deps --upgrade --target .venv/rivals -r
 	|| echo "Without all of requirements/bench.txt; the page names what is missing."
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --no-loadscope-reorder
 
-.PHONY: help setup findings audit test test-all test-rest wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-micro reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
+.PHONY: help setup findings audit test test-all test-rest wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-ranks bench-micro reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
 
 help:  ## this list
 	@echo "make TARGET, with ARGS='...' for options of the command that it runs"
@@ -88,6 +88,10 @@ bench-load: $(READY)  ## what a smaller cache buys under load, simulated from st
 	@$(BIN)/snakemake results/service/$(MODEL)/LOAD.md $(ARGS)
 	@mkdir -p results/serving && cp results/service/$(MODEL)/LOAD.md results/service/$(MODEL)/load.json \
 		results/service/$(MODEL)/steps.json results/serving/
+
+bench-ranks: $(READY)  ## what several processes send each other -> results/serving/CLUSTER.md (MODEL=SLUG)
+	@$(BIN)/snakemake results/ranks/$(MODEL)/CLUSTER.md $(ARGS)
+	@mkdir -p results/serving && cp results/ranks/$(MODEL)/CLUSTER.md results/serving/CLUSTER.md
 
 bench-micro: $(READY)  ## single operations of mechanisms beside other libraries -> results/micro/BENCH.md and docs/micro.md
 	@$(RIVALS)

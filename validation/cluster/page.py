@@ -16,6 +16,7 @@ HANDOVERS = (
     "way",
     "bytes",
     "hand-over, ms",
+    "pays below, MB/s",
     "prefill, ms",
     "a step there, ms",
     "KL, nats per token",

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from kvlab.base.errors import NonFinite
+from kvlab.base.errors import Fault, NonFinite
 from kvlab.stats.bootstrap import USUAL_CONFIDENCE
 from kvlab.stats.power import POWER, power_factor, windows_needed
 
@@ -155,9 +155,17 @@ def span(values: Iterable[int]) -> str:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; columns of words are set flush left, columns of numbers flush right."""
+    """A Markdown table; columns of words are set flush left, columns of numbers flush right.
+
+    Raises
+    ------
+    Fault
+        The rows have another number of cells than there are headers: numbers would stand under the wrong ones.
+    """
     lines = [[safe(cell) for cell in line] for line in (headers, *rows)]
     marks = ["---:" if numeric(column) else "---" for column in zip(*lines[1:], strict=True)]
+    if marks and len(marks) != len(headers):
+        raise Fault(f"a table with the {len(headers)} headers {list(headers)} has rows of {len(marks)} cells")
     lines.insert(1, marks or ["---"] * len(headers))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

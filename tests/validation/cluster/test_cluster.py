@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.base.errors import NonFinite, UserError
+from kvlab.base.errors import Fault, NonFinite, UserError
+from kvlab.pages import format as fmt
 from validation.cluster import page
 from validation.cluster.measure import _recipe
 
@@ -46,3 +47,9 @@ def test_a_codec_pays_below_what_it_saves_over_what_it_takes():
 def test_a_codec_that_is_not_understood_is_told():
     with pytest.raises(UserError, match="codec 'int' is not understood; allowed: NAME=BITS"):
         _recipe("int")
+
+
+def test_a_table_whose_rows_are_not_of_its_headers_is_refused():
+    with pytest.raises(Fault, match=r"2 headers \['a', 'b'\] has rows of 3 cells"):
+        fmt.table(("a", "b"), [("1", "2", "3")])
+    assert fmt.table(("a", "b"), []).count("\n") == 1
