@@ -11,7 +11,7 @@ import pytest
 
 from kvlab.base.errors import UnknownName, UserError
 from kvlab.serving.arrivals import AZURE_CONV, made, scaled
-from kvlab.serving.policies.gateway import Gateway
+from kvlab.serving.policies.gateway import POINTS, STALE, Gateway
 from kvlab.serving.simulate import simulate
 from kvlab.serving.worker import Costs, Shape, Worker
 
@@ -148,3 +148,21 @@ def test_affinity_is_worth_more_than_balance_in_the_simulator():
         workers = [Worker(costs, Shape(4000, 1.0)) for _ in range(8)]
         found[policy] = simulate(trace, workers, gateway(8, policy))
     assert np.median(found["prefix"].ttft) < 0.8 * np.median(found["least"].ttft)
+
+
+def test_a_long_life_takes_no_more_memory_and_goers_leave_no_keys():
+    own = gateway(8)
+    busy = [own.route() for _ in range(20)]
+    for _ in range(3000):
+        own.complete(busy.pop(0))
+        busy.append(own.route())
+    assert sum(map(len, own._heaps.values())) <= STALE * 8 + POINTS
+    assert max(own.load.values()) - min(own.load.values()) <= 1
+    ring = gateway(40, "prefix")
+    before = {key: ring.route(key) for key in range(200)}
+    for worker in range(0, 40, 2):
+        ring.deregister(worker)
+    ring.register(0)  # comes back, with the points that it had
+    after = {key: ring.route(key) for key in range(200)}
+    assert {after[key] for key in before} <= {0, *range(1, 40, 2)}
+    assert len(ring._ring) == POINTS * 21

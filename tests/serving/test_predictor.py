@@ -123,3 +123,12 @@ def test_the_running_fit_follows_a_change_and_says_when_it_knows_nothing():
         alike.record(steps(1)[0], 1.0)
     with pytest.raises(Unfitted, match="50 rows do not determine"):
         alike.coefficients()
+
+
+def test_a_row_is_the_same_as_numbers_and_as_an_array_and_has_its_length():
+    x = steps(600)
+    found = fit(x, noisy(x))
+    assert found.predict(tuple(x[3].tolist())) == found.predict(x[3]) == found.predict(x[3:4])
+    assert found.predict(x[3]).value == pytest.approx(float(x[3] @ found.coefficients), rel=1e-12)
+    with pytest.raises(Unfitted, match="a row of 4 numbers; allowed: 5"):
+        found.predict(x[3, :4])

@@ -254,3 +254,25 @@ def test_the_threshold_is_the_lowest_that_is_precise_enough():
     assert threshold_for(cosines, same, 0.8) == 0.8
     with pytest.raises(UserError, match="label more"):
         threshold_for([0.9], [False])
+
+
+def test_an_answer_is_good_for_its_time_and_its_place_is_free_then():
+    chance, own = np.random.default_rng(4), SemanticCache(6, 0.99, 2, keep=10.0)
+    first, second, third = chance.standard_normal((3, 6))
+    own.store(EXACT, first, "first", 0.0)
+    own.store(EXACT, second, "second", 5.0)
+    assert own.lookup(EXACT, first, 9.999) == "first"  # used last, so it would stay
+    assert own.lookup(EXACT, first, 10.0) is None and len(own) == 1
+    own.store(EXACT, third, "third", 11.0)
+    assert [own.lookup(EXACT, one, 14.0) for one in (first, second, third)] == [None, "second", "third"]
+    assert own.lookup(EXACT, third, 21.0) is None and len(own) == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "percent", "rank"), [(1000, 99.9, 999), (1000, 99.0, 990), (10, 90.0, 9), (3, 50.0, 2)]
+)
+def test_a_percentile_is_of_the_rank_that_it_names(count, percent, rank):
+    own = Histogram()
+    own.ingest(2.0 ** np.arange(count).clip(max=60) if count <= 60 else np.linspace(1, 9, count))
+    exact = (2.0 ** np.arange(count) if count <= 60 else np.linspace(1, 9, count))[rank - 1]
+    assert own.percentiles((percent,))[0] == pytest.approx(exact, rel=1 / 64)

@@ -113,3 +113,40 @@ def test_budget_and_counts_hold_after_any_calls(calls):
         assert torch.equal(tier.fetch(key), page(key, size))
     assert tier.traffic.bytes_back == sum(4 * size for size in model.values())
     tier.close()
+
+
+def test_what_was_written_over_in_its_place_is_the_new_page_and_the_fetched_one_stays(tier):
+    tier.offload("a", page(1))
+    held = tier.fetch("a")
+    tier.offload("a", page(2))
+    assert torch.equal(held, page(1)) and torch.equal(tier.fetch("a"), page(2))
+    tier.prefetch("a")
+    tier.offload("a", page(3))  # the old one is on its way
+    assert torch.equal(tier.fetch("a"), page(3))
+    tier.offload("a", page(4, dtype=torch.bfloat16))  # another form takes another buffer
+    assert torch.equal(tier.fetch("a"), page(4, dtype=torch.bfloat16))
+
+
+def test_a_sequence_that_was_swapped_out_goes_on_as_if_it_had_not_been(hf_engine):
+    model, tier = hf_engine.model, HostTier(1 << 20)
+    ids = torch.randint(3, 200, (1, 24), generator=torch.Generator().manual_seed(0))
+
+    def written(cache, first: int) -> list[int]:
+        tokens = [first]
+        for _ in range(12):
+            logits = model(torch.tensor([tokens[-1:]]), past_key_values=cache, use_cache=True).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        return tokens
+
+    with torch.no_grad():
+        plain, swapped = (model(ids, use_cache=True) for _ in range(2))
+        cache, first = swapped.past_key_values, int(plain.logits[0, -1].argmax())
+        for number, layer in enumerate(cache.layers):
+            for name in ("keys", "values"):
+                one = getattr(layer, name)
+                tier.offload((number, name), one)
+                one.fill_(torch.nan)  # its pages are another's now
+        for number, layer in enumerate(cache.layers):
+            layer.keys, layer.values = (tier.fetch((number, name)) for name in ("keys", "values"))
+        assert written(cache, first) == written(plain.past_key_values, first)
+    tier.close()
