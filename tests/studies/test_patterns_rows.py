@@ -103,7 +103,11 @@ def test_on_vllm_it_is_not_run_and_the_reason_is_told(measured):
     assert [one["support_status"] for one in told] == ["unsupported"] and "no pattern" in told[0]["mechanism_notes"]
 
 
-def test_a_pattern_that_leaves_nothing_out_is_refused(measured):
+def test_a_pattern_that_would_leave_nothing_out_is_told_and_one_that_does_is_refused(measured, monkeypatch):
+    record, _ = measured("hf", "window:window=4096", WINDOW)
+    assert [one.label for one in record.missing] == ["window:window=4096"] and row(record, WINDOW).read_bytes
+    assert "leaves out nothing of 64 tokens" in record.missing[0].reason
+    monkeypatch.setattr(measuring.MechanismsPart, "_refuse_unread", lambda *_: None)
     with pytest.raises(CodecNotActive, match="leaves out nothing of so few tokens"):
         measured("hf", "window:window=4096")
 

@@ -165,8 +165,8 @@ class MechanismsPart:
         given = (variant, lab, which, self.plain, coder)
         subjects = [self._subject(name, *given) for name in self._asked(variant)]
         try:
-            if variant.pattern and (why := not_run(mechanism(variant.pattern), self.engine, "in_forward")):
-                raise CapabilityError(why)
+            if variant.pattern:
+                self._refuse_unread(variant.pattern)
             if which != self.plain:
                 self._start(variant, subjects)
         except (CapabilityError, ModelError) as error:
@@ -175,6 +175,14 @@ class MechanismsPart:
             return
         self.variants.append(variant)
         self.by_eval |= {(variant.label, subject.quality_eval_id): subject for subject in subjects}
+
+    def _refuse_unread(self, pattern: str) -> None:
+        """`CapabilityError` where a pattern cannot run, or would leave out nothing of contexts as short as these."""
+        asked, context = mechanism(pattern), self.lab.windows.context
+        if why := not_run(asked, self.engine, "in_forward"):
+            raise CapabilityError(why)
+        if asked.pattern.keys(context) > context:
+            raise CapabilityError(f"it leaves out nothing of {context} tokens, the windows' context")
 
     def _start(self, variant: Variant, subjects: list[Subject]) -> None:
         """Start an engine with a cache of its own now, unless all that it could say is known: it may refuse."""
