@@ -42,6 +42,13 @@ def test_no_clock_mints_tokens(rate, burst, asked):
             assert granted <= burst + Fraction(rate * (newest[j] - newest[i]), NANO)
 
 
+def test_a_clock_that_was_shown_with_too_large_a_request_counts():
+    own = RateLimit(172, 1)
+    assert not own.consume("a", 2, 0).allowed  # never granted, and yet it is 0 now
+    assert own.consume("a", 1, -1).allowed
+    assert not own.consume("a", 1, 5_813_953).allowed and own.consume("a", 1, 5_813_954).allowed
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 500),

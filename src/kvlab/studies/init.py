@@ -29,6 +29,7 @@ SAID = {
         "codecs": ["klt", "hadamard", "kivi", "archive"],
         "in_forward": [],
         "pages": ["klt"],
+        "patterns": ["block_sparse:block=16,top_k=6,window=64"],
         "cache_dtypes": ["fp8_e4m3"],
         "needles": 4,
         "greedy": 8,

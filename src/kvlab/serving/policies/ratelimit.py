@@ -56,11 +56,11 @@ class RateLimit:
             return self._consume(tenant, tokens, int(now) * self._tick)
 
     def _consume(self, tenant: str, tokens: int, now: int) -> Answer:
-        if tokens > self.burst:
-            return Answer(False, None)
+        self._newest = now if self._newest is None else max(now, self._newest)  # also by who asks for too much
         known = self._full.get(tenant)
         if known is None:
-            self._newest = now if self._newest is None else max(now, self._newest)
+            if tokens > self.burst:
+                return Answer(False, None)
             now = self._newest  # a tenant that was forgotten must not come back to an earlier time
             if len(self._full) >= self.most and not self._forget(now):
                 return Answer(False, self._wait(next(iter(self._full.values()))[0], now))
@@ -68,7 +68,9 @@ class RateLimit:
         else:
             full, seen = known
         now = max(now, seen)
-        self._newest = now if self._newest is None else max(now, self._newest)
+        if tokens > self.burst:
+            self._full[tenant] = (full, now)
+            return Answer(False, None)
         after = max(full, now) + tokens * self._token
         limit = now + self.burst * self._token
         allowed = after <= limit
