@@ -19,6 +19,8 @@ WITHOUT_BITS = {"weights", "corpus", "needles", "asked", "capture", "sigma", "co
 WITHOUT_BITS |= {"restore", "policy", "bitplanes", "placement", "tradeoffs", "capacity", "service"}
 WITHOUT_BITS |= {"ranks", "micro", "page", "ladder"}
 WITHOUT_BITS |= {"rows", "gate_report"}  # the gate's rows have bits of their own
+# What is asked for is said by the codecs' names alone, and single operations are timed without a model.
+OF_NO_MODEL = ("calib/asked/", "results/micro/")
 LADDER = "jobs results/ladder/"  # has bits of its own
 PATIENCE = 1800  # seconds, for the whole queue
 PENDING = re.compile("Queued|Running")  # in `dvc queue status`; workers take a moment to report themselves
@@ -114,8 +116,7 @@ def test_no_experiment_holds_a_file_of_another(queued, other_bits, reproduced, s
     for (model, bits), revision in revisions.items():
         made = {path: text for path, text in results[revision].items() if not path.startswith("results/code/")}
         told = {path: standin.read(path, text) for path, text in made.items()}
-        # what is asked for is said by the codecs' names alone, without a model
-        models = {path: [] if path.startswith("calib/asked/") else [model] for path in told}
+        models = {path: [] if path.startswith(OF_NO_MODEL) else [model] for path in told}
         assert {path: words["saw"]["models"] for path, words in told.items()} == models
         assert all(words["saw"]["bits"] in ([], [bits]) for words in told.values())
         assert all(words["file"] == path for path, words in told.items())
