@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attention.drawing import after
 from kvlab.attention.latent import LatentCache, LatentWeights, attend_latent, attend_naive, ratio
 from kvlab.attention.latent_svd import Moments, attention_metric, fit, stacked
 from kvlab.base.errors import LayoutMismatch, PoolExhausted, UserError
@@ -54,12 +55,13 @@ def test_the_rotated_key_is_a_part_of_every_heads_key():
     assert torch.allclose(attend_latent(q, cache, weights), due, atol=1e-4)
 
 
-def test_nothing_that_is_masked_moves_a_bit():
-    q, cache, weights = drawn(queries=20, rope=8)
+@given(seed=st.integers(0, 10_000), t=st.integers(0, 18), rope=st.sampled_from([0, 8]))
+def test_nothing_that_comes_later_moves_a_bit(seed, t, rope):
+    q, cache, weights = drawn(seed, queries=20, rope=rope)
     seen = torch.ones(20, 20, dtype=torch.bool).tril()
-    changed = cache.clone()
-    changed[:, 12:] *= -50
-    before, now = (attend_latent(q, x, weights, seen)[:, :, :12] for x in (cache, changed))
+    (later,) = after(t, q)
+    (rows,) = after(t, cache[:, None])
+    before, now = (attend_latent(*x, weights, seen)[:, :, : t + 1] for x in ((q, cache), (later, rows[:, 0])))
     assert torch.equal(before, now)
 
 

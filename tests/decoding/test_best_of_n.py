@@ -107,6 +107,14 @@ def test_the_best_of_n_draws_has_its_law(n):
     assert stats.chisquare(*cells).pvalue > 1e-3
 
 
+def test_candidates_with_replacement_are_independent_draws_of_the_law():
+    rows = 20_000
+    drawn = candidates(torch.from_numpy(np.log(P)).expand(rows, 5), 3, Sampling())
+    assert stats.chisquare(np.bincount(drawn.ravel(), minlength=5), 3 * rows * P).pvalue > 1e-3
+    pairs = np.bincount(5 * drawn[:, 0] + drawn[:, 2], minlength=25)
+    assert stats.chisquare(pairs, rows * np.outer(P, P).ravel()).pvalue > 1e-3
+
+
 def test_candidates_without_replacement_are_drawn_one_after_the_other():
     rows = 20_000
     drawn = candidates(torch.from_numpy(np.log(P)).expand(rows, 5), 2, Sampling(), replacement=False)

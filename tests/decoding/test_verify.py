@@ -113,12 +113,26 @@ def test_a_draft_of_what_cannot_be_is_never_taken():
     assert stats.chisquare(first[:2], 4000 * p.laws[()][:2].numpy()).pvalue > 1e-3
 
 
+def test_nor_is_a_draw_from_what_cannot_be():
+    p, q = Table.random(0, (0, 1)), Table.random(1, (2, 3))
+    drafts = (drafted(q, 3, uniforms(run, 0, 3 * DEPTH, DRAFTER)) for run in range(4000))
+    made = [verify(d, OnChains(p, d.tokens), draws_of(run, 0)) for run, d in enumerate(drafts)]
+    assert {(found.accepted, len(found.tokens)) for found in made} == {(0, 1)}
+    first = np.bincount([found.tokens[0] for found in made], minlength=4)
+    assert stats.chisquare(first[:2], 4000 * p.laws[()][:2].numpy()).pvalue > 1e-3
+
+
 def test_a_drafter_that_is_the_target_is_always_accepted_and_gets_one_token_more():
-    p = Table.random(0)
-    for run in range(500):
+    """And that token has the law of the target after both."""
+    p, last = Table.random(0), []
+    for run in range(4000):
         draft = drafted(p, 1, uniforms(run, 0, DEPTH, DRAFTER))
         found = verify(draft, OnChains(p, draft.tokens), draws_of(run, 0))
         assert (found.accepted, found.tokens[:DEPTH]) == (DEPTH, draft.tokens[0])
+        last.append(found.tokens)
+    often = max({tuple(text[:2]) for text in last}, key=lambda pair: sum(tuple(text[:2]) == pair for text in last))
+    counts = np.bincount([text[2] for text in last if tuple(text[:2]) == often], minlength=VOCABULARY)
+    assert stats.chisquare(counts, counts.sum() * p.laws[often].numpy()).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("seed", range(4))

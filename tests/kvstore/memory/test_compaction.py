@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from attention.drawing import rotate
 from kvlab.base.errors import LayoutMismatch
 from kvlab.kvstore.memory import compaction
 from kvlab.kvstore.memory.compaction import compact, new_places
@@ -66,6 +67,31 @@ def test_attention_over_what_is_left_is_masked_attention_over_all():
     left = compact(k, v, keep)
     wanted = functional.scaled_dot_product_attention(q, k, v, attn_mask=keep.expand(4, 30))
     assert torch.allclose(functional.scaled_dot_product_attention(q, left.k, left.v), wanted, atol=1e-6)
+
+
+def test_keys_that_are_turned_where_they_stood_read_the_same():
+    """A kept token's rotary angle is that of its own position, not of its place among those that stayed."""
+    k, v = caches(1, 2, 30, 8)
+    q, keep = torch.randn(1, 2, 1, 8), torch.arange(30) % 3 != 1
+    left, everywhere = compact(k, v, keep), torch.arange(30)
+    turned = rotate(q, torch.tensor([30]))
+    wanted = functional.scaled_dot_product_attention(turned, rotate(k, everywhere), v, attn_mask=keep[None])
+    at_home = functional.scaled_dot_product_attention(turned, rotate(left.k, left.positions), left.v)
+    renumbered = functional.scaled_dot_product_attention(
+        turned, rotate(left.k, everywhere[: len(left.positions)]), left.v
+    )
+    assert torch.allclose(at_home, wanted, atol=1e-6)
+    assert not torch.allclose(renumbered, wanted, atol=1e-3)
+
+
+def test_all_kept_is_the_same_and_none_is_empty():
+    k, v = caches(2, 10, 4)
+    everything, nothing = (
+        compact(k, v, torch.ones(10, dtype=torch.bool)),
+        compact(k, v, torch.zeros(10, dtype=torch.bool)),
+    )
+    assert torch.equal(everything.k, k) and torch.equal(everything.v, v) and everything.freed == 0
+    assert nothing.k.shape == (2, 0, 4) and nothing.freed == k.nbytes + v.nbytes
 
 
 def test_places_undo_positions():

@@ -93,6 +93,18 @@ class Machine(RuleBasedStateMachine):
         assert self.pool.used == len(live)
         assert all(not self.pool.data[page].any() for page in self.pool.free.stack)
 
+    @invariant()
+    def only_twins_share_a_page_and_only_what_they_began_with(self):
+        """A page of two sequences holds the same tokens of both; nobody writes into it."""
+        for one, mine in self.pool.tables.items():
+            assert len(set(mine.pages)) == len(mine.pages) == -(-mine.tokens // TOKENS)
+            for other, theirs in self.pool.tables.items():
+                for page in set(mine.pages) & set(theirs.pages) if one != other else ():
+                    begin = mine.pages.index(page) * TOKENS
+                    assert theirs.pages.index(page) * TOKENS == begin
+                    alike = min(len(self.written[one]), len(self.written[other]), begin + TOKENS)
+                    assert self.written[one][begin:alike] == self.written[other][begin:alike]
+
 
 def held(pool: PagePool) -> set[int]:
     return {page for table in pool.tables.values() for page in table.pages}

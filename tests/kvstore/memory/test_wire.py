@@ -135,6 +135,28 @@ def test_frames_of_another_stream_do_not_pass():
         unpack(mixed)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_values_of_k_and_v_exchanged_under_their_own_frames_do_not_pass(dtype):
+    """Sums, shapes and lengths are those that the frames say; only the places are others."""
+    head = replace(HEAD, dtype=dtype)
+    given = cache(head)
+    data = pack(head, given)
+    raw = {place: x.contiguous().view(torch.uint8).numpy().tobytes() for place, x in given.items()}
+    for one, other in (((0, "k"), (0, "v")), ((0, "v"), (0, "k"))):
+        begin = bytes(data).find(raw[one])
+        wrong = bytearray(data)
+        wrong[begin : begin + len(raw[other])] = raw[other]
+        with pytest.raises(StreamError, match=f"layer 0 {one[1]}"):
+            unpack(wrong)
+    both = bytearray(data)
+    places = {place: bytes(data).find(raw[place]) for place in ((0, "k"), (0, "v"))}
+    for place, other in (((0, "k"), (0, "v")), ((0, "v"), (0, "k"))):
+        both[places[place] : places[place] + len(raw[other])] = raw[other]
+    for reader in (unpack, lambda stream: dict(read(io.BytesIO(stream)))):
+        with pytest.raises(StreamError):
+            reader(both)
+
+
 def test_tokens_in_another_order_are_another_payload():
     given = cache(HEAD)
     data = pack(HEAD, given)
