@@ -107,14 +107,14 @@ def test_a_pattern_that_would_leave_nothing_out_is_told_and_one_that_does_is_ref
     record, _ = measured("hf", "window:window=4096", WINDOW)
     assert [one.label for one in record.missing] == ["window:window=4096"] and row(record, WINDOW).read_bytes
     assert "leaves out nothing of 64 tokens" in record.missing[0].reason
-    monkeypatch.setattr(measuring.MechanismsPart, "_refuse_unread", lambda *_: None)
+    monkeypatch.setattr(measuring, "refuse_needless", lambda *_: None)
     with pytest.raises(CodecNotActive, match="leaves out nothing of so few tokens"):
         measured("hf", "window:window=4096")
 
 
 def test_a_way_that_changes_what_reads_everything_is_refused(measured, monkeypatch):
     monkeypatch.setattr(patterned, "Full", lambda: Window(1))
-    with pytest.raises(Fault, match="what reads everything moves the logits"):
+    with pytest.raises(Fault, match="what keeps and reads everything moves the logits"):
         measured("hf", NAME)
 
 

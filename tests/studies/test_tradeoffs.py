@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
+from kvlab.attention.named import PLACE, numbered
 from kvlab.base.errors import ParamsError, StorageError, UserError
 from kvlab.base.params import Params
 from kvlab.base.records import read_json, write_json
-from kvlab.lab.scoring import WindowRun
 from kvlab.studies import page
 from kvlab.studies.tradeoffs import record as records
 from kvlab.studies.tradeoffs import tables
-from kvlab.studies.tradeoffs.arms import FULL, PLACE, Arm, Shape, arms, kept_at, numbered, rank_at, recipes_of
-from kvlab.studies.tradeoffs.evicted import Evicted, LastQueries, last_attention, over_kept
+from kvlab.studies.tradeoffs.arms import FULL, Shape, arms, kept_at, rank_at, recipes_of
 from kvlab.studies.tradeoffs.measure import measure, refuse
 from kvlab.studies.tradeoffs.params import Tradeoffs
-from kvlab.text import corpus
 from text.test_needles import with_changes
 
 SHAPE = Shape(layers=3, kv_heads=2, head_dim=32, context=64)
@@ -50,7 +47,7 @@ class TestBudgets:
     @pytest.mark.parametrize("budget", [1.0, 2.5, 4.5, 15.9])
     def test_as_many_tokens_as_fit_and_no_more(self, policy, budget):
         def bits(kept: int) -> float:
-            return kept * (FULL * SHAPE.numbers + PLACE * numbered(policy)) / (SHAPE.numbers * SHAPE.context)
+            return kept * (FULL * SHAPE.numbers + 8 * PLACE * numbered(policy)) / (SHAPE.numbers * SHAPE.context)
 
         kept = kept_at(budget, policy, SHAPE)
         assert bits(kept) <= budget < bits(kept + 1)
@@ -81,45 +78,6 @@ class TestRefusals:
         context = tiny_params.windows.context
         with pytest.raises(ParamsError, match=rf"tradeoffs\.sinks is {context}; allowed: at most {context - 1}"):
             with_changes(tiny_params, tradeoffs={"sinks": context})
-
-
-class TestEvictions:
-    @pytest.fixture(scope="class")
-    def run(self, hf_engine, tiny_windows):
-        windows = corpus.load(tiny_windows, hf_engine.info.model_hash)
-        return WindowRun(hf_engine, windows.test[0].tolist(), windows.context, 3)
-
-    @pytest.mark.parametrize("last", [1, 3])
-    def test_the_last_queries_are_those_of_a_softmax_written_out(self, last):
-        """Each over its own past: what comes after a query gets nothing of it."""
-        torch.manual_seed(0)
-        q, k = torch.randn(4, 9, 8), torch.randn(2, 9, 8)
-        due = torch.zeros(4, last, 9)
-        for head in range(4):
-            for place, t in enumerate(range(9 - last, 9)):
-                due[head, place, : t + 1] = (q[head, t] @ k[head // 2, : t + 1].T / 8**0.5).softmax(-1)
-        mean = due.mean((0, 1))
-        pooled = [mean[max(0, i - 3) : i + 4].max() for i in range(9)]
-        got = last_attention(lambda x: x, q, k, last=last)
-        assert torch.allclose(got / got.max(), (torch.tensor(pooled) / max(pooled)).double(), atol=1e-6)
-
-    def test_fewer_tokens_take_fewer_bytes_and_cost_more(self, run, hf_engine):
-        held, kl, sizes = run.clean["pre_rope"].kept, [], []
-        for n in (run.context, run.context // 2, 1):
-            last = [torch.arange(run.context - n, run.context)] * hf_engine.info.n_layers
-            logits, size = over_kept(hf_engine, run.ids, held, last)
-            kl.append(float(run.rows("x", logits, run.over_clean)["kl"].mean()))
-            sizes.append(size)
-        assert kl[0] < 1e-9 < kl[1] < kl[2]
-        assert sizes[0] == 2 * sizes[1] == run.context * sizes[2] == sum(x.nbytes for x in held.values())
-
-    @pytest.mark.parametrize("policy", ["sinks", "small_keys", "attention"])
-    def test_sinks_and_the_last_tokens_stay(self, run, hf_engine, policy):
-        arm = Arm("x", "eviction", policy=policy, kept=16)
-        subject = Evicted(arm, hf_engine, run.context, LastQueries(hf_engine, 4), 2, 4)
-        for kept in subject.places(run, run.clean["pre_rope"].kept, 16):
-            assert len(kept) == 16 and kept[:2].tolist() == [0, 1]
-            assert kept[-4:].tolist() == list(range(run.context - 4, run.context))
 
 
 class TestARun:

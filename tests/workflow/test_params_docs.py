@@ -47,6 +47,7 @@ BEYOND_A_SCHEMA = {
     r"kvstore\.\S+ is \d+; allowed: at most": {"kvstore": {"policy": {"needles": 201}}},
     r"tradeoffs\.\S+ is \d+; allowed: at most": {"tradeoffs": {"windows": 1000}},
     r"mechanisms\.patterns names": {"mechanisms": {"patterns": ["latent"]}},
+    r"mechanisms\.kept names": {"mechanisms": {"kept": ["window"]}},
     r"tradeoffs\.sparse": {"tradeoffs": {"sparse": ["latent"]}},
     r"the tokens of the test split": {"kvstore": {"restore": {"lengths": [10**6]}}},
     r"leaves no whole chunk of": {"kvstore": {"restore": {"suffix": 512}}},

@@ -43,9 +43,55 @@ class Latent:
     rank: int = 128
     sinks: int = 4
 
+    @property
+    def told(self) -> str:
+        """Its name with all settings."""
+        return f"latent:rank={self.rank},sinks={self.sinks}"
 
-Mechanism = Sparse | ByLength | Latent
-KINDS = (*(kind for kind in PATTERNS if kind != Full.kind), "by_length", "latent")
+
+@dataclass(frozen=True)
+class Eviction:
+    """Tokens of a context leave the cache, for good; the others keep their positions.
+
+    Parameters
+    ----------
+    policy : str
+        What stays beside the first tokens: ``sinks``, the last ones; ``small_keys``, those whose keys have a small
+        norm; ``attention``, those that the last queries look at. See `kvlab.kvstore.memory.selection`.
+    kept, percent : int
+        How many tokens stay, or how many of a hundred; one of both is 0.
+    sinks, recent : int
+        First tokens that stay in any case, and last ones, whose queries score.
+    """
+
+    name: str
+    policy: str
+    kept: int = 0
+    percent: int = 0
+    sinks: int = 4
+    recent: int = 32
+
+    def budget(self, context: int) -> int:
+        """Tokens of a context that stay."""
+        return min(context, self.kept or max(1, context * self.percent // 100))
+
+    @property
+    def told(self) -> str:
+        """Its name with all settings."""
+        size = f"kept={self.kept}" if self.kept else f"percent={self.percent}"
+        last = f",recent={self.recent}" if numbered(self.policy) else ""
+        return f"{self.policy}:{size},sinks={self.sinks}{last}"
+
+
+Mechanism = Sparse | ByLength | Latent | Eviction
+EVICTIONS = ("sinks", "small_keys", "attention")
+PLACE = 2  # bytes of the number of a token that is left, in each layer
+KINDS = (*(kind for kind in PATTERNS if kind != Full.kind), "by_length", "latent", *EVICTIONS)
+
+
+def numbered(policy: str) -> bool:
+    """Whether an eviction has to store where its tokens stood: those of a window after sinks are known."""
+    return policy != "sinks"
 
 
 def mechanism(text: str) -> Mechanism:
@@ -61,13 +107,27 @@ def mechanism(text: str) -> Mechanism:
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
         raise UnknownName("mechanism", kind, KINDS)
+    if kind in EVICTIONS:
+        return _eviction(text, kind, rest)
     made = {"by_length": ByLength, "latent": Latent}.get(kind) or PATTERNS[kind]
     given = _settings(kind, rest, [one.name for one in fields(made) if one.name != "name"])
     if kind in PATTERNS:
         return Sparse(text, made(**given))
+    _refuse_none(text, given)
+    return made(text, **given)
+
+
+def _eviction(text: str, policy: str, rest: str) -> Eviction:
+    given = _settings(policy, rest, ["kept", "percent", "sinks", *(["recent"] if numbered(policy) else [])])
+    _refuse_none(text, given)
+    if ("kept" in given) == ("percent" in given) or given.get("percent", 1) >= 100:
+        raise UserError(f"{text}: say how many tokens stay, by kept=96 or by percent=20, which is below 100")
+    return Eviction(text, policy, **given)
+
+
+def _refuse_none(text: str, given: Mapping[str, int | str]) -> None:
     if any(value < (name != "sinks") for name, value in given.items()):
         raise UserError(f"{text}: allowed are whole numbers, 1 or more")
-    return made(text, **given)
 
 
 def _settings(kind: str, rest: str, allowed: list[str]) -> Mapping[str, int | str]:

@@ -22,6 +22,22 @@ ContextCache = Mapping[tuple[int, Part], torch.Tensor]
 """K and V of a context, all layers: (layer, ``"k"`` or ``"v"``) -> (kv_heads, tokens, head_dim), the engine's dtype."""
 
 
+class Left(dict):
+    """A `ContextCache` of the tokens that an eviction left, K before its rotary embedding.
+
+    Parameters
+    ----------
+    context : int
+        Tokens that there were.
+    places : sequence of Tensor
+        By layer, rising positions of those that are left, of which all layers have as many.
+    """
+
+    def __init__(self, context: int, places: Sequence[torch.Tensor]):
+        super().__init__()
+        self.context, self.places = context, places
+
+
 class Tap(Protocol):
     """What looks at every attention layer's tensors, and may replace them.
 
@@ -157,7 +173,14 @@ class Engine(ABC):
         -------
         torch.Tensor, shape (len(ids) - 1 - context, vocab_size)
             As `score` with ``first=context``.
+
+        Raises
+        ------
+        Fault
+            Tokens left the cache (`Left`), and the engine cannot do without them.
         """
+        if isinstance(cache, Left):
+            raise Fault(f"{self.name} computes all tokens of a context, and has no cache that some of them could leave")
         return self.score(ids, context_of(cache), _Put(cache), placement)
 
     def write_over(
@@ -279,8 +302,13 @@ def until(written: list[int], stop: Sequence[int]) -> list[int]:
 
 
 def context_of(cache: ContextCache) -> int:
-    """Tokens that a cache holds."""
-    return cache[0, "k"].shape[1]
+    """Tokens of the context that a cache is of; an eviction left fewer of them."""
+    return cache.context if isinstance(cache, Left) else cache[0, "k"].shape[1]
+
+
+def gone_from(cache: ContextCache) -> int:
+    """Tokens of a context that left its cache."""
+    return context_of(cache) - cache[0, "k"].shape[1]
 
 
 def refuse_unknown_placement(placement: str) -> None:

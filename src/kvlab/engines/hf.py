@@ -21,11 +21,13 @@ from kvlab.base.testimony import Proof
 from kvlab.engines.base import (
     ContextCache,
     Engine,
+    Left,
     Part,
     Reading,
     Storage,
     Tap,
     context_of,
+    gone_from,
     proof_of,
     refuse_broken_weights,
     refuse_unknown_placement,
@@ -89,7 +91,7 @@ class HFEngine(Engine):
     def score_over(self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope") -> torch.Tensor:
         """See `Engine.score_over`: the model goes on from a filled cache."""
         filled = self.filled(cache, placement)
-        return self._rows(ids[context_of(cache) :], filled)[:-1]
+        return self._rows(ids[context_of(cache) :], filled, gone_from(cache))[:-1]
 
     @torch.inference_mode()
     def write_over(
@@ -102,22 +104,25 @@ class HFEngine(Engine):
         placement: Placement = "pre_rope",
     ) -> list[int]:
         """See `Engine.write_over`."""
-        filled = self.filled(cache, placement)
+        filled, gone = self.filled(cache, placement), gone_from(cache)
         told, offered = list(ids[context_of(cache) :]), list(draft[:tokens])
         given = told + offered
-        best = self._rows(given, filled)[len(told) - 1 :].argmax(-1).tolist()
+        best = self._rows(given, filled, gone)[len(told) - 1 :].argmax(-1).tolist()
         agreed = next((i for i, token in enumerate(offered) if token != best[i]), len(offered))
         written = [*offered[:agreed], best[agreed]]
         if agreed < len(offered):
             filled.crop(agreed - len(offered))
         while len(written) < tokens and written[-1] not in stop:
-            written.append(int(self._rows(written[-1:], filled)[-1].argmax()))
+            written.append(int(self._rows(written[-1:], filled, gone)[-1].argmax()))
         return until(written[:tokens], stop)
 
-    def _rows(self, ids: Sequence[int], filled: DynamicCache) -> torch.Tensor:
-        """The logits of tokens that follow a cache, which takes them up."""
+    def _rows(self, ids: Sequence[int], filled: DynamicCache, gone: int) -> torch.Tensor:
+        """The logits of tokens that follow a cache, which takes them up; `gone` tokens before them left it."""
         tokens = torch.tensor([list(ids)], device=self.model.device)
-        return self.model(tokens, past_key_values=filled, use_cache=True).logits[0]
+        first, places = filled.get_seq_length() + gone, None
+        if gone:  # by itself the model counts the tokens that are left
+            places = torch.arange(first, first + len(ids), device=self.model.device)[None]
+        return self.model(tokens, past_key_values=filled, position_ids=places, use_cache=True).logits[0]
 
     def filled(self, cache: ContextCache, placement: Placement = "pre_rope") -> DynamicCache:
         """A cache of the model's own kind that holds a context."""
@@ -126,7 +131,11 @@ class HFEngine(Engine):
         turn = self.rotation(context) if placement == "pre_rope" else None
         for layer in range(self.info.n_layers):
             k, v = (cache[layer, part][None].to(self.model.device, self.model.dtype) for part in ("k", "v"))
-            filled.update(turn(k) if turn else k, v, layer)
+            if isinstance(cache, Left):
+                k = _turned_where_they_stood(turn, k, cache.places[layer], context)
+            elif turn:
+                k = turn(k)
+            filled.update(k, v, layer)
         return filled
 
     def score_heard(
@@ -218,6 +227,13 @@ class HFEngine(Engine):
         cos, sin = rotary(torch.empty(0, dtype=self.model.dtype, device=self.model.device), positions)
         apply = sys.modules[type(rotary).__module__].apply_rotary_pos_emb
         return lambda k: apply(k[:, :1], k, cos, sin)[1]  # it wants queries too: one head of something
+
+
+def _turned_where_they_stood(turn: Callable[[Tensor], Tensor], k: Tensor, places: Tensor, context: int) -> Tensor:
+    """K [1, kv_heads, left, head_dim] after the rotary embedding of its own positions."""
+    whole = k.new_zeros(*k.shape[:2], context, k.shape[-1])
+    whole[:, :, places] = k
+    return turn(whole)[:, :, places]
 
 
 class TapCache(Cache):

@@ -25,7 +25,7 @@ from kvlab.codec.registry import build
 from kvlab.codec.seeding import generator
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
 from kvlab.codec.stream.cache_file import CacheHeader
-from kvlab.engines.base import Part
+from kvlab.engines.base import ContextCache, Part
 
 STREAMS = ("k", "v")
 JITTER = 2.0**-22  # relative; the float32 engines' captures of one model differ by about this much
@@ -114,6 +114,11 @@ class Coder:
 
     def begin(self, clean: CleanCapture, ids: list[int], window: int) -> None:
         """Told of a context's whole clean cache before any of it is coded; what codes tensor by tensor needs it not."""
+
+    def held(self, clean: CleanCapture, ids: list[int], window: int) -> ContextCache:
+        """What is left of a context's clean cache, as attention is to read it."""
+        self.begin(clean, ids, window)
+        return Snapshot(self, window, clean)
 
     def warm_up(self, clean: CleanCapture, ids: list[int], window: int) -> None:
         """Work for nothing once: first calls load kernels and fill tables."""
@@ -245,17 +250,23 @@ class JitteredCoder(Coder):
         return super()._code((x * (1 + JITTER * noise.to(x.device))).to(x.dtype), site)
 
 
+QUERIES = 64  # last ones of a context that are kept: what evictions score tokens by
+
+
 class CleanCapture:
-    """Tap that keeps the context's K and V of every layer and changes nothing."""
+    """Tap that keeps the context's K and V of every layer, and its last queries, and changes nothing."""
 
     def __init__(self, context: int):
         self.context = context
         self.kept: dict[tuple[int, str], torch.Tensor] = {}
+        self.queries: dict[int, torch.Tensor] = {}
 
     def __call__(self, layer: int, part: Part, x: torch.Tensor) -> None:
         """See `Tap`."""
         if part in STREAMS:
             self.kept[layer, part] = x[:, : self.context].clone()
+        else:
+            self.queries[layer] = x[:, max(0, self.context - QUERIES) : self.context].clone()
 
 
 class InForward:

@@ -2,78 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from kvlab.attention.latent_svd import LatentMap, Moments
+from kvlab.attention.latent_svd import LatentMap, Moments, attention_metric, fit
 from kvlab.base.recipe import Cell, StreamRecipe
-from kvlab.codec.base import Site, Stats
+from kvlab.codec.base import Site
 from kvlab.codec.registry import build
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
 from kvlab.engines.base import Engine, Part
-from kvlab.lab.coding import STREAMS, CleanCapture, Coded, Coder
+from kvlab.lab.coding import STREAMS, CleanCapture, now
+from kvlab.lab.keeping import KeepingCoder
+
+CALIBRATING = 8  # windows of the calibration's text that latents are fitted to
 
 
-class LatentCoder(Coder):
-    """Codes a whole cache, and gives out its layers.
+class LatentCoder(KeepingCoder):
+    """Makes latents of a whole cache, and K and V of all layers from these.
 
     Parameters
     ----------
-    maps : mapping of int to LatentMap, by layer
+    maps : callable
+        Gives the map of each layer, when the first cache comes.
     sinks : int
         First tokens that are stored as they are.
-    dtype : torch.dtype or None
-        That latents, and the first tokens, are stored in; None leaves them as they were computed.
     stream : StreamRecipe or None
         A codec that latents are coded by, without a calibration, as one head as wide as their rank; then `dtype` is
         that of the first tokens alone.
-
-    Attributes
-    ----------
-    made : dict of (layer, stream) to Tensor
-        What attention reads of the last window.
     """
 
     def __init__(
         self,
         cell: Cell,
-        maps: Mapping[int, LatentMap],
+        maps: Callable[[], Mapping[int, LatentMap]],
         sinks: int,
         dtype: torch.dtype | None,
         stream: StreamRecipe | None = None,
     ):
-        super().__init__(cell, None)
-        self.maps, self.sinks, self.dtype = maps, sinks, dtype
+        super().__init__(cell, dtype)
+        self.maps, self.sinks = maps, sinks
         self._latent_codec = build(stream, None) if stream else None
-        self.made: dict[tuple[int, str], torch.Tensor] = {}
 
     def begin(self, clean: CleanCapture, ids: list[int], window: int) -> None:
         """See `Coder`."""
-        for layer, one in self.maps.items():
+        for layer, one in self.maps().items():
             kv = [clean.kept[layer, stream] for stream in STREAMS]
+            began = now(kv[0])
             latents, size = self._latents(one.latents(*(x[:, self.sinks :] for x in kv)), Site(window, layer, "k"))
-            kept = [self._stored(x[:, : self.sinks]) for x in kv]
-            self.tally.coded_bytes += size + sum(x.nbytes for x in kept)
+            kept = [self.stored(x[:, : self.sinks]) for x in kv]
+            stored = now(kv[0])
             for stream, x, first, made in zip(STREAMS, kv, kept, one.restored(latents), strict=True):
                 self.made[layer, stream] = torch.cat([first.to(x.dtype), made.to(x.dtype)], dim=1)
+            self.tally.coded_bytes += size + sum(x.nbytes for x in kept)
+            self.tally.encode_seconds += stored - began
+            self.tally.decode_seconds += now(kv[0]) - stored
 
     def _latents(self, latents: torch.Tensor, site: Site) -> tuple[torch.Tensor, int]:
         """Latents as they are read, and the bytes that they are stored in."""
         if self._latent_codec is None:
-            stored = self._stored(latents)
-            return stored, stored.nbytes
+            kept = self.stored(latents)
+            return kept, kept.nbytes
         data = frame_bytes(self._latent_codec.encode(latents[None].float(), site))
         return self._latent_codec.decode(read_frame(data).to(latents.device))[0], len(data)
 
-    def _stored(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.dtype is None else x.to(self.dtype)
-
     def snapshot(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         """See `Coder`; what `begin` made."""
-        made = self.made[site.layer, site.stream]
-        self._count(Coded(made, 0, Stats(n_coefficients=x.numel()), 0.0, 0.0, 0.0, 0.0), x, site.stream)
-        return made
+        self.tally.fires += 1
+        return self.made[site.layer, site.stream]
+
+
+def fitted(moments: Mapping[int, Moments], rank: int) -> dict[int, LatentMap]:
+    """The maps of every layer, in the metric of its attention."""
+    return {layer: fit(one, rank, attention_metric(one)) for layer, one in moments.items()}
 
 
 def moments_of(engine: Engine, windows: list[list[int]]) -> dict[int, Moments]:

@@ -1,4 +1,4 @@
-"""Attention that reads less, and latent caches, in the measuring loop beside codecs.
+"""Attention that reads less, latent caches and evictions, in the measuring loop beside codecs.
 
 Not to be confused with the study `mechanisms`, whose rows are codecs for the gate. What is measured here is held
 against the same untouched passes as a codec, over K and V rounded to bfloat16: its bytes are those of 16 bits.
@@ -12,41 +12,109 @@ V that were read; reading by a pattern is written out there a second time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import polars as pl
 import torch
 
 from kvlab.attention.hf import Effect, attending
-from kvlab.attention.latent_svd import LatentMap, Moments, attention_metric, fit
+from kvlab.attention.latent_svd import Moments
 from kvlab.attention.layer_plan import LayerPlan
-from kvlab.attention.named import Latent, Mechanism
+from kvlab.attention.named import Eviction, Latent, Mechanism
 from kvlab.attention.patterns import Full, Window
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, CodecNotActive, Fault
-from kvlab.base.recipe import CastStream, Cell, IdentityStream, Recipe
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import CastStream, Cell, IdentityStream, Recipe, StreamRecipe
 from kvlab.base.records import CANARY_MIN, SAME
 from kvlab.calibration.load import Calibrated
-from kvlab.engines.base import ContextCache, Engine
-from kvlab.lab.coding import Coder
-from kvlab.lab.latent import LatentCoder
+from kvlab.engines.base import ContextCache, Engine, gone_from
+from kvlab.lab.coding import Coder, Tally
+from kvlab.lab.eviction import EvictingCoder
+from kvlab.lab.keeping import KeepingCoder
+from kvlab.lab.latent import LatentCoder, fitted
 from kvlab.lab.mechanism_again import computed_again
 from kvlab.lab.scoring import WindowRun
 from kvlab.lab.whole import coder_of
 from kvlab.witness.plain import PlainModel
-from kvlab.witness.reading import reader
+from kvlab.witness.reading import Attend, reader, reader_of_kept
 
 ITEMSIZE = 2  # bytes of a number that no codec codes
 IN_16_BITS = Recipe(k=CastStream(), v=CastStream())
 AS_IT_IS = Recipe(k=IdentityStream(), v=IdentityStream())
 
 
+Keeping = Latent | Eviction
+"""What keeps less of a finished context, and reads all that it keeps."""
+
+
 def not_run(asked: Mechanism, engine: str, protocol: str) -> str | None:
     """Why a mechanism cannot be measured so; None where it can."""
-    if isinstance(asked, Latent):
-        return "a latent is of K and V, which a forward makes one after the other" if protocol != "snapshot" else None
-    if engine != "hf":
+    if isinstance(asked, Keeping) and protocol != "snapshot":
+        return "it keeps less of a finished context, and a forward makes K and V one after the other"
+    if isinstance(asked, Eviction) and engine != "hf":
+        return f"{engine} computes a prompt in pages of its own, which keep every token"
+    if engine != "hf" and not isinstance(asked, Latent):
         return f"{engine}'s attention reads its own pages with its own kernel, to which no pattern can be given"
     return None
+
+
+def refuse_needless(asked: Mechanism, engine: str, protocol: str, info: ModelInfo, context: int) -> None:
+    """`CapabilityError` where it cannot be measured so, or would leave out nothing of contexts of so many tokens."""
+    if why := not_run(asked, engine, protocol):
+        raise CapabilityError(why)
+    whole = 2 * info.n_kv_heads * info.head_dim
+    if isinstance(asked, Latent):
+        if asked.rank >= whole:
+            raise CapabilityError(f"a token's K and V of a layer are {whole} numbers, no more than its latent has")
+    elif asked.budget(context) == context if isinstance(asked, Eviction) else asked.pattern.keys(context) > context:
+        raise CapabilityError(f"it leaves out nothing of {context} tokens, the windows' context")
+
+
+def keeping_coder(
+    asked: Keeping,
+    cell: Cell,
+    engine: Callable[[], Engine],
+    moments: Callable[[], Mapping[int, Moments]],
+    dtype: torch.dtype | None,
+    stream: StreamRecipe | None = None,
+) -> KeepingCoder:
+    """What keeps less of a context, as a coder; engine and moments are asked for when the first cache comes.
+
+    Parameters
+    ----------
+    moments : callable
+        See `latent.moments_of`; evictions ask for none.
+    dtype, stream
+        See `LatentCoder`.
+    """
+    if isinstance(asked, Latent):
+        return LatentCoder(cell, cache(lambda: fitted(moments(), asked.rank)), asked.sinks, dtype, stream)
+    return EvictingCoder(cell, asked, lambda tokens: engine().rotation(tokens), dtype)
+
+
+def extremes(asked: Keeping, info: ModelInfo, context: int) -> tuple[Keeping, Keeping]:
+    """The same, keeping everything and keeping next to nothing."""
+    if isinstance(asked, Latent):
+        return replace(asked, rank=2 * info.n_kv_heads * info.head_dim), replace(asked, rank=1)
+    return replace(asked, kept=context), replace(asked, kept=1)
+
+
+def refuse_unheard(name: str, floor: float, canary: float, dtype: str) -> None:
+    """`Fault` where keeping, or reading, everything moves the logits; `CodecNotActive` where next to nothing does not.
+
+    Parameters
+    ----------
+    floor, canary : float
+        Mean KL of everything and of next to nothing, nats per token.
+    """
+    if not floor <= SAME[dtype]:
+        raise Fault(f"{name}: what keeps and reads everything moves the logits by KL {floor:.1e} nats per token")
+    if not canary >= CANARY_MIN:
+        raise CodecNotActive(
+            f"{name}: next to nothing in its place moves the logits by KL {canary:.1e} nats only; it does not reach the"
+            " attention"
+        )
 
 
 @dataclass(eq=False)
@@ -96,7 +164,10 @@ class Applied:
             raise CapabilityError(f"{self.asked.name} is not measured on {self.engine.name}, {self.protocol}: {why}")
         if isinstance(self.asked, Latent) and len(self.moments) != self.engine.info.n_layers:
             raise CalibrationMismatch(f"{self.asked.name} needs moments of all {self.engine.info.n_layers} layers")
-        self._maps = self._fitted(self.asked.rank) if isinstance(self.asked, Latent) else {}
+        if isinstance(self.asked, Keeping):
+            self._coder = self._keeping(
+                self.asked, torch.bfloat16, None if self.recipe == IN_16_BITS else self.recipe.k
+            )
 
     def due(self, _window: int) -> bool:
         """On every window."""
@@ -112,35 +183,31 @@ class Applied:
         Fault
             What keeps everything moves the logits.
         """
-        latent = isinstance(self.asked, Latent)
         if run.number == 0:
-            self._probe(run, latent)
-        rows = self._through_latents(run, self._maps) if latent else self._by_plan(run, self.plan)
+            self._probe(run)
+        rows = self._kept(run) if isinstance(self.asked, Keeping) else self._by_plan(run, self.plan)
         self.tables.append(rows)
         return rows
+
+    def keeps(self, run: WindowRun) -> ContextCache:
+        """What it keeps of a window's context, of what keeps less."""
+        return run.snapshot(self._coder.cell, self._coder)
 
     @property
     def plan(self) -> LayerPlan:
         """What each layer reads by."""
         return self.asked.plan(self.engine.info.n_layers, self.context)
 
-    def _probe(self, run: WindowRun, latent: bool) -> None:
+    def _probe(self, run: WindowRun) -> None:
         """What keeps everything, and what keeps next to nothing, on the same way as the mechanism itself."""
         info = self.engine.info
-        if latent:
-            whole = self._through_latents(run, self._fitted(2 * info.n_kv_heads * info.head_dim), exact=True)
-            least = self._through_latents(run, self._fitted(1), probe=True)
+        if isinstance(self.asked, Keeping):
+            probes = extremes(self.asked, info, self.context)
+            passed = [over_kept(run, self._keeping(probe, None))[0] for probe in probes]
+            found = [run.rows("probe", logits, run.over_clean) for logits in passed]
         else:
-            whole = self._by_plan(run, (Full(),) * info.n_layers, AS_IT_IS)
-            least = self._by_plan(run, (Window(1),) * info.n_layers, AS_IT_IS)
-        floor, canary = (float(rows["kl"].mean()) for rows in (whole, least))
-        if not floor <= SAME[self.engine.dtype]:
-            raise Fault(f"{self.asked.name}: what keeps everything moves the logits by KL {floor:.1e} nats per token")
-        if canary < CANARY_MIN:
-            raise CodecNotActive(
-                f"{self.asked.name}: what keeps next to nothing moves the logits by KL {canary:.1e} nats only; it does"
-                " not reach the attention"
-            )
+            found = [self._by_plan(run, (probe,) * info.n_layers, AS_IT_IS) for probe in (Full(), Window(1))]
+        refuse_unheard(self.asked.name, *(float(rows["kl"].mean()) for rows in found), self.engine.dtype)
 
     def _by_plan(self, run: WindowRun, plan: LayerPlan, probe: Recipe | None = None) -> pl.DataFrame:
         """Rows under a plan; with the recipe of a probe nothing is counted."""
@@ -174,20 +241,17 @@ class Applied:
         indexed = sum(pattern.indexed for pattern in plan) * info.n_kv_heads * info.head_dim
         self.stored = coded + ITEMSIZE * indexed
 
-    def _through_latents(
-        self, run: WindowRun, maps: Mapping[int, LatentMap], exact: bool = False, probe: bool = False
-    ) -> pl.DataFrame:
-        """Rows over a cache made from latents, which `exact` leaves unrounded; of it and a probe nothing counts."""
+    def _keeping(self, asked: Keeping, dtype: torch.dtype | None, stream: StreamRecipe | None = None) -> KeepingCoder:
         cell = self._cell(AS_IT_IS)
-        stream = None if exact or probe or self.recipe == IN_16_BITS else self.recipe.k
-        coder = LatentCoder(cell, maps, self.asked.sinks, None if exact else torch.bfloat16, stream)
-        reference, logits = run.reference_of(cell), run.logits(cell, coder)
-        coder.refuse_idle()
-        if not (exact or probe):
-            self.stored = coder.tally.coded_bytes / self.context
-            self.read.append(read_of(self.stored, self.context, len(run.ids), self.engine.info.values_per_token))
-            self._witness(run, logits, coder.made)
-        return run.rows(cell.cell_id, logits, reference)
+        return keeping_coder(asked, cell, lambda: self.engine, lambda: self.moments, dtype, stream)
+
+    def _kept(self, run: WindowRun) -> pl.DataFrame:
+        """Rows over what is kept, all of which a step reads."""
+        logits, held = over_kept(run, self._coder)
+        self.stored = self._coder.tally.coded_bytes / self.context
+        self.read.append(read_of(self.stored, self.context, len(run.ids), self.engine.info.values_per_token))
+        self._witness(run, logits, self._coder.made, attention_over(held))
+        return run.rows(self._coder.cell.cell_id, logits, run.over_clean)
 
     def _witness(
         self, run: WindowRun, logits: torch.Tensor, held: ContextCache | None, attend: Callable | None = None
@@ -195,9 +259,6 @@ class Applied:
         """Have the last window of a snapshot computed again, over the K and V that were read."""
         if self.plain and run.number == self.last and held is not None:
             self.witnessed = computed_again(self.plain(), run, held, logits, attend, self.asked.name)
-
-    def _fitted(self, rank: int) -> dict[int, LatentMap]:
-        return {layer: fit(one, rank, attention_metric(one)) for layer, one in self.moments.items()}
 
     def _cell(self, recipe: Recipe) -> Cell:
         return Cell(
@@ -212,6 +273,25 @@ class Applied:
             windows=1,
             recipe=recipe,
         )
+
+
+def over_kept(run: WindowRun, coder: KeepingCoder) -> tuple[torch.Tensor, ContextCache]:
+    """Logits of the tokens after a context over what a coder keeps of it, and that; the tally is of this alone.
+
+    Raises
+    ------
+    CodecNotActive
+        The coder did not keep something of each layer and stream.
+    """
+    coder.tally = Tally()
+    held = run.snapshot(coder.cell, coder)
+    coder.refuse_idle()
+    return run.engine.score_over(run.ids, held), held
+
+
+def attention_over(held: ContextCache) -> Attend | None:
+    """How a witness reads what is left of a context; None where that is every token."""
+    return reader_of_kept([one.tolist() for one in held.places], held.context) if gone_from(held) else None
 
 
 def read_of(stored: float, context: int, tokens: int, values: int) -> float:

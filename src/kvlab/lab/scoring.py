@@ -12,8 +12,8 @@ import torch
 from kvlab.base.errors import CodecNotActive, Fault
 from kvlab.base.recipe import IDENTITY, BlockStream, Cell, Recipe
 from kvlab.base.records import CANARY_MIN, SAME, TOKENS, TWO_PASSES
-from kvlab.engines.base import Engine
-from kvlab.lab.coding import UNDECIDING, CleanCapture, Coder, InForward, Snapshot, Tally
+from kvlab.engines.base import ContextCache, Engine
+from kvlab.lab.coding import UNDECIDING, CleanCapture, Coder, InForward, Tally
 from kvlab.lab.overheard import Overheard
 from kvlab.stats.divergences import Reference
 
@@ -113,7 +113,7 @@ class WindowRun:
         """Logits of a second pass of the untouched model."""
         return self.engine.score(self.ids, self.context)
 
-    def _over(self, snapshot: Snapshot, cell: Cell) -> torch.Tensor:
+    def _over(self, snapshot: ContextCache, cell: Cell) -> torch.Tensor:
         """Logits over a coded cache; the layers below the first coded one are not run again where that can be."""
         if cell.span != "context":
             raise Fault(f"cell {cell.label!r} codes scored tokens, which a snapshot of the context does not hold")
@@ -122,11 +122,9 @@ class WindowRun:
             return self.engine.score_over_from(lowest, inputs, self.ids, snapshot, cell.placement)
         return self.engine.score_over(self.ids, snapshot, cell.placement)
 
-    def snapshot(self, cell: Cell, coder: Coder) -> Snapshot:
+    def snapshot(self, cell: Cell, coder: Coder) -> ContextCache:
         """The context's clean cache, coded by a cell."""
-        clean = self._clean(cell.placement)
-        coder.begin(clean, self.ids[: self.context], self.number)
-        return Snapshot(coder, self.number, clean)
+        return coder.held(self._clean(cell.placement), self.ids[: self.context], self.number)
 
     def measured(self, cell: Cell, coder: Coder, name: str | None = None) -> pl.DataFrame:
         """Token rows of a cell on this window, under its id if no other name is given."""

@@ -30,6 +30,7 @@ SAID = {
         "in_forward": [],
         "pages": ["klt"],
         "patterns": ["block_sparse:block=16,top_k=6,window=64"],
+        "kept": ["latent:rank=256", "attention:percent=25"],
         "cache_dtypes": ["fp8_e4m3"],
         "needles": 4,
         "greedy": 8,

@@ -12,7 +12,9 @@ from pathlib import Path
 from statistics import median
 
 import polars as pl
+import torch
 
+from kvlab.attention.latent_svd import Moments
 from kvlab.attention.named import mechanism
 from kvlab.base.errors import CapabilityError, CodecNotActive, CorpusError, ModelError
 from kvlab.base.model import ModelInfo, load_tokenizer, resolve
@@ -24,14 +26,17 @@ from kvlab.calibration.load import Fitted
 from kvlab.engines import capability
 from kvlab.lab.coding import Coder
 from kvlab.lab.engines import Which, device
+from kvlab.lab.keeping import KeepingCoder
+from kvlab.lab.latent import CALIBRATING, moments_of
 from kvlab.lab.measure import Findings, Lab, Probes, calibrated_for, run
-from kvlab.lab.mechanism import not_run
+from kvlab.lab.mechanism import Keeping, keeping_coder, refuse_needless
 from kvlab.lab.store import Found
 from kvlab.lab.subjects import total
 from kvlab.lab.whole import coder_of
 from kvlab.lab.windows import Window, windows_of
 from kvlab.lab.witnessing import WitnessSubject, witnessed_mean_of
 from kvlab.studies.mechanisms.items import VERSIONS, retrievals, tasks
+from kvlab.studies.mechanisms.kept import KeptLess
 from kvlab.studies.mechanisms.patterned import Patterned, read_counts
 from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, NEEDLE, PASSED, TASKS, Variant, asked, variants
 from kvlab.studies.mechanisms.records import (
@@ -125,7 +130,7 @@ class MechanismsPart:
         for variant in variants(lab.params, self.engine):
             self._add(variant)
         self.subjects = list(self.by_eval.values())
-        self.cells: list[Cell] = [variant.cell for variant in self.variants if variant.tapped]
+        self.cells: list[Cell] = [variant.cell for variant in self.variants if variant.tapped and variant.codec]
         cells = [lab.subject(cell) for cell in self.cells]
         self.witnesses = lab.witnesses(cells, self.scored.get(FIDELITY, ()), judged=False)
 
@@ -143,11 +148,32 @@ class MechanismsPart:
         return list(asked(counts, self.engine, variant.protocol(self.lab.params.mechanisms.protocols)))
 
     def _subject(self, name: str, *given) -> Subject:
+        variant = given[0]
+        if name in PASSED and variant.kept:
+            return KeptLess(name, *given, keeper=lambda asked: self._keeping(asked, variant.cell, None))
         if name in PASSED:
-            return (Patterned if given[0].pattern else Subject)(name, *given)
+            return (Patterned if variant.pattern else Subject)(name, *given)
         if name == GREEDY:
             return Writer(name, *given, judge=Greedy(len(self.scored[name])))
         return Writer(name, *given, judge=Answers(name, self.texts, self.tokenizer))
+
+    def _keeping(self, asked: Keeping, cell: Cell, dtype: torch.dtype | None) -> KeepingCoder:
+        return keeping_coder(asked, cell, lambda: self.lab.engines.get(self.plain), lambda: self._moments, dtype)
+
+    @cached_property
+    def _moments(self) -> dict[int, Moments]:
+        """What latents are fitted to: passes over windows of the calibration's text, which nothing is scored on."""
+        return moments_of(self.lab.engines.get(self.plain), self.lab.windows.calib[:CALIBRATING].tolist())
+
+    def _coder(self, variant: Variant) -> Coder | None:
+        """What runs beside the engine's own cache."""
+        if not variant.tapped:
+            return None
+        if variant.kept:
+            dtype = getattr(torch, self.lab.params.mechanisms.dtype)
+            return self._keeping(mechanism(variant.kept), variant.cell, dtype)
+        calibrated = calibrated_for(variant.cell, self.lab.calibrated)
+        return coder_of(variant.cell, calibrated, self.lab.memos.get(self.plain), judged=False)
 
     @cached_property
     def tokenizer(self):
@@ -158,15 +184,14 @@ class MechanismsPart:
         """A variant among those that run, or, where its engine cannot be had here, among those that are missing."""
         lab, cell = self.lab, variant.cell
         which = self.plain._replace(cache_dtype=variant.cache_dtype or capability.AUTO)
-        memo, calibrated = lab.memos.get(self.plain), cell and calibrated_for(cell, lab.calibrated)
-        coder = coder_of(cell, calibrated, memo, judged=False) if variant.tapped else None
         if variant.paged:
-            which = lab.engines.coding(which, cell.recipe, calibrated)
-        given = (variant, lab, which, self.plain, coder)
+            which = lab.engines.coding(which, cell.recipe, calibrated_for(cell, lab.calibrated))
+        given = (variant, lab, which, self.plain, self._coder(variant))
         subjects = [self._subject(name, *given) for name in self._asked(variant)]
         try:
-            if variant.pattern:
-                self._refuse_unread(variant.pattern)
+            if named := variant.pattern or variant.kept:
+                protocol = variant.protocol(lab.params.mechanisms.protocols)
+                refuse_needless(mechanism(named), self.engine, protocol, lab.info, lab.windows.context)
             if which != self.plain:
                 self._start(variant, subjects)
         except (CapabilityError, ModelError) as error:
@@ -175,14 +200,6 @@ class MechanismsPart:
             return
         self.variants.append(variant)
         self.by_eval |= {(variant.label, subject.quality_eval_id): subject for subject in subjects}
-
-    def _refuse_unread(self, pattern: str) -> None:
-        """`CapabilityError` where a pattern cannot run, or would leave out nothing of contexts as short as these."""
-        asked, context = mechanism(pattern), self.lab.windows.context
-        if why := not_run(asked, self.engine, "in_forward"):
-            raise CapabilityError(why)
-        if asked.pattern.keys(context) > context:
-            raise CapabilityError(f"it leaves out nothing of {context} tokens, the windows' context")
 
     def _start(self, variant: Variant, subjects: list[Subject]) -> None:
         """Start an engine with a cache of its own now, unless all that it could say is known: it may refuse."""
@@ -227,7 +244,7 @@ class MechanismsPart:
         windows, cell = self.lab.windows, variant.cell
         runs = tuple(self._eval_run(variant, name, found[variant.label, name]) for name in self._asked(variant))
         took = seconds(found[variant.label, FIDELITY], found[BASELINE, FIDELITY])
-        note = found[variant.label, FIDELITY][0][1].note
+        note, last = (found[variant.label, FIDELITY][place][1].note for place in (0, -1))
         storage, tapped = storage_of(note), variant.tapped
         return MechanismRow(
             label=variant.label,
@@ -241,15 +258,18 @@ class MechanismsPart:
             recipe_id=variant.recipe_id,
             kv_cache_dtype=storage.dtype,
             cache_class=storage.cache,
-            codec=cell.recipe.k.codec if cell else None,
+            codec=variant.codec,
             throughput_tok_s=windows.test.shape[1] / median(one.whole for one in took),
             seconds=tuple(one.whole for one in took),
             compression_overhead_ms=1e3 * median(one.encode for one in took) if tapped else None,
             decompression_overhead_ms=1e3 * median(one.decode for one in took) if tapped else None,
             canary_kl=(
-                probes[self.plain, cell.protocol, cell.placement].canary if tapped else own_canary(variant, found)
+                probes[self.plain, cell.protocol, cell.placement].canary
+                if tapped and not variant.kept
+                else own_canary(variant, found)
             ),
             **{name: note.get(name) for name in ("backend", "pool", "served", "pattern")},
+            witnessed_kl=last.get("witnessed"),
             **runs[0].model_dump(include=set(COUNTED)),
             evals=runs,
         )
@@ -271,12 +291,14 @@ class MechanismsPart:
         coder = self.by_eval[variant.label, name].coder
         lengths = dict.fromkeys(stored(variant, window) for window, _ in found)
         codings = [self._coding(variant, coder, tokens, found) for tokens in lengths]
+        held = sum(coding.coded_bytes + coding.raw_bytes for coding in codings)
         return EvalRun(
             **which,
             fires=sum(coding.fires for coding in codings),
             expected_fires=sum(coding.expected_fires for coding in codings),
-            kv_bytes=sum(coding.coded_bytes + coding.raw_bytes for coding in codings),
+            kv_bytes=held,
             kv_values=sum(coding.values for coding in codings),
+            read_bytes=held if variant.kept else None,  # a step reads all that is kept
         )
 
     def _coding(self, variant: Variant, coder: Coder, tokens: int, found: list[tuple[Window, Found]]) -> Coding:
@@ -330,7 +352,7 @@ def own_canary(variant: Variant, found: dict[tuple[str, str], list[tuple[Window,
     CodecNotActive
         It does no more than a second run of the engine as it is: the pass did not read what the cache stores.
     """
-    if variant.pattern:
+    if variant.pattern or variant.kept:
         return found[variant.label, FIDELITY][0][1].note["canary"]
     if variant.cache_dtype is None and not variant.paged:
         return None

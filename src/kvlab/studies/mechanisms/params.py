@@ -7,13 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvlab.attention.named import mechanism
+from kvlab.attention.named import EVICTIONS, mechanism
 from kvlab.base.errors import UserError, suggestion
 from kvlab.base.params import Params, Section
 from kvlab.base.recipe import Bits, DType, Protocol
 from kvlab.base.rungs import KEPT_WHOLE, LADDERED, Finished, Laddered
 
-PATTERNED = ("block_sparse", "window", "chunk_summary")  # kinds that a row can be of
+PATTERNED = ("block_sparse", "window", "chunk_summary")  # kinds of `patterns`
+KEPT = ("latent", *EVICTIONS)  # kinds of `kept`
 
 
 class Mechanisms(Section):
@@ -58,6 +59,11 @@ class Mechanisms(Section):
         description="what attention reads by on hf, `block_sparse:block=32,top_k=4`, `window:window=128` or"
         " `chunk_summary:chunk=32`: a row of each; none: leave them out",
     )
+    kept: tuple[str, ...] = Field(
+        default=(),
+        description="what is kept of a finished context, under `snapshot`: `latent:rank=128`, or, on hf alone,"
+        " `sinks:percent=25`, `attention:percent=25` or `small_keys:percent=25`: a row of each; none: leave them out",
+    )
     needles: int = Field(default=200, ge=2, description="retrieval items, each with a text of its own")
     tasks: tuple[Literal["niah_single", "niah_multikey", "niah_multivalue", "vt"], ...] = Field(
         default=("niah_single", "niah_multikey", "niah_multivalue"),
@@ -85,11 +91,12 @@ class Mechanisms(Section):
 
     def problems(self, params: Params) -> Iterator[str]:
         """A protocol or pages asked for twice, whose rows would stand there twice; a codec that none can measure."""
-        for name in ("protocols", "pages", "patterns"):
+        for name in ("protocols", "pages", "patterns", "kept"):
             asked = getattr(self, name)
             if len(set(asked)) < len(asked):
                 yield f"mechanisms.{name} is {list(asked)}; allowed: each once"
-        yield from filter(None, map(_unread, self.patterns))
+        yield from filter(None, (_unknown("patterns", name, PATTERNED) for name in self.patterns))
+        yield from filter(None, (_unknown("kept", name, KEPT) for name in self.kept))
         for codec in KEPT_WHOLE if "snapshot" not in self.protocols else ():
             if codec in self.codecs:
                 yield (
@@ -98,13 +105,13 @@ class Mechanisms(Section):
                 )
 
 
-def _unread(name: str) -> str | None:
-    """Why a name is no pattern that a row can be of; None where it is one."""
+def _unknown(key: str, name: str, kinds: tuple[str, ...]) -> str | None:
+    """Why a name is of no kind that a row can be of; None where it is one."""
     kind = name.partition(":")[0]
-    if kind not in PATTERNED:
-        return f"mechanisms.patterns names {name!r}; allowed: {', '.join(PATTERNED)}{suggestion(kind, PATTERNED)}"
+    if kind not in kinds:
+        return f"mechanisms.{key} names {name!r}; allowed: {', '.join(kinds)}{suggestion(kind, kinds)}"
     try:
         mechanism(name)
     except UserError as error:
-        return f"mechanisms.patterns: {error}"
+        return f"mechanisms.{key}: {error}"
     return None

@@ -14,11 +14,10 @@ from kvlab.attention.hf import attending, plan_of
 from kvlab.attention.layer_plan import LayerPlan
 from kvlab.attention.named import mechanism
 from kvlab.attention.patterns import Full, Window
-from kvlab.base.errors import CodecNotActive, Fault
 from kvlab.base.model import ModelInfo
-from kvlab.base.records import CANARY_MIN, SAME
 from kvlab.lab.coding import now
 from kvlab.lab.engines import Visit
+from kvlab.lab.mechanism import refuse_unheard
 from kvlab.lab.store import Found
 from kvlab.lab.windows import Window as Scored
 from kvlab.studies.mechanisms.items import SCORERS, fidelity
@@ -80,17 +79,8 @@ class Patterned(Subject):
             with attending(engine.model, (pattern,) * engine.info.n_layers):
                 logits = engine.score(list(window.ids), window.context)[first:]
             seen.append(fidelity(reference, logits.to(reference.logits.device))["kl"])
-        floor, canary = seen
-        if not floor <= SAME[engine.dtype]:
-            raise Fault(
-                f"{self.variant.label}: what reads everything moves the logits by KL {floor:.1e} nats per token"
-            )
-        if canary < CANARY_MIN:
-            raise CodecNotActive(
-                f"{self.variant.label}: what reads the last token alone moves the logits by KL {canary:.1e} nats only;"
-                " it does not reach the attention"
-            )
-        return canary
+        refuse_unheard(self.variant.label, *seen, engine.dtype)
+        return seen[1]
 
 
 def read_counts(pattern: str, found: list[tuple[Scored, Found]], info: ModelInfo, itemsize: int) -> dict[str, int]:

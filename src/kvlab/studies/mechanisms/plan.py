@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from kvlab.attention.named import EVICTIONS
 from kvlab.base.params import Params
-from kvlab.base.recipe import IDENTITY, Cell, digest
+from kvlab.base.recipe import IDENTITY, Cell, Recipe, digest
 from kvlab.base.rungs import KEPT_WHOLE, ladder_recipe, rates
 
 BASELINE = "baseline"
@@ -24,6 +25,8 @@ SPANS = {"snapshot": "context", "in_forward": "window"}
 PAGED = ("vllm",)  # engines whose own cache may hold coded bytes
 READING = {"block_sparse": "block_sparse", "window": "block_sparse", "chunk_summary": "chunk_summary"}
 """The gate's variant of each kind of pattern that is measured here."""
+KEEPING = {"latent": "latent_lowrank"} | dict.fromkeys(EVICTIONS, "eviction")
+"""The same of what keeps less of a finished context."""
 TRANSFORMING = ("klt", "block", *KEPT_WHOLE)  # registered as kv_compression; the others as kv_quantization
 
 
@@ -48,6 +51,8 @@ class Variant(NamedTuple):
         Whether the engine's own cache holds what the codec of `cell` writes; otherwise the codec runs beside it.
     pattern : str or None
         What attention reads by, as `kvlab.attention.named` takes it; K and V are stored as they are.
+    kept : str or None
+        What is kept of a finished context, as it takes that; the cell then says where, and codes nothing.
     """
 
     label: str
@@ -60,19 +65,25 @@ class Variant(NamedTuple):
     cache_dtype: str | None = None
     paged: bool = False
     pattern: str | None = None
+    kept: str | None = None
 
     @property
     def tapped(self) -> bool:
-        """Whether a codec runs beside the engine's own cache."""
+        """Whether a codec, or what keeps less, runs beside the engine's own cache."""
         return self.cell is not None and not self.paged
+
+    @property
+    def codec(self) -> str | None:
+        """The codec that runs."""
+        return self.cell.recipe.k.codec if self.cell and not self.kept else None
 
     @property
     def recipe_id(self) -> str:
         """Identity of what is done to K and V."""
         if self.cache_dtype:
             return digest({"kv_cache_dtype": self.cache_dtype})
-        if self.pattern:
-            return digest({"pattern": self.pattern})
+        if self.pattern or self.kept:
+            return digest({"pattern": self.pattern or self.kept})
         return (self.cell.recipe if self.cell else IDENTITY).recipe_id
 
     @property
@@ -100,6 +111,8 @@ def variants(params: Params, engine: str) -> list[Variant]:
     if engine in PAGED:
         bits = params.mechanisms.bits
         found += [_paged(params, engine, codec, one) for codec in params.mechanisms.pages for one in bits]
+    if "snapshot" in params.mechanisms.protocols:
+        found += [_keeping(params, engine, name) for name in params.mechanisms.kept]
     return found + [_patterned(name) for name in params.mechanisms.patterns]
 
 
@@ -128,6 +141,10 @@ def _mechanism(codec: str) -> str:
 
 
 def _cell(params: Params, engine: str, codec: str, bits: int | None, protocol: str, label: str) -> Cell:
+    return _of_all_layers(params, engine, ladder_recipe(codec, bits, "", params), protocol, label)
+
+
+def _of_all_layers(params: Params, engine: str, recipe: Recipe, protocol: str, label: str) -> Cell:
     return Cell(
         study="mechanisms",
         label=label,
@@ -139,8 +156,14 @@ def _cell(params: Params, engine: str, codec: str, bits: int | None, protocol: s
         stream="kv",
         layers=tuple(range(params.model.n_layers)),
         windows=1,  # how many is a matter of each eval
-        recipe=ladder_recipe(codec, bits, "", params),
+        recipe=recipe,
     )
+
+
+def _keeping(params: Params, engine: str, name: str) -> Variant:
+    variant = KEEPING[name.partition(":")[0]]
+    cell = _of_all_layers(params, engine, IDENTITY, "snapshot", name)
+    return Variant(name, "kv_compression", variant, method=variant, scope="kv_cache", cell=cell, kept=name)
 
 
 def _patterned(name: str) -> Variant:
@@ -163,4 +186,4 @@ def asked(items: Mapping[str, int], engine: str, protocol: str) -> dict[str, int
 
 def cells(params: Params, engine: str) -> list[Cell]:
     """The cells of the codecs on one engine."""
-    return [variant.cell for variant in variants(params, engine) if variant.cell]
+    return [variant.cell for variant in variants(params, engine) if variant.codec]

@@ -67,7 +67,8 @@ class MechanismRow(Frozen):
     cache holds, `backend` is the class that computed attention over it, `pool` that cache by the engine's own count,
     and `served` what the engine says that its pages are coded by; their `canary_kl` is what zeroed pages do. Where
     attention read by a `pattern`, that is its name with all settings, as the running model had it, and `canary_kl` what
-    reading next to nothing does.
+    reading next to nothing does. The same of what keeps less of a finished context, measured as codecs are; then
+    `witnessed_kl` is how far a second computation of one window ended, nats per token.
     """
 
     label: str
@@ -96,6 +97,7 @@ class MechanismRow(Frozen):
     served: Served | None = None
     pattern: str | None = None
     read_bytes: int | None = None
+    witnessed_kl: float | None = None
     evals: tuple[EvalRun, ...]
 
 
@@ -192,6 +194,8 @@ def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
             raise Fault(f"{path}: {row.label} counts other fires or bytes than its eval {row.evals[0].quality_eval_id}")
         if bool(row.pattern) != (row.read_bytes is not None) or (row.pattern and row.canary_kl is None):
             raise Fault(f"{path}: {row.label} says what was read, or by which pattern, and not both and its canary")
+        if row.pattern and row.fires and row.witnessed_kl is None:
+            raise WitnessDisagrees(f"{path}: no witness computed {row.label} again; measure again")
         for run in row.evals:
             stored = 8 * run.kv_bytes / run.kv_values
             if row.pool and run.kv_bytes * row.pool.block_values != run.kv_values * row.pool.block_bytes:

@@ -58,11 +58,14 @@ class Subject:
         """See `walk.Kept`: the eval with its version, the engine, and what is done to K and V."""
         if self._identity is None:
             cell = self.variant.cell
-            measuring = code_of(self.which, cell.recipes if cell else (), __name__, type(self).__module__)
+            modules = __name__, type(self).__module__, type(self.coder).__module__
+            measuring = code_of(self.which, cell.recipes if cell else (), *modules)
             if measuring is None:
                 return None
             done = deciding(cell, calibrated_for(cell, self.lab.calibrated)) if cell else {}
             named = {"kind": "mechanism", "eval": self.quality_eval_id, "version": VERSIONS[self.quality_eval_id]}
+            if self.variant.kept:  # latents are fitted to the text of the calibration
+                done |= {"kept": self.variant.kept, "corpus": self.lab.windows.corpus_hash}
             self._identity = named | {"engine": list(self.which), "code": measuring} | done
         return self._identity
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import floor
 from typing import Literal
 
-from kvlab.attention.named import Mechanism, mechanism
+from kvlab.attention.named import PLACE, Mechanism, mechanism, numbered
 from kvlab.base.params import Params
 from kvlab.base.recipe import Recipe
 from kvlab.base.rungs import ladder_recipe
@@ -15,7 +15,7 @@ from kvlab.studies.tradeoffs.params import Tradeoffs
 
 Family = Literal["codec", "eviction", "latent", "sparse reading", "codec x sparse reading", "latent x codec"]
 FULL = 16  # bits of a number that no codec codes
-PLACE = 16  # bits of a kept token's number, in each layer
+BYTE = 8  # bits
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,13 @@ class Arm:
     recipe : Recipe or None
         Of K and V; of latents its K stream. None: 16 bits.
     asked : Mechanism or None
-        A pattern or a latent cache.
-    policy : str or None
-        Of an eviction.
-    kept : int
-        Tokens that an eviction leaves.
+        A pattern, a latent cache or an eviction.
     """
 
     name: str
     family: Family
     recipe: Recipe | None = None
     asked: Mechanism | None = None
-    policy: str | None = None
-    kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ def recipes_of(params: Params) -> list[Recipe]:
 
 def kept_at(budget: float, policy: str, shape: Shape) -> int:
     """Tokens that fit into so many bits per value of the context, their numbers included where a policy needs them."""
-    token = FULL * shape.numbers + (PLACE if numbered(policy) else 0)
+    token = FULL * shape.numbers + BYTE * PLACE * numbered(policy)
     return max(1, min(shape.context, floor(budget * shape.numbers * shape.context / token)))
 
 
@@ -86,11 +80,6 @@ def rank_at(budget: float, sinks: int, shape: Shape) -> int:
     tokens = shape.context - sinks
     room = budget * shape.numbers * shape.context / FULL - sinks * shape.numbers
     return max(1, min(shape.numbers, floor(room / tokens)))
-
-
-def numbered(policy: str) -> bool:
-    """Whether places of kept tokens have to be stored: those of a window after sinks are known."""
-    return policy != "sinks"
 
 
 def _codecs(params: Params) -> Iterator[Arm]:
@@ -103,7 +92,9 @@ def _codecs(params: Params) -> Iterator[Arm]:
 def _evictions(settings: Tradeoffs, shape: Shape) -> Iterator[Arm]:
     for policy in settings.policies:
         for kept in dict.fromkeys(kept_at(budget, policy, shape) for budget in settings.budgets):
-            yield Arm(f"{policy}, {kept} of {shape.context} tokens", "eviction", policy=policy, kept=kept)
+            last = f",recent={settings.recent}" if numbered(policy) else ""
+            asked = mechanism(f"{policy}:kept={kept},sinks={settings.sinks}{last}")
+            yield Arm(f"{policy}, {kept} of {shape.context} tokens", "eviction", asked=asked)
 
 
 def _latents(params: Params, shape: Shape) -> Iterator[Arm]:

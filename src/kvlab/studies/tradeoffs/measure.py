@@ -22,7 +22,7 @@ from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Fitted
 from kvlab.engines.registry import start
 from kvlab.lab import trial
-from kvlab.lab.latent import moments_of
+from kvlab.lab.latent import CALIBRATING, moments_of
 from kvlab.lab.mechanism import IN_16_BITS, Applied, read_of
 from kvlab.lab.scoring import WindowRun
 from kvlab.lab.windows import windows_of
@@ -32,14 +32,12 @@ from kvlab.studies.tradeoffs import speed
 from kvlab.studies.tradeoffs.arms import Arm, Shape, arms
 from kvlab.studies.tradeoffs.bench import Bench
 from kvlab.studies.tradeoffs.drafting import drafted
-from kvlab.studies.tradeoffs.evicted import Evicted, LastQueries
 from kvlab.studies.tradeoffs.record import ArmFound, TradeoffsRecord
 from kvlab.text import corpus, needles
 from kvlab.text.needles import Needle
 from kvlab.witness.plain import PlainModel
 
 DTYPE = "float32"
-CALIBRATING = 8  # windows that latents are fitted to
 FIRST_NEEDLE = 1000  # their numbers begin here: no window of the text has them
 
 
@@ -167,16 +165,11 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
     )
 
 
-def subjects_of(bench: Bench, listed: Sequence[Arm]) -> dict[str, Applied | Evicted]:
+def subjects_of(bench: Bench, listed: Sequence[Arm]) -> dict[str, Applied]:
     """All arms but the codecs, as the measuring loop scores them, by name."""
-    settings, last = bench.params.tradeoffs, len(bench.windows) - 1
-    queries, found = LastQueries(bench.engine, settings.recent), {}
+    last, found = len(bench.windows) - 1, {}
     for arm in listed:
-        if arm.family == "eviction":
-            found[arm.name] = Evicted(
-                arm, bench.engine, bench.context, queries, settings.sinks, settings.recent, bench.plain, last
-            )
-        elif arm.asked:
+        if arm.asked:
             latent = isinstance(arm.asked, Latent)
             found[arm.name] = Applied(
                 *(arm.asked, bench.engine, "snapshot", bench.context),
@@ -196,7 +189,7 @@ def spent(bench: Bench, one: trial.Scored) -> tuple[float, float]:
 
 
 def asked(
-    bench: Bench, planted: Sequence[Needle], codecs: Sequence[trial.Subject], others: dict[str, Applied | Evicted]
+    bench: Bench, planted: Sequence[Needle], codecs: Sequence[trial.Subject], others: dict[str, Applied]
 ) -> dict[str, list[bool]]:
     """Which needles each arm finds, and the rounded cache: every token of the answer is the most likely one."""
     tried = {
@@ -212,7 +205,7 @@ def asked(
     return found
 
 
-def timed(bench: Bench, listed: Sequence[Arm], others: dict[str, Applied | Evicted]) -> dict[str, float]:
+def timed(bench: Bench, listed: Sequence[Arm], others: dict[str, Applied]) -> dict[str, float]:
     """Tokens per second, by name, of the rounded cache's too; an arm without a form that runs here is left out."""
     steps, window = bench.params.tradeoffs.steps, bench.windows[0]
     run = WindowRun(bench.engine, list(window.ids), bench.context, window.number)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from kvlab.attention.named import Latent, mechanism
+from kvlab.attention.named import Eviction, Latent, mechanism
 from kvlab.base.errors import UserError
 from kvlab.base.params import Params, Section, at_most
 from kvlab.base.recipe import Bits
@@ -20,8 +20,8 @@ Uncalibrated = Literal["hadamard", "int", "kivi", "nf4"]
 
 def _sparse(name: str) -> str:
     try:
-        if isinstance(mechanism(name), Latent):
-            raise ValueError(f"{name!r} stores latents and reads everything; allowed: patterns of attention")
+        if isinstance(mechanism(name), Latent | Eviction):
+            raise ValueError(f"{name!r} stores less and reads all of it; allowed: patterns of attention")
     except UserError as problem:
         raise ValueError(str(problem)) from None
     return name
@@ -53,6 +53,7 @@ class Tradeoffs(Section):
     recent: int = Field(
         default=32,
         ge=1,
+        le=64,
         description="last tokens that evictions by scores keep, whose queries score; if not given, at most the context",
     )
     sparse: tuple[Sparse, ...] = Field(

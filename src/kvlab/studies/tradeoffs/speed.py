@@ -15,9 +15,9 @@ from kvlab.cache.hf_cache import KVCache
 from kvlab.calibration.load import Calibrated
 from kvlab.engines.base import ContextCache
 from kvlab.engines.hf import HFEngine
+from kvlab.lab.mechanism import Applied
 from kvlab.lab.scoring import WindowRun
 from kvlab.studies.tradeoffs.arms import Arm
-from kvlab.studies.tradeoffs.evicted import Evicted, filled_with
 
 WARM = 2  # steps before any is timed
 
@@ -48,11 +48,9 @@ def of_codec(engine: HFEngine, run: WindowRun, arm: Arm, calibrated: Calibrated,
     return stepped(engine, run.ids, run.context, cache, steps)
 
 
-def of_eviction(engine: HFEngine, run: WindowRun, subject: Evicted, steps: int) -> float:
+def of_eviction(engine: HFEngine, run: WindowRun, subject: Applied, steps: int) -> float:
     """Over what is left."""
-    held = run.clean["pre_rope"].kept
-    cache, _ = filled_with(engine, held, subject.places(run, held, subject.arm.kept))
-    return stepped(engine, run.ids, run.context, cache, steps)
+    return stepped(engine, run.ids, run.context, engine.filled(subject.keeps(run)), steps)
 
 
 def of_pattern(engine: HFEngine, run: WindowRun, arm: Arm, steps: int) -> float:
