@@ -262,8 +262,9 @@ SENTINELS = {
     "served": PAGED.served,
     "pattern": "planted:of=3",
     "read_bytes": 500_004,
+    "witnessed_kl": 0.000_012,
 }
-NOT_IN_A_ROW = {"label", "seconds", "canary_kl", "pool", "served"}
+NOT_IN_A_ROW = {"label", "seconds", "canary_kl", "pool", "served", "witnessed_kl"}
 OWN_NAMES = {"span": "stored_span", "method": "compression_method", "scope": "compression_scope"}
 
 

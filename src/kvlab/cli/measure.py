@@ -123,7 +123,7 @@ FLAGS: list[Flag] = [
     word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", default=[4], metavar="N"),
     word(
         "--mechanism",
-        "block_sparse, chunk_summary, window, by_length, latent:rank=128, attention:percent=25, ...; see docs/attention.md",
+        "block_sparse, chunk_summary, window, by_length, latent:rank=128, sinks:percent=25, ...: docs/attention.md",
         nargs="+",
         default=[],
         metavar="NAME",
