@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 
 from kvlab.base.errors import CapabilityError
 from kvlab.pages import format as fmt
-from validation.serving import load, load_page
+from kvlab.serving.measured import arm_of
+from kvlab.serving.paced import Seen
+from kvlab.serving.worker import Costs
+from validation.serving import load, load_page, served
 
 
 def planted(token_bytes: float, slower: float) -> dict:
@@ -22,6 +26,43 @@ def planted(token_bytes: float, slower: float) -> dict:
     return {"fit": {"steps": steps}, "tokens": int(load.MEMORY // token_bytes), "block": 16}
 
 
+def server() -> dict:
+    """What a server that takes exactly what is predicted shows of 43 requests."""
+    arm = arm_of(planted(23040, 1.0)["fit"]["steps"], load.MEMORY, load.MEMORY // 23040, 16)
+    trace = load.azure_like(1.0, requests=43)
+    due = served.simulated(trace, arm)
+    denied = np.isnan(due.ttft) | (np.arange(43) < 3)
+    first, last = (np.where(denied, np.nan, trace.t + one) for one in (due.ttft, due.latency))
+    seen = Seen(trace.t, first, last, trace.output, denied, ())
+    return served.compared(trace, seen, due, arm)
+
+
+def test_a_server_that_takes_what_is_predicted_is_as_simulated():
+    found = server()
+    assert found["denied"] == [4, 1] and found["requests"] == 39
+    for name in ("ttft_p50", "tpot_p50"):
+        assert found[name][0] == pytest.approx(found[name][1], rel=0.2)
+
+
+def test_steps_of_a_server_are_seen_by_its_client(monkeypatch):
+    """A server of known costs, whose tokens come when they should: the fit finds the costs again."""
+    costs, clock = Costs(0.02, 1e-3, 0.0, 2e-3, 1e-5), [0.0]
+
+    async def asked(_client, _address, prompt, output):
+        clock[0] += costs.step + costs.prefill * len(prompt)
+        yield
+        for place in range(1, output):
+            clock[0] += costs.step + costs.decode + costs.read * (len(prompt) + place)
+            yield
+
+    monkeypatch.setattr(served, "asked", asked)
+    monkeypatch.setattr(served, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(served, "GROUPS", (1,))
+    arm = arm_of(asyncio.run(served.steps("")), 1 << 28, (1 << 28) // 100, 16)
+    assert arm.costs.prefill == pytest.approx(costs.prefill, rel=0.02)
+    assert arm.costs.step + arm.costs.decode == pytest.approx(costs.step + costs.decode, rel=0.02)
+
+
 def test_the_page_is_written_from_planted_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "WORKERS", (1, 3))
     monkeypatch.setattr(load, "RATES", (0.5, 2.0))
@@ -31,7 +72,7 @@ def test_the_page_is_written_from_planted_steps(tmp_path, monkeypatch):
     held["requests"] = [
         {"t": 2.0 * i, "prompt": 50, "output": 5, "first": 2.0 * i + 0.07, "last": 2.0 * i + 0.2} for i in range(20)
     ]
-    load.assemble(tmp_path / "tiny", found, tmp_path)
+    load.assemble(tmp_path / "tiny", found, [server()], tmp_path)
     page = (tmp_path / "LOAD.md").read_text()
     assert "`klt4`" in page and "| bf16 | 8 |" in page and "off by" in page
     arms = json.loads((tmp_path / "steps.json").read_text())["arms"]
@@ -40,6 +81,7 @@ def test_the_page_is_written_from_planted_steps(tmp_path, monkeypatch):
     for row in data["single"]["bf16"]:
         assert row["arrived"] == load.azure_like(row["rate"]).rate != row["rate"]
         assert f"| bf16 | {row['memory'] >> 20} | {row['capacity']} | {fmt.number(row['arrived'])} |" in page
+    assert "| denied | 4 | 1 |" in page and "43 requests at" in page and "vllm serve" in page
     (one,) = data["held"].values()
     assert one["tokens_per_s"][1] > 0
     assert load_page.missed(one | {"ttft_p50": [1.0, 2.0]}).startswith("missed: TTFT, median")

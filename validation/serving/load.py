@@ -22,6 +22,7 @@ from kvlab.serving.simulate import Served, Slo, simulate
 from kvlab.serving.trace import Trace, columns
 from kvlab.serving.worker import Shape, Worker
 from validation.serving import load_page
+from validation.serving.served import held_against_server
 
 MEMORY = 1 << 28  # bytes of an engine's cache while its steps are measured
 CHUNK, MOST, LONGEST = 512, 32, 1024
@@ -41,15 +42,17 @@ def study(model: Path, recipes: list[Path], out: Path) -> None:
     Raises
     ------
     CapabilityError
-        An engine does not start.
+        An engine, or the server, does not start.
+    Fault
+        The server fails a request.
     """
     arms = {"bf16": "auto", "fp8_e4m3": "fp8_e4m3"} | {path.stem: str(Path(path).absolute()) for path in recipes}
     found = {name: run(task(model, cache, name == "bf16"), name) for name, cache in arms.items()}
-    assemble(model, found, out)
+    assemble(model, found, held_against_server(model), out)
 
 
-def assemble(model: Path, found: dict[str, dict], out: Path) -> None:
-    """Fit, simulate and write up what was measured, by kind of cache."""
+def assemble(model: Path, found: dict[str, dict], served: list[dict], out: Path) -> None:
+    """Fit, simulate and write up what was measured, by kind of cache, and what `vllm serve` showed."""
     fitted = {name: arm_of(one["fit"]["steps"], MEMORY, one["tokens"], one["block"]) for name, one in found.items()}
     data = {
         "model": {"name": model.name, "disclosure": getattr(read_origin(model), "disclosure", None)},
@@ -60,6 +63,7 @@ def assemble(model: Path, found: dict[str, dict], out: Path) -> None:
         "single": {name: best_rates(one) for name, one in fitted.items()},
         "many": {name: by_workers(one) for name, one in fitted.items()},
         "held": {name: held_against(one, fitted[name]) for name, one in found.items() if "held" in one},
+        "served": served,
         "slo": {"ttft": SLO.ttft, "tpot": SLO.tpot},
     }
     write_json(out / "steps.json", {name: data[name] for name in ("model", "machine", "versions", "arms")})

@@ -80,6 +80,10 @@ def context(data: dict) -> dict:
         ),
         "sent": f"{SENT:,}",
         "held": [fmt.table(COMPARED, held(one)) for one in data["held"].values()],
+        "served": [
+            {"table": fmt.table((COMPARED[0], "vllm serve", *COMPARED[2:]), held(one))} | paced(one)
+            for one in data["served"]
+        ],
         "facts": [
             f"{name}: {one['requests']} requests, {one['steps']} steps, whose seconds are predicted to"
             f" {fmt.number(one['steps_ratio'])} of themselves; {missed(one)}"
@@ -181,7 +185,24 @@ def held(one: dict) -> Iterator[tuple[str, ...]]:
     for name, text in WORDS.items():
         allowed = f"{100 * TARGETS[name]:.0f}" if name in TARGETS else "–"
         yield text, *map(fmt.number, one[name]), f"{100 * off(one, name):+.1f}", allowed
-    yield "preemptions", *map(str, one["preemptions"]), "–", "–"
+    for name in ("preemptions", "denied"):
+        if name in one:
+            yield name, *map(str, one[name]), "–", "–"
+
+
+def paced(one: dict) -> dict[str, str]:
+    """The load of the real server, in words."""
+    arm = one["arm"]
+    return {
+        "requests": f"{one['requests']:,}",
+        "asked": f"{one['requests'] + one['denied'][0]:,}",
+        "rate": fmt.number(one["rate"]),
+        "busy": f"{100 * one['busy']:.0f} %",
+        "steps": f"{arm['rows']}",
+        "undetermined": ", ".join(arm["undetermined"]) or "none",
+        "missed": missed(one),
+        **{name: str(one[name]) for name in ("slots", "full")},
+    }
 
 
 def missed(one: dict) -> str:

@@ -42,16 +42,17 @@ PROMPTS = (16, 40, 80, 140, 220, 320, 480)  # of requests that are alone
 GROUPS = (1, 2, 4, 8)  # sequences that decode together
 LENGTHS, ANSWER = (20, 120, 300), 24  # prompts of a group, and tokens of each answer
 REQUESTS = 560
-BUSY = 0.8  # of the worker's time, by the simulator, at the load that is tried
+BUSY = 0.8  # of the worker's time, by the simulator, at the first load
+LOADS = (1.0, 2.5)  # times that load: one that is served as it comes, and one that nobody could serve
 SLOTS = 8  # requests that the server is asked for at once
-FULL = 32  # requests that the gateway lets in at most, those that wait among them
-LIMIT, BURST = 1.2, 30  # of the mean tokens per second, and of a mean request's
+FULL = 16  # requests that the gateway lets in at most, those that wait among them
+LIMIT, BURST = 1.0, 8  # of the mean tokens per second, and of a mean request's
 RATES = tuple(0.05 * 2 ** (step / 4) for step in range(36))  # requests per second
 VOCABULARY = 40_000
 
 
-def held_against_server(model: Path) -> dict:
-    """What a server and the simulator make of the same requests.
+def held_against_server(model: Path) -> list[dict]:
+    """What a server and the simulator make of the same requests, at each load.
 
     Raises
     ------
@@ -61,13 +62,21 @@ def held_against_server(model: Path) -> dict:
         It fails a request, or answers with another number of tokens.
     """
     with tempfile.TemporaryDirectory() as folder, server(model, Path(folder) / "log") as address:
-        arm = arm_of(asyncio.run(steps(address)), MEMORY, capacity(address), PAGE)
-        trace = loaded(arm)
-        seen = asyncio.run(served(address, trace, arm))
+        arm, found = arm_of(asyncio.run(steps(address)), MEMORY, capacity(address), PAGE), []
+        rate = busy_rate(arm)
+        for times in LOADS:
+            trace = at_rate(times * rate)
+            seen = asyncio.run(served(address, trace, arm))
+            refuse_failed(seen)
+            found.append(compared(trace, seen, simulated(replace(trace, t=seen.came), arm), arm))
+    return found
+
+
+def refuse_failed(seen: Seen) -> None:
+    """`Fault` where the server failed a request."""
     if seen.failed:
         number, said = seen.failed[0]
-        raise Fault(f"vllm serve failed {len(seen.failed)} of {len(trace)} requests, the first is {number}: {said}")
-    return compared(trace, seen, simulated(replace(trace, t=seen.came), arm), arm)
+        raise Fault(f"vllm serve failed {len(seen.failed)} of {len(seen.came)} requests, the first is {number}: {said}")
 
 
 # ------------------------------------------------------------------------------ the server
@@ -189,13 +198,13 @@ def drawn(chance: np.random.Generator, tokens: int) -> list[int]:
 # ------------------------------------------------------------------------------ the load, and who paces it
 
 
-def loaded(arm: Arm) -> Trace:
-    """Requests with the statistics of Azure's conversations, at the rate that keeps a worker as busy as is asked."""
-    return min((at_rate(rate) for rate in RATES), key=lambda trace: abs(simulated(trace, arm).busy - BUSY))
+def busy_rate(arm: Arm) -> float:
+    """Requests per second that keep a worker as busy as is asked."""
+    return min(RATES, key=lambda rate: abs(simulated(at_rate(rate), arm).busy - BUSY))
 
 
 def at_rate(rate: float) -> Trace:
-    """So many requests per second, none of them longer than the server takes."""
+    """Requests with the statistics of Azure's conversations, none of them longer than the server takes."""
     found = made(REQUESTS, scaled(AZURE_CONV, 0.1, rate=rate), seed=9)
     output = np.minimum(found.output, LONGEST // 4)
     return replace(found, prompt=np.minimum(found.prompt, LONGEST - LONGEST // 4 - 1), output=output)
