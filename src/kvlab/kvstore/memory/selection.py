@@ -72,12 +72,12 @@ def small_keys(k: Tensor) -> Tensor:
 
     Keys of small norm draw much attention (Devoto et al. 2024, arXiv 2406.11430, section 3).
     """
-    return -torch.linalg.vector_norm(k.double(), dim=-1).mean(0)
+    return -torch.linalg.vector_norm(k.float(), dim=-1).mean(0)
 
 
 def large_embeddings(x: Tensor) -> Tensor:
     """L2 norm of each token's embedding [tokens], from [tokens, width]; a control without a theory."""
-    return torch.linalg.vector_norm(x.double(), dim=-1)
+    return torch.linalg.vector_norm(x.float(), dim=-1)
 
 
 def self_information(logits: Tensor, ids: Tensor) -> Tensor:
