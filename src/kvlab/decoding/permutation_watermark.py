@@ -48,6 +48,10 @@ class PermutationWatermark(Watermark):
             found[here] = self._list(int(seed))[tokens[here]]
         return found
 
+    def green_list(self, size: int, contexts: np.ndarray) -> np.ndarray:
+        """See `Watermark`."""
+        return self.green(np.arange(size), contexts[..., None])
+
     def _list(self, seed: int) -> np.ndarray:
         generator = torch.Generator().manual_seed(seed)
         listed = np.zeros(self.vocabulary, bool)

@@ -19,7 +19,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -40,6 +40,14 @@ def mixed(x: np.ndarray) -> np.ndarray:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+@lru_cache(maxsize=4)
+def hashed_vocabulary(tokens: int) -> np.ndarray:
+    """Hashes of all tokens, uint64 [tokens], which hang on no context."""
+    found = mixed(np.arange(tokens, dtype=np.uint64))
+    found.flags.writeable = False
+    return found
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,14 @@ class Watermark:
 
     def green(self, tokens: np.ndarray, contexts: np.ndarray) -> np.ndarray:
         """Whether tokens are green after contexts, as `contexts` hashes them; both broadcast."""
-        return mixed(mixed(np.asarray(tokens).astype(np.uint64)) ^ contexts) < np.uint64(int(self.gamma * FULL))
+        return self._below(mixed(np.asarray(tokens).astype(np.uint64)), contexts)
+
+    def green_list(self, size: int, contexts: np.ndarray) -> np.ndarray:
+        """`green` of all tokens of a vocabulary, whose own hashes are kept, bool [..., size]."""
+        return self._below(hashed_vocabulary(size), contexts[..., None])
+
+    def _below(self, hashed: np.ndarray, contexts: np.ndarray) -> np.ndarray:
+        return mixed(hashed ^ contexts) < np.uint64(int(self.gamma * FULL))
 
     def marked(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Logits [rows, vocabulary] with delta on the green ones; as they are while a text is shorter than a context.
@@ -101,9 +116,9 @@ class Watermark:
         """
         if ids.shape[1] < self.width:
             return logits
-        after = self.contexts(ids[:, -self.width :].cpu().numpy())[:, None]
-        green = self.green(np.arange(logits.shape[1]), after)
-        return logits + self.delta * torch.from_numpy(green).to(logits.device, logits.dtype)
+        after = self.contexts(ids[:, -self.width :].cpu().numpy())
+        green = torch.from_numpy(self.green_list(logits.shape[1], after)).to(logits.device)
+        return torch.where(green, logits + self.delta, logits)
 
     def detect(self, ids: Sequence[int] | np.ndarray) -> Detection:
         """Count the green tokens of a text; a context with its token counts once however often it is repeated."""

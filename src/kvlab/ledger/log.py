@@ -8,6 +8,7 @@ it away and says so, and whoever reads before is told of it.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from kvlab.base.errors import StorageError
 from kvlab.base.records import storage_error
-from kvlab.codec.stream.tree import leaf
+from kvlab.codec.stream.tree import LEAF
 from kvlab.ledger.entry import Entry, decoded, encoded
 from kvlab.ledger.merkle import Tree
 
@@ -47,7 +48,8 @@ class Read:
 
     def tree(self) -> Tree:
         """The hash tree over the lines as they are."""
-        return Tree(map(leaf, self.lines))
+        hashed = hashlib.sha256
+        return Tree(hashed(LEAF + line).digest() for line in self.lines)  # `tree.leaf`, in one call for each line
 
 
 def read(path: Path | str = LOG) -> Read:

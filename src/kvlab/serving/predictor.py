@@ -113,14 +113,19 @@ class Fitted:
         row = features if type(features) is tuple else np.asarray(features, float).ravel().tolist()
         if len(row) != len(self.names):
             raise Unfitted(f"a row of {len(row)} numbers; allowed: {len(self.names)}, one for each of {self.names}")
-        value = sum(map(mul, row, self._numbers))
-        determined = not self.blind.size or self._determined(np.array(row))
-        return Prediction(value, max(0.0, value - self.half_width), value + self.half_width, determined)
+        value, half = sum(map(mul, row, self._numbers)), self.half_width
+        low, determined = value - half, self._sees_all or self._determined(np.array(row))
+        return Prediction(value, low if low > 0 else 0.0, value + half, determined)
 
     @cached_property
     def _numbers(self) -> list[float]:
         """The coefficients; a dozen numbers are multiplied quicker without an array around them."""
         return self.coefficients.tolist()
+
+    @cached_property
+    def _sees_all(self) -> bool:
+        """Whether something was measured in every direction."""
+        return not self.blind.size
 
     def _determined(self, row: NDArray) -> bool:
         """Whether a row lies, but for rounding, where something was measured."""

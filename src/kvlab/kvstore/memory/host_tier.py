@@ -48,11 +48,12 @@ class Traffic:
 
 @dataclass
 class Held:
-    """A page in host memory: its bytes, the page that they are, and what tells that its copy is whole, or None."""
+    """A page in host memory: its bytes, the page that they are, what tells that its copy is whole, and its size."""
 
     buffer: Tensor
     page: Tensor
     ready: torch.cuda.Event | None
+    nbytes: int
 
 
 class HostTier:
@@ -95,20 +96,21 @@ class HostTier:
         PoolExhausted
             The page alone is larger than the budget; nothing has changed.
         """
-        if page.nbytes > self.budget:
-            raise PoolExhausted(f"a page of {page.nbytes} bytes is larger than the budget of {self.budget}")
+        size, page = page.nbytes, page.detach() if page.requires_grad else page
+        if size > self.budget:
+            raise PoolExhausted(f"a page of {size} bytes is larger than the budget of {self.budget}")
         held = self._held.get(key)
         if held is not None and self._in_place(key, held, page):
-            held.page.copy_(page.detach())
+            held.page.copy_(page)
             self._held.move_to_end(key)
         else:
             if held is not None:
                 self.evict(key)
-            buffer = self._buffer(page.nbytes)
+            buffer = self._buffer(size)
             kept = buffer.view(page.dtype).view(page.shape)
-            self._held[key] = Held(buffer, kept, self._copy_out(kept, page.detach()))
+            self._held[key] = Held(buffer, kept, self._copy_out(kept, page), size)
         self.traffic.stored += 1
-        self.traffic.bytes_out += page.nbytes
+        self.traffic.bytes_out += size
 
     def prefetch(self, key: Hashable) -> None:
         """Begin to copy a page back, for a `fetch` that comes later; `PagerError` for one that is not here."""
@@ -126,18 +128,21 @@ class HostTier:
         PagerError
             It was never here, or went when the budget was spent.
         """
-        held, coming = self._known(key), self._coming.pop(key, None)
+        held, coming, traffic = self._known(key), self._coming.pop(key, None), self.traffic
         self._held.move_to_end(key)
-        self.traffic.early, self.traffic.late = self.traffic.early + bool(coming), self.traffic.late + (not coming)
+        if coming is None:
+            traffic.late += 1
+        else:
+            traffic.early += 1
         began = perf_counter()
-        found = coming.result() if isinstance(coming, Future) else coming or self._copy_back(held)
-        if isinstance(found, tuple):
+        found = self._copy_back(held) if coming is None else coming.result() if isinstance(coming, Future) else coming
+        if self._stream is not None:
             found, arrived = found
             torch.cuda.current_stream(self.device).wait_event(arrived)
             found.record_stream(torch.cuda.current_stream(self.device))
-        self.traffic.stalled += perf_counter() - began
-        self.traffic.fetched += 1
-        self.traffic.bytes_back += found.nbytes
+        traffic.stalled += perf_counter() - began
+        traffic.fetched += 1
+        traffic.bytes_back += held.nbytes
         return found
 
     def evict(self, key: Hashable) -> None:
@@ -156,13 +161,15 @@ class HostTier:
 
     def _in_place(self, key: Hashable, held: Held, page: Tensor) -> bool:
         """Whether a page may be written over another of its form, which nobody is reading."""
-        same = held.page.shape == page.shape and held.page.dtype == page.dtype
-        return same and self._stream is None and key not in self._coming
+        if self._stream is not None or key in self._coming:
+            return False
+        return held.page.shape == page.shape and held.page.dtype == page.dtype
 
     def _known(self, key: Hashable) -> Held:
-        if key not in self._held:
+        held = self._held.get(key)
+        if held is None:
             raise PagerError(f"no page {key!r} is in host memory")
-        return self._held[key]
+        return held
 
     def _buffer(self, size: int) -> Tensor:
         """A spare one of this size, or a new one, for which others go as far as the budget asks."""

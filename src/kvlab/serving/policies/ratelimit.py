@@ -44,6 +44,7 @@ class RateLimit:
         common = gcd(NANO, rate)
         self.rate, self.burst, self.most = rate, burst, tenants
         self._token, self._tick = NANO // common, rate // common  # a nanosecond is `_tick` units, a token `_token`
+        self._burst = burst * self._token
         self._full: OrderedDict[str, tuple[int, int]] = OrderedDict()  # units: full again at, newest time seen
         self._newest = None
         self._lock = Lock()
@@ -52,27 +53,30 @@ class RateLimit:
         """Ask for tokens at a time in nanoseconds; what is denied takes nothing."""
         if type(tokens) is not int or tokens < 0:
             raise UserError(f"{tokens!r} tokens; allowed: a whole number of at least 0")
+        now = int(now) * self._tick
         with self._lock:
-            return self._consume(tenant, tokens, int(now) * self._tick)
-
-    def _consume(self, tenant: str, tokens: int, now: int) -> Answer:
-        self._newest = now if self._newest is None else max(now, self._newest)  # also by who asks for too much
-        known = self._full.get(tenant)
-        if known is None:
-            if tokens > self.burst:
+            newest = self._newest
+            if newest is None or now > newest:  # also by who asks for too much
+                self._newest = newest = now
+            known = self._full.get(tenant)
+            if known is not None:
+                full, seen = known
+                now = now if now > seen else seen
+            elif tokens > self.burst:
                 return Answer(False, None)
-            now = self._newest  # a tenant that was forgotten must not come back to an earlier time
-            if len(self._full) >= self.most and not self._forget(now):
-                return Answer(False, self._wait(next(iter(self._full.values()))[0], now))
-            full, seen = now, now
-        else:
-            full, seen = known
-        now = max(now, seen)
+            else:
+                now = full = newest  # a tenant that was forgotten must not come back to an earlier time
+                if len(self._full) >= self.most and not self._forget(now):
+                    return Answer(False, self._wait(next(iter(self._full.values()))[0], now))
+            return self._granted(tenant, tokens, full, now)
+
+    def _granted(self, tenant: str, tokens: int, full: int, now: int) -> Answer:
+        """Of a tenant whose bucket is full again at a time; both in units."""
         if tokens > self.burst:
             self._full[tenant] = (full, now)
             return Answer(False, None)
-        after = max(full, now) + tokens * self._token
-        limit = now + self.burst * self._token
+        after = (full if full > now else now) + tokens * self._token
+        limit = now + self._burst
         allowed = after <= limit
         self._full[tenant] = (after if allowed else full, now)
         self._full.move_to_end(tenant)
