@@ -56,6 +56,16 @@ class LinearProbe:
             raise CalibrationMismatch(f"the probe reads {self.weight.shape[1]} features, {x.shape[-1]} were given")
         return (x.to(self.weight) @ self.weight.T + self.bias) / self.temperature
 
+    def of_tokens(self, ids: Tensor) -> Tensor:
+        """`logits` of `counted` [classes], from the rows of the tokens that are there.
+
+        Parameters
+        ----------
+        ids : int64 Tensor [tokens]
+            A text, at least one token of it; each of them is a feature of the training.
+        """
+        return (self.weight.index_select(1, ids).mean(1) + self.bias) / self.temperature
+
     def probabilities(self, x: Tensor) -> Tensor:
         """Of the classes; they sum to 1."""
         return self.logits(x).softmax(-1)

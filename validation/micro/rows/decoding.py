@@ -203,7 +203,7 @@ def watermark() -> Iterator[Row]:
     yield Row(
         "r30", "logits of 8,192", check, lambda: mark.marked(z, ids), lambda: theirs(ids, z),
         "transformers' WatermarkLogitsProcessor",
-        "loses: a hash for each of the vocabulary in numpy, where the rival permutes it once in torch",
+        "a hash for each of the vocabulary, where the rival permutes it",
     )  # fmt: skip
     detector = WatermarkDetector(PretrainedConfig(vocab_size=8192, bos_token_id=0), "cpu", dict(greenlist_ratio=0.5))
     one = ids[0].numpy()
@@ -249,7 +249,7 @@ def schema() -> Iterator[Row]:
         return index.constrain(scratch.copy_(z), index.start)
 
     matcher, fill = xgrammar_of(vocabulary, scratch, z)
-    note = "loses: the reference automaton, in torch; xgrammar, which the project decodes with, fills bits in C++"
+    note = "the reference automaton, its masks kept; xgrammar, which the project decodes with, fills bits in C++"
     yield Row("r32", "256 logits, at the start", check, constrained, fill, "xgrammar, mask filled and applied", note)
     yield Row(
         "r33", "the open brace", check, lambda: index.advance(index.start, 123), matcher, "xgrammar accept, rollback"
@@ -287,8 +287,9 @@ def probe() -> Iterator[Row]:
     ids, z = torch.arange(64), drawn(1, 8192)
 
     def check() -> None:
-        told = trained.logits(counted(ids, 8192))
+        told, twice = trained.of_tokens(ids), torch.cat([ids, ids[:7]])
         hold(torch.allclose(told, weight[:, :64].mean(1)), "not the mean weight of the tokens")
+        hold(torch.allclose(trained.of_tokens(twice), trained.logits(counted(twice, 8192))), "not of what is counted")
 
     def rival() -> Tensor:
         return weight.T[ids].mean(0).softmax(-1)
@@ -297,10 +298,10 @@ def probe() -> Iterator[Row]:
         "r54",
         "64 ids of 8,192, 4 classes",
         check,
-        lambda: trained.probabilities(counted(ids, 8192)),
+        lambda: trained.of_tokens(ids).softmax(-1),
         rival,
         "torch, rows of W",
-        "loses: ours counts the tokens and reads all of W; the rival is told that each comes once",
+        "the same rows on both sides; ours divides by the temperature that calibrates it",
     )
 
     def same() -> None:

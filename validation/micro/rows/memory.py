@@ -189,7 +189,13 @@ def choices() -> Iterator[Row]:
         hold(kept[-64:] == list(range(960, 1024)) and kept[:-64] == rival().tolist())
 
     yield Row(
-        "r28", "1,024 tokens of 128, 256 stay", check, ours, rival, "numpy argpartition", "ours stable, the latest kept apart"
+        "r28",
+        "1,024 tokens of 128, 256 stay",
+        check,
+        ours,
+        rival,
+        "numpy argpartition",
+        "ours stable, the latest kept apart",
     )
 
     ids = torch.arange(1024)

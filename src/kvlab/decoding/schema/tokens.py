@@ -88,9 +88,12 @@ class TokenIndex:
 
         A row may be longer than the vocabulary, as models pad it; nothing beyond it is allowed.
         """
-        allowed = torch.from_numpy(np.unpackbits(self.mask(state).view(np.uint8), bitorder="little").astype(bool))
-        logits[: self.size].masked_fill_(~allowed[: self.size].to(logits.device), -torch.inf)
-        logits[self.size :] = -torch.inf
+        bits = np.unpackbits(~self.mask(state).view(np.uint8), count=self.size, bitorder="little")
+        refused, within = torch.from_numpy(bits.view(bool)).to(logits.device), logits
+        if len(logits) > self.size:
+            within = logits[: self.size]
+            logits[self.size :] = -torch.inf
+        within.masked_fill_(refused, -torch.inf)
         return logits
 
     def advance(self, state: int, token: int) -> int:

@@ -22,7 +22,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import torch
@@ -40,6 +40,8 @@ DIGEST = struct.Struct("<Q")
 STREAMS = ("k", "v")
 MOST_TEXT, MOST_LAYERS = 1 << 16, 1 << 12  # bounds of what is allocated on a stranger's word
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "uint8")}
+
+ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ def write(
     UserError
         A payload is missing, out of order, or not of the head's dtype and shape. What was written is no whole stream.
     """
-    text = json.dumps(asdict(head), sort_keys=True, separators=(",", ":")).encode()
     check_head(head, UserError)
+    text = ENCODER.encode(vars(head)).encode()
     start = digest(key, HEAD.pack(MAGIC, VERSION, 0, len(text), 0), text)
     place = padded(out, HEAD.pack(MAGIC, VERSION, 0, len(text), start) + text)
     expected = ((layer, s) for layer in range(head.layers) for s in STREAMS)
