@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
 
 from kvlab.base.errors import Fault
-from kvlab.cluster.ranks import Ranks, all_reduce_bytes, all_to_all_bytes
+from kvlab.cluster.ranks import Ranks, all_reduce_bytes, all_to_all_bytes, even
 from kvlab.cluster.sequence_parallel import to_heads
 from kvlab.cluster.share import share
+from kvlab.cluster.tensor_parallel import RowLinear
 
 ROUNDS = 15  # of each time that is told; the median is
 
@@ -23,13 +27,17 @@ def collectives(ranks: Ranks) -> list[dict[str, Any]]:
     x, tokens = torch.randn(8, 512), torch.randn(8, 256 // ranks.world, 64)
     shares = [share(8, 8, ranks.world, rank) for rank in range(ranks.world)]
     lengths = [256 // ranks.world] * ranks.world
-    flat = torch.empty(tokens.numel())
+    flat, weight = torch.empty(tokens.numel()), torch.randn(512, 256)
+    columns = torch.randn(8, 256).split(even(256, ranks.world), 1)[ranks.rank]
+    row_linear, row_dtensor = RowLinear(ranks, weight), by_dtensor(ranks, weight)
     cases: list[tuple[str, str, int, Callable, Callable]] = [
         ("all-reduce", "[8, 512]", all_reduce_bytes(x.nbytes, ranks.world), lambda: ranks.all_reduce(x),
          lambda: dist.all_reduce(x.clone())),
         ("tokens to heads", "[8, 256, 64]", all_to_all_bytes(tokens.nbytes * ranks.world, ranks.world),
          lambda: to_heads(ranks, tokens, lengths, shares, lambda part: part.q),
          lambda: dist.all_to_all_single(flat, tokens.reshape(-1))),
+        ("row-parallel linear, beside DTensor", "[8, 256] by [256, 512]", all_reduce_bytes(4 * 8 * 512, ranks.world),
+         lambda: row_linear(columns), lambda: row_dtensor(columns)),
     ]  # fmt: skip
     found = []
     for name, shape, formula, ours, theirs in cases:
@@ -43,6 +51,18 @@ def collectives(ranks: Ranks) -> list[dict[str, Any]]:
         if int(sent) != formula:
             raise Fault(f"{name} sent {int(sent)} bytes, and {formula} by its formula")
     return found
+
+
+def by_dtensor(ranks: Ranks, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`RowLinear` as torch's own distributed tensors have it."""
+    mesh = init_device_mesh("cpu", (ranks.world,))
+    rows = distribute_tensor(weight, mesh, [Shard(1)])
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        """This rank's columns to the whole, on every rank."""
+        return F.linear(DTensor.from_local(x, mesh, [Shard(1)]), rows).redistribute(mesh, [Replicate()]).to_local()
+
+    return linear
 
 
 def median(task: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:

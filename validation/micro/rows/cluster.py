@@ -92,6 +92,11 @@ def between() -> Iterator[Row]:
         yield Row(
             f"{seed}-ranks gloo", asked, check, value=of(name, "theirs_us"), note=f"{told}; torch's own collective"
         )
+    for which, library in (("ours_us", ""), ("theirs_us", " DTensor")):
+        yield Row(
+            f"r35-ranks linear{library}", f"[8, 256] by [256, 512], split by rows, {RANKS} ranks", check,
+            value=of("row-parallel linear, beside DTensor", which), note=f"{told}; one product and one sum",
+        )  # fmt: skip
     yield Row(
         "r38", "[8, 256, 64] float32 on 4 ranks", check, value=lambda: float(all_to_all_bytes(8 * 256 * 64 * 4, 4)),
         note="(n - 1) / n of the tensor, equal to what real ranks count; the page has 4 times as much",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -230,44 +231,61 @@ def written(mark: Watermark, tokens: int) -> np.ndarray:
 
 def schema() -> Iterator[Row]:
     """What a schema allows next: a mask on logits, and a step."""
-    vocabulary = [bytes([byte]) for byte in range(256)]
-    index = TokenIndex(Automaton(language(SCHEMA)), [*vocabulary[:-1], None], eos=255)
-    z, scratch = drawn(256), torch.empty(256)
+    yield from allowed_next([bytes([byte]) for byte in range(255)], "")
+    yield from allowed_next(strings(128_255), "-128k")
+
+
+def strings(count: int) -> list[bytes]:
+    """Every byte but the last, and strings of some of them, as a tokenizer's: no two are the same."""
+    chance, found = random.Random(0), dict.fromkeys(bytes([byte]) for byte in range(255))
+    while len(found) < count:
+        found[bytes(chance.choices(range(32, 127), k=chance.randint(2, 7)))] = None
+    return list(found)
+
+
+def allowed_next(texts: list[bytes], name: str) -> Iterator[Row]:
+    """Over a vocabulary of these and an end."""
+    size = len(texts) + 1
+    index = TokenIndex(Automaton(language(SCHEMA)), [*texts, None], eos=size - 1)
+    z, scratch = drawn(size), torch.empty(size)
 
     def walked() -> bool:
         state = index.start
         for byte in b'{"a":12,"b":true,"c":"y"}':
             state = index.advance(state, byte)
-        return bool(torch.isfinite(index.constrain(drawn(256), state))[255])
+        return bool(torch.isfinite(index.constrain(drawn(size), state))[-1])
 
     def check() -> None:
         hold(walked(), "a text of the schema does not end")
-        open_ = torch.isfinite(index.constrain(drawn(256), index.start)).nonzero().flatten().tolist()
-        hold(open_ == [ord("{")], f"a text may begin with {open_}")
+        open_ = torch.isfinite(index.constrain(drawn(size), index.start)).nonzero().flatten().tolist()
+        hold(all(texts[token][:1] == b"{" for token in open_), f"a text may begin with {open_}")
+        hold(open_ == sorted(index.after(index.start)) and ord("{") in open_, "the mask is not of what is allowed")
 
     def constrained() -> Tensor:
         return index.constrain(scratch.copy_(z), index.start)
 
-    matcher, fill = xgrammar_of(vocabulary, scratch, z)
+    matcher, fill = xgrammar_of(texts, scratch, z)
     note = "the reference automaton, its masks kept; xgrammar, which the project decodes with, fills bits in C++"
-    yield Row("r32", "256 logits, at the start", check, constrained, fill, "xgrammar, mask filled and applied", note)
+    shape = f"{size:,} logits, at the start"
+    yield Row(f"r32{name}", shape, check, constrained, fill, "xgrammar, mask filled and applied", note)
     yield Row(
-        "r33", "the open brace", check, lambda: index.advance(index.start, 123), matcher, "xgrammar accept, rollback"
-    )
+        f"r33{name}", "the open brace" + (f" of {size:,} tokens" if name else ""), check,
+        lambda: index.advance(index.start, 123), matcher, "xgrammar accept, rollback",
+    )  # fmt: skip
 
 
-def xgrammar_of(vocabulary: list[bytes], scratch: Tensor, z: Tensor) -> tuple[Callable, Callable]:
+def xgrammar_of(texts: list[bytes], scratch: Tensor, z: Tensor) -> tuple[Callable, Callable]:
     """A step there and back, and a mask applied."""
     import json
 
     import xgrammar
 
-    info = xgrammar.TokenizerInfo([*vocabulary[:-1], b"</s>"], stop_token_ids=[255])
+    info = xgrammar.TokenizerInfo([*texts, b"</s>"], stop_token_ids=[len(texts)])
     compiled = xgrammar.GrammarCompiler(info).compile_json_schema(
         json.dumps(SCHEMA), any_whitespace=False, separators=(",", ":")
     )
     matcher = xgrammar.GrammarMatcher(compiled, max_rollback_tokens=1)
-    bits = xgrammar.allocate_token_bitmask(1, 256)
+    bits = xgrammar.allocate_token_bitmask(1, len(texts) + 1)
 
     def step() -> None:
         matcher.accept_token(123)

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from kvlab.base.streams import HadamardStream
+from kvlab.codec.base import Site
+from kvlab.codec.registry import build
+from kvlab.codec.stream.bitstream import frame_bytes
 from kvlab.kvstore.memory import selection
 from kvlab.kvstore.memory.compaction import compact, new_places
 from kvlab.kvstore.memory.host_tier import HostTier
@@ -219,6 +223,21 @@ def wire() -> Iterator[Row]:
     """The stream between processes, of one layer and of a whole cache."""
     yield from exact(8, 128, 64, 1, "r39", "r40", "r41", "one layer, K and V [8, 128, 64] float32")
     yield from exact(3, 4096, 64, 30, "r39-4096", "r40-4096", "r41-4096", "30 layers, K and V [3, 4096, 64] float32")
+    for bits in (4, 3, 2):
+        yield from coded(bits)
+
+
+def coded(bits: int) -> Iterator[Row]:
+    """A coded cache written and read: what a hand-over of fewer bits takes, the coding left out."""
+    torch.manual_seed(0)
+    codec, one = build(HadamardStream(bits=bits)), {}
+    for stream in ("k", "v"):
+        frame = frame_bytes(codec.encode(torch.randn(3, 4096, 64), Site(0, 0, stream)))
+        one[stream] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+    head = Head("0123", "hadamard", "uint8", 30, 3, 64, 4096)
+    cache = {(layer, stream): payload.clone() for layer in range(head.layers) for stream, payload in one.items()}
+    ids = (f"r39-{bits} bits", f"r40-{bits} bits", f"r41-{bits} bits")
+    yield from both_ways(head, cache, *ids, f"30 layers, K and V [3, 4096, 64], hadamard at {bits} bits")
 
 
 def exact(heads: int, tokens: int, dim: int, layers: int, packing: str, unpacking: str, size: str, shape: str):
@@ -226,6 +245,11 @@ def exact(heads: int, tokens: int, dim: int, layers: int, packing: str, unpackin
     torch.manual_seed(0)
     head = Head("0123", "", "float32", layers, heads, dim, tokens)
     cache = {(layer, s): torch.randn(heads, tokens, dim) for layer in range(layers) for s in ("k", "v")}
+    yield from both_ways(head, cache, packing, unpacking, size, shape)
+
+
+def both_ways(head: Head, cache: dict, packing: str, unpacking: str, size: str, shape: str) -> Iterator[Row]:
+    """Payloads written, read and weighed, beside safetensors."""
     data = pack(head, cache)
     save, load, stored = safetensors_of(cache)
 
