@@ -341,21 +341,21 @@ def test_a_passing_row_never_turns_pass_into_fail(given, added, where, strict):
 def test_more_rows_that_are_tested_make_every_certification_dearer():
     together = check(map(as_row, CASE["rows"].values()), CONTEXT)
     adjusted = {found.row["row_id"]: found.adjusted_p for found in together.claims}
-    assert together.tested == 6 and together.verdict == "pass"
+    assert together.tested == 7 and together.verdict == "pass"
     assert {name for name, p in adjusted.items() if p is None} == {"baseline", "preview", "recorded"}
     assert max(p for p in adjusted.values() if p) == together.alpha  # as the valid case is made: no room is left
     # as many as the next level of evidence is away; what is wrong with theirs does not take them out of the count
     lost = [row("fp8", row_id=f"lost{n}", quality_eval_status=None, kl=None, model_hash=f"older{n}") for n in range(3)]
     more = check([*map(as_row, CASE["rows"].values()), *lost], CONTEXT)
     found = {one.row["row_id"]: one for one in more.claims}
-    assert more.tested == 9 and all(found[f"lost{n}"].p == 1 for n in range(3))
-    for name in ("fp8", "int", "pages", "class", "sparse", "mtp"):
+    assert more.tested == 10 and all(found[f"lost{n}"].p == 1 for n in range(3))
+    for name in ("fp8", "int", "pages", "class", "sparse", "evicted", "mtp"):
         assert found[name].adjusted_p > more.alpha and found[name].earned != "supported"
         assert found[name].codes & {"quality_family", "lossless_unproven"}
 
 
 def test_a_row_alone_is_adjusted_for_nothing():
-    for name in ("fp8", "int", "pages", "class", "sparse", "mtp"):
+    for name in ("fp8", "int", "pages", "class", "sparse", "evicted", "mtp"):
         found = claim(row(name))
         assert found.adjusted_p == found.p <= 0.025 and found.earned == "supported"
 

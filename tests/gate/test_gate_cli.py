@@ -186,7 +186,7 @@ def test_the_documentation_names_every_verb_and_only_words_that_there_are(root):
 
 def test_rows_that_earn_what_they_claim_exit_with_0(gate, case):
     code, out, err = gate(f"check rows.json {REGISTRY} --current current.json --strict")
-    assert (code, err) == (0, "") and out.startswith("# Gate\n\n**pass**: 9 rows")
+    assert (code, err) == (0, "") and out.startswith("# Gate\n\n**pass**: 10 rows")
 
 
 def test_a_row_that_does_not_exits_with_1_and_says_why(gate, case, here):
@@ -196,7 +196,7 @@ def test_a_row_that_does_not_exits_with_1_and_says_why(gate, case, here):
     assert (code, err) == (1, "")
     lines = out.splitlines()
     # of the valid case every row needs the others: with one less that holds, two more are not sure enough
-    assert lines[0] == "fail: 9 rows, of which 6 pass, 0 waived, 3 fail, 0 not applicable"
+    assert lines[0] == "fail: 10 rows, of which 7 pass, 0 waived, 3 fail, 0 not applicable"
     assert "fp8: evidence_contradicts_row: codec is 'klt' in the row and None in the evidence" in lines
     assert lines[-1] == "see deep/GATE.md" and (here / "deep/GATE.md").read_text().startswith("# Gate\n\n**fail**")
 
@@ -216,7 +216,7 @@ def test_every_format_says_the_same(gate, case):
     _, schema, _ = gate("schema report")
     Draft202012Validator(json.loads(schema)).validate(report)
     _, xml, _ = gate(f"check rows.json {REGISTRY} --format junit")
-    assert len(ET.fromstring(xml.encode())) == len(report["claims"]) == 9
+    assert len(ET.fromstring(xml.encode())) == len(report["claims"]) == 10
     assert gate(f"check rows.json {REGISTRY} --format json --out r.json")[0] == 0
     with open("r.json") as file:
         assert file.read() == text
@@ -273,7 +273,7 @@ def test_evidence_in_files_counts_like_evidence_in_rows(gate, case):
     write("rows.json", list(case.values()))
     assert gate(f"check rows.json {REGISTRY}")[0] == 1
     beside = gate(f"check rows.json {REGISTRY} --format json --evidence {' '.join(names)}")
-    assert beside == inside and len(names) == 6
+    assert beside == inside and len(names) == 7
     twice = gate(f"check rows.json {REGISTRY} --format json --evidence {' '.join(names + names)}")
     assert twice == inside
 
@@ -388,8 +388,8 @@ def answer(gate, line):
 
 def test_rows_go_in_once_with_what_the_gate_says(gate, case):
     line = f"ingest rows.db rows.json --run one {REGISTRY} --current current.json"
-    assert gate(line) == (0, "rows.db: 9 rows added, 0 replaced, 0 there already\n", "")
-    assert gate(line) == (0, "rows.db: 0 rows added, 0 replaced, 9 there already\n", "")
+    assert gate(line) == (0, "rows.db: 10 rows added, 0 replaced, 0 there already\n", "")
+    assert gate(line) == (0, "rows.db: 0 rows added, 0 replaced, 10 there already\n", "")
     found = {row["row_id"]: row for row in answer(gate, "query rows.db")}
     assert {name: row["earned_tier"] for name, row in found.items()} == {
         name: row["support_status"] for name, row in case.items()
@@ -404,10 +404,10 @@ def test_another_judgement_is_refused_until_it_is_to_replace(gate, case, here):
     before = answer(gate, "query rows.db")
     assert {row["current_digest"] for row in before} == {None}
     refused(
-        gate(f"{line} --current current.json"), "current_digest is None there and '", "; so are 8 more;", "--replace"
+        gate(f"{line} --current current.json"), "current_digest is None there and '", "; so are 9 more;", "--replace"
     )
     assert answer(gate, "query rows.db") == before
-    said = "rows.db: 0 rows added, 0 replaced, 9 there already, 9 of them judged anew\n"
+    said = "rows.db: 0 rows added, 0 replaced, 10 there already, 10 of them judged anew\n"
     assert gate(f"{line} --current current.json --replace") == (0, said, "")
     report = json.loads(gate(f"check rows.json {REGISTRY} --current current.json --format json")[1])
     kept = {(row["registry_digest"], row["current_digest"]) for row in answer(gate, "query rows.db")}
@@ -444,7 +444,7 @@ def test_strict_keeps_nothing_that_does_not_earn_its_claim(gate, case, here):
     write("rows.json", list(case.values()))
     code, out, err = gate(f"ingest rows.db rows.json --run one --strict {REGISTRY}")
     assert (code, out) == (1, "") and "int: evidence_contradicts_row" not in out
-    assert err.startswith("fail: 9 rows") and err.endswith("nothing was put into rows.db\n")
+    assert err.startswith("fail: 10 rows") and err.endswith("nothing was put into rows.db\n")
     assert not (here / "rows.db").exists()
 
 
@@ -672,7 +672,7 @@ def test_what_there_is_is_printed_for_people_and_for_programs(gate, case):
     assert re.search(r"^kv_quantization +fp8_e4m3 ", out, re.MULTILINE)
     own = json.loads(gate(f"registry {REGISTRY} --format json")[1])
     variants = [row["variant"] for row in own["mechanisms"]]
-    assert variants == ["none", "fp8_e4m3", "int", "turboquant_class", "klt_pages", "mtp", "block_sparse"]
+    assert variants == ["none", "fp8_e4m3", "int", "turboquant_class", "klt_pages", "mtp", "block_sparse", "eviction"]
     assert own["digest"] in gate(f"registry {REGISTRY}")[1].splitlines()[0]
     with open("mechanisms.yaml", "w") as file:
         yaml.safe_dump({"schema_version": 2, "mechanism": []}, file)

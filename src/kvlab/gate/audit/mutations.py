@@ -226,8 +226,8 @@ def _of(*start: str | int):
 _config_field, _variable = _of("config"), _of("environment")
 _mechanism, _eval = _of("mechanisms", "mechanisms"), _of("evals", "evals")
 _row, _fp8, _int, _pages = _of("rows"), *(_of("rows", name, EVIDENCE, 0) for name in ("fp8", "int", "pages"))
-_sparse = _of("rows", "sparse", EVIDENCE, 0)
-BASELINE, FP8, INT, CLASS, PAGES, MTP, SPARSE = range(7)  # places of the registered mechanisms
+_sparse, _evicted = (_of("rows", name, EVIDENCE, 0) for name in ("sparse", "evicted"))
+BASELINE, FP8, INT, CLASS, PAGES, MTP, SPARSE, EVICTED = range(8)  # places of the registered mechanisms
 NEEDLE, FIDELITY = range(2)  # and evals
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -287,6 +287,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     _row("read_missing", "sparse", "read_bytes", ABSENT),
     _row("read_as_stored", "sparse", "kv_bytes", VALUES // 4),
     _row("nothing_spared", "sparse", "read_bytes", 2 * VALUES),
+    _row("pattern_absent", "evicted", "pattern", "full"),
+    _row("pattern_other", "evicted", "pattern", PATTERN),
+    _row("pattern_unobserved", "evicted", "pattern", ABSENT),
+    _row("nothing_saved", "evicted", "kv_bytes", 2 * VALUES),
+    _row("evidence_missing", "evicted", EVIDENCE, []),
     _row("bits_other", "int", "bits_per_value", 4.2),
     _row("ratio_other", "preview", "compression_ratio", 2.0),
     _row("band_other", "preview", "context_band", "32k"),
@@ -323,6 +328,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _fp8("evidence_ends", "paired", "needle_recall", "lows", 16, -0.01),
     _fp8("quality_family", "paired", "needle_recall", "lows", 4, -0.0625),
     _sparse("evidence_other_pattern", "observed", "pattern", "block_sparse:block=32,top_k=64"),
+    _evicted("evidence_other_pattern", "observed", "pattern", "attention:percent=90,sinks=4,recent=32"),
+    _evicted("evidence_canary", "observed", "canary_kl", 0.0),
     _int("evidence_codec_idle", "observed", "fires", 0),
     _int("evidence_canary", "observed", "canary_kl", 0.0),
     _int("evidence_other_codec", "observed", "codec", "kivi"),
@@ -352,6 +359,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _mechanism("unknown_kv_cache_dtype", FP8, "kv_cache_dtypes", ["auto"]),
     _mechanism("lossless_conflict", FP8, "lossless", True),
     _mechanism("lossless_pattern", SPARSE, "lossless", True),
+    _mechanism("lossless_pattern", EVICTED, "lossless", True),
     _mechanism("dangling_eval", INT, "evals", ["fidelity"]),
     _mechanism("bad_source", FP8, "sources", ["somewhere"]),
     _eval("duplicate_eval", FIDELITY, "quality_eval_id", "needle"),

@@ -23,6 +23,7 @@ POOL = {
 }
 """Pages of 4 bits per value, as many as fit into a MiB."""
 PATTERN = "block_sparse:block=32,top_k=4"
+EVICTION = "attention:percent=25,sinks=4,recent=32"
 
 
 def valid_case() -> dict[str, Any]:
@@ -83,6 +84,9 @@ def _mechanisms() -> list[dict[str, Any]]:
         | {"kv_cache_dtypes": native, "patterns": ["block_sparse"], "evals": ["needle"]}
         | cache
         | {"scope": "attention"},
+        {"mechanism": "kv_compression", "variant": "eviction", "method": "eviction"}
+        | {"kv_cache_dtypes": native, "patterns": ["attention"], "evals": ["needle"]}
+        | cache,
     ]
 
 
@@ -163,6 +167,10 @@ def _rows() -> dict[str, dict[str, Any]]:
         | {"compression_scope": "attention", "pattern": PATTERN, "read_bytes": VALUES // 4}
         | _observed("bfloat16", 16.25)
         | needle,
+        "evicted": {"mechanism": "kv_compression", "mechanism_variant": "eviction", "compression_ratio": 0.3125}
+        | {"compression_scope": "kv_cache", "pattern": EVICTION, "read_bytes": 5 * VALUES // 8}
+        | _observed("bfloat16", 5)
+        | needle,
         "preview": fp8 | {"support_status": "reviewed_preview", "quality_eval_status": "pending"},
         "recorded": fp8 | {"support_status": "reviewed_preview"},
     }
@@ -195,7 +203,7 @@ def _observed(dtype: str, bits: float) -> dict[str, Any]:
     return {"kv_cache_dtype": dtype, "cache_class": "PagedCache", "spec_decoding": "none"} | counted
 
 
-STEPS = {"fp8": 6, "int": 6, "pages": 6, "sparse": 6, "class": 2, "mtp": 0}
+STEPS = {"fp8": 6, "int": 6, "pages": 6, "sparse": 6, "evicted": 6, "class": 2, "mtp": 0}
 """By row, for how many levels after the first its loss stays inside its margin: one fewer is too few for Holm."""
 
 
