@@ -9,7 +9,7 @@ from kvlab.base.records import CANARY_MIN
 from kvlab.engines import registry
 from kvlab.gate import registry as gate_registry
 from kvlab.gate.catalogue import EVIDENCE
-from kvlab.gate.evidence import problems
+from kvlab.gate.evidence import problems, status
 from kvlab.gate.measured_rows import rows_of
 from kvlab.studies.mechanisms import kept as keeping
 from kvlab.studies.mechanisms import measure as measuring
@@ -88,7 +88,11 @@ def test_rows_have_evidence_of_what_ran_and_the_gate_finds_nothing_wrong_with_it
     made = {one["row_id"].rpartition("/")[2]: one for one in rows_of(record, table, "supported")}
     for name in (EVICTED, LATENT):
         found = made[name]
-        assert found["pattern"] == row(record, name).pattern and found["read_bytes"] == row(record, name).read_bytes
+        cited = next(run for run in row(record, name).evals if run.quality_eval_id == found["quality_eval_id"])
+        assert cited.quality_eval_id == ("needle" if name == EVICTED else "kv_fidelity")
+        assert found["pattern"] == row(record, name).pattern and found["read_bytes"] == cited.read_bytes
+        told = {reason.code for reason in status(found, found[EVIDENCE], gate_registry.load()).reasons}
+        assert told <= {"evidence_outside_band"}
         for piece in found[EVIDENCE]:
             told = {reason.code for reason in problems(piece, found, gate_registry.load())}
             assert told <= {"evidence_outside_band"}  # contexts of the tiny model are shorter than any eval speaks for

@@ -11,7 +11,7 @@ from kvlab.base.records import CANARY_MIN
 from kvlab.engines import registry
 from kvlab.gate import registry as gate_registry
 from kvlab.gate.catalogue import EVIDENCE
-from kvlab.gate.evidence import problems
+from kvlab.gate.evidence import problems, status
 from kvlab.gate.measured_rows import rows_of
 from kvlab.studies.mechanisms import measure as measuring
 from kvlab.studies.mechanisms import patterned, plan, records
@@ -84,7 +84,11 @@ def test_rows_have_evidence_of_what_ran_and_the_gate_finds_nothing_wrong_with_it
     made = {one["row_id"].rpartition("/")[2]: one for one in rows_of(record, table, "supported")}
     found = made[NAME]
     assert found["pattern"] == f"{NAME},score=mean" and found["mechanism_variant"] == "block_sparse"
-    assert found["read_bytes"] == row(record, NAME).read_bytes and found["compression_ratio"] > 1
+    needles = next(run for run in row(record, NAME).evals if run.quality_eval_id == "needle")
+    assert (found["quality_eval_id"], found["read_bytes"]) == ("needle", needles.read_bytes)
+    assert found["compression_ratio"] > 1
+    told = {reason.code for reason in status(found, found[EVIDENCE], gate_registry.load()).reasons}
+    assert told <= {"evidence_outside_band"}
     assert [piece["observed"]["pattern"] for piece in found[EVIDENCE]] == [found["pattern"]] * 2
     for piece in found[EVIDENCE]:
         told = {reason.code for reason in problems(piece, found, gate_registry.load())}

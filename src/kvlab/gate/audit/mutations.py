@@ -291,7 +291,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     _row("pattern_other", "evicted", "pattern", PATTERN),
     _row("pattern_unobserved", "evicted", "pattern", ABSENT),
     _row("nothing_saved", "evicted", "kv_bytes", 2 * VALUES),
-    _row("evidence_missing", "evicted", EVIDENCE, []),
     _row("bits_other", "int", "bits_per_value", 4.2),
     _row("ratio_other", "preview", "compression_ratio", 2.0),
     _row("band_other", "preview", "context_band", "32k"),
