@@ -58,9 +58,47 @@ def test_steps_of_a_server_are_seen_by_its_client(monkeypatch):
     monkeypatch.setattr(served, "asked", asked)
     monkeypatch.setattr(served, "monotonic", lambda: clock[0])
     monkeypatch.setattr(served, "GROUPS", (1,))
+    monkeypatch.setattr(served, "JOINED", ())
     arm = arm_of(asyncio.run(served.steps("")), 1 << 28, (1 << 28) // 100, 16)
     assert arm.costs.prefill == pytest.approx(costs.prefill, rel=0.02)
     assert arm.costs.step + arm.costs.decode == pytest.approx(costs.step + costs.decode, rel=0.02)
+
+
+def test_the_step_in_which_a_prompt_is_read_beside_others_is_the_gap_that_ends_with_its_token(monkeypatch):
+    """Three sequences decode every 50 ms, and a prompt takes 80 ms more of all of them, once."""
+    clock, waiting = [0.0], []
+
+    async def engine() -> None:
+        while waiting:
+            joins = [one for one in waiting if one["left"] == 1 and one["prompt"] == 40]
+            clock[0] += 0.05 + 0.08 * len(joins)
+            for one in waiting:
+                one["left"] -= 1
+                one["token"].set()
+            waiting[:] = [one for one in waiting if one["left"]]
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+    async def asked(_client, _address, prompt, output):
+        one = {"prompt": len(prompt), "left": output, "token": asyncio.Event()}
+        waiting.append(one)
+        for _ in range(output):
+            await one["token"].wait()
+            one["token"].clear()
+            yield
+
+    async def run() -> list[dict]:
+        found = asyncio.create_task(served.joined(None, "", [1] * 40, [[1] * 9] * 3))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await engine()
+        return await found
+
+    monkeypatch.setattr(served, "asked", asked)
+    monkeypatch.setattr(served, "monotonic", lambda: clock[0])
+    (row,) = asyncio.run(run())
+    assert row["seconds"] == pytest.approx(0.13) and (row["prefill"], row["decodes"]) == (40, 3)
+    assert 3 * 9 < row["read"] < 3 * (9 + 10)
 
 
 def test_the_page_is_written_from_planted_steps(tmp_path, monkeypatch):

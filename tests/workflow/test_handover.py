@@ -385,10 +385,10 @@ def test_what_dvc_restored_is_to_be_made_known_first(handover, both_tools):
     fit, draw = both_tools.Stage("fit", ("calib/fit",), ()), both_tools.Stage("draw", ("results/draw.txt",), ("fit",))
     made = [both_tools.Made("results/draw.txt", "draw_all", "ok", True)]
     with pytest.raises(handover.Refusal, match=r"draw: .* would be made again.; run: snakemake -- draw"):
-        handover.check_done(draw, made, [fit])
+        handover.check_done(draw, [draw], made, [fit])
     made.append(both_tools.Made("calib/fit/hf.txt", "fit_one", "params changed", True))
     with pytest.raises(handover.Refusal, match=r"fit: .*params changed.; DVC restored it, .* make pull STAGE='fit'"):
-        handover.check_done(draw, made, [fit])
+        handover.check_done(draw, [draw], made, [fit])
 
 
 def test_what_was_never_made_is_left(made):

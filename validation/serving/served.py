@@ -1,7 +1,7 @@
 """The simulator held against `vllm serve`: a client asks a real server, and policies pace both.
 
-First controlled requests, one by one and in groups that begin together, show what the server's steps take as a client
-sees them: a prompt's time to its first token, and the gaps between tokens while a known number of sequences decode.
+First controlled requests show what the server's steps take as a client sees them: a prompt's time to its first token,
+the gaps between tokens while a known number of sequences decode, and the one gap in which a prompt is read beside them.
 Then a trace goes to the server over HTTP, paced by a rate limit, a gateway that turns away who finds it full, and the
 shortest request first; the simulator is given the times at which requests really came, and the same policies.
 """
@@ -41,6 +41,7 @@ PATIENCE = 300  # seconds that a start may take
 PROMPTS = (16, 40, 80, 140, 220, 320, 480)  # of requests that are alone
 GROUPS = (1, 2, 4, 8)  # sequences that decode together
 LENGTHS, ANSWER = (20, 120, 300), 24  # prompts of a group, and tokens of each answer
+JOINED = (20, 60, 160)  # prompts that come while a group decodes
 REQUESTS = 560
 BUSY = 0.8  # of the worker's time, by the simulator, at the first load
 LOADS = (1.0, 2.5)  # times that load: one that is served as it comes, and one that nobody could serve
@@ -166,7 +167,25 @@ async def steps(address: str) -> list[dict]:
         for size in GROUPS:
             for length in LENGTHS:
                 found += await together(client, address, [drawn(chance, length) for _ in range(size)])
+            for length in JOINED:
+                found += await joined(client, address, drawn(chance, length), [drawn(chance, 60)] * size)
     return found
+
+
+async def joined(client: httpx.AsyncClient, address: str, prompt: list[int], others: list[list[int]]) -> list[dict]:
+    """The step that reads a prompt while others decode: it ends with a token of all of them; none if they were done."""
+    begun = [asyncio.Event() for _ in others]
+    asks = (times(client, address, one, 3 * ANSWER, event) for one, event in zip(others, begun, strict=True))
+    group = asyncio.gather(*asks)
+    await asyncio.gather(*(event.wait() for event in begun))
+    first, *_ = await times(client, address, prompt, 1)
+    came = await group
+    if first > min(one[-1] for one in came):
+        return []
+    ends = [min(range(1, len(one)), key=lambda place, one=one: abs(one[place] - first)) for one in came]
+    gap = max(one[end] - one[end - 1] for one, end in zip(came, ends, strict=True))
+    pairs, read = len(prompt) * (len(prompt) + 1) / 2, sum(map(len, others)) + sum(ends)
+    return [row(gap, prefill=len(prompt), pairs=pairs, decodes=len(others), read=read)]
 
 
 async def together(client: httpx.AsyncClient, address: str, prompts: list[list[int]]) -> list[dict]:
@@ -185,9 +204,16 @@ def row(seconds: float, prefill: int = 0, pairs: float = 0.0, decodes: int = 0, 
     return {"seconds": seconds, "prefill": prefill, "pairs": pairs, "decodes": decodes, "read": read}
 
 
-async def times(client: httpx.AsyncClient, address: str, prompt: list[int], output: int) -> list[float]:
-    """When tokens came."""
-    return [monotonic() async for _ in asked(client, address, prompt, output)]
+async def times(
+    client: httpx.AsyncClient, address: str, prompt: list[int], output: int, begun: asyncio.Event | None = None
+) -> list[float]:
+    """When tokens came; `begun` is set at the first."""
+    found = []
+    async for _ in asked(client, address, prompt, output):
+        found.append(monotonic())
+        if begun:
+            begun.set()
+    return found
 
 
 def drawn(chance: np.random.Generator, tokens: int) -> list[int]:

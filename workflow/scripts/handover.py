@@ -58,17 +58,18 @@ def check_adoptable(taken, stages, status, made):
     records, pulled = Records(), read_pulled()
     for stage in taken:
         own = of_stage(stage, made)
-        check_done(stage, made, [one for one in stages.values() if one.name not in status])
+        check_done(stage, taken, made, [one for one in stages.values() if one.name not in status])
         check_upstream(stage, taken, status)
         check_complete(stage, own, records)
         check_made(stage, own, records, pulled)
         check_strays(stage, own)
 
 
-def check_done(stage, made, unchanged):
+def check_done(stage, taken, made, unchanged):
     """Refuse while Snakemake would make something again: also what `--config` made, whose parameters differ.
 
-    Where it would remake even what DVC calls unchanged, DVC has restored that and Snakemake is to be told first.
+    Where it would remake even what DVC calls unchanged, DVC has restored that and Snakemake is to be told first. All
+    stages of which something is missing are named at once.
     """
     pending = [one for one in made if one.pending]
     if not of_stage(stage, pending):
@@ -77,7 +78,8 @@ def check_done(stage, made, unchanged):
     first = restored[0] if restored else stage
     again = min(of_stage(first, pending), key=lambda one: (one.status == "ok", one.path))
     reason = "what it is made from would be made again" if again.status == "ok" else again.status
-    mend = f"DVC restored it, so run: {make('pull', restored)}" if restored else f"run: snakemake -- {stage.name}"
+    missing = " ".join(one.name for one in taken if of_stage(one, pending))
+    mend = f"DVC restored it, so run: {make('pull', restored)}" if restored else f"run: snakemake -- {missing}"
     raise Refusal(f"{first.name}: Snakemake would make {again.path} again ({reason}); {mend}")
 
 

@@ -294,7 +294,8 @@ def limits() -> Iterator[Row]:
     ask, read, rival = limiting()
     told = "time moves by a millisecond a call, so that 99 in 100 are refused; the original's clock refuses 88"
     yield Row("r58", "10 a second, 100 at once", check, consumed, ask, rival, told)
-    yield Row("r59", "10 a second, 100 at once", check, lambda: ours.tokens("tenant-0", clock[0]), read, rival)
+    told = "of one tenant among many, in whole numbers; two floats beside take less"
+    yield Row("r59", "10 a second, 100 at once", check, lambda: ours.tokens("tenant-0", clock[0]), read, rival, told)
 
 
 def limiting() -> tuple[Callable, Callable, str]:
