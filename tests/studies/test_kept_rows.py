@@ -6,40 +6,24 @@ import pytest
 
 from kvlab.base.errors import CodecNotActive, Fault, WitnessDisagrees
 from kvlab.base.records import CANARY_MIN
-from kvlab.engines import registry
 from kvlab.gate import registry as gate_registry
 from kvlab.gate.catalogue import EVIDENCE
 from kvlab.gate.evidence import problems, status
 from kvlab.gate.measured_rows import rows_of
 from kvlab.studies.mechanisms import kept as keeping
-from kvlab.studies.mechanisms import measure as measuring
 from kvlab.studies.mechanisms import plan, records
+from studies.mechanism_rows import asking, measurer
 from studies.test_mechanisms import engine_of, row, scores, tiny_needles
 
 __all__ = ["engine_of", "tiny_needles"]  # fixtures
 EVICTED, LATENT, WINDOW = "attention:percent=50,sinks=2,recent=8", "latent:rank=64", "sinks:percent=25"
 
 
-def asking(params, *kept: str, **more):
-    """The parameters with what keeps less, and one codec."""
-    few = {"codecs": ("int",), "in_forward": (), "cache_dtypes": (), "kept": kept, "protocols": ("snapshot",)} | more
-    return params.model_copy(update={"mechanisms": params.mechanisms.model_copy(update=few)})
-
-
 @pytest.fixture(scope="module")
-def measured(tiny_params, tiny_windows, tiny_needles, tiny_fitted, engine_of, tmp_path_factory, request):
+def measured(request, tiny_params, tiny_windows, tiny_needles, tiny_fitted, engine_of, tmp_path_factory):
     """engine -> its record and table."""
-
-    def run(engine: str, *names: str):
-        out = tmp_path_factory.mktemp("kept") / f"{engine}.parquet"
-        request.getfixturevalue(f"{engine}_engine")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(registry, "start", engine_of)
-            asked = asking(tiny_params, *(names or (EVICTED, LATENT, WINDOW)))
-            measuring.mechanisms(asked, engine, tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", out)
-        return records.read_mechanisms(out)
-
-    return run
+    given = (request, tiny_params, tiny_windows, tiny_needles, tiny_fitted, engine_of, tmp_path_factory)
+    return measurer("kept", (EVICTED, LATENT, WINDOW), *given)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +33,7 @@ def on_hf(measured):
 
 def test_each_is_a_variant_that_the_gate_knows(tiny_params):
     known = gate_registry.load()
-    found = [v for v in plan.variants(asking(tiny_params, EVICTED, LATENT, WINDOW), "hf") if v.kept]
+    found = [v for v in plan.variants(asking(tiny_params, "kept", EVICTED, LATENT, WINDOW), "hf") if v.kept]
     assert [v.variant for v in found] == ["eviction", "latent_lowrank", "eviction"]
     assert len({v.recipe_id for v in found}) == 3 and {v.codec for v in found} == {None}
     for variant in found:
@@ -57,7 +41,7 @@ def test_each_is_a_variant_that_the_gate_knows(tiny_params):
         assert (entry.method, entry.scope) == (variant.method, variant.scope)
         assert variant.kept.partition(":")[0] in entry.patterns
         assert variant.protocol(("snapshot",)) == "snapshot" and variant.span == "context"
-    without = plan.variants(asking(tiny_params, LATENT, protocols=("in_forward",)), "hf")
+    without = plan.variants(asking(tiny_params, "kept", LATENT, protocols=("in_forward",)), "hf")
     assert not [v for v in without if v.kept]
 
 
@@ -161,10 +145,10 @@ def test_a_way_that_changes_what_keeps_everything_is_refused(measured, monkeypat
     ],
 )
 def test_what_no_row_can_be_of_is_said_with_the_parameters(tiny_params, name, said):
-    (problem,) = asking(tiny_params, name).mechanisms.problems(tiny_params)
+    (problem,) = asking(tiny_params, "kept", name).mechanisms.problems(tiny_params)
     assert said in problem
 
 
 def test_each_is_asked_for_once(tiny_params):
-    (problem,) = asking(tiny_params, LATENT, LATENT).mechanisms.problems(tiny_params)
+    (problem,) = asking(tiny_params, "kept", LATENT, LATENT).mechanisms.problems(tiny_params)
     assert problem.startswith("mechanisms.kept is ")

@@ -8,39 +8,24 @@ from kvlab.attention.hf import attending, plan_of
 from kvlab.attention.patterns import Full, Window
 from kvlab.base.errors import CodecNotActive, Fault
 from kvlab.base.records import CANARY_MIN
-from kvlab.engines import registry
 from kvlab.gate import registry as gate_registry
 from kvlab.gate.catalogue import EVIDENCE
 from kvlab.gate.evidence import problems, status
 from kvlab.gate.measured_rows import rows_of
 from kvlab.studies.mechanisms import measure as measuring
-from kvlab.studies.mechanisms import patterned, plan, records
+from kvlab.studies.mechanisms import patterned, plan
+from studies.mechanism_rows import asking, measurer
 from studies.test_mechanisms import engine_of, row, scores, tiny_needles
 
 __all__ = ["engine_of", "tiny_needles"]  # fixtures
 NAME, WINDOW = "block_sparse:block=8,top_k=1,window=8,sinks=0", "window:window=12"
 
 
-def asking(params, *patterns: str):
-    """The parameters with patterns, and one codec."""
-    few = {"codecs": ("int",), "in_forward": (), "cache_dtypes": (), "patterns": patterns, "protocols": ("snapshot",)}
-    return params.model_copy(update={"mechanisms": params.mechanisms.model_copy(update=few)})
-
-
 @pytest.fixture(scope="module")
-def measured(tiny_params, tiny_windows, tiny_needles, tiny_fitted, engine_of, tmp_path_factory, request):
-    """engine -> its record and table, with two patterns."""
-
-    def run(engine: str, *names: str):
-        out = tmp_path_factory.mktemp("patterns") / f"{engine}.parquet"
-        request.getfixturevalue(f"{engine}_engine")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(registry, "start", engine_of)
-            asked = asking(tiny_params, *(names or (NAME, WINDOW)))
-            measuring.mechanisms(asked, engine, tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", out)
-        return records.read_mechanisms(out)
-
-    return run
+def measured(request, tiny_params, tiny_windows, tiny_needles, tiny_fitted, engine_of, tmp_path_factory):
+    """engine -> its record and table."""
+    given = (request, tiny_params, tiny_windows, tiny_needles, tiny_fitted, engine_of, tmp_path_factory)
+    return measurer("patterns", (NAME, WINDOW), *given)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +35,11 @@ def on_hf(measured):
 
 def test_each_pattern_is_a_variant_that_the_gate_knows(tiny_params):
     known = gate_registry.load()
-    found = [v for v in plan.variants(asking(tiny_params, NAME, WINDOW, "chunk_summary:chunk=8"), "hf") if v.pattern]
+    found = [
+        v
+        for v in plan.variants(asking(tiny_params, "patterns", NAME, WINDOW, "chunk_summary:chunk=8"), "hf")
+        if v.pattern
+    ]
     assert [v.variant for v in found] == ["block_sparse", "block_sparse", "chunk_summary"]
     assert len({v.recipe_id for v in found}) == 3
     for variant in found:
@@ -147,10 +136,10 @@ def test_what_a_model_reads_by_is_asked_of_the_model(hf_engine):
     ],
 )
 def test_what_no_row_can_be_of_is_said_with_the_parameters(tiny_params, name, said):
-    (problem,) = asking(tiny_params, name).mechanisms.problems(tiny_params)
+    (problem,) = asking(tiny_params, "patterns", name).mechanisms.problems(tiny_params)
     assert said in problem
 
 
 def test_a_pattern_is_asked_for_once(tiny_params):
-    (problem,) = asking(tiny_params, NAME, NAME).mechanisms.problems(tiny_params)
+    (problem,) = asking(tiny_params, "patterns", NAME, NAME).mechanisms.problems(tiny_params)
     assert problem.startswith("mechanisms.patterns is ")

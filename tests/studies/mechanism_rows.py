@@ -1,0 +1,30 @@
+"""Rows of what reads or keeps less, by the key of the mechanisms' parameters that asks for them, on the tiny model."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvlab.engines import registry
+from kvlab.studies.mechanisms import measure as measuring
+from kvlab.studies.mechanisms import records
+
+
+def asking(params, key: str, *names: str, **more):
+    """The parameters with these under a key, and one codec."""
+    few = {"codecs": ("int",), "in_forward": (), "cache_dtypes": (), "protocols": ("snapshot",), key: names} | more
+    return params.model_copy(update={"mechanisms": params.mechanisms.model_copy(update=few)})
+
+
+def measurer(key: str, defaults: tuple[str, ...], request, params, windows, needles, fitted, engine_of, folder):
+    """engine, names -> its record and table; the engines are those of the session."""
+
+    def run(engine: str, *names: str):
+        out = folder.mktemp(key) / f"{engine}.parquet"
+        request.getfixturevalue(f"{engine}_engine")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(registry, "start", engine_of)
+            asked = asking(params, key, *(names or defaults))
+            measuring.mechanisms(asked, engine, windows, needles, {"hf": fitted}, "code", out)
+        return records.read_mechanisms(out)
+
+    return run
