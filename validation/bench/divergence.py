@@ -17,7 +17,7 @@ from kvlab.base.records import read_job
 from kvlab.codec.base import Site
 from kvlab.engines.registry import start
 from kvlab.lab import plan
-from kvlab.lab.coding import CleanCapture
+from kvlab.lab.coding import CleanCapture, Snapshot
 from kvlab.lab.scoring import WindowRun
 from kvlab.lab.walk import walk
 from kvlab.lab.windows import Window, windows_of
@@ -140,8 +140,9 @@ class OutsideCoder:
         """K and V of every layer."""
         return part in self.coders
 
-    def begin(self, clean: CleanCapture, ids: list[int], window: int) -> None:
-        """Tensors are coded one by one."""
+    def held(self, clean: CleanCapture, ids: list[int], window: int) -> Snapshot:
+        """A context's clean cache, its tensors coded one by one."""
+        return Snapshot(self, window, clean)
 
     def snapshot(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         """`x` there and back, coded in bfloat16 as in the bench; bytes are counted."""
