@@ -10,7 +10,9 @@ from kvlab.gate import registry as gate_registry
 from kvlab.gate.catalogue import EVIDENCE
 from kvlab.gate.evidence import problems, status
 from kvlab.gate.measured_rows import rows_of
+from kvlab.lab.measure import Lab
 from kvlab.studies.mechanisms import kept as keeping
+from kvlab.studies.mechanisms import measure as measuring
 from kvlab.studies.mechanisms import plan, records
 from studies.mechanism_rows import asking, measurer
 from studies.test_mechanisms import engine_of, row, scores, tiny_needles
@@ -58,6 +60,17 @@ def test_it_stores_less_and_reads_all_of_that(on_hf, tiny_params):
         assert {run.quality_eval_id for run in found.evals} == {run.quality_eval_id for run in plain.evals}
     assert row(record, WINDOW).pattern == "sinks:percent=25,sinks=4" and plain.pattern is None
     assert max(scores(table, WINDOW, "kl")) > max(scores(table, EVICTED, "kl"))
+
+
+def test_a_store_keeps_every_row_apart_also_those_without_a_coder(
+    tiny_params, tiny_windows, tiny_needles, tiny_fitted, tmp_path
+):
+    asked = asking(tiny_params, "kept", EVICTED, LATENT, patterns=("window:window=12",))
+    with Lab.open(asked, tiny_windows, {"hf": tiny_fitted}) as lab:
+        part = measuring.MechanismsPart(lab, "hf", tiny_needles, "code", tmp_path / "hf.parquet")
+        found = [str(subject.identity()) for subject in part.subjects]
+    assert {subject.variant.label for subject in part.subjects} >= {"baseline", EVICTED, LATENT, "window:window=12"}
+    assert "None" not in found and len(set(found)) == len(found)
 
 
 def test_texts_are_written_over_what_is_left(on_hf):

@@ -58,8 +58,8 @@ class Subject:
         """See `walk.Kept`: the eval with its version, the engine, and what is done to K and V."""
         if self._identity is None:
             cell = self.variant.cell
-            modules = __name__, type(self).__module__, type(self.coder).__module__
-            measuring = code_of(self.which, cell.recipes if cell else (), *modules)
+            own = [type(one).__module__ for one in (self, self.coder) if one is not None]
+            measuring = code_of(self.which, cell.recipes if cell else (), __name__, *own)
             if measuring is None:
                 return None
             done = deciding(cell, calibrated_for(cell, self.lab.calibrated)) if cell else {}
