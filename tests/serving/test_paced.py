@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvlab.base.errors import UserError
 from kvlab.serving.paced import Seen, pace
-from kvlab.serving.policies.gateway import Gateway
+from kvlab.serving.policies.gateway import FAILURES, Gateway
 from kvlab.serving.policies.preempt import remaining_first
 from kvlab.serving.policies.ratelimit import NANO, RateLimit
 from kvlab.serving.simulate import simulate
@@ -129,6 +129,20 @@ def test_a_worker_that_fails_a_request_goes_on_with_others():
     seen = run(trace, ask, slots=2, router=router)
     assert seen.failed == tuple((number, "ConnectionError: gone") for number in (1, 3, 5))
     assert np.isnan(seen.last).tolist() == [False, True] * 3 and router.load == {0: 0}
+
+
+def test_a_worker_that_fails_again_and_again_is_passed_over():
+    asked = []
+
+    async def ask(worker: int, _number: int) -> AsyncIterator[None]:
+        asked.append(worker)
+        await asyncio.sleep(0.01)
+        if worker == 0:
+            raise ConnectionError("gone")
+        yield
+
+    seen = run(columns((0.1 * i, 10, 3, -1, 0) for i in range(12)), ask, workers=2, router=gateway(2, "least"))
+    assert len(seen.failed) == asked.count(0) == FAILURES and set(asked[-6:]) == {1}
 
 
 def test_a_router_that_takes_nobody_denies_all():

@@ -98,7 +98,8 @@ class _Run:
             task.add_done_callback(self.under_way.discard)
 
     async def serve(self, worker: int, number: int) -> None:
-        """Note when tokens come; a worker that fails a request goes on with others."""
+        """Note when tokens come; a worker that fails a request goes on with others, and the router is told."""
+        ok = True
         try:
             async for _ in self.ask(worker, number):
                 self.last[number] = self.clock() - self.began
@@ -106,9 +107,9 @@ class _Run:
                     self.first[number] = self.last[number]
         except Exception as error:
             self.failed.append((number, f"{type(error).__name__}: {error}"))
-            self.last[number] = math.nan
+            self.last[number], ok = math.nan, False
         self.busy[worker] -= 1
-        self.router.complete(worker)
+        self.router.complete(worker, ok)
         self.fill(worker)
 
 

@@ -26,8 +26,8 @@ class Router(Protocol):
     def route(self, key: int) -> int | None:
         """A worker for a request with this prefix (-1: none); None where none may take it."""
 
-    def complete(self, worker: int) -> None:
-        """A worker has done one of its requests."""
+    def complete(self, worker: int, ok: bool = True) -> None:
+        """A worker has done one of its requests, or has failed it."""
 
 
 Front = Callable[[float, int], bool]
@@ -136,7 +136,7 @@ class RoundRobin:
         self._next = (self._next + 1) % self.workers
         return self._next - 1 if self._next else self.workers - 1
 
-    def complete(self, worker: int) -> None:
+    def complete(self, worker: int, ok: bool = True) -> None:
         """See `Router`."""
 
 
