@@ -1,1 +1,1 @@
-"""A simulator of an LLM service: what compressing the KV cache buys when many ask at once."""
+"""What compressing the KV cache buys when many ask at once: a simulated service, and policies that pace a real one."""
