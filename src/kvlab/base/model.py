@@ -7,13 +7,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlab.base.errors import ModelError, nearest, suggestion
+from kvlab.base.decoder import Decoder
+from kvlab.base.errors import ModelError, suggestion
 from kvlab.base.params import Model, ModelEntry
 from kvlab.base.plain import MOST_LAYERS, shown
 from kvlab.base.weights import CONSOLIDATED, WEIGHTS, weight_files
 
-# Architectures whose projection modules the hooks know (engines/hooks.py). One name, one attention layout.
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+GGUF = ".gguf"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -41,36 +42,38 @@ class ModelInfo:
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim
 
 
-def resolve(model: Model) -> ModelInfo:
+def resolve(model: Model, loads: bool = True) -> ModelInfo:
     """Find the model that params.yaml names and read its shape; none of its own code is run.
+
+    Parameters
+    ----------
+    loads : bool
+        Whether kvlab itself is to load its weights. They are then held against what config.json calls for; without it,
+        a process that is not ours has them, and only who it is is asked.
 
     Raises
     ------
     ModelError
         The folder is missing, is no model, has an architecture that the hooks do not know, keeps a
         sliding window, has another number of layers than params.yaml says, or holds weights that engines would
-        not agree on (`kvlab.base.weights`).
+        not agree on (`kvlab.base.weights`), or that are not those of this model (`kvlab.base.tensors`).
     """
     from kvlab.base.records import file_hash
+    from kvlab.base.tensors import model_tensors
 
     path = locate(model)
     config = _configuration(path / "config.json")
-    architecture = known_architecture(config, path)
-    if slides(config, architecture):
-        raise ModelError(
-            f"{model.path} uses sliding-window attention, whose cache is not a whole prefix; not supported"
-        )
-    heads = _whole(config, "num_attention_heads", path)
+    decoder = model_tensors(path, config)[0] if loads else Decoder.read(config, path)
     info = ModelInfo(
         slug=model.slug,
         path=path,
-        architecture=architecture,
-        n_layers=_whole(config, "num_hidden_layers", path),
-        n_heads=heads,
-        n_kv_heads=_whole(config, "num_key_value_heads", path, heads),
-        head_dim=_whole(config, "head_dim", path, 0) or _whole(config, "hidden_size", path) // heads,
-        vocab_size=_whole(config, "vocab_size", path),
-        max_positions=_whole(config, "max_position_embeddings", path),
+        architecture=decoder.architecture,
+        n_layers=decoder.n_layers,
+        n_heads=decoder.n_heads,
+        n_kv_heads=decoder.n_kv_heads,
+        head_dim=decoder.head_dim,
+        vocab_size=decoder.vocab_size,
+        max_positions=decoder.max_positions,
         model_hash=file_hash(path / "config.json", *weight_files(path)),
         tensor_parallel=model.tensor_parallel,
     )
@@ -82,53 +85,6 @@ def resolve(model: Model) -> ModelInfo:
     return info
 
 
-def known_architecture(config: dict, path: Path) -> str:
-    """The architecture that a config.json names.
-
-    Raises
-    ------
-    ModelError
-        The hooks do not know it, its `model_type` is that of another one (transformers goes by the type, vLLM by the
-        architecture), or it would load code of the model's own or weights from another place.
-    """
-    named = config.get("architectures")
-    architecture = str(named[0] if isinstance(named, list) and named else "none")
-    if architecture not in ARCHITECTURES:
-        near = nearest(architecture, ARCHITECTURES)
-        hint = f"; did you mean {near}?" if near else ""
-        raise ModelError(f"architecture {architecture!r} is not supported; allowed: {', '.join(ARCHITECTURES)}{hint}")
-    kind, expected = config.get("model_type"), architecture.removesuffix("ForCausalLM").lower()
-    if kind != expected:
-        code = "; code that a model brings (auto_map) is never run" if "auto_map" in config else ""
-        raise ModelError(f"model_type of {path} is {kind!r}; allowed for {architecture}: {expected!r}{code}")
-    if "transformers_weights" in config:
-        raise ModelError(
-            f"config.json of {path} has transformers_weights, a file that vLLM would not load; remove the key"
-        )
-    return architecture
-
-
-def _whole(config: dict, key: str, path: Path, default: int | None = None) -> int:
-    """A count that config.json holds; the default where it is missing or null."""
-    found = config.get(key)
-    found = default if found is None else found
-    if type(found) is not int or found < (default is None):
-        raise ModelError(f"{key} in config.json of {path} is {found!r}; allowed: a whole number from 1")
-    return found
-
-
-def slides(config: dict, architecture: str) -> bool:
-    """Whether any layer attends to a window only.
-
-    Mistral has no switch: its window counts whenever it is not null, and is 4096 where none is given.
-    """
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        return True
-    always_on = architecture == "MistralForCausalLM"
-    window = config.get("sliding_window", 4096 if always_on else None)
-    return window is not None and config.get("use_sliding_window", always_on)
-
-
 def layer_count(model: ModelEntry) -> int:
     """Number of layers, as config.json says; `ModelError` as of `read_config`, or when it says none."""
     found = read_config(model).get("num_hidden_layers")
@@ -137,6 +93,25 @@ def layer_count(model: ModelEntry) -> int:
     if found > MOST_LAYERS:
         raise ModelError(f"config.json of {model.path!r} names {found} layers; allowed: at most {MOST_LAYERS}")
     return found
+
+
+def folder_entry(path: Path) -> ModelEntry:
+    """A folder that a person names, as a model; `ModelError` where it is not there, which a hub id is not."""
+    if not path.exists():
+        siblings = [str(p) for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        hub = f"; a model of the hub is fetched with `hf download {path} --local-dir DIR`"
+        raise ModelError(
+            f"model directory {str(path)!r} does not exist{suggestion(str(path), siblings)}"
+            f"{hub if len(path.parts) == 2 and not path.parent.exists() else ''}"
+        )
+    named = path if path.name not in ("", "..") else Path(os.path.abspath(path))  # its name names the results
+    return ModelEntry(path=str(named))
+
+
+def resolve_folder(path: Path) -> ModelInfo:
+    """`resolve` the model in a folder that a person names."""
+    entry = folder_entry(path)
+    return resolve(Model(path=entry.path, n_layers=layer_count(entry)))
 
 
 def read_config(model: ModelEntry) -> dict:
@@ -154,11 +129,13 @@ def read_config(model: ModelEntry) -> dict:
 def _configuration(path: Path) -> dict:
     """The object in a config.json; `ModelError` where there is none."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):  # the last: brackets without end
-        found = None
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} is no configuration of a model: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # the last: brackets without end
+        raise ModelError(f"{path} is no configuration of a model, but no JSON in UTF-8: {error}") from None
     if not isinstance(found, dict):
-        raise ModelError(f"{path} is no configuration of a model")
+        raise ModelError(f"{path} is no configuration of a model, but {shown(found)}; it must be a JSON object")
     return found
 
 
@@ -187,11 +164,17 @@ def local_folder(model: ModelEntry) -> Path | None:
     path = Path(model.path)
     try:
         found = path.is_dir()
+        if not found and path.is_file():
+            raise ModelError(f"{model.path!r} is a file; give the folder of a Hugging Face model{_of_gguf(path)}")
     except OSError as error:  # a name that is too long
         raise ModelError(f"model directory {shown(model.path)} cannot be read: {error.strerror}") from None
     if found:
         if not (path / "config.json").is_file():
-            raise ModelError(f"model directory {model.path!r} has no config.json; give a Hugging Face model directory")
+            gguf = next((file for file in sorted(path.iterdir()) if file.suffix == GGUF), path)
+            raise ModelError(
+                f"model directory {model.path!r} has no config.json; give a Hugging Face model directory"
+                f"{_of_gguf(gguf)}"
+            )
         return path
     if path.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1 or path.parent.is_dir():
         siblings = [str(p) for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
@@ -202,6 +185,17 @@ def local_folder(model: ModelEntry) -> Path | None:
     if model.revision is None:
         raise ModelError(f"model {model.path!r} is a hub id; pin it with `revision` (a commit or a tag)")
     return None
+
+
+def _of_gguf(file: Path) -> str:
+    """How a GGUF file becomes a folder; empty for another file."""
+    if file.suffix != GGUF:
+        return ""
+    return (
+        f", which transformers writes of {file.name}:"
+        f" AutoModelForCausalLM.from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(NEW),"
+        " and the same of AutoTokenizer"
+    )
 
 
 def _download(model: Model) -> Path:
@@ -219,9 +213,8 @@ def _download(model: Model) -> Path:
         )
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        reason = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"model {model.path!r} is no directory and could not be had from the hub{offline}: {reason}"
+            f"model {model.path!r} is no directory and could not be had from the hub{offline}: {reason(error)}"
         ) from None
 
 
@@ -235,11 +228,34 @@ def check_window(info: ModelInfo, length: int) -> None:
 
 
 def load_tokenizer(info: ModelInfo):
-    """The model's tokenizer (transformers); code that the model brings is not run."""
+    """The model's tokenizer (transformers); code that the model brings is not run.
+
+    Raises
+    ------
+    ModelError
+        There is none, it cannot be read, it knows no words, or has tokens that the model has no embedding of.
+    """
     from transformers import AutoTokenizer
 
+    if not any((info.path / name).is_file() for name in TOKENIZERS):  # transformers makes one up, of no words
+        raise ModelError(f"{info.path} has no tokenizer; put its files there: tokenizer.json, or tokenizer.model")
     try:
-        return AutoTokenizer.from_pretrained(info.path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"no tokenizer could be read from {info.path}: {reason}") from None
+        found = AutoTokenizer.from_pretrained(info.path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the tokenizers' own are of no narrower class
+        raise ModelError(f"no tokenizer could be read from {info.path}: {reason(error)}") from None
+    known = found.get_vocab()
+    if known.keys() <= found.get_added_vocab().keys():
+        raise ModelError(f"the tokenizer of {info.path} has no tokens but {len(known)} special ones: it reads no text")
+    token, most = max(known.items(), key=lambda item: item[1])
+    if most >= info.vocab_size:
+        raise ModelError(
+            f"the tokenizer of {info.path} has token {most} ({shown(token)}), and the model embeds 0 to"
+            f" {info.vocab_size - 1}; take the tokenizer of this model, or resize its embedding"
+        )
+    return found
+
+
+def reason(error: Exception) -> str:
+    """The first line of what another library raised; with the error's name where it says little by itself."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return said if isinstance(error, OSError | ValueError) and said else f"{type(error).__name__} {said}".strip()

@@ -77,15 +77,21 @@ def _indexed(path: Path, there: list[Path]) -> list[Path]:
     return [path / name for name in names]
 
 
+def weight_map(index: Path) -> dict[str, str]:
+    """Which file holds a tensor, as an index has it; `ModelError` where it is no index."""
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = list(found.values())
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        files = []
+    if not files or not all(isinstance(name, str) for name in files):
+        raise ModelError(f"{index} is no index of weights; allowed: a JSON object with `weight_map`, from name to file")
+    return found
+
+
 def shard_names(index: Path) -> list[str]:
     """The files that an index names, sorted; `ModelError` where it is no index, or names what is no safetensors."""
-    try:
-        said = json.loads(index.read_text())
-        names = sorted(set(said["weight_map"].values()))
-    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        names = []
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ModelError(f"{index} is no index of weights; allowed: a JSON object with `weight_map`, from name to file")
+    names = sorted(set(weight_map(index).values()))
     wrong = [name for name in names if not name.endswith(".safetensors")]
     if wrong:
         raise ModelError(f"{index} names {wrong[0]!r}; allowed: *.safetensors")

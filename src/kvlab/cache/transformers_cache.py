@@ -74,5 +74,5 @@ def from_file(model: nn.Module, path: Path | str) -> tuple[Recipe, Calibrated | 
         return file.recipe, None  # then the model need not be one whose weights are known
     config = model.config
     revision = getattr(config, "_commit_hash", None)  # transformers notes what it found in the hub
-    info = resolve(Model(path=model.name_or_path, revision=revision, n_layers=config.num_hidden_layers))
+    info = resolve(Model(path=model.name_or_path, revision=revision, n_layers=config.num_hidden_layers), loads=False)
     return file.recipe, prepared(file, info).calibration

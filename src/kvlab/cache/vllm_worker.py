@@ -89,7 +89,7 @@ def made_ready(config: VllmConfig, found: RecipeFile) -> Served:
     """
     model, text = config.model_config, config.model_config.hf_text_config
     revision = model.revision or getattr(model.hf_config, "_commit_hash", None)
-    info = resolve(Model(path=model.model, revision=revision, n_layers=text.num_hidden_layers))
+    info = resolve(Model(path=model.model, revision=revision, n_layers=text.num_hidden_layers), loads=False)
     capability.check("vllm", own_dtype(config), "default", info, on_cpu=config.device_config.device_type == "cpu")
     ready = prepared(found, info)
     codecs = {stream: ready.codec(stream) for stream in STREAMS}

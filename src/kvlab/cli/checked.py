@@ -13,9 +13,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError, UserError, suggestion
-from kvlab.base.model import ARCHITECTURES, resolve, weight_files
-from kvlab.base.params import Model
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError, UserError
+from kvlab.base.model import ModelInfo, folder_entry, layer_count, read_config, resolve_folder
 from kvlab.base.recipe import STREAMS, Recipe
 
 MOST_BITS = 8
@@ -27,33 +26,20 @@ def config_of(folder: Path) -> dict:
     Raises
     ------
     ModelError
-        There is no such folder, or it holds no model that kvlab knows.
+        There is no such folder, or it holds no model that kvlab knows, or not its weights.
     """
-    from kvlab.base.records import read_json
+    from kvlab.base.tensors import model_tensors
 
-    if not folder.is_dir():
-        siblings = [str(p) for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
-        raise ModelError(f"model directory {str(folder)!r} does not exist{suggestion(str(folder), siblings)}")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; give a Hugging Face model directory")
-    config = read_json(folder / "config.json")
-    layers = config.get("num_hidden_layers") if isinstance(config, dict) else None
-    if not isinstance(layers, int):
-        raise ModelError(f"{folder}/config.json names no num_hidden_layers; give a decoder-only text model")
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        hint = suggestion(architecture, ARCHITECTURES)
-        raise ModelError(f"architecture {architecture!r} is not supported; allowed: {', '.join(ARCHITECTURES)}{hint}")
-    weight_files(folder)
+    entry = folder_entry(folder)
+    config = read_config(entry)
+    layer_count(entry)
+    model_tensors(Path(entry.path), config)
     return config
 
 
-def info_of(folder: Path):
-    """A model's folder, its shape and its hash; `config_of` has been asked before."""
-    from kvlab.base.records import read_json
-
-    named = folder if folder.name not in ("", "..") else Path(os.path.abspath(folder))  # its name names the results
-    return resolve(Model(path=str(named), n_layers=read_json(folder / "config.json")["num_hidden_layers"]))
+def info_of(folder: Path) -> ModelInfo:
+    """A model's folder, its shape and its hash."""
+    return resolve_folder(folder)
 
 
 def refuse_absent(engine: str) -> None:

@@ -72,12 +72,10 @@ def _subject(args: argparse.Namespace) -> tuple[Model, Params | None]:
     if folder is None or not (folder / "config.json").is_file():
         params = read_params(args.params, args.model)
         return params.model, _with_bits(args, params)
-    from kvlab.base.records import read_json
+    from kvlab.base.model import folder_entry, layer_count
 
-    layers = read_json(folder / "config.json").get("num_hidden_layers")
-    if not isinstance(layers, int):
-        raise ParamsError(f"{folder}/config.json names no num_hidden_layers; give a decoder-only text model")
-    model = Model(path=str(folder), n_layers=layers)
+    entry = folder_entry(folder)
+    model = Model(path=entry.path, n_layers=layer_count(entry))
     params = _of_any_model(args.params)
     return model, params and _with_bits(args, params.model_copy(update={"model": model}))
 

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Cache, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlab.base.errors import ModelError
-from kvlab.base.model import ModelInfo
+from kvlab.base.model import ModelInfo, reason
 from kvlab.base.recipe import Placement
 from kvlab.base.testimony import Proof
 from kvlab.engines.base import (
@@ -35,6 +36,12 @@ from kvlab.engines.base import (
 )
 from kvlab.engines.hooks import attention_layers, decoder_layers, installed, separate_projections
 
+# what a folder can make its loader raise
+LOADING = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError),
+    *(AssertionError, SafetensorError, StrictDataclassError),
+)
+
 
 class HFEngine(Engine):
     """A transformers model, on the GPU when there is one."""
@@ -44,19 +51,7 @@ class HFEngine(Engine):
     def __init__(self, info: ModelInfo, dtype: str, attention: str, max_tokens: int):
         super().__init__(info, dtype)
         self.attention = attention
-        target = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                info.path,
-                dtype=getattr(torch, dtype),
-                attn_implementation=attention,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-            )
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ModelError(f"transformers cannot load {info.path}: {str(error).splitlines()[0]}") from None
-        self.model = model.to(target).eval()
+        self.model = _loaded(info, dtype, attention).to("cuda" if torch.cuda.is_available() else "cpu").eval()
         refuse_broken_weights(self.model, info)
 
     @property
@@ -227,6 +222,35 @@ class HFEngine(Engine):
         cos, sin = rotary(torch.empty(0, dtype=self.model.dtype, device=self.model.device), positions)
         apply = sys.modules[type(rotary).__module__].apply_rotary_pos_emb
         return lambda k: apply(k[:, :1], k, cos, sin)[1]  # it wants queries too: one head of something
+
+
+def _loaded(info: ModelInfo, dtype: str, attention: str) -> PreTrainedModel:
+    """The model with the weights of its files and no others.
+
+    Raises
+    ------
+    ModelError
+        transformers cannot load it, or filled a weight in, or left one out.
+    """
+    local = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        # told here, for what config.json names as its attention would prevail over an argument beside it
+        config = AutoConfig.from_pretrained(info.path, **local)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            info.path,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            use_safetensors=True,
+            output_loading_info=True,
+            **local,
+        )
+    except LOADING as error:
+        raise ModelError(f"transformers cannot load {info.path}: {reason(error)}") from None
+    for kind, entries in found.items():
+        if entries:
+            raise ModelError(f"transformers loads {info.path} with {kind}: {', '.join(sorted(map(str, entries))[:3])}")
+    return model
 
 
 def _turned_where_they_stood(turn: Callable[[Tensor], Tensor], k: Tensor, places: Tensor, context: int) -> Tensor:

@@ -1,21 +1,27 @@
 """A decoder's forward, written out: every layer's K and V stand in the open and can be given instead of computed.
 
-The weights, norms and rotary embedding are transformers' own modules, called one by one in float32. No hook, no cache
-class, no attention function and no mask of transformers takes part, and nothing of `engines`.
+Nothing of transformers takes part, and nothing of `engines`: the weights are read from the safetensors files,
+config.json says what is done with them, and norms, rotary embedding, attention and MLP are written out here, all in
+float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch.nn import functional
 
+from kvlab.base.model import read_config
+from kvlab.base.params import ModelEntry
+from kvlab.base.tensors import HEAD, model_tensors
+from kvlab.witness.rope import turns
 from kvlab.witness.scores import log_softmax
 
 Held = Mapping[tuple[int, str], Tensor]
@@ -46,6 +52,15 @@ class Passed:
         return log_softmax(self.logits.to("cpu", torch.float64).numpy())
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
 class PlainModel:
     """A Llama, Mistral, Qwen2 or Qwen3 model, in float32.
 
@@ -53,19 +68,22 @@ class PlainModel:
     ----------
     folder : Path
         With config.json and safetensors.
+
+    Raises
+    ------
+    ModelError
+        The files do not hold the model of config.json; see `kvlab.base.tensors`.
     """
 
     def __init__(self, folder: Path):
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
-        self._whole = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-        self._body = self._whole.model
+        self._decoder, held = model_tensors(folder, read_config(ModelEntry(path=str(folder))))
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._weights: dict[str, Tensor] = {}
+        needed = self._decoder.tensors()
+        for path in sorted({held[name].file for name in needed}):
+            with safe_open(path, "pt") as file:
+                for name in needed.keys() & set(file.keys()):
+                    self._weights[name] = file.get_tensor(name).to(self._device, torch.float32)
         self._last: tuple[tuple, Passed] | None = None
 
     def clean(self, ids: Sequence[int], first: int) -> Passed:
@@ -77,8 +95,7 @@ class PlainModel:
 
     def rotated(self, k: Tensor) -> Tensor:
         """K [kv_heads, tokens, head_dim] of positions from 0 on, after its rotary embedding, float32."""
-        device = self._whole.device
-        return _rotate(_on(k, device), _turns(self._body, k.shape[1], device), 0)
+        return _rotate(self._on(k), self._turns(k.shape[1]), 0)
 
     @torch.inference_mode()
     def forward(
@@ -106,32 +123,63 @@ class PlainModel:
         attend : callable, optional
             Another attention than that over everything; see `witness.reading`.
         """
-        body, held = self._body, held or {}
-        device = self._whole.device
-        hidden = body.embed_tokens(torch.tensor(list(ids[begin:]), device=device))
-        turns = _turns(body, len(ids), device)
+        held, table = held or {}, self._weights["model.embed_tokens.weight"]
+        hidden = table[torch.tensor(list(ids[begin:]), device=self._device)]
+        rotary = self._turns(len(ids))
         found = Passed(hidden)
-        for number, layer in enumerate(body.layers):
-            x = layer.input_layernorm(hidden)
-            q, k, v = _projected(layer.self_attn, x)
+        for number in range(self._decoder.n_layers):
+            q, k, v = self._projected(number, self._normed(number, "input_layernorm", hidden))
             found.own[number, "k"], found.own[number, "v"] = k, v
-            k_held, v_held = (_on(held.get((number, part)), device) for part in ("k", "v"))
+            k_held, v_held = (self._on(held.get((number, part))) for part in ("k", "v"))
             if k_held is not None and not rotated:
-                k_held = _rotate(k_held, turns, 0)
-            k, v = _joined(k_held, _rotate(k, turns, begin), begin), _joined(v_held, v, begin)
+                k_held = _rotate(k_held, rotary, 0)
+            k, v = _joined(k_held, _rotate(k, rotary, begin), begin), _joined(v_held, v, begin)
             found.read[number, "k"], found.read[number, "v"] = k, v
-            given = _rotate(q, turns, begin), k, v, layer.self_attn.scaling, begin
+            given = _rotate(q, rotary, begin), k, v, self._decoder.head_dim**-0.5, begin
             attended = attend(number, *given) if attend else _attention(*given)
-            hidden = hidden + layer.self_attn.o_proj(attended)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        found.logits = self._whole.lm_head(body.norm(hidden[first - begin : -1]))
+            hidden = hidden + self._mapped(number, "self_attn.o_proj", attended)
+            hidden = hidden + self._mlp(number, self._normed(number, "post_attention_layernorm", hidden))
+        last = _rms_norm(hidden[first - begin : -1], self._weights["model.norm.weight"], self._decoder.epsilon)
+        found.logits = last @ self._weights.get(HEAD, table).T
         return found
 
+    def _turns(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every position's angles, [tokens, head_dim] each."""
+        cos, sin = turns(self._decoder, tokens)
+        return cos.to(self._device), sin.to(self._device)
 
-def _turns(body: torch.nn.Module, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, [tokens, head_dim] each."""
-    cos, sin = body.rotary_emb(torch.empty(0, device=device), torch.arange(tokens, device=device)[None])
-    return cos[0], sin[0]
+    def _of(self, layer: int, name: str) -> Tensor | None:
+        return self._weights.get(f"model.layers.{layer}.{name}")
+
+    def _mapped(self, layer: int, name: str, x: Tensor) -> Tensor:
+        """A linear map of a layer, with its bias where it has one."""
+        return functional.linear(x, self._of(layer, f"{name}.weight"), self._of(layer, f"{name}.bias"))
+
+    def _normed(self, layer: int, name: str, x: Tensor) -> Tensor:
+        return _rms_norm(x, self._of(layer, f"{name}.weight"), self._decoder.epsilon)
+
+    def _projected(self, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V of one layer, [heads, tokens, head_dim] each; after the norms of Q and K where there are some."""
+        parts = []
+        for name in ("q", "k", "v"):
+            heads = self._mapped(layer, f"self_attn.{name}_proj", x).view(len(x), -1, self._decoder.head_dim)
+            if name != "v" and self._decoder.qk_norm:
+                heads = self._normed(layer, f"self_attn.{name}_norm", heads)
+            parts.append(heads.transpose(0, 1))
+        return tuple(parts)
+
+    def _mlp(self, layer: int, x: Tensor) -> Tensor:
+        """A gated MLP (Shazeer 2020, arXiv 2002.05202)."""
+        gate = ACTIVATIONS[self._decoder.activation](self._mapped(layer, "mlp.gate_proj", x))
+        return self._mapped(layer, "mlp.down_proj", gate * self._mapped(layer, "mlp.up_proj", x))
+
+    def _on(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(self._device, torch.float32)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Root mean square norm over the last axis (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon))
 
 
 def _rotate(x: Tensor, turns: tuple[Tensor, Tensor], begin: int) -> Tensor:
@@ -139,17 +187,6 @@ def _rotate(x: Tensor, turns: tuple[Tensor, Tensor], begin: int) -> Tensor:
     cos, sin = (turn[begin : begin + x.shape[1]] for turn in turns)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
-
-
-def _projected(attention: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V of one layer, [heads, tokens, head_dim] each; after the norms of Q and K where there are some."""
-    parts = []
-    for name in ("q", "k", "v"):
-        flat = getattr(attention, f"{name}_proj")(x)
-        heads = flat.view(len(x), -1, attention.head_dim)
-        norm = getattr(attention, f"{name}_norm", None)
-        parts.append((heads if norm is None else norm(heads)).transpose(0, 1))
-    return tuple(parts)
 
 
 def _joined(given: Tensor | None, own: Tensor, begin: int) -> Tensor:
@@ -168,7 +205,3 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, begin: int) -> Ten
     future = places[None, :] > (places[begin:, None])
     weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
     return (weights @ v).transpose(0, 1).reshape(q.shape[1], -1)
-
-
-def _on(x: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if x is None else x.to(device, torch.float32)

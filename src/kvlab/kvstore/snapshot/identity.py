@@ -13,6 +13,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, model_validator
 
+from kvlab.base.decoder import rope_of
 from kvlab.base.errors import ModelError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import WHOLE, Frozen, IdentityStream, Placement, Recipe, canonical, digest
@@ -33,7 +34,6 @@ TOKENIZER_FILES = (
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 # Fields of config.json that say nothing about K and V; the dtype is that of the weights, the cache's own is Geometry's.
 IDLE_FIELDS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-DEFAULT_THETA = 10000.0  # transformers' own, for every architecture of `kvlab.base.model`
 
 
 class CodecIdentity(Frozen):
@@ -155,26 +155,6 @@ def identity_of(
         geometry=Geometry(info.n_layers, info.n_kv_heads, info.head_dim, dtype, chunk_tokens),
         salt=salt,
     )
-
-
-def rope_of(config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """The rotary embedding that a configuration names, in the one form that all its spellings mean.
-
-    Parameters
-    ----------
-    config : mapping
-        config.json, or ``model.config.to_dict()``.
-    """
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = found.pop("type", None)
-    found.setdefault("rope_type", kind or "default")
-    if "rope_theta" not in found:
-        found["rope_theta"] = config.get("rope_theta") or DEFAULT_THETA
-    if found["rope_type"] != "default":  # the scaled kinds begin from the length that the model was trained for
-        found.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    if config.get("partial_rotary_factor") is not None:
-        found.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
-    return found
 
 
 def differences(found: Identity, expected: Identity) -> list[Reason]:

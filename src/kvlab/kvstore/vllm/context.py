@@ -14,10 +14,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvlab.base.errors import CapabilityError
-from kvlab.base.model import ModelInfo, locate, resolve
-from kvlab.base.params import Model
+from kvlab.base.model import ModelInfo, layer_count, locate, resolve
+from kvlab.base.params import Model, ModelEntry
 from kvlab.base.recipe import RECIPE_VARIABLE, canonical
-from kvlab.base.records import read_json
 from kvlab.cache.hf_rope import turn_of
 from kvlab.cache.prepared import Prepared, at_bits, prepared
 from kvlab.cache.recipe_file import read_recipe_file
@@ -181,7 +180,5 @@ def _identity(model: str, revision: str | None, dtype: str, chunk_tokens: int, r
 
 def _info(model: str, revision: str | None) -> ModelInfo:
     folder = locate(Model(path=model, revision=revision, n_layers=1))
-    layers = read_json(folder / "config.json").get("num_hidden_layers")
-    if not isinstance(layers, int):
-        raise CapabilityError(f"snapshots cannot be used here: {folder} does not say how many layers the model has")
-    return resolve(Model(path=str(folder), n_layers=layers))
+    layers = layer_count(ModelEntry(path=str(folder)))
+    return resolve(Model(path=str(folder), n_layers=layers), loads=False)
