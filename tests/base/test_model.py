@@ -6,9 +6,12 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file
 
+import tiny
+from kvlab.base.decoder import ROPES, Decoder
 from kvlab.base.errors import CapabilityError, ModelError, UnknownName
-from kvlab.base.model import layer_count, resolve
+from kvlab.base.model import layer_count, load_tokenizer, resolve, resolve_folder
 from kvlab.base.params import Model, ModelEntry
 from kvlab.engines.capability import check, check_protocol
 
@@ -63,8 +66,8 @@ def test_sliding_windows_are_refused(tiny_model, tmp_path):
         ({"sliding_window": 4096, "use_sliding_window": True}, True),
     ],
 )
-def test_a_window_counts_where_the_model_uses_it(tiny_model, tmp_path, changes, refused):
-    copy = edited(tiny_model, tmp_path)
+def test_a_window_counts_where_the_model_uses_it(tmp_path, changes, refused):
+    copy = tiny.write_model(tmp_path / "copy", "llama")  # its tensors are those of a Mistral too
     config = json.loads((copy / "config.json").read_text())
     config = {k: v for k, v in config.items() if k not in ("sliding_window", "use_sliding_window", "layer_types")}
     (copy / "config.json").write_text(json.dumps(config | changes))
@@ -113,6 +116,116 @@ def test_a_config_that_engines_would_read_otherwise_is_refused_in_one_line(tiny_
     assert "\n" not in str(caught.value)
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_dim": None}, "head_dim .* is null"),
+        ({"head_dim": 0}, "head_dim .* is 0; allowed: a whole number from 1"),
+        ({"head_dim": 33}, "head_dim .* is 33; allowed: an even number"),
+        ({"hidden_size": 130}, "hidden_size .* is 130; allowed: a multiple of the 4"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads .* is 3; allowed: what divides the 4"),
+        ({"num_hidden_layers": 2}, "layer_types .* allowed: 'full_attention' for each of 2"),
+        ({"layer_types": 5}, "layer_types .* is 5"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types"),
+        ({"intermediate_size": None}, "intermediate_size .* is None"),
+        ({"max_position_embeddings": 64.0}, "max_position_embeddings .* is 64.0"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps .* is -1e-06; allowed: a number above 0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps .* is '1e-6'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps .* is nan"),
+        ({"hidden_act": "fancy"}, "hidden_act .* is 'fancy'; allowed: silu"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings .* is 'yes'; allowed: true, false"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings .* is None"),
+        ({"attention_bias": 1}, "attention_bias .* is 1"),
+        ({"pad_token_id": 320}, "pad_token_id .* is 320; allowed: null, or below vocab_size"),
+        ({"rope_theta": "1e4"}, "rope_theta .* is '1e4'"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta .* is None"),
+        ({"rope_scaling": [1, 2]}, r"rope_scaling .* is \[1, 2\]; allowed: null, or a mapping"),
+        ({"rope_parameters": "linear"}, "rope_parameters .* is 'linear'"),
+        ({"rope_parameters": {"rope_type": "linaer"}}, "rope_type .* is 'linaer'; allowed: .*did you mean 'linear'"),
+        ({"rope_parameters": {"rope_type": ["linear"]}}, r"rope_type .* is \['linear'\]"),
+        ({"rope_parameters": {"rope_type": None}}, "rope_type .* is None"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "is 'linear' and has no factor"),
+        ({"rope_parameters": LINEAR | {"factor": "2"}}, "factor .* is '2'; allowed: a number above 0"),
+        ({"rope_parameters": LINEAR | {"factor": 0}}, "factor .* is 0"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": None}}, "has no high_freq_factor"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor .* is 1.0; allowed: below"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}}, "has 1 numbers"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": "x"}}, "long_factor .* 'x'"),
+        ({"rope_parameters": {"full_attention": LINEAR}}, "mapping for 'full_attention'; allowed: one for all"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor .* is 0.5; allowed: 1"),
+        ({"rope_parameters": LINEAR, "rope_scaling": LINEAR | {"factor": 4.0}}, "say different things"),
+    ],
+)
+def test_a_hand_edited_config_is_refused_by_the_value_that_is_wrong(tiny_model, tmp_path, changes, words):
+    with pytest.raises(ModelError, match=words) as caught:
+        resolve_folder(edited(tiny_model, tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", sorted(tiny.CLASSES))
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"attention_bias": True}, {"mlp_bias": True}])
+def test_the_tensors_that_are_called_for_are_those_that_transformers_writes(kind, changes, tmp_path):
+    folder = tiny.write_model(tmp_path / "copy", kind, **changes)
+    decoder = Decoder.read(json.loads((folder / "config.json").read_text()), folder)
+    assert decoder.tensors() == {name: tuple(x.shape) for name, x in load_file(folder / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": None}, {"rope_parameters": None}, {"layer_types": None}])
+def test_what_transformers_takes_as_its_default_is_taken(tmp_path, changes):
+    tiny.write_model(tmp_path / "llama", "llama")
+    assert resolve_folder(edited(tmp_path / "llama", tmp_path, **changes)).head_dim == 32
+
+
+def test_a_default_that_depends_on_the_architecture(tmp_path):
+    """transformers makes a Qwen3 without head_dim one of 128, and a Mistral without KV heads one of 8."""
+    config = json.loads((tiny.write_model(tmp_path / "q", "qwen3") / "config.json").read_text())
+    silent = {name: value for name, value in config.items() if name not in ("head_dim", "num_key_value_heads")}
+    assert Decoder.read(silent | {"num_attention_heads": 64}, tmp_path).head_dim == 128
+    mistral = silent | MISTRAL | {"sliding_window": None, "num_attention_heads": 16}
+    assert Decoder.read(mistral, tmp_path).n_kv_heads == 8
+    assert set(ROPES) >= {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}
+
+
+def without_tokens(folder):
+    """A tokenizer of special tokens alone."""
+    file = folder / "tokenizer.json"
+    said = json.loads(file.read_text())
+    said["model"] |= {"vocab": {}, "merges": []}
+    file.write_text(json.dumps(said))
+
+
+TOKENIZERS = {
+    "none": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer; put its files there"),
+    "empty": (lambda folder: (folder / "tokenizer.json").write_text(""), "no tokenizer could be read"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "no tokenizer could be read"),
+    "no UTF-8": (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff\xfe"), "no tokenizer could be read"),
+    "a list": (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "no tokenizer could be read"),
+    "no words": (without_tokens, "has no tokens but 1 special ones"),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_a_folder_without_a_tokenizer_that_reads(tiny_model, tmp_path, case):
+    """transformers makes up a tokenizer of no words where there is none, and every text is then token 0."""
+    spoil, words = TOKENIZERS[case]
+    copy = edited(tiny_model, tmp_path)
+    spoil(copy)
+    with pytest.raises(ModelError, match=words) as caught:
+        load_tokenizer(resolve_folder(copy))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding(tmp_path):
+    copy = tiny.write_model(tmp_path / "copy", vocab_size=300)  # the tokenizer has up to 320
+    with pytest.raises(ModelError, match="has token 319 .*, and the model embeds 0 to 299"):
+        load_tokenizer(resolve_folder(copy))
+    load_tokenizer(resolve_folder(tiny.write_model(tmp_path / "padded", vocab_size=384)))  # as many models are
+
+
 @pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, "\xff"])
 def test_a_config_that_is_no_object_is_refused(tiny_model, tmp_path, text):
     copy = edited(tiny_model, tmp_path)
@@ -136,8 +249,8 @@ def test_the_hash_follows_the_weights(tiny_model, tmp_path):
     assert resolve(model(copy)).model_hash != resolve(model(tiny_model)).model_hash
 
 
-def test_a_head_size_that_vllm_gets_wrong(tiny_model, tmp_path):
-    info = resolve(model(edited(tiny_model, tmp_path, head_dim=48)))
+def test_a_head_size_that_vllm_gets_wrong(tmp_path):
+    info = resolve(model(tiny.write_model(tmp_path / "copy", head_dim=48)))
     with pytest.raises(CapabilityError, match=r"head size 48; allowed: 32, 64.*nearest: 32"):
         check("vllm", "float32", "default", info)
     check("hf", "float32", "eager", info)

@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from kvlab.base import tensors
 from kvlab.base.errors import ModelError
 from kvlab.base.model import load_tokenizer, resolve
 from kvlab.base.params import Model
 from kvlab.base.records import file_hash
+from kvlab.base.tensors import model_tensors
 from kvlab.base.weights import INDEX, WHOLE, weight_files
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.engines.hf import HFEngine
+from kvlab.witness.plain import PlainModel
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -164,6 +168,216 @@ def test_what_only_one_engine_would_load_is_refused(folder, name, words):
 def test_a_whole_file_beside_an_index_of_others_is_refused(sharded):
     save_file({"decoy": torch.ones(1)}, sharded / WHOLE)
     refused(sharded, "transformers loads, beside model.safetensors.index.json, which names other files")
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file({name: x.clone() for name, x in tensors.items()}, folder / WHOLE, metadata={"format": "pt"})
+
+
+def spoil(folder: Path, change) -> None:
+    """Write the tensors that `change` makes of the folder's."""
+    rewrite(folder, change(load_file(folder / WHOLE)))
+
+
+def without(part: str):
+    return lambda tensors: {name: x for name, x in tensors.items() if part not in name}
+
+
+def fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Projections over a scale, which stands beside them."""
+    found = {}
+    for name, x in tensors.items():
+        if name.endswith("proj.weight"):
+            scale = x.float().abs().amax() / 448
+            found |= {name: (x.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale.reshape(1)}
+        else:
+            found[name] = x
+    return found
+
+
+def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Projections as GPTQ names them."""
+    found = {}
+    for name, x in tensors.items():
+        stem = name.removesuffix("weight")
+        if name.endswith("proj.weight"):
+            found |= {f"{stem}qweight": torch.zeros(4, 4, dtype=torch.int32), f"{stem}scales": torch.ones(4)}
+        else:
+            found[name] = x
+    return found
+
+
+K0 = "model.layers.0.self_attn.k_proj"
+SPOILT = {
+    "a bias": (without(f"{K0}.bias"), rf"{K0}.bias \[64\] is missing"),
+    "a matrix": (without(f"{K0}.weight"), rf"{K0}.weight \[64, 128\] is missing"),
+    "a norm": (without("model.norm"), r"model.norm.weight \[128\] is missing"),
+    "a layer": (without("layers.2."), r"model.layers.2\..* is missing \(11 more"),
+    "the embedding": (without("embed_tokens"), "model.embed_tokens.weight .* is missing"),
+    "a shape": (lambda t: t | {f"{K0}.weight": torch.zeros(8, 128)}, rf"{K0}.weight is \[8, 128\], .* \[64, 128\]"),
+    "a transposed matrix": (lambda t: t | {f"{K0}.weight": t[f"{K0}.weight"].T.contiguous()}, rf"{K0}.weight is"),
+    "a bias too many": (
+        lambda t: t | {"model.layers.0.self_attn.o_proj.bias": torch.zeros(128)},
+        "o_proj.bias .* is no",
+    ),
+    "a layer too many": (lambda t: t | {"model.layers.3.mlp.up_proj.weight": torch.zeros(192, 128)}, "3.mlp.* is no"),
+    "a name of another kind": (lambda t: {n.removeprefix("model."): x for n, x in t.items()}, "embed_tokens.* missing"),
+    "an adapter": (
+        lambda t: t | {"base_model.model.lora_A.weight": torch.zeros(2, 2)},
+        "lora_A.weight .* is no tensor",
+    ),
+    "whole numbers": (
+        lambda t: t | {f"{K0}.bias": torch.zeros(64, dtype=torch.int8)},
+        f"{K0}.bias is I8; allowed: BF16",
+    ),
+    "8 bits": (lambda t: t | {f"{K0}.bias": torch.zeros(64).to(torch.float8_e5m2)}, f"{K0}.bias is F8_E5M2; allowed"),
+    "8 bits and scales": (fp8, r"are quantised \(.*_proj.weight is F8_E4M3, beside .*_scale\)"),
+    "scales alone": (lambda t: t | {f"{K0}.weight_scale": torch.ones(1)}, rf"are quantised \({K0}.weight_scale\)"),
+    "packed": (packed, r"are quantised \(.*qweight is I32, beside .*\)"),
+    "another head": (
+        lambda t: t | {"lm_head.weight": torch.zeros(320, 128)},
+        "lm_head.weight is not model.embed_tokens",
+    ),
+    "nearly its head": (
+        lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].index_fill(0, torch.tensor(7), 0)},
+        "lm_head.weight is not model.embed_tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_weights_that_are_not_the_models_are_refused_by_name(folder, case):
+    """transformers fills in what is missing and leaves out what is too much, with a warning at most."""
+    change, words = SPOILT[case]
+    spoil(folder, change)
+    refused(folder, words)
+    with pytest.raises(ModelError, match=words):
+        PlainModel(folder)
+
+
+HARMLESS = {
+    "a tied head that is there": lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]},
+    "frequencies of an old file": lambda t: (
+        t | {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(16) for n in range(3)}
+    ),
+    "other whole types": lambda t: {
+        name: x.to(torch.float64 if "norm" in name else torch.float16) for name, x in t.items()
+    },
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_what_changes_nothing_goes_on_working(folder, case):
+    before = HFEngine(resolved(folder), "float32", "eager", 32).score(list(range(20, 40)), 10)
+    spoil(folder, HARMLESS[case])
+    after = HFEngine(resolved(folder), "float32", "eager", 32).score(list(range(20, 40)), 10)
+    assert torch.allclose(before, after, atol=2e-2 if "types" in case else 0)
+
+
+def test_a_head_of_its_own_must_be_there(folder):
+    edit(folder / "config.json", tie_word_embeddings=False)
+    refused(folder, r"lm_head.weight \[320, 128\] is missing")
+    spoil(folder, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] * 2})
+    ids = list(range(20, 40))
+    plain = PlainModel(folder).forward(ids, 10).logits
+    torch.testing.assert_close(plain, HFEngine(resolved(folder), "float32", "eager", 32).score(ids, 10))
+
+
+def test_a_shard_holds_what_the_index_says(sharded):
+    listed = json.loads((sharded / INDEX).read_text())["weight_map"]
+    name = next(name for name, shard in listed.items() if shard == SHARDS[1])
+    write_index(sharded, listed | {name: SHARDS[0]})
+    refused(sharded, f"{name} lies in {SHARDS[1]}, and {INDEX} says {SHARDS[0]}")
+    write_index(sharded, listed | {"model.extra.weight": SHARDS[0]})
+    refused(sharded, f"model.extra.weight, which {INDEX} puts into {SHARDS[0]}, is missing")
+    write_index(sharded, listed)
+    tensors = load_file(sharded / SHARDS[1])
+    save_file({n: x for n, x in tensors.items() if n != name}, sharded / SHARDS[1], metadata={"format": "pt"})
+    refused(sharded, f"{name} .* is missing, which {INDEX} puts into {SHARDS[1]}")
+    both = load_file(sharded / SHARDS[0])
+    save_file(tensors | dict([next(iter(both.items()))]), sharded / SHARDS[1], metadata={"format": "pt"})
+    refused(sharded, "both hold")
+
+
+@pytest.mark.parametrize("size", [4, 100, -1])
+def test_a_file_that_is_cut_short(folder, size):
+    (folder / WHOLE).write_bytes((folder / WHOLE).read_bytes()[:size])
+    refused(folder, "is no whole safetensors file")
+
+
+METHODS = ("gptq", "awq", "bitsandbytes", "fp8", "hqq", "quanto", "mxfp4", "torchao", "modelopt", "compressed-tensors")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_folder_that_says_it_is_quantised(folder, method):
+    edit(folder / "config.json", quantization_config={"quant_method": method})
+    refused(folder, f"are quantised .*config.json says '{method}'.*; give the model that they were made from")
+    assert resolve(Model(path=str(folder), n_layers=3), loads=False).n_layers == 3  # vLLM may serve it, with a codec
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
+def test_a_file_that_says_that_weights_are_quantised(folder, name):
+    (folder / name).write_text("{}")
+    refused(folder, f"are quantised .{name} lies beside them.*; where they are whole, remove {name}")
+    (folder / name).unlink()
+    edit(folder / "config.json", quantization_config=None)
+    resolved(folder)
+
+
+def test_the_line_that_makes_weights_whole_does(folder):
+    """Of the methods, the one whose package comes with vLLM."""
+    pytest.importorskip("compressed_tensors")
+    before = resolved(folder)
+    spoil(folder, fp8)
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    said = {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"}
+    edit(folder / "config.json", quantization_config=said | {"config_groups": groups, "ignore": ["lm_head"]})
+    refused(folder, "says 'compressed-tensors'")
+    new = folder.parent / "whole"
+    names = {name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "CompressedTensorsConfig")}
+    exec(tensors.DEQUANTISED["compressed-tensors"], names | {"DIR": folder, "NEW": new})
+    assert resolved(new).model_hash != before.model_hash
+    found, due = (load_file(path / WHOLE)[f"{K0}.weight"].float() for path in (new, folder))
+    scale = load_file(folder / WHOLE)[f"{K0}.weight_scale"]
+    torch.testing.assert_close(found, due * scale, rtol=1e-2, atol=1e-4)
+
+
+def test_what_transformers_fills_in_is_refused_by_the_engine_too(folder):
+    """A second look, for what the first could not know: at what the loader itself says that it did."""
+    spoil(folder, without(f"{K0}.bias"))
+    info = resolve(Model(path=str(folder), n_layers=3), loads=False)
+    with pytest.raises(ModelError, match=f"with missing_keys: {K0}.bias"):
+        HFEngine(info, "float32", "eager", 32)
+    spoil(folder, lambda t: t | {f"{K0}.bias": torch.zeros(64), "model.more": torch.zeros(1)})
+    with pytest.raises(ModelError, match="with unexpected_keys: model.more"):
+        HFEngine(info, "float32", "eager", 32)
+    spoil(folder, lambda t: without("more")(t) | {f"{K0}.bias": torch.zeros(63)})
+    with pytest.raises(ModelError, match="cannot load"):
+        HFEngine(info, "float32", "eager", 32)
+
+
+@pytest.mark.parametrize("named", ["eager", "flash_attention_2", "fancy", 5])
+def test_the_attention_that_is_asked_for_runs_whatever_the_config_names(folder, named):
+    edit(folder / "config.json", _attn_implementation=named, output_attentions=True, return_dict=False)
+    engine = HFEngine(resolved(folder), "float32", "sdpa", 32)
+    with engine.reading() as seen:
+        engine.score(list(range(20, 40)), 10)
+    assert seen.attention == "sdpa_attention_forward"
+
+
+@pytest.mark.parametrize("change", [{"use_cache": "no"}, {"dtype": "fancy"}, {"id2label": 5}, {"eos_token_id": "x"}])
+def test_what_transformers_alone_cannot_read_is_a_line(folder, change):
+    edit(folder / "config.json", **change)
+    with pytest.raises(ModelError, match="transformers cannot load") as caught:
+        HFEngine(resolved(folder), "float32", "eager", 32)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_headers_are_read(folder, monkeypatch):
+    """A model of many gigabytes is looked at in no time: nothing is taken out of its files."""
+    monkeypatch.setattr("numpy.memmap", lambda *_, **__: pytest.fail("weights were read"))
+    model_tensors(folder, json.loads((folder / "config.json").read_text()))
 
 
 def test_code_of_a_model_never_runs_and_nobody_is_asked(folder, monkeypatch):

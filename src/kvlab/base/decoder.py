@@ -247,9 +247,8 @@ def _rope(config: dict, path: Path) -> dict:
     found = rope_of(config)
     kind = found["rope_type"]
     if not isinstance(kind, str) or kind not in ROPES:
-        raise ModelError(
-            f"rope_type {where} is {shown(kind)}; allowed: {', '.join(ROPES)}{suggestion(str(kind), ROPES)}"
-        )
+        hint = suggestion(kind, ROPES) if isinstance(kind, str) else ""
+        raise ModelError(f"rope_type {where} is {shown(kind)}; allowed: {', '.join(ROPES)}{hint}")
     if kind in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" in config:
         found["original_max_position_embeddings"] = config["original_max_position_embeddings"]  # it wins, see
     lacking = [name for name in ROPES[kind] if found.get(name) is None]  # transformers.modeling_rope_utils

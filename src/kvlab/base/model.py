@@ -256,6 +256,7 @@ def load_tokenizer(info: ModelInfo):
 
 
 def reason(error: Exception) -> str:
-    """The first line of what another library raised; with the error's name where it says little by itself."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    """The first sentence of what another library raised; with the error's name where it says little by itself."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else ""
     return said if isinstance(error, OSError | ValueError) and said else f"{type(error).__name__} {said}".strip()

@@ -28,12 +28,13 @@ SCALES = re.compile(  # what lies beside a quantised weight
 )
 ANNOUNCED = ("quantization_config", "compression_config")  # keys of config.json
 FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # of ModelOpt, GPTQ and AWQ
-DEQUANTISED = {
-    "bitsandbytes": ("", ".dequantize()"),
-    "compressed-tensors": (", quantization_config=CompressedTensorsConfig(dequantize=True)", ""),
-    "fp8": (", quantization_config=FineGrainedFP8Config(dequantize=True)", ""),
+LOAD, SAVE = "m = AutoModelForCausalLM.from_pretrained(DIR", "m.save_pretrained(NEW, save_original_format=False"
+DEQUANTISED = {  # by `quant_method`: what makes transformers 5.19 write whole weights
+    "bitsandbytes": f"{LOAD}).dequantize(); {SAVE})",
+    "compressed-tensors": f"{LOAD}, quantization_config=CompressedTensorsConfig(dequantize=True)); {SAVE},"
+    " state_dict={n: x for n, x in m.state_dict().items() if n.endswith(('weight', 'bias'))})",
+    "fp8": f"{LOAD}, quantization_config=FineGrainedFP8Config(dequantize=True)); {SAVE})",
 }
-"""By `quant_method`: what makes transformers give whole weights, as an argument or as a call."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,7 @@ def refuse_packed(path: Path, held: Mapping[str, Held], decoder: Decoder) -> Non
 
 def _quantised(path: Path, why: str, kind: object = None) -> str:
     """Why quantised weights are refused, and what to do."""
-    line = ""
-    if isinstance(kind, str) and kind in DEQUANTISED:
-        argument, call = DEQUANTISED[kind]
-        line = f", or write it: AutoModelForCausalLM.from_pretrained(DIR{argument}){call}.save_pretrained(NEW)"
+    line = f", or write it: {DEQUANTISED[kind]}" if isinstance(kind, str) and kind in DEQUANTISED else ""
     return (
         f"the weights of {path} are quantised ({why}), and would be taken without their scales; give the model that"
         f" they were made from, of 16 or 32 bits{line}"

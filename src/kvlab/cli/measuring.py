@@ -128,7 +128,7 @@ def measured(
     """
     info = info_of(args.model)
     length = args.context + args.eval
-    windows = windows_of([text], load_tokenizer(info), length, args.windows, str(args.text))
+    windows = windows_of([text], load_tokenizer(info), length, args.windows, str(args.text), args.context)
     stored = load_calibration(args.calibration, info) if args.calibration else None
     engine = start(args.engine, info, args.dtype, max_tokens=length)
     try:

@@ -235,7 +235,7 @@ def _loaded(info: ModelInfo, dtype: str, attention: str) -> PreTrainedModel:
     local = {"local_files_only": True, "trust_remote_code": False}
     try:
         # told here, for what config.json names as its attention would prevail over an argument beside it
-        config = AutoConfig.from_pretrained(info.path, **local)
+        config = AutoConfig.from_pretrained(info.path, return_dict=True, **local)
         model, found = AutoModelForCausalLM.from_pretrained(
             info.path,
             config=config,

@@ -26,7 +26,7 @@ from kvlab.base.params import Corpus, Params, Windows
 from kvlab.base.recipe import Text
 from kvlab.base.records import atomic, forget, from_header, sha256, to_header, write_json, write_table
 from kvlab.text import encyclopedia, licences
-from kvlab.text.cutting import choose, window_documents
+from kvlab.text.cutting import choose, refuse_alike, window_documents
 
 TOKENIZED_AT_ONCE = 1000  # documents; a corpus may be far larger than what its windows need
 SHINGLE = 64  # tokens; a run this long in both splits is a copy, not chance
@@ -115,6 +115,8 @@ def build(params: Params, out: Path, documents_out: Path | None = None) -> Token
     prefix = bos(tokenizer)
     arrays = {split: cut(ids, params.windows, split, prefix) for split, ids in streams.items() if split != "test"}
     arrays["test"] = in_turn(params, streams, prefix)
+    for split, rows in arrays.items():
+        refuse_alike(rows[:, : params.windows.context], prefix, f"the corpus ({split})")
     windows = TokenWindows(
         **arrays,
         context=params.windows.context,

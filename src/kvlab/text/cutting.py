@@ -19,6 +19,27 @@ def choose(ids: np.ndarray, windows: Windows, split: str, body: int, count: int 
     return np.sort(np.random.default_rng(windows.seed).permutation(available)[:wanted])
 
 
+def refuse_alike(rows: np.ndarray, prefix: list[int], name: str) -> None:
+    """`CorpusError` for a window of one token over and over: its K and V are all alike, and no codec costs anything.
+
+    Parameters
+    ----------
+    rows : ndarray of int, shape (windows, length)
+    prefix : list of int
+        What the tokenizer puts before every text; it does not count.
+    name : str
+        Of the text.
+    """
+    body = rows[:, len(prefix) :]
+    alike = np.flatnonzero((body == body[:, :1]).all(axis=1)) if body.shape[1] > 1 else []
+    if len(alike):
+        number = int(alike[0])
+        raise CorpusError(
+            f"window {number} of {name} holds token {body[number, 0]} {body.shape[1]} times and nothing else (blank"
+            " lines?), which says nothing about a codec; give a text without it"
+        )
+
+
 def window_documents(
     params: Params, cut_from: dict[str, tuple[np.ndarray, np.ndarray]], prefix: list[int]
 ) -> dict[str, tuple[int, ...]]:

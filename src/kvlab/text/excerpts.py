@@ -13,6 +13,7 @@ import numpy as np
 
 from kvlab.base.errors import CorpusError
 from kvlab.text.corpus import SHINGLE, bos, stream
+from kvlab.text.cutting import refuse_alike
 
 PACKAGES = ("torch", "numpy")  # what kvlab itself needs, so it is always there
 FEWEST = 2  # windows: an interval over windows needs two
@@ -54,7 +55,9 @@ def docstrings() -> list[str]:
     return [document.text for document in split(extract(PACKAGES))["calib"]]
 
 
-def windows_of(texts: Iterable[str], tokenizer, length: int, most: int, name: str) -> np.ndarray:
+def windows_of(
+    texts: Iterable[str], tokenizer, length: int, most: int, name: str, coded: int | None = None
+) -> np.ndarray:
     """Windows of texts, at most so many, evenly spread over all that there are.
 
     Parameters
@@ -66,6 +69,8 @@ def windows_of(texts: Iterable[str], tokenizer, length: int, most: int, name: st
         Tokens of a window, and windows.
     name : str
         Of the text, for messages.
+    coded : int, optional
+        Of a window's first tokens, whose K and V are looked at; all of them if not given.
 
     Returns
     -------
@@ -74,7 +79,7 @@ def windows_of(texts: Iterable[str], tokenizer, length: int, most: int, name: st
     Raises
     ------
     CorpusError
-        There are fewer than two windows.
+        There are fewer than two windows, or one is of one token alone.
     """
     ids, prefix = stream(texts, tokenizer), bos(tokenizer)
     body = length - len(prefix)
@@ -88,7 +93,9 @@ def windows_of(texts: Iterable[str], tokenizer, length: int, most: int, name: st
     chosen = [available * number // count for number in range(count)]
     rows = ids[: available * body].reshape(available, body)[chosen]
     head = np.tile(np.array(prefix, dtype=np.int32), (count, 1))
-    return np.ascontiguousarray(np.concatenate([head, rows], axis=1))
+    windows = np.ascontiguousarray(np.concatenate([head, rows], axis=1))
+    refuse_alike(windows[:, :coded], prefix, name)
+    return windows
 
 
 def refuse_overlap(scored: np.ndarray, calibrating: np.ndarray, names: Sequence[str]) -> None:
