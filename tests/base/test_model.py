@@ -221,7 +221,7 @@ def test_a_folder_without_a_tokenizer_that_reads(tiny_model, tmp_path, case):
 
 def test_a_tokenizer_with_more_tokens_than_the_embedding(tmp_path):
     copy = tiny.write_model(tmp_path / "copy", vocab_size=300)  # the tokenizer has up to 320
-    with pytest.raises(ModelError, match="has token 319 .*, and the model embeds 0 to 299"):
+    with pytest.raises(ModelError, match=r"has token 319 .*, and the model embeds 0 to 299"):
         load_tokenizer(resolve_folder(copy))
     load_tokenizer(resolve_folder(tiny.write_model(tmp_path / "padded", vocab_size=384)))  # as many models are
 

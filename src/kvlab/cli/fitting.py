@@ -36,9 +36,9 @@ class CalibrationText:
     @classmethod
     def read(cls, info: ModelInfo, path: Path | None, text: str | None, context: int, most: int) -> CalibrationText:
         """That of a text which was read from `path`, or of docstrings where there is none."""
-        name = DOCSTRINGS if path is None else str(path)
+        name, tokenizer = DOCSTRINGS if path is None else str(path), load_tokenizer(info)
         texts = docstrings() if text is None else [text]
-        return cls(name, windows_of(texts, load_tokenizer(info), context, most, name))
+        return cls(name, windows_of(texts, tokenizer, context, most, name))
 
     @property
     def tokens(self) -> int:
