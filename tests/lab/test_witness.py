@@ -133,7 +133,7 @@ def test_a_loader_that_is_wrong_is_found_out(fault, tiny_params, tiny_windows, t
     engine = start("hf", info, "float32", max_tokens=96)
     windows = corpus.load(tiny_windows, info.model_hash)
     subject = trial.Subject("int 4", named_recipe("int", 4), None)
-    with pytest.raises(WitnessDisagrees, match="KL .* from a plain forward"):
+    with pytest.raises(WitnessDisagrees, match=r"KL .* from a plain forward"):
         trial.score(engine, windows.test[:2], windows.context, [subject], "snapshot", partial(PlainModel, info.path))
 
 
