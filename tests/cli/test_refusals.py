@@ -27,7 +27,7 @@ REFUSED = {
     "a flag of a verb of a group": ("snapshot inspect x.kv --jsn", "'--json'"),
     "a shell": ("completion bahs", "'bash'"),
     "no model": ("measure models/refrence --text README.md", "did you mean 'models/reference'"),
-    "a folder that is no model": ("measure docs --text README.md", "docs has no config.json"),
+    "a folder that is no model": ("measure docs --text README.md", "'docs' has no config.json"),
     "no text": (f"measure {MODEL} --text READM.md", "cannot read READM.md: no such file"),
     "a text that is none": (f"measure {MODEL} --text {MODEL}/model.safetensors", "no UTF-8 text"),
     "a text that is short": (f"measure {MODEL} --text CITATION.cff --context 2048", "too few for 2 windows"),
