@@ -212,6 +212,16 @@ class KVCache(Cache):
         """Positions of all tokens [rows, length], padding at zero."""
         return torch.stack([nn.functional.pad(row, (length - row.numel(), 0)) for row in self.positions])
 
+    @torch.compiler.disable  # which would make the model anew for each length, and so for each token
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of each row, padding included."""
+        return super().get_seq_length(layer_idx)
+
+    @torch.compiler.disable
+    def get_mask_sizes(self, *args, **kwargs) -> tuple[int, int]:
+        """Length and offset of what attention sees."""
+        return super().get_mask_sizes(*args, **kwargs)
+
     def reset(self) -> None:
         """Forget all tokens and all counts."""
         super().reset()

@@ -61,7 +61,7 @@ class Fields:
         worth = torch.zeros(bits, len(spans), dtype=torch.float32)
         column, up = torch.zeros(2, 2, bits, dtype=torch.int64)
         for number, at in enumerate(spans):
-            worth[at, number] = 2.0 ** (at - at[:1])
+            worth[at, number] = 2.0 ** (at - at[:1]).float()
             for paired in (0, 1) if number == 0 else (int(number >= len(head)),):
                 column[paired, at], up[paired, at] = number, at - at[:1]
         self.worth, self.column, self.up = worth.to(device), column.to(device), up.to(device)
