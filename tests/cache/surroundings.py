@@ -1,6 +1,6 @@
 """What may surround a Cache: each case runs a model with a cache and returns the tokens, and the table says how it ends.
 
-    PYTHONPATH=src:tests python tests/cache/surroundings.py     writes docs/surroundings.md from the table
+PYTHONPATH=src:tests python tests/cache/surroundings.py     writes docs/surroundings.md from the table
 """
 
 from __future__ import annotations
@@ -240,7 +240,9 @@ def copied(copy_of: Callable) -> Callable[[Make], Tensor]:
         own = model()
         cache = prompted(own, make(own))
         twin = copy.deepcopy(cache) if isinstance(cache, DynamicCache) else copy_of(cache)
-        return torch.cat([generated(own, twin, torch.cat([IDS, OTHER[:, :3]], dim=1))[:, 14:], generated(own, cache)], dim=1)
+        return torch.cat(
+            [generated(own, twin, torch.cat([IDS, OTHER[:, :3]], dim=1))[:, 14:], generated(own, cache)], dim=1
+        )
 
     return run
 

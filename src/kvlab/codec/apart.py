@@ -26,6 +26,8 @@ def apart(function: Callable[Given, Made]) -> Callable[Given, Made]:
 
     @wraps(function)
     def run(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+        if not disturbed():
+            return function(*args, **kwargs)
         with ExitStack() as stack:
             for context in _needed():
                 stack.enter_context(context)
@@ -34,12 +36,22 @@ def apart(function: Callable[Given, Made]) -> Callable[Given, Made]:
     return run
 
 
+def disturbed() -> bool:
+    """Whether there is anything here that `apart` keeps out; asked in each call of a codec, so quickly."""
+    return (
+        torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+        or any(map(torch.is_autocast_enabled, KINDS))
+        or torch.empty(0).device.type != "cpu"
+    )
+
+
 def _needed() -> Iterator[AbstractContextManager]:
     """What has to be entered here, in this order."""
     for kind in KINDS:
         if torch.is_autocast_enabled(kind):
             yield torch.autocast(kind, enabled=False)
-    if torch.get_default_device().type != "cpu":
+    if torch.empty(0).device.type != "cpu":
         yield torch.device("cpu")
     if torch.is_inference_mode_enabled():
         yield torch.inference_mode(False)
