@@ -1,4 +1,4 @@
-"""What may surround a Cache: each case runs a model with a cache and returns the tokens, and the table says how it ends.
+"""What may surround a Cache: each case runs a model with a cache and returns its tokens; the table says how it ends.
 
 PYTHONPATH=src:tests python tests/cache/surroundings.py     writes docs/surroundings.md from the table
 """
@@ -422,8 +422,8 @@ def two_threads_one_cache(make: Make) -> Tensor:
 SAME = "same tokens"
 META = "the model is on the meta device, where it has no numbers; load its weights first"
 NOT_OURS = (
-    "K and V came to the cache from no forward of the model that it was made for: from another model (a copy is one), or"
-    " past the hooks, by .forward(); make a Cache for the model that runs, and call that"
+    "K and V came to the cache from no forward of the model that it was made for: from another model (a copy is one),"
+    " or past the hooks, by .forward(); make a Cache for the model that runs, and call that"
 )
 SAVED = (
     "a Cache cannot be pickled or saved: it watches its model in this process; copy it with copy.deepcopy, or keep a"
@@ -610,17 +610,17 @@ What is said where it is refused, a `CapabilityError` each:
 HEAD = """\
 # What may surround a Cache
 
-<!-- Written by `PYTHONPATH=src:tests python tests/cache/surroundings.py`; edit that. tests/cache/test_surroundings.py runs
-every cell and holds this page to what it found. -->
+<!-- Written by `PYTHONPATH=src:tests python tests/cache/surroundings.py`, from that file's table; edit that.
+tests/cache/test_surroundings.py runs every cell. -->
 
-`kvlab.Cache` ([drop-ins.md](drop-ins.md)) in every surrounding that we thought of, with every codec at 8 bits (`e8` at 7,
+`kvlab.Cache` ([drop-ins.md](drop-ins.md)) in every surrounding that we thought of, with codecs at 8 bits (`e8` at 7,
 `fp8` as it is, `klt` fitted to the model), on a small random Llama and a CPU. *Same*: the tokens are those that
 transformers' `DynamicCache` gives in the same surrounding. *Refused*: an error of one line, before a token is made.
 
 Codecs compute in float32 whatever autocast says, and keep nothing of what surrounded them. A forward is seen by the
-thread that runs it, so that threads may share a model where each has a cache of its own; what a cache needs to know of a
-forward is taken from the forward that was given this very cache, whatever the argument is called (`past_key_values`, from
-transformers 5.24 on `cache`).
+thread that runs it, so that threads may share a model where each has a cache of its own. The cache finds itself among
+what the model is given, whatever the argument is called: `past_key_values`, or `cache` since transformers 5.24.
+`torch.compile` breaks its graphs at the cache, so `fullgraph=True` fails with torch's own error.
 """
 
 if __name__ == "__main__":

@@ -133,6 +133,18 @@ def test_caches_come_and_go_in_one_thread_while_another_runs_the_model():
     assert not failed
 
 
+def test_a_forward_that_is_given_nothing_is_not_a_cache_s_that_has_gone():
+    """Its hooks may still be called by a thread that had them in hand when it went."""
+    own = surroundings.model()
+    cache = Cache(own, recipe("int", bits=8))
+    watch, (entered, *_) = cache._watch, own.model._forward_pre_hooks.values()
+    del cache
+    gc.collect()
+    entered(own.model, (), {"input_ids": IDS, "past_key_values": None})
+    with pytest.raises(CapabilityError, match="no forward of the model"):
+        watch.taken()
+
+
 def test_a_hook_that_torch_calls_without_keyword_arguments_does_nothing():
     """As it does while another thread puts the hook up or takes it off."""
     own = surroundings.model()

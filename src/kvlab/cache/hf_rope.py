@@ -214,6 +214,8 @@ class Watch:
 
     def _enter(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         owner = self._owner()
+        if owner is None:  # it goes while another thread runs the model
+            return
         ours = decoder is self._decoder() and any(given is owner for given in (*args, *kwargs.values()))
         mask = (dict(zip(self._names, args, strict=False)) | kwargs).get("attention_mask")
         self._running.seen = Seen(mask, owner.get_seq_length()) if ours else None
