@@ -442,6 +442,8 @@ def test_a_positive_crop_is_the_length_to_keep_and_too_long_a_crop_empties(model
     assert cache.get_seq_length() == 10
     cache.crop(4)
     assert cache.get_seq_length() == 4
+    cache.crop(torch.tensor(-1))  # as transformers 5.15 asks
+    assert cache.get_seq_length() == 3 and isinstance(cache.get_seq_length(), int)
     cache.crop(-9)
     assert (cache.get_seq_length(), cache.nbytes) == (0, 0)
     assert torch.equal(logits(model, cache, IDS), logits(model, DynamicCache(), IDS))
