@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlab.cache.stored import Stored
+from kvlab.codec.apart import apart
 
 NAME = "sdpa"
 FEW = 32  # tokens of a call, up to which it reads block by block; a longer one decodes a layer at a time
@@ -30,11 +31,13 @@ def register() -> None:
 
     @wraps(before)  # its name too: whoever asks which attention ran is told whose it is
     def attention(module: nn.Module, query: Tensor, key, value, mask: Tensor | None, *args, **more):
-        _SEEN.add(type(module))
-        stored = isinstance(key, Stored) and isinstance(value, Stored)
+        if not torch.compiler.is_compiling():
+            _SEEN.add(type(module))
         plain = not args and not more.get("dropout") and more.get("position_bias") is None
-        if stored and plain and fits(query, key, mask):
-            return attend(query, key, value, mask, more.get("scaling")), None
+        if plain and isinstance(key, Stored) and isinstance(value, Stored):
+            out = attended(query, key, value, mask, more.get("scaling"))
+            if out is not None:
+                return out, None
         key, value = (x.whole() if isinstance(x, Stored) else x for x in (key, value))
         return before(module, query, key, value, mask, *args, **more)
 
@@ -53,7 +56,14 @@ def fits(query: Tensor, key: Stored, mask: Tensor | None) -> bool:
     return shown or (isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] == key.columns)
 
 
-@torch.no_grad()
+@torch.compiler.disable
+def attended(query: Tensor, key: Stored, value: Stored, mask: Tensor | None, scale: float | None) -> Tensor | None:
+    """What `attend` makes, where it is what was asked for; it gives no gradients."""
+    learning = torch.is_grad_enabled() and query.requires_grad
+    return None if learning or not fits(query, key, mask) else attend(query, key, value, mask, scale)
+
+
+@apart
 def attend(query: Tensor, key: Stored, value: Stored, mask: Tensor | None, scale: float | None) -> Tensor:
     """Attention over what is stored, [batch, tokens, heads, head_dim] in the query's dtype.
 

@@ -19,8 +19,7 @@ decoded (`placement` ``pre_rope``), since that is where calibrations are made, o
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -28,8 +27,9 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, CodecNotActive, UnknownName
+from kvlab.base.errors import CapabilityError, CodecNotActive, UnknownName
 from kvlab.base.recipe import IdentityStream, Recipe, StreamRecipe
+from kvlab.cache import hf_given as given
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.hf_attention import FEW, passes_here, register
 from kvlab.cache.hf_layer import STREAMS, Call, CodecLayer, StreamCoding, chosen, kept, repeated
@@ -37,6 +37,7 @@ from kvlab.cache.hf_rope import Watch, find_rotary, refuse_lossy, turns
 from kvlab.cache.pages.layer import compiled as compiles
 from kvlab.cache.row import Row, Straight
 from kvlab.cache.stored import Decoder, Reader
+from kvlab.codec.apart import apart
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.registry import bare
 
@@ -86,6 +87,7 @@ class KVCache(Cache):
         For a semantics or placement that there is not.
     """
 
+    @apart
     def __init__(
         self,
         model: nn.Module,
@@ -97,79 +99,110 @@ class KVCache(Cache):
         window_bytes: int | None = 0,
         compiled: bool = True,
     ):
-        for kind, given, allowed in (("semantics", semantics, Semantics), ("placement", placement, Placement)):
-            if given not in get_args(allowed):
-                raise UnknownName(f"cache {kind}", given, get_args(allowed))
+        for kind, name, allowed in (("semantics", semantics, Semantics), ("placement", placement, Placement)):
+            if name not in get_args(allowed):
+                raise UnknownName(f"cache {kind}", name, get_args(allowed))
         self.shape = shape_of(model)
         placement = "post_rope" if recipe.rotary == "after" else placement
         self.recipe, self.semantics, self.placement, self.window_bytes = recipe, semantics, placement, window_bytes
-        self._model = model
+        self._model, self._on_cpu = model, model.device.type == "cpu"
         turned = placement == "pre_rope" and not isinstance(recipe.k, IdentityStream)
         self._rotary = find_rotary(model, self.shape.head_dim) if turned else None
         streams = {stream: self._coders(stream, calibration) for stream in STREAMS}
         pairs = [{stream: coders[layer] for stream, coders in streams.items()} for layer in range(self.shape.layers)]
         where = frozenset("k" if turned else "")
         each = None if window_bytes is None else window_bytes // self.shape.layers
-        quick = compiled and compiles() and model.device.type == "cpu"
+        quick = compiled and compiles() and self._on_cpu
         readers = [{stream: reader_of(coder, quick) for stream, coder in pair.items()} for pair in pairs]
         layers = zip(pairs, readers, strict=True)
         super().__init__(layers=[CodecLayer(pair, where, semantics, own, each) for pair, own in layers])
         register()
         self._forget()
+        self._watch = Watch(model, self._rotary, self)
 
     def _coders(self, stream: Literal["k", "v"], calibration: Calibration | None) -> list[StreamCoder]:
         """One stream's coders by layer; they share the codec."""
         recipe = getattr(self.recipe, stream)
         after = ("post_rope",) if self.recipe.rotary == "after" else ()
         fitted = calibration.stream(recipe, stream, *after) if calibration else None
-        refuse_more_layers(fitted, self.shape.layers)
+        given.refuse_more_layers(fitted, self.shape.layers)
         codec = bare(recipe, fitted)
         sites = [Site(0, layer, stream) for layer in range(self.shape.layers)]
-        shape, on_cpu = (self.shape.heads, self.shape.head_dim), self._model.device.type == "cpu"
-        return [StreamCoder(codec, recipe, site, *shape, on_cpu) for site in sites]
+        shape = self.shape.heads, self.shape.head_dim
+        return [StreamCoder(codec, recipe, site, *shape, self._on_cpu) for site in sites]
 
     def _forget(self) -> None:
         """Nothing stored, no forward seen."""
         self.positions: list[Tensor] = []  # by row, without its padding; rows that share a past share it here too
         self._call: Call | None = None
+        self._busy = threading.Lock()  # from a forward's first layer to its last
+        self._turned_by: list[Tensor] = []  # the rotary module's frequencies when the last tokens came
         self._proven = self._rotary is None
-        self._watch = Watch(self._model, self._rotary, self)
 
+    @torch.compiler.disable
+    @apart
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """See `CodecLayer.update`.
 
         Raises
         ------
         CapabilityError
-            K and V are not of the shape or the model that the cache was made for, or ask for gradients.
+            K and V are not of the shape, the dtype, the device or the model that the cache was made for or filled by;
+            they ask for gradients; or a forward before did not end, or runs in another thread.
         """
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        if key_states.requires_grad or value_states.requires_grad:
             raise CapabilityError("gradients do not pass through a coded cache; run the model under torch.no_grad()")
-        self._refuse_other_shape(key_states, value_states, layer_idx)
+        given.refuse_other_shape(key_states, value_states, layer_idx, self.shape)
+        given.refuse_other_kind(key_states, self.layers[layer_idx], self._on_cpu)
         if layer_idx == 0:
-            self._call = self._began(key_states)
+            self._begin(key_states)
         if self._call is None:
-            raise CapabilityError(f"layer {layer_idx} came to the cache before layer 0; make one for this model")
+            raise CapabilityError(
+                f"layer {layer_idx} gave K and V to the cache without layer 0 before it; a cache is filled by forwards "
+                "that go through all layers of its model, each of them once"
+            )
         seen = self.layers[layer_idx].update(key_states, value_states, self._call)
         if layer_idx == len(self.layers) - 1:
             self._call = None  # and with it the table of cos and sin
+            self._busy.release()
         return seen
+
+    def _begin(self, k: Tensor) -> None:
+        """Take note of the forward whose first K arrives."""
+        if not self._busy.acquire(blocking=False):
+            raise CapabilityError(
+                "a forward with this cache ended before its last layer, or still runs in another thread, so that its "
+                "layers hold different tokens; call reset() and give the text again, and each thread a cache of its own"
+            )
+        try:
+            self._call = self._began(k)
+        except BaseException:
+            self._busy.release()
+            raise
 
     def _began(self, k: Tensor) -> Call:
         """Padding and turns of the forward whose first K arrives."""
         batch, _, tokens, _ = k.shape
-        rows, seen = self.layers[0].rows["k"], self._watch.taken()
+        rows, seen, length = self.layers[0].rows["k"], self._watch.taken(), self.get_seq_length()
+        if seen.held != length:
+            raise CapabilityError(
+                f"the cache held {seen.held} tokens when this forward began and holds {length} now: another thread used"
+                " it in between; give each thread a cache of its own"
+            )
         rows = rows or [Row()] * batch
         # asked only while a row has no token yet: on an accelerator the question waits for the device
         asked = seen.mask is not None and any(row.held == 0 for row in rows)
-        pads = new_pads(refuse_other_masks(seen.mask), rows, tokens) if asked else [0] * batch
-        whole = tokens > FEW or not self.get_seq_length() or not passes_here(self._model)
+        pads = given.new_pads(given.shown(seen.mask), rows, tokens) if asked else [0] * batch
+        whole = tokens > FEW or not length or not passes_here(self._model)
         if self._rotary is None:
             return Call(pads, [Straight()] * batch, whole)
-        new = self._checked_positions(seen.positions, batch, tokens)
+        new = given.positions(seen.positions, batch, tokens)
+        before, self._turned_by = self._turned_by, list(self._rotary.buffers())
+        if length:
+            given.refuse_other_frequencies(before, self._turned_by)
         old = self.positions or [new[0, :0]] * batch
         self.positions = [torch.cat([old[i], new[i, pads[i] :]]) for i in range(batch)]
-        call = Call(pads, turns(self._rotary, self._aligned(self.layers[0].get_seq_length() + tokens), k), whole)
+        call = Call(pads, turns(self._rotary, self._aligned(length + tokens), k), whole)
         if not self._proven:
             refuse_lossy(call.turns[0], k[0])
             self._proven = True
@@ -179,33 +212,22 @@ class KVCache(Cache):
         """Positions of all tokens [rows, length], padding at zero."""
         return torch.stack([nn.functional.pad(row, (length - row.numel(), 0)) for row in self.positions])
 
-    def _checked_positions(self, positions: Tensor | None, batch: int, tokens: int) -> Tensor:
-        if positions is None or positions.dim() != 2 or positions.shape[1] != tokens:
-            given = None if positions is None else list(positions.shape)
-            raise CapabilityError(
-                f"the rotary module was given positions of shape {given} for {batch} rows of {tokens} tokens; "
-                'only [rows, tokens] can be turned back; use placement="post_rope"'
-            )
-        return positions.to(torch.int32).expand(batch, tokens)
+    @torch.compiler.disable  # which would make the model anew for each length, and so for each token
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of each row, padding included."""
+        return super().get_seq_length(layer_idx)
 
-    def _refuse_other_shape(self, k: Tensor, v: Tensor, layer: int) -> None:
-        want = (self.shape.heads, self.shape.head_dim)
-        if layer >= len(self.layers) or any((x.shape[1], x.shape[3]) != want for x in (k, v)):
-            raise CapabilityError(
-                f"layer {layer} has K of shape {list(k.shape)} and V of shape {list(v.shape)}; this cache is for "
-                f"{len(self.layers)} layers of {want[0]} KV heads of {want[1]} dimensions; make one for this model"
-            )
-        held = self.layers[layer].batch_size
-        if held and held != k.shape[0]:
-            raise CapabilityError(
-                f"the cache holds {held} rows, the call has {k.shape[0]}; call reset() for a new batch"
-            )
+    @torch.compiler.disable
+    def get_mask_sizes(self, *args, **kwargs) -> tuple[int, int]:
+        """Length and offset of what attention sees."""
+        return super().get_mask_sizes(*args, **kwargs)
 
     def reset(self) -> None:
         """Forget all tokens and all counts."""
         super().reset()
         self._forget()
 
+    @apart
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens (a negative number), or all but the first ones (a positive number)."""
         before = self.get_seq_length()
@@ -226,11 +248,13 @@ class KVCache(Cache):
         """Every row `repeats` times."""
         self._select(repeated(self.layers[0].batch_size, repeats))
 
+    @apart
     def _select(self, indices: list[int]) -> None:
         for layer in self.layers:
             layer.select(indices)
         self.positions = [self.positions[i] for i in indices] if self.positions else []
 
+    @apart
     def decoded(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer as a later call will see them [batch, heads, tokens, head_dim]."""
         held = self.layers[layer]
@@ -288,12 +312,30 @@ class KVCache(Cache):
                 )
         return entries
 
+    @apart
     def __deepcopy__(self, memo: dict) -> KVCache:
         """A cache that goes its own way from here; the blocks, which never change, are shared."""
-        twin = copy.copy(self)
+        if self._call is not None:
+            raise CapabilityError(
+                "a forward with this cache ended before its last layer, or still runs in another thread; a copy would "
+                "hold half of it; call reset() and give the text again"
+            )
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
         twin.layers = [layer.fork() for layer in self.layers]
-        twin._call, twin._watch = None, Watch(self._model, self._rotary, twin)
+        twin._busy, twin._watch = threading.Lock(), Watch(self._model, self._rotary, twin)
         return twin
+
+    def __copy__(self) -> KVCache:
+        """As `copy.deepcopy`: what is stored is shared in either."""
+        return copy.deepcopy(self)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Refused: a cache goes with its model's object in this process."""
+        raise CapabilityError(
+            "a Cache cannot be pickled or saved: it watches its model in this process; copy it with copy.deepcopy, or "
+            "keep a text's K and V in a file with `kvlab snapshot save`"
+        )
 
 
 def reader_of(coder: StreamCoder, quick: bool) -> Reader:
@@ -307,16 +349,7 @@ def reader_of(coder: StreamCoder, quick: bool) -> Reader:
     return KltColumns(coder)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Layers, KV heads and head size of a model."""
-
-    layers: int
-    heads: int
-    head_dim: int
-
-
-def shape_of(model: nn.Module) -> Shape:
+def shape_of(model: nn.Module) -> given.Shape:
     """The shape of a model's cache; `CapabilityError` for one that is not all full attention over text."""
     config = getattr(model, "config", None)
     if config is None or config.is_encoder_decoder or config.get_text_config() is not config:
@@ -328,33 +361,8 @@ def shape_of(model: nn.Module) -> Shape:
             f"{config.num_hidden_layers} layers; only full_attention in every layer is supported"
         )
     heads = config.num_attention_heads
-    return Shape(
+    return given.Shape(
         layers=config.num_hidden_layers,
         heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
-
-
-def refuse_more_layers(fitted: StreamCalibration | None, layers: int) -> None:
-    """`CalibrationMismatch` when something was fitted for a layer that the model does not have."""
-    known = {*fitted.whiteners, *fitted.components} if fitted else set()
-    if known and max(known) >= layers:
-        raise CalibrationMismatch(
-            f"the calibration has a layer {max(known)}, the model has {layers} layers; calibrate this model"
-        )
-
-
-def refuse_other_masks(mask: object) -> Tensor:
-    """The mask itself; `CapabilityError` unless padding can be read from it."""
-    if isinstance(mask, Tensor) and mask.dim() == 2:
-        return mask
-    given = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"as {type(mask).__name__}"
-    raise CapabilityError(
-        f"the attention mask came {given}, padding can only be read from one [rows, tokens]; give that, or none"
-    )
-
-
-def new_pads(mask: Tensor, rows: Sequence[Row], tokens: int) -> list[int]:
-    """Padding on the left that each row's next `tokens` tokens begin with, from the mask [batch, all tokens]."""
-    lead = (mask.long().cumsum(dim=1) == 0).sum(dim=1).tolist()
-    return [0 if row.held else max(0, min(tokens, before - row.pads)) for row, before in zip(rows, lead, strict=True)]

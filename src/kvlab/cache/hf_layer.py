@@ -286,9 +286,8 @@ class CodecLayer(CacheLayerMixin):
 
 def kept(length: int, tokens_to_remove: int) -> int:
     """Tokens left by a `crop`: of transformers' two meanings of its argument, by its sign."""
-    if tokens_to_remove > 0:
-        return min(length, tokens_to_remove)
-    return max(0, length + tokens_to_remove)
+    asked = int(tokens_to_remove)  # transformers 5.15 gives a tensor
+    return min(length, asked) if asked > 0 else max(0, length + asked)
 
 
 def chosen(indices: Tensor, rows: int) -> list[int]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kvlab.base.errors import CapabilityError
+from kvlab.codec.apart import apart
 from kvlab.codec.seeding import generator
 
 PROBED_POSITIONS = (0, 1, 7, 100)
@@ -117,6 +120,7 @@ def turn_of(config: PreTrainedConfig, head_dim: int, tokens: int, dtype: torch.d
     return turns(rotary, torch.arange(tokens)[None], torch.empty(0, dtype=dtype))[0]
 
 
+@apart
 def find_rotary(model: nn.Module, head_dim: int) -> nn.Module:
     """The model's one rotary module, after its convention has been found to be the one of `rotate`.
 
@@ -124,7 +128,7 @@ def find_rotary(model: nn.Module, head_dim: int) -> nn.Module:
     ------
     CapabilityError
         There is none or more than one, it turns a part of the head only, in another convention, or by
-        frequencies that change while the cache grows.
+        frequencies that change while the cache grows, or has no numbers yet.
     """
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if len(found) != 1:
@@ -133,8 +137,10 @@ def find_rotary(model: nn.Module, head_dim: int) -> nn.Module:
     kind = getattr(rotary, "rope_type", "default")
     if kind in CHANGING:
         raise CapabilityError(f"rope type {kind!r} changes its frequencies while the cache grows; {REMEDY}")
-    x = torch.randn(1, 1, len(PROBED_POSITIONS), head_dim, generator=generator("rotary probe"))
-    x = x.to(rotary.inv_freq.device)
+    x = torch.randn(1, 1, len(PROBED_POSITIONS), head_dim, generator=generator("rotary probe"), dtype=torch.float32)
+    x = x.to(next(rotary.buffers(), x).device)
+    if x.is_meta:
+        raise CapabilityError("the model is on the meta device, where it has no numbers; load its weights first")
     try:
         cos, sin = rotary(x, torch.tensor([PROBED_POSITIONS], device=x.device))
         if cos.shape[-1] != head_dim:
@@ -161,16 +167,23 @@ def refuse_lossy(turn: RopeTurn, k: Tensor) -> None:
 
 @dataclass
 class Seen:
-    """What the hooks saw of the running forward: its attention mask, of whatever kind, and its positions."""
+    """What the hooks saw of the running forward: its attention mask, of whatever kind, and its positions.
 
-    mask: object = None
+    `held` are the tokens that the cache had when it began.
+    """
+
+    mask: object
+    held: int
     positions: Tensor | None = None
 
 
 class Watch:
     """Hooks that note what `owner` needs of each forward that is run with it as its cache.
 
-    The hooks hold no strong reference to the owner and go when it does.
+    A forward runs in one thread from its first module to its last, so what is seen of it is that thread's alone: others
+    may run the same model with other caches at the same time. Which cache it runs with is seen by the cache itself
+    among what the model is given, whatever the argument's name is (`past_key_values` before transformers 5.24, `cache`
+    since then). The hooks hold no strong reference to the owner and go when it does.
 
     Parameters
     ----------
@@ -183,49 +196,79 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, rotary: nn.Module | None, owner: object):
-        self.seen: Seen | None = None
-        self._owner = weakref.ref(owner)
+        self._running = threading.local()
         decoder = model.base_model
-        self._signature = inspect.signature(decoder.forward)
-        watch = weakref.ref(self)
-
-        def entered(_module, args, kwargs):
-            if (alive := watch()) is not None:
-                alive._enter(args, kwargs)
-
-        def turned(_module, args, kwargs, _output):
-            if (alive := watch()) is not None:
-                alive._turn(args, kwargs)
-
-        handles = [decoder.register_forward_pre_hook(entered, with_kwargs=True)]
+        self._owner, self._decoder = weakref.ref(owner), weakref.ref(decoder)
+        self._names = list(inspect.signature(decoder.forward).parameters)
+        handles = [
+            decoder.register_forward_pre_hook(Hook(self._enter), with_kwargs=True),
+            decoder.register_forward_hook(Hook(self._leave), with_kwargs=True, always_call=True),
+        ]
         if rotary is not None:
-            handles.append(rotary.register_forward_hook(turned, with_kwargs=True))
+            handles.append(rotary.register_forward_hook(Hook(self._turn), with_kwargs=True))
         weakref.finalize(self, removed, handles)
 
-    def _enter(self, args: tuple, kwargs: dict) -> None:
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        cache = given.get("past_key_values", given.get("kwargs", {}).get("past_key_values"))
-        if cache is None or cache is not self._owner():
-            return
-        self.seen = Seen(mask=given.get("attention_mask"))
+    @property
+    def _seen(self) -> Seen | None:
+        return getattr(self._running, "seen", None)
 
-    def _turn(self, args: tuple, kwargs: dict) -> None:
+    def _enter(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        owner = self._owner()
+        if owner is None:  # it goes while another thread runs the model
+            return
+        ours = decoder is self._decoder() and any(given is owner for given in (*args, *kwargs.values()))
+        mask = (dict(zip(self._names, args, strict=False)) | kwargs).get("attention_mask")
+        self._running.seen = Seen(mask, owner.get_seq_length()) if ours else None
+
+    def _turn(self, _rotary: nn.Module, args: tuple, kwargs: dict, _output: object) -> None:
         # `seen` is put down by the first layer's update, so that forwards with other caches pass unseen
-        if self.seen is not None:
-            self.seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        if self._seen is not None:
+            self._seen.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+
+    def _leave(self, decoder: nn.Module, _args: tuple, _kwargs: dict, output: object) -> None:
+        seen, self._running.seen = self._seen, None
+        if seen is not None and decoder is self._decoder() and output is not None:  # None: it raised
+            raise CapabilityError(
+                "the model was given this cache and handed it no K and V, as in training mode with gradient "
+                "checkpointing; call model.eval(), or give the cache to the model whose attention uses it"
+            )
 
     def taken(self) -> Seen:
-        """What was seen of the running forward, once.
+        """What was seen of the forward that runs in this thread, once.
 
         Raises
         ------
         CapabilityError
             No forward of the watched model is running with this cache.
         """
-        if self.seen is None:
-            raise CapabilityError("the cache was handed K and V by a model that it was not made for; make one for it")
-        seen, self.seen = self.seen, None
+        if (seen := self._seen) is None:
+            raise CapabilityError(
+                "K and V came to the cache from no forward of the model that it was made for: from another model (a "
+                "copy is one), or past the hooks, by .forward(); make a Cache for the model that runs, and call that"
+            )
+        self._running.seen = None
         return seen
+
+
+class Hook:
+    """A method of a watch as a hook, which does nothing once the watch is gone, nor in a copy of the model.
+
+    While another thread puts a hook up or takes it off, torch may call it without the keyword arguments. That forward
+    is none with the watch's cache, since this is not made yet, or gone.
+    """
+
+    def __init__(self, method: Callable | None = None):
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    @torch.compiler.disable
+    def __call__(self, *given) -> None:
+        """Call the method."""
+        method = None if self._method is None else self._method()
+        if method is not None and len(given) == method.__code__.co_argcount - 1:
+            method(*given)
+
+    def __reduce__(self) -> tuple:
+        return Hook, ()
 
 
 def removed(handles: list) -> None:

@@ -103,7 +103,7 @@ def scratch(name: str, *shape: int) -> Tensor:
     size = math.prod(shape)
     held = getattr(_HELD, name, None)
     if held is None or held.numel() < size:
-        held = torch.empty(size)
+        held = torch.empty(size, dtype=torch.float32)
         setattr(_HELD, name, held)
     return held[:size].view(shape)
 

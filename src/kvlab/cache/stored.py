@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.row import Row, Turn
+from kvlab.codec.apart import apart
 
 SCRATCH = 1008  # tokens that are decoded at once
 
@@ -105,6 +106,8 @@ class Stored:
         """Columns of the window."""
         return 0 if self.window is None else self.window.shape[2]
 
+    @torch.compiler.disable
+    @apart
     def whole(self) -> Tensor:
         """All columns decoded [batch, heads, columns, head_dim]."""
         known = [None] * len(self.rows) if self.window is None else self.window

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvlab.base.errors import StreamError
+from kvlab.codec.apart import apart
 from kvlab.codec.base import Codec, Encoded, Place, Site, block_index, checked, finite, stored
 from kvlab.codec.kept import Kept
 
@@ -38,7 +39,7 @@ class EndedCodec:
     def __init__(self, codec: Codec, kept: Kept):
         self.codec, self.kept = codec, kept
 
-    @torch.no_grad()
+    @apart
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """See `Codec.encode`."""
         checked(x, site)
@@ -52,7 +53,7 @@ class EndedCodec:
         blocks = (*ends[0], *inner.blocks, *ends[1])
         return replace(found, shared=inner.shared, blocks=blocks, stats=inner.stats, packed=inner.packed)
 
-    @torch.no_grad()
+    @apart
     def decode(self, encoded: Encoded) -> Tensor:
         """See `Codec.decode`."""
         (sink, middle, recent), inner = self._parts(encoded)
@@ -61,7 +62,7 @@ class EndedCodec:
         parts += [self._end(encoded, -1, recent)] if recent else []
         return torch.cat(parts, dim=1)
 
-    @torch.no_grad()
+    @apart
     def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
         """See `Codec.decode_block`."""
         (sink, middle, recent), inner = self._parts(encoded)

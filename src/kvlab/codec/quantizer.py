@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlab.base.errors import NonFinite, StorageError
+from kvlab.codec.apart import apart
 
 FAR = 40.0  # the Gaussian density is zero in float64 from here on
 ROUNDS, TOLERANCE = 200, 1e-6
@@ -21,6 +22,7 @@ def density(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
+@apart
 def gaussian_table(bits: int) -> Tensor:
     """The optimal 2**bits reconstruction values of N(0, 1), ascending, float64.
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvlab.codec.apart import apart
 from kvlab.codec.products import product
 from kvlab.codec.seeding import generator
 
@@ -14,6 +15,7 @@ DENSE = 256
 
 
 @lru_cache(maxsize=64)
+@apart
 def signs(seed: int, width: int) -> Tensor:
     """The +-1 pattern of a width, float32 [width]; one for all blocks, layers and streams."""
     draw = torch.randint(0, 2, (width,), generator=generator("signs", seed, width))
@@ -21,6 +23,7 @@ def signs(seed: int, width: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+@apart
 def sylvester(width: int, device: torch.device) -> Tensor:
     """The Walsh-Hadamard matrix of Sylvester's construction, float32 [width, width]; symmetric, entries +-1."""
     matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
@@ -65,12 +68,14 @@ def unrotate(y: Tensor, seed: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+@apart
 def forward(seed: int, width: int, device: torch.device) -> Tensor:
     """`rotate` as a matrix, float32 [width, width]: ``rotate(x) == x @ forward``."""
     return rotate(torch.eye(width, dtype=torch.float32, device=device), seed)
 
 
 @lru_cache(maxsize=64)
+@apart
 def inverse(seed: int, width: int, device: torch.device) -> Tensor:
     """`unrotate` as a matrix, float32 [width, width]: ``unrotate(y) == y @ inverse``."""
     return unrotate(torch.eye(width, dtype=torch.float32, device=device), seed)

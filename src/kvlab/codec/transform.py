@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlab.base.recipe import BlockStream
+from kvlab.codec.apart import apart
 from kvlab.codec.seeding import generator
 
 # A mean of float32 numbers is off by a few units in the last place: what is left of a constant block
@@ -146,7 +147,7 @@ def drawn_probe(seed: int, count: int, width: int) -> Tensor:
     return torch.randn(count, width, generator=generator("sketch", seed), dtype=torch.float32)
 
 
-kept_probe = lru_cache(maxsize=4)(drawn_probe)
+kept_probe = lru_cache(maxsize=4)(apart(drawn_probe))
 
 
 def fixed_sign(axes: Tensor, dim: int = -1) -> Tensor:

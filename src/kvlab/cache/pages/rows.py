@@ -85,7 +85,9 @@ class LaidOut:
 
     def __init__(self, codec: Codec, site: Site, heads: int, head_dim: int):
         self.codec, self.site, self.most = codec, site, getattr(codec.recipe, "block_size", None) or STRIP
-        x = torch.randn(heads, sum(PROBE), head_dim, generator=generator("rows", site.layer, site.stream))
+        x = torch.randn(
+            heads, sum(PROBE), head_dim, generator=generator("rows", site.layer, site.stream), dtype=torch.float32
+        )
         whole, first, rest = [codec.encode(part, site) for part in (x, *x.split(PROBE, dim=1))]
         layout = layout_of(whole, first, rest) if codec.per_token and len(whole.blocks) == 1 else None
         if layout is None:

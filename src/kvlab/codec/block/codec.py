@@ -18,6 +18,7 @@ from torch import Tensor
 from kvlab.base.errors import CalibrationMismatch, StreamError
 from kvlab.base.recipe import BlockStream
 from kvlab.codec import transform
+from kvlab.codec.apart import apart
 from kvlab.codec.base import (
     Encoded,
     Place,
@@ -64,7 +65,7 @@ class BlockCodec:
         self.whiteners = calibration.whiteners if calibration else {}
         self.table = codebook(recipe, calibration)
 
-    @torch.no_grad()
+    @apart
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """Code [heads, tokens, head_dim]; the ragged last block is coded like the others."""
         recipe = self.recipe
@@ -88,7 +89,7 @@ class BlockCodec:
             ),
         )
 
-    @torch.no_grad()
+    @apart
     def decode(self, encoded: Encoded) -> Tensor:
         """Read the stored arrays, float32 [heads, tokens, head_dim]; `StreamError` when they cannot be."""
         grid = self._grid(encoded)
@@ -101,7 +102,7 @@ class BlockCodec:
                 self._fill(encoded, blocks[number], own, runs, [rows[run.head, run.tokens] for run in runs])
         return rows
 
-    @torch.no_grad()
+    @apart
     def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
         """See `Codec.decode_block`; heads and tokens are index tensors when a block mixes heads."""
         grid = self._grid(encoded)
@@ -111,7 +112,7 @@ class BlockCodec:
         self._fill(encoded, block, self._weights(encoded, [block])[0], runs, [rows[run.rows] for run in runs])
         return grid.place(index), rows if grid.mixed else rows[None]
 
-    @torch.no_grad()
+    @apart
     def residuals(self, x: Tensor, site: Site) -> Tensor:
         """The numbers that the quantiser's table serves, as `encode` would see them, float32 [m].
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvlab.base.errors import NonFinite
 from kvlab.base.recipe import CastStream
+from kvlab.codec.apart import apart
 from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, all_finite, block_index, checked
 
 
@@ -24,7 +25,7 @@ class CastCodec:
     def __init__(self, recipe: CastStream, calibration: StreamCalibration | None = None):
         self.recipe = recipe
 
-    @torch.no_grad()
+    @apart
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """Round `x`; `NonFinite` when a value is beyond the dtype's largest."""
         x = checked(x, site)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvlab.base.errors import StreamError
 from kvlab.base.recipe import IdentityStream
+from kvlab.codec.apart import apart
 from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, block_index, checked, finite, stored
 
 
@@ -20,7 +21,7 @@ class IdentityCodec:
     def __init__(self, recipe: IdentityStream, calibration: StreamCalibration | None = None):
         self.recipe = recipe
 
-    @torch.no_grad()
+    @apart
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """A copy of `x`."""
         checked(x, site)

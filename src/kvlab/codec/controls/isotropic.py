@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvlab.base.errors import NonFinite
 from kvlab.base.recipe import IsotropicStream
+from kvlab.codec.apart import apart
 from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, all_finite, block_index, checked
 from kvlab.codec.registry import build
 from kvlab.codec.seeding import generator
@@ -40,7 +41,7 @@ class IsotropicCodec:
         self.recipe = recipe
         self.inner = build(recipe.of, calibration)
 
-    @torch.no_grad()
+    @apart
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """Add the noise of this site; the stats are those of the codec whose error it replaces."""
         x = checked(x, site)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvlab.base.errors import NonFinite
 from kvlab.base.recipe import NoiseStream
+from kvlab.codec.apart import apart
 from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, all_finite, block_index, checked
 from kvlab.codec.seeding import generator
 
@@ -25,7 +26,7 @@ class NoiseCodec:
     def __init__(self, recipe: NoiseStream, calibration: StreamCalibration | None = None):
         self.recipe = recipe
 
-    @torch.no_grad()
+    @apart
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """Add the noise of this site; `NonFinite` also when the sum does not fit float32."""
         x = checked(x, site)

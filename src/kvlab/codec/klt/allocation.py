@@ -75,7 +75,8 @@ def shared(variances: Tensor, total: int) -> Tensor:
         Bits of all vectors together; 0..V * D * W.
     """
     vectors, dim = variances.shape
-    errors = torch.tensor([1.0] + [mse(gaussian_table(width)) for width in range(1, MOST_BITS + 1)]).double()
+    errors = [1.0] + [mse(gaussian_table(width)) for width in range(1, MOST_BITS + 1)]
+    errors = torch.tensor(errors, dtype=torch.float32).double()
     gains = (variances.double().cpu()[..., None] * -errors.diff()).flatten(1).sort(dim=1, descending=True).values
     gains[:, : min(int(dim * LEAST), total // vectors)] = torch.inf
     best = gains.flatten().argsort(descending=True, stable=True)[:total]

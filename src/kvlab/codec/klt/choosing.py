@@ -99,11 +99,12 @@ class Chooser:
         self.low, self.high = self.first - reach, self.last + reach
         self.middle, self.by_reach = ((self.low + self.high) / 2)[..., None], (2 / (self.high - self.low))[..., None]
         self.prices, self.energy = prices.float().to(device), energy.float().to(device)
-        self.usual = torch.tensor([usual(group) for group in groups], device=device)
-        plain = torch.tensor([own.expected for own in tails.plain], device=device)
+        self.usual = torch.tensor([usual(group) for group in groups], dtype=torch.float32, device=device)
+        plain = torch.tensor([own.expected for own in tails.plain], dtype=torch.float32, device=device)
         self.expected = plain * self.energy.sum(1) if tails.plain else plain
         scaling = zip(groups, tails.lost_bits, strict=True)
-        self.price_of_scale = torch.tensor([price(group, row[0]) for group, row in scaling], device=device)
+        of_scale = [price(group, row[0]) for group, row in scaling]
+        self.price_of_scale = torch.tensor(of_scale, dtype=torch.float32, device=device)
         share = self.energy / self.energy.sum(1, keepdim=True)
         sink = product(shift, forward.mT)
         self.share, self.toward_sink = share[:, None], 2 * share[:, None] * sink

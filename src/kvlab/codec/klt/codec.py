@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError
 from kvlab.base.recipe import KltStream
+from kvlab.codec.apart import apart
 from kvlab.codec.base import (
     Encoded,
     Place,
@@ -73,7 +74,7 @@ class KltCodec:
         self._plans: dict[tuple[int, torch.device], Synthesis] = {}
         self._shares: dict[tuple[str, int], list[int]] = {}
 
-    @torch.no_grad()
+    @apart
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """See `Codec.encode`."""
         rows, plan = shaped(x, site), self.plan(site.layer, x.shape, x.device)
@@ -94,12 +95,12 @@ class KltCodec:
         stats = Stats(n_outliers=escaped, n_coefficients=x.numel())
         return Encoded(tuple(x.shape), site.layer, site.stream, shared=(), blocks=tuple(blocks), stats=stats)
 
-    @torch.no_grad()
+    @apart
     def decode(self, encoded: Encoded) -> Tensor:
         """See `Codec.decode`."""
         return self._decoded(encoded, 0, encoded.shape[1])
 
-    @torch.no_grad()
+    @apart
     def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
         """See `Codec.decode_block`."""
         start = block_index(encoded, index) * self.recipe.block_size

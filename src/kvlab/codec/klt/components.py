@@ -177,7 +177,7 @@ def mismatch(rows: Tensor, metric: Tensor | None) -> Tensor:
     rows, metric = rows.cpu(), None if metric is None else metric.cpu()  # tables are made there
     flat = rows.double().flatten(1, 2)
     groups = len(flat) // heads_together(len(flat), flat.shape[2])
-    seen, unseen = torch.zeros(groups).double(), torch.zeros(groups).double()
+    seen, unseen = torch.zeros(2, groups, dtype=torch.float64)
     for fold in folds(flat.shape[1], MISMATCH_FOLDS):
         rest = covariance.without(flat, fold)
         fitted, tokens = fit(rest[:, None], metric), fold.stop - fold.start

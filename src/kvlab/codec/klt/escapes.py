@@ -200,7 +200,7 @@ def merged(group: Spent, lost: Tensor) -> tuple[Tensor, Tensor]:
 
 def heap(group: Spent) -> Tensor:
     """Values at every number of known bits: those at w bits from place 2**w on; float32 [D, 2 L]."""
-    out = torch.zeros(len(group.values), 2 * group.values.shape[1])
+    out = torch.zeros(len(group.values), 2 * group.values.shape[1], dtype=torch.float32)
     for known in range(int(group.width.max()) + 1):
         _, means = merged(group, (group.width - known).clamp(min=0))
         exact = (group.width <= known)[:, None]

@@ -58,10 +58,10 @@ class Fields:
         head = [(0, COUNT_BITS), (COUNT_BITS, SCALE_BITS), (COUNT_BITS + SCALE_BITS, VALUE_BITS)]
         pairs = [(first, index_bits) for first in firsts] + [(first + index_bits, VALUE_BITS) for first in firsts]
         spans = [torch.arange(first, min(first + wide, bits)) for first, wide in head + pairs]
-        worth = torch.zeros(bits, len(spans))
+        worth = torch.zeros(bits, len(spans), dtype=torch.float32)
         column, up = torch.zeros(2, 2, bits, dtype=torch.int64)
         for number, at in enumerate(spans):
-            worth[at, number] = 2.0 ** (at - at[:1])
+            worth[at, number] = 2.0 ** (at - at[:1]).float()
             for paired in (0, 1) if number == 0 else (int(number >= len(head)),):
                 column[paired, at], up[paired, at] = number, at - at[:1]
         self.worth, self.column, self.up = worth.to(device), column.to(device), up.to(device)

@@ -40,7 +40,9 @@ def joiner(codec: Codec, site: Site, heads: int, head_dim: int) -> Joiner | None
     CalibrationMismatch
         It does not.
     """
-    x = torch.randn(heads, sum(PROBE), head_dim, generator=generator("joiner", site.layer, site.stream))
+    x = torch.randn(
+        heads, sum(PROBE), head_dim, generator=generator("joiner", site.layer, site.stream), dtype=torch.float32
+    )
     whole, first, rest = [codec.encode(part, site) for part in (x, *x.split(PROBE, dim=1))]
     if not codec.per_token:
         return None

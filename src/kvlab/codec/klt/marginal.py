@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab.codec.apart import apart
 from kvlab.codec.klt.allocation import bits_of, in_turn, spending_order
 from kvlab.codec.quantizer import gaussian_table
 
@@ -167,6 +168,7 @@ class Grid(NamedTuple):
 
 
 @cache
+@apart
 def _grid() -> Grid:
     step = 2 * REACH / NODES
     nodes = (torch.arange(NODES, dtype=torch.float64) + 0.5) * step - REACH
@@ -183,6 +185,7 @@ def places(n: Tensor, points: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
+@apart
 def _places(points: int) -> tuple[Tensor, Tensor]:
     """`places` of the nodes."""
     return places(_grid().nodes, points)

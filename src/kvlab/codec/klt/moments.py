@@ -79,7 +79,7 @@ class Moments:
             if own.shape[1]:
                 mean = own.mean(1)
                 centred = own - mean[:, None]
-                count = torch.tensor(float(own.shape[1])).to(self.count)
+                count = self.count.new_tensor(own.shape[1])
                 self._add(slice(number, number + 1), count[None], mean[None], (centred.mT @ centred)[None])
         return self
 

@@ -34,11 +34,11 @@ class Nearest:
         below = counts.cumsum(1) - counts
         rank = torch.arange(edges.shape[1])[None, :] - below.gather(1, cell)
         self.below = below.to(torch.uint8)
-        self.inside = torch.full((rows, CELLS), torch.inf)
+        self.inside = torch.full((rows, CELLS), torch.inf, dtype=torch.float32)
         self.further: list[tuple[Tensor, Tensor]] = []
         for depth in range(int(counts.max())):
             row, column = (real & (rank == depth)).nonzero().unbind(1)
-            inside = torch.full((rows, CELLS), torch.inf)
+            inside = torch.full((rows, CELLS), torch.inf, dtype=torch.float32)
             inside[row, cell[row, column]] = edges[row, column]
             if depth:
                 self.further.append((row.unique(), inside[row.unique()]))

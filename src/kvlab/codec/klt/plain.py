@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvlab.codec.apart import apart
 from kvlab.codec.klt.bits import bits_of_value, low_bits, number_of, value_of
 from kvlab.codec.klt.marginal import MAX_WIDTH
 from kvlab.codec.products import product
@@ -23,6 +24,7 @@ from kvlab.codec.seeding import generator
 
 
 @cache
+@apart
 def turn(width: int) -> Tensor:
     """An orthonormal matrix float64 [width, width] that spreads a component over all: a cosine transform after signs.
 
@@ -66,7 +68,8 @@ class PlainGroup:
         self.component, self.place = component.to(device), (within + taken[component]).to(torch.uint8).to(device)
         bits, more = divmod(len(component), len(widths))
         self.parts = [(slice(more), min(bits + 1, MAX_WIDTH)), (slice(more, None), min(bits, MAX_WIDTH))]
-        self.tables = [(gaussian_table(size) if size else torch.zeros(1)).float().to(device) for _, size in self.parts]
+        none = torch.zeros(1, dtype=torch.float32)
+        self.tables = [(gaussian_table(size) if size else none).float().to(device) for _, size in self.parts]
         losses = [mse(table) for table in self.tables]
         self.expected = (losses[0] * more + losses[1] * (len(widths) - more)) / len(widths)
         deviation = deviation.double().cpu()

@@ -16,7 +16,7 @@ from torch import Tensor
 ABOUT_SINK = tuple(2.0**-step for step in range(15))
 PLAIN = len(ABOUT_SINK)
 UPWARD = tuple(2 ** (step / 4) for step in range(1, 17))
-SCALES = torch.tensor((*ABOUT_SINK, 1.0, *UPWARD))
+SCALES = torch.tensor((*ABOUT_SINK, 1.0, *UPWARD), dtype=torch.float32, device="cpu")
 """By the number that a vector stores, float32 [32]: the first ones about the second mean, the last ones about the
 first. The one between them, `PLAIN`, says that no table was used at all (`plain`)."""
 SCALE_BITS = 5

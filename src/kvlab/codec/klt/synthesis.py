@@ -79,7 +79,7 @@ class Decoding:
     def padded(self) -> Tensor:
         """Values by 1 followed by the known bits, float32 [groups * width, 2**(widest + 1)]; 0 where none is."""
         widths = self.widths.flatten().long()
-        out = torch.zeros(len(widths), 2 << int(widths.max()))
+        out = torch.zeros(len(widths), 2 << int(widths.max()), dtype=torch.float32)
         there = inside(widths, out.shape[1])
         if len(self.trees) != int(there.sum()):
             raise CalibrationMismatch(

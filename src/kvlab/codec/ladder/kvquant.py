@@ -12,6 +12,7 @@ from torch import Tensor
 from kvlab.base.errors import CapabilityError, StreamError
 from kvlab.base.recipe import KvQuantStream
 from kvlab.codec import quantizer
+from kvlab.codec.apart import apart
 from kvlab.codec.base import Arrays, Stats, StreamCalibration, finite, stored
 from kvlab.codec.ladder import halves
 from kvlab.codec.ladder.own import OwnFront
@@ -144,6 +145,7 @@ class KvQuantCodec(TokenBlockCodec):
 
 
 @lru_cache(maxsize=512)
+@apart
 def table_of(sketch: tuple[float, ...], bits: int) -> Tensor:
     """The table that is best on quantiles: Lloyd's, in units of their own standard deviation."""
     values = torch.tensor(sketch, dtype=torch.float64)
@@ -172,4 +174,4 @@ def _inliers(values: Tensor) -> Tensor:
 
 def _quantiles(values: Tensor) -> Tensor:
     ordered = values.flatten().sort().values
-    return ordered[((torch.arange(SKETCH) + 0.5) / SKETCH * len(ordered)).long()].contiguous()
+    return ordered[((torch.arange(SKETCH, dtype=torch.float32) + 0.5) / SKETCH * len(ordered)).long()].contiguous()

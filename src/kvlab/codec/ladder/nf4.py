@@ -27,7 +27,7 @@ def levels() -> Tensor:
     quantile = NormalDist().inv_cdf
     above = [quantile(0.5 + (OUTERMOST - 0.5) * i / 8) for i in range(1, 9)]
     below = [-quantile(0.5 + (OUTERMOST - 0.5) * i / 7) for i in range(1, 8)]
-    return torch.tensor(sorted([*below, 0.0, *above])) / quantile(OUTERMOST)
+    return torch.tensor(sorted([*below, 0.0, *above]), dtype=torch.float32) / quantile(OUTERMOST)
 
 
 class Nf4Codec(TokenBlockCodec):

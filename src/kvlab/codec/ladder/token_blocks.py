@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch, StreamError
 from kvlab.base.recipe import Conditioned
+from kvlab.codec.apart import apart
 from kvlab.codec.base import (
     Arrays,
     Encoded,
@@ -56,7 +57,7 @@ class TokenBlockCodec(ABC):
     def unpack(self, arrays: Arrays, shape: tuple[int, int, int], layer: int) -> Tensor:
         """One block of `shape` read from its arrays; `StreamError` when they are not what `pack` makes."""
 
-    @torch.no_grad()
+    @apart
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """See `Codec.encode`."""
         rows = fitting(self.front.forward(checked(x, site), site.layer), site)
@@ -70,13 +71,13 @@ class TokenBlockCodec(ABC):
             stats=sum((stats for _, stats in packed), Stats()),
         )
 
-    @torch.no_grad()
+    @apart
     def decode(self, encoded: Encoded) -> Tensor:
         """See `Codec.decode`."""
         # block by block to the end: a matrix product rounds a few rows alone otherwise than among many
         return torch.cat([self.decode_block(encoded, i)[1] for i in range(len(self.spans(encoded)))], dim=1)
 
-    @torch.no_grad()
+    @apart
     def decode_block(self, encoded: Encoded, index: int) -> tuple[Place, Tensor]:
         """See `Codec.decode_block`."""
         span = self.spans(encoded)[block_index(encoded, index)]

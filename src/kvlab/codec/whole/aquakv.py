@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvlab.base.recipe import AquaKvStream, Recipe
 from kvlab.codec import rotation
+from kvlab.codec.apart import apart
 from kvlab.codec.base import Codec, Encoded, Site, Stats, checked, stored
 from kvlab.codec.ended import EndedCodec
 from kvlab.codec.kept import Kept
@@ -141,7 +142,7 @@ class _Walk:
         weight, bias = whole.fitted[f"{name}/weight"], whole.fitted[f"{name}/bias"]
         rows = [self._rows[at] for at in sources_of(layer, stream)]
         coded = self._coded.stop - self._coded.start
-        predicted = torch.cat(rows, dim=1) @ weight if rows else torch.zeros(coded, len(bias))
+        predicted = torch.cat(rows, dim=1) @ weight if rows else bias.new_zeros(coded, len(bias))
         inner = LeftOver(predicted + bias, *grid_of(settings, layer))
         return EndedCodec(inner, whole.kept) if whole.kept else inner
 
@@ -195,6 +196,7 @@ class LeftOver:
 
 
 @lru_cache(maxsize=4)
+@apart
 def spreading(width: int) -> Tensor:
     """An orthonormal matrix that spreads a vector evenly, float32 [width, width]: Walsh-Hadamard after random signs.
 

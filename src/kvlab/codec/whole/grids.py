@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvlab.codec.apart import apart
+
 FILE = Path(__file__).with_name("grids.safetensors")
 INDICES = {2: range(2, 9), 4: range(4, 9)}
 """By numbers of a word, for which bits of an index there is a grid."""
@@ -21,6 +23,7 @@ POINTS, ROUNDS, ENOUGH = 1 << 16, 200, 1e-6
 
 
 @lru_cache(maxsize=1)
+@apart
 def _stored() -> dict[str, Tensor]:
     return load_file(FILE)
 

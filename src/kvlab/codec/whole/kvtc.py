@@ -76,7 +76,7 @@ class Fit:
         energy, basis = torch.linalg.eigh(covariance)
         basis = fixed_sign(basis.flip(-1)[None], dim=-2)[0].to(torch.float16)
         few = (rows - mean.float()) @ basis.float()
-        reach = torch.zeros(len(SIZES), len(mean))
+        reach = torch.zeros(len(SIZES), len(mean), dtype=torch.float32)
         for number, size in enumerate(SIZES):
             if size <= len(mean):
                 reach[number, : len(mean) - size + 1] = _ranges(few, size).square().mean(0)
@@ -170,7 +170,7 @@ class StackedCodec(TokenBlockCodec):
         data, grids = stored(arrays, (torch.uint8, (None,)), (torch.float16, (tokens, len(plan), 2)))
         sizes = [packing.packed_size(tokens * group.size, group.width) for group in plan]
         codes = torch.frombuffer(bytearray(_inflated(data, sum(sizes)) or b"\0"), dtype=torch.uint8)
-        y = torch.zeros(tokens, heads * head_dim, device=grids.device)
+        y = torch.zeros(tokens, heads * head_dim, dtype=torch.float32, device=grids.device)
         parts = codes[: sum(sizes)].split(sizes) if plan else ()
         for number, (group, code) in enumerate(zip(plan, parts, strict=True)):
             read = (code.to(grids.device), grids[None, :, number : number + 1].contiguous())
