@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from kvlab.cache.pages.hot import compiled
 
-
 HALF = np.float32(0.5)
 
 

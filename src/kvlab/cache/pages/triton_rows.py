@@ -88,11 +88,11 @@ def tables_of(plan: Synthesis, places: Tensor) -> tuple[list[Tensor], dict[str, 
     def of_bits(component: Tensor, place: Tensor) -> Tensor:
         return places[row[: len(component)] + component.long(), place.long()].int()
 
-    component, place, wide, held, plain_table = plain_of(tails.plain, plan.width)
+    component, place, wide, held, even_table = plain_of(tails.plain, plan.width)
     back = beside([own.back for own in tails.plain], (0, 0), torch.float32)
     tensors = [table, flags.int(), of_bits(tails.component.cpu(), tails.place.cpu())]
     tensors += [tails.lost, tails.start.int(), tails.trees.values, tails.scales]
-    tensors += [of_bits(component, place), wide.int(), held.int(), plain_table, back]
+    tensors += [of_bits(component, place), wide.int(), held.int(), even_table, back]
     numbers = {"TAIL": tails.component.shape[1], "ROOM": tails.room, "INDEX_BITS": tails.index_bits}
-    numbers |= {"PLAIN_BITS": component.shape[1], "PLAIN_TABLE": plain_table.shape[-1], "PLAIN_THERE": bool(tails.plain)}
+    numbers |= {"PLAIN_BITS": component.shape[1], "PLAIN_TABLE": even_table.shape[-1], "PLAIN_THERE": bool(tails.plain)}
     return tensors, numbers

@@ -85,7 +85,7 @@ class Tails:
         self.room = room(components.shape[1], self.width)
         earlier = (components[:, :, None] == components[:, None]).tril(-1).sum(2)
         lost = lost_bits(components, self.width)
-        self.start = (trees.roots[:, None] + (1 << (widths[:, None] - lost)) - 1).int().to(device)
+        self.start = trees.at(widths[:, None] - lost).int().to(device)
         self.lost = lost.to(torch.uint8).to(device)
         self.component, self.place = components.to(device), earlier.to(torch.uint8).to(device)
         self.scales, self.sizes = SCALES.to(device), sizes(self.room, self.width).to(device)

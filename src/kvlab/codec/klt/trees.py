@@ -26,8 +26,6 @@ class Trees:
 
     Attributes
     ----------
-    roots : Tensor
-        Where each component's values begin: those at w known bits from 2**w - 1 on, int64 [groups, width], on the CPU.
     first : Tensor
         Where each component's table begins, int64 [groups, width], on the device.
 
@@ -44,15 +42,19 @@ class Trees:
                 f"the decoder's tables hold {len(values)} values where their widths ask for {int(ends[-1])};"
                 " write the file again with `kvlab calibrate`"
             )
-        self.widths, self.roots = widths, torch.nn.functional.pad(ends, (1, -1)).view_as(widths)
-        self.values, self.first = values.to(device), (self.roots + (1 << widths) - 1).to(device)
+        self.widths, self.values = widths, values.to(device)
+        self.first = (ends - (1 << widths.flatten())).view_as(widths).to(device)
+
+    def at(self, known: Tensor) -> Tensor:
+        """Where the values begin of which so many bits are known [groups, counts, width], int64 on the CPU."""
+        return (self.first.cpu() - (1 << self.widths) + 1)[:, None] + (1 << known) - 1
 
     def of(self, first: Tensor, symbols: Tensor) -> Tensor:
         """What symbols stand for, float32, of the components whose tables begin at `first`."""
         return self.values.take(first + symbols)
 
     def table(self, group: int | slice = slice(None)) -> Tensor:
-        """The tables of a group's components beside each other, made anew, float32 [.., width, most]; 0 after an end."""
+        """Tables of a group's components beside each other, made anew, float32 [.., width, most]; 0 after an end."""
         sizes = (1 << self.widths[group]).to(self.first.device)[..., None]
         place = torch.arange(int(sizes.max()), device=sizes.device)
         found = self.of(self.first[group][..., None], torch.where(place < sizes, place, 0))
