@@ -64,7 +64,7 @@ def arrays(root) -> dict[int, int]:
     seen, due, found = {}, [root], {}
     while due:
         one = due.pop()
-        if id(one) in seen or isinstance(one, type | torch.nn.Module) or callable(one) and hasattr(one, "__code__"):
+        if id(one) in seen or isinstance(one, type | torch.nn.Module) or (callable(one) and hasattr(one, "__code__")):
             continue
         seen[id(one)] = one
         if isinstance(one, np.ndarray):

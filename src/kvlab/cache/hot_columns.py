@@ -92,9 +92,9 @@ def _values(symbols, count, o, e, z, column, vector, escaped):
         for at in range(width):
             row = group * width + at
             if o.constant[group, at] == 0:
-                own, out, first = symbols[row], z[group, at], o.first[row]
+                own, out, values = symbols[row], z[group, at], o.values[o.first[row] :]
                 for token in range(count):
-                    out[column + token] = o.values[first + own[token]]
+                    out[column + token] = values[own[token]]
         for token in range(count if e.there else 0):
             if symbols[groups * width + group, token]:
                 fault, second = _escaped(symbols[group * width : (group + 1) * width, token], group, e, vector)

@@ -55,12 +55,12 @@ def _unusual(z, group, token, u):
 
 
 @compiled
-def _place(values, first, count, value):
-    """How many of the `count` ascending boundaries of a table, whose values begin at `first`, lie below a value."""
+def _place(values, count, value):
+    """How many of the `count` ascending boundaries between a table's values lie below a value."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
-        if value > (values[first + middle] + values[first + middle + 1]) * HALF:
+        if value > (values[middle] + values[middle + 1]) * HALF:
             low = middle + 1
         else:
             high = middle
@@ -80,7 +80,7 @@ def symbols(z, d, counts, escaping, u, out, looked):
                 looked[token] = 1
             for at in range(width):
                 row = group * width + at
-                out[token, row] = _place(d.values, d.first[row], counts[row], z[group, at, token])
+                out[token, row] = _place(d.values[d.first[row] :], counts[row], z[group, at, token])
 
 
 @compiled

@@ -38,7 +38,8 @@ class QuickRows(KltRows):
         hot_writing.symbols(z.numpy(), self.digits, self.counts, plan.escaping, self.usual, own, looked)
         at = looked.nonzero()[0]
         if len(at):
-            own[at] = plan.analyse(x[:, torch.from_numpy(at)], self.site)[0].T.numpy()
+            known = torch.from_numpy(own[at, : plan.rows].T)
+            own[at] = plan.analyse(x[:, torch.from_numpy(at)], self.site, known)[0].T.numpy()
         out = torch.zeros(count, self.bytes, dtype=torch.uint8)
         hot_writing.packed(own, self.digits, out.numpy())
         return out

@@ -202,7 +202,7 @@ def components(rows, slots, first, d, e, out):
                 fault, second = _escaped(own, group, e, z)
             else:
                 for at in range(width):
-                    z[at] = d.values[d.first[group * width + at] + own[at]]
+                    z[at] = d.values[d.first[group * width + at] :][own[at]]
             if fault:
                 return fault
             out[group, token, width] = second

@@ -281,8 +281,10 @@ class Plan(Synthesis):
         decoding = Decoding.of(recipe.bits, (components.mean, components.sink), inverse, spent, tails)
         return cls(decoding, forward, Worth.of(spent, tails) if escaping else None, device)
 
-    def analyse(self, x: Tensor, site: Site) -> tuple[Tensor, int]:
+    def analyse(self, x: Tensor, site: Site, found: Tensor | None = None) -> tuple[Tensor, int]:
         """Symbols uint8 [rows, n] of x float32 [heads, n, head_dim], and how many components were escaped.
+
+        `found` are what the tables alone make of x, uint8 [groups * width, n], where that is known.
 
         Raises
         ------
@@ -298,16 +300,17 @@ class Plan(Synthesis):
                 f"layer {site.layer} {site.stream}: a value in window {site.window} is so large that its components"
                 f" do not fit float32"
             )
+        found = self._symbols(z) if found is None else found
         if not self.escaping:
-            return self._symbols(z), 0
-        symbols = torch.cat((self._symbols(z), z.new_zeros(self.groups, tokens, dtype=torch.uint8)))
+            return found, 0
+        symbols = torch.cat((found, z.new_zeros(self.groups, tokens, dtype=torch.uint8)))
         vectors = self.vectors(symbols)
-        found = self.choose(own, z, vectors)
-        if len(found.group):
-            written = self.tails.write(found.group, found.symbols, found.said, found.coefficients)
-            vectors[found.group, :, found.token] = written
-            symbols[self.rows + found.group, found.token] = 1
-        return symbols, found.components
+        chosen = self.choose(own, z, vectors)
+        if len(chosen.group):
+            written = self.tails.write(chosen.group, chosen.symbols, chosen.said, chosen.coefficients)
+            vectors[chosen.group, :, chosen.token] = written
+            symbols[self.rows + chosen.group, chosen.token] = 1
+        return symbols, chosen.components
 
     def _symbols(self, z: Tensor) -> Tensor:
         """Places in the tables of components [groups, width, n], uint8 [groups * width, n]."""
