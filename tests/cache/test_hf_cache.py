@@ -39,7 +39,8 @@ from kvlab.base.recipe import (
     Recipe,
 )
 from kvlab.cache.decoded_window import GRAIN
-from kvlab.cache.hf_cache import STREAMS, KVCache
+from kvlab.cache.hf_cache import KVCache
+from kvlab.cache.hf_layer import STREAMS
 from kvlab.cache.hf_rope import rotate, unrotate
 from kvlab.codec import whitening
 from kvlab.codec.base import Site, StreamCalibration

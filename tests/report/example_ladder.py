@@ -120,6 +120,7 @@ def _state(make, rung: tuple, recipe_id: str) -> dict:
         "exact_tokens": make.count() / 2,
         "whole_bytes": make.count() if calibrated else 0,
         "decoder_bytes": make.count() if calibrated else 0,
+        "resident_bytes": make.count() if calibrated else 0,
         "at": [{"tokens": tokens, "bits_per_value": make.number(3)} for tokens in TOLD],
         "even_with_bfloat16": make.number(300) if codec != "kivi" else None,
         "instead": f"hadamard {make.count()}" if calibrated else None,

@@ -21,7 +21,7 @@ def write_facts(folder: Path, params: Params, provenance: Provenance) -> Path:
         values_per_token=128 * params.model.n_layers,
         context=params.windows.context,
         artefacts=tuple(
-            Artefact(recipe_id=one.recipe_id, whole_bytes=4 * weighs, decoder_bytes=weighs)
+            Artefact(recipe_id=one.recipe_id, whole_bytes=4 * weighs, decoder_bytes=weighs // 2, resident_bytes=weighs)
             for one in calibrated_rungs(params)
         ),
         fitted=tuple(Fitted(stream=s, over_even=GAIN[s] + 1, over_plain=GAIN[s] + 2) for s in "kv"),

@@ -124,7 +124,7 @@ def test_a_codec_of_whole_caches_is_held_against_all_and_no_other_against_it(tmp
     words = chapter_context(found)
     assert words["whole"] == "`archive`" and len(words["keep"]) == len({row["at_most"] for row in keep}) > 0
     state = {row["label"]: row for row in found["ladder_state"]}
-    assert state["archive 2"]["decoder_bytes"] > 0
+    assert state["archive 2"]["resident_bytes"] > 0
 
 
 def test_equal_codecs_are_ties(params, tmp_path, monkeypatch):
@@ -222,7 +222,7 @@ def test_what_was_planted_is_counted(params, metrics):
     rows = {row["label"]: row for row in metrics["ladder_state"]}
     half, layers = params.windows.eval / 2, params.model.n_layers
     klt, hadamard = rows["klt 2"], rows["hadamard 2"]
-    assert klt["decoder_bytes"] == 1000 * layers and hadamard["decoder_bytes"] == 0
+    assert klt["resident_bytes"] == 2 * klt["decoder_bytes"] == 1000 * layers and hadamard["resident_bytes"] == 0
     assert klt["exact_tokens"] == half
     for row, artefact in ((klt, 8 * 1000 / 128), (hadamard, 0.0)):
         bits = {at["tokens"]: at["bits_per_value"] for at in row["at"]}

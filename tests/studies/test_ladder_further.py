@@ -40,6 +40,8 @@ def test_every_calibrated_rung_is_weighed_as_its_files(params, tiny_windows, tin
             path = write_calibration(tmp_path / "a.kv", recipes[one.recipe_id], calibrated, info, decoder=decoder)
             assert path.stat().st_size == size
         assert one.decoder_bytes < one.whole_bytes / 2
+        # both ways in float32, and their tables: more than a decoder's file, and none of what they were made from
+        assert one.decoder_bytes < one.resident_bytes < one.whole_bytes
     assert {one.window for one in found.gains} == set(range(params.ladder.windows))
     assert len(found.gains) == params.ladder.windows * 2 * 2 and found.values_per_token == info.values_per_token
     assert all(one.over_even > 0 for one in found.fitted)

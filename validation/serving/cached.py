@@ -25,17 +25,20 @@ from kvlab.cache.transformers_cache import from_file
 
 MIB = 2**20
 WARM = 2  # steps that are not counted
-HEAD = "| batch | window stated, MiB | ms a step | of plain speed | coded | window | all, of plain | prefill, s |"
+HEAD = (
+    "| batch | window stated, MiB | ms a step | of plain speed | coded | window | tables | all, of plain | prefill, s |"
+)
 
 
 class Line(NamedTuple):
-    """One cache: its window, times of its steps and of the prefill, and its bytes."""
+    """One cache: its window, times of its steps and of the prefill, and its bytes; tables are those of all together."""
 
     window: str
     steps: list[float]
     prefill: float
     coded: int
     decoded: int
+    tables: int
 
 
 @torch.inference_mode()
@@ -56,11 +59,11 @@ def timed(model, cache: Cache, ids: Tensor) -> float:
     return time.process_time() - start
 
 
-def held(cache: Cache) -> tuple[int, int]:
-    """Bytes as stored, and of what is decoded beside them."""
+def held(cache: Cache) -> tuple[int, int, int]:
+    """Bytes as stored, of what is decoded beside them, and of what codes them."""
     if isinstance(cache, KVCache):
-        return cache.nbytes, cache.working_bytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), 0
+        return cache.nbytes, cache.working_bytes, cache.tables_bytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), 0, 0
 
 
 def rows(batch: int, lines: list[Line]) -> Iterator[str]:
@@ -68,10 +71,11 @@ def rows(batch: int, lines: list[Line]) -> Iterator[str]:
     plain = lines[0]
     for line in lines:
         ratio = statistics.median(a / b for a, b in zip(plain.steps, line.steps, strict=True))
-        together = (line.coded + line.decoded) / plain.coded
+        together = (line.coded + line.decoded + line.tables) / plain.coded
         cells = (
             *(str(batch), line.window, f"{1e3 * statistics.median(line.steps):.0f}", f"{ratio:.2f}"),
-            *(f"{line.coded / MIB:.1f}", f"{line.decoded / MIB:.1f}", f"{together:.3f}", f"{line.prefill:.1f}"),
+            *(f"{part / MIB:.1f}" for part in (line.coded, line.decoded, line.tables)),
+            *(f"{together:.3f}", f"{line.prefill:.1f}"),
         )
         yield f"| {' | '.join(cells)} |"
 
@@ -100,7 +104,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
     recipe, calibration = from_file(model, given.file)
-    print(HEAD, "|".join(["", *["---:"] * 8, ""]), sep="\n")
+    print(HEAD, "|".join(["", *["---:"] * 9, ""]), sep="\n")
     for batch in map(int, given.batches.split(",")):
         caches: dict[str, Cache] = {"DynamicCache": DynamicCache()}
         for name in given.windows.split(","):

@@ -22,7 +22,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -30,23 +29,20 @@ from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch, StorageError
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Frozen, KltStream, OscarStream, Recipe, StreamRecipe, canonical, digest
+from kvlab.base.recipe import Frozen, Recipe, StreamRecipe, canonical, digest
 from kvlab.base.records import atomic, fingerprint, from_header, sha256, to_header, versions
+from kvlab.cache.decoder_form import STREAMS, completed, decoding_tensors, spectra_of
 from kvlab.calibration import whole
-from kvlab.calibration.archive import FILED, Archive, encodes_alone, filed
+from kvlab.calibration.archive import Archive, filed
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import coded_by, reads
 from kvlab.codec.base import StreamCalibration
-from kvlab.codec.klt.codec import KltCodec
 from kvlab.codec.klt.components import Components
 from kvlab.codec.klt.synthesis import Decoding
 from kvlab.codec.registry import fit_class
 from kvlab.codec.whitening import Whitener
 
 FORMAT, VERSION = "kvlab-calibration", 2
-STREAMS = ("k", "v")
-# What of `Whitener` and of `Components` a decoder reads, and a table: of `oscar`, and of a codec after a front.
-TURNED, CONDITIONED = {"chol", "covariance", "mean"}, {"inv_chol", "mean", "table"}
 AGAIN = "write it again with `kvlab calibrate`"
 
 
@@ -99,6 +95,11 @@ class Header(Frozen):
     tensors: dict[str, str]
     calibration_hash: str
     form: Literal["whole", "decoder"] = "whole"
+
+    @property
+    def identity(self) -> str:
+        """Digest of all that it says: files of one identity hold the same, wherever they lie."""
+        return digest(self.model_dump(mode="json"))
 
 
 class CalibrationFile(NamedTuple):
@@ -179,32 +180,6 @@ def marked(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str
     return held, {name: fingerprint(tensor.numpy()) for name, tensor in held.items()}
 
 
-def decoding_tensors(recipe: Recipe, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What of a whole file's tensors decodes; for `klt` made of its components at the recipe's bits."""
-    found = {n: x for n, x in tensors.items() if n.startswith((FILED, whole.FILED)) and not encodes_alone(n)}
-    for stream in STREAMS:
-        own, chosen = f"{stream}/components/", getattr(recipe, stream)
-        mine = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{stream}/")}
-        if not isinstance(chosen, KltStream):
-            kept = TURNED if isinstance(chosen, OscarStream) else CONDITIONED
-            kept |= {"forward"} if getattr(chosen, "weigh", False) else set()
-            fitted = (f"{stream}/own/", f"{stream}/outputs/")  # for both ways
-            found |= {n: x for n, x in mine.items() if n.startswith(fitted) or n.rpartition("/")[2] in kept}
-            continue
-        found |= {name: tensor for name, tensor in mine.items() if not name.startswith((own, f"{stream}/spectra/"))}
-        layers = sorted({int(name.split("/")[2]) for name in mine if name.startswith(own)})
-        every = {
-            layer: Components(**{field.name: mine[f"{own}{layer}/{field.name}"] for field in fields(Components)})
-            for layer in layers
-        }
-        codec = KltCodec(chosen, StreamCalibration(components=every, stream=stream, spectra=_spectra(tensors)))
-        for layer, components in every.items():
-            heads, head_dim = components.mean.shape
-            decoding = codec.plan(layer, (heads, 1, head_dim), torch.device("cpu")).decoding
-            found |= {f"{stream}/decoding/{layer}/{name}": tensor for name, tensor in vars(decoding).items()}
-    return found
-
-
 def is_calibration_file(path: Path | str) -> bool:
     """Whether a file is one of these and no JSON: by its name, or by the length that safetensors begin with.
 
@@ -240,24 +215,36 @@ def read_file(path: Path | str) -> CalibrationFile:
         header, names = _header(path, file.metadata()), set(file.keys())
         if strange := sorted(names ^ header.tensors.keys()):
             raise StorageError(f"{path} is damaged: its header and its tensors differ in {strange[0]}; {AGAIN}")
-        tensors = {name: file.get_tensor(name) for name in header.tensors}
+        # copies: what comes out of the file is mapped, all of it as long as a part is held, and would change with it
+        tensors = {name: file.get_tensor(name).clone() for name in header.tensors}
     for name, tensor in tensors.items():
         if fingerprint(tensor.numpy()) != header.tensors[name]:
             raise StorageError(f"{path} is damaged: tensor {name} is not the one that was written; {AGAIN}")
     return CalibrationFile(header, tensors)
 
 
-def load_calibration(path: Path | str, info: ModelInfo) -> Calibrated | None:
+def load_calibration(path: Path | str, info: ModelInfo, identity: str | None = None) -> Calibrated | None:
     """What was fitted, as the codecs take it; None where the recipe reads nothing that was fitted.
+
+    Parameters
+    ----------
+    path : Path or str
+        The file.
+    info : ModelInfo
+        The model that it has to be of.
+    identity : str, optional
+        That of the header that was read before.
 
     Raises
     ------
     StorageError
-        The file is missing, or damaged.
+        The file is missing, or damaged, or is no longer the one that was looked at before.
     CalibrationMismatch
         It is another file, another version's, or another model's; or it lacks what its recipe reads.
     """
     header, tensors = read_file(path)
+    if identity not in (None, header.identity):
+        raise StorageError(f"{path} was replaced while it was read; read it again")
     if header.model != (own := ModelShape.of(info)):
         raise CalibrationMismatch(
             f"{path} was calibrated for model {_said(header.model)}; this is model {_said(own)}; calibrate this model"
@@ -287,32 +274,11 @@ def load_calibration(path: Path | str, info: ModelInfo) -> Calibrated | None:
             | _by_layer(path, tensors, stream, "decoding", Decoding)
             for stream in STREAMS
         },
-        spectra=_spectra(tensors),
+        spectra=spectra_of(tensors),
         archive=Archive.read(path, tensors, info),
         whole=whole.read_whole(tensors, info),
         outputs={int(name.rpartition("/")[2]): x for name, x in tensors.items() if name.startswith("v/outputs/")},
     )
-
-
-def completed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A decoder's tensors with what its codecs do not read: of a whitener the other triangle, of components nothing."""
-    found = dict(tensors)
-    for name, tensor in tensors.items():
-        place, _, own = name.rpartition("/")
-        if "/whitener/" in name:
-            other = {"chol": "inv_chol", "inv_chol": "chol"}[own]
-            found[f"{place}/{other}"] = inverted(tensor)
-        if "/components/" in name:
-            found |= {
-                f"{place}/{f.name}": torch.empty(0) for f in fields(Components) if f"{place}/{f.name}" not in found
-            }
-    return found
-
-
-def inverted(triangle: Tensor) -> Tensor:
-    """Inverses of lower triangles [heads, head_dim, head_dim], computed in float64."""
-    identity = torch.eye(triangle.shape[-1], dtype=torch.float64).expand(triangle.shape)
-    return torch.linalg.solve_triangular(triangle.double(), identity, upper=False).to(triangle.dtype)
 
 
 def _named(recipe: StreamRecipe, stream: str, own: StreamCalibration, layers: Iterable[int]) -> dict[str, Tensor]:
@@ -332,12 +298,6 @@ def _named(recipe: StreamRecipe, stream: str, own: StreamCalibration, layers: It
     if own.centroids is not None:
         found[f"{stream}/table"] = own.centroids
     return found
-
-
-def _spectra(tensors: dict[str, Tensor]) -> dict[tuple[Literal["k", "v"], int], Tensor]:
-    """By stream and layer, as `StreamCalibration.spectra`; of K first, from the first layer on."""
-    names = [name.split("/") for name in tensors if "/spectra/" in name]
-    return {(of, layer): tensors[f"{of}/spectra/{layer}"] for of, layer in sorted((of, int(n)) for of, _, n in names)}
 
 
 def _own(path: Path | str, tensors: dict[str, Tensor], recipe: Recipe) -> dict[tuple[str, str], dict[int, Any]]:

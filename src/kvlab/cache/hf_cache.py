@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,30 +28,16 @@ from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvlab.base.errors import CapabilityError, CodecNotActive, UnknownName
-from kvlab.base.recipe import IdentityStream, Recipe, StreamRecipe
+from kvlab.base.recipe import IdentityStream, Placement, Recipe
 from kvlab.cache import hf_given as given
-from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.hf_attention import FEW, passes_here, register
-from kvlab.cache.hf_layer import STREAMS, Call, CodecLayer, StreamCoding, chosen, kept, repeated
+from kvlab.cache.hf_layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
 from kvlab.cache.hf_rope import Watch, find_rotary, refuse_lossy, turns
-from kvlab.cache.pages.layer import compiled as compiles
 from kvlab.cache.row import Row, Straight
-from kvlab.cache.stored import Decoder, Reader
+from kvlab.cache.tables import Calibration, Shape, tables_of
 from kvlab.codec.apart import apart
-from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.registry import bare
 
 Semantics = Literal["in_forward", "serving"]
-Placement = Literal["pre_rope", "post_rope"]
-
-
-class Calibration(Protocol):
-    """What was fitted for the model, by stream."""
-
-    def stream(
-        self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope", /
-    ) -> StreamCalibration | None:
-        """What the codec of this recipe needs; `placement` is given for K after its rotary embedding only."""
 
 
 class KVCache(Cache):
@@ -71,7 +57,8 @@ class KVCache(Cache):
         Whether K is turned back before it is coded; never for a recipe with ``rotary: after``.
     window_bytes : int or None
         How much of the cache may also be held decoded, which need not be decoded in every call; None for all of it,
-        which is no smaller than an ordinary cache. `nbytes` counts what is coded, `working_bytes` the window.
+        which is no smaller than an ordinary cache. `nbytes` counts what is coded, `working_bytes` the window,
+        `tables_bytes` what the codecs hold.
     compiled : bool
         Whether `klt` may be read and written by loops that numba compiles, where it is installed; without them it is
         several times slower. vLLM 0.32 on a CPU does not start in a process that has loaded numba.
@@ -108,28 +95,14 @@ class KVCache(Cache):
         self._model, self._on_cpu = model, model.device.type == "cpu"
         turned = placement == "pre_rope" and not isinstance(recipe.k, IdentityStream)
         self._rotary = find_rotary(model, self.shape.head_dim) if turned else None
-        streams = {stream: self._coders(stream, calibration) for stream in STREAMS}
-        pairs = [{stream: coders[layer] for stream, coders in streams.items()} for layer in range(self.shape.layers)]
+        self._tables = tables = tables_of(recipe, calibration, self.shape, self._on_cpu, compiled)
         where = frozenset("k" if turned else "")
         each = None if window_bytes is None else window_bytes // self.shape.layers
-        quick = compiled and compiles() and self._on_cpu
-        readers = [{stream: reader_of(coder, quick) for stream, coder in pair.items()} for pair in pairs]
-        layers = zip(pairs, readers, strict=True)
+        layers = ((tables.coders(layer), own) for layer, own in enumerate(tables.readers))
         super().__init__(layers=[CodecLayer(pair, where, semantics, own, each) for pair, own in layers])
         register()
         self._forget()
         self._watch = Watch(model, self._rotary, self)
-
-    def _coders(self, stream: Literal["k", "v"], calibration: Calibration | None) -> list[StreamCoder]:
-        """One stream's coders by layer; they share the codec."""
-        recipe = getattr(self.recipe, stream)
-        after = ("post_rope",) if self.recipe.rotary == "after" else ()
-        fitted = calibration.stream(recipe, stream, *after) if calibration else None
-        given.refuse_more_layers(fitted, self.shape.layers)
-        codec = bare(recipe, fitted)
-        sites = [Site(0, layer, stream) for layer in range(self.shape.layers)]
-        shape = self.shape.heads, self.shape.head_dim
-        return [StreamCoder(codec, recipe, site, *shape, self._on_cpu) for site in sites]
 
     def _forget(self) -> None:
         """Nothing stored, no forward seen."""
@@ -271,7 +244,10 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored arrays: codes, exact tails, and positions that turn K. What rows share counts once."""
+        """Bytes of the stored arrays: codes, exact tails, and positions that turn K. What rows share counts once.
+
+        What the codecs hold is no part of it: see `tables_bytes` and `resident_bytes`.
+        """
         positions = {id(row): row.nbytes for row in self.positions}
         return sum(positions.values()) + sum(entry.nbytes for entry in self.coding())
 
@@ -279,6 +255,19 @@ class KVCache(Cache):
     def working_bytes(self) -> int:
         """Bytes of the window, what is held decoded beside `nbytes`."""
         return sum(window.nbytes for layer in self.layers for window in layer.windows.values())
+
+    @property
+    def tables_bytes(self) -> int:
+        """Bytes that the codecs hold, whatever is stored: calibrated matrices and tables.
+
+        Caches of one file of a calibration, in one process, share them; of all of these together they count once.
+        """
+        return self._tables.nbytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """All that stays in memory between calls: `nbytes`, `working_bytes` and `tables_bytes`."""
+        return self.nbytes + self.working_bytes + self.tables_bytes
 
     @property
     def bits_per_value(self) -> float:
@@ -338,18 +327,7 @@ class KVCache(Cache):
         )
 
 
-def reader_of(coder: StreamCoder, quick: bool) -> Reader:
-    """What reads a stream of a layer: `klt` by compiled loops where they are to be had; then it codes by such too."""
-    if coder.token_rows is None or not quick:
-        return Decoder(coder)
-    from kvlab.cache.klt_columns import KltColumns
-    from kvlab.cache.klt_writing import QuickRows
-
-    coder.token_rows = QuickRows(coder.token_rows)
-    return KltColumns(coder)
-
-
-def shape_of(model: nn.Module) -> given.Shape:
+def shape_of(model: nn.Module) -> Shape:
     """The shape of a model's cache; `CapabilityError` for one that is not all full attention over text."""
     config = getattr(model, "config", None)
     if config is None or config.is_encoder_decoder or config.get_text_config() is not config:
@@ -361,7 +339,7 @@ def shape_of(model: nn.Module) -> given.Shape:
             f"{config.num_hidden_layers} layers; only full_attention in every layer is supported"
         )
     heads = config.num_attention_heads
-    return given.Shape(
+    return Shape(
         layers=config.num_hidden_layers,
         heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,

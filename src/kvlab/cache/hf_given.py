@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError
+from kvlab.base.errors import CapabilityError
 from kvlab.cache.hf_layer import CodecLayer
 from kvlab.cache.row import Row
-from kvlab.codec.base import StreamCalibration
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Layers, KV heads and head size of a model."""
-
-    layers: int
-    heads: int
-    head_dim: int
-
-
-def refuse_more_layers(fitted: StreamCalibration | None, layers: int) -> None:
-    """`CalibrationMismatch` when something was fitted for a layer that the model does not have."""
-    known = {*fitted.whiteners, *fitted.components} if fitted else set()
-    if known and max(known) >= layers:
-        raise CalibrationMismatch(
-            f"the calibration has a layer {max(known)}, the model has {layers} layers; calibrate this model"
-        )
+from kvlab.cache.tables import Shape
 
 
 def refuse_other_shape(k: Tensor, v: Tensor, layer: int, shape: Shape) -> None:

@@ -27,7 +27,7 @@ class Places(NamedTuple):
     start : array
         Where its digits begin in the two others, and where the last one's end, int64 [planes + 1].
     row, up : array
-        The symbol of each digit, int64 [digits], and how far up it sits there, uint8 [digits].
+        The symbol of each digit, int32 [digits], and how far up it sits there, uint8 [digits].
     """
 
     size: NDArray
@@ -37,20 +37,20 @@ class Places(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What components' symbols stand for, and where the components go: those that have bits first.
+    """What symbols stand for, in the order of the components.
 
     Parameters
     ----------
-    table : array
-        Values of each component, float32 [groups * width, most].
-    place : array
-        Where it goes, int64 [groups, width].
+    values : array
+        Those of all components (`codec.klt.trees.Trees`), float32 [all].
+    first : array
+        Where the table of each begins in them, int64 [groups * width].
     constant : array
         1 for one without bits, uint8 [groups, width].
     """
 
-    table: NDArray
-    place: NDArray
+    values: NDArray
+    first: NDArray
     constant: NDArray
 
 
@@ -87,12 +87,12 @@ def _unpack(data, at, tokens, first, last, p, symbols):
 @compiled
 def _values(symbols, count, o, e, z, column, vector, escaped):
     """Components of `count` tokens' symbols into z, from its column `column` on; a fault or OK."""
-    groups, width = o.place.shape
+    groups, width = o.constant.shape
     for group in range(groups):
         for at in range(width):
             row = group * width + at
             if o.constant[group, at] == 0:
-                own, out, values = symbols[row], z[group, o.place[group, at]], o.table[row]
+                own, out, values = symbols[row], z[group, at], o.values[o.first[row] :]
                 for token in range(count):
                     out[column + token] = values[own[token]]
         for token in range(count if e.there else 0):
@@ -101,8 +101,8 @@ def _values(symbols, count, o, e, z, column, vector, escaped):
                 if fault:
                     return fault
                 for at in range(width):
-                    usual = o.table[group * width + at, 0] if o.constant[group, at] else 0
-                    z[group, o.place[group, at], column + token] = vector[at] - usual
+                    usual = o.values[o.first[group * width + at]] if o.constant[group, at] else 0
+                    z[group, at, column + token] = vector[at] - usual
                 z[group, width, column + token] = second
                 escaped[column + token] = 1
     return OK
@@ -121,7 +121,7 @@ def components(data, pieces, first, p, o, e, z, escaped):
     first : int
         Column of the first of z.
     p, o, e : Places, Order, Escapes
-        Where digits lie, where components go, and where escapes lie.
+        Where digits lie, what they stand for, and where escapes lie.
     z : array
         Zeros, float32 [groups, width + 1, columns]; written. After a vector's components 1 where it is about the second
         mean. Of components without bits it is how far they are from their one value, which is 0 but in escaped vectors.
@@ -133,7 +133,7 @@ def components(data, pieces, first, p, o, e, z, escaped):
     int
         OK, or what is wrong with the first vector that cannot be (`pages.klt_rows.FAULTS`).
     """
-    symbols = np.empty((len(o.table) + len(z), STRIP), np.uint8)
+    symbols = np.empty((len(o.first) + len(z), STRIP), np.uint8)
     vector = np.empty(z.shape[1] - 1, np.float32)
     for number in range(len(pieces)):
         at, column, tokens, size = pieces[number]

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from kvlab.cache.pages.hot import compiled
 
+HALF = np.float32(0.5)
+
 
 class Usual(NamedTuple):
     """Where vectors are that need no look (`codec.klt.choosing.Chooser`).
@@ -53,12 +55,12 @@ def _unusual(z, group, token, u):
 
 
 @compiled
-def _place(edges, count, value):
-    """How many of a table's ascending boundaries lie below a value."""
+def _place(values, count, value):
+    """How many of the `count` ascending boundaries between a table's values lie below a value."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
-        if value > edges[middle]:
+        if value > (values[middle] + values[middle + 1]) * HALF:
             low = middle + 1
         else:
             high = middle
@@ -66,10 +68,10 @@ def _place(edges, count, value):
 
 
 @compiled
-def symbols(z, edges, counts, escaping, u, out, looked):
+def symbols(z, d, counts, escaping, u, out, looked):
     """Symbols of vectors z float32 [groups, width, n] into `out` uint8 [n, rows]; 1 in `looked` [n] where not known.
 
-    `edges` are the boundaries of each component's cells, float32 [groups * width, most], and `counts` how many, int64.
+    `d` are the `Digits`, and `counts` the boundaries between the values of each component, uint8 [groups * width].
     """
     groups, width, tokens = z.shape
     for token in range(tokens):
@@ -78,7 +80,7 @@ def symbols(z, edges, counts, escaping, u, out, looked):
                 looked[token] = 1
             for at in range(width):
                 row = group * width + at
-                out[token, row] = _place(edges[row], counts[row], z[group, at, token])
+                out[token, row] = _place(d.values[d.first[row] :], counts[row], z[group, at, token])
 
 
 @compiled

@@ -18,7 +18,7 @@ from kvlab.cache import hot_columns
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.hf_rope import RopeTurn
 from kvlab.cache.pages.klt_rows import refuse
-from kvlab.cache.pages.numba_rows import escapes_of
+from kvlab.cache.pages.numba_rows import escapes_of, values_of
 from kvlab.cache.row import Row, Turn
 from kvlab.cache.stored import SCRATCH
 from kvlab.codec.klt.grouping import parted
@@ -27,7 +27,7 @@ from kvlab.codec.klt.planes import Planes
 
 
 class KltColumns:
-    """Reads what one coder coded; see `stored.Reader`."""
+    """Reads what one coder coded; see `stored.Reader`. The matrices are views of the plan's own."""
 
     def __init__(self, coder: StreamCoder):
         plan = coder.token_rows.plan
@@ -35,18 +35,14 @@ class KltColumns:
         self.per, self.head_dim = self.heads // self.groups, coder.shape[1]
         self.places, self.escapes = places_of(plan.planes), escapes_of(plan)
         constant = plan.widths == 0
-        order = constant.long().argsort(dim=1, stable=True)  # where each place's component comes from
-        self.order = hot_columns.Order(
-            plan.table.contiguous().numpy(), order.argsort(dim=1).numpy(), constant.to(torch.uint8).numpy()
-        )
-        self.coded = int((~constant).sum(1).max())  # places that hold something else than zeros in usual vectors
-        usual = torch.where(constant, plan.table[:, 0].view_as(constant), 0.0)
-        mean = torch.baddbmm(plan.mean, usual[:, None], plan.inverse)
-        rows = order[..., None].expand_as(plan.inverse)
+        self.order = hot_columns.Order(*values_of(plan), constant.to(torch.uint8).numpy())
+        # components before the last one that has bits: those after it are zeros in usual vectors
+        self.coded = int(((~constant) * torch.arange(1, self.width + 1)).max())
+        usual = torch.where(constant, plan.trees.of(plan.trees.first, 0), 0.0)
+        mean = torch.baddbmm(plan.mean, usual[:, None], plan.inverse[:, : self.width])
         # the last row is added where the last component is 1
-        inverse = torch.cat((plan.inverse.gather(1, rows), plan.shift), dim=1)
-        self.to_keys, self.mean_key = inverse.mT.contiguous(), mean.mT.contiguous()
-        self.to_values = inverse.unflatten(2, (self.per, -1)).transpose(1, 2).flatten(0, 1).contiguous()
+        self.to_keys, self.mean_key = plan.inverse.mT, mean.mT
+        self.to_values = plan.inverse.unflatten(2, (self.per, -1)).transpose(1, 2)  # [groups, per, width + 1, head_dim]
         self.mean_value = parted(mean, self.heads)
 
     def scores(self, rows: Sequence[Row], turns: Sequence[Turn], q: Tensor, first: int, out: Tensor) -> None:
@@ -71,9 +67,9 @@ class KltColumns:
         for index, row in enumerate(rows):
             for column, z, _ in self._parts(row, first):
                 found[index].baddbmm_(shared[index, :, :, column : column + z.shape[2]], z.mT)
-        components = found.view(len(rows), self.heads, -1, self.width + 1)
+        components = found.view(len(rows), self.groups, self.per, -1, self.width + 1)
         share = weights[..., first:].sum(-1, keepdim=True)
-        out += components @ self.to_values + share * self.mean_value
+        out += (components @ self.to_values).flatten(1, 2) + share * self.mean_value
 
     def _parts(self, row: Row, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Components of columns from `first` on, a part at a time: see `hot_columns.components`.
@@ -138,6 +134,6 @@ def places_of(planes: Planes) -> hot_columns.Places:
     return hot_columns.Places(
         size=np.array([plane.size for plane in planes.planes], np.int64),
         start=np.cumsum([0, *sizes], dtype=np.int64),
-        row=torch.cat([plane.rows for plane in planes.planes]).numpy(),
+        row=torch.cat([plane.rows for plane in planes.planes]).int().numpy(),
         up=torch.cat([plane.shift[:, 0] for plane in planes.planes]).numpy(),
     )

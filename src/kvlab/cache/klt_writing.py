@@ -23,11 +23,8 @@ class QuickRows(KltRows):
 
     def __init__(self, rows: KltRows):
         self.site, self.plan, self.bytes = rows.site, rows.plan, rows.bytes
-        plan, table = self.plan, self.plan.table
-        self.digits = arrays_of(plan.planes, table)
-        self.edges = ((table[:, 1:] + table[:, :-1]) / 2).contiguous().numpy()
-        self.counts = (plan.sizes - 1).numpy()
-        self.usual = usual_of(plan)
+        self.digits, self.usual = arrays_of(self.plan), usual_of(self.plan)
+        self.counts = ((1 << self.plan.widths.flatten()) - 1).to(torch.uint8).numpy()
 
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
@@ -38,10 +35,11 @@ class QuickRows(KltRows):
             return super().encode(x)  # which says so
         count, rows = x.shape[1], plan.rows + plan.groups * plan.escaping
         own, looked = np.zeros((count, rows), np.uint8), np.zeros(count, np.uint8)
-        hot_writing.symbols(z.numpy(), self.edges, self.counts, plan.escaping, self.usual, own, looked)
+        hot_writing.symbols(z.numpy(), self.digits, self.counts, plan.escaping, self.usual, own, looked)
         at = looked.nonzero()[0]
         if len(at):
-            own[at] = plan.analyse(x[:, torch.from_numpy(at)], self.site)[0].T.numpy()
+            known = torch.from_numpy(own[at, : plan.rows].T)
+            own[at] = plan.analyse(x[:, torch.from_numpy(at)], self.site, known)[0].T.numpy()
         out = torch.zeros(count, self.bytes, dtype=torch.uint8)
         hot_writing.packed(own, self.digits, out.numpy())
         return out

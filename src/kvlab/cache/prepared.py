@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvlab.base.errors import CalibrationMismatch, ParamsError, StorageError
 from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import WHOLE, Recipe, digest
+from kvlab.base.recipe import WHOLE, Placement, Recipe, StreamRecipe, digest
 from kvlab.cache.calibration_file import load_calibration
 from kvlab.cache.recipe_file import CalibratedRecipeFile, CalibrationFiles, RecipeFile
 from kvlab.calibration.load import Calibrated, Fitted, load, needed_files
@@ -88,6 +88,44 @@ def prepared(file: RecipeFile, info: ModelInfo, whole: bool = False) -> Prepared
     return ready
 
 
+class FromFile:
+    """The calibration of a recipe file for one model, as the codecs ask for it; read when they first do.
+
+    Parameters
+    ----------
+    file : RecipeFile
+        One that names a calibration, or holds it.
+    info : ModelInfo
+        The model.
+
+    Attributes
+    ----------
+    identity : tuple of str
+        Of what is in the file and of the model: two of one identity say the same.
+
+    Raises
+    ------
+    StorageError, CalibrationMismatch
+        As `prepared`; of a file that holds its own calibration, when it is first read.
+    """
+
+    def __init__(self, file: RecipeFile, info: ModelInfo):
+        self.file, self.info = file, info
+        self._ready: Prepared | None = None
+        own = file.identity if isinstance(file, CalibratedRecipeFile) else self._read().calibration_hash
+        self.identity = (own, info.model_hash)
+
+    def stream(self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope"):
+        """See `Calibrated.stream`."""
+        found = self._read().calibration
+        return found.stream(recipe, which, placement) if found else None
+
+    def _read(self) -> Prepared:
+        if self._ready is None:
+            self._ready = prepared(self.file, self.info)
+        return self._ready
+
+
 def at_bits(ready: Prepared, bits: float | None) -> Prepared:
     """The same at other bits, of a codec of whole caches, whose calibration serves all; as it is where they are None.
 
@@ -106,7 +144,7 @@ def at_bits(ready: Prepared, bits: float | None) -> Prepared:
 
 def _calibrated(file: RecipeFile, info: ModelInfo) -> Calibrated | None:
     if isinstance(file, CalibratedRecipeFile):
-        return load_calibration(file.file, info)
+        return load_calibration(file.file, info, file.identity)
     needed = needed_files(file.recipe)
     if not needed:
         return None

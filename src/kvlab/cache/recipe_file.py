@@ -36,9 +36,10 @@ class RecipeFile(Frozen):
 
 
 class CalibratedRecipeFile(RecipeFile):
-    """The same of a file that holds its own calibration; `file` is where that is."""
+    """The same of a file that holds its own calibration: where that is, and the header's `identity`."""
 
     file: Path
+    identity: str
 
 
 def read_recipe_file(path: Path | str) -> RecipeFile:
@@ -60,7 +61,8 @@ def read_recipe_file(path: Path | str) -> RecipeFile:
     if is_calibration_file(path):
         header = read_header(path)
         _refuse_controls(header.recipe, path)
-        return CalibratedRecipeFile(recipe=header.recipe, layers=header.layers, file=Path(path).absolute())
+        file = Path(path).absolute()
+        return CalibratedRecipeFile(recipe=header.recipe, layers=header.layers, file=file, identity=header.identity)
     data = read_json(path)
     try:
         found = RecipeFile.model_validate(data)

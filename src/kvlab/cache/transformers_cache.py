@@ -11,9 +11,9 @@ from kvlab.base.model import resolve
 from kvlab.base.params import Model
 from kvlab.base.recipe import STREAMS, Recipe
 from kvlab.cache.hf_cache import Calibration, KVCache, Semantics
-from kvlab.cache.prepared import prepared
+from kvlab.cache.prepared import FromFile
 from kvlab.cache.recipe_file import CalibratedRecipeFile, read_recipe_file
-from kvlab.calibration.load import Calibrated, needed_files
+from kvlab.calibration.load import needed_files
 
 
 class Cache(KVCache):
@@ -63,8 +63,11 @@ class Cache(KVCache):
         super().__init__(model, recipe, calibration, semantics, **options)
 
 
-def from_file(model: nn.Module, path: Path | str) -> tuple[Recipe, Calibrated | None]:
-    """The recipe of a file and its calibration, for one transformers model; raises as `Cache`."""
+def from_file(model: nn.Module, path: Path | str) -> tuple[Recipe, FromFile | None]:
+    """The recipe of a file and its calibration, for one transformers model; raises as `Cache`.
+
+    Caches that are made of it, now or later, share what the codecs hold, as long as the file says the same.
+    """
     if (name := str(path).partition("+")[0]) in STREAMS and not Path(path).exists():
         raise ParamsError(f"there is no file {str(path)!r}; a codec is named with kvlab.recipe({name!r}, bits=4)")
     file = read_recipe_file(path)
@@ -75,4 +78,4 @@ def from_file(model: nn.Module, path: Path | str) -> tuple[Recipe, Calibrated | 
     config = model.config
     revision = getattr(config, "_commit_hash", None)  # transformers notes what it found in the hub
     info = resolve(Model(path=model.name_or_path, revision=revision, n_layers=config.num_hidden_layers), loads=False)
-    return file.recipe, prepared(file, info).calibration
+    return file.recipe, FromFile(file, info)

@@ -18,6 +18,7 @@ from kvlab.cache.recipe_file import RecipeFile, read_recipe_file
 from kvlab.cache.vllm_settings import common, compiled, logger, own_dtype, refuse_settings
 from kvlab.codec.base import Codec, Site
 from kvlab.codec.kept import Kept
+from kvlab.codec.klt.codec import KltCodec
 from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.registry import class_of, codec_class
 from kvlab.codec.seeding import generator
@@ -98,11 +99,16 @@ def made_ready(config: VllmConfig, found: RecipeFile) -> Served:
 
 
 def _try_out(codecs: dict[str, Codec], layers: tuple[int, ...], info: ModelInfo) -> None:
-    """A token through every codec at every layer: what a calibration lacks is found before there are requests."""
+    """A token through every codec at every layer: what a calibration lacks is found before there are requests.
+
+    `klt` has then made what it codes with, and lets go of what that was made from.
+    """
     token = torch.randn(info.n_kv_heads, 1, info.head_dim, generator=generator("plugin"))
     for stream, codec in codecs.items():
         for layer in layers:
             codec.decode(codec.encode(token, Site(0, layer, stream)))
+        if isinstance(codec, KltCodec):
+            codec.let_go()
 
 
 class ServingTap:

@@ -20,7 +20,7 @@ from kvlab.lab import plan
 from kvlab.studies.entries import Entry, Interval
 from kvlab.studies.register import chapters
 
-VERSION = 3
+VERSION = 4
 # Studies of which nothing is there when params.yaml does not ask for them; `cells` tells of all cells, whosever.
 OPTIONAL = frozenset(plan.STUDIES) - {plan.ALWAYS, "cells"}
 
@@ -103,7 +103,7 @@ class Sigma(Entry):
 class Shared(Entry):
     """What no study brings."""
 
-    schema_version: Literal[3] = VERSION
+    schema_version: Literal[4] = VERSION
     identity: Identity
     settings: dict[str, JsonValue]
     """All parameters that decide a number, and the number of layers of the model."""

@@ -27,11 +27,13 @@ class Digits(NamedTuple):
     Parameters
     ----------
     symbol, byte : array
-        Which symbol each digit is of, and its byte in the row, int64 [digits].
+        Which symbol each digit is of, and its byte in the row, int32 [digits].
     down, mask, up : array
         The digit is ``(byte >> down & mask) << up`` of its symbol, uint8 [digits].
-    table : array
-        Values of each component, float32 [groups * width, most].
+    values : array
+        Those of all components (`codec.klt.trees.Trees`), float32 [all].
+    first : array
+        Where the table of each begins in them, int64 [groups * width].
     """
 
     symbol: NDArray
@@ -39,7 +41,8 @@ class Digits(NamedTuple):
     down: NDArray
     mask: NDArray
     up: NDArray
-    table: NDArray
+    values: NDArray
+    first: NDArray
 
 
 class Escapes(NamedTuple):
@@ -50,11 +53,11 @@ class Escapes(NamedTuple):
     there : bool
         Whether the recipe has them; the rest is empty where not.
     component, place : array
-        Where each of their bits lies, int64 and uint8 [groups, bits].
+        Where each of their bits lies, int16 and uint8 [groups, bits].
     lost, start : array
-        Bits that components give up, uint8, and where the values of what is left begin, int64 [groups, counts, width].
-    heap : array
-        Values at every number of known bits, float32 [all].
+        Bits that components give up, uint8, and where the values of what is left begin, int32 [groups, counts, width].
+    values : array
+        Those of all components at every number of known bits, float32 [all].
     scales : array
         float32 [32].
     halves : array
@@ -62,10 +65,13 @@ class Escapes(NamedTuple):
     index_bits, room : int
         Bits that name a component, and pairs that a vector can hold.
     plain_component, plain_place : array
-        Where the bits of a vector without tables lie, int64 and uint8 [groups, bits]; no group where it has too few.
-    plain_wide, plain_bits, plain_table, plain_back : array
+        Where the bits of a vector without tables lie, int16 and uint8 [groups, bits]; no group where it has too few.
+    plain_wide, plain_bits, plain_table : array
         How many coefficients have a bit more, int64 [groups]; bits of those and of the others, int64 [groups, 2]; their
-        tables, float32 [groups, 2, most]; the way back to components, float32 [groups, width, width].
+        tables, float32 [groups, 2, most].
+    turn, unit, deviation : array
+        What the way back to components is made of (`codec.klt.plain`): float64 [width, width], the same for all layers;
+        float64 [groups]; float32 [groups, width].
     """
 
     there: bool
@@ -73,7 +79,7 @@ class Escapes(NamedTuple):
     place: NDArray
     lost: NDArray
     start: NDArray
-    heap: NDArray
+    values: NDArray
     scales: NDArray
     halves: NDArray
     index_bits: int
@@ -83,7 +89,9 @@ class Escapes(NamedTuple):
     plain_wide: NDArray
     plain_bits: NDArray
     plain_table: NDArray
-    plain_back: NDArray
+    turn: NDArray
+    unit: NDArray
+    deviation: NDArray
 
 
 def compiled(function):
@@ -134,7 +142,7 @@ def _plain(symbols, group, e, z):
         value = e.plain_table[group, narrow, _bits(symbols, component, place, first, last)] * size
         first = last
         for at in range(z.shape[0]):
-            z[at] += value * e.plain_back[group, row, at]
+            z[at] += value * np.float32(e.turn[at, row] * e.unit[group] / np.float64(e.deviation[group, at]))
     return OK
 
 
@@ -150,7 +158,7 @@ def _escaped(symbols, group, e, z):
         return _plain(symbols, group, e, z), 0
     scale = e.scales[number]  # that of `PLAIN` is 1
     for at in range(z.shape[0]):
-        z[at] = e.heap[e.start[group, count, at] + (symbols[at] >> e.lost[group, count, at])] * scale
+        z[at] = e.values[e.start[group, count, at] + (symbols[at] >> e.lost[group, count, at])] * scale
     if count:
         return _pairs(symbols, group, count, e, z), 0
     return OK, 1 if number < PLAIN else 0
@@ -194,7 +202,7 @@ def components(rows, slots, first, d, e, out):
                 fault, second = _escaped(own, group, e, z)
             else:
                 for at in range(width):
-                    z[at] = d.table[group * width + at, own[at]]
+                    z[at] = d.values[d.first[group * width + at] :][own[at]]
             if fault:
                 return fault
             out[group, token, width] = second

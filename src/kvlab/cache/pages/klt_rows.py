@@ -44,8 +44,7 @@ class Components:
 
     def __init__(self, plan: Synthesis, read: Loop):
         self.heads, self.groups, self.read = plan.heads, plan.groups, read
-        self.inverse = torch.cat((plan.inverse, plan.shift), dim=1)  # the last row is added where the last column is 1
-        self.mean = plan.mean
+        self.inverse, self.mean = plan.inverse, plan.mean  # the last row is added where the last column is 1
 
     def tokens(self, components: Tensor) -> Tensor:
         """The tokens float32 [heads, n, head_dim] of components."""
@@ -109,24 +108,24 @@ def plain_of(groups: tuple, width: int) -> list[Tensor]:
     Returns
     -------
     list of Tensor
-        Component and place of each of their bits, int64 and uint8 [groups, bits]; how many coefficients have a bit
+        Component and place of each of their bits, int16 and uint8 [groups, bits]; how many coefficients have a bit
         more, int64 [groups]; bits of those and of the others, int64 [groups, 2]; their tables, float32
-        [groups, 2, most]; the way back to components, float32 [groups, width, width].
+        [groups, 2, most].
     """
-
-    def beside(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        most = [max((part.shape[axis] for part in parts), default=0) for axis in range(len(shape))]
-        out = torch.zeros(len(parts), *most, dtype=dtype)
-        for row, part in zip(out, parts, strict=True):
-            row[tuple(slice(size) for size in part.shape)] = part
-        return out
-
     tables = [beside(list(own.tables), (0,), torch.float32) for own in groups]
     return [
-        beside([own.component for own in groups], (0,), torch.int64),
+        beside([own.component for own in groups], (0,), torch.int16),
         beside([own.place for own in groups], (0,), torch.uint8),
         torch.tensor([len(range(*own.parts[0][0].indices(width))) for own in groups], dtype=torch.int64),
         beside([torch.tensor([size for _, size in own.parts]) for own in groups], (0,), torch.int64),
         beside(tables, (0, 0), torch.float32),
-        beside([own.back for own in groups], (0, 0), torch.float32),
     ]
+
+
+def beside(parts: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Tensors of as many axes as `shape` has, one after the other, each padded with zeros."""
+    most = [max((part.shape[axis] for part in parts), default=0) for axis in range(len(shape))]
+    out = torch.zeros(len(parts), *most, dtype=dtype)
+    for row, part in zip(out, parts, strict=True):
+        row[tuple(slice(size) for size in part.shape)] = part
+    return out

@@ -7,13 +7,14 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvlab.cache.pages import hot
 from kvlab.cache.pages.klt_rows import digits_of, plain_of, refuse
 from kvlab.codec.klt.bits import VALUE_BITS, low_bits, value_of
 from kvlab.codec.klt.escapes import Tails
-from kvlab.codec.klt.planes import Planes
+from kvlab.codec.klt.plain import turn
 from kvlab.codec.klt.synthesis import Synthesis
 
 SHARE = 256  # tokens that are worth a thread of their own
@@ -30,7 +31,7 @@ class NumbaLoop:
 
     def __init__(self, plan: Synthesis):
         self.groups, self.width = plan.groups, plan.width
-        self.digits, self.escapes = arrays_of(plan.planes, plan.table), escapes_of(plan)
+        self.digits, self.escapes = arrays_of(plan), escapes_of(plan)
 
     def __call__(self, rows: Tensor, slots: Tensor, first: int) -> Tensor:
         """See `klt_rows.Loop`."""
@@ -53,25 +54,37 @@ def pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="kvlab-pages")
 
 
-def arrays_of(planes: Planes, table: Tensor) -> hot.Digits:
+def arrays_of(plan: Synthesis) -> hot.Digits:
     """The digits of all planes one after the other, and what symbols stand for."""
-    found = digits_of(planes)
+    found = digits_of(plan.planes)
     symbol, byte, down, up = (torch.cat(parts) for parts in list(zip(*found, strict=True))[1:])
     mask = torch.cat([torch.full_like(own.up, (1 << own.size) - 1) for own in found])
     small = [part.to(torch.uint8).numpy() for part in (down, mask, up)]
-    return hot.Digits(symbol.numpy(), byte.numpy(), *small, table.contiguous().numpy())
+    return hot.Digits(symbol.int().numpy(), byte.int().numpy(), *small, *values_of(plan))
+
+
+def values_of(plan: Synthesis) -> tuple[NDArray, NDArray]:
+    """The values of a plan's components, and where each table begins; the plan's own memory."""
+    return plan.trees.values.numpy(), plan.trees.first.flatten().numpy()
 
 
 def escapes_of(plan: Synthesis) -> hot.Escapes:
     """Where the escapes of a layer lie; of none, arrays without content and of the same kinds."""
     tails: Tails | None = plan.tails if plan.escaping else None
-    every = low_bits(torch.arange(1 << VALUE_BITS), VALUE_BITS)
-    long, byte, real = (torch.zeros(0, dtype=kind) for kind in (torch.int64, torch.uint8, torch.float32))
+    short, byte, real = (torch.zeros(0, dtype=kind) for kind in (torch.int16, torch.uint8, torch.float32))
     if tails is None:
-        found = [long.view(0, 0), byte.view(0, 0), byte.view(0, 0, 0), long.view(0, 0, 0), real, real, real]
+        found = [short.view(0, 0), byte.view(0, 0), byte.view(0, 0, 0), short.int().view(0, 0, 0), real, real, real]
     else:
-        found = [tails.component, tails.place, tails.lost, tails.start, tails.heap.flatten(), tails.scales]
-        found.append(value_of(every))
+        found = [tails.component, tails.place, tails.lost, tails.start, tails.trees.values, tails.scales, halves()]
     counts = (tails.index_bits, tails.room) if tails else (0, 0)
-    arrays = [part.contiguous().numpy() for part in (*found, *plain_of(tails.plain if tails else (), plan.width))]
-    return hot.Escapes(tails is not None, *arrays[: len(found)], *counts, *arrays[len(found) :])
+    plain = tails.plain if tails else ()
+    units = torch.tensor([own.unit for own in plain], dtype=torch.float64)
+    found += [*plain_of(plain, plan.width), turn(plan.width), units, plan.deviation]
+    arrays = [part.contiguous().numpy() for part in found]
+    return hot.Escapes(tails is not None, *arrays[:7], *counts, *arrays[7:])
+
+
+@cache
+def halves() -> Tensor:
+    """The number that each 16 bits stand for, float32 [65536]."""
+    return value_of(low_bits(torch.arange(1 << VALUE_BITS), VALUE_BITS))

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from kvlab.cache.pages.hot_triton import components_kernel
-from kvlab.cache.pages.klt_rows import digits_of, plain_of, refuse
+from kvlab.cache.pages.klt_rows import beside, digits_of, plain_of, refuse
 from kvlab.codec.klt.planes import Planes
 from kvlab.codec.klt.synthesis import Synthesis
 
@@ -78,19 +78,21 @@ def bits_of(planes: Planes) -> tuple[Tensor, Tensor]:
 
 def tables_of(plan: Synthesis, places: Tensor) -> tuple[list[Tensor], dict[str, int | bool]]:
     """What `components_kernel` takes after `digits`, and its numbers by name; without escapes, empty tensors."""
+    table = plan.trees.table().flatten(0, 1)
     if not plan.escaping:
         numbers = dict.fromkeys(("TAIL", "ROOM", "INDEX_BITS", "PLAIN_BITS", "PLAIN_TABLE"), 0)
-        return [plan.table, *[torch.zeros(1, dtype=torch.int32)] * 11], numbers | {"PLAIN_THERE": False}
+        return [table, *[torch.zeros(1, dtype=torch.int32)] * 11], numbers | {"PLAIN_THERE": False}
     tails, flags = plan.tails, places[plan.rows :, 0]
     row = torch.arange(plan.groups)[:, None] * plan.width
 
     def of_bits(component: Tensor, place: Tensor) -> Tensor:
-        return places[row[: len(component)] + component, place.long()].int()
+        return places[row[: len(component)] + component.long(), place.long()].int()
 
-    component, place, wide, held, table, back = plain_of(tails.plain, plan.width)
-    tensors = [plan.table, flags.int(), of_bits(tails.component.cpu(), tails.place.cpu())]
-    tensors += [tails.lost, tails.start.int(), tails.heap.flatten(), tails.scales]
-    tensors += [of_bits(component, place), wide.int(), held.int(), table, back]
+    component, place, wide, held, even_table = plain_of(tails.plain, plan.width)
+    back = beside([own.back for own in tails.plain], (0, 0), torch.float32)
+    tensors = [table, flags.int(), of_bits(tails.component.cpu(), tails.place.cpu())]
+    tensors += [tails.lost, tails.start.int(), tails.trees.values, tails.scales]
+    tensors += [of_bits(component, place), wide.int(), held.int(), even_table, back]
     numbers = {"TAIL": tails.component.shape[1], "ROOM": tails.room, "INDEX_BITS": tails.index_bits}
-    numbers |= {"PLAIN_BITS": component.shape[1], "PLAIN_TABLE": table.shape[-1], "PLAIN_THERE": bool(tails.plain)}
+    numbers |= {"PLAIN_BITS": component.shape[1], "PLAIN_TABLE": even_table.shape[-1], "PLAIN_THERE": bool(tails.plain)}
     return tensors, numbers

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvlab.codec.klt.escapes import Spent, Tails, merged
+from kvlab.codec.klt.escapes import Spent, Tails, lost_bits, merged
 from kvlab.codec.klt.fields import Said
-from kvlab.codec.klt.nearest import Nearest
 from kvlab.codec.klt.scales import LOUD, NEAR, PLAIN, SCALES, steps_down, steps_up
 from kvlab.codec.products import product
 
@@ -58,53 +57,64 @@ class Trial(NamedTuple):
     z: Tensor
 
 
+class Worth(NamedTuple):
+    """What bits that were spent are worth.
+
+    Parameters
+    ----------
+    energy : Tensor
+        Variance of each component in the metric, float64 [groups, width].
+    prices : Tensor
+        Expected squared error of giving up the bits of a scale, and of 1, 2, ... pairs, float64 [groups, counts].
+    usual : Tensor
+        Expected squared error of a vector, float64 [groups].
+    """
+
+    energy: Tensor
+    prices: Tensor
+    usual: Tensor
+
+    @classmethod
+    def of(cls, groups: list[Spent], tails: Tensor) -> Worth:
+        """That of tables that were made, where escapes take the bits of these components (`escapes.last_spent`)."""
+        lost = lost_bits(tails, len(groups[0].width))
+        prices = [[price(group, gone) for gone in row] for group, row in zip(groups, lost, strict=True)]
+        return cls(
+            torch.stack([group.deviation.square() for group in groups]),
+            torch.tensor(prices, dtype=torch.float64),
+            torch.tensor([usual(group) for group in groups], dtype=torch.float64),
+        )
+
+
 class Chooser:
     """Chooses for the vectors of all groups of a layer.
 
     Parameters
     ----------
-    groups : list of Spent
-        What was spent on each group.
+    worth : Worth
+        What the bits of each group are worth.
     tails : Tails
         Where escapes lie.
-    table : Tensor
-        Ascending values of each component, float32 [groups, width, most].
-    nearest : tuple of Nearest
-        What finds the places in them, by group.
     forward : Tensor
         Tokens to standardised components, float32 [groups, width, width].
     shift : Tensor
         From the first mean to the second, float32 [groups, 1, width].
     """
 
-    def __init__(
-        self, groups: list[Spent], tails: Tails, table: Tensor, nearest: tuple[Nearest, ...], forward, shift: Tensor
-    ):
-        self.tails, self.table, self.nearest, self.forward, self.shift = tails, table, nearest, forward, shift
-        width, device = table.shape[1], table.device
-        rows = torch.arange(table.shape[0] * width, device=device)
-        self.begin = table.shape[2] * rows.unflatten(0, (-1, width))
-        energy = torch.stack([group.deviation.square() for group in groups])
-        prices = torch.tensor(
-            [
-                [0.0, *(price(group, gone) for gone in row[1:])]
-                for group, row in zip(groups, tails.lost_bits, strict=True)
-            ],
-            dtype=torch.float64,
-        )
-        least = prices.diff(dim=1).amin(1) if tails.room else torch.full((len(groups),), torch.inf, dtype=torch.float64)
+    def __init__(self, worth: Worth, tails: Tails, forward: Tensor, shift: Tensor):
+        self.tails, self.trees, self.forward, self.shift = tails, tails.trees, forward, shift
+        device, energy = forward.device, worth.energy
+        prices = torch.nn.functional.pad(worth.prices[:, 1:], (1, 0))
+        least = prices.diff(dim=1).amin(1) if tails.room else torch.full_like(prices[:, 0], torch.inf)
         reach = (least[:, None] / energy).sqrt().float().to(device)
-        ends = torch.stack([group.width for group in groups]).to(device)
-        self.first, self.last = table[..., 0], table.gather(2, (1 << ends)[..., None] - 1)[..., 0]
+        most = (1 << self.trees.widths).to(device) - 1
+        self.first, self.last = (self.trees.of(self.trees.first, symbols) for symbols in (0 * most, most))
         self.low, self.high = self.first - reach, self.last + reach
         self.middle, self.by_reach = ((self.low + self.high) / 2)[..., None], (2 / (self.high - self.low))[..., None]
         self.prices, self.energy = prices.float().to(device), energy.float().to(device)
-        self.usual = torch.tensor([usual(group) for group in groups], dtype=torch.float32, device=device)
+        self.usual, self.price_of_scale = worth.usual.float().to(device), worth.prices[:, 0].float().to(device)
         plain = torch.tensor([own.expected for own in tails.plain], dtype=torch.float32, device=device)
         self.expected = plain * self.energy.sum(1) if tails.plain else plain
-        scaling = zip(groups, tails.lost_bits, strict=True)
-        of_scale = [price(group, row[0]) for group, row in scaling]
-        self.price_of_scale = torch.tensor(of_scale, dtype=torch.float32, device=device)
         share = self.energy / self.energy.sum(1, keepdim=True)
         sink = product(shift, forward.mT)
         self.share, self.toward_sink = share[:, None], 2 * share[:, None] * sink
@@ -146,7 +156,7 @@ class Chooser:
 
     def _own(self, group: Tensor, number: int) -> Tensor | slice:
         """Which vectors are of one group."""
-        return (group == number).nonzero().flatten() if len(self.nearest) > 1 else slice(None)
+        return (group == number).nonzero().flatten() if len(self.forward) > 1 else slice(None)
 
     def _level(self, group: Tensor, z: Tensor) -> Tensor:
         """Levels of vectors z [v, width], row by row the same numbers however many there are [v]."""
@@ -216,14 +226,14 @@ class Chooser:
     def _symbols(self, group: Tensor, z: Tensor) -> Tensor:
         """What the tables make of vectors z, uint8 [v, width]."""
         symbols = torch.empty_like(z, dtype=torch.uint8)
-        for number, nearest in enumerate(self.nearest):
+        for number in range(len(self.forward)):
             at = self._own(group, number)
-            symbols[at] = nearest(z[at].mT.contiguous()).mT
+            symbols[at] = self.trees.nearest(number, z[at].mT.contiguous()).mT
         return symbols
 
     def _error(self, group: Tensor, z: Tensor, symbols: Tensor) -> Tensor:
         """Squared error of vectors z by the tables' symbols [v, width], [v]."""
-        apart = z - self.table.take(self._of(self.begin, group) + symbols)
+        apart = z - self.trees.of(self._of(self.trees.first, group), symbols)
         return (apart.square_() * self._of(self.energy, group)).sum(1)
 
 

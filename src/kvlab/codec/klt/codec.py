@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -36,12 +35,11 @@ from kvlab.codec.base import (
 from kvlab.codec.klt import escapes
 from kvlab.codec.klt.ablation import asked
 from kvlab.codec.klt.allocation import shared
-from kvlab.codec.klt.choosing import Chooser
+from kvlab.codec.klt.choosing import Chooser, Worth
 from kvlab.codec.klt.components import Components
 from kvlab.codec.klt.escapes import Spent, last_spent
 from kvlab.codec.klt.grouping import centred
 from kvlab.codec.klt.marginal import MAX_WIDTH, Marginals
-from kvlab.codec.klt.nearest import Nearest
 from kvlab.codec.klt.synthesis import Decoding, Synthesis
 from kvlab.codec.ladder.front import needed
 from kvlab.codec.products import FEW
@@ -149,21 +147,33 @@ class KltCodec:
         CapabilityError
             The recipe's bits leave none for some head.
         """
-        components = needed(self.calibration.components, layer, "codec: klt", "components")
-        if (shape[0], shape[2]) != tuple(components.mean.shape):
-            raise CalibrationMismatch(
-                f"the components of layer {layer} are for {components.mean.shape[0]} KV heads of "
-                f"{components.mean.shape[1]} dimensions, the tensor has {shape[0]} of {shape[2]}; calibrate this model"
-            )
-        if (layer, device) not in self._plans:
-            with one_thread():
-                self._plans[layer, device] = self._made(layer, components, device)
-        return self._plans[layer, device]
+        plan = self._plans.get((layer, device)) or self._made(layer, shape, device)
+        if (shape[0], shape[2]) != plan.shape:
+            raise _other_shape(layer, plan.shape, shape)
+        return plan
 
-    def _made(self, layer: int, found: Components | Decoding, device: torch.device) -> Synthesis:
+    def let_go(self) -> None:
+        """Drop the calibration: the layers that were met are coded as before, on other devices too, and no others."""
+        self.calibration = StreamCalibration(stream=self.calibration.stream)
+
+    def _made(self, layer: int, shape: tuple[int, int, int], device: torch.device) -> Synthesis:
+        """The plan of a layer for a device, which is kept: one that is for another device moved there, or a new one."""
+        own = next((plan for (at, _), plan in list(self._plans.items()) if at == layer), None)
+        if own is not None:
+            made = own.to(device)
+        else:
+            found = needed(self.calibration.components, layer, "codec: klt", "components")
+            if (shape[0], shape[2]) != tuple(found.mean.shape):
+                raise _other_shape(layer, tuple(found.mean.shape), shape)
+            with one_thread():
+                made = self._planned(layer, found, device)
+        self._plans[layer, device] = made
+        return made
+
+    def _planned(self, layer: int, found: Components | Decoding, device: torch.device) -> Synthesis:
         """The plan of whole components; the decoder of one, if it is for the recipe's bits."""
         if not isinstance(found, Decoding):
-            return Plan(found, self.recipe, self.totals(layer, found), device)
+            return Plan.made(found, self.recipe, self.totals(layer, found), device)
         if float(found.bits) != self.recipe.bits:
             raise CalibrationMismatch(
                 f"the decoder's file is not for klt at {self.recipe.bits:g} bits; give the one that was written for it"
@@ -207,6 +217,13 @@ class KltCodec:
         return found
 
 
+def _other_shape(layer: int, have: tuple[int, int], shape: tuple[int, int, int]) -> CalibrationMismatch:
+    return CalibrationMismatch(
+        f"the components of layer {layer} are for {have[0]} KV heads of {have[1]} dimensions, the tensor has"
+        f" {shape[0]} of {shape[2]}; calibrate this model"
+    )
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Torch in one thread: a plan is made in thousands of small steps, over each of which threads wait for another.
@@ -226,11 +243,29 @@ class Plan(Synthesis):
 
     Parameters
     ----------
-    totals : list of int
-        Bits of a vector of each group.
+    decoding : Decoding
+        The way back.
+    forward : Tensor
+        Tokens without their mean to standardised components, float32 [groups, width, width].
+    worth : Worth or None
+        What bits are worth, which escapes are chosen by; None without escapes.
+    device : torch.device
+        Where tokens and symbols will be.
     """
 
-    def __init__(self, components: Components, recipe: KltStream, totals: list[int], device: torch.device):
+    def __init__(self, decoding: Decoding, forward: Tensor, worth: Worth | None, device: torch.device):
+        super().__init__(decoding, device)
+        self.forward, self.worth = forward.to(device), worth
+        if worth is not None:
+            self.choose = Chooser(worth, self.tails, self.forward, self.shift)
+
+    def to(self, device: torch.device) -> Plan:
+        """See `Synthesis.to`."""
+        return Plan(self.decoding, self.forward.cpu(), self.worth, device)
+
+    @classmethod
+    def made(cls, components: Components, recipe: KltStream, totals: list[int], device: torch.device) -> Plan:
+        """That of components, where a vector of each group has so many bits (`totals`)."""
         components = asked(components, recipe)
         groups, width = components.variance.shape
         deviation = components.variance.double().sqrt().cpu()
@@ -243,26 +278,14 @@ class Plan(Synthesis):
         spent = [Spent(*group) for group in zip(orders, table, mass, deviation, widths, strict=True)]
         tails = last_spent(spent) if escaping else None
         inverse = (components.inverse.double().cpu() * deviation[..., None]).float().contiguous()
-        self.decoding = Decoding.of(recipe.bits, (components.mean, components.sink), inverse, spent, tails)
-        super().__init__(self.decoding, device)
-        self.forward = (components.forward.double().cpu() / deviation[:, None]).mT.float().contiguous().to(device)
-        if self.escaping:
-            self.spent = spent
+        forward = (components.forward.double().cpu() / deviation[:, None]).mT.float().contiguous()
+        decoding = Decoding.of(recipe.bits, (components.mean, components.sink), inverse, spent, tails)
+        return cls(decoding, forward, Worth.of(spent, tails) if escaping else None, device)
 
-    @cached_property
-    def nearest(self) -> tuple[Nearest, ...]:
-        """What finds the symbols of each group; only the encoder needs it."""
-        split = zip(self.table.cpu().split(self.width), self.sizes.split(self.width), strict=True)
-        return tuple(Nearest(table, sizes).to(self.table.device) for table, sizes in split)
-
-    @cached_property
-    def choose(self) -> Chooser:
-        """What finds the escapes; the same."""
-        table = self.table.unflatten(0, (self.groups, -1))
-        return Chooser(self.spent, self.tails, table, self.nearest, self.forward, self.shift)
-
-    def analyse(self, x: Tensor, site: Site) -> tuple[Tensor, int]:
+    def analyse(self, x: Tensor, site: Site, found: Tensor | None = None) -> tuple[Tensor, int]:
         """Symbols uint8 [rows, n] of x float32 [heads, n, head_dim], and how many components were escaped.
+
+        `found` are what the tables alone make of x, uint8 [groups * width, n], where that is known.
 
         Raises
         ------
@@ -278,20 +301,21 @@ class Plan(Synthesis):
                 f"layer {site.layer} {site.stream}: a value in window {site.window} is so large that its components"
                 f" do not fit float32"
             )
+        found = self._symbols(z) if found is None else found
         if not self.escaping:
-            return self._symbols(z), 0
-        symbols = torch.cat((self._symbols(z), z.new_zeros(self.groups, tokens, dtype=torch.uint8)))
+            return found, 0
+        symbols = torch.cat((found, z.new_zeros(self.groups, tokens, dtype=torch.uint8)))
         vectors = self.vectors(symbols)
-        found = self.choose(own, z, vectors)
-        if len(found.group):
-            written = self.tails.write(found.group, found.symbols, found.said, found.coefficients)
-            vectors[found.group, :, found.token] = written
-            symbols[self.rows + found.group, found.token] = 1
-        return symbols, found.components
+        chosen = self.choose(own, z, vectors)
+        if len(chosen.group):
+            written = self.tails.write(chosen.group, chosen.symbols, chosen.said, chosen.coefficients)
+            vectors[chosen.group, :, chosen.token] = written
+            symbols[self.rows + chosen.group, chosen.token] = 1
+        return symbols, chosen.components
 
     def _symbols(self, z: Tensor) -> Tensor:
         """Places in the tables of components [groups, width, n], uint8 [groups * width, n]."""
-        found = [nearest(own) for nearest, own in zip(self.nearest, z, strict=True)]
+        found = [self.trees.nearest(number, own) for number, own in enumerate(z)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _components(self, vectors: Tensor) -> Tensor:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from kvlab.base.errors import StreamError
 from kvlab.codec.klt.bits import VALUE_BITS
-from kvlab.codec.klt.fields import COUNT_BITS, PLAIN_BITS, Fields, Said
+from kvlab.codec.klt.fields import COUNT_BITS, PLAIN_BITS, Said, fields_of
 from kvlab.codec.klt.plain import PlainGroup
 from kvlab.codec.klt.scales import PLAIN, SCALE_BITS, SCALES
+from kvlab.codec.klt.trees import Trees
 from kvlab.codec.stream.packing import bits_for
 
 MOST = 7
@@ -59,42 +60,36 @@ class Tails:
     Parameters
     ----------
     components : Tensor
-        Those that the last bits were spent on, the last first, int64 [groups, bits that the most escapes take].
-    widths : Tensor
-        Bits of each component [groups, width].
-    values : Tensor
-        Those of every component at every number of known bits, as `heap` has them, float32 [groups * width, 2 L].
+        Those that the last bits were spent on, the last first, int16 [groups, bits that the most escapes take].
+    trees : Trees
+        Values of every component at every number of known bits, where the vectors will be.
     deviation : Tensor
         Standard deviation of each component in the metric, float32 [groups, width].
-    device : torch.device
-        Where the vectors will be.
 
     Attributes
     ----------
     room : int
         Pairs that a vector can hold, 0..7.
-    lost_bits : Tensor
-        Bits that each component gives up for a scale, and for 1 to `room` pairs, int64 [groups, room + 1, width].
+    lost : Tensor
+        Bits that each component gives up for a scale, and for 1 to `room` pairs, uint8 [groups, room + 1, width].
+    start : Tensor
+        Where the values of what is left of it begin in `trees.values`, int32 [groups, room + 1, width].
     plain : tuple of PlainGroup
         Vectors without tables, by group; empty where they have too few bits.
     """
 
-    def __init__(self, components: Tensor, widths: Tensor, values: Tensor, deviation: Tensor, device: torch.device):
+    def __init__(self, components: Tensor, trees: Trees, deviation: Tensor):
+        widths, device, self.trees = trees.widths, trees.values.device, trees
         self.width = widths.shape[1]
         self.index_bits = index_bits(self.width)
-        self.room = min(MOST, max(0, components.shape[1] - COUNT_BITS) // (self.index_bits + VALUE_BITS))
-        self.sizes = sizes(self.room, self.width)
+        self.room = room(components.shape[1], self.width)
         earlier = (components[:, :, None] == components[:, None]).tril(-1).sum(2)
-        lost = [[torch.bincount(row[:size], minlength=self.width) for size in self.sizes] for row in components]
-        self.lost_bits = torch.stack([torch.stack(row) for row in lost])
-        row = torch.arange(len(values)).view(len(widths), 1, -1)
-        left = widths[:, None] - self.lost_bits
-        self.start = (row * values.shape[1] + (1 << left)).to(device)
-        self.heap, self.lost = values.to(device), self.lost_bits.to(torch.uint8).to(device)
+        lost = lost_bits(components, self.width)
+        self.start = trees.at(widths[:, None] - lost).int().to(device)
+        self.lost = lost.to(torch.uint8).to(device)
         self.component, self.place = components.to(device), earlier.to(torch.uint8).to(device)
-        self.scales, self.sizes = SCALES.to(device), self.sizes.to(device)
-        self.fields = Fields(components.shape[1], self.index_bits, self.room, device)
-        self.number = torch.arange(components.shape[1], device=device)
+        self.scales, self.sizes = SCALES.to(device), sizes(self.room, self.width).to(device)
+        self.fields = fields_of(components.shape[1], self.index_bits, self.room, device)
         self.plain: tuple[PlainGroup, ...] = ()
         if components.shape[1] >= PLAIN_BITS:
             taken = [torch.bincount(row[:PLAIN_BITS], minlength=self.width) for row in components]
@@ -122,7 +117,7 @@ class Tails:
         if int(count.max()) > self.room:
             raise StreamError(f"a vector holds {int(count.max())} escapes where there is room for {self.room}")
         whole = count == 0
-        z = self.heap.take(self.start[group, count] + (symbols >> self.lost[group, count]))
+        z = self.trees.of(self.start[group, count].long(), symbols >> self.lost[group, count])
         z *= torch.where(whole, self.scales[said.number], 1.0)[:, None]
         z = self._with_pairs(z, said)
         self._put_plain(z, group, symbols, said.size, (whole & (said.number == PLAIN)).nonzero().flatten())
@@ -130,7 +125,7 @@ class Tails:
 
     def said(self, group: Tensor, symbols: Tensor) -> Said:
         """What escaped vectors' symbols uint8 [v, width] say, whether or not that can be."""
-        component, place = self._of(self.component, group), self._of(self.place, group)
+        component, place = self._of(self.component, group).long(), self._of(self.place, group)
         return self.fields.read(symbols.gather(1, component) >> place & 1)
 
     def _of(self, x: Tensor, group: Tensor) -> Tensor:
@@ -139,7 +134,7 @@ class Tails:
 
     def _with_pairs(self, z: Tensor, said: Said) -> Tensor:
         """Components z [v, width] with the values of pairs; the last one where a forged stream names one twice."""
-        there = self.number[: self.room] < said.count[:, None]
+        there = torch.arange(self.room, device=z.device) < said.count[:, None]
         if (there & ((said.places >= self.width) | ~said.values.isfinite())).any():
             raise StreamError("an escape names a component or holds a value that cannot be")
         z, places = torch.nn.functional.pad(z, (0, 1)), torch.where(there, said.places, self.width)
@@ -157,7 +152,7 @@ class Tails:
         for number, own in enumerate(self.plain):
             at = (group == number).nonzero().flatten()
             if len(at):
-                z[which[at]] = own.decode(symbols[at][:, own.component] >> own.place & 1, size[at])
+                z[which[at]] = own.decode(symbols[at][:, own.component.long()] >> own.place & 1, size[at])
 
     # ---------------------------------------------------------------------------------------- writing
 
@@ -171,8 +166,8 @@ class Tails:
         kept = symbols >> lost << lost
         if len(plain):
             kept[plain], taken[plain] = self._without_tables(group[plain], coefficients, said.size[plain]), PLAIN_BITS
-        bits = self.fields.write(said) * (self.number < taken[:, None])
-        component, place = self._of(self.component, group), self._of(self.place, group)
+        component, place = self._of(self.component, group).long(), self._of(self.place, group)
+        bits = self.fields.write(said) * (torch.arange(component.shape[1], device=taken.device) < taken[:, None])
         return kept.scatter_add_(1, component, bits.to(torch.uint8) << place)
 
     def _without_tables(self, group: Tensor, coefficients: Tensor, size: Tensor) -> Tensor:
@@ -182,7 +177,7 @@ class Tails:
             at = (group == number).nonzero().flatten()
             if len(at):
                 bits = own.encode(coefficients[at], size[at]) << own.place
-                symbols[at] = symbols[at].scatter_add_(1, own.component.expand(len(at), -1), bits)
+                symbols[at] = symbols[at].scatter_add_(1, own.component.long().expand(len(at), -1), bits)
         return symbols
 
 
@@ -224,6 +219,15 @@ def last_spent(groups: list[Spent]) -> Tensor:
     width, total = len(groups[0].values), min(len(group.order) for group in groups)
     most = max(int(sizes(room(total, width), width).max()), min(PLAIN_BITS, total))
     return torch.stack([group.order.flip(0)[:most] for group in groups])
+
+
+def lost_bits(components: Tensor, width: int) -> Tensor:
+    """Bits that each component gives up for a scale, and for 1, 2, ... pairs, int64 [groups, counts, width].
+
+    `components` are those of `last_spent`.
+    """
+    counts = sizes(room(components.shape[1], width), width)
+    return torch.stack([torch.stack([torch.bincount(row[:n], minlength=width) for n in counts]) for row in components])
 
 
 def fits(total: int) -> bool:

@@ -6,6 +6,7 @@ tables; else as many pairs of a component and a value. Values and sizes are as `
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,12 @@ class Said(NamedTuple):
     size: Tensor
     places: Tensor
     values: Tensor
+
+
+@cache
+def fields_of(bits: int, index_bits: int, room: int, device: torch.device) -> Fields:
+    """`Fields` of these parameters: the same object each time, since those of all layers are mostly equal."""
+    return Fields(bits, index_bits, room, device)
 
 
 class Fields:

@@ -54,7 +54,9 @@ class PlainGroup:
     Attributes
     ----------
     component, place : Tensor
-        Where each bit of a vector lies, int64 and uint8 [bits].
+        Where each bit of a vector lies, int16 and uint8 [bits].
+    deviation : Tensor
+        As given.
     unit : float
         What root mean squares are multiples of, in the metric.
     expected : float
@@ -65,18 +67,28 @@ class PlainGroup:
         left = widths - taken
         component = torch.arange(len(widths)).repeat_interleave(left)
         within = torch.arange(len(component)) - (left.cumsum(0) - left)[component]
-        self.component, self.place = component.to(device), (within + taken[component]).to(torch.uint8).to(device)
+        self.component = component.to(torch.int16).to(device)
+        self.place = (within + taken[component]).to(torch.uint8).to(device)
         bits, more = divmod(len(component), len(widths))
         self.parts = [(slice(more), min(bits + 1, MAX_WIDTH)), (slice(more, None), min(bits, MAX_WIDTH))]
         none = torch.zeros(1, dtype=torch.float32)
         self.tables = [(gaussian_table(size) if size else none).float().to(device) for _, size in self.parts]
         losses = [mse(table) for table in self.tables]
         self.expected = (losses[0] * more + losses[1] * (len(widths) - more)) / len(widths)
-        deviation = deviation.double().cpu()
-        unit = deviation.square().mean().sqrt()
-        self.unit = unit.item()
-        self.there = (deviation[:, None] / unit * turn(len(widths))).float().to(device)
-        self.back = (turn(len(widths)).mT * unit / deviation).float().to(device)
+        self.deviation, self.device = deviation, device
+        self.unit = deviation.double().cpu().square().mean().sqrt().item()
+
+    @property
+    def there(self) -> Tensor:
+        """From components to coefficients, float32 [width, width]; made anew, since vectors without tables are few."""
+        deviation = self.deviation.double().cpu()
+        return (deviation[:, None] / self.unit * turn(len(deviation))).float().to(self.device)
+
+    @property
+    def back(self) -> Tensor:
+        """The way back, likewise."""
+        deviation = self.deviation.double().cpu()
+        return (turn(len(deviation)).mT * self.unit / deviation).float().to(self.device)
 
     def turned(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Coefficients of vectors of standardised components, as large as they are [v, width], and their sizes.
@@ -103,7 +115,7 @@ class PlainGroup:
         """Standardised components float32 [v, width] of bits [v, bits]."""
         found, start = [], 0
         for part, width in self.parts:
-            count = len(range(*part.indices(len(self.there))))
+            count = len(range(*part.indices(len(self.deviation))))
             found.append(number_of(bits[:, start : start + count * width].unflatten(1, (count, width))))
             start += count * width
         return product(self._values(torch.cat(found, dim=1)) * size[:, None], self.back)

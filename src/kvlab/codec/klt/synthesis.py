@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch
 from kvlab.codec.klt.escapes import Tails, heap
 from kvlab.codec.klt.grouping import joined, parted
 from kvlab.codec.klt.planes import Planes
+from kvlab.codec.klt.trees import Trees
 from kvlab.codec.products import FEW
 
 if TYPE_CHECKING:
@@ -76,19 +76,6 @@ class Decoding:
             trees=padded[inside(widths.flatten(), padded.shape[1])],
         )
 
-    def padded(self) -> Tensor:
-        """Values by 1 followed by the known bits, float32 [groups * width, 2**(widest + 1)]; 0 where none is."""
-        widths = self.widths.flatten().long()
-        out = torch.zeros(len(widths), 2 << int(widths.max()), dtype=torch.float32)
-        there = inside(widths, out.shape[1])
-        if len(self.trees) != int(there.sum()):
-            raise CalibrationMismatch(
-                f"the decoder's tables hold {len(self.trees)} values where their widths ask for {int(there.sum())};"
-                " write the file again with `kvlab calibrate`"
-            )
-        out[there] = self.trees
-        return out
-
 
 def inside(widths: Tensor, columns: int) -> Tensor:
     """Which places 1 to 2**(width + 1) - 1 of a row are, bool [rows, columns]."""
@@ -100,37 +87,75 @@ class Synthesis:
     """Symbols of a layer to its tokens.
 
     Rows are the components of all groups of heads one after the other, then one row of escape bits per group.
+
+    What a `Decoding` holds is held once: the matrices and the tables are nearly all of a layer's memory.
+
+    Attributes
+    ----------
+    widths : Tensor
+        Bits of each component, int64 [groups, width], on the CPU.
+    trees : Trees
+        Their tables.
+    mean : Tensor
+        float32 [groups, 1, width].
+    inverse : Tensor
+        Standardised components as rows to tokens, float32 [groups, width + 1, width]; the last row, after those of the
+        components, is what lies from the mean to the second one.
     """
 
     def __init__(self, decoding: Decoding, device: torch.device):
-        self.heads = len(decoding.mean)
+        self.bits, self.heads = decoding.bits, len(decoding.mean)
         self.groups, self.width = decoding.widths.shape
         self.rows = self.groups * self.width
         self.widths = decoding.widths.long()
         self.escaping = decoding.tails.shape[1] > 0
         flags = torch.ones(self.groups * self.escaping, dtype=torch.int64)
         self.planes = Planes(torch.cat((self.widths.flatten(), flags)), device)
-        values = decoding.padded()
-        self.sizes = 1 << self.widths.flatten()
-        place = torch.arange(int(self.sizes.max()))[None]
-        at = (self.sizes[:, None] + place).clamp(max=values.shape[1] - 1)
-        self.table = torch.where(place < self.sizes[:, None], values.gather(1, at), 0.0).to(device)
+        self.trees, self.deviation = Trees(decoding.trees, self.widths, device), decoding.deviation
         if self.escaping:
-            self.tails = Tails(decoding.tails.long(), self.widths, values, decoding.deviation, device)
-        self.mean, self.shift = (
-            joined(part[:, None], self.groups).to(device) for part in (decoding.mean, decoding.shift)
+            self.tails = Tails(decoding.tails, self.trees, self.deviation)
+        self.mean, shift = (joined(part[:, None], self.groups) for part in (decoding.mean, decoding.shift))
+        self.mean = self.mean.to(device)
+        self.inverse = torch.cat((decoding.inverse, shift), dim=1).to(device)
+
+    def to(self, device: torch.device) -> Synthesis:
+        """The same for symbols on another device."""
+        return Synthesis(self.decoding, device)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Heads and head_dim."""
+        return self.heads, self.rows // self.heads
+
+    @property
+    def shift(self) -> Tensor:
+        """From the mean to the second one, float32 [groups, 1, width]; a view."""
+        return self.inverse[:, self.width :]
+
+    @property
+    def decoding(self) -> Decoding:
+        """What it was made of."""
+        mean, shift = (parted(part, self.heads)[:, 0] for part in (self.mean, self.shift))
+        return Decoding(
+            bits=self.bits,
+            mean=mean.cpu(),
+            shift=shift.cpu(),
+            inverse=self.inverse[:, : self.width].cpu(),
+            deviation=self.deviation,
+            widths=self.widths.to(torch.uint8),
+            tails=self.tails.component.cpu() if self.escaping else torch.empty(self.groups, 0, dtype=torch.int16),
+            trees=self.trees.values.cpu(),
         )
-        self.inverse = decoding.inverse.to(device)
 
     def synthesise(self, symbols: Tensor) -> Tensor:
         """The tokens float32 [heads, n, head_dim] of symbols [rows, n]; `StreamError` when escapes cannot be."""
         tokens = symbols.shape[1]
-        z = self.table.gather(1, symbols[: self.rows].long())
+        z = self.trees.of(self.trees.first.view(-1, 1), symbols[: self.rows])
         moved = self._unescape(z, symbols) if self.escaping else None
         z = z.unflatten(0, (self.groups, -1))
         if tokens < FEW:
             z = torch.nn.functional.pad(z, (0, FEW - tokens))
-        x = torch.baddbmm(self.mean, z.mT, self.inverse)[:, :tokens]
+        x = torch.baddbmm(self.mean, z.mT, self.inverse[:, : self.width])[:, :tokens]
         if moved is not None:
             group, token = moved
             x[group, token] += self.shift[group, 0]

@@ -20,18 +20,21 @@ GAIN_WINDOWS = 16  # scored windows whose K and V the coding gain is measured on
 
 
 class Artefact(Frozen):
-    """The calibration that a rung reads, as files of `kvlab calibrate`.
+    """The calibration that a rung reads, as files of `kvlab calibrate` and in memory.
 
     Parameters
     ----------
     recipe_id : str
     whole_bytes, decoder_bytes : int
         Of the file that encodes and decodes, and of what decodes alone.
+    resident_bytes : int
+        Of what stays in the memory of a process that encodes and decodes.
     """
 
     recipe_id: str
     whole_bytes: int = Field(ge=0)
     decoder_bytes: int = Field(ge=0)
+    resident_bytes: int = Field(ge=0)
 
 
 class Gain(Frozen):

@@ -99,7 +99,9 @@ class StateEntry(Entry):
     """Kept as they are in 16 bits: those of the recipe, and under `snapshot` those between context and scored token."""
     whole_bytes: int
     decoder_bytes: int
-    """The calibration as a file: the whole one, and what decodes alone, which `at` counts."""
+    """The calibration as a file: the whole one, and what decodes alone."""
+    resident_bytes: int
+    """What its codecs hold in memory to encode and decode, which `at` counts."""
     at: tuple[StateAt, ...]
     even_with_bfloat16: float | None
     """Tokens from which on it stores no more than 16 bits a value; null for never."""

@@ -32,7 +32,7 @@ class State:
     exact : float
         Tokens that are kept as they are, in 16 bits.
     artefact : float
-        Bits of the calibration that a decoder needs, per value of a token.
+        Bits of what its codecs hold in memory of a calibration, per value of a token.
     """
 
     rate: float
@@ -69,7 +69,7 @@ def state_of(one: Rung, facts: Facts) -> State:
     kept = kept_tokens(recipe, context)
     bits = one.bits * context - EXACT_BITS * min(kept, context)
     rate = bits / (context - kept) if kept < context else float(EXACT_BITS)
-    weights = {found.recipe_id: found.decoder_bytes for found in facts.artefacts}
+    weights = {found.recipe_id: found.resident_bytes for found in facts.artefacts}
     artefact = 8 * weights.get(recipe_id, 0) / facts.values_per_token
     return State(rate, kept + one.measured.eval / 2, artefact)
 
@@ -115,6 +115,7 @@ def state_entry(one: Rung, others: Sequence[Rung], facts: Facts) -> dict:
         "exact_tokens": own.exact,
         "whole_bytes": weights[recipe_id].whole_bytes if own.artefact else 0,
         "decoder_bytes": weights[recipe_id].decoder_bytes if own.artefact else 0,
+        "resident_bytes": weights[recipe_id].resident_bytes if own.artefact else 0,
         "at": [{"tokens": tokens, "bits_per_value": own.bits(tokens)} for tokens in LENGTHS],
         "even_with_bfloat16": own.even(PLAIN),
         "instead": rung and rung.label,

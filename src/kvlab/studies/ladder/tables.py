@@ -172,7 +172,7 @@ def states(rows: list[dict]) -> str:
         [
             f"`{row['label']}`",
             fmt.number(row["rate"]),
-            fmt.number(row["decoder_bytes"] or None),
+            fmt.number(row["resident_bytes"] or None),
             fmt.plain(row["exact_tokens"]),
             *(fmt.number(at["bits_per_value"]) for at in row["at"]),
             tokens_from(row["even_with_bfloat16"]),
@@ -184,7 +184,7 @@ def states(rows: list[dict]) -> str:
     headers = [
         "rung",
         "bits of a coded value",
-        "bytes of calibration",
+        "bytes of tables in memory",
         "exact tokens",
         *(f"bits at {length(n)}" for n in lengths),
     ]

@@ -1,0 +1,185 @@
+"""What a cache's codecs hold in memory beside the tokens: made once a process and calibration, and shared.
+
+A calibration says more than coding asks for: `klt` reads sketches and variances to make its tables, and none of them to
+code a token. So what it was made from goes when all layers are made. Caches of the same content (of a file its
+header, which holds a digest of every tensor; not its name) take the same tables, which go with the last of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from types import FunctionType, ModuleType
+from typing import Literal, Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvlab.base.errors import CalibrationMismatch
+from kvlab.base.memory import give_back
+from kvlab.base.recipe import KltStream, Placement, PluginStream, Recipe, StreamRecipe
+from kvlab.cache.coded_rows import StreamCoder
+from kvlab.cache.decoder_form import read_of
+from kvlab.cache.hf_layer import STREAMS
+from kvlab.cache.pages.layer import compiled as compiles
+from kvlab.cache.stored import Decoder, Reader
+from kvlab.codec.base import Site, StreamCalibration
+from kvlab.codec.klt.codec import KltCodec
+from kvlab.codec.klt.components import Components
+from kvlab.codec.registry import bare
+
+_HELD: WeakValueDictionary[tuple, Tables] = WeakValueDictionary()
+_MAKING = threading.RLock()
+
+
+class Calibration(Protocol):
+    """What was fitted for the model, by stream."""
+
+    def stream(
+        self, recipe: StreamRecipe, which: Literal["k", "v"], placement: Placement = "pre_rope", /
+    ) -> StreamCalibration | None:
+        """What the codec of this recipe needs; `placement` is given for K after its rotary embedding only."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers, KV heads and head size of a model."""
+
+    layers: int
+    heads: int
+    head_dim: int
+
+
+class Tables:
+    """Coders and readers of all layers, which have coded nothing.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        Codecs of K and V.
+    calibration : Calibration or None
+        What they read; nothing of it is kept that coding does not ask for.
+    shape : Shape
+        Of the model's cache.
+    on_cpu, quick : bool
+        Whether the tokens are in a CPU's memory, and read and written there by compiled loops.
+
+    Attributes
+    ----------
+    readers : list of dict of str to Reader
+        By layer and stream.
+    """
+
+    def __init__(self, recipe: Recipe, calibration: Calibration | None, shape: Shape, on_cpu: bool, quick: bool):
+        made = {stream: _coders(recipe, stream, calibration, shape, on_cpu) for stream in STREAMS}
+        self._coders = [dict(zip(STREAMS, pair, strict=True)) for pair in zip(*made.values(), strict=True)]
+        self.readers = [{stream: reader_of(one, quick) for stream, one in pair.items()} for pair in self._coders]
+
+    def coders(self, layer: int) -> dict[Literal["k", "v"], StreamCoder]:
+        """A layer's coders for one cache, which count for themselves what they do."""
+        return {stream: copy.copy(coder) for stream, coder in self._coders[layer].items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return bytes_of(self)
+
+
+def tables_of(
+    recipe: Recipe, calibration: Calibration | None, shape: Shape, on_cpu: bool, compiled: bool = True
+) -> Tables:
+    """The tables of a recipe and a calibration: those that other caches have, where both are known to be the same.
+
+    Shared is what has an `identity`; a codec of another package never is, since it may count or keep what it will.
+    """
+    given, identity = (recipe, calibration, shape, on_cpu, compiled and on_cpu and compiles()), None
+    if not any(isinstance(stream, PluginStream) for stream in (recipe.k, recipe.v)):
+        identity = getattr(calibration, "identity", None)
+    if identity is None:
+        return Tables(*given)
+    key = (identity, recipe.recipe_id, shape, *given[3:])
+    with _MAKING:
+        found = _HELD.get(key)
+        if found is None:
+            found = _HELD[key] = Tables(*given)
+            give_back()
+    return found
+
+
+def _coders(
+    recipe: Recipe, stream: Literal["k", "v"], calibration: Calibration | None, shape: Shape, on_cpu: bool
+) -> list[StreamCoder]:
+    """One stream's coders by layer; they share the codec."""
+    own = getattr(recipe, stream)
+    after = ("post_rope",) if recipe.rotary == "after" else ()
+    fitted = calibration.stream(own, stream, *after) if calibration else None
+    refuse_more_layers(fitted, shape.layers)
+    codec = bare(own, lean(fitted, own) if fitted else None)
+    sites = [Site(0, layer, stream) for layer in range(shape.layers)]
+    found = [StreamCoder(codec, own, site, shape.heads, shape.head_dim, on_cpu) for site in sites]
+    if isinstance(codec, KltCodec):
+        codec.let_go()
+    return found
+
+
+def lean(fitted: StreamCalibration, own: StreamRecipe) -> StreamCalibration:
+    """Components without what the codec does not read; `klt` reads them once, and another package's codec at will."""
+    if isinstance(own, KltStream | PluginStream):
+        return fitted
+    nothing = {field.name: torch.empty(0) for field in fields(Components) if field.name not in read_of(own)}
+    return replace(fitted, components={layer: replace(one, **nothing) for layer, one in fitted.components.items()})
+
+
+def refuse_more_layers(fitted: StreamCalibration | None, layers: int) -> None:
+    """`CalibrationMismatch` when something was fitted for a layer that the model does not have."""
+    known = {*fitted.whiteners, *fitted.components} if fitted else set()
+    if known and max(known) >= layers:
+        raise CalibrationMismatch(
+            f"the calibration has a layer {max(known)}, the model has {layers} layers; calibrate this model"
+        )
+
+
+def reader_of(coder: StreamCoder, quick: bool) -> Reader:
+    """What reads a stream of a layer: `klt` by compiled loops where they are to be had; then it codes by such too."""
+    if coder.token_rows is None or not quick:
+        return Decoder(coder)
+    from kvlab.cache.klt_columns import KltColumns
+    from kvlab.cache.klt_writing import QuickRows
+
+    coder.token_rows = QuickRows(coder.token_rows)
+    return KltColumns(coder)
+
+
+def bytes_of(*roots: object) -> int:
+    """Bytes of the arrays, of torch or numpy, that can be reached from objects; memory that several share counts once.
+
+    Models, and what belongs to modules, classes and functions, is not followed.
+    """
+    return sum(dict(_memory(list(roots))).values())
+
+
+def _memory(due: list[object]) -> Iterator[tuple[int, int]]:
+    """Where each array's memory begins, and its bytes."""
+    seen: dict[int, object] = {}  # holds what it has met, so that no identity is given to another object
+    while due:
+        one = due.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType | nn.Module):
+            continue
+        seen[id(one)] = one
+        if isinstance(one, Tensor):
+            yield one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()
+        elif isinstance(one, np.ndarray):
+            if one.base is not None:
+                due.append(one.base)
+            else:
+                yield one.__array_interface__["data"][0], one.nbytes
+        elif isinstance(one, dict):
+            due += one.values()
+        elif isinstance(one, list | tuple | set | frozenset):
+            due += one
+        else:
+            due += vars(one).values() if hasattr(one, "__dict__") else ()
