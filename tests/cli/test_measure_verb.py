@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -83,6 +84,38 @@ def test_a_wrong_answer_ends_the_command(run, monkeypatch):
     monkeypatch.setattr(WindowRun, "_scored", halved)
     code, said, err = run("--codec", "kivi")
     assert code != 0 and said == "" and "witness" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("--windows", ("--codec", "kivi", "--windows", 999)), ("--calib-windows", ("--calib-windows", 999))],
+)
+def test_more_windows_than_there_are_are_refused_and_counted(run, texts, flag, words):
+    code, said, err = run("--calib-text", texts[1], *words)
+    told = re.search(rf"{flag} 999: \S+ has \d+ tokens, which are (\d+) windows of (96|64); give {flag} (\d+),", err)
+    assert (code, said) == (2, "") and told and told[1] == told[3] != "999", err
+    assert run("--calib-text", texts[1], *words[:-1], told[1], "--no-witness")[0] == 0
+
+
+def test_fewer_windows_than_usual_are_told(tiny_model, tmp_path, texts, capsys):
+    short, out = tiny.write_text(tmp_path / "short.txt", 8), tmp_path / "found.json"
+    words = ("--text", short, "--context", 64, "--eval", 32, "--calib-text", tiny.write_text(tmp_path / "c.txt", 8, 1))
+    cli.main([str(word) for word in ("measure", tiny_model, *words, "--no-witness", "--json", out)])
+    found = json.loads(out.read_text())
+    assert 2 <= found["windows"] < found["windows_wanted"] == 16
+    said = capsys.readouterr().out
+    assert f"short.txt, all that it has (of a longer text: {found['windows_wanted']})" in said
+    assert "all that it has (of a longer text: 32)" in said
+
+
+def test_what_is_not_read_is_told(run, texts, calibrated):
+    _, said, _ = run("--codec", "kivi", "--calib-text", texts[1], "--no-witness")
+    assert f"--calib-text {texts[1]} is not read" in said
+    _, said, _ = run("--codec", "oscar", "--calibration", calibrated, "--calib-text", texts[1], "--no-witness")
+    assert f"{calibrated} is not read: it does not hold what these codecs read" in said
+    code, _, err = run("--codec", "fp8", "--bits", 2)
+    assert code == 2 and "fp8 has no choice of bits" in err
+    assert run("--codec", "fp8", "kivi", "--bits", 2, "--no-witness")[0] == 0
 
 
 def test_a_folder_may_be_the_one_that_one_stands_in(run, tiny_model, texts, monkeypatch, capsys):

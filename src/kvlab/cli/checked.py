@@ -6,7 +6,7 @@ Tables and arrays (`records`, `excerpts`) are imported by the checks that read a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from kvlab.base.params import Model
 from kvlab.base.recipe import STREAMS, Recipe
 
 MOST_BITS = 8
+BITS = 4  # where nobody said how many
 
 
 def config_of(folder: Path) -> dict:
@@ -87,6 +88,21 @@ def recipes_of(codec: str, widths: Sequence[float]) -> list[Named]:
     if not has_bits(codec):
         return [Named(codec, None, recipe_of(codec))]
     return [Named(codec, bits, recipe_of(codec, bits)) for bits in dict.fromkeys(widths)]
+
+
+def all_recipes_of(codecs: Iterable[str], widths: Sequence[float] | None) -> list[Named]:
+    """Every codec once at every width, at 4 bits where none are given; raises as `recipes_of`.
+
+    Raises
+    ------
+    UserError
+        Bits are given, and none of the codecs has a choice of them.
+    """
+    names = list(dict.fromkeys(codecs))
+    found = [one for name in names for one in recipes_of(name, widths or [BITS])]
+    if widths and not any(has_bits(name) for name in names):
+        raise UserError(f"--bits: {' and '.join(names)} has no choice of bits; leave --bits out, or name another codec")
+    return found
 
 
 def recipe_of(codec: str, bits: float | None = None, v_bits: float | None = None) -> Recipe:

@@ -69,6 +69,27 @@ def whole(least: int) -> Callable[[str], int]:
     return number
 
 
+def window_count(flag: str, text: str, default: int) -> Flag:
+    """A flag for how many windows of a text; without it `default`, or as many as there are; read with `wanted`."""
+    how = f"{text}; default: {default}, or as many as the text has"
+    return word(flag, how, type=whole(2), metavar="N", default=Windows(default))
+
+
+class Windows(int):
+    """How many windows are taken where nobody said how many."""
+
+
+def wanted(args: argparse.Namespace, flag: str) -> tuple[int, str | None]:
+    """How many windows at most, and the flag where just so many were wanted: `most` and `exactly` of `windows_of`."""
+    given = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    return given, None if isinstance(given, Windows) else flag
+
+
+def all_there_are(count: int, most: int) -> str:
+    """Said of windows where a text has fewer than are taken otherwise."""
+    return f", all that it has (of a longer text: {most})" if count < most else ""
+
+
 def existing(text: str) -> Callable[[str], Path]:
     """A type of argparse: a path that there is; `text` is the flag's help, which may name the verb that writes it."""
     writer = re.search(r"`(kvlab [^`]+)` wrote", text) or re.search(r" of `(kvlab [^`]+)`", text)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvlab.base.errors import CapabilityError, UserError
 from kvlab.base.recipe import WHOLE
-from kvlab.cli.flags import Flag, path, place, result, whole, word
+from kvlab.cli.flags import Flag, path, place, result, whole, window_count, word
 from kvlab.pages.terminal import as_text, printable
 
 COLUMNS = ("codec", "bits", "bits/value", "KL", "95 %", "same top token", "how large")
@@ -58,12 +58,11 @@ def measure_verb(args: argparse.Namespace) -> None:
 
 def _named(args: argparse.Namespace) -> list:
     """Every codec at every width (`checked.Named`), each once; that of --against last."""
-    from kvlab.cli.checked import recipes_of
+    from kvlab.cli.checked import all_recipes_of
 
     if args.against in args.codec:
         raise UserError(f"--against {args.against} is measured already; name another codec than those of --codec")
-    names = dict.fromkeys([*args.codec, *([args.against] if args.against else [])])
-    named = [one for name in names for one in recipes_of(name, args.bits)]
+    named = all_recipes_of([*args.codec, *([args.against] if args.against else [])], args.bits)
     if args.protocol == "in_forward" and (whole := [one.codec for one in named if one.recipe.k.codec in WHOLE]):
         raise CapabilityError(
             f"codec {whole[0]!r} codes whole caches, which a forward does not have before its end; leave --protocol out"
@@ -120,7 +119,7 @@ def _number(value: float, sign: str = "") -> str:
 FLAGS: list[Flag] = [
     place("model", "folder of a Hugging Face model", metavar="MODEL"),
     word("--codec", "klt, kivi, hadamard+center, ...; several may be named; default: klt", nargs="+", default=["klt"]),
-    word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", default=[4], metavar="N"),
+    word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", metavar="N"),
     word(
         "--mechanism",
         "block_sparse, chunk_summary, window, by_length, latent:rank=128, sinks:percent=25, ...: docs/attention.md",
@@ -142,10 +141,10 @@ FLAGS: list[Flag] = [
     ),
     word("--context", "tokens of a window that are coded; default: 512", type=whole(8), default=512, metavar="N"),
     word("--eval", "tokens after them that are predicted; default: 128", type=whole(2), default=128, metavar="N"),
-    word("--windows", "at most so many, spread over the text; default: 16", type=whole(2), default=16, metavar="N"),
+    window_count("--windows", "so many, spread over the text", 16),
     path("--calibration", "what `kvlab calibrate` wrote", required=False),
     path("--calib-text", "text to calibrate on; default: docstrings of installed packages", required=False),
-    word("--calib-windows", "of it, as long as a context; default: 32", type=whole(2), default=32, metavar="N"),
+    window_count("--calib-windows", "of it, as long as a context", 32),
     word(
         "--no-witness",
         "compute nothing a second time: spares a float32 copy of the weights in memory",

@@ -19,6 +19,7 @@ from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import needs_calibration, reads
 from kvlab.cli.checked import Named, info_of
 from kvlab.cli.fitting import CalibrationText
+from kvlab.cli.flags import all_there_are, wanted
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.lab import trial
@@ -128,11 +129,12 @@ def measured(
     """
     info = info_of(args.model)
     length = args.context + args.eval
-    windows = windows_of([text], load_tokenizer(info), length, args.windows, str(args.text))
+    most, exactly = wanted(args, "--windows")
+    windows = windows_of([text], load_tokenizer(info), length, most, str(args.text), exactly)
     stored = load_calibration(args.calibration, info) if args.calibration else None
     engine = start(args.engine, info, args.dtype, max_tokens=length)
     try:
-        calibrated, lines = _calibrated(args, named, stored, engine, windows, calib_text)
+        calibrated, lines = _calibrated(args, named, stored, engine, windows, calib_text, mechanisms)
         subjects = [trial.rounding(args.dtype)]
         subjects += [trial.Subject(one.label, one.recipe, calibrated.get(one.label)) for one in named]
         plain = None if args.no_witness else cache(partial(PlainModel, info.path))
@@ -143,11 +145,11 @@ def measured(
         engine.close()
     rows = _rows(named, scored, info.values_per_token, (args.context, length))
     rows += _read_rows(applied, rows[0].kl.value, info.values_per_token)
-    count = len(windows)
+    count, short = len(windows), all_there_are(len(windows), most)
     about = (
         f"{args.model}: {info.n_layers} layers, {info.n_kv_heads} KV heads of {info.head_dim} dimensions;"
         f" {args.engine}, {args.dtype}, {args.protocol}",
-        f"{count} windows of {args.context} coded and {args.eval} predicted tokens of {args.text}",
+        f"{count} windows of {args.context} coded and {args.eval} predicted tokens of {args.text}{short}",
         *lines,
         "one window of each codec was computed a second time, by other code, and agrees"
         if any(one.witnessed for one in scored)
@@ -164,6 +166,7 @@ def measured(
         "text": str(args.text),
         "text_hash": sha256(windows.tobytes()),
         "windows": count,
+        "windows_wanted": int(most),
         "context": args.context,
         "eval": args.eval,
         "calibration": list(lines),
@@ -189,6 +192,7 @@ def _calibrated(
     engine: Engine,
     windows: np.ndarray,
     calib_text: str | None,
+    mechanisms: Sequence[Mechanism],
 ) -> tuple[dict[str, Calibrated], list[str]]:
     """What each codec that is calibrated reads, by label, and where it is from: a file, or fitted now."""
     needy = [one for one in named if any(needs_calibration(getattr(one.recipe, stream)) for stream in ("k", "v"))]
@@ -196,16 +200,25 @@ def _calibrated(
     lines = []
     if found:
         lines.append(f"calibration {args.calibration} for {', '.join(found)}; which must not have seen the text")
+    elif stored:
+        why = "it does not hold what these codecs read" if needy else "none of these codecs is calibrated"
+        lines.append(f"calibration {args.calibration} is not read: {why}")
     missing = [one for one in needy if one.label not in found]
     if missing:
-        source = CalibrationText.read(engine.info, args.calib_text, calib_text, args.context, args.calib_windows)
+        source = _calibration_text(args, engine, calib_text)
         refuse_overlap(windows, source.windows, (str(args.text), source.name))
         fresh = source.fit(engine, [one.recipe for one in missing])
         found |= {one.label: fresh for one in missing}
         lines.append(source.about(engine))
-    elif stored and not found:
-        lines.append(f"calibration {args.calibration} is not read: none of these codecs is calibrated")
+    elif args.calib_text and not any(isinstance(one, Latent) for one in mechanisms):
+        lines.append(f"--calib-text {args.calib_text} is not read: nothing had to be fitted")
     return found, lines
+
+
+def _calibration_text(args: argparse.Namespace, engine: Engine, calib_text: str | None) -> CalibrationText:
+    """The windows that --calib-text and --calib-windows ask for."""
+    wanted_windows = wanted(args, "--calib-windows")
+    return CalibrationText.read(engine.info, args.calib_text, calib_text, args.context, *wanted_windows)
 
 
 def covers(stored: Calibrated, recipe) -> bool:
@@ -271,7 +284,7 @@ def _applied(
     untried = {one.name: why for one in mechanisms if (why := not_run(one, args.engine, args.protocol))}
     able, moments = [one for one in mechanisms if one.name not in untried], {}
     if any(isinstance(one, Latent) for one in able):
-        source = CalibrationText.read(engine.info, args.calib_text, calib_text, args.context, args.calib_windows)
+        source = _calibration_text(args, engine, calib_text)
         refuse_overlap(windows, source.windows, (str(args.text), source.name))
         moments = moments_of(engine, source.windows.tolist())
         lines.append(f"latents {source.about(engine)}")

@@ -54,7 +54,9 @@ def docstrings() -> list[str]:
     return [document.text for document in split(extract(PACKAGES))["calib"]]
 
 
-def windows_of(texts: Iterable[str], tokenizer, length: int, most: int, name: str) -> np.ndarray:
+def windows_of(
+    texts: Iterable[str], tokenizer, length: int, most: int, name: str, exactly: str | None = None
+) -> np.ndarray:
     """Windows of texts, at most so many, evenly spread over all that there are.
 
     Parameters
@@ -66,6 +68,8 @@ def windows_of(texts: Iterable[str], tokenizer, length: int, most: int, name: st
         Tokens of a window, and windows.
     name : str
         Of the text, for messages.
+    exactly : str, optional
+        The flag by which somebody wanted just so many; fewer are refused then.
 
     Returns
     -------
@@ -74,7 +78,7 @@ def windows_of(texts: Iterable[str], tokenizer, length: int, most: int, name: st
     Raises
     ------
     CorpusError
-        There are fewer than two windows.
+        There are fewer than two windows, or fewer than were wanted.
     """
     ids, prefix = stream(texts, tokenizer), bos(tokenizer)
     body = length - len(prefix)
@@ -83,6 +87,11 @@ def windows_of(texts: Iterable[str], tokenizer, length: int, most: int, name: st
         raise CorpusError(
             f"{name} has {len(ids)} tokens, {available} windows of {length}; at least {FEWEST} are needed: give a"
             " longer text or smaller windows"
+        )
+    if exactly and available < most:
+        raise CorpusError(
+            f"{exactly} {most}: {name} has {len(ids)} tokens, which are {available} windows of {length}; give"
+            f" {exactly} {available}, a longer text or smaller windows"
         )
     count = min(most, available)
     chosen = [available * number // count for number in range(count)]
