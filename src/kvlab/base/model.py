@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.base.errors import ModelError, nearest, suggestion
+from kvlab.base.hub import reads_as_id
 from kvlab.base.params import Model, ModelEntry
 from kvlab.base.plain import MOST_LAYERS, shown
 from kvlab.base.weights import CONSOLIDATED, WEIGHTS, weight_files
@@ -193,7 +194,7 @@ def local_folder(model: ModelEntry) -> Path | None:
         if not (path / "config.json").is_file():
             raise ModelError(f"model directory {model.path!r} has no config.json; give a Hugging Face model directory")
         return path
-    if path.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1 or path.parent.is_dir():
+    if not reads_as_id(model.path):
         siblings = [str(p) for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         raise ModelError(
             f"model directory {model.path!r} does not exist; give a directory or a hub id (owner/name)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvlab.base.errors import UserError
-from kvlab.cli.flags import Flag, path, result, wanted, whole, window_count, word
+from kvlab.cli.flags import Flag, model_folder, path, result, wanted, whole, window_count, word
 
 
 def calibrate_verb(args: argparse.Namespace) -> None:
@@ -19,21 +19,11 @@ def calibrate_verb(args: argparse.Namespace) -> None:
 
     --decoder writes another file beside it, of what a machine needs that only decodes: a few times smaller.
     """
-    from kvlab.cli.checked import (
-        BITS,
-        config_of,
-        has_bits,
-        readable_text,
-        recipe_of,
-        refuse_absent,
-        refuse_long,
-        writable,
-    )
+    from kvlab.cli.checked import config_of, readable_text, recipe_of, refuse_absent, refuse_long, writable
 
     config = config_of(args.model)
     refuse_absent(args.engine)
-    bits = args.bits if args.bits is not None or not has_bits(args.codec) else BITS
-    recipe = recipe_of(args.codec, bits, args.v_bits)
+    recipe = recipe_of(args.codec, args.bits, args.v_bits)
     text = readable_text(args.text, args.context, config) if args.text else None
     if args.out.suffix != ".kv":
         raise UserError(f"--out {args.out}; allowed: a name that ends in .kv")
@@ -88,7 +78,7 @@ def _write(args: argparse.Namespace, recipe, calibrated, info, tokens: int) -> N
 
 
 FLAGS: list[Flag] = [
-    path("--model", "folder of a Hugging Face model", metavar="DIR"),
+    model_folder("--model", required=True),
     path("--text", "text to calibrate on, UTF-8; default: docstrings of installed packages", required=False),
     word("--codec", "klt, oscar, hadamard+center, ...; default: klt", default="klt"),
     word("--bits", "of K and of V; default: 4", type=float, metavar="N"),

@@ -14,7 +14,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError, UserError, suggestion
-from kvlab.base.model import ARCHITECTURES, resolve, weight_files
+from kvlab.base.filekind import refuse_caches
+from kvlab.base.hub import no_folder
+from kvlab.base.model import ARCHITECTURES, ModelInfo, resolve, weight_files
 from kvlab.base.params import Model
 from kvlab.base.recipe import STREAMS, Recipe
 
@@ -33,8 +35,7 @@ def config_of(folder: Path) -> dict:
     from kvlab.base.records import read_json
 
     if not folder.is_dir():
-        siblings = [str(p) for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
-        raise ModelError(f"model directory {str(folder)!r} does not exist{suggestion(str(folder), siblings)}")
+        raise ModelError(no_folder(str(folder)))
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; give a Hugging Face model directory")
     config = read_json(folder / "config.json")
@@ -49,12 +50,16 @@ def config_of(folder: Path) -> dict:
     return config
 
 
-def info_of(folder: Path):
-    """A model's folder, its shape and its hash; `config_of` has been asked before."""
-    from kvlab.base.records import read_json
-
+def model_in(folder: Path) -> Model:
+    """The model of a folder; raises as `config_of`."""
+    layers = config_of(folder)["num_hidden_layers"]
     named = folder if folder.name not in ("", "..") else Path(os.path.abspath(folder))  # its name names the results
-    return resolve(Model(path=str(named), n_layers=read_json(folder / "config.json")["num_hidden_layers"]))
+    return Model(path=str(named), n_layers=layers)
+
+
+def info_of(folder: Path) -> ModelInfo:
+    """A model's folder, its shape and its hash; raises as `config_of` and `resolve`."""
+    return resolve(model_in(folder))
 
 
 def refuse_absent(engine: str) -> None:
@@ -106,12 +111,13 @@ def all_recipes_of(codecs: Iterable[str], widths: Sequence[float] | None) -> lis
 
 
 def recipe_of(codec: str, bits: float | None = None, v_bits: float | None = None) -> Recipe:
-    """The recipe of a codec, K at `bits` and V at `v_bits` if they are given; raises as `recipes_of`."""
+    """The recipe of a codec, K at `bits` and V at `v_bits`, else at 4 where it has a choice; raises as `recipes_of`."""
     from kvlab.codec.recipes import named_recipe
 
     for flag, given in (("--bits", bits), ("--v-bits", v_bits)):
         if given is not None and not 0 < given <= MOST_BITS:
             raise UserError(f"{flag} {given:g}; allowed: more than 0, at most {MOST_BITS}")
+    bits = bits if bits is not None or not has_bits(codec) else BITS
     return named_recipe(codec, whole_bits(bits), whole_bits(v_bits))
 
 
@@ -170,6 +176,7 @@ def calibration_file(path: Path | None) -> None:
         return
     if not path.is_file():
         raise StorageError(f"cannot read {path}: no such file; write it with `kvlab calibrate`")
+    refuse_caches(path)
     try:
         with safe_open(path, "np") as file:
             said = from_header(file.metadata())

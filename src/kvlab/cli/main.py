@@ -28,7 +28,7 @@ from kvlab.cli import (
     steps,
     witness,
 )
-from kvlab.cli.flags import SETTINGS
+from kvlab.cli.flags import SUBJECT
 from kvlab.cli.parsing import Parser, Verbs, add_groups, add_verbs
 
 ABOUT = """\
@@ -40,7 +40,7 @@ What compressing an LLM's KV cache costs: measured on your model, your text and 
   init        a params.yaml for your model, to study it as a whole
   params      check params.yaml and print it resolved, with the recipe ids
   recipe      write the file that encode, decode and the drop-ins read
-  encode      code the KV cache of a calibration window
+  encode      code the KV cache of a text into a file
   decode      a coded KV cache as safetensors
   inspect     check a coded KV cache and say what is in it
   snapshot    the KV cache of a context as a file: save, inspect, verify, restore, diff
@@ -75,7 +75,7 @@ def parser() -> Parser:
         params.params_verb: params.FLAGS,
         speculate.speculate_verb: speculate.FLAGS,
         simulate.simulate_verb: simulate.FLAGS,
-        evals.eval_verb: [*SETTINGS, *evals.FLAGS],  # --model may be a folder
+        evals.eval_verb: [*SUBJECT, *evals.FLAGS],
         completion.completion_verb: completion.FLAGS,
     }
     add_verbs(listed, single | coded.VERBS | outside)

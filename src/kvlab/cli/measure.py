@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvlab.base.errors import CapabilityError, UserError
 from kvlab.base.recipe import WHOLE
-from kvlab.cli.flags import Flag, path, place, result, whole, window_count, word
+from kvlab.cli.flags import Flag, model_folder, path, result, whole, window_count, word
 from kvlab.pages.terminal import as_text, printable
 
 COLUMNS = ("codec", "bits", "bits/value", "KL", "95 %", "same top token", "how large")
@@ -117,7 +117,7 @@ def _number(value: float, sign: str = "") -> str:
 
 
 FLAGS: list[Flag] = [
-    place("model", "folder of a Hugging Face model", metavar="MODEL"),
+    model_folder("model"),
     word("--codec", "klt, kivi, hadamard+center, ...; several may be named; default: klt", nargs="+", default=["klt"]),
     word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", metavar="N"),
     word(

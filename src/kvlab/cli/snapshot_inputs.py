@@ -16,18 +16,10 @@ HASHES = ("model_hash", "config_hash", "tokenizer_hash")
 
 
 def info_of(folder: Path):
-    """A model's folder, its shape and its identity."""
-    from kvlab.base.errors import ModelError
-    from kvlab.base.model import resolve
-    from kvlab.base.params import Model
-    from kvlab.base.records import read_json
+    """A model's folder, its shape and its identity; raises as `checked.info_of`."""
+    from kvlab.cli import checked
 
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; give a Hugging Face model directory")
-    layers = read_json(folder / "config.json").get("num_hidden_layers")
-    if not isinstance(layers, int):
-        raise ModelError(f"{folder}/config.json names no num_hidden_layers; give a decoder-only text model")
-    return resolve(Model(path=str(folder), n_layers=layers))
+    return checked.info_of(folder)
 
 
 def tokens_of(args: argparse.Namespace, info) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from time import perf_counter
 
 from kvlab.base.errors import UserError
-from kvlab.cli.flags import Flag, all_there_are, path, place, result, wanted, whole, window_count, word
+from kvlab.cli.flags import Flag, all_there_are, model_folder, path, result, wanted, whole, window_count, word
 from kvlab.pages.terminal import as_text
 
 COLUMNS = ("codec", "bits/value", "accepted, expected", "by position", "tokens per call", "seconds")
@@ -114,7 +114,7 @@ def _row(row: dict) -> dict:
 
 
 FLAGS: list[Flag] = [
-    place("model", "folder of a Hugging Face model", metavar="MODEL"),
+    model_folder("model"),
     word("--codec", "hadamard, kivi, int+center, ...; several may be named; default: hadamard", nargs="+",
          default=["hadamard"]),
     word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", metavar="N"),
