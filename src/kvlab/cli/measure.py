@@ -10,9 +10,22 @@ from kvlab.base.recipe import WHOLE
 from kvlab.cli.flags import Flag, model_folder, path, result, whole, window_count, word
 from kvlab.pages.terminal import as_text, printable
 
-COLUMNS = ("codec", "bits", "bits/value", "KL", "95 %", "same top token", "how large")
+COLUMNS = (
+    "codec",
+    "bits",
+    "bits/value",
+    "KL",
+    "95 %",
+    "same top token",
+    "how large",
+    "MiB",
+    "tables",
+    "tok/s",
+    "runs in",
+)
 READING = ("stored B/token", "read KiB")
 PAIRED = ("difference", "bits", "KL", "95 %", "same top token", "costs less")
+MIB = 2**20
 SMALL = 1e-3  # below, numbers are written with two digits instead of four decimals
 
 
@@ -72,17 +85,56 @@ def _named(args: argparse.Namespace) -> list:
 
 def said(found) -> Iterator[str]:
     """What was found (`measuring.Found`), for people."""
+    context = found.facts["context"]
     yield from map(printable, found.about)
     yield ""
-    yield as_text(list(map(_row, found.rows)), COLUMNS + (READING if found.mechanisms else ()), "table")
+    rows = [_row(row, context) for row in found.rows]
+    yield as_text(rows, COLUMNS + (READING if found.mechanisms else ()), "table")
     if found.differences:
         yield ""
         yield as_text(list(map(_pair, found.differences)), PAIRED, "table")
     yield ""
     yield "KL in nats per token; how large it is, beside quantised weights: docs/command-line.md"
+    yield (
+        f"MiB of {context} tokens; tables: MiB of what decodes of a calibration, once for all tokens; tok/s: tokens"
+        f" stored and read back, on {found.facts['device']}, threads: {found.facts['threads']}"
+    )
+    if found.facts["protocol"] == "snapshot":
+        yield (
+            "warning: a cache that is coded while it is computed, layer by layer, costs more than this finished one;"
+            " --protocol in_forward measures it"
+        )
+    yield printable(_picked(found))
 
 
-def _row(row) -> dict:
+def _picked(found) -> str:
+    """Which row to take, in a line."""
+    pick, rows = found.pick, found.rows
+    taken, stored, nearest = (None if pick[key] is None else rows[pick[key]] for key in ("taken", "stored", "nearest"))
+    if taken:
+        line = (
+            f"{_name(taken)}, the fewest bits ({taken.bits_per_value:.2f}) of those that a model can run with and whose"
+            f" KL is surely small (95 % up to {_number(taken.kl.high)}, below {pick['below']:.2g})"
+        )
+        if taken.table_bytes and taken.pays_from:
+            line += f"; with its tables it is smaller than bfloat16 from {taken.pays_from} tokens on"
+    elif nearest:
+        line = (
+            f"none, as no row that a model can run with has a KL that is surely small (95 % below {pick['below']:.2g});"
+            f" the nearest is {_name(nearest)}, up to {_number(nearest.kl.high)}: give more --bits, or more windows"
+        )
+    else:
+        line = "none, as a model can run with none of these rows"
+    kept = f"; for a cache that is put away {_name(stored)} ({stored.bits_per_value:.2f})" if stored else ""
+    return f"pick: {line}{kept}"
+
+
+def _name(row) -> str:
+    """Codec and bits."""
+    return f"{row.codec} {_bits(row.bits)}".strip()
+
+
+def _row(row, context: int) -> dict:
     return {
         "codec": row.codec,
         "bits": _bits(row.bits),
@@ -91,6 +143,10 @@ def _row(row) -> dict:
         "95 %": f"{_number(row.kl.low)} to {_number(row.kl.high)}",
         "same top token": f"{100 * row.top1.value:.1f} %",
         "how large": row.words,
+        "MiB": f"{row.stored * context / MIB:.3g}",
+        "tables": None if row.table_bytes is None else f"{row.table_bytes / MIB:.3g}",
+        "tok/s": None if row.tokens_per_second is None else f"{row.tokens_per_second:.3g}",
+        "runs in": _places(row.places),
         "stored B/token": f"{row.stored:.0f}",
         "read KiB": f"{row.read / 1024:.0f}",
     }
@@ -106,6 +162,14 @@ def _pair(pair) -> dict:
         "same top token": f"{100 * pair.top1.value:+.1f} points",
         "costs less": "not told apart" if pair.kl.low <= 0 <= pair.kl.high else better,
     }
+
+
+def _places(places: tuple[str, ...] | None) -> str | None:
+    """Where a model can run with a row; None of what is no codec."""
+    if places is None:
+        return None
+    served = [place for place in places if place != "store"]
+    return ", ".join(served) or ("store only" if places else "nowhere yet")
 
 
 def _bits(bits: float | None) -> str:

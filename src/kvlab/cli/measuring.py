@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
 import numpy as np
 import polars as pl
+import torch
 
 from kvlab.attention.named import Latent, Mechanism
-from kvlab.base.model import load_tokenizer
+from kvlab.base.model import ModelInfo, load_tokenizer
 from kvlab.base.records import sha256, versions
 from kvlab.cache.calibration_file import load_calibration
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import needs_calibration, reads
+from kvlab.cli import costs
 from kvlab.cli.checked import Named, info_of
+from kvlab.cli.costs import Row
 from kvlab.cli.fitting import CalibrationText
 from kvlab.cli.flags import all_there_are, wanted
 from kvlab.engines.base import Engine
@@ -31,37 +34,6 @@ from kvlab.text.excerpts import refuse_overlap, windows_of
 from kvlab.witness.plain import PlainModel
 
 BOOTSTRAP = Bootstrap(resamples=2000, confidence=0.95, seed=0)  # as in params.yaml
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one codec costs.
-
-    Parameters
-    ----------
-    codec, bits
-        As asked for; None where it has no choice of bits.
-    recipe_id : str or None
-        None for what is no codec.
-    bits_per_value : float
-        Of the stored cache of a context, everything counted.
-    kl, top1 : Estimate
-        Nats per token, and the share of tokens whose most probable successor stays the same.
-    words : str
-        How large `kl` is, by its interval.
-    stored, read : float
-        Bytes that a token of the context takes, and that a scored token reads on average, in all layers.
-    """
-
-    codec: str
-    bits: float | None
-    recipe_id: str | None
-    bits_per_value: float
-    kl: Estimate
-    top1: Estimate
-    words: str
-    stored: float
-    read: float
 
 
 @dataclass(frozen=True)
@@ -97,7 +69,12 @@ class Found:
         """For programs."""
         rows = [vars(row) | {"kl": row.kl.to_json(), "top1": row.top1.to_json()} for row in self.rows]
         pairs = [vars(pair) | {"kl": pair.kl.to_json(), "top1": pair.top1.to_json()} for pair in self.differences]
-        return self.facts | {"rows": rows, "differences": pairs}
+        return self.facts | {"rows": rows, "differences": pairs, "pick": self.pick}
+
+    @property
+    def pick(self) -> dict:
+        """Which row to take; see `costs.pick`."""
+        return costs.pick(self.rows)
 
 
 def measured(
@@ -143,7 +120,7 @@ def measured(
         device = engine.device
     finally:
         engine.close()
-    rows = _rows(named, scored, info.values_per_token, (args.context, length))
+    rows = _rows(named, scored, calibrated, info, (args.context, length))
     rows += _read_rows(applied, rows[0].kl.value, info.values_per_token)
     count, short = len(windows), all_there_are(len(windows), most)
     about = (
@@ -174,6 +151,8 @@ def measured(
         "not_run": untried,
         "mechanisms_witnessed": {one.asked.name: one.witnessed for one in applied},
         "device": device,
+        "threads": torch.get_num_threads(),
+        "speed": "tokens of a context stored and read back per second: coded, packed, unpacked, decoded, all layers",
         "versions": versions(),
     }
     return Found(facts, about, rows, _differences(args.against, named, scored), bool(mechanisms))
@@ -243,10 +222,15 @@ def covers(stored: Calibrated, recipe) -> bool:
 
 
 def _rows(
-    named: Sequence[Named], scored: Sequence[trial.Scored], values: int, lengths: tuple[int, int]
+    named: Sequence[Named],
+    scored: Sequence[trial.Scored],
+    calibrated: dict[str, Calibrated],
+    info: ModelInfo,
+    lengths: tuple[int, int],
 ) -> tuple[Row, ...]:
     """Of codecs; `lengths` are tokens of a context and of a window."""
     floor, *others = scored
+    values = info.values_per_token
     rounding = _estimates(floor.tokens)
     words = "what storing K and V in 16 bits costs"
     first = 2.0 * values
@@ -257,7 +241,15 @@ def _rows(
         per_value = found.coding.bits_per_value
         stored = per_value * values / 8
         read = read_of(stored, *lengths, values)
-        rows.append(Row(one.codec, one.bits, one.recipe.recipe_id, per_value, kl, top1, words, stored, read))
+        row = Row(one.codec, one.bits, one.recipe.recipe_id, per_value, kl, top1, words, stored, read)
+        fitted = calibrated.get(one.label)
+        row = replace(
+            row,
+            table_bytes=costs.table_bytes(one.recipe, fitted, info),
+            tokens_per_second=costs.tokens_per_second(lengths[0], found.seconds),
+            places=costs.places(one.recipe, fitted, info),
+        )
+        rows.append(replace(row, pays_from=costs.pays_from(row, values)))
     return tuple(rows)
 
 
