@@ -169,6 +169,18 @@ def test_a_hub_id_is_no_missing_directory(run, tmp_path, monkeypatch, verb, cach
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_an_unpinned_hub_id_is_told_its_revisions(run, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert "the local cache holds none" in run("init", "--model", "Someone/model-7b")[2]
+    copy = tmp_path / "hub" / "models--Someone--model-7b" / "snapshots" / "0123abc"
+    copy.mkdir(parents=True)
+    (copy / "config.json").write_text("{}")
+    code, out, err = run("init", "--model", "Someone/model-7b")
+    assert (code, out) == (2, "") and "the local cache holds 0123abc" in err and not Path("params.yaml").exists()
+
+
 def test_a_file_of_a_model_is_no_folder(run, tiny_model):
     code, _, err = run("measure", tiny_model / "model.safetensors", "--text", "notes.txt")
     assert code == 2 and "is a file; give the folder of the model" in err

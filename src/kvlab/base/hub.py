@@ -23,6 +23,13 @@ def copies(name: str) -> list[Path]:
     return sorted(found, key=lambda one: one.stat().st_mtime, reverse=True)
 
 
+def unpinned(name: str) -> str:
+    """Why a hub id without a revision is refused, and which revisions there are to name; in one line."""
+    known = [copy.name for copy in copies(name)]
+    held = f"the local cache holds {', '.join(known)}" if known else "the local cache holds none"
+    return f"model {name!r} is no folder here, so it is a hub id; pin it with `revision` (a commit or a tag); {held}"
+
+
 def no_folder(name: str) -> str:
     """Why a name is no folder of a model, and what to do; in one line."""
     path = Path(name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.base.errors import ModelError, nearest, suggestion
-from kvlab.base.hub import reads_as_id
+from kvlab.base.hub import reads_as_id, unpinned
 from kvlab.base.params import Model, ModelEntry
 from kvlab.base.plain import MOST_LAYERS, shown
 from kvlab.base.weights import CONSOLIDATED, WEIGHTS, weight_files
@@ -201,7 +201,7 @@ def local_folder(model: ModelEntry) -> Path | None:
             f"{suggestion(model.path, siblings)}"
         )
     if model.revision is None:
-        raise ModelError(f"model {model.path!r} is a hub id; pin it with `revision` (a commit or a tag)")
+        raise ModelError(unpinned(model.path))
     return None
 
 

@@ -30,12 +30,14 @@ SMALL = 1e-3  # below, numbers are written with two digits instead of four decim
 
 
 def measure_verb(args: argparse.Namespace) -> None:
-    """Measure what codecs cost a model on a text of yours: KL divergence of its predictions, and bits per value.
+    """Measure what codecs cost a model on a text of yours, and say which one to take.
 
     The text is cut into windows. The KV cache of each window's context is coded, the tokens after it are predicted
     with it, and held against what the model predicts with its own cache. Bits per value are those of a stored cache,
-    everything counted; intervals are of a bootstrap over windows. Nothing is written but --json. One window of each
-    codec is computed a second time, by a forward in float32 that is written out; a disagreement ends the command.
+    everything counted; intervals are of a bootstrap over windows. Memory, speed and the places where a codec can run
+    stand beside them. The pick is the row of the fewest bits of those that a model can run with and whose KL is small.
+    Nothing is written but --json. One window of each codec is computed a second time, by a forward in float32 that is
+    written out; a disagreement ends the command.
 
     Codecs that are calibrated read --calibration; what that does not hold is fitted first, to --calib-text or else to
     docstrings of installed packages, never to the scored text. What reads less of the cache, or keeps latents of it, is
