@@ -107,7 +107,7 @@ def test_chunks_refuse_tokens_at_the_ends_and_another_place_of_k():
 def test_a_capture_holds_no_k_after_its_rotary_embedding(tiny_params, tiny_calibration, tmp_path):
     path = write_recipe_file(tmp_path / "r.json", ended())
     with pytest.raises(CapabilityError, match="rotary: before"):
-        streams.encode(tiny_params, path, tiny_calibration["capture"], 0, tmp_path / "a.kvls")
+        streams.encode(tiny_params.model, path, tiny_calibration["capture"], 0, tmp_path / "a.kvls")
 
 
 # --- what the published ones read ----------------------------------------------------------------------------------

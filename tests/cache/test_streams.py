@@ -62,8 +62,8 @@ def recipes(params) -> dict[str, Recipe]:
 def test_a_window_comes_back_as_the_codec_decodes_it(tiny_params, tiny_calibration, tiny_fitted, files, tmp_path, name):
     recipe, layers = recipes(tiny_params)[name], None if name == "klt" else [1, 2]
     path = write_recipe_file(tmp_path / "r.json", recipe, layers, files)
-    reader = streams.encode(tiny_params, path, tiny_calibration["capture"], WINDOW, tmp_path / "c.kvls")
-    streams.decode(tiny_params, path, tmp_path / "c.kvls", tmp_path / "c.safetensors")
+    reader = streams.encode(tiny_params.model, path, tiny_calibration["capture"], WINDOW, tmp_path / "c.kvls")
+    streams.decode(tiny_params.model, path, tmp_path / "c.kvls", tmp_path / "c.safetensors")
     assert reader.nbytes == (tmp_path / "c.kvls").stat().st_size
     got, captured = load_file(tmp_path / "c.safetensors"), load_file(tiny_calibration["capture"])
     fitted = calibration.load(tiny_fitted, resolve(tiny_params.model).model_hash)
@@ -79,8 +79,8 @@ def test_a_window_comes_back_as_the_codec_decodes_it(tiny_params, tiny_calibrati
 
 def test_the_decoded_file_is_the_one_that_safetensors_writes(tiny_params, tiny_calibration, tmp_path):
     path = write_recipe_file(tmp_path / "r.json", PLAIN)
-    streams.encode(tiny_params, path, tiny_calibration["capture"], 0, tmp_path / "c.kvls")
-    streams.decode(tiny_params, path, tmp_path / "c.kvls", tmp_path / "c.safetensors")
+    streams.encode(tiny_params.model, path, tiny_calibration["capture"], 0, tmp_path / "c.kvls")
+    streams.decode(tiny_params.model, path, tmp_path / "c.kvls", tmp_path / "c.safetensors")
     with safe_open(tmp_path / "c.safetensors", "pt") as file:
         save_file(load_file(tmp_path / "c.safetensors"), tmp_path / "again.safetensors", metadata=file.metadata())
     assert (tmp_path / "again.safetensors").stat().st_size == (tmp_path / "c.safetensors").stat().st_size
@@ -99,19 +99,25 @@ def test_one_window_is_read_as_it_was_kept(tiny_params, tiny_calibration, info):
 
 def test_a_calibration_that_is_not_needed_is_no_part_of_a_stream(tiny_params, tiny_calibration, files, tmp_path):
     path = write_recipe_file(tmp_path / "r.json", PLAIN, calibration=files)
-    reader = streams.encode(tiny_params, path, tiny_calibration["capture"], 0, tmp_path / "c.kvls")
+    reader = streams.encode(tiny_params.model, path, tiny_calibration["capture"], 0, tmp_path / "c.kvls")
     assert reader.header.calibration_hash is None
-    streams.decode(tiny_params, write_recipe_file(tmp_path / "r.json", PLAIN), tmp_path / "c.kvls", tmp_path / "x")
+    streams.decode(
+        tiny_params.model, write_recipe_file(tmp_path / "r.json", PLAIN), tmp_path / "c.kvls", tmp_path / "x"
+    )
 
 
 @pytest.mark.parametrize("other", [None, [1], [0, 1]])
 def test_a_recipe_file_of_other_layers_does_not_decode(tiny_params, tiny_calibration, tmp_path, other):
     path = write_recipe_file(tmp_path / "r.json", PLAIN, layers=[2, 1])
-    streams.encode(tiny_params, path, tiny_calibration["capture"], 0, tmp_path / "c.kvls")
-    streams.decode(tiny_params, write_recipe_file(path, PLAIN, layers=[1, 2]), tmp_path / "c.kvls", tmp_path / "x")
+    streams.encode(tiny_params.model, path, tiny_calibration["capture"], 0, tmp_path / "c.kvls")
+    streams.decode(
+        tiny_params.model, write_recipe_file(path, PLAIN, layers=[1, 2]), tmp_path / "c.kvls", tmp_path / "x"
+    )
     (tmp_path / "x").unlink()
     with pytest.raises(StreamError, match="same recipe on the same layers"):
-        streams.decode(tiny_params, write_recipe_file(path, PLAIN, layers=other), tmp_path / "c.kvls", tmp_path / "x")
+        streams.decode(
+            tiny_params.model, write_recipe_file(path, PLAIN, layers=other), tmp_path / "c.kvls", tmp_path / "x"
+        )
     assert not (tmp_path / "x").exists()
 
 
@@ -134,7 +140,7 @@ def test_what_cannot_be_a_stream_is_refused(tiny_params, tiny_calibration, tmp_p
     ):
         path = write_recipe_file(tmp_path / "r.json", recipe, layers)
         with pytest.raises(error, match=said):
-            streams.encode(tiny_params, path, tiny_calibration["capture"], window, tmp_path / "c.kvls")
+            streams.encode(tiny_params.model, path, tiny_calibration["capture"], window, tmp_path / "c.kvls")
         assert not (tmp_path / "c.kvls").exists()
 
 
@@ -166,8 +172,8 @@ from kvlab.cache import streams
 for case in json.loads(sys.argv[1]):
     params, folder = read_params(json.dumps(case["params"])), Path(case["folder"])
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    streams.encode(params, folder / "r.json", folder / "capture.safetensors", case["window"], folder / "c.kvls")
-    streams.decode(params, folder / "r.json", folder / "c.kvls", folder / "c.safetensors")
+    streams.encode(params.model, folder / "r.json", folder / "capture.safetensors", case["window"], folder / "c.kvls")
+    streams.decode(params.model, folder / "r.json", folder / "c.kvls", folder / "c.safetensors")
     # not ru_maxrss, which a process takes over from the one that started it
     print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024)
 """

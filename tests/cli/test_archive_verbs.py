@@ -65,8 +65,12 @@ def test_other_bits_than_the_recipe_s_can_be_asked_for(verb, bits):
 @pytest.mark.parametrize(
     ("name", "changed", "told"),
     [
-        ("encode", {"text": None}, "name what is to be coded: --capture FILE, or --text FILE"),
-        ("encode", {"capture": "README.md"}, "name what is to be coded: --capture FILE, or --text FILE"),
+        ("encode", {"text": None}, "name what is to be coded: --text FILE, or --capture FILE of the pipeline"),
+        (
+            "encode",
+            {"capture": "README.md"},
+            "name what is to be coded: --text FILE, or --capture FILE of the pipeline",
+        ),
         ("encode", {"capture": "README.md", "text": None, "bits": 4}, "--bits goes with --text"),
         ("encode", {"bits": 0.01}, "cannot be met within 1 %"),
         ("decode", {"stream": "README.md"}, "this is no coded cache: it begins with b'# kv', not b'KVLS' or b'KVLA'"),
@@ -84,8 +88,11 @@ def test_a_calibration_of_another_codec_is_refused(verb, tiny_model, tmp_path):
     cli.main(
         ["calibrate", "--model", str(tiny_model), "--codec", "int", "--bits", "4", "--out", str(tmp_path / "i.kv")]
     )
-    code, _, err = verb("encode", recipe=tmp_path / "i.kv")
-    assert code == 2 and "is not of a codec of whole caches; make one: kvlab calibrate --codec archive" in err
+    assert verb("encode")[0] == 0
+    code, _, err = verb("decode", recipe=tmp_path / "i.kv")
+    assert code == 2 and "i.kv is not of `archive`" in err and "kvlab calibrate --codec archive --out archive.kv" in err
+    code, _, err = verb("encode", recipe=tmp_path / "i.kv", bits=3, out=tmp_path / "x.kvls")
+    assert code == 2 and "those of codec 'int' are its recipe's" in err and not (tmp_path / "x.kvls").exists()
 
 
 def test_a_damaged_archive_is_refused(verb, tmp_path):

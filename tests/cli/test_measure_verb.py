@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvlab
 import tiny
 from kvlab.base.errors import CorpusError
+from kvlab.calibration.calibrate import calibrate
+from kvlab.cli import costs, measure, measuring
 from kvlab.cli import main as cli
 from kvlab.codec.base import Site
+from kvlab.codec.registry import build
 from kvlab.lab import trial
 from kvlab.stats import kl_scale
+from kvlab.stats.bootstrap import Estimate
 from kvlab.text.excerpts import refuse_overlap, windows_of
 
 
@@ -33,6 +40,11 @@ def run(tiny_model, texts, capsys):
         return code, *capsys.readouterr()
 
     return verb
+
+
+def found(path) -> dict:
+    """What --json wrote."""
+    return json.loads(path.read_text())
 
 
 @pytest.fixture
@@ -85,6 +97,38 @@ def test_a_wrong_answer_ends_the_command(run, monkeypatch):
     assert code != 0 and said == "" and "witness" in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("--windows", ("--codec", "kivi", "--windows", 999)), ("--calib-windows", ("--calib-windows", 999))],
+)
+def test_more_windows_than_there_are_are_refused_and_counted(run, texts, flag, words):
+    code, said, err = run("--calib-text", texts[1], *words)
+    told = re.search(rf"{flag} 999: \S+ has \d+ tokens, which are (\d+) windows of (96|64); give {flag} (\d+),", err)
+    assert (code, said) == (2, "") and told and told[1] == told[3] != "999", err
+    assert run("--calib-text", texts[1], *words[:-1], told[1], "--no-witness")[0] == 0
+
+
+def test_fewer_windows_than_usual_are_told(tiny_model, tmp_path, texts, capsys):
+    short, out = tiny.write_text(tmp_path / "short.txt", 8), tmp_path / "found.json"
+    words = ("--text", short, "--context", 64, "--eval", 32, "--calib-text", tiny.write_text(tmp_path / "c.txt", 8, 1))
+    cli.main([str(word) for word in ("measure", tiny_model, *words, "--no-witness", "--json", out)])
+    found = json.loads(out.read_text())
+    assert 2 <= found["windows"] < found["windows_wanted"] == 16
+    said = capsys.readouterr().out
+    assert f"short.txt, all that it has (of a longer text: {found['windows_wanted']})" in said
+    assert "all that it has (of a longer text: 32)" in said
+
+
+def test_what_is_not_read_is_told(run, texts, calibrated):
+    _, said, _ = run("--codec", "kivi", "--calib-text", texts[1], "--no-witness")
+    assert f"--calib-text {texts[1]} is not read" in said
+    _, said, _ = run("--codec", "oscar", "--calibration", calibrated, "--calib-text", texts[1], "--no-witness")
+    assert f"{calibrated} is not read: it does not hold what these codecs read" in said
+    code, _, err = run("--codec", "fp8", "--bits", 2)
+    assert code == 2 and "fp8 has no choice of bits" in err
+    assert run("--codec", "fp8", "kivi", "--bits", 2, "--no-witness")[0] == 0
+
+
 def test_a_folder_may_be_the_one_that_one_stands_in(run, tiny_model, texts, monkeypatch, capsys):
     monkeypatch.chdir(tiny_model)
     small = ("--codec", "kivi", "--context", 64, "--eval", 32, "--windows", 2, "--no-witness")
@@ -97,7 +141,11 @@ def test_a_stored_calibration_gives_what_a_fresh_one_does(run, texts, calibrated
     code, said, err = run("--bits", 2, 4, "--calibration", calibrated, "--json", stored)
     assert code == 0 and str(calibrated) in said, err
     assert run("--bits", 2, 4, "--calib-text", texts[1], "--calib-windows", 6, "--json", fresh)[0] == 0
-    assert json.loads(stored.read_text())["rows"] == json.loads(fresh.read_text())["rows"]
+    timed = {"tokens_per_second"}
+    rows = [
+        [{k: v for k, v in row.items() if k not in timed} for row in found(path)["rows"]] for path in (stored, fresh)
+    ]
+    assert rows[0] == rows[1]
 
 
 def test_the_scored_text_is_not_calibrated_on(run, texts):
@@ -148,6 +196,138 @@ def test_the_file_that_calibrate_writes_is_a_recipe_file(calibrated):
 
     file = read_recipe_file(calibrated)
     assert (file.recipe.k.codec, file.recipe.k.bits, file.layers) == ("klt", 4, None)
+
+
+# ------------------------------------------------------------------------- what it takes, and which to take
+
+
+def test_memory_speed_and_places_stand_beside_each_row(run, texts, tmp_path, tiny_model):
+    out = tmp_path / "found.json"
+    words = ("--codec", "klt", "kivi", "fp8", "kvtc-sink4", "--against", "archive", "--bits", 4)
+    code, said, err = run(*words, "--calib-text", texts[1], "--calib-windows", 6, "--no-witness", "--json", out)
+    assert code == 0, err
+    rounding, *rows = found(out)["rows"]
+    rows = {row["codec"]: row for row in rows}
+    config = json.loads((tiny_model / "config.json").read_text())
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+    assert rounding["stored"] == 2 * values
+    for key in ("table_bytes", "tokens_per_second", "places", "pays_from"):
+        assert rounding[key] is None  # neither measured nor asked
+    for row in rows.values():
+        assert row["stored"] == pytest.approx(row["bits_per_value"] * values / 8) and row["tokens_per_second"] > 0
+        saved = 2 * values - row["stored"]
+        assert row["table_bytes"] <= saved * row["pays_from"] <= row["table_bytes"] + saved
+    assert rows["kivi"]["table_bytes"] == rows["fp8"]["table_bytes"] == 0 < rows["klt"]["table_bytes"]
+    assert rows["klt"]["places"] == ["Cache", "vLLM pages", "store"]
+    assert rows["kivi"]["places"] == ["Cache", "store"]  # its groups are of several tokens
+    assert rows["archive"]["places"] == ["store"] and rows["kvtc-sink4"]["places"] == []
+    by_name = {line.split()[0]: line for line in said.splitlines() if re.match(r"\S+ +[4–] ", line)}
+    assert by_name["archive"].endswith("store only") and by_name["kvtc-sink4"].endswith("nowhere yet")
+    assert by_name["klt"].endswith("Cache, vLLM pages") and "MiB of 64 tokens" in said
+
+
+FITTED = ("klt", "hadamard+center", "oscar")
+
+
+@pytest.mark.parametrize("codec", ["klt", "kivi", "int", "hadamard+center", "fp8", "nf4", "d4", "oscar"])
+def test_a_place_is_one_that_takes_the_codec(hf_engine, codec):
+    """The column says what a Cache and vLLM's pages do themselves, codec by codec."""
+    from transformers import AutoModelForCausalLM
+
+    from kvlab import Cache
+    from kvlab.base.errors import UserError
+    from kvlab.cache.pages.rows import rows_of
+    from kvlab.cli.checked import recipe_of
+
+    recipe, info = recipe_of(codec), hf_engine.info
+    ids = torch.randint(1, 300, (6, 64), generator=torch.Generator().manual_seed(0)).tolist()
+    fitted = calibrate(hf_engine, ids, [recipe], corpus_hash="c") if codec in FITTED else None
+    said = costs.places(recipe, fitted, info)
+    model = AutoModelForCausalLM.from_pretrained(info.path)
+    ids = torch.arange(1, 41)[None]
+    try:
+        with torch.inference_mode():
+            model(ids, past_key_values=Cache(model, recipe, fitted))
+    except UserError:
+        assert costs.CACHE not in said
+    else:
+        assert costs.CACHE in said
+    taken = []
+    for stream in ("k", "v"):
+        own = getattr(recipe, stream)
+        try:
+            built = build(own, fitted.stream(own, stream) if fitted else None)
+            rows = rows_of(built, Site(1, 1, stream), info.n_kv_heads, info.head_dim)
+            x = torch.randn(info.n_kv_heads, 5, info.head_dim, generator=torch.Generator().manual_seed(0))
+            taken.append(torch.equal(rows.decode(rows.encode(x))[:, 2:], rows.decode(rows.encode(x[:, 2:]))))
+        except UserError:
+            taken.append(False)
+    assert all(taken) == (costs.PAGES in said)
+
+
+def test_a_model_that_vllm_cannot_run_is_served_by_no_pages(hf_engine):
+    from kvlab.cli.checked import recipe_of
+
+    recipe = recipe_of("hadamard")
+    assert costs.PAGES in costs.places(recipe, None, hf_engine.info)
+    odd = replace(hf_engine.info, head_dim=48)
+    assert costs.PAGES not in costs.places(recipe_of("int"), None, odd)
+
+
+def test_ends_that_are_kept_exactly_run_in_a_cache_alone(hf_engine):
+    recipe = kvlab.recipe("int", bits=4, sink=4)
+    assert costs.places(recipe, None, hf_engine.info) == (costs.CACHE, costs.STORE)
+
+
+def row(codec: str, bits: float, high: float, places: tuple | None) -> measuring.Row:
+    """A row with what a pick looks at."""
+    kl = Estimate(value=high / 2, low=0.0, high=high, n_windows=4, n_tokens=40, resolvable=high / 2, method="bca")
+    return measuring.Row(codec, bits, codec, bits, kl, kl, "", bits, bits, 100, 5.0, places, 7)
+
+
+BOTH, ONE, KEPT = ("Cache", "vLLM pages", "store"), ("Cache", "store"), ("store",)
+
+
+@pytest.mark.parametrize(
+    ("rows", "taken", "stored", "nearest"),
+    [
+        ([row("a", 4, 0.001, BOTH), row("b", 3, 0.01, ONE), row("c", 2, 0.011, BOTH)], 1, None, None),
+        ([row("a", 4, 0.001, BOTH), row("b", 2, 0.001, KEPT)], 0, 1, None),
+        ([row("a", 4, 0.001, BOTH), row("b", 5, 0.001, KEPT)], 0, None, None),  # it stores more
+        ([row("a", 4, 0.001, BOTH), row("b", 2, 0.2, KEPT)], 0, None, None),  # and what loses more is not named
+        ([row("a", 4, 0.4, BOTH), row("b", 3, 0.2, BOTH)], None, None, 1),
+        ([row("a", 4, 0.4, KEPT), row("b", 3, 0.2, ())], None, None, None),
+        ([row("a", 4, 0.4, BOTH), row("b", 3, 0.001, KEPT)], None, 1, 0),
+        ([row("mechanism", 1, 0.0001, None), row("b", 3, 0.001, BOTH)], 1, None, None),
+        ([row("a", 3, 0.002, BOTH), row("b", 3, 0.001, BOTH)], 1, None, None),  # of equal bits the one that loses less
+    ],
+)
+def test_the_pick_is_the_fewest_bits_that_are_small_and_served(rows, taken, stored, nearest):
+    found = costs.pick(rows)
+    assert found == {"below": kl_scale.SMALL.kl, "taken": taken, "stored": stored, "nearest": nearest}
+    facts = {"context": 64, "device": "cpu", "threads": 1, "protocol": "in_forward"}
+    last = list(measure.said(measuring.Found(facts, (), tuple(rows), ())))[-1]
+    named = rows[taken if taken is not None else nearest] if (taken, nearest) != (None, None) else None
+    assert last.startswith("pick: none" if taken is None else f"pick: {named.codec} {named.bits:g},")
+    assert named is None or f"{named.codec} {named.bits:g}" in last
+    assert stored is None or f"{rows[stored].codec} {rows[stored].bits:g}" in last
+
+
+def test_speed_is_the_median_of_windows_after_the_first():
+    assert costs.tokens_per_second(100, [9.0, 2.0, 4.0, 1.0]) == 50
+    assert costs.tokens_per_second(100, [4.0]) == 25 and costs.tokens_per_second(100, [0.0, 0.0]) is None
+
+
+def test_a_snapshot_s_figures_are_told_to_be_the_least(run, tmp_path):
+    warning, out = "--protocol in_forward measures it", tmp_path / "found.json"
+    small = ("--codec", "kivi", "--bits", 2, "--no-witness", "--json", out)
+    assert warning in run(*small)[1]
+    over = found(out)["rows"][1]["kl"]["value"]
+    assert warning not in run(*small, "--protocol", "in_forward")[1]
+    inside = found(out)
+    assert inside["rows"][1]["kl"]["value"] > over and inside["rows"][1]["tokens_per_second"] > 0
+    assert inside["pick"]["below"] == kl_scale.SMALL.kl
 
 
 # --------------------------------------------------------------------------------------------- parts

@@ -54,6 +54,11 @@ def test_a_codec_without_its_calibration_is_refused_in_one_line(run):
     assert code == 2 and "--temperature -1" in err.splitlines()[-1]
 
 
+def test_more_prompts_than_there_are_are_refused(run):
+    code, said, err = run("--codec", "fp8", "--windows", 9999)
+    assert (code, said) == (2, "") and "--windows 9999: " in err and "give --windows " in err
+
+
 def test_a_text_that_is_not_the_greedy_one_is_a_fault(tiny_model):
     import torch
     from transformers import AutoModelForCausalLM

@@ -197,7 +197,13 @@ def test_a_model_folder_needs_no_params_yaml(here, tiny_model):
     assert code == 0, err
     assert written("row")["model"] == tiny_model.name and written("row")["mechanism_variant"] == "int"
     code, out, err = here(asked("toy_chosen", more=named).replace("--out out", "--out other"))
-    assert (code, out) == (2, "") and "--codec hadamard" in err and "--recipe" in err and not Path("other").exists()
+    assert code == 0, err
+    k = json.loads(Path("other/recipe.json").read_text())["recipe"]["k"]
+    assert (k["codec"], k["bits"]) == ("hadamard", 2)
+    studied = asked("toy_chosen", done="--codec studied", more=named).replace("--out out", "--out third")
+    code, out, err = here(studied)
+    assert (code, out) == (2, "") and "--codec studied is described in params.yaml" in err
+    assert not Path("third").exists()
     code, out, err = here(asked("toy_chosen", more=f"{named} --params nothere.yaml"))
     assert (code, out) == (2, "") and "nothere.yaml" in err
 

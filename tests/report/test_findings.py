@@ -16,6 +16,7 @@ from kvlab.base.params import Params
 from kvlab.pages import format as fmt
 from kvlab.pages import rendering
 from kvlab.report import claims, contexts, figures, findings, front
+from kvlab.stats import kl_scale
 from kvlab.studies.ladder import tables as ladder
 from report.example_metrics import build, verdict
 from report.shipped import shipped
@@ -103,8 +104,13 @@ def uncounted(text: str) -> str:
 
 
 COUNTED = tuple(f"| {study} |" for study in contexts.asked().values())
-# The power at which all numbers of windows are told, and the lengths at which the bits of whole caches are.
-DEFINED = (fmt.POST_HOC, *(f" at {ladder.length(tokens)}" for tokens in ladder.TOLD))
+# The scale of a KL, the power at which numbers of windows are told, and the lengths at which bits of whole caches are.
+DEFINED = (
+    kl_scale.legend(),
+    *(step.like for step in kl_scale.STEPS),
+    fmt.POST_HOC,
+    *(f" at {ladder.length(tokens)}" for tokens in ladder.TOLD),
+)
 
 
 @pytest.mark.parametrize("engines", [("hf", "vllm"), ("hf",)])
@@ -349,15 +355,21 @@ def test_what_is_open_is_counted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kl", "stays", "word"),
-    [(0.5, 0.99, front.ROUNDING), (2.0, 0.99, front.SMALL), (2.0, 0.9, front.NOTICEABLE), (2.0, 0.5, front.LARGE)],
+    ("low", "high", "word"),
+    [
+        (1e-4, 9e-4, kl_scale.ROUNDING),
+        (1.1e-3, 1.2e-3, "tiny"),
+        (9e-4, 1.2e-3, f"{kl_scale.ROUNDING} to tiny"),
+        (0.006, 0.02, "small to moderate"),
+        (2.0, 3.0, "extreme"),
+    ],
 )
-def test_a_kl_is_read_against_the_floor_and_then_against_the_top_token(kl, stays, word):
-    floor = {"what": "floor", "kl": {"value": 1.0, "low": 1.0, "high": 1.0}, "top": None}
-    row = {"what": "codec", "kl": {"value": kl, "low": kl, "high": kl}, "top": {"value": stays}}
-    bounds = shipped().verdict.model_copy(update={"accept_top1": 0.95, "marginal_top1": 0.85})
-    assert front.level(row, floor, bounds) == word and front.level(floor, floor, bounds) == "the floor"
-    assert front.level(row, None, bounds) == (front.SMALL if word == front.ROUNDING else word)
+def test_a_kl_is_read_against_the_floor_and_then_on_the_one_scale(low, high, word):
+    floor = {"what": "floor", "kl": {"value": 1e-3, "low": 1e-3, "high": 1e-3}, "top": None}
+    row = {"what": "codec", "kl": {"value": (low + high) / 2, "low": low, "high": high}, "top": None}
+    assert front.level(row, floor).partition(":")[0] == word and front.level(floor, floor) == "the floor"
+    assert front.level(row, floor) == kl_scale.span_in_words(low, high, 1e-3)  # as `kvlab measure` says it
+    assert kl_scale.ROUNDING not in front.level(row, None)
 
 
 def test_the_floor_is_the_engine_in_bfloat16_or_else_the_rounding_of_k_and_v():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvlab.base.decoder import Decoder
 from kvlab.base.errors import ModelError, suggestion
+from kvlab.base.hub import no_folder, reads_as_id, unpinned
 from kvlab.base.params import Model, ModelEntry
 from kvlab.base.plain import MOST_LAYERS, shown
 from kvlab.base.weights import CONSOLIDATED, WEIGHTS, weight_files
@@ -98,20 +99,20 @@ def layer_count(model: ModelEntry) -> int:
 def folder_entry(path: Path) -> ModelEntry:
     """A folder that a person names, as a model; `ModelError` where it is not there, which a hub id is not."""
     if not path.exists():
-        siblings = [str(p) for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        hub = f"; a model of the hub is fetched with `hf download {path} --local-dir DIR`"
-        raise ModelError(
-            f"model directory {str(path)!r} does not exist{suggestion(str(path), siblings)}"
-            f"{hub if len(path.parts) == 2 and not path.parent.exists() else ''}"
-        )
+        raise ModelError(no_folder(str(path)))
     named = path if path.name not in ("", "..") else Path(os.path.abspath(path))  # its name names the results
     return ModelEntry(path=str(named))
 
 
+def model_in(path: Path) -> Model:
+    """The model in a folder that a person names, and how many layers it has."""
+    entry = folder_entry(path)
+    return Model(path=entry.path, n_layers=layer_count(entry))
+
+
 def resolve_folder(path: Path) -> ModelInfo:
     """`resolve` the model in a folder that a person names."""
-    entry = folder_entry(path)
-    return resolve(Model(path=entry.path, n_layers=layer_count(entry)))
+    return resolve(model_in(path))
 
 
 def read_config(model: ModelEntry) -> dict:
@@ -176,14 +177,14 @@ def local_folder(model: ModelEntry) -> Path | None:
                 f"{_of_gguf(gguf)}"
             )
         return path
-    if path.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1 or path.parent.is_dir():
+    if not reads_as_id(model.path):
         siblings = [str(p) for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         raise ModelError(
             f"model directory {model.path!r} does not exist; give a directory or a hub id (owner/name)"
             f"{suggestion(model.path, siblings)}"
         )
     if model.revision is None:
-        raise ModelError(f"model {model.path!r} is a hub id; pin it with `revision` (a commit or a tag)")
+        raise ModelError(unpinned(model.path))
     return None
 
 

@@ -32,7 +32,9 @@ def read_text(path: Path) -> str:
         with open(path, "rb") as file:
             content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
-        raise ParamsError(f"params file {str(path)!r} does not exist; run from the repository's root") from None
+        raise ParamsError(
+            f"params file {str(path)!r} does not exist; run where one lies, or write one with `kvlab init`"
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise ParamsError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
     if len(content) > MOST_BYTES:

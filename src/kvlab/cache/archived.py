@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError
-from kvlab.base.model import ModelInfo, load_tokenizer, resolve
-from kvlab.base.params import Params
+from kvlab.base.errors import CalibrationMismatch, CapabilityError, StorageError
+from kvlab.base.model import ModelInfo, resolve
+from kvlab.base.params import Model
 from kvlab.base.recipe import Recipe
 from kvlab.base.records import atomic, to_header
 from kvlab.cache.calibration_file import is_calibration_file, load_calibration, read_header
+from kvlab.cache.computed import cache_of
 from kvlab.calibration.archive import Archive
 from kvlab.codec.archive.file import ArchiveFile, load
 from kvlab.codec.archive.model import STREAMS
 from kvlab.codec.recipes import named_recipe
 from kvlab.codec.stream.seal import Key
 from kvlab.codec.stream.tensor_file import TensorFileWriter
-from kvlab.engines.base import Part
-from kvlab.engines.registry import start
 
 
 def encode_text(
-    params: Params, recipe_path: Path, text: str, bits: float | None, dtype: str, out: Path, key: Key | None = None
+    model: Model, recipe_path: Path, text: str, bits: float | None, dtype: str, out: Path, key: Key | None = None
 ) -> bytes:
     """Write the cache that transformers computes of a text as an archive; what was written.
 
@@ -44,29 +41,18 @@ def encode_text(
     ModelError
         The text has more tokens than the model has positions, or too few.
     """
-    info = resolve(params.model)
+    info = resolve(model)
     archive, recipe = _archive(recipe_path, info)
     if bits is not None:
         recipe = named_recipe(recipe.k.codec, bits, block_size=recipe.k.block_size)
-    ids = load_tokenizer(info)(text)["input_ids"]
-    if not 2 <= len(ids) < info.max_positions:
-        raise ModelError(f"the text has {len(ids)} tokens; allowed: 2..{info.max_positions - 1}")
-    kept: dict[tuple[int, Part], Tensor] = {}
-
-    def tap(layer: int, part: Part, x: Tensor) -> None:
-        """Keep K and V."""
-        if part in STREAMS:
-            kept[layer, part] = x.clone()
-
-    with closing(start("hf", info, dtype, max_tokens=len(ids))) as engine:
-        engine.score(ids, len(ids) - 2, tap)
+    ids, kept = cache_of(info, text, dtype)
     data = archive.encode(recipe, kept, ids, key=key)
     with atomic(out) as temporary:
         Path(temporary).write_bytes(data)
     return data
 
 
-def decode_archive(params: Params, recipe_path: Path, stream_path: Path, out: Path, key: Key | None = None) -> None:
+def decode_archive(model: Model, recipe_path: Path, stream_path: Path, out: Path, key: Key | None = None) -> None:
     """Decode an archive into safetensors: ``layer_{l}_{k|v}`` [heads, tokens, head_dim] in the cache's dtype.
 
     Raises
@@ -74,7 +60,7 @@ def decode_archive(params: Params, recipe_path: Path, stream_path: Path, out: Pa
     StreamError
         It is damaged, not signed with `key`, or of another calibration or model.
     """
-    info = resolve(params.model)
+    info = resolve(model)
     archive, recipe = _archive(recipe_path, info)
     file = load(read_archive(stream_path), key)
     header = file.header
@@ -120,7 +106,8 @@ def _archive(path: Path, info: ModelInfo) -> tuple[Archive, Recipe]:
         not is_calibration_file(path) or (recipe := read_header(path).recipe).k.codec != "archive"
     ):  # the only one whose files say what they are of
         raise CapabilityError(
-            f"{path} is not of a codec of whole caches; make one: kvlab calibrate --codec archive --out archive.kv"
+            f"{path} is not of `archive`, and this is an archive or is to be one; give the file that `kvlab calibrate"
+            " --codec archive --out archive.kv` writes"
         )
     found = load_calibration(path, info)
     if found is None or found.archive is None:

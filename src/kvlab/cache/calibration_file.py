@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch, StorageError
+from kvlab.base.filekind import CODEC_ENDING, refuse_caches
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Frozen, Recipe, StreamRecipe, canonical, digest
 from kvlab.base.records import atomic, fingerprint, from_header, sha256, to_header, versions
@@ -185,14 +186,12 @@ def is_calibration_file(path: Path | str) -> bool:
 
     Raises
     ------
-    StorageError
-        There is no such file.
+    StorageError, CalibrationMismatch
+        See `refuse_caches`.
     """
-    try:
-        with open(path, "rb") as file:
-            return Path(path).suffix == ".kv" or b"\0" in file.read(8)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+    refuse_caches(path)
+    with open(path, "rb") as file:
+        return Path(path).suffix == CODEC_ENDING or b"\0" in file.read(8)
 
 
 def read_header(path: Path | str) -> Header:
@@ -326,11 +325,10 @@ def _by_layer(path: Path | str, tensors: dict[str, Tensor], stream: str, kind: s
 @contextmanager
 def _opened(path: Path | str) -> Iterator[Any]:
     """A safetensors file, its errors in one line."""
+    refuse_caches(path)
     try:
         with safe_open(path, "pt") as file:
             yield file
-    except FileNotFoundError:
-        raise StorageError(f"cannot read {path}: no such file") from None
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{path} is damaged, or no calibration file: {error}") from None
 

@@ -1,15 +1,19 @@
-"""Coded caches as files: encode a window of a capture's sample, decode a file, say what is in one."""
+"""Coded caches as files: encode that of a text or of a window of a capture, decode a file, say what is in one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, StreamError, UserError
 from kvlab.base.model import ModelInfo, resolve
-from kvlab.base.params import Params
+from kvlab.base.params import Model
 from kvlab.base.records import atomic, to_header
+from kvlab.cache.computed import cache_of
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import RecipeFile, read_recipe_file
 from kvlab.calibration.capture import SAMPLE_DTYPE, Captured
@@ -36,7 +40,7 @@ def cache_codec(file: RecipeFile, info: ModelInfo) -> CacheCodec:
 
 
 def encode(
-    params: Params, recipe_path: Path, capture_path: Path, window: int, out: Path, key: Key | None = None
+    model: Model, recipe_path: Path, capture_path: Path, window: int, out: Path, key: Key | None = None
 ) -> CacheReader:
     """Write the context of one window of a capture's sample as a coded cache, signed where there is a key.
 
@@ -51,7 +55,7 @@ def encode(
     CalibrationMismatch
         The capture or the calibration belongs to another model.
     """
-    info = resolve(params.model)
+    info = resolve(model)
     file = read_recipe_file(recipe_path)
     if file.recipe.rotary == "after":
         raise CapabilityError(
@@ -62,13 +66,47 @@ def encode(
     kept = len(captured.sampled)
     if not 0 <= window < kept:
         raise UserError(f"{capture_path} keeps {kept} windows, there is no window {window}; allowed: 0..{kept - 1}")
+    source = Source(captured.context, SAMPLE_DTYPE, partial(captured.window, place=window), window)
+    return _written(info, cache_codec(file, info), source, out, key)
+
+
+def encode_text(
+    model: Model, recipe_path: Path, text: str, dtype: str, out: Path, key: Key | None = None
+) -> CacheReader:
+    """Write the cache that transformers computes of a text as a coded cache, signed where there is a key.
+
+    Raises
+    ------
+    ModelError
+        The text has more tokens than the model has positions, or too few.
+    CalibrationMismatch
+        The calibration belongs to another model.
+    CapabilityError
+        The recipe is of a codec that sees all layers at once.
+    """
+    info, file = resolve(model), read_recipe_file(recipe_path)
     codec = cache_codec(file, info)
+    ids, kept = cache_of(info, text, dtype, "post_rope" if file.recipe.rotary == "after" else "pre_rope")
+    return _written(info, codec, Source(len(ids), dtype, lambda layer, stream: kept[layer, stream]), out, key)
+
+
+class Source(NamedTuple):
+    """K and V that are coded: how many tokens, in what, one layer's by `of`, and the window's number for the codec."""
+
+    tokens: int
+    dtype: str
+    of: Callable[[int, str], Tensor]
+    window: int = 0
+
+
+def _written(info: ModelInfo, codec: CacheCodec, source: Source, out: Path, key: Key | None) -> CacheReader:
+    """Encode one layer's K or V after the other."""
     header = CacheHeader(
         layers=info.n_layers,
         heads=info.n_kv_heads,
         head_dim=info.head_dim,
-        tokens=captured.context,
-        dtype=SAMPLE_DTYPE,
+        tokens=source.tokens,
+        dtype=source.dtype,
         recipe_id=codec.recipe_id,
         calibration_hash=codec.calibration_hash,
         model_hash=info.model_hash,
@@ -76,15 +114,16 @@ def encode(
     with atomic(out) as temporary, open(temporary, "wb") as file:
         writer = CacheWriter(file, header, key)
         for layer, stream in header.frames:
-            x = captured.window(layer, stream, window)
-            writer.add(codec.of(layer, stream).encode(x, Site(window, layer, stream)))
+            x = source.of(layer, stream)
+            writer.add(codec.of(layer, stream).encode(x, Site(source.window, layer, stream)))
         writer.close()
     return CacheReader(out, key)
 
 
-def decode(params: Params, recipe_path: Path, stream_path: Path, out: Path, key: Key | None = None) -> None:
+def decode(model: Model, recipe_path: Path, stream_path: Path, out: Path, key: Key | None = None) -> None:
     """Decode a whole file into safetensors: ``layer_{l}_{k|v}`` [heads, tokens, head_dim] in the cache's dtype.
 
+    K is the one before its rotary embedding, or after it where the recipe's ``rotary`` is so; the header says which.
     One layer's K or V is in memory at a time.
 
     Raises
@@ -95,18 +134,20 @@ def decode(params: Params, recipe_path: Path, stream_path: Path, out: Path, key:
         It was coded by another recipe, on other layers or with another calibration, is damaged, or is not signed
         with `key`.
     """
-    info, reader = resolve(params.model), CacheReader(stream_path, key)
+    info, reader = resolve(model), CacheReader(stream_path, key)
     header = reader.header
     if header.model_hash != info.model_hash:
         raise CalibrationMismatch(f"{stream_path} is a cache of model {header.model_hash}, this is {info.model_hash}")
     if (header.layers, header.heads, header.head_dim) != (info.n_layers, info.n_kv_heads, info.head_dim):
         raise StreamError(f"{stream_path} does not have the layers, heads and dimensions of its own model")
-    codec = cache_codec(read_recipe_file(recipe_path), info)
+    file = read_recipe_file(recipe_path)
+    codec = cache_codec(file, info)
     codec.check(header)
     shapes = {_name(*frame): (header.heads, header.tokens, header.head_dim) for frame in header.frames}
-    identity = to_header({"model_hash": info.model_hash, "recipe_id": codec.recipe_id})
-    with atomic(out) as temporary, open(temporary, "wb") as file:
-        writer = TensorFileWriter(file, header.dtype, shapes, identity)
+    whose = {"model_hash": info.model_hash, "recipe_id": codec.recipe_id, "rotary": file.recipe.rotary}
+    identity = to_header(whose)
+    with atomic(out) as temporary, open(temporary, "wb") as target:
+        writer = TensorFileWriter(target, header.dtype, shapes, identity)
         for frame in header.frames:
             writer.add(_name(*frame), codec.decode(reader, *frame))
         writer.close()

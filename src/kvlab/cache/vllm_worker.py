@@ -43,8 +43,14 @@ def read_recipe(variable: str = RECIPE_VARIABLE) -> RecipeFile:
     """
     path = os.environ[variable]
     found = read_recipe_file(path)
+    refuse_mixed(found.recipe, path)
+    return found
+
+
+def refuse_mixed(recipe: Recipe, path: str) -> None:
+    """`CapabilityError` for a recipe that cannot run where requests mix; see `read_recipe`."""
     for stream in STREAMS:
-        chosen = getattr(found.recipe, stream)
+        chosen = getattr(recipe, stream)
         if not class_of(chosen).per_token:
             able = [other for other in CODECS if other not in UNSTORED and codec_class(other).per_token]
             raise CapabilityError(
@@ -56,7 +62,6 @@ def read_recipe(variable: str = RECIPE_VARIABLE) -> RecipeFile:
                 f"{path}: stream {stream} keeps tokens at the ends of a sequence as they are (sink {chosen.sink},"
                 f" recent {chosen.recent}), and a pass of vLLM does not say where its tokens stand; leave both out"
             )
-    return found
 
 
 @dataclass(frozen=True)

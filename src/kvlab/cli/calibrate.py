@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvlab.base.errors import UserError
-from kvlab.cli.flags import Flag, path, result, whole, word
+from kvlab.cli.flags import Flag, model_folder, path, result, wanted, whole, window_count, word
 
 
 def calibrate_verb(args: argparse.Namespace) -> None:
@@ -19,12 +19,11 @@ def calibrate_verb(args: argparse.Namespace) -> None:
 
     --decoder writes another file beside it, of what a machine needs that only decodes: a few times smaller.
     """
-    from kvlab.cli.checked import config_of, has_bits, readable_text, recipe_of, refuse_absent, refuse_long, writable
+    from kvlab.cli.checked import config_of, readable_text, recipe_of, refuse_absent, refuse_long, writable
 
     config = config_of(args.model)
     refuse_absent(args.engine)
-    bits = args.bits if args.bits is not None or not has_bits(args.codec) else 4
-    recipe = recipe_of(args.codec, bits, args.v_bits)
+    recipe = recipe_of(args.codec, args.bits, args.v_bits)
     text = readable_text(args.text, args.context, config) if args.text else None
     if args.out.suffix != ".kv":
         raise UserError(f"--out {args.out}; allowed: a name that ends in .kv")
@@ -51,7 +50,7 @@ def _fitted(args: argparse.Namespace, recipe, text: str | None) -> str:
     from kvlab.engines.registry import start
 
     info = info_of(args.model)
-    source = CalibrationText.read(info, args.text, text, args.context, args.windows)
+    source = CalibrationText.read(info, args.text, text, args.context, *wanted(args, "--windows"))
     engine = start(args.engine, info, args.dtype, max_tokens=args.context)
     try:
         _write(args, recipe, source.fit(engine, [recipe]), info, source.tokens)
@@ -79,7 +78,7 @@ def _write(args: argparse.Namespace, recipe, calibrated, info, tokens: int) -> N
 
 
 FLAGS: list[Flag] = [
-    path("--model", "folder of a Hugging Face model", metavar="DIR"),
+    model_folder("--model", required=True),
     path("--text", "text to calibrate on, UTF-8; default: docstrings of installed packages", required=False),
     word("--codec", "klt, oscar, hadamard+center, ...; default: klt", default="klt"),
     word("--bits", "of K and of V; default: 4", type=float, metavar="N"),
@@ -89,7 +88,7 @@ FLAGS: list[Flag] = [
         "--dtype", "what the engine computes in; default: float32", choices=("float32", "bfloat16"), default="float32"
     ),
     word("--context", "tokens of a window; default: 512", type=whole(8), default=512, metavar="N"),
-    word("--windows", "at most so many, spread over the text; default: 32", type=whole(2), default=32, metavar="N"),
+    window_count("--windows", "so many, spread over the text", 32),
     result("--out", "the file, such as klt4.kv"),
     result("--decoder", "also write what decodes alone here, such as klt4-decoder.kv", required=False),
 ]

@@ -6,7 +6,7 @@ Tables and arrays (`records`, `excerpts`) are imported by the checks that read a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +14,12 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError, UserError
+from kvlab.base.filekind import refuse_caches
 from kvlab.base.model import ModelInfo, folder_entry, layer_count, read_config, resolve_folder
 from kvlab.base.recipe import STREAMS, Recipe
 
 MOST_BITS = 8
+BITS = 4  # where nobody said how many
 
 
 def config_of(folder: Path) -> dict:
@@ -75,13 +77,29 @@ def recipes_of(codec: str, widths: Sequence[float]) -> list[Named]:
     return [Named(codec, bits, recipe_of(codec, bits)) for bits in dict.fromkeys(widths)]
 
 
+def all_recipes_of(codecs: Iterable[str], widths: Sequence[float] | None) -> list[Named]:
+    """Every codec once at every width, at 4 bits where none are given; raises as `recipes_of`.
+
+    Raises
+    ------
+    UserError
+        Bits are given, and none of the codecs has a choice of them.
+    """
+    names = list(dict.fromkeys(codecs))
+    found = [one for name in names for one in recipes_of(name, widths or [BITS])]
+    if widths and not any(has_bits(name) for name in names):
+        raise UserError(f"--bits: {' and '.join(names)} has no choice of bits; leave --bits out, or name another codec")
+    return found
+
+
 def recipe_of(codec: str, bits: float | None = None, v_bits: float | None = None) -> Recipe:
-    """The recipe of a codec, K at `bits` and V at `v_bits` if they are given; raises as `recipes_of`."""
+    """The recipe of a codec, K at `bits` and V at `v_bits`, else at 4 where it has a choice; raises as `recipes_of`."""
     from kvlab.codec.recipes import named_recipe
 
     for flag, given in (("--bits", bits), ("--v-bits", v_bits)):
         if given is not None and not 0 < given <= MOST_BITS:
             raise UserError(f"{flag} {given:g}; allowed: more than 0, at most {MOST_BITS}")
+    bits = bits if bits is not None or not has_bits(codec) else BITS
     return named_recipe(codec, whole_bits(bits), whole_bits(v_bits))
 
 
@@ -140,6 +158,7 @@ def calibration_file(path: Path | None) -> None:
         return
     if not path.is_file():
         raise StorageError(f"cannot read {path}: no such file; write it with `kvlab calibrate`")
+    refuse_caches(path)
     try:
         with safe_open(path, "np") as file:
             said = from_header(file.metadata())

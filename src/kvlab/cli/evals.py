@@ -10,7 +10,9 @@ from pathlib import Path
 from kvlab.base.errors import ParamsError, UnknownName, UserError
 from kvlab.base.paramfile import read_yaml
 from kvlab.base.params import Model, Params
+from kvlab.base.recipe import Recipe
 from kvlab.cli.flags import PARAMS, Flag, path, recipe, result, word
+from kvlab.cli.given import bits_of, folder_of, params_of
 from kvlab.studies.settings import by_model, read_params
 
 
@@ -68,16 +70,12 @@ def refuse_unlisted_claim(claim: str) -> None:
 
 def _subject(args: argparse.Namespace) -> tuple[Model, Params | None]:
     """The model, and the parameters of its runs: one of params.yaml, or a folder, which needs no params.yaml."""
-    folder = Path(args.model) if args.model else None
-    if folder is None or not (folder / "config.json").is_file():
-        params = read_params(args.params, args.model)
-        return params.model, _with_bits(args, params)
-    from kvlab.base.model import folder_entry, layer_count
-
-    entry = folder_entry(folder)
-    model = Model(path=entry.path, n_layers=layer_count(entry))
+    model = folder_of(args)
+    if model is None:
+        params = params_of(args)
+        return params.model, bits_of(args, params)
     params = _of_any_model(args.params)
-    return model, params and _with_bits(args, params.model_copy(update={"model": model}))
+    return model, params and bits_of(args, params.model_copy(update={"model": model}))
 
 
 def _of_any_model(text_or_path: str) -> Params | None:
@@ -87,15 +85,6 @@ def _of_any_model(text_or_path: str) -> Params | None:
     if text_or_path == PARAMS[1]["default"] and not Path(text_or_path).exists():
         return None
     return next(iter(by_model(read_yaml(Path(text_or_path))).values()))
-
-
-def _with_bits(args: argparse.Namespace, params: Params) -> Params:
-    if args.bits is None:
-        return params
-    v_bits = args.bits if args.v_bits is None else args.v_bits
-    if not all(1 <= bits <= 8 for bits in (args.bits, v_bits)):
-        raise ParamsError(f"--bits {args.bits} and --v-bits {v_bits}; allowed: 1 to 8")
-    return params.model_copy(update={"bits": args.bits, "v_bits": v_bits})
 
 
 def refuse_two_things(args: argparse.Namespace) -> None:
@@ -113,14 +102,7 @@ def _recipe(args: argparse.Namespace, params: Params | None) -> Path | None:
     """The recipe file that is run: as named, or written into --out from the flags; None for a cache dtype."""
     if args.codec is None:
         return args.recipe
-    if params is None:
-        raise UserError(
-            f"--codec {args.codec} takes its settings from params.yaml, and there is none in {Path.cwd()}; name one"
-            " with --params FILE, or a recipe file with --recipe"
-        )
-    from kvlab.base.rungs import labelled
-
-    coded = labelled(args.codec, params)  # first: a name that is none is refused before torch is loaded
+    coded = _coded(args, params)  # first: a name that is none is refused before torch is loaded
 
     from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
 
@@ -131,6 +113,18 @@ def _recipe(args: argparse.Namespace, params: Params | None) -> Path | None:
         raise UserError("--codebooks and --components belong to a Sigma_q; name it with --sigma")
     args.out.mkdir(parents=True, exist_ok=True)
     return write_recipe_file(args.out / "recipe.json", coded, calibration=files)
+
+
+def _coded(args: argparse.Namespace, params: Params | None) -> Recipe:
+    """The recipe of --codec: a rung of the ladder of params.yaml, or without one that of `kvlab.recipe`."""
+    from kvlab.base.rungs import STUDIED, labelled
+    from kvlab.cli.checked import recipe_of
+
+    if params is not None:
+        return labelled(args.codec, params)
+    if args.codec == STUDIED:
+        raise UserError(f"--codec {STUDIED} is described in params.yaml, and there is none; name another codec")
+    return recipe_of(args.codec, args.bits, args.v_bits)
 
 
 def _said(outcome, out: Path) -> Iterator[str]:
@@ -158,7 +152,7 @@ FLAGS: list[Flag] = [
     ),
     path("--recipe", WROTE, required=False, type=recipe(WROTE)),
     word("--codec", "instead: a rung of the ladder, as `hadamard+center`, or `studied`"),
-    word("--bits", "bits of --codec, of K and V; default: those of params.yaml", type=int, metavar="N"),
+    word("--bits", "bits of --codec, of K and V; default: those of params.yaml, else 4", type=int, metavar="N"),
     word("--v-bits", "bits of V, if others", type=int, metavar="N"),
     path("--sigma", "for --codec: what `kvlab step sigma` wrote", required=False),
     path("--codebooks", "for --codec: what `kvlab step codebooks` wrote", required=False),

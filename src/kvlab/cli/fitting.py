@@ -12,6 +12,7 @@ from kvlab.base.model import ModelInfo, load_tokenizer
 from kvlab.base.recipe import Recipe
 from kvlab.calibration.calibrate import calibrate
 from kvlab.calibration.load import Calibrated
+from kvlab.cli.flags import all_there_are
 from kvlab.engines.base import Engine
 from kvlab.text.corpus import windows_hash
 from kvlab.text.excerpts import docstrings, windows_of
@@ -28,17 +29,22 @@ class CalibrationText:
     name : str
         Of the text, for people.
     windows : numpy.ndarray of int32, shape (windows, context)
+    most : int
+        How many would have been taken of a longer text.
     """
 
     name: str
     windows: np.ndarray
+    most: int
 
     @classmethod
-    def read(cls, info: ModelInfo, path: Path | None, text: str | None, context: int, most: int) -> CalibrationText:
-        """That of a text which was read from `path`, or of docstrings where there is none."""
+    def read(
+        cls, info: ModelInfo, path: Path | None, text: str | None, context: int, most: int, exactly: str | None = None
+    ) -> CalibrationText:
+        """That of a text which was read from `path`, or of docstrings where there is none; as `windows_of`."""
         name, tokenizer = DOCSTRINGS if path is None else str(path), load_tokenizer(info)
         texts = docstrings() if text is None else [text]
-        return cls(name, windows_of(texts, tokenizer, context, most, name))
+        return cls(name, windows_of(texts, tokenizer, context, most, name, exactly=exactly), most)
 
     @property
     def tokens(self) -> int:
@@ -53,7 +59,8 @@ class CalibrationText:
     def about(self, engine: Engine) -> str:
         """In a line."""
         count, length = self.windows.shape
-        return f"calibrated on {count} windows of {length} tokens of {self.name}, on {engine.name} in {engine.dtype}"
+        seen = f"{count} windows of {length} tokens of {self.name}{all_there_are(count, self.most)}"
+        return f"calibrated on {seen}, on {engine.name} in {engine.dtype}"
 
 
 def nothing_fitted(origin: str) -> Calibrated:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvlab.base.errors import StorageError, UserError
+from kvlab.base.filekind import CODEC_ENDING
+from kvlab.base.hub import no_folder
 from kvlab.base.targets import refuse_no_file
-from kvlab.cli.given import params_of, refuse_wrong_recipe
+from kvlab.cli.given import DEFAULT_PARAMS, model_of, params_of, refuse_wrong_recipe
 
 Flag = tuple[str, dict] | Callable[[argparse.ArgumentParser], None]
 """One flag, or what adds several that are declared elsewhere; it is called when its verb is asked for."""
@@ -43,6 +45,22 @@ def written(given: str) -> Path:
     return Path(given)
 
 
+def cached(ending: str) -> Callable[[str], Path]:
+    """A type of argparse: a path at which a file of a cache may be written; such end in `ending`, never in ``.kv``."""
+
+    def read(given: str) -> Path:
+        """The path, or argparse's error."""
+        path = written(given)
+        if path.suffix == CODEC_ENDING:
+            raise argparse.ArgumentTypeError(
+                f"{given}: names in {CODEC_ENDING} are of codecs, and this is a cache; name it"
+                f" {path.with_suffix(ending)}"
+            )
+        return path
+
+    return read
+
+
 def recipe(text: str) -> Callable[[str], Path]:
     """A type of argparse: a recipe file; one whose recipe is none is refused without torch, all else by its reader."""
 
@@ -69,6 +87,27 @@ def whole(least: int) -> Callable[[str], int]:
     return number
 
 
+def window_count(flag: str, text: str, default: int) -> Flag:
+    """A flag for how many windows of a text; without it `default`, or as many as there are; read with `wanted`."""
+    how = f"{text}; default: {default}, or as many as the text has"
+    return word(flag, how, type=whole(2), metavar="N", default=Windows(default))
+
+
+class Windows(int):
+    """How many windows are taken where nobody said how many."""
+
+
+def wanted(args: argparse.Namespace, flag: str) -> tuple[int, str | None]:
+    """How many windows at most, and the flag where just so many were wanted: `most` and `exactly` of `windows_of`."""
+    given = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    return given, None if isinstance(given, Windows) else flag
+
+
+def all_there_are(count: int, most: int) -> str:
+    """Said of windows where a text has fewer than are taken otherwise."""
+    return f", all that it has (of a longer text: {most})" if count < most else ""
+
+
 def existing(text: str) -> Callable[[str], Path]:
     """A type of argparse: a path that there is; `text` is the flag's help, which may name the verb that writes it."""
     writer = re.search(r"`(kvlab [^`]+)` wrote", text) or re.search(r" of `(kvlab [^`]+)`", text)
@@ -81,6 +120,18 @@ def existing(text: str) -> Callable[[str], Path]:
         return Path(given)
 
     return read
+
+
+def model_folder(flag: str, text: str = "of a Hugging Face model", **options) -> Flag:
+    """A flag or an argument that names a model's folder; a hub id is told what to do."""
+    return flag, {"type": _model_folder, "metavar": "DIR", "help": f"folder {text}"} | options
+
+
+def _model_folder(given: str) -> Path:
+    """A type of argparse: a folder that there is."""
+    if not Path(given).is_dir():
+        raise argparse.ArgumentTypeError(no_folder(given))
+    return Path(given)
 
 
 def word(flag: str, text: str, **options) -> Flag:
@@ -98,14 +149,33 @@ def with_settings(verbs: Verbs) -> dict[Callable, list[Flag]]:
     return {function: [*SETTINGS, read_first, *flags] for function, flags in verbs.items()}
 
 
+def of_a_model(verbs: Verbs) -> dict[Callable, list[Flag]]:
+    """The verbs, each of which takes a model: its folder, or one of params.yaml; it is looked at first of all."""
+    return {function: [*SUBJECT, look_first, *flags] for function, flags in verbs.items()}
+
+
+def look_first(parser: argparse.ArgumentParser) -> None:
+    """Have `main` find the model before the verb imports what it runs: a mistake in its name is told at once."""
+    parser.set_defaults(first=model_of)
+
+
 def read_first(parser: argparse.ArgumentParser) -> None:
     """Have `main` read the parameters before the verb imports what it runs: a mistake in them is told at once."""
     parser.set_defaults(first=params_of)
 
 
-PARAMS = word("--params", "default: params.yaml", default="params.yaml", metavar="FILE|JSON")
+PARAMS = word("--params", f"default: {DEFAULT_PARAMS}", default=DEFAULT_PARAMS, metavar="FILE|JSON")
 MODEL = word("--model", "one of `models`; needed where params.yaml lists several", metavar="SLUG")
 SETTINGS = [PARAMS, MODEL]
+SUBJECT = [
+    word("--model", "folder of a Hugging Face model; or one of params.yaml", metavar="DIR|SLUG"),
+    word(
+        "--params",
+        f"for a model that it lists; default: {DEFAULT_PARAMS}, if there is one",
+        default=DEFAULT_PARAMS,
+        metavar="FILE|JSON",
+    ),
+]
 OUT = result("--out", "what is written (with companions of the same stem beside it)")
 WINDOWS = path("--windows", "windows.safetensors of `kvlab step corpus`")
 NEEDLES = path("--needles", "needles.parquet of `kvlab step needles`")

@@ -5,14 +5,57 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvlab.base.errors import UserError
-from kvlab.base.params import Params
+from kvlab.base.errors import ParamsError, UserError
+from kvlab.base.filekind import CODEC_ENDING, refuse_caches
+from kvlab.base.hub import no_folder
+from kvlab.base.params import Model, Params
 from kvlab.studies.settings import read_params
+
+DEFAULT_PARAMS = "params.yaml"
 
 
 def params_of(args: argparse.Namespace) -> Params:
     """What `--params` and `--model` name."""
     return read_params(args.params, args.model)
+
+
+def model_of(args: argparse.Namespace) -> Model:
+    """The model that `--model` names: a folder, which needs no params.yaml, or one of params.yaml.
+
+    Raises
+    ------
+    UserError
+        There is neither.
+    ModelError
+        The folder is none of a model.
+    """
+    return folder_of(args) or params_of(args).model
+
+
+def folder_of(args: argparse.Namespace) -> Model | None:
+    """The model of a folder that `--model` names; None where it names one of params.yaml. Raises as `model_of`."""
+    from kvlab.base.model import model_in
+
+    name, path = args.model, Path(args.model or ".")
+    if name and ((path / "config.json").is_file() or "/" in name or name in (".", "..")):
+        return model_in(path)
+    if args.params == DEFAULT_PARAMS and not Path(args.params).exists():
+        if name and path.is_dir():
+            return model_in(path)  # which says what it lacks
+        if name:
+            raise UserError(f"--model {name}: {no_folder(name)}; there is no {DEFAULT_PARAMS} here that could list it")
+        raise UserError(f"name the model: --model DIR, its folder (there is no {DEFAULT_PARAMS} here that names one)")
+    return None
+
+
+def bits_of(args: argparse.Namespace, params: Params) -> Params:
+    """The parameters with the bits of `--bits` and `--v-bits`, where these are given."""
+    if args.bits is None:
+        return params
+    v_bits = args.bits if args.v_bits is None else args.v_bits
+    if not all(1 <= bits <= 8 for bits in (args.bits, v_bits)):
+        raise ParamsError(f"--bits {args.bits} and --v-bits {v_bits}; allowed: 1 to 8")
+    return params.model_copy(update={"bits": args.bits, "v_bits": v_bits})
 
 
 def fitted_of(args: argparse.Namespace):
@@ -34,17 +77,20 @@ def refuse_wrong_recipe(file: Path) -> None:
         The file cannot be read or is no JSON.
     ParamsError
         Its recipe is none.
+    CalibrationMismatch
+        It holds a cache, and no recipe.
     """
     from pydantic import BaseModel, ValidationError
 
-    from kvlab.base.errors import ParamsError
     from kvlab.base.recipe import Recipe
     from kvlab.base.records import read_json
 
     class Head(BaseModel):
         recipe: Recipe
 
-    if file.is_file() and (file.suffix == ".kv" or b"\0" in file.open("rb").read(8)):
+    if file.is_file():
+        refuse_caches(file)
+    if file.is_file() and (file.suffix == CODEC_ENDING or b"\0" in file.open("rb").read(8)):
         return  # what `kvlab calibrate` wrote: safetensors
     try:
         Head.model_validate(read_json(file))

@@ -28,19 +28,19 @@ from kvlab.cli import (
     steps,
     witness,
 )
-from kvlab.cli.flags import SETTINGS
+from kvlab.cli.flags import SUBJECT
 from kvlab.cli.parsing import Parser, Verbs, add_groups, add_verbs
 
 ABOUT = """\
 What compressing an LLM's KV cache costs: measured on your model, your text and your engine.
 
-  measure     what a codec costs a model on a text: KL divergence and bits per value
+  measure     what a codec costs a model on a text: KL divergence, bits, memory, speed; and which one to take
   witness     a result computed again, by other code
   calibrate   fit a codec to a model: one file for transformers, vLLM, encode and snapshot
   init        a params.yaml for your model, to study it as a whole
   params      check params.yaml and print it resolved, with the recipe ids
   recipe      write the file that encode, decode and the drop-ins read
-  encode      code the KV cache of a calibration window
+  encode      code the KV cache of a text into a file
   decode      a coded KV cache as safetensors
   inspect     check a coded KV cache and say what is in it
   snapshot    the KV cache of a context as a file: save, inspect, verify, restore, diff
@@ -75,7 +75,7 @@ def parser() -> Parser:
         params.params_verb: params.FLAGS,
         speculate.speculate_verb: speculate.FLAGS,
         simulate.simulate_verb: simulate.FLAGS,
-        evals.eval_verb: [*SETTINGS, *evals.FLAGS],  # --model may be a folder
+        evals.eval_verb: [*SUBJECT, *evals.FLAGS],
         completion.completion_verb: completion.FLAGS,
     }
     add_verbs(listed, single | coded.VERBS | outside)

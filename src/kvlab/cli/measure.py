@@ -7,22 +7,37 @@ from collections.abc import Iterator
 
 from kvlab.base.errors import CapabilityError, UserError
 from kvlab.base.recipe import WHOLE
-from kvlab.cli.flags import Flag, path, place, result, whole, word
+from kvlab.cli.flags import Flag, model_folder, path, result, whole, window_count, word
 from kvlab.pages.terminal import as_text, printable
 
-COLUMNS = ("codec", "bits", "bits/value", "KL", "95 %", "same top token", "how large")
+COLUMNS = (
+    "codec",
+    "bits",
+    "bits/value",
+    "KL",
+    "95 %",
+    "same top token",
+    "how large",
+    "MiB",
+    "tables",
+    "tok/s",
+    "runs in",
+)
 READING = ("stored B/token", "read KiB")
 PAIRED = ("difference", "bits", "KL", "95 %", "same top token", "costs less")
+MIB = 2**20
 SMALL = 1e-3  # below, numbers are written with two digits instead of four decimals
 
 
 def measure_verb(args: argparse.Namespace) -> None:
-    """Measure what codecs cost a model on a text of yours: KL divergence of its predictions, and bits per value.
+    """Measure what codecs cost a model on a text of yours, and say which one to take.
 
     The text is cut into windows. The KV cache of each window's context is coded, the tokens after it are predicted
     with it, and held against what the model predicts with its own cache. Bits per value are those of a stored cache,
-    everything counted; intervals are of a bootstrap over windows. Nothing is written but --json. One window of each
-    codec is computed a second time, by a forward in float32 that is written out; a disagreement ends the command.
+    everything counted; intervals are of a bootstrap over windows. Memory, speed and the places where a codec can run
+    stand beside them. The pick is the row of the fewest bits of those that a model can run with and whose KL is small.
+    Nothing is written but --json. One window of each codec is computed a second time, by a forward in float32 that is
+    written out; a disagreement ends the command.
 
     Codecs that are calibrated read --calibration; what that does not hold is fitted first, to --calib-text or else to
     docstrings of installed packages, never to the scored text. What reads less of the cache, or keeps latents of it, is
@@ -58,12 +73,11 @@ def measure_verb(args: argparse.Namespace) -> None:
 
 def _named(args: argparse.Namespace) -> list:
     """Every codec at every width (`checked.Named`), each once; that of --against last."""
-    from kvlab.cli.checked import recipes_of
+    from kvlab.cli.checked import all_recipes_of
 
     if args.against in args.codec:
         raise UserError(f"--against {args.against} is measured already; name another codec than those of --codec")
-    names = dict.fromkeys([*args.codec, *([args.against] if args.against else [])])
-    named = [one for name in names for one in recipes_of(name, args.bits)]
+    named = all_recipes_of([*args.codec, *([args.against] if args.against else [])], args.bits)
     if args.protocol == "in_forward" and (whole := [one.codec for one in named if one.recipe.k.codec in WHOLE]):
         raise CapabilityError(
             f"codec {whole[0]!r} codes whole caches, which a forward does not have before its end; leave --protocol out"
@@ -73,17 +87,56 @@ def _named(args: argparse.Namespace) -> list:
 
 def said(found) -> Iterator[str]:
     """What was found (`measuring.Found`), for people."""
+    context = found.facts["context"]
     yield from map(printable, found.about)
     yield ""
-    yield as_text(list(map(_row, found.rows)), COLUMNS + (READING if found.mechanisms else ()), "table")
+    rows = [_row(row, context) for row in found.rows]
+    yield as_text(rows, COLUMNS + (READING if found.mechanisms else ()), "table")
     if found.differences:
         yield ""
         yield as_text(list(map(_pair, found.differences)), PAIRED, "table")
     yield ""
     yield "KL in nats per token; how large it is, beside quantised weights: docs/command-line.md"
+    yield (
+        f"MiB of {context} tokens; tables: MiB of what decodes of a calibration, once for all tokens; tok/s: tokens"
+        f" stored and read back, on {found.facts['device']}, threads: {found.facts['threads']}"
+    )
+    if found.facts["protocol"] == "snapshot":
+        yield (
+            "warning: a cache that is coded while it is computed, layer by layer, costs more than this finished one;"
+            " --protocol in_forward measures it"
+        )
+    yield printable(_picked(found))
 
 
-def _row(row) -> dict:
+def _picked(found) -> str:
+    """Which row to take, in a line."""
+    pick, rows = found.pick, found.rows
+    taken, stored, nearest = (None if pick[key] is None else rows[pick[key]] for key in ("taken", "stored", "nearest"))
+    if taken:
+        line = (
+            f"{_name(taken)}, the fewest bits ({taken.bits_per_value:.2f}) of those that a model can run with and whose"
+            f" KL is surely small (95 % up to {_number(taken.kl.high)}, below {pick['below']:.2g})"
+        )
+        if taken.table_bytes and taken.pays_from:
+            line += f"; with its tables it is smaller than bfloat16 from {taken.pays_from} tokens on"
+    elif nearest:
+        line = (
+            f"none, as no row that a model can run with has a KL that is surely small (95 % below {pick['below']:.2g});"
+            f" the nearest is {_name(nearest)}, up to {_number(nearest.kl.high)}: give more --bits, or more windows"
+        )
+    else:
+        line = "none, as a model can run with none of these rows"
+    kept = f"; for a cache that is put away {_name(stored)} ({stored.bits_per_value:.2f})" if stored else ""
+    return f"pick: {line}{kept}"
+
+
+def _name(row) -> str:
+    """Codec and bits."""
+    return f"{row.codec} {_bits(row.bits)}".strip()
+
+
+def _row(row, context: int) -> dict:
     return {
         "codec": row.codec,
         "bits": _bits(row.bits),
@@ -92,6 +145,10 @@ def _row(row) -> dict:
         "95 %": f"{_number(row.kl.low)} to {_number(row.kl.high)}",
         "same top token": f"{100 * row.top1.value:.1f} %",
         "how large": row.words,
+        "MiB": f"{row.stored * context / MIB:.3g}",
+        "tables": None if row.table_bytes is None else f"{row.table_bytes / MIB:.3g}",
+        "tok/s": None if row.tokens_per_second is None else f"{row.tokens_per_second:.3g}",
+        "runs in": _places(row.places),
         "stored B/token": f"{row.stored:.0f}",
         "read KiB": f"{row.read / 1024:.0f}",
     }
@@ -109,6 +166,14 @@ def _pair(pair) -> dict:
     }
 
 
+def _places(places: tuple[str, ...] | None) -> str | None:
+    """Where a model can run with a row; None of what is no codec."""
+    if places is None:
+        return None
+    served = [place for place in places if place != "store"]
+    return ", ".join(served) or ("store only" if places else "nowhere yet")
+
+
 def _bits(bits: float | None) -> str:
     return "" if bits is None else f"{bits:g}"
 
@@ -118,9 +183,9 @@ def _number(value: float, sign: str = "") -> str:
 
 
 FLAGS: list[Flag] = [
-    place("model", "folder of a Hugging Face model", metavar="MODEL"),
+    model_folder("model"),
     word("--codec", "klt, kivi, hadamard+center, ...; several may be named; default: klt", nargs="+", default=["klt"]),
-    word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", default=[4], metavar="N"),
+    word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", metavar="N"),
     word(
         "--mechanism",
         "block_sparse, chunk_summary, window, by_length, latent:rank=128, sinks:percent=25, ...: docs/attention.md",
@@ -142,10 +207,10 @@ FLAGS: list[Flag] = [
     ),
     word("--context", "tokens of a window that are coded; default: 512", type=whole(8), default=512, metavar="N"),
     word("--eval", "tokens after them that are predicted; default: 128", type=whole(2), default=128, metavar="N"),
-    word("--windows", "at most so many, spread over the text; default: 16", type=whole(2), default=16, metavar="N"),
+    window_count("--windows", "so many, spread over the text", 16),
     path("--calibration", "what `kvlab calibrate` wrote", required=False),
     path("--calib-text", "text to calibrate on; default: docstrings of installed packages", required=False),
-    word("--calib-windows", "of it, as long as a context; default: 32", type=whole(2), default=32, metavar="N"),
+    window_count("--calib-windows", "of it, as long as a context", 32),
     word(
         "--no-witness",
         "compute nothing a second time: spares a float32 copy of the weights in memory",

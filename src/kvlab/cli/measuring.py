@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
 import numpy as np
 import polars as pl
+import torch
 
 from kvlab.attention.named import Latent, Mechanism
-from kvlab.base.model import load_tokenizer
+from kvlab.base.model import ModelInfo, load_tokenizer
 from kvlab.base.records import sha256, versions
 from kvlab.cache.calibration_file import load_calibration
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import needs_calibration, reads
+from kvlab.cli import costs
 from kvlab.cli.checked import Named, info_of
+from kvlab.cli.costs import Row
 from kvlab.cli.fitting import CalibrationText
+from kvlab.cli.flags import all_there_are, wanted
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.lab import trial
@@ -30,37 +34,6 @@ from kvlab.text.excerpts import refuse_overlap, windows_of
 from kvlab.witness.plain import PlainModel
 
 BOOTSTRAP = Bootstrap(resamples=2000, confidence=0.95, seed=0)  # as in params.yaml
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one codec costs.
-
-    Parameters
-    ----------
-    codec, bits
-        As asked for; None where it has no choice of bits.
-    recipe_id : str or None
-        None for what is no codec.
-    bits_per_value : float
-        Of the stored cache of a context, everything counted.
-    kl, top1 : Estimate
-        Nats per token, and the share of tokens whose most probable successor stays the same.
-    words : str
-        How large `kl` is, by its interval.
-    stored, read : float
-        Bytes that a token of the context takes, and that a scored token reads on average, in all layers.
-    """
-
-    codec: str
-    bits: float | None
-    recipe_id: str | None
-    bits_per_value: float
-    kl: Estimate
-    top1: Estimate
-    words: str
-    stored: float
-    read: float
 
 
 @dataclass(frozen=True)
@@ -96,7 +69,12 @@ class Found:
         """For programs."""
         rows = [vars(row) | {"kl": row.kl.to_json(), "top1": row.top1.to_json()} for row in self.rows]
         pairs = [vars(pair) | {"kl": pair.kl.to_json(), "top1": pair.top1.to_json()} for pair in self.differences]
-        return self.facts | {"rows": rows, "differences": pairs}
+        return self.facts | {"rows": rows, "differences": pairs, "pick": self.pick}
+
+    @property
+    def pick(self) -> dict:
+        """Which row to take; see `costs.pick`."""
+        return costs.pick(self.rows)
 
 
 def measured(
@@ -128,11 +106,12 @@ def measured(
     """
     info = info_of(args.model)
     length = args.context + args.eval
-    windows = windows_of([text], load_tokenizer(info), length, args.windows, str(args.text), args.context)
+    most, exactly = wanted(args, "--windows")
+    windows = windows_of([text], load_tokenizer(info), length, most, str(args.text), args.context, exactly)
     stored = load_calibration(args.calibration, info) if args.calibration else None
     engine = start(args.engine, info, args.dtype, max_tokens=length)
     try:
-        calibrated, lines = _calibrated(args, named, stored, engine, windows, calib_text)
+        calibrated, lines = _calibrated(args, named, stored, engine, windows, calib_text, mechanisms)
         subjects = [trial.rounding(args.dtype)]
         subjects += [trial.Subject(one.label, one.recipe, calibrated.get(one.label)) for one in named]
         plain = None if args.no_witness else cache(partial(PlainModel, info.path))
@@ -141,13 +120,13 @@ def measured(
         device = engine.device
     finally:
         engine.close()
-    rows = _rows(named, scored, info.values_per_token, (args.context, length))
+    rows = _rows(named, scored, calibrated, info, (args.context, length))
     rows += _read_rows(applied, rows[0].kl.value, info.values_per_token)
-    count = len(windows)
+    count, short = len(windows), all_there_are(len(windows), most)
     about = (
         f"{args.model}: {info.n_layers} layers, {info.n_kv_heads} KV heads of {info.head_dim} dimensions;"
         f" {args.engine}, {args.dtype}, {args.protocol}",
-        f"{count} windows of {args.context} coded and {args.eval} predicted tokens of {args.text}",
+        f"{count} windows of {args.context} coded and {args.eval} predicted tokens of {args.text}{short}",
         *lines,
         "one window of each codec was computed a second time, by other code, and agrees"
         if any(one.witnessed for one in scored)
@@ -164,6 +143,7 @@ def measured(
         "text": str(args.text),
         "text_hash": sha256(windows.tobytes()),
         "windows": count,
+        "windows_wanted": int(most),
         "context": args.context,
         "eval": args.eval,
         "calibration": list(lines),
@@ -171,6 +151,8 @@ def measured(
         "not_run": untried,
         "mechanisms_witnessed": {one.asked.name: one.witnessed for one in applied},
         "device": device,
+        "threads": torch.get_num_threads(),
+        "speed": "tokens of a context stored and read back per second: coded, packed, unpacked, decoded, all layers",
         "versions": versions(),
     }
     return Found(facts, about, rows, _differences(args.against, named, scored), bool(mechanisms))
@@ -189,6 +171,7 @@ def _calibrated(
     engine: Engine,
     windows: np.ndarray,
     calib_text: str | None,
+    mechanisms: Sequence[Mechanism],
 ) -> tuple[dict[str, Calibrated], list[str]]:
     """What each codec that is calibrated reads, by label, and where it is from: a file, or fitted now."""
     needy = [one for one in named if any(needs_calibration(getattr(one.recipe, stream)) for stream in ("k", "v"))]
@@ -196,16 +179,25 @@ def _calibrated(
     lines = []
     if found:
         lines.append(f"calibration {args.calibration} for {', '.join(found)}; which must not have seen the text")
+    elif stored:
+        why = "it does not hold what these codecs read" if needy else "none of these codecs is calibrated"
+        lines.append(f"calibration {args.calibration} is not read: {why}")
     missing = [one for one in needy if one.label not in found]
     if missing:
-        source = CalibrationText.read(engine.info, args.calib_text, calib_text, args.context, args.calib_windows)
+        source = _calibration_text(args, engine, calib_text)
         refuse_overlap(windows, source.windows, (str(args.text), source.name))
         fresh = source.fit(engine, [one.recipe for one in missing])
         found |= {one.label: fresh for one in missing}
         lines.append(source.about(engine))
-    elif stored and not found:
-        lines.append(f"calibration {args.calibration} is not read: none of these codecs is calibrated")
+    elif args.calib_text and not any(isinstance(one, Latent) for one in mechanisms):
+        lines.append(f"--calib-text {args.calib_text} is not read: nothing had to be fitted")
     return found, lines
+
+
+def _calibration_text(args: argparse.Namespace, engine: Engine, calib_text: str | None) -> CalibrationText:
+    """The windows that --calib-text and --calib-windows ask for."""
+    wanted_windows = wanted(args, "--calib-windows")
+    return CalibrationText.read(engine.info, args.calib_text, calib_text, args.context, *wanted_windows)
 
 
 def covers(stored: Calibrated, recipe) -> bool:
@@ -230,10 +222,15 @@ def covers(stored: Calibrated, recipe) -> bool:
 
 
 def _rows(
-    named: Sequence[Named], scored: Sequence[trial.Scored], values: int, lengths: tuple[int, int]
+    named: Sequence[Named],
+    scored: Sequence[trial.Scored],
+    calibrated: dict[str, Calibrated],
+    info: ModelInfo,
+    lengths: tuple[int, int],
 ) -> tuple[Row, ...]:
     """Of codecs; `lengths` are tokens of a context and of a window."""
     floor, *others = scored
+    values = info.values_per_token
     rounding = _estimates(floor.tokens)
     words = "what storing K and V in 16 bits costs"
     first = 2.0 * values
@@ -244,7 +241,15 @@ def _rows(
         per_value = found.coding.bits_per_value
         stored = per_value * values / 8
         read = read_of(stored, *lengths, values)
-        rows.append(Row(one.codec, one.bits, one.recipe.recipe_id, per_value, kl, top1, words, stored, read))
+        row = Row(one.codec, one.bits, one.recipe.recipe_id, per_value, kl, top1, words, stored, read)
+        fitted = calibrated.get(one.label)
+        row = replace(
+            row,
+            table_bytes=costs.table_bytes(one.recipe, fitted, info),
+            tokens_per_second=costs.tokens_per_second(lengths[0], found.seconds),
+            places=costs.places(one.recipe, fitted, info),
+        )
+        rows.append(replace(row, pays_from=costs.pays_from(row, values)))
     return tuple(rows)
 
 
@@ -271,7 +276,7 @@ def _applied(
     untried = {one.name: why for one in mechanisms if (why := not_run(one, args.engine, args.protocol))}
     able, moments = [one for one in mechanisms if one.name not in untried], {}
     if any(isinstance(one, Latent) for one in able):
-        source = CalibrationText.read(engine.info, args.calib_text, calib_text, args.context, args.calib_windows)
+        source = _calibration_text(args, engine, calib_text)
         refuse_overlap(windows, source.windows, (str(args.text), source.name))
         moments = moments_of(engine, source.windows.tolist())
         lines.append(f"latents {source.about(engine)}")

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvlab.base.errors import SnapshotRefused, StorageError, UserError
+from kvlab.base.filekind import SNAPSHOT_ENDING
 from kvlab.cli import snapshot_inputs as inputs
 from kvlab.cli import snapshot_said as said
-from kvlab.cli.flags import Flag, path, place, recipe, word
+from kvlab.cli.flags import Flag, cached, model_folder, path, place, recipe, word
 from kvlab.cli.keys import CHECKING, SIGNING, key_of
 from kvlab.cli.snapshot_inputs import CHUNK_TOKENS, DTYPE, DTYPES
 from kvlab.pages.terminal import as_json, printable
@@ -251,7 +252,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-MODEL = path("--model", "folder of a Hugging Face model", metavar="DIR")
+MODEL = model_folder("--model", required=True)
 WROTE = "what `kvlab recipe` wrote, or `kvlab calibrate`"
 RECIPE = path("--recipe", f"{WROTE}; default: K and V as they are", required=False, type=recipe(WROTE))
 DECODER = path(
@@ -272,7 +273,11 @@ JSON = word("--json", "for programs", action="store_true")
 
 VERBS: dict[Callable, list[Flag]] = {
     save_verb: [
-        place("out", "the snapshot, replaced in one step when there is one"),
+        place(
+            "out",
+            "the snapshot, as context.kvs; replaced in one step when there is one",
+            type=cached(SNAPSHOT_ENDING),
+        ),
         *(MODEL, *PROMPT, *RUNNING, RECIPE, SIGNING),
         word("--bits", "of a recipe of archive, others than its own", type=float, metavar="N"),
         word("--upto", "save no more than the first N tokens", type=int, metavar="N"),
@@ -287,12 +292,7 @@ VERBS: dict[Callable, list[Flag]] = {
     inspect_verb: [place("file", "a snapshot"), JSON],
     verify_verb: [
         place("files", "snapshots", nargs="+"),
-        path(
-            "--model",
-            "also whether they are of this model, coded chunks decoded",
-            required=False,
-            metavar="DIR",
-        ),
+        model_folder("--model", "of a model; also whether they are of it, coded chunks decoded"),
         DECODER,
         CHECKING,
         JSON,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from time import perf_counter
 
 from kvlab.base.errors import UserError
-from kvlab.cli.flags import Flag, path, place, result, whole, word
+from kvlab.cli.flags import Flag, all_there_are, model_folder, path, result, wanted, whole, window_count, word
 from kvlab.pages.terminal import as_text
 
 COLUMNS = ("codec", "bits/value", "accepted, expected", "by position", "tokens per call", "seconds")
@@ -27,7 +27,7 @@ def speculate_verb(args: argparse.Namespace) -> None:
     config = checked.config_of(args.model)
     if args.temperature < 0:
         raise UserError(f"--temperature {args.temperature:g}; allowed: a number from 0")
-    named = [one for codec in dict.fromkeys(args.codec) for one in checked.recipes_of(codec, args.bits)]
+    named = checked.all_recipes_of(args.codec, args.bits)
     text = checked.readable_text(args.text, args.context + args.tokens, config)
     checked.calibration_file(args.calibration)
     checked.writable(args.json)
@@ -51,7 +51,8 @@ def _measured(args: argparse.Namespace, named: list, text: str) -> dict:
     from kvlab.text.excerpts import windows_of
 
     info = info_of(args.model)
-    prompts = windows_of([text], load_tokenizer(info), args.context, args.windows, str(args.text)).tolist()
+    most, exactly = wanted(args, "--windows")
+    prompts = windows_of([text], load_tokenizer(info), args.context, most, str(args.text), exactly=exactly).tolist()
     stored = load_calibration(args.calibration, info) if args.calibration else None
     own, rows = Sampling(args.temperature, seed=args.seed), []
     engine = start("hf", info, args.dtype, max_tokens=args.context + args.tokens)
@@ -79,16 +80,18 @@ def _measured(args: argparse.Namespace, named: list, text: str) -> dict:
     finally:
         engine.close()
     asked = ("context", "tokens", "draft", "temperature", "seed", "dtype")
-    facts = {"model": str(args.model), "model_hash": info.model_hash, "text": str(args.text), "prompts": len(prompts)}
+    facts = {"model": str(args.model), "model_hash": info.model_hash, "text": str(args.text)}
+    facts |= {"prompts": len(prompts), "prompts_wanted": most}
     facts |= {name: getattr(args, name) for name in asked} | {"plain_seconds": plain_seconds}
     return facts | {"versions": versions(), "rows": rows}
 
 
 def said(found: dict) -> Iterator[str]:
     """What was found, for people."""
+    short = all_there_are(found["prompts"], found["prompts_wanted"])
     yield (
         f"{found['model']}, {found['dtype']}: {found['prompts']} prompts of {found['context']} tokens of"
-        f" {found['text']}, {found['tokens']} written after each, drafts of {found['draft']}, temperature"
+        f" {found['text']}{short}, {found['tokens']} written after each, drafts of {found['draft']}, temperature"
         f" {found['temperature']:g}"
     )
     if found["temperature"] == 0:
@@ -111,15 +114,15 @@ def _row(row: dict) -> dict:
 
 
 FLAGS: list[Flag] = [
-    place("model", "folder of a Hugging Face model", metavar="MODEL"),
+    model_folder("model"),
     word("--codec", "hadamard, kivi, int+center, ...; several may be named; default: hadamard", nargs="+",
          default=["hadamard"]),
-    word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", default=[4], metavar="N"),
+    word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", metavar="N"),
     path("--text", "the text whose parts are prompts, UTF-8"),
     word("--context", "tokens of a prompt; default: 256", type=whole(8), default=256, metavar="N"),
     word("--tokens", "written after each; default: 64", type=whole(2), default=64, metavar="N"),
     word("--draft", "tokens of a draft, at most; default: 4", type=whole(1), default=4, metavar="N"),
-    word("--windows", "prompts, at most, spread over the text; default: 4", type=whole(2), default=4, metavar="N"),
+    window_count("--windows", "so many prompts, spread over the text", 4),
     word("--temperature", "0 is greedy; default: 1", type=float, default=1.0, metavar="T"),
     word("--seed", "of the random numbers; default: 0", type=whole(0), default=0, metavar="N"),
     word(

@@ -7,7 +7,7 @@ the bookkeeping of a study (jobs, records, tables on disk) is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import polars as pl
@@ -53,12 +53,15 @@ class Scored:
         What its codec wrote.
     witnessed : Testimony or None
         What a second computation of the last window came to; None without one, and of what is no codec.
+    seconds : tuple of float
+        What storing a context and reading it back took, window by window: coding, packing, unpacking, decoding.
     """
 
     subject: Subject
     tokens: pl.DataFrame
     coding: Coding
     witnessed: Testimony | None = None
+    seconds: tuple[float, ...] = ()
 
 
 class RoundingCoder(Coder):
@@ -135,7 +138,13 @@ def score(
         for rows, (_, table) in zip(tables, found, strict=False):  # those of mechanisms come last
             rows.append(table)
     return [
-        Scored(one.subject, pl.concat(rows), one.coder.coding(engine.info, context, engine.dtype), one.witnessed)
+        Scored(
+            one.subject,
+            pl.concat(rows),
+            one.coder.coding(engine.info, context, engine.dtype),
+            one.witnessed,
+            tuple(one.seconds),
+        )
         for one, rows in zip(tried, tables, strict=True)
     ]
 
@@ -152,6 +161,8 @@ class Tried:
         Gives the witness's model; None where nothing is computed again.
     witnessed : Testimony or None
         What it came to.
+    seconds : list of float
+        As of `Scored`.
     """
 
     subject: Subject
@@ -159,11 +170,17 @@ class Tried:
     last: int
     plain: Callable[[], PlainModel] | None = None
     witnessed: Testimony | None = None
+    seconds: list[float] = field(default_factory=list)
 
     @property
     def cell(self) -> Cell:
         """What its coder codes."""
         return self.coder.cell
+
+    @property
+    def _coded(self) -> float:
+        """Seconds of coding and decoding up to now."""
+        return self.coder.tally.encode_seconds + self.coder.tally.decode_seconds
 
     def due(self, _window: int) -> bool:
         """On every window."""
@@ -171,7 +188,9 @@ class Tried:
 
     def score(self, run: WindowRun) -> pl.DataFrame:
         """Its token rows."""
+        before = self._coded
         rows = run.measured(self.cell, self.coder)
+        self.seconds.append(self._coded - before)
         if self.plain and run.number == self.last:
             again = _coder(self.cell, self.subject)
             seen = examined(self.plain(), run, self.cell, again, self.subject.calibrated, run.ids)

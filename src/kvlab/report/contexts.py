@@ -68,7 +68,7 @@ def report_context(
         "thresholds": thresholds(params),
         "verdict": verdict_context(verdict),
         "certified": certified.context(claims_file, identity.get("slug"), gate_page),
-        "front": front.context(params, metrics, claims_file, told, asked()),
+        "front": front.context(metrics, claims_file, told, asked()),
         "limits": limits(metrics),
         "open_questions": open_questions(told, verdict),
         "identity": identity_context(identity),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from kvlab.base.params import Params, Verdict
 from kvlab.base.recipe import WHOLE
 from kvlab.gate.summary import BASELINE
 from kvlab.pages import format as fmt
@@ -14,6 +13,7 @@ from kvlab.pages.markdown import cell as safe
 from kvlab.pages.rendering import listing
 from kvlab.pages.withheld import TRUTH_ENGINE, undecided
 from kvlab.report import claims
+from kvlab.stats import kl_scale
 from kvlab.studies.factors import tables as factors
 from kvlab.studies.ladder.tables import TOLD, length, whole_bits
 
@@ -36,16 +36,13 @@ LEVELS = {
     "engine": {"hf": "transformers", "vllm": "vLLM"},
     "protocol": {"snapshot": "the finished cache coded", "in_forward": "every layer coded as it is computed"},
 }
-ROUNDING, SMALL, NOTICEABLE, LARGE = "lost in rounding", "small", "noticeable", "large"
 
 
-def context(params: Params, metrics: dict, claimed: dict | None, told: list[dict], asked: dict[str, str]) -> dict:
+def context(metrics: dict, claimed: dict | None, told: list[dict], asked: dict[str, str]) -> dict:
     """What ``front.md.j2`` names, as text ready to print; a part that was not measured is None.
 
     Parameters
     ----------
-    params : Params
-        Read: ``verdict``, for the words of the scale.
     metrics : dict
         ``metrics.json`` without what may not be shown.
     claimed : dict or None
@@ -60,9 +57,8 @@ def context(params: Params, metrics: dict, claimed: dict | None, told: list[dict
     return {
         "use": use_context(found, whole_bits(metrics)),
         "floor": floor and floor["what"],
-        "scale": scale(params.verdict, metrics, found, floor),
-        "bounds": {name: fmt.percent(getattr(params.verdict, f"{name}_top1")) for name in ("accept", "marginal")},
-        "words": {"rounding": ROUNDING, "small": SMALL, "noticeable": NOTICEABLE, "large": LARGE},
+        "scale": scale(metrics, found, floor),
+        "words": {"rounding": kl_scale.ROUNDING, "legend": kl_scale.legend()},
         "gap": gap_context(metrics.get("gap"), undecided(metrics) is not None),
         "open": open_table(told, asked),
         "engine": FACTORS["engine"],
@@ -211,7 +207,7 @@ def rounding_floor(metrics: dict) -> dict | None:
     return None
 
 
-def scale(bounds: Verdict, metrics: dict, found: dict | None, floor: dict | None) -> str | None:
+def scale(metrics: dict, found: dict | None, floor: dict | None) -> str | None:
     """KL beside the floor and beside the top token, for the recommended codec and for the published corners."""
     rows = [floor] if floor else []
     if found and found["row"] and "kl" in found["row"]["metrics"]:
@@ -227,7 +223,7 @@ def scale(bounds: Verdict, metrics: dict, found: dict | None, floor: dict | None
             fmt.estimate(row["kl"]),
             fmt.DASH if row is floor else times(row["kl"], floor and floor["kl"]),
             fmt.estimate(cut(row["top"]), -100, 1),
-            level(row, floor, bounds),
+            level(row, floor),
         ]
         for row in rows
     ]
@@ -240,16 +236,11 @@ def times(kl: dict, floor: dict | None) -> str:
     return fmt.number(kl["value"] / floor["value"], 2) if floor and floor["value"] > 0 else fmt.DASH
 
 
-def level(row: dict, floor: dict | None, bounds: Verdict) -> str:
-    """A KL in a word: by the floor first, then by how often the top token stays."""
+def level(row: dict, floor: dict | None) -> str:
+    """A KL in words (`kl_scale`), by its interval and the floor."""
     if row is floor:
         return "the floor"
-    if floor and row["kl"]["high"] <= floor["kl"]["value"]:
-        return ROUNDING
-    if row["top"] is None:
-        return fmt.DASH
-    stays = row["top"]["value"]
-    return SMALL if stays >= bounds.accept_top1 else NOTICEABLE if stays >= bounds.marginal_top1 else LARGE
+    return kl_scale.span_in_words(row["kl"]["low"], row["kl"]["high"], floor and floor["kl"]["value"])
 
 
 def corner_cell(metrics: dict, end: str) -> dict | None:

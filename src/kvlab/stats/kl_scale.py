@@ -1,5 +1,7 @@
 """Whether a KL divergence is large, in words: beside rounding, and beside what quantised weights cost.
 
+The one scale of `kvlab measure`, of its pick and of a study's pages; docs/command-line.md says it to people.
+
 The steps are the mean KL divergence to the 16-bit model, in nats per token, of LLaMA 3 8B with quantised weights on
 Wikitext-2, as llama.cpp publishes it (tools/perplexity/README.md, "LLaMA 3 8b Scoreboard" and "LLaMA 2 vs. LLaMA 3
 Quantization comparison", revision f364eb6f): formats that very many people run, so that a number means something
@@ -29,7 +31,16 @@ STEPS = (
     Step(0.445132, "very large", "2-bit weights (q2_K)"),
 )
 BEYOND = f"extreme: more than {STEPS[-1].like}"
+SOURCE = "LLaMA 3 8B on Wikitext-2"
 ROUNDING = "none beyond rounding to bfloat16"
+SMALL = STEPS[2]
+"""What `kvlab measure` takes a row up to: the last step that is called small."""
+
+
+def legend() -> str:
+    """The words, where each ends, and whose values these are, as one clause."""
+    steps = [f"{step.word} below {step.kl:.2g} ({step.like.partition(' (')[0]})" for step in STEPS]
+    return f"{', '.join(steps)}, extreme above; of {SOURCE}"
 
 
 def span_in_words(low: float, high: float, rounding: float | None = None) -> str:
@@ -49,9 +60,9 @@ def in_words(kl: float, rounding: float | None = None) -> str:
     kl : float
         Nats per token.
     rounding : float, optional
-        What rounding K and V to bfloat16 costs the same model on the same text; up to twice that is called nothing.
+        What bfloat16 costs the same model on the same text; no more than that is called nothing.
     """
-    if rounding is not None and kl <= 2 * rounding:
+    if rounding is not None and kl <= rounding:
         return ROUNDING
     for step in STEPS:
         if kl < step.kl:

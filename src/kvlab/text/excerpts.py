@@ -56,7 +56,13 @@ def docstrings() -> list[str]:
 
 
 def windows_of(
-    texts: Iterable[str], tokenizer, length: int, most: int, name: str, coded: int | None = None
+    texts: Iterable[str],
+    tokenizer,
+    length: int,
+    most: int,
+    name: str,
+    coded: int | None = None,
+    exactly: str | None = None,
 ) -> np.ndarray:
     """Windows of texts, at most so many, evenly spread over all that there are.
 
@@ -71,6 +77,8 @@ def windows_of(
         Of the text, for messages.
     coded : int, optional
         Of a window's first tokens, whose K and V are looked at; all of them if not given.
+    exactly : str, optional
+        The flag by which somebody wanted just so many; fewer are refused then.
 
     Returns
     -------
@@ -79,7 +87,7 @@ def windows_of(
     Raises
     ------
     CorpusError
-        There are fewer than two windows, or one is of one token alone.
+        There are fewer than two windows, or fewer than were wanted, or one is of one token alone.
     """
     ids, prefix = stream(texts, tokenizer), bos(tokenizer)
     body = length - len(prefix)
@@ -88,6 +96,11 @@ def windows_of(
         raise CorpusError(
             f"{name} has {len(ids)} tokens, {available} windows of {length}; at least {FEWEST} are needed: give a"
             " longer text or smaller windows"
+        )
+    if exactly and available < most:
+        raise CorpusError(
+            f"{exactly} {most}: {name} has {len(ids)} tokens, which are {available} windows of {length}; give"
+            f" {exactly} {available}, a longer text or smaller windows"
         )
     count = min(most, available)
     chosen = [available * number // count for number in range(count)]

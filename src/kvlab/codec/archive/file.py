@@ -20,6 +20,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import google_crc32c
 
+from kvlab.base import filekind
 from kvlab.base.errors import StorageError, StreamError
 from kvlab.codec.archive.codec import Body
 from kvlab.codec.archive.steps import QUALITIES
@@ -27,7 +28,7 @@ from kvlab.codec.stream import tree
 from kvlab.codec.stream.cache_file import DTYPES
 from kvlab.codec.stream.seal import Key, Seal
 
-MAGIC, VERSION = b"KVLA", 2
+MAGIC, VERSION = filekind.ARCHIVE, 2
 PURPOSE = b"kvlab archive 2\n"  # of signatures
 HEADER = struct.Struct("<4sHHHHIHHBB6s8s8s")
 U32 = struct.Struct("<I")

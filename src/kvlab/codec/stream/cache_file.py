@@ -30,6 +30,7 @@ from typing import BinaryIO, ClassVar, Literal
 import google_crc32c
 import torch
 
+from kvlab.base import filekind
 from kvlab.base.errors import StorageError, StreamError, UserError
 from kvlab.base.recipe import IdentityStream
 from kvlab.codec.base import Codec, Encoded, Place
@@ -38,7 +39,7 @@ from kvlab.codec.stream import tree
 from kvlab.codec.stream.bitstream import STREAMS, U32, FrameHeader, frame_bytes, read_frame
 from kvlab.codec.stream.seal import Key, Seal
 
-MAGIC, VERSION = b"KVLS", 2
+MAGIC, VERSION = filekind.CODED, 2
 PURPOSE = b"kvlab coded cache 2\n"  # of signatures
 HEADER = struct.Struct("<4sHHHHIBB6s8s8s")
 DTYPES = ("float32", "bfloat16", "float16")

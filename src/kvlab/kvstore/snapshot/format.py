@@ -38,16 +38,17 @@ from typing import ClassVar, NamedTuple
 
 import google_crc32c
 
+from kvlab.base import filekind
 from kvlab.base.errors import UserError
 from kvlab.codec.stream import tree
 from kvlab.codec.stream.seal import Seal
 from kvlab.kvstore.paging.ledger import Entry
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 
-MAGIC, VERSION = b"KVLABSNP", 3
+MAGIC, VERSION = filekind.SNAPSHOT, 3
 PURPOSE = b"kvlab snapshot 3\n"  # of signatures
 CHUNK = b"kvlab snapshot chunk 3\n"
-PUBLISHED_MAGIC = struct.pack("<Q", 0x4B56464C41534831)  # reads KVFLASH1 from its high byte down; see `v1`
+PUBLISHED_MAGIC = filekind.PUBLISHED  # see `v1`
 HEADER = struct.Struct("<8sHHIIIQIII")
 RECORD = struct.Struct("<32s32sQQdI")
 U32 = struct.Struct("<I")
@@ -162,7 +163,9 @@ def refuse_strangers(data: bytes) -> None:
             Code.PUBLISHED_LAYOUT, "this is a KVFLASH1 snapshot, which names no model and no tokens; read it with `v1`"
         )
     if front != MAGIC[: len(front)]:
-        raise refusal(Code.NOT_A_SNAPSHOT, f"the file begins with {front!r}, a snapshot with {MAGIC!r}")
+        kind = filekind.kind_of(bytes(data[: filekind.FRONT]))
+        other = f"this is {kind}, and no snapshot: it" if kind else "the file"
+        raise refusal(Code.NOT_A_SNAPSHOT, f"{other} begins with {front!r}, a snapshot with {MAGIC!r}")
 
 
 class Record(NamedTuple):

@@ -1,0 +1,105 @@
+"""The file of a codec and the file of a cache: content decides what a file is, and the wrong one is one true line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvlab.base.filekind import CACHES, FRONT, kind_of
+from kvlab.cli import main as cli
+
+TEXT = "a cache that is kept " * 12
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model, tmp_path_factory):
+    """A codec's file, and a snapshot, a coded cache and an archive under a codec's name; of the tiny model."""
+    folder = tmp_path_factory.mktemp("kinds")
+    (folder / "text.txt").write_text(TEXT)
+    codec = folder / "int4.kv"
+    cli.main(["calibrate", "--model", str(tiny_model), "--codec", "int", "--out", str(codec)])
+    text = ("--model", str(tiny_model), "--text", str(folder / "text.txt"))
+    cli.main(["snapshot", "save", str(folder / "context.kvs"), *text, "--chunk-tokens", "16"])
+    (folder / "moved.kv").write_bytes((folder / "context.kvs").read_bytes())
+    for magic in CACHES:
+        (folder / f"{magic.hex()}.kv").write_bytes(magic + bytes(64))
+    return folder
+
+
+def refused(capsys, *words) -> str:
+    """What a verb says that ends with exit code 2, in one line."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out, err.count("\n")) == (2, "", 1), err
+    return err
+
+
+def test_every_kind_is_known_by_its_first_bytes(files):
+    seen = {path.name: kind_of(path.read_bytes()[:FRONT]) for path in files.iterdir()}
+    assert "snapshot" in seen["context.kvs"] and seen["moved.kv"] == seen["context.kvs"]
+    assert "calibrate" in seen["int4.kv"] and seen["text.txt"] is None
+
+
+@pytest.mark.parametrize("verb", ["measure", "encode", "snapshot save", "eval"])
+def test_a_cache_is_no_codec(files, tiny_model, capsys, verb):
+    text = files / "text.txt"
+    words = {
+        "measure": ("measure", tiny_model, "--text", text, "--context", 16, "--eval", 8, "--calibration"),
+        "encode": ("encode", "--model", tiny_model, "--text", text, "--out", files / "x.kvls", "--recipe"),
+        "snapshot save": ("snapshot", "save", files / "x.kvs", "--model", tiny_model, "--text", text, "--recipe"),
+        "eval": (
+            "eval",
+            "--model",
+            tiny_model,
+            "--task",
+            "ruler_v1",
+            "--engine",
+            "hf",
+            "--out",
+            files / "x",
+            "--recipe",
+        ),
+    }[verb]
+    for path in (files / "context.kvs", *files.glob("*.kv")):
+        if path.name != "int4.kv":
+            err = refused(capsys, *words, path)
+            assert f"{path} is a" in err and "not the file of a codec; give what `kvlab calibrate`" in err
+    assert not list(files.glob("x*"))
+
+
+def test_a_codec_is_no_cache(files, tiny_model, capsys):
+    codec, text = files / "int4.kv", files / "text.txt"
+    assert "this is a file of tensors" in refused(capsys, "snapshot", "inspect", codec)
+    assert "this is a file of tensors" in refused(capsys, "inspect", "--stream", codec)
+    assert "this is a snapshot" in refused(capsys, "inspect", "--stream", files / "context.kvs")
+    words = ("snapshot", "restore", codec, "--model", tiny_model, "--text", text, "--mode", "consume")
+    assert "this is a file of tensors" in refused(capsys, *words)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["snapshot", "verify", str(codec), "--json"])
+    (found,) = json.loads(capsys.readouterr().out).values()
+    assert stop.value.code == 2 and [reason["code"] for reason in found["reasons"]] == ["not_a_snapshot"]
+
+
+def test_a_cache_in_python_names_what_it_was_given(files, tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    from kvlab import Cache
+    from kvlab.base.errors import CalibrationMismatch
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    for name in ("context.kvs", "moved.kv"):
+        with pytest.raises(CalibrationMismatch, match=r"is a snapshot, .* not the file of a codec"):
+            Cache(model, files / name)
+
+
+def test_a_cache_does_not_take_the_name_of_a_codec(files, tiny_model, capsys):
+    text = ("--model", tiny_model, "--text", files / "text.txt")
+    assert "name it x.kvs" in refused(capsys, "snapshot", "save", "x.kv", *text)
+    assert "name it x.kvls" in refused(capsys, "encode", *text, "--recipe", files / "int4.kv", "--out", "x.kv")
+
+
+def test_a_snapshot_under_another_name_is_read_all_the_same(files, tiny_model, capsys):
+    cli.main(["snapshot", "verify", str(files / "moved.kv"), "--model", str(tiny_model)])
+    assert "whole" in capsys.readouterr().out
