@@ -14,11 +14,14 @@ import pytest
 from cli.test_cli import run as typed
 from evals import local
 from evals.logged_runs import CODED, DATES, PLAIN, pair, run, written
+from gate.test_gate_cli import blocks
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.check import check
 from kvlab.gate.evidence import UNOBSERVED, parse, problems
+from kvlab.gate.evidence.faults import UNWITNESSED
+from kvlab.gate.reasons import REASONS
 from kvlab.gate.rules import FALSEHOODS
 
 FP8 = "kv_quantization/fp8_e4m3"
@@ -352,6 +355,27 @@ def test_a_flag_that_is_wrong_is_one_line(importing, here, more, words):
     code, out, err = importing(more)
     assert (code, out) == (2, "") and err.count("\n") == 1 and "Traceback" not in err
     assert [word for word in words if word not in err] == [], err
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_lines_of_the_documentation_work_as_they_stand_there(here, root, capsys):
+    found = list(blocks(root / "docs/eval.md"))
+    entry = next(block["body"] for block in found if block["name"] == "entry.yaml")
+    Path("evals.yaml").write_text((registry.SHIPPED / "evals.yaml").read_text() + entry)
+    pair(here, task="endings")
+    lines = [line for block in found if block["kind"] == "sh" for line in block["body"].splitlines()]
+    typed_lines = [line for line in lines if line.startswith("kvlab ")]
+    assert [typed(*shlex.split(line)[1:], capsys=capsys)[0] for line in typed_lines] == [0, 0]
+
+
+def test_what_the_documentation_says_of_it_is_a_rule(root):
+    """The page's table, against the codes and tiers that there are."""
+    text = (root / "docs/gate.md").read_text()
+    part = text[text.index("## Evidence of another harness") : text.index("## What a digest protects against")]
+    assert {"`evidence_imported`", "`too_lossy`", "`reviewed_preview`"} <= set(part.replace(",", " ").split())
+    assert UNWITNESSED in REASONS and UNWITNESSED not in FALSEHOODS
 
 
 # ------------------------------------------------------------------------------ what the harness writes
