@@ -62,6 +62,10 @@ def read_recipe_file(path: Path | str) -> RecipeFile:
         _refuse_controls(header.recipe, path)
         return CalibratedRecipeFile(recipe=header.recipe, layers=header.layers, file=Path(path).absolute())
     data = read_json(path)
+    if not isinstance(data, dict) or "recipe" not in data:
+        raise ParamsError(
+            f"{path} is no recipe file, it names no `recipe`; `kvlab recipe` and `kvlab calibrate` make one"
+        )
     try:
         found = RecipeFile.model_validate(data)
     except ValidationError as error:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvlab.base.errors import ParamsError, UnknownName, UserError
+from kvlab.base.errors import ModelError, ParamsError, UnknownName, UserError
 from kvlab.base.paramfile import read_yaml
 from kvlab.base.params import Model, Params
 from kvlab.cli.flags import PARAMS, Flag, path, recipe, result, word
@@ -70,6 +70,12 @@ def _subject(args: argparse.Namespace) -> tuple[Model, Params | None]:
     """The model, and the parameters of its runs: one of params.yaml, or a folder, which needs no params.yaml."""
     folder = Path(args.model) if args.model else None
     if folder is None or not (folder / "config.json").is_file():
+        if folder is not None and _of_any_model(args.params) is None:
+            why = "holds no config.json" if folder.is_dir() else "is no folder"
+            raise ModelError(
+                f"--model {folder} {why}, and {Path.cwd()} has no params.yaml that could name it; give the folder of a"
+                " Hugging Face model (a hub's id is not one: download it first)"
+            )
         params = read_params(args.params, args.model)
         return params.model, _with_bits(args, params)
     from kvlab.base.records import read_json

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvlab.base.errors import StorageError, UserError
-from kvlab.base.targets import refuse_no_file
+from kvlab.base.targets import absence, refuse_no_file
 from kvlab.cli.given import params_of, refuse_wrong_recipe
 
 Flag = tuple[str, dict] | Callable[[argparse.ArgumentParser], None]
@@ -30,7 +30,7 @@ def result(flag: str, text: str, **options) -> Flag:
 
     A file, unless the help says that it is a folder; what is no file is refused before minutes of measuring.
     """
-    kind = Path if text.startswith("folder ") else written
+    kind = filled if text.startswith("folder ") else written
     return flag, {"type": kind, "metavar": "FILE", "help": text, "required": True} | options
 
 
@@ -40,6 +40,13 @@ def written(given: str) -> Path:
         refuse_no_file(given)
     except StorageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(given)
+
+
+def filled(given: str) -> Path:
+    """A type of argparse: a folder into which files may be written, there or not yet."""
+    if not given or (Path(given).exists() and not Path(given).is_dir()):
+        raise argparse.ArgumentTypeError(f"cannot write into {given!r}: it is no folder; name one, or a new name")
     return Path(given)
 
 
@@ -75,9 +82,9 @@ def existing(text: str) -> Callable[[str], Path]:
 
     def read(given: str) -> Path:
         """The path, or argparse's error."""
-        if not Path(given).exists():
-            hint = f"; run `{writer[1]}`" if writer else ""
-            raise argparse.ArgumentTypeError(f"cannot read {given}: no such file{hint}")
+        if (why := absence(given)) is not None:
+            hint = f"; run `{writer[1]}`" if writer and why == "no such file" else ""
+            raise argparse.ArgumentTypeError(f"cannot read {given}: {why}{hint}")
         return Path(given)
 
     return read
