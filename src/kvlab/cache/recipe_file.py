@@ -64,7 +64,7 @@ def read_recipe_file(path: Path | str) -> RecipeFile:
     data = read_json(path)
     if not isinstance(data, dict) or "recipe" not in data:
         raise ParamsError(
-            f"{path} is no recipe file, it names no `recipe`; `kvlab recipe` and `kvlab calibrate` make one"
+            f"{path} is no recipe file, it has no `recipe`; `kvlab recipe` or `kvlab calibrate` writes one"
         )
     try:
         found = RecipeFile.model_validate(data)

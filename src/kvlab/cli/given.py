@@ -49,7 +49,7 @@ def refuse_wrong_recipe(file: Path) -> None:
     said = read_json(file)
     if not isinstance(said, dict) or "recipe" not in said:
         raise ParamsError(
-            f"{file} is no recipe file, it names no `recipe`; `kvlab recipe` and `kvlab calibrate` make one"
+            f"{file} is no recipe file, it has no `recipe`; `kvlab recipe` or `kvlab calibrate` writes one"
         )
     try:
         Head.model_validate(said)

@@ -43,9 +43,6 @@ def save_verb(args: argparse.Namespace) -> None:
     refuse_no_file(args.out)
     key, info, chunk = key_of(args), inputs.info_of(args.model), inputs.given(args.chunk_tokens, CHUNK_TOKENS)
     inputs.pool_of(args.pool_tokens, chunk, chunk)  # what is wrong with either is told before torch is loaded
-
-    from kvlab.kvstore.hf.run import PagedRun
-
     tokens = inputs.tokens_of(args, info)
     if args.upto is not None and not 0 < args.upto <= len(tokens):
         raise UserError(f"--upto is {args.upto}; the prompt has 1 to {len(tokens)} tokens to save")
@@ -54,6 +51,9 @@ def save_verb(args: argparse.Namespace) -> None:
             f"{held} tokens do not fill one chunk of {chunk}, and a snapshot of them would restore nothing; take more"
             " tokens, or a smaller --chunk-tokens"
         )
+
+    from kvlab.kvstore.hf.run import PagedRun
+
     config, ready = inputs.pool_of(args.pool_tokens, chunk, len(tokens)), inputs.recipe_of(args.recipe, info, args.bits)
     evidence = inputs.evidence_ids(args.evidence, ready, info)
     model = _model(info, args.dtype or DTYPE)
