@@ -11,6 +11,7 @@ import pytest
 
 from kvlab.base.errors import StorageError
 from kvlab.base.records import atomic, write_text
+from kvlab.base.targets import absence
 from kvlab.cli.main import main
 
 
@@ -80,3 +81,29 @@ def test_the_command_line_refuses_it_before_anything_runs(root, monkeypatch, cap
         main(line.format(out=out).split())
     told = capsys.readouterr().err
     assert left.value.code == 2 and told.count("\n") == 1 and f"cannot write {out}: it is {kind}" in told
+
+
+def test_a_path_through_a_file_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("kept")
+    Path("away").symlink_to("nowhere")
+    refused("file/new", "cannot write file/new: file is no folder")
+    refused("file/deep/er/new", "file is no folder")
+    refused("away/new", "away is no folder")
+    assert Path("file").read_text() == "kept" and sorted(os.listdir()) == ["away", "file"]
+
+
+def test_what_is_not_there_is_told_from_what_cannot_be_reached(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("it's a file").write_text("")
+    Path("dangling").symlink_to("no where")
+    Path("loop").symlink_to("loop")
+    assert absence("file") is None and absence("it's a file") is None and absence(".") is None
+    assert absence("nothing") == absence("no/thing") == "no such file"
+    assert absence("dangling") == "it is a link to no where, which is not there"
+    assert absence("loop") == "it is a link that leads to itself"
+    assert absence("file/x") == "no such file, as a part of the path is no folder"
+    assert absence("x" * 300) == "File name too long" and "null" in absence("a\0b")
+    monkeypatch.setattr(os, "stat", lambda _: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    assert absence("file") == "Permission denied"

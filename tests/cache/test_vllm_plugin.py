@@ -104,6 +104,32 @@ def test_codecs_that_code_tokens_together_and_controls_are_refused(tmp_path, mon
     assert not {"noise", "cast", "isotropic"} & set(allowed)
 
 
+@pytest.mark.parametrize("variable", [RECIPE_VARIABLE, PAGES_VARIABLE])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        (b"", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[1, 2, 3]", "is no recipe file, it has no `recipe`"),
+        (b"null", "is no recipe file"),
+        (b'{"recipes": {}}', "is no recipe file"),
+        (b'{"recipe": {"k": {"codec": "hadamard", "bits": "x"}, "v": {"codec": "identity"}}}', "bits is 'x'"),
+    ],
+)
+def test_what_a_variable_names_and_is_no_recipe_is_one_line_with_its_name(
+    tmp_path, monkeypatch, variable, content, words
+):
+    file = tmp_path / "it's a recipe.json"
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv(variable, str(file))
+    with pytest.raises((StorageError, ParamsError)) as refused:
+        vllm_worker.read_recipe(variable)
+    assert [w for w in (variable, "it's a recipe.json", words) if w not in str(refused.value)] == []
+    assert "\n" not in str(refused.value)
+
+
 @pytest.fixture(scope="module")
 def tiny_files(tiny_calibration) -> CalibrationFiles:
     """The tiny model's calibration, as a recipe file names it."""

@@ -21,6 +21,9 @@ finally:
 RECIPE = json.dumps({"recipe": {"k": {"codec": "identity"}, "v": {"codec": "identitty"}}})
 MODEL = "models/reference"
 
+IMPORT = "gate import --plain {0} --coded {0} --task ruler_v1 --mechanism kv_quantization/fp8"
+IMPORT += " --context-tokens 4096 --out {1}"
+
 REFUSED = {
     "a verb": ("mesure", "'measure'"),
     "a flag": (f"measure {MODEL} --text README.md --codek klt", "'--codec'"),
@@ -87,6 +90,57 @@ REFUSED = {
         "hf cache dtype 'fp8_e4m3' is not known; allowed: auto",
     ),
     "gate of no rows": ("gate check nothing.json", "nothing.json"),
+    "rows that are a folder": ("gate check docs", "cannot read docs: Is a directory"),
+    "rows that are no text": ("gate check {tmp}/binary", "binary is no text in UTF-8"),
+    "rows that are none": ("gate check {tmp}/list.json", "row 1 is 1; allowed: an object"),
+    "evidence behind a link": (
+        "gate check README.md --evidence {tmp}/dangling",
+        "a link to nowhere, which is not there",
+    ),
+    "evidence behind itself": ("gate check README.md --evidence {tmp}/loop", "a link that leads to itself"),
+    "evidence in a file": ("gate check README.md --evidence README.md/x", "a part of the path is no folder"),
+    "evidence of a long name": (f"gate check README.md --evidence {'x' * 300}", "File name too long"),
+    "a page in a file": ("gate check README.md --out README.md/GATE.md", "README.md is no folder"),
+    "no store": ("gate query nothing.db", "there is no store at nothing.db: no such file; `kvlab gate ingest`"),
+    "an empty store": ("gate query {tmp}/empty", "empty: it is empty; `kvlab gate ingest` makes a store"),
+    "a store that is a folder": ("gate export docs x.parquet", "cannot use docs: it is a folder"),
+    "a store that is none": ("gate diff README.md a b", "it is no SQLite database"),
+    "a configuration that is none": ("gate config {tmp}/list.json", "holds [1, 2, 3]; allowed: a mapping"),
+    "a registry that is none": ("gate registry --evals {tmp}/list.json", "a mapping with a list 'evals', not list"),
+    "import of no runs": (IMPORT.format("docs", "x"), "docs holds no results_*.json"),
+    "import into a file": (IMPORT.format("docs", "README.md"), "cannot write into 'README.md': it is no folder"),
+    "an eval of no model": (
+        "eval --model nothing --params nothing.yaml --task ruler_v1 --engine hf --recipe {right} --out x",
+        "nothing.yaml",
+    ),
+    "an eval into a file": (
+        f"eval --model {MODEL} --task ruler_v1 --engine hf --recipe {{right}} --out README.md",
+        "cannot write into 'README.md'",
+    ),
+    "an eval's recipe that is none": (
+        f"eval --model {MODEL} --task ruler_v1 --engine hf --recipe {{tmp}}/list.json --out x",
+        "list.json is no recipe file, it has no `recipe`",
+    ),
+    "a snapshot in a file": (
+        f"snapshot save README.md/x.kvs --model {MODEL} --text README.md",
+        "README.md is no folder",
+    ),
+    "a prompt that is no list": (
+        f"snapshot save x.kvs --model {MODEL} --tokens {{recipe}}",
+        "no JSON list of token ids",
+    ),
+    "a prompt that is broken": (f"snapshot save x.kvs --model {MODEL} --tokens README.md", "README.md is not JSON"),
+    "a text with an apostrophe in its name": (
+        f'snapshot save x.kvs --model {MODEL} --text "{{tmp}}/it\'s a text.md"',
+        "it's a text.md: no such file",
+    ),
+    "published nothing": ("published nothing --out x", "nothing does not exist"),
+    "calibrate on a folder": (f"calibrate --model {MODEL} --text docs --out x.kv", "cannot read docs: Is a directory"),
+    "calibrate twice into one file": (
+        f"calibrate --model {MODEL} --codec hadamard --out {{tmp}}/x.kv --decoder {{tmp}}/../{{tmp.name}}/x.kv",
+        "the second would replace the first; name two files",
+    ),
+    "calibrate no number of bits": (f"calibrate --model {MODEL} --codec hadamard --bits nan --out x.kv", "--bits nan"),
     "a step": ("step mesure", "'measure'"),
     "a step without its input": ("step sigma --capture nothing --out x", "run `kvlab step capture`"),
     "a step with wrong parameters": ("step corpus --params '{{\"bits\": 99}}' --out x", "bits"),
@@ -103,7 +157,12 @@ def test_a_mistake_is_one_line_and_costs_no_torch(case, root, tmp_path):
     line, words = REFUSED[case]
     (tmp_path / "recipe.json").write_text(RECIPE)
     (tmp_path / "right.json").write_text(RECIPE.replace("identitty", "identity"))
-    line = line.format(recipe=tmp_path / "recipe.json", right=tmp_path / "right.json")
+    (tmp_path / "empty").touch()
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    (tmp_path / "list.json").write_text("[1, 2, 3]")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    line = line.format(recipe=tmp_path / "recipe.json", right=tmp_path / "right.json", tmp=tmp_path)
     before = sorted(path.name for path in root.iterdir())
     answer = subprocess.run(
         [sys.executable, "-c", PROGRAM, *shlex.split(line)],
@@ -116,3 +175,4 @@ def test_a_mistake_is_one_line_and_costs_no_torch(case, root, tmp_path):
     assert words in answer.stderr, answer.stderr
     assert answer.stdout.strip() == "False"
     assert sorted(path.name for path in root.iterdir()) == before
+    assert not (tmp_path / "empty").stat().st_size, "what is only read is not written to"

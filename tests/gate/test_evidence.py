@@ -122,6 +122,8 @@ def paged(**changes):
     return evidence(observed=content()["observed"] | found | changes)
 
 
+IMPORTED = {"harness": "lm-evaluation-harness", "plain": "a" * 12, "coded": "b" * 12, "changed": 3}
+IMPORTED |= {"differs": {"kv_cache_dtype": ["auto", "fp8"]}, "unobserved": ["codec"]}
 ABSENT = object()
 RECALL = ("metrics", "needle_recall")
 LOWS, CHANGES = (list(needles()[part]["needle_recall"]["lows"]) for part in ("metrics", "paired"))
@@ -211,6 +213,7 @@ PLANTED = [
     ("evidence_other_calibration", evidence(), {"calibration": "another fit"}),
     ("evidence_canary", forged(("observed", "canary_kl"), CANARY_MIN / 2), {}),
     ("evidence_canary", forged(("observed", "canary_kl"), None), {}),
+    ("evidence_imported", forged(("imported",), IMPORTED), {}),
     ("evidence_codec_idle", forged(("observed", "fires"), 0), {}),
     ("evidence_codec_idle", forged(("observed", "fires"), 95), {}),
     ("evidence_codec_idle", evidence(observed=content()["observed"] | {"fires": 0, "expected_fires": 0}), {}),

@@ -25,6 +25,7 @@ from gate.databases import SRC, checksum, published
 from gate.planted_records import plant
 from gate.sentinels import sentinel
 from kvlab.base.errors import NonFinite
+from kvlab.base.paramfile import read_yaml
 from kvlab.cli import gate as gate_verbs
 from kvlab.cli import main as cli
 from kvlab.gate import registry
@@ -34,6 +35,8 @@ from kvlab.gate.catalogue.rows import EVIDENCE
 from kvlab.gate.check import EXIT_CODES, REFERENCE
 from kvlab.gate.reasons import REASONS
 from kvlab.pages.terminal import as_text
+from kvlab.studies.mechanisms.plan import KEEPING, READING, variants
+from kvlab.studies.settings import by_model
 
 QUALITY = "supported+compression => quality_eval_status == completed"
 INJECTIONS = [
@@ -171,6 +174,32 @@ def test_the_example_of_the_documentation_runs_as_it_stands_there(root, here, ca
             ran += 1
     assert ran >= 10
     assert "evidence_missing" in (here / "GATE.md").read_text()
+
+
+def test_the_rows_of_the_documentation_are_of_the_protocol_that_such_rows_run_under(root):
+    found = [json.loads(block["body"]) for block in blocks(root / "docs/gate.md") if block["kind"] == "json"]
+    shown = {row["mechanism_variant"]: row for rows in found if isinstance(rows, list) for row in rows[1:]}
+    made = {one.variant: one for one in planned(root) if one.variant in shown}
+    assert set(made) == set(shown) != set()
+    assert {name: row["protocol"] for name, row in shown.items()} == {
+        name: one.protocol(("snapshot", "in_forward")) for name, one in made.items()
+    }
+
+
+def test_what_the_documentation_says_has_no_row_is_all_that_the_pipeline_makes_none_of(root):
+    """Of what reads or keeps less, and of what drafts from the coded cache."""
+    text = " ".join((root / "docs/gate.md").read_text().split())
+    of_fields = {"block_sparse", "chunk_summary", "latent_lowrank", "eviction", "self_coded_cache"}
+    assert of_fields <= {entry.variant for entry in SHIPPED.mechanisms.values()}
+    makeable = {*READING.values(), *KEEPING.values()}
+    assert makeable & {one.variant for one in planned(root)} >= {"block_sparse", "latent_lowrank", "eviction"}
+    assert set(re.findall(r"\(`(\w+)`\) has no row", text)) == of_fields - makeable
+
+
+def planned(root):
+    """What the default run makes rows of."""
+    params = next(iter(by_model(read_yaml(root / "params.yaml")).values()))
+    return [one for engine in ("hf", "vllm") for one in variants(params, engine)]
 
 
 def test_the_documentation_names_every_verb_and_only_words_that_there_are(root):

@@ -401,6 +401,13 @@ def test_equal_rows_in_any_order_give_equal_bytes(rows, sampled, written, tmp_pa
 # ------------------------------------------------------------------------------------------ injection
 
 
+def test_no_page_shows_a_character_by_its_number_where_it_is_harmless(page, why):
+    """But for ``no AVX-512 | <b>here</b>``, a reason that is made to be syntax."""
+    lines = [line for line in (page + why).splitlines() if "&#" in line]
+    assert [line for line in lines if "AVX-512" not in line] == []
+    assert all(re.search(r"\| 0\.00\d+ \[0\.00\d+, 0\.00\d+\] \|", text) for text in (page, why))
+
+
 def named(text: str, tmp_path: Path) -> str:
     """The page of rows in which every field that may hold any text holds this one."""
     made = objects(model=text, device=text)

@@ -119,6 +119,12 @@ HOSTILE = [
     "carriage\r\nreturn\x00\x1b[31m\u2028\u202e",
     "\ud800",
     "{{ 7 * 7 }}{% if %}",
+    "[x]",
+    " [x]",
+    "[^1]: note",
+    "[name]: http://example.org",
+    "![name][name] [name] [name][]",
+    "[[page]] \\[text](a)",
     "]]><!DOCTYPE x [<!ENTITY y 'z'>]>",
     "\ufffe\x85\x7f",
 ]
@@ -170,7 +176,22 @@ def test_no_text_at_all_breaks_a_cell(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["fp8_e4m3", "kv_quantization+speculative_decoding", "0.05", "recipe: 4 bits", "3 x 4"]
+    "text",
+    [
+        "fp8_e4m3",
+        "kv_quantization+speculative_decoding",
+        "0.05",
+        "recipe: 4 bits",
+        "3 x 4",
+        "0.002039 [0.001999, 0.002076]",
+        "[-1e-05, 0.3] of [0, 1]",
+        "loses 0 [-0.3694, 0.3694], its margin is 0.05",
+        "is ['hf', 'vllm']; allowed: [a, b]",
+        "block_sparse:block=32,top_k=4",
+        "supported+compression => quality_eval_status == completed",
+        "a < b & c -> d",
+        r"per-tensor\nscales",
+    ],
 )
 def test_what_is_harmless_stays_readable(text):
     assert cell(text) == text

@@ -55,7 +55,17 @@ def test_what_is_no_database_is_said(tmp_path, content):
 
 
 def test_a_folder_is_no_store(tmp_path):
-    assert "cannot be opened" in refusal(tmp_path)
+    assert "it is a folder; name the store's file" in refusal(tmp_path)
+
+
+def test_an_empty_file_is_no_store_and_stays_empty(tmp_path):
+    """SQLite takes it for a database without tables, and would write into it."""
+    path = tmp_path / "empty.db"
+    path.touch()
+    assert "it is empty; `kvlab gate ingest` makes a store" in refusal(path)
+    assert path.read_bytes() == b""
+    with open_store(path, create=True) as store:
+        assert len(query(store)) == 0
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])

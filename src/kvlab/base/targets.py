@@ -1,7 +1,8 @@
-"""Where a file may be written: what stands there is a file or nothing, so that nothing else is ever replaced."""
+"""Where a file may be written, and why one cannot be read: what stands at a path, in words."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -30,7 +31,35 @@ def refuse_no_file(path: Path | str) -> None:
     try:
         mode = os.stat(given).st_mode
     except OSError:
+        _refuse_inside_file(given)
         return
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "no file")
         raise StorageError(f"cannot write {given}: it is {kind}; name a file")
+
+
+def _refuse_inside_file(given: str) -> None:
+    """`StorageError` where a part of the path that should be a folder is none."""
+    for folder in Path(given).parents:
+        if os.path.lexists(folder):
+            if not folder.is_dir():
+                raise StorageError(f"cannot write {given}: {folder} is no folder")
+            return
+
+
+def absence(path: Path | str) -> str | None:
+    """Why nothing can be read at a path; None where something stands there."""
+    given = os.fspath(path)
+    try:
+        os.stat(given)
+    except FileNotFoundError:
+        if os.path.islink(given):
+            return f"it is a link to {os.readlink(given)}, which is not there"
+        return "no such file"
+    except NotADirectoryError:
+        return "no such file, as a part of the path is no folder"
+    except OSError as error:
+        return "it is a link that leads to itself" if error.errno == errno.ELOOP else (error.strerror or str(error))
+    except ValueError as error:  # a NUL in it
+        return str(error)
+    return None

@@ -64,6 +64,10 @@ def read_recipe_file(path: Path | str) -> RecipeFile:
         file = Path(path).absolute()
         return CalibratedRecipeFile(recipe=header.recipe, layers=header.layers, file=file, identity=header.identity)
     data = read_json(path)
+    if not isinstance(data, dict) or "recipe" not in data:
+        raise ParamsError(
+            f"{path} is no recipe file, it has no `recipe`; `kvlab recipe` or `kvlab calibrate` writes one"
+        )
     try:
         found = RecipeFile.model_validate(data)
     except ValidationError as error:

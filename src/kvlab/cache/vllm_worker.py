@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvlab.base.errors import CapabilityError, CodecNotActive
+from kvlab.base.errors import CapabilityError, CodecNotActive, ParamsError, StorageError
 from kvlab.base.model import ModelInfo, resolve
 from kvlab.base.params import Model
 from kvlab.base.recipe import RECIPE_VARIABLE, Recipe
@@ -42,7 +42,10 @@ def read_recipe(variable: str = RECIPE_VARIABLE) -> RecipeFile:
         cuts prompts where it likes, so such a codec's result would depend on who else is being served.
     """
     path = os.environ[variable]
-    found = read_recipe_file(path)
+    try:
+        found = read_recipe_file(path)
+    except (StorageError, ParamsError) as error:  # whoever starts vLLM sees no flag that the file could be of
+        raise type(error)(f"{variable}: {error}") from None
     refuse_mixed(found.recipe, path)
     return found
 

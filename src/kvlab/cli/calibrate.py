@@ -29,6 +29,8 @@ def calibrate_verb(args: argparse.Namespace) -> None:
         raise UserError(f"--out {args.out}; allowed: a name that ends in .kv")
     if args.decoder and args.decoder.suffix != ".kv":
         raise UserError(f"--decoder {args.decoder}; allowed: a name that ends in .kv")
+    if args.decoder and args.decoder.resolve() == args.out.resolve():
+        raise UserError(f"--out and --decoder are both {args.out}: the second would replace the first; name two files")
     for file in filter(None, (args.out, args.decoder)):
         writable(file)
 

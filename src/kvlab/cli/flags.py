@@ -10,7 +10,7 @@ from pathlib import Path
 from kvlab.base.errors import StorageError, UserError
 from kvlab.base.filekind import CODEC_ENDING
 from kvlab.base.hub import no_folder
-from kvlab.base.targets import refuse_no_file
+from kvlab.base.targets import absence, refuse_no_file
 from kvlab.cli.given import DEFAULT_PARAMS, model_of, params_of, refuse_wrong_recipe
 
 Flag = tuple[str, dict] | Callable[[argparse.ArgumentParser], None]
@@ -32,7 +32,7 @@ def result(flag: str, text: str, **options) -> Flag:
 
     A file, unless the help says that it is a folder; what is no file is refused before minutes of measuring.
     """
-    kind = Path if text.startswith("folder ") else written
+    kind = filled if text.startswith("folder ") else written
     return flag, {"type": kind, "metavar": "FILE", "help": text, "required": True} | options
 
 
@@ -59,6 +59,13 @@ def cached(ending: str) -> Callable[[str], Path]:
         return path
 
     return read
+
+
+def filled(given: str) -> Path:
+    """A type of argparse: a folder into which files may be written, there or not yet."""
+    if not given or (Path(given).exists() and not Path(given).is_dir()):
+        raise argparse.ArgumentTypeError(f"cannot write into {given!r}: it is no folder; name one, or a new name")
+    return Path(given)
 
 
 def recipe(text: str) -> Callable[[str], Path]:
@@ -114,9 +121,9 @@ def existing(text: str) -> Callable[[str], Path]:
 
     def read(given: str) -> Path:
         """The path, or argparse's error."""
-        if not Path(given).exists():
-            hint = f"; run `{writer[1]}`" if writer else ""
-            raise argparse.ArgumentTypeError(f"cannot read {given}: no such file{hint}")
+        if (why := absence(given)) is not None:
+            hint = f"; run `{writer[1]}`" if writer and why == "no such file" else ""
+            raise argparse.ArgumentTypeError(f"cannot read {given}: {why}{hint}")
         return Path(given)
 
     return read

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvlab.base.errors import UserError
+from kvlab.cli import importing
 from kvlab.cli.flags import Flag, path, place, result, word
 from kvlab.pages.terminal import FORMATS, as_json, as_text, printable
 
@@ -17,6 +18,7 @@ Which numbers may be published: rows against their evidence, the registries and 
 
   check       judge rows: what each earns of the tier that it claims, with every reason
   report      GATE.md: what every row earns and why, and how far the gate can be trusted
+  import      evidence of two runs of lm-evaluation-harness that you made
   ingest      put rows into a store, with what the gate says of them
   query       rows of a store, or groups of rows, or the best of each group
   export      rows of a store as parquet
@@ -355,6 +357,7 @@ VERBS: dict[Callable, list[Flag]] = {
         _format(("markdown", "json", "junit")),
         result("--out", "what is written instead of printed; a summary is printed", required=False),
     ],
+    importing.import_verb: importing.FLAGS,
     ingest_verb: [
         *(DB, FILES),
         word(

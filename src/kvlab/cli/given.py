@@ -92,8 +92,13 @@ def refuse_wrong_recipe(file: Path) -> None:
         refuse_caches(file)
     if file.is_file() and (file.suffix == CODEC_ENDING or b"\0" in file.open("rb").read(8)):
         return  # what `kvlab calibrate` wrote: safetensors
+    said = read_json(file)
+    if not isinstance(said, dict) or "recipe" not in said:
+        raise ParamsError(
+            f"{file} is no recipe file, it has no `recipe`; `kvlab recipe` or `kvlab calibrate` writes one"
+        )
     try:
-        Head.model_validate(read_json(file))
+        Head.model_validate(said)
     except ValidationError as error:
         problem = error.errors()[0]
         raise ParamsError(f"{file}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvlab.base.errors import SnapshotRefused, StorageError, UserError
 from kvlab.base.filekind import SNAPSHOT_ENDING
+from kvlab.base.targets import refuse_no_file
 from kvlab.cli import snapshot_inputs as inputs
 from kvlab.cli import snapshot_said as said
 from kvlab.cli.flags import Flag, cached, model_folder, path, place, recipe, word
@@ -40,14 +41,20 @@ def save_verb(args: argparse.Namespace) -> None:
     the gate, or by whoever asks for it unproven. Evidence has to be of this recipe and this model; what it says of
     them is judged by `kvlab gate check`.
     """
+    refuse_no_file(args.out)
     key, info, chunk = key_of(args), inputs.info_of(args.model), inputs.given(args.chunk_tokens, CHUNK_TOKENS)
     inputs.pool_of(args.pool_tokens, chunk, chunk)  # what is wrong with either is told before torch is loaded
-
-    from kvlab.kvstore.hf.run import PagedRun
-
     tokens = inputs.tokens_of(args, info)
     if args.upto is not None and not 0 < args.upto <= len(tokens):
         raise UserError(f"--upto is {args.upto}; the prompt has 1 to {len(tokens)} tokens to save")
+    if (held := inputs.given(args.upto, len(tokens))) < chunk:
+        raise UserError(
+            f"{held} tokens do not fill one chunk of {chunk}, and a snapshot of them would restore nothing; take more"
+            " tokens, or a smaller --chunk-tokens"
+        )
+
+    from kvlab.kvstore.hf.run import PagedRun
+
     config, ready = inputs.pool_of(args.pool_tokens, chunk, len(tokens)), inputs.recipe_of(args.recipe, info, args.bits)
     evidence = inputs.evidence_ids(args.evidence, ready, info)
     model = _model(info, args.dtype or DTYPE)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvlab.base.errors import SnapshotRefused, StorageError, UserError
+from kvlab.base.targets import absence
 
 DTYPES = ("float32", "bfloat16")  # in which transformers runs here
 CHUNK_TOKENS, DTYPE = 64, "float32"
@@ -30,7 +31,7 @@ def tokens_of(args: argparse.Namespace, info) -> list[int]:
     if (args.text is None) == (args.tokens is None):
         raise UserError("give the prompt once: --text FILE or --tokens FILE")
     if args.text is not None:
-        ids = load_tokenizer(info)(_text(args.text))["input_ids"]
+        ids = load_tokenizer(info)(_text(args.text), verbose=False)["input_ids"]
         if not ids:
             raise UserError(f"{args.text} holds no text")
         return ids
@@ -63,8 +64,10 @@ def pool_of(pool_tokens: int | None, chunk_tokens: int, needed: int):
 
 def refuse_missing(*files: Path) -> None:
     """`StorageError` where none of some files is there; in the words of what would open them."""
-    if not any(file.exists() for file in files):
-        raise StorageError(f"cannot read {files[0]}: {os.strerror(errno.ENOENT)}")
+    reasons = [absence(file) for file in files]
+    if all(reasons):
+        why = os.strerror(errno.ENOENT) if reasons[0] == "no such file" else reasons[0]
+        raise StorageError(f"cannot read {files[0]}: {why}")
 
 
 def given(value: int | None, default: int) -> int:

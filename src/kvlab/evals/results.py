@@ -145,7 +145,8 @@ def _scores(entry: Eval, result: Mapping[str, Any], name: str, filtered: str) ->
     if not scores:
         filters = sorted({sample["filter"] for samples in result["samples"].values() for sample in samples})
         raise ResultError(
-            f"{entry.quality_eval_id} has no scores with the filter {filtered!r}; allowed: {', '.join(filters)}"
+            f"{entry.quality_eval_id} has no scores with the filter {filtered!r}; allowed: {', '.join(filters)}; the"
+            f" registry's key names its filter, as {name}.{filters[0] if filters else 'strict-match'}"
         )
     _refuse_other_mean(entry, result, f"{name},{filtered}", scores)
     return scores

@@ -136,6 +136,7 @@ EVIDENCE_REASONS: dict[str, str] = {
     "evidence_unpaired": "variant, baseline and their difference are not of the same items, or do not add up",
     "evidence_outside_band": "the eval does not speak for this context length",
     "evidence_codec_idle": "the mechanism's codec did not run, or not as often as it should have",
+    "evidence_imported": "the evidence is of another harness, which saw no cache: it may show a loss, and nothing else",
     "evidence_canary": "the logits do not hang on what is stored, or a codec ran and nobody looked",
     "evidence_other_backend": "another attention backend ran than the one that reads the mechanism's pages",
     "evidence_other_served": "the engine says that its pages are coded by another recipe or calibration",

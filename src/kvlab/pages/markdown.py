@@ -10,23 +10,39 @@ import jinja2
 
 from kvlab.pages.terminal import NOTHING, printable
 
-# What starts a link, emphasis, code, mathematics, HTML, a mention or a cell of its own. An underscore inside a word and
-# a colon before a space start nothing. Code points that move the writing or break the line are refused by the
-# catalogue, but a report may be of rows that it refused; `printable` takes them out.
-MARKDOWN = re.compile(r"[\\`*\[\]|~<>&@#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?! )|(?<=www)\.", re.IGNORECASE)
+# What starts a link, emphasis, code, mathematics, HTML, a mention or a cell of its own. An underscore inside a word
+# starts nothing, nor does a bracket that no link, reference or footnote can be made of; a page reads better with these
+# as they are. What a value ends with may be followed by anything. Code points that move the writing or break the line
+# are refused by the catalogue, but a report may be of rows that it refused; `printable` takes them out.
+MARKDOWN = re.compile(
+    r"""
+      [`*|~@#$]
+    | \\ (?= [!-/:-@\[-`{-~] | \Z )               # before a letter it escapes nothing
+    | < (?= [a-z/!?] | \Z )                       # an element, <address>; not "a < b"
+    | (?<! [=-] ) >                               # not of => and ->
+    | & (?= [#a-z] | \Z )                         # a character reference
+    | (?<! [a-z0-9] ) _ | _ (?! [a-z0-9] )
+    | \[ (?= [\[^] ) | (?<= ! ) \[                # [[page]], a footnote, an image
+    | (?<! . ) \s* \[ (?! [-+.\de]+ , )           # [x] and [name], which begin a line; not [0.1, 0.2]
+    | \] (?= [(\[:] )                             # [words](address), [words][name], [name]: address
+    | : (?= / | [\w+-]+ : | [\w+-]* \Z )          # an address, :emoji:
+    | (?<= www ) \.
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
 
 
 def cell(value: object) -> object:
     """A value as it may stand in a cell: on one line, and none of its characters is Markdown or HTML.
 
     What would be syntax becomes a character reference, which every Markdown shows as the character and none reads
-    as syntax.
+    as syntax; unlike a backslash it is understood in the summary of a fold too, which is HTML.
     """
     if isinstance(value, jinja2.Undefined):
         return value
     if value is None or value == "":
         return NOTHING
-    return MARKDOWN.sub(lambda found: f"&#{ord(found[0])};", printable(value))
+    return MARKDOWN.sub(lambda found: "".join(f"&#{ord(one)};" for one in found[0]), printable(value))
 
 
 def code(value: object) -> object:

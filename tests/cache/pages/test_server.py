@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,6 +25,9 @@ pytestmark = [pytest.mark.full, pytest.mark.engine]
 PATIENCE = 240  # seconds that a start may take
 PROMPTS = [list(range(10, 60)), list(range(100, 190, 2)), list(range(10, 45)) + list(range(200, 220)), [7, 8, 9]]
 TOKENS = 24
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # as `chat_template.jinja` beside a model
+)
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +118,21 @@ def gone(address: str) -> bool:
     return len(found) == 2 and not any(map(float, found))
 
 
+def chat_of(client, asked: dict) -> str:
+    """The answer to a chat, which has to be that to the chat as the template writes it."""
+    plain = client.completions.create(model="tiny", prompt="a tensor\n", **asked).choices[0].text
+    chat = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a tensor"}], **asked)
+    assert chat.choices[0].message.content == plain
+    return plain
+
+
 def test_a_server_answers_alike_in_every_way_gives_pages_back_and_survives_a_restart(tiny_model, recipe, tmp_path):
-    first = tmp_path / "first.log"
-    with server(tiny_model, recipe, first) as address:
+    first, model = tmp_path / "first.log", shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    with server(model, recipe, first) as address:
         before = answers(address)
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+        assert chat_of(client, {"max_tokens": TOKENS, "temperature": 0})
         running = stream(client, PROMPTS[0], 150)
         next(iter(running))
         assert not gone(address)
@@ -128,7 +142,7 @@ def test_a_server_answers_alike_in_every_way_gives_pages_back_and_survives_a_res
             assert time.monotonic() < end, "a request that was cancelled still holds pages"
             time.sleep(0.2)
         status = httpx.post(f"{address}/collective_rpc", json={"method": "kvlab_status"}).json()["results"][0]
-    with server(tiny_model, recipe, tmp_path / "second.log") as address:
+    with server(model, recipe, tmp_path / "second.log") as address:
         assert answers(address) == before
         again = httpx.post(f"{address}/collective_rpc", json={"method": "kvlab_status"}).json()["results"][0]
     assert len(set(before)) > 1 and status["recipe_id"] == again["recipe_id"] == CODED.recipe_id

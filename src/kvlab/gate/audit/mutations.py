@@ -14,7 +14,7 @@ from typing import Any
 
 from kvlab.gate import catalogue, registry
 from kvlab.gate.audit import published_rules
-from kvlab.gate.audit.passing_case import FIRES, ITEMS, MODEL, PATTERN, TOKENS, VALUES, valid_case
+from kvlab.gate.audit.passing_case import FIRES, IMPORTED, ITEMS, MODEL, PATTERN, TOKENS, VALUES, valid_case
 from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE, Row
 from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.check import check
@@ -176,8 +176,7 @@ class Mutation:
             return f"{self.field} taken out"
         if isinstance(self.value, Renamed):
             return f"{self.field} spelt {self.value.name}"
-        shown = repr(self.value)
-        return f"{self.field} = {shown if len(shown) <= 40 else shown[:37] + '...'}"
+        return f"{self.field} = {shown if len(shown := repr(self.value)) <= 40 else shown[:37] + '...'}"
 
     def applied(self) -> dict[str, Any]:
         """The valid case with this field corrupted."""
@@ -332,6 +331,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _int("evidence_codec_idle", "observed", "fires", 0),
     _int("evidence_canary", "observed", "canary_kl", 0.0),
     _int("evidence_other_codec", "observed", "codec", "kivi"),
+    _fp8("evidence_imported", "imported", IMPORTED),
     _pages("evidence_other_backend", "observed", "backend", "kvlab.cache.pages.backend.Other"),
     _pages("evidence_other_served", "observed", "served", "calibration", "another fit"),
     _pages("evidence_pages", "observed", "pool", None),

@@ -23,6 +23,9 @@ POOL = {
 }
 """Pages of 4 bits per value, as many as fit into a MiB."""
 PATTERN = "block_sparse:block=32,top_k=4"
+IMPORTED = {"harness": "lm-evaluation-harness", "plain": "0a0a", "coded": "c0c0", "differs": {}, "changed": 1} | {
+    "unobserved": ["codec"]
+}
 EVICTION = "attention:percent=25,sinks=4,recent=32"
 
 

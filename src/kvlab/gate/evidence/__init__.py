@@ -3,15 +3,27 @@
 from kvlab.gate.evidence.derived import Derived, Status, status
 from kvlab.gate.evidence.faults import BASELINE_RECIPE, problems
 from kvlab.gate.evidence.measures import ALPHA, Measure, measured, paired
-from kvlab.gate.evidence.record import Evidence, EvidenceError, Identity, Observed, build, parse, read
+from kvlab.gate.evidence.record import (
+    UNOBSERVED,
+    Evidence,
+    EvidenceError,
+    Identity,
+    Imported,
+    Observed,
+    build,
+    parse,
+    read,
+)
 
 __all__ = [
     "ALPHA",
     "BASELINE_RECIPE",
+    "UNOBSERVED",
     "Derived",
     "Evidence",
     "EvidenceError",
     "Identity",
+    "Imported",
     "Measure",
     "Observed",
     "Status",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from kvlab.gate.evidence.faults import mechanisms_of, problems
+from kvlab.gate.evidence.faults import UNWITNESSED, mechanisms_of, problems
 from kvlab.gate.evidence.quality import NOT_INSIDE, Judgement, beside, judge
 from kvlab.gate.evidence.record import Evidence, parse
 from kvlab.gate.reasons import Reason
@@ -35,10 +35,10 @@ def status(
 ) -> Derived:
     """The quality status that a row's evidence earns.
 
-    ``failed`` when a metric is ``beyond`` in evidence without a problem; ``not_required`` when the mechanism is
-    registered as lossless; ``completed`` when nothing is wrong with any evidence, the eval that the row names is
-    among it, and every metric is ``within``; otherwise ``pending``. Everything attached is judged, so that a bad
-    result cannot be hidden behind a good one.
+    ``failed`` when a metric is ``beyond`` in evidence without a problem but that it was imported; ``not_required`` when
+    the mechanism is registered as lossless; ``completed`` when nothing is wrong with any evidence, the eval that the
+    row names is among it, and every metric is ``within``; otherwise ``pending``. Everything attached is judged, so
+    that a bad result cannot be hidden behind a good one.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def status(
     for piece in pieces:
         found = problems(piece, row, registry, current)
         reasons += found
-        if not found:
+        if all(reason.code == UNWITNESSED for reason in found):
             judgements += judgements_of(parse(piece), registry)
     if not lossless:
         reasons += _uncited(pieces, row, registry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from types import MappingProxyType
 
 from kvlab.base.errors import suggestion
 from kvlab.base.recipe import IDENTITY
@@ -20,6 +21,7 @@ NO_CODEC = (None, "", "identity")
 READS_ALL = (None, "", "none", "full")  # how a row says that nothing was left out
 COUNTED = (*Pool.model_fields, "capacity_tokens")  # by an engine of its own cache; nothing else vouches for them
 OWN_HARNESS = "kvlab"
+UNWITNESSED = "evidence_imported"  # a loss may be shown all the same
 NARROWEST = 1.9  # standard errors; at 95 % an interval is about four wide, at a rate of 0 or 1 half of that
 ROUNDED = 1e-3  # relative; rows show rounded numbers
 OTHER_TEXT = 0.05  # relative; a codec that stores outliers takes other bytes for the texts of another eval
@@ -61,12 +63,29 @@ def problems(
         *_outside_band(evidence, entry),
         *_baseline(evidence, entry),
         *_metrics(evidence, entry),
-        *_codec(evidence, row, registry),
-        *_pages(evidence, row, registry),
-        *_canary(evidence, entry),
-        *_other_pattern(evidence, row),
-        *_contradictions(evidence, row, entry),
+        *(_ran(evidence, row, entry, registry) if evidence.imported is None else _unseen(evidence, row)),
     ]
+
+
+def _ran(evidence: Evidence, row: Mapping, entry: Eval, registry: Registry) -> Iterator[Reason]:
+    """What was seen of the cache, held against the row."""
+    yield from _codec(evidence, row, registry)
+    yield from _pages(evidence, row, registry)
+    yield from _canary(evidence, entry)
+    yield from _other_pattern(evidence, row)
+    yield from _contradictions(evidence, row, entry)
+
+
+def _unseen(evidence: Evidence, row: Mapping) -> Iterator[Reason]:
+    """Of evidence that was imported nothing was seen, so there is nothing to hold the row against but the metrics.
+
+    It says of itself that nobody looked, and so it cannot show that little is lost: a codec that never ran, or a cache
+    that nobody read, loses nothing. That much is lost it can show (`kvlab.gate.evidence.derived`).
+    """
+    names = ", ".join(evidence.imported.unobserved)
+    said = f"is from {evidence.imported.harness}, which says nothing of {names}"
+    yield Reason(code=UNWITNESSED, field="imported", said=said)
+    yield from _other_numbers(row, {key: measure.value for key, measure in evidence.metrics.items()})
 
 
 def _measures(evidence: Evidence) -> Iterator[tuple[str, Measure]]:
@@ -287,7 +306,13 @@ def _contradictions(evidence: Evidence, row: Mapping, entry: Eval) -> Iterator[R
         numbers |= observed.pool.model_dump() | {"capacity_tokens": observed.pool.capacity_tokens}
     if observed.kv_values > 0 and not entry.own_contexts:
         numbers["bits_per_value"] = 8 * observed.kv_bytes / observed.kv_values
-    rounded = {"bits_per_value": ROUNDED if own else OTHER_TEXT}
+    yield from _other_numbers(row, numbers, {"bits_per_value": ROUNDED if own else OTHER_TEXT})
+
+
+def _other_numbers(
+    row: Mapping, numbers: Mapping, rounded: Mapping[str, float] = MappingProxyType({})
+) -> Iterator[Reason]:
+    """Numbers that a row shows otherwise than they were seen, by more than rows round."""
     for name, seen in numbers.items():
         shown, far = row.get(name), rounded.get(name, ROUNDED)
         if shown is not None and (seen is None or not math.isclose(shown, seen, rel_tol=far, abs_tol=1e-9)):

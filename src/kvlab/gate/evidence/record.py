@@ -20,6 +20,8 @@ from kvlab.base.testimony import Pool, Served
 from kvlab.gate.catalogue.strict import read_json
 from kvlab.gate.evidence.measures import Count, Measure
 
+UNOBSERVED = "unobserved"  # in evidence that was imported: nobody looked
+
 
 class EvidenceError(UserError):
     """A file or an object that should be evidence is none."""
@@ -75,8 +77,27 @@ class Observed(_Strict):
     read_bytes: Count | None = None
 
 
+class Imported(_Strict):
+    """Where evidence is from that was made of another harness's files: no engine of this project vouches for it.
+
+    `plain` and `coded` are digests of the two results files, `differs` by what arguments the two runs differ, plain
+    first, and `changed` how many answers do. `unobserved` names what nobody looked at: such a field holds
+    `UNOBSERVED`, 0 or None, and says nothing; that the plain run was plain is the word of whoever named it so.
+    """
+
+    harness: str
+    plain: str
+    coded: str
+    differs: dict[str, Annotated[tuple[str | None, str | None], Field(strict=False)]]
+    changed: Count
+    unobserved: Annotated[tuple[str, ...], Field(strict=False)]
+
+
 class Evidence(_Strict):
-    """One run of an eval on one variant; `paired` is variant minus baseline over the same items."""
+    """One run of an eval on one variant; `paired` is variant minus baseline over the same items.
+
+    `imported` is None of what this project measured, and then not written.
+    """
 
     schema_version: Annotated[int, Field(ge=2, le=2)] = 2  # a Literal would take 2.0 for 2
     quality_eval_id: str
@@ -88,7 +109,13 @@ class Evidence(_Strict):
     observed: Observed
     baseline_recipe_id: str | None = None
     baseline_identity: Identity | None = None
+    imported: Imported | None = None
     evidence_id: str
+
+    def model_dump(self, **options) -> dict:
+        """As pydantic's, without `imported` where it is None: what was measured before keeps its id."""
+        found = super().model_dump(**options)
+        return found if found.get("imported") is not None else {k: v for k, v in found.items() if k != "imported"}
 
     def content_id(self) -> str | None:
         """The id that this content has; None when it holds NaN or infinity, which have no canonical form."""

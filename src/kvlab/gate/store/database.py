@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.base.errors import StorageError
+from kvlab.base.targets import absence
 from kvlab.gate.store import migrations
 
 TIMEOUT = 30.0  # seconds to wait for another process that writes
@@ -112,8 +113,12 @@ def open_store(path: Path | str, timeout: float = TIMEOUT, create: bool = False)
 def _connect(path: Path, timeout: float, create: bool) -> sqlite3.Connection:
     if create:
         _make_folder(path.parent)
-    elif not path.exists():
-        raise StorageError(f"there is no store at {path}; `kvlab gate ingest` makes one")
+    elif (why := absence(path)) is not None:
+        raise StorageError(f"there is no store at {path}: {why}; `kvlab gate ingest` makes one")
+    if path.is_dir():
+        raise StorageError(f"cannot use {path}: it is a folder; name the store's file")
+    if not create and path.is_file() and not path.stat().st_size:  # SQLite would take it, and write into it
+        raise StorageError(f"cannot use {path}: it is empty; `kvlab gate ingest` makes a store")
     address = f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
     connection = sqlite3.connect(address, uri=True, timeout=timeout, isolation_level=None)
     connection.execute("PRAGMA foreign_keys = ON")
