@@ -364,7 +364,7 @@ BAD = {
     "recipe of no conditioning": ("recipe", {"codec": "int+white"}, "center+whiten, none"),
     "encode no recipe": ("encode", {"recipe": "nothing"}, "cannot read"),
     "encode a recipe that is no text": ("encode", {"recipe": "binary"}, "is not JSON"),
-    "encode a recipe that is none": ("encode", {"recipe": "object"}, "recipe: Field required"),
+    "encode a recipe that is none": ("encode", {"recipe": "object"}, "is no recipe file"),
     "encode no capture": ("encode", {"capture": "nothing"}, "kvlab step capture"),
     "encode a capture that is none": ("encode", {"capture": "tensors"}, "kvlab step capture"),
     "encode a window that is none": ("encode", {"window": "99"}, "allowed: 0..5"),

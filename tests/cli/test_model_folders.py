@@ -144,7 +144,7 @@ def test_what_is_no_folder_of_a_model_is_told_what_to_give(verb, named, run, fol
         "a GGUF file": (file, "is a file; give the folder of a Hugging Face model, which transformers writes"),
         "a folder of one": (file.parent, "gguf_file='model-q4.gguf'"),
         "nothing": (tmp_path / "coyp", "does not exist; did you mean"),
-        "a hub id": (Path("owner/name"), "a model of the hub is fetched with `hf download owner/name"),
+        "a hub id": (Path("owner/name"), "`hf download owner/name`"),
         "no JSON": (folder, "no JSON in UTF-8"),
         "no UTF-8": (folder, "no JSON in UTF-8"),
     }[named]

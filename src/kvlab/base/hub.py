@@ -6,6 +6,8 @@ from pathlib import Path
 
 from kvlab.base.errors import suggestion
 
+GGUF = ".gguf"
+
 
 def reads_as_id(name: str) -> bool:
     """Whether a name that is no folder reads as a hub id (owner/name) and as no path."""
@@ -34,7 +36,7 @@ def no_folder(name: str) -> str:
     """Why a name is no folder of a model, and what to do; in one line."""
     path = Path(name)
     if path.is_file():
-        return f"{name} is a file; give the folder of the model that it belongs to"
+        return f"{name!r} is a file; give the folder of a Hugging Face model{of_gguf(path)}"
     if not reads_as_id(name):
         siblings = [str(p) for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         return f"model directory {name!r} does not exist{suggestion(name, siblings)}"
@@ -45,4 +47,15 @@ def no_folder(name: str) -> str:
     return (
         f"{first} and is not in the local cache; get it with `hf download {name}`, for a certain commit or tag with"
         " --revision, and give the folder that this prints"
+    )
+
+
+def of_gguf(file: Path) -> str:
+    """How a GGUF file becomes a folder; empty for another file."""
+    if file.suffix != GGUF:
+        return ""
+    return (
+        f", which transformers writes of {file.name}:"
+        f" AutoModelForCausalLM.from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(NEW),"
+        " and the same of AutoTokenizer"
     )

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from kvlab.base.decoder import Decoder
 from kvlab.base.errors import ModelError, suggestion
-from kvlab.base.hub import no_folder, reads_as_id, unpinned
+from kvlab.base.hub import GGUF, no_folder, of_gguf, reads_as_id, unpinned
 from kvlab.base.params import Model, ModelEntry
 from kvlab.base.plain import MOST_LAYERS, shown
 from kvlab.base.weights import CONSOLIDATED, WEIGHTS, weight_files
 
-GGUF = ".gguf"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -166,7 +165,7 @@ def local_folder(model: ModelEntry) -> Path | None:
     try:
         found = path.is_dir()
         if not found and path.is_file():
-            raise ModelError(f"{model.path!r} is a file; give the folder of a Hugging Face model{_of_gguf(path)}")
+            raise ModelError(no_folder(model.path))
     except OSError as error:  # a name that is too long
         raise ModelError(f"model directory {shown(model.path)} cannot be read: {error.strerror}") from None
     if found:
@@ -174,7 +173,7 @@ def local_folder(model: ModelEntry) -> Path | None:
             gguf = next((file for file in sorted(path.iterdir()) if file.suffix == GGUF), path)
             raise ModelError(
                 f"model directory {model.path!r} has no config.json; give a Hugging Face model directory"
-                f"{_of_gguf(gguf)}"
+                f"{of_gguf(gguf)}"
             )
         return path
     if not reads_as_id(model.path):
@@ -186,17 +185,6 @@ def local_folder(model: ModelEntry) -> Path | None:
     if model.revision is None:
         raise ModelError(unpinned(model.path))
     return None
-
-
-def _of_gguf(file: Path) -> str:
-    """How a GGUF file becomes a folder; empty for another file."""
-    if file.suffix != GGUF:
-        return ""
-    return (
-        f", which transformers writes of {file.name}:"
-        f" AutoModelForCausalLM.from_pretrained({str(file.parent)!r}, gguf_file={file.name!r}).save_pretrained(NEW),"
-        " and the same of AutoTokenizer"
-    )
 
 
 def _download(model: Model) -> Path:
