@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 import weakref
 from dataclasses import replace
@@ -171,6 +172,17 @@ def test_a_file_that_was_replaced_is_seen_and_older_caches_stay_as_they_were(
     assert all(map(torch.equal, before, seen(model, old)))
     found = seen(model, new)
     assert name == "oscar" or not any(map(torch.equal, before, found))  # which takes no means away
+
+
+@pytest.mark.parametrize("name", ["klt", "whiten"])
+def test_a_pipelines_components_that_are_written_over_change_no_cache(name, model, tiny_calibration, tmp_path):
+    found = {kind: tiny_calibration[kind] for kind in ("sigma", "components")}
+    own = shutil.copytree(found["components"].parent, tmp_path / "components") / found["components"].name
+    files = CalibrationFiles(**found | {"components": own})
+    cache = Cache(model, write_recipe_file(tmp_path / "r.json", RECIPES[name], calibration=files))
+    before = seen(model, cache)
+    own.write_bytes(bytes(own.stat().st_size))
+    assert all(map(torch.equal, before, seen(model, cache)))
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_refused(klt4, calibrated, info):

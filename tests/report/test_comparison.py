@@ -20,6 +20,7 @@ from kvlab.pages import svg
 from kvlab.report import comparison, figures, findings
 from kvlab.report.claims import resolved
 from kvlab.report.metrics import build as build_metrics
+from kvlab.report.schema import VERSION
 from kvlab.report.summary import summary
 from report.synthetic import Effects, small_params, write_results
 
@@ -336,7 +337,7 @@ def test_compare_writes_three_files_and_reads_no_parameters(small, large, compar
         (lambda small, large: {"a": small | {"schema_version": 7}}, "a.json is of schema_version 7, this kvlab reads"),
         (
             lambda small, large: {"a": {k: v for k, v in small.items() if k != "settings"}},
-            "a.json is no metrics of version 3: settings: Field required",
+            f"a.json is no metrics of version {VERSION}: settings: Field required",
         ),
     ],
 )

@@ -199,7 +199,8 @@ def load_components(path: Path, identity: dict[str, str]) -> dict[str, dict[int,
     try:
         with safe_open(path, "pt") as file:
             metadata, names = file.metadata(), list(file.keys())
-            tensors = {name: file.get_tensor(name) for name in names}
+            # copies: what the file gives is mapped, all of it as long as a part is held, and would change with it
+            tensors = {name: file.get_tensor(name).clone() for name in names}
     except (OSError, SafetensorError) as error:
         raise CalibrationMismatch(f"cannot read components {path}: {error}; run `kvlab step components`") from None
     header = header_facts(metadata, path, dict.fromkeys(identity, str), "components")
