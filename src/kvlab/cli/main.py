@@ -34,7 +34,7 @@ from kvlab.cli.parsing import Parser, Verbs, add_groups, add_verbs
 ABOUT = """\
 What compressing an LLM's KV cache costs: measured on your model, your text and your engine.
 
-  measure     what a codec costs a model on a text: KL, bits, memory, speed, and which to take
+  measure     what codecs cost a model on a text: KL divergence, bits, speed; which to take
   witness     a result computed again, by other code
   calibrate   fit a codec to a model: one file for transformers, vLLM, encode and snapshot
   init        a params.yaml for your model, to study it as a whole
