@@ -65,8 +65,8 @@ def test_paths_in_it_move_with_the_folder(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[]", "the file"),
-        ("{}", "recipe: Field required"),
+        ("[]", "is no recipe file, it has no `recipe`"),
+        ("{}", "is no recipe file, it has no `recipe`"),
         ('{"recipe": {"k": {"codec": "identity"}, "v": {"codec": "int", "bits": 9}}}', r"recipe\.v\.int\.bits is 9"),
         ('{"recipe": {"k": {"codec": "identity"}, "v": {"codec": "identity"}}, "layer": 1}', "layer is 1"),
         ('{"recipe": {"k": {"codec": "identity"}, "v": {"codec": "identity"}}, "layers": []}', "or null for all"),
