@@ -55,7 +55,7 @@ test-all: test test-rest  ## all tests: those of `make test`, then the rest
 test-rest: $(READY)  ## what `make test` leaves out: DVC, schedulers, S3, a browser; properties with all their examples
 	@$(PYTEST) -m "full or hypothesis" --hypothesis-profile=second $(ARGS)
 
-wheel-test: $(READY)  ## build the wheel, install it into a new environment and use it there
+wheel-test: $(READY)  ## build the wheel, install it into a new environment and use it there (ARGS='--with newest')
 	@"$(BIN)/python" workflow/scripts/wheel_test.py $(ARGS)
 
 lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml and config/ against the rules
