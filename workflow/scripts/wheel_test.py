@@ -229,7 +229,7 @@ def used(python: Path, folder: Path, model: Path, readme: bool = False, vllm: bo
         (folder / "served.py").write_text(VLLM)
         commands.append(("a recipe inside vLLM", [python, "served.py", str(model)]))
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVLAB"))}
-    environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     environ["PATH"] = f"{python.parent}{os.pathsep}{environ['PATH']}"
     wrong = []
     for shown, command in commands:
