@@ -175,12 +175,15 @@ def resolved(folder: Path, wheel_path: Path, oldest: bool, vllm: bool, any_torch
     ]
     answer = subprocess.run([*pip, *command], capture_output=True, text=True)
     if answer.returncode:
-        raise SystemExit(f"pip installed nothing: {' '.join(answer.stderr.split()[-120:])}")
+        said = [line for line in (answer.stdout + answer.stderr).splitlines() if not line.startswith("WARNING")]
+        raise SystemExit(
+            "\n".join([*said[-30:], f"wheel-test with {'oldest' if oldest else 'newest'} versions: no pip"])
+        )
     if vllm:
         subprocess.run([*pip, "uninstall", "--yes", *UNWANTED], check=True)
     shown = ("torch", "transformers", "tokenizers", "numpy", "polars", "pydantic", "numba", *lowest)
     listed = subprocess.check_output([*pip, "list", "--format=freeze"], text=True).split()
-    print("pip took", *(line for line in listed if line.partition("==")[0] in shown))
+    print("pip took", *(line for line in listed if line.partition("==")[0].lower() in shown))
     return python
 
 
