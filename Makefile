@@ -9,6 +9,7 @@ BENCH ?=
 MODEL ?= smollm2-135m
 STAGE ?=
 WORKERS ?= 2
+export PYTHON EXTRA_INDEX
 
 # Pins by machine: CUDA builds where an NVIDIA GPU answers, CPU builds everywhere else.
 FLAVOUR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
@@ -16,9 +17,17 @@ READY := .venv/ready-$(FLAVOUR)
 BIN := $(CURDIR)/.venv/bin
 REPORT := results/gap/FINDINGS.md
 RULES := Snakefile workflow/rules
-RIVALS = $(BIN)/pip install --quiet --no-deps --upgrade --target .venv/rivals -r requirements/bench.txt \
+RIVALS = "$(BIN)/pip" install --quiet --no-deps --upgrade --target .venv/rivals -r requirements/bench.txt \
 	|| echo "Without all of requirements/bench.txt; the page names what is missing."
-PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --no-loadscope-reorder
+PYTEST = "$(BIN)/python" -m pytest -q -n $(WORKERS) --no-loadscope-reorder
+
+# Where programs would fail one after the other, the first command says why; `make` alone lists all the same.
+ifneq ($(filter-out help,$(MAKECMDGOALS)),)
+WRONG := $(shell bash workflow/scripts/place.sh)
+ifneq ($(WRONG),)
+$(error $(WRONG))
+endif
+endif
 
 .PHONY: help setup findings audit test test-all test-rest wheel-test lint kill-test recompute cost bench-codec bench-serving bench-load bench-ranks bench-micro reference kill-test-dvc test-slurm adopt pull ci-cached sync params-docs headline pins clean
 
@@ -29,13 +38,13 @@ help:  ## this list
 setup: $(READY)  ## .venv with everything in it (PYTHON=python3.11, EXTRA_INDEX=address)
 
 $(READY): requirements/$(FLAVOUR).txt pyproject.toml
-	@PYTHON='$(PYTHON)' EXTRA_INDEX='$(EXTRA_INDEX)' bash workflow/scripts/setup.sh $(FLAVOUR)
+	@bash workflow/scripts/setup.sh $(FLAVOUR)
 
 findings: $(READY)  ## run what is not done yet, up to the report (PRESET=quick: small and fast)
 	@set -e; place=.; \
-	if [ -n '$(PRESET)' ]; then place=$$($(BIN)/python workflow/scripts/workspace.py '$(PRESET)'); fi; \
+	if [ -n '$(PRESET)' ]; then place=$$("$(BIN)/python" workflow/scripts/workspace.py '$(PRESET)'); fi; \
 	echo "Findings from $$place/params.yaml; what is done already stays done. Ctrl-C stops, the same command goes on."; \
-	cd "$$place"; $(BIN)/snakemake $(REPORT) $(ARGS); \
+	cd "$$place"; "$(BIN)/snakemake" all $(ARGS); \
 	echo "Report: $$place/$(REPORT)"
 
 test: $(READY)  ## what one runs before a commit, in two processes (WORKERS=1: in one)
@@ -46,89 +55,89 @@ test-all: test test-rest  ## all tests: those of `make test`, then the rest
 test-rest: $(READY)  ## what `make test` leaves out: DVC, schedulers, S3, a browser; properties with all their examples
 	@$(PYTEST) -m "full or hypothesis" --hypothesis-profile=second $(ARGS)
 
-wheel-test: $(READY)  ## build the wheel, install it into a new environment and use it there
-	@$(BIN)/python workflow/scripts/wheel_test.py $(ARGS)
+wheel-test: $(READY)  ## build the wheel, install it into a new environment and use it there (ARGS='--with newest')
+	@"$(BIN)/python" workflow/scripts/wheel_test.py $(ARGS)
 
 lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml and config/ against the rules
-	$(BIN)/ruff check src tests workflow validation
-	$(BIN)/ruff format --check src tests workflow validation
-	$(BIN)/snakefmt --check --line-length 110 $(RULES)
-	$(BIN)/snakemake --lint
-	$(BIN)/python workflow/scripts/dvc_sync.py --check
-	$(BIN)/python workflow/scripts/params_docs.py --check
-	$(BIN)/python workflow/scripts/metrics_schema.py --check
+	"$(BIN)/ruff" check src tests workflow validation
+	"$(BIN)/ruff" format --check src tests workflow validation
+	"$(BIN)/snakefmt" --check --line-length 110 $(RULES)
+	"$(BIN)/snakemake" --lint
+	"$(BIN)/python" workflow/scripts/dvc_sync.py --check
+	"$(BIN)/python" workflow/scripts/params_docs.py --check
+	"$(BIN)/python" workflow/scripts/metrics_schema.py --check
 
 kill-test: $(READY)  ## SIGKILL jobs and Snakemake with all their children, run again, compare every table
-	@$(BIN)/python workflow/scripts/kill_rules.py $(if $(PRESET),--preset '$(PRESET)') $(ARGS)
+	@"$(BIN)/python" workflow/scripts/kill_rules.py $(if $(PRESET),--preset '$(PRESET)') $(ARGS)
 
 kill-test-dvc: $(READY)  ## SIGKILL DVC, Snakemake or a worker alone, run again, compare (ARGS='--times 10 --seed 0')
-	@$(BIN)/python workflow/scripts/kill_runs.py $(if $(PRESET),--preset '$(PRESET)') $(ARGS)
+	@"$(BIN)/python" workflow/scripts/kill_runs.py $(if $(PRESET),--preset '$(PRESET)') $(ARGS)
 
 test-slurm: $(READY)  ## the quick preset on a real SLURM on this machine (root, Debian; ARGS='--against DIR')
-	@$(BIN)/python workflow/scripts/test_slurm.py $(ARGS)
+	@"$(BIN)/python" workflow/scripts/test_slurm.py $(ARGS)
 
 recompute: $(READY)  ## measure a finished job again and compare it byte for byte (PRESET=quick, ARGS="'results/*/*/vllm-*'")
-	@$(BIN)/python workflow/scripts/recompute.py $(if $(PRESET),--at '.runs/$(PRESET)') $(ARGS)
+	@"$(BIN)/python" workflow/scripts/recompute.py $(if $(PRESET),--at '.runs/$(PRESET)') $(ARGS)
 
 cost: $(READY)  ## seconds and memory at two sizes of windows, cells and layers -> results/cost/COST.md
-	@$(BIN)/python workflow/scripts/cost.py $(ARGS)
+	@"$(BIN)/python" workflow/scripts/cost.py $(ARGS)
 
 bench-codec: $(READY)  ## every codec beside other libraries -> results/codec/BENCH.md (MODEL=SLUG, BENCH='--tensors DIR --sigma FILE')
 	@$(RIVALS)
-	@$(BIN)/snakemake ladder calib/capture/$(MODEL)/hf.safetensors calib/archive/$(MODEL)/hf.safetensors $(ARGS)
-	@PATH="$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/.venv/rivals" $(BIN)/python -m kvlab bench --out results/codec \
+	@"$(BIN)/snakemake" ladder calib/capture/$(MODEL)/hf.safetensors calib/archive/$(MODEL)/hf.safetensors $(ARGS)
+	@PATH="$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/.venv/rivals" "$(BIN)/python" -m kvlab bench --out results/codec \
 		--capture calib/capture/$(MODEL)/hf.safetensors --windows calib/corpus/$(MODEL)/windows.safetensors \
 		--archive calib/archive/$(MODEL)/hf.safetensors --model $(MODEL) --ladder results/ladder/$(MODEL) $(BENCH)
 
 bench-serving: $(READY)  ## vLLM's plain pages and coded ones under the same loads -> results/serving/CAPACITY.md (MODEL=SLUG)
-	@$(BIN)/snakemake results/capacity/$(MODEL)/CAPACITY.md $(ARGS)
+	@"$(BIN)/snakemake" results/capacity/$(MODEL)/CAPACITY.md $(ARGS)
 	@mkdir -p results/serving && cp results/capacity/$(MODEL)/CAPACITY.md results/serving/CAPACITY.md
 
 bench-load: $(READY)  ## what a smaller cache buys under load, simulated from steps of vLLM -> results/serving/LOAD.md (MODEL=SLUG)
-	@$(BIN)/snakemake results/service/$(MODEL)/LOAD.md $(ARGS)
+	@"$(BIN)/snakemake" results/service/$(MODEL)/LOAD.md $(ARGS)
 	@mkdir -p results/serving && cp results/service/$(MODEL)/LOAD.md results/service/$(MODEL)/load.json \
 		results/service/$(MODEL)/steps.json results/serving/
 
 bench-ranks: $(READY)  ## what several processes send each other -> results/serving/CLUSTER.md (MODEL=SLUG)
-	@$(BIN)/snakemake results/ranks/$(MODEL)/CLUSTER.md $(ARGS)
+	@"$(BIN)/snakemake" results/ranks/$(MODEL)/CLUSTER.md $(ARGS)
 	@mkdir -p results/serving && cp results/ranks/$(MODEL)/CLUSTER.md results/serving/CLUSTER.md
 
 bench-micro: $(READY)  ## single operations of mechanisms beside other libraries -> results/micro/BENCH.md and docs/micro.md
 	@$(RIVALS)
-	@PYTHONPATH="$(CURDIR)/.venv/rivals" $(BIN)/snakemake results/micro/BENCH.md $(ARGS)
+	@PYTHONPATH="$(CURDIR)/.venv/rivals" "$(BIN)/snakemake" results/micro/BENCH.md $(ARGS)
 	@cp results/micro/BENCH.md docs/micro.md
 
 reference: $(READY)  ## train the embedded reference model again, into models/reference (an hour)
-	$(BIN)/python -m kvlab step reference --out models/reference $(ARGS)
+	"$(BIN)/python" -m kvlab step reference --out models/reference $(ARGS)
 
 adopt: $(READY)  ## record in DVC what plain snakemake made (STAGE='sigma codebooks'; default: all)
-	@$(BIN)/python workflow/scripts/dvc_sync.py --check >/dev/null
+	@"$(BIN)/python" workflow/scripts/dvc_sync.py --check >/dev/null
 	@PATH="$(BIN):$$PATH" dvc repro --quiet code
-	@$(BIN)/python workflow/scripts/handover.py adopt $(STAGE)
+	@"$(BIN)/python" workflow/scripts/handover.py adopt $(STAGE)
 
 pull: $(READY)  ## restore what DVC records, and make it known to snakemake (STAGE=...; default: all)
 	@PATH="$(BIN):$$PATH" dvc repro --quiet code
-	@$(BIN)/python workflow/scripts/handover.py pull $(STAGE)
+	@"$(BIN)/python" workflow/scripts/handover.py pull $(STAGE)
 
 ci-cached: $(READY)  ## the report from cache and remote, and which stages ran (ARGS=--require-cached or --run-missing)
-	@$(BIN)/python workflow/scripts/ci_cached.py $(ARGS)
+	@"$(BIN)/python" workflow/scripts/ci_cached.py $(ARGS)
 
 sync: $(READY)  ## dvc.yaml from the rules, after a rule, a module or the list of models has changed
-	@$(BIN)/python workflow/scripts/dvc_sync.py
+	@"$(BIN)/python" workflow/scripts/dvc_sync.py
 
 params-docs: $(READY)  ## config/PARAMS.md and both JSON schemas, after a parameter, dvc.yaml or metrics.json has changed
-	@$(BIN)/python workflow/scripts/params_docs.py
-	@$(BIN)/python workflow/scripts/metrics_schema.py
+	@"$(BIN)/python" workflow/scripts/params_docs.py
+	@"$(BIN)/python" workflow/scripts/metrics_schema.py
 
 headline: $(READY)  ## the block at the top of README.md, from results/ (MODEL=SLUG)
-	@$(BIN)/python -m kvlab step report --model $(MODEL) --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
+	@"$(BIN)/python" -m kvlab step report --model $(MODEL) --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
 		--comparison results/gap/models/comparison.json --readme README.md
 
 audit: $(READY)  ## plant faults in the chain and in its files, and see what catches each: results/audit/AUDIT.md
-	$(BIN)/python -m kvlab step audit --out results/audit/AUDIT.md
+	"$(BIN)/python" -m kvlab step audit --out results/audit/AUDIT.md
 
 pins: $(READY)  ## resolve requirements/in.txt again, into requirements/{cpu,cuda}.txt (ARGS=--keep: only what is new)
-	$(BIN)/python workflow/scripts/pins.py $(ARGS)
+	"$(BIN)/python" workflow/scripts/pins.py $(ARGS)
 
 clean:  ## caches, what was measured before, and the workspaces of presets; results/, calib/ and .venv stay
 	rm -rf .runs .kvlab .pytest_cache .ruff_cache .hypothesis build dvc_plots

@@ -61,8 +61,13 @@ wildcard_constraints:
 
 
 rule all:
+    """The report, and whole every stage of which it is made."""
     default_target: True
     input:
+        # Whole stages, so that DVC can record all that the report is made of. These make more than the report reads.
+        rules.components.input,
+        rules.archive.input,
+        rules.gap.input,
         rules.report.input,
     params:
         cfg=parameters("model"),
@@ -74,15 +79,14 @@ onstart:
     onerun.begin()
     unedited.remember(config)
     ledgered.begin(workflow)
-    if any(job.rule.name.startswith("measure_") for job in workflow.dag.needrun_jobs()):
-        for study in set(plan.STUDIES) - set(STUDIES):  # DVC declares their folders too; they are empty
-            Path("results", study).mkdir(parents=True, exist_ok=True)
     progress.tell(workflow.dag, workflow.resource_settings.cores or workflow.resource_settings.nodes or 1)
     print("Jobs write to results/logs; to watch them: tail -F results/logs/*/*/*.log", file=sys.stderr)
 
 
 onsuccess:
     unedited.check()
+    if "DVC_STAGE" in os.environ:
+        dvc_sync.make_folders(dvc_sync.declared_outs(unedited.stage()))
     ledgered.end(workflow)
 
 

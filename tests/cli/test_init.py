@@ -9,6 +9,7 @@ import pytest
 
 from kvlab.base.errors import UserError
 from kvlab.base.paramfile import read_yaml
+from kvlab.cli import main as cli
 from kvlab.lab import plan
 from kvlab.studies import init
 from kvlab.studies.settings import by_model
@@ -70,6 +71,23 @@ def test_a_model_without_room_for_a_window_is_refused(model, tmp_path):
 def test_no_file_is_written_over(model, tmp_path):
     out = tmp_path / "params.yaml"
     out.write_text("mine")
-    with pytest.raises(UserError, match="exists, and is not written over"):
+    with pytest.raises(UserError, match="exists, and is not written over; name another file with --out"):
         init.write(out, str(model))
     assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("out", "checkout", "last"),
+    [
+        ("params.yaml", False, "next: kvlab params --params params.yaml"),
+        ("params.yaml", True, "; to run it: make sync findings"),
+        ("it's mine.yaml", True, """; to run it: mv 'it'"'"'s mine.yaml' params.yaml && make sync findings"""),
+    ],
+)
+def test_it_says_what_to_type_next(model, tmp_path, monkeypatch, capsys, out, checkout, last):
+    monkeypatch.chdir(tmp_path)
+    if checkout:
+        (tmp_path / "dvc.yaml").touch()
+    cli.main(["init", "--model", str(model), "--out", out])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert (tmp_path / out).is_file() and line.endswith(last)

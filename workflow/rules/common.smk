@@ -6,12 +6,14 @@ import sys
 from functools import lru_cache
 from glob import glob
 from pathlib import Path
+from shlex import quote
 from shutil import which
 
 SRC = Path("src")
 sys.path[:0] = [str(SRC.resolve()), str(Path("workflow/scripts").resolve())]
 
 import closure
+import dvc_sync
 import failures
 import ledgered
 import onerun
@@ -62,7 +64,8 @@ lifeline.announce()
 # Jobs run the code beside this Snakefile, with the Python of this snakemake. An editable install would
 # point to another checkout in the workspaces of `dvc exp run --temp` and `--queue`.
 shell.prefix(
-    f"export PATH='{Path(sys.executable).parent}':\"$PATH\" PYTHONPATH=\"$PWD/{SRC}\" KVLAB_STORE='{store()}'; "
+    f'export PATH={quote(str(Path(sys.executable).parent))}:"$PATH"'
+    f' PYTHONPATH="$PWD/{SRC}" KVLAB_STORE={quote(store())}; '
 )
 
 
@@ -160,6 +163,8 @@ KEYS_OF = STUDY_KEYS | {
     BASELINE: (*CODEC_KEYS, "windows", "baseline", "engines", "protocols"),
     MECHANISMS: ("model", "calibration", "codec", "engines", "mechanisms", "jobs"),
 }
+# Whether targets are what a stage of DVC makes: what `studies` asks for. Typed by hand, a target makes its study all the same.
+FOR_DVC = bool({"DVC_STAGE", "KVLAB_FOR_DVC"} & os.environ.keys())
 FURTHER = wanted_further(PARAMS)  # what of the ladder no cell can ask for
 UNITS = units(PARAMS)
 for slug, params in MODELS.items():
@@ -244,7 +249,7 @@ def whole_codecs(wildcards):
     """The codecs of whole caches that the ladder, the gate's rows or stored snapshots of the job's model ask for."""
     slug = wildcards.model
     named = set(MODELS[slug].kvstore.restore.codecs)
-    named |= set(MODELS[slug].ladder.codecs) if slug in asked_for(plan.LADDER) else set()
+    named |= set(MODELS[slug].ladder.codecs) if slug in (asked_for(plan.LADDER) or MODELS) else set()
     named |= set(MODELS[slug].mechanisms.codecs) if slug in JUDGED else set()
     return [codec for codec in WHOLE if codec in named]
 

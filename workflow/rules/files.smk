@@ -41,14 +41,22 @@ def measured_of(study):
     """The same of every job of a study, of every model that is asked for it."""
     jobs = [job for contents in UNITS.values() for job in contents.get(study, ())]
     table = "results/{study}/{model}/{job}.{kind}"
-    return expand(table, study=study, model=asked_for(study), job=jobs, kind=["parquet", "json"])
+    return expand(table, study=study, model=wanted_of(study), job=jobs, kind=["parquet", "json"])
 
 
 def asked_for(study):
-    """The models of which a study is measured; one that no model is asked for can be measured of all."""
+    """The models of which a study is measured for the report."""
     if study in (BASELINE, MECHANISMS):
         return JUDGED if study == MECHANISMS else list(MODELS)
-    return [slug for slug, params in MODELS.items() if study in plan.studies(params)] or list(MODELS)
+    return [slug for slug, params in MODELS.items() if study in plan.studies(params)]
+
+
+def wanted_of(study):
+    """The models of which a target makes a study: typed by hand, one that no model is asked for is made of all.
+
+    As a stage of DVC it is made of none. The report's stages depend on it whatever is asked for.
+    """
+    return asked_for(study) or ([] if FOR_DVC else list(MODELS))
 
 
 def if_asked(study, pattern):

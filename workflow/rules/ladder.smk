@@ -135,7 +135,7 @@ rule ladder:
         measured_of(plan.LADDER),
         expand(
             "results/ladder/{model}/{made}.json",
-            model=asked_for(plan.LADDER),
+            model=wanted_of(plan.LADDER),
             made=["facts", "further"] if FURTHER else ["facts"],
         ),
     params:

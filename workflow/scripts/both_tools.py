@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -41,8 +42,9 @@ class Made:
 
 
 def run(tool, *arguments):
-    """Run a tool of this environment and keep what it says."""
-    return subprocess.run([BIN / tool, *arguments], capture_output=True, text=True)
+    """Run a tool of this environment and keep what it says; Snakemake's targets are what stages of DVC make."""
+    environ = os.environ | {"KVLAB_FOR_DVC": "1"}
+    return subprocess.run([BIN / tool, *arguments], capture_output=True, text=True, env=environ)
 
 
 def complaint(done):

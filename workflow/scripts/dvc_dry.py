@@ -7,10 +7,13 @@ Before DVC runs a stage it looks the stage up in its run-cache, by the hashes of
 dry run too, in which nothing has made the outputs of the stages before, and ends with "No such file or directory"
 (issues 9818 and 10135 of treeverse/dvc, open; seen with 3.67.1). A stage whose inputs are missing is in no cache, and
 that is what DVC is told here. With --allow-missing it also forgets that a stage reads what another, named before it,
-would make anew. `make setup` writes this file over `.venv/bin/dvc`; without --dry it changes nothing.
+would make anew. `make setup` writes this file over `.venv/bin/dvc`; without --dry it changes nothing, but for one more
+line where DVC fails because dvc.yaml names more models than params.yaml has.
 """
 
+import re
 import sys
+from pathlib import Path
 
 
 def go_on_where_files_are_missing():
@@ -45,10 +48,25 @@ def carry_changes_on():
     Stage.changed, Stage.run = changed_or_after_a_change, run_and_remember
 
 
+def models_that_are_gone():
+    """How dvc.yaml names those models that params.yaml does not have, sorted."""
+    try:
+        from dvc.utils.serialize import load_yaml
+
+        has = len(load_yaml("params.yaml")["models"])
+        named = set(re.findall(r"\$\{models\[(\d+)\]\.path\}", Path("dvc.yaml").read_text()))
+    except Exception:  # DVC has said what is wrong with them
+        return []
+    return [f"models[{number}]" for number in sorted(map(int, named)) if number >= has]
+
+
 if __name__ == "__main__":
     if "--dry" in sys.argv:
         go_on_where_files_are_missing()
         carry_changes_on()
     from dvc.cli import main
 
-    sys.exit(main())
+    code = main()
+    if code and (gone := models_that_are_gone()):
+        print(f"error: params.yaml has no {', '.join(gone)}, which dvc.yaml names; run: make sync", file=sys.stderr)
+    sys.exit(code)

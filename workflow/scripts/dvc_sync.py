@@ -135,6 +135,13 @@ def declared_outs(entry):
     return [next(iter(item)) if isinstance(item, dict) else item for item in items]
 
 
+def make_folders(outs):
+    """Make those folders of a stage that are not there: nothing in them was asked for, and DVC wants every out."""
+    for out in outs:
+        if not Path(out).suffix:
+            Path(out).mkdir(parents=True, exist_ok=True)
+
+
 def owner(path, outs):
     """(stage, out) of the declared out that is `path` or a folder above it; None when there is none."""
     for stage, declared in outs.items():

