@@ -200,6 +200,11 @@ class KVCache(Cache):
         super().reset()
         self._forget()
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether a crop leaves no trace in any layer; transformers 5.15 does not ask."""
+        return all(layer.is_croppable for layer in self.layers)
+
     @apart
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens (a negative number), or all but the first ones (a positive number)."""
