@@ -33,7 +33,10 @@ TOKENS = 24
 def by_torch(plan, coded):
     """Components [groups, n, width], which vectors are about the second mean and which have no tables [groups, n]."""
     symbols = plan.planes.unpack(coded, 1)[..., 0].T.contiguous()
-    z, second = plan.table.gather(1, symbols[: plan.rows].long()), torch.zeros(plan.groups, len(coded))
+    z, second = (
+        plan.trees.table().flatten(0, 1).gather(1, symbols[: plan.rows].long()),
+        torch.zeros(plan.groups, len(coded)),
+    )
     plain = second.bool()
     if plan.escaping:
         moved = plan._unescape(z, symbols)
