@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from kvlab.base.errors import CalibrationMismatch
 from kvlab.base.memory import give_back
-from kvlab.base.recipe import KltStream, Placement, PluginStream, Recipe, StreamRecipe
+from kvlab.base.model import ModelInfo
+from kvlab.base.recipe import WHOLE, KltStream, Placement, PluginStream, Recipe, StreamRecipe
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.decoder_form import read_of
 from kvlab.cache.hf_layer import STREAMS
 from kvlab.cache.pages.layer import compiled as compiles
 from kvlab.cache.stored import Decoder, Reader
+from kvlab.calibration.load import Calibrated
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.klt.codec import KltCodec
 from kvlab.codec.klt.components import Components
@@ -152,6 +154,13 @@ def reader_of(coder: StreamCoder, quick: bool) -> Reader:
 
     coder.token_rows = QuickRows(coder.token_rows)
     return KltColumns(coder)
+
+
+def resident_bytes(recipe: Recipe, calibrated: Calibrated, info: ModelInfo) -> int:
+    """Bytes that a cache's codecs hold for a model; of a codec of whole caches, those of what was fitted."""
+    if recipe.k.codec in WHOLE:
+        return bytes_of(calibrated.whole_of(recipe).tensors)
+    return Tables(recipe, calibrated, Shape(info.n_layers, info.n_kv_heads, info.head_dim), True, False).nbytes
 
 
 def bytes_of(*roots: object) -> int:

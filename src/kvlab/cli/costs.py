@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 from kvlab.base.errors import UserError
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import WHOLE, Recipe
-from kvlab.cache.calibration_file import write_calibration
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.pages.rows import rows_of
 from kvlab.cache.vllm_worker import refuse_mixed
@@ -48,7 +45,7 @@ class Row:
     stored, read : float
         Bytes that a token of the context takes, and that a scored token reads on average, in all layers.
     table_bytes : int or None
-        What decodes of its calibration, as a file; None of what is no codec.
+        What its codecs hold in memory beside the tokens, once a process; None of what is no codec.
     tokens_per_second : float or None
         Tokens of a context that are stored and read back (`costs.tokens_per_second`); None where it is not measured.
     places : tuple of str or None
@@ -109,14 +106,6 @@ def _stored(recipe: Recipe) -> bool:
     """Whether `kvlab encode` writes it: of the codecs that see a whole cache only `archive` has files."""
     names = {recipe.k.codec, recipe.v.codec}
     return not names & {*UNSTORED} and names & {*WHOLE} <= {"archive"}
-
-
-def table_bytes(recipe: Recipe, calibrated: Calibrated | None, info: ModelInfo) -> int:
-    """Bytes of what decodes of a calibration, as a file; 0 where none is read."""
-    if calibrated is None:
-        return 0
-    with TemporaryDirectory() as folder:
-        return write_calibration(Path(folder) / "one.kv", recipe, calibrated, info, decoder=True).stat().st_size
 
 
 def tokens_per_second(context: int, seconds: Sequence[float]) -> float | None:

@@ -98,7 +98,7 @@ def said(found) -> Iterator[str]:
     yield ""
     yield "KL in nats per token; how large it is, beside quantised weights: docs/command-line.md"
     yield (
-        f"MiB of {context} tokens; tables: MiB of what decodes of a calibration, once for all tokens; tok/s: tokens"
+        f"MiB of {context} tokens; tables: MiB that codecs hold in memory, once a process; tok/s: tokens"
         f" stored and read back, on {found.facts['device']}, threads: {found.facts['threads']}"
     )
     if found.facts["protocol"] == "snapshot":

@@ -16,6 +16,7 @@ from kvlab.attention.named import Latent, Mechanism
 from kvlab.base.model import ModelInfo, load_tokenizer
 from kvlab.base.records import sha256, versions
 from kvlab.cache.calibration_file import load_calibration
+from kvlab.cache.tables import resident_bytes
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import needs_calibration, reads
 from kvlab.cli import costs
@@ -245,7 +246,7 @@ def _rows(
         fitted = calibrated.get(one.label)
         row = replace(
             row,
-            table_bytes=costs.table_bytes(one.recipe, fitted, info),
+            table_bytes=resident_bytes(one.recipe, fitted, info) if fitted else 0,
             tokens_per_second=costs.tokens_per_second(lengths[0], found.seconds),
             places=costs.places(one.recipe, fitted, info),
         )

@@ -19,10 +19,9 @@ from tqdm import tqdm
 from kvlab.base.errors import CalibrationMismatch
 from kvlab.base.model import ModelInfo, resolve
 from kvlab.base.params import Params
-from kvlab.base.recipe import WHOLE, Recipe
 from kvlab.base.records import write_json
 from kvlab.cache.calibration_file import write_calibration
-from kvlab.cache.tables import Shape, Tables, bytes_of
+from kvlab.cache.tables import resident_bytes
 from kvlab.calibration import load as calibration
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.load import Calibrated, Fitted
@@ -76,17 +75,10 @@ def artefacts(params: Params, calibrated: Calibrated, info: ModelInfo) -> Iterat
             for decoder in (False, True):
                 path = write_calibration(Path(folder) / "one.kv", recipe, calibrated, info, decoder=decoder)
                 sizes.append(path.stat().st_size)
-            held = resident(recipe, calibrated, info)
+            held = resident_bytes(recipe, calibrated, info)
             yield record.Artefact(
                 recipe_id=recipe.recipe_id, whole_bytes=sizes[0], decoder_bytes=sizes[1], resident_bytes=held
             )
-
-
-def resident(recipe: Recipe, calibrated: Calibrated, info: ModelInfo) -> int:
-    """Bytes that a cache's codecs hold for a model; of a codec of whole caches, those that were fitted."""
-    if recipe.k.codec in WHOLE:
-        return bytes_of(calibrated.whole_of(recipe).tensors)
-    return Tables(recipe, calibrated, Shape(info.n_layers, info.n_kv_heads, info.head_dim), True, False).nbytes
 
 
 # -------------------------------------------------------------------------------------- coding gain
