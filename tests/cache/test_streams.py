@@ -267,9 +267,9 @@ def test_a_file_that_is_no_cache_is_refused(model, tiny_params, files, tmp_path)
 def test_a_model_of_the_hub_is_looked_for_at_its_own_commit(model, tiny_params, files, tmp_path, monkeypatch):
     asked = []
 
-    def found(name):
+    def found(name, loads=True):
         asked.append(name)
-        return resolve(tiny_params.model)
+        return resolve(tiny_params.model, loads=loads)
 
     monkeypatch.setattr("kvlab.cache.transformers_cache.resolve", found)
     monkeypatch.setattr(model.config, "_commit_hash", "abc", raising=False)

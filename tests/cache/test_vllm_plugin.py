@@ -108,7 +108,7 @@ def test_codecs_that_code_tokens_together_and_controls_are_refused(tmp_path, mon
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "No such file"),
+        (None, "no such file"),
         (b"", "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
         (b"[1, 2, 3]", "is no recipe file, it has no `recipe`"),

@@ -183,4 +183,4 @@ def test_an_unpinned_hub_id_is_told_its_revisions(run, tmp_path, monkeypatch):
 
 def test_a_file_of_a_model_is_no_folder(run, tiny_model):
     code, _, err = run("measure", tiny_model / "model.safetensors", "--text", "notes.txt")
-    assert code == 2 and "is a file; give the folder of the model" in err
+    assert code == 2 and "is a file; give the folder of a Hugging Face model" in err

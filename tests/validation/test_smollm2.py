@@ -92,7 +92,7 @@ def test_the_template_of_chats_is_in_no_identity(root, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
 
     def identities():
-        info = resolve(Model(path=str(tmp_path), slug="lead", n_layers=6))
+        info = resolve(Model(path=str(tmp_path), slug="lead", n_layers=6), loads=False)
         return info.model_hash, identity_of(info, "bfloat16")
 
     before = identities()
