@@ -130,7 +130,7 @@ def test_no_file_is_longer_than_a_reader_can_hold():
     roots = ("src/kvlab", "validation", "workflow")
     long = [p for root in roots for kind in ("*.py", "*.smk") for p in (SRC.parent / root).rglob(kind)]
     assert len(long) > 300
-    assert [str(path) for path in long if len(path.read_text().splitlines()) >= 400] == []
+    assert [str(path) for path in long if len(path.read_text().splitlines()) >= 600] == []
 
 
 def test_the_reporting_wing_names_no_heavy_package():

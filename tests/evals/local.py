@@ -69,7 +69,14 @@ def write(folder: Path, **changes) -> Path:
     }
     for task in (written, chosen):
         (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(common | task | changes))
-    metric = {"direction": "higher", "margin": 0.9, "unit": "share of items", "why": "a toy's", "floor": None}
+    metric = {
+        "direction": "higher",
+        "margin": 0.9,
+        "unit": "share of items",
+        "why": "a toy's",
+        "floor": None,
+        "rate": True,
+    }
     registry = yaml.safe_load((SHIPPED / "evals.yaml").read_text())
     registry["evals"] += [
         EXTRA

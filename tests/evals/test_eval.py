@@ -94,14 +94,14 @@ def test_both_sides_answer_the_same_items_and_the_gate_reads_what_comes_of_it(he
     assert claim["status"] in ("completed", "pending", "failed")
 
 
-def test_what_loses_little_earns_its_claim_and_a_recipe_file_does_as_flags_do(here):
+def test_one_task_is_not_all_that_is_to_be_shown_and_a_recipe_file_does_as_flags_do(here):
     recipe = write_recipe_file("recipe.json", Recipe(k=IntStream(bits=8), v=IntStream(bits=8)))
     code, _, err = here(asked("toy_chosen", done=f"--recipe {recipe}", more="--limit 12"))
     assert code == 0, err
     assert written("row")["mechanism_variant"] == "int" and written("evidence")["metrics"]["acc"]["n"] == 12
     code, out, err = here("gate check out/row.json --evidence out/evidence.json --evals toy/evals.yaml --out GATE.md")
-    assert (code, err) == (0, ""), out
-    assert out.startswith("pass: 1 rows, of which 1 pass")
+    assert (code, err) == (1, ""), out
+    assert out.startswith("fail: 1 rows") and out.count("evidence_incomplete") == 2 and "quality" not in out
 
 
 def test_the_same_question_asked_again_gets_the_same_evidence(here):

@@ -28,14 +28,14 @@ REGISTERED, STATUS, COMPLETED, DRAFT = PUBLISHED
 
 
 def context(margin=None, **rest):
-    """The valid case's; a margin below its loss of .0078 makes the needles' word `beyond`."""
+    """The valid case's; a margin of kl below its .002 in [.001, .003] makes its word `open` or `beyond`."""
     evals = valid_case()["evals"]
     if margin is not None:
-        evals["evals"][0]["metrics"][0]["margin"] = margin
+        evals["evals"][1]["metrics"][0]["margin"] = margin
     return Context(registry.parse(CASE["mechanisms"], evals), CASE["current"], **({"today": TODAY} | rest))
 
 
-CONTEXT, TIGHT = context(), context(margin=0.002)
+CONTEXT, TIGHT = context(), context(margin=0.0005)
 
 
 def row(name, evidence=True, **changes):
@@ -85,7 +85,9 @@ def of_the_baseline():
 def of_compression_in_preview():
     for status in (None, "pending"):
         given = row("preview", quality_eval_status=status)
-        yield Line(f"compression, preview, {status}", given, (), "pass", ("evidence_missing",), "unverified")
+        yield Line(f"compression, preview, {status}", given, (), "pass", ("quality_open",), "unverified")
+        given = row("preview", evidence=False, quality_eval_status=status)
+        yield Line(f"compression, nothing shown, {status}", given, (), "fail", ("evidence_missing",), "unverified")
     given = row("fp8", support_status="reviewed_preview", quality_eval_status="failed")
     yield Line("compression, preview, lost", given, (), "fail", ("quality_beyond",), "failed evaluation", TIGHT)
     given = row("fp8", support_status="too_lossy", quality_eval_status="failed")
@@ -178,7 +180,8 @@ def test_published_names_are_kept():
     [
         (row("int"), CONTEXT, "supported"),
         (row("int", support_status="gated"), CONTEXT, "gated"),  # never above the claim
-        (row("int", **NOT_SHOWN), CONTEXT, "reviewed_preview"),
+        (row("int", **NOT_SHOWN), CONTEXT, "gated"),
+        (row("preview"), CONTEXT, "reviewed_preview"),
         (row("fp8"), TIGHT, "gated"),  # says completed of a failed evaluation
         (row("fp8", quality_eval_status=None), TIGHT, "too_lossy"),
         (row("class", mechanism_notes=None), CONTEXT, "reviewed_preview"),
@@ -194,7 +197,11 @@ def test_the_tier_that_is_earned(given, where, earned):
 
 def test_status_and_judgements_come_from_evidence():
     found = claim(row("int", quality_eval_status=None))
-    assert found.status == "completed" and {j.key for j in found.judgements} == {"kl", "top1_agreement"}
+    assert found.status == "completed" and {j.key for j in found.judgements} == {
+        "kl",
+        "top1_agreement",
+        "needle_recall",
+    }
     assert claim(row("int", **NOT_SHOWN)).status == "pending"
 
 
@@ -248,7 +255,7 @@ def test_a_waiver_excuses_and_lifts_nothing():
     given = row("int", **NOT_SHOWN)
     report = check([given], context(waivers=(waiver(),)))
     found = report.claims[0]
-    assert (found.word, found.earned, found.failed_criteria) == ("waived", "reviewed_preview", ())
+    assert (found.word, found.earned, found.failed_criteria) == ("waived", "gated", ())
     assert found.findings[0].waiver.owner == "Ada" and report.verdict == "pass" and report.counts["waived"] == 1
     assert check([given], context(waivers=(waiver(),)), strict=True).verdict == "fail"
 
@@ -310,7 +317,7 @@ CHANGES = [
     *({"support_status": tier} for tier in TIERS),
 ]
 WAIVED = tuple(waiver(name, row_id=row_id) for name in WAIVABLE[:2] for row_id in ("int", "mtp"))
-CONTEXTS = st.sampled_from([CONTEXT, TIGHT, context(waivers=WAIVED), context(margin=0.009)])
+CONTEXTS = st.sampled_from([CONTEXT, TIGHT, context(waivers=WAIVED), context(margin=0.0025)])
 
 
 @st.composite
@@ -338,26 +345,31 @@ def test_a_passing_row_never_turns_pass_into_fail(given, added, where, strict):
         assert check([*given, added], where, strict).verdict == "pass"
 
 
+JUDGED = ("fp8", "int", "pages", "class", "sparse", "evicted", "mtp")
+
+
 def test_more_rows_that_are_tested_make_every_certification_dearer():
     together = check(map(as_row, CASE["rows"].values()), CONTEXT)
     adjusted = {found.row["row_id"]: found.adjusted_p for found in together.claims}
-    assert together.tested == 7 and together.verdict == "pass"
-    assert {name for name, p in adjusted.items() if p is None} == {"baseline", "preview", "recorded"}
-    assert max(p for p in adjusted.values() if p) == together.alpha  # as the valid case is made: no room is left
+    assert together.tested == 9 and together.verdict == "pass" and adjusted["baseline"] is None
+    assert max(adjusted[name] for name in JUDGED) <= together.alpha == 0.025 < adjusted["preview"]
     # as many as the next level of evidence is away; what is wrong with theirs does not take them out of the count
-    lost = [row("fp8", row_id=f"lost{n}", quality_eval_status=None, kl=None, model_hash=f"older{n}") for n in range(3)]
+    lost = [row("fp8", row_id=f"lost{n}", quality_eval_status=None, kl=None, model_hash=f"older{n}") for n in range(5)]
     more = check([*map(as_row, CASE["rows"].values()), *lost], CONTEXT)
     found = {one.row["row_id"]: one for one in more.claims}
-    assert more.tested == 10 and all(found[f"lost{n}"].p == 1 for n in range(3))
-    for name in ("fp8", "int", "pages", "class", "sparse", "evicted", "mtp"):
+    assert more.tested == 14 and all(found[f"lost{n}"].p == 1 for n in range(5))
+    for name in JUDGED[:-1]:
         assert found[name].adjusted_p > more.alpha and found[name].earned != "supported"
-        assert found[name].codes & {"quality_family", "lossless_unproven"}
+        assert "quality_family" in found[name].codes
 
 
-def test_a_row_alone_is_adjusted_for_nothing():
-    for name in ("fp8", "int", "pages", "class", "sparse", "evicted", "mtp"):
+def test_rows_that_are_left_out_of_the_file_are_tested_all_the_same():
+    """What a run tried counts, whatever file its rows come in: who shows the best of nine has still tried nine."""
+    together = {one.row["row_id"]: one.adjusted_p for one in check(map(as_row, CASE["rows"].values()), CONTEXT).claims}
+    for name in JUDGED:
         found = claim(row(name))
-        assert found.adjusted_p == found.p <= 0.025 and found.earned == "supported"
+        assert found.adjusted_p >= together[name] and found.adjusted_p == pytest.approx(9 * found.p)
+        assert found.earned == "supported"
 
 
 @given(rows(), CONTEXTS)
@@ -365,17 +377,29 @@ def test_a_row_alone_is_adjusted_for_nothing():
 def test_taking_a_rows_own_evidence_away_never_turns_fail_into_pass(given, where):
     with_evidence, without = claim(given, where), claim(replace(given, evidence=()), where)
     if not with_evidence.codes & FALSEHOODS and without.word in ("pass", "waived"):
-        assert with_evidence.word != "fail" or "quality_beyond" in with_evidence.codes
+        assert with_evidence.word != "fail" or with_evidence.codes & {"quantity_other", "quantity_unvouched"}
 
 
-@pytest.mark.parametrize("where", [CONTEXT, TIGHT, context(margin=0.009)], ids=["within", "beyond", "open"])
+@pytest.mark.parametrize("where", [CONTEXT, TIGHT, context(margin=0.0025)], ids=["within", "beyond", "open"])
 @pytest.mark.parametrize("name", ["fp8", "int", "class", "mtp"])
 def test_nor_does_it_with_any_tier_and_any_status(name, where):
     for tier, status in itertools.product(TIERS, ("completed", *TYPED)):
         given = row(name, support_status=tier, quality_eval_status=status)
         if claim(replace(given, evidence=()), where).word == "pass":
-            found = claim(given, where)
-            assert found.word == "pass" or (found.claimed, found.earned) == ("reviewed_preview", "too_lossy")
+            assert claim(given, where).word == "pass"
+
+
+@pytest.mark.parametrize("where", [CONTEXT, TIGHT, context(margin=0.0025)], ids=["within", "beyond", "open"])
+@pytest.mark.parametrize("name", [*JUDGED, "preview"])
+def test_dropping_evidence_never_raises_a_tier(name, where):
+    """Any part of it: what a row earns with everything attached is the most that it can earn with less."""
+    whole = row(name, quality_eval_status=None)
+    most = TIERS.index(claim(whole, where).earned)
+    for left in range(len(whole.evidence)):
+        for some in itertools.combinations(whole.evidence, left):
+            for cited in ("needle", "kv_fidelity", None):
+                given = replace(whole, evidence=some, values=whole.values | {"quality_eval_id": cited})
+                assert TIERS.index(claim(given, where).earned) >= most
 
 
 @given(rows(), CONTEXTS)

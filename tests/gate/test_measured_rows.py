@@ -101,8 +101,8 @@ def test_everything_that_was_run_is_judged(tmp_path):
 )
 def test_what_was_measured_with_other_code_is_stale(tmp_path, changed, code):
     found = claims(*written(tmp_path, **changed))
-    assert code in found["reference/hf/klt-4"].codes and found["reference/hf/klt-4"].earned == "reviewed_preview"
-    assert found["reference/hf/baseline"].earned == "supported"  # it rests on no evidence
+    assert code in found["reference/hf/klt-4"].codes and found["reference/hf/klt-4"].earned == "gated"
+    assert found["reference/hf/baseline"].earned == "supported"  # it loses nothing to itself
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_evidence_is_of_the_version_that_was_run():
     assert {parse(piece).version for piece in made[EVIDENCE]} == {"9"}
     row = Row(checked_row({name: value for name, value in made.items() if name != EVIDENCE}), tuple(made[EVIDENCE]))
     (claim,) = check([row], Context(REGISTRY)).claims
-    assert "evidence_other_version" in claim.codes and claim.earned == "reviewed_preview"
+    assert "evidence_other_version" in claim.codes and claim.earned == "gated"
 
 
 # ------------------------------------------------------------------------- what arrives, and how
@@ -328,9 +328,11 @@ def test_the_order_of_the_scores_does_not_matter():
     assert rows_of(record(rows=given), shuffled, "supported") == rows(*given)
 
 
-def test_the_baseline_needs_no_evidence_and_has_its_numbers():
+def test_the_baseline_shows_its_numbers():
     made = rows(BASE)[0]
-    assert EVIDENCE not in made and not made.keys() & {"mechanism_variant", "compression_ratio", "quality_eval_id"}
+    assert not made.keys() & {"mechanism_variant", "compression_ratio", "quality_eval_id"}
+    (piece,) = map(parse, made[EVIDENCE])
+    assert piece.quality_eval_id == FIDELITY and {m.value for m in piece.metrics.values()} == {0.0, 1.0}
     assert (made["kl"], made["delta_nll"], made["top1_agreement"]) == (0, 0, 1)
     assert made["bits_per_value"] == 16 and made["recipe_id"] == BASELINE_RECIPE
 

@@ -12,9 +12,9 @@ from kvlab.gate.registry.entries import Metric
 from tiers import examples
 
 SAID = {"unit": "share of items", "why": "made up"}
-RECALL = Metric(key="recall", direction="higher", margin=0.05, floor=0.2, **SAID)
+RECALL = Metric(key="recall", direction="higher", margin=0.05, floor=0.2, rate=True, **SAID)
 # so little allowed that the rate is that of the interval's end alone
-HARDEST = Metric(key="recall", direction="higher", margin=1e-9, **SAID)
+HARDEST = Metric(key="recall", direction="higher", margin=1e-9, rate=True, **SAID)
 
 
 @pytest.mark.parametrize("n", [100, 200, 500, 1000])
@@ -85,7 +85,7 @@ def test_items_needed_are_on_the_curve():
 )
 def test_words_are_those_of_the_gate(counts, margin, floor):
     """What is played here is the rule that rows are judged by, on the items themselves."""
-    metric = Metric(key="recall", direction="higher", margin=margin, floor=floor, **SAID)
+    metric = Metric(key="recall", direction="higher", margin=margin, floor=floor, rate=True, **SAID)
     kept, lost, gained, _ = counts
     baseline = np.repeat([1.0, 1.0, 0.0, 0.0], counts)
     variant = np.repeat([1.0, 0.0, 1.0, 0.0], counts)

@@ -7,18 +7,20 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from kvlab.gate.evidence.measures import ALPHA, LEVELS, Measure, change_bounds, measured, paired
+from kvlab.gate.evidence.measures import ALPHA, FEWEST, LEVELS, Measure, carried, change_bounds, measured, paired
 from kvlab.gate.evidence.quality import NOT_INSIDE, judge
 from kvlab.gate.registry.entries import Metric
 from kvlab.stats.multiple import holm
 
 
-def metric(direction="lower", margin=0.125, floor=None):
-    return Metric(key="m", direction=direction, margin=margin, floor=floor, unit="nats", why="made up")
+def metric(direction="lower", margin=0.125, floor=None, rate=False):
+    return Metric(key="m", direction=direction, margin=margin, floor=floor, rate=rate, unit="nats", why="made up")
 
 
 def measure(low, high, value=None, se=0.0625, n=100):
-    return Measure(value=(low + high) / 2 if value is None else value, low=low, high=high, se=se, n=n)
+    """A mean whose bounds are its interval."""
+    ends = {"low": low, "high": high, "lows": (low,), "highs": (high,)}
+    return Measure(value=(low + high) / 2 if value is None else value, se=se, n=n, **ends)
 
 
 VALUE = measure(0.25, 0.75)
@@ -69,7 +71,7 @@ def test_the_margin_hangs_on_nothing_but_the_registry(se, n):
 def passing(n, loss, margin=0.05):
     """The chance that an eval of `n` items is within, where each is lost with a chance of `loss`; exact."""
     lost = np.arange(n + 1)
-    given_metric, inside = metric("higher", margin), -change_bounds(0, lost, n)[0] <= margin
+    given_metric, inside = metric("higher", margin, rate=True), -change_bounds(0, lost, n)[0] <= margin
     edge = int(inside.sum())  # within up to so many: then the judge says so too
     for count in {edge - 1, edge} & set(range(n + 1)):
         variant = (np.arange(n) >= count).astype(float)
@@ -111,25 +113,27 @@ def test_p_is_at_most_alpha_where_the_printed_interval_is_inside_and_nowhere_els
     baseline = (np.arange(n) < 0.8 * n).astype(float)
     variant = baseline.copy()
     variant[:lost], variant[n - gained :] = 0, 1
-    found = judge(metric("higher", 0.05, floor), paired(variant, baseline), measured(variant))
+    found = judge(metric("higher", 0.05, floor, rate=True), paired(variant, baseline), measured(variant))
     assert (found.p <= ALPHA) == (found.word == "within") and found.p in (*LEVELS, NOT_INSIDE)
 
 
 def test_p_is_the_smallest_level_whose_interval_is_inside():
     scores = np.random.default_rng(3).gamma(2.0, 0.004, 40)
     change, value = paired(scores, 0 * scores, False), measured(scores, False)
-    assert (change.lows[0], change.highs[0]) == (change.low, change.high)
-    for level, end in zip(LEVELS, change.highs, strict=True):
+    assert change.lows[0] <= change.low and change.high <= change.highs[0]
+    assert LEVELS[: len(change.highs)] == carried(40)
+    for level, end in zip(carried(40), change.highs, strict=True):
         assert judge(metric(margin=end), change, value).p <= level
         assert judge(metric(margin=end * (1 - 1e-9)), change, value).p > level
     alone = change.model_copy(update={"lows": (), "highs": ()})
-    assert judge(metric(margin=1.0), alone, value).p == ALPHA  # without stricter ends no smaller p is known
+    found = judge(metric(margin=1.0), alone, value)  # so few items that nothing bounds their mean
+    assert (found.word, found.p, found.needed_n) == ("open", NOT_INSIDE, FEWEST)
 
 
 def test_the_p_of_a_rate_that_loses_nothing_is_the_binomial_one_rounded_up():
     for n in (80, 120, 160):
         same = np.ones(n)
-        p = judge(metric("higher", 0.05), paired(same, same), measured(same)).p
+        p = judge(metric("higher", 0.05, rate=True), paired(same, same), measured(same)).p
         exact = 0.95**n
         assert exact <= p < max(exact, LEVELS[-1]) * math.sqrt(2) * (1 + 1e-9)
 
@@ -141,7 +145,7 @@ def test_with_all_rows_at_the_margin_any_certification_is_as_rare_as_said(shared
     p_of = {}
     for lost in range(60):
         variant = (np.arange(n) >= lost).astype(float)
-        p_of[lost] = judge(metric("higher", margin), paired(variant, np.ones(n), True), measured(variant, True)).p
+        p_of[lost] = judge(metric("higher", margin, rate=True), paired(variant, np.ones(n)), measured(variant)).p
     rng = np.random.default_rng(0)
     drawn = rng.binomial(shared, margin, (repeats, 1)) + rng.binomial(n - shared, margin, (repeats, rows))
     p_values = np.vectorize(lambda lost: p_of.get(lost, NOT_INSIDE))(drawn)
@@ -189,18 +193,18 @@ def test_an_unchanged_variant_can_be_shown_to_lose_nothing(n, missed):
     scores = np.ones(n)
     scores[:missed] = 0
     parts = paired(scores, scores), measured(scores)
-    assert judge(metric("higher", 0.02), *parts).word == "within"
-    assert judge(metric("higher", 0.0199), *parts).word == ("within", "open")[n == 183]
+    assert judge(metric("higher", 0.02, rate=True), *parts).word == "within"
+    assert judge(metric("higher", 0.0199, rate=True), *parts).word == ("within", "open")[n == 183]
 
 
 # ------------------------------------------------------------------------------- what would settle it
 
 
-def with_items(found, n):
-    """The same value over `n` items."""
-    shrink = math.sqrt(found.n / n)
-    low, high = (found.value + shrink * (end - found.value) for end in (found.low, found.high))
-    return Measure(value=found.value, low=low, high=high, se=shrink * found.se, n=n)
+def with_items(part, n):
+    """The same value with the interval that n items would have."""
+    shrink = math.sqrt(part.n / n)
+    ends = (part.value - shrink * (part.value - part.low), part.value + shrink * (part.high - part.value))
+    return measure(*ends, part.value, n=n)
 
 
 def words_at(given_metric, parts, n):

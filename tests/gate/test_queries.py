@@ -4,11 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gate.databases import claim, dump, ingest, published, row
-from kvlab.base.errors import StorageError, UnknownName, UserError
+from kvlab.base.errors import CapabilityError, StorageError, UnknownName, UserError
 from kvlab.gate.catalogue import BY_NAME, groupable
 from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.store import open_store
-from kvlab.gate.store.queries import BEST, QUALITY_KEYS, SUMMARIES, diff, export, query, runs
+from kvlab.gate.store.queries import BEST, QUALITY_KEYS, SUMMARIES, UNJUDGED, diff, export, query, runs
 from kvlab.gate.store.selection import QUALITY, QUALITY_WORDS, schema
 
 NASTY = (
@@ -40,9 +40,16 @@ TABLES = [
 ]
 
 
+def rows_of(table):
+    return [
+        row(i, throughput_tok_s=speed, top1_agreement=speed and speed / 1000, context_tokens=1024 * (1 + i), kl=i / 8)
+        for i, speed, _ in table
+    ]
+
+
 @pytest.fixture
 def store(tmp_path):
-    rows = [row(i, throughput_tok_s=speed, context_tokens=1024 * (1 + i), kl=i / 8) for i, speed, _ in TABLES]
+    rows = rows_of(TABLES)
     claims = [claim(i, earned=tier, loss=i / 4) for i, _, tier in TABLES if tier]
     with open_store(tmp_path / "store.db", create=True) as store:
         ingest(store, rows, "a", claims)
@@ -61,43 +68,47 @@ def test_everything_comes_in_order_with_its_quality(store):
     assert table["loss_share"].to_list() == [0, 0.25, 0.5, 0.75, 1.0, 1.25, None]
 
 
-def test_highest_throughput_among_certified_rows(store):
-    best = query(store, best="throughput_tok_s", certified_only=True)
-    assert ids(best) == ["r4"] and best.schema == schema()
-    assert best.select("throughput_tok_s", "earned_tier", "derived_status", "loss").rows() == [
-        (300, "supported", "completed", 1)
+def test_the_best_among_certified_rows(store):
+    best = query(store, best="top1_agreement", certified_only=True)
+    assert ids(best) == ["r4"] and best.columns == [name for name in schema() if name not in UNJUDGED]
+    assert best.select("top1_agreement", "earned_tier", "derived_status", "loss").rows() == [
+        (0.3, "supported", "completed", 1)
     ]
-    assert ids(query(store, best="throughput_tok_s")) == ["r0"]
-    assert ids(query(store, {"context_tokens": 2048}, best="throughput_tok_s", certified_only=True)) == ["r1"]
+    assert ids(query(store, best="top1_agreement")) == ["r0"]
+    assert ids(query(store, {"context_tokens": 2048}, best="top1_agreement", certified_only=True)) == ["r1"]
+
+
+@pytest.mark.parametrize("name", UNJUDGED)
+def test_what_nothing_vouches_for_is_neither_certified_nor_best(store, name):
+    """A speed that is typed beside good evidence was answered as the fastest certified row."""
+    with pytest.raises(CapabilityError):
+        query(store, best=name)
+    assert name in query(store).columns and name not in query(store, certified_only=True).columns
+    assert not any(column == name for _, column in SUMMARIES.values()) and name not in BEST
 
 
 def test_the_best_of_each_group_and_the_first_of_equals(store):
-    best = query(store, group_by=["model"], best="throughput_tok_s", certified_only=True)
+    best = query(store, group_by=["model"], best="top1_agreement", certified_only=True)
     assert best.select("model", "row_id").rows() == [
         ("model-1", "r4"),
         ("model-2", "r2"),
     ]  # of model-0 none is certified
-    assert ids(query(store, {"row_id": ["r1", "r2"]}, ["mechanism"], best="throughput_tok_s")) == ["r1"]
+    assert ids(query(store, {"row_id": ["r1", "r2"]}, ["mechanism"], best="top1_agreement")) == ["r1"]
     assert ids(query(store, group_by=["model"], best="kl")) == ["r0", "r1", "r2"]  # lower is better
 
 
 def test_who_does_not_say_it_is_not_best(store):
-    assert query(store, best="ttft_p50_ms").is_empty()
-    assert query(store, {"row_id": "r5"}, best="throughput_tok_s").is_empty()
-    ingest(store, [row(1, ttft_p50_ms=9), row(2)], "b")
-    assert query(store, best="ttft_p50_ms").select("run", "row_id").rows() == [("b", "r1")]
+    assert query(store, best="kv_bytes").is_empty()
+    assert query(store, {"row_id": "r5"}, best="top1_agreement").is_empty()
+    ingest(store, [row(1, kv_bytes=9), row(2)], "b")
+    assert query(store, best="kv_bytes").select("run", "row_id").rows() == [("b", "r1")]
 
 
 def test_a_group_never_mixes_what_is_certified_with_what_is_not(store):
     table = query(store, group_by=["mechanism"])
     assert table.columns == ["mechanism", *QUALITY_KEYS, "rows", *SUMMARIES]
-    shown = table.select("earned_tier", "rows", "mean_throughput_tok_s", "max_loss_share").rows()
-    assert shown == [
-        (None, 1, 800, None),
-        ("gated", 1, 700, 0.75),
-        ("supported", 4, pytest.approx(500 / 3), 1.25),
-        ("unsupported", 1, 900, 0),
-    ]
+    shown = table.select("earned_tier", "rows", "max_loss_share").rows()
+    assert shown == [(None, 1, None), ("gated", 1, 0.75), ("supported", 4, 1.25), ("unsupported", 1, 0)]
     certified = query(store, group_by=["mechanism", "mechanism"], certified_only=True)
     assert certified["rows"].to_list() == [4]
     assert query(store, group_by=["quality_eval_id"]).columns[:3] == ["quality_eval_id", *QUALITY_KEYS[:2]]
@@ -148,7 +159,7 @@ def test_where(store, where, found):
         ({"group_by": ["kl"]}, "column to group by 'kl' is not known", UnknownName),
         ({"group_by": ["modle"]}, "did you mean 'model'", UnknownName),
         ({"best": "model"}, "measure that can be best 'model'", UnknownName),
-        ({"best": "throughput"}, "did you mean 'throughput_tok_s'", UnknownName),
+        ({"best": "top1_agreemnt"}, "did you mean 'top1_agreement'", UnknownName),
     ],
 )
 def test_what_cannot_be_asked_is_said_in_one_line(store, asked, told, error):
@@ -238,8 +249,8 @@ def test_nor_over_what_sqlite_keeps_beside_it(store, tmp_path, ending):
 
 
 def test_diff_says_what_came_what_went_and_what_changed(store):
-    rows = [row(i, throughput_tok_s=speed, context_tokens=1024 * (1 + i), kl=i / 8) for i, speed, _ in TABLES[2:]]
-    rows[0] = row(2, throughput_tok_s=50, context_tokens=3072, kl=2 / 8, cache_class="Café")
+    rows = rows_of(TABLES[2:])
+    rows[0] = row(2, throughput_tok_s=50, top1_agreement=0.1, context_tokens=3072, kl=2 / 8, cache_class="Café")
     same = [claim(i, earned=tier, loss=i / 4) for i, _, tier in TABLES[3:] if tier]
     ingest(store, [*rows, row(8)], "b", [claim(2, earned="gated", loss=0.5), *same])
     lines = diff(store, "a", "b").select("row_id", "change", "column", "before", "after").rows()
@@ -276,7 +287,9 @@ def test_the_published_table_is_a_run_that_is_never_certified(tmp_path):
         groups = query(store, group_by=["mechanism"])
         assert groups.filter(pl.col("earned_tier").is_null())["rows"].sum() == 52
         assert groups.filter(pl.col("earned_tier") == "supported")["rows"].to_list() == [1]
-        assert ids(query(store, best="throughput_tok_s")) == ["benchmark_runs:49"]  # the 50th failed
-        assert ids(query(store, best="throughput_tok_s", certified_only=True)) == ["r2"]
+        speeds = query(store).filter(pl.col("run") == "benchmark_runs").sort("throughput_tok_s", nulls_last=True)
+        assert "benchmark_runs:49" in ids(speeds.drop_nulls("throughput_tok_s"))  # the 50th failed
+        assert "benchmark_runs:50" not in ids(speeds.drop_nulls("throughput_tok_s"))
+        assert ids(query(store, certified_only=True)) == ["r2"]
         assert set(diff(store, "benchmark_runs", "a")["change"]) == {"gone", "added"}
         assert len(export(store, tmp_path / "x.parquet")) == 53

@@ -17,6 +17,7 @@ from kvlab.gate.rules import Context
 LATENT = {"mechanism": "kv_compression", "variant": "latent_lowrank", "method": "latent_lowrank"} | {
     "kind": "compression", "scope": "kv_cache", "lossless": False, "patterns": ["latent"],
     "kv_cache_dtypes": ["float32", "bfloat16", "float16"], "description": "fewer numbers of each token",
+    "must_show": ["next_token_distribution", "retrieval"],
 }  # fmt: skip
 
 
@@ -33,6 +34,12 @@ def earned(row: dict, *more: dict) -> tuple[str, set[str]]:
 @pytest.fixture
 def sparse():
     return copy.deepcopy(valid_case()["rows"]["sparse"])
+
+
+def observe(row: dict, **seen) -> None:
+    """Something else was observed, in all evidence of a row."""
+    for piece in row[EVIDENCE]:
+        piece["observed"] |= seen
 
 
 def sealed(row: dict) -> dict:
@@ -65,7 +72,7 @@ def test_evidence_of_an_unpatterned_run_cannot_be_lent_to_one(sparse):
 
 def test_a_pattern_beside_a_codec_that_is_declared_alone_is_undeclared():
     row = copy.deepcopy(valid_case()["rows"]["int"]) | {"pattern": PATTERN}
-    row[EVIDENCE][0]["observed"]["pattern"] = PATTERN
+    observe(row, pattern=PATTERN)
     tier, codes = earned(sealed(row))
     assert tier == "unsupported" and codes == {"undeclared_pattern"}
 
@@ -73,7 +80,7 @@ def test_a_pattern_beside_a_codec_that_is_declared_alone_is_undeclared():
 def test_full_is_no_pattern():
     row = copy.deepcopy(valid_case()["rows"]["int"]) | {"pattern": "full"}
     assert earned(row) == ("supported", set())
-    row[EVIDENCE][0]["observed"]["pattern"] = "full"
+    observe(row, pattern="full")
     assert earned(sealed(row)) == ("supported", set())
 
 
@@ -106,7 +113,7 @@ def test_what_stores_less_is_held_to_its_stored_bytes_and_not_to_what_a_step_rea
     latent = {"mechanism_variant": "latent_lowrank", "mechanism": "kv_compression", "compression_scope": "kv_cache"}
     latent |= {"pattern": "latent:rank=64", "kv_bytes": VALUES // 2}
     row = {key: value for key, value in (sparse | latent).items() if key != "read_bytes"}
-    row[EVIDENCE][0]["observed"] |= {"pattern": "latent:rank=64", "kv_bytes": VALUES // 2}
+    observe(row, pattern="latent:rank=64", kv_bytes=VALUES // 2)
     assert earned(sealed(row), LATENT) == ("supported", set())
     assert "nothing_saved" in earned(row | {"kv_bytes": 2 * VALUES}, LATENT)[1]
 

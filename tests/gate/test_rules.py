@@ -170,7 +170,11 @@ def test_what_was_declared_ran(name, changes, found):
         ({"kv_bytes": None, "compression_ratio": 0.5}, ["ratio_other"]),  # from the bits that are shown
         ({"kv_bytes": None, "bits_per_value": None, "compression_ratio": 0.5}, []),
         ({"dtype": "unheard"}, []),
-        ({"context_band": "1k-4k"}, []),
+        ({"context_band": "3k-4k"}, []),
+        ({"context_band": "4k-4k"}, []),
+        ({"context_band": "1k-4k"}, ["band_other"]),  # a context of 4k says nothing of one of 1k
+        ({"context_band": "1-1024k"}, ["band_other"]),
+        ({"context_band": "3k-5k"}, ["band_other"]),
         ({"context_band": "8k"}, ["band_other"]),
         ({"context_band": "1k-2k"}, ["band_other"]),
         ({"context_band": "long"}, []),
@@ -205,8 +209,10 @@ def test_a_band_named_by_its_length_holds_it(tokens):
 
 
 def test_a_cache_that_grew_is_no_support():
-    found = claim(row("class", kv_bytes=3 * 2**20))
-    assert found.earned == "reviewed_preview" and "nothing_saved" in found.codes
+    given = row("class", kv_bytes=3 * 2**20, evidence=False, support_status="gated", quality_eval_status=None)
+    assert "nothing_saved" in claim(given).codes
+    typed = claim(row("class", kv_bytes=3 * 2**20))
+    assert typed.earned == "unsupported" and typed.codes == {"nothing_saved", "quantity_other"}
 
 
 # ------------------------------------------------------------------------- quality
@@ -214,19 +220,17 @@ def test_a_cache_that_grew_is_no_support():
 
 def test_reasons_say_the_numbers():
     (finding,) = claim(row("fp8", quality_eval_status=None), TIGHT).findings
-    assert str(finding.reasons[0]) == (
-        "quality_beyond: metrics.needle_recall loses 0.007812 [0.003906, 0.01172], its margin is 0.002"
-    )
-    (finding,) = claim(row("fp8", quality_eval_status=None), context(margin=0.009)).findings
+    assert str(finding.reasons[0]) == ("quality_beyond: metrics.kl loses 0.002 [0.001, 0.003], its margin is 0.0005")
+    (finding,) = claim(row("fp8", quality_eval_status=None), context(margin=0.0025)).findings
     assert finding.reasons[0].code == "quality_open" and "items settle it" in finding.reasons[0].said
 
 
 def test_a_floor_that_is_missed_is_said():
     evals = valid_case()["evals"]
-    evals["evals"][0]["metrics"][0] |= {"floor": 0.9}  # inside the interval of .906
+    evals["evals"][0]["metrics"][0] |= {"floor": 0.9}  # inside the interval of .8975
     where = Context(registry.parse(CASE["mechanisms"], evals), CASE["current"])
     (reason,) = claim(row("fp8", quality_eval_status=None), where).findings[0].reasons
-    assert reason.code == "quality_open" and "may be 0.05625 short of its floor" in reason.said
+    assert reason.code == "quality_open" and "may be 0.03648 short of its floor" in reason.said
 
 
 @pytest.mark.parametrize("typed", [None, "pending", "failed"])
@@ -257,7 +261,7 @@ def test_altered_evidence_fails_at_every_tier(tier):
 
 def test_old_evidence_counts_as_none():
     stale = row("fp8", code="newer commit", quality_eval_status=None)
-    assert claim(stale).earned == "reviewed_preview" and claim(stale).codes == {"evidence_stale_code"}
+    assert claim(stale).earned == "gated" and claim(stale).codes == {"evidence_stale_code"}
 
 
 # ------------------------------------------------------------------------- the shipped registry

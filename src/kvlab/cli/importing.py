@@ -62,7 +62,7 @@ FLAGS: list[Flag] = [
         metavar="N",
         required=True,
     ),
-    word("--claim", "tier that the row claims; default: reviewed_preview", default="reviewed_preview"),
+    word("--claim", "tier that the row claims; default: gated", default="gated"),
     path("--mechanisms", "registry of mechanisms; default: the shipped one", required=False),
     path("--evals", "registry of evals; default: the shipped one", required=False),
     result("--out", "folder of evidence.json and row.json", metavar="DIR"),

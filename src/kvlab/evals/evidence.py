@@ -124,6 +124,8 @@ def evidence(run: Run, measures: Mapping[str, Measured]) -> Evidence:
             "codec": run.declared.codec,
             **seen._asdict(),
         },
+        evals=(run.entry.quality_eval_id,),
+        family={"run": digest(run.identity | {"eval": run.entry.quality_eval_id}), "tested": 1},
         baseline_recipe_id=BASELINE_RECIPE,
         baseline_identity=run.identity | {"recipe_id": BASELINE_RECIPE},
     )

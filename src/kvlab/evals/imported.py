@@ -128,13 +128,16 @@ def _evidence(
         "code": UNOBSERVED,
         "versions": {name: str(said) for name, said in versions.items() if said},
     }
+    run = digest(files | {"differs": dict(differing)})
     return build(
         quality_eval_id=entry.quality_eval_id,
         version=entry.version,
+        evals=(entry.quality_eval_id,),
+        family={"run": run, "tested": 1},
         metrics={key: one.variant for key, one in found.items()},
         baseline={key: one.baseline for key, one in found.items()},
         paired={key: one.paired for key, one in found.items()},
-        identity=identity | {"recipe_id": f"{UNOBSERVED}-{digest(files | {'differs': dict(differing)})}"},
+        identity=identity | {"recipe_id": f"{UNOBSERVED}-{run}"},
         observed=dict.fromkeys(("kv_cache_dtype", "cache_class"), UNOBSERVED)
         | dict.fromkeys(("fires", "expected_fires", "kv_bytes", "kv_values"), 0)
         | {"codec": None},

@@ -123,8 +123,7 @@ def _measured(
     if len(items) < 2:
         raise ResultError(f"{entry.quality_eval_id} has one item; an interval takes two, raise --limit")
     plain, coded = (np.array([scores[item] for item in items]) for scores in found)
-    rate = bool(np.isin([plain, coded], (0, 1)).all())
-    return Measured(measured(coded, rate), measured(plain, rate), paired(coded, plain, rate))
+    return Measured(*(measured(scores, metric.rate) for scores in (coded, plain)), paired(coded, plain, metric.rate))
 
 
 def digest_of(scores: Mapping[Item, float]) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvlab.gate.catalogue.rows import Row, fields
 from kvlab.gate.catalogue.values import Value
-from kvlab.gate.evidence import Derived, status
+from kvlab.gate.evidence import Derived, Evidence, EvidenceError, parse, status
 from kvlab.gate.family import Standing
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Mechanism, Registry
@@ -132,6 +133,21 @@ class Case:
         """Bits per element of the cache, from the bytes that were counted; None when they were not."""
         held, elements = self.get("kv_bytes"), self.get("kv_values")
         return None if held is None or not elements else 8 * held / elements
+
+    @cached_property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """Its evidence, as far as it is well formed, whatever else may be wrong with it."""
+        found = []
+        for piece in self.row.evidence:
+            with suppress(EvidenceError):
+                found.append(parse(piece))
+        return tuple(found)
+
+    @property
+    def cited(self) -> Evidence | None:
+        """The evidence of the eval that the row names, which its own counts are of; of none, the first."""
+        named = self.get("quality_eval_id")
+        return next((one for one in self.evidence if one.quality_eval_id == named), next(iter(self.evidence), None))
 
     @cached_property
     def own(self) -> Derived:

@@ -148,7 +148,8 @@ def check(rows: Iterable[Row], context: Context, strict: bool = False) -> Report
     Report
     """
     cases = [Case(row, context) for row in rows]
-    standing = standings([case.own.p if case.tested else None for case in cases])
+    families = [piece.family for case in cases for piece in case.evidence]
+    standing = standings([case.own.p if case.tested else None for case in cases], families)
     placed = (replace(case, standing=found) for case, found in zip(cases, standing, strict=True))
     claims = sorted(map(claim_of, placed), key=_order)
     counts = {word: sum(claim.word == word for claim in claims) for word in WORDS}
@@ -160,7 +161,7 @@ def check(rows: Iterable[Row], context: Context, strict: bool = False) -> Report
         verdict=verdict,
         exit_code=EXIT_CODES[verdict],
         counts=counts,
-        tested=sum(found is not None for found in standing),
+        tested=max((found.tested for found in standing if found is not None), default=0),
         claims=tuple(claims),
     )
 

@@ -76,7 +76,8 @@ def write(
     now, there = current_of(of_windows, of_needles, of_ruler, code), items_of(of_windows, of_needles, of_ruler)
     for path, (record, _) in zip(records, found, strict=True):
         refuse_other_items(path, record, there)
-    rows = [row for record, scores in found for row in rows_of(record, scores, claim)]
+    tested = sum(variants_of(record) for record, _ in found)
+    rows = [row for record, scores in found for row in rows_of(record, scores, claim, tested)]
     write_json(current, {models.pop(): now})
     write_json(out, rows)
     return rows
@@ -121,16 +122,36 @@ def texts_hash(windows: str, needles: str, ruler: str | None) -> str:
     return digest({"windows": windows, "needles": needles, "ruler": ruler})
 
 
-def rows_of(record: MechanismsRecord, scores: pl.DataFrame, claim: str) -> list[dict[str, Any]]:
-    """The rows of one engine as JSON objects: those measured with their evidence, then those that could not be."""
+def rows_of(
+    record: MechanismsRecord, scores: pl.DataFrame, claim: str, tested: int | None = None
+) -> list[dict[str, Any]]:
+    """The rows of one engine as JSON objects: those measured with their evidence, then those that could not be.
+
+    `tested` is how many variants the whole run tried; those of this record, where it is all of the run.
+    """
     refuse_other_labels(record, scores)
-    rows = [measured_row(record, row, scores, claim) for row in record.rows]
+    tested = variants_of(record) if tested is None else tested
+    rows = [measured_row(record, row, scores, claim, tested) for row in record.rows]
     return rows + [missing_row(record, missing) for missing in record.missing]
 
 
-def measured_row(record: MechanismsRecord, row: MechanismRow, scores: pl.DataFrame, claim: str) -> dict[str, Any]:
-    """One row with a piece of evidence for each eval; the baseline is what is compared with and needs none."""
-    pieces, cited = [evidence_of(record, row, run, scores) for run in row.evals], cited_of(row)
+def variants_of(record: MechanismsRecord) -> int:
+    """How many variants were tested beside the engine as it is."""
+    return sum(row.mechanism != BASELINE for row in record.rows)
+
+
+def measured_row(
+    record: MechanismsRecord, row: MechanismRow, scores: pl.DataFrame, claim: str, tested: int
+) -> dict[str, Any]:
+    """One row with a piece of evidence for each eval.
+
+    The baseline shows what a second pass of itself costs on text. Of the other evals it is the one that is compared
+    with: what its second run answers otherwise is rounding, and no loss of its own.
+    """
+    runs = [run for run in row.evals if row.mechanism != BASELINE or run.quality_eval_id == FIDELITY]
+    family = {"run": row_identity(record, row.label)["run"], "tested": max(1, tested)}
+    told = {"evals": tuple(run.quality_eval_id for run in runs), "family": family}
+    pieces, cited = [evidence_of(record, row, run, scores, told) for run in runs], cited_of(row)
     fidelity = next((piece for piece in pieces if piece.quality_eval_id == FIDELITY), None)
     counted = row if cited is row.evals[0] else cited  # a row's own counts are those of its first eval
     bits = 8 * counted.kv_bytes / counted.kv_values if counted.kv_values else None
@@ -147,12 +168,11 @@ def measured_row(record: MechanismsRecord, row: MechanismRow, scores: pl.DataFra
     if row.pool is not None:
         stated |= row.pool.model_dump() | {"capacity_tokens": row.pool.capacity_tokens}
     stated |= {name: fidelity.metrics[name].value for name in METRICS[FIDELITY]} if fidelity else {}
-    if row.mechanism == BASELINE:
-        return _checked(row_identity(record, row.label) | stated)
-    stated |= {
-        "compression_ratio": bits / native_bits(record.dtype) if bits else None,
-        "quality_eval_id": cited.quality_eval_id,
-    }
+    if row.mechanism != BASELINE:
+        stated |= {
+            "compression_ratio": bits / native_bits(record.dtype) if bits else None,
+            "quality_eval_id": cited.quality_eval_id,
+        }
     attached = {EVIDENCE: [piece.model_dump(mode="json") for piece in pieces]}
     return _checked(row_identity(record, row.label) | stated) | attached
 
@@ -226,8 +246,10 @@ def band(tokens: int) -> str:
     return f"{tokens // TOKENS_OF_A_K}k" if tokens % TOKENS_OF_A_K == 0 else str(tokens)
 
 
-def evidence_of(record: MechanismsRecord, row: MechanismRow, run: EvalRun, scores: pl.DataFrame) -> Evidence:
-    """What one eval found of one row, held against the engine as it is, item by item."""
+def evidence_of(
+    record: MechanismsRecord, row: MechanismRow, run: EvalRun, scores: pl.DataFrame, told: dict[str, Any]
+) -> Evidence:
+    """What one eval found of one row, held against the engine as it is, item by item; `told` is of the row's run."""
     by_metric = scores_of(record, row, run, scores)
     rate = RATES[run.quality_eval_id]
     # A needle, a question has a text of its own; the scored windows may share documents.
@@ -242,6 +264,7 @@ def evidence_of(record: MechanismsRecord, row: MechanismRow, run: EvalRun, score
         paired={metric: paired(*found, rate, documents=apart) for metric, found in by_metric.items()},
         identity=identity | {"recipe_id": row.recipe_id},
         observed=row.model_dump(include=set(SEEN)) | run.model_dump(include=set(RAN)),
+        **told,
         baseline_recipe_id=BASELINE_RECIPE,
         baseline_identity=identity | {"recipe_id": BASELINE_RECIPE},
     )
@@ -267,7 +290,10 @@ def _evidence_identity(record: MechanismsRecord, row: MechanismRow) -> dict[str,
     }
 
 
-SEEN = ("kv_cache_dtype", "cache_class", "codec", "canary_kl", "backend", "pool", "served", "pattern")
+SEEN = (
+    *("kv_cache_dtype", "cache_class", "codec", "canary_kl", "backend", "pool", "served", "pattern"),
+    *("bits", "span"),
+)
 """What was observed of the row's engine, whatever it was asked."""
 RAN = ("fires", "expected_fires", "kv_bytes", "kv_values", "read_bytes")
 """What was observed of one eval's own run."""

@@ -22,6 +22,7 @@ LOSSY_CACHE = re.compile("quant|hqq|sink|evict|sliding", re.IGNORECASE)
 ROUNDED = 1e-2  # relative; rows show rounded numbers
 ROUNDED_RATIO = 5e-3  # absolute; a ratio is given to two digits
 LENGTH = re.compile(r"(?<![a-z0-9])(\d+)([km]?)(?![a-z0-9])")
+KILO = 1.024  # a k is 1000 or 1024
 SCALES = {"": (1, 1), "k": (1000, 1024), "m": (1000**2, 1024**2)}  # both are meant by a k
 
 
@@ -176,10 +177,13 @@ def _other_pages(case: Case) -> Iterator[Reason]:
 
 
 def _outside_band(case: Case) -> Iterator[Reason]:
+    """A context speaks for itself and for shorter ones of more than half its length."""
     tokens, band = case.get("context_tokens"), band_of(case.get("context_band"))
-    if tokens is not None and band is not None and not band[0] <= tokens <= band[1]:
-        said = f"is {case.get('context_band')!r}, {band[0]} to {band[1]} tokens; the context has {tokens}"
-        yield Reason(code="band_other", field="context_band", said=said)
+    if tokens is None or band is None:
+        return
+    if not (band[0] <= tokens <= band[1] and 2 * band[0] > tokens / KILO and band[1] <= tokens * KILO):
+        said = f"is {case.get('context_band')!r}, {band[0]} to {band[1]} tokens; a context of {tokens} speaks for more"
+        yield Reason(code="band_other", field="context_band", said=f"{said} than {tokens // 2} up to {tokens}")
 
 
 def band_of(name: str | None) -> tuple[int, int] | None:

@@ -30,7 +30,6 @@ PER_CENT = 100.0
 NEEDLES = "needle_recall"
 RATES = ("top1_agreement", NEEDLES)
 METRICS = ("kl", "delta_nll", *RATES)
-TITLES = {"throughput_tok_s": "throughput", "bits_per_value": "size"}
 WORDS_OF = {"kl": "KL", "delta_nll": "change of the loss", "top1_agreement": "same top token", NEEDLES: "needles found"}
 WORDS_OF |= WORDS
 
@@ -155,18 +154,15 @@ def count_line(tier: str, count: int, summary: Summary) -> dict[str, Any]:
 
 
 def best_line(best: Best, summary: Summary) -> dict[str, str]:
-    """The best certified row of an engine and protocol by one measure, or that there is none, or no single one."""
+    """The smallest certified row of an engine and protocol, or that there is none, or no single one."""
     line = next((line for line in summary.rows if line.row_id == best.row_id and best.row_id), None)
     return {
         "model": best.model,
         "engine": best.engine,
         "protocol": best.protocol,
-        "by": TITLES[best.by],
         "row": named(line) if line else _no_best(best, summary),
         "among": f"{best.certified} of {best.tried}",
         "bits": fmt.number(line and line.bits_per_value),
-        "throughput": fmt.number(line and line.throughput_tok_s),
-        "ratio": ratio(line and line.throughput_ratio),
     }
 
 

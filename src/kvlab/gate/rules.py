@@ -4,12 +4,11 @@ A criterion is a fact about a row, whatever tier the row claims. Failing it leav
 fails the row at every tier besides, and nobody can waive it: the row contradicts itself or its registry, and is not
 merely short of evidence.
 
-Why the ceilings are where they are. Quality that is not shown leaves ``reviewed_preview``; quality that is shown to be
-lost leaves ``too_lossy``, which is no preview of anything. A row that hides such evidence is a preview without a
-number, and badged `unverified`; that nothing is hidden is the work of what makes the rows (`kvlab.gate.measured_rows`
-takes all items of all rows or none). What is wrong with evidence that is the row's own, such as age or a missing
-metric, makes it count as none; evidence that was altered, that belongs to another row or that contradicts this one is
-no lack but a falsehood, and hard.
+Why the ceilings are where they are. Quality that evidence leaves open earns ``reviewed_preview``; quality that it shows
+to be lost leaves ``too_lossy``, which is no preview of anything. Without evidence a row is ``gated``, which is less
+than either: so nobody gains by leaving evidence out. What is wrong with evidence that is the row's own, such as age or
+a missing metric, makes it count as none; evidence that was altered, that belongs to another row or that contradicts
+this one is no lack but a falsehood, and hard.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvlab.gate import declarations, observations, readings
+from kvlab.gate import declarations, derivation, observations, readings
 from kvlab.gate.cases import Case, Context
 from kvlab.gate.catalogue.columns import TIERS, TOO_LOSSY
 from kvlab.gate.evidence.faults import IDENTIFYING
 from kvlab.gate.evidence.quality import Judgement
-from kvlab.gate.reasons import Reason
+from kvlab.gate.reasons import EVIDENCE_REASONS, Reason
 
 __all__ = ["CRITERIA", "FALSEHOODS", "PUBLISHED", "WAIVABLE", "Case", "Context", "Criterion"]
 
@@ -35,9 +34,12 @@ FALSEHOODS = {
     "evidence_other_backend",
     "evidence_other_served",
     "evidence_other_pattern",
+    "evidence_range",
     *(f"evidence_other_{what}" for what in IDENTIFYING.values()),
 }
 """What is wrong with evidence that cannot be this row's, or is not what was measured."""
+LACKS = {code: "gated" for code in EVIDENCE_REASONS if code not in FALSEHOODS}
+"""What makes evidence count as none, and what that leaves a row."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,10 @@ def quality_shown(case: Case) -> Iterator[Reason]:
     if not declared or not asked or derived.status in ("completed", "not_required"):
         return
     lacking = [reason for reason in derived.reasons if reason.code not in FALSEHOODS]
-    lacking += [_unsettled(judgement) for judgement in derived.judgements if judgement.word != "within"]
-    yield from lacking or derived.reasons
+    unsettled = [_unsettled(judgement) for judgement in derived.judgements if judgement.word != "within"]
+    if derived.status == "failed":  # what is lost is lost, whatever evidence lacks
+        lacking = []
+    yield from [*lacking, *unsettled] or derived.reasons
 
 
 def _unsettled(judgement: Judgement) -> Reason:
@@ -207,7 +211,7 @@ CRITERIA: tuple[Criterion, ...] = (
         False,
         "a claim of support rests on evidence that the loss is within its margin, among all rows tested",
         quality_shown,
-        worse={"quality_beyond": TOO_LOSSY},
+        worse={"quality_beyond": TOO_LOSSY} | LACKS,
     ),
     Criterion(
         PUBLISHED[3],
@@ -266,6 +270,13 @@ CRITERIA: tuple[Criterion, ...] = (
         both(observations.numbers_agree, readings.read_is_not_stored),
     ),
     Criterion(
+        "numbers follow from the evidence",
+        "unsupported",
+        True,
+        "a number that is typed beside good evidence would be certified with it",
+        both(derivation.numbers_derived, derivation.baseline_is_one, derivation.one_family),
+    ),
+    Criterion(
         "evidence is the row's own",
         "unsupported",
         True,
@@ -285,6 +296,13 @@ CRITERIA: tuple[Criterion, ...] = (
         False,
         "an entry that was given up is kept for old rows only",
         declarations.not_deprecated,
+    ),
+    Criterion(
+        "baseline shows its own quality",
+        "gated",
+        False,
+        "every other row is held against it",
+        derivation.baseline_shown,
     ),
     Criterion(
         "eval exercises the mechanism",

@@ -21,7 +21,7 @@ from kvlab.gate.lines import BASELINE, CERTIFIED, Line, Ratio
 from kvlab.gate.reasons import Reason
 from kvlab.gate.samples import Sampled, Samples, speed
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 ALIKE = ("run", "model", "engine", "device", "dtype", "context_tokens")
 """Fields in which a row and the baseline that its throughput is held against are equal."""
 
@@ -36,14 +36,14 @@ AGEING = ("model_hash", "corpus_hash", "code")
 
 
 class Best(Frozen):
-    """The best certified row of one engine and protocol by a measure.
+    """The smallest certified row of one engine and protocol.
 
     Parameters
     ----------
     row_id : str or None
-        None where none is certified, or the first is not told apart from others.
+        None where none is certified, or several are as small.
     tied : tuple of str
-        The rows that cannot be told apart from the first, which is among them; empty where there is a best.
+        The rows that are as small as each other; empty where there is one, or none.
     certified, tried : int
         Of how many certified rows it is the best, and of how many that were measured. The best of many is better by
         luck, too: the more, the more it is flattered.
@@ -52,7 +52,6 @@ class Best(Frozen):
     model: str
     engine: str
     protocol: str
-    by: str
     row_id: str | None
     tied: tuple[str, ...]
     certified: int
@@ -77,7 +76,7 @@ class Summary(Frozen):
 
     def told(self) -> dict:
         """As JSON for programs: of a metric its value, interval and number of items."""
-        measures = {"metrics": {"__all__": {"se", "lows", "highs"}}, "paired": True, "baseline": True}
+        measures = {"metrics": {"__all__": {"se", "lows", "highs", "gained", "lost"}}, "paired": True, "baseline": True}
         return self.model_dump(mode="json", exclude={"rows": {"__all__": measures}})
 
 
@@ -111,7 +110,7 @@ def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None
         alpha=report.alpha,
         tested=report.tested,
         answers=tuple(answers(lines)),
-        best=tuple(_best(lines, samples)),
+        best=tuple(_best(lines)),
         rows=tuple(lines),
     )
 
@@ -163,7 +162,7 @@ def _measures(row: Row, context: Context, sampled: Sampled | None) -> tuple[dict
         raise UserError(
             f"row {row.values.get('row_id')!r} has more than one piece of evidence on {', '.join(twice)}; give one"
         )
-    if row.values.get("mechanism") == BASELINE and not evidence and sampled and _is_current(row, context):
+    if row.values.get("mechanism") == BASELINE and sampled and _is_current(row, context):
         repeats = sorted(sampled.repeats, key=lambda repeat: repeat.metric)
         return (
             {repeat.metric: measured(repeat.second, repeat.rate) for repeat in repeats},
@@ -250,38 +249,27 @@ def _why(claim: Claim) -> str:
     return "; ".join([*told, *others])
 
 
-def _best(lines: Iterable[Line], samples: Samples) -> Iterator[Best]:
-    """Of each engine and protocol the fastest certified row, and the smallest."""
+def _best(lines: Iterable[Line]) -> Iterator[Best]:
+    """Of each engine and protocol the smallest certified row; speed is not judged, so nothing is the fastest."""
     groups: dict[tuple, list[Line]] = {}
     for line in lines:
         if line.compresses:
             groups.setdefault((*line.place, line.protocol or ""), []).append(line)
     for (model, engine, protocol), tried in groups.items():
         certified = [line for line in tried if line.earned == CERTIFIED]
-        for by, first in (("throughput_tok_s", _fastest), ("bits_per_value", _smallest)):
-            tied = first([line for line in certified if getattr(line, by) is not None], samples)
-            yield Best(
-                model=model,
-                engine=engine,
-                protocol=protocol,
-                by=by,
-                row_id=tied[0] if len(tied) == 1 else None,
-                tied=tuple(tied) if len(tied) > 1 else (),
-                certified=len(certified),
-                tried=len(tried),
-            )
+        tied = _smallest([line for line in certified if line.bits_per_value is not None])
+        yield Best(
+            model=model,
+            engine=engine,
+            protocol=protocol,
+            row_id=tied[0] if len(tied) == 1 else None,
+            tied=tuple(tied) if len(tied) > 1 else (),
+            certified=len(certified),
+            tried=len(tried),
+        )
 
 
-def _fastest(lines: list[Line], samples: Samples) -> list[str]:
-    """The fastest row, and after it those from which the same windows do not tell it apart."""
-    if not lines:
-        return []
-    first, *others = sorted(lines, key=lambda line: (-line.throughput_tok_s, line.row_id))
-    found = {other.row_id: _speed((first.run, first.row_id), (other.run, other.row_id), samples) for other in others}
-    return [first.row_id, *(name for name, faster in found.items() if faster is None or faster.low <= 1)]
-
-
-def _smallest(lines: list[Line], _samples: Samples) -> list[str]:
+def _smallest(lines: list[Line]) -> list[str]:
     """The smallest rows; bytes are counted, so two are alike or they are not."""
     least = min((line.bits_per_value for line in lines), default=None)
     return sorted(line.row_id for line in lines if line.bits_per_value == least)

@@ -56,6 +56,9 @@ class Column:
         Whether a query may group by it.
     keyed : bool
         Whether it is part of what `row_id` is the digest of.
+    judged : bool
+        Whether evidence says what it has to be. False of times and memory, which hang on what else the machine did:
+        they are printed as *not judged*, and nothing is chosen by them.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Column:
     high: float | None = None
     groupable: bool = False
     keyed: bool = False
+    judged: bool = True
 
     @property
     def kebab(self) -> str:
@@ -126,8 +130,12 @@ COLUMNS: tuple[Column, ...] = (
         low=1e-4,
         high=2,
     ),
-    _mechanism("compression_overhead_ms", float, "time that compressing takes per request", unit="ms", low=0),
-    _mechanism("decompression_overhead_ms", float, "time that decompressing takes per request", unit="ms", low=0),
+    _mechanism(
+        "compression_overhead_ms", float, "time that compressing takes per request", unit="ms", low=0, judged=False
+    ),
+    _mechanism(
+        "decompression_overhead_ms", float, "time that decompressing takes per request", unit="ms", low=0, judged=False
+    ),
     _mechanism("quality_eval_id", str, "registered evaluation that the claim rests on", groupable=True),
     _mechanism(
         "quality_eval_status",
@@ -138,8 +146,10 @@ COLUMNS: tuple[Column, ...] = (
     ),
     _mechanism("quality_delta_summary", str, "remark on the quality; never parsed"),
     _mechanism("draft_model_id", str, "model that proposes tokens, for speculative decoding", keyed=True),
-    _mechanism("speculative_acceptance_rate", float, "accepted over proposed tokens", low=0, high=1),
-    _mechanism("speculative_wasted_tokens", int, "proposed tokens that were thrown away", unit="tokens", low=0),
+    _mechanism("speculative_acceptance_rate", float, "accepted over proposed tokens", low=0, high=1, judged=False),
+    _mechanism(
+        "speculative_wasted_tokens", int, "proposed tokens that were thrown away", unit="tokens", low=0, judged=False
+    ),
     _mechanism("mechanism_notes", str, "remark; for a variant that is a class, its implementation"),
     # ---------------------------------------------------- identity
     _identity("row_id", str, "name of the configuration; a digest unless given"),
@@ -159,13 +169,13 @@ COLUMNS: tuple[Column, ...] = (
     _identity("support_status", str, "tier that is claimed", choices=TIERS, groupable=True),
     _identity("run", str, "run that the row belongs to", groupable=True),
     # ---------------------------------------------------- measured
-    _measured("throughput_tok_s", float, "tokens that are generated, or scored", unit="tokens/s", low=0),
-    _measured("ttft_p50_ms", float, "median time to the first token", unit="ms", low=0),
+    _measured("throughput_tok_s", float, "tokens that are generated, or scored", unit="tokens/s", low=0, judged=False),
+    _measured("ttft_p50_ms", float, "median time to the first token", unit="ms", low=0, judged=False),
     _measured("kv_bytes", int, "bytes stored for the whole cache, everything counted", unit="bytes", low=0),
     _measured("kv_values", int, "elements of K and of V in that cache", unit="values", low=0),
     _measured("read_bytes", int, "bytes that a step reads of all contexts that kv_values counts", unit="bytes", low=0),
     _measured("bits_per_value", float, "stored bits per element of the whole cache", unit="bits", low=0),
-    _measured("peak_memory_gb", float, "most memory held", unit="GB", low=0),
+    _measured("peak_memory_gb", float, "most memory held", unit="GB", low=0, judged=False),
     # KL of nothing changed is zero but for rounding, which may be on either side.
     _measured("kl", float, "divergence from the uncompressed model, full vocabulary", unit="nats/token", low=-1e-6),
     _measured("delta_nll", float, "loss beside the uncompressed model's", unit="nats/token"),
@@ -195,4 +205,11 @@ COLUMNS: tuple[Column, ...] = (
     _observed("pattern", str, "what attention read by, or what of K and V was kept, with its settings", keyed=True),
     _observed("spec_decoding", str, "speculative decoding that the engine was started with", groupable=True),
 )
+QUANTITIES = tuple(
+    column.name
+    for column in COLUMNS
+    if (column.judged and column.kind is not str and column.group in ("measured", "observed"))
+    or column.name in ("compression_ratio", "bits", "stored_span")
+)
+"""What a row that has evidence may say only as its evidence says it."""
 BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}

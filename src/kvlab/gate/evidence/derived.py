@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from kvlab.gate.evidence.faults import UNWITNESSED, mechanisms_of, problems
 from kvlab.gate.evidence.quality import NOT_INSIDE, Judgement, beside, judge
-from kvlab.gate.evidence.record import Evidence, parse
+from kvlab.gate.evidence.record import Evidence, EvidenceError, parse
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Registry
 
@@ -37,8 +37,8 @@ def status(
 
     ``failed`` when a metric is ``beyond`` in evidence without a problem but that it was imported; ``not_required`` when
     the mechanism is registered as lossless; ``completed`` when nothing is wrong with any evidence, the eval that the
-    row names is among it, and every metric is ``within``; otherwise ``pending``. Everything attached is judged, so
-    that a bad result cannot be hidden behind a good one.
+    row names is among it, and every metric is ``within``; otherwise ``pending``. Everything attached is judged, and
+    what the run scored or the mechanism must show is missed, so that a bad result cannot be hidden behind a good one.
 
     Parameters
     ----------
@@ -66,6 +66,7 @@ def status(
             judgements += judgements_of(parse(piece), registry)
     if not lossless:
         reasons += _uncited(pieces, row, registry)
+    reasons += _left_out(pieces, row, registry)
     return Derived(_status(judgements, reasons, lossless), tuple(judgements), tuple(reasons))
 
 
@@ -112,6 +113,30 @@ def _uncited(pieces: list, row: Mapping, registry: Registry) -> Iterator[Reason]
         if cited in registry.evals and not registry.carries(cited, mechanism):
             said = f"is {cited!r}, for {mechanism.name} it must be one of {', '.join(mechanism.evals)}"
             yield Reason(code="evidence_unsuited_eval", field="quality_eval_id", said=said)
+
+
+def _left_out(pieces: list, row: Mapping, registry: Registry) -> Iterator[Reason]:
+    """Evals whose evidence should be attached and is not: who may choose what is shown chooses the outcome."""
+    known = [piece for piece in map(_parsed, pieces) if piece is not None]
+    attached = {piece.quality_eval_id for piece in known}
+    for name in sorted({name for piece in known for name in piece.evals} - attached):
+        yield Reason(code="evidence_withheld", field="evidence", said=f"of {name} is not attached; the run scored it")
+    shown, tokens = {entry.scope for entry in map(registry.eval, attached) if entry}, row.get("context_tokens")
+    for mechanism in filter(None, mechanisms_of(row, registry)):
+        for scope in mechanism.must_show if known else ():
+            evals = [entry for entry in registry.evals.values() if entry.scope == scope]
+            speaking = [entry for entry in evals if entry.own_contexts or tokens is None or entry.covers(tokens)]
+            if scope not in shown and speaking:
+                names = " or ".join(entry.quality_eval_id for entry in speaking)
+                said = f"has none of {scope}, which {mechanism.name} must show; attach {names}"
+                yield Reason(code="evidence_incomplete", field="evidence", said=said)
+
+
+def _parsed(piece: object) -> Evidence | None:
+    try:
+        return parse(piece)
+    except EvidenceError:
+        return None
 
 
 def _named(piece: object) -> object:

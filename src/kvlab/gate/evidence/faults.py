@@ -11,10 +11,10 @@ from kvlab.base.errors import suggestion
 from kvlab.base.recipe import IDENTITY
 from kvlab.base.records import CANARY_MIN
 from kvlab.base.testimony import Pool
-from kvlab.gate.evidence.measures import LEVELS, Measure
+from kvlab.gate.evidence.measures import Measure, carried, change_of, rate_of
 from kvlab.gate.evidence.record import Evidence, EvidenceError, Observed, parse
 from kvlab.gate.reasons import Reason
-from kvlab.gate.registry import Eval, Mechanism, Registry
+from kvlab.gate.registry import Eval, Mechanism, Metric, Registry
 
 BASELINE_RECIPE = IDENTITY.recipe_id  # a baseline codes nothing; anything else would flatter what is held against it
 NO_CODEC = (None, "", "identity")
@@ -23,6 +23,7 @@ COUNTED = (*Pool.model_fields, "capacity_tokens")  # by an engine of its own cac
 OWN_HARNESS = "kvlab"
 UNWITNESSED = "evidence_imported"  # a loss may be shown all the same
 NARROWEST = 1.9  # standard errors; at 95 % an interval is about four wide, at a rate of 0 or 1 half of that
+NOTHING = 1e-6  # what rounding may leave of a number that is 0
 ROUNDED = 1e-3  # relative; rows show rounded numbers
 OTHER_TEXT = 0.05  # relative; a codec that stores outliers takes other bytes for the texts of another eval
 
@@ -99,7 +100,7 @@ def _not_finite(evidence: Evidence) -> Iterator[Reason]:
     for place, measure in _measures(evidence):
         for name, value in measure:
             for one in value if isinstance(value, tuple) else (value,):
-                if not math.isfinite(one):
+                if one is not None and not math.isfinite(one):
                     yield Reason(code="evidence_not_finite", field=f"{place}.{name}", said=f"is {one}")
 
 
@@ -177,36 +178,89 @@ def _baseline(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
 
 
 def _metrics(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
-    """Every registered metric is there, with intervals that can be, and its parts belong together."""
-    for place, measure in _measures(evidence):
-        outside = not measure.low <= measure.value <= measure.high
-        narrow = measure.high - measure.low < NARROWEST * measure.se
-        if outside or narrow or measure.se < 0 or measure.n < 2:
-            said = f"is {measure.value} in [{measure.low}, {measure.high}], se {measure.se}, n {measure.n}"
-            yield Reason(code="evidence_interval", field=place, said=said)
-        elif not _belong(measure):
-            said = f"are no ends at {len(LEVELS)} levels that begin with [{measure.low}, {measure.high}] and widen"
-            yield Reason(code="evidence_ends", field=f"{place}.highs", said=said)
+    """Every registered metric is there, can be, has the interval that its items give, and its parts belong together."""
     parts = ("metrics", "baseline", "paired") if entry.baseline_required or evidence.baseline else ("metrics",)
+    known = {metric.key for metric in entry.metrics}
+    for part in ("metrics", "baseline", "paired"):
+        for key in sorted(getattr(evidence, part).keys() - known):
+            said = f"is no metric of {entry.quality_eval_id}; registered are {', '.join(sorted(known))}"
+            yield Reason(code="evidence_metric_unknown", field=f"{part}.{key}", said=said)
     for metric in entry.metrics:
-        missing = [part for part in parts if metric.key not in getattr(evidence, part)]
+        there = [part for part in ("metrics", "baseline", "paired") if metric.key in getattr(evidence, part)]
+        for part in there:
+            yield from _measure(metric, f"{part}.{metric.key}", getattr(evidence, part)[metric.key], part == "paired")
+        missing = [part for part in parts if part not in there]
         for part in missing:
             yield Reason(code="evidence_metric_missing", field=f"{part}.{metric.key}", said="is not there")
         if not missing and len(parts) > 1:
-            yield from _unpaired(evidence, metric.key)
+            yield from _unpaired(evidence, metric)
+
+
+def _measure(metric: Metric, place: str, measure: Measure, change: bool) -> Iterator[Reason]:
+    """What is wrong with one measure: a value that cannot be, an interval that no items give."""
+    low, high = (0.0, 1.0) if metric.rate else (metric.lowest, metric.highest)
+    if change and low is not None and high is not None:
+        low, high = low - high, high - low
+    elif change:
+        low = high = None
+    if (low is not None and measure.value < low - NOTHING) or (high is not None and measure.value > high + NOTHING):
+        said = f"is {measure.value:.6g}; a {metric.key} is {_between(low, high)}"
+        yield Reason(code="evidence_range", field=place, said=said)
+        return
+    if metric.rate:
+        yield from _recounted(place, measure, change)
+        return
+    outside = not measure.low <= measure.value <= measure.high
+    narrow = measure.high - measure.low < NARROWEST * measure.se
+    if outside or narrow or measure.se < 0 or measure.n < 2:
+        said = f"is {measure.value} in [{measure.low}, {measure.high}], se {measure.se}, n {measure.n}"
+        yield Reason(code="evidence_interval", field=place, said=said)
+    elif not _belong(measure):
+        most = len(carried(measure.n))
+        said = f"are not up to {most} bounds, as {measure.n} items carry, that contain the interval and widen"
+        yield Reason(code="evidence_ends", field=f"{place}.highs", said=said)
+
+
+def _between(low: float | None, high: float | None) -> str:
+    return f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+
+
+def _recounted(place: str, measure: Measure, change: bool) -> Iterator[Reason]:
+    """A rate's interval is the one that its counts give."""
+    if measure.n < 2 or (change and None in (measure.gained, measure.lost)):
+        said = "is over fewer than 2 items, or does not say what items gained and lost: its interval cannot be made"
+        yield Reason(code="evidence_interval", field=place, said=said)
+        return
+    if change and min(measure.gained, measure.lost) < 0:
+        said = f"has gained {measure.gained:g} and lost {measure.lost:g}; neither is below 0"
+        yield Reason(code="evidence_interval", field=place, said=said)
+        return
+    made = (
+        change_of(measure.gained, measure.lost, measure.n) if change else rate_of(measure.value * measure.n, measure.n)
+    )
+    for name in ("value", "low", "high", "se"):
+        stated, counted = getattr(measure, name), getattr(made, name)
+        if not math.isclose(stated, counted, rel_tol=1e-6, abs_tol=NOTHING):
+            yield Reason(
+                code="evidence_interval",
+                field=f"{place}.{name}",
+                said=f"is {stated:.6g}; {measure.n} items with these counts give {counted:.6g}",
+            )
 
 
 def _belong(measure: Measure) -> bool:
-    """Whether the ends at stricter levels are those of one interval that widens; none at all are no fault."""
+    """Whether the bounds are as many as the items can carry at most, contain the interval, and widen."""
     lows, highs = measure.lows, measure.highs
-    if not lows and not highs:
-        return True
-    if len(lows) != len(LEVELS) or len(highs) != len(LEVELS) or (lows[0], highs[0]) != (measure.low, measure.high):
+    if len(lows) != len(highs) or len(lows) > len(carried(measure.n)):
         return False
-    return all(a >= b for a, b in pairwise(lows)) and all(a <= b for a, b in pairwise(highs))
+    if not lows:
+        return True
+    inside = lows[0] <= measure.low and measure.high <= highs[0]
+    return inside and all(a >= b for a, b in pairwise(lows)) and all(a <= b for a, b in pairwise(highs))
 
 
-def _unpaired(evidence: Evidence, key: str) -> Iterator[Reason]:
+def _unpaired(evidence: Evidence, metric: Metric) -> Iterator[Reason]:
+    key = metric.key
     value, baseline, paired = evidence.metrics[key], evidence.baseline[key], evidence.paired[key]
     if not value.n == baseline.n == paired.n:
         said = f"is over {paired.n} items, the variant over {value.n}, the baseline over {baseline.n}"
@@ -215,6 +269,16 @@ def _unpaired(evidence: Evidence, key: str) -> Iterator[Reason]:
     if not math.isclose(paired.value, value.value - baseline.value, rel_tol=1e-6, abs_tol=1e-9 * max(1.0, size)):
         said = f"is {paired.value}, but variant minus baseline is {value.value - baseline.value}"
         yield Reason(code="evidence_unpaired", field=f"paired.{key}", said=said)
+    hits = baseline.value * baseline.n
+    if paired.lost is not None and paired.lost > hits + NOTHING:
+        said = f"lost {paired.lost:g} of the {hits:g} that the baseline answers"
+        yield Reason(code="evidence_unpaired", field=f"paired.{key}.lost", said=said)
+    if paired.gained is not None and paired.gained > baseline.n - hits + NOTHING:
+        said = f"gained {paired.gained:g} of the {baseline.n - hits:g} that the baseline misses"
+        yield Reason(code="evidence_unpaired", field=f"paired.{key}.gained", said=said)
+    if metric.untouched is not None and abs(baseline.value - metric.untouched) > NOTHING:
+        said = f"is {baseline.value:.6g}; of the engine as it is, held against itself, it is {metric.untouched:g}"
+        yield Reason(code="evidence_other_baseline", field=f"baseline.{key}", said=said)
 
 
 def _codec(evidence: Evidence, row: Mapping, registry: Registry) -> Iterator[Reason]:

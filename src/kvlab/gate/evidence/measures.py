@@ -1,17 +1,15 @@
 """A quality measure with its interval, made from per-item scores; the variant's is paired with the baseline's.
 
 An item is a needle, a question, a window of text. Items are independent of each other, but for windows of one document,
-which are told and resampled together. Items that are answered or
-not have closed, vectorised intervals that stay honest where no item failed or none changed, where a bootstrap would
-claim certainty; all other scores go through the project's bootstrap over items, which is never narrower than
-Student's t.
+which are told and resampled together. Items that are answered or not have closed, vectorised intervals that stay honest
+where no item failed or none changed, where a bootstrap would claim certainty; all other scores go through the project's
+bootstrap over items, which is never narrower than Student's t.
 
-p-values. A measure also holds the ends that its interval has at stricter levels (`LEVELS`), made by the same method
-from the same items. The p-value of "the loss is at least the margin" is the smallest of these levels at which the bad
-end is inside the margin: a confidence interval and a test are one thing read in two ways (Lehmann & Romano 2005,
-Testing Statistical Hypotheses, section 3.5). So p is at most `ALPHA` exactly where the printed interval is inside the
-margin, and it is rounded up, by at most the root of two. It is never below the last level, where still two of the
-bootstrap's resamples lie beyond the end.
+p-values. The p-value of "the loss is at least the margin" is the smallest of `LEVELS` at which the bad end is inside
+the margin: a confidence bound and a test are one thing read in two ways (Lehmann & Romano 2005, Testing Statistical
+Hypotheses, section 3.5). It is rounded up, by at most the root of two. The ends of a rate follow from its counts, at
+any level. Those of a mean are bounds that hold for skewed items too (`kvlab.stats.skewed`), down to the level that its
+items carry (`carried`); they are wider than the printed interval, which is that of the studies.
 """
 
 from __future__ import annotations
@@ -27,11 +25,13 @@ from scipy.special import betaincinv, ndtri, stdtrit
 from kvlab.base.errors import MixedIdentity, NonFinite
 from kvlab.base.recipe import Frozen
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
+from kvlab.stats.skewed import upper_means
 
 ALPHA = 0.025  # how often either end of an interval may be wrong: the level at which a loss is certified
 CONFIDENCE = 1 - 2 * ALPHA  # two-sided
 NORMAL = float(ndtri(0.5 + CONFIDENCE / 2))  # 1.96
-LEVELS = tuple(ALPHA * 2 ** (-step / 2) for step in range(17))  # of one end, to 1e-4
+LEVELS = tuple(ALPHA * 2 ** (-step / 2) for step in range(41))  # of one end, to 2e-8
+FEWEST = 16  # items by whose mean anything is certified
 Count = Annotated[int, Field(ge=0, le=2**53)]  # up to here a float holds every whole number
 Ends = Annotated[tuple[float, ...], Field(strict=False)]
 BOOTSTRAP = Bootstrap(resamples=20_000, confidence=CONFIDENCE, seed=0)
@@ -40,8 +40,9 @@ BOOTSTRAP = Bootstrap(resamples=20_000, confidence=CONFIDENCE, seed=0)
 class Measure(Frozen):
     """A value in its metric's unit, its 95 % interval, its standard error, and the number of items.
 
-    `lows` and `highs` are the ends of its intervals at `LEVELS`, of which the first are `low` and `high`; empty where
-    they are not known.
+    `lows` and `highs` are bounds of a mean at the first of `LEVELS`, by which it is certified: no nearer than `low` and
+    `high`. Empty of a rate, whose ends follow from its counts, and of so few items that nothing is certified by them.
+    `gained` and `lost` are of a change of a rate: the sums of what items gained and lost.
     """
 
     model_config = ConfigDict(strict=True)
@@ -53,6 +54,8 @@ class Measure(Frozen):
     n: Count
     lows: Ends = ()
     highs: Ends = ()
+    gained: float | None = None
+    lost: float | None = None
 
     @classmethod
     def of_estimate(cls, estimate: Estimate) -> Measure:
@@ -64,7 +67,6 @@ class Measure(Frozen):
 def measured(
     scores,
     rate: bool | None = None,
-    levels: Sequence[float] = LEVELS,
     documents: Sequence[int] | None = None,
 ) -> Measure:
     """Mean score of items.
@@ -77,8 +79,6 @@ def measured(
         parts is wide enough: of all scores from 0 to 1 of one mean those of 0 and 1 scatter most. Otherwise it has a
         bootstrap interval, of no width where all scores are equal: right for the kl of a codec that changes
         nothing, wrong for ten questions that were all answered. By default it is a rate if it can be one.
-    levels : sequence of float
-        At which it has ends: `LEVELS`, or the first of them where no p-value is asked for.
     documents : sequence of int, optional
         The document of every item; those of one are resampled together. No rate has any.
 
@@ -88,17 +88,13 @@ def measured(
         When a score is NaN or infinite, there is none, or of a rate it is not between 0 and 1.
     """
     scores = _finite(scores)
-    if not _is_rate(rate, scores):
-        return _mean(scores, levels, documents)
-    n, hits = scores.size, float(scores.sum())
-    return _measure(hits / n, rate_bounds(hits, n, np.array(levels)), float(rate_se(hits, n)), n)
+    return rate_of(float(scores.sum()), scores.size) if _is_rate(rate, scores) else _mean(scores, documents)
 
 
 def paired(
     variant,
     baseline,
     rate: bool | None = None,
-    levels: Sequence[float] = LEVELS,
     documents: Sequence[int] | None = None,
 ) -> Measure:
     """Mean of `variant` minus `baseline`, item by item.
@@ -107,7 +103,7 @@ def paired(
     ----------
     variant, baseline : float [items]
         Scores of the same items in the same order.
-    rate, levels, documents
+    rate, documents
         As in `measured`.
 
     Raises
@@ -122,10 +118,8 @@ def paired(
         raise MixedIdentity({"items": {variant.size, baseline.size}})
     change = variant - baseline
     if not _is_rate(rate, variant, baseline):
-        return _mean(change, levels, documents)
-    n, gained, lost = change.size, float(change.clip(min=0).sum()), float(-change.clip(max=0).sum())
-    ends = change_bounds(gained, lost, n, np.array(levels))
-    return _measure((gained - lost) / n, ends, float(change_se(gained, lost, n)), n)
+        return _mean(change, documents)
+    return change_of(float(change.clip(min=0).sum()), float(-change.clip(max=0).sum()), change.size)
 
 
 def _is_rate(rate: bool | None, *scores: np.ndarray) -> bool:
@@ -142,12 +136,30 @@ def _finite(scores) -> np.ndarray:
     return scores
 
 
-def _mean(values: np.ndarray, levels: Sequence[float], documents: Sequence[int] | None) -> Measure:
+def carried(n: int) -> tuple[float, ...]:
+    """The levels that a mean over n independent items carries: down to 4 / n^2, and none below `FEWEST` items.
+
+    A bound at a level says how often it is too low, and reads that off the tail of n items. What is rarer than one item
+    in n has left no trace there, and a skewed tail that is not seen moves the mean at the order of 1 / n (the Edgeworth
+    expansion's first term; Hall 1992, The Bootstrap and Edgeworth Expansion, section 2.3), so a level far below its
+    square is an extrapolation. Where it ends was found on windows that were measured (`validation.gate_error`).
+    """
+    return tuple(level for level in LEVELS if n >= FEWEST and level * n**2 >= 4)
+
+
+def _mean(values: np.ndarray, documents: Sequence[int] | None) -> Measure:
     items = np.arange(values.size)
     column = Column.of(items, np.zeros_like(items), values, documents)
-    at_levels = BOOTSTRAP.mean_at(column, [1 - 2 * level for level in levels])
-    ends = np.array([[estimate.low, estimate.high] for estimate in at_levels]).T
-    return _measure(at_levels[0].value, ends, standard_error(column.by_document()), values.size)
+    clusters, found = column.by_document(), BOOTSTRAP.mean(column)
+    low, high, levels = found.low, found.high, carried(len(clusters.sums))
+    if levels and np.ptp(clusters.means):
+        lows = tuple(np.minimum(low, -upper_means(-clusters.means, levels)).tolist())
+        highs = tuple(np.maximum(high, upper_means(clusters.means, levels)).tolist())
+    else:
+        lows, highs = (low,) * len(levels), (high,) * len(levels)
+    return Measure(
+        value=found.value, low=low, high=high, se=standard_error(clusters), n=values.size, lows=lows, highs=highs
+    )
 
 
 def standard_error(column: Column) -> float:
@@ -156,14 +168,28 @@ def standard_error(column: Column) -> float:
     return math.sqrt(n / (n - 1) * float((off**2).sum())) / float(column.counts.sum())
 
 
-def _measure(value: float, ends, se: float, n: int) -> Measure:
-    """`ends` float [2, levels]; a stricter interval is never the narrower one, as one of another method may be."""
-    lows, highs = np.minimum.accumulate(ends[0]), np.maximum.accumulate(ends[1])
-    at = {"lows": tuple(lows.tolist()), "highs": tuple(highs.tolist())} if len(lows) > 1 else {}
-    return Measure(value=value, low=float(lows[0]), high=float(highs[0]), se=se, n=n, **at)
-
-
 # ----------------------------------------------------------------------- scores of 0 and 1
+
+
+def rate_of(hits: float, n: int) -> Measure:
+    """The rate of `hits` among n items, with its exact interval."""
+    low, high = rate_bounds(hits, n)
+    return Measure(value=hits / n, low=float(low), high=float(high), se=float(rate_se(hits, n)), n=n)
+
+
+def change_of(gained: float, lost: float, n: int) -> Measure:
+    """The change of a rate over n items, with the interval of `change_bounds`."""
+    low, high = change_bounds(gained, lost, n)
+    value, se = (gained - lost) / n, float(change_se(gained, lost, n))
+    return Measure(value=value, low=float(low), high=float(high), se=se, n=n, gained=gained, lost=lost)
+
+
+def bounds_of(measure: Measure, levels=(ALPHA,)) -> tuple[np.ndarray, np.ndarray]:
+    """The ends of a rate, or of its change, at each level, from its counts alone: float64 [levels] each."""
+    tails = np.asarray(levels)
+    if measure.gained is None or measure.lost is None:
+        return rate_bounds(np.full(tails.shape, measure.value * measure.n), measure.n, tails)
+    return change_bounds(np.full(tails.shape, measure.gained), measure.lost, measure.n, tails)
 
 
 def rate_bounds(hits, n, tail=ALPHA):

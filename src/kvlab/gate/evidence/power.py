@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvlab.base.errors import UserError
-from kvlab.gate.evidence.measures import ALPHA, LEVELS, change_bounds, measured, paired, rate_bounds
+from kvlab.gate.evidence.measures import ALPHA, change_bounds, measured, paired, rate_bounds
 from kvlab.gate.evidence.quality import is_beyond, is_within, judge
 from kvlab.gate.registry.entries import Metric
 
@@ -99,8 +99,8 @@ def repeated(metric: Metric, second, first, rate: bool, resamples: int = 200, se
 
 
 def _word(metric: Metric, second: np.ndarray, first: np.ndarray, rate: bool) -> str:
-    change = paired(second, first, rate, LEVELS[:1])
-    value = change if metric.floor is None else measured(second, rate, LEVELS[:1])  # the floor alone looks at it
+    change = paired(second, first, rate)
+    value = change if metric.floor is None else measured(second, rate)  # the floor alone looks at it
     return judge(metric, change, value).word
 
 

@@ -22,12 +22,13 @@ takes 183.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
 from kvlab.base.recipe import Frozen
-from kvlab.gate.evidence.measures import LEVELS, Measure
+from kvlab.gate.evidence.measures import FEWEST, LEVELS, Measure, bounds_of
 from kvlab.gate.registry.entries import Metric
 from kvlab.stats.power import windows_needed
 
@@ -39,10 +40,11 @@ NOT_INSIDE = 1.0  # the p-value where not even the printed interval is inside: h
 class Judgement(Frozen):
     """The word on one metric and what it rests on, in the metric's unit.
 
-    `loss` with `low` and `high` is positive where the variant is worse; these and `margin` are None where an eval
-    needs no baseline and the floor decides alone. `room` is from the floor to the nearer end of the value's interval,
-    negative when that end misses it, and None without a floor. `p` is the p-value of "the loss is at least the margin,
-    or the value misses its floor", rounded up to `LEVELS`, and `NOT_INSIDE` where the word is not ``within``.
+    `loss` with `low` and `high` is positive where the variant is worse, and `high` the bound by which it is certified.
+    These and `margin` are None where an eval needs no baseline and the floor decides alone. `room` is from the floor to
+    the nearer end of the value's interval, negative when that end misses it, and None without a floor. `p` is the
+    p-value of "the loss is at least the margin, or the value misses its floor", rounded up to `LEVELS`, and
+    `NOT_INSIDE` where the word is not ``within``.
     `needed_n` is the number of items after which an open word would be settled if the values stay as they are; None
     when the word is not open, or when no number of items settles it. `untold` where the baseline is not shown to meet
     the floor: see `beside`.
@@ -63,9 +65,9 @@ class Judgement(Frozen):
 def judge(metric: Metric, paired: Measure | None, value: Measure) -> Judgement:
     """The word on one metric.
 
-    ``within`` when the loss's upper end is at most the margin and the value's whole interval meets the floor;
-    ``beyond`` when the loss's lower end is above the margin or the whole interval misses the floor; otherwise
-    ``open``. An eval too small for its margin is judged by it all the same, and so stays open.
+    ``within`` when the loss's bound is at most the margin and that of the value meets the floor; ``beyond`` when the
+    loss's lower end is above the margin or the whole interval misses the floor; otherwise ``open``. An eval too small
+    for its margin is judged by it all the same, and so stays open.
 
     Parameters
     ----------
@@ -81,9 +83,12 @@ def judge(metric: Metric, paired: Measure | None, value: Measure) -> Judgement:
     Judgement
     """
     sign = 1 if metric.direction == "lower" else -1
-    loss = _Range.of(paired, sign) if paired is not None else None
+    loss = None if paired is None else _Range.of(paired, sign).up_to(_bad_ends(metric, paired, sign))
     room = None if metric.floor is None else _Range.of(value, -sign, metric.floor)
-    word = _word(metric.margin, loss, room)
+    p, word, n = p_value(metric, paired, value), _word(metric.margin, loss, room), (paired or value).n
+    few = word == "within" and p == NOT_INSIDE  # so few items that nothing bounds their mean
+    word = "open" if few else word
+    needed = FEWEST if few else _needed(metric.margin, loss, room, n)
     return Judgement(
         key=metric.key,
         word=word,
@@ -92,8 +97,8 @@ def judge(metric: Metric, paired: Measure | None, value: Measure) -> Judgement:
         low=loss and loss.low,
         high=loss and loss.high,
         room=room and room.low,
-        p=p_value(metric, paired, value) if word == "within" else NOT_INSIDE,
-        needed_n=_needed(metric.margin, loss, room, (paired or value).n) if word == "open" else None,
+        p=p if word == "within" else NOT_INSIDE,
+        needed_n=needed if word == "open" else None,
     )
 
 
@@ -126,21 +131,24 @@ def is_beyond(low, margin):
 def p_value(metric: Metric, paired: Measure | None, value: Measure) -> float:
     """The smallest of `LEVELS` at which the loss is inside its margin and the value above its floor.
 
-    The larger of both p-values, as both have to hold. Where a measure has no ends at stricter levels it is `ALPHA` at
-    best, and `NOT_INSIDE` where the intervals are not inside.
+    The larger of both p-values, as both have to hold, and `NOT_INSIDE` where not even the bounds at the first level are
+    inside, or so few items have none.
     """
     sign = 1 if metric.direction == "lower" else -1
-    worst = [] if paired is None else [[end - metric.margin for end in _bad_ends(paired, sign)]]
-    worst += [] if metric.floor is None else [[end - sign * metric.floor for end in _bad_ends(value, sign)]]
+    worst = [] if paired is None else [[end - metric.margin for end in _bad_ends(metric, paired, sign)]]
+    worst += [] if metric.floor is None else [[end - sign * metric.floor for end in _bad_ends(metric, value, sign)]]
     met = [sum(1 for _ in takewhile(lambda past: past <= 0, ends)) for ends in worst]
     deepest = min(met, default=0)
     return LEVELS[deepest - 1] if deepest else NOT_INSIDE
 
 
-def _bad_ends(measure: Measure, sign: int) -> list[float]:
+def _bad_ends(metric: Metric, measure: Measure, sign: int) -> list[float]:
     """The ends towards the worse, of which `sign` points up, at `LEVELS` as far as they are known."""
-    ends = measure.highs if sign > 0 else measure.lows
-    return [sign * end for end in ends or ((measure.high if sign > 0 else measure.low),)]
+    if metric.rate:
+        lows, highs = bounds_of(measure, LEVELS)
+    else:
+        lows, highs = measure.lows, measure.highs
+    return [sign * float(end) for end in (highs if sign > 0 else lows)]
 
 
 # --------------------------------------------------------------------- what a word is made of
@@ -159,6 +167,10 @@ class _Range:
         """The measure from `origin`, turned so that `sign` points up."""
         ends = sorted((sign * (measure.low - origin), sign * (measure.high - origin)))
         return cls(sign * (measure.value - origin) + 0.0, *ends)  # + 0.0: no loss is not -0.0
+
+    def up_to(self, ends: Sequence[float]) -> _Range:
+        """The same, up to the first of the ends towards the worse where that is farther."""
+        return replace(self, high=max(self.high, *ends[:1])) if ends else self
 
     def scaled(self, factor: float) -> _Range:
         """Both sides shrunk by `factor`."""

@@ -10,7 +10,7 @@ they were made of, which the pipeline does whenever a stage is run again; the ch
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -59,7 +59,8 @@ class Observed(_Strict):
     the logits, in nats per token: proof that they hang on what is stored. `backend`, `pool` and `served` are what the
     running engine was found to be, and what it says of its own cache, where the variant is what that holds. `pattern`
     is what attention read by, or what was kept, with its settings; None where no one looked, or all was. `read_bytes`
-    is what a step read of the contexts that `kv_values` counts.
+    is what a step read of the contexts that `kv_values` counts. `bits` is what the codec was asked for, and `span`
+    which tokens it stored: those of the context, or of the whole window.
     """
 
     kv_cache_dtype: str
@@ -75,6 +76,15 @@ class Observed(_Strict):
     served: Served | None = None
     pattern: str | None = None
     read_bytes: Count | None = None
+    bits: float | None = None
+    span: Literal["context", "window"] | None = None
+
+
+class Family(_Strict):
+    """The run that evidence is of: a digest of what was measured on what, and how many variants it tested."""
+
+    run: str
+    tested: Annotated[int, Field(ge=1, le=2**20)]
 
 
 class Imported(_Strict):
@@ -96,10 +106,12 @@ class Imported(_Strict):
 class Evidence(_Strict):
     """One run of an eval on one variant; `paired` is variant minus baseline over the same items.
 
-    `imported` is None of what this project measured, and then not written.
+    `evals` names every eval that the run scored of this variant, so that one which is left out is missed; `family` says
+    how many variants were tried beside it, whatever file the row comes in. `imported` is None of what this project
+    measured.
     """
 
-    schema_version: Annotated[int, Field(ge=2, le=2)] = 2  # a Literal would take 2.0 for 2
+    schema_version: Annotated[int, Field(ge=3, le=3)] = 3  # a Literal would take 3.0 for 3
     quality_eval_id: str
     version: str
     metrics: dict[str, Measure]
@@ -109,13 +121,10 @@ class Evidence(_Strict):
     observed: Observed
     baseline_recipe_id: str | None = None
     baseline_identity: Identity | None = None
+    evals: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    family: Family
     imported: Imported | None = None
     evidence_id: str
-
-    def model_dump(self, **options) -> dict:
-        """As pydantic's, without `imported` where it is None: what was measured before keeps its id."""
-        found = super().model_dump(**options)
-        return found if found.get("imported") is not None else {k: v for k, v in found.items() if k != "imported"}
 
     def content_id(self) -> str | None:
         """The id that this content has; None when it holds NaN or infinity, which have no canonical form."""

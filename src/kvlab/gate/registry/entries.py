@@ -51,6 +51,9 @@ class Mechanism(Entry):
         Kinds of reading or keeping less that may be observed to run; empty where all is kept and read.
     evals : tuple of str
         Evals whose evidence may carry a claim of it; empty when any may (`Registry.carries`).
+    must_show : tuple of str
+        Scopes of evals, of each of which evidence has to be attached: a loss that shows in one need not show in
+        another, so who may choose the eval chooses the outcome.
     needs_draft : bool
         A row has to name its draft model and acceptance rate.
     deprecated : str or None
@@ -71,6 +74,7 @@ class Mechanism(Entry):
     codecs: Names = ()
     backends: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     evals: Names = ()
+    must_show: Names = ()
     patterns: Names = ()
     needs_draft: bool = False
     deprecated: Text | None = None
@@ -98,6 +102,13 @@ class Metric(Entry):
         The reason for the value of the margin.
     floor : float or None
         What the variant itself must reach: from above when higher is better, from below when lower is.
+    lowest, highest : float or None
+        What the number can be at all; None where it has no such end.
+    rate : bool
+        Each item is answered, or not, or in part: its score is from 0 to 1, and the interval follows from the counts.
+    untouched : float or None
+        What the baseline has by definition, as a KL of 0: the metric compares with the baseline already. None where
+        the baseline has a value of its own.
     """
 
     key: Name
@@ -106,6 +117,10 @@ class Metric(Entry):
     unit: Text
     why: Text
     floor: Finite | None = None
+    lowest: Finite | None = None
+    highest: Finite | None = None
+    rate: bool = False
+    untouched: Finite | None = None
 
 
 class Eval(Entry):

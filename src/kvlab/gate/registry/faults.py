@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from kvlab.base.errors import suggestion
 from kvlab.codec.names import ALL, UNSTORED
 from kvlab.gate.catalogue.columns import COMPRESSION, SPECULATIVE
-from kvlab.gate.registry.entries import Eval, Mechanism
+from kvlab.gate.registry.entries import Eval, Mechanism, Metric
 
 NATIVE_DTYPES = ("float32", "bfloat16", "float16")
 CODED_DTYPES = (  # what vLLM and SGLang can store instead; `uint8` are pages of coded bytes
@@ -40,11 +40,12 @@ SOURCE = re.compile(r"arXiv:\d{4}\.\d{4,5}|https://\S+")
 Faults = Iterator[tuple[str, str, str]]
 
 
-def mechanism_faults(entry: Mechanism, known_evals: Iterable[str]) -> Faults:
+def mechanism_faults(entry: Mechanism, known_evals: Iterable[str], known_scopes: Iterable[str]) -> Faults:
     """What a well-formed entry says that cannot be, as (code, key, what is wrong)."""
     for fault in MECHANISM_CHECKS:
         yield from fault(entry)
-    yield from _dangling(entry, known_evals)
+    yield from _dangling(entry.evals, "evals", "eval", known_evals)
+    yield from _dangling(entry.must_show, "must_show", "scope of an eval", known_scopes)
     yield from _sources(entry.sources)
 
 
@@ -117,13 +118,23 @@ def _patterns(entry: Mechanism) -> Faults:
         yield "lossless_pattern", "lossless", said
 
 
-def _dangling(entry: Mechanism, known_evals: Iterable[str]) -> Faults:
-    known = sorted(known_evals)
+def _must_show(entry: Mechanism) -> Faults:
+    """A lossy compression that may choose what it shows could leave out what it loses."""
+    if entry.kind == "compression" and not entry.lossless and not entry.must_show:
+        yield (
+            "shows_nothing",
+            "must_show",
+            "is empty of a lossy compression; name the scopes of the evals that it must show",
+        )
+
+
+def _dangling(names: Iterable[str], key: str, what: str, known: Iterable[str]) -> Faults:
+    known = sorted(set(known))
     if not known:  # a registry that lists no eval says that nothing can be certified; no name in it is a slip
         return
-    for name in entry.evals:
+    for name in names:
         if name not in known:
-            yield "dangling_eval", "evals", f"{name!r} is no registered eval{suggestion(name, known)}"
+            yield "dangling_eval", key, f"{name!r} is no registered {what}{suggestion(name, known)}"
 
 
 def _sources(sources: Iterable[str]) -> Faults:
@@ -141,6 +152,7 @@ MECHANISM_CHECKS: tuple[Callable[[Mechanism], Faults], ...] = (
     _dtypes,
     _lossless,
     _patterns,
+    _must_show,
 )
 
 # ---------------------------------------------------------------------------------------- of an eval
@@ -159,8 +171,23 @@ def eval_faults(entry: Eval) -> Faults:
             f"is {entry.task!r} with harness {entry.harness!r}; a task is named for every harness but {OWN_HARNESS!r}"
         )
         yield "task_conflict", "task", said
+    for metric in entry.metrics:
+        yield from _range(metric)
     unjudged = [metric.key for metric in entry.metrics if metric.floor is None]
     if not entry.baseline_required and unjudged:
         said = f"is False, yet {', '.join(unjudged)} has no floor: nothing would decide"
         yield "baseline_conflict", "baseline_required", said
     yield from _sources(entry.sources)
+
+
+def _range(metric: Metric) -> Faults:
+    """A metric's limits lie inside of what it can be."""
+    low, high = (0.0, 1.0) if metric.rate else (metric.lowest, metric.highest)
+    if metric.rate and (metric.lowest, metric.highest) != (None, None):
+        yield "bad_range", "metrics", f"of {metric.key!r} has lowest and highest beside rate, which is from 0 to 1"
+    for name in ("floor", "untouched"):
+        value = getattr(metric, name)
+        if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
+            yield "bad_range", "metrics", f"{name} of {metric.key!r} is {value:g}, outside of {low} to {high}"
+    if low is not None and high is not None and low >= high:
+        yield "bad_range", "metrics", f"of {metric.key!r} is {low:g} to {high:g}; the lowest value comes first"

@@ -107,8 +107,9 @@ class _Checked:
         self._repeated(raw_evals, ("quality_eval_id",), "duplicate_eval")
         self._baseline(raw_mechanisms)
         known_evals = [str(entry.get("quality_eval_id")) for entry in raw_evals if isinstance(entry, dict)]
+        known_scopes = [str(entry.get("scope")) for entry in raw_evals if isinstance(entry, dict)]
         for place, entry in self.mechanisms:
-            self._say(place, mechanism_faults(entry, known_evals))
+            self._say(place, mechanism_faults(entry, known_evals, known_scopes))
         for place, entry in self.evals:
             self._say(place, eval_faults(entry))
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import polars as pl
 
-from kvlab.base.errors import StorageError, UnknownName
+from kvlab.base.errors import CapabilityError, StorageError, UnknownName
 from kvlab.base.records import write_table
+from kvlab.gate.catalogue.columns import COLUMNS
 from kvlab.gate.store.database import Store
 from kvlab.gate.store.migrations import PUBLISHED_TABLE, quoted
 from kvlab.gate.store.selection import condition, everything, groups, listed, published_columns, schema
@@ -23,25 +24,19 @@ QUALITY_KEYS = ("earned_tier", "derived_status", "quality_eval_id", "registry_di
 what another does."""
 
 BEST = {
-    "throughput_tok_s": "DESC",
-    "ttft_p50_ms": "ASC",
     "kv_bytes": "ASC",
     "bits_per_value": "ASC",
-    "peak_memory_gb": "ASC",
     "kl": "ASC",
     "delta_nll": "ASC",
     "top1_agreement": "DESC",
     "compression_ratio": "ASC",
-    "compression_overhead_ms": "ASC",
-    "decompression_overhead_ms": "ASC",
-    "speculative_acceptance_rate": "DESC",
 }
-"""What can be best, and which way: the order in which the best comes first."""
+"""What can be best, and which way: the order in which the best comes first. Nothing that is not judged is among it."""
+
+UNJUDGED = tuple(column.name for column in COLUMNS if not column.judged)
+"""Times, memory and rates of speculation, which no evidence vouches for."""
 
 SUMMARIES = {
-    "mean_throughput_tok_s": ("avg", "throughput_tok_s"),
-    "mean_ttft_p50_ms": ("avg", "ttft_p50_ms"),
-    "max_peak_memory_gb": ("max", "peak_memory_gb"),
     "mean_bits_per_value": ("avg", "bits_per_value"),
     "max_loss_share": ("max", "loss_share"),
 }
@@ -69,29 +64,38 @@ def query(
         A measure: of each group (of everything, without `group_by`) the one row where it is best, whole. Rows without
         it take no part; of equals the first by run and `row_id`.
     certified_only : bool
-        Whether only rows that have earned the tier ``supported`` are looked at.
+        Whether only rows that have earned the tier ``supported`` are looked at. What is not judged (`Column.judged`) is
+        left out of them: it is not certified with the rest.
 
     Returns
     -------
     polars.DataFrame
-        Without `group_by` or with `best`: rows, with every column of `schema`. With `group_by` alone: a line for each
-        group *and* each of `QUALITY_KEYS` in it, ``rows`` (how many) and `SUMMARIES`.
+        Without `group_by` or with `best`: rows, with every column of `schema`, of certified ones every judged one. With
+        `group_by` alone: a line for each group *and* each of `QUALITY_KEYS` in it, ``rows`` (how many) and `SUMMARIES`.
 
     Raises
     ------
     UnknownName
         A name that is none, or cannot be asked for so.
+    CapabilityError
+        A measure is to be best of which no evidence says what it is.
     RowError
         A value that its column cannot hold.
     """
     names = groups(group_by)
     wanted, values = condition(where or {}, certified_only)
-    if best is not None:
-        return _best(store, names, best, wanted, values)
-    if names:
+    if best in UNJUDGED:
+        raise CapabilityError(
+            f"{best} is not judged: no evidence says what it is, so nothing is chosen by it; allowed: {', '.join(BEST)}"
+        )
+    if names and best is None:
         return _grouped(store, names, wanted, values)
-    statement = f"SELECT {listed(schema())} FROM {everything(store)} WHERE {wanted} ORDER BY e.run, e.row_id"
-    return _frame(store, statement, values, schema())
+    if best is not None:
+        found = _best(store, names, best, wanted, values)
+    else:
+        statement = f"SELECT {listed(schema())} FROM {everything(store)} WHERE {wanted} ORDER BY e.run, e.row_id"
+        found = _frame(store, statement, values, schema())
+    return found.drop(UNJUDGED) if certified_only else found
 
 
 def export(store: Store, path: Path | str, where: Mapping[str, object] | None = None) -> pl.DataFrame:

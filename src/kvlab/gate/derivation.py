@@ -1,0 +1,95 @@
+"""Every number of a row, held against its evidence: what follows from none of it is refused.
+
+A row is typed by somebody, evidence is written by what measured. So nothing that evidence can say is believed because
+a row says it. Times and memory no evidence vouches for; they are not judged (`Column.judged`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from kvlab.base.recipe import IDENTITY
+from kvlab.gate.cases import BASELINE, DTYPE_BITS, Case
+from kvlab.gate.catalogue.columns import QUANTITIES
+from kvlab.gate.catalogue.values import Value
+from kvlab.gate.evidence import Evidence
+from kvlab.gate.reasons import Reason
+
+ROUNDED = 1e-3  # relative; rows show rounded numbers
+EXACT = ("kv_bytes", "kv_values", "read_bytes", "fires", "expected_fires")  # counts, which nobody rounds
+
+
+def numbers_derived(case: Case) -> Iterator[Reason]:
+    """What a row with evidence says is what its evidence says."""
+    if case.cited is None:
+        return
+    found = derived(case)
+    for name in QUANTITIES:
+        stated, counted = case.get(name), found.get(name)
+        if stated is None or _same(name, stated, counted):
+            continue
+        if counted is None:
+            said = f"is {stated!r}; no evidence of this row says what it is"
+            yield Reason(code="quantity_unvouched", field=name, said=said)
+        else:
+            yield Reason(code="quantity_other", field=name, said=f"is {stated!r}; the evidence gives {counted!r}")
+
+
+def derived(case: Case) -> dict[str, Value]:
+    """Every quantity that the evidence of a row gives: what was counted by the one that it cites, metrics by all."""
+    cited = case.cited
+    found: dict[str, Value] = {}
+    for piece in (*case.evidence, cited):
+        found |= {name: measure.value for name, measure in piece.metrics.items() if name in QUANTITIES}
+    return found | _counted(cited)
+
+
+def _counted(evidence: Evidence) -> dict[str, Value]:
+    if evidence.imported is not None:  # nobody looked
+        return {}
+    seen, native = evidence.observed, DTYPE_BITS.get(evidence.identity.dtype)
+    bits = 8 * seen.kv_bytes / seen.kv_values if seen.kv_values else None
+    found = {name: getattr(seen, name) for name in EXACT}
+    found |= {"bits": seen.bits, "stored_span": seen.span, "bits_per_value": bits}
+    found |= {"compression_ratio": bits / native if bits is not None and native else None}
+    if seen.pool is not None:
+        found |= seen.pool.model_dump() | {"capacity_tokens": seen.pool.capacity_tokens}
+    return found
+
+
+def _same(name: str, stated: Value, counted: Value) -> bool:
+    if counted is None or isinstance(stated, str) or name in EXACT:
+        return stated == counted
+    return math.isclose(stated, counted, rel_tol=ROUNDED, abs_tol=1e-9)
+
+
+def baseline_is_one(case: Case) -> Iterator[Reason]:
+    """A baseline codes nothing, and what it says of itself it shows."""
+    if set(case.names) != {BASELINE}:
+        return
+    recipe = case.get("recipe_id")
+    if recipe not in (None, IDENTITY.recipe_id):
+        said = f"is {recipe!r}; that of no codec is {IDENTITY.recipe_id!r}"
+        yield Reason(code="baseline_recipe", field="recipe_id", said=said)
+
+
+def baseline_shown(case: Case) -> Iterator[Reason]:
+    """The quality that a baseline states rests on evidence too: everything else is held against it."""
+    if set(case.names) != {BASELINE} or case.evidence:
+        return
+    for name in ("kl", "delta_nll", "top1_agreement"):
+        if case.get(name) is not None:
+            said = f"is {case.get(name)!r}; attach the evidence, or leave it out"
+            yield Reason(code="baseline_unshown", field=name, said=said)
+
+
+def one_family(case: Case) -> Iterator[Reason]:
+    """The pieces of one run agree on how many variants it tested."""
+    runs: dict[str, set[int]] = {}
+    for piece in case.evidence:
+        runs.setdefault(piece.family.run, set()).add(piece.family.tested)
+    for run, counts in runs.items():
+        if len(counts) > 1:
+            said = f"of run {run!r} is {' and '.join(map(str, sorted(counts)))}"
+            yield Reason(code="evidence_other_family", field="family.tested", said=said)
