@@ -112,8 +112,8 @@ def refuse_unheard(name: str, floor: float, canary: float, dtype: str) -> None:
         raise Fault(f"{name}: what keeps and reads everything moves the logits by KL {floor:.1e} nats per token")
     if not canary >= CANARY_MIN:
         raise CodecNotActive(
-            f"{name}: next to nothing in its place moves the logits by KL {canary:.1e} nats only; it does not reach the"
-            " attention"
+            f"{name}: next to nothing in its place moves the logits by KL {canary:.1e} nats only: either it does not"
+            " reach the attention, or the predictions do not hang on the context"
         )
 
 

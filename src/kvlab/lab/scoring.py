@@ -223,7 +223,8 @@ def heard_kl(run: WindowRun, protocol: str, placement: str, stream: str) -> floa
     if kl < CANARY_MIN:
         raise CodecNotActive(
             f"a one-bit codec on {stream.upper()} moves the logits of {run.engine.name} ({protocol}, {placement}) by KL"
-            f" {kl:.1e} nats only; the hook does not reach the attention"
+            f" {kl:.1e} nats only: either what is coded does not reach the attention, or the predictions in window"
+            f" {run.number} do not hang on its context, as where it is one token over and over"
         )
     return kl
 
