@@ -18,6 +18,7 @@ from kvlab.gate.audit.published_rules import RECORD, RULES, published_record, pu
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import EVIDENCE, Row
 from kvlab.gate.check import EXIT_CODES, check
+from kvlab.gate.evidence import parse
 from kvlab.gate.render import to_json
 from kvlab.gate.rules import CRITERIA, FALSEHOODS, PUBLISHED, WAIVABLE, Context
 from kvlab.gate.waivers import Waiver
@@ -214,7 +215,11 @@ def test_of_a_malformed_row_only_its_fields_are_spoken_of():
 def test_mechanisms_may_be_combined():
     both = {"mechanism": "kv_quantization+speculative_decoding", "mechanism_variant": "fp8_e4m3+mtp"}
     draft = {"draft_model_id": "draft", "speculative_acceptance_rate": 0.7, "spec_decoding": "mtp"}
-    assert claim(row("fp8", **both, **draft)).word == "pass"
+    given = row("fp8", **both, **draft)
+    seen = [piece | {"observed": piece["observed"] | {"spec_decoding": "mtp"}} for piece in given.evidence]
+    seen = tuple(piece | {"evidence_id": parse(piece).content_id()} for piece in seen)
+    assert claim(replace(given, evidence=seen)).word == "pass"
+    assert "evidence_contradicts_row" in claim(given).codes  # whose engine did not speculate
     assert claim(row("fp8", **both)).codes == {"draft_missing", "acceptance_missing", "speculation_idle"}
     odd = claim(row("fp8", **(both | {"mechanism_variant": "fp8_e4m3+eagle3"}), **draft))
     assert odd.codes >= {"variant_unregistered"} and "'eagle3'" in str(odd.findings[0].reasons[0])
@@ -224,7 +229,8 @@ def test_mechanisms_may_be_combined():
 @pytest.mark.parametrize("evidence", [True, False])
 def test_without_a_mechanism_nothing_passes(status, evidence):
     given = row("mtp", mechanism=..., quality_eval_status=status, support_status="gated", evidence=evidence)
-    quiet = replace(given, values=CASE["rows"]["baseline"] | {"quality_eval_status": status, "mechanism": None})
+    plain = row("baseline", quality_eval_status=status, mechanism=None)
+    quiet = replace(given, values=plain.values)
     for where in (CONTEXT, TIGHT):
         assert claim(given, where).word == "fail"  # speculated
         assert claim(replace(quiet, evidence=()), where).word == "not_applicable"

@@ -5,8 +5,9 @@ import pytest
 from kvlab.gate.audit.mutations import ABSENT, MUTATIONS, Mutation, judged, published_passes, table, valid_case
 from kvlab.gate.reasons import REASONS
 
-# What is found in whole files, and what depends on the day: see the tests of their readers.
+# What is found in whole files or takes two fields, and what depends on the day: see the tests of their readers.
 ELSEWHERE = {
+    "part_absent",
     "file_not_json",
     "file_not_yaml",
     "registry_unreadable",

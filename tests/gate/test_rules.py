@@ -102,8 +102,9 @@ def test_a_native_cache_needs_no_declaration(dtype):
 
 @pytest.mark.parametrize("dtype", ["auto", None])
 def test_a_request_is_no_observation(dtype):
-    assert codes("what ran was observed", row("baseline", kv_cache_dtype=dtype)) == ["observation_missing"]
-    assert claim(row("baseline", kv_cache_dtype=dtype)).earned == "reviewed_preview"
+    given = row("baseline", evidence=False, kv_cache_dtype=dtype, kv_bytes=None, kv_values=None)
+    assert codes("what ran was observed", given) == ["observation_missing"]
+    assert claim(given).earned == "reviewed_preview"
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,21 @@ def test_what_was_declared_ran(name, changes, found):
     assert codes("what was declared ran", row(name, **changes)) == found
 
 
+@pytest.mark.parametrize("other", ["kv_quantization/fp8_e4m3", "kv_compression/klt_pages", "kv_compression/eviction"])
+def test_of_several_compressions_each_was_seen_to_run(other):
+    """One that ran vouched for all that were named beside it."""
+    mechanism, variant = other.split("/")
+    both = {
+        "mechanism": f"kv_quantization+{mechanism}",
+        "mechanism_variant": f"int+{variant}",
+        "compression_ratio": None,
+    }
+    found = claim(row("int", **both))
+    assert found.earned == "unsupported" and "part_absent" in found.codes
+    alone = row("int", mechanism="kv_quantization+kv_quantization", mechanism_variant="int+turboquant_class")
+    assert "part_absent" in claim(alone).codes
+
+
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
@@ -177,7 +193,7 @@ def test_what_was_declared_ran(name, changes, found):
         ({"context_band": "3k-5k"}, ["band_other"]),
         ({"context_band": "8k"}, ["band_other"]),
         ({"context_band": "1k-2k"}, ["band_other"]),
-        ({"context_band": "long"}, []),
+        *(({"context_band": odd}, ["band_other"]) for odd in ("long", "4k+", ">=4k", "from 4k", "4k-", "4e3-1e9")),
     ],
 )
 def test_numbers_agree(changes, found):

@@ -9,7 +9,7 @@ import pytest
 
 from kvlab.base.errors import NonFinite, UserError
 from kvlab.gate.catalogue.columns import TIERS
-from kvlab.gate.summary import Line
+from kvlab.gate.summary import SCHEMA_VERSION, Line
 from kvlab.report import figures, findings
 from kvlab.report.certified import context, sentence
 from report.example_metrics import build, verdict
@@ -44,7 +44,7 @@ def claims(model):
     counts = {tier: sum(one["earned"] == tier for one in rows) for tier in TIERS}
     answer = {"engine": "hf", "protocol": "snapshot", "stored_span": "context", "tried": 2, "certified": 1}
     answers = [answer | {"model": model, "row_id": "b", "word": "certified"}]
-    told = {"schema_version": 3, "registry": "r", "current": "c", "counts": counts}
+    told = {"schema_version": SCHEMA_VERSION, "registry": "r", "current": "c", "counts": counts}
     return told | {"answers": answers, "best": [], "rows": rows}
 
 

@@ -36,8 +36,8 @@ EXIT_CODES: dict[Verdict, int] = {"pass": 0, "fail": 1, "cannot_judge": 2}
 BEST_WAIVED = "reviewed_preview"
 SCHEMA_VERSION = 2
 
-REFERENCE = tuple(column.name for column in COLUMNS if column.group in DECLARED)
-"""What a report says of which row it speaks: everything that is declared of it."""
+REFERENCE = tuple(column.name for column in COLUMNS if column.group in DECLARED and column.judged)
+"""What a report says of which row it speaks: everything that is declared of it, but what is not judged."""
 
 BADGES: dict[Status, str] = {
     "completed": "verified",

@@ -17,6 +17,9 @@ from kvlab.gate.evidence import Evidence
 from kvlab.gate.reasons import Reason
 
 ROUNDED = 1e-3  # relative; rows show rounded numbers
+SPANS = {"snapshot": "context", "in_forward": "window"}
+"""Which tokens a protocol stores: a snapshot holds the context alone."""
+STORED_BITS = DTYPE_BITS | dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), 8)
 EXACT = ("kv_bytes", "kv_values", "read_bytes", "fires", "expected_fires")  # counts, which nobody rounds
 
 
@@ -75,21 +78,44 @@ def baseline_is_one(case: Case) -> Iterator[Reason]:
 
 
 def baseline_shown(case: Case) -> Iterator[Reason]:
-    """The quality that a baseline states rests on evidence too: everything else is held against it."""
+    """What a baseline states rests on evidence too: everything else is held against it."""
     if set(case.names) != {BASELINE} or case.evidence:
         return
-    for name in ("kl", "delta_nll", "top1_agreement"):
+    for name in QUANTITIES:
         if case.get(name) is not None:
             said = f"is {case.get(name)!r}; attach the evidence, or leave it out"
             yield Reason(code="baseline_unshown", field=name, said=said)
 
 
-def one_family(case: Case) -> Iterator[Reason]:
-    """The pieces of one run agree on how many variants it tested."""
-    runs: dict[str, set[int]] = {}
+ALIKE = ("kv_cache_dtype", "cache_class", "codec", "backend", "pattern", "bits", "span", "spec_decoding")
+"""What was observed of a variant, whatever it was asked."""
+
+
+def one_run(case: Case) -> Iterator[Reason]:
+    """The pieces of one run agree on how many variants it tested and on what ran, and what ran can have stored that."""
+    runs: dict[str, list[Evidence]] = {}
     for piece in case.evidence:
-        runs.setdefault(piece.family.run, set()).add(piece.family.tested)
-    for run, counts in runs.items():
-        if len(counts) > 1:
+        runs.setdefault(piece.family.run, []).append(piece)
+        yield from _impossible(piece)
+    for run, pieces in runs.items():
+        if len(counts := {piece.family.tested for piece in pieces}) > 1:
             said = f"of run {run!r} is {' and '.join(map(str, sorted(counts)))}"
             yield Reason(code="evidence_other_family", field="family.tested", said=said)
+        for name in ALIKE:
+            if len(seen := {getattr(piece.observed, name) for piece in pieces}) > 1:
+                said = f"is {' and '.join(sorted(map(repr, seen)))} in evidence of run {run!r}"
+                yield Reason(code="evidence_apart", field=f"observed.{name}", said=said)
+
+
+def _impossible(evidence: Evidence) -> Iterator[Reason]:
+    """A span that the protocol does not store, and fewer bits than the engine's own dtype has."""
+    seen, protocol = evidence.observed, evidence.identity.protocol
+    if seen.span is not None and SPANS.get(protocol, seen.span) != seen.span:
+        said = f"is {seen.span!r}; under {protocol!r} it is the {SPANS[protocol]}"
+        yield Reason(code="evidence_apart", field="observed.span", said=said)
+    whole = STORED_BITS.get(seen.kv_cache_dtype)
+    if seen.codec in (None, "", "identity") and not seen.pattern and whole and seen.kv_values:
+        bits = 8 * seen.kv_bytes / seen.kv_values
+        if bits < whole * (1 - ROUNDED):
+            said = f"are {bits:.4g} bits for each value of a cache that holds {seen.kv_cache_dtype}, of {whole}"
+            yield Reason(code="evidence_apart", field="observed.kv_bytes", said=said)

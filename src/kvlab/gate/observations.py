@@ -21,7 +21,7 @@ IDENTITY = "identity"
 LOSSY_CACHE = re.compile("quant|hqq|sink|evict|sliding", re.IGNORECASE)
 ROUNDED = 1e-2  # relative; rows show rounded numbers
 ROUNDED_RATIO = 5e-3  # absolute; a ratio is given to two digits
-LENGTH = re.compile(r"(?<![a-z0-9])(\d+)([km]?)(?![a-z0-9])")
+BAND = re.compile(r"([0-9]+)([km]?)(?:\s*-\s*([0-9]+)([km]?))?(?: tokens)?")
 KILO = 1.024  # a k is 1000 or 1024
 SCALES = {"": (1, 1), "k": (1000, 1024), "m": (1000**2, 1024**2)}  # both are meant by a k
 
@@ -76,6 +76,7 @@ def declared_ran(case: Case) -> Iterator[Reason]:
         yield from _other_storage(case)
         yield from _other_backend(case)
         yield from _idle(case)
+        yield from _part_idle(case)
     fires, expected = case.get("fires"), case.get("expected_fires")
     if fires and expected is not None and fires != expected:
         yield Reason(code="fires_other", field="fires", said=f"is {fires}; expected {expected}")
@@ -125,6 +126,17 @@ def _idle(case: Case) -> Iterator[Reason]:
     elif codecs and not coded and (codec == IDENTITY or dtype in NATIVE_DTYPES):
         said = f"is {codec!r} and the cache holds {dtype}; declared is {case.get('mechanism_variant')!r}"
         yield Reason(code="codec_absent", field="codec", said=said)
+
+
+def _part_idle(case: Case) -> Iterator[Reason]:
+    """Of several compressions each was seen to run: one that did says nothing of the others."""
+    parts = case.of_kind("compression")
+    for one in parts if len(parts) > 1 else ():
+        kind = (case.get("pattern") or "").partition(":")[0]
+        coded = case.get("kv_cache_dtype") in set(one.kv_cache_dtypes) - set(NATIVE_DTYPES)
+        if not (case.get("codec") in one.codecs or coded or kind in one.patterns):
+            said = f"of {one.name} was seen to run: codec {case.get('codec')!r}, cache {case.get('kv_cache_dtype')!r}"
+            yield Reason(code="part_absent", field="mechanism", said=f"nothing {said}, pattern {case.get('pattern')!r}")
 
 
 def _other_speculation(case: Case) -> Iterator[Reason]:
@@ -179,7 +191,11 @@ def _other_pages(case: Case) -> Iterator[Reason]:
 def _outside_band(case: Case) -> Iterator[Reason]:
     """A context speaks for itself and for shorter ones of more than half its length."""
     tokens, band = case.get("context_tokens"), band_of(case.get("context_band"))
-    if tokens is None or band is None:
+    if tokens is None or case.get("context_band") is None:
+        return
+    if band is None:
+        said = f"is {case.get('context_band')!r}; allowed: one length as in 32k, or two as in 24k-32k"
+        yield Reason(code="band_other", field="context_band", said=said)
         return
     if not (band[0] <= tokens <= band[1] and 2 * band[0] > tokens / KILO and band[1] <= tokens * KILO):
         said = f"is {case.get('context_band')!r}, {band[0]} to {band[1]} tokens; a context of {tokens} speaks for more"
@@ -197,11 +213,13 @@ def band_of(name: str | None) -> tuple[int, int] | None:
 
     Returns
     -------
-    tuple of int, or None when the name holds no length, or more than two
+    tuple of int, or None when the name is something else
     """
-    lengths = [(int(number), SCALES[unit]) for number, unit in LENGTH.findall((name or "").lower())]
-    if not 1 <= len(lengths) <= 2:
+    found = BAND.fullmatch((name or "").lower())
+    if found is None:
         return None
+    parts = (found.group(1, 2), found.group(3, 4))
+    lengths = [(int(number), SCALES[unit]) for number, unit in parts if number is not None]
     (low, (scale, _)), (high, (_, most)) = lengths[0], lengths[-1]
     return (low * scale if len(lengths) == 2 else high * most // 2 + 1), high * most
 

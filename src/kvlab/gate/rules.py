@@ -274,7 +274,7 @@ CRITERIA: tuple[Criterion, ...] = (
         "unsupported",
         True,
         "a number that is typed beside good evidence would be certified with it",
-        both(derivation.numbers_derived, derivation.baseline_is_one, derivation.one_family),
+        both(derivation.numbers_derived, derivation.baseline_is_one, derivation.one_run),
     ),
     Criterion(
         "evidence is the row's own",

@@ -9,7 +9,7 @@ from kvlab.gate import registry
 from kvlab.gate.audit import published_rules
 from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE
 from kvlab.gate.evidence import build
-from kvlab.gate.evidence.measures import carried, change_of, rate_of
+from kvlab.gate.evidence.measures import carried, change_of, measured, rate_of
 
 MODEL = "reference"
 TOKENS, VALUES, FIRES, ITEMS = 4096, 2**20, 96, 400
@@ -186,8 +186,7 @@ def _rows() -> dict[str, dict[str, Any]]:
     }
     rows = {name: _identity(name) | {"row_id": name} | row for name, row in rows.items()}
     for name, row in rows.items():
-        if name != "baseline":
-            row[EVIDENCE] = [_evidence(row, name in OPEN, told) for told in _shown(row)]
+        row[EVIDENCE] = [_evidence(row, name, told) for told in _shown(row)]
     rows["recorded"][EMBEDDED] = published_rules.published_record(rows["recorded"])
     return rows
 
@@ -223,26 +222,28 @@ STEPS = 7
 
 def _shown(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Which evals a row shows, that which it names first: a compression has to show both."""
-    evals = sorted(("needle", "kv_fidelity"), key=lambda name: name != row["quality_eval_id"])
-    evals = evals[:1] if row["mechanism"] == "speculative_decoding" else evals
+    named = row.get("quality_eval_id", "kv_fidelity")
+    evals = sorted(("needle", "kv_fidelity"), key=lambda name: name != named)
+    evals = evals[:1] if row["mechanism"] in ("baseline", "speculative_decoding") else evals
     return [{"quality_eval_id": name, "evals": evals} for name in evals]
 
 
-def _evidence(row: dict[str, Any], is_open: bool, shown: dict[str, Any]) -> dict[str, Any]:
-    """Evidence of a row with a small loss, well inside its margin or reaching across it."""
+def _evidence(row: dict[str, Any], name: str, shown: dict[str, Any]) -> dict[str, Any]:
+    """Evidence of a row with a small loss, well inside its margin or reaching across it; of the baseline with none."""
     keys = ("model", "model_hash", "engine", "device", "dtype", "protocol", "context_tokens", "corpus_hash", "code")
     identity = {key: row[key] for key in keys} | {"versions": {"kvlab": "0"}, "calibration": row.get("calibration")}
     observed = {key: row[key] for key in ("kv_cache_dtype", "cache_class", "kv_bytes", "kv_values")}
     observed |= {"codec": row.get("codec"), "fires": row.get("fires", 0), "expected_fires": row.get("fires", 0)}
     observed |= {"canary_kl": 2.0 if row.get("codec") or row.get("pattern") else None}
     observed |= {name: row.get(name) for name in ("pattern", "read_bytes", "bits")} | {"span": row.get("stored_span")}
+    observed |= {"spec_decoding": None if row["spec_decoding"] == "none" else row["spec_decoding"]}
     if row.get("backend"):
         served = {"recipe_id": row["recipe_id"], "calibration": row["calibration"]}
         observed |= {"backend": row["backend"], "pool": {key: row[key] for key in POOL}, "served": served}
     return build(
         version="1",
         **shown,
-        **(_recall() if shown["quality_eval_id"] == "needle" else _divergence(is_open)),
+        **(_recall() if shown["quality_eval_id"] == "needle" else _divergence(name)),
         identity=identity | {"recipe_id": row["recipe_id"]},
         observed=observed,
         baseline_recipe_id=IDENTITY.recipe_id,
@@ -258,8 +259,13 @@ def _recall() -> dict[str, Any]:
     return {part: {"needle_recall": measure.model_dump(mode="json")} for part, measure in found.items()}
 
 
-def _divergence(is_open: bool) -> dict[str, Any]:
-    steps = -1 if is_open else STEPS
+def _divergence(name: str) -> dict[str, Any]:
+    if name == "baseline":
+        same = {"kl": measured([0.0] * ITEMS, False), "top1_agreement": measured([1.0] * ITEMS, False)}
+        nothing = {key: measured([0.0] * ITEMS, False) for key in same}
+        found = {"metrics": same, "baseline": same, "paired": nothing}
+        return {part: {key: m.model_dump(mode="json") for key, m in one.items()} for part, one in found.items()}
+    steps = -1 if name in OPEN else STEPS
     lost = {"kl": _measure(0.002, 0.001, 0.0005, steps)}
     return {
         "metrics": lost | {"top1_agreement": _measure(0.984375, 0.00390625, 0.001953125)},

@@ -100,7 +100,7 @@ def _whole_as_number(column: Column, value: int) -> Value | Reason:
 
 
 def _number(column: Column, value: float) -> Value | Reason:
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return _refused("value_not_finite", column, value, _allowed(column))
     low, high = bounds(column)
     if (low is not None and value < low) or (high is not None and value > high):

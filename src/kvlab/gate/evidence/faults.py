@@ -18,6 +18,7 @@ from kvlab.gate.registry import Eval, Mechanism, Metric, Registry
 
 BASELINE_RECIPE = IDENTITY.recipe_id  # a baseline codes nothing; anything else would flatter what is held against it
 NO_CODEC = (None, "", "identity")
+NO_SPECULATION = (None, "", "none")
 READS_ALL = (None, "", "none", "full")  # how a row says that nothing was left out
 COUNTED = (*Pool.model_fields, "capacity_tokens")  # by an engine of its own cache; nothing else vouches for them
 OWN_HARNESS = "kvlab"
@@ -365,6 +366,11 @@ def _contradictions(evidence: Evidence, row: Mapping, entry: Eval) -> Iterator[R
         if said_so is not None and seen != said_so:
             yield _contradiction(name, said_so, seen)
     numbers = {key: measure.value for key, measure in evidence.metrics.items()}
+    ran, claimed = (
+        None if one in NO_SPECULATION else one for one in (observed.spec_decoding, row.get("spec_decoding"))
+    )
+    if claimed is not None and ran != claimed:
+        yield _contradiction("spec_decoding", claimed, ran)
     numbers |= dict.fromkeys(COUNTED) | ({"read_bytes": observed.read_bytes} if own else {})
     if observed.pool is not None:
         numbers |= observed.pool.model_dump() | {"capacity_tokens": observed.pool.capacity_tokens}

@@ -60,7 +60,8 @@ class Observed(_Strict):
     running engine was found to be, and what it says of its own cache, where the variant is what that holds. `pattern`
     is what attention read by, or what was kept, with its settings; None where no one looked, or all was. `read_bytes`
     is what a step read of the contexts that `kv_values` counts. `bits` is what the codec was asked for, and `span`
-    which tokens it stored: those of the context, or of the whole window.
+    which tokens it stored: those of the context, or of the whole window. `spec_decoding` is by what the engine
+    speculated; None where it did not.
     """
 
     kv_cache_dtype: str
@@ -78,6 +79,7 @@ class Observed(_Strict):
     read_bytes: Count | None = None
     bits: float | None = None
     span: Literal["context", "window"] | None = None
+    spec_decoding: str | None = None
 
 
 class Family(_Strict):

@@ -14,7 +14,7 @@ from kvlab.base.records import write_table
 from kvlab.gate.catalogue.columns import COLUMNS
 from kvlab.gate.store.database import Store
 from kvlab.gate.store.migrations import PUBLISHED_TABLE, quoted
-from kvlab.gate.store.selection import condition, everything, groups, listed, published_columns, schema
+from kvlab.gate.store.selection import CERTIFIED, condition, everything, groups, listed, published_columns, schema
 
 OWN_FILES = ("", "-wal", "-shm", "-journal")
 """Endings of the store's own files: the database and what SQLite keeps beside it while it is open."""
@@ -95,7 +95,8 @@ def query(
     else:
         statement = f"SELECT {listed(schema())} FROM {everything(store)} WHERE {wanted} ORDER BY e.run, e.row_id"
         found = _frame(store, statement, values, schema())
-    return found.drop(UNJUDGED) if certified_only else found
+    certified = certified_only or (where or {}).get("earned_tier") == CERTIFIED
+    return found.drop(UNJUDGED) if certified else found
 
 
 def export(store: Store, path: Path | str, where: Mapping[str, object] | None = None) -> pl.DataFrame:
