@@ -95,7 +95,7 @@ def written(verb, out, records):
     elif verb == "codebooks":
         beside = [f"{out.stem}/tables.safetensors"]
     elif verb == "weights":
-        beside = ["tokenizer.json"]
+        beside = ["tokenizer.json", "chat_template.jinja"]
     elif verb == "needles":
         beside = [f"{out.stem}.json", "ruler.parquet", "ruler.json"]
     elif verb == "gate_report":
