@@ -12,14 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from kvlab import Cache, recipe
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, KvlabError, ParamsError, StorageError
-from kvlab.base.model import resolve
 from kvlab.base.recipe import KltStream, NoiseStream, Recipe, digest
 from kvlab.base.records import to_header
 from kvlab.base.studied import studied_recipe
 from kvlab.cache.calibration_file import is_calibration_file, load_calibration, read_header, write_calibration
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
-from kvlab.calibration import load as calibration
 from kvlab.codec.base import Site
 from kvlab.codec.klt.codec import KltCodec
 
@@ -30,16 +28,6 @@ RECIPES = {
     "whiten": recipe("int+center+whiten", bits=3),
     "plain": recipe("hadamard", bits=4),
 }
-
-
-@pytest.fixture(scope="module")
-def info(tiny_params):
-    return resolve(tiny_params.model)
-
-
-@pytest.fixture(scope="module")
-def calibrated(tiny_fitted, info):
-    return calibration.load(tiny_fitted, info.model_hash)
 
 
 @pytest.fixture

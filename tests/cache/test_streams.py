@@ -49,11 +49,6 @@ def files(tiny_calibration) -> CalibrationFiles:
     return CalibrationFiles(**{name: tiny_calibration[name] for name in ("sigma", "codebooks", "components")})
 
 
-@pytest.fixture
-def info(tiny_params):
-    return resolve(tiny_params.model)
-
-
 def recipes(params) -> dict[str, Recipe]:
     return {"plain": PLAIN, "klt": default_recipe(params), "studied": studied_recipe(params)}
 

@@ -17,14 +17,12 @@ from codec import ladder_making
 from codec.ladder_making import LAYER, planted
 from kvlab import Cache, recipe
 from kvlab.base.errors import CalibrationMismatch, StorageError
-from kvlab.base.model import resolve
 from kvlab.base.recipe import KltStream
 from kvlab.cache import prepared, tables
 from kvlab.cache.calibration_file import write_calibration
 from kvlab.cache.hf_cache import KVCache
 from kvlab.cache.recipe_file import CalibrationFiles, read_recipe_file, write_recipe_file
 from kvlab.cache.vllm_worker import _try_out
-from kvlab.calibration import load as calibration
 from kvlab.codec.base import Site
 from kvlab.codec.klt.nearest import Nearest
 from kvlab.codec.klt.trees import MANY, Trees
@@ -43,16 +41,6 @@ IDS = torch.arange(1, 81)[None]
 @pytest.fixture(scope="module")
 def model(tiny_model):
     return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def info(tiny_params):
-    return resolve(tiny_params.model)
-
-
-@pytest.fixture(scope="module")
-def calibrated(tiny_fitted, info):
-    return calibration.load(tiny_fitted, info.model_hash)
 
 
 @pytest.fixture

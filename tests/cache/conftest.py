@@ -1,0 +1,19 @@
+"""The tiny model and what was fitted for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvlab.base.model import ModelInfo, resolve
+from kvlab.calibration import load as calibration
+from kvlab.calibration.load import Calibrated
+
+
+@pytest.fixture(scope="module")
+def info(tiny_params) -> ModelInfo:
+    return resolve(tiny_params.model)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tiny_fitted, info) -> Calibrated:
+    return calibration.load(tiny_fitted, info.model_hash)
