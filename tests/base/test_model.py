@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 import tiny
-from kvlab.base.decoder import ROPES, Decoder
+from kvlab.base.decoder import ROPES, TRAINED, Decoder
 from kvlab.base.errors import CapabilityError, ModelError, UnknownName
 from kvlab.base.model import layer_count, load_tokenizer, resolve, resolve_folder
 from kvlab.base.params import Model, ModelEntry
@@ -152,6 +152,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_parameters": LINEAR | {"factor": "2"}}, "factor .* is '2'; allowed: a number above 0"),
         ({"rope_parameters": LINEAR | {"factor": 0}}, "factor .* is 0"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": None}}, "has no high_freq_factor"),
+        ({"rope_parameters": LLAMA3 | {TRAINED: None}}, "has no original_max_position_embeddings"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": None}}, "is 'proportional' and has no factor"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor .* is 1.0; allowed: below"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}}, "has 1 numbers"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": "x"}}, "long_factor .* 'x'"),

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from kvlab import Cache, recipe
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, KvlabError, ParamsError, StorageError
+from kvlab.base.filekind import is_calibration_file
 from kvlab.base.recipe import KltStream, NoiseStream, Recipe, digest
 from kvlab.base.records import to_header
 from kvlab.base.studied import studied_recipe
-from kvlab.cache.calibration_file import is_calibration_file, load_calibration, read_header, write_calibration
+from kvlab.cache.calibration_file import load_calibration, read_header, write_calibration
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
 from kvlab.codec.base import Site

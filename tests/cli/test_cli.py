@@ -324,6 +324,20 @@ def test_a_captured_window_goes_to_a_stream_and_back(coded, tiny_calibration, tm
         assert error == 0 if boundary else 0 < error < 0.25, name
 
 
+@pytest.mark.parametrize(("v_bits", "bits", "want"), [("2", "8", (8, 2)), ("2", None, (None, 2)), (None, "3", (3, 3))])
+def test_either_flag_of_bits_counts_beside_the_others_parameter(coded, tiny_params, tmp_path, v_bits, bits, want):
+    code, _, err = coded("recipe", codec="hadamard", **{"v-bits": v_bits, "bits": bits})
+    assert (code, err) == (0, "")
+    made = json.loads((tmp_path / "recipe.json").read_text())["recipe"]
+    assert (made["k"]["bits"], made["v"]["bits"]) == (want[0] or tiny_params.bits, want[1])
+
+
+def test_bits_that_a_codec_does_not_take_are_refused_and_write_nothing(coded, tmp_path):
+    code, _, err = coded("recipe", codec="hadamard", bits="2.5")
+    assert code == 2 and err.count("\n") == 1 and "'hadamard'" in err and "2.5" in err
+    assert not (tmp_path / "recipe.json").exists()
+
+
 def _files(folder) -> list:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 

@@ -18,19 +18,20 @@ from kvlab.base.plain import MOST_LAYERS, shown
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
 DEFAULT_THETA = 10000.0
+TRAINED = "original_max_position_embeddings"
 ROPES = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-    "proportional": (),
+    "yarn": ("factor", TRAINED),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", TRAINED),
+    "longrope": ("short_factor", "long_factor", TRAINED),
+    "proportional": ("factor",),
 }
 """Kinds of rotary embedding, and what each must be told."""
 LISTS = ("short_factor", "long_factor")  # a number for each pair of dimensions
 NUMBERS = (
-    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor"),
+    *("factor", "low_freq_factor", "high_freq_factor", TRAINED, "attention_factor"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
 MISSING_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}  # as transformers says
@@ -225,7 +226,7 @@ def rope_of(config: Mapping) -> dict:
     if "rope_theta" not in found:
         found["rope_theta"] = config.get("rope_theta") or DEFAULT_THETA
     if found["rope_type"] != "default":  # the scaled kinds begin from the length that the model was trained for
-        found.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        found.setdefault(TRAINED, config.get("max_position_embeddings"))
     if config.get("partial_rotary_factor") is not None:
         found.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
     return found
@@ -249,8 +250,10 @@ def _rope(config: dict, path: Path) -> dict:
     if not isinstance(kind, str) or kind not in ROPES:
         hint = suggestion(kind, ROPES) if isinstance(kind, str) else ""
         raise ModelError(f"rope_type {where} is {shown(kind)}; allowed: {', '.join(ROPES)}{hint}")
-    if kind in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" in config:
-        found["original_max_position_embeddings"] = config["original_max_position_embeddings"]  # it wins, see
+    if TRAINED in ROPES[kind] and config.get(TRAINED) is not None:
+        found[TRAINED] = config[TRAINED]  # it wins, see
+    if kind == "proportional":
+        found.setdefault("factor", 1.0)
     lacking = [name for name in ROPES[kind] if found.get(name) is None]  # transformers.modeling_rope_utils
     if lacking:
         raise ModelError(f"the rotary embedding {where} is {kind!r} and has no {lacking[0]}; give it a number")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from kvlab.base.errors import CalibrationMismatch, StorageError
+from kvlab.base.errors import CalibrationMismatch, ParamsError, StorageError
 
 SNAPSHOT = b"KVLABSNP"
 PUBLISHED = struct.pack("<Q", 0x4B56464C41534831)  # reads KVFLASH1 from its high byte down
@@ -33,6 +33,36 @@ def kind_of(front: bytes) -> str | None:
     if front[8:9] == b"{":  # after the length of its header
         return "a file of tensors (safetensors), as `kvlab calibrate` writes one for a codec"
     return None
+
+
+def is_calibration_file(path: Path | str) -> bool:
+    """Whether a file is what `kvlab calibrate` writes and no JSON: by its name, or by how safetensors begin.
+
+    They begin with the length of their header, which has a zero byte. Raises as `refuse_caches`.
+    """
+    refuse_caches(path)
+    with open(path, "rb") as file:
+        return Path(path).suffix == CODEC_ENDING or b"\0" in file.read(8)
+
+
+def recipe_json(path: Path | str) -> dict:
+    """What a JSON recipe file says; its recipe is not looked at.
+
+    Raises
+    ------
+    StorageError
+        The file cannot be read or is no JSON.
+    ParamsError
+        It holds no `recipe`.
+    """
+    from kvlab.base.records import read_json
+
+    said = read_json(path)
+    if not isinstance(said, dict) or "recipe" not in said:
+        raise ParamsError(
+            f"{path} is no recipe file, it has no `recipe`; `kvlab recipe` or `kvlab calibrate` writes one"
+        )
+    return said
 
 
 def refuse_caches(path: Path | str) -> None:

@@ -38,8 +38,7 @@ def no_folder(name: str) -> str:
     if path.is_file():
         return f"{name!r} is a file; give the folder of a Hugging Face model{of_gguf(path)}"
     if not reads_as_id(name):
-        siblings = [str(p) for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        return f"model directory {name!r} does not exist{suggestion(name, siblings)}"
+        return f"model directory {name!r} does not exist{beside(name)}"
     first = f"there is no folder {name!r}, which reads as an id of the Hugging Face hub (owner/name)"
     if known := copies(name):
         more = f" ({len(known)} revisions are there)" if len(known) > 1 else ""
@@ -48,6 +47,12 @@ def no_folder(name: str) -> str:
         f"{first} and is not in the local cache; get it with `hf download {name}`, for a certain commit or tag with"
         " --revision, and give the folder that this prints"
     )
+
+
+def beside(name: str) -> str:
+    """A hint at the folder there whose name is the most alike; empty where none is."""
+    parent = Path(name).parent
+    return suggestion(name, [str(p) for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else [])
 
 
 def of_gguf(file: Path) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.base.decoder import Decoder
-from kvlab.base.errors import ModelError, suggestion
-from kvlab.base.hub import GGUF, no_folder, of_gguf, reads_as_id, unpinned
+from kvlab.base.errors import ModelError
+from kvlab.base.hub import GGUF, beside, no_folder, of_gguf, reads_as_id, unpinned
 from kvlab.base.params import Model, ModelEntry
 from kvlab.base.plain import MOST_LAYERS, shown
 from kvlab.base.weights import CONSOLIDATED, WEIGHTS, weight_files
@@ -176,10 +176,9 @@ def local_folder(model: ModelEntry) -> Path | None:
             )
         return path
     if not reads_as_id(model.path):
-        siblings = [str(p) for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         raise ModelError(
             f"model directory {model.path!r} does not exist; give a directory or a hub id (owner/name)"
-            f"{suggestion(model.path, siblings)}"
+            f"{beside(model.path)}"
         )
     if model.revision is None:
         raise ModelError(unpinned(model.path))

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, StorageError
+from kvlab.base.filekind import is_calibration_file
 from kvlab.base.model import ModelInfo, resolve
 from kvlab.base.params import Model
 from kvlab.base.recipe import Recipe
 from kvlab.base.records import atomic, to_header
-from kvlab.cache.calibration_file import is_calibration_file, load_calibration, read_header
+from kvlab.cache.calibration_file import load_calibration, read_header
 from kvlab.cache.computed import cache_of
 from kvlab.calibration.archive import Archive
 from kvlab.codec.archive.file import ArchiveFile, load

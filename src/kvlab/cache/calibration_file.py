@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvlab.base.errors import CalibrationMismatch, StorageError
-from kvlab.base.filekind import CODEC_ENDING, refuse_caches
+from kvlab.base.filekind import refuse_caches
 from kvlab.base.model import ModelInfo
 from kvlab.base.recipe import Frozen, Recipe, StreamRecipe, canonical, digest
 from kvlab.base.records import atomic, fingerprint, from_header, sha256, to_header, versions
@@ -179,19 +179,6 @@ def marked(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str
     """Tensors as a file holds them, and the digest of each."""
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     return held, {name: fingerprint(tensor.numpy()) for name, tensor in held.items()}
-
-
-def is_calibration_file(path: Path | str) -> bool:
-    """Whether a file is one of these and no JSON: by its name, or by the length that safetensors begin with.
-
-    Raises
-    ------
-    StorageError, CalibrationMismatch
-        See `refuse_caches`.
-    """
-    refuse_caches(path)
-    with open(path, "rb") as file:
-        return Path(path).suffix == CODEC_ENDING or b"\0" in file.read(8)
 
 
 def read_header(path: Path | str) -> Header:

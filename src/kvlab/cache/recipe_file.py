@@ -13,9 +13,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvlab.base.errors import CapabilityError, ParamsError
+from kvlab.base.filekind import is_calibration_file, recipe_json
 from kvlab.base.recipe import Frozen, Recipe
-from kvlab.base.records import read_json, write_json
-from kvlab.cache.calibration_file import is_calibration_file, read_header
+from kvlab.base.records import write_json
+from kvlab.cache.calibration_file import read_header
 from kvlab.codec.names import CODECS, UNSTORED
 
 
@@ -63,13 +64,8 @@ def read_recipe_file(path: Path | str) -> RecipeFile:
         _refuse_controls(header.recipe, path)
         file = Path(path).absolute()
         return CalibratedRecipeFile(recipe=header.recipe, layers=header.layers, file=file, identity=header.identity)
-    data = read_json(path)
-    if not isinstance(data, dict) or "recipe" not in data:
-        raise ParamsError(
-            f"{path} is no recipe file, it has no `recipe`; `kvlab recipe` or `kvlab calibrate` writes one"
-        )
     try:
-        found = RecipeFile.model_validate(data)
+        found = RecipeFile.model_validate(recipe_json(path))
     except ValidationError as error:
         raise ParamsError(f"{path}: {_first_problem(error)}") from None
     if found.layers is not None and (not found.layers or len(set(found.layers)) < len(found.layers)):

@@ -86,7 +86,7 @@ def encode_text(
     """
     info, file = resolve(model), read_recipe_file(recipe_path)
     codec = cache_codec(file, info)
-    ids, kept = cache_of(info, text, dtype, "post_rope" if file.recipe.rotary == "after" else "pre_rope")
+    ids, kept = cache_of(info, text, dtype, file.recipe.placement)
     return _written(info, codec, Source(len(ids), dtype, lambda layer, stream: kept[layer, stream]), out, key)
 
 

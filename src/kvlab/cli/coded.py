@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from kvlab.base.errors import StreamError, UserError
+from kvlab.base.errors import ParamsError, StreamError, UserError
 from kvlab.base.filekind import ARCHIVE, CODED, FRONT, kind_of, magic_of
 from kvlab.cli.flags import IF_CODED, OUT, SUBJECT, Flag, cached, of_a_model, path, recipe, result, word
 from kvlab.cli.given import bits_of, fitted_of, folder_of, model_of, params_of
@@ -42,6 +42,8 @@ def _asked(args: argparse.Namespace):
 
     Of a model in a folder the recipe is that of `kvlab.recipe`, of one of params.yaml that of its ladder.
     """
+    from pydantic import ValidationError
+
     from kvlab.base.rungs import STUDIED, default_recipe, labelled
     from kvlab.base.studied import coded_layers
     from kvlab.cli.checked import recipe_of
@@ -53,7 +55,12 @@ def _asked(args: argparse.Namespace):
             raise UserError(f"--codec {STUDIED} is described in params.yaml; name it there, or give another codec")
         return folder, recipe_of(codec, args.bits, args.v_bits), None
     params = bits_of(args, params_of(args))
-    recipe = labelled(codec, params) if codec else default_recipe(params)
+    try:
+        recipe = labelled(codec, params) if codec else default_recipe(params)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ParamsError(f"codec {codec or 'klt'!r}: {where} {problem['input']!r}: {problem['msg']}") from None
     only_some = codec == STUDIED and params.codec.boundary_layers
     return params.model, recipe, coded_layers(params) if only_some else None
 

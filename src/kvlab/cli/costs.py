@@ -85,8 +85,8 @@ def places(recipe: Recipe, calibrated: Calibrated | None, info: ModelInfo) -> tu
 
 
 def _codec(recipe: Recipe, stream: str, calibrated: Calibrated | None):
-    own, after = getattr(recipe, stream), ("post_rope",) if recipe.rotary == "after" else ()
-    return bare(own, calibrated.stream(own, stream, *after) if calibrated else None)
+    own = getattr(recipe, stream)
+    return bare(own, calibrated.stream(own, stream, recipe.placement) if calibrated else None)
 
 
 def _in_cache(recipe: Recipe, calibrated: Calibrated | None, info: ModelInfo) -> None:

@@ -138,7 +138,7 @@ def _said(outcome, out: Path) -> Iterator[str]:
             f" {found.baseline.value:.4g}; paired {change.value:+.4g} [{change.low:+.4g}, {change.high:+.4g}]"
         )
     fired = f"{run.declared.codec} fired {seen.fires} times" if run.declared.codec else f"cache of {run.kv_cache_dtype}"
-    yield f"{fired}; {8 * seen.kv_bytes / seen.kv_values:.4g} bits per value over {seen.kv_values} values"
+    yield f"{fired}; {seen.bits_per_value:.4g} bits per value over {seen.kv_values} values"
     if outcome.cut:
         yield f"{outcome.cut} requests were too long and lost their beginning"
     yield f"next: {shlex.join(['kvlab', 'gate', 'check', f'{out}/row.json', '--evidence', f'{out}/evidence.json'])}"

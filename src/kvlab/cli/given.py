@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from kvlab.base.errors import ParamsError, UserError
-from kvlab.base.filekind import CODEC_ENDING, refuse_caches
+from kvlab.base.filekind import is_calibration_file, recipe_json
 from kvlab.base.hub import no_folder
 from kvlab.base.params import Model, Params
 from kvlab.studies.settings import read_params
@@ -50,12 +50,13 @@ def folder_of(args: argparse.Namespace) -> Model | None:
 
 def bits_of(args: argparse.Namespace, params: Params) -> Params:
     """The parameters with the bits of `--bits` and `--v-bits`, where these are given."""
-    if args.bits is None:
+    if args.bits is None and args.v_bits is None:
         return params
-    v_bits = args.bits if args.v_bits is None else args.v_bits
-    if not all(1 <= bits <= 8 for bits in (args.bits, v_bits)):
-        raise ParamsError(f"--bits {args.bits} and --v-bits {v_bits}; allowed: 1 to 8")
-    return params.model_copy(update={"bits": args.bits, "v_bits": v_bits})
+    bits = params.bits if args.bits is None else args.bits
+    v_bits = bits if args.v_bits is None else args.v_bits
+    if not all(1 <= one <= 8 for one in (bits, v_bits)):
+        raise ParamsError(f"--bits {bits} and --v-bits {v_bits}; allowed: 1 to 8")
+    return params.model_copy(update={"bits": bits, "v_bits": v_bits})
 
 
 def fitted_of(args: argparse.Namespace):
@@ -83,22 +84,14 @@ def refuse_wrong_recipe(file: Path) -> None:
     from pydantic import BaseModel, ValidationError
 
     from kvlab.base.recipe import Recipe
-    from kvlab.base.records import read_json
 
     class Head(BaseModel):
         recipe: Recipe
 
-    if file.is_file():
-        refuse_caches(file)
-    if file.is_file() and (file.suffix == CODEC_ENDING or b"\0" in file.open("rb").read(8)):
-        return  # what `kvlab calibrate` wrote: safetensors
-    said = read_json(file)
-    if not isinstance(said, dict) or "recipe" not in said:
-        raise ParamsError(
-            f"{file} is no recipe file, it has no `recipe`; `kvlab recipe` or `kvlab calibrate` writes one"
-        )
+    if file.is_file() and is_calibration_file(file):
+        return
     try:
-        Head.model_validate(said)
+        Head.model_validate(recipe_json(file))
     except ValidationError as error:
         problem = error.errors()[0]
         raise ParamsError(f"{file}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,15 +167,14 @@ def _sample(path: Path, number: int, line: str) -> dict[str, Any]:
 
 def _refuse_other_samples(at: str, said: Mapping[str, Any], task: str, samples: list[dict[str, Any]]) -> None:
     """`ResultError` where an item is twice or not there, or the results are of other items."""
-    seen: dict[tuple, int] = {}
+    seen: set[tuple] = set()
     for sample in samples:
         key = sample["filter"], sample["doc_id"]
         if key in seen:
             raise ResultError(f"{at}: its samples hold item {sample['doc_id']} twice under the filter {key[0]!r}")
-        seen[key] = 1
-    counts = {name: sum(key[0] == name for key in seen) for name in dict.fromkeys(key[0] for key in seen)}
+        seen.add(key)
     effective = (said["n-samples"].get(task) or {}).get("effective")
-    for name, count in counts.items():
+    for name, count in Counter(sample["filter"] for sample in samples).items():
         if count != effective:
             raise ResultError(f"{at} is of {effective} items, and its samples hold {count} under the filter {name!r}")
     _refuse_other_hashes(at, said, task, samples)

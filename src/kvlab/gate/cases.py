@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvlab.gate.catalogue.rows import Row, fields
 from kvlab.gate.catalogue.values import Value
-from kvlab.gate.evidence import Derived, Evidence, EvidenceError, parse, status
+from kvlab.gate.evidence import Derived, Evidence, status, well_formed
 from kvlab.gate.family import Standing
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Mechanism, Registry
@@ -137,11 +136,7 @@ class Case:
     @cached_property
     def evidence(self) -> tuple[Evidence, ...]:
         """Its evidence, as far as it is well formed, whatever else may be wrong with it."""
-        found = []
-        for piece in self.row.evidence:
-            with suppress(EvidenceError):
-                found.append(parse(piece))
-        return tuple(found)
+        return well_formed(self.row.evidence)
 
     @property
     def cited(self) -> Evidence | None:

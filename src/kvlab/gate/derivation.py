@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from kvlab.base.recipe import IDENTITY
+from kvlab.base.recipe import IDENTITY, SPAN_OF
 from kvlab.gate.cases import BASELINE, DTYPE_BITS, Case
 from kvlab.gate.catalogue.columns import QUANTITIES
 from kvlab.gate.catalogue.values import Value
 from kvlab.gate.evidence import Evidence
+from kvlab.gate.evidence.faults import NO_CODEC, ROUNDED
 from kvlab.gate.reasons import Reason
 
-ROUNDED = 1e-3  # relative; rows show rounded numbers
-SPANS = {"snapshot": "context", "in_forward": "window"}
-"""Which tokens a protocol stores: a snapshot holds the context alone."""
 STORED_BITS = DTYPE_BITS | dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), 8)
 EXACT = ("kv_bytes", "kv_values", "read_bytes", "fires", "expected_fires")  # counts, which nobody rounds
 
@@ -52,7 +50,7 @@ def _counted(evidence: Evidence) -> dict[str, Value]:
     if evidence.imported is not None:  # nobody looked
         return {}
     seen, native = evidence.observed, DTYPE_BITS.get(evidence.identity.dtype)
-    bits = 8 * seen.kv_bytes / seen.kv_values if seen.kv_values else None
+    bits = seen.bits_per_value
     found = {name: getattr(seen, name) for name in EXACT}
     found |= {"bits": seen.bits, "stored_span": seen.span, "bits_per_value": bits}
     found |= {"compression_ratio": bits / native if bits is not None and native else None}
@@ -110,12 +108,11 @@ def one_run(case: Case) -> Iterator[Reason]:
 def _impossible(evidence: Evidence) -> Iterator[Reason]:
     """A span that the protocol does not store, and fewer bits than the engine's own dtype has."""
     seen, protocol = evidence.observed, evidence.identity.protocol
-    if seen.span is not None and SPANS.get(protocol, seen.span) != seen.span:
-        said = f"is {seen.span!r}; under {protocol!r} it is the {SPANS[protocol]}"
+    if seen.span is not None and SPAN_OF.get(protocol, seen.span) != seen.span:
+        said = f"is {seen.span!r}; under {protocol!r} it is the {SPAN_OF[protocol]}"
         yield Reason(code="evidence_apart", field="observed.span", said=said)
     whole = STORED_BITS.get(seen.kv_cache_dtype)
-    if seen.codec in (None, "", "identity") and not seen.pattern and whole and seen.kv_values:
-        bits = 8 * seen.kv_bytes / seen.kv_values
-        if bits < whole * (1 - ROUNDED):
-            said = f"are {bits:.4g} bits for each value of a cache that holds {seen.kv_cache_dtype}, of {whole}"
-            yield Reason(code="evidence_apart", field="observed.kv_bytes", said=said)
+    bits, plain = seen.bits_per_value, seen.codec in NO_CODEC and not seen.pattern
+    if plain and whole and bits is not None and bits < whole * (1 - ROUNDED):
+        said = f"are {bits:.4g} bits for each value of a cache that holds {seen.kv_cache_dtype}, of {whole}"
+        yield Reason(code="evidence_apart", field="observed.kv_bytes", said=said)

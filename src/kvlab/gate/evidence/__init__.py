@@ -13,6 +13,7 @@ from kvlab.gate.evidence.record import (
     build,
     parse,
     read,
+    well_formed,
 )
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "problems",
     "read",
     "status",
+    "well_formed",
 ]

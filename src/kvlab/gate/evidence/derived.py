@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from kvlab.gate.evidence.faults import UNWITNESSED, mechanisms_of, problems
 from kvlab.gate.evidence.quality import NOT_INSIDE, Judgement, beside, judge
-from kvlab.gate.evidence.record import Evidence, EvidenceError, parse
+from kvlab.gate.evidence.record import Evidence, parse, well_formed
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Registry
 
@@ -117,7 +117,7 @@ def _uncited(pieces: list, row: Mapping, registry: Registry) -> Iterator[Reason]
 
 def _left_out(pieces: list, row: Mapping, registry: Registry) -> Iterator[Reason]:
     """Evals whose evidence should be attached and is not: who may choose what is shown chooses the outcome."""
-    known = [piece for piece in map(_parsed, pieces) if piece is not None]
+    known = well_formed(pieces)
     attached = {piece.quality_eval_id for piece in known}
     for name in sorted({name for piece in known for name in piece.evals} - attached):
         yield Reason(code="evidence_withheld", field="evidence", said=f"of {name} is not attached; the run scored it")
@@ -130,13 +130,6 @@ def _left_out(pieces: list, row: Mapping, registry: Registry) -> Iterator[Reason
                 names = " or ".join(entry.quality_eval_id for entry in speaking)
                 said = f"has none of {scope}, which {mechanism.name} must show; attach {names}"
                 yield Reason(code="evidence_incomplete", field="evidence", said=said)
-
-
-def _parsed(piece: object) -> Evidence | None:
-    try:
-        return parse(piece)
-    except EvidenceError:
-        return None
 
 
 def _named(piece: object) -> object:

@@ -199,7 +199,7 @@ def _metrics(evidence: Evidence, entry: Eval) -> Iterator[Reason]:
 
 def _measure(metric: Metric, place: str, measure: Measure, change: bool) -> Iterator[Reason]:
     """What is wrong with one measure: a value that cannot be, an interval that no items give."""
-    low, high = (0.0, 1.0) if metric.rate else (metric.lowest, metric.highest)
+    low, high = metric.range
     if change and low is not None and high is not None:
         low, high = low - high, high - low
     elif change:
@@ -375,7 +375,7 @@ def _contradictions(evidence: Evidence, row: Mapping, entry: Eval) -> Iterator[R
     if observed.pool is not None:
         numbers |= observed.pool.model_dump() | {"capacity_tokens": observed.pool.capacity_tokens}
     if observed.kv_values > 0 and not entry.own_contexts:
-        numbers["bits_per_value"] = 8 * observed.kv_bytes / observed.kv_values
+        numbers["bits_per_value"] = observed.bits_per_value
     yield from _other_numbers(row, numbers, {"bits_per_value": ROUNDED if own else OTHER_TEXT})
 
 

@@ -9,6 +9,8 @@ they were made of, which the pipeline does whenever a stage is run again; the ch
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -80,6 +82,11 @@ class Observed(_Strict):
     bits: float | None = None
     span: Literal["context", "window"] | None = None
     spec_decoding: str | None = None
+
+    @property
+    def bits_per_value(self) -> float | None:
+        """Stored bits for each value; None where none was stored."""
+        return 8 * self.kv_bytes / self.kv_values if self.kv_values else None
 
 
 class Family(_Strict):
@@ -167,6 +174,15 @@ def parse(data: object) -> Evidence:
         return Evidence.model_validate(data)
     except ValidationError as error:
         raise EvidenceError(f"this is no evidence: {_complaints(error)}") from None
+
+
+def well_formed(pieces: Iterable[object]) -> tuple[Evidence, ...]:
+    """Those pieces that are evidence, whatever else may be wrong with them."""
+    found = []
+    for piece in pieces:
+        with suppress(EvidenceError):
+            found.append(parse(piece))
+    return tuple(found)
 
 
 def read(path: Path | str) -> Evidence:

@@ -122,6 +122,11 @@ class Metric(Entry):
     rate: bool = False
     untouched: Finite | None = None
 
+    @property
+    def range(self) -> tuple[float | None, float | None]:
+        """What the number can be at all: from 0 to 1 of a rate."""
+        return (0.0, 1.0) if self.rate else (self.lowest, self.highest)
+
 
 class Eval(Entry):
     """A measurement of quality whose evidence may carry a claim.

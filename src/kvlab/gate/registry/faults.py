@@ -182,7 +182,7 @@ def eval_faults(entry: Eval) -> Faults:
 
 def _range(metric: Metric) -> Faults:
     """A metric's limits lie inside of what it can be."""
-    low, high = (0.0, 1.0) if metric.rate else (metric.lowest, metric.highest)
+    low, high = metric.range
     if metric.rate and (metric.lowest, metric.highest) != (None, None):
         yield "bad_range", "metrics", f"of {metric.key!r} has lowest and highest beside rate, which is from 0 to 1"
     for name in ("floor", "untouched"):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvlab.attention.named import EVICTIONS
 from kvlab.base.params import Params
-from kvlab.base.recipe import IDENTITY, Cell, Recipe, digest
+from kvlab.base.recipe import IDENTITY, SPAN_OF, Cell, Recipe, digest
 from kvlab.base.rungs import KEPT_WHOLE, ladder_recipe, rates
 
 BASELINE = "baseline"
@@ -20,8 +20,6 @@ METRICS |= {GREEDY: ("greedy_prefix", "greedy_same")} | {name: (task,) for name,
 GREEDY_TOKENS = 64  # that are written after a window's context
 PASSED = (FIDELITY, NEEDLE)  # scored in passes over given tokens; in the others tokens are written
 WRITING = ("hf",)  # engines that write over a given cache
-SPANS = {"snapshot": "context", "in_forward": "window"}
-"""Which tokens a codec stores: a snapshot holds the context alone, and the scored tokens' own K and V are exact."""
 PAGED = ("vllm",)  # engines whose own cache may hold coded bytes
 READING = {"block_sparse": "block_sparse", "window": "block_sparse", "chunk_summary": "chunk_summary"}
 """The gate's variant of each kind of pattern that is measured here."""
@@ -151,7 +149,7 @@ def _of_all_layers(params: Params, engine: str, recipe: Recipe, protocol: str, l
         engine=engine,
         dtype=params.mechanisms.dtype,
         protocol=protocol,
-        span=SPANS[protocol],
+        span=SPAN_OF[protocol],
         origin=params.calibration.origin,
         stream="kv",
         layers=tuple(range(params.model.n_layers)),
