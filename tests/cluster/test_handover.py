@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 
 import pytest
 import torch
@@ -212,6 +214,7 @@ def test_a_process_that_has_gone_is_told_in_one_line(setup, model):
 def test_who_answers_too_late_is_ended_and_its_answer_not_taken(setup, model, monkeypatch):
     """Else the next question would get the answer of this one."""
     with DecodeProcess(setup, setup.form(model)) as process:
+        os.kill(process._process.pid, signal.SIGSTOP)
         monkeypatch.setattr(decoding, "PATIENCE", 0.0)
         with pytest.raises(StreamError, match="has not answered within 0 s, and was ended"):
             process.loaded()

@@ -195,7 +195,7 @@ class DecodeProcess:
         with contextlib.suppress(OSError):  # it may have gone already
             self._said.send(("leave",))
         self._process.join(10)
-        self._process.terminate()
+        self._process.kill()
         for end in (self._said, self._pipe, self._connection):
             if end is not None:
                 end.close()
@@ -208,7 +208,7 @@ class DecodeProcess:
 
     def _give_up(self) -> None:
         """End the other process, and hear no more: what it says before it is gone is no answer to what comes next."""
-        self._process.terminate()
+        self._process.kill()  # it may hang where no other signal reaches it
         self._said.close()
 
     def _ask(self, *question: Any) -> Any:

@@ -134,14 +134,13 @@ def evidence(run: Run, measures: Mapping[str, Measured]) -> Evidence:
 def row(run: Run, claim: str) -> dict[str, Any]:
     """The row of the gate that the evidence belongs to; `bits_per_value` counts every stored byte."""
     mechanism, seen = run.declared.mechanism, run.seen
-    bits = 8 * seen.kv_bytes / seen.kv_values
     shown = {key: value for key, value in run.identity.items() if key != "versions"}
     found = {
         "mechanism": mechanism.mechanism,
         "mechanism_variant": mechanism.variant,
         "compression_method": mechanism.method,
         "compression_scope": mechanism.scope,
-        "compression_ratio": bits / NATIVE_BITS[run.identity["dtype"]],
+        "compression_ratio": seen.bits_per_value / NATIVE_BITS[run.identity["dtype"]],
         "quality_eval_id": run.entry.quality_eval_id,
         **shown,
         "recipe_id": run.declared.recipe_id,
@@ -150,7 +149,7 @@ def row(run: Run, claim: str) -> dict[str, Any]:
         "cache_class": run.cache_class,
         "codec": run.declared.codec,
         "spec_decoding": "none",
-        "bits_per_value": bits,
+        "bits_per_value": seen.bits_per_value,
         **seen._asdict(),
     }
     return found if run.throughput is None else found | {"throughput_tok_s": run.throughput}

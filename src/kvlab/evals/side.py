@@ -50,6 +50,11 @@ class Seen(NamedTuple):
     kv_bytes: int
     kv_values: int
 
+    @property
+    def bits_per_value(self) -> float:
+        """Stored bits for each K and V element."""
+        return 8 * self.kv_bytes / self.kv_values
+
 
 class Side(ABC):
     """A model on an engine, with its cache as it is or with something done to it.
