@@ -131,7 +131,8 @@ params-docs: $(READY)  ## config/PARAMS.md and both JSON schemas, after a parame
 
 headline: $(READY)  ## the block at the top of README.md, from results/ (MODEL=SLUG)
 	@"$(BIN)/python" -m kvlab step report --model $(MODEL) --metrics results/gap/metrics/$(MODEL).json --verdict results/gate/verdict/$(MODEL).json \
-		--comparison results/gap/models/comparison.json --readme README.md
+		--comparison results/gap/models/comparison.json --claims results/gate/claims.json \
+		--benchmarks results/benchmarks --readme README.md
 
 audit: $(READY)  ## plant faults in the chain and in its files, and see what catches each: results/audit/AUDIT.md
 	"$(BIN)/python" -m kvlab step audit --out results/audit/AUDIT.md

@@ -10,9 +10,10 @@ import torch
 from kvlab.base.errors import CapabilityError, CodecNotActive
 from kvlab.base.model import load_tokenizer
 from kvlab.base.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, KiviStream, KltStream, Recipe
+from kvlab.cache.counts import expected_fires
 from kvlab.cache.hf_cache import KVCache
 from kvlab.evals.canary import ONE_BIT, Guard
-from kvlab.evals.hf import CodedHFSide, HFSide, expected_fires, sides
+from kvlab.evals.hf import CodedHFSide, HFSide, sides
 from kvlab.evals.side import Score, Write
 
 CONTEXT, ANSWER = list(range(10, 50)), [7, 300, 21]
@@ -146,7 +147,7 @@ def test_fires_that_are_due_are_counted_from_the_calls_alone():
 
 
 def test_a_codec_that_fires_otherwise_is_no_measurement(coded, monkeypatch):
-    monkeypatch.setattr("kvlab.evals.hf.expected_fires", lambda *_: 99)
+    monkeypatch.setattr("kvlab.cache.counts.expected_fires", lambda *_: 99)
     with pytest.raises(CodecNotActive, match="99 were due"):
         coded.score([Score(CONTEXT, ANSWER)])
 

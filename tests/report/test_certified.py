@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kvlab.base.errors import NonFinite, UserError
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.summary import SCHEMA_VERSION, Line
-from kvlab.report import figures, findings
+from kvlab.report import figures, findings, use
 from kvlab.report.certified import context, sentence
 from report.example_metrics import build, verdict
 from report.shipped import shipped
@@ -119,7 +120,7 @@ def test_the_first_screen_says_what_to_use_and_at_what_price(written):
     assert "\n**Use klt at 4 bits**. It stores 4.19 bits for each value of the cache" in found
     assert "a KL of 0.00234 [0.00213, 0.00255] nats per token" in found and "87.5 [82.5, 91.5] % are found" in found
     assert "Of the 2 settings tried it is the one that stores least" in found
-    assert "| klt at 4 bits | 4.19 | 0.00234 [0.00213, 0.00255] | – | yes |" in found
+    assert "| klt at 4 bits | 4.19 | 0.00234 [0.00213, 0.00255] | – | 87.5 [82.5, 91.5] | yes |" in found
     assert "| no, loses too much: KL |" in found and "1234" not in found
 
 
@@ -139,8 +140,44 @@ def test_a_preview_says_what_is_open_and_nothing_at_all_is_said_too(written):
     given["rows"][1] |= {"open": ["needle_recall"], "untold": ["needle_recall"]}
     assert "not certified: of the needles found nothing can be told, as the model is not shown" in first(written(given))
     given["answers"][0] |= {"word": "none", "row_id": None}
-    assert "**Nothing yet.** Of the 2 settings of codecs that were tried on transformers" in first(written(given))
+    assert "**Nothing yet.** Of the 2 settings that were tried none" in first(written(given))
     assert "The gate has judged no codec of this model" in first(written(None))
+
+
+def test_what_is_served_stands_first_and_each_way_of_coding_by_itself(written):
+    given = claims("reference")
+    served = {"protocol": "served", "stored_span": "window"}
+    given["rows"] += [
+        row("s", "reference", "too_lossy", **served, **LOSING),
+        row("p", "reference", "supported", engine="vllm", protocol="in_forward", stored_span="window"),
+    ]
+    answer = given["answers"][0]
+    none = {"word": "none", "row_id": None, "certified": 0}
+    given["answers"] += [answer | served | none | {"tried": 1}]
+    given["answers"] += [answer | {"engine": "vllm", "protocol": "in_forward", "stored_span": "window", "row_id": "p"}]
+    found = first(written(given)).split("## What to use\n")[1]
+    titles = [line for line in found.splitlines() if line.startswith("### ")]
+    assert titles == [
+        "### As transformers serves: kvlab.Cache",
+        "### As vLLM serves: every token coded as it comes",
+        "### A finished cache, coded once and read once (transformers)",
+    ]
+    cached, paged, finished = found.split("### ")[1:4]
+    assert "**Nothing yet.** The one setting that was tried" in cached and cached.count("| klt at 4 bits") == 1
+    assert "**Use klt at 4 bits**" in paged and paged.count("| klt at 4 bits") == 1
+    assert "Nobody serves so" in finished and finished.count("| klt at 4 bits") == 1
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_bits_of_whole_caches_count_exact_tokens_where_there_are_some(finished):
+    """``(rate * (N - exact) + 16 * exact + artefact) / N``."""
+    artefact, exact, rate, tokens = 14 * 1024 + 512, 64, 2.0, 8192
+    held = (rate * (tokens - exact) + 16 * exact + artefact) / tokens
+    state = {"rate": rate, "exact_tokens": exact, "at": [{"tokens": tokens, "bits_per_value": held}]}
+    state["even_with_bfloat16"] = exact + artefact / (16 - rate)
+    without = (rate * tokens + artefact) / tokens
+    assert use.in_all(state, tokens, finished) == pytest.approx(held if finished else without)
+    assert use.pays_from(state, finished) == str(math.ceil(artefact / (16 - rate)) + (exact if finished else 0))
 
 
 def test_a_name_on_the_first_screen_stays_where_it_is(written):

@@ -18,6 +18,7 @@ from kvlab.gate.verdict import judge
 from kvlab.pages import format as fmt
 from kvlab.pages import svg
 from kvlab.report import comparison, figures, findings
+from kvlab.report.across import families, verdict
 from kvlab.report.claims import resolved
 from kvlab.report.metrics import build as build_metrics
 from kvlab.report.schema import VERSION
@@ -241,6 +242,14 @@ def render(params, metrics: dict, compared: dict | None, folder: Path) -> tuple[
     out, html = folder / "FINDINGS.md", folder / "report.html"
     findings.write(params, metrics, judge(params, metrics), out, html, compared)
     return out.read_text(), html.read_text()
+
+
+def test_models_of_one_tokenizer_count_as_one_family():
+    three = [{"identity": {"corpus_hash": one}} for one in "aab"]
+    assert families(three) == 2
+    assert verdict(["raises"] * 3, 2) == "holds on all 3: raises KL; 3 models of 2 families are too few to say more"
+    assert verdict(["raises"] * 3, 3) == verdict(["raises"] * 3) == "holds on all 3: raises KL"
+    assert verdict(["open"] * 2, 1).endswith("2 models of 1 family are too few to say more")
 
 
 def across(text: str) -> str:

@@ -7,16 +7,26 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from kvlab.base.errors import CapabilityError, CodecNotActive, CorpusError, NonFinite, StorageError
+from kvlab.base.errors import (
+    CapabilityError,
+    CodecNotActive,
+    CorpusError,
+    Fault,
+    NonFinite,
+    StorageError,
+    WitnessDisagrees,
+)
 from kvlab.base.model import resolve
-from kvlab.base.recipe import IDENTITY
+from kvlab.base.recipe import IDENTITY, HadamardStream, Recipe
+from kvlab.base.records import CANARY_MIN
 from kvlab.engines import registry
 from kvlab.engines.registry import start as real_start
 from kvlab.lab import engines as lab_engines
 from kvlab.lab.measure import Lab
 from kvlab.lab.scoring import WindowRun
+from kvlab.lab.windows import Window
 from kvlab.stats.divergences import Reference
-from kvlab.studies.mechanisms import items, plan, records, subjects
+from kvlab.studies.mechanisms import cached, items, plan, records, subjects
 from kvlab.studies.mechanisms import measure as measuring
 from kvlab.studies.mechanisms.params import Mechanisms
 from kvlab.text import ruler
@@ -93,17 +103,21 @@ def row(record, label: str):
 
 def test_the_plan_names_what_each_engine_can_run(tiny_params):
     labels = {engine: [v.label for v in plan.variants(tiny_params, engine)] for engine in ("hf", "vllm")}
-    coded = [f"{codec} {protocol}" for protocol in ("in_forward", "snapshot") for codec in ("klt 2", "int 2", "fp8")]
-    assert labels["hf"] == ["baseline", *coded, "archive 2 snapshot"]  # inside a forward there is no whole cache
-    assert labels["vllm"] == [*labels["hf"], "fp8_e4m3", "fp8_e5m2"]
-    ids = [(v.recipe_id, v.protocol("snapshot")) for v in plan.variants(tiny_params, "vllm")]
-    assert ids[0] == (IDENTITY.recipe_id, "snapshot")
-    assert len(set(ids)) == len(ids)
+    inside, finished = (
+        [f"{codec} {when}" for codec in ("klt 2", "int 2", "fp8")] for when in ("in_forward", "snapshot")
+    )
+    assert labels["hf"] == ["baseline", *inside, *finished, "archive 2 snapshot"]
+    assert labels["vllm"] == ["baseline", *inside, "fp8_e4m3", "fp8_e5m2"]  # a finished cache is the first engine's
+    for engine in labels:
+        known = plan.protocols(tiny_params, engine)
+        ids = [(v.recipe_id, v.protocol(known)) for v in plan.variants(tiny_params, engine)]
+        assert ids[0] == (IDENTITY.recipe_id, "snapshot" if engine == "hf" else "in_forward")
+        assert len(set(ids)) == len(ids)
 
 
 def test_a_codec_is_planned_under_each_protocol_and_says_which_tokens_it_stores(tiny_params):
     coded = [variant for variant in plan.variants(tiny_params, "hf") if variant.cell]
-    assert {(v.cell.protocol, v.span, v.label.rsplit(" ", 1)[1]) for v in coded} == {
+    assert {(v.protocol(()), v.span, v.label.rsplit(" ", 1)[1]) for v in coded} == {
         ("in_forward", "window", "in_forward"),
         ("snapshot", "context", "snapshot"),
     }
@@ -248,7 +262,10 @@ def test_what_a_machine_cannot_run_is_said(
         ("fp8_e4m3", "no AVX-512 here"),
         ("fp8_e5m2", "no AVX-512 here"),
     ]
-    assert [variant.label for variant in part.variants] == [v.label for v in plan.variants(tiny_params, "hf")]
+    own = tiny_params.mechanisms.cache_dtypes
+    assert [variant.label for variant in part.variants] == [
+        v.label for v in plan.variants(tiny_params, "vllm") if v.label not in own
+    ]
 
 
 def test_on_an_accelerator_an_engines_own_cache_is_not_scored_in_a_prompts_pass():
@@ -276,6 +293,93 @@ def test_engines_are_closed_when_a_later_one_fails(
             tiny_params, "vllm", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", tmp_path / "x"
         )
     assert closed == ["plain"]
+
+
+def serving(params):
+    """The parameters with two codecs in the Cache."""
+    few = {"caches": ("klt", "int"), "codecs": ("fp8",), "greedy": 0}
+    return params.model_copy(update={"mechanisms": params.mechanisms.model_copy(update=few)})
+
+
+def test_the_cache_is_planned_on_transformers_and_stands_in_place_of_taps_there(tiny_params):
+    hf, vllm = ([v.label for v in plan.variants(serving(tiny_params), engine)] for engine in ("hf", "vllm"))
+    assert hf == ["baseline", "klt 2 served", "int 2 served", "fp8 snapshot"]
+    assert not any("served" in label for label in vllm) and any("in_forward" in label for label in vllm)
+    cells = [v for v in plan.variants(serving(tiny_params), "hf") if v.cell]
+    assert {(v.protocol(()), v.span, v.tapped) for v in cells} == {
+        ("served", "window", False),
+        ("snapshot", "context", True),
+    }
+    (problem,) = tiny_params.mechanisms.model_copy(update={"caches": ("klt", "klt")}).problems(tiny_params)
+    assert problem == "mechanisms.caches is ['klt', 'klt']; allowed: each once"
+
+
+def test_in_the_cache_each_scored_token_reads_what_was_stored(
+    tiny_params, tiny_windows, tiny_needles, tiny_fitted, hf_engine, engine_of, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(registry, "start", engine_of)
+    out = tmp_path / "hf.parquet"
+    given = tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", out
+    measuring.mechanisms(serving(tiny_params), "hf", *given)
+    record, table = records.read_mechanisms(out)
+    layers, windows, tokens = hf_engine.info.n_layers, tiny_params.windows, tiny_params.mechanisms.cached_tokens
+    for label in ("klt 2 served", "int 2 served"):
+        found = row(record, label)
+        assert (found.protocol, found.span, found.cache_class) == ("served", "window", "KVCache")
+        assert [run.quality_eval_id for run in found.evals] == list(plan.PASSED)
+        assert found.kv_values == windows.test * (windows.context + tokens) * hf_engine.info.values_per_token
+        assert found.fires == found.expected_fires >= 2 * layers * windows.test * (1 + tokens)
+        assert 2 < 8 * found.kv_bytes / found.kv_values < 8 and found.throughput_tok_s is None and not found.seconds
+        assert found.canary_kl > CANARY_MIN and found.witnessed_kl < 1e-5
+        assert min(scores(table, label, "kl")) > 0
+    unseen = tuple(one.model_copy(update={"witnessed_kl": None}) for one in record.rows)
+    with pytest.raises(WitnessDisagrees, match="no witness computed klt 2 served again"):
+        records.refuse_impossible(record.model_copy(update={"rows": unseen}), out)
+
+
+def test_a_window_is_asked_token_by_token_and_a_question_at_once():
+    text = Window("test", 0, tuple(range(20)), 8)
+    assert cached.asked(text, 3).calls == ((8,), (9,), (10,)) and cached.asked(text, 3).labels.tolist() == [9, 10, 11]
+    needle = Window("needle", 0, tuple(range(20)), 8, first=6)  # of 12 tokens after the context the last 5 answer
+    assert cached.asked(needle, 16).calls == (tuple(range(8, 15)), (15,), (16,), (17,), (18,))
+    assert cached.asked(needle, 16).labels.tolist() == [15, 16, 17, 18, 19]
+
+
+def test_what_the_cache_says_is_what_generate_writes(tiny_params, hf_engine):
+    """The most likely tokens of the calls are those that transformers' own loop writes with the same cache."""
+    from kvlab.cache.hf_cache import KVCache
+
+    recipe = Recipe(k=HadamardStream(bits=3), v=HadamardStream(bits=3))
+    prompt, steps = list(range(5, 45)), 6
+    made = lambda: KVCache(hf_engine.model, recipe, compiled=False)  # noqa: E731
+    written = hf_engine.model.generate(
+        torch.tensor([prompt]), past_key_values=made(), max_new_tokens=steps, min_new_tokens=steps, do_sample=False
+    )[0].tolist()
+    window = Window("test", 0, tuple(written), len(prompt))
+    logits = cached.logits(hf_engine, made(), window, cached.asked(window, steps - 1))
+    assert logits.argmax(-1).tolist() == written[len(prompt) + 1 :]
+
+
+@pytest.mark.parametrize("fault", ["deaf", "lossy"])
+def test_a_cache_that_is_not_read_or_adds_a_loss_of_its_own_is_no_measurement(
+    tiny_params, tiny_windows, tiny_needles, tiny_fitted, engine_of, monkeypatch, tmp_path, fault
+):
+    real, first = cached.logits, {}
+
+    def faulty(engine, cache, window, wanted):
+        found = real(engine, cache, window, wanted)
+        plain = first.setdefault(window, found)
+        if fault == "deaf":
+            return plain
+        return found if plain is found else found + torch.linspace(0, 1, found.shape[-1])
+
+    monkeypatch.setattr(cached, "logits", faulty)
+    monkeypatch.setattr(registry, "start", engine_of)
+    given = tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", tmp_path / "x.parquet"
+    error, said = {"deaf": (CodecNotActive, "does not read what it"), "lossy": (Fault, "stores all as it is")}[fault]
+    with pytest.raises(error, match=said):
+        measuring.mechanisms(serving(tiny_params), "hf", *given)
+    assert not list(tmp_path.iterdir())
 
 
 def test_seconds_are_the_engines_own_pass_and_the_coding(measured):

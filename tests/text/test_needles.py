@@ -29,7 +29,9 @@ def with_changes(params: Settings, **changes) -> Settings:
 
 @pytest.fixture(scope="module")
 def params(tiny_params) -> Settings:
-    return with_changes(tiny_params, windows={"context": CONTEXT}, mechanisms={"needles": 20})
+    """All of one text; see `test_items_stand_in_the_text_of_another_domain`."""
+    alone = {"corpus": {"other": None, "scored": ["test"]}, "ladder": {"texts": ["test"]}}
+    return with_changes(tiny_params, windows={"context": CONTEXT}, mechanisms={"needles": 20}, **alone)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +150,20 @@ def test_scored_windows_are_used_last(params, tokenizer):
     texts, scored = needles.haystacks(ids, everything, 0, np.random.default_rng(0))
     known = {row.tobytes() for row in corpus.cut(ids, params.windows, "test", [])}
     assert scored == params.windows.test and {row.tobytes() for row in texts[-scored:]} == known
+
+
+def test_items_stand_in_the_text_of_another_domain_where_that_is_long_enough(tiny_params, tmp_path, tokenizer):
+    two = with_changes(tiny_params, windows={"context": CONTEXT}, mechanisms={"needles": 20})
+    found = needles.build(two, tmp_path / "n.parquet")
+    record = json.loads((tmp_path / "n.json").read_text())
+    assert record["source"] == two.corpus.other and record["texts_that_are_scored_windows"] == 0
+    ids = corpus.stream(corpus.read_other(two.corpus)[0], tokenizer)
+    beginnings = [item.context[:8] for item in found.items if item.depth > 8 / CONTEXT]
+    there = sum(bool(places(ids.tolist(), beginning)) for beginning in beginnings)
+    assert there > len(beginnings) / 2  # the others begin with a line of other keys
+    more = len(ids) // two.windows.length + 1
+    needles.build(with_changes(two, mechanisms={"needles": more}), tmp_path / "m.parquet")
+    assert json.loads((tmp_path / "m.json").read_text())["source"] == two.corpus.source
 
 
 def test_documents_that_were_kept_give_the_same_items(params, path, tmp_path):

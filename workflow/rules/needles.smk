@@ -2,6 +2,7 @@ rule needles_model:
     """Plant a fact in each of some texts of the test split, and ask for it; and RULER's texts, at greater lengths."""
     input:
         documents="calib/corpus/{model}/documents.parquet",
+        corpus=corpus_files(),
         model=model_files(),
     output:
         needles="calib/needles/{model}/needles.parquet",

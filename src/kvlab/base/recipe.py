@@ -396,6 +396,6 @@ class Cell(Frozen):
         return (self.recipe, *(special.recipe for special in self.exceptions))
 
 
-SPAN_OF: dict[str, Span] = {"snapshot": "context", "in_forward": "window"}
+SPAN_OF: dict[str, Span] = {"snapshot": "context", "in_forward": "window", "served": "window"}
 """Which tokens a protocol stores: a snapshot holds the context alone, the scored tokens' own K and V are exact."""
 IDENTITY = Recipe(k=IdentityStream(), v=IdentityStream())

@@ -302,7 +302,7 @@ def _differences(against: str | None, named: Sequence[Named], scored: Sequence[t
 def _estimates(tokens: pl.DataFrame) -> tuple[Estimate, Estimate]:
     """Of the KL divergence and of the top-1 agreement."""
     kl, top1 = _columns(tokens)
-    return BOOTSTRAP.mean(kl).within(0.0, float("inf")), BOOTSTRAP.rate(top1)
+    return BOOTSTRAP.divergence(kl), BOOTSTRAP.rate(top1)
 
 
 def _columns(tokens: pl.DataFrame) -> tuple[Column, Column]:

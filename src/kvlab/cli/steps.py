@@ -217,7 +217,8 @@ def report_verb(args: argparse.Namespace) -> None:
     refuse_other_verdict(params_of(args), metrics, verdict)
     comparison = read_comparison(args.comparison) if args.comparison else None
     if args.readme:
-        readme.update(args.readme, metrics, verdict, comparison=comparison)
+        claims = read_json(args.claims) if args.claims else None
+        readme.update(args.readme, metrics, verdict, None, comparison, claims, args.benchmarks)
     if args.out:
         findings.write(params_of(args), metrics, verdict, args.out, args.html, comparison, args.claims)
 
@@ -314,7 +315,10 @@ OF_PARAMS: dict[Callable, list[Flag]] = {
         result("--html", "the same as one page with interactive figures", required=False),
         path("--comparison", "json of `kvlab step compare`; needed by the pages of several models", required=False),
         path("--claims", "json of `kvlab gate report`: what may be claimed; its GATE.md is linked", required=False),
-        path("--readme", "README whose headline block is brought up to date", required=False),
+        path("--readme", "README whose blocks are brought up to date", required=False),
+        path(
+            "--benchmarks", "folder of Snakemake's benchmarks; the README's table of seconds is of them", required=False
+        ),
     ],
     **study_steps.OF_PARAMS,
 }

@@ -18,9 +18,9 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
-from kvlab.base.errors import CapabilityError, CodecNotActive
-from kvlab.base.recipe import IdentityStream, Recipe
-from kvlab.cache.coded_rows import StreamCoder
+from kvlab.base.errors import CapabilityError
+from kvlab.base.recipe import Recipe
+from kvlab.cache.counts import counts
 from kvlab.cache.hf_cache import Calibration, KVCache
 from kvlab.engines.hf import HFEngine
 from kvlab.evals.canary import ONE_BIT
@@ -175,40 +175,7 @@ class CodedHFSide(HFSide):
         CodecNotActive
             A layer was not coded, coded otherwise than it should have been, or not read.
         """
-        cache = passage.cache
-        fires = expected = values = 0
-        for entry in cache.check():
-            values += entry.values
-            if isinstance(getattr(cache.recipe, entry.stream), IdentityStream):
-                continue
-            due = expected_fires(cache.layers[entry.layer].coders[entry.stream], passage.calls)
-            if entry.fires != due:
-                raise CodecNotActive(
-                    f"the codec of layer {entry.layer} {entry.stream} fired {entry.fires} times in a request of"
-                    f" {len(passage.calls)} calls, {due} were due"
-                )
-            fires, expected = fires + entry.fires, expected + due
-        self._count(fires, expected, cache.nbytes, values)
-
-
-def expected_fires(coder: StreamCoder, calls: Sequence[int]) -> int:
-    """How often a coder has to encode when calls of so many tokens come, counted without looking at what it did.
-
-    A codec that codes token by token encodes once per call and for each block that the call's tokens begin besides;
-    `klt` begins a block with every call of more than a few tokens; any other encodes a block when it is complete.
-    """
-    length, size, fires = 0, coder.size or sum(calls), 0
-    for tokens in calls:
-        if coder.loose:
-            fires += 1 if tokens < coder.loose else -(-tokens // size)
-        elif not coder.codec.per_token:
-            fires += (length + tokens) // size - length // size
-        elif coder.joiner is None:
-            fires += -(-tokens // size)
-        else:
-            fires += (length + tokens - 1) // size - length // size + 1
-        length += tokens
-    return fires
+        self._count(*counts(passage.cache, passage.calls))
 
 
 def sides(engine: HFEngine, tokenizer, ends: frozenset[int], recipe: Recipe, calibration: Calibration | None) -> Sides:

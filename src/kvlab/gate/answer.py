@@ -13,6 +13,7 @@ from typing import Literal
 
 from kvlab.base.recipe import Frozen
 from kvlab.gate.lines import CERTIFIED, Line
+from kvlab.gate.ways import order
 
 KL = "kl"
 OPEN, FAMILY = "quality_open", "quality_family"
@@ -46,13 +47,13 @@ class Answer(Frozen):
 
 
 def answers(lines: Iterable[Line]) -> Iterator[Answer]:
-    """One answer for each group, in the order of the lines; on an engine those of codecs of whole caches come last."""
+    """One answer for each group, engine by engine: what is served first, codecs of whole caches last."""
     groups: dict[tuple, list[Line]] = {}
     for line in lines:
         if line.compresses:
             groups.setdefault((*line.place, line.protocol or "", line.stored_span, line.whole), []).append(line)
     places = list(dict.fromkeys(group[:2] for group in groups))
-    for group in sorted(groups, key=lambda group: (places.index(group[:2]), group[-1])):
+    for group in sorted(groups, key=lambda group: (places.index(group[:2]), group[-1], order(group[2:4]))):
         (model, engine, protocol, span, whole), tried = group, groups[group]
         certified = [line for line in tried if line.earned == CERTIFIED]
         previews = [line for line in tried if is_preview(line)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from kvlab.base.records import atomic, write_json, write_text
+from kvlab.gate import ways
 from kvlab.gate.answer import Answer
 from kvlab.gate.audit.trust import trust
 from kvlab.gate.cases import Context
@@ -29,6 +31,7 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 PER_CENT = 100.0
 NEEDLES = "needle_recall"
 RATES = ("top1_agreement", NEEDLES)
+RANGES = {"kl": (0.0, math.inf)} | dict.fromkeys(RATES, (0.0, 1.0))
 METRICS = ("kl", "delta_nll", *RATES)
 WORDS_OF = {"kl": "KL", "delta_nll": "change of the loss", "top1_agreement": "same top token", NEEDLES: "needles found"}
 WORDS_OF |= WORDS
@@ -119,7 +122,7 @@ def page(summary: Summary) -> dict[str, Any]:
         "rows": len(summary.rows),
         "confidence": fmt.percent(CONFIDENCE),
         "best": [best_line(best, summary) for best in summary.best],
-        "places": [place(list(lines)) for _, lines in groupby(measured, key=lambda line: line.place)],
+        "places": [place(lines) for lines in apart(measured)],
         "missing": [line for line in summary.rows if not line.measured],
     }
 
@@ -183,16 +186,37 @@ def named(line: Line) -> str:
     return line.name + (f" at {line.bits} bits" if line.bits else "")
 
 
+def apart(measured: Iterable[Line]) -> Iterator[list[Line]]:
+    """The lines of each engine and way of coding, after that of the engine as it is."""
+    for _, lines in groupby(measured, key=lambda line: line.place):
+        plain, coded = [], {}
+        for line in lines:
+            if line.mechanism == BASELINE:
+                plain.append(line)
+            else:
+                coded.setdefault((line.protocol, line.stored_span), []).append(line)
+        for way in sorted(coded, key=ways.order):
+            yield plain + coded[way]
+        if not coded:
+            yield plain
+
+
 def place(lines: list[Line]) -> dict[str, Any]:
-    """One engine's table, and what stands under it."""
+    """One engine's table of one way of coding, and what stands under it."""
     first = lines[0]
+    way = lines[-1].protocol, lines[-1].stored_span
+    coded = lines[-1].mechanism != BASELINE
     return {
+        "title": ways.title(way, first.engine or "") if coded else "The engine as it is",
+        "note": ways.NOTES.get(way) if coded else None,
         "model": first.model,
         "engine": first.engine,
         "on": on_what(first),
         "n": {metric: span(line.metrics[metric].n for line in lines if metric in line.metrics) for metric in METRICS},
         "lines": [table_line(line) for line in lines],
-        "written": written_table(lines),
+        "written": written_table(lines)
+        if written_table([line for line in lines if line.mechanism != BASELINE])
+        else None,
     }
 
 
@@ -230,8 +254,10 @@ def table_line(line: Line) -> dict[str, Any]:
 
 
 def short(metric: str, measure: Measure | None) -> str:
-    """A value with its interval, on one line and cut to what a rate can be; without one where it has no width."""
-    if measure is None or metric not in RATES:
-        return fmt.estimate(measure and measure.model_dump()).replace(", ", f",{NO_BREAK}")
-    cut = {end: min(max(getattr(measure, end), 0.0), 1.0) for end in ("low", "high")}
-    return fmt.estimate(measure.model_dump() | cut, PER_CENT).replace(", ", f",{NO_BREAK}")
+    """A value with its interval, on one line and cut to what it can be; without one where it has no width."""
+    if measure is None:
+        return fmt.estimate(None)
+    least, most = RANGES.get(metric, (-math.inf, math.inf))
+    cut = {end: min(max(getattr(measure, end), least), most) for end in ("low", "high")}
+    scale = PER_CENT if metric in RATES else 1.0
+    return fmt.estimate(measure.model_dump() | cut, scale).replace(", ", f",{NO_BREAK}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from kvlab.base.errors import WitnessDisagrees
-from kvlab.engines.base import ContextCache
+from kvlab.engines.base import ContextCache, context_of
 from kvlab.lab.scoring import WindowRun
 from kvlab.witness.plain import PlainModel
 from kvlab.witness.scores import divergence, log_softmax
@@ -24,19 +24,22 @@ def computed_again(
     logits: torch.Tensor,
     attend: Callable | None,
     name: str,
+    rotated: bool = False,
 ) -> float:
     """KL from the witness's logits to those that are claimed, nats per token.
 
     Parameters
     ----------
     held : ContextCache
-        K before its rotary embedding, and V, of the context, as attention is said to have read them.
+        K before its rotary embedding, and V, of the window's first tokens, as attention is said to have read them.
     logits : Tensor, shape (scored tokens, vocabulary)
-        Claimed.
+        Claimed, of the tokens after them.
     attend : callable or None
         Another attention than that over everything; see `witness.reading`.
     name : str
         Of the mechanism.
+    rotated : bool
+        Whether K is after its rotary embedding.
 
     Raises
     ------
@@ -48,7 +51,8 @@ def computed_again(
         due = own[place][:, : run.context].to(x.device)
         if not float((x.float() - due).norm() / due.norm()) <= TENSORS[dtype]:
             raise WitnessDisagrees(f"{name}: K or V of {place} is not that of a plain forward")
-    passed = model.forward(run.ids, run.context, held, begin=run.context, attend=attend)
+    first = context_of(held)
+    passed = model.forward(run.ids[: first + 1 + len(logits)], first, held, first, rotated, attend)
     kl = float(divergence(passed.log_p, log_softmax(logits.to("cpu", torch.float64).numpy())).mean())
     if not kl <= AGREE[dtype]:
         raise WitnessDisagrees(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import polars as pl
 import torch
@@ -55,7 +56,7 @@ class WindowRun:
     number: int
     reference: torch.Tensor = field(init=False)
     clean: dict[str, CleanCapture] = field(init=False)
-    kept: dict[str, list[int]] = field(init=False, default_factory=dict)  # what subjects keep while the window lasts
+    kept: dict[str, Any] = field(init=False, default_factory=dict)  # what subjects keep while the window lasts
     _inputs: list[torch.Tensor] | None = field(init=False)  # of each layer, in the clean pass
     _references: list[Reference] = field(init=False, default_factory=list)
     _shared: dict[tuple, tuple[torch.Tensor, Tally]] = field(init=False, default_factory=dict)

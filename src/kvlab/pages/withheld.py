@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvlab.pages import format as fmt
 
 TRUTH_ENGINE = "hf"
+FEW = 2.0  # rounding errors
 
 
 def withheld_because(metrics: dict, verdict: dict) -> str | None:
@@ -30,13 +31,31 @@ def undecided(metrics: dict) -> dict | None:
 
 
 def settling(agreement: dict) -> str:
-    """At how many windows an open agreement would be decided, as a sentence; empty where it is not open."""
+    """What would decide an open agreement, in a sentence or two; empty where it is not open.
+
+    Where a rounding error moves the codec's own result as far as the other engine does, windows are not what is
+    missing.
+    """
     if agreement["state"] != "open":
         return ""
+    by_rounding = [one for one in (agreement.get("codec") or {}).values() if _as_rounding(one)]
+    if by_rounding:
+        worst = max(by_rounding, key=lambda one: one["cross_kl"]["value"])
+        apart, own = (fmt.number(worst[name]["value"], 2) for name in ("cross_kl", "jitter_kl"))
+        return (
+            f"With this codec one engine is KL {apart} from the other and {own} from itself after a rounding error, so"
+            " that what is open is the codec's own noise: several rounding errors of each window would settle it, more"
+            " windows hardly."
+        )
     if agreement["windows_needed"] is None or agreement["windows_needed"] >= fmt.OUT_OF_REACH:
         return "No number of windows would decide it, were the differences what they are here."
     needed = fmt.whole(agreement["windows_needed"])
     return f"About {needed} windows would decide it ({fmt.POST_HOC})."
+
+
+def _as_rounding(one: dict) -> bool:
+    """Whether the engines' coded runs are no further apart than a few rounding errors on one of them."""
+    return one["cross_kl"]["value"] <= FEW * one["jitter_kl"]["value"]
 
 
 def compares_engines(metrics: dict) -> bool:

@@ -18,7 +18,7 @@ from kvlab.stats.shapley import shapley
 from kvlab.studies.factors.numbers import from_windows
 from kvlab.studies.factors.tables import ENGINE
 
-FEWEST = 3  # models; an effect on one or two is an anecdote
+FEWEST = 3  # families of models; an effect on one or two is an anecdote
 RAISES, LOWERS, OPEN, WITHHELD = "raises", "lowers", "open", "withheld"
 
 
@@ -45,10 +45,19 @@ def build(found: Sequence[dict]) -> list[dict]:
         fractions = of_gap(metrics)
         for factor in factors:
             rows[factor].append(on_model(metrics, factor, fractions))
+    kinds = families(found)
     return [
-        {"factor": name, "models": row, "verdict": verdict([one["reading"] for one in row])}
+        {"factor": name, "models": row, "verdict": verdict([one["reading"] for one in row], kinds)}
         for name, row in rows.items()
     ]
+
+
+def families(found: Sequence[dict]) -> int:
+    """How many of the models have nothing to do with one another.
+
+    Those that cut one text into the same windows share a tokenizer: sizes of one family, or one network at two times.
+    """
+    return len({metrics["identity"]["corpus_hash"] for metrics in found})
 
 
 def on_model(metrics: dict, factor: str, fractions: dict[str, dict]) -> dict:
@@ -85,14 +94,16 @@ def fractions(corners: np.ndarray) -> np.ndarray:
     return shapley(corners) / (corners[..., -1:] - corners[..., :1])
 
 
-def verdict(readings: Sequence[str]) -> str:
+def verdict(readings: Sequence[str], kinds: int | None = None) -> str:
     """On how many models a factor does the same, in words.
 
     Nothing is corrected for the number of models: "on all" asks every one of them (an intersection-union test).
+    `kinds` is of how many families they are, where that is not of one each.
     """
     counts = {name: readings.count(name) for name in (RAISES, LOWERS)}
     total, clear = len(readings), sum(counts.values())
-    few = "" if total >= FEWEST else f"; {total} models are too few to say more"
+    of = "models" if kinds in (None, total) else f"models of {kinds} {'family' if kinds == 1 else 'families'}"
+    few = "" if (total if kinds is None else kinds) >= FEWEST else f"; {total} {of} are too few to say more"
     if counts[RAISES] and counts[LOWERS]:
         return f"models disagree: raises KL on {counts[RAISES]}, lowers it on {counts[LOWERS]}{few}"
     if not clear:

@@ -31,10 +31,8 @@ def context(claims: dict | None, model: str | None, page: str) -> dict | None:
     UserError
         When it is no ``claims.json``, or of another version.
     """
-    if claims is None:
+    if checked(claims) is None:
         return None
-    if not isinstance(claims, dict) or claims.get("schema_version") != SCHEMA_VERSION:
-        raise UserError("--claims names no claims.json of this version; run `kvlab gate report` again")
     mine = [row for row in claims["rows"] if row["model"] == model]
     if not mine:
         return None
@@ -46,6 +44,13 @@ def context(claims: dict | None, model: str | None, page: str) -> dict | None:
         "sentence": sentence(len(certified), len(coded), measured_on(coded)),
         "table": rows(certified) if certified else None,
     }
+
+
+def checked(claims: dict | None) -> dict | None:
+    """The claims themselves; `UserError` where they are none, or of another version."""
+    if claims is not None and (not isinstance(claims, dict) or claims.get("schema_version") != SCHEMA_VERSION):
+        raise UserError("--claims names no claims.json of this version; run `kvlab gate report` again")
+    return claims
 
 
 def tiers(found: list[dict], order: dict) -> str:

@@ -5,30 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from kvlab.base.recipe import WHOLE
-from kvlab.gate.summary import BASELINE
 from kvlab.pages import format as fmt
 from kvlab.pages import parts as tables
-from kvlab.pages.markdown import cell as safe
-from kvlab.pages.rendering import listing
 from kvlab.pages.withheld import TRUTH_ENGINE, undecided
 from kvlab.report import claims
+from kvlab.report.use import cut, named, uses
 from kvlab.stats import kl_scale
 from kvlab.studies.factors import tables as factors
-from kvlab.studies.ladder.tables import TOLD, length, whole_bits
 
-WORDS = ("certified", "preview", "none")  # of `gate.answer.Answer`, best first
-METRICS = {
-    "kl": "KL",
-    "delta_nll": "the change of the loss",
-    "top1_agreement": "the rate of equal top tokens",
-    "needle_recall": "the needles found",
-}
-SHORT = {"kl": "KL", "delta_nll": "loss", "top1_agreement": "top token", "needle_recall": "needles"}
 FACTORS = {
     "engine": "which engine runs the model",
     "protocol": "when the cache is coded",
-    "variance_ratio": "how much of the energy the codec's PCA keeps",
+    "variance_ratio": "how much of its sketch's energy the codec's PCA keeps",
     "dtype": "what the engine computes in",
     "origin": "whose capture the codec was calibrated on",
 }
@@ -52,143 +40,18 @@ def context(metrics: dict, claimed: dict | None, told: list[dict], asked: dict[s
     asked : dict of str to str
         What the claims of each section are about, in words.
     """
-    found = answer(claimed, (metrics.get("identity") or {}).get("slug"))
+    found = uses(claimed, (metrics.get("identity") or {}).get("slug"), metrics.get("ladder_state"))
     floor = rounding_floor(metrics)
     return {
-        "use": use_context(found, whole_bits(metrics)),
+        "uses": found,
         "floor": floor and floor["what"],
         "scale": scale(metrics, found, floor),
         "words": {"rounding": kl_scale.ROUNDING, "legend": kl_scale.legend()},
         "gap": gap_context(metrics.get("gap"), undecided(metrics) is not None),
+        "kept": kept(metrics),
         "open": open_table(told, asked),
         "engine": FACTORS["engine"],
     }
-
-
-# ------------------------------------------------------------------------------------- what to use
-
-
-def answer(claimed: dict | None, model: str | None) -> dict | None:
-    """The gate's best answer for a model: ``answer``, ``row``, its ``baseline``, and all ``rows`` of its group."""
-    given = [one for one in (claimed or {}).get("answers") or [] if one["model"] == model]
-    if not given:
-        return None
-    serving = [one for one in given if not one.get("whole")]  # a model can run with them
-    best = min(serving or given, key=lambda one: WORDS.index(one["word"]))
-    rows = [row for row in claimed["rows"] if row["model"] == model and row["engine"] == best["engine"]]
-    group = [row for row in rows if all(row[key] == best[key] for key in ("protocol", "stored_span"))]
-    return {
-        "answer": best,
-        "row": next((row for row in rows if row["row_id"] == best["row_id"]), None),
-        "baseline": next((row for row in rows if row["mechanism"] == BASELINE), None),
-        "rows": [row for row in group if row["measured"] and row["mechanism"] != BASELINE],
-    }
-
-
-def use_context(found: dict | None, wholes: dict[str, dict[int, float]]) -> dict | None:
-    """The recommendation in words and its table; `wholes` as of `ladder.tables.whole_bits`."""
-    if found is None:
-        return None
-    best, row = found["answer"], found["row"]
-    shared = {
-        "word": best["word"] if row else WORDS[-1],
-        "engine": LEVELS["engine"].get(best["engine"], safe(best["engine"])),
-        "protocol": safe(best["protocol"]),
-        "tried": fmt.number(best["tried"]),
-        "alone": best["tried"] == 1,
-        "table": rows_table(found["rows"], wholes),
-        "whole": whole_codecs(found["rows"]),
-    }
-    return shared | (chosen(row, found["baseline"]) if row else {})
-
-
-def whole_codecs(rows: Iterable[dict]) -> str | None:
-    """The codecs of some rows with which no model can run, as they look at all layers of a finished cache."""
-    names = dict.fromkeys(f"`{row['mechanism_variant']}`" for row in rows if row["mechanism_variant"] in WHOLE)
-    return listing(names) if names else None
-
-
-def chosen(row: dict, plain: dict | None) -> dict:
-    """The recommended row: name, bytes, quality, what is open and how much it was measured on."""
-    metrics, before = row["metrics"], (plain or {}).get("metrics") or {}
-    held, full = row["bits_per_value"], (plain or {}).get("bits_per_value")
-    return {
-        "name": named(row),
-        "bits": fmt.number(held),
-        "of": fmt.number(full) if full else None,
-        "times": fmt.number(full / held, 2) if full and held else None,
-        "kl": fmt.estimate(metrics.get("kl")),
-        "top": rate(metrics.get("top1_agreement")),
-        "needles": rate(metrics["needle_recall"]) if "needle_recall" in metrics else None,
-        "needles_before": rate(before.get("needle_recall")),
-        "open": named_metrics(name for name in row["open"] if name not in row.get("untold", ())),
-        "untold": named_metrics(row.get("untold", ())),
-        "windows": fmt.number(metrics["kl"]["n"]) if "kl" in metrics else None,
-        "on": ", ".join(safe(row[key]) for key in ("device", "dtype") if row[key]),
-        "context": fmt.number(row["context_tokens"]),
-    }
-
-
-def named_metrics(names: Iterable[str]) -> str | None:
-    """Metrics in words; None where there are none."""
-    words = [METRICS.get(name, safe(name)) for name in names]
-    return listing(words) if words else None
-
-
-def rate(given: dict | None) -> str:
-    """A rate in per cent."""
-    return fmt.estimate(cut(given), 100)
-
-
-def cut(given: dict | None) -> dict | None:
-    """A rate whose interval is cut to what a rate can be."""
-    return given and given | {end: min(max(given[end], 0.0), 1.0) for end in ("low", "high")}
-
-
-def named(row: dict) -> str:
-    """A row as a practitioner would call it."""
-    name = safe(row["mechanism_variant"] or row["mechanism"])
-    return f"{name} at {fmt.number(row['bits'])} bits" if row["bits"] else f"{name}"
-
-
-def rows_table(rows: list[dict], wholes: dict[str, dict[int, float]]) -> str | None:
-    """Every row that was tried beside the recommended one, fewest bits first; no seconds, which differ every time.
-
-    Beside the bits of coded tokens those of whole caches, where the ladder measured the same codec at the same bits.
-    """
-    known = {row["row_id"]: at for row in rows if (at := wholes.get(rung(row)))}
-    ordered = sorted(rows, key=lambda row: (row["bits_per_value"] is None, row["bits_per_value"], row["row_id"]))
-    lines = [
-        [
-            named(row),
-            fmt.number(row["bits_per_value"]),
-            *(fmt.number(known.get(row["row_id"], {}).get(tokens)) for tokens in TOLD if known),
-            fmt.estimate(row["metrics"].get("kl")),
-            rate(row["metrics"].get("top1_agreement")),
-            standing(row),
-        ]
-        for row in ordered
-    ]
-    whole = [f"in all at {length(tokens)}" for tokens in TOLD if known]
-    headers = ["codec", "bits per value", *whole, f"KL, {tables.KL_UNIT}", "same top token, %", "may be claimed"]
-    return fmt.table(headers, lines) if lines else None
-
-
-def rung(row: dict) -> str:
-    """A row by its name on the ladder."""
-    name = row["mechanism_variant"] or row["mechanism"]
-    return f"{name} {fmt.plain(row['bits'])}" if row["bits"] else name
-
-
-def standing(row: dict) -> str:
-    """What a row may claim, in words."""
-    if row["word"] == "pass" and not row["codes"]:
-        return "yes"
-    for name in ("beyond", "open"):
-        if row[name]:
-            found = ", ".join(SHORT.get(key, safe(key)) for key in row[name])
-            return f"{'no, loses too much' if name == 'beyond' else 'open'}: {found}"
-    return "no: " + ", ".join(safe(code) for code in row["codes"])
 
 
 # ------------------------------------------------------------------------------------ is that much?
@@ -207,12 +70,13 @@ def rounding_floor(metrics: dict) -> dict | None:
     return None
 
 
-def scale(metrics: dict, found: dict | None, floor: dict | None) -> str | None:
-    """KL beside the floor and beside the top token, for the recommended codec and for the published corners."""
+def scale(metrics: dict, found: list[dict], floor: dict | None) -> str | None:
+    """KL beside the floor and beside the top token, for the codec of each way and for the published corners."""
     rows = [floor] if floor else []
-    if found and found["row"] and "kl" in found["row"]["metrics"]:
-        measured = found["row"]["metrics"]
-        rows.append({"what": named(found["row"]), "kl": measured["kl"], "top": measured.get("top1_agreement")})
+    for use in found:
+        if use["row"] and "kl" in use["row"]["metrics"]:
+            measured, what = use["row"]["metrics"], f"{named(use['row'])}: {use['title']}"
+            rows.append({"what": what, "kl": measured["kl"], "top": measured.get("top1_agreement")})
     for end, words in (("low", "the published study's low corner"), ("high", "its high corner")):
         cell = corner_cell(metrics, end)
         if cell:
@@ -276,6 +140,23 @@ def gap_context(gap: dict | None, held: bool = False) -> dict | None:
     }
 
 
+def kept(metrics: dict) -> str | None:
+    """What each setting really keeps: directions of K and of V, and bits; None where its PCA is not measured."""
+    cells = [corner_cell(metrics, end) for end in ("low", "high")]
+    share = ((metrics.get("settings") or {}).get("codec") or {}).get("rank_fraction")
+    if share is None or not all(cell and cell["d_eff_mean"]["k"] and cell["d_eff_mean"]["v"] for cell in cells):
+        return None
+    ends = [
+        f"{fmt.number(cell['d_eff_mean']['k'])} directions of K, {fmt.number(cell['d_eff_mean']['v'])} of V and"
+        f" {fmt.number(cell['bits_per_value'])} bits for each value"
+        for cell in cells
+    ]
+    return (
+        f"The sketch has {fmt.percent(share)} of a head's directions; what lies outside it is lost at both settings."
+        f" The first keeps {ends[0]}, the second {ends[1]}: they differ in bytes too."
+    )
+
+
 def waiting(effect: dict) -> str:
     """Whether an effect is settled, as this page says it."""
     return tables.reading(effect).replace("not resolved", "open")
@@ -289,7 +170,7 @@ def corner_words(corner: dict, factors: Iterable[str]) -> str:
 def level_words(name: str, value: object) -> str:
     """A factor's level in words."""
     if name == "variance_ratio":
-        return f"{fmt.percent(value)} of the energy kept"
+        return f"{fmt.percent(value)} of the sketch's energy kept"
     return LEVELS.get(name, {}).get(value) or f"{name} `{value}`"
 
 

@@ -1,12 +1,13 @@
 """The README's headline: generated from numbers, and checkable without the run that made them.
 
-`update` keeps three files in step: the block in README.md between two markers, ``docs/headline.json``
-(the few numbers that the block prints) and ``docs/headline.svg`` (the figure, also drawn from them).
+`update` keeps three files in step: the blocks in README.md between two markers each, ``docs/headline.json``
+(the numbers that the blocks print) and ``docs/headline.svg`` (the figure, also drawn from them).
 `check` renders the committed JSON again and says what differs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from kvlab.base.errors import StorageError
@@ -17,17 +18,27 @@ from kvlab.pages.basis import Basis
 from kvlab.pages.rendering import render
 from kvlab.pages.withheld import settling, undecided, withheld_because, without_cross_engine
 from kvlab.report import figures, models
+from kvlab.report.readme_parts import codecs_block, codecs_of, seconds_block, seconds_of
 from kvlab.studies.factors import tables as factors
 
+HEADLINE = "headline"
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"
+PARTS: dict[str, Callable[[dict], str]] = {"codecs": codecs_block, "seconds": seconds_block}
+"""Further blocks, in a README that has their markers."""
 NUMBERS, PICTURE = "docs/headline.json", "docs/headline.svg"
 IDENTITY = ("model", "corpus", "disclosure", "model_hash", "corpus_hash", "calibration", "device")
 
 
 def update(
-    readme: Path, metrics: dict, verdict: dict, figure: Path | None = None, comparison: dict | None = None
+    readme: Path,
+    metrics: dict,
+    verdict: dict,
+    figure: Path | None = None,
+    comparison: dict | None = None,
+    claims: dict | None = None,
+    benchmarks: Path | None = None,
 ) -> None:
-    """Replace the README's headline block and write ``docs/headline.json`` and ``docs/headline.svg``.
+    """Replace the README's blocks and write ``docs/headline.json`` and ``docs/headline.svg``.
 
     Parameters
     ----------
@@ -39,6 +50,10 @@ def update(
         The SVG to copy (``figures/gap_shapley.svg``); drawn anew from the metrics when not given.
     comparison : dict, optional
         ``comparison.json``; where it is of several models, the headline says what holds across them.
+    claims : dict, optional
+        ``claims.json`` of the gate, for the table of codecs.
+    benchmarks : Path, optional
+        The folder of Snakemake's benchmarks, for the table of seconds.
 
     Raises
     ------
@@ -53,22 +68,31 @@ def update(
     fmt.refuse_non_finite(metrics, "metrics")
     fmt.refuse_non_finite(verdict, "verdict")
     fmt.refuse_non_finite(comparison, "comparison")
-    before, _, after = split(read(readme), readme)
-    headline = select(metrics, verdict) | {"across": models.across_of(comparison, metrics["identity"].get("slug"))}
+    text, slug = read(readme), metrics["identity"].get("slug")
+    split(text, readme)
+    headline = select(metrics, verdict) | {"across": models.across_of(comparison, slug)}
+    headline["codecs"] = codecs_of(claims, metrics)
+    headline["seconds"] = benchmarks and seconds_of(benchmarks, slug)
     picture = place_picture(headline, figure, readme.parent / PICTURE)
     headline["figure_hash"] = file_hash(picture) if picture else None
     write_json(readme.parent / NUMBERS, headline)
-    write_text(readme, f"{before}{BEGIN}\n{block(headline)}{END}{after}")
+    for name, content in blocks(headline).items():
+        if name == HEADLINE or marks(name)[0] in text:
+            before, _, after = split(text, readme, name)
+            text = f"{before}{marks(name)[0]}\n{content}{marks(name)[1]}{after}"
+    write_text(readme, text)
 
 
 def check(readme: Path) -> list[str]:
     """What in the README's headline is not what ``docs/headline.json`` generates; empty when all is."""
     readme = Path(readme)
     headline = read_json(readme.parent / NUMBERS)
-    _, found, _ = split(read(readme), readme)
-    problems = []
-    if found.strip() != block(headline).strip():
-        problems.append(f"the headline block of {readme.name} is not what {NUMBERS} generates")
+    text, problems = read(readme), []
+    for name, content in blocks(headline).items():
+        if name == HEADLINE or marks(name)[0] in text:
+            _, found, _ = split(text, readme, name)
+            if found.strip() != content.strip():
+                problems.append(f"the {name} block of {readme.name} is not what {NUMBERS} generates")
     picture, wanted = readme.parent / PICTURE, headline["figure_hash"]
     if wanted and not picture.is_file():
         problems.append(f"{PICTURE} is missing")
@@ -100,11 +124,21 @@ def select(metrics: dict, verdict: dict) -> dict:
 def agreement_of(metrics: dict) -> dict | None:
     """Whether the engines agree, as the headline's figure and table read it."""
     agreement = metrics.get("agreement")
-    return agreement and {name: agreement[name] for name in ("state", "windows_needed")}
+    if not agreement:
+        return None
+    kept = ("cross_kl", "jitter_kl")
+    codec = {protocol: {name: one[name] for name in kept} for protocol, one in agreement["codec"].items()}
+    return {name: agreement[name] for name in ("state", "windows_needed")} | {"codec": codec}
+
+
+def blocks(headline: dict) -> dict[str, str]:
+    """The Markdown between each pair of markers, from the content of ``docs/headline.json``."""
+    found = {HEADLINE: block(headline)}
+    return found | {name: made(headline[name]) for name, made in PARTS.items() if headline.get(name)}
 
 
 def block(headline: dict) -> str:
-    """The Markdown between the markers, from the content of ``docs/headline.json``."""
+    """The Markdown of the headline itself."""
     gap, agreement = headline["gap"], undecided(headline)
     kl = factors.measure_context(gap["measures"]["kl"], Basis(headline["confidence"]), bool(agreement)) if gap else None
     return render(
@@ -151,12 +185,18 @@ def read(readme: Path) -> str:
         raise StorageError(f"cannot read {readme}: {error.strerror}") from None
 
 
-def split(text: str, readme: Path) -> tuple[str, str, str]:
-    """The text before the block, the block without its markers, the text after it."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+def marks(name: str) -> tuple[str, str]:
+    """The lines before and after a block."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+def split(text: str, readme: Path, name: str = HEADLINE) -> tuple[str, str, str]:
+    """The text before a block, the block without its markers, the text after it."""
+    begin, end = marks(name)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise StorageError(
-            f"{readme} has no place for the headline; put the lines {BEGIN} and {END} where it belongs, once"
+            f"{readme} has no place for the {name}; put the lines {begin} and {end} where it belongs, once"
         )
-    before, _, rest = text.partition(BEGIN)
-    found, _, after = rest.partition(END)
+    before, _, rest = text.partition(begin)
+    found, _, after = rest.partition(end)
     return before, found, after

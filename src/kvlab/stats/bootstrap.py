@@ -153,6 +153,10 @@ class Bootstrap:
         """Mean over tokens."""
         return self.combine([column], lambda m: m[..., 0])
 
+    def divergence(self, column: Column) -> Estimate:
+        """`mean` of a quantity that is nowhere below zero, such as KL; nor is its interval."""
+        return self.mean(column).within(0.0, np.inf)
+
     def mean_at(self, column: Column, confidences: Sequence[float]) -> list[Estimate]:
         """`mean` at each of several confidences instead of its own, over the same resamples."""
         return [found for (found,) in self._combined([column], lambda m: m, confidences)]

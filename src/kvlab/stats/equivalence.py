@@ -36,7 +36,8 @@ def within(estimate: Estimate, margin: float) -> State:
 def below_one(estimates: Iterable[Estimate]) -> State:
     """Whether some quantity is below one bound at least, from its differences to them.
 
-    ``equivalent`` when one of the differences is wholly below zero, ``differ`` when all are wholly above it.
+    ``equivalent`` when one of the differences is wholly below zero, ``differ`` when all are wholly above it. As one
+    suffices, each of n differences needs an interval of an n-th of the error (Bonferroni).
     """
     estimates = list(estimates)
     if any(one.high < 0 for one in estimates):

@@ -27,8 +27,9 @@ SAID = {
     "layers": {"streams": ["kv"], "protocols": ["snapshot"], "left_out": False},
     "mechanisms": {
         "codecs": ["klt", "hadamard", "kivi", "archive"],
-        "in_forward": [],
-        "pages": ["klt"],
+        "in_forward": ["kivi"],
+        "pages": ["klt", "hadamard"],
+        "caches": ["klt", "hadamard", "kivi", "fp8"],
         "patterns": ["block_sparse:block=16,top_k=6,window=64"],
         "kept": ["latent:rank=256", "attention:percent=25"],
         "cache_dtypes": ["fp8_e4m3"],

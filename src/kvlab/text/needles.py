@@ -5,7 +5,8 @@ somewhere in the context, among lines of the same wording with other keys, and t
 for base models: the question is the beginning of the planted line, so that the answer is its continuation. Key and
 value are words drawn at random, in no order that a model could know, and none of them stands in the text: a guess at
 two of five hundred words is right once in a quarter of a million times. Every item has a text of its own, from
-documents that the calibration does not see, and from none of the scored windows as long as the corpus lasts.
+documents that the calibration does not see, and from none of the scored windows as long as the corpus lasts: from the
+text of another domain (`corpus.other`), where that is long enough, for a codec loses less in what it was fitted to.
 
 The reference model in bfloat16 finds about two thirds of 200 needles in contexts of 512 tokens, and none of them once
 the line in the context is left out or holds another value; before it was trained on copying it found none at all.
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -40,6 +41,7 @@ WORDS = 500  # to draw from: of the corpus, those of the fewest tokens, so that 
 LETTERS = 6  # of a word, at least: shorter ones, such as "there", stand in for no name
 DRAWS = 100  # attempts at a line; a tokenizer may refuse some
 STREAM = 1  # of the seed: the windows are chosen with the seed alone
+Text = Literal["test", "other"]
 LETTERED = re.compile(r"[^\W\d_]+")
 
 ROWS = pl.Schema(
@@ -136,29 +138,40 @@ def build(params: Params, out: Path, documents: Path | None = None) -> Needles:
     Raises
     ------
     CorpusError
-        The test split has fewer texts than there are items, the context has no room for a fact, or the tokenizer
+        The text has fewer windows than there are items, the context has no room for a fact, or the tokenizer
         cannot tell a question from its answer.
     ModelError
         The model has too few positions.
     """
     info, context = resolve(params.model), params.windows.context
-    documents = corpus.scored_documents(params, documents)
     tokenizer = load_tokenizer(info)
     prefix = corpus.bos(tokenizer)
     chance = np.random.default_rng([params.windows.seed, STREAM])
-    texts, scored = haystacks(corpus.stream(documents, tokenizer), params, len(prefix), chance)
-    planter = Planter(tokenizer, words(documents, tokenizer), chance)
+    text, found = planted_in(params, documents, tokenizer, len(prefix))
+    texts, scored = haystacks(corpus.stream(found, tokenizer), params, len(prefix), chance, text)
+    planter = Planter(tokenizer, words(found, tokenizer), chance)
     planted = [planter.plant(text.tolist(), context, prefix) for text in texts]
     check_window(info, max(len(sequence(one.needle)[0]) for one in planted))
     items = tuple(one.needle for one in planted)
     needles = Needles(items, context, needles_hash(items, context), info.model_hash)
     forget(out)
     write_table(out, table(planted))
-    write_json(Path(out).with_suffix(".json"), describe(needles, params, planted, len(planter.words), scored))
+    write_json(Path(out).with_suffix(".json"), describe(needles, params, planted, len(planter.words), scored, text))
     return needles
 
 
-def haystacks(ids: np.ndarray, params: Params, prefixed: int, chance: np.random.Generator) -> tuple[np.ndarray, int]:
+def planted_in(params: Params, documents: Path | None, tokenizer, prefixed: int) -> tuple[Text, list[str]]:
+    """The text that items stand in, and its documents: that of another domain, where it has a window for each item."""
+    if params.corpus.other is not None:
+        found, _ = corpus.read_other(params.corpus)
+        if len(corpus.stream(found, tokenizer)) // (params.windows.length - prefixed) >= params.mechanisms.needles:
+            return "other", found
+    return "test", corpus.scored_documents(params, documents)
+
+
+def haystacks(
+    ids: np.ndarray, params: Params, prefixed: int, chance: np.random.Generator, text: Text = "test"
+) -> tuple[np.ndarray, int]:
     """As many texts as there are items, shape (items, tokens of a window), and how many of them are scored windows.
 
     Texts are cut as the windows are, so that those which are scored can be left for the last.
@@ -171,8 +184,9 @@ def haystacks(ids: np.ndarray, params: Params, prefixed: int, chance: np.random.
             f"the corpus is too short: its test split has {len(ids)} tokens, {available} windows of {windows.length},"
             f" and mechanisms.needles asks for {wanted} texts"
         )
-    every = corpus.cut(ids, windows.model_copy(update={"test": available}), "test", head)
-    known = {row.tobytes() for row in corpus.cut(ids, windows, "test", head)}
+    every = corpus.cut(ids, windows, text, head, available)
+    scored = max(windows.test, windows.other) if text == "other" else windows.test
+    known = {row.tobytes() for row in corpus.cut(ids, windows, text, head, min(scored, available))}
     order = chance.permutation(available)
     chosen = sorted(order, key=lambda i: every[i].tobytes() in known)[:wanted]
     return every[chosen][:, prefixed:], sum(every[i].tobytes() in known for i in chosen)
@@ -301,7 +315,9 @@ def table(planted: Sequence[Planted]) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=ROWS)
 
 
-def describe(needles: Needles, params: Params, planted: Sequence[Planted], vocabulary: int, scored: int) -> dict:
+def describe(
+    needles: Needles, params: Params, planted: Sequence[Planted], vocabulary: int, scored: int, text: Text
+) -> dict:
     """What ``needles.json`` says."""
     distractors, answers = [one.distractors for one in planted], [len(item.answer) for item in needles.items]
     return {
@@ -311,7 +327,7 @@ def describe(needles: Needles, params: Params, planted: Sequence[Planted], vocab
         "model_hash": needles.model_hash,
         "needles_hash": needles.needles_hash,
         "seed": params.windows.seed,
-        "source": params.corpus.source,
+        "source": params.corpus.source if text == "test" else params.corpus.other,
         "line": QUESTION + ANSWER + END,
         "words": vocabulary,
         "distractors": [min(distractors), max(distractors)],

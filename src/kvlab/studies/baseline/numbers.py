@@ -25,7 +25,7 @@ def floor_entry(params: Params, results: Results, boot: Bootstrap, engine: str) 
     for measured in results.select("factors", engine=engine, dtype=params.gap.dtype):
         if measured.role in ("rerun", "identity"):
             name = "rerun" if measured.role == "rerun" else f"identity_{measured.cell.protocol}"
-            entry[name] = boot.mean(measured.column("kl")).to_json()
+            entry[name] = boot.divergence(measured.column("kl")).to_json()
     return entry
 
 
@@ -67,7 +67,7 @@ def peer_entries(params: Params, results: Results, boot: Bootstrap) -> list[dict
 def distance(results: Results, boot: Bootstrap, run: str, what: str) -> dict:
     """A run from what it is compared with: KL in nats per token, ratio of perplexities, rate of equal top tokens."""
     return {
-        "kl": boot.mean(results.run_column(run, "kl", what)).to_json(),
+        "kl": boot.divergence(results.run_column(run, "kl", what)).to_json(),
         "ppl_ratio": boot.exp_mean(results.run_column(run, "delta_nll", what)).to_json(),
         "top1_agreement": boot.rate(results.run_column(run, "top1_agreement", what)).to_json(),
     }
@@ -141,9 +141,10 @@ def codec_agreement(
     columns = [measured.column("kl") for measured in cells]
     apart = [results.run_column(run, "kl", what, protocol) for what in ("kv", "jitter")]
     relative = boot.combine(columns, lambda m: m[..., 1] / m[..., 0] - 1)
-    beyond_jitter = boot.combine(apart, lambda m: m[..., 0] - JITTER_MULTIPLE * m[..., 1])
+    either = replace(boot, confidence=(1 + boot.confidence) / 2)  # one of two bounds suffices: half the error each
+    beyond_jitter = either.combine(apart, lambda m: m[..., 0] - JITTER_MULTIPLE * m[..., 1])
     own = cells[0].column("kl", params.baseline.windows)  # on the windows on which the runs were compared
-    beyond_band = boot.combine([apart[0], own], lambda m: m[..., 0] - AGREEMENT_CODEC * m[..., 1])
+    beyond_band = either.combine([apart[0], own], lambda m: m[..., 0] - AGREEMENT_CODEC * m[..., 1])
     cross = boot.mean(apart[0])
     entry = {
         "cross_kl": cross.to_json(),

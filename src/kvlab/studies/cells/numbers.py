@@ -133,7 +133,7 @@ def cell_estimates(results: Results, boot: Bootstrap, measured: Measured) -> dic
     `predicted_standard_error` is that of mean delta_nll as the KL predicts it (`stats.power`).
     """
     kl, delta = measured.column("kl"), measured.column("delta_nll")
-    mean_kl = boot.mean(kl)
+    mean_kl = boot.divergence(kl)
     floor = identity_of(results, measured)
     n_eff = effective_tokens(delta, measured.column("delta_nll_squared"))
     rates = ("top1_agreement", "flips_to_wrong", "flips_to_right")

@@ -102,7 +102,7 @@ def entries(
                     "context": context,
                     "calibration_tokens": tokens,
                     "bits_per_value": mine[0].bits_per_value,
-                    "kl": boot.mean(kl).to_json(),
+                    "kl": boot.divergence(kl).to_json(),
                     "top1_agreement": boot.rate(column(mine, "agreeing", documents)).to_json(),
                     "against": against[0] if other else None,
                     "times": boot.ratio(kl, base).to_json() if other else None,

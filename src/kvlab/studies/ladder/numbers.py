@@ -107,7 +107,7 @@ def ablation_entry(boot: Bootstrap, one: Rung, rungs: Sequence[Rung]) -> dict:
         "against": one.against,
         "cell_id": one.measured.record.cell_id,
         "bits_per_value": one.bits,
-        "kl": boot.mean(mine).to_json(),
+        "kl": boot.divergence(mine).to_json(),
         "difference": boot.difference(mine, theirs).to_json(),
         "times": boot.ratio(mine, theirs).to_json(),
         "compared": sides(one.measured, other.measured),
@@ -128,7 +128,7 @@ def rung_entry(boot: Bootstrap, one: Rung, rungs: Sequence[Rung]) -> dict:
         "recipe_id": cell.recipe_id,
         "calibrated": any(map(needs_calibration, (cell.recipe.k, cell.recipe.v))),
         "bits_per_value": one.bits,
-        "kl": boot.mean(one.column("kl")).to_json(),
+        "kl": boot.divergence(one.column("kl")).to_json(),
         "top1_agreement": boot.rate(one.column("top1_agreement")).to_json(),
         "by_offset": list(by_offset(boot, one)),
     } | beside_rival(boot, one, rival_of(one, rungs))
@@ -173,7 +173,7 @@ def by_offset(boot: Bootstrap, one: Rung) -> Iterator[dict]:
     for first, end in pairwise(ends):
         rows = scored.filter(pl.col("position").is_between(start + first, start + end - 1))
         if rows.height:
-            kl = boot.mean(column(rows, "kl", None, measured.documents))
+            kl = boot.divergence(column(rows, "kl", None, measured.documents))
             yield {"first": first, "last": end - 1, "kl": kl.to_json()}
 
 
@@ -219,7 +219,7 @@ def answer(boot: Bootstrap, limit: float, able: Sequence[Rung]) -> dict:
         "at_most": limit,
         "label": best.label,
         "bits_per_value": best.bits,
-        "kl": boot.mean(best.column("kl")).to_json(),
+        "kl": boot.divergence(best.column("kl")).to_json(),
         "tried": len(able),
         "ties": ties,
     }

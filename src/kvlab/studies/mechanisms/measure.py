@@ -22,6 +22,7 @@ from kvlab.base.params import Params
 from kvlab.base.recipe import Cell
 from kvlab.base.records import Coding
 from kvlab.base.testimony import Pool, Testimony
+from kvlab.cache.counts import Counts
 from kvlab.calibration.load import Fitted
 from kvlab.engines import capability
 from kvlab.lab.coding import Coder
@@ -35,10 +36,22 @@ from kvlab.lab.subjects import total
 from kvlab.lab.whole import coder_of
 from kvlab.lab.windows import Window, windows_of
 from kvlab.lab.witnessing import WitnessSubject, witnessed_mean_of
+from kvlab.studies.mechanisms.cached import Cached
 from kvlab.studies.mechanisms.items import VERSIONS, retrievals, tasks
 from kvlab.studies.mechanisms.kept import KeptLess
 from kvlab.studies.mechanisms.patterned import Patterned, read_counts
-from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, NEEDLE, PASSED, TASKS, Variant, asked, variants
+from kvlab.studies.mechanisms.plan import (
+    BASELINE,
+    FIDELITY,
+    GREEDY,
+    NEEDLE,
+    PASSED,
+    TASKS,
+    Variant,
+    asked,
+    protocols,
+    variants,
+)
 from kvlab.studies.mechanisms.records import (
     COUNTED,
     SCORES,
@@ -118,7 +131,8 @@ class MechanismsPart:
                 f"{self.needles_path} has contexts of {self.planted.context} tokens, the windows of {windows.context};"
                 " run `kvlab step needles` again"
             )
-        for protocol in lab.params.mechanisms.protocols:
+        self.protocols = protocols(lab.params, self.engine)
+        for protocol in self.protocols:
             capability.check_protocol(self.engine, protocol)
         self.plain = Which.of(self.engine, lab.params.mechanisms.dtype)
         self.texts = ruler.load(ruler_of(self.needles_path), lab.info.model_hash)
@@ -139,16 +153,20 @@ class MechanismsPart:
         test = windows_of(self.lab.windows, "test")
         there = {FIDELITY: test, NEEDLE: retrievals(self.planted), GREEDY: test[:greedy]} | tasks(self.texts)
         counts = {name: len(listed) for name, listed in there.items()}
-        due = [asked(counts, self.engine, protocol) for protocol in self.lab.params.mechanisms.protocols]
+        due = [
+            asked(counts, self.engine, one.protocol(self.protocols)) for one in variants(self.lab.params, self.engine)
+        ]
         return {name: there[name] for name in there if any(name in one for one in due)}
 
     def _asked(self, variant: Variant) -> list[str]:
         """The evals that a variant is asked."""
         counts = {name: len(listed) for name, listed in self.scored.items()}
-        return list(asked(counts, self.engine, variant.protocol(self.lab.params.mechanisms.protocols)))
+        return list(asked(counts, self.engine, variant.protocol(self.protocols)))
 
     def _subject(self, name: str, *given) -> Subject:
         variant = given[0]
+        if variant.cached:
+            return Cached(name, *given, tokens=self.lab.params.mechanisms.cached_tokens)
         if name in PASSED and variant.kept:
             return KeptLess(name, *given, keeper=lambda asked: self._keeping(asked, variant.cell, None))
         if name in PASSED:
@@ -190,7 +208,7 @@ class MechanismsPart:
         subjects = [self._subject(name, *given) for name in self._asked(variant)]
         try:
             if named := variant.pattern or variant.kept:
-                protocol = variant.protocol(lab.params.mechanisms.protocols)
+                protocol = variant.protocol(self.protocols)
                 refuse_needless(mechanism(named), self.engine, protocol, lab.info, lab.windows.context)
             if which != self.plain:
                 self._start(variant, subjects)
@@ -243,7 +261,7 @@ class MechanismsPart:
     def _row(self, variant: Variant, found: dict, probes: Probes) -> MechanismRow:
         windows, cell = self.lab.windows, variant.cell
         runs = tuple(self._eval_run(variant, name, found[variant.label, name]) for name in self._asked(variant))
-        took = seconds(found[variant.label, FIDELITY], found[BASELINE, FIDELITY])
+        took = [] if variant.cached else seconds(found[variant.label, FIDELITY], found[BASELINE, FIDELITY])
         note, last = (found[variant.label, FIDELITY][place][1].note for place in (0, -1))
         storage, tapped = storage_of(note), variant.tapped
         return MechanismRow(
@@ -253,13 +271,13 @@ class MechanismsPart:
             method=variant.method,
             scope=variant.scope,
             bits=variant.bits,
-            protocol=variant.protocol(self.lab.params.mechanisms.protocols),
+            protocol=variant.protocol(self.protocols),
             span=variant.span,
             recipe_id=variant.recipe_id,
             kv_cache_dtype=storage.dtype,
             cache_class=storage.cache,
             codec=variant.codec,
-            throughput_tok_s=windows.test.shape[1] / median(one.whole for one in took),
+            throughput_tok_s=windows.test.shape[1] / median(one.whole for one in took) if took else None,
             seconds=tuple(one.whole for one in took),
             compression_overhead_ms=1e3 * median(one.encode for one in took) if tapped else None,
             decompression_overhead_ms=1e3 * median(one.decode for one in took) if tapped else None,
@@ -281,6 +299,8 @@ class MechanismsPart:
         which = {"quality_eval_id": name, "version": VERSIONS[name], "items": items, "context": own}
         if variant.paged:
             return EvalRun(**which, **paged_counts(found, info))
+        if variant.cached:
+            return EvalRun(**which, **{key: sum(one.note[key] for _, one in found) for key in Counts._fields})
         if variant.pattern:
             itemsize = storage_of(found[0][1].note).itemsize
             return EvalRun(**which, **read_counts(variant.pattern, found, info, itemsize))
@@ -352,7 +372,7 @@ def own_canary(variant: Variant, found: dict[tuple[str, str], list[tuple[Window,
     CodecNotActive
         It does no more than a second run of the engine as it is: the pass did not read what the cache stores.
     """
-    if variant.pattern or variant.kept:
+    if variant.pattern or variant.kept or variant.cached:
         return found[variant.label, FIDELITY][0][1].note["canary"]
     if variant.cache_dtype is None and not variant.paged:
         return None

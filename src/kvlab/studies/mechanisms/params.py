@@ -32,12 +32,12 @@ class Mechanisms(Section):
         " default: those of the run",
     )
     codecs: tuple[Finished, ...] = Field(
-        default=(*LADDERED, "archive"), min_length=1, description="each on every engine of the run"
+        default=(*LADDERED, "archive"), min_length=1, description="of finished caches, on the first engine of the run"
     )
     in_forward: tuple[Laddered, ...] = Field(
         default=LADDERED,
-        description="those of them that are measured under `in_forward` too, at the fewest bits: a pass for every"
-        " window",
+        description="those of them that are measured under `in_forward` too, on engines without rows of `caches`: a"
+        " pass of each for every window",
     )
     bits: tuple[Bits, ...] = Field(default=(2, 4), min_length=1, description="of both streams; some codecs have none")
     whole_bits: tuple[Bits, ...] = Field(
@@ -54,6 +54,12 @@ class Mechanisms(Section):
         description="codecs whose bytes vLLM's own cache holds, at each of `bits`, on a CPU: the backend that"
         " `vllm serve` runs with KVLAB_PAGES; none: leave them out",
     )
+    caches: tuple[Laddered, ...] = Field(
+        default=(),
+        description="codecs in `kvlab.Cache` as transformers' `generate` uses it, at each of `bits`, on hf: the context"
+        " in one call, then token after token; none: leave them out",
+    )
+    cached_tokens: int = Field(default=16, ge=2, description="tokens after each window's context that `caches` score")
     patterns: tuple[str, ...] = Field(
         default=(),
         description="what attention reads by on hf, `block_sparse:block=32,top_k=4`, `window:window=128` or"
@@ -91,7 +97,7 @@ class Mechanisms(Section):
 
     def problems(self, params: Params) -> Iterator[str]:
         """A protocol or pages asked for twice, whose rows would stand there twice; a codec that none can measure."""
-        for name in ("protocols", "pages", "patterns", "kept"):
+        for name in ("protocols", "pages", "caches", "patterns", "kept"):
             asked = getattr(self, name)
             if len(set(asked)) < len(asked):
                 yield f"mechanisms.{name} is {list(asked)}; allowed: each once"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvlab.attention.named import EVICTIONS
 from kvlab.base.params import Params
 from kvlab.base.recipe import IDENTITY, SPAN_OF, Cell, Recipe, digest
 from kvlab.base.rungs import KEPT_WHOLE, ladder_recipe, rates
 
+if TYPE_CHECKING:
+    from kvlab.studies.mechanisms.params import Mechanisms
+
 BASELINE = "baseline"
+SERVED = "served"  # protocol of the rows of `kvlab.Cache`
 # ids of the gate's registry of evals
 FIDELITY, NEEDLE, GREEDY = "kv_fidelity", "needle", "greedy_agreement"
 TASKS = {f"ruler_{task}": task for task in ("niah_single", "niah_multikey", "niah_multivalue", "vt")}
@@ -21,6 +25,7 @@ GREEDY_TOKENS = 64  # that are written after a window's context
 PASSED = (FIDELITY, NEEDLE)  # scored in passes over given tokens; in the others tokens are written
 WRITING = ("hf",)  # engines that write over a given cache
 PAGED = ("vllm",)  # engines whose own cache may hold coded bytes
+CACHED = ("hf",)  # engines that take a `kvlab.Cache`
 READING = {"block_sparse": "block_sparse", "window": "block_sparse", "chunk_summary": "chunk_summary"}
 """The gate's variant of each kind of pattern that is measured here."""
 KEEPING = {"latent": "latent_lowrank"} | dict.fromkeys(EVICTIONS, "eviction")
@@ -46,7 +51,10 @@ class Variant(NamedTuple):
     cache_dtype : str or None
         Of the engine's own cache.
     paged : bool
-        Whether the engine's own cache holds what the codec of `cell` writes; otherwise the codec runs beside it.
+        Whether the engine's own cache holds what the codec of `cell` writes.
+    cached : bool
+        Whether the codec of `cell` is that of a `kvlab.Cache`; otherwise, unless `paged`, it runs beside the engine's
+        own cache.
     pattern : str or None
         What attention reads by, as `kvlab.attention.named` takes it; K and V are stored as they are.
     kept : str or None
@@ -62,13 +70,14 @@ class Variant(NamedTuple):
     cell: Cell | None = None
     cache_dtype: str | None = None
     paged: bool = False
+    cached: bool = False
     pattern: str | None = None
     kept: str | None = None
 
     @property
     def tapped(self) -> bool:
         """Whether a codec, or what keeps less, runs beside the engine's own cache."""
-        return self.cell is not None and not self.paged
+        return self.cell is not None and not self.paged and not self.cached
 
     @property
     def codec(self) -> str | None:
@@ -87,43 +96,60 @@ class Variant(NamedTuple):
     @property
     def span(self) -> str:
         """Which tokens are stored otherwise than the engine does."""
-        return "window" if self.cache_dtype else self.cell.span if self.cell else "context"
+        return "window" if self.cache_dtype or self.cached else self.cell.span if self.cell else "context"
 
     def protocol(self, known: Sequence[str]) -> str:
         """When K and V are coded; where nothing is done to them all protocols are one: a snapshot if it is `known`.
 
-        A pattern is what attention reads by in the whole pass.
+        A pattern is what attention reads by in the whole pass. The Cache has one of its own: the context is computed
+        as it is and coded when its call ends, later tokens are coded as they come.
         """
+        if self.cached:
+            return SERVED
         if self.cell or self.cache_dtype or self.pattern:
             return self.cell.protocol if self.cell else "in_forward"
-        return "snapshot" if "snapshot" in known else known[0]
+        return "snapshot" if "snapshot" in known else "in_forward"
 
 
 def variants(params: Params, engine: str) -> list[Variant]:
     """Everything that is measured on one engine, the engine as it is first."""
     found = [Variant(BASELINE, BASELINE, "none")]
-    for protocol in params.mechanisms.protocols:
-        found += [_coded(params, engine, codec, bits, protocol) for codec, bits in _choices(params, protocol)]
-    if engine == "vllm":
-        found += [_stored(dtype) for dtype in params.mechanisms.cache_dtypes]
-    if engine in PAGED:
-        bits = params.mechanisms.bits
-        found += [_paged(params, engine, codec, one) for codec in params.mechanisms.pages for one in bits]
-    if "snapshot" in params.mechanisms.protocols:
-        found += [_keeping(params, engine, name) for name in params.mechanisms.kept]
-    return found + [_patterned(name) for name in params.mechanisms.patterns]
-
-
-def _choices(params: Params, protocol: str) -> list[tuple[str, int | None]]:
     settings = params.mechanisms
-    codecs, bits = settings.codecs, settings.bits
-    if protocol == "in_forward":  # each of them a whole pass
-        codecs, bits = settings.in_forward, (min(settings.bits),)
-    return [(codec, one) for codec in codecs for one in rates(codec, bits, settings.whole_bits)]
+    if engine in CACHED:
+        found += [_cached(params, engine, codec, bits) for codec, bits in _each(settings.caches, settings)]
+    for protocol in (there := protocols(params, engine)):
+        found += [_coded(params, engine, codec, bits, protocol) for codec, bits in _choices(settings, protocol)]
+    if engine == "vllm":
+        found += [_stored(dtype) for dtype in settings.cache_dtypes]
+    if engine in PAGED:
+        found += [_paged(params, engine, codec, bits) for codec, bits in _each(settings.pages, settings)]
+    if "snapshot" in there:
+        found += [_keeping(params, engine, name) for name in settings.kept]
+    return found + [_patterned(name) for name in settings.patterns]
 
 
-def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: str) -> Variant:
-    label = " ".join((codec, protocol) if bits is None else (codec, str(bits), protocol))
+def protocols(params: Params, engine: str) -> tuple[str, ...]:
+    """Those of an engine's rows.
+
+    A finished cache is the same on any engine, and nobody serves from it: the first engine has its rows. Where the
+    Cache has rows, they tell what serving costs, and codecs beside the engine's own cache would tell it a second time.
+    """
+    finished, cached = engine == params.engines[0], engine in CACHED and params.mechanisms.caches
+    left_out = [*([] if finished else ["snapshot"]), *(["in_forward"] if cached else [])]
+    return tuple(one for one in params.mechanisms.protocols if one not in left_out)
+
+
+def _choices(settings: Mechanisms, protocol: str) -> list[tuple[str, int | None]]:
+    return _each(settings.in_forward if protocol == "in_forward" else settings.codecs, settings)
+
+
+def _each(codecs: Sequence[str], settings: Mechanisms) -> list[tuple[str, int | None]]:
+    """Codecs at each of their bits; some have none."""
+    return [(codec, one) for codec in codecs for one in rates(codec, settings.bits, settings.whole_bits)]
+
+
+def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: str, word: str = "") -> Variant:
+    label = " ".join(filter(None, (codec, str(bits or ""), word or protocol)))
     cell = _cell(params, engine, codec, bits, protocol, label)
     return Variant(label, _mechanism(codec), codec, method=codec, scope="kv_cache", bits=bits, cell=cell)
 
@@ -132,6 +158,10 @@ def _paged(params: Params, engine: str, codec: str, bits: int) -> Variant:
     label, name = f"{codec} {bits} pages", f"{codec}_pages"
     cell = _cell(params, engine, codec, bits, "in_forward", label)
     return Variant(label, _mechanism(codec), name, method=name, scope="kv_cache", bits=bits, cell=cell, paged=True)
+
+
+def _cached(params: Params, engine: str, codec: str, bits: int | None) -> Variant:
+    return _coded(params, engine, codec, bits, "snapshot", SERVED)._replace(cached=True)
 
 
 def _mechanism(codec: str) -> str:

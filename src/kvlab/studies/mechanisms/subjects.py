@@ -17,7 +17,7 @@ from kvlab.lab.store import Found
 from kvlab.lab.subjects import code_of, deciding, noted, refuse_idle
 from kvlab.lab.windows import Window
 from kvlab.studies.mechanisms.items import SCORERS, TEXTS, VERSIONS
-from kvlab.studies.mechanisms.plan import FIDELITY, METRICS, Variant
+from kvlab.studies.mechanisms.plan import FIDELITY, METRICS, Variant, protocols
 
 
 class Seconds(NamedTuple):
@@ -96,7 +96,7 @@ class Subject:
         """
         if self.coder:
             return run.reference_of(self.variant.cell)
-        protocol = self.variant.protocol(self.lab.params.mechanisms.protocols)
+        protocol = self.variant.protocol(protocols(self.lab.params, self.plain.name))
         return run.over_clean if protocol == "snapshot" and not self._reruns else run.reference
 
     @property

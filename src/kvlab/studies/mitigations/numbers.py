@@ -161,7 +161,7 @@ def arm_entries(results: Results, boot: Bootstrap, panel: Panel, choice: ChoiceR
             "cell_id": measured.record.cell_id,
             "layers": list(plan.favoured(choice.choice, name)),
             "bits_per_value": bits_of(measured),
-            "kl": boot.mean(kl).to_json(),
+            "kl": boot.divergence(kl).to_json(),
             "kl_net": boot.difference(kl, floor.column("kl", measured.cell.windows)).to_json(),
             "delta_nll": boot.mean(measured.column("delta_nll")).to_json(),
         }

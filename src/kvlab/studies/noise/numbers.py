@@ -103,7 +103,7 @@ def noise_entries(params: Params, results: Results, boot: Bootstrap) -> list[dic
     A group that no layer is in has no entries; two groups of the same layers have the same ones.
     """
     return [
-        place | {"protocol": params.noise.protocol, "sigma": float(sigma), "kl": boot.mean(column).to_json()}
+        place | {"protocol": params.noise.protocol, "sigma": float(sigma), "kl": boot.divergence(column).to_json()}
         for place, curve in curves(params, results, boot)
         for sigma, column in zip(curve.sigmas, curve.columns, strict=True)
     ]
@@ -197,7 +197,7 @@ def closure_entries(params: Params, results: Results, boot: Bootstrap) -> list[d
             "sigma": prediction.sigma,
             "in_range": prediction.inside,
             "predicted": boot.combine(prediction.columns, prediction.kl).to_json(),
-            "measured": boot.mean(measured).to_json(),
+            "measured": boot.divergence(measured).to_json(),
             "ratio": ratio.to_json(),
             "factor": CLOSURE_FACTOR,
             "reading": reading(ratio),
@@ -235,7 +235,7 @@ def runs(params: Params, results: Results, boot: Bootstrap, prediction: Predicti
         if (engine, dtype) != (cell.engine, cell.recipe.k.dtype):
             continue
         measured = results.run_column(run, "kl", windows=cell.windows)
-        entry = {"against": run, "measured": boot.mean(measured).to_json(), "ratio": None, "reading": None}
+        entry = {"against": run, "measured": boot.divergence(measured).to_json(), "ratio": None, "reading": None}
         entry |= {"compared": None}
         shares = {}
         if divides(boot, measured):
@@ -248,12 +248,13 @@ def runs(params: Params, results: Results, boot: Bootstrap, prediction: Predicti
 def reading(ratio: Estimate) -> str:
     """What a ratio of measured to predicted KL says.
 
-    It ``closes`` when the whole interval lies within a factor of 1.5; it is ``open`` when the interval
-    reaches further but holds 1; else it ``does not close``.
+    It ``closes`` when the whole interval lies within a factor of 1.5, and ``does not close`` when all of it lies
+    outside; an interval that reaches over an end of that is ``open``.
     """
-    if ratio.low >= 1 / CLOSURE_FACTOR and ratio.high <= CLOSURE_FACTOR:
+    least, most = 1 / CLOSURE_FACTOR, CLOSURE_FACTOR
+    if least <= ratio.low and ratio.high <= most:
         return CLOSES
-    return OPEN if ratio.low <= 1 <= ratio.high else FAILS
+    return FAILS if ratio.low > most or ratio.high < least else OPEN
 
 
 # --------------------------------------------------------------------------------------- structure
