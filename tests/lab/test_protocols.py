@@ -16,9 +16,10 @@ from kvlab.calibration import load as calibration
 from kvlab.codec.base import Site
 from kvlab.codec.controls.identity import IdentityCodec
 from kvlab.codec.stream.cache_file import CacheHeader, CacheReader, CacheWriter
-from kvlab.lab.coding import CleanCapture, Coder, InForward, JitteredCoder
+from kvlab.lab.coding import CleanCapture, Coder, InForward
 from kvlab.lab.scoring import CANARY, WindowRun
 from kvlab.lab.subjects import probed, probes_of
+from kvlab.studies.baseline.measure import JitteredCoder
 from kvlab.text import corpus
 
 CONTEXT = 64

@@ -8,7 +8,9 @@ from kvlab.gate.verdict import judge
 from kvlab.report import figures, findings, metrics
 from report.synthetic import Effects, small_params, write_results
 
-PLANTED = "how much of its sketch's energy the codec's PCA keeps"  # `variance_ratio`, the largest of the planted effects
+PLANTED = (
+    "how much of its sketch's energy the codec's PCA keeps"  # `variance_ratio`, the largest of the planted effects
+)
 CLAIM = "- `variance_ratio` going from `1.0` to `0.95`"
 
 

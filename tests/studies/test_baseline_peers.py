@@ -15,7 +15,8 @@ from kvlab.lab import engines as lab_engines
 from kvlab.lab.plan import baseline_runs
 from kvlab.stats.divergences import token_record
 from kvlab.studies.baseline.measure import baseline
-from kvlab.studies.baseline.truth import peer_of
+from kvlab.studies.baseline.numbers import relative_mean
+from kvlab.studies.baseline.truth import own_jitter, peer_of
 from kvlab.text import corpus
 
 RUN, PEER = "vllm-bfloat16-default", "hf-bfloat16-sdpa"
@@ -96,3 +97,28 @@ def test_the_id_says_against_which_run():
     made = (RUN, "vllm", "bfloat16", "default", "peer", None)
     ids = {BaselineCell.of(*made, name).cell_id for name in (PEER, "hf-bfloat16-eager", "truth")}
     assert len(ids) == 3 and BaselineCell.of(*made) == BaselineCell.of(*made, "truth")
+
+
+def test_further_rounding_errors_are_of_each_engine_against_itself(
+    tiny_params, tiny_windows, tiny_fitted, engines, tmp_path
+):
+    """vLLM is played by transformers' other attention: it rounds otherwise, so each error ends elsewhere on it."""
+    params, run = changed(tiny_params, windows=2, jitters=2), "vllm-float32-default"
+    out = tmp_path / f"{run}.parquet"
+    baseline(params, run, tiny_windows, tiny_fitted, out)
+    record, tokens = read_baseline(out)
+    means = {
+        (cell.what, cell.protocol): tokens.filter(cell_id=cell.cell_id)["kl"].to_numpy().mean() for cell in record.cells
+    }
+    for protocol in params.protocols:
+        own = [means[own_jitter(engine, n), protocol] for engine in ("hf", "vllm") for n in (1, 2)]
+        apart = means["kv", protocol], means["jitter", protocol]
+        assert max(apart) < min(own) and max(own) < 2 * min(own)  # what the codec costs, not what rounding does
+        assert len(set(own)) == 4
+    assert ("identity", "snapshot") in means and len(means) == 1 + 2 * (1 + 2 + 4)
+
+
+def test_an_engines_cost_is_a_mean_over_its_rounding_errors():
+    means = np.array([[1.0, 3.0, 2.0, 2.2, 1.0, 3.0], [2.0, 2.0, 2.0, 3.0, 3.0, 3.0]])
+    assert relative_mean(means, 3) == pytest.approx([6.2 / 6 - 1, 0.5])
+    assert relative_mean(means[:, [0, 3]], 1) == pytest.approx([1.2, 0.5])  # without further errors: the two alone

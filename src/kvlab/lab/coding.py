@@ -22,13 +22,11 @@ from kvlab.base.records import Coding
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.base import Codec, Encoded, Site, Stats
 from kvlab.codec.registry import build
-from kvlab.codec.seeding import generator
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
 from kvlab.codec.stream.cache_file import CacheHeader
 from kvlab.engines.base import ContextCache, Part
 
 STREAMS = ("k", "v")
-JITTER = 2.0**-22  # relative; the float32 engines' captures of one model differ by about this much
 
 UNDECIDING = {"study", "label", "text", "windows"}
 """Fields of a cell that do not decide what is found on a window: who asks, by which name, and how many windows."""
@@ -236,18 +234,6 @@ def squares(x: torch.Tensor, decoded: torch.Tensor, weigh: Callable | None) -> t
     x = x.float()
     parts = (decoded - x, x - x.mean(dim=1, keepdim=True))
     return tuple((weigh(part) if weigh else part).double().square().sum().item() for part in parts)
-
-
-class JitteredCoder(Coder):
-    """A coder whose input is first moved by `JITTER`, relative, at random.
-
-    In float32 two engines differ by such roundings and by nothing else. What a rounding does to one engine's
-    own result, through a codec that is discontinuous, is what the engines' difference is held against.
-    """
-
-    def _code(self, x: torch.Tensor, site: Site) -> Coded:
-        noise = torch.randn(x.shape, generator=generator("jitter", site.window, site.layer, site.stream))
-        return super()._code((x * (1 + JITTER * noise.to(x.device))).to(x.dtype), site)
 
 
 QUERIES = 64  # last ones of a context that are kept: what evictions score tokens by

@@ -36,7 +36,10 @@ class Basis:
         methods = " or ".join(words for method, words in METHODS.items() if method in used)
         windows, tokens = (fmt.span(given[key] for given in estimates) for key in ("n_windows", "n_tokens"))
         documents = [given["n_documents"] for given in estimates if given.get("n_documents")]
-        drawn = f" of {fmt.span(documents)} documents, which are what is resampled" if documents else ""
+        drawn = ""
+        if documents:
+            named = "which are what is resampled (a window is of the one that fills most of it)"
+            drawn = f" of {fmt.span(documents)} documents, {named}"
         return (
             f"*{windows} windows{drawn}, {tokens} scored tokens, {self.level} intervals in brackets ({methods}); "
             f"the smallest effect told from zero is {effect} {unit}{'' if effect in smallest else ', by row'}.*"

@@ -126,8 +126,8 @@ def agreement_of(metrics: dict) -> dict | None:
     agreement = metrics.get("agreement")
     if not agreement:
         return None
-    kept = ("cross_kl", "jitter_kl")
-    codec = {protocol: {name: one[name] for name in kept} for protocol, one in agreement["codec"].items()}
+    kept = ("cross_kl", "jitter_kl", "jitters")
+    codec = {protocol: {name: one.get(name, 0) for name in kept} for protocol, one in agreement["codec"].items()}
     return {name: agreement[name] for name in ("state", "windows_needed")} | {"codec": codec}
 
 

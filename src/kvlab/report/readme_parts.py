@@ -80,7 +80,7 @@ def seconds_of(benchmarks: Path, model: str) -> dict[str, Any]:
     names = {study: list(_expanded(pattern.replace("MODEL", model))) for study, pattern in STUDIES.items()}
     jobs = {study: [job for job in each if any(fnmatch(job, one) for one in some)] for study, some in names.items()}
     return {
-        "studies": {study: sum(map(each.get, some)) for study, some in jobs.items()},
+        "studies": [[study, sum(map(each.get, some))] for study, some in jobs.items()],
         "all": sum(each.values()),
         "jobs": len(each),
     }
@@ -105,7 +105,7 @@ def _expanded(pattern: str) -> Iterator[str]:
 
 def seconds_block(found: dict) -> str:
     """The Markdown of the table of seconds."""
-    lines = [[study, fmt.number(round(seconds), 4)] for study, seconds in found["studies"].items()]
+    lines = [[study, fmt.number(round(seconds), 4)] for study, seconds in found["studies"]]
     minutes = fmt.number(round(found["all"] / 60))
     return (
         fmt.table(["study", "seconds of one core"], lines)

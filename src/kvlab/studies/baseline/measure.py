@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import polars as pl
+import torch
 
 from kvlab.base import code
 from kvlab.base.errors import UnknownName
@@ -22,16 +23,19 @@ from kvlab.base.recipe import IDENTITY, Cell, Recipe
 from kvlab.base.records import BaselineCell, BaselineRecord, write_job
 from kvlab.base.studied import coded_layers, studied_recipe
 from kvlab.calibration.load import Calibrated, Fitted
-from kvlab.lab.coding import Coder, JitteredCoder, Tally
+from kvlab.codec.base import Site
+from kvlab.codec.seeding import generator
+from kvlab.lab.coding import Coded, Coder, Tally
 from kvlab.lab.engines import MODULES, Visit, Which
 from kvlab.lab.measure import Findings, Lab, Probes, run
 from kvlab.lab.plan import baseline_runs
 from kvlab.lab.store import ROWS, Found
 from kvlab.lab.subjects import Memos, code_of, deciding, refuse_idle, table_of
 from kvlab.lab.windows import Window, windows_of
-from kvlab.studies.baseline.truth import TRUTH, peer_of
+from kvlab.studies.baseline.truth import TRUTH, own_jitter, peer_of
 
 REFERENCE = Which.of(*TRUTH)
+JITTER = 2.0**-22  # relative; the float32 engines' captures of one model differ by about this much
 
 
 def baseline(
@@ -146,12 +150,28 @@ class Plain:
         return [table_of(self.cell.cell_id, window, found)]
 
 
+class JitteredCoder(Coder):
+    """A coder whose input is first moved by `JITTER`, relative, at random; `number` says which rounding error it is.
+
+    In float32 two engines differ by such roundings and by nothing else. What a rounding does to one engine's
+    own result, through a codec that is discontinuous, is what the engines' difference is held against.
+    """
+
+    def __init__(self, cell: Cell, calibrated: Calibrated | None, number: int = 0):
+        super().__init__(cell, calibrated)
+        self._seed = ("jitter", *([number] if number else []))
+
+    def _code(self, x: torch.Tensor, site: Site) -> Coded:
+        noise = torch.randn(x.shape, generator=generator(*self._seed, site.window, site.layer, site.stream))
+        return super()._code((x * (1 + JITTER * noise.to(x.device))).to(x.dtype), site)
+
+
 @dataclass(eq=False)
 class Trial:
     """The same codec on the truth's engine and on another, under one protocol.
 
     `jittered` is that codec once more on the truth's engine, after a rounding error; None for a codec
-    that rounds nothing.
+    that rounds nothing. `again` are pairs of it on both engines after further ones, each held against its own engine.
     """
 
     cells: tuple[BaselineCell, ...]
@@ -161,6 +181,7 @@ class Trial:
     ours: Coder
     jittered: Coder | None
     calibrated: Calibrated | None
+    again: tuple[tuple[Coder, Coder], ...] = ()
     _identity: dict | None = field(default=None)
 
     def due(self, window: Window) -> bool:
@@ -175,6 +196,7 @@ class Trial:
                 return None
             named = {"ours": deciding(self.ours.cell, self.calibrated), "against": list(REFERENCE)}
             named |= {"kind": "trial", "jittered": self.jittered is not None, "code": measuring}
+            named |= {"again": len(self.again)}
             self._identity = named
         return self._identity
 
@@ -190,7 +212,13 @@ class Trial:
             found.append(reference.logits(self.jittered.cell, self.jittered))
         for coder in coders:
             refuse_idle(coder)
-        return Found({}, pl.concat([reference.rows("", logits, expected) for logits in found]).select(ROWS.names()))
+        rows = [reference.rows("", logits, expected) for logits in found]
+        for pair in self.again:
+            for engine, coder in zip((reference, ours), pair, strict=True):
+                coder.tally = Tally()
+                rows.append(engine.measured(coder.cell, coder, ""))
+                refuse_idle(coder)
+        return Found({}, pl.concat(rows).select(ROWS.names()))
 
     def tables(self, window: Window, found: Found) -> list[pl.DataFrame]:
         """See `Plain.tables`."""
@@ -216,6 +244,9 @@ def trials(params: Params, which: Which, calibrated: Calibrated | None, memos: M
         recipe, layers = studied_recipe(params), coded_layers(params)
         hf, other = (cell("kv", protocol, name, recipe, layers) for name in (REFERENCE.name, which.name))
         coders = Coder(hf, calibrated, there), Coder(other, calibrated, here), JitteredCoder(hf, calibrated)
-        cells = tuple(record(what, protocol) for what in ("kv", "jitter"))
-        found.append(Trial(cells, which, many, *coders, calibrated))
+        numbers = range(1, params.baseline.jitters + 1)
+        again = [(JitteredCoder(hf, calibrated, n), JitteredCoder(other, calibrated, n)) for n in numbers]
+        told = ["kv", "jitter", *(own_jitter(name, n) for n in numbers for name in (REFERENCE.name, which.name))]
+        cells = tuple(record(what, protocol) for what in told)
+        found.append(Trial(cells, which, many, *coders, calibrated, tuple(again)))
     return found

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
 
 from kvlab.base.params import Params
 from kvlab.lab.plan import baseline_runs
-from kvlab.stats.bootstrap import Bootstrap, Estimate
+from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.equivalence import State, all_of, below_one, windows_below_one, windows_within, within
-from kvlab.studies.baseline.truth import peer_of
+from kvlab.studies.baseline.truth import own_jitter, peer_of
 from kvlab.studies.counterparts import LEVELS, corner_cell
 from kvlab.studies.estimates import sides
 from kvlab.studies.gather import Results, comparable
@@ -138,9 +142,15 @@ def codec_agreement(
     """The codec in float32 on both engines: KL between them, each one's own KL, their difference; and its tests."""
     cells = [corner_cell(params, results, engine=e, protocol=protocol, dtype="float32") for e in LEVELS["engine"]]
     comparable(cells, {"engine"})
-    columns = [measured.column("kl") for measured in cells]
+    many = params.baseline.windows if params.baseline.jitters else None
+    columns = [measured.column("kl", many) for measured in cells]
+    numbers = range(1, params.baseline.jitters + 1)
+    again = [
+        [results.run_column(run, "kl", own_jitter(name, n), protocol) for n in numbers] for name in LEVELS["engine"]
+    ]
+    own_costs = [[column, *further] for column, further in zip(columns, again, strict=True)]
     apart = [results.run_column(run, "kl", what, protocol) for what in ("kv", "jitter")]
-    relative = boot.combine(columns, lambda m: m[..., 1] / m[..., 0] - 1)
+    relative = boot.combine(list(chain(*own_costs)), lambda m: relative_mean(m, len(numbers) + 1))
     either = replace(boot, confidence=(1 + boot.confidence) / 2)  # one of two bounds suffices: half the error each
     beyond_jitter = either.combine(apart, lambda m: m[..., 0] - JITTER_MULTIPLE * m[..., 1])
     own = cells[0].column("kl", params.baseline.windows)  # on the windows on which the runs were compared
@@ -151,14 +161,25 @@ def codec_agreement(
         "jitter_kl": boot.mean(apart[1]).to_json(),
         "beyond_jitter": beyond_jitter.to_json(),
         "beyond_band": beyond_band.to_json(),
-        "hf_kl": boot.mean(columns[0]).value,
-        "vllm_kl": boot.mean(columns[1]).value,
+        "jitters": params.baseline.jitters,
+        "hf_kl": mean_of(own_costs[0]),
+        "vllm_kl": mean_of(own_costs[1]),
         "relative_difference": relative.to_json(),
         "difference": boot.difference(columns[1], columns[0]).to_json(),
         "compared": sides(*cells[::-1]),
     }
     tests = (same_cost(relative), same_result(cross, [beyond_band, beyond_jitter]))
     return entry | {"state": all_of(test.state for test in tests)}, tests
+
+
+def relative_mean(means: np.ndarray, each: int) -> np.ndarray:
+    """The mean of the columns after the first `each` over the mean of those, minus one."""
+    return means[..., each:].mean(-1) / means[..., :each].mean(-1) - 1
+
+
+def mean_of(columns: Sequence[Column]) -> float:
+    """Mean over tokens and columns."""
+    return float(np.mean([column.sums.sum() / column.counts.sum() for column in columns]))
 
 
 def same_cost(relative: Estimate) -> Tested:

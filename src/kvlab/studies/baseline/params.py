@@ -37,6 +37,13 @@ class Baseline(Section):
         " `windows`",
     )
 
+    jitters: int = Field(
+        default=0,
+        ge=0,
+        description="further rounding errors of each of these windows, on both engines, over which the codec's own KL"
+        " is averaged before the engines are compared; each is a pass of either engine under each protocol",
+    )
+
     def fitted(self, params: Params) -> Baseline:
         """As many windows as there are."""
         found = self.unsaid(windows=min(self.windows, params.windows.test))

@@ -42,6 +42,8 @@ class CodecAgreement(Entry):
     """`cross_kl` minus a multiple of `jitter_kl`."""
     beyond_band: Interval
     """`cross_kl` minus a part of the codec's own KL."""
+    jitters: int = 0
+    """Rounding errors of each window over which each engine's own KL is averaged, beside the result without one."""
     hf_kl: float
     vllm_kl: float
     relative_difference: Interval

@@ -31,3 +31,8 @@ def peer_of(runs: Mapping[str, tuple[str, str, str]], run: str) -> str | None:
     if engine == TRUTH[0] or dtype == TRUTH[1]:
         return None
     return next((name for name, made in runs.items() if made == (TRUTH[0], dtype, TRUTH[2])), None)
+
+
+def own_jitter(engine: str, number: int) -> str:
+    """The comparison of an engine's coded run after a rounding error with the same engine as it is."""
+    return f"{engine}-jitter-{number}"
