@@ -1,0 +1,111 @@
+"""What must stay equal, to the byte, while the house is rebuilt: computed here, and kept as JSON beside this file.
+
+    python tests/goldens/made.py            # writes what the code of today makes: only when a change is meant
+    python tests/goldens/made.py quick DIR  # the same of a finished quick preset: the hash of every file that it leaves
+
+A golden goes when the rebuilding is over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent), str(HERE.parents[1]), str(HERE.parents[1] / "workflow/scripts")]
+
+BITS = (1, 1.5, 2, 3, 4, 5, 8)
+
+
+def recipe_ids() -> dict[str, str]:
+    """The id of every codec's recipe at every bits that it takes, plain and with what may stand in front of it."""
+    from kvlab.base.errors import UserError
+    from kvlab.base.recipe import STREAMS
+    from kvlab.base.rivals import RIVALS
+    from kvlab.codec.recipes import named_recipe
+
+    found = {}
+    for name in (*STREAMS, *RIVALS):
+        for front in ("", "+center", "+center+whiten", "+center+weigh"):
+            for bits in (None, *BITS):
+                try:
+                    made = named_recipe(name + front, bits)
+                except UserError:
+                    continue  # the codec has no such bits, or takes nothing in front of it
+                found[f"{name}{front} {bits}"] = made.recipe_id
+    return found
+
+
+def coded_bytes() -> dict[str, str]:
+    """Of planted K of two blocks and a half, what each codec writes, by codec, condition and bits; on one thread.
+
+    More threads add numbers up in another order, which moves a code here and there.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _coded_bytes()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _coded_bytes() -> dict[str, str]:
+    from codec import ladder_making, making
+    from kvlab.codec.stream.bitstream import frame_bytes
+
+    found = {}
+    for name, condition in ladder_making.storing():
+        for bits in (2, 4):
+            codec = ladder_making.codec(name, condition, bits)
+            encoded = codec.encode(ladder_making.planted(), making.SITE)
+            found[f"{name} {condition} {bits}"] = hashlib.sha256(frame_bytes(encoded)).hexdigest()
+    return found
+
+
+def mutations() -> list[dict[str, Any]]:
+    """The gate's table of corruptions, each with the code that finds it."""
+    from kvlab.gate.audit.mutations import table
+
+    return table()
+
+
+def faults() -> list[str]:
+    """The faults that the audit of the chain plants."""
+    from validation.audit.run import PAGES, PLANTS, TABLES
+
+    return sorted([*PLANTS, *TABLES, *PAGES])
+
+
+GOLDENS: dict[str, Callable[[], Any]] = {made.__name__: made for made in (recipe_ids, coded_bytes, mutations, faults)}
+QUICK = "quick"
+
+
+def quick(place: Path) -> dict[str, str]:
+    """The hash of every file that a finished quick preset leaves, but for seconds and for what ages with the code."""
+    from outcome import hashes
+
+    return {name: found for name, found in hashes(place).items() if found != "timed"}
+
+
+def kept(name: str) -> Any:
+    """A golden as it was written."""
+    return json.loads((HERE / f"{name}.json").read_text())
+
+
+def write(name: str, found: Any) -> None:
+    """Write a golden."""
+    (HERE / f"{name}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [QUICK]:
+        write(QUICK, quick(Path(sys.argv[2])))
+    else:
+        for name, made in GOLDENS.items():
+            write(name, made())
