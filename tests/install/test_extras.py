@@ -27,16 +27,3 @@ def test_the_command_line_ends_with_it(monkeypatch, capsys):
 
 def test_another_missing_module_is_no_extra(monkeypatch):
     assert missing_extra(ModuleNotFoundError("No module named 'kvlab.nothing'", name="kvlab.nothing")) is None
-
-
-def test_a_store_says_what_is_wrong_without_the_codes_of_newer_pythons():
-    """Python 3.10 hands SQLite's message on and not its code; both lead to the same reason."""
-    import sqlite3
-
-    from kvlab.gate.store import database
-
-    for message, code in database.MESSAGES.items():
-        assert database._code(sqlite3.OperationalError(message)) == code
-    with pytest.raises(sqlite3.OperationalError) as failed:
-        sqlite3.connect("/nothing/here/x.db")
-    assert database._code(failed.value) == database.MESSAGES[str(failed.value)] == sqlite3.SQLITE_CANTOPEN

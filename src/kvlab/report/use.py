@@ -131,6 +131,8 @@ def cut(given: dict | None) -> dict | None:
 def named(row: dict) -> str:
     """A row as a practitioner would call it."""
     name = safe(row["mechanism_variant"] or row["mechanism"])
+    if row["engine"] == "vllm" and name.startswith("fp8_"):
+        return f"vLLM's own {name}, scale 1"  # the pipeline gives vLLM's cache no scales
     return f"{name} at {fmt.number(row['bits'])} bits" if row["bits"] else f"{name}"
 
 

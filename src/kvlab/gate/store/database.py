@@ -15,7 +15,7 @@ from kvlab.gate.store import migrations
 
 TIMEOUT = 30.0  # seconds to wait for another process that writes
 PATIENCE = 1.0  # seconds at most to wait for the write-ahead log, which can do without
-# SQLite's primary result codes (sqlite.org/rescode.html); module `sqlite3` names them from Python 3.11 on
+# SQLite's primary result codes (sqlite.org/rescode.html)
 ERROR, BUSY, LOCKED, READONLY, IOERR, CORRUPT, FULL, CANTOPEN, NOTADB = 1, 5, 6, 8, 10, 11, 13, 14, 26
 REASONS = {
     FULL: "the disk is full",
@@ -24,16 +24,6 @@ REASONS = {
     CANTOPEN: "it cannot be opened",
     NOTADB: "it is no SQLite database",
     CORRUPT: "it is damaged",
-}
-MESSAGES = {  # what `sqlite3_errstr` says of them: all that Python 3.10 hands on
-    "database is locked": BUSY,
-    "database table is locked": LOCKED,
-    "attempt to write a readonly database": READONLY,
-    "disk I/O error": IOERR,
-    "database disk image is malformed": CORRUPT,
-    "database or disk is full": FULL,
-    "unable to open database file": CANTOPEN,
-    "file is not a database": NOTADB,
 }
 
 
@@ -172,4 +162,4 @@ def _told(path: Path, timeout: float) -> Iterator[None]:
 
 def _code(error: sqlite3.Error) -> int:
     """SQLite's primary result code."""
-    return getattr(error, "sqlite_errorcode", MESSAGES.get(str(error), ERROR)) & 0xFF
+    return getattr(error, "sqlite_errorcode", ERROR) & 0xFF

@@ -11,7 +11,7 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from kvlab.base.errors import NonFinite, UserError
 from kvlab.base.recipe import canonical, digest
@@ -232,7 +232,7 @@ def _remove(connection: sqlite3.Connection, entries: list[StoredRow]) -> None:
 
 
 def _add(connection: sqlite3.Connection, entries: list[StoredRow]) -> None:
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     runs = sorted({entry.place[0] for entry in entries})
     connection.executemany(
         "INSERT INTO runs (run, ingested_at) VALUES (?, ?) ON CONFLICT DO NOTHING", ((run, now) for run in runs)

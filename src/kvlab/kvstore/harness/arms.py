@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from kvlab.base.enums import StrEnum
 from kvlab.kvstore.snapshot.reasons import Code
 
 OFF, CONSUME, VERIFY = "off", "consume", "verify"

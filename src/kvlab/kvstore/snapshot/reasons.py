@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple
 
-from kvlab.base.enums import StrEnum
 from kvlab.base.errors import SnapshotRefused
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvlab.base.enums import StrEnum
+from enum import StrEnum
+
 from kvlab.base.errors import CalibrationMismatch, CapabilityError, KvlabError, NonFinite, SnapshotRefused
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 
