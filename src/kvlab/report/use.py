@@ -24,6 +24,7 @@ from kvlab.studies.mechanisms.plan import METRICS as WRITTEN
 
 NONE = "none"  # of `gate.answer.Answer`
 BFLOAT16 = 16  # bits
+ROUNDED = 0.025  # of bits, between a rung and a row of the same recipe: heads of pages and positions
 METRICS = {
     "kl": "KL",
     "delta_nll": "the change of the loss",
@@ -63,6 +64,7 @@ def _use(answer: dict, rows: list[dict], state: Mapping[str, dict]) -> dict[str,
         if row["measured"] and row["mechanism"] != BASELINE
         if (row["protocol"], row["stored_span"]) == way and (row["mechanism_variant"] in WHOLE) == whole
     ]
+    group.sort(key=lambda row: (row["bits_per_value"] is None, row["bits_per_value"], row["row_id"]))
     row = next((row for row in group if row["row_id"] == answer["row_id"]), None)
     nearest = min((row for row in group if "kl" in row["metrics"]), key=_mean_kl, default=None)
     title = ways.title(way, safe(answer["engine"]))
@@ -137,15 +139,14 @@ def named(row: dict) -> str:
 
 
 def rows_table(rows: list[dict], state: Mapping[str, dict], finished: bool) -> str | None:
-    """Every row of one way, fewest bits first; no seconds, which differ every time.
+    """Every row of one way; no seconds, which differ every time.
 
     Beside the bits of coded tokens those of whole caches with the calibration, and from how many tokens on they are
     fewer than bfloat16's, where the ladder knows the codec at these bits.
     """
-    known = {row["row_id"]: state[rung(row)] for row in rows if rung(row) in state}
-    ordered = sorted(rows, key=lambda row: (row["bits_per_value"] is None, row["bits_per_value"], row["row_id"]))
+    known = {row["row_id"]: found for row in rows if (found := state.get(rung(row))) and like(row, found)}
     lines = []
-    for row in ordered:
+    for row in rows:
         of, metrics = known.get(row["row_id"]), row["metrics"]
         counted = [*(fmt.number(in_all(of, tokens, finished)) for tokens in TOLD), pays_from(of, finished)]
         lines.append(
@@ -168,6 +169,11 @@ def rung(row: dict) -> str:
     """A row by its name on the ladder, which knows nothing of pages."""
     name = (row["mechanism_variant"] or row["mechanism"]).removesuffix("_pages")
     return f"{name} {fmt.plain(row['bits'])}" if row["bits"] else name
+
+
+def like(row: dict, state: dict) -> bool:
+    """Whether a row stores what the rung does: a codec that waits for whole blocks holds a tail exactly meanwhile."""
+    return abs(row["bits_per_value"] - state["rate"]) <= ROUNDED * state["rate"]
 
 
 def in_all(state: dict | None, tokens: int, finished: bool) -> float | None:
