@@ -31,7 +31,8 @@ from kvlab.studies.mechanisms.items import SCORERS, fidelity
 from kvlab.studies.mechanisms.plan import FIDELITY
 from kvlab.studies.mechanisms.subjects import Subject
 
-PLAIN = "plain calls"  # what a run keeps: logits of the same calls with transformers' own cache
+# what a run keeps for all rows: logits of the same calls with transformers' own cache, and what one bit does in ours
+PLAIN, ONE_BIT_KL = "plain calls", "one bit in the Cache"
 ONE_BIT = (Recipe(k=IntStream(bits=1), v=IdentityStream()), Recipe(k=IdentityStream(), v=IntStream(bits=1)))
 
 
@@ -88,7 +89,9 @@ class Cached(Subject):
         reference = Reference(run.kept[PLAIN], wanted.labels.to(run.kept[PLAIN].device))
         note, text = {}, self.quality_eval_id == FIDELITY
         if text and self._canary is None:
-            self._canary = self._probed(engine, visit.window, wanted, reference)
+            if ONE_BIT_KL not in run.kept:
+                run.kept[ONE_BIT_KL] = _probed(engine, visit.window, wanted, reference)
+            self._canary = run.kept[ONE_BIT_KL]
         cache = self._empty(engine)
         rows = logits(engine, cache, visit.window, wanted)
         if text:
@@ -102,7 +105,7 @@ class Cached(Subject):
         return Found(note | found._asdict() | {"storage": asdict(storage)})
 
     def _empty(self, engine: HFEngine) -> KVCache:
-        """The Cache without tokens; what was decoded stays decoded, which changes how long a step takes alone."""
+        """The Cache without tokens. It may hold all of itself decoded, which changes only how long a step takes."""
         if self._cache is None:
             cell = self.variant.cell
             calibrated = calibrated_for(cell, self.lab.calibrated)
@@ -110,24 +113,24 @@ class Cached(Subject):
         self._cache.reset()
         return self._cache
 
-    def _probed(self, engine: HFEngine, window: Window, wanted: Asked, reference: Reference) -> float:
-        """KL of one bit for K or V, whichever is less, nats per token; first the Cache must add nothing of its own."""
 
-        def moved(recipe: Recipe) -> float:
-            cache = KVCache(engine.model, recipe, window_bytes=None, compiled=False)
-            return fidelity(reference, logits(engine, cache, window, wanted))["kl"]
+def _probed(engine: HFEngine, window: Window, wanted: Asked, reference: Reference) -> float:
+    """KL of one bit for K or V, whichever is less, nats per token; first the Cache must add nothing of its own."""
 
-        if not (own := moved(IDENTITY)) <= TWO_PASSES[engine.dtype]:
-            raise Fault(
-                f"the Cache moves the logits by KL {own:.1e} nats per token where it stores all as it is; allowed in"
-                f" {engine.dtype}: {TWO_PASSES[engine.dtype]:.0e}"
-            )
-        if (least := min(map(moved, ONE_BIT))) < CANARY_MIN:
-            raise CodecNotActive(
-                f"one bit in the Cache moves the logits by KL {least:.1e} nats only: attention does not read what it"
-                " holds"
-            )
-        return least
+    def moved(recipe: Recipe) -> float:
+        cache = KVCache(engine.model, recipe, window_bytes=None, compiled=False)
+        return fidelity(reference, logits(engine, cache, window, wanted))["kl"]
+
+    if not (own := moved(IDENTITY)) <= TWO_PASSES[engine.dtype]:
+        raise Fault(
+            f"the Cache moves the logits by KL {own:.1e} nats per token where it stores all as it is; allowed in"
+            f" {engine.dtype}: {TWO_PASSES[engine.dtype]:.0e}"
+        )
+    if (least := min(map(moved, ONE_BIT))) < CANARY_MIN:
+        raise CodecNotActive(
+            f"one bit in the Cache moves the logits by KL {least:.1e} nats only: attention does not read what it holds"
+        )
+    return least
 
 
 @torch.inference_mode()
