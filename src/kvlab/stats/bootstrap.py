@@ -165,14 +165,13 @@ class Bootstrap:
         """Mean of a column of zeros and ones.
 
         When all are equal no resample differs and a bootstrap would claim certainty; the interval then
-        is the exact binomial one (Clopper & Pearson 1934), method ``exact``, over what is resampled: the tokens
-        of a window hang together, and without an event nothing says by how much. It holds for means of
-        anything between 0 and 1, as those that are 0 have a probability of at most one minus the mean.
+        is the exact binomial one over the tokens (Clopper & Pearson 1934), method ``exact``. It takes
+        tokens as independent, because without an event no design effect can be estimated.
         """
         found = self.mean(column)
         if found.value not in (0.0, 1.0):
             return found.within(0.0, 1.0)
-        bound = 1 - ((1 - self.confidence) / 2) ** (1 / len(column.by_document().windows))
+        bound = 1 - ((1 - self.confidence) / 2) ** (1 / column.n_tokens)
         low, high = (0.0, bound) if found.value == 0 else (1 - bound, 1.0)
         return replace(found, low=low, high=high, resolvable=bound / 2, method="exact")
 
