@@ -31,7 +31,7 @@ def test_the_repositorys_own_file_is_what_it_writes_for_its_models(root, tmp_pat
     before, listed, after = re.split(r"(?<=\nmodels:\n)(.*?)(?=^corpus:)", own, maxsplit=1, flags=re.S | re.M)
     assert listed.startswith("- path: models/smollm2-135m\n")
     assert written == f"{before}- path: models/smollm2-135m\n{after}"
-    assert len(own.splitlines()) < 120
+    assert len(own.splitlines()) < 125
 
 
 @pytest.mark.parametrize("engines", [("hf",), ("vllm",), ("hf", "vllm")])

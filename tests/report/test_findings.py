@@ -328,7 +328,7 @@ def test_a_page_opens_with_one_page_and_folds_the_rest(tmp_path):
     titles = re.findall(r"^## (.+)$", opening(text), re.M)
     assert titles == [
         "What to use",
-        "Which to use at up to so many bits",
+        "Which to use at up to so many bits, over a finished cache",
         "Is that much?",
         "What separates the published study's two settings here",
         "What is open",

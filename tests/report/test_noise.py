@@ -212,7 +212,9 @@ def test_roundings_off_the_curve_are_told(params, closing, expected):
         ((1.1, 1.4), "closes"),
         ((0.5, 1.2), "open"),
         ((0.9, 1.6), "open"),
-        ((1.4, 1.6), "does not close"),
+        ((1.4, 1.6), "open"),
+        ((0.6, 0.7), "open"),
+        ((1.51, 1.6), "does not close"),
         ((0.1, 0.2), "does not close"),
     ],
 )

@@ -22,8 +22,13 @@ def no_pictures(monkeypatch):
     monkeypatch.setattr(figures, "picture", lambda name, table, path: path.write_text(name))
 
 
-def opened(metrics: dict, needed: int | None = NEEDED) -> dict:
-    return metrics | {"agreement": metrics["agreement"] | {"state": "open", "windows_needed": needed, "why": ["so"]}}
+def opened(metrics: dict, needed: int | None = NEEDED, jitters: float = 0.1) -> dict:
+    """Open metrics; a rounding error moves the codec's own result `jitters` times as far as the other engine is."""
+    codec = copy.deepcopy(metrics["agreement"]["codec"])
+    for one in codec.values():
+        one["jitter_kl"]["value"] = jitters * one["cross_kl"]["value"]
+    told = {"state": "open", "windows_needed": needed, "why": ["so"], "codec": codec}
+    return metrics | {"agreement": metrics["agreement"] | told}
 
 
 def rendered(folder, metrics: dict, params, judged: dict | None = None) -> str:
@@ -75,6 +80,12 @@ def test_when_no_number_of_windows_decides_it_that_is_said(tmp_path, params):
     assert "No number of windows would decide it" in rendered(tmp_path, opened(build(), None), params)
 
 
+def test_where_a_rounding_error_moves_as_much_windows_are_not_what_is_missing(tmp_path, params):
+    text = rendered(tmp_path, opened(build(), jitters=0.9), params)
+    assert text.count("(`baseline.jitters`) would settle it, more windows hardly") >= 3
+    assert "windows would decide it" not in text
+
+
 def test_the_figure_hatches_the_engine_s_bar():
     drawn = figures.FIGURES["gap_shapley"]
     table = drawn.table(opened(build()))
@@ -124,7 +135,8 @@ def models(params, tmp_path_factory):
     for number, slug in enumerate(("one", "two", "three")):
         there = write_results(tmp_path_factory.mktemp(slug), params, Effects(seed=number))
         metrics = made_of.build(params, there.sources)
-        found.append(metrics | {"identity": metrics["identity"] | {"slug": slug, "device": "cpu"}})
+        own = {"slug": slug, "device": "cpu", "corpus_hash": slug}  # as of models that share no tokenizer
+        found.append(metrics | {"identity": metrics["identity"] | own})
     return found
 
 
@@ -167,6 +179,11 @@ def test_the_verdict_over_models_counts_them(models, signs, widths, verdict):
 def test_two_models_are_too_few_and_one_is_no_comparison(models):
     assert across(models[:2])["variance_ratio"]["verdict"].endswith("2 models are too few to say more")
     assert across(models[:1]) == {}
+    shared_tokenizer = copy.deepcopy(models)
+    shared_tokenizer[2]["identity"]["corpus_hash"] = shared_tokenizer[1]["identity"]["corpus_hash"]
+    assert across(shared_tokenizer)["variance_ratio"]["verdict"].endswith(
+        "3 models of 2 families are too few to say more"
+    )
 
 
 def test_a_model_on_which_the_engines_are_open_or_differ_does_not_count(models):

@@ -23,7 +23,7 @@ def measurer(key: str, defaults: tuple[str, ...], request, params, windows, need
         request.getfixturevalue(f"{engine}_engine")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(registry, "start", engine_of)
-            asked = asking(params, key, *(names or defaults))
+            asked = asking(params, key, *(names or defaults)).model_copy(update={"engines": (engine,)})
             measuring.mechanisms(asked, engine, windows, needles, {"hf": fitted}, "code", out)
         return records.read_mechanisms(out)
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -161,8 +162,9 @@ def test_items_stand_in_the_text_of_another_domain_where_that_is_long_enough(tin
     beginnings = [item.context[:8] for item in found.items if item.depth > 8 / CONTEXT]
     there = sum(bool(places(ids.tolist(), beginning)) for beginning in beginnings)
     assert there > len(beginnings) / 2  # the others begin with a line of other keys
-    more = len(ids) // two.windows.length + 1
-    needles.build(with_changes(two, mechanisms={"needles": more}), tmp_path / "m.parquet")
+    short = tmp_path / "short.txt"
+    short.write_text(Path(two.corpus.other).read_text()[:2000])
+    needles.build(with_changes(two, corpus={"other": str(short)}), tmp_path / "m.parquet")
     assert json.loads((tmp_path / "m.json").read_text())["source"] == two.corpus.source
 
 

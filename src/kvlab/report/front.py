@@ -44,6 +44,7 @@ def context(metrics: dict, claimed: dict | None, told: list[dict], asked: dict[s
     floor = rounding_floor(metrics)
     return {
         "uses": found,
+        "first": next((use["chosen"] for use in found if use["chosen"]), None),
         "floor": floor and floor["what"],
         "scale": scale(metrics, found, floor),
         "words": {"rounding": kl_scale.ROUNDING, "legend": kl_scale.legend()},

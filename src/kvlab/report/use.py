@@ -19,7 +19,7 @@ from kvlab.pages import parts as tables
 from kvlab.pages.markdown import cell as safe
 from kvlab.pages.rendering import listing
 from kvlab.studies.ladder.tables import TOLD, length
-from kvlab.studies.mechanisms.plan import GREEDY, TASKS
+from kvlab.studies.mechanisms.plan import GREEDY, GREEDY_TOKENS, TASKS
 from kvlab.studies.mechanisms.plan import METRICS as WRITTEN
 
 NONE = "none"  # of `gate.answer.Answer`
@@ -80,6 +80,7 @@ def _use(answer: dict, rows: list[dict], state: Mapping[str, dict]) -> dict[str,
         "row": row or nearest,
         "table": rows_table(group, state, way == ways.FINISHED),
         "written": written(plain, group),
+        "greedy": fmt.number(GREEDY_TOKENS),
         "chosen": chosen(row or nearest, plain) if row or nearest else None,
     }
 

@@ -166,7 +166,8 @@ class Bootstrap:
 
         When all are equal no resample differs and a bootstrap would claim certainty; the interval then
         is the exact binomial one over the tokens (Clopper & Pearson 1934), method ``exact``. It takes
-        tokens as independent, because without an event no design effect can be estimated.
+        tokens as independent, because without an event no design effect can be estimated; over windows it would be
+        far wider than what the bootstrap finds of a single event.
         """
         found = self.mean(column)
         if found.value not in (0.0, 1.0):
