@@ -1,7 +1,6 @@
 """What must stay equal, to the byte, while the house is rebuilt: computed here, and kept as JSON beside this file.
 
-    python tests/goldens/made.py            # writes what the code of today makes: only when a change is meant
-    python tests/goldens/made.py quick DIR  # the same of a finished quick preset: the hash of every file that it leaves
+    python tests/goldens/made.py   # writes what the code of today makes: only when a change is meant
 
 A golden goes when the rebuilding is over.
 """
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parent), str(HERE.parents[1]), str(HERE.parents[1] / "workflow/scripts")]
+sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
 BITS = (1, 1.5, 2, 3, 4, 5, 8)
 
@@ -83,14 +82,6 @@ def faults() -> list[str]:
 
 
 GOLDENS: dict[str, Callable[[], Any]] = {made.__name__: made for made in (recipe_ids, coded_bytes, mutations, faults)}
-QUICK = "quick"
-
-
-def quick(place: Path) -> dict[str, str]:
-    """The hash of every file that a finished quick preset leaves, but for seconds and for what ages with the code."""
-    from outcome import hashes
-
-    return {name: found for name, found in hashes(place).items() if found != "timed"}
 
 
 def kept(name: str) -> Any:
@@ -104,8 +95,5 @@ def write(name: str, found: Any) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [QUICK]:
-        write(QUICK, quick(Path(sys.argv[2])))
-    else:
-        for name, made in GOLDENS.items():
-            write(name, made())
+    for name, made in GOLDENS.items():
+        write(name, made())

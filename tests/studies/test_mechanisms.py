@@ -339,10 +339,14 @@ def test_in_the_cache_each_scored_token_reads_what_was_stored(
 
 def test_a_window_is_asked_token_by_token_and_a_question_at_once():
     text = Window("test", 0, tuple(range(20)), 8)
-    assert cached.asked(text, 3).calls == ((8,), (9,), (10,)) and cached.asked(text, 3).labels.tolist() == [9, 10, 11]
+    assert cached.request_of(text, 3).calls == ((8,), (9,), (10,)) and cached.request_of(text, 3).labels.tolist() == [
+        9,
+        10,
+        11,
+    ]
     needle = Window("needle", 0, tuple(range(20)), 8, first=6)  # of 12 tokens after the context the last 5 answer
-    assert cached.asked(needle, 16).calls == (tuple(range(8, 15)), (15,), (16,), (17,), (18,))
-    assert cached.asked(needle, 16).labels.tolist() == [15, 16, 17, 18, 19]
+    assert cached.request_of(needle, 16).calls == (tuple(range(8, 15)), (15,), (16,), (17,), (18,))
+    assert cached.request_of(needle, 16).labels.tolist() == [15, 16, 17, 18, 19]
 
 
 def test_what_the_cache_says_is_what_generate_writes(tiny_params, hf_engine):
@@ -356,7 +360,7 @@ def test_what_the_cache_says_is_what_generate_writes(tiny_params, hf_engine):
         torch.tensor([prompt]), past_key_values=made(), max_new_tokens=steps, min_new_tokens=steps, do_sample=False
     )[0].tolist()
     window = Window("test", 0, tuple(written), len(prompt))
-    logits = cached.logits(hf_engine, made(), window, cached.asked(window, steps - 1))
+    logits = cached.logits(hf_engine, made(), window, cached.request_of(window, steps - 1))
     assert logits.argmax(-1).tolist() == written[len(prompt) + 1 :]
 
 
@@ -366,8 +370,8 @@ def test_a_cache_that_is_not_read_or_adds_a_loss_of_its_own_is_no_measurement(
 ):
     real, first = cached.logits, {}
 
-    def faulty(engine, cache, window, wanted):
-        found = real(engine, cache, window, wanted)
+    def faulty(engine, cache, window, request):
+        found = real(engine, cache, window, request)
         plain = first.setdefault(window, found)
         if fault == "deaf":
             return plain

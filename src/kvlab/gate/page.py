@@ -203,9 +203,8 @@ def apart(measured: Iterable[Line]) -> Iterator[list[Line]]:
 
 def place(lines: list[Line]) -> dict[str, Any]:
     """One engine's table of one way of coding, and what stands under it."""
-    first = lines[0]
+    first, coded = lines[0], [line for line in lines if line.mechanism != BASELINE]
     way = lines[-1].protocol, lines[-1].stored_span
-    coded = lines[-1].mechanism != BASELINE
     return {
         "title": ways.title(way, first.engine or "") if coded else "The engine as it is",
         "note": ways.NOTES.get(way) if coded else None,
@@ -214,9 +213,7 @@ def place(lines: list[Line]) -> dict[str, Any]:
         "on": on_what(first),
         "n": {metric: span(line.metrics[metric].n for line in lines if metric in line.metrics) for metric in METRICS},
         "lines": [table_line(line) for line in lines],
-        "written": written_table(lines)
-        if written_table([line for line in lines if line.mechanism != BASELINE])
-        else None,
+        "written": written_table(lines) if written_table(coded) else None,
     }
 
 

@@ -43,9 +43,9 @@ def settling(agreement: dict) -> str:
         worst = max(by_rounding, key=lambda one: one["cross_kl"]["value"])
         apart, own = (fmt.number(worst[name]["value"], 2) for name in ("cross_kl", "jitter_kl"))
         return (
-            f"With this codec one engine is KL {apart} from the other and {own} from itself after a rounding error:"
-            " what is open is the codec's own noise. A mean over several rounding errors of each window"
-            " (`baseline.jitters`) would settle it, more windows hardly."
+            f"With this codec one engine is KL {apart} from the other and {own} from itself after a rounding error, so"
+            " that what is open is of the size of the codec's own noise; `baseline.jitters` averages that over several"
+            " rounding errors of each window."
         )
     if agreement["windows_needed"] is None or agreement["windows_needed"] >= fmt.OUT_OF_REACH:
         return "No number of windows would decide it, were the differences what they are here."

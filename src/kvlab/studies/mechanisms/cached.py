@@ -36,19 +36,19 @@ PLAIN, ONE_BIT_KL = "plain calls", "one bit in the Cache"
 ONE_BIT = (Recipe(k=IntStream(bits=1), v=IdentityStream()), Recipe(k=IdentityStream(), v=IntStream(bits=1)))
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """The tokens that follow a stored context, cut into calls, and the labels that the last of them predict."""
 
     calls: tuple[tuple[int, ...], ...]
     labels: torch.Tensor
 
 
-def asked(window: Window, tokens: int) -> Asked:
-    """What is asked of a window: at most `tokens` scored ones, the first of which ends what is given at once."""
+def request_of(window: Window, tokens: int) -> Request:
+    """The request that a window is: at most `tokens` scored ones, the first of which ends what is given at once."""
     given = window.context + window.first + 1
     scored = window.ids[given : given + tokens]
     calls = (window.ids[window.context : given], *((token,) for token in scored[:-1]))
-    return Asked(calls, torch.tensor(scored))
+    return Request(calls, torch.tensor(scored))
 
 
 @dataclass(eq=False)
@@ -83,23 +83,25 @@ class Cached(Subject):
             A forward that is written out comes to other logits over what the Cache holds.
         """
         run, engine, judge = visit.run(self.plain), visit.engines.get(self.plain), SCORERS[self.quality_eval_id]
-        wanted = asked(visit.window, self.tokens)
+        request = request_of(visit.window, self.tokens)
         if PLAIN not in run.kept:
-            run.kept[PLAIN] = logits(engine, DynamicCache(config=engine.model.config), visit.window, wanted)
-        reference = Reference(run.kept[PLAIN], wanted.labels.to(run.kept[PLAIN].device))
+            run.kept[PLAIN] = logits(engine, DynamicCache(config=engine.model.config), visit.window, request)
+        reference = Reference(run.kept[PLAIN], request.labels.to(run.kept[PLAIN].device))
         note, text = {}, self.quality_eval_id == FIDELITY
         if text and self._canary is None:
             if ONE_BIT_KL not in run.kept:
-                run.kept[ONE_BIT_KL] = _probed(engine, visit.window, wanted, reference)
+                run.kept[ONE_BIT_KL] = _probed(engine, visit.window, request, reference)
             self._canary = run.kept[ONE_BIT_KL]
         cache = self._empty(engine)
-        rows = logits(engine, cache, visit.window, wanted)
+        rows = logits(engine, cache, visit.window, request)
         if text:
             note = {"canary": self._canary}
             if visit.window.number == len(self.lab.windows.test) - 1:
-                held = _held(cache, cache.get_seq_length() - 1), rows[-1:]
-                note["witnessed"] = computed_again(self.lab.plain(), run, *held, None, self.variant.label, rotated=True)
-        found = counts(cache, [visit.window.context, *map(len, wanted.calls)])
+                contents = _contents(cache, cache.get_seq_length() - 1), rows[-1:]
+                note["witnessed"] = computed_again(
+                    self.lab.plain(), run, *contents, None, self.variant.label, rotated=True
+                )
+        found = counts(cache, [visit.window.context, *map(len, request.calls)])
         storage = Storage(engine.dtype, type(cache).__name__, engine.storage.itemsize)
         note |= {"variant": judge(reference, rows), "baseline": judge(reference, reference.logits)}
         return Found(note | found._asdict() | {"storage": asdict(storage)})
@@ -114,12 +116,12 @@ class Cached(Subject):
         return self._cache
 
 
-def _probed(engine: HFEngine, window: Window, wanted: Asked, reference: Reference) -> float:
+def _probed(engine: HFEngine, window: Window, request: Request, reference: Reference) -> float:
     """KL of one bit for K or V, whichever is less, nats per token; first the Cache must add nothing of its own."""
 
     def moved(recipe: Recipe) -> float:
         cache = KVCache(engine.model, recipe, window_bytes=None, compiled=False)
-        return fidelity(reference, logits(engine, cache, window, wanted))["kl"]
+        return fidelity(reference, logits(engine, cache, window, request))["kl"]
 
     if not (own := moved(IDENTITY)) <= TWO_PASSES[engine.dtype]:
         raise Fault(
@@ -134,7 +136,7 @@ def _probed(engine: HFEngine, window: Window, wanted: Asked, reference: Referenc
 
 
 @torch.inference_mode()
-def logits(engine: HFEngine, cache: Cache, window: Window, wanted: Asked) -> torch.Tensor:
+def logits(engine: HFEngine, cache: Cache, window: Window, request: Request) -> torch.Tensor:
     """Logits [labels, vocabulary] after each call but that of the context."""
 
     def called(ids: tuple[int, ...]) -> torch.Tensor:
@@ -142,10 +144,10 @@ def logits(engine: HFEngine, cache: Cache, window: Window, wanted: Asked) -> tor
         return engine.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
 
     called(window.ids[: window.context])
-    return torch.cat(list(map(called, wanted.calls)))
+    return torch.cat(list(map(called, request.calls)))
 
 
-def _held(cache: KVCache, tokens: int) -> ContextCache:
+def _contents(cache: KVCache, tokens: int) -> ContextCache:
     """K after its rotary embedding, and V, of the first tokens, as the last call read them."""
     decoded = ((number, cache.decoded(number)) for number in range(len(cache.layers)))
     return {(number, part): x[0, :, :tokens] for number, pair in decoded for part, x in zip("kv", pair, strict=True)}
