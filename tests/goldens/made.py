@@ -1,12 +1,16 @@
 """What must stay equal, to the byte, while the house is rebuilt: computed here, and kept as JSON beside this file.
 
-    python tests/goldens/made.py   # writes what the code of today makes: only when a change is meant
+    python tests/goldens/made.py                     # writes what the code of today makes: only when a change is meant
+    python tests/goldens/made.py --quick .runs/quick   # names what differs from a quick preset that ran before
+    python tests/goldens/made.py --quick .runs/quick --write
 
+The quick preset takes five minutes (`make findings PRESET=quick`), so no test runs it.
 A golden goes when the rebuilding is over.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import sys
@@ -84,6 +88,30 @@ def faults() -> list[str]:
 GOLDENS: dict[str, Callable[[], Any]] = {made.__name__: made for made in (recipe_ids, coded_bytes, mutations, faults)}
 
 
+CHANGES = {"code", "digest", "versions", "seconds"}  # with the code and the machine, whatever the numbers do
+
+
+def quick(folder: Path) -> dict[str, str]:
+    """A hash of the numbers of each table and of the metrics that the quick preset made, to six digits."""
+    import polars as pl
+
+    tables = {path: pl.read_parquet(path).to_dicts() for path in sorted((folder / "results").rglob("*.parquet"))}
+    metrics = folder / "results/gap/metrics/reference.json"
+    read = tables | {metrics: json.loads(metrics.read_text())}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(json.dumps(_rounded(told)).encode()).hexdigest()
+        for path, told in read.items()
+    }
+
+
+def _rounded(told: Any) -> Any:
+    if isinstance(told, dict):
+        return {key: _rounded(value) for key, value in told.items() if not CHANGES & set(key.split("_"))}
+    if isinstance(told, list):
+        return [_rounded(one) for one in told]
+    return f"{told:.6g}" if isinstance(told, float) else told
+
+
 def kept(name: str) -> Any:
     """A golden as it was written."""
     return json.loads((HERE / f"{name}.json").read_text())
@@ -94,6 +122,22 @@ def write(name: str, found: Any) -> None:
     (HERE / f"{name}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
+def main() -> None:
+    """Write the goldens, or hold a run of the quick preset against its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", type=Path, help="the folder of a run of the quick preset")
+    parser.add_argument("--write", action="store_true", help="keep that run as the golden")
+    args = parser.parse_args()
+    if args.quick is None:
+        for name, made in GOLDENS.items():
+            write(name, made())
+    elif args.write:
+        write("quick", quick(args.quick))
+    else:
+        found, before = quick(args.quick), kept("quick")
+        differing = sorted(name for name in found | before if found.get(name) != before.get(name))
+        sys.exit("\n".join(["differs:", *differing]) if differing else 0)
+
+
 if __name__ == "__main__":
-    for name, made in GOLDENS.items():
-        write(name, made())
+    main()

@@ -18,6 +18,7 @@ from kvlab.gate.evidence.faults import NO_CODEC, ROUNDED
 from kvlab.gate.reasons import Reason
 
 STORED_BITS = DTYPE_BITS | dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2"), 8)
+LENGTHS = ("context_tokens", "context_band")
 EXACT = ("kv_bytes", "kv_values", "read_bytes", "fires", "expected_fires")  # counts, which nobody rounds
 
 
@@ -79,7 +80,7 @@ def baseline_shown(case: Case) -> Iterator[Reason]:
     """What a baseline states rests on evidence too: everything else is held against it."""
     if set(case.names) != {BASELINE} or case.evidence:
         return
-    for name in QUANTITIES:
+    for name in (*LENGTHS, *QUANTITIES):
         if case.get(name) is not None:
             said = f"is {case.get(name)!r}; attach the evidence, or leave it out"
             yield Reason(code="baseline_unshown", field=name, said=said)
