@@ -102,7 +102,8 @@ def test_a_native_cache_needs_no_declaration(dtype):
 
 @pytest.mark.parametrize("dtype", ["auto", None])
 def test_a_request_is_no_observation(dtype):
-    given = row("baseline", evidence=False, kv_cache_dtype=dtype, kv_bytes=None, kv_values=None, context_tokens=None, context_band=None)
+    without = dict.fromkeys(("kv_bytes", "kv_values", "context_tokens", "context_band"))
+    given = row("baseline", evidence=False, kv_cache_dtype=dtype, **without)
     assert codes("what ran was observed", given) == ["observation_missing"]
     assert claim(given).earned == "reviewed_preview"
 
