@@ -77,7 +77,7 @@ def root() -> Path:
 def base_params() -> dict:
     """The parameters of the embedded model, with every default written out, as a mapping."""
     import embedded
-    from kvlab.studies.settings import resolved
+    from kvlab_pipeline.studies.settings import resolved
 
     with contextlib.chdir(ROOT):
         found = resolved(embedded.document()) | {"model": embedded.settings().model.model_dump(mode="json")}
@@ -97,8 +97,8 @@ def tiny_model(tmp_path_factory) -> Path:
 def tiny_params(tiny_model, tmp_path_factory, base_params):
     """Parameters that fit the tiny model: windows of 64 + 32 tokens."""
     import tiny
-    from kvlab.base.paramfile import overlay
-    from kvlab.studies.settings import Settings
+    from kvlab.core.paramfile import overlay
+    from kvlab_pipeline.studies.settings import Settings
 
     folder = tmp_path_factory.mktemp("text")
     text, other = tiny.write_text(folder / "text.txt"), tiny.write_text(folder / "other.txt", seed=1)
@@ -144,7 +144,7 @@ def tiny_windows(tiny_params, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def hf_engine(tiny_params):
     """The tiny model in transformers, float32, sdpa."""
-    from kvlab.base.model import resolve
+    from kvlab.core.model import resolve
     from kvlab.engines.registry import start
 
     return start("hf", resolve(tiny_params.model), "float32", max_tokens=96)
@@ -153,7 +153,7 @@ def hf_engine(tiny_params):
 @pytest.fixture(scope="session")
 def vllm_engine(tiny_params):
     """The tiny model in vLLM, float32: the one start of the session."""
-    from kvlab.base.model import resolve
+    from kvlab.core.model import resolve
     from kvlab.engines.registry import start
 
     engine = start("vllm", resolve(tiny_params.model), "float32", max_tokens=96)
@@ -169,7 +169,7 @@ def tiny_calibration(tiny_params, tiny_windows, tmp_path_factory) -> dict[str, P
     from kvlab.calibration.capture import capture
     from kvlab.calibration.components import fit_components
     from kvlab.calibration.sigma import fit_sigma
-    from kvlab.lab.codebooks import fit_codebooks
+    from kvlab_pipeline.jobs.codebooks import fit_codebooks
 
     folder = tmp_path_factory.mktemp("calib")
     paths = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from kvlab.base.paramfile import preset, read_yaml
-from kvlab.studies.settings import Settings, by_model
+from kvlab.core.paramfile import preset, read_yaml
+from kvlab_pipeline.studies.settings import Settings, by_model
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "reference"

@@ -11,36 +11,51 @@ from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src"
 
-# Every folder stands on one floor; a module imports from its own folder and from lower floors, never upwards and
-# never from another folder of its own floor.
+# The packages, lowest first: imports run from a package to those before it, never back.
+PACKAGES = {
+    "kvlab": SRC,
+    "kvlab_mechanisms": SRC,
+    "kvlab_pipeline": SRC,
+    "validation": SRC.parent,
+}
+# Within a package every folder stands on one floor; a module imports from its own folder and from lower floors, never
+# upwards and never from another folder of its own floor.
 FLOORS = {
-    "base": 0,
-    "stats": 1,
-    "text": 1,
-    "codec": 2,
-    "pages": 2,
-    "attention": 3,
-    "engines": 3,
-    "calibration": 4,
-    "cache": 5,
-    "witness": 5,
-    "decoding": 6,
-    "kvstore": 6,
-    "lab": 7,
-    "cluster": 8,
-    "ledger": 8,
-    "studies": 8,
-    "gate": 9,
-    "evals": 10,
-    "serving": 10,
-    "report": 10,
-    "cli": 11,
-    "validation": 12,
+    "kvlab": {
+        "core": 0,
+        "stats": 1,
+        "text": 1,
+        "codec": 2,
+        "output": 2,
+        "attention": 3,
+        "engines": 3,
+        "calibration": 4,
+        "cache": 5,
+        "witness": 5,
+        "kvstore": 6,
+        "measure": 7,
+        "gate": 8,
+        "evals": 9,
+        "cli": 10,
+    },
+    "kvlab_mechanisms": {
+        "attention": 0,
+        "decoding": 0,
+        "memory": 0,
+        "cluster": 1,
+        "ledger": 1,
+        "serving": 1,
+        "cli": 2,
+        "micro": 3,
+    },
+    "kvlab_pipeline": {"jobs": 0, "pages": 0, "studies": 1, "gate_page": 2, "report": 3, "cli": 4},
+    "validation": {},
 }
 REPORTING = (
-    *("kvlab.pages", "kvlab.gate", "kvlab.ledger", "kvlab.report", "validation.published", "kvlab.lab.plan"),
-    *(f"kvlab.base.{name}" for name in ("paramfile", "params", "rungs", "recipe", "records", "errors")),
-    *("kvlab.studies.kvstore_params", "kvlab.studies.settings"),
+    *("kvlab.gate", "kvlab_pipeline.jobs.plan", "kvlab.output", "kvlab_mechanisms.ledger", "validation.published"),
+    *("kvlab_pipeline.gate_page", "kvlab_pipeline.pages", "kvlab_pipeline.report"),
+    *(f"kvlab.core.{name}" for name in ("paramfile", "params", "rungs", "recipe", "records", "errors")),
+    *("kvlab_pipeline.studies.kvstore_params", "kvlab_pipeline.studies.settings"),
 )
 REPORTING_PARTS = (  # files of a study
     *("params", "plan", "schema", "numbers", "claims", "tables", "figure", "records"),
@@ -52,9 +67,9 @@ TORCH_IN_STATS = "kvlab.stats.divergences"
 @cache
 def modules() -> dict[str, ast.Module]:
     found = {}
-    for root in (SRC / "kvlab", SRC.parent / "validation"):
-        for path in sorted(root.rglob("*.py")):
-            name = ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")
+    for package, root in PACKAGES.items():
+        for path in sorted((root / package).rglob("*.py")):
+            name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
             found[name] = ast.parse(path.read_text())
     return found
 
@@ -73,11 +88,18 @@ def imported(tree: ast.Module) -> frozenset[str]:
 
 
 def folder(name: str) -> str | None:
-    """The folder of a module; None for the package's own two files, which may import anything."""
-    parts = name.split(".")
-    if parts[0] == "validation":
-        return parts[0]
-    return parts[1] if len(parts) > 2 or parts[-1] in FLOORS else None
+    """The folder of a module in its package; None for a package's own files, which may import any of them."""
+    package, *inner = name.split(".")
+    return inner[0] if inner and inner[0] in FLOORS[package] else None
+
+
+def upwards(name: str, target: str) -> bool:
+    """Whether an import goes to a later package, or within one to a floor that is not lower."""
+    own, other = (list(PACKAGES).index(one.partition(".")[0]) for one in (name, target))
+    if own != other:
+        return other > own
+    floors, here, there = FLOORS[name.partition(".")[0]], folder(name), folder(target)
+    return None not in (here, there) and here != there and floors[there] >= floors[here]
 
 
 def test_imports_run_downwards_only():
@@ -86,22 +108,22 @@ def test_imports_run_downwards_only():
         f"{name} imports {target}"
         for name, tree in known.items()
         for target in imported(tree) & known.keys()
-        if None not in (here := folder(name), there := folder(target))
-        and here != there
-        and FLOORS[there] >= FLOORS[here]
+        if upwards(name, target)
     ]
     assert wrong == []
 
 
 def test_a_study_knows_no_other_study():
     known = modules()
-    studies = {name.split(".")[2] for name in known if name.startswith("kvlab.studies.") and name.count(".") > 2}
+    studies = {
+        name.split(".")[2] for name in known if name.startswith("kvlab_pipeline.studies.") and name.count(".") > 2
+    }
     wrong = [
         f"{name} imports {target}"
         for name, tree in known.items()
         for target in imported(tree) & known.keys()
-        if name.startswith("kvlab.studies.")
-        and target.startswith("kvlab.studies.")
+        if name.startswith("kvlab_pipeline.studies.")
+        and target.startswith("kvlab_pipeline.studies.")
         and {(here := name.split(".")[2]), (there := target.split(".")[2])} <= studies
         and here != there
     ]
@@ -119,15 +141,35 @@ def test_no_modules_import_one_another_in_a_circle():
 
 
 def test_every_folder_has_a_floor_and_says_what_it_is():
-    folders = [path for path in (SRC / "kvlab").iterdir() if path.is_dir() and path.name != "__pycache__"]
-    assert {path.name for path in folders} | {"validation"} == FLOORS.keys()
-    packages = [path.parent for root in ("src/kvlab", "validation") for path in (SRC.parent / root).rglob("*.py")]
-    untold = [path for path in set(packages) if not ast.get_docstring(ast.parse((path / "__init__.py").read_text()))]
+    for package, floors in FLOORS.items():
+        inside = (PACKAGES[package] / package).iterdir()
+        found = {path.name for path in inside if path.is_dir() and path.name != "__pycache__"}
+        assert found == floors.keys() or not floors, package
+    folders = {path.parent for name, root in PACKAGES.items() for path in (root / name).rglob("*.py")}
+    untold = [path for path in folders if not ast.get_docstring(ast.parse((path / "__init__.py").read_text()))]
     assert untold == []
 
 
+def house() -> list[str]:
+    """The table of README: every folder with its floor and the first line of what it says of itself."""
+    found = []
+    for package, root in PACKAGES.items():
+        inner = sorted(FLOORS[package].items(), key=lambda item: (item[1], item[0]))
+        folders = [(package, ""), *((f"{package}/{name}", str(floor)) for name, floor in inner)]
+        for folder, floor in folders:
+            about = ast.get_docstring(ast.parse((root / folder / "__init__.py").read_text())).partition("\n")[0]
+            name = f"**`{folder}/`**" if not floor else f"`{folder.partition('/')[2]}/`"
+            found.append(f"| {name} | {floor} | {about.removesuffix('.')} |")
+    return found
+
+
+def test_the_readme_says_where_everything_is():
+    readme = (SRC.parent / "README.md").read_text()
+    assert "\n".join(house()) in readme, "\n".join(house())
+
+
 def test_no_file_is_longer_than_a_reader_can_hold():
-    roots = ("src/kvlab", "validation", "workflow")
+    roots = ("src", "validation", "workflow")
     long = [p for root in roots for kind in ("*.py", "*.smk") for p in (SRC.parent / root).rglob(kind)]
     assert len(long) > 300
     assert [str(path) for path in long if len(path.read_text().splitlines()) >= 600] == []
@@ -135,7 +177,7 @@ def test_no_file_is_longer_than_a_reader_can_hold():
 
 def test_the_reporting_wing_names_no_heavy_package():
     wing = [name for name in modules() if name.startswith((*REPORTING, "kvlab.stats")) and name != TORCH_IN_STATS]
-    wing += [n for n in modules() if n.startswith("kvlab.studies.") and n.split(".")[-1] in REPORTING_PARTS]
+    wing += [n for n in modules() if n.startswith("kvlab_pipeline.studies.") and n.split(".")[-1] in REPORTING_PARTS]
     assert len(wing) > 10
     heavy = {name: imported(tree) & set(HEAVY) for name, tree in modules().items() if name in wing}
     assert {name: found for name, found in heavy.items() if found} == {}
@@ -143,8 +185,8 @@ def test_the_reporting_wing_names_no_heavy_package():
 
 def test_reporting_really_runs_without_torch():
     program = (
-        "import sys, kvlab.report.metrics, kvlab.report.comparison, kvlab.report.findings, kvlab.gate.verdict;"
-        "import validation.published.main, kvlab.cli.main;"
+        "import sys, kvlab_pipeline.report.metrics, kvlab_pipeline.report.comparison, kvlab_pipeline.report.findings;"
+        "import kvlab_pipeline.report.verdict, validation.published.main, kvlab.cli.main;"
         "print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
     )
     answer = subprocess.run(
@@ -155,7 +197,7 @@ def test_reporting_really_runs_without_torch():
 
 def test_params_load_nothing_that_takes_time():
     program = (
-        "import sys, kvlab.cli.main, kvlab.cli.checked, kvlab.lab.plan;"
+        "import sys, kvlab.cli.main, kvlab.cli.checked, kvlab_pipeline.jobs.plan;"
         "print(sorted({'torch', 'polars', 'numpy'} & set(sys.modules)))"
     )
     answer = subprocess.run(

@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 
 from kvlab.gate.evidence.measures import carried, measured, rate_bounds
-from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, METRICS
+from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, METRICS
 
 SIZES = (16, 32, 64)
 WORSE = {"kl": 1.0, "delta_nll": 1.0, "top1_agreement": -1.0}  # which way is a loss

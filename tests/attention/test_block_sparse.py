@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.drawing import after, draw
-from kvlab.attention.block_executors import EXECUTORS, gathered, masked
 from kvlab.attention.block_sparse import BlockIndex, allowed, blocks_of, choose, sparsity
 from kvlab.attention.grouped import attend, causal
 from kvlab.attention.patterns import BlockSparse
-from kvlab.base.errors import LayoutMismatch, UserError
+from kvlab.core.errors import LayoutMismatch, UserError
+from kvlab_mechanisms.attention.block_executors import EXECUTORS, gathered, masked
 
 PATTERN = BlockSparse(block=8, top_k=2, window=8, sinks=1)
 SCORES = pytest.mark.parametrize("score", ["mean", "bounds"])

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from attention.drawing import after, draw, rotate
 from kvlab.attention.chunk_summary import attend_summaries, reads, summaries_of
-from kvlab.attention.dual_chunk import dual_chunk, merged, part, query_positions
 from kvlab.attention.grouped import attend, causal
 from kvlab.attention.patterns import ChunkSummary
-from kvlab.base.errors import UserError
+from kvlab.core.errors import UserError
+from kvlab_mechanisms.attention.dual_chunk import dual_chunk, merged, part, query_positions
 
 PATTERN = ChunkSummary(chunk=8, top_k=2, exact=1, sinks=1)
 

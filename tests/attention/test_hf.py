@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvlab.attention.hf import attending, registered
 from kvlab.attention.patterns import BlockSparse, ChunkSummary, Full, Window
-from kvlab.base.errors import CapabilityError, CodecNotActive
+from kvlab.core.errors import CapabilityError, CodecNotActive
 
 SPARSE = BlockSparse(block=8, top_k=1, window=8, sinks=1)
 BOUNDED = BlockSparse(block=8, top_k=2, window=3, sinks=0, score="bounds")

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.drawing import after
-from kvlab.attention.latent import LatentCache, LatentWeights, attend_latent, attend_naive, ratio
 from kvlab.attention.latent_svd import Moments, attention_metric, fit, stacked
-from kvlab.base.errors import LayoutMismatch, PoolExhausted, UserError
+from kvlab.core.errors import LayoutMismatch, PoolExhausted, UserError
+from kvlab_mechanisms.attention.latent import LatentCache, LatentWeights, attend_latent, attend_naive, ratio
 
 
 def drawn(seed=0, tokens=20, heads=4, d=16, latent=24, rope=0, queries=3, scale=1.0):

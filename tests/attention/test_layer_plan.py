@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvlab.attention.layer_plan import budgeted, by_length, cost_of, saved
 from kvlab.attention.patterns import BlockSparse, ChunkSummary, Full, Window
-from kvlab.base.errors import UserError
+from kvlab.core.errors import UserError
 
 FULL, CHOSEN, SUMMED = Full(), BlockSparse(), ChunkSummary()
 OFFERED = (FULL, CHOSEN, Window(64))

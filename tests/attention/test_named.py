@@ -7,7 +7,7 @@ import pytest
 from kvlab.attention.layer_plan import by_length
 from kvlab.attention.named import ByLength, Latent, Sparse, mechanism
 from kvlab.attention.patterns import BlockSparse, Window
-from kvlab.base.errors import UserError
+from kvlab.core.errors import UserError
 
 
 def test_names_are_understood():

@@ -11,16 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvlab.base import lifeline, records
-from kvlab.base.errors import RunGone
 from kvlab.cli import main as cli
+from kvlab.core import lifeline, records
+from kvlab.core.errors import RunGone
 
 PATIENCE = 30  # seconds, for a machine that is busy with other things
 
 # A run starts a job through a shell, as Snakemake does; the job starts a process of its own and waits.
 JOB = """
 import subprocess, sys, time
-from kvlab.base import lifeline
+from kvlab.core import lifeline
 lifeline.follow_run()
 helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(helper.pid, flush=True)
@@ -28,7 +28,7 @@ time.sleep(600)
 """
 THE_RUN = """
 import os, subprocess, sys
-from kvlab.base import lifeline
+from kvlab.core import lifeline
 lifeline.announce()
 subprocess.run(["bash", "-c", '"$0" -c "$1"; exit 0', sys.executable, os.environ["JOB"]])
 """

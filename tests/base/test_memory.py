@@ -11,7 +11,7 @@ import pytest
 COUNT = """
 import ctypes, resource, sys
 import torch
-from kvlab.base import memory
+from kvlab.core import memory
 if sys.argv[1] == "kept":
     memory.keep_freed()
 else:  # as glibc begins; by itself it may raise that, sooner or later
@@ -39,7 +39,7 @@ def test_freed_memory_is_kept_for_the_next_tensor():
 HOLES = """
 import sys
 import psutil, torch
-from kvlab.base import memory
+from kvlab.core import memory
 memory.keep_freed()
 kept = [torch.ones(2**16) for _ in range(1200)]  # 256 KiB each, 300 MiB in all
 kept[::2] = [None] * len(kept[::2])  # a hole of 256 KiB after each

@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file
 
 import tiny
-from kvlab.base.decoder import ROPES, TRAINED, Decoder
-from kvlab.base.errors import CapabilityError, ModelError, UnknownName
-from kvlab.base.model import layer_count, load_tokenizer, resolve, resolve_folder
-from kvlab.base.params import Model, ModelEntry
+from kvlab.core.decoder import ROPES, TRAINED, Decoder
+from kvlab.core.errors import CapabilityError, ModelError, UnknownName
+from kvlab.core.model import layer_count, load_tokenizer, resolve, resolve_folder
+from kvlab.core.params import Model, ModelEntry
 from kvlab.engines.capability import check, check_protocol
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}

@@ -10,13 +10,13 @@ import pytest
 from dvc.utils.hydra import apply_overrides
 
 import embedded
-from kvlab.base.errors import ParamsError, UnknownName
-from kvlab.base.paramfile import assignment, overlay, preset, read_yaml
-from kvlab.base.rungs import CONDITIONABLE, LADDERED, default_recipe, ladder_recipe
-from kvlab.base.studied import coded_layers, studied_recipe
-from kvlab.lab import plan
-from kvlab.studies.cells.params import CELLS, RUNGS, reads_components
-from kvlab.studies.settings import Settings, by_model, judged, left_out, one_of, read_params, resolved
+from kvlab.core.errors import ParamsError, UnknownName
+from kvlab.core.paramfile import assignment, overlay, preset, read_yaml
+from kvlab.core.rungs import CONDITIONABLE, LADDERED, default_recipe, ladder_recipe
+from kvlab.core.studied import coded_layers, studied_recipe
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.studies.cells.params import CELLS, RUNGS, reads_components
+from kvlab_pipeline.studies.settings import Settings, by_model, judged, left_out, one_of, read_params, resolved
 
 
 def changed(base: dict, **leaves) -> dict:

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from kvlab.base.errors import ParamsError
-from kvlab.base.paramfile import assignment, overlay, read_yaml
-from kvlab.base.plain import MOST_ENTRIES, MOST_VALUES, shown, unfit
-from kvlab.base.strictyaml import MOST_BYTES, from_json, from_yaml
 from kvlab.cli.main import main
-from kvlab.studies.settings import by_model, read_params
+from kvlab.core.errors import ParamsError
+from kvlab.core.paramfile import assignment, overlay, read_yaml
+from kvlab.core.plain import MOST_ENTRIES, MOST_VALUES, shown, unfit
+from kvlab.core.strictyaml import MOST_BYTES, from_json, from_yaml
+from kvlab_pipeline.studies.settings import by_model, read_params
 
 MODELS = "models: [{path: models/reference}]\n"
 EIGHT = ",".join(["*{0}"] * 8)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.base.errors import StorageError
-from kvlab.base.records import atomic, write_text
-from kvlab.base.targets import absence
 from kvlab.cli.main import main
+from kvlab.core.errors import StorageError
+from kvlab.core.records import atomic, write_text
+from kvlab.core.targets import absence
 
 
 def refused(path: Path | str, words: str) -> None:

@@ -15,14 +15,14 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvlab.base import tensors
-from kvlab.base.errors import ModelError
-from kvlab.base.model import load_tokenizer, resolve
-from kvlab.base.params import Model
-from kvlab.base.records import file_hash
-from kvlab.base.tensors import model_tensors
-from kvlab.base.weights import INDEX, WHOLE, weight_files
 from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.core import tensors
+from kvlab.core.errors import ModelError
+from kvlab.core.model import load_tokenizer, resolve
+from kvlab.core.params import Model
+from kvlab.core.records import file_hash
+from kvlab.core.tensors import model_tensors
+from kvlab.core.weights import INDEX, WHOLE, weight_files
 from kvlab.engines.hf import HFEngine
 from kvlab.witness.plain import PlainModel
 
@@ -396,7 +396,7 @@ def test_only_headers_are_read(folder, monkeypatch):
     def shape_of(part):
         return SimpleNamespace(get_shape=part.get_shape, get_dtype=part.get_dtype)
 
-    monkeypatch.setattr("kvlab.base.tensors.safe_open", headers)
+    monkeypatch.setattr("kvlab.core.tensors.safe_open", headers)
     decoder, held = model_tensors(folder, json.loads((folder / "config.json").read_text()))
     assert {name: one.shape for name, one in held.items()} == decoder.tensors()
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.base import wheels
-from kvlab.base.errors import StorageError
-from kvlab.base.origin import read_origin
-from kvlab.base.wheels import WheelFile, read
+from kvlab.core import wheels
+from kvlab.core.errors import StorageError
+from kvlab.core.origin import read_origin
+from kvlab.core.wheels import WheelFile, read
 from kvlab.text.encyclopedia import DUMP
 
 ROOT = Path(__file__).parents[2]

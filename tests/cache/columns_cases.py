@@ -7,16 +7,16 @@ import torch
 
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
-from kvlab.base.recipe import KltStream
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.hf_rope import RopeTurn
 from kvlab.cache.klt_columns import KltColumns
-from kvlab.cache.klt_writing import QuickRows
 from kvlab.cache.pages.rows import KltRows
 from kvlab.cache.row import Row, Straight
 from kvlab.cache.stored import SCRATCH, Decoder
+from kvlab.cache.tables import QuickRows
 from kvlab.codec.base import Site
 from kvlab.codec.registry import build
+from kvlab.core.recipe import KltStream
 
 DIM = 64
 BITS = [{"bits": 4}, {"bits": 2}, {"bits": 0.5}, {"bits": 3, "escape": False}]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.base.model import ModelInfo, resolve
 from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Calibrated
+from kvlab.core.model import ModelInfo, resolve
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from cache.test_ends import ended
 from cache.test_hf_cache import BATCH, IDS, PER_TOKEN, WAYS, fitted, generated, hadamard, kivi, positions  # noqa: F401
-from kvlab.base.recipe import IntStream, KltStream, Recipe
-from kvlab.cache import hf_attention, hf_cache
+from kvlab.cache import hf_cache
+from kvlab.cache import hf_cache as hf_attention
 from kvlab.cache.hf_cache import KVCache
 from kvlab.cache.stored import Stored
+from kvlab.core.recipe import IntStream, KltStream, Recipe
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 32
 KLT = KltStream(bits=3, block_size=16, sink=2, recent=3)

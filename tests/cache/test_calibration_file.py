@@ -11,16 +11,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvlab import Cache, recipe
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, KvlabError, ParamsError, StorageError
-from kvlab.base.filekind import is_calibration_file
-from kvlab.base.recipe import KltStream, NoiseStream, Recipe, digest
-from kvlab.base.records import to_header
-from kvlab.base.studied import studied_recipe
 from kvlab.cache.calibration_file import load_calibration, read_header, write_calibration
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
 from kvlab.codec.base import Site
 from kvlab.codec.klt.codec import KltCodec
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, KvlabError, ParamsError, StorageError
+from kvlab.core.filekind import is_calibration_file
+from kvlab.core.recipe import KltStream, NoiseStream, Recipe, digest
+from kvlab.core.records import to_header
+from kvlab.core.studied import studied_recipe
 
 KLT = recipe("klt", bits=4, v_bits=3, block_size=64)
 RECIPES = {

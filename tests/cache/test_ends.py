@@ -6,10 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.model import resolve
-from kvlab.base.recipe import RECIPE_VARIABLE, HadamardStream, IntStream, Recipe
-from kvlab.base.rivals import rival_recipe
 from kvlab.cache import streams, vllm_worker
 from kvlab.cache.calibration_file import load_calibration, write_calibration
 from kvlab.cache.hf_cache import KVCache
@@ -17,6 +13,10 @@ from kvlab.cache.recipe_file import write_recipe_file
 from kvlab.calibration.calibrate import calibrate
 from kvlab.codec.base import Site
 from kvlab.codec.registry import build
+from kvlab.core.errors import CapabilityError
+from kvlab.core.model import resolve
+from kvlab.core.recipe import RECIPE_VARIABLE, HadamardStream, IntStream, Recipe
+from kvlab.core.rivals import rival_recipe
 from kvlab.engines.registry import start
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.payload import CodedChunks

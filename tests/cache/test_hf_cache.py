@@ -23,10 +23,18 @@ from transformers import (
 )
 
 import tiny
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, CodecNotActive, UnknownName
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
-from kvlab.base.recipe import (
+from kvlab.cache.decoded_window import GRAIN
+from kvlab.cache.hf_cache import KVCache
+from kvlab.cache.hf_layer import STREAMS
+from kvlab.cache.hf_rope import rotate, unrotate
+from kvlab.codec import whitening
+from kvlab.codec.base import Site, StreamCalibration
+from kvlab.codec.klt import components
+from kvlab.codec.registry import build
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, UnknownName
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
+from kvlab.core.recipe import (
     IDENTITY,
     CastStream,
     HadamardStream,
@@ -38,14 +46,6 @@ from kvlab.base.recipe import (
     NoiseStream,
     Recipe,
 )
-from kvlab.cache.decoded_window import GRAIN
-from kvlab.cache.hf_cache import KVCache
-from kvlab.cache.hf_layer import STREAMS
-from kvlab.cache.hf_rope import rotate, unrotate
-from kvlab.codec import whitening
-from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.klt import components
-from kvlab.codec.registry import build
 from kvlab.engines.registry import start
 
 IDS = torch.randint(1, 320, (1, 40), generator=torch.Generator().manual_seed(3))

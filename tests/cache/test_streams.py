@@ -13,21 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from kvlab.base.errors import (
-    CalibrationMismatch,
-    CapabilityError,
-    ParamsError,
-    StorageError,
-    StreamError,
-    UnknownName,
-    UserError,
-)
-from kvlab.base.model import resolve
-from kvlab.base.paramfile import overlay
-from kvlab.base.recipe import CastStream, HadamardStream, IntStream, IsotropicStream, KltStream, NoiseStream, Recipe
-from kvlab.base.records import to_header
-from kvlab.base.rungs import STUDIED, default_recipe, labelled, ladder_recipe
-from kvlab.base.studied import studied_recipe
 from kvlab.cache import streams
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
@@ -39,6 +24,21 @@ from kvlab.codec.base import Site
 from kvlab.codec.registry import build
 from kvlab.codec.stream.bitstream import STREAMS
 from kvlab.codec.stream.cache_file import CacheReader
+from kvlab.core.errors import (
+    CalibrationMismatch,
+    CapabilityError,
+    ParamsError,
+    StorageError,
+    StreamError,
+    UnknownName,
+    UserError,
+)
+from kvlab.core.model import resolve
+from kvlab.core.paramfile import overlay
+from kvlab.core.recipe import CastStream, HadamardStream, IntStream, IsotropicStream, KltStream, NoiseStream, Recipe
+from kvlab.core.records import to_header
+from kvlab.core.rungs import STUDIED, default_recipe, labelled, ladder_recipe
+from kvlab.core.studied import studied_recipe
 
 PLAIN = Recipe(k=IntStream(bits=4, group=16), v=HadamardStream(bits=3))
 WINDOW = 2
@@ -161,7 +161,7 @@ import json, re, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from kvlab.studies.settings import read_params
+from kvlab_pipeline.studies.settings import read_params
 from kvlab.cache import streams
 
 for case in json.loads(sys.argv[1]):

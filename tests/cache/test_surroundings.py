@@ -16,8 +16,6 @@ import kvlab.codec
 from cache import surroundings
 from cache.surroundings import CASES, CODECS, IDS, SAME, Fitted, cached, generated
 from kvlab import Cache, recipe
-from kvlab.base.errors import CapabilityError
-from kvlab.base.recipe import KltStream
 from kvlab.cache.hf_rope import Watch
 from kvlab.codec import rotation
 from kvlab.codec.apart import disturbed
@@ -29,6 +27,8 @@ from kvlab.codec.quantizer import gaussian_table
 from kvlab.codec.registry import bare
 from kvlab.codec.transform import kept_probe
 from kvlab.codec.whole.aquakv import spreading
+from kvlab.core.errors import CapabilityError
+from kvlab.core.recipe import KltStream
 
 CPU = torch.device("cpu")
 KEPT = {
@@ -293,7 +293,7 @@ def test_a_codec_alone_codes_the_same(codec, surrounding):
     ],
 )
 def test_positions_that_turn_nothing_back_are_named(found, message):
-    from kvlab.cache import hf_given
+    from kvlab.cache import hf_cache as hf_given
 
     with pytest.raises(CapabilityError, match=message):
         hf_given.positions(found, 2, 5)

@@ -16,17 +16,16 @@ from transformers import AutoModelForCausalLM
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
 from kvlab import Cache, recipe
-from kvlab.base.errors import CalibrationMismatch, StorageError
-from kvlab.base.recipe import KltStream
 from kvlab.cache import prepared, tables
 from kvlab.cache.calibration_file import write_calibration
 from kvlab.cache.hf_cache import KVCache
 from kvlab.cache.recipe_file import CalibrationFiles, read_recipe_file, write_recipe_file
 from kvlab.cache.vllm_worker import _try_out
 from kvlab.codec.base import Site
-from kvlab.codec.klt.nearest import Nearest
-from kvlab.codec.klt.trees import MANY, Trees
+from kvlab.codec.klt.trees import MANY, Nearest, Trees
 from kvlab.codec.registry import build
+from kvlab.core.errors import CalibrationMismatch, StorageError
+from kvlab.core.recipe import KltStream
 
 RECIPES = {
     "klt": recipe("klt", bits=4, v_bits=3, block_size=64),

@@ -16,8 +16,13 @@ from torch import nn
 
 import tiny
 from cache.vllm_user import CHUNK, PROMPTS
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ParamsError, StorageError
-from kvlab.base.recipe import (
+from kvlab.cache import vllm_plugin, vllm_settings, vllm_worker
+from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
+from kvlab.calibration.load import Fitted, load
+from kvlab.codec.base import Site
+from kvlab.codec.registry import build
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ParamsError, StorageError
+from kvlab.core.recipe import (
     IDENTITY,
     PAGES_VARIABLE,
     RECIPE_VARIABLE,
@@ -31,11 +36,6 @@ from kvlab.base.recipe import (
     NoiseStream,
     Recipe,
 )
-from kvlab.cache import vllm_plugin, vllm_settings, vllm_worker
-from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
-from kvlab.calibration.load import Fitted, load
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
 from kvlab.engines.registry import start
 
 LOSSY = Recipe(k=HadamardStream(bits=4), v=HadamardStream(bits=3))

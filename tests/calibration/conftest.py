@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="session")
 def calib_windows(tiny_params, tiny_windows):
     """The tiny model's windows."""
-    from kvlab.base.model import resolve
+    from kvlab.core.model import resolve
     from kvlab.text import corpus
 
     return corpus.load(tiny_windows, resolve(tiny_params.model).model_hash)

@@ -10,9 +10,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, UnknownName
-from kvlab.base.model import resolve
-from kvlab.base.records import to_header
 from kvlab.calibration import load as calibration
 from kvlab.calibration.across import names
 from kvlab.calibration.archive_file import archive_identity, write_archive
@@ -20,11 +17,14 @@ from kvlab.calibration.asked import read_asked, write_asked
 from kvlab.calibration.calibrate import fitted
 from kvlab.calibration.capture import Captured, capture, observe
 from kvlab.codec.recipes import named_recipe
-from kvlab.lab import plan
-from kvlab.lab.coding import CleanCapture
-from kvlab.lab.subjects import Memo
-from kvlab.lab.whole import coder_of
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, UnknownName
+from kvlab.core.model import resolve
+from kvlab.core.records import to_header
+from kvlab.measure.coding import CleanCapture
+from kvlab.measure.subjects import Memo
+from kvlab.measure.whole import coder_of
 from kvlab.text import corpus
+from kvlab_pipeline.jobs import plan
 
 RECIPE = named_recipe("archive", 2)
 

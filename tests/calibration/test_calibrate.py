@@ -9,17 +9,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from kvlab.base.errors import NonFinite, UserError
-from kvlab.base.model import resolve
-from kvlab.base.recipe import IDENTITY, KltStream, Recipe
-from kvlab.base.records import from_header
-from kvlab.base.studied import studied_recipe
 from kvlab.calibration import load as calibration
 from kvlab.calibration.calibrate import calibrate, fitted
 from kvlab.calibration.capture import Captured, capture, observe, sample_of
 from kvlab.calibration.moments import names
 from kvlab.calibration.sigma import second_moment
 from kvlab.codec.klt.grouping import joined
+from kvlab.core.errors import NonFinite, UserError
+from kvlab.core.model import resolve
+from kvlab.core.recipe import IDENTITY, KltStream, Recipe
+from kvlab.core.records import from_header
+from kvlab.core.studied import studied_recipe
 
 pytestmark = pytest.mark.engine
 

@@ -11,13 +11,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvlab.base.errors import CalibrationMismatch
-from kvlab.base.model import resolve
-from kvlab.base.paramfile import overlay
-from kvlab.base.recipe import IDENTITY, HadamardStream, KltStream, OscarStream, Recipe, digest
-from kvlab.base.records import file_hash, from_header, to_header
-from kvlab.base.rungs import default_recipe, ladder_recipe
-from kvlab.base.studied import studied_recipe
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured, capture
 from kvlab.calibration.components import FIELDS, fit_components
@@ -29,8 +22,15 @@ from kvlab.codec.klt.grouping import joined
 from kvlab.codec.metric import ridged
 from kvlab.codec.registry import build
 from kvlab.codec.stream.published import read_centroids
-from kvlab.lab.codebooks import fit_codebooks
-from kvlab.studies.settings import Settings
+from kvlab.core.errors import CalibrationMismatch
+from kvlab.core.model import resolve
+from kvlab.core.paramfile import overlay
+from kvlab.core.recipe import IDENTITY, HadamardStream, KltStream, OscarStream, Recipe, digest
+from kvlab.core.records import file_hash, from_header, to_header
+from kvlab.core.rungs import default_recipe, ladder_recipe
+from kvlab.core.studied import studied_recipe
+from kvlab_pipeline.jobs.codebooks import fit_codebooks
+from kvlab_pipeline.studies.settings import Settings
 
 
 def load_all(params: Settings, paths: dict, **changed) -> calibration.Calibrated:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvlab.base.errors import NonFinite
 from kvlab.calibration import losses
 from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.core.errors import NonFinite
 
 CACHED, SCORED, DRAWS, SIZE = 48, 16, 24, 3e-3
 

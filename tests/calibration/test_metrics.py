@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tiny
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.codec.metric import of_outputs
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])

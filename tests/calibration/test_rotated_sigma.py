@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from codec import making
-from kvlab.base.errors import StreamError
-from kvlab.base.model import resolve
-from kvlab.base.records import file_hash
 from kvlab.calibration.sigma import describe, load_whiteners, rotated_path, round_trip_errors
 from kvlab.codec.stream.published import INVERSE_TOLERANCE, SigmaQ, read_sigma, write_sigma
 from kvlab.codec.whitening import Whitener, fit
+from kvlab.core.errors import StreamError
+from kvlab.core.model import resolve
+from kvlab.core.records import file_hash
 from tiers import examples
 
 ROPE_BASE = 10_000.0  # of the tiny model, whose configuration names none

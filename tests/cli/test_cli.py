@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 import embedded
-from kvlab.base.paramfile import overlay
 from kvlab.cli import main as cli
-from kvlab.studies.settings import Settings, by_model, read_params
+from kvlab.core.paramfile import overlay
+from kvlab_pipeline.studies.settings import Settings, by_model, read_params
 
 
 def run(*arguments: str, capsys) -> tuple[int, str, str]:
@@ -245,14 +245,14 @@ def test_a_full_disk_loses_the_job_and_nothing_else(
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("kvlab.base.records.os.replace", full)
+    monkeypatch.setattr("kvlab.core.records.os.replace", full)
     code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys)
     assert code == 2 and "the disk is full" in err
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_fault_is_exit_code_one(tiny_params, tiny_windows, tiny_calibration, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("kvlab.lab.scoring.CANARY_MIN", 1e9)
+    monkeypatch.setattr("kvlab.measure.scoring.CANARY_MIN", 1e9)
     code, _, err = measure(tiny_params, tmp_path, tiny_windows, tiny_calibration, capsys)
     assert code == 1 and "does not reach the attention" in err
     assert not (tmp_path / "out").exists()

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kvlab.base.filekind import CACHES, FRONT, kind_of
 from kvlab.cli import main as cli
+from kvlab.core.filekind import CACHES, FRONT, kind_of
 
 TEXT = "a cache that is kept " * 12
 
@@ -86,7 +86,7 @@ def test_a_cache_in_python_names_what_it_was_given(files, tiny_model):
     from transformers import AutoModelForCausalLM
 
     from kvlab import Cache
-    from kvlab.base.errors import CalibrationMismatch
+    from kvlab.core.errors import CalibrationMismatch
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     for name in ("context.kvs", "moved.kv"):

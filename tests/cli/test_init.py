@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from kvlab.base.errors import UserError
-from kvlab.base.paramfile import read_yaml
 from kvlab.cli import main as cli
-from kvlab.lab import plan
-from kvlab.studies import init
-from kvlab.studies.settings import by_model
+from kvlab.core.errors import UserError
+from kvlab.core.paramfile import read_yaml
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.studies import init
+from kvlab_pipeline.studies.settings import by_model
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from kvlab.attention import hf
 from kvlab.attention.patterns import Full
 from kvlab.cli import main as cli
-from kvlab.lab.latent import LatentCoder
+from kvlab.measure.latent import LatentCoder
 
 SPARSE, LATENT = "block_sparse:block=8,top_k=1,window=8", "latent:rank=32"
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import kvlab
 import tiny
-from kvlab.base.errors import CorpusError
 from kvlab.calibration.calibrate import calibrate
 from kvlab.cli import costs, measure, measuring
 from kvlab.cli import main as cli
 from kvlab.codec.base import Site
 from kvlab.codec.registry import build
-from kvlab.lab import trial
+from kvlab.core.errors import CorpusError
+from kvlab.measure import trial
 from kvlab.stats import kl_scale
 from kvlab.stats.bootstrap import Estimate
 from kvlab.text.excerpts import refuse_overlap, windows_of
@@ -84,7 +84,7 @@ def test_the_witness_can_be_left_out_and_that_is_said(run, tmp_path):
 
 
 def test_a_wrong_answer_ends_the_command(run, monkeypatch):
-    from kvlab.lab.scoring import WindowRun
+    from kvlab.measure.scoring import WindowRun
 
     honest = WindowRun._scored
 
@@ -236,9 +236,9 @@ def test_a_place_is_one_that_takes_the_codec(hf_engine, codec):
     from transformers import AutoModelForCausalLM
 
     from kvlab import Cache
-    from kvlab.base.errors import UserError
     from kvlab.cache.pages.rows import rows_of
     from kvlab.cli.checked import recipe_of
+    from kvlab.core.errors import UserError
 
     recipe, info = recipe_of(codec), hf_engine.info
     ids = torch.randint(1, 300, (6, 64), generator=torch.Generator().manual_seed(0)).tolist()

@@ -147,8 +147,8 @@ def test_verify_with_a_model_tells_that_a_snapshot_is_of_another(run, planted, s
 
 
 def test_verify_without_the_calibration_judges_the_bytes_and_goes_on(run, saved, tiny_model, monkeypatch):
-    from kvlab.base.errors import CapabilityError
-    from kvlab.base.recipe import Fp8Stream, Recipe
+    from kvlab.core.errors import CapabilityError
+    from kvlab.core.recipe import Fp8Stream, Recipe
 
     recipe = Recipe(k=Fp8Stream(), v=Fp8Stream())
     codec = {"recipe_id": recipe.recipe_id, "recipe": recipe.model_dump(mode="json"), "layers": [0]}
@@ -313,7 +313,7 @@ def test_settings_are_those_of_the_snapshot_that_serves_the_prompt(run, saved, r
     ],
 )
 def test_verify_mode_exits_by_every_bit_that_is_promised(change, code):
-    from kvlab.cli.snapshot_said import verified
+    from kvlab.cli.snapshot import verified
     from kvlab.kvstore.hf.comparison import Comparison
     from kvlab.kvstore.restore import Report
 
@@ -350,8 +350,8 @@ def test_a_text_is_tokenised_by_the_model(run, tiny_model, tmp_path):
 
 
 def test_a_lossy_payload_needs_its_evidence_or_whoever_asks_for_it(run, restored, tiny_model, ids, tmp_path):
-    from kvlab.base.recipe import Fp8Stream, Recipe
     from kvlab.cache.recipe_file import write_recipe_file
+    from kvlab.core.recipe import Fp8Stream, Recipe
 
     recipe = write_recipe_file(tmp_path / "recipe.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
     flags = ("--model", tiny_model, "--tokens", ids, "--chunk-tokens", CHUNK, "--recipe", recipe)
@@ -375,9 +375,9 @@ def test_a_lossy_payload_needs_its_evidence_or_whoever_asks_for_it(run, restored
 def evidence(out: Path, model: Path, recipe: Path, **other) -> Path:
     """Evidence of a recipe on a model, or of others."""
     from kvlab.cache.recipe_file import read_recipe_file
-    from kvlab.gate.audit.passing_case import valid_case
     from kvlab.gate.catalogue.rows import EVIDENCE
     from kvlab.gate.evidence import build
+    from kvlab_pipeline.gate_page.audit.passing_case import valid_case
 
     found = valid_case()["rows"]["fp8"][EVIDENCE][0]
     ours = {"recipe_id": read_recipe_file(recipe).recipe.recipe_id, "model_hash": inputs.info_of(model).model_hash}
@@ -389,15 +389,15 @@ def evidence(out: Path, model: Path, recipe: Path, **other) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    from kvlab.base.recipe import Fp8Stream, Recipe
     from kvlab.cache.recipe_file import write_recipe_file
+    from kvlab.core.recipe import Fp8Stream, Recipe
 
     return write_recipe_file(tmp_path / "fp8.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
 
 
 def test_verify_with_another_recipe_says_that_it_could_not_decode(run, tiny_model, ids, tmp_path, recipe):
-    from kvlab.base.recipe import Fp8Stream, IdentityStream, Recipe
     from kvlab.cache.recipe_file import write_recipe_file
+    from kvlab.core.recipe import Fp8Stream, IdentityStream, Recipe
 
     flags = ("--model", tiny_model, "--tokens", ids, "--chunk-tokens", CHUNK, "--recipe", recipe)
     assert run("save", tmp_path / "coded", *flags)[0] == 0

@@ -7,9 +7,9 @@ import json
 import pytest
 
 import tiny
-from kvlab.base.errors import Fault
 from kvlab.cli import main as cli
-from kvlab.decoding.acceptance import refuse_other
+from kvlab.core.errors import Fault
+from kvlab_mechanisms.decoding.acceptance import refuse_other
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
-from kvlab.base import hub
 from kvlab.cli import main as cli
+from kvlab.core import hub
 
 TEXT = "lomi shavo pel driren tuan kalo mi. " * 6
 

@@ -9,16 +9,16 @@ import signal
 import pytest
 import torch
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UnknownName, UserError
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
-from kvlab.cluster import decoding
-from kvlab.cluster.decoding import WAYS, DecodeProcess, Setup
-from kvlab.cluster.handover import Coded, Decoder, Exact, prefill
-from kvlab.cluster.transport import LENGTH, PIECE, Reader, Writer
 from kvlab.codec.recipes import named_recipe
-from kvlab.kvstore.memory.wire import Head, pack
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UnknownName, UserError
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
 from kvlab.stats.divergences import token_record
+from kvlab_mechanisms.cluster import decoding
+from kvlab_mechanisms.cluster.decoding import WAYS, DecodeProcess, Setup
+from kvlab_mechanisms.cluster.handover import Coded, Decoder, Exact, prefill
+from kvlab_mechanisms.cluster.transport import LENGTH, PIECE, Reader, Writer
+from kvlab_mechanisms.memory.wire import Head, pack
 
 PROMPTS = {"one": list(range(5, 45)), "two": list(range(90, 70, -1))}
 TOKENS = 6
@@ -124,7 +124,7 @@ def test_what_a_damaged_stream_holds_is_not_read(model, other, monkeypatch):
         data[len(data) // 2] ^= 1
         out.write(data)
 
-    monkeypatch.setattr("kvlab.cluster.decoding.write", damaged)
+    monkeypatch.setattr("kvlab_mechanisms.cluster.decoding.write", damaged)
     for way in ("pipe", "tcp"):
         with pytest.raises(StreamError, match="is damaged"):
             other.hand_over("bad", prefill(model, PROMPTS["one"]), way)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kvlab.base.recipe import Recipe
-from kvlab.cluster import sequence_parallel, tensor_parallel
-from kvlab.cluster.share import cut, share
-from kvlab.cluster.tensor_parallel import ColumnLinear, RowLinear, Weights
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.recipes import named_recipe
 from kvlab.codec.registry import build
 from kvlab.codec.whitening import Whitener
+from kvlab.core.recipe import Recipe
+from kvlab_mechanisms.cluster import sequence_parallel, tensor_parallel
+from kvlab_mechanisms.cluster.share import cut, share
+from kvlab_mechanisms.cluster.tensor_parallel import ColumnLinear, RowLinear, Weights
 
 CODECS = ("hadamard", "int", "kivi", "d4", "oscar")
 

@@ -7,9 +7,9 @@ import struct
 
 import google_crc32c
 
-from kvlab.base.errors import StreamError
 from kvlab.codec.stream import bitstream
 from kvlab.codec.stream.bitstream import HEADER, U32
+from kvlab.core.errors import StreamError
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:

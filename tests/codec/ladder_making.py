@@ -6,7 +6,12 @@ from functools import lru_cache
 import torch
 
 from codec import making
-from kvlab.base.recipe import (
+from kvlab.codec import whitening
+from kvlab.codec.base import StreamCalibration
+from kvlab.codec.klt import components
+from kvlab.codec.names import UNSTORED
+from kvlab.codec.registry import build, fit_class
+from kvlab.core.recipe import (
     CastStream,
     D4Stream,
     E8Stream,
@@ -23,11 +28,6 @@ from kvlab.base.recipe import (
     OscarStream,
     TurboQuantStream,
 )
-from kvlab.codec import whitening
-from kvlab.codec.base import StreamCalibration
-from kvlab.codec.klt import components
-from kvlab.codec.names import UNSTORED
-from kvlab.codec.registry import build, fit_class
 
 BLOCK = 32
 LAYER = making.SITE.layer

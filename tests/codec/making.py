@@ -2,8 +2,8 @@
 
 import torch
 
-from kvlab.base.recipe import BlockStream
 from kvlab.codec.base import Site
+from kvlab.core.recipe import BlockStream
 
 SITE = Site(window=0, layer=1, stream="k")
 

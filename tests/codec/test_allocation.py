@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import CapabilityError
 from kvlab.codec.klt.allocation import bits_of, reverse_water_filling, spending_order
 from kvlab.codec.klt.marginal import MAX_WIDTH, Marginals, gaussian_sketch
 from kvlab.codec.quantizer import gaussian_table, mse
+from kvlab.core.errors import CapabilityError
 from tiers import examples
 
 GAUSSIAN = torch.tensor([1.0] + [mse(gaussian_table(bits)) for bits in range(1, MAX_WIDTH + 1)], dtype=torch.float64)

@@ -11,11 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UserError
-from kvlab.base.recipe import ArchiveStream
 from kvlab.codec.archive import steps
-from kvlab.codec.archive.ahead import one_ahead
-from kvlab.codec.archive.codec import ArchiveCodec
+from kvlab.codec.archive.codec import ArchiveCodec, one_ahead
 from kvlab.codec.archive.counting import LayerSample
 from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, off_grid, on_grid, power_of_two, unit_of
 from kvlab.codec.archive.fit import fit
@@ -24,6 +21,8 @@ from kvlab.codec.archive.model import spectrum_at
 from kvlab.codec.archive.moments import Across
 from kvlab.codec.archive.symbols import CLASSES, LARGEST, LOW_BITS, MOST_CLASS, MOST_INDEX, TABLES, Coder, Symbols
 from kvlab.codec.archive.symbols import classes as classes_of
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UserError
+from kvlab.core.recipe import ArchiveStream
 from tiers import examples
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 4, 2, 8, 96

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.making import SITE, nbytes, recipe, relative_error, second_moment, stream, tensors
-from kvlab.base.errors import CalibrationMismatch, CodecNotActive, NonFinite, StreamError
 from kvlab.codec import quantizer, whitening
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.registry import build
+from kvlab.core.errors import CalibrationMismatch, CodecNotActive, NonFinite, StreamError
 from tiers import examples
 
 FULL_RATE = {"skeleton": "fp32", "rank_fraction": 1.0}

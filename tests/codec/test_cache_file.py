@@ -14,14 +14,14 @@ import google_crc32c
 import pytest
 import torch
 
-from kvlab.base.errors import StorageError, StreamError, UserError
-from kvlab.base.recipe import IntStream
 from kvlab.codec.base import Encoded, Site
 from kvlab.codec.ladder.int_groups import IntCodec
 from kvlab.codec.stream import tree
 from kvlab.codec.stream.bitstream import U32, frame_bytes, read_frame
 from kvlab.codec.stream.cache_file import HEADER, PURPOSE, CacheCodec, CacheHeader, CacheReader, CacheWriter
 from kvlab.codec.stream.seal import Key, Seal
+from kvlab.core.errors import StorageError, StreamError, UserError
+from kvlab.core.recipe import IntStream
 
 HEADS, TOKENS, DIM = 2, 40, 16
 
@@ -192,7 +192,7 @@ from kvlab.codec.klt.components import Components
 from kvlab.codec.ladder.int_groups import IntCodec
 from kvlab.codec.klt.codec import KltCodec
 from kvlab.codec.klt.marginal import gaussian_sketch
-from kvlab.base.recipe import IntStream, KltStream
+from kvlab.core.recipe import IntStream, KltStream
 
 heads, dim = 4, 64
 x = torch.randn(heads, 2048, dim)

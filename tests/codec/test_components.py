@@ -2,12 +2,12 @@ import pytest
 import torch
 
 from codec.making import second_moment
-from kvlab.base.errors import CalibrationMismatch, NonFinite
 from kvlab.codec.klt import components, covariance
 from kvlab.codec.klt.grouping import joined
 from kvlab.codec.klt.marginal import PSEUDO_SAMPLES, Marginals, gaussian_sketch, ranks, sketch
 from kvlab.codec.klt.moments import folds
 from kvlab.codec.quantizer import gaussian_table, mse
+from kvlab.core.errors import CalibrationMismatch, NonFinite
 
 
 def source(seed=0):

@@ -9,10 +9,10 @@ import torch
 
 from codec.ladder_making import BLOCK, RECIPES, cases, codec, fresh, planted, storing
 from codec.making import SITE, relative_error
-from kvlab.base.errors import CodecNotActive, NonFinite, StreamError
 from kvlab.codec.base import Site
 from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.core.errors import CodecNotActive, NonFinite, StreamError
 
 STORABLE = {
     torch.uint8, torch.int8, torch.uint16, torch.int32, torch.float16, torch.bfloat16, torch.float32,

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
-from kvlab.base.errors import CalibrationMismatch, NonFinite
-from kvlab.base.recipe import CastStream, IsotropicStream, KltStream, Recipe, digest
 from kvlab.codec.base import Site
 from kvlab.codec.registry import build
+from kvlab.core.errors import CalibrationMismatch, NonFinite
+from kvlab.core.recipe import CastStream, IsotropicStream, KltStream, Recipe, digest
 from tiers import examples
 
 SITE = making.SITE

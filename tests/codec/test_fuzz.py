@@ -15,8 +15,8 @@ import torch
 
 from codec import ladder_making, making
 from codec.accidents import damaged, renamed, resealed
-from kvlab.base.errors import StreamError
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.core.errors import StreamError
 
 CASES = ladder_making.storing()
 NAMES = sorted({name for name, _ in CASES})
@@ -100,7 +100,7 @@ torch.set_num_threads(1)
 from codec import ladder_making, making
 from codec.accidents import damaged, renamed, resealed
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
-from kvlab.base.errors import StreamError
+from kvlab.core.errors import StreamError
 
 streams = []
 for name in sys.argv[2:]:

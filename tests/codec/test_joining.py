@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.base.recipe import D4Stream, E8Stream, Fp8Stream, HadamardStream, IdentityStream, IntStream, KiviStream
 from kvlab.codec.base import Site
 from kvlab.codec.klt.joining import arrays_of, joiner
 from kvlab.codec.registry import build
+from kvlab.core.recipe import D4Stream, E8Stream, Fp8Stream, HadamardStream, IdentityStream, IntStream, KiviStream
 
 SITE = Site(0, 1, "v")
 JOINED = [

@@ -8,17 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
-from kvlab.base.errors import CalibrationMismatch, NonFinite, StreamError
-from kvlab.base.recipe import (
-    D4Stream,
-    E8Stream,
-    Fp8Stream,
-    HadamardStream,
-    IntStream,
-    KiviStream,
-    Nf4Stream,
-    OscarStream,
-)
 from kvlab.codec import products, quantizer, rotation, whitening
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.klt import components
@@ -28,6 +17,17 @@ from kvlab.codec.ladder.e8 import E8Codec
 from kvlab.codec.registry import build
 from kvlab.codec.stream import packing
 from kvlab.codec.stream.bitstream import frame_bytes
+from kvlab.core.errors import CalibrationMismatch, NonFinite, StreamError
+from kvlab.core.recipe import (
+    D4Stream,
+    E8Stream,
+    Fp8Stream,
+    HadamardStream,
+    IntStream,
+    KiviStream,
+    Nf4Stream,
+    OscarStream,
+)
 from tiers import examples
 
 SITE = making.SITE

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import NonFinite, UserError
 from kvlab.codec import limit, quantizer
 from kvlab.codec.seeding import generator
+from kvlab.core.errors import NonFinite, UserError
 
 DOUBLING = torch.tensor([16.0, 4.0, 1.0], dtype=torch.float64)
 

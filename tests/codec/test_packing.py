@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import StreamError
 from kvlab.codec.block import outliers
 from kvlab.codec.stream import packing
+from kvlab.core.errors import StreamError
 from tiers import examples
 
 

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from codec.making import second_moment
-from kvlab.base.errors import StreamError
 from kvlab.codec import whitening
 from kvlab.codec.stream import published
 from kvlab.codec.stream.published import SigmaQ
+from kvlab.core.errors import StreamError
 
 
 def test_kktv_reads_back_and_has_the_published_layout(tmp_path):

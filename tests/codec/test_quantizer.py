@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from kvlab.base.errors import NonFinite, StorageError
 from kvlab.codec import quantizer
+from kvlab.core.errors import NonFinite, StorageError
 
 # Max (1960), table I, and Paez and Glisson (1972): mean squared error of the optimal quantiser of N(0, 1)
 PUBLISHED = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}

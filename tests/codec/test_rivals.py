@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, UnknownName
-from kvlab.base.recipe import (
+from kvlab.codec import quantizer
+from kvlab.codec.base import StreamCalibration
+from kvlab.codec.ended import EndedCodec, Kept
+from kvlab.codec.ladder import kvquant
+from kvlab.codec.recipes import named_recipe
+from kvlab.codec.registry import build
+from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, UnknownName
+from kvlab.core.recipe import (
     Cell,
     HadamardStream,
     IntStream,
@@ -20,15 +27,8 @@ from kvlab.base.recipe import (
     canonical,
     digest,
 )
-from kvlab.base.rivals import RIVALS, rival_recipe
-from kvlab.base.rungs import LADDERED, PIPELINED, ladder_recipe
-from kvlab.codec import quantizer
-from kvlab.codec.base import StreamCalibration
-from kvlab.codec.ended import EndedCodec, Kept
-from kvlab.codec.ladder import kvquant
-from kvlab.codec.recipes import named_recipe
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.core.rivals import RIVALS, rival_recipe
+from kvlab.core.rungs import LADDERED, PIPELINED, ladder_recipe
 from tiers import examples
 
 SITE = making.SITE

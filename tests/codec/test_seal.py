@@ -7,9 +7,9 @@ import hmac
 
 import pytest
 
-from kvlab.base.errors import StorageError, StreamError, UserError
 from kvlab.codec.stream import tree
 from kvlab.codec.stream.seal import UNSIGNED, Key, Seal
+from kvlab.core.errors import StorageError, StreamError, UserError
 
 # Inputs and roots of the Certificate Transparency project's own tests of RFC 6962.
 INPUTS = ("", "00", "10", "2021", "3031", "40414243", "5051525354555657", "606162636465666768696a6b6c6d6e6f")

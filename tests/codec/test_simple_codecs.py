@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from codec.making import SITE, nbytes, recipe, stream
-from kvlab.base.errors import NonFinite, StreamError, UnknownName, UserError
-from kvlab.base.recipe import IdentityStream, NoiseStream, PluginStream, StreamRecipe
 from kvlab.codec.base import Site, Stats
 from kvlab.codec.block.codec import BlockCodec
 from kvlab.codec.names import ALL
 from kvlab.codec.registry import build
 from kvlab.codec.seeding import stable_seed
+from kvlab.core.errors import NonFinite, StreamError, UnknownName, UserError
+from kvlab.core.recipe import IdentityStream, NoiseStream, PluginStream, StreamRecipe
 
 
 def noised(sigma, x, site=SITE, seed=3):

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.making import second_moment, stream
-from kvlab.base.errors import CalibrationMismatch, NonFinite
 from kvlab.codec import whitening
+from kvlab.core.errors import CalibrationMismatch, NonFinite
 from tiers import examples
 
 RIDGE = 1e-3

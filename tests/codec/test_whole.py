@@ -11,9 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError
-from kvlab.base.recipe import AquaKvStream, KvtcStream, Recipe
-from kvlab.base.rivals import rival_recipe
 from kvlab.codec import quantizer
 from kvlab.codec.registry import build
 from kvlab.codec.stream.cache_file import CacheHeader, CacheReader
@@ -22,6 +19,9 @@ from kvlab.codec.whole.aquakv import AquaKvCodec
 from kvlab.codec.whole.file import Owner
 from kvlab.codec.whole.grids import INDICES, fitted, grid, nearest
 from kvlab.codec.whole.kvtc import KvtcCodec
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError
+from kvlab.core.recipe import AquaKvStream, KvtcStream, Recipe
+from kvlab.core.rivals import rival_recipe
 from tiers import examples
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 4, 2, 8, 96

@@ -11,13 +11,12 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from kvlab.base.errors import CapabilityError, ParamsError
 from kvlab.cache.hf_cache import KVCache
 from kvlab.codec.recipes import named_recipe
-from kvlab.decoding.best_of_n import best_of_n, best_token, candidates, ranked
-from kvlab.decoding.law import Sampling
-from kvlab.decoding.shared_prefix import SharedPrefixCache
-from kvlab.decoding.speculate import plain
+from kvlab.core.errors import CapabilityError, ParamsError
+from kvlab_mechanisms.decoding.best_of_n import SharedPrefixCache, best_of_n, best_token, candidates, ranked
+from kvlab_mechanisms.decoding.law import Sampling
+from kvlab_mechanisms.decoding.speculate import plain
 
 PROMPT = list(range(30, 70))
 OWN = Sampling(0.9, 40, seed=10)

@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from kvlab.base.errors import ModelError
-from kvlab.decoding.heads import HeadDrafter, Heads, fit_heads, matrices
-from kvlab.decoding.law import Sampling
-from kvlab.decoding.speculate import plain, speculate
+from kvlab.core.errors import ModelError
+from kvlab_mechanisms.decoding.heads import HeadDrafter, Heads, fit_heads, matrices
+from kvlab_mechanisms.decoding.law import Sampling
+from kvlab_mechanisms.decoding.speculate import plain, speculate
 
 PROMPT = list(range(5, 25))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvlab.decoding.philox import DRAFTER, MASK, TARGET, philox, uniform, uniforms
+from kvlab_mechanisms.decoding.philox import DRAFTER, MASK, TARGET, philox, uniform, uniforms
 
 # of the authors' own distribution (Random123, kat_vectors): counter, key, answer
 KNOWN = [

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from scipy import optimize, special
 
-from kvlab.base.errors import CalibrationMismatch, Fault, StorageError
-from kvlab.decoding.probe import counted, drift, expected, fit_probe
+from kvlab.core.errors import CalibrationMismatch, Fault, StorageError
+from kvlab_mechanisms.decoding.probe import counted, drift, expected, fit_probe
 
 
 def planted(samples: int, classes: int = 3, width: int = 12, noise: float = 1.0, seed: int = 0):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvlab.decoding.law import Sampling
-from kvlab.decoding.processors import LawProcessor, SamplerProcessor
-from kvlab.decoding.speculate import plain
+from kvlab_mechanisms.decoding.law import Sampling
+from kvlab_mechanisms.decoding.processors import LawProcessor, SamplerProcessor
+from kvlab_mechanisms.decoding.speculate import plain
 
 PROMPTS = [list(range(20, 30)), list(range(50, 57)), [7, 9]]
 SETTINGS = [Sampling(0.8, 20, 0.9, 0.02, seed=1), Sampling(seed=2), Sampling(0)]

@@ -19,10 +19,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvlab.base.errors import NonFinite, ParamsError, UnknownName
-from kvlab.decoding.law import ORDERS, Sampling, law
-from kvlab.decoding.philox import uniforms
-from kvlab.decoding.sampler import drawn, sample
+from kvlab.core.errors import NonFinite, ParamsError, UnknownName
+from kvlab_mechanisms.decoding.law import ORDERS, Sampling, law
+from kvlab_mechanisms.decoding.philox import uniforms
+from kvlab_mechanisms.decoding.sampler import drawn, sample
 from tiers import examples
 
 SEEN = torch.tensor([0, 2, 2, 5])

@@ -8,12 +8,12 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvlab.base.recipe import IDENTITY, HadamardStream, KiviStream, Recipe
 from kvlab.codec.recipes import named_recipe
-from kvlab.decoding.compressed_drafter import BesideExact, CompressedKVDrafter
-from kvlab.decoding.law import Sampling, law
-from kvlab.decoding.speculate import Report, plain, speculate
-from kvlab.decoding.verify import Draft, Verified
+from kvlab.core.recipe import IDENTITY, HadamardStream, KiviStream, Recipe
+from kvlab_mechanisms.decoding.acceptance import BesideExact, CompressedKVDrafter
+from kvlab_mechanisms.decoding.law import Sampling, law
+from kvlab_mechanisms.decoding.speculate import Report, plain, speculate
+from kvlab_mechanisms.decoding.verify import Draft, Verified
 
 PROMPT = torch.randint(1, 320, (24,), generator=torch.Generator().manual_seed(1)).tolist()
 GREEDY = Sampling(0)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from kvlab.base.errors import NonFinite
-from kvlab.decoding.law import Sampling
-from kvlab.decoding.philox import DRAFTER, uniforms
-from kvlab.decoding.verify import Draft, Rows, draws_of, inverse, residual, verify
+from kvlab.core.errors import NonFinite
+from kvlab_mechanisms.decoding.law import Sampling
+from kvlab_mechanisms.decoding.philox import DRAFTER, uniforms
+from kvlab_mechanisms.decoding.verify import Draft, Rows, draws_of, inverse, residual, verify
 from tiers import examples
 
 VOCABULARY, DEPTH = 4, 2

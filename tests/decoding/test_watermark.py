@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers import AutoModelForCausalLM, WatermarkLogitsProcessor
 
-from kvlab.base.errors import ParamsError
-from kvlab.decoding.permutation_watermark import PermutationWatermark
-from kvlab.decoding.philox import uniforms
-from kvlab.decoding.watermark import Detection, Watermark, WatermarkProcessor, mixed
+from kvlab.core.errors import ParamsError
+from kvlab_mechanisms.decoding.permutation_watermark import PermutationWatermark
+from kvlab_mechanisms.decoding.philox import uniforms
+from kvlab_mechanisms.decoding.watermark import Detection, Watermark, WatermarkProcessor, mixed
 from tiers import examples
 
 VOCABULARY = 8192

@@ -10,9 +10,9 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
-from kvlab.decoding.law import Sampling, law
-from kvlab.decoding.sampler import sample
-from kvlab.decoding.verify import Draft, Rows, verify
+from kvlab_mechanisms.decoding.law import Sampling, law
+from kvlab_mechanisms.decoding.sampler import sample
+from kvlab_mechanisms.decoding.verify import Draft, Rows, verify
 
 
 def filtered(z: torch.Tensor, own: Sampling) -> torch.Tensor:
@@ -58,7 +58,7 @@ def rejections(runs: int = 300, depth: int = 4, size: int = 6) -> tuple[int, int
 
 def processed() -> bool:
     """Whether the processor draws a request's tokens wherever vLLM moves its row, and leaves other requests alone."""
-    from kvlab.decoding.vllm_processor import SamplerProcessor
+    from kvlab_mechanisms.decoding.vllm_processor import SamplerProcessor
 
     processor = SamplerProcessor(None, torch.device("cpu"), False)
     settings = [{"temperature": 0.8, "top_k": 20, "repetition_penalty": 1.2, "seed": seed} for seed in (3, 4)]

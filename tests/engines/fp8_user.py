@@ -9,8 +9,8 @@ import json
 import sys
 
 from engines.test_score_over import CONTEXT, IDS, PLACEMENTS, captured, kl, perturbed
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 

@@ -41,8 +41,8 @@ def answers(engine) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    from kvlab.base.model import resolve
-    from kvlab.base.params import Model
+    from kvlab.core.model import resolve
+    from kvlab.core.params import Model
     from kvlab.engines.registry import start
 
     model, out = sys.argv[1:]

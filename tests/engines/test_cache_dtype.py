@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvlab.base.errors import CapabilityError, UnknownName
+from kvlab.core.errors import CapabilityError, UnknownName
 from kvlab.engines.capability import check
 from kvlab.engines.registry import start
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tiny
-from kvlab.base.errors import UnknownName
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
+from kvlab.core.errors import UnknownName
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
 from kvlab.engines.registry import start
 
 IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(1)).tolist()

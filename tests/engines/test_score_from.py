@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from kvlab.engines import registry
 
 IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -27,7 +27,7 @@ class Moved:
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def engine(request, tiny_params, hf_engine):
-    from kvlab.base.model import resolve
+    from kvlab.core.model import resolve
 
     if request.param == "float32":
         yield hf_engine

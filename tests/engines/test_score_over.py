@@ -13,12 +13,12 @@ from typing import get_args
 import pytest
 import torch
 
-from kvlab.base.errors import Fault, UnknownName
-from kvlab.base.recipe import Placement
-from kvlab.base.records import SAME
+from kvlab.core.errors import Fault, UnknownName
+from kvlab.core.recipe import Placement
+from kvlab.core.records import SAME
 from kvlab.engines.base import ContextCache, Engine
-from kvlab.lab.coding import CleanCapture
-from kvlab.lab.scoring import WindowRun
+from kvlab.measure.coding import CleanCapture
+from kvlab.measure.scoring import WindowRun
 from kvlab.stats.divergences import token_record
 
 IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -135,7 +135,7 @@ def test_an_unknown_placement_is_refused(engine):
 @pytest.mark.engine
 def test_a_context_that_vllm_computes_itself_is_no_measurement(vllm_engine, monkeypatch):
     """A connector that brings nothing: vLLM then computes the context, and over the clean one nobody would notice."""
-    from kvlab.base.errors import CodecNotActive
+    from kvlab.core.errors import CodecNotActive
     from kvlab.engines.vllm_prefix import PrefixConnector
 
     cache = captured(vllm_engine, IDS, CONTEXT, "post_rope")

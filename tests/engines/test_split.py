@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.model import resolve
+from kvlab.core.errors import CapabilityError
+from kvlab.core.model import resolve
 from kvlab.engines.capability import check
 
 USER = Path(__file__).with_name("split_user.py")

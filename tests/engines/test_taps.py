@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tiny
-from kvlab.base.errors import ModelError, NonFinite, UnknownName
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
+from kvlab.core.errors import ModelError, NonFinite, UnknownName
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
 from kvlab.engines.registry import start
 from kvlab.text import corpus
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.base.errors import CapabilityError, CodecNotActive
+from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.evals.canary import LEAST, SHORTEST, WRITTEN, Guard, distance
 from kvlab.evals.side import Scored, Seen, Side, Sides, Written
 

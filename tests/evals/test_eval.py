@@ -14,11 +14,11 @@ import pytest
 
 import embedded
 from evals import local
-from kvlab.base.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, Recipe
 from kvlab.cache.recipe_file import write_recipe_file
 from kvlab.cli import evals as eval_verb
-from kvlab.cli import importing
+from kvlab.cli import gate as importing
 from kvlab.cli import main as cli
+from kvlab.core.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, Recipe
 from kvlab.evals.evidence import MEASURING
 from kvlab.gate import registry
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvlab.base.errors import CapabilityError, CodecNotActive
-from kvlab.base.model import load_tokenizer
-from kvlab.base.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, KiviStream, KltStream, Recipe
 from kvlab.cache.counts import expected_fires
 from kvlab.cache.hf_cache import KVCache
+from kvlab.core.errors import CapabilityError, CodecNotActive
+from kvlab.core.model import load_tokenizer
+from kvlab.core.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, KiviStream, KltStream, Recipe
 from kvlab.evals.canary import ONE_BIT, Guard
 from kvlab.evals.hf import CodedHFSide, HFSide, sides
 from kvlab.evals.side import Score, Write

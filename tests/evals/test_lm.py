@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from lm_eval.api.instance import Instance
 
-from kvlab.base.errors import CapabilityError, ParamsError
-from kvlab.base.model import load_tokenizer, resolve
+from kvlab.core.errors import CapabilityError, ParamsError
+from kvlab.core.model import load_tokenizer, resolve
 from kvlab.evals.lm import CachedLM
 from kvlab.evals.side import Scored, Seen, Side, Written
 

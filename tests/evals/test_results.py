@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvlab.base.errors import MixedIdentity, ParamsError
+from kvlab.core.errors import MixedIdentity, ParamsError
 from kvlab.evals.results import CONTEXT, SOURCES, ResultError, corpus_hash, measures, needs_context, source
 from kvlab.gate import registry
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvlab.base.errors import CapabilityError, CodecNotActive
-from kvlab.base.model import resolve
 from kvlab.cache.vllm_plugin import Status
-from kvlab.evals.vllm_counts import coded, refuse_own_pass
+from kvlab.core.errors import CapabilityError, CodecNotActive
+from kvlab.core.model import resolve
+from kvlab.evals.vllm import coded, refuse_own_pass
 
 BEFORE = Status("r", "m", None, (0, 2), 4, 100, {"k": (4, 4), "v": (4, 4)}, {"k": 2.0, "v": 4.0})
 NOW = replace(BEFORE, steps=10, tokens=300, fires={"k": (10, 10), "v": (10, 10)}, bits_per_value={"k": 2.5, "v": 4.0})

@@ -8,12 +8,19 @@ from statistics import median
 import numpy as np
 import polars as pl
 
-from kvlab.base.recipe import IDENTITY, digest
-from kvlab.base.records import Provenance, write_json
-from kvlab.base.testimony import Pool, Proof, Served, Testimony
-from kvlab.gate.measured_rows import RAN
-from kvlab.studies.mechanisms.plan import BASELINE, FIDELITY, NEEDLE
-from kvlab.studies.mechanisms.records import SCORES, EvalRun, MechanismRow, MechanismsRecord, Missing, write_mechanisms
+from kvlab.core.recipe import IDENTITY, digest
+from kvlab.core.records import Provenance, write_json
+from kvlab.core.testimony import Pool, Proof, Served, Testimony
+from kvlab_pipeline.gate_page.measured_rows import RAN
+from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, NEEDLE
+from kvlab_pipeline.studies.mechanisms.records import (
+    SCORES,
+    EvalRun,
+    MechanismRow,
+    MechanismsRecord,
+    Missing,
+    write_mechanisms,
+)
 
 WINDOWS, NEEDLES, CONTEXT = 32, 400, 512
 WINDOW = CONTEXT + 128  # tokens

@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
 from gate.sentinels import fields_of, sentinel, value_of
-from kvlab.base import lifeline
-from kvlab.base.recipe import RECIPE_VARIABLE
+from kvlab.core import lifeline
+from kvlab.core.recipe import RECIPE_VARIABLE
 from kvlab.gate import catalogue
 from kvlab.gate.catalogue import (
     BY_NAME,

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import NonFinite, StorageError
-from kvlab.base.records import CANARY_MIN, write_json
+from kvlab.core.errors import NonFinite, StorageError
+from kvlab.core.records import CANARY_MIN, write_json
 from kvlab.gate import reasons
-from kvlab.gate.audit.passing_case import BACKEND, POOL
 from kvlab.gate.catalogue.rows import checked_row
 from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.evidence import BASELINE_RECIPE, EvidenceError, build, parse, problems, read, status
 from kvlab.gate.evidence.measures import change_of, measured, paired
 from kvlab.gate.registry import Registry, load
+from kvlab_pipeline.gate_page.audit.passing_case import BACKEND, POOL
 from tiers import examples
 
 SHIPPED = load()

@@ -24,19 +24,19 @@ from cli.test_cli import run
 from gate.databases import SRC, checksum, published
 from gate.planted_records import plant
 from gate.sentinels import sentinel
-from kvlab.base.errors import NonFinite
-from kvlab.base.paramfile import read_yaml
 from kvlab.cli import gate as gate_verbs
 from kvlab.cli import main as cli
+from kvlab.core.errors import NonFinite
+from kvlab.core.paramfile import read_yaml
 from kvlab.gate import registry
-from kvlab.gate.audit.mutations import valid_case
 from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS
 from kvlab.gate.catalogue.rows import EVIDENCE
 from kvlab.gate.check import EXIT_CODES, REFERENCE
 from kvlab.gate.reasons import REASONS
-from kvlab.pages.terminal import as_text
-from kvlab.studies.mechanisms.plan import KEEPING, READING, variants
-from kvlab.studies.settings import by_model
+from kvlab.output.terminal import as_text
+from kvlab_pipeline.gate_page.audit.mutations import valid_case
+from kvlab_pipeline.studies.mechanisms.plan import KEEPING, READING, variants
+from kvlab_pipeline.studies.settings import by_model
 
 QUALITY = "supported+compression => quality_eval_status == completed"
 INJECTIONS = [

@@ -7,15 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gate.databases import claim, dump, held, ingest, judgement, published, row, start
-from kvlab.base.errors import NonFinite, StorageError, UnknownName, UserError
+from kvlab.core.errors import NonFinite, StorageError, UnknownName, UserError
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue import BY_NAME, COLUMNS, Row, RowError, checked_row, read_rows
 from kvlab.gate.check import check
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import load
 from kvlab.gate.store import StoreLocked, open_store
-from kvlab.gate.store.claims import ClaimRecord
-from kvlab.gate.store.ingest import Ingested, prepared, stored_rows
+from kvlab.gate.store.ingest import ClaimRecord, Ingested, prepared, stored_rows
 from kvlab.gate.store.ingest import ingest as put
 from kvlab.gate.store.queries import query
 from kvlab.gate.store.selection import QUALITY

@@ -24,8 +24,8 @@ from gate.planted_records import (
     scores,
     table,
 )
-from kvlab.base.errors import Fault, MixedIdentity, NonFinite, StaleResult, StorageError, UnknownName, WitnessDisagrees
-from kvlab.base.recipe import digest
+from kvlab.core.errors import Fault, MixedIdentity, NonFinite, StaleResult, StorageError, UnknownName, WitnessDisagrees
+from kvlab.core.recipe import digest
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue import EVIDENCE
@@ -33,13 +33,13 @@ from kvlab.gate.catalogue.rows import Row, checked_row, read_rows
 from kvlab.gate.check import check
 from kvlab.gate.evidence import BASELINE_RECIPE, measured, paired, parse
 from kvlab.gate.inputs import read_current
-from kvlab.gate.measured_rows import COPIED, RATES, band, current_of, rows_of, texts_hash, write
 from kvlab.gate.observations import band_of
-from kvlab.gate.page import page
-from kvlab.gate.summary import judged
-from kvlab.studies.mechanisms.plan import FIDELITY, METRICS, NEEDLE
-from kvlab.studies.mechanisms.records import read_mechanisms, write_mechanisms
 from kvlab.text import needles
+from kvlab_pipeline.gate_page.measured_rows import COPIED, RATES, band, current_of, rows_of, texts_hash, write
+from kvlab_pipeline.gate_page.page import page
+from kvlab_pipeline.gate_page.summary import judged
+from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, METRICS, NEEDLE
+from kvlab_pipeline.studies.mechanisms.records import read_mechanisms, write_mechanisms
 
 REGISTRY = registry.load()
 RULER = {"model_hash": "a", "items_hash": "z"}

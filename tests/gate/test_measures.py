@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.special import xlogy
 from scipy.stats import binomtest
 
-from kvlab.base.errors import MixedIdentity, NonFinite
+from kvlab.core.errors import MixedIdentity, NonFinite
 from kvlab.gate.evidence.measures import (
     BOOTSTRAP,
     LEVELS,

@@ -4,7 +4,7 @@ from contextlib import closing
 import pytest
 
 from gate.databases import checksum, dump, held, ingest, published, row, start
-from kvlab.base.errors import StorageError
+from kvlab.core.errors import StorageError
 from kvlab.gate.catalogue import sql_columns
 from kvlab.gate.store import StoreLocked, migrations, open_store
 from kvlab.gate.store.ingest import stored_rows

@@ -2,8 +2,16 @@ import copy
 
 import pytest
 
-from kvlab.gate.audit.mutations import ABSENT, MUTATIONS, Mutation, judged, published_passes, table, valid_case
 from kvlab.gate.reasons import REASONS
+from kvlab_pipeline.gate_page.audit.mutations import (
+    ABSENT,
+    MUTATIONS,
+    Mutation,
+    judged,
+    published_passes,
+    table,
+    valid_case,
+)
 
 # What is found in whole files or takes two fields, and what depends on the day: see the tests of their readers.
 ELSEWHERE = {

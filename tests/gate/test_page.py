@@ -16,20 +16,21 @@ import pytest
 from markdown_it import MarkdownIt
 
 from gate.planted_records import ABSENT, BASE, GOOD, LOSSY, NEEDLES, OWN, WINDOW, WINDOWS, plant, record, seconds, table
-from kvlab.base.errors import UserError
-from kvlab.gate import registry, samples
-from kvlab.gate.answer import answers
-from kvlab.gate.audit.mutations import MUTATIONS
-from kvlab.gate.audit.trust import losses, trust, words_of
+from kvlab.core.errors import UserError
+from kvlab.gate import registry
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row, checked_row, read_rows
-from kvlab.gate.evidence.power import CHURN, LOSSES, NOMINAL, SIZES, WORDS
-from kvlab.gate.measured_rows import current_of, rows_of
-from kvlab.gate.page import REASONS, TEMPLATE, reasons_of, write
 from kvlab.gate.rules import CRITERIA
-from kvlab.gate.summary import judged
-from kvlab.studies.mechanisms.records import write_mechanisms
+from kvlab_pipeline.gate_page import samples
+from kvlab_pipeline.gate_page.answer import answers
+from kvlab_pipeline.gate_page.audit.mutations import MUTATIONS
+from kvlab_pipeline.gate_page.audit.trust import losses, trust, words_of
+from kvlab_pipeline.gate_page.measured_rows import current_of, rows_of
+from kvlab_pipeline.gate_page.page import REASONS, TEMPLATE, reasons_of, write
+from kvlab_pipeline.gate_page.power import CHURN, LOSSES, NOMINAL, SIZES, WORDS
+from kvlab_pipeline.gate_page.summary import judged
+from kvlab_pipeline.studies.mechanisms.records import write_mechanisms
 
 REGISTRY = registry.load()
 CURRENT = {
@@ -71,7 +72,7 @@ def _played_once():
         return trusted(given.digest, tuple(sorted(baselines))) | {"repeats": found}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvlab.gate.page.trust", cached)
+        patch.setattr("kvlab_pipeline.gate_page.page.trust", cached)
         yield
 
 
@@ -462,12 +463,12 @@ def test_every_corruption_is_listed_and_detected(why, numbers):
 
 
 def test_a_corruption_that_is_missed_would_be_told(monkeypatch, rows, tmp_path):
-    from kvlab.gate.audit import mutations
+    from kvlab_pipeline.gate_page.audit import mutations
 
     made = mutations.table(MUTATIONS[:3])
     made[1]["detected"] = False
     monkeypatch.setattr(mutations, "table", lambda: made)
-    monkeypatch.setattr("kvlab.gate.page.trust", trust)
+    monkeypatch.setattr("kvlab_pipeline.gate_page.page.trust", trust)
     write(rows, CONTEXT, tmp_path / "GATE.md")
     text = whole(tmp_path / "GATE.md")
     assert "2 of 3 corruptions are detected" in text and "| no |" in text

@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import UserError
+from kvlab.core.errors import UserError
 from kvlab.gate.evidence.measures import measured, paired
-from kvlab.gate.evidence.power import NOMINAL, detection_curve, false_alarm, items_needed, repeated, words
 from kvlab.gate.evidence.quality import judge
 from kvlab.gate.registry import load
 from kvlab.gate.registry.entries import Metric
+from kvlab_pipeline.gate_page.power import NOMINAL, detection_curve, false_alarm, items_needed, repeated, words
 from tiers import examples
 
 SAID = {"unit": "share of items", "why": "made up"}

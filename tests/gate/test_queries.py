@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gate.databases import claim, dump, ingest, published, row
-from kvlab.base.errors import CapabilityError, StorageError, UnknownName, UserError
+from kvlab.core.errors import CapabilityError, StorageError, UnknownName, UserError
 from kvlab.gate.catalogue import BY_NAME, groupable
 from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.store import open_store

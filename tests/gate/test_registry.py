@@ -7,9 +7,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import UserError
-from kvlab.base.rungs import KEPT_WHOLE, LADDERED
 from kvlab.codec.names import ALL, UNSTORED
+from kvlab.core.errors import UserError
+from kvlab.core.rungs import KEPT_WHOLE, LADDERED
 from kvlab.gate.catalogue.columns import MECHANISMS
 from kvlab.gate.evidence.measures import measured, paired
 from kvlab.gate.evidence.quality import judge
@@ -102,7 +102,7 @@ def test_doubtful_citations_of_the_older_registry_are_gone():
 
 
 def test_every_metric_has_a_fixed_margin_in_its_unit_and_says_why():
-    from kvlab.base.params import Verdict
+    from kvlab.core.params import Verdict
 
     metrics = [metric for entry in load().evals.values() for metric in entry.metrics]
     assert all(metric.margin > 0 and len(metric.unit) > 5 and len(metric.why) > 20 for metric in metrics)

@@ -13,7 +13,7 @@ from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.check import check
 from kvlab.gate.render import to_json, to_junit, to_markdown
 from kvlab.gate.rules import CRITERIA
-from kvlab.pages.markdown import cell
+from kvlab.output.markdown import cell
 from tiers import examples
 
 ROWS = [row("baseline"), row("fp8"), row("int", **NOT_SHOWN), row("preview"), row("mtp", draft_model_id=None)]

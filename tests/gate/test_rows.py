@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from gate.sentinels import fields_of, sentinel, value_of
-from kvlab.base.errors import StorageError
+from kvlab.core.errors import StorageError
 from kvlab.gate.catalogue import row_schema
 from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS
 from kvlab.gate.catalogue.rows import PUBLISHED_NAMES, PUBLISHED_UNREAD, checked_row, read_rows, row_id

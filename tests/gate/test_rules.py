@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 
 from gate.test_check import CASE, CONTEXT, TIGHT, claim, context, row
 from kvlab.gate import registry
-from kvlab.gate.audit.mutations import valid_case
 from kvlab.gate.cases import DTYPE_BITS, Case
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row, checked_row
@@ -13,6 +12,7 @@ from kvlab.gate.observations import band_of
 from kvlab.gate.reasons import EVIDENCE_REASONS
 from kvlab.gate.registry.faults import NATIVE_DTYPES
 from kvlab.gate.rules import CRITERIA, FALSEHOODS, WAIVABLE, Context
+from kvlab_pipeline.gate_page.audit.mutations import valid_case
 
 BY_NAME = {criterion.name: criterion for criterion in CRITERIA}
 

@@ -5,7 +5,7 @@ from contextlib import closing
 import pytest
 
 from gate.databases import dump, held, ingest, published, row, start
-from kvlab.base.errors import StorageError, UserError
+from kvlab.core.errors import StorageError, UserError
 from kvlab.gate.store import StoreLocked, open_store
 from kvlab.gate.store.queries import query
 
@@ -148,7 +148,7 @@ def test_a_full_disk_is_said_and_changes_nothing(path):
 SHORT_OF_ROOM = """
 import resource, sys
 from gate.databases import ingest, row
-from kvlab.base.errors import StorageError
+from kvlab.core.errors import StorageError
 from kvlab.gate.store import open_store
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
 try:

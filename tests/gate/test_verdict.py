@@ -3,12 +3,12 @@ import json
 
 import pytest
 
-from kvlab.base.errors import MissingResult
-from kvlab.base.params import Verdict
-from kvlab.gate.verdict import decide, judge, reasons, windows_to_settle
-from kvlab.report.metrics import build
+from kvlab.core.errors import MissingResult
+from kvlab.core.params import Verdict
 from kvlab.stats.power import power_factor
-from kvlab.studies.settings import read_params
+from kvlab_pipeline.report.metrics import build
+from kvlab_pipeline.report.verdict import decide, judge, reasons, windows_to_settle
+from kvlab_pipeline.studies.settings import read_params
 from report.synthetic import Effects, small_params, write_results
 
 LIMITS = Verdict(accept_ppl=0.01, accept_top1=0.95, marginal_ppl=0.03, marginal_top1=0.85)

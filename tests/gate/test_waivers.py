@@ -2,7 +2,7 @@ import datetime
 
 import pytest
 
-from kvlab.base.errors import StorageError, UserError
+from kvlab.core.errors import StorageError, UserError
 from kvlab.gate.waivers import Waiver, WaiverError, parse, read
 
 WAIVABLE = ("quality", "observation")

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from gate.planted_records import BASE, GOOD, VALUES, plant, record, table
-from kvlab.base.errors import NonFinite, StorageError
+from kvlab.core.errors import NonFinite, StorageError
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.rows import read_rows
@@ -17,12 +17,12 @@ from kvlab.gate.check import check
 from kvlab.gate.evidence import measured, paired, parse
 from kvlab.gate.evidence.measures import change_bounds, rate_bounds
 from kvlab.gate.inputs import read_current
-from kvlab.gate.measured_rows import rows_of, write
-from kvlab.gate.page import page
-from kvlab.gate.summary import judged
-from kvlab.gate.written_table import written_table
-from kvlab.studies.mechanisms.plan import GREEDY
-from kvlab.studies.mechanisms.records import SCORES, EvalRun, write_mechanisms
+from kvlab_pipeline.gate_page.measured_rows import rows_of, write
+from kvlab_pipeline.gate_page.page import page
+from kvlab_pipeline.gate_page.summary import judged
+from kvlab_pipeline.gate_page.written_table import written_table
+from kvlab_pipeline.studies.mechanisms.plan import GREEDY
+from kvlab_pipeline.studies.mechanisms.records import SCORES, EvalRun, write_mechanisms
 
 REGISTRY = registry.load()
 ITEMS, LONGEST, WINDOWS = 60, 2048, 20

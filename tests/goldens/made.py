@@ -26,10 +26,10 @@ BITS = (1, 1.5, 2, 3, 4, 5, 8)
 
 def recipe_ids() -> dict[str, str]:
     """The id of every codec's recipe at every bits that it takes, plain and with what may stand in front of it."""
-    from kvlab.base.errors import UserError
-    from kvlab.base.recipe import STREAMS
-    from kvlab.base.rivals import RIVALS
     from kvlab.codec.recipes import named_recipe
+    from kvlab.core.errors import UserError
+    from kvlab.core.recipe import STREAMS
+    from kvlab.core.rivals import RIVALS
 
     found = {}
     for name in (*STREAMS, *RIVALS):
@@ -73,7 +73,7 @@ def _coded_bytes() -> dict[str, str]:
 
 def mutations() -> list[dict[str, Any]]:
     """The gate's table of corruptions, each with the code that finds it."""
-    from kvlab.gate.audit.mutations import table
+    from kvlab_pipeline.gate_page.audit.mutations import table
 
     return table()
 

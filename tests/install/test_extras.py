@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvlab.base.extras import EXTRAS, missing_extra
 from kvlab.cli import main as cli
+from kvlab.core.extras import EXTRAS, missing_extra
 
 
 @pytest.mark.parametrize("package", EXTRAS)

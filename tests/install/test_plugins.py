@@ -9,20 +9,20 @@ from transformers import AutoModelForCausalLM
 
 from install.plugin import documented, forget, install
 from kvlab import Cache, recipe
-from kvlab.base import plugins
-from kvlab.base.errors import KvlabError, ParamsError, PluginError, UnknownName
-from kvlab.base.model import resolve
-from kvlab.base.recipe import Recipe
-from kvlab.base.records import read_job
 from kvlab.cache.calibration_file import write_calibration
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import read_recipe_file, write_recipe_file
 from kvlab.calibration import load as calibration
 from kvlab.codec.registry import build
 from kvlab.codec.testing import CHECKS, NotConformant, Subject, conformance
-from kvlab.lab.measure import measure
-from kvlab.lab.plan import jobs
-from kvlab.studies.settings import Settings
+from kvlab.core import plugins
+from kvlab.core.errors import KvlabError, ParamsError, PluginError, UnknownName
+from kvlab.core.model import resolve
+from kvlab.core.recipe import Recipe
+from kvlab.core.records import read_job
+from kvlab_pipeline.jobs.measure import measure
+from kvlab_pipeline.jobs.plan import jobs
+from kvlab_pipeline.studies.settings import Settings
 
 POINT = {"sign": "kvlab_sign:PLUGIN"}
 

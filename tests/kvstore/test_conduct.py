@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.base.errors import ParamsError, SnapshotRefused, UserError
-from kvlab.base.model import resolve
-from kvlab.kvstore.harness.arms import ARMS, CONSUME, DAMAGED, FOREIGN, OFF, Doubt, Trial
-from kvlab.kvstore.harness.conduct import PagedAttempt, conduct, flipped
+from kvlab.core.errors import ParamsError, SnapshotRefused, UserError
+from kvlab.core.model import resolve
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 from kvlab.kvstore.snapshot.write import Source, save
+from kvlab_pipeline.studies.restore.arms import ARMS, CONSUME, DAMAGED, FOREIGN, OFF, Doubt, Trial
+from kvlab_pipeline.studies.restore.conduct import PagedAttempt, conduct, flipped
 from kvstore.snapshot import making
 
 PROMPT = [*making.tokens(24), 1, 2, 3]

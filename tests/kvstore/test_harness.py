@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import ParamsError
-from kvlab.kvstore.harness.arms import (
+from kvlab.core.errors import ParamsError
+from kvlab_pipeline.studies.restore.arms import (
     ARMS,
     BROKEN,
     CONSUME,
@@ -24,7 +24,7 @@ from kvlab.kvstore.harness.arms import (
     Trial,
     Verdict,
 )
-from kvlab.kvstore.harness.judging import combined, judge
+from kvlab_pipeline.studies.restore.judging import combined, judge
 
 PREFIX = 64
 ANSWER = (5, 6, 7)

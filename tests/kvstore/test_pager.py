@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvlab.base.errors import (
+from kvlab.core.errors import (
     LayoutMismatch,
     NonFinite,
     PagerError,

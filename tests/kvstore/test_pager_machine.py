@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvlab.base.errors import PagerError, PinRefused, PoolExhausted
+from kvlab.core.errors import PagerError, PinRefused, PoolExhausted
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
 from kvlab.kvstore.paging.pager import Pager

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import ParamsError
-from kvlab.kvstore.placement import Demand, disables_pool, place
+from kvlab.core.errors import ParamsError
+from kvlab_mechanisms.memory.placement import Demand, disables_pool, place
 from tiers import examples
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
-from kvlab.base.errors import LayoutMismatch, NonFinite
+from kvlab.core.errors import LayoutMismatch, NonFinite
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
 from kvlab.kvstore.paging.ledger import Entry, Ledger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.base.model import resolve
+from kvlab.core.model import resolve
 from kvlab.text import corpus
 
 

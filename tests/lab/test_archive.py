@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, StreamError, UserError
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
 from kvlab.cache.calibration_file import load_calibration, write_calibration
 from kvlab.calibration.across import expected_attention
 from kvlab.calibration.calibrate import calibrate
@@ -22,10 +19,13 @@ from kvlab.codec.archive.tokens import FirstLayer
 from kvlab.codec.recipes import named_recipe
 from kvlab.codec.registry import build
 from kvlab.codec.stream.seal import Key
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, StreamError, UserError
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
 from kvlab.engines.registry import start
-from kvlab.lab.coding import CleanCapture
-from kvlab.lab.trial import Subject, score
-from kvlab.lab.whole import coder_of
+from kvlab.measure.coding import CleanCapture
+from kvlab.measure.trial import Subject, score
+from kvlab.measure.whole import coder_of
 from kvlab.witness.plain import PlainModel
 from tiers import number
 from tiny import write_model
@@ -46,7 +46,7 @@ def window(calib_windows) -> list[int]:
 
 
 def cell_of(engine, recipe=RECIPE, protocol: str = "snapshot", **changes):
-    from kvlab.lab.trial import _cell
+    from kvlab.measure.trial import _cell
 
     cell = _cell(Subject("archive", recipe), engine, 1, protocol)
     return cell.model_copy(update=changes)
@@ -128,7 +128,7 @@ def test_no_layer_below_is_there_inside_a_forward(hf_engine, calibrated):
 def test_recipes_of_half_an_archive_are_refused():
     from pydantic import ValidationError
 
-    from kvlab.base.recipe import ArchiveStream, Fp8Stream, Recipe
+    from kvlab.core.recipe import ArchiveStream, Fp8Stream, Recipe
 
     archive = ArchiveStream(bits=2)
     with pytest.raises(ValidationError, match="K and V alike"):

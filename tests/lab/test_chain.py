@@ -7,23 +7,23 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
-from kvlab.base.errors import CodecNotActive, UnknownName
-from kvlab.base.paramfile import overlay
-from kvlab.base.records import read_job, read_tokens, write_json
+from kvlab.core.errors import CodecNotActive, UnknownName
+from kvlab.core.paramfile import overlay
+from kvlab.core.records import read_job, read_tokens, write_json
 from kvlab.engines import registry
-from kvlab.gate.verdict import judge
-from kvlab.lab.measure import measure
-from kvlab.lab.plan import LADDER, STUDIES, baseline_runs, job_names, jobs
-from kvlab.report import findings
-from kvlab.report.metrics import build
-from kvlab.studies.baseline.measure import baseline
-from kvlab.studies.cells.params import CELLS
-from kvlab.studies.chapter import Sources
-from kvlab.studies.ladder.facts import facts
-from kvlab.studies.mitigations.plan import read_choice
-from kvlab.studies.mitigations.search import choose
-from kvlab.studies.residual.measure import residual
-from kvlab.studies.settings import Settings
+from kvlab_pipeline.jobs.measure import measure
+from kvlab_pipeline.jobs.plan import LADDER, STUDIES, baseline_runs, job_names, jobs
+from kvlab_pipeline.report import findings
+from kvlab_pipeline.report.metrics import build
+from kvlab_pipeline.report.verdict import judge
+from kvlab_pipeline.studies.baseline.measure import baseline
+from kvlab_pipeline.studies.cells.params import CELLS
+from kvlab_pipeline.studies.chapter import Sources
+from kvlab_pipeline.studies.ladder.facts import facts
+from kvlab_pipeline.studies.mitigations.plan import read_choice
+from kvlab_pipeline.studies.mitigations.search import choose
+from kvlab_pipeline.studies.residual.measure import residual
+from kvlab_pipeline.studies.settings import Settings
 
 pytestmark = pytest.mark.engine
 

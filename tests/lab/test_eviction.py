@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kvlab.attention.named import EVICTIONS, Latent, mechanism
-from kvlab.base.errors import CapabilityError, CodecNotActive, Fault, UnknownName, UserError
-from kvlab.base.recipe import IDENTITY, Cell
+from kvlab.core.errors import CapabilityError, CodecNotActive, Fault, UnknownName, UserError
+from kvlab.core.recipe import IDENTITY, Cell
 from kvlab.engines.base import Engine, Left, gone_from
-from kvlab.lab import mechanism as mechanisms
-from kvlab.lab.eviction import EvictingCoder, last_attention
-from kvlab.lab.mechanism import Applied, extremes, over_kept
-from kvlab.lab.scoring import WindowRun
+from kvlab.measure import mechanism as mechanisms
+from kvlab.measure.eviction import EvictingCoder, last_attention
+from kvlab.measure.mechanism import Applied, extremes, over_kept
+from kvlab.measure.scoring import WindowRun
 from kvlab.text import corpus
 from kvlab.witness.plain import PlainModel
 

@@ -8,16 +8,16 @@ import pytest
 import yaml
 
 import tiny
-from kvlab.base.paramfile import overlay, read_yaml
-from kvlab.base.records import write_json
 from kvlab.cli import main as cli
-from kvlab.gate.verdict import judge
-from kvlab.lab import plan
-from kvlab.report import findings
-from kvlab.report.metrics import build
-from kvlab.report.summary import summary
-from kvlab.studies.chapter import Sources
-from kvlab.studies.settings import read_params
+from kvlab.core.paramfile import overlay, read_yaml
+from kvlab.core.records import write_json
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.report import findings
+from kvlab_pipeline.report.metrics import build
+from kvlab_pipeline.report.summary import summary
+from kvlab_pipeline.report.verdict import judge
+from kvlab_pipeline.studies.chapter import Sources
+from kvlab_pipeline.studies.settings import read_params
 
 pytestmark = pytest.mark.engine
 

@@ -9,18 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvlab.base.errors import CodecNotActive, Fault
-from kvlab.base.recipe import IDENTITY, Cell, IdentityStream, NoiseStream, Recipe, digest
-from kvlab.base.studied import studied_recipe
 from kvlab.calibration import load as calibration
 from kvlab.codec.base import Site
 from kvlab.codec.controls.identity import IdentityCodec
 from kvlab.codec.stream.cache_file import CacheHeader, CacheReader, CacheWriter
-from kvlab.lab.coding import CleanCapture, Coder, InForward
-from kvlab.lab.scoring import CANARY, WindowRun
-from kvlab.lab.subjects import probed, probes_of
-from kvlab.studies.baseline.measure import JitteredCoder
+from kvlab.core.errors import CodecNotActive, Fault
+from kvlab.core.recipe import IDENTITY, Cell, IdentityStream, NoiseStream, Recipe, digest
+from kvlab.core.studied import studied_recipe
+from kvlab.measure.coding import CleanCapture, Coder, InForward
+from kvlab.measure.scoring import CANARY, WindowRun
+from kvlab.measure.subjects import probed, probes_of
 from kvlab.text import corpus
+from kvlab_pipeline.studies.baseline.measure import JitteredCoder
 
 CONTEXT = 64
 

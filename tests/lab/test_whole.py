@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, WitnessDisagrees
-from kvlab.base.rivals import rival_recipe
 from kvlab.cache.calibration_file import load_calibration, write_calibration
 from kvlab.calibration.calibrate import calibrate, looked_at
 from kvlab.calibration.joint import JointTap, outputs
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.needs import needed_files
 from kvlab.codec.recipes import named_recipe
-from kvlab.lab.coding import CleanCapture
-from kvlab.lab.trial import Subject, _cell, score
-from kvlab.lab.whole import coder_of
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, WitnessDisagrees
+from kvlab.core.rivals import rival_recipe
+from kvlab.measure.coding import CleanCapture
+from kvlab.measure.trial import Subject, _cell, score
+from kvlab.measure.whole import coder_of
 from kvlab.witness.plain import PlainModel
 
 CONTEXT = 64
@@ -72,7 +72,7 @@ def test_bits_are_those_of_the_file(hf_engine, calibrated, calib_windows, name):
 
 def test_a_witness_sees_another_file(hf_engine, calibrated, calib_windows, monkeypatch):
     """A coder that decodes what it did not store is found out."""
-    from kvlab.lab.whole import WholeCoder
+    from kvlab.measure.whole import WholeCoder
 
     whole = WholeCoder.decoded
     monkeypatch.setattr(WholeCoder, "decoded", lambda *given: {at: 1.01 * x for at, x in whole(*given).items()})

@@ -19,26 +19,26 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import tiny
-from kvlab.base import testimony
-from kvlab.base.decoder import Decoder
-from kvlab.base.errors import Fault, WitnessDisagrees
-from kvlab.base.model import resolve
-from kvlab.base.records import TOKENS, read_job
 from kvlab.codec.recipes import named_recipe
+from kvlab.core import testimony
+from kvlab.core.decoder import Decoder
+from kvlab.core.errors import Fault, WitnessDisagrees
+from kvlab.core.model import resolve
+from kvlab.core.records import TOKENS, read_job
 from kvlab.engines import hf, hooks
 from kvlab.engines.registry import start
-from kvlab.lab import plan, trial, witnessing
-from kvlab.lab.coding import Coder
-from kvlab.lab.engines import Which, refuse_impostor
-from kvlab.lab.measure import CellsPart, Lab, run
-from kvlab.lab.store import Found
-from kvlab.lab.windows import windows_for
+from kvlab.measure import trial, witnessing
+from kvlab.measure.coding import Coder
+from kvlab.measure.engines import Which, refuse_impostor
+from kvlab.measure.store import Found
+from kvlab.measure.windows import windows_for
 from kvlab.stats.divergences import token_record
-from kvlab.studies.refusals import refuse_unwitnessed
 from kvlab.text import corpus
-from kvlab.witness.plain import PlainModel
-from kvlab.witness.rope import turns
+from kvlab.witness.plain import PlainModel, turns
 from kvlab.witness.scores import log_softmax, scored
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.jobs.measure import CellsPart, Lab, run
+from kvlab_pipeline.studies.refusals import refuse_unwitnessed
 
 pytestmark = pytest.mark.engine
 IDS = list(range(7, 71))
@@ -255,7 +255,7 @@ def test_rows_that_were_not_witnessed_are_refused(tiny_params):
 
 
 def test_the_function_that_attends_is_seen(tiny_params, hf_engine):
-    from kvlab.base.model import resolve
+    from kvlab.core.model import resolve
 
     other = start("hf", resolve(tiny_params.model), "bfloat16", "eager", max_tokens=96)
     for engine, function, dtype in ((hf_engine, "sdpa_attention_forward", "float32"),

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decoding.schema.test_language import SCHEMAS, walked
-from kvlab.base.errors import ParamsError
-from kvlab.decoding.schema.automaton import Automaton
-from kvlab.decoding.schema.json_schema import language
-from kvlab.ledger.contract import Contract, ContractBroken
+from kvlab.core.errors import ParamsError
+from kvlab_mechanisms.decoding.schema.automaton import Automaton
+from kvlab_mechanisms.decoding.schema.json_schema import language
+from kvlab_mechanisms.ledger.contract import Contract, ContractBroken
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = st.sampled_from(["a", "b", "ab", "n"])
@@ -153,7 +153,7 @@ def test_a_contract_is_compiled_once():
 
 
 def test_the_shipped_files_keep_their_contracts():
-    from kvlab.cli.contracts import held, hold
+    from kvlab_pipeline.cli.contracts import held, hold
 
     assert held(ROOT / "params.yaml") == "params"
     for name in ("mechanisms", "evals"):
@@ -165,7 +165,7 @@ def test_the_shipped_files_keep_their_contracts():
 def test_the_rows_of_the_pipeline_keep_their_contract():
     from gate.planted_records import GOOD
     from gate.test_measured_rows import rows
-    from kvlab.cli.contracts import hold
+    from kvlab_pipeline.cli.contracts import hold
 
     hold("rows", rows(GOOD), "m.json")
     with pytest.raises(ContractBroken, match=r"m\.json: \[0\]\.bitz is not known"):
@@ -173,8 +173,8 @@ def test_the_rows_of_the_pipeline_keep_their_contract():
 
 
 def test_a_file_without_a_contract_is_told(tmp_path):
-    from kvlab.base.errors import UserError
-    from kvlab.cli.contracts import held
+    from kvlab.core.errors import UserError
+    from kvlab_pipeline.cli.contracts import held
 
     with pytest.raises(UserError, match=r"other.json has no contract; files that have one: params.yaml"):
         held(tmp_path / "other.json")

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import KvlabError, StorageError, UserError
-from kvlab.base.recipe import canonical
 from kvlab.codec.stream.seal import Key
-from kvlab.ledger.checkpoint import Checkpoint, LedgerBroken, advance, verify
-from kvlab.ledger.entry import Entry, decoded, encoded
-from kvlab.ledger.jobs import digest_of, enter, entry_of, number_of, others
-from kvlab.ledger.log import Read, append, read
-from kvlab.ledger.merkle import Tree
+from kvlab.core.errors import KvlabError, StorageError, UserError
+from kvlab.core.recipe import canonical
+from kvlab_mechanisms.ledger.checkpoint import Checkpoint, LedgerBroken, advance, verify
+from kvlab_mechanisms.ledger.entry import Entry, decoded, encoded
+from kvlab_mechanisms.ledger.jobs import digest_of, enter, entry_of, number_of, others
+from kvlab_mechanisms.ledger.log import Read, append, read
+from kvlab_mechanisms.ledger.merkle import Tree
 
 
 def entry(n: int, **changes) -> Entry:
@@ -133,8 +133,8 @@ def test_a_torn_line_alone_and_a_long_one(path):
 
 WRITER = """
 import sys
-from kvlab.ledger.entry import Entry
-from kvlab.ledger.log import append
+from kvlab_mechanisms.ledger.entry import Entry
+from kvlab_mechanisms.ledger.log import append
 who, path = sys.argv[1:]
 for n in range(50):
     outputs = {f"results/{who}/{n}": "0" * 64 for n in range(20)}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import UserError
 from kvlab.codec.stream import tree as sealed
 from kvlab.codec.stream.tree import leaf
-from kvlab.ledger.merkle import EMPTY, Tree, proves_consistency, proves_inclusion
+from kvlab.core.errors import UserError
+from kvlab_mechanisms.ledger.merkle import EMPTY, Tree, proves_consistency, proves_inclusion
 
 # Inputs, roots and proofs of the Certificate Transparency project's own tests of RFC 6962.
 INPUTS = ("", "00", "10", "2021", "3031", "40414243", "5051525354555657", "606162636465666768696a6b6c6d6e6f")

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kvlab.cli import main as cli
-from kvlab.ledger import log
-from kvlab.ledger.jobs import enter, entry_of
+from kvlab_mechanisms.ledger import log
+from kvlab_mechanisms.ledger.jobs import enter, entry_of
 
 
 @pytest.fixture

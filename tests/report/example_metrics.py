@@ -6,8 +6,8 @@ import math
 import random
 from itertools import pairwise, product
 
-from kvlab.base.recipe import digest
-from kvlab.report.schema import VERSION
+from kvlab.core.recipe import digest
+from kvlab_pipeline.report.schema import VERSION
 from report.example_ladder import ladder_parts
 from report.example_mitigations import mitigations_part
 from report.example_residual import residual_part

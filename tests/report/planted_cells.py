@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import polars as pl
 
-from kvlab.base.params import Params
-from kvlab.base.recipe import IDENTITY, Cell, digest
-from kvlab.base.records import BaselineCell, BaselineRecord, CellRecord, Coding, Provenance
-from kvlab.lab.plan import baseline_runs, study_cells
+from kvlab.core.params import Params
+from kvlab.core.recipe import IDENTITY, Cell, digest
+from kvlab.core.records import BaselineCell, BaselineRecord, CellRecord, Coding, Provenance
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab.studies.gather import Measured, Results
+from kvlab_pipeline.jobs.plan import baseline_runs, study_cells
+from kvlab_pipeline.studies.gather import Measured, Results
 from report.shipped import shipped
 
 BOOT = Bootstrap(400, 0.95, 0)

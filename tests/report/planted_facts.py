@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvlab.base.params import Params
-from kvlab.base.records import Provenance, write_json
-from kvlab.studies.ladder.record import Artefact, Facts, Fitted, Gain, calibrated_rungs, gain_windows
+from kvlab.core.params import Params
+from kvlab.core.records import Provenance, write_json
+from kvlab_pipeline.studies.ladder.record import Artefact, Facts, Fitted, Gain, calibrated_rungs, gain_windows
 
 GAIN = {"k": 6.02, "v": 3.01}
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import polars as pl
 
-from kvlab.base.params import Params
-from kvlab.base.recipe import IDENTITY, Cell
-from kvlab.base.records import TOKENS, CellRecord, Coding, Provenance
-from kvlab.studies.gather import Measured, Results
-from kvlab.studies.mitigations import plan
-from kvlab.studies.mitigations.plan import Choice, ChoiceRecord, Step
+from kvlab.core.params import Params
+from kvlab.core.recipe import IDENTITY, Cell
+from kvlab.core.records import TOKENS, CellRecord, Coding, Provenance
+from kvlab_pipeline.studies.gather import Measured, Results
+from kvlab_pipeline.studies.mitigations import plan
+from kvlab_pipeline.studies.mitigations.plan import Choice, ChoiceRecord, Step
 from report.shipped import shipped
 
 WINDOWS, CONTEXT, EVAL = 16, 64, 17

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from kvlab.base.params import Params
-from kvlab.base.records import Provenance
-from kvlab.studies.residual.record import RESIDUAL, STREAMS, Ranks, ResidualRecord, recipes, write_residual
+from kvlab.core.params import Params
+from kvlab.core.records import Provenance
+from kvlab_pipeline.studies.residual.record import RESIDUAL, STREAMS, Ranks, ResidualRecord, recipes, write_residual
 
 HEADS, HEAD_DIM = 2, 64
 RELATIVE = {"k": 0.02, "v": 0.06}

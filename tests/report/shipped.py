@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import embedded
-from kvlab.base.paramfile import overlay
-from kvlab.studies.settings import Settings
+from kvlab.core.paramfile import overlay
+from kvlab_pipeline.studies.settings import Settings
 
 # What no report reads: small enough for every corpus that a test makes up.
 FEWER = {

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from kvlab.base.params import Params
-from kvlab.base.recipe import IDENTITY, BlockStream, Cell, Engine, digest
-from kvlab.base.records import (
+from kvlab.calibration.needs import coded_by, pieces
+from kvlab.core.params import Params
+from kvlab.core.recipe import IDENTITY, BlockStream, Cell, Engine, digest
+from kvlab.core.records import (
     TOKENS,
     BaselineRecord,
     CellRecord,
@@ -28,13 +29,12 @@ from kvlab.base.records import (
     write_json,
     write_table,
 )
-from kvlab.base.studied import coded_layers
-from kvlab.base.testimony import LIBRARIES, Proof, Testimony
-from kvlab.calibration.needs import coded_by, pieces
-from kvlab.lab import plan
-from kvlab.studies.baseline.truth import peer_of
-from kvlab.studies.chapter import Sources
-from kvlab.studies.mitigations.plan import Choice, ChoiceRecord, Step, search_id
+from kvlab.core.studied import coded_layers
+from kvlab.core.testimony import LIBRARIES, Proof, Testimony
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.studies.baseline.truth import peer_of
+from kvlab_pipeline.studies.chapter import Sources
+from kvlab_pipeline.studies.mitigations.plan import Choice, ChoiceRecord, Step, search_id
 from report.planted_facts import write_facts
 from report.planted_residual import SIGMAS, write_residuals
 from report.shipped import shipped

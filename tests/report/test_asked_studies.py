@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.gate.verdict import judge
-from kvlab.report import findings
-from kvlab.report.metrics import build
-from kvlab.report.schema import OPTIONAL
-from kvlab.studies.register import chapters
+from kvlab_pipeline.report import findings
+from kvlab_pipeline.report.metrics import build
+from kvlab_pipeline.report.schema import OPTIONAL
+from kvlab_pipeline.report.verdict import judge
+from kvlab_pipeline.studies.register import chapters
 from report import test_comparison
 from report.synthetic import Effects, small_params, write_results
 

@@ -8,14 +8,14 @@ import shutil
 import polars as pl
 import pytest
 
-from kvlab.base.errors import MissingResult, StaleResult
-from kvlab.base.records import BaselineCell, read_baseline, read_json, read_tokens, write_json
-from kvlab.pages import format as fmt
-from kvlab.pages.rendering import render
+from kvlab.core.errors import MissingResult, StaleResult
+from kvlab.core.records import BaselineCell, read_baseline, read_json, read_tokens, write_json
+from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab.studies.baseline import tables as baseline_tables
-from kvlab.studies.baseline.numbers import baseline_entry, peer_entries
-from kvlab.studies.gather import Results, read_baselines
+from kvlab_pipeline.pages.templates import render
+from kvlab_pipeline.studies.baseline import tables as baseline_tables
+from kvlab_pipeline.studies.baseline.numbers import baseline_entry, peer_entries
+from kvlab_pipeline.studies.gather import Results, read_baselines
 from report.example_metrics import Maker
 from report.example_studies import peer_rows
 from report.synthetic import Effects, Text, small_params, with_table, write_baseline

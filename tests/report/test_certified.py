@@ -8,11 +8,11 @@ import re
 
 import pytest
 
-from kvlab.base.errors import NonFinite, UserError
+from kvlab.core.errors import NonFinite, UserError
 from kvlab.gate.catalogue.columns import TIERS
-from kvlab.gate.summary import SCHEMA_VERSION, Line
-from kvlab.report import figures, findings, use
-from kvlab.report.certified import context, sentence
+from kvlab_pipeline.gate_page.summary import SCHEMA_VERSION, Line
+from kvlab_pipeline.report import figures, findings, use
+from kvlab_pipeline.report.certified import context, sentence
 from report.example_metrics import build, verdict
 from report.shipped import shipped
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import Fault
-from kvlab.report import claims
+from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Estimate
-from kvlab.studies.estimates import claim
+from kvlab_pipeline.report import claims
+from kvlab_pipeline.studies.estimates import claim
 
 EVIDENCE = re.compile(r"\((\d+) windows, (\d+) tokens; (cells? `\w+`.*) against (cells? `\w+`.*)\)\.$")
 SIDES = [[{"cell_id": "a" * 12, "engine": "hf"}], [{"cell_id": "b" * 12, "engine": "hf"}]]

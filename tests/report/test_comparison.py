@@ -10,19 +10,19 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from kvlab.base.errors import MixedIdentity
-from kvlab.base.records import read_json, write_json
-from kvlab.base.seal import sealed
 from kvlab.cli.main import main
-from kvlab.gate.verdict import judge
-from kvlab.pages import format as fmt
-from kvlab.pages import svg
-from kvlab.report import comparison, figures, findings
-from kvlab.report.across import families, verdict
-from kvlab.report.claims import resolved
-from kvlab.report.metrics import build as build_metrics
-from kvlab.report.schema import VERSION
-from kvlab.report.summary import summary
+from kvlab.core.errors import MixedIdentity
+from kvlab.core.records import read_json, write_json
+from kvlab.output import format as fmt
+from kvlab_pipeline.pages import svg
+from kvlab_pipeline.report import comparison, figures, findings
+from kvlab_pipeline.report.across import families, verdict
+from kvlab_pipeline.report.claims import resolved
+from kvlab_pipeline.report.metrics import build as build_metrics
+from kvlab_pipeline.report.schema import VERSION
+from kvlab_pipeline.report.seal import sealed
+from kvlab_pipeline.report.summary import summary
+from kvlab_pipeline.report.verdict import judge
 from report.synthetic import Effects, small_params, write_results
 
 MORE = 0.02  # KL that the further model's `variance_ratio` costs beyond the first model's

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from gate.test_page import CONTEXT, objects, read
-from kvlab.gate import page as gate_page
-from kvlab.gate.verdict import judge
-from kvlab.report import comparison, findings, readme
-from kvlab.report.metrics import disclosure
-from kvlab.studies.settings import Settings
+from kvlab_pipeline.gate_page import page as gate_page
+from kvlab_pipeline.report import comparison, findings, readme
+from kvlab_pipeline.report.metrics import disclosure
+from kvlab_pipeline.report.verdict import judge
+from kvlab_pipeline.studies.settings import Settings
 from report import test_comparison as compared
 from report.example_metrics import build, verdict
 from report.test_findings import some_params

@@ -13,11 +13,11 @@ from xml.etree import ElementTree
 import polars as pl
 import pytest
 
-from kvlab.base.errors import Fault, UnknownName
-from kvlab.pages import svg
-from kvlab.pages.axes import tick_name
-from kvlab.pages.figure import DARK, Axis, Figure, Look, Mark, Panel
-from kvlab.report import figures
+from kvlab.core.errors import Fault, UnknownName
+from kvlab_pipeline.pages import svg
+from kvlab_pipeline.pages.axes import tick_name
+from kvlab_pipeline.pages.figure import DARK, Axis, Figure, Look, Mark, Panel
+from kvlab_pipeline.report import figures
 from report.drawings import assert_drawn, read
 from report.example_metrics import build
 
@@ -193,7 +193,7 @@ def test_an_unknown_figure_is_refused_with_the_nearest_name(tmp_path):
 
 def test_neither_torch_nor_matplotlib_comes_with_the_import():
     code = (
-        "import sys, kvlab.report.findings, kvlab.report.readme;"
+        "import sys, kvlab_pipeline.report.findings, kvlab_pipeline.report.readme;"
         "sys.exit(int(bool({'torch', 'matplotlib'} & sys.modules.keys())))"
     )
     found = subprocess.run([sys.executable, "-c", code], check=False, env=os.environ | {"PYTHONPATH": str(SOURCE)})

@@ -11,13 +11,13 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from kvlab.base.errors import Fault, NonFinite
-from kvlab.base.params import Params
-from kvlab.pages import format as fmt
-from kvlab.pages import rendering
-from kvlab.report import claims, contexts, figures, findings, front
+from kvlab.core.errors import Fault, NonFinite
+from kvlab.core.params import Params
+from kvlab.output import format as fmt
 from kvlab.stats import kl_scale
-from kvlab.studies.ladder import tables as ladder
+from kvlab_pipeline.pages import templates
+from kvlab_pipeline.report import claims, contexts, figures, findings, front
+from kvlab_pipeline.studies.ladder import tables as ladder
 from report.example_metrics import build, verdict
 from report.shipped import shipped
 
@@ -62,7 +62,7 @@ def tables_of(text: str) -> list[list[list[str]]]:
 # ---------------------------------------------------------------------------------- no typed numerals
 
 
-TEMPLATES = [path for folder in rendering.TEMPLATES for path in sorted(folder.glob("*.md.j2"))]
+TEMPLATES = [path for folder in templates.TEMPLATES for path in sorted(folder.glob("*.md.j2"))]
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
@@ -73,13 +73,14 @@ def test_no_numeral_is_typed_into_a_template(path):
 
 
 WORDED = [
-    ROOT / f"src/kvlab/report/{name}.py" for name in ("findings", "front", "contexts", "claims", "comparison", "readme")
+    ROOT / f"src/kvlab_pipeline/report/{name}.py"
+    for name in ("findings", "front", "contexts", "claims", "comparison", "readme")
 ]
 WORDED += [
     ROOT / "src/kvlab" / name
     for name in ("report/models.py", "report/certified.py", "report/verdicts.py", "pages/parts.py")
 ]
-WORDED += sorted(folder / "tables.py" for folder in rendering.TEMPLATES if any(folder.glob("*.j2")))
+WORDED += sorted(folder / "tables.py" for folder in templates.TEMPLATES if any(folder.glob("*.j2")))
 
 
 @pytest.mark.parametrize("path", filter(Path.exists, WORDED), ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -126,7 +127,7 @@ def test_no_numeral_survives_other_metrics(tmp_path, engines):
 
 def test_the_search_for_survivors_finds_a_typed_numeral(tmp_path, monkeypatch):
     (tmp_path / "limits.md.j2").write_text("It costs 27.5 points.\n")
-    monkeypatch.setattr(rendering, "TEMPLATES", (tmp_path, *rendering.TEMPLATES))
+    monkeypatch.setattr(templates, "TEMPLATES", (tmp_path, *templates.TEMPLATES))
     seen = [set(NUMERAL.findall(uncounted(render(tmp_path, build(seed), seed=seed)))) for seed in range(24)]
     assert set.intersection(*seen) == {"27.5"}
 

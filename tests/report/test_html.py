@@ -16,12 +16,12 @@ import polars as pl
 import pytest
 
 import embedded
-from kvlab.base.errors import Fault
-from kvlab.pages import format as fmt
-from kvlab.pages import svg
-from kvlab.pages.figure import DARK, INK, PALE, PAPER
-from kvlab.pages.html import body
-from kvlab.report import figures, findings, page
+from kvlab.core.errors import Fault
+from kvlab.output import format as fmt
+from kvlab_pipeline.pages import svg
+from kvlab_pipeline.pages.figure import DARK, INK, PALE, PAPER
+from kvlab_pipeline.pages.html import body
+from kvlab_pipeline.report import figures, findings, page
 from report.example_metrics import build, verdict
 
 ROOT = Path(__file__).parents[2]

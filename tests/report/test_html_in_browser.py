@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import sync_playwright
 
-from kvlab.pages import format as fmt
-from kvlab.report import figures
-from kvlab.report import page as html_page
+from kvlab.output import format as fmt
+from kvlab_pipeline.report import figures
+from kvlab_pipeline.report import page as html_page
 from report.example_metrics import build
 
 pytestmark = pytest.mark.full

@@ -9,15 +9,15 @@ import polars as pl
 import pytest
 from scipy.stats import false_discovery_control
 
-from kvlab.base.errors import MissingResult, MixedIdentity
-from kvlab.pages.rendering import render
-from kvlab.report.claims import resolved, sentence
+from kvlab.core.errors import MissingResult, MixedIdentity
 from kvlab.stats.bootstrap import Column
 from kvlab.stats.multiple import sign_flip_two_sided_p
-from kvlab.studies.layers import tables as tables_layers
-from kvlab.studies.layers.claims import claims as layer_claims
-from kvlab.studies.layers.figure import layers, layers_table
-from kvlab.studies.layers.numbers import additivity_entries, layer_entries, standing_out
+from kvlab_pipeline.pages.templates import render
+from kvlab_pipeline.report.claims import resolved, sentence
+from kvlab_pipeline.studies.layers import tables as tables_layers
+from kvlab_pipeline.studies.layers.claims import claims as layer_claims
+from kvlab_pipeline.studies.layers.figure import layers, layers_table
+from kvlab_pipeline.studies.layers.numbers import additivity_entries, layer_entries, standing_out
 from report.planted_cells import BOOT, WINDOWS, plain_basis, planted_params, planted_results, rows
 from report.shipped import shipped
 

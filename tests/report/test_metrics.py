@@ -6,24 +6,24 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvlab.base.errors import CodecNotActive, Fault, MissingResult, MixedIdentity, NonFinite, StaleResult
-from kvlab.base.records import read_job, read_json, read_tokens, write_job, write_json, write_table
-from kvlab.lab import plan
-from kvlab.pages import format as fmt
-from kvlab.report.calibration import sigma_drift
-from kvlab.report.claims import derived, resolved, sentence
-from kvlab.report.contexts import calibration_context
-from kvlab.report.metrics import build
-from kvlab.report.summary import summary
+from kvlab.core.errors import CodecNotActive, Fault, MissingResult, MixedIdentity, NonFinite, StaleResult
+from kvlab.core.records import read_job, read_json, read_tokens, write_job, write_json, write_table
+from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.stats.multiple import benjamini_hochberg
-from kvlab.studies.baseline.numbers import agreement_entry
-from kvlab.studies.cells.claims import one_claim
-from kvlab.studies.cells.numbers import cell_entries
-from kvlab.studies.factors.numbers import factors_entry, gap_entry
-from kvlab.studies.gather import comparable, gather
-from kvlab.studies.layers.numbers import additivity_entries, layer_entries
-from kvlab.studies.noise.numbers import structure_entries
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.report.calibration import sigma_drift
+from kvlab_pipeline.report.claims import derived, resolved, sentence
+from kvlab_pipeline.report.contexts import calibration_context
+from kvlab_pipeline.report.metrics import build
+from kvlab_pipeline.report.summary import summary
+from kvlab_pipeline.studies.baseline.numbers import agreement_entry
+from kvlab_pipeline.studies.cells.claims import one_claim
+from kvlab_pipeline.studies.cells.numbers import cell_entries
+from kvlab_pipeline.studies.factors.numbers import factors_entry, gap_entry
+from kvlab_pipeline.studies.gather import comparable, gather
+from kvlab_pipeline.studies.layers.numbers import additivity_entries, layer_entries
+from kvlab_pipeline.studies.noise.numbers import structure_entries
 from report.synthetic import CHOICE, Effects, Paths, provenance, small_params, with_table, write_results, write_sigma
 
 DEFAULT = ("klt", "hf", "snapshot")

@@ -9,15 +9,15 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvlab.base.errors import Fault, MissingResult, MixedIdentity, StaleResult
-from kvlab.pages import svg
-from kvlab.pages.rendering import render
-from kvlab.report import claims as said
+from kvlab.core.errors import Fault, MissingResult, MixedIdentity, StaleResult
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab.studies.mitigations import tables
-from kvlab.studies.mitigations.claims import claims as claims_of
-from kvlab.studies.mitigations.figure import mitigations, mitigations_table
-from kvlab.studies.mitigations.numbers import KLT, STUDIED, mitigation_entries
+from kvlab_pipeline.pages import svg
+from kvlab_pipeline.pages.templates import render
+from kvlab_pipeline.report import claims as said
+from kvlab_pipeline.studies.mitigations import tables
+from kvlab_pipeline.studies.mitigations.claims import claims as claims_of
+from kvlab_pipeline.studies.mitigations.figure import mitigations, mitigations_table
+from kvlab_pipeline.studies.mitigations.numbers import KLT, STUDIED, mitigation_entries
 from report.planted_mitigations import (
     CHOICE,
     ENGINES,

@@ -7,10 +7,10 @@ import re
 import pytest
 from markdown_it import MarkdownIt
 
-from kvlab.pages import svg
-from kvlab.pages.format import table
-from kvlab.pages.markdown import cell, code
-from kvlab.report import findings, readme
+from kvlab.output.format import table
+from kvlab.output.markdown import cell, code
+from kvlab_pipeline.pages import svg
+from kvlab_pipeline.report import findings, readme
 from report.example_metrics import build, verdict
 from report.shipped import shipped
 from report.test_html import PICTURE, Reader

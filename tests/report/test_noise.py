@@ -9,18 +9,18 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvlab.base.errors import Fault, MissingResult, MixedIdentity, UnknownName
-from kvlab.pages import format as fmt
-from kvlab.pages.rendering import render
-from kvlab.report.claims import resolved, sentence
+from kvlab.core.errors import Fault, MissingResult, MixedIdentity, UnknownName
+from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.quadratic import QuadraticLaw
 from kvlab.stats.rounding import SIGNIFICANT_BITS, relative_rounding
-from kvlab.studies.net import divides
-from kvlab.studies.noise import tables as tables_noise
-from kvlab.studies.noise.claims import claims as claims_of
-from kvlab.studies.noise.figure import noise, noise_table
-from kvlab.studies.noise.numbers import (
+from kvlab_pipeline.pages.templates import render
+from kvlab_pipeline.report.claims import resolved, sentence
+from kvlab_pipeline.studies.net import divides
+from kvlab_pipeline.studies.noise import tables as tables_noise
+from kvlab_pipeline.studies.noise.claims import claims as claims_of
+from kvlab_pipeline.studies.noise.figure import noise, noise_table
+from kvlab_pipeline.studies.noise.numbers import (
     closure_entries,
     noise_entries,
     noise_slope_entries,

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 
-from kvlab.gate.verdict import judge
-from kvlab.pages import format as fmt
-from kvlab.pages.parts import HELD
-from kvlab.report import claims, comparison, figures, findings, readme
-from kvlab.report import metrics as made_of
+from kvlab.output import format as fmt
+from kvlab_pipeline.pages.parts import HELD
+from kvlab_pipeline.report import claims, comparison, figures, findings, readme
+from kvlab_pipeline.report import metrics as made_of
+from kvlab_pipeline.report.verdict import judge
 from report.example_metrics import build, verdict
 from report.synthetic import Effects, small_params, write_results
 

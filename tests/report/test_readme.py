@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from kvlab.base.errors import NonFinite, StorageError
-from kvlab.report import figures, readme
+from kvlab.core.errors import NonFinite, StorageError
+from kvlab_pipeline.report import figures, readme
 from report.example_metrics import build, verdict
 from report.test_certified import claims
 

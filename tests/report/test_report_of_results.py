@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.gate.verdict import judge
-from kvlab.report import figures, findings, metrics
+from kvlab_pipeline.report import figures, findings, metrics
+from kvlab_pipeline.report.verdict import judge
 from report.synthetic import Effects, small_params, write_results
 
 PLANTED = (

@@ -9,20 +9,20 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvlab.base.errors import Fault, MissingResult, MixedIdentity, NonFinite, StaleResult, StorageError
-from kvlab.base.paramfile import overlay
-from kvlab.base.records import read_json, write_json
-from kvlab.pages import format as fmt
-from kvlab.pages import svg
-from kvlab.pages.basis import METHODS
-from kvlab.pages.rendering import render
-from kvlab.report.claims import sentence
+from kvlab.core.errors import Fault, MissingResult, MixedIdentity, NonFinite, StaleResult, StorageError
+from kvlab.core.paramfile import overlay
+from kvlab.core.records import read_json, write_json
+from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab.studies.residual import tables
-from kvlab.studies.residual.claims import claims as residual_claims
-from kvlab.studies.residual.figure import d_eff, d_eff_table, residual, residual_table
-from kvlab.studies.residual.numbers import residual_entries
-from kvlab.studies.settings import Settings
+from kvlab_pipeline.pages import svg
+from kvlab_pipeline.pages.basis import METHODS
+from kvlab_pipeline.pages.templates import render
+from kvlab_pipeline.report.claims import sentence
+from kvlab_pipeline.studies.residual import tables
+from kvlab_pipeline.studies.residual.claims import claims as residual_claims
+from kvlab_pipeline.studies.residual.figure import d_eff, d_eff_table, residual, residual_table
+from kvlab_pipeline.studies.residual.numbers import residual_entries
+from kvlab_pipeline.studies.settings import Settings
 from report.example_metrics import Maker
 from report.example_residual import residual_part
 from report.planted_residual import RELATIVE, WHITENED, planted_provenance, planted_rows, write_residuals

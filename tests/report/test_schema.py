@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import MissingResult, StaleResult
-from kvlab.base.records import write_json
-from kvlab.base.seal import sealed
-from kvlab.cli.contracts import hold
-from kvlab.ledger.contract import ContractBroken
-from kvlab.pages.withheld import without_cross_engine
-from kvlab.report.claims import derived
-from kvlab.report.metrics import build
-from kvlab.report.schema import VERSION, Metrics, checked, json_schema, load, read
+from kvlab.core.errors import MissingResult, StaleResult
+from kvlab.core.records import write_json
+from kvlab_mechanisms.ledger.contract import ContractBroken
+from kvlab_pipeline.cli.contracts import hold
+from kvlab_pipeline.pages.withheld import without_cross_engine
+from kvlab_pipeline.report.claims import derived
+from kvlab_pipeline.report.metrics import build
+from kvlab_pipeline.report.schema import VERSION, Metrics, checked, json_schema, load, read
+from kvlab_pipeline.report.seal import sealed
 from report.synthetic import small_params, write_results
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "metrics.schema.json"

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from kvlab.gate import registry
-from kvlab.gate.audit.mutations import TODAY, as_row, valid_case
 from kvlab.gate.check import Claim, check
 from kvlab.gate.rules import Context
-from kvlab.serving.policies.canary import TRANSITIONS, Canary, Refused, Terms, evidence_missing
+from kvlab_mechanisms.serving.policies.canary import TRANSITIONS, Canary, Refused, Terms, evidence_missing
+from kvlab_pipeline.gate_page.audit.mutations import TODAY, as_row, valid_case
 
 
 def claim(word="pass", earned="supported", **more) -> Claim:

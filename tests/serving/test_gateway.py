@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvlab.base.errors import UnknownName, UserError
-from kvlab.serving.arrivals import AZURE_CONV, made, scaled
-from kvlab.serving.policies.gateway import POINTS, STALE, Gateway
-from kvlab.serving.simulate import simulate
-from kvlab.serving.worker import Costs, Shape, Worker
+from kvlab.core.errors import UnknownName, UserError
+from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
+from kvlab_mechanisms.serving.policies.gateway import POINTS, STALE, Gateway
+from kvlab_mechanisms.serving.simulate import simulate
+from kvlab_mechanisms.serving.worker import Costs, Shape, Worker
 
 
 def gateway(count: int, policy="least", capacity=1 << 30, **more) -> Gateway:

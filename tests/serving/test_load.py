@@ -8,11 +8,11 @@ import json
 import numpy as np
 import pytest
 
-from kvlab.base.errors import CapabilityError
-from kvlab.pages import format as fmt
-from kvlab.serving.measured import arm_of
-from kvlab.serving.paced import Seen
-from kvlab.serving.worker import Costs
+from kvlab.core.errors import CapabilityError
+from kvlab.output import format as fmt
+from kvlab_mechanisms.serving.measured import arm_of
+from kvlab_mechanisms.serving.paced import Seen
+from kvlab_mechanisms.serving.worker import Costs
 from validation.serving import load, load_page, served
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvlab.base.errors import UserError
-from kvlab.serving.memory import Memory
+from kvlab.core.errors import UserError
+from kvlab_mechanisms.serving.memory import Memory
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlab.base.errors import UserError
-from kvlab.serving.paced import Seen, pace
-from kvlab.serving.policies.gateway import FAILURES, Gateway
-from kvlab.serving.policies.preempt import remaining_first
-from kvlab.serving.policies.ratelimit import NANO, RateLimit
-from kvlab.serving.simulate import simulate
-from kvlab.serving.trace import Trace, columns
-from kvlab.serving.worker import Costs, Shape, Worker, first_come
+from kvlab.core.errors import UserError
+from kvlab_mechanisms.serving.paced import Seen, pace
+from kvlab_mechanisms.serving.policies.gateway import FAILURES, Gateway
+from kvlab_mechanisms.serving.policies.preempt import remaining_first
+from kvlab_mechanisms.serving.policies.ratelimit import NANO, RateLimit
+from kvlab_mechanisms.serving.simulate import simulate
+from kvlab_mechanisms.serving.trace import Trace, columns
+from kvlab_mechanisms.serving.worker import Costs, Shape, Worker, first_come
 
 COSTS = Costs(step=0.0, prefill=2e-3, pair=0.0, decode=0.05, read=0.0)
 SHAPE = Shape(1 << 30, 1.0, 16, chunk=100_000, most=1, prefixes=False)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlab.serving.online import Online
-from kvlab.serving.predictor import REQUEST, STEP, Unfitted, fit, fit_requests, request_features, step_features
+from kvlab_mechanisms.serving.online import Online
+from kvlab_mechanisms.serving.predictor import (
+    REQUEST,
+    STEP,
+    Unfitted,
+    fit,
+    fit_requests,
+    request_features,
+    step_features,
+)
 
 PLANTED = np.array([4e-3, 6e-4, 2e-8, 1.5e-3, 3e-10])
 

@@ -9,11 +9,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from kvlab.base.errors import UserError
-from kvlab.serving.arrivals import AZURE_CONV, made, scaled
-from kvlab.serving.policies.preempt import Switch, one_server, remaining_first
-from kvlab.serving.simulate import simulate
-from kvlab.serving.worker import Costs, Shape, Worker
+from kvlab.core.errors import UserError
+from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
+from kvlab_mechanisms.serving.policies.preempt import Switch, one_server, remaining_first
+from kvlab_mechanisms.serving.simulate import simulate
+from kvlab_mechanisms.serving.worker import Costs, Shape, Worker
 
 COSTS = Costs(step=4e-3, prefill=2e-5, pair=1e-8, decode=1e-4, read=5e-7)
 SWITCH = Switch(COSTS, 512, 23040, 1e9, setup=5e-3)
@@ -80,7 +80,7 @@ def test_ageing_bounds_waiting():
 
 
 def replace_job(t: float):
-    from kvlab.serving.worker import Job
+    from kvlab_mechanisms.serving.worker import Job
 
     return Job(0, t, 1, 1, -1, 0)
 

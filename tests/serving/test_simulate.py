@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvlab.base.errors import Fault, UserError
-from kvlab.serving.arrivals import AZURE_CONV, made, scaled
-from kvlab.serving.simulate import Slo, simulate
-from kvlab.serving.trace import columns
-from kvlab.serving.worker import Costs, Shape, Worker
+from kvlab.core.errors import Fault, UserError
+from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
+from kvlab_mechanisms.serving.simulate import Slo, simulate
+from kvlab_mechanisms.serving.trace import columns
+from kvlab_mechanisms.serving.worker import Costs, Shape, Worker
 
 COSTS = Costs(step=4e-3, prefill=2e-5, pair=1e-8, decode=1e-4, read=5e-7)
 SMALL = scaled(AZURE_CONV, 0.1, rate=12.0)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlab.base.errors import UserError
-from kvlab.serving.policies.batches import Batches, Reason
-from kvlab.serving.policies.profiler import Histogram, Profiler
-from kvlab.serving.policies.ratelimit import NANO, RateLimit
-from kvlab.serving.policies.semantic import SemanticCache, Space, threshold_for
+from kvlab.core.errors import UserError
+from kvlab_mechanisms.serving.policies.batches import Batches, Reason
+from kvlab_mechanisms.serving.policies.profiler import Histogram, Profiler
+from kvlab_mechanisms.serving.policies.ratelimit import NANO, RateLimit
+from kvlab_mechanisms.serving.policies.semantic import SemanticCache, Space, threshold_for
 
 # ------------------------------------------------------------------------------ rate limits
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvlab.serving import trace
-from kvlab.serving.arrivals import AZURE_CONV, made, scaled
-from kvlab.serving.formats import read_any
-from kvlab.serving.trace import TraceError
+from kvlab_mechanisms.serving import trace
+from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
+from kvlab_mechanisms.serving.formats import read_any
+from kvlab_mechanisms.serving.trace import TraceError
 
 GOOD = {"t": 0, "prompt": 10, "output": 2}
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvlab.base.errors import Fault, MixedIdentity, NonFinite
+from kvlab.core.errors import Fault, MixedIdentity, NonFinite
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate, resample_counts
 from kvlab.stats.power import effective_tokens
 

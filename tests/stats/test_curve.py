@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from kvlab.stats.curve import between
 
 PLACES = st.lists(st.integers(-50, 50), min_size=1, max_size=8, unique=True)

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from kvlab.base.errors import Fault, NonFinite
-from kvlab.base.records import TOKENS
+from kvlab.core.errors import Fault, NonFinite
+from kvlab.core.records import TOKENS
 from kvlab.stats.divergences import token_record
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.equivalence import all_of, below_one, windows_below_one, windows_within, within
 from kvlab.stats.power import windows_for_sign

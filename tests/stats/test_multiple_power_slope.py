@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import Fault, NonFinite
+from kvlab.core.errors import Fault, NonFinite
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.multiple import benjamini_hochberg, holm, sign_flip_p, sign_flip_two_sided_p
 from kvlab.stats.power import (

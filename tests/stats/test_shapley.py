@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from kvlab.stats.shapley import corner_index, interactions, pairs, shapley
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvlab.engines import registry
-from kvlab.studies.mechanisms import measure as measuring
-from kvlab.studies.mechanisms import records
+from kvlab_pipeline.studies.mechanisms import measure as measuring
+from kvlab_pipeline.studies.mechanisms import records
 
 
 def asking(params, key: str, *names: str, **more):

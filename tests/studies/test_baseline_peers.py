@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.base.model import resolve
-from kvlab.base.params import Params
-from kvlab.base.records import BaselineCell, read_baseline
+from kvlab.core.model import resolve
+from kvlab.core.params import Params
+from kvlab.core.records import BaselineCell, read_baseline
 from kvlab.engines import registry
 from kvlab.engines.hf import HFEngine
-from kvlab.lab import engines as lab_engines
-from kvlab.lab.plan import baseline_runs
+from kvlab.measure import engines as lab_engines
 from kvlab.stats.divergences import token_record
-from kvlab.studies.baseline.measure import baseline
-from kvlab.studies.baseline.numbers import relative_mean
-from kvlab.studies.baseline.truth import own_jitter, peer_of
 from kvlab.text import corpus
+from kvlab_pipeline.jobs.plan import baseline_runs
+from kvlab_pipeline.studies.baseline.measure import baseline
+from kvlab_pipeline.studies.baseline.numbers import relative_mean
+from kvlab_pipeline.studies.baseline.truth import own_jitter, peer_of
 
 RUN, PEER = "vllm-bfloat16-default", "hf-bfloat16-sdpa"
 

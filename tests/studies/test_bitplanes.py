@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from kvlab.base.errors import CapabilityError, NonFinite, ParamsError, StorageError
-from kvlab.base.records import write_json
 from kvlab.codec.quantizer import gaussian_table, mse
+from kvlab.core.errors import CapabilityError, NonFinite, ParamsError, StorageError
+from kvlab.core.records import write_json
 from kvlab.engines.registry import start
-from kvlab.studies.bitplanes import measure, planes, recall, tables
-from kvlab.studies.bitplanes import record as records
-from kvlab.studies.bitplanes.attention import layers
-from kvlab.studies.bitplanes.measure import asked, places
 from kvlab.text import corpus
+from kvlab_pipeline.studies.bitplanes import measure, planes, recall, tables
+from kvlab_pipeline.studies.bitplanes import record as records
+from kvlab_pipeline.studies.bitplanes.attention import layers
+from kvlab_pipeline.studies.bitplanes.measure import asked, places
 from tiers import examples
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -269,7 +269,7 @@ def test_another_file_is_no_record(tmp_path):
 
 
 def test_a_ranking_that_ranks_nothing_is_no_number(record):
-    from kvlab.studies.bitplanes.summary import Sums
+    from kvlab_pipeline.studies.bitplanes.summary import Sums
 
     sums = Sums(1)
     flat = recall.spearman(torch.zeros(1, 4, 8), torch.rand(4, 8))[..., None]

@@ -10,18 +10,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import CodecNotActive
-from kvlab.base.paramfile import overlay
-from kvlab.base.recipe import IdentityStream, StreamRecipe
-from kvlab.base.records import read_json
-from kvlab.base.studied import coded_layers
+from kvlab.core.errors import CodecNotActive
+from kvlab.core.paramfile import overlay
+from kvlab.core.recipe import IdentityStream, StreamRecipe
+from kvlab.core.records import read_json
+from kvlab.core.studied import coded_layers
 from kvlab.engines.base import context_of
-from kvlab.lab.coding import CleanCapture
-from kvlab.studies.mitigations import plan
-from kvlab.studies.mitigations import search as choose
-from kvlab.studies.mitigations.plan import Arm, Step
-from kvlab.studies.mitigations.search import best_last, boundary, excess, hot, klt_boundary, klt_hot, search, together
-from kvlab.studies.settings import Settings
+from kvlab.measure.coding import CleanCapture
+from kvlab_pipeline.studies.mitigations import plan
+from kvlab_pipeline.studies.mitigations import search as choose
+from kvlab_pipeline.studies.mitigations.plan import Arm, Step
+from kvlab_pipeline.studies.mitigations.search import (
+    best_last,
+    boundary,
+    excess,
+    hot,
+    klt_boundary,
+    klt_hot,
+    search,
+    together,
+)
+from kvlab_pipeline.studies.settings import Settings
 from tiers import examples
 
 UNCODED = 16
@@ -284,8 +293,8 @@ def test_the_best_is_last_and_the_first_of_equals():
 
 @pytest.fixture
 def judge(tiny_params, tiny_windows, tiny_fitted):
-    from kvlab.lab.engines import Which
-    from kvlab.lab.measure import Lab
+    from kvlab.measure.engines import Which
+    from kvlab_pipeline.jobs.measure import Lab
 
     lab = Lab.open(tiny_params, tiny_windows, {"hf": replace(tiny_fitted, rotated=None)})
     lab.engines.get(Which.of("hf", tiny_params.gap.dtype))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.base.errors import CodecNotActive, Fault, WitnessDisagrees
-from kvlab.base.records import CANARY_MIN
+from kvlab.core.errors import CodecNotActive, Fault, WitnessDisagrees
+from kvlab.core.records import CANARY_MIN
 from kvlab.gate import registry as gate_registry
 from kvlab.gate.catalogue import EVIDENCE
 from kvlab.gate.evidence import problems, status
-from kvlab.gate.measured_rows import rows_of
-from kvlab.lab.measure import Lab
-from kvlab.studies.mechanisms import kept as keeping
-from kvlab.studies.mechanisms import measure as measuring
-from kvlab.studies.mechanisms import plan, records
+from kvlab_pipeline.gate_page.measured_rows import rows_of
+from kvlab_pipeline.jobs.measure import Lab
+from kvlab_pipeline.studies.mechanisms import kept as keeping
+from kvlab_pipeline.studies.mechanisms import measure as measuring
+from kvlab_pipeline.studies.mechanisms import plan, records
 from studies.mechanism_rows import asking, measurer
 from studies.test_mechanisms import engine_of, row, scores, tiny_needles
 

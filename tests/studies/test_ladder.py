@@ -12,23 +12,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import MissingResult, MixedIdentity, ParamsError
-from kvlab.base.recipe import KltStream
 from kvlab.codec.klt.components import fit
-from kvlab.lab import plan
-from kvlab.pages.basis import Basis
-from kvlab.report import figures, findings
-from kvlab.report.claims import resolved, sentence
-from kvlab.report.metrics import build
-from kvlab.studies.ladder.claims import claims
-from kvlab.studies.ladder.facts import gains, of_rows
-from kvlab.studies.ladder.figure import ladder_table, series_of
-from kvlab.studies.ladder.numbers import SAME_BITS, Rung, limit_of
-from kvlab.studies.ladder.plan import ablations
-from kvlab.studies.ladder.state import State, state_of
-from kvlab.studies.ladder.tables import context, plain_rows
-from kvlab.studies.settings import Settings
-from kvlab.studies.units import units
+from kvlab.core.errors import MissingResult, MixedIdentity, ParamsError
+from kvlab.core.recipe import KltStream
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.pages.basis import Basis
+from kvlab_pipeline.report import figures, findings
+from kvlab_pipeline.report.claims import resolved, sentence
+from kvlab_pipeline.report.metrics import build
+from kvlab_pipeline.studies.ladder.claims import claims
+from kvlab_pipeline.studies.ladder.facts import gains, of_rows
+from kvlab_pipeline.studies.ladder.figure import ladder_table, series_of
+from kvlab_pipeline.studies.ladder.numbers import SAME_BITS, Rung, limit_of
+from kvlab_pipeline.studies.ladder.plan import ablations
+from kvlab_pipeline.studies.ladder.state import State, state_of
+from kvlab_pipeline.studies.ladder.tables import context, plain_rows
+from kvlab_pipeline.studies.settings import Settings
+from kvlab_pipeline.studies.units import units
 from report import test_comparison
 from report.planted_facts import GAIN
 from report.synthetic import Effects, small_params, write_results
@@ -162,7 +162,7 @@ def test_a_claim_names_rung_rival_and_text(metrics):
 
 
 def test_the_first_page_says_which_to_use(params, metrics, tmp_path, no_pictures):
-    from kvlab.gate.verdict import judge
+    from kvlab_pipeline.report.verdict import judge
 
     findings.write(params, metrics, judge(params, metrics), tmp_path / "FINDINGS.md", tmp_path / "report.html")
     text = (tmp_path / "FINDINGS.md").read_text()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlab.base.errors import CorpusError, MissingResult, WitnessDisagrees
-from kvlab.base.model import load_tokenizer, resolve
-from kvlab.base.paramfile import overlay
-from kvlab.base.records import write_json
 from kvlab.cache.calibration_file import write_calibration
 from kvlab.calibration import load as calibration
+from kvlab.core.errors import CorpusError, MissingResult, WitnessDisagrees
+from kvlab.core.model import load_tokenizer, resolve
+from kvlab.core.paramfile import overlay
+from kvlab.core.records import write_json
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab.studies.ladder import facts, further
-from kvlab.studies.ladder.beyond import further_entries, refuse_unwitnessed
-from kvlab.studies.ladder.record import Further, calibrated_rungs, read_facts, read_further
-from kvlab.studies.settings import Settings
 from kvlab.text import corpus
+from kvlab_pipeline.studies.ladder import facts, further
+from kvlab_pipeline.studies.ladder.beyond import further_entries, refuse_unwitnessed
+from kvlab_pipeline.studies.ladder.record import Further, calibrated_rungs, read_facts, read_further
+from kvlab_pipeline.studies.settings import Settings
 from report.synthetic import provenance, small_params, vouched
 
 BOOT = Bootstrap(200, 0.95, 0)
@@ -65,8 +65,8 @@ def test_parts_of_the_calibration_and_contexts_are_scored_on_every_window(params
 
 
 def test_the_whole_calibration_scores_what_its_cell_would(params, measured, hf_engine, tiny_windows, tiny_fitted):
-    from kvlab.lab.trial import Subject, score
-    from kvlab.studies.ladder.plan import cheapest
+    from kvlab.measure.trial import Subject, score
+    from kvlab_pipeline.studies.ladder.plan import cheapest
 
     info = resolve(params.model)
     windows, calibrated = corpus.load(tiny_windows, info.model_hash), calibration.load(tiny_fitted, info.model_hash)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from kvlab.base.errors import (
+from kvlab.core.errors import (
     CapabilityError,
     CodecNotActive,
     CorpusError,
@@ -16,21 +16,21 @@ from kvlab.base.errors import (
     StorageError,
     WitnessDisagrees,
 )
-from kvlab.base.model import resolve
-from kvlab.base.recipe import IDENTITY, HadamardStream, Recipe
-from kvlab.base.records import CANARY_MIN
+from kvlab.core.model import resolve
+from kvlab.core.recipe import IDENTITY, HadamardStream, Recipe
+from kvlab.core.records import CANARY_MIN
 from kvlab.engines import registry
 from kvlab.engines.registry import start as real_start
-from kvlab.lab import engines as lab_engines
-from kvlab.lab.measure import Lab
-from kvlab.lab.scoring import WindowRun
-from kvlab.lab.windows import Window
+from kvlab.measure import engines as lab_engines
+from kvlab.measure.scoring import WindowRun
+from kvlab.measure.windows import Window
 from kvlab.stats.divergences import Reference
-from kvlab.studies.mechanisms import cached, items, plan, records, subjects
-from kvlab.studies.mechanisms import measure as measuring
-from kvlab.studies.mechanisms.params import Mechanisms
 from kvlab.text import ruler
 from kvlab.text.needles import Needle, Needles
+from kvlab_pipeline.jobs.measure import Lab
+from kvlab_pipeline.studies.mechanisms import cached, items, plan, records, subjects
+from kvlab_pipeline.studies.mechanisms import measure as measuring
+from kvlab_pipeline.studies.mechanisms.params import Mechanisms
 
 AVX512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM reads an fp8 cache with AVX-512 only"
@@ -427,9 +427,9 @@ def test_a_needle_is_found_where_every_token_of_the_answer_is_the_most_likely(pl
 
 
 def test_what_is_found_is_what_greedy_decoding_writes(root, base_params, tmp_path):
-    from kvlab.base.paramfile import overlay
-    from kvlab.studies.settings import Settings
+    from kvlab.core.paramfile import overlay
     from kvlab.text.needles import build, sequence
+    from kvlab_pipeline.studies.settings import Settings
 
     fewer = {"mechanisms": {"needles": 8}, "kvstore": {"policy": {"needles": 8}}}
     params = Settings.complete(overlay(base_params, fewer))

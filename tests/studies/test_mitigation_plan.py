@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.base.errors import MissingResult, StaleResult, StorageError
-from kvlab.base.paramfile import overlay
-from kvlab.base.recipe import IDENTITY
-from kvlab.base.records import Provenance, write_json
-from kvlab.base.studied import coded_layers, studied_recipe
-from kvlab.lab import plan as plans
-from kvlab.studies.mitigations import plan
-from kvlab.studies.mitigations.plan import Choice, ChoiceRecord, Step, current, read_choice, search_id
-from kvlab.studies.settings import Settings
+from kvlab.core.errors import MissingResult, StaleResult, StorageError
+from kvlab.core.paramfile import overlay
+from kvlab.core.recipe import IDENTITY
+from kvlab.core.records import Provenance, write_json
+from kvlab.core.studied import coded_layers, studied_recipe
+from kvlab_pipeline.jobs import plan as plans
+from kvlab_pipeline.studies.mitigations import plan
+from kvlab_pipeline.studies.mitigations.plan import Choice, ChoiceRecord, Step, current, read_choice, search_id
+from kvlab_pipeline.studies.settings import Settings
 
 CHOICE = Choice(greedy=(0, 2, 3), extended=(0, 3, 5), hot=(1, 2), klt_boundary=(0,), klt_hot=(4,), moved=(2, 3))
 

@@ -9,24 +9,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvlab.base.errors import CapabilityError, CodecNotActive
-from kvlab.base.recipe import HadamardStream, Recipe, digest
-from kvlab.base.records import CANARY_MIN
-from kvlab.base.testimony import Pool, Proof, Served
 from kvlab.calibration.load import load
+from kvlab.core.errors import CapabilityError, CodecNotActive
+from kvlab.core.recipe import HadamardStream, Recipe, digest
+from kvlab.core.records import CANARY_MIN
+from kvlab.core.testimony import Pool, Proof, Served
 from kvlab.engines import registry
 from kvlab.gate import registry as gate_registry
 from kvlab.gate.catalogue import EVIDENCE
 from kvlab.gate.evidence import problems
-from kvlab.gate.measured_rows import rows_of
-from kvlab.lab import engines as lab_engines
-from kvlab.lab import paged
-from kvlab.lab.engines import Engines, Which
-from kvlab.lab.measure import Lab
-from kvlab.lab.paged_process import Passed, Started
-from kvlab.studies.mechanisms import measure as measuring
-from kvlab.studies.mechanisms import plan, records
-from kvlab.studies.mechanisms.subjects import passed
+from kvlab.measure import engines as lab_engines
+from kvlab.measure import paged
+from kvlab.measure.engines import Engines, Which
+from kvlab.measure.paged_process import Passed, Started
+from kvlab_pipeline.gate_page.measured_rows import rows_of
+from kvlab_pipeline.jobs.measure import Lab
+from kvlab_pipeline.studies.mechanisms import measure as measuring
+from kvlab_pipeline.studies.mechanisms import plan, records
+from kvlab_pipeline.studies.mechanisms.subjects import passed
 from studies.test_mechanisms import Lent, engine_of, row, scores, tiny_needles
 
 __all__ = ["engine_of", "tiny_needles"]  # fixtures
@@ -125,7 +125,7 @@ def test_pages_of_two_recipes_or_calibrations_are_two_engines(hf_engine):
     found = {engines.coding(plain, recipe, fit) for recipe in recipes for fit in fits}
     assert len(found | {plain}) == 7
     assert engines.coding(plain, recipes[0], None) in found
-    assert set(next(iter(found)).modules) - set(plain.modules) == {"kvlab.lab.paged"}
+    assert set(next(iter(found)).modules) - set(plain.modules) == {"kvlab.measure.paged"}
 
 
 def test_what_pages_cannot_hold_here_is_a_row_that_says_why(

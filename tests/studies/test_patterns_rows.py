@@ -6,14 +6,14 @@ import pytest
 
 from kvlab.attention.hf import attending, plan_of
 from kvlab.attention.patterns import Full, Window
-from kvlab.base.errors import CodecNotActive, Fault
-from kvlab.base.records import CANARY_MIN
+from kvlab.core.errors import CodecNotActive, Fault
+from kvlab.core.records import CANARY_MIN
 from kvlab.gate import registry as gate_registry
 from kvlab.gate.catalogue import EVIDENCE
 from kvlab.gate.evidence import problems, status
-from kvlab.gate.measured_rows import rows_of
-from kvlab.studies.mechanisms import measure as measuring
-from kvlab.studies.mechanisms import patterned, plan
+from kvlab_pipeline.gate_page.measured_rows import rows_of
+from kvlab_pipeline.studies.mechanisms import measure as measuring
+from kvlab_pipeline.studies.mechanisms import patterned, plan
 from studies.mechanism_rows import asking, measurer
 from studies.test_mechanisms import engine_of, row, scores, tiny_needles
 

@@ -7,19 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import CapabilityError, Fault, ParamsError, StorageError
-from kvlab.base.model import resolve
-from kvlab.base.records import write_json
+from kvlab.core.errors import CapabilityError, Fault, ParamsError, StorageError
+from kvlab.core.model import resolve
+from kvlab.core.records import write_json
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
-from kvlab.studies.placement import measure, tables
-from kvlab.studies.placement import record as records
-from kvlab.studies.placement.controls import shifted, tied
-from kvlab.studies.placement.measure import Runs, Text, control, orders, shift
-from kvlab.studies.placement.record import Control, Verdict
-from kvlab.studies.placement.verdict import Binned, comparable, judge, leads
 from kvlab.text import corpus
+from kvlab_pipeline.studies.placement import measure, tables
+from kvlab_pipeline.studies.placement import record as records
+from kvlab_pipeline.studies.placement.controls import shifted, tied
+from kvlab_pipeline.studies.placement.measure import Runs, Text, control, orders, shift
+from kvlab_pipeline.studies.placement.record import Control, Verdict
+from kvlab_pipeline.studies.placement.verdict import Binned, comparable, judge, leads
 from tiers import examples
 
 LIMIT = 1e-3
@@ -145,7 +145,9 @@ def test_a_shift_of_nothing_is_judged_the_same(model, ids, tiny_params, monkeypa
     runs = Runs(model, few, 64)
     text = Text(ids, runs.logits(ids))
     assert shift(runs, [text], 1e-4).right == 1
-    monkeypatch.setattr("kvlab.studies.placement.measure.shifted", lambda model, seam: shifted(model, seam, by=0))
+    monkeypatch.setattr(
+        "kvlab_pipeline.studies.placement.measure.shifted", lambda model, seam: shifted(model, seam, by=0)
+    )
     assert shift(runs, [text], 1e-4) == Control(
         name="shift", expected="seam bug", runs=1, flipped=0, right=0, lead=None
     )

@@ -7,17 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvlab.base.errors import EnginesDisagree, Fault
-from kvlab.base.paramfile import overlay
-from kvlab.base.records import read_job
+from kvlab.core.errors import EnginesDisagree, Fault
+from kvlab.core.paramfile import overlay
+from kvlab.core.records import read_job
 from kvlab.engines import registry
-from kvlab.lab import engines, measure
+from kvlab.measure import engines
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.stats.shapley import interactions, shapley
-from kvlab.studies import gather
-from kvlab.studies.factors import numbers
-from kvlab.studies.settings import Settings
 from kvlab.text import corpus
+from kvlab_pipeline.jobs import measure
+from kvlab_pipeline.studies import gather
+from kvlab_pipeline.studies.factors import numbers
+from kvlab_pipeline.studies.settings import Settings
 from validation.planted import factorial, relabelled
 from validation.planted.claims import recover
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.base.errors import ParamsError, PoolTooSmall, StorageError
-from kvlab.base.model import resolve
-from kvlab.base.records import write_json
+from kvlab.core.errors import ParamsError, PoolTooSmall, StorageError
+from kvlab.core.model import resolve
+from kvlab.core.records import write_json
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
-from kvlab.studies.policy import measure, tables
-from kvlab.studies.policy import record as records
-from kvlab.studies.policy.asking import Observed, ask, planted_chunks
-from kvlab.studies.policy.measure import arms, blocks_of, thirds
-from kvlab.studies.policy.record import FORESIGHT, Asked
 from kvlab.text import needles
 from kvlab.text.needles import Needle
+from kvlab_pipeline.studies.policy import measure, tables
+from kvlab_pipeline.studies.policy import record as records
+from kvlab_pipeline.studies.policy.asking import Observed, ask, planted_chunks
+from kvlab_pipeline.studies.policy.measure import arms, blocks_of, thirds
+from kvlab_pipeline.studies.policy.record import FORESIGHT, Asked
 
 POLICIES = ("lru", "qk", "oracle", "random", "sign_bit")
 

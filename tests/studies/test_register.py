@@ -1,6 +1,6 @@
 """Studies are found by their folders."""
 
-from kvlab.studies import register
+from kvlab_pipeline.studies import register
 
 
 def test_figures_read_from_the_source_are_those_of_the_chapters():

@@ -11,21 +11,21 @@ import polars as pl
 import pytest
 import torch
 
-from kvlab.base.errors import CalibrationMismatch
-from kvlab.base.model import resolve
-from kvlab.base.paramfile import overlay
-from kvlab.base.recipe import Cell, IdentityStream
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured
 from kvlab.calibration.load import Fitted
 from kvlab.codec.base import Site
 from kvlab.codec.controls.identity import IdentityCodec
 from kvlab.codec.whitening import Whitener
-from kvlab.lab.coding import Coder
+from kvlab.core.errors import CalibrationMismatch
+from kvlab.core.model import resolve
+from kvlab.core.paramfile import overlay
+from kvlab.core.recipe import Cell, IdentityStream
+from kvlab.measure.coding import Coder
 from kvlab.stats.bootstrap import Bootstrap, Column
-from kvlab.studies.residual.measure import code, histograms, residual, table
-from kvlab.studies.residual.record import RESIDUAL, read_residual, recipes
-from kvlab.studies.settings import Settings
+from kvlab_pipeline.studies.residual.measure import code, histograms, residual, table
+from kvlab_pipeline.studies.residual.record import RESIDUAL, read_residual, recipes
+from kvlab_pipeline.studies.settings import Settings
 
 HEADS, TOKENS, DIM = 2, 96, 8
 

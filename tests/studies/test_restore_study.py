@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvlab.base.errors import Fault, ParamsError, StorageError
-from kvlab.studies.restore import measure as measuring
-from kvlab.studies.restore.promises import unmet
-from kvlab.studies.restore.prompts import joined, pool_of, shared_tokens
-from kvlab.studies.restore.record import RestoreRecord, Settings, Speed, break_even, read
-from kvlab.studies.restore.speed import timed, turns
-from kvlab.studies.restore.stored import RAW, common
-from kvlab.studies.restore.tables import tables
+from kvlab.core.errors import Fault, ParamsError, StorageError
+from kvlab_pipeline.studies.restore import measure as measuring
+from kvlab_pipeline.studies.restore.promises import unmet
+from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens
+from kvlab_pipeline.studies.restore.record import RestoreRecord, Settings, Speed, break_even, read
+from kvlab_pipeline.studies.restore.speed import timed, turns
+from kvlab_pipeline.studies.restore.stored import RAW, common
+from kvlab_pipeline.studies.restore.tables import tables
 
 SMALL = Settings(
     prompts=2,
@@ -96,9 +96,9 @@ def test_the_harness_passes_on_the_middle_length(record):
 def test_without_a_calibration_codecs_that_need_one_are_left_out_by_name(
     tiny_params,
 ):
-    from kvlab.base.model import resolve
+    from kvlab.core.model import resolve
     from kvlab.kvstore.hf.model import PagedModel
-    from kvlab.studies.restore.stored import ways
+    from kvlab_pipeline.studies.restore.stored import ways
 
     model = PagedModel.load(resolve(tiny_params.model))
     found, missing = ways(tiny_params, model, None, SMALL, 96)
@@ -113,8 +113,8 @@ def test_a_codec_of_whole_caches_is_stored_where_its_calibration_is(
 
     from kvlab.calibration import load as calibration
     from kvlab.kvstore.hf.model import PagedModel
-    from kvlab.studies.restore.stored import stored
     from kvlab.text import corpus
+    from kvlab_pipeline.studies.restore.stored import stored
     from kvstore import archiving
 
     model, windows = PagedModel.load(hf_engine.info), corpus.load(tiny_windows, hf_engine.info.model_hash)
@@ -261,7 +261,7 @@ def test_another_file_is_no_record(tmp_path):
 
 def test_the_page_needs_no_torch():
     program = (
-        "import sys, kvlab.studies.restore.tables, kvlab.studies.restore.record;"
+        "import sys, kvlab_pipeline.studies.restore.tables, kvlab_pipeline.studies.restore.record;"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     source = Path(__file__).parents[2] / "src"

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import ParamsError
-from kvlab.report.claims import resolved, sentence
-from kvlab.report.contexts import report_context
-from kvlab.report.metrics import build
-from kvlab.studies.settings import Settings
-from kvlab.studies.split import plan
-from kvlab.studies.split.claims import claims
-from kvlab.studies.split.params import Split
+from kvlab.core.errors import ParamsError
+from kvlab_pipeline.report.claims import resolved, sentence
+from kvlab_pipeline.report.contexts import report_context
+from kvlab_pipeline.report.metrics import build
+from kvlab_pipeline.studies.settings import Settings
+from kvlab_pipeline.studies.split import plan
+from kvlab_pipeline.studies.split.claims import claims
+from kvlab_pipeline.studies.split.params import Split
 from report.synthetic import Effects, small_params, write_results
 
 

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base import code
-from kvlab.base.errors import CodecNotActive, NonFinite
-from kvlab.base.recipe import IDENTITY, Cell, LayerRecipe, NoiseStream, Recipe
-from kvlab.base.studied import studied_recipe
 from kvlab.calibration import load as calibration
+from kvlab.core import code
+from kvlab.core.errors import CodecNotActive, NonFinite
+from kvlab.core.recipe import IDENTITY, Cell, LayerRecipe, NoiseStream, Recipe
+from kvlab.core.studied import studied_recipe
 from kvlab.engines import registry
-from kvlab.lab import measure as measuring
-from kvlab.lab.coding import Coder
-from kvlab.lab.engines import Engines
-from kvlab.lab.plan import jobs
-from kvlab.lab.store import ROWS, Found, Store, address
-from kvlab.lab.subjects import UNDECIDING, CellSubject
-from kvlab.lab.walk import walk
-from kvlab.lab.windows import Window
+from kvlab.measure.coding import Coder
+from kvlab.measure.engines import Engines
+from kvlab.measure.store import ROWS, Found, Store, address
+from kvlab.measure.subjects import UNDECIDING, CellSubject
+from kvlab.measure.walk import walk
+from kvlab.measure.windows import Window
+from kvlab_pipeline.jobs import measure as measuring
+from kvlab_pipeline.jobs.plan import jobs
 
 WINDOW = Window("test", 3, (5, 6, 7, 8), 2)
 
@@ -215,7 +215,7 @@ def test_code_that_measures_a_cell_is_part_of_what_it_is(tiny_params, monkeypatc
 
 
 def test_a_codec_of_somebody_else_is_never_taken_from_the_store(tiny_params, monkeypatch):
-    monkeypatch.setattr("kvlab.lab.subjects.foreign_codecs", lambda _: ["sign (kvlab-sign 1.0)"])
+    monkeypatch.setattr("kvlab.measure.subjects.foreign_codecs", lambda _: ["sign (kvlab-sign 1.0)"])
     assert subject(cell(tiny_params), None).identity() is None
 
 
@@ -339,7 +339,7 @@ def test_tensors_of_two_engines_do_not_share_a_memo(tiny_params, tiny_windows):
 
 
 def test_a_memo_forgets_the_oldest_beyond_its_room(monkeypatch):
-    from kvlab.lab import subjects
+    from kvlab.measure import subjects
 
     monkeypatch.setattr(subjects, "MEMO_BYTES", 100)
     memo = subjects.Memo()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Estimate
-from kvlab.studies.table import Interval, Table, estimate, spread
+from kvlab_pipeline.studies.table import Interval, Table, estimate, spread
 
 
 def test_a_ragged_table_is_no_table():

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvlab.attention.named import PLACE, numbered
-from kvlab.base.errors import ParamsError, StorageError, UserError
-from kvlab.base.params import Params
-from kvlab.base.records import read_json, write_json
-from kvlab.studies import page
-from kvlab.studies.tradeoffs import record as records
-from kvlab.studies.tradeoffs import tables
-from kvlab.studies.tradeoffs.arms import FULL, Shape, arms, kept_at, rank_at, recipes_of
-from kvlab.studies.tradeoffs.measure import measure, refuse
-from kvlab.studies.tradeoffs.params import Tradeoffs
+from kvlab.core.errors import ParamsError, StorageError, UserError
+from kvlab.core.params import Params
+from kvlab.core.records import read_json, write_json
+from kvlab_pipeline.studies import page
+from kvlab_pipeline.studies.tradeoffs import record as records
+from kvlab_pipeline.studies.tradeoffs import tables
+from kvlab_pipeline.studies.tradeoffs.arms import FULL, Shape, arms, kept_at, rank_at, recipes_of
+from kvlab_pipeline.studies.tradeoffs.measure import measure, refuse
+from kvlab_pipeline.studies.tradeoffs.params import Tradeoffs
 from text.test_needles import with_changes
 
 SHAPE = Shape(layers=3, kv_heads=2, head_dim=32, context=64)

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from kvlab.engines.base import Engine, until
-from kvlab.lab.scoring import WindowRun
-from kvlab.lab.windows import Window
-from kvlab.studies.mechanisms import items, plan
-from kvlab.studies.mechanisms.written import CHECKED, DRAFT, GREEDY_TOKENS, Answers, Greedy, agreement, prompt
+from kvlab.measure.scoring import WindowRun
+from kvlab.measure.windows import Window
 from kvlab.text.ruler import Item, Ruler
+from kvlab_pipeline.studies.mechanisms import items, plan
+from kvlab_pipeline.studies.mechanisms.written import CHECKED, DRAFT, GREEDY_TOKENS, Answers, Greedy, agreement, prompt
 
 CONTEXT = 40
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import tiny
-from kvlab.base.errors import CorpusError, ModelError, ParamsError
-from kvlab.base.model import resolve
-from kvlab.base.paramfile import overlay
-from kvlab.studies.settings import Settings
+from kvlab.core.errors import CorpusError, ModelError, ParamsError
+from kvlab.core.model import resolve
+from kvlab.core.paramfile import overlay
 from kvlab.text import corpus
 from kvlab.text import licences as corpus_licences
+from kvlab_pipeline.studies.settings import Settings
 
 
 def with_changes(params: Settings, **changes) -> Settings:

@@ -7,7 +7,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
-from kvlab.base.errors import CorpusError, StorageError
+from kvlab.core.errors import CorpusError, StorageError
 from kvlab.text import encyclopedia
 
 SENTENCE = (

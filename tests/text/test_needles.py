@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from kvlab.base.errors import CorpusError, ModelError
-from kvlab.base.model import load_tokenizer, resolve
-from kvlab.base.paramfile import overlay
-from kvlab.studies.settings import Settings
+from kvlab.core.errors import CorpusError, ModelError
+from kvlab.core.model import load_tokenizer, resolve
+from kvlab.core.paramfile import overlay
 from kvlab.text import corpus, needles
+from kvlab_pipeline.studies.settings import Settings
 
 CONTEXT = 160  # room for all distractors
 

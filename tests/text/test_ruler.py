@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import CorpusError
-from kvlab.base.model import load_tokenizer, resolve
-from kvlab.base.params import Model
-from kvlab.studies.mechanisms.params import Mechanisms
+from kvlab.core.errors import CorpusError
+from kvlab.core.model import load_tokenizer, resolve
+from kvlab.core.params import Model
 from kvlab.text import ruler
+from kvlab_pipeline.studies.mechanisms.params import Mechanisms
 
 LENGTHS, TEXTS = (900, 1200), 3
 NUMBER = re.compile(r"(?<!\d)\d{7}(?!\d)")

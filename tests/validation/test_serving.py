@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvlab.base.errors import MixedIdentity, NonFinite
 from kvlab.cache.calibration_file import read_header
 from kvlab.calibration.load import load
+from kvlab.core.errors import MixedIdentity, NonFinite
 from validation.serving import arm as arm_module
 from validation.serving import of_run, page, quality, soak
 from validation.serving.quality import relative_difference

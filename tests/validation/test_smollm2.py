@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.base.errors import ModelError, StorageError
-from kvlab.base.model import load_tokenizer, resolve
-from kvlab.base.origin import ORIGIN, read_origin
-from kvlab.base.params import Model
-from kvlab.base.wheels import WHEELS, read
+from kvlab.core.errors import ModelError, StorageError
+from kvlab.core.model import load_tokenizer, resolve
+from kvlab.core.origin import ORIGIN, read_origin
+from kvlab.core.params import Model
+from kvlab.core.wheels import WHEELS, read
 from validation import smollm2
 
 CHAT = [{"role": "user", "content": "Why is the sky blue?"}]

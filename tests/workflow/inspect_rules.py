@@ -18,9 +18,9 @@ sys.path[:0] = [str(ROOT / "workflow" / "scripts"), str(ROOT / "src"), str(ROOT 
 import dvc_sync  # noqa: E402
 
 import embedded  # noqa: E402
-from kvlab.base.errors import UserError  # noqa: E402
-from kvlab.lab import plan  # noqa: E402
-from kvlab.studies.settings import by_model, resolved  # noqa: E402
+from kvlab.core.errors import UserError  # noqa: E402
+from kvlab_pipeline.jobs import plan  # noqa: E402
+from kvlab_pipeline.studies.settings import by_model, resolved  # noqa: E402
 
 OTHER_WORDS = {
     "hf": "vllm",

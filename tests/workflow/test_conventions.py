@@ -19,9 +19,9 @@ import yaml
 from docutils.core import publish_parts
 from docutils.utils import SystemMessage
 
-from kvlab.base.paramfile import read_yaml
-from kvlab.lab import plan
-from kvlab.studies.settings import by_model
+from kvlab.core.paramfile import read_yaml
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.studies.settings import by_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPTIONS = ROOT / "workflow" / "report"

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvlab.ledger.log import LOG, read
+from kvlab_mechanisms.ledger.log import LOG, read
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "workflow" / "scripts"

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from kvlab.base import lifeline
+from kvlab.core import lifeline
 
 pytestmark = pytest.mark.full
 
@@ -30,7 +30,7 @@ import sys
 sys.path[:0] = ["{ROOT / "src"}", "{ROOT / "workflow" / "scripts"}"]
 import onerun
 import unedited
-from kvlab.base import lifeline
+from kvlab.core import lifeline
 
 configfile: "params.yaml"
 
@@ -51,7 +51,7 @@ onsuccess:
 JOB = f"""
 import os, sys, time
 sys.path.insert(0, "{ROOT / "src"}")
-from kvlab.base import lifeline, records
+from kvlab.core import lifeline, records
 lifeline.follow_run()
 open(f"started-{{sys.argv[2]}}", "w").close()
 while not os.path.exists("go"):

@@ -17,9 +17,9 @@ import jsonschema
 import pytest
 
 import embedded
-from kvlab.base.errors import ParamsError
-from kvlab.base.paramfile import PRESETS, overlay, preset, read_yaml
-from kvlab.studies.settings import by_model, resolved
+from kvlab.core.errors import ParamsError
+from kvlab.core.paramfile import PRESETS, overlay, preset, read_yaml
+from kvlab_pipeline.studies.settings import by_model, resolved
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "workflow" / "scripts"

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 import embedded
-from kvlab.base.params import Params
 from kvlab.codec.names import ALL
-from kvlab.lab import plan
-from kvlab.studies.settings import read_params
-from kvlab.studies.units import engines_of, units
+from kvlab.core.params import Params
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.studies.settings import read_params
+from kvlab_pipeline.studies.units import engines_of, units
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAKEMAKE = [sys.executable, "-m", "snakemake"]

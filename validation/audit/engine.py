@@ -160,7 +160,7 @@ def _future(changes: Changes) -> None:
 
 @PLANTS.fault("a clean pass of another window as reference")
 def _other_window(changes: Changes) -> None:
-    from kvlab.lab.scoring import WindowRun
+    from kvlab.measure.scoring import WindowRun
 
     held = []
 
@@ -177,7 +177,7 @@ def _other_window(changes: Changes) -> None:
 
 @PLANTS.fault("the first window's tokens scored as every window")
 def _one_window(changes: Changes) -> None:
-    from kvlab.lab import windows
+    from kvlab.measure import windows
 
     def made(listed):
         def planted(held, text):

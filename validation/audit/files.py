@@ -11,8 +11,8 @@ from pathlib import Path
 
 import polars as pl
 
-from kvlab.base.records import file_hash
-from kvlab.base.seal import sealed
+from kvlab.core.records import file_hash
+from kvlab_pipeline.report.seal import sealed
 from validation.audit.plant import HF
 
 Edit = Callable[[Path], None]

@@ -11,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
-from kvlab.base.errors import Fault
-from kvlab.base.records import write_json, write_text
-from kvlab.pages.rendering import environment, tidy
+from kvlab.core.errors import Fault
+from kvlab.core.records import write_json, write_text
+from kvlab.output.rendering import environment, tidy
 from validation.audit.files import PAGES, TABLES
 from validation.audit.plants import PLANTS
 from validation.audit.trial import NOTHING

@@ -66,7 +66,7 @@ def logits(change):
     """What plants a change of a cell's logits beside the window's own."""
 
     def apply(changes: Changes) -> None:
-        from kvlab.lab.scoring import WindowRun
+        from kvlab.measure.scoring import WindowRun
 
         def made(score):
             def planted(self, cell, coder, *rest):
@@ -86,7 +86,7 @@ PLANTS.fault("reference logits written as the alternative")(logits(lambda run, c
 
 @PLANTS.fault("labels one position late")
 def _late_labels(changes: Changes) -> None:
-    from kvlab.lab.scoring import WindowRun
+    from kvlab.measure.scoring import WindowRun
 
     late = property(lambda self: torch.tensor([*self.ids[self.context + 2 :], self.ids[-1]]))
     changes.put(WindowRun, "labels", late)
@@ -94,7 +94,7 @@ def _late_labels(changes: Changes) -> None:
 
 @PLANTS.fault("positions one too large")
 def _late_positions(changes: Changes) -> None:
-    from kvlab.lab.scoring import WindowRun
+    from kvlab.measure.scoring import WindowRun
 
     changes.around(
         WindowRun, "rows", lambda rows: lambda self, *given: rows(self, *given).with_columns(pl.col("position") + 1)
@@ -103,7 +103,7 @@ def _late_positions(changes: Changes) -> None:
 
 @PLANTS.fault("the rows of two cells exchanged")
 def _exchanged(changes: Changes) -> None:
-    from kvlab.lab import measure
+    from kvlab_pipeline.jobs import measure
 
     def made(table_of):
         def planted(cell_id, window, found):
@@ -119,7 +119,7 @@ def _exchanged(changes: Changes) -> None:
 
 @PLANTS.fault("KL of every cell written a tenth too small")
 def _smaller_table(changes: Changes) -> None:
-    from kvlab.lab import measure
+    from kvlab_pipeline.jobs import measure
 
     def made(table_of):
         return lambda *given: table_of(*given).with_columns(pl.col("kl") * 0.9)
@@ -131,7 +131,7 @@ def coded(change):
     """What plants a change of what one round trip is said to have cost."""
 
     def apply(changes: Changes) -> None:
-        from kvlab.lab.coding import Coder
+        from kvlab.measure.coding import Coder
 
         def made(code):
             return lambda self, x, site: change(code(self, x, site))
@@ -147,7 +147,7 @@ PLANTS.fault("a frame's header not counted")(coded(lambda found: replace(found, 
 
 @PLANTS.fault("bytes of K alone")
 def _only_k(changes: Changes) -> None:
-    from kvlab.lab.coding import Coder
+    from kvlab.measure.coding import Coder
 
     def made(count):
         def planted(self, found, x, stream):
@@ -160,14 +160,14 @@ def _only_k(changes: Changes) -> None:
 
 @PLANTS.fault("a codec that never fires")
 def _idle(changes: Changes) -> None:
-    from kvlab.lab.coding import Coder
+    from kvlab.measure.coding import Coder
 
     changes.put(Coder, "codes", lambda self, layer, part: False)
 
 
 @PLANTS.fault("NaN in one logit")
 def _nan(changes: Changes) -> None:
-    from kvlab.lab.scoring import WindowRun
+    from kvlab.measure.scoring import WindowRun
 
     def made(score):
         def planted(self, *given):
@@ -184,7 +184,7 @@ def _nan(changes: Changes) -> None:
               beyond="one cell of each family is computed again; of the others what is written is what was scored, by "
               "the same code, and a single number of theirs has nothing to be held against")  # fmt: skip
 def _one_row(changes: Changes) -> None:
-    from kvlab.lab import measure
+    from kvlab_pipeline.jobs import measure
 
     def made(table_of):
         def planted(cell_id, window, found):

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvlab.base.errors import KvlabError
+from kvlab.core.errors import KvlabError
 from validation.audit.files import PAGES, TABLES
 from validation.audit.plant import Changes
 from validation.audit.plants import PLANTS
@@ -41,7 +41,7 @@ def steps(workspace: Workspace, name: str, results: Path):
 
 def measured(workspace: Workspace, name: str, results: Path) -> None:
     """The fault's job, measured with the fault in place."""
-    from kvlab.studies.measuring import measure_jobs
+    from kvlab_pipeline.studies.measuring import measure_jobs
 
     plant = PLANTS[name]
     with Changes() as changes:

@@ -28,7 +28,7 @@ def at_coder(changed):
     """What plants a change of every decoded tensor."""
 
     def apply(changes: Changes) -> None:
-        from kvlab.lab.coding import Coder
+        from kvlab.measure.coding import Coder
 
         changes.around(Coder, "_code", coded(changed))
 
@@ -64,7 +64,7 @@ for name in ("heads swapped after decoding", "half of the error undone", "codec'
 
 @PLANTS.on_both("V decoded as K")
 def _v_as_k(changes: Changes) -> None:
-    from kvlab.lab.coding import Snapshot
+    from kvlab.measure.coding import Snapshot
 
     def made(begin):
         def planted(self, *given):
@@ -80,7 +80,7 @@ def _v_as_k(changes: Changes) -> None:
 
 @PLANTS.on_both("snapshot put at the wrong tokens")
 def _rolled(changes: Changes) -> None:
-    from kvlab.lab.coding import Snapshot
+    from kvlab.measure.coding import Snapshot
 
     def made(begin):
         def planted(self, *given):
@@ -117,7 +117,7 @@ PLANTS.on_both("tap's answer ignored in most layers")(ignored((1, 2, 3)))
 
 @PLANTS.on_both("scored tokens coded too")
 def _too_many(changes: Changes) -> None:
-    from kvlab.lab.coding import InForward
+    from kvlab.measure.coding import InForward
 
     def made(begin):
         def planted(self, coder, window, tokens, clean=None):
@@ -130,7 +130,7 @@ def _too_many(changes: Changes) -> None:
 
 @PLANTS.on_both("one token of the context not coded")
 def _too_few(changes: Changes) -> None:
-    from kvlab.lab.coding import InForward
+    from kvlab.measure.coding import InForward
 
     def made(begin):
         def planted(self, coder, window, tokens, clean=None):
@@ -207,8 +207,8 @@ def _begins_late(changes: Changes) -> None:
 
 @PLANTS.fault("tensors of the first window served on all others")
 def _stale_memo(changes: Changes) -> None:
-    from kvlab.lab.coding import Coder
-    from kvlab.lab.subjects import Memos
+    from kvlab.measure.coding import Coder
+    from kvlab.measure.subjects import Memos
 
     changes.put(Memos, "clear", lambda self: None)
     changes.around(Coder, "snapshot", lambda code: lambda self, x, site: code(self, x, replace(site, window=0)))
@@ -216,7 +216,7 @@ def _stale_memo(changes: Changes) -> None:
 
 @PLANTS.fault("a bit more than the label says")
 def _more_bits(changes: Changes) -> None:
-    from kvlab.lab import coding
+    from kvlab.measure import coding
 
     def made(build):
         def planted(recipe, fitted=None):
@@ -230,7 +230,7 @@ def _more_bits(changes: Changes) -> None:
 
 @PLANTS.fault("tables ten per cent too wide")
 def _wide_tables(changes: Changes) -> None:
-    from kvlab.lab import coding
+    from kvlab.measure import coding
 
     def made(build):
         def planted(recipe, fitted=None):
@@ -246,7 +246,7 @@ def _wide_tables(changes: Changes) -> None:
 
 @PLANTS.fault("fires counted, nothing coded")
 def _counted_only(changes: Changes) -> None:
-    from kvlab.lab.coding import Coder
+    from kvlab.measure.coding import Coder
 
     for name in ("round_trip", "snapshot"):
 

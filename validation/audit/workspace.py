@@ -6,11 +6,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlab.base.params import Params
-from kvlab.base.records import read_json, write_json
 from kvlab.calibration.load import Fitted
-from kvlab.studies.chapter import Sources
-from kvlab.studies.settings import Settings
+from kvlab.core.params import Params
+from kvlab.core.records import read_json, write_json
+from kvlab_pipeline.studies.chapter import Sources
+from kvlab_pipeline.studies.settings import Settings
 from validation.audit.plant import HF, VLLM
 
 SMALL = {
@@ -64,10 +64,10 @@ class Workspace:
         """Calibrate, measure and judge everything once, undisturbed."""
         from kvlab.calibration.capture import capture
         from kvlab.calibration.sigma import fit_sigma
-        from kvlab.lab.codebooks import fit_codebooks
-        from kvlab.studies.measuring import measure_jobs
-        from kvlab.studies.residual.measure import residual
         from kvlab.text.corpus import build
+        from kvlab_pipeline.jobs.codebooks import fit_codebooks
+        from kvlab_pipeline.studies.measuring import measure_jobs
+        from kvlab_pipeline.studies.residual.measure import residual
 
         params, calib = self.params, self.folder / "calib"
         build(params, self.windows)
@@ -87,9 +87,9 @@ class Workspace:
 
     def judge(self, results: Path) -> None:
         """Turn tables into ``metrics.json`` and ``verdict.json``; refuses what a report's readers refuse."""
-        from kvlab.gate.verdict import judge
-        from kvlab.report.metrics import build
-        from kvlab.report.schema import load
+        from kvlab_pipeline.report.metrics import build
+        from kvlab_pipeline.report.schema import load
+        from kvlab_pipeline.report.verdict import judge
 
         calib, params = self.folder / "calib", self.params
         sources = Sources(
@@ -105,9 +105,9 @@ class Workspace:
 
     def publish(self, results: Path) -> None:
         """Write FINDINGS.md, as `kvlab step report` does."""
-        from kvlab.gate.verdict import refuse_other_verdict
-        from kvlab.report import findings
-        from kvlab.report.schema import load
+        from kvlab_pipeline.report import findings
+        from kvlab_pipeline.report.schema import load
+        from kvlab_pipeline.report.verdict import refuse_other_verdict
 
         metrics, verdict = load(results / "metrics.json"), read_json(results / "verdict.json")
         refuse_other_verdict(self.params, metrics, verdict)

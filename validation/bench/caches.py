@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from kvlab.base.errors import MixedIdentity, UserError
-from kvlab.base.model import ModelInfo
-from kvlab.base.params import Params
-from kvlab.base.recipe import WHOLE, Recipe
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.archive_file import archive_identity, load_archive
 from kvlab.codec.archive.file import load
+from kvlab.core.errors import MixedIdentity, UserError
+from kvlab.core.model import ModelInfo
+from kvlab.core.params import Params
+from kvlab.core.recipe import WHOLE, Recipe
 from kvlab.engines.registry import start
-from kvlab.lab.coding import CleanCapture
-from kvlab.studies.ladder.plan import rungs
+from kvlab.measure.coding import CleanCapture
 from kvlab.text.corpus import TokenWindows
+from kvlab_pipeline.studies.ladder.plan import rungs
 from validation.bench import clock
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlab.pages import format as fmt
+from kvlab.output import format as fmt
 from validation.bench import summary
 
 # Others add a 16-bit scale, and a 16-bit offset, to 32 or 64 values of their nominal bits: a half bit at most.

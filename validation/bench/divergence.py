@@ -9,23 +9,23 @@ from pathlib import Path
 
 import torch
 
-from kvlab.base.errors import StaleResult, StorageError
-from kvlab.base.model import ModelInfo
-from kvlab.base.params import Params
-from kvlab.base.recipe import IDENTITY, Cell
-from kvlab.base.records import read_job
 from kvlab.codec.base import Site
+from kvlab.core.errors import StaleResult, StorageError
+from kvlab.core.model import ModelInfo
+from kvlab.core.params import Params
+from kvlab.core.recipe import IDENTITY, Cell
+from kvlab.core.records import read_job
 from kvlab.engines.registry import start
-from kvlab.lab import plan
-from kvlab.lab.coding import CleanCapture, Snapshot
-from kvlab.lab.scoring import WindowRun
-from kvlab.lab.walk import walk
-from kvlab.lab.windows import Window, windows_of
+from kvlab.measure.coding import CleanCapture, Snapshot
+from kvlab.measure.scoring import WindowRun
+from kvlab.measure.walk import walk
+from kvlab.measure.windows import Window, windows_of
 from kvlab.stats.bootstrap import documents_of
-from kvlab.studies import gather
-from kvlab.studies.gather import Measured
-from kvlab.studies.ladder.plan import rungs
 from kvlab.text.corpus import TokenWindows
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.studies import gather
+from kvlab_pipeline.studies.gather import Measured
+from kvlab_pipeline.studies.ladder.plan import rungs
 from validation.bench.subjects import Subject
 
 Divergences = dict[str, dict[str, dict]]

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvlab.base.model import load_tokenizer
-from kvlab.base.records import sha256, write_json
 from kvlab.cli.checked import config_of, info_of, readable_text
 from kvlab.codec.metric import rotated
+from kvlab.core.model import load_tokenizer
+from kvlab.core.records import sha256, write_json
 from kvlab.engines.base import Part
 from kvlab.engines.registry import start
-from kvlab.lab.scoring import WindowRun
+from kvlab.measure.scoring import WindowRun
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.text.excerpts import windows_of
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import polars as pl
 
-from kvlab.pages import format as fmt
-from kvlab.pages import marks
-from kvlab.pages.figure import (
+from kvlab.output import format as fmt
+from kvlab_pipeline.pages import marks
+from kvlab_pipeline.pages.figure import (
     GREY,
     INK,
     PALE,

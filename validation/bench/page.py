@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kvlab.base.records import atomic, write_text
-from kvlab.pages import format as fmt
-from kvlab.pages import svg
-from kvlab.pages.rendering import environment, tidy
+from kvlab.core.records import atomic, write_text
+from kvlab.output import format as fmt
+from kvlab.output.rendering import environment, tidy
+from kvlab_pipeline.pages import svg
 from validation.bench import contest, figures, summary
 from validation.bench.summary import PARTS, STREAMS, family, mean, order, over_layers, speed, spread, texts
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlab.base.recipe import BlockStream, Recipe
+from kvlab.core.recipe import BlockStream, Recipe
 
 LAYERS = (5, 13)
 

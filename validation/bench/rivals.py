@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError
+from kvlab.core.errors import CapabilityError
 
 GROUP = 64  # of HF's `QuantizedCache`, its default
 SLACK = 0.25  # bits; a lattice's range is the largest whose own declared bits exceed the nominal ones by no more

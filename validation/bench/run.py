@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,15 +10,16 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from kvlab.base.errors import KvlabError, MixedIdentity, StorageError, UserError
-from kvlab.base.model import resolve
-from kvlab.base.origin import read_origin
-from kvlab.base.params import Params
-from kvlab.base.recipe import KltStream
-from kvlab.base.records import machine, versions, write_json
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.capture import Captured
 from kvlab.codec.base import Site, StreamCalibration
+from kvlab.core.errors import KvlabError, MixedIdentity, StorageError, UserError
+from kvlab.core.machine import cpu_name
+from kvlab.core.model import resolve
+from kvlab.core.origin import read_origin
+from kvlab.core.params import Params
+from kvlab.core.recipe import KltStream
+from kvlab.core.records import machine, versions, write_json
 from kvlab.text import corpus
 from validation.bench import caches, clock, divergence, page, published, sources
 from validation.bench.rivals import INSTALL, LIBRARIES
@@ -322,13 +322,3 @@ def whole_speed(subject: Subject, sample: sources.Sample, fit: StreamCalibration
         "encode": clock.rate(2 * x.numel(), taken["write", most]),
         "decode": clock.rate(2 * x.numel(), taken["read", most]),
     }
-
-
-def cpu_name() -> str:
-    """The processor's own name; its family where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

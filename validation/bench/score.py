@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import UserError
 from kvlab.codec import limit
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.klt.components import FLOOR
 from kvlab.codec.klt.grouping import block_diagonal, heads_together, joined, parted
 from kvlab.codec.seeding import generator
+from kvlab.core.errors import UserError
 from validation.bench.sources import Sample
 from validation.bench.subjects import Coder, Subject, calibrate
 

@@ -15,17 +15,17 @@ from time import perf_counter
 import polars as pl
 import torch
 
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Cell, Recipe, digest
-from kvlab.base.records import write_text
-from kvlab.base.rungs import LADDERED, has_bits
 from kvlab.calibration.calibrate import calibrate
 from kvlab.codec.recipes import named_recipe
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import Cell, Recipe, digest
+from kvlab.core.records import write_text
+from kvlab.core.rungs import LADDERED, has_bits
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
-from kvlab.lab.coding import Coder
-from kvlab.lab.scoring import WindowRun
-from kvlab.pages import format as fmt
+from kvlab.measure.coding import Coder
+from kvlab.measure.scoring import WindowRun
+from kvlab.output import format as fmt
 
 CODECS = tuple(name for name in LADDERED if name != "block")  # which has a table fitted first
 BITS = 4

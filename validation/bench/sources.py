@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvlab.base.errors import StorageError, UserError
-from kvlab.base.model import ModelInfo
 from kvlab.calibration.capture import Captured
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.codec.seeding import generator
+from kvlab.core.errors import StorageError, UserError
+from kvlab.core.model import ModelInfo
 
 LAYER_OF = re.compile(r"L(\d+)")
 AUTOREGRESSION, FREEDOM = 0.9, 4.0  # of the planted factors: AR(1) coefficient, Student's degrees of freedom

@@ -8,9 +8,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.params import Params
-from kvlab.base.recipe import (
+from kvlab.calibration.needs import reads
+from kvlab.codec import limit, whitening
+from kvlab.codec.base import Codec, Encoded, Site, StreamCalibration
+from kvlab.codec.klt import components
+from kvlab.codec.metric import ridged
+from kvlab.codec.registry import build
+from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.core.errors import CapabilityError
+from kvlab.core.params import Params
+from kvlab.core.recipe import (
     IDENTITY,
     WHOLE,
     BlockStream,
@@ -20,14 +27,7 @@ from kvlab.base.recipe import (
     Recipe,
     StreamRecipe,
 )
-from kvlab.calibration.needs import reads
-from kvlab.codec import limit, whitening
-from kvlab.codec.base import Codec, Encoded, Site, StreamCalibration
-from kvlab.codec.klt import components
-from kvlab.codec.metric import ridged
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
-from kvlab.studies.ladder.plan import rungs
+from kvlab_pipeline.studies.ladder.plan import rungs
 from validation.bench.rivals import LIBRARIES, Library, Rival, Stored, usable
 from validation.bench.sources import Sample
 

@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvlab.base.errors import KvlabError
-from kvlab.base.records import write_json
+from kvlab.core.errors import KvlabError
+from kvlab.core.records import write_json
 from validation.cluster import page
 
 TOKENS = (64, 512)  # of the prompts

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from kvlab.base.errors import Fault, UserError
-from kvlab.base.records import versions
 from kvlab.cli.checked import config_of, info_of
-from kvlab.cluster.decoding import WAYS, DecodeProcess, Setup
-from kvlab.cluster.handover import Coded, Decoder, Exact, Prefilled, prefill
-from kvlab.cluster.ranks import run
 from kvlab.codec.recipes import named_recipe
+from kvlab.core.errors import Fault, UserError
+from kvlab.core.machine import cpu_name
+from kvlab.core.records import versions
 from kvlab.stats.divergences import token_record
-from validation.bench.run import cpu_name
-from validation.cluster.collectives import ROUNDS, collectives, median
+from kvlab_mechanisms.cluster.decoding import WAYS, DecodeProcess, Setup
+from kvlab_mechanisms.cluster.handover import Coded, Decoder, Exact, Prefilled, prefill
+from kvlab_mechanisms.cluster.ranks import run
+from kvlab_mechanisms.micro.collectives import ROUNDS, collectives, median
 
 STEPS = 8  # tokens that are decoded after a hand-over
 VLLM_SECONDS = 300

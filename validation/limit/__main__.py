@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvlab.base.records import write_json
 from kvlab.cli.checked import recipes_of
+from kvlab.core.records import write_json
 from kvlab.text import encyclopedia
 from validation.limit.measure import measure
 from validation.limit.page import write

@@ -16,10 +16,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvlab.base.model import load_tokenizer
-from kvlab.base.origin import read_origin
-from kvlab.base.recipe import WHOLE, ArchiveStream, Cell, Recipe
-from kvlab.base.records import sha256, versions
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.load import Calibrated
 from kvlab.cli.checked import Named, config_of, info_of, readable_text
@@ -30,10 +26,14 @@ from kvlab.codec.archive.moments import Across
 from kvlab.codec.archive.steps import HALF, OCTAVE, exponents, trusted
 from kvlab.codec.base import Site
 from kvlab.codec.recipes import named_recipe
+from kvlab.core.model import load_tokenizer
+from kvlab.core.origin import read_origin
+from kvlab.core.recipe import WHOLE, ArchiveStream, Cell, Recipe
+from kvlab.core.records import sha256, versions
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
-from kvlab.lab.coding import CleanCapture, Coder
-from kvlab.lab.whole import coder_of
+from kvlab.measure.coding import CleanCapture, Coder
+from kvlab.measure.whole import coder_of
 from kvlab.text.excerpts import refuse_overlap, windows_of
 from validation.limit import sources
 from validation.limit.bound import CENTRES, Bound, Scalar, counts

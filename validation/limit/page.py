@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvlab.base.records import write_text
-from kvlab.pages import format as fmt
-from kvlab.pages.rendering import environment, tidy
+from kvlab.core.records import write_text
+from kvlab.output import format as fmt
+from kvlab.output.rendering import environment, tidy
 
 TEMPLATES = Path(__file__).parent / "templates"
 HALF_A_BIT = 0.5

@@ -19,24 +19,25 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from kvlab.base.model import ModelInfo, resolve
-from kvlab.base.params import Params
-from kvlab.base.recipe import digest
-from kvlab.base.records import file_hash, write_json
 from kvlab.calibration.load import Fitted
 from kvlab.codec import whitening
 from kvlab.codec.names import CODECS
 from kvlab.codec.quantizer import gaussian_table
 from kvlab.codec.stream.published import SigmaQ, write_sigma
+from kvlab.core.model import ModelInfo, resolve
+from kvlab.core.params import Params
+from kvlab.core.recipe import digest
+from kvlab.core.records import file_hash, write_json
 from kvlab.engines import registry
-from kvlab.lab import plan, witnessing
+from kvlab.measure import witnessing
 from kvlab.stats.bootstrap import Bootstrap, Estimate
-from kvlab.studies.factors.numbers import factorial, factors_entry, gap_entry, gap_levels
-from kvlab.studies.gather import Results, read_cells, whole
-from kvlab.studies.measuring import measure_jobs
-from kvlab.studies.settings import Settings
 from kvlab.text import corpus
 from kvlab.text.corpus import TokenWindows
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.studies.factors.numbers import factorial, factors_entry, gap_entry, gap_levels
+from kvlab_pipeline.studies.gather import Results, read_cells, whole
+from kvlab_pipeline.studies.measuring import measure_jobs
+from kvlab_pipeline.studies.settings import Settings
 from validation.planted.claims import ROUNDING, Case, Claim, up_to
 from validation.planted.coverage import Distribution, Law
 from validation.planted.ground import CONTEXT, EVAL, MEASURED

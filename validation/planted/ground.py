@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from kvlab.base.recipe import Cell, Recipe
+from kvlab.core.recipe import Cell, Recipe
 from kvlab.engines.base import Engine
-from kvlab.lab.coding import Coder
-from kvlab.lab.scoring import WindowRun
-from kvlab.lab.walk import walk
+from kvlab.measure.coding import Coder
+from kvlab.measure.scoring import WindowRun
+from kvlab.measure.walk import walk
 from kvlab.stats.bootstrap import Column
 from kvlab.text.corpus import TokenWindows
 

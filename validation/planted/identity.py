@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from kvlab.base.recipe import IDENTITY, HadamardStream, LayerRecipe, Recipe
-from kvlab.lab.coding import Coder
+from kvlab.core.recipe import IDENTITY, HadamardStream, LayerRecipe, Recipe
+from kvlab.measure.coding import Coder
 from kvlab.stats.bootstrap import Column
 from validation.planted.claims import Case, Claim, exactly
 from validation.planted.ground import EXACT, Ground, column, measured

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.base.recipe import IDENTITY, Cell, NoiseStream, Recipe
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.sigma import second_moment
 from kvlab.codec import whitening
 from kvlab.codec.base import Encoded, Place, Site, block_index, checked
 from kvlab.codec.seeding import generator
+from kvlab.core.recipe import IDENTITY, Cell, NoiseStream, Recipe
 from kvlab.engines.base import Part
-from kvlab.lab.coding import Coder
+from kvlab.measure.coding import Coder
 from kvlab.stats.bootstrap import Column
 from kvlab.stats.slope import linear_range, log_log_slope
 from validation.planted.claims import Case, Claim

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvlab.base.records import write_json, write_text
-from kvlab.pages import format as fmt
-from kvlab.pages.rendering import environment, tidy
+from kvlab.core.records import write_json, write_text
+from kvlab.output import format as fmt
+from kvlab.output.rendering import environment, tidy
 from validation.planted.claims import ALL
 
 TEMPLATES = Path(__file__).parent / "templates"

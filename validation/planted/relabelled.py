@@ -7,12 +7,12 @@ from pathlib import Path
 
 import polars as pl
 
-from kvlab.base.errors import StaleResult
-from kvlab.base.recipe import IDENTITY, Cell
-from kvlab.base.records import CellRecord, JobRecord, read_job, write_job
-from kvlab.base.testimony import Testimony
+from kvlab.core.errors import StaleResult
+from kvlab.core.recipe import IDENTITY, Cell
+from kvlab.core.records import CellRecord, JobRecord, read_job, write_job
+from kvlab.core.testimony import Testimony
 from kvlab.stats.bootstrap import Bootstrap
-from kvlab.studies.factors.numbers import gap_levels
+from kvlab_pipeline.studies.factors.numbers import gap_levels
 from validation.planted.claims import Claim, contains, together
 from validation.planted.factorial import FURTHEST, Files, claims, read_files
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.base.recipe import BlockStream, HadamardStream, IdentityStream, IntStream, KltStream, Recipe, StreamRecipe
 from kvlab.calibration.components import ridged_sigma
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.metrics import ErrorMetrics
@@ -25,9 +24,10 @@ from kvlab.codec import whitening
 from kvlab.codec.base import Site
 from kvlab.codec.klt import components
 from kvlab.codec.metric import ridged, rotated
+from kvlab.core.recipe import BlockStream, HadamardStream, IdentityStream, IntStream, KltStream, Recipe, StreamRecipe
 from kvlab.engines.base import Engine, Part
 from kvlab.engines.hooks import attention_layers
-from kvlab.lab.coding import Coded, Coder
+from kvlab.measure.coding import Coded, Coder
 from kvlab.stats.bootstrap import Column
 from validation.planted.claims import Case, at_least, exactly, up_to
 from validation.planted.ground import EXACT, Ground

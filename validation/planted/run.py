@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from kvlab.base.errors import Fault
-from kvlab.base.model import resolve
-from kvlab.base.params import Params
-from kvlab.base.records import versions
+from kvlab.core.errors import Fault
+from kvlab.core.model import resolve
+from kvlab.core.params import Params
+from kvlab.core.records import versions
 from kvlab.engines.registry import start
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.text import corpus

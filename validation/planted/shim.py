@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import Fault
-from kvlab.base.recipe import BlockStream
-from kvlab.base.testimony import Proof, Testimony
 from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, block_index, checked
 from kvlab.codec.block.codec import BlockCodec
 from kvlab.codec.quantizer import gaussian_table
+from kvlab.core.errors import Fault
+from kvlab.core.recipe import BlockStream
+from kvlab.core.testimony import Proof, Testimony
 from kvlab.engines.base import ContextCache, Engine, Part, Storage, Tap
-from kvlab.lab.scoring import CANARY_STREAM
+from kvlab.measure.scoring import CANARY_STREAM
 from kvlab.witness.testimony import Claim
 
 HALVINGS = 80

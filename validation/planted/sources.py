@@ -16,7 +16,6 @@ from scipy.optimize import brentq, root
 from scipy.stats import norm
 from torch import Tensor
 
-from kvlab.base.recipe import Cell, IdentityStream, KltStream, Recipe
 from kvlab.calibration.load import Calibrated
 from kvlab.codec import limit, quantizer
 from kvlab.codec.base import Site
@@ -25,7 +24,8 @@ from kvlab.codec.klt.components import Components
 from kvlab.codec.klt.marginal import MAX_WIDTH, gaussian_sketch
 from kvlab.codec.seeding import generator
 from kvlab.codec.whitening import Whitener
-from kvlab.lab.coding import Coder
+from kvlab.core.recipe import Cell, IdentityStream, KltStream, Recipe
+from kvlab.measure.coding import Coder
 from kvlab.stats.bootstrap import Column
 from validation.planted.claims import Case, Claim, up_to
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlab.base.errors import StorageError, UserError
-from kvlab.base.records import read_json
+from kvlab.core.errors import StorageError, UserError
+from kvlab.core.records import read_json
 from validation.published.readers import cells, channels, others, phases
 from validation.published.reading import Refused, has
 from validation.published.rows import Contents

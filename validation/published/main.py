@@ -7,9 +7,9 @@ from pathlib import Path
 
 import polars as pl
 
-from kvlab.base.records import atomic, read_json, write_table, write_text
-from kvlab.report.schema import refuse_other_version
+from kvlab.core.records import atomic, read_json, write_table, write_text
 from kvlab.stats.bootstrap import Estimate
+from kvlab_pipeline.report.schema import refuse_other_version
 from validation.published.families import READ, read_folder, refuse_foreign
 from validation.published.reanalyse import Figures
 from validation.published.report import Study, render

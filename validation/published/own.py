@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlab.base.errors import StorageError
-from kvlab.pages import format as fmt
-from kvlab.pages.parts import KL_UNIT
-from kvlab.pages.withheld import undecided, withheld_because
-from kvlab.studies.factors import tables as report_tables
+from kvlab.core.errors import StorageError
+from kvlab.output import format as fmt
+from kvlab_pipeline.pages.parts import KL_UNIT
+from kvlab_pipeline.pages.withheld import undecided, withheld_because
+from kvlab_pipeline.studies.factors import tables as report_tables
 from validation.published.reanalyse import Figures
 from validation.published.tables import Numbers, points, printed
 

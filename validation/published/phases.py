@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Estimate
 from kvlab.stats.slope import log_log_slope
 from validation.published.reanalyse import BOOTSTRAP, plain_column, t_interval

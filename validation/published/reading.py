@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from kvlab.base.errors import StorageError
+from kvlab.core.errors import StorageError
 
 ABSENT = object()
 LARGEST = 1e100  # squares of more do not fit a float64

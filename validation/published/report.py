@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlab.pages import format as fmt
-from kvlab.pages.parts import needing, resolution
-from kvlab.pages.rendering import environment, listing, tidy
+from kvlab.output import format as fmt
+from kvlab.output.rendering import environment, listing, tidy
 from kvlab.stats.bootstrap import FEWEST_FOR_BCA
+from kvlab_pipeline.pages.parts import needing, resolution
 from validation.published import phases, rank, tables
 from validation.published.families import READ, REFUSED, UNKNOWN, Source
 from validation.published.mismatch import DIFFERS, NOT_RECORDED, Comparison, comparisons, indistinct

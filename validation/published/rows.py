@@ -1,7 +1,7 @@
 """What the published files hold, as one schema: a file has cells, a cell has windows and a recipe.
 
 One window is one published passage. The files hold no numbers per token, so the table has one row per (file,
-cell, window) and `kvlab.base.records.TOKENS` becomes, per window and averaged over its scored tokens:
+cell, window) and `kvlab.core.records.TOKENS` becomes, per window and averaged over its scored tokens:
 
     nll_ref, nll_alt   log of the perplexities, nats per token
     delta_nll          nll_alt - nll_ref
@@ -17,7 +17,7 @@ from typing import Literal
 
 import polars as pl
 
-from kvlab.base.recipe import Frozen
+from kvlab.core.recipe import Frozen
 
 WINDOWS = pl.Schema(
     {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvlab.base.params import Verdict
-from kvlab.gate.verdict import decide, windows_to_settle
-from kvlab.pages import format as fmt
-from kvlab.pages.parts import reading, resolution
+from kvlab.core.params import Verdict
+from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Estimate
+from kvlab_pipeline.pages.parts import reading, resolution
+from kvlab_pipeline.report.verdict import decide, windows_to_settle
 from validation.published import verdicts
 from validation.published.families import Source
 from validation.published.mismatch import Comparison, Field

@@ -1,4 +1,4 @@
-"""The study's own verdict rules, on point values; ours, on intervals, is `kvlab.gate.verdict`."""
+"""The study's own verdict rules, on point values; ours, on intervals, is `kvlab_pipeline.report.verdict`."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ import argparse
 import re
 from pathlib import Path
 
-from kvlab.base.errors import UserError
-from kvlab.base.records import read_json, write_json
 from kvlab.cli.checked import Named, recipes_of, whole_bits
 from kvlab.codec.recipes import named_recipe
+from kvlab.core.errors import UserError
+from kvlab.core.records import read_json, write_json
 from validation.rates.page import write
 
 ASKED = re.compile(r"(?P<name>[\w+-]+)(\[(?P<settings>\w+=\d+(,\w+=\d+)*)\])?(=(?P<bits>[\d.]+(,[\d.]+)*))?")

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import polars as pl
 
-from kvlab.pages import format as fmt
-from kvlab.pages import marks
-from kvlab.pages.figure import DOWN, GREY, INK, OTHER, UP, Axis, Figure, Key, Line, Look, Panel, log_axis, shape_of
-from kvlab.pages.parts import KL_UNIT
+from kvlab.output import format as fmt
+from kvlab_pipeline.pages import marks
+from kvlab_pipeline.pages.figure import (
+    DOWN,
+    GREY,
+    INK,
+    OTHER,
+    UP,
+    Axis,
+    Figure,
+    Key,
+    Line,
+    Look,
+    Panel,
+    log_axis,
+    shape_of,
+)
+from kvlab_pipeline.pages.parts import KL_UNIT
 from validation.rates import compare
 
 TEXTS = {"other": "encyclopedia, not the calibration's kind", "test": "docstrings, the calibration's kind"}

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import polars as pl
 
-from kvlab.base.origin import read_origin
-from kvlab.base.records import versions
 from kvlab.calibration.calibrate import calibrate
 from kvlab.calibration.needs import needs_calibration
 from kvlab.cli.checked import Named, info_of
+from kvlab.core.origin import read_origin
+from kvlab.core.records import versions
 from kvlab.engines.registry import start
-from kvlab.lab import trial
+from kvlab.measure import trial
 from kvlab.text import corpus
 from kvlab.witness.plain import PlainModel
 

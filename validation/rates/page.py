@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvlab.base.records import atomic, write_text
-from kvlab.pages import format as fmt
-from kvlab.pages import svg
-from kvlab.pages.rendering import environment, tidy
+from kvlab.core.records import atomic, write_text
+from kvlab.output import format as fmt
+from kvlab.output.rendering import environment, tidy
+from kvlab_pipeline.pages import svg
 from validation.rates import compare
 from validation.rates.figure import TEXTS, figure
 

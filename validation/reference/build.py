@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from kvlab.base.errors import ModelError, ParamsError
+from kvlab.core.errors import ModelError, ParamsError
 from kvlab.text.docstrings import PACKAGES, Document, describe, extract, split
 from validation.reference import copying, publish
 from validation.reference.card import model_card

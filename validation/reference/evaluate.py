@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kvlab.base.errors import CorpusError, NonFinite
+from kvlab.core.errors import CorpusError, NonFinite
 from validation.reference.stream import pack
 
 WINDOW = 1024

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from tqdm import tqdm
 
-from kvlab.base.errors import ModelError, NonFinite
+from kvlab.core.errors import ModelError, NonFinite
 from validation.reference.stream import SHAPES
 
 LOG_EVERY = 25

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvlab.base.errors import ModelError, NonFinite, StorageError
+from kvlab.core.errors import ModelError, NonFinite, StorageError
 from validation.reference.evaluate import Score, evaluate
 
 MAX_BYTES = 14_000_000

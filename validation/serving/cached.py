@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
 
-from kvlab.base.errors import ParamsError
 from kvlab.cache.hf_cache import KVCache
 from kvlab.cache.transformers_cache import from_file
+from kvlab.core.errors import ParamsError
 
 MIB = 2**20
 WARM = 2  # steps that are not counted

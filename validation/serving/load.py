@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.origin import read_origin
-from kvlab.base.records import machine, read_json, versions, write_json
-from kvlab.serving.arrivals import AZURE_CONV, made, scaled
-from kvlab.serving.measured import Arm, arm_of, rows_of
-from kvlab.serving.policies.gateway import Gateway
-from kvlab.serving.simulate import Served, Slo, simulate
-from kvlab.serving.trace import Trace, columns
-from kvlab.serving.worker import Shape, Worker
+from kvlab.core.errors import CapabilityError
+from kvlab.core.origin import read_origin
+from kvlab.core.records import machine, read_json, versions, write_json
+from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
+from kvlab_mechanisms.serving.measured import Arm, arm_of, rows_of
+from kvlab_mechanisms.serving.policies.gateway import Gateway
+from kvlab_mechanisms.serving.simulate import Served, Slo, simulate
+from kvlab_mechanisms.serving.trace import Trace, columns
+from kvlab_mechanisms.serving.worker import Shape, Worker
 from validation.serving import load_page
 from validation.serving.served import held_against_server
 

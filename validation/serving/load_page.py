@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvlab.base.records import write_text
-from kvlab.pages import format as fmt
-from kvlab.pages.rendering import environment, tidy
-from kvlab.serving.predictor import STEP
+from kvlab.core.records import write_text
+from kvlab.output import format as fmt
+from kvlab.output.rendering import environment, tidy
+from kvlab_mechanisms.serving.predictor import STEP
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLAIN = "bf16"

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvlab.base.model import resolve
-from kvlab.base.params import Params
-from kvlab.base.rungs import ladder_recipe
 from kvlab.cache.calibration_file import write_calibration
 from kvlab.calibration.load import Fitted, load
+from kvlab.core.model import resolve
+from kvlab.core.params import Params
+from kvlab.core.rungs import ladder_recipe
 from validation.serving.load import study as loads
 from validation.serving.study import study
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvlab.base.records import write_text
-from kvlab.pages import format as fmt
-from kvlab.pages.rendering import environment, tidy
+from kvlab.core.records import write_text
+from kvlab.output import format as fmt
+from kvlab.output.rendering import environment, tidy
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLAIN = "bf16"

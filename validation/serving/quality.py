@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvlab.base.errors import MixedIdentity, UserError
-from kvlab.base.records import file_hash, read_json, write_json
+from kvlab.core.errors import MixedIdentity, UserError
+from kvlab.core.records import file_hash, read_json, write_json
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.equivalence import windows_within, within
 
@@ -81,11 +81,11 @@ def measured(model: Path, recipe: Path, texts: list[list[int]], dtype: str) -> d
     """Losses of each window, hooks first, then pages in a process of their own."""
     import torch
 
-    from kvlab.base.model import resolve
-    from kvlab.base.params import Model
     from kvlab.cache.prepared import prepared
     from kvlab.cache.recipe_file import read_recipe_file
     from kvlab.codec.base import Site
+    from kvlab.core.model import resolve
+    from kvlab.core.params import Model
     from kvlab.engines.registry import start
 
     layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]

@@ -25,16 +25,16 @@ from time import monotonic, sleep
 import httpx
 import numpy as np
 
-from kvlab.base.errors import CapabilityError, Fault
-from kvlab.serving.arrivals import AZURE_CONV, made, scaled
-from kvlab.serving.measured import Arm, arm_of
-from kvlab.serving.paced import Seen, pace
-from kvlab.serving.policies.gateway import Gateway
-from kvlab.serving.policies.preempt import remaining_first
-from kvlab.serving.policies.ratelimit import NANO, RateLimit
-from kvlab.serving.simulate import Front, Served, simulate
-from kvlab.serving.trace import Trace
-from kvlab.serving.worker import Job, Order, Shape, Worker
+from kvlab.core.errors import CapabilityError, Fault
+from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
+from kvlab_mechanisms.serving.measured import Arm, arm_of
+from kvlab_mechanisms.serving.paced import Seen, pace
+from kvlab_mechanisms.serving.policies.gateway import Gateway
+from kvlab_mechanisms.serving.policies.preempt import remaining_first
+from kvlab_mechanisms.serving.policies.ratelimit import NANO, RateLimit
+from kvlab_mechanisms.serving.simulate import Front, Served, simulate
+from kvlab_mechanisms.serving.trace import Trace
+from kvlab_mechanisms.serving.worker import Job, Order, Shape, Worker
 
 MEMORY, CHUNK, MOST, LONGEST, PAGE = 1 << 28, 512, 32, 1024, 16
 PATIENCE = 300  # seconds that a start may take

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvlab.base.errors import CodecNotActive, UserError
-from kvlab.base.recipe import PAGES_VARIABLE
+from kvlab.core.errors import CodecNotActive, UserError
+from kvlab.core.recipe import PAGES_VARIABLE
 
 SETTINGS = {
     "dtype": "float32",

@@ -2,8 +2,8 @@
 
 Prints ``ANSWER`` and JSON. The engine is stepped by hand, in this process, on a clock that is the seconds which the
 process had of processors: requests arrive on that clock, so a machine that does other work beside does not crowd the
-run. For each step it says what was in it, as `kvlab.serving.predictor.step_features` wants it; for each request when
-it came, when its first token was there, and when its last.
+run. For each step it says what was in it, as `kvlab_mechanisms.serving.predictor.step_features` wants it; for each
+request when it came, when its first token was there, and when its last.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlab.base.errors import CapabilityError, UserError
-from kvlab.base.origin import read_origin
-from kvlab.base.records import machine, versions, write_json
+from kvlab.core.errors import CapabilityError, UserError
+from kvlab.core.origin import read_origin
+from kvlab.core.records import machine, versions, write_json
 from validation.serving import page
 
 GIB = 1 << 30

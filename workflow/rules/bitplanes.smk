@@ -16,7 +16,7 @@ rule bitplanes_job:
         device=accelerators(),
         gpu=gpus("hf"),
     params:
-        code=Code("kvlab.studies.bitplanes.measure"),
+        code=Code("kvlab_pipeline.studies.bitplanes.measure"),
         cfg=pick("model", "kvstore", "stats", "jobs"),
     message:
         "bitplanes: keys in a few bits, {wildcards.model}"
@@ -42,7 +42,11 @@ rule bitplanes_page:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.studies.page", "kvlab.studies.bitplanes.record", "kvlab.studies.bitplanes.tables"),
+        code=Code(
+            "kvlab_pipeline.studies.page",
+            "kvlab_pipeline.studies.bitplanes.record",
+            "kvlab_pipeline.studies.bitplanes.tables",
+        ),
         cfg=parameters("model"),
     message:
         "bitplanes: {output}"

@@ -1,4 +1,4 @@
-from kvlab.base.rungs import ladder_recipe
+from kvlab.core.rungs import ladder_recipe
 
 # The recipes that vLLM's own pages hold; `klt` where the gate's rows ask for none.
 PAGED = [

@@ -23,7 +23,7 @@ rule choice_layers:
         gpu=gpus(ORIGIN),
     params:
         code=Code(
-            "kvlab.studies.mitigations.search",
+            "kvlab_pipeline.studies.mitigations.search",
             f"kvlab.engines.{ORIGIN}",
             *study_codecs("mitigations"),
         ),

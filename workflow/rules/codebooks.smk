@@ -20,7 +20,9 @@ rule codebooks_origin:
         runtime=60,
     params:
         code=Code(
-            "kvlab.lab.codebooks", *map(plan.module, TOGETHER), *codec_modules([studied_recipe(PARAMS)])
+            "kvlab_pipeline.jobs.codebooks",
+            *map(plan.module, TOGETHER),
+            *codec_modules([studied_recipe(PARAMS)]),
         ),
         cfg=pick(*STUDIES_KEYS),
     message:

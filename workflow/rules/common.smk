@@ -21,28 +21,28 @@ import progress
 import unedited
 from closure import Code
 from declared import Cfg, Declared
-from kvlab.base import lifeline
+from kvlab.core import lifeline
 from kvlab.calibration.needs import needed_files
 from kvlab.codec.names import CODECS, codec_modules, foreign_codecs
-from kvlab.base.errors import UserError
-from kvlab.base.origin import ORIGIN as ORIGIN_FILE, read_origin
-from kvlab.base.paramfile import read_yaml
-from kvlab.lab import plan
-from kvlab.studies import register
-from kvlab.studies.ladder.record import wanted_further
-from kvlab.studies.mechanisms import plan as planned_mechanisms
-from kvlab.studies.units import BASELINE, MECHANISMS, engines_of, reads_tables, units
-from kvlab.studies.units import origins as unit_origins
-from kvlab.base.studied import studied_recipe
-from kvlab.studies.settings import Settings, by_model, judged, resolved
-from kvlab.base.recipe import IDENTITY, WHOLE
+from kvlab.core.errors import UserError
+from kvlab.core.origin import ORIGIN as ORIGIN_FILE, read_origin
+from kvlab.core.paramfile import read_yaml
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.studies import register
+from kvlab_pipeline.studies.ladder.record import wanted_further
+from kvlab_pipeline.studies.mechanisms import plan as planned_mechanisms
+from kvlab_pipeline.studies.units import BASELINE, MECHANISMS, engines_of, reads_tables, units
+from kvlab_pipeline.studies.units import origins as unit_origins
+from kvlab.core.studied import studied_recipe
+from kvlab_pipeline.studies.settings import Settings, by_model, judged, resolved
+from kvlab.core.recipe import IDENTITY, WHOLE
 
 CHAPTERS = sorted(register.modules().values())  # which the report loads by name
 FIGURES = register.figure_names()
 TEMPLATES = sorted(
     str(path)
     for pattern in ("report/templates/*", "report/assets/*", "studies/*/*.j2")
-    for path in (SRC / "kvlab").glob(pattern)
+    for path in (SRC / "kvlab_pipeline").glob(pattern)
 )
 
 
@@ -238,8 +238,8 @@ def study_codecs(study):
 def mechanisms_code():
     """`Code` of what measures the gate's rows, on all engines: the rows of a model name one."""
     return Code(
-        "kvlab.studies.mechanisms.measure",
-        *(["kvlab.lab.paged"] if PARAMS.mechanisms.pages else []),  # which engines load by name
+        "kvlab_pipeline.studies.mechanisms.measure",
+        *(["kvlab.measure.paged"] if PARAMS.mechanisms.pages else []),  # which engines load by name
         *(f"kvlab.engines.{engine}" for engine in sorted(PARAMS.engines)),
         *codec_modules(study_recipes(MECHANISMS)),
     )

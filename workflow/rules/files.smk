@@ -86,7 +86,9 @@ def measured_code(unit):
     if BASELINE in contents:
         codecs |= set(codec_modules(study_recipes(BASELINE)))
     return Code(
-        "kvlab.studies.measuring", *sorted(codecs), *(f"kvlab.engines.{one}" for one in sorted(needed))
+        "kvlab_pipeline.studies.measuring",
+        *sorted(codecs),
+        *(f"kvlab.engines.{one}" for one in sorted(needed)),
     )
 
 

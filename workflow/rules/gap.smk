@@ -23,7 +23,7 @@ rule gap_metrics:
         mem_mb=4000,
         runtime=60,
     params:
-        code=Code("kvlab.report.metrics", *CHAPTERS, *map(plan.module, STUDIES)),
+        code=Code("kvlab_pipeline.report.metrics", *CHAPTERS, *map(plan.module, STUDIES)),
         cfg=pick(*METRICS_KEYS),
     message:
         "gap: numbers and intervals of {wildcards.model}"
@@ -56,7 +56,7 @@ rule gap_verdict:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.gate.verdict"),
+        code=Code("kvlab_pipeline.report.verdict"),
         cfg=pick("verdict"),
     message:
         "gap: verdicts on {wildcards.model}"

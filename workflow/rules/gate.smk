@@ -17,7 +17,7 @@ rule gate_rows:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.gate.measured_rows"),
+        code=Code("kvlab_pipeline.gate_page.measured_rows"),
         cfg=pick("engines", "mechanisms"),
         measured_code=mechanisms_code(),
     message:
@@ -38,7 +38,7 @@ rule gate_report:
     input:
         mechanisms="src/kvlab/gate/registry/mechanisms.yaml",
         evals="src/kvlab/gate/registry/evals.yaml",
-        templates=expand("src/kvlab/gate/templates/{page}.md.j2", page=["page", "reasons"]),
+        templates=expand("src/kvlab_pipeline/gate_page/templates/{page}.md.j2", page=["page", "reasons"]),
         rows=expand("results/gate/rows/{model}.json", model=JUDGED),
         current=expand("results/gate/current/{model}.json", model=JUDGED),
         records=expand("results/mechanisms/{model}/{engine}.json", model=JUDGED, engine=PARAMS.engines),
@@ -57,7 +57,7 @@ rule gate_report:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.gate.page"),
+        code=Code("kvlab_pipeline.gate_page.page"),
         cfg=parameters("model", "engines"),
         told=DISCLOSURES,
     message:

@@ -67,7 +67,7 @@ rule ladder_facts:
         gpu=gpus(PARAMS.ladder.engine),
     params:
         code=Code(
-            "kvlab.studies.ladder.facts",
+            "kvlab_pipeline.studies.ladder.facts",
             f"kvlab.engines.{PARAMS.ladder.engine}",
             *codec_modules(study_recipes(plan.LADDER)),
         ),
@@ -111,7 +111,7 @@ rule ladder_further:
         gpu=gpus(PARAMS.ladder.engine),
     params:
         code=Code(
-            "kvlab.studies.ladder.further",
+            "kvlab_pipeline.studies.ladder.further",
             f"kvlab.engines.{PARAMS.ladder.engine}",
             *codec_modules(study_recipes(plan.LADDER)),
         ),

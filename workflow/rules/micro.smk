@@ -4,8 +4,8 @@ rule micro_rows:
     A timing, so it takes all cores: no other job runs beside it. It computes in one thread, whatever there is.
     """
     input:
-        rows="validation/micro/seed_rows.csv",
-        templates=sorted(map(str, Path("validation/micro/templates").glob("*"))),
+        rows="src/kvlab_mechanisms/micro/seed_rows.csv",
+        templates=sorted(map(str, Path("src/kvlab_mechanisms/micro/templates").glob("*"))),
     output:
         "results/micro/BENCH.md",
     log:
@@ -17,7 +17,7 @@ rule micro_rows:
         mem_mb=4000,
         runtime=60,
     params:
-        code=Code("validation.micro.rows", "validation.micro.run", "validation.micro.page"),
+        code=Code("kvlab_mechanisms.micro.rows", "kvlab_mechanisms.micro.page", "kvlab_mechanisms.micro.page"),
         cfg=parameters(),
     message:
         "micro: {output}"

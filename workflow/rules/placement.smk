@@ -16,7 +16,7 @@ rule placement_job:
         device=accelerators(),
         gpu=gpus("hf"),
     params:
-        code=Code("kvlab.studies.placement.measure"),
+        code=Code("kvlab_pipeline.studies.placement.measure"),
         cfg=pick("model", "kvstore", "jobs"),
     message:
         "placement: blocks in another order, {wildcards.model}"
@@ -42,7 +42,11 @@ rule placement_page:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.studies.page", "kvlab.studies.placement.record", "kvlab.studies.placement.tables"),
+        code=Code(
+            "kvlab_pipeline.studies.page",
+            "kvlab_pipeline.studies.placement.record",
+            "kvlab_pipeline.studies.placement.tables",
+        ),
         cfg=parameters("model"),
     message:
         "placement: {output}"

@@ -20,7 +20,7 @@ rule planted_report:
     params:
         code=Code(
             "validation.planted.run",
-            "kvlab.studies.factors.plan",
+            "kvlab_pipeline.studies.factors.plan",
             *[f"kvlab.engines.{engine}" for engine in sorted({"hf", *PARAMS.engines})],
             *[
                 CODECS[name].partition(":")[0]

@@ -17,7 +17,7 @@ rule policy_job:
         device=accelerators(),
         gpu=gpus("hf"),
     params:
-        code=Code("kvlab.studies.policy.measure"),
+        code=Code("kvlab_pipeline.studies.policy.measure"),
         cfg=pick("model", "kvstore", "stats", "jobs"),
     message:
         "policy: needles in a bounded pool, {wildcards.model}"
@@ -43,7 +43,11 @@ rule policy_page:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.studies.page", "kvlab.studies.policy.record", "kvlab.studies.policy.tables"),
+        code=Code(
+            "kvlab_pipeline.studies.page",
+            "kvlab_pipeline.studies.policy.record",
+            "kvlab_pipeline.studies.policy.tables",
+        ),
         cfg=parameters("model"),
     message:
         "policy: {output}"

@@ -16,7 +16,7 @@ rule report_comparison:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.report.comparison", "kvlab.report.summary", *CHAPTERS),
+        code=Code("kvlab_pipeline.report.comparison", "kvlab_pipeline.report.summary", *CHAPTERS),
         cfg=parameters("model"),
     message:
         "report: the models beside one another"
@@ -58,7 +58,7 @@ rule report_lead:
         mem_mb=2000,
         runtime=10,
     params:
-        code=Code("kvlab.report.findings", *CHAPTERS),
+        code=Code("kvlab_pipeline.report.findings", *CHAPTERS),
         cfg=lead_cfg("report", "verdict"),
     message:
         "report: {output.findings}"
@@ -100,7 +100,7 @@ rule report_model:
         mem_mb=2000,
         runtime=10,
     params:
-        code=Code("kvlab.report.findings", *CHAPTERS),
+        code=Code("kvlab_pipeline.report.findings", *CHAPTERS),
         cfg=pick("report", "verdict"),
     message:
         "report: {output.findings}"

@@ -18,7 +18,7 @@ rule residual_engine:
         mem_mb=4000,
         runtime=60,
     params:
-        code=Code("kvlab.studies.residual.measure", *codec_modules([studied_recipe(PARAMS)])),
+        code=Code("kvlab_pipeline.studies.residual.measure", *codec_modules([studied_recipe(PARAMS)])),
         cfg=pick(*CODEC_KEYS, "gap"),
     message:
         "residual: the codec's own error on {wildcards.model} as {wildcards.engine} captured it"

@@ -1,4 +1,4 @@
-from kvlab.base.rungs import has_bits, ladder_recipe
+from kvlab.core.rungs import has_bits, ladder_recipe
 
 # The recipes by which a snapshot's payload is stored.
 STORED = [
@@ -31,7 +31,7 @@ rule restore_job:
         device=accelerators(),
         gpu=gpus("hf"),
     params:
-        code=Code("kvlab.studies.restore.measure", *codec_modules(STORED)),
+        code=Code("kvlab_pipeline.studies.restore.measure", *codec_modules(STORED)),
         cfg=pick("model", "windows", "calibration", "codec", "kvstore", "stats", "jobs"),
     message:
         "restore: cold against warm, {wildcards.model}"
@@ -60,7 +60,11 @@ rule restore_page:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.studies.page", "kvlab.studies.restore.record", "kvlab.studies.restore.tables"),
+        code=Code(
+            "kvlab_pipeline.studies.page",
+            "kvlab_pipeline.studies.restore.record",
+            "kvlab_pipeline.studies.restore.tables",
+        ),
         cfg=parameters("model"),
     message:
         "restore: {output}"

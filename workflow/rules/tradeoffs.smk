@@ -1,4 +1,4 @@
-from kvlab.studies.tradeoffs.arms import recipes_of
+from kvlab_pipeline.studies.tradeoffs.arms import recipes_of
 
 # The recipes that are held against other mechanisms.
 TRADED = recipes_of(PARAMS)
@@ -27,7 +27,7 @@ rule tradeoffs_job:
         device=accelerators(),
         gpu=gpus("hf"),
     params:
-        code=Code("kvlab.studies.tradeoffs.measure", "kvlab.engines.hf", *codec_modules(TRADED)),
+        code=Code("kvlab_pipeline.studies.tradeoffs.measure", "kvlab.engines.hf", *codec_modules(TRADED)),
         cfg=pick(
             "model",
             "corpus",
@@ -67,7 +67,11 @@ rule tradeoffs_page:
         mem_mb=1000,
         runtime=10,
     params:
-        code=Code("kvlab.studies.page", "kvlab.studies.tradeoffs.record", "kvlab.studies.tradeoffs.tables"),
+        code=Code(
+            "kvlab_pipeline.studies.page",
+            "kvlab_pipeline.studies.tradeoffs.record",
+            "kvlab_pipeline.studies.tradeoffs.tables",
+        ),
         cfg=parameters("model"),
     message:
         "tradeoffs: {output.page}"

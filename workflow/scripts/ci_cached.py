@@ -20,7 +20,7 @@ from dvc.config import ConfigError
 from dvc.exceptions import CheckoutError, DvcException, NotDvcRepoError
 from dvc.repo import Repo
 
-from kvlab.base.errors import Fault, KvlabError, UnknownName, UserError
+from kvlab.core.errors import Fault, KvlabError, UnknownName, UserError
 
 LOOK = "code"  # the stage that says what the code does: it computes no result, and a comment is enough for it to run
 LOCK, RUN_CACHE, RAN = "as in dvc.lock", "from the run-cache", "run"

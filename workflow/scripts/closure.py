@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from kvlab.base import code
+from kvlab.core import code
 
 SRC = Path("src")
-PACKAGES = {"kvlab": SRC, "validation": Path(".")}  # where each package of this repository lies
+PACKAGES = dict.fromkeys(code.PACKAGES, SRC) | {"validation": Path(".")}  # where each package of this repository lies
 FOLDERS = [root / name for name, root in PACKAGES.items()]
 RULES = Path("workflow/rules")
 RECORDS = Path("results/code")

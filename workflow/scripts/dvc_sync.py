@@ -43,8 +43,8 @@ class Stage:
 def widest():
     """What `-S` may ask for: a stage depends on what any study, engine or codec reads, also of those not asked for."""
     sys.path.insert(0, str(Path("src").resolve()))
-    from kvlab.base.paramfile import read_yaml
-    from kvlab.base.rungs import KEPT_WHOLE, LADDERED
+    from kvlab.core.paramfile import read_yaml
+    from kvlab.core.rungs import KEPT_WHOLE, LADDERED
 
     codecs, calibration = {"codecs": [*LADDERED, *KEPT_WHOLE]}, {"engines": ["hf", "vllm"]}
     models = [entry | {"studies": None} for entry in read_yaml(Path("params.yaml"))["models"]]
@@ -122,11 +122,13 @@ def read_stages(rules):
 def section_modules():
     """The module of each study's section of params.yaml: what the file leaves out, the defaults there decide."""
     sys.path.insert(0, str(Path("src").resolve()))
-    from kvlab.studies.cells.params import CellEntry
-    from kvlab.studies.settings import Settings
+    from kvlab_pipeline.studies.cells.params import CellEntry
+    from kvlab_pipeline.studies.settings import Settings
 
     kinds = {key: field.annotation for key, field in Settings.model_fields.items()} | {"cells": CellEntry}
-    return {key: kind.__module__ for key, kind in kinds.items() if kind.__module__.startswith("kvlab.studies.")}
+    return {
+        key: kind.__module__ for key, kind in kinds.items() if kind.__module__.startswith("kvlab_pipeline.studies.")
+    }
 
 
 def declared_outs(entry):

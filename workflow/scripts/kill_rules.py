@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT / "src"))
 import outcome  # noqa: E402
 import workspace  # noqa: E402
 
-from kvlab.pages.format import fixed, table  # noqa: E402
+from kvlab.output.format import fixed, table  # noqa: E402
 
 HEADERS = ("attempt", "round", "killed", "job", "moment", "s after start", "half-written", "equal")
 VICTIMS = ("the rule", "snakemake")

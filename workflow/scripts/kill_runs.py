@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT / "src"))
 import outcome  # noqa: E402
 from kill_rules import decks, family, kill, preset_text, session, sweep  # noqa: E402
 
-from kvlab.pages.format import fixed, table  # noqa: E402
+from kvlab.output.format import fixed, table  # noqa: E402
 
 DVC, SNAKEMAKE = "dvc", "snakemake"
 DVC_ALONE, SNAKEMAKE_ALONE, WORKER, ALL = "dvc alone", "snakemake alone", "a worker", "all at once"

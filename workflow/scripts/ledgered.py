@@ -14,8 +14,8 @@ from pathlib import Path
 
 from job_records import Records
 
-from kvlab.base.errors import KvlabError
-from kvlab.ledger.jobs import enter, entry_of
+from kvlab.core.errors import KvlabError
+from kvlab_mechanisms.ledger.jobs import enter, entry_of
 
 NOTE = Path(".snakemake/ledger.json")  # names of jobs that began and have no entry yet
 

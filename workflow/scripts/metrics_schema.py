@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
-from kvlab.report.schema import json_schema  # noqa: E402
+from kvlab_pipeline.report.schema import json_schema  # noqa: E402
 
 PUBLISHED = Path("docs/metrics.schema.json")
 

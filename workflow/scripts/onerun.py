@@ -4,7 +4,7 @@ There are three ways to get two runs, and something is done about each:
 
 * Snakemake beside Snakemake, started by hand or by DVC. Each holds a lock of the kernel, which goes with its process
   and so is never left over; the second is refused. The file names the run whose turn it is, for
-  `kvlab.base.lifeline`.
+  `kvlab.core.lifeline`.
 * DVC beside Snakemake: DVC removes the outputs of a stage before it starts its Snakemake. So a Snakemake that was
   started by hand tells DVC that it reads them. DVC then refuses to remove or to store them, but still shows them.
 * DVC is killed alone: the Snakemake that it started would go on, and write into what the next `dvc repro` records.
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import psutil
 
-from kvlab.base import lifeline
+from kvlab.core import lifeline
 
 LOCK = Path(".snakemake/run.lock")
 DVC = Path(".dvc")

@@ -19,10 +19,10 @@ sys.path.insert(0, str(ROOT / "src"))
 import yaml  # noqa: E402
 from pydantic.json_schema import GenerateJsonSchema  # noqa: E402
 
-from kvlab.base.paramfile import read_yaml  # noqa: E402
-from kvlab.pages.format import table  # noqa: E402
-from kvlab.studies.cells.params import CELLS  # noqa: E402
-from kvlab.studies.settings import Listed, Settings, resolved  # noqa: E402
+from kvlab.core.paramfile import read_yaml  # noqa: E402
+from kvlab.output.format import table  # noqa: E402
+from kvlab_pipeline.studies.cells.params import CELLS  # noqa: E402
+from kvlab_pipeline.studies.settings import Listed, Settings, resolved  # noqa: E402
 
 TABLE = Path("config/PARAMS.md")
 SCHEMA = Path("workflow/schemas/config.schema.json")
@@ -30,8 +30,8 @@ SCHEMA = Path("workflow/schemas/config.schema.json")
 HEAD = """\
 # All parameters
 
-<!-- Written by `make params-docs` from the models of src/kvlab/base/params.py and of src/kvlab/studies, params.yaml and
-dvc.yaml; edit those. -->
+<!-- Written by `make params-docs` from the models of src/kvlab/core/params.py and of src/kvlab_pipeline/studies,
+params.yaml and dvc.yaml; edit those. -->
 
 *Value* is what holds in this repository: the default, or what `params.yaml` says; for an entry of `models` or `cells`,
 what holds where the entry does not say it. What a study takes of others (windows, needles, protocols, captured engines)

@@ -30,6 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "reference"
+PACKAGES = ("kvlab", "kvlab_mechanisms")
 EXTRAS = ("vllm", "lm_eval", "datasets", "matplotlib", "markdown_it", "snakemake", "dvc")
 
 GENERATE = f"""
@@ -103,13 +104,14 @@ def wheel(folder: Path) -> Path:
     return found[0]
 
 
-def faults(wheel_path: Path, package: Path = ROOT / "src" / "kvlab") -> list[str]:
-    """What is missing in a wheel, and what has no place in it."""
+def faults(wheel_path: Path, source: Path = ROOT / "src") -> list[str]:
+    """What is missing in a wheel, and what has no place in it; the pipeline stays in the checkout, which it runs."""
     with zipfile.ZipFile(wheel_path) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     due = {
-        f"kvlab/{path.relative_to(package)}"
-        for path in package.rglob("*")
+        str(path.relative_to(source))
+        for package in PACKAGES
+        for path in (source / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     return [f"missing: {name}" for name in sorted(due - names)] + [f"strange: {name}" for name in sorted(names - due)]

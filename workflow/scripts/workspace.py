@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import yaml  # noqa: E402
 
-from kvlab.base.errors import ParamsError  # noqa: E402
-from kvlab.base.paramfile import preset, read_yaml  # noqa: E402
-from kvlab.studies.settings import by_model  # noqa: E402
+from kvlab.core.errors import ParamsError  # noqa: E402
+from kvlab.core.paramfile import preset, read_yaml  # noqa: E402
+from kvlab_pipeline.studies.settings import by_model  # noqa: E402
 
 # What a workspace has of its own, and what only the root can do.
 OWN = {"params.yaml", "calib", "results", "dvc.yaml", "dvc.lock"}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvlab.base.errors import LayoutMismatch
+from kvlab.core.errors import LayoutMismatch
 
 
 def offset_of(q: Tensor, k: Tensor) -> int:

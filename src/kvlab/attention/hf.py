@@ -20,8 +20,8 @@ from kvlab.attention.chunk_summary import attend_summaries, reads, summaries_of
 from kvlab.attention.grouped import attend, causal, positions
 from kvlab.attention.layer_plan import LayerPlan
 from kvlab.attention.patterns import BlockSparse, ChunkSummary, Pattern, Window
-from kvlab.base.errors import CapabilityError, CodecNotActive
-from kvlab.base.recipe import digest
+from kvlab.core.errors import CapabilityError, CodecNotActive
+from kvlab.core.recipe import digest
 
 
 @dataclass(frozen=True)

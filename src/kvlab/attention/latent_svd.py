@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import LayoutMismatch, UserError
+from kvlab.core.errors import LayoutMismatch, UserError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from kvlab.attention.patterns import BlockSparse, ChunkSummary, Full, Pattern
-from kvlab.base.errors import UserError
+from kvlab.core.errors import UserError
 
 LayerPlan = tuple[Pattern, ...]
 """A pattern for each layer, the lowest first."""

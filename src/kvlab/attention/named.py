@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from kvlab.attention.layer_plan import LayerPlan, by_length
 from kvlab.attention.patterns import PATTERNS, BlockSparse, ChunkSummary, Full, Pattern
-from kvlab.base.errors import UnknownName, UserError
+from kvlab.core.errors import UnknownName, UserError
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Eviction:
     ----------
     policy : str
         What stays beside the first tokens: ``sinks``, the last ones; ``small_keys``, those whose keys have a small
-        norm; ``attention``, those that the last queries look at. See `kvlab.kvstore.memory.selection`.
+        norm; ``attention``, those that the last queries look at. See `kvlab.attention.selection`.
     kept, percent : int
         How many tokens stay, or how many of a hundred; one of both is 0.
     sinks, recent : int

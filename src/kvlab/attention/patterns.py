@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlab.base.errors import UserError
+from kvlab.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""kvlab's codecs where people use them: a transformers Cache, a vLLM plugin, coded files."""
+"""The codecs where people use them: the transformers Cache, the vLLM plugin and its coded pages, coded files."""

@@ -7,12 +7,6 @@ from pathlib import Path
 
 import torch
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, StorageError
-from kvlab.base.filekind import is_calibration_file
-from kvlab.base.model import ModelInfo, resolve
-from kvlab.base.params import Model
-from kvlab.base.recipe import Recipe
-from kvlab.base.records import atomic, to_header
 from kvlab.cache.calibration_file import load_calibration, read_header
 from kvlab.cache.computed import cache_of
 from kvlab.calibration.archive import Archive
@@ -21,6 +15,12 @@ from kvlab.codec.archive.model import STREAMS
 from kvlab.codec.recipes import named_recipe
 from kvlab.codec.stream.seal import Key
 from kvlab.codec.stream.tensor_file import TensorFileWriter
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, StorageError
+from kvlab.core.filekind import is_calibration_file
+from kvlab.core.model import ModelInfo, resolve
+from kvlab.core.params import Model
+from kvlab.core.recipe import Recipe
+from kvlab.core.records import atomic, to_header
 
 
 def encode_text(

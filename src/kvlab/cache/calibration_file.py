@@ -27,11 +27,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, StorageError
-from kvlab.base.filekind import refuse_caches
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Frozen, Recipe, StreamRecipe, canonical, digest
-from kvlab.base.records import atomic, fingerprint, from_header, sha256, to_header, versions
 from kvlab.cache.decoder_form import STREAMS, completed, decoding_tensors, spectra_of
 from kvlab.calibration import whole
 from kvlab.calibration.archive import Archive, filed
@@ -42,6 +37,11 @@ from kvlab.codec.klt.components import Components
 from kvlab.codec.klt.synthesis import Decoding
 from kvlab.codec.registry import fit_class
 from kvlab.codec.whitening import Whitener
+from kvlab.core.errors import CalibrationMismatch, StorageError
+from kvlab.core.filekind import refuse_caches
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import Frozen, Recipe, StreamRecipe, canonical, digest
+from kvlab.core.records import atomic, fingerprint, from_header, sha256, to_header, versions
 
 FORMAT, VERSION = "kvlab-calibration", 2
 AGAIN = "write it again with `kvlab calibrate`"

@@ -20,8 +20,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.recipe import StreamRecipe
 from kvlab.cache.pages.rows import KltRows
 from kvlab.cache.row import Block, Piece, Row, Turn
 from kvlab.codec.base import Codec, Encoded, Site
@@ -29,6 +27,8 @@ from kvlab.codec.kept import Kept
 from kvlab.codec.klt.codec import KltCodec
 from kvlab.codec.klt.joining import arrays_of, joiner, refilled
 from kvlab.codec.names import CODECS, UNSTORED
+from kvlab.core.errors import CapabilityError
+from kvlab.core.recipe import StreamRecipe
 
 LOOSE = 64  # tokens that are rows of bytes before they are a block: whole bytes in every plane
 

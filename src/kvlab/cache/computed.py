@@ -6,9 +6,9 @@ from contextlib import closing
 
 from torch import Tensor
 
-from kvlab.base.errors import ModelError
-from kvlab.base.model import ModelInfo, load_tokenizer
-from kvlab.base.recipe import Placement
+from kvlab.core.errors import ModelError
+from kvlab.core.model import ModelInfo, load_tokenizer
+from kvlab.core.recipe import Placement
 from kvlab.engines.base import Part
 from kvlab.engines.registry import start
 

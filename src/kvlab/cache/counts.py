@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvlab.base.errors import CodecNotActive
-from kvlab.base.recipe import IdentityStream
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.hf_cache import KVCache
+from kvlab.core.errors import CodecNotActive
+from kvlab.core.recipe import IdentityStream
 
 
 class Counts(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvlab.base.recipe import KltStream, OscarStream, Recipe, StreamRecipe
 from kvlab.calibration import whole
 from kvlab.calibration.archive import FILED, encodes_alone
 from kvlab.codec.base import StreamCalibration
 from kvlab.codec.klt.codec import KltCodec
 from kvlab.codec.klt.components import Components
+from kvlab.core.recipe import KltStream, OscarStream, Recipe, StreamRecipe
 
 STREAMS = ("k", "v")
 # What of `Whitener` and of `Components` a decoder reads, and a table: of `oscar`, and of a codec after a front.

@@ -20,22 +20,24 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Sequence
+from functools import wraps
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import AttentionInterface, Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvlab.base.errors import CapabilityError, CodecNotActive, UnknownName
-from kvlab.base.recipe import IdentityStream, Placement, Recipe
-from kvlab.cache import hf_given as given
-from kvlab.cache.hf_attention import FEW, passes_here, register
 from kvlab.cache.hf_layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
 from kvlab.cache.hf_rope import Watch, find_rotary, refuse_lossy, turns
 from kvlab.cache.row import Row, Straight
+from kvlab.cache.stored import Stored
 from kvlab.cache.tables import Calibration, Shape, tables_of
 from kvlab.codec.apart import apart
+from kvlab.core.errors import CapabilityError, CodecNotActive, UnknownName
+from kvlab.core.recipe import IdentityStream, Placement, Recipe
 
 Semantics = Literal["in_forward", "serving"]
 
@@ -125,8 +127,8 @@ class KVCache(Cache):
         """
         if key_states.requires_grad or value_states.requires_grad:
             raise CapabilityError("gradients do not pass through a coded cache; run the model under torch.no_grad()")
-        given.refuse_other_shape(key_states, value_states, layer_idx, self.shape)
-        given.refuse_other_kind(key_states, self.layers[layer_idx], self._on_cpu)
+        refuse_other_shape(key_states, value_states, layer_idx, self.shape)
+        refuse_other_kind(key_states, self.layers[layer_idx], self._on_cpu)
         if layer_idx == 0:
             self._begin(key_states)
         if self._call is None:
@@ -165,14 +167,14 @@ class KVCache(Cache):
         rows = rows or [Row()] * batch
         # asked only while a row has no token yet: on an accelerator the question waits for the device
         asked = seen.mask is not None and any(row.held == 0 for row in rows)
-        pads = given.new_pads(given.shown(seen.mask), rows, tokens) if asked else [0] * batch
+        pads = new_pads(shown(seen.mask), rows, tokens) if asked else [0] * batch
         whole = tokens > FEW or not length or not passes_here(self._model)
         if self._rotary is None:
             return Call(pads, [Straight()] * batch, whole)
-        new = given.positions(seen.positions, batch, tokens)
+        new = positions(seen.positions, batch, tokens)
         before, self._turned_by = self._turned_by, list(self._rotary.buffers())
         if length:
-            given.refuse_other_frequencies(before, self._turned_by)
+            refuse_other_frequencies(before, self._turned_by)
         old = self.positions or [new[0, :0]] * batch
         self.positions = [torch.cat([old[i], new[i, pads[i] :]]) for i in range(batch)]
         call = Call(pads, turns(self._rotary, self._aligned(length + tokens), k), whole)
@@ -349,3 +351,153 @@ def shape_of(model: nn.Module) -> Shape:
         heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
+
+
+# Attention of transformers' models that reads a coded cache block by block.
+
+NAME = "sdpa"
+FEW = 32  # tokens of a call, up to which it reads block by block; a longer one decodes a layer at a time
+_SEEN: set[type] = set()
+
+
+def register() -> None:
+    """Stand in front of the function that is registered, unless that is so already."""
+    before = ALL_ATTENTION_FUNCTIONS[NAME]
+    if getattr(before, "kvlab", False):
+        return
+
+    @wraps(before)  # its name too: whoever asks which attention ran is told whose it is
+    def attention(module: nn.Module, query: Tensor, key, value, mask: Tensor | None, *args, **more):
+        if not torch.compiler.is_compiling():
+            _SEEN.add(type(module))
+        plain = not args and not more.get("dropout") and more.get("position_bias") is None
+        if plain and isinstance(key, Stored) and isinstance(value, Stored):
+            out = attended(query, key, value, mask, more.get("scaling"))
+            if out is not None:
+                return out, None
+        key, value = (x.whole() if isinstance(x, Stored) else x for x in (key, value))
+        return before(module, query, key, value, mask, *args, **more)
+
+    attention.kvlab = True
+    AttentionInterface.register(NAME, attention)
+
+
+def passes_here(model: nn.Module) -> bool:
+    """Whether attention of this model was seen to come by, and still would."""
+    return model.config._attn_implementation == NAME and any(type(module) in _SEEN for module in model.modules())
+
+
+def fits(query: Tensor, key: Stored, mask: Tensor | None) -> bool:
+    """Whether `attend` is the attention that was asked for."""
+    shown = mask is None and query.shape[2] == 1  # without a mask one token sees everything
+    return shown or (isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] == key.columns)
+
+
+@torch.compiler.disable
+def attended(query: Tensor, key: Stored, value: Stored, mask: Tensor | None, scale: float | None) -> Tensor | None:
+    """What `attend` makes, where it is what was asked for; it gives no gradients."""
+    learning = torch.is_grad_enabled() and query.requires_grad
+    return None if learning or not fits(query, key, mask) else attend(query, key, value, mask, scale)
+
+
+@apart
+def attend(query: Tensor, key: Stored, value: Stored, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Attention over what is stored, [batch, tokens, heads, head_dim] in the query's dtype.
+
+    Parameters
+    ----------
+    query : Tensor
+        [batch, heads, tokens, head_dim]; neighbouring heads share one of K and V.
+    key, value : Stored
+        Of one layer in one call.
+    mask : Tensor or None
+        What is seen where bool, or what is added to scores, [batch or 1, heads or 1, tokens, columns].
+    scale : float or None
+        Of the scores; one over the square root of head_dim where not given.
+    """
+    batch, heads, tokens, head_dim = query.shape
+    q = query.float() * (head_dim**-0.5 if scale is None else scale)
+    scores = key.scores(q.reshape(batch, key.shape[1], -1, head_dim))
+    if mask is not None:
+        own = scores.view(batch, heads, tokens, -1)
+        own.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else own.add_(mask)
+    weights = scores.softmax(-1)
+    if mask is not None:
+        weights.nan_to_num_()  # a token of padding sees nothing
+    out = value.mixed(weights).to(query.dtype)
+    return out.view(batch, heads, tokens, head_dim).transpose(1, 2).contiguous()
+
+
+# What a cache is given by a model's forward, held against what it was made for and what it holds.
+
+
+def refuse_other_shape(k: Tensor, v: Tensor, layer: int, shape: Shape) -> None:
+    """`CapabilityError` unless K and V are of a layer that the cache has, and of its shape."""
+    want = (shape.heads, shape.head_dim)
+    if layer >= shape.layers or any((x.shape[1], x.shape[3]) != want for x in (k, v)):
+        raise CapabilityError(
+            f"layer {layer} has K of shape {list(k.shape)} and V of shape {list(v.shape)}; this cache is for "
+            f"{shape.layers} layers of {want[0]} KV heads of {want[1]} dimensions, as its model had when it was made; "
+            "make one for the model that runs, with all its heads in this process"
+        )
+
+
+def refuse_other_kind(k: Tensor, held: CodecLayer, on_cpu: bool) -> None:
+    """`CapabilityError` unless K is as many rows as a layer holds, of its dtype, and where the cache can code it."""
+    if k.is_meta:
+        raise CapabilityError("the model is on the meta device, where it has no numbers; load its weights first")
+    if on_cpu and k.device.type != "cpu":
+        raise CapabilityError(
+            f"K is on {k.device}, and this cache was made while its model was on the CPU; make one after it was moved"
+        )
+    if held.batch_size and held.batch_size != k.shape[0]:
+        raise CapabilityError(
+            f"the cache holds {held.batch_size} rows, the call has {k.shape[0]}; call reset() for a new batch"
+        )
+    if held.is_initialized and (held.dtype, held.device) != (k.dtype, k.device):
+        raise CapabilityError(
+            f"the cache holds K in {held.dtype} on {held.device}, and this call has {k.dtype} on {k.device}: the model "
+            "was moved, or autocast begun or ended, in the middle of a text; call reset() and give the text again"
+        )
+
+
+def positions(found: Tensor | None, batch: int, tokens: int) -> Tensor:
+    """The positions that a forward gave its rotary module, int32 [batch, tokens]; `CapabilityError` for others."""
+    if found is None:
+        raise CapabilityError(
+            "the forward did not ask the model's rotary module (rotary_emb), so that K cannot be turned back; "
+            'use placement="post_rope", which codes K as the cache is handed it'
+        )
+    if found.dim() != 2 or found.shape[0] not in (1, batch) or found.shape[1] != tokens:
+        raise CapabilityError(
+            f"this forward gives positions of shape {list(found.shape)} to {batch} rows of {tokens} tokens; K is turned"
+            f' back by one position for each token, shape [{batch}, {tokens}]; use placement="post_rope"'
+        )
+    return found.to(torch.int32).expand(batch, tokens)
+
+
+def refuse_other_frequencies(before: Sequence[Tensor], now: Sequence[Tensor]) -> None:
+    """`CapabilityError` when a rotary module's buffers are not those that turned the tokens in the cache."""
+    # what is the same tensor need not be compared, for which an accelerator would be waited for
+    others = [(a, b) for a, b in zip(before, now, strict=True) if a is not b]
+    if not all(a.dtype == b.dtype and a.device == b.device and torch.equal(a, b) for a, b in others):
+        raise CapabilityError(
+            "the model's rotary frequencies are others than those that turned the tokens in the cache, as after "
+            "model.to() to another dtype and back; call reset() and give the text again"
+        )
+
+
+def shown(mask: object) -> Tensor:
+    """The mask itself; `CapabilityError` unless padding can be read from it."""
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask
+    given = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"as {type(mask).__name__}"
+    raise CapabilityError(
+        f"the attention mask came {given}, padding can only be read from one [rows, tokens]; give that, or none"
+    )
+
+
+def new_pads(mask: Tensor, rows: Sequence[Row], tokens: int) -> list[int]:
+    """Padding on the left that each row's next `tokens` tokens begin with, from the mask [batch, all tokens]."""
+    lead = (mask.long().cumsum(dim=1) == 0).sum(dim=1).tolist()
+    return [0 if row.held else max(0, min(tokens, before - row.pads)) for row, before in zip(rows, lead, strict=True)]

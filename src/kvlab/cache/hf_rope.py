@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from kvlab.base.errors import CapabilityError
 from kvlab.codec.apart import apart
 from kvlab.codec.seeding import generator
+from kvlab.core.errors import CapabilityError
 
 PROBED_POSITIONS = (0, 1, 7, 100)
 TOLERANCE = 1e-4

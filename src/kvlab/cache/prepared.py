@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from kvlab.base.errors import CalibrationMismatch, ParamsError, StorageError
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import WHOLE, Placement, Recipe, StreamRecipe, digest
 from kvlab.cache.calibration_file import load_calibration
 from kvlab.cache.recipe_file import CalibratedRecipeFile, CalibrationFiles, RecipeFile
 from kvlab.calibration.load import Calibrated, Fitted, load, needed_files
 from kvlab.codec.base import Codec
 from kvlab.codec.recipes import named_recipe
 from kvlab.codec.registry import build
+from kvlab.core.errors import CalibrationMismatch, ParamsError, StorageError
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import WHOLE, Placement, Recipe, StreamRecipe, digest
 
 
 @dataclass(frozen=True)

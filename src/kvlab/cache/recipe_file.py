@@ -12,12 +12,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from kvlab.base.errors import CapabilityError, ParamsError
-from kvlab.base.filekind import is_calibration_file, recipe_json
-from kvlab.base.recipe import Frozen, Recipe
-from kvlab.base.records import write_json
 from kvlab.cache.calibration_file import read_header
 from kvlab.codec.names import CODECS, UNSTORED
+from kvlab.core.errors import CapabilityError, ParamsError
+from kvlab.core.filekind import is_calibration_file, recipe_json
+from kvlab.core.recipe import Frozen, Recipe
+from kvlab.core.records import write_json
 
 
 class CalibrationFiles(Frozen):

@@ -9,10 +9,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, StreamError, UserError
-from kvlab.base.model import ModelInfo, resolve
-from kvlab.base.params import Model
-from kvlab.base.records import atomic, to_header
 from kvlab.cache.computed import cache_of
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import RecipeFile, read_recipe_file
@@ -22,6 +18,10 @@ from kvlab.codec.stream.bitstream import STREAMS
 from kvlab.codec.stream.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
 from kvlab.codec.stream.seal import Key
 from kvlab.codec.stream.tensor_file import TensorFileWriter
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, StreamError, UserError
+from kvlab.core.model import ModelInfo, resolve
+from kvlab.core.params import Model
+from kvlab.core.records import atomic, to_header
 
 
 def cache_codec(file: RecipeFile, info: ModelInfo) -> CacheCodec:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from torch import nn
 
-from kvlab.base.errors import CapabilityError, ParamsError
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
-from kvlab.base.recipe import STREAMS, Recipe
 from kvlab.cache.hf_cache import Calibration, KVCache, Semantics
 from kvlab.cache.prepared import FromFile
 from kvlab.cache.recipe_file import CalibratedRecipeFile, read_recipe_file
 from kvlab.calibration.load import needed_files
+from kvlab.core.errors import CapabilityError, ParamsError
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
+from kvlab.core.recipe import STREAMS, Recipe
 
 
 class Cache(KVCache):

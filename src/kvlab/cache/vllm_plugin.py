@@ -28,8 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvlab.base.errors import CapabilityError, CodecNotActive
-from kvlab.base.recipe import PAGES_VARIABLE, RECIPE_VARIABLE
+from kvlab.core.errors import CapabilityError, CodecNotActive
+from kvlab.core.recipe import PAGES_VARIABLE, RECIPE_VARIABLE
 
 STATUS_METHOD = "kvlab_status"
 PAGES_BACKEND = "kvlab.cache.pages.backend.PagesBackend"

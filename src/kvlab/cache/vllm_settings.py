@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvlab.base.errors import CapabilityError
+from kvlab.core.errors import CapabilityError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvlab.base.errors import CapabilityError, CodecNotActive, ParamsError, StorageError
-from kvlab.base.model import ModelInfo, resolve
-from kvlab.base.params import Model
-from kvlab.base.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import RecipeFile, read_recipe_file
 from kvlab.cache.vllm_settings import common, compiled, logger, own_dtype, refuse_settings
@@ -22,6 +18,10 @@ from kvlab.codec.klt.codec import KltCodec
 from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.registry import class_of, codec_class
 from kvlab.codec.seeding import generator
+from kvlab.core.errors import CapabilityError, CodecNotActive, ParamsError, StorageError
+from kvlab.core.model import ModelInfo, resolve
+from kvlab.core.params import Model
+from kvlab.core.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.engines import capability
 from kvlab.engines.base import Part
 from kvlab.engines.hooks import attention_inputs, fused_projection

@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvlab.base.model import ModelInfo
 from kvlab.codec.archive.moments import Across
 from kvlab.codec.metric import rotated
+from kvlab.core.model import ModelInfo
 from kvlab.engines.base import Part
 
 PROBES = 96  # queries of each head, from the last quarters of the windows of the sample

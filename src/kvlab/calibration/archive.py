@@ -10,10 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import ArchiveStream, Recipe
-from kvlab.base.records import sha256
 from kvlab.calibration.across import expected_attention
 from kvlab.calibration.capture import Observed
 from kvlab.calibration.components import Fitting
@@ -27,6 +23,10 @@ from kvlab.codec.archive.layer import ENCODES_NOT, StreamModel
 from kvlab.codec.archive.model import ArchiveModel
 from kvlab.codec.archive.tokens import FirstLayer
 from kvlab.codec.stream.seal import Key
+from kvlab.core.errors import CalibrationMismatch, CapabilityError
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import ArchiveStream, Recipe
+from kvlab.core.records import sha256
 
 FILED = "archive/"  # before the names of its tensors in a file
 TABLES = ("exponents", "counts", "points", "rates", "by_tokens")

@@ -8,10 +8,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvlab.base.errors import CalibrationMismatch
-from kvlab.base.model import ModelInfo, resolve
-from kvlab.base.params import Params
-from kvlab.base.records import atomic, file_hash, to_header
 from kvlab.calibration.archive import FILED, Archive, fit_archive
 from kvlab.calibration.asked import read_asked
 from kvlab.calibration.capture import Captured
@@ -19,6 +15,10 @@ from kvlab.calibration.components import Fitting, refuse_another_capture
 from kvlab.calibration.facts import header_facts
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.sigma import load_whiteners
+from kvlab.core.errors import CalibrationMismatch
+from kvlab.core.model import ModelInfo, resolve
+from kvlab.core.params import Params
+from kvlab.core.records import atomic, file_hash, to_header
 
 IDENTITY = ("model_hash", "corpus_hash", "engine", "sigma_hash")
 

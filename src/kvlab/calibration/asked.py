@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvlab.base.errors import CalibrationMismatch, UnknownName
-from kvlab.base.recipe import WHOLE
-from kvlab.base.records import write_json
 from kvlab.calibration.facts import read_facts
+from kvlab.core.errors import CalibrationMismatch, UnknownName
+from kvlab.core.recipe import WHOLE
+from kvlab.core.records import write_json
 
 
 def write_asked(codecs: Sequence[str], out: Path) -> None:

@@ -8,10 +8,6 @@ from typing import Any
 
 import torch
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import BlockStream, Placement, Recipe, digest
-from kvlab.base.records import fingerprint
 from kvlab.calibration.archive import fit_archive
 from kvlab.calibration.capture import Observed, observe
 from kvlab.calibration.components import FIELDS, Fitting
@@ -26,6 +22,10 @@ from kvlab.codec import whitening
 from kvlab.codec.klt.components import Components
 from kvlab.codec.registry import fit_class
 from kvlab.codec.whitening import Whitener
+from kvlab.core.errors import CapabilityError
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import BlockStream, Placement, Recipe, digest
+from kvlab.core.records import fingerprint
 from kvlab.engines.base import Engine
 
 SAMPLE, RIDGE = 16, 1e-3

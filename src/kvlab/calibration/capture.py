@@ -13,10 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from kvlab.base.errors import CalibrationMismatch, NonFinite, UserError
-from kvlab.base.model import ModelInfo, resolve
-from kvlab.base.params import Params
-from kvlab.base.records import atomic, to_header, versions
 from kvlab.calibration import across as layers_together
 from kvlab.calibration import losses
 from kvlab.calibration import moments as kept
@@ -27,6 +23,10 @@ from kvlab.calibration.joint import JointTap, OutputsTap, RowsTap
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS, Extent, ModelMoments, QueryMoments
 from kvlab.codec.klt.moments import Moments
+from kvlab.core.errors import CalibrationMismatch, NonFinite, UserError
+from kvlab.core.model import ModelInfo, resolve
+from kvlab.core.params import Params
+from kvlab.core.records import atomic, to_header, versions
 from kvlab.engines.base import Engine, Part
 from kvlab.engines.registry import start
 from kvlab.text import corpus

@@ -17,10 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from kvlab.base.errors import CalibrationMismatch, NonFinite
-from kvlab.base.model import resolve
-from kvlab.base.params import Params
-from kvlab.base.records import atomic, file_hash, forget, to_header, write_json
 from kvlab.calibration.capture import Captured, Observed
 from kvlab.calibration.facts import header_facts
 from kvlab.calibration.metrics import ErrorMetrics
@@ -30,6 +26,10 @@ from kvlab.codec.klt import components as klt
 from kvlab.codec.klt.components import TINY, Components
 from kvlab.codec.metric import ridged
 from kvlab.codec.whitening import Whitener
+from kvlab.core.errors import CalibrationMismatch, NonFinite
+from kvlab.core.model import resolve
+from kvlab.core.params import Params
+from kvlab.core.records import atomic, file_hash, forget, to_header, write_json
 
 FIELDS = tuple(field.name for field in fields(Components))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvlab.base.errors import CalibrationMismatch
-from kvlab.base.records import from_header, read_json
+from kvlab.core.errors import CalibrationMismatch
+from kvlab.core.records import from_header, read_json
 
 Fields = dict[str, type]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.model import ModelInfo
 from kvlab.codec.metric import rotated
 from kvlab.codec.whole.kvtc import UNSEEN
+from kvlab.core.errors import CapabilityError
+from kvlab.core.model import ModelInfo
 from kvlab.engines.base import Part
 
 MOST_ROWS = 64  # windows of K and V that are kept: 4 * layers * kv_heads * head_dim * context bytes each

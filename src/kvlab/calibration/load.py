@@ -9,10 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from kvlab.base.errors import CalibrationMismatch
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Cell, Placement, Recipe, StreamRecipe, digest
-from kvlab.base.records import file_hash, fingerprint
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.archive_file import archive_identity, load_archive
 from kvlab.calibration.components import FIELDS, load_components
@@ -23,6 +19,10 @@ from kvlab.calibration.whole import Whole
 from kvlab.codec.base import StreamCalibration
 from kvlab.codec.klt.components import Components
 from kvlab.codec.whitening import Whitener
+from kvlab.core.errors import CalibrationMismatch
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import Cell, Placement, Recipe, StreamRecipe, digest
+from kvlab.core.records import file_hash, fingerprint
 
 __all__ = ["Calibrated", "Fitted", "by_origin", "load", "needed_files", "needs_calibration"]
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from kvlab.base.errors import NonFinite
-from kvlab.base.model import ModelInfo
 from kvlab.codec.metric import rotated
 from kvlab.codec.seeding import generator
+from kvlab.core.errors import NonFinite
+from kvlab.core.model import ModelInfo
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 

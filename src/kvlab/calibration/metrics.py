@@ -7,9 +7,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvlab.base.errors import ModelError
-from kvlab.base.model import ModelInfo, weight_files
 from kvlab.codec.metric import of_outputs, over_lags
+from kvlab.core.errors import ModelError
+from kvlab.core.model import ModelInfo, weight_files
 from kvlab.engines.hooks import attention_layers
 
 

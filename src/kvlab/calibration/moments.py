@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import Fault, NonFinite
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Placement
 from kvlab.codec.klt.grouping import heads_together, joined
 from kvlab.codec.klt.moments import Moments
 from kvlab.codec.metric import rotated
+from kvlab.core.errors import Fault, NonFinite
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import Placement
 from kvlab.engines.base import Part
 
 STREAMS = ("k", "v")

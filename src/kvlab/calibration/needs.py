@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Literal, NamedTuple
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.recipe import (
+from kvlab.core.errors import CapabilityError
+from kvlab.core.recipe import (
     AquaKvStream,
     ArchiveStream,
     BlockStream,

@@ -13,11 +13,6 @@ from pathlib import Path
 
 import torch
 
-from kvlab.base.errors import CalibrationMismatch, StreamError
-from kvlab.base.model import ModelInfo, resolve
-from kvlab.base.params import Params
-from kvlab.base.recipe import Placement
-from kvlab.base.records import file_hash, write_json
 from kvlab.calibration.capture import Captured, Observed
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.metrics import ErrorMetrics
@@ -25,6 +20,11 @@ from kvlab.calibration.moments import PLACEMENTS, grouped
 from kvlab.codec.metric import ridged, rotated
 from kvlab.codec.stream.published import SigmaQ, read_sigma, write_sigma
 from kvlab.codec.whitening import Whitener, fit
+from kvlab.core.errors import CalibrationMismatch, StreamError
+from kvlab.core.model import ModelInfo, resolve
+from kvlab.core.params import Params
+from kvlab.core.recipe import Placement
+from kvlab.core.records import file_hash, write_json
 
 SIDECAR = {"model_hash": str, "corpus_hash": str, "calibration_source": str, "num_layers": int}
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 from tqdm import tqdm
 
-from kvlab.base.recipe import BlockStream, digest
 from kvlab.calibration.capture import Observed
 from kvlab.codec import quantizer
 from kvlab.codec.base import Site, StreamCalibration
 from kvlab.codec.metric import rotated
 from kvlab.codec.registry import build
 from kvlab.codec.whitening import Whitener
+from kvlab.core.recipe import BlockStream, digest
 
 POOL_LIMIT = 5_000_000
 

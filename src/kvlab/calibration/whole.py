@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Recipe
-from kvlab.base.records import sha256
 from kvlab.calibration.archive import required
 from kvlab.calibration.capture import Observed
 from kvlab.codec.whole import aquakv, kvtc
 from kvlab.codec.whole.aquakv import AquaKvCodec
 from kvlab.codec.whole.file import STREAMS, Cache, Owner, WholeCodec
 from kvlab.codec.whole.kvtc import KvtcCodec
+from kvlab.core.errors import CalibrationMismatch, CapabilityError
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import Recipe
+from kvlab.core.records import sha256
 
 CODECS = {"kvtc": KvtcCodec, "aquakv": AquaKvCodec}
 FILED = "whole/"  # before codec and name of a tensor in a file

@@ -1,1 +1,1 @@
-"""The command line: its verbs, their flags, and how it ends."""
+"""`kvlab VERB`: the verbs, their flags, and how it ends."""

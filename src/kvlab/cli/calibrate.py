@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from kvlab.base.errors import UserError
 from kvlab.cli.flags import Flag, model_folder, path, result, wanted, whole, window_count, word
+from kvlab.core.errors import UserError
 
 
 def calibrate_verb(args: argparse.Namespace) -> None:

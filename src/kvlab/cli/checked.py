@@ -13,10 +13,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError, UserError
-from kvlab.base.filekind import refuse_caches
-from kvlab.base.model import ModelInfo, folder_entry, layer_count, read_config, resolve_folder
-from kvlab.base.recipe import STREAMS, Recipe
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, ModelError, StorageError, UserError
+from kvlab.core.filekind import refuse_caches
+from kvlab.core.model import ModelInfo, folder_entry, layer_count, read_config, resolve_folder
+from kvlab.core.recipe import STREAMS, Recipe
 
 MOST_BITS = 8
 BITS = 4  # where nobody said how many
@@ -30,7 +30,7 @@ def config_of(folder: Path) -> dict:
     ModelError
         There is no such folder, or it holds no model that kvlab knows, or not its weights.
     """
-    from kvlab.base.tensors import model_tensors
+    from kvlab.core.tensors import model_tensors
 
     entry = folder_entry(folder)
     config = read_config(entry)
@@ -152,7 +152,7 @@ def calibration_file(path: Path | None) -> None:
     CalibrationMismatch
         It is another file.
     """
-    from kvlab.base.records import from_header
+    from kvlab.core.records import from_header
 
     if path is None:
         return

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from kvlab.base.errors import ParamsError, StreamError, UserError
-from kvlab.base.filekind import ARCHIVE, CODED, FRONT, kind_of, magic_of
 from kvlab.cli.flags import IF_CODED, OUT, SUBJECT, Flag, cached, of_a_model, path, recipe, result, word
 from kvlab.cli.given import bits_of, fitted_of, folder_of, model_of, params_of
 from kvlab.cli.keys import CHECKING, SIGNING, key_of
+from kvlab.core.errors import ParamsError, StreamError, UserError
+from kvlab.core.filekind import ARCHIVE, CODED, FRONT, kind_of, magic_of
 
 
 def recipe_verb(args: argparse.Namespace) -> None:
@@ -25,9 +25,9 @@ def recipe_verb(args: argparse.Namespace) -> None:
     files = None
     _refuse_uncalibrated(args, recipe)
 
-    from kvlab.base.model import resolve
     from kvlab.cache.prepared import prepared
     from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, write_recipe_file
+    from kvlab.core.model import resolve
 
     if fitted_of(args):
         files = CalibrationFiles(sigma=args.sigma, codebooks=args.codebooks, components=args.components)
@@ -44,9 +44,9 @@ def _asked(args: argparse.Namespace):
     """
     from pydantic import ValidationError
 
-    from kvlab.base.rungs import STUDIED, default_recipe, labelled
-    from kvlab.base.studied import coded_layers
     from kvlab.cli.checked import recipe_of
+    from kvlab.core.rungs import STUDIED, default_recipe, labelled
+    from kvlab.core.studied import coded_layers
 
     codec, folder = args.codec, folder_of(args)
     if folder is not None:
@@ -112,10 +112,10 @@ def _encode_text(args: argparse.Namespace, key) -> None:
 
     model, text = model_of(args), read_text(args.text)
 
-    from kvlab.base.recipe import WHOLE
     from kvlab.cache import archived, streams
     from kvlab.cache.recipe_file import read_recipe_file
     from kvlab.codec.archive.file import load
+    from kvlab.core.recipe import WHOLE
 
     own = read_recipe_file(args.recipe).recipe.k
     if own.codec in WHOLE:

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kvlab.base.errors import UserError
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import WHOLE, Recipe
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.pages.rows import rows_of
 from kvlab.cache.vllm_worker import refuse_mixed
@@ -17,6 +14,9 @@ from kvlab.codec.base import Site
 from kvlab.codec.names import UNSTORED
 from kvlab.codec.registry import bare
 from kvlab.codec.stream.bitstream import STREAMS
+from kvlab.core.errors import UserError
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import WHOLE, Recipe
 from kvlab.engines import capability
 from kvlab.stats.bootstrap import Estimate
 from kvlab.stats.kl_scale import SMALL

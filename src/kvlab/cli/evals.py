@@ -8,13 +8,13 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvlab.base.errors import ParamsError, UnknownName, UserError
-from kvlab.base.paramfile import read_yaml
-from kvlab.base.params import Model, Params
-from kvlab.base.recipe import Recipe
 from kvlab.cli.flags import PARAMS, Flag, path, recipe, result, word
 from kvlab.cli.given import bits_of, folder_of, params_of
-from kvlab.studies.settings import by_model, read_params
+from kvlab.cli.packages import reader_of_params
+from kvlab.core.errors import ParamsError, UnknownName, UserError
+from kvlab.core.paramfile import read_yaml
+from kvlab.core.params import Model, Params
+from kvlab.core.recipe import Recipe
 
 
 def eval_verb(args: argparse.Namespace) -> None:
@@ -40,7 +40,7 @@ def eval_verb(args: argparse.Namespace) -> None:
     check_cache_dtype(args.engine, args.cache_dtype or AUTO)
     recipe = _recipe(args, params)
 
-    from kvlab.base.model import resolve
+    from kvlab.core.model import resolve
     from kvlab.evals.run import Asked, run_eval
 
     asked = Asked(
@@ -82,10 +82,10 @@ def _subject(args: argparse.Namespace) -> tuple[Model, Params | None]:
 def _of_any_model(text_or_path: str) -> Params | None:
     """Parameters whose model does not matter; None where nobody named any and the folder has no params.yaml."""
     if text_or_path.strip().startswith("{"):
-        return read_params(text_or_path)
+        return reader_of_params().read_params(text_or_path)
     if text_or_path == PARAMS[1]["default"] and not Path(text_or_path).exists():
         return None
-    return next(iter(by_model(read_yaml(Path(text_or_path))).values()))
+    return next(iter(reader_of_params().by_model(read_yaml(Path(text_or_path))).values()))
 
 
 def refuse_two_things(args: argparse.Namespace) -> None:
@@ -118,8 +118,8 @@ def _recipe(args: argparse.Namespace, params: Params | None) -> Path | None:
 
 def _coded(args: argparse.Namespace, params: Params | None) -> Recipe:
     """The recipe of --codec: a rung of the ladder of params.yaml, or without one that of `kvlab.recipe`."""
-    from kvlab.base.rungs import STUDIED, labelled
     from kvlab.cli.checked import recipe_of
+    from kvlab.core.rungs import STUDIED, labelled
 
     if params is not None:
         return labelled(args.codec, params)

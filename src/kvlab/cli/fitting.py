@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvlab.base.model import ModelInfo, load_tokenizer
-from kvlab.base.recipe import Recipe
 from kvlab.calibration.calibrate import calibrate
 from kvlab.calibration.load import Calibrated
 from kvlab.cli.flags import all_there_are
+from kvlab.core.model import ModelInfo, load_tokenizer
+from kvlab.core.recipe import Recipe
 from kvlab.engines.base import Engine
 from kvlab.text.corpus import windows_hash
 from kvlab.text.excerpts import docstrings, windows_of

@@ -8,16 +8,79 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kvlab.base.errors import UserError
-from kvlab.cli import importing
-from kvlab.cli.flags import Flag, path, place, result, word
-from kvlab.pages.terminal import FORMATS, as_json, as_text, printable
+from kvlab.cli.flags import Flag, path, place, result, whole, word
+from kvlab.core.errors import UserError
+from kvlab.output.terminal import FORMATS, as_json, as_text, printable
+
+# What `kvlab gate import` does, and its flags. Heavy imports happen inside.
+
+
+def import_verb(args: argparse.Namespace) -> None:
+    """Make evidence of two runs of lm-evaluation-harness that you made: plain, and with a compressed cache.
+
+    Both with `--output_path DIR --log_samples`, on any of its engines, with the same tasks, items, prompts and
+    arguments but for those that --differs names. Items are paired one by one. What the harness does not write, the
+    bytes of the cache and whether a codec ran, is not made up: the evidence says that nobody looked, and may show that
+    too much is lost, never that little is, so its row earns `reviewed_preview` at most (docs/gate.md). The folder --out
+    gets evidence.json and row.json, for `kvlab gate check`.
+    """
+    from kvlab.cli.evals import refuse_unlisted_claim
+    from kvlab.core.records import write_json
+    from kvlab.evals.imported import imported
+    from kvlab.gate import registry
+
+    refuse_unlisted_claim(args.claim)
+    known = registry.load(args.mechanisms, args.evals)
+    asked = args.task, args.mechanism, args.plain, args.coded, args.differs, args.context_tokens, args.claim
+    made = imported(known, *asked)
+    write_json(args.out / "row.json", made.row)
+    write_json(args.out / "evidence.json", made.evidence.model_dump(mode="json"))
+    for key, found in made.measures.items():
+        change = found.paired
+        print(
+            f"{args.task}: {key} of {found.variant.n} items is {found.variant.value:.4g}, without"
+            f" {found.baseline.value:.4g}; paired {change.value:+.4g} [{change.low:+.4g}, {change.high:+.4g}]"
+        )
+    print(f"{made.evidence.imported.changed} answers differ; nobody saw the cache, so this can show a loss alone")
+    print(f"next: kvlab gate check {args.out}/row.json --evidence {args.out}/evidence.json")
+
+
+FLAGS: list[Flag] = [
+    path("--plain", "folder or results file of lm_eval, of the model as it is"),
+    path("--coded", "the same of the run with the compressed cache"),
+    word("--task", "id of a registered eval of lm-evaluation-harness (`kvlab gate registry`)", required=True),
+    word(
+        "--mechanism",
+        "what the second run did to its cache, as registered: kv_quantization/fp8_e4m3",
+        metavar="NAME/VARIANT",
+        required=True,
+    ),
+    word(
+        "--differs",
+        "arguments of the model (`--model_args`) that the second run was given otherwise, as kv_cache_dtype; none where"
+        " the environment does it",
+        metavar="ARGUMENT",
+        nargs="+",
+        default=[],
+    ),
+    word(
+        "--context-tokens",
+        "most tokens of an item with its answer, which lm_eval does not write down; the length of RULER's texts",
+        type=whole(1),
+        metavar="N",
+        required=True,
+    ),
+    word("--claim", "tier that the row claims; default: gated", default="gated"),
+    path("--mechanisms", "registry of mechanisms; default: the shipped one", required=False),
+    path("--evals", "registry of evals; default: the shipped one", required=False),
+    result("--out", "folder of evidence.json and row.json", metavar="DIR"),
+]
+
 
 ABOUT = """\
 Which numbers may be published: rows against their evidence, the registries and one another (docs/gate.md).
 
   check       judge rows: what each earns of the tier that it claims, with every reason
-  report      GATE.md: what every row earns and why, and how far the gate can be trusted
   import      evidence of two runs of lm-evaluation-harness that you made
   ingest      put rows into a store, with what the gate says of them
   query       rows of a store, or groups of rows, or the best of each group
@@ -27,26 +90,10 @@ Which numbers may be published: rows against their evidence, the registries and 
   registry    the mechanisms and evals that there are
   reasons     everything that can be wrong, by its code
   schema      JSON schema of a row, a configuration, evidence or a report
-
+{more}
 Exit codes: 0 done, or the gate passes; 1 the gate fails; 2 the input is wrong, or nothing could be judged.
 """
 FIRST = ("run", "row_id", "support_status", "earned_tier", "derived_status")
-
-
-def report_verb(args: argparse.Namespace) -> None:
-    """Write GATE.md: what every row earns and why, what is best of it, and how far the gate can be trusted.
-
-    Rows that earn less than they claim are no failure here, the page says so; `kvlab gate check` is what fails.
-    Corruptions, false alarms and planted losses are played anew, from seeds: equal rows give equal bytes. The curve
-    of planted losses is drawn beside the page, as detection.svg and detection.csv.
-    """
-    from kvlab.gate.page import write
-    from kvlab.gate.samples import read
-
-    disclosures = dict(one.partition("=")[::2] for one in args.disclosures)
-    summary = write(_rows(args), _context(args), args.out, args.json, read(args.records), disclosures)
-    earned = ", ".join(f"{count} {tier}" for tier, count in summary.counts.items() if count)
-    print(f"{args.out}: {len(summary.rows)} rows, of which {earned or 'none was judged'}")
 
 
 # ------------------------------------------------------------------------------------- judging
@@ -61,11 +108,11 @@ def check_verb(args: argparse.Namespace) -> int:
     Evidence in files belongs to the rows of the same model, engine, recipe_id, context_tokens, dtype, protocol, device
     and calibration; evidence of no row is refused.
     """
-    from kvlab.base.records import atomic
+    from kvlab.core.records import atomic
     from kvlab.gate import render
     from kvlab.gate.check import check
 
-    report = check(_rows(args), _context(args, args.waivers), args.strict)
+    report = check(rows_of(args), context_of(args, args.waivers), args.strict)
     text = getattr(render, f"to_{args.format}")(report)
     if args.out:
         with atomic(args.out) as temporary:
@@ -95,7 +142,7 @@ def _summary(report) -> Iterable[str]:
                 yield from (printable(f"{claim.row['row_id']}: {reason}") for reason in finding.reasons)
 
 
-def _rows(args: argparse.Namespace) -> list:
+def rows_of(args: argparse.Namespace) -> list:
     """The rows of all files, with the evidence that was given beside them."""
     from kvlab.gate import evidence
     from kvlab.gate.catalogue.rows import read_rows
@@ -105,7 +152,7 @@ def _rows(args: argparse.Namespace) -> list:
     return attached(rows, {str(file): evidence.read(file) for file in args.evidence})
 
 
-def _context(args: argparse.Namespace, waivers: Path | None = None):
+def context_of(args: argparse.Namespace, waivers: Path | None = None):
     """What rows are judged against, as of today."""
     import datetime
 
@@ -155,8 +202,8 @@ def ingest_verb(args: argparse.Namespace) -> int:
     from kvlab.gate.store import open_store
     from kvlab.gate.store.ingest import ingest, prepared
 
-    rows = [filled(row, given(args)) for row in _rows(args)]
-    report = check(rows, _context(args), args.strict)
+    rows = [filled(row, given(args)) for row in rows_of(args)]
+    report = check(rows, context_of(args), args.strict)
     if args.strict and report.exit_code:
         print("\n".join([*_summary(report), f"nothing was put into {args.db}"]), file=sys.stderr)
         return report.exit_code
@@ -328,27 +375,6 @@ def _format(choices: Iterable[str]) -> Flag:
 
 
 VERBS: dict[Callable, list[Flag]] = {
-    report_verb: [
-        FILES,
-        *JUDGED_BY,
-        path(
-            "--records",
-            "what `kvlab step mechanisms` wrote, of which the rows were made: throughputs get intervals, and the"
-            " baseline's second run is told",
-            required=False,
-            nargs="+",
-            default=[],
-        ),
-        word(
-            "--disclosures",
-            "what has to be told with every number of a model",
-            metavar="MODEL=SENTENCE",
-            nargs="*",
-            default=[],
-        ),
-        result("--out", "the page; its figure is written beside it"),
-        result("--json", "what the page says of each row", required=False),
-    ],
     check_verb: [
         FILES,
         word("--strict", "waived rows and rows without a mechanism fail too", action="store_true"),
@@ -357,7 +383,7 @@ VERBS: dict[Callable, list[Flag]] = {
         _format(("markdown", "json", "junit")),
         result("--out", "what is written instead of printed; a summary is printed", required=False),
     ],
-    importing.import_verb: importing.FLAGS,
+    import_verb: FLAGS,
     ingest_verb: [
         *(DB, FILES),
         word(

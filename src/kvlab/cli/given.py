@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvlab.base.errors import ParamsError, UserError
-from kvlab.base.filekind import is_calibration_file, recipe_json
-from kvlab.base.hub import no_folder
-from kvlab.base.params import Model, Params
-from kvlab.studies.settings import read_params
+from kvlab.core.errors import ParamsError, UserError
+from kvlab.core.filekind import is_calibration_file, recipe_json
+from kvlab.core.hub import no_folder
+from kvlab.core.params import Model, Params
 
 DEFAULT_PARAMS = "params.yaml"
 
 
 def params_of(args: argparse.Namespace) -> Params:
     """What `--params` and `--model` name."""
-    return read_params(args.params, args.model)
+    from kvlab.cli.packages import reader_of_params
+
+    return reader_of_params().read_params(args.params, args.model)
 
 
 def model_of(args: argparse.Namespace) -> Model:
@@ -34,7 +35,7 @@ def model_of(args: argparse.Namespace) -> Model:
 
 def folder_of(args: argparse.Namespace) -> Model | None:
     """The model of a folder that `--model` names; None where it names one of params.yaml. Raises as `model_of`."""
-    from kvlab.base.model import model_in
+    from kvlab.core.model import model_in
 
     name, path = args.model, Path(args.model or ".")
     if name and ((path / "config.json").is_file() or "/" in name or name in (".", "..")):
@@ -83,7 +84,7 @@ def refuse_wrong_recipe(file: Path) -> None:
     """
     from pydantic import BaseModel, ValidationError
 
-    from kvlab.base.recipe import Recipe
+    from kvlab.core.recipe import Recipe
 
     class Head(BaseModel):
         recipe: Recipe
@@ -99,7 +100,7 @@ def refuse_wrong_recipe(file: Path) -> None:
 
 def tier(text: str) -> str:
     """A tier; the catalogue that lists them is read when one is given."""
-    from kvlab.base.errors import UnknownName
+    from kvlab.core.errors import UnknownName
     from kvlab.gate.catalogue.columns import TIERS
 
     if text not in TIERS:

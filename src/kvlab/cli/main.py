@@ -5,57 +5,44 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from kvlab.base import lifeline
-from kvlab.base.errors import KvlabError
-from kvlab.base.extras import missing_extra
-from kvlab.cli import (
-    calibrate,
-    coded,
-    completion,
-    evals,
-    gate,
-    init,
-    ledger,
-    measure,
-    params,
-    simulate,
-    snapshot,
-    speculate,
-    steps,
-    witness,
-)
+from kvlab.cli import calibrate, coded, completion, evals, gate, measure, snapshot
+from kvlab.cli.commands import MORE, Commands, installed
 from kvlab.cli.flags import SUBJECT
-from kvlab.cli.parsing import Parser, Verbs, add_groups, add_verbs
+from kvlab.cli.parsing import Parser, add_groups, add_verbs
+from kvlab.core import lifeline
+from kvlab.core.errors import KvlabError
+from kvlab.core.extras import missing_extra
 
 ABOUT = """\
 What compressing an LLM's KV cache costs: measured on your model, your text and your engine.
 
+"""
+OWN = Commands(
+    """\
   measure     what codecs cost a model on a text: KL divergence, bits, speed; which to take
-  witness     a result computed again, by other code
   calibrate   fit a codec to a model: one file for transformers, vLLM, encode and snapshot
-  init        a params.yaml for your model, to study it as a whole
-  params      check params.yaml and print it resolved, with the recipe ids
   recipe      write the file that encode, decode and the drop-ins read
   encode      code the KV cache of a text into a file
   decode      a coded KV cache as safetensors
   inspect     check a coded KV cache and say what is in it
   snapshot    the KV cache of a context as a file: save, inspect, verify, restore, diff
   eval        a task of lm-evaluation-harness, plain and coded: evidence for the gate
-  speculate   how much of what a model drafts over its coded cache it accepts
-  simulate    a service under load: what a smaller cache buys in answers that are in time
-  gate        which numbers may be published: check, report, query and more
-  ledger      what was made of what: verify the log, prove an entry, make a checkpoint
-  step        the steps of the pipeline, as the workflow's rules call them; all: `make findings`
+  gate        which numbers may be published: check, query and more
   completion  complete verbs and flags in your shell: bash, zsh, fish
-"""
-OF_THE_CHECKOUT = """\
-  published   a published study's result files, analysed again
-  bench       every codec's speed, size, error and KL divergence
-"""
+""",
+    {
+        measure.measure_verb: measure.FLAGS,
+        calibrate.calibrate_verb: calibrate.FLAGS,
+        evals.eval_verb: [*SUBJECT, *evals.FLAGS],
+        completion.completion_verb: completion.FLAGS,
+    }
+    | coded.VERBS,
+    {"snapshot": (snapshot.ABOUT, snapshot.VERBS), "gate": (gate.ABOUT, gate.VERBS)},
+)
 EXITS = """\
 `kvlab VERB --help` says more. Exit codes: 0 done; 2 the input is wrong, 1 the run; a line says how.
 """
@@ -63,43 +50,33 @@ EXITS = """\
 
 def parser() -> Parser:
     """The whole command line."""
-    outside, outside_steps = of_the_checkout()
+    packages = [OWN, *installed(), *of_the_checkout()]
     root = Parser("kvlab", description=ABOUT)
     root.add_argument("--version", action=_Version)
-    listed = root.group(ABOUT + (OF_THE_CHECKOUT if outside else "") + EXITS)
-    single = {
-        measure.measure_verb: measure.FLAGS,
-        witness.witness_verb: witness.FLAGS,
-        calibrate.calibrate_verb: calibrate.FLAGS,
-        init.init_verb: init.FLAGS,
-        params.params_verb: params.FLAGS,
-        speculate.speculate_verb: speculate.FLAGS,
-        simulate.simulate_verb: simulate.FLAGS,
-        evals.eval_verb: [*SUBJECT, *evals.FLAGS],
-        completion.completion_verb: completion.FLAGS,
-    }
-    add_verbs(listed, single | coded.VERBS | outside)
-    about_steps = steps.ABOUT.format(checkout=steps.OF_THE_CHECKOUT if outside_steps else "")
-    add_groups(
-        listed,
-        {
-            "snapshot": (snapshot.ABOUT, snapshot.VERBS),
-            "gate": (gate.ABOUT, gate.VERBS),
-            "ledger": (ledger.ABOUT, ledger.VERBS),
-            "step": (about_steps, steps.VERBS | outside_steps),
-        },
-    )
+    listed = root.group("".join([ABOUT, *(one.about for one in packages), EXITS]))
+    for one in packages:
+        add_verbs(listed, one.verbs)
+    names = dict.fromkeys(name for one in packages for name in one.groups)
+    add_groups(listed, {name: _group([one.groups[name] for one in packages if name in one.groups]) for name in names})
     return root
 
 
-def of_the_checkout() -> tuple[Verbs, Verbs]:
-    """The verbs and the steps of ``validation/``, which stands beside the package in a checkout, not installed."""
+def _group(parts: Sequence) -> tuple:
+    """One group of what several packages have of it: the first describes it, others add lines and verbs."""
+    (about, verbs), *others = parts
+    more = "".join(lines for lines, _ in others)
+    return about.replace(MORE, more), {
+        name: flags for one in (verbs, *(own for _, own in others)) for name, flags in one.items()
+    }
+
+
+def of_the_checkout() -> list[Commands]:
+    """What ``validation/`` adds, which stands beside the packages in a checkout and is not installed."""
     checkout = Path(__file__).resolve().parents[3]
     if not (checkout / "validation" / "verbs.py").is_file():
-        return {}, {}
+        return []
     sys.path.append(str(checkout))
-    verbs = import_module("validation.verbs")
-    return verbs.VERBS, verbs.STEPS
+    return [import_module("validation.verbs").COMMANDS]
 
 
 class _Version(argparse.Action):
@@ -135,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # `kvlab params | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        from kvlab.base.records import storage_error
+        from kvlab.core.records import storage_error
 
         where = error.filename or getattr(args, "out", None) or "."
         _fail([f"{args.asked}: {storage_error(Path(where), error)}"], 2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from kvlab.base.errors import CapabilityError, UserError
-from kvlab.base.recipe import WHOLE
 from kvlab.cli.flags import Flag, model_folder, path, result, whole, window_count, word
-from kvlab.pages.terminal import as_text, printable
+from kvlab.core.errors import CapabilityError, UserError
+from kvlab.core.recipe import WHOLE
+from kvlab.output.terminal import as_text, printable
 
 COLUMNS = (
     "codec",
@@ -65,7 +65,7 @@ def measure_verb(args: argparse.Namespace) -> None:
 
     found = measured(args, named, text, calib_text, mechanisms)
     if args.json:
-        from kvlab.base.records import write_json
+        from kvlab.core.records import write_json
 
         write_json(args.json, found.data())
     print("\n".join(said(found)))

@@ -13,8 +13,6 @@ import polars as pl
 import torch
 
 from kvlab.attention.named import Latent, Mechanism
-from kvlab.base.model import ModelInfo, load_tokenizer
-from kvlab.base.records import sha256, versions
 from kvlab.cache.calibration_file import load_calibration
 from kvlab.cache.tables import resident_bytes
 from kvlab.calibration.load import Calibrated
@@ -24,11 +22,13 @@ from kvlab.cli.checked import Named, info_of
 from kvlab.cli.costs import Row
 from kvlab.cli.fitting import CalibrationText
 from kvlab.cli.flags import all_there_are, wanted
+from kvlab.core.model import ModelInfo, load_tokenizer
+from kvlab.core.records import sha256, versions
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
-from kvlab.lab import trial
-from kvlab.lab.latent import moments_of
-from kvlab.lab.mechanism import Applied, not_run, read_of
+from kvlab.measure import trial
+from kvlab.measure.latent import moments_of
+from kvlab.measure.mechanism import Applied, not_run, read_of
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.kl_scale import span_in_words
 from kvlab.text.excerpts import refuse_overlap, windows_of

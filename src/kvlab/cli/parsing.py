@@ -7,8 +7,8 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from kvlab.base.errors import nearest, suggestion
 from kvlab.cli.flags import Verbs
+from kvlab.core.errors import nearest, suggestion
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from kvlab.base.errors import SnapshotRefused, StorageError, UserError
-from kvlab.base.filekind import SNAPSHOT_ENDING
-from kvlab.base.targets import refuse_no_file
 from kvlab.cli import snapshot_inputs as inputs
-from kvlab.cli import snapshot_said as said
 from kvlab.cli.flags import Flag, cached, model_folder, path, place, recipe, word
 from kvlab.cli.keys import CHECKING, SIGNING, key_of
 from kvlab.cli.snapshot_inputs import CHUNK_TOKENS, DTYPE, DTYPES
-from kvlab.pages.terminal import as_json, printable
+from kvlab.core.errors import SnapshotRefused, StorageError, UserError
+from kvlab.core.filekind import SNAPSHOT_ENDING
+from kvlab.core.targets import refuse_no_file
+from kvlab.output.terminal import as_json, printable
 
 ABOUT = """\
 The KV cache of a context in a file, and back: prefill once, ask many times (docs/kvstore.md).
@@ -106,7 +106,7 @@ def verify_verb(args: argparse.Namespace) -> int:
         print(as_json(rows))
     else:
         for file, reasons in found.items():
-            print("\n".join(f"{file}: {line}" for line in said.damages(reasons)))
+            print("\n".join(f"{file}: {line}" for line in damages(reasons)))
     codes = {reason.code for reasons in found.values() for reason in reasons}
     return 1 if codes - set(UNJUDGED) else 2 * bool(codes)
 
@@ -186,10 +186,10 @@ def restore_verb(args: argparse.Namespace) -> int:
     answer = done.run.decode(args.decode).tokens if args.decode else ()
     text = _text(model.info, answer)
     if args.json:
-        print(as_json(said.report_data(done, answer, text)))
+        print(as_json(report_data(done, answer, text)))
     else:
-        print("\n".join(said.report_lines(done.report, len(tokens), text)))
-    return said.verified(done.report) if args.mode == "verify" else 0
+        print("\n".join(report_lines(done.report, len(tokens), text)))
+    return verified(done.report) if args.mode == "verify" else 0
 
 
 def diff_verb(args: argparse.Namespace) -> int:
@@ -205,7 +205,7 @@ def diff_verb(args: argparse.Namespace) -> int:
 
     with read.open(args.file_a) as first, read.open(args.file_b) as second:
         found = compare(first, second)
-    print(as_json(said.diff_data(found)) if args.json else "\n".join(map(printable, said.diff_lines(found))))
+    print(as_json(diff_data(found)) if args.json else "\n".join(map(printable, diff_lines(found))))
     return int(not found.same)
 
 
@@ -223,7 +223,7 @@ def _model(info, dtype: str):
 
 
 def _text(info, tokens) -> str:
-    from kvlab.base.model import load_tokenizer
+    from kvlab.core.model import load_tokenizer
 
     return load_tokenizer(info).decode(list(tokens)) if tokens else ""
 
@@ -314,3 +314,95 @@ VERBS: dict[Callable, list[Flag]] = {
     ],
     diff_verb: [place("file_a", "a snapshot"), place("file_b", "another"), JSON],
 }
+
+
+# What the verbs of `kvlab snapshot` say: lines for people, data for programs.
+
+
+def damages(reasons: Sequence) -> Iterable[str]:
+    """What `verify` found of one file."""
+    return [printable(f"{reason.message} [{reason.code}]") for reason in reasons] or ["whole"]
+
+
+def report_data(done, answer: Sequence[int], text: str) -> dict:
+    """What `restore` did, for programs; the digest tells whether two runs gave the same logits, bit for bit."""
+    from kvlab.kvstore.hf.sameness import logits_digest
+
+    report = dataclasses.asdict(done.report)
+    report["reasons"] = [reason._asdict() for reason in done.report.reasons]
+    return report | {
+        "snapshot": report["snapshot"] and str(report["snapshot"]),
+        "tokens": list(answer),
+        "text": text,
+        "logits_sha256": logits_digest(done.logits.detach()),
+        "resident": list(done.run.pager.resident),
+    }
+
+
+def report_lines(report, tokens: int, text: str) -> Iterable[str]:
+    """The same for people."""
+    if report.consumed:
+        took = f"{_ms(report.load_ms)}, {report.bytes_read} bytes read"
+        yield f"restored {report.prefix_len} of {tokens} tokens of {report.snapshot} in {took}"
+    else:
+        yield f"restored nothing of {tokens} tokens"
+        yield from (printable(f"because {reason.message} [{reason.code}]") for reason in report.reasons)
+    yield f"prefilled {report.tokens_prefilled} tokens in {_ms(report.prefill_ms)}"
+    if report.from_keys is not None:
+        scored = f"{report.from_keys} from keys, {report.from_seed} from the ledger, {report.missing} missing"
+        yield f"scored chunks: {scored}"
+    if report.lossless is False:
+        yield "the payload is lossy: K and V are not those of the model, and the answer may be another"
+    if report.other_numerics:
+        yield f"made with another {', '.join(report.other_numerics)}: the last bits may differ"
+    if said := report.comparison:
+        yield from _compared(said)
+    if text:
+        yield f"answer: {printable(text)}"
+
+
+def _ms(value: float | None) -> str:
+    return "unknown time" if value is None else f"{value:.1f} ms"
+
+
+def _compared(said) -> Iterable[str]:
+    same = "the same tokens" if said.tokens_equal else f"other tokens from number {said.first_divergence} on"
+    apart = f"logits up to {said.max_abs_dlogit:.3g} apart" if said.max_abs_dlogit else "the same logits"
+    yield f"cold and warm, compared at {said.steps} tokens: {same}, {apart}"
+    if not said.tokens_equal and said.margin_at_divergence is not None:
+        yield f"the cold run's two best tokens were {said.margin_at_divergence:.3g} apart there"
+    yield f"resident chunks: {'the same' if said.residency_equal else 'different'}"
+
+
+def verified(report) -> int:
+    """The exit code of a comparison: 0 when the warm run is the cold one as far as that is promised.
+
+    Bits and residency are promised of a payload that gives back the bits, made as this run makes them; of any other
+    the tokens decide. 2 when nothing was compared.
+    """
+    said = report.comparison
+    if said is None:
+        return 2
+    promised = report.lossless and not report.other_numerics
+    other_bits = said.max_abs_dlogit != 0 or not said.residency_equal
+    return int(not said.tokens_equal or bool(promised and other_bits))
+
+
+def diff_data(found) -> dict:
+    """How two snapshots differ, for programs."""
+    data = dataclasses.asdict(found) | {"same": found.same}
+    return data | {"identity": [reason._asdict() for reason in found.identity]}
+
+
+def diff_lines(found) -> Iterable[str]:
+    """The same for people."""
+    yield "the same" if found.same else "different"
+    yield f"tokens: {found.shared_tokens} shared of {found.lengths[0]} and {found.lengths[1]}"
+    yield from (f"identity: {reason.message} [{reason.code}]" for reason in found.identity)
+    yield f"payload: {len(found.chunks)} of {found.compared_chunks} compared chunks differ"
+    for chunk in found.chunks:
+        share = "stored otherwise" if chunk.bits is None else f"{chunk.bits} of {chunk.of_bits} bits"
+        yield f"chunk {chunk.number}: {share}"
+    if found.ledger:
+        yield f"ledger: differs on chunks {', '.join(map(str, found.ledger))}"
+    yield from (f"note: {note}" for note in found.notes)

@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvlab.base.errors import SnapshotRefused, StorageError, UserError
-from kvlab.base.targets import absence
+from kvlab.core.errors import SnapshotRefused, StorageError, UserError
+from kvlab.core.targets import absence
 
 DTYPES = ("float32", "bfloat16")  # in which transformers runs here
 CHUNK_TOKENS, DTYPE = 64, "float32"
@@ -18,15 +18,15 @@ HASHES = ("model_hash", "config_hash", "tokenizer_hash")
 
 def info_of(folder: Path):
     """A model's folder, its shape and its identity."""
-    from kvlab.base.model import resolve_folder
+    from kvlab.core.model import resolve_folder
 
     return resolve_folder(folder)
 
 
 def tokens_of(args: argparse.Namespace, info) -> list[int]:
     """The ids of --text or --tokens, in the model's vocabulary."""
-    from kvlab.base.model import load_tokenizer
-    from kvlab.base.records import read_json
+    from kvlab.core.model import load_tokenizer
+    from kvlab.core.records import read_json
 
     if (args.text is None) == (args.tokens is None):
         raise UserError("give the prompt once: --text FILE or --tokens FILE")

@@ -1,1 +1,1 @@
-"""The signal chain of the KV codec, one stage per file, and what stands in for it."""
+"""The codecs, a folder or file each, and what they share: recipes to classes, packing, streams of bytes."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, CodecNotActive, NonFinite, StreamError, UserError
 from kvlab.codec.whitening import Whitener
+from kvlab.core.errors import CalibrationMismatch, CodecNotActive, NonFinite, StreamError, UserError
 
 if TYPE_CHECKING:
     from kvlab.codec.klt.components import Components

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import StreamError
 from kvlab.codec.apart import apart
 from kvlab.codec.base import Codec, Encoded, Place, Site, block_index, checked, finite, stored
 from kvlab.codec.kept import Kept
+from kvlab.core.errors import StreamError
 
 HALVES = (torch.float16, torch.bfloat16)
 

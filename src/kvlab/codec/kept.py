@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlab.base.recipe import StreamRecipe
+from kvlab.core.recipe import StreamRecipe
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import NonFinite, UserError
 from kvlab.codec.quantizer import gaussian_table, mse
+from kvlab.core.errors import NonFinite, UserError
 
 PARTS = ("metadata", "mismatch", "allocation", "granular", "shape")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvlab.base.recipe import STREAMS, WHOLE, Recipe, StreamRecipe
+from kvlab.core.recipe import STREAMS, WHOLE, Recipe, StreamRecipe
 
 ALL = {name: stream.built_by for name, stream in STREAMS.items()}
 """Module and class of every codec of kvlab's: ``kvlab.codec.klt.codec:KltCodec``."""

@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import NonFinite, StorageError
 from kvlab.codec.apart import apart
+from kvlab.core.errors import NonFinite, StorageError
 
 FAR = 40.0  # the Gaussian density is zero in float64 from here on
 ROUNDS, TOLERANCE = 200, 1e-6

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from kvlab.base.errors import CapabilityError, ParamsError, UnknownName
-from kvlab.base.plugins import names, plugin_stream, settings_of
-from kvlab.base.recipe import STREAMS, Recipe, StreamRecipe
-from kvlab.base.rivals import RIVALS, rival_recipe
-from kvlab.base.rungs import ASKED_AS_RIVALS, own_settings
 from kvlab.codec.names import UNSTORED
+from kvlab.core.errors import CapabilityError, ParamsError, UnknownName
+from kvlab.core.plugins import names, plugin_stream, settings_of
+from kvlab.core.recipe import STREAMS, Recipe, StreamRecipe
+from kvlab.core.rivals import RIVALS, rival_recipe
+from kvlab.core.rungs import ASKED_AS_RIVALS, own_settings
 
 CONDITIONS = {
     "": {},

@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from kvlab.base import plugins
-from kvlab.base.errors import CapabilityError, PluginError, UnknownName
-from kvlab.base.recipe import WHOLE, PluginStream, StreamRecipe
 from kvlab.codec.base import Codec, StreamCalibration
 from kvlab.codec.ended import EndedCodec
 from kvlab.codec.kept import Kept
 from kvlab.codec.names import CODECS
+from kvlab.core import plugins
+from kvlab.core.errors import CapabilityError, PluginError, UnknownName
+from kvlab.core.recipe import WHOLE, PluginStream, StreamRecipe
 
 PARTS = ("per_token", "encode", "decode", "decode_block")  # of `Codec`
 

@@ -16,14 +16,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CodecNotActive, Fault, KvlabError, NonFinite, StreamError
-from kvlab.base.recipe import Recipe, StreamRecipe, canonical
 from kvlab.codec.base import Codec, Encoded, Site, StreamCalibration
 from kvlab.codec.klt import components
 from kvlab.codec.recipes import stream_recipe
 from kvlab.codec.registry import build, class_of
 from kvlab.codec.stream.bitstream import frame_bytes, read_frame
 from kvlab.codec.whitening import fit
+from kvlab.core.errors import CodecNotActive, Fault, KvlabError, NonFinite, StreamError
+from kvlab.core.recipe import Recipe, StreamRecipe, canonical
 
 SITE = Site(window=0, layer=1, stream="k")
 BLOCK = 32

@@ -8,9 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvlab.base.recipe import BlockStream
 from kvlab.codec.apart import apart
 from kvlab.codec.seeding import generator
+from kvlab.core.recipe import BlockStream
 
 # A mean of float32 numbers is off by a few units in the last place: what is left of a constant block
 CONSTANT = (16 * torch.finfo(torch.float32).eps) ** 2

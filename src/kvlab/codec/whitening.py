@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, Fault, NonFinite
 from kvlab.codec.metric import ridged
 from kvlab.codec.products import product
+from kvlab.core.errors import CalibrationMismatch, Fault, NonFinite
 
 EXTRA_RIDGE = 1e-2
 

@@ -10,11 +10,11 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
-from kvlab.base.errors import Fault, NonFinite, UnknownName
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Placement
-from kvlab.base.records import versions
-from kvlab.base.testimony import Pool, Proof
+from kvlab.core.errors import Fault, NonFinite, UnknownName
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import Placement
+from kvlab.core.records import versions
+from kvlab.core.testimony import Pool, Proof
 
 Part = Literal["q", "k", "v"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlab.base.errors import CapabilityError, UnknownName
-from kvlab.base.model import ModelInfo
+from kvlab.core.errors import CapabilityError, UnknownName
+from kvlab.core.model import ModelInfo
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, 
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvlab.base.errors import ModelError
-from kvlab.base.model import ModelInfo, reason
-from kvlab.base.recipe import Placement
-from kvlab.base.testimony import Proof
+from kvlab.core.errors import ModelError
+from kvlab.core.model import ModelInfo, reason
+from kvlab.core.recipe import Placement
+from kvlab.core.testimony import Proof
 from kvlab.engines.base import (
     ContextCache,
     Engine,

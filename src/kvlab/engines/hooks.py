@@ -15,8 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.model import ModelInfo
+from kvlab.core.errors import CapabilityError
+from kvlab.core.model import ModelInfo
 from kvlab.engines.base import Tap
 
 

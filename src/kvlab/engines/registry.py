@@ -6,9 +6,9 @@ from importlib import import_module
 
 import torch
 
-from kvlab.base.errors import UnknownName
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import DEFAULT_ATTENTION
+from kvlab.core.errors import UnknownName
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import DEFAULT_ATTENTION
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import AUTO, check
 

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import PAGES_VARIABLE, RECIPE_VARIABLE, Placement
-from kvlab.base.testimony import Pool, Proof
+from kvlab.core.errors import CapabilityError
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import PAGES_VARIABLE, RECIPE_VARIABLE, Placement
+from kvlab.core.testimony import Pool, Proof
 from kvlab.engines.base import ContextCache, Engine, Reading, Storage, Tap, refuse_unknown_placement
 from kvlab.engines.capability import AUTO
 from kvlab.engines.vllm_process import Loaded, WholeTap, executor

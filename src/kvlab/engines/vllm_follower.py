@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from kvlab.base import lifeline
-from kvlab.base.errors import KvlabError
-from kvlab.base.model import ModelInfo
+from kvlab.core import lifeline
+from kvlab.core.errors import KvlabError
+from kvlab.core.model import ModelInfo
 from kvlab.engines.vllm_process import Loaded, WholeTap, executor
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError
+from kvlab.core.errors import CapabilityError
 
 BASE = 128  # of the digits in which a place is numbered; whole numbers below it are exact in every dtype
 

@@ -18,7 +18,7 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-from kvlab.base.errors import CodecNotActive, Fault
+from kvlab.core.errors import CodecNotActive, Fault
 from kvlab.engines.base import ContextCache, context_of
 
 CONFIG = KVTransferConfig(kv_connector="PrefixConnector", kv_connector_module_path=__name__, kv_role="kv_consumer")

@@ -35,10 +35,10 @@ import torch  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
-from kvlab.base.errors import CapabilityError, CodecNotActive, ModelError  # noqa: E402
-from kvlab.base.model import ModelInfo  # noqa: E402
-from kvlab.base.recipe import Placement  # noqa: E402
-from kvlab.base.testimony import Pool, Proof  # noqa: E402
+from kvlab.core.errors import CapabilityError, CodecNotActive, ModelError  # noqa: E402
+from kvlab.core.model import ModelInfo  # noqa: E402
+from kvlab.core.recipe import Placement  # noqa: E402
+from kvlab.core.testimony import Pool, Proof  # noqa: E402
 from kvlab.engines import vllm_prefix, vllm_reading  # noqa: E402
 from kvlab.engines.base import (  # noqa: E402
     ContextCache,

@@ -17,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from uuid import uuid4
 
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import Placement
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import Placement
 from kvlab.engines import vllm_follower  # by import: so the rules know that the results depend on it
 
 LEAVE = 30.0  # seconds that a follower has to shut down

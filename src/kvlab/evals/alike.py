@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-from kvlab.base.errors import ParamsError, UserError
-from kvlab.base.records import file_hash
+from kvlab.core.errors import ParamsError, UserError
+from kvlab.core.records import file_hash
 from kvlab.evals.logged import OF_ITEM, Logged
 from kvlab.evals.results import ResultError
 from kvlab.evals.tasks import SCORING

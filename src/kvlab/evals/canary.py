@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvlab.base.errors import CapabilityError, CodecNotActive
-from kvlab.base.recipe import IdentityStream, IntStream, Recipe
-from kvlab.base.records import CANARY_MIN
+from kvlab.core.errors import CapabilityError, CodecNotActive
+from kvlab.core.recipe import IdentityStream, IntStream, Recipe
+from kvlab.core.records import CANARY_MIN
 from kvlab.evals.side import Kind, Score, Side, Sides, Write
 
 ONE_BIT = {

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvlab
-from kvlab.base.errors import CapabilityError, CodecNotActive, UnknownName
-from kvlab.base.recipe import Recipe, digest
-from kvlab.base.records import file_hash, versions
+from kvlab.core.errors import CapabilityError, CodecNotActive, UnknownName
+from kvlab.core.recipe import Recipe, digest
+from kvlab.core.records import file_hash, versions
 from kvlab.evals.results import Measured
 from kvlab.evals.side import Seen
 from kvlab.gate.evidence import BASELINE_RECIPE, Evidence, build
@@ -90,7 +90,7 @@ def code() -> str:
     """Digest of the code that decides an answer."""
     root = Path(kvlab.__file__).parent
     files = sorted(path for name in MEASURING for path in (root / name).rglob("*.py"))
-    return file_hash(*files, root / "base" / "recipe.py")
+    return file_hash(*files, root / "core" / "recipe.py")
 
 
 def all_versions() -> dict[str, str]:

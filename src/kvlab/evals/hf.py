@@ -18,10 +18,10 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.recipe import Recipe
 from kvlab.cache.counts import counts
 from kvlab.cache.hf_cache import Calibration, KVCache
+from kvlab.core.errors import CapabilityError
+from kvlab.core.recipe import Recipe
 from kvlab.engines.hf import HFEngine
 from kvlab.evals.canary import ONE_BIT
 from kvlab.evals.side import Kind, Score, Scored, Seen, Side, Sides, Write, Written

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvlab.base.errors import ParamsError, UnknownName
-from kvlab.base.recipe import digest
-from kvlab.base.records import file_hash
+from kvlab.core.errors import ParamsError, UnknownName
+from kvlab.core.recipe import digest
+from kvlab.core.records import file_hash
 from kvlab.evals.alike import arguments, changed_answers, difference, refuse_other_items, refuse_same_run
 from kvlab.evals.logged import Logged, read
 from kvlab.evals.results import Measured, corpus_hash, measures, needs_context

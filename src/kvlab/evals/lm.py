@@ -16,7 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
 
-from kvlab.base.errors import CapabilityError, ParamsError
+from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.evals.canary import Guard
 from kvlab.evals.side import Kind, Score, Side, Write
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvlab.base.errors import MissingResult, StorageError
+from kvlab.core.errors import MissingResult, StorageError
 from kvlab.evals.results import CONTEXT, ResultError, source
 from kvlab.evals.tasks import ALLOWED, SCORING
 from kvlab.gate.catalogue.strict import read_json

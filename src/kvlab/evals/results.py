@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.base.errors import MixedIdentity, ParamsError, UserError
-from kvlab.base.recipe import digest
+from kvlab.core.errors import MixedIdentity, ParamsError, UserError
+from kvlab.core.recipe import digest
 from kvlab.gate.evidence import Measure, measured, paired
 from kvlab.gate.registry import Eval, Metric
 

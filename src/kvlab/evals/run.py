@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvlab.base.errors import CapabilityError, ParamsError
-from kvlab.base.model import ModelInfo, load_tokenizer
-from kvlab.base.records import atomic, read_json, write_json
 from kvlab.cache.prepared import Prepared, prepared
 from kvlab.cache.recipe_file import read_recipe_file
 from kvlab.calibration.load import Calibrated
+from kvlab.core.errors import CapabilityError, ParamsError
+from kvlab.core.model import ModelInfo, load_tokenizer
+from kvlab.core.records import atomic, read_json, write_json
 from kvlab.engines.capability import check
 from kvlab.engines.registry import start
 from kvlab.evals.canary import Guard

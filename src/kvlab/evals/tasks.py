@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlab.base.errors import CapabilityError, KvlabError, MissingResult, UnknownName, UserError, suggestion
+from kvlab.core.errors import CapabilityError, KvlabError, MissingResult, UnknownName, UserError, suggestion
 from kvlab.gate.registry import Eval, Registry
 
 if TYPE_CHECKING:

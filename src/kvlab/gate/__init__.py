@@ -1,1 +1,1 @@
-"""Which numbers may be published: verdicts on estimates, rows against registries and evidence; never imports torch."""
+"""Which numbers may be published: rows held against registries and evidence; never imports torch."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import computed_field
 
-from kvlab.base.recipe import Frozen, canonical, digest
+from kvlab.core.recipe import Frozen, canonical, digest
 from kvlab.gate.cases import Case, Context
 from kvlab.gate.catalogue.columns import COLUMNS, DECLARED, TIERS
 from kvlab.gate.catalogue.rows import Row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvlab.base.errors import suggestion
+from kvlab.core.errors import suggestion
 from kvlab.gate.cases import Case, Part
 from kvlab.gate.catalogue.columns import COMPRESSION, SPECULATIVE
 from kvlab.gate.reasons import Reason

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from kvlab.base.recipe import IDENTITY, SPAN_OF
+from kvlab.core.recipe import IDENTITY, SPAN_OF
 from kvlab.gate.cases import BASELINE, DTYPE_BITS, Case
 from kvlab.gate.catalogue.columns import QUANTITIES
 from kvlab.gate.catalogue.values import Value

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvlab.base.errors import UserError, suggestion
+from kvlab.core.errors import UserError, suggestion
 from kvlab.gate.catalogue.columns import BY_NAME
 from kvlab.gate.catalogue.rows import Row, checked_row, row_id
 from kvlab.gate.catalogue.strict import read_json

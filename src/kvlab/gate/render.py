@@ -7,10 +7,11 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from kvlab.gate.check import WORDS, Claim, Finding, Report
-from kvlab.gate.reasons_page import left, p_value
+from kvlab.gate.evidence import ALPHA
 from kvlab.gate.rules import CRITERIA, Criterion
-from kvlab.pages.markdown import render, words
-from kvlab.pages.terminal import printable
+from kvlab.output import format as fmt
+from kvlab.output.markdown import render, words
+from kvlab.output.terminal import printable
 
 SUITE = "kvlab.gate"
 TEMPLATE = Path(__file__).parent / "templates" / "gate.md.j2"
@@ -108,3 +109,15 @@ def _element(parent: ET.Element, tag: str, **attributes: str) -> ET.Element:
 def _legal(text: str) -> str:
     """Only characters that XML 1.0 has; lines stay lines."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def p_value(p: float | None) -> str:
+    """A p-value, which is rounded up; not said how large above the level that certifies; a dash where none is."""
+    if p is None:
+        return fmt.DASH
+    return f"≤\N{NO-BREAK SPACE}{p:.2g}" if p <= ALPHA else f"over\N{NO-BREAK SPACE}{ALPHA:g}"
+
+
+def left(criterion: Criterion) -> str:
+    """The tier that failing a criterion leaves, and those that some reasons leave instead."""
+    return "; ".join([criterion.ceiling, *(f"{tier} where {code}" for code, tier in criterion.worse.items())])

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, StringConstraints, ValidationError, model_validator
 
-from kvlab.base.errors import UserError, suggestion
-from kvlab.base.recipe import Frozen
+from kvlab.core.errors import UserError, suggestion
+from kvlab.core.recipe import Frozen
 from kvlab.gate.catalogue.strict import read_yaml
 
 CONFIGURATION = {
@@ -89,7 +89,7 @@ def read(path: Path | str, waivable: Collection[str]) -> tuple[Waiver, ...]:
 
     Raises
     ------
-    kvlab.base.errors.StorageError
+    kvlab.core.errors.StorageError
         The file cannot be read.
     kvlab.gate.catalogue.values.RowError
         It is no YAML, or gives a key twice.

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kvlab.base.errors import SnapshotRefused, UnknownName
 from kvlab.codec.stream.seal import Key
+from kvlab.core.errors import SnapshotRefused, UnknownName
 from kvlab.kvstore.hf.comparison import Comparison, compare
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun

@@ -20,7 +20,7 @@ from statistics import NormalDist
 import numpy as np
 from scipy.special import stdtrit
 
-from kvlab.base.errors import Fault, MixedIdentity, NonFinite
+from kvlab.core.errors import Fault, MixedIdentity, NonFinite
 
 FEWEST_FOR_BCA = 8
 USUAL_CONFIDENCE = 0.95

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from kvlab.base.errors import Fault, NonFinite
+from kvlab.core.errors import Fault, NonFinite
 
 ROUNDING = 1e-12
 FAR = 300.0  # nats; e to this power, times any probability that float64 holds, is far from its end

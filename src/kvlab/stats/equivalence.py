@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from statistics import NormalDist
 from typing import Literal
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Estimate
 from kvlab.stats.power import POWER, power_factor, windows_for_sign, windows_needed
 

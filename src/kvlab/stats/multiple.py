@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvlab.base.errors import Fault, NonFinite
+from kvlab.core.errors import Fault, NonFinite
 
 
 def benjamini_hochberg(p_values) -> np.ndarray:

@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Column, Estimate
 
 POWER = 0.8  # of the numbers of windows that are printed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 
 

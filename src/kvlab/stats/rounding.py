@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvlab.base.errors import UnknownName
+from kvlab.core.errors import UnknownName
 
 SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # the leading one, which is not stored, included
 

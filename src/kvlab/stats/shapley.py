@@ -13,7 +13,7 @@ from math import factorial
 
 import numpy as np
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 
 
 def corner_index(high: list[bool] | tuple[bool, ...]) -> int:

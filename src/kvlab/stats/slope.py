@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 
 FLOOR_MULTIPLE = 10.0

@@ -20,11 +20,11 @@ import polars as pl
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from kvlab.base.errors import CorpusError
-from kvlab.base.model import check_window, load_tokenizer, resolve
-from kvlab.base.params import Corpus, Params, Windows
-from kvlab.base.recipe import Text
-from kvlab.base.records import atomic, forget, from_header, sha256, to_header, write_json, write_table
+from kvlab.core.errors import CorpusError
+from kvlab.core.model import check_window, load_tokenizer, resolve
+from kvlab.core.params import Corpus, Params, Windows
+from kvlab.core.recipe import Text
+from kvlab.core.records import atomic, forget, from_header, sha256, to_header, write_json, write_table
 from kvlab.text import encyclopedia, licences
 from kvlab.text.cutting import choose, refuse_alike, window_documents
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvlab.base.errors import CorpusError
-from kvlab.base.params import Params, Windows
+from kvlab.core.errors import CorpusError
+from kvlab.core.params import Params, Windows
 
 
 def choose(ids: np.ndarray, windows: Windows, split: str, body: int, count: int | None = None) -> np.ndarray:

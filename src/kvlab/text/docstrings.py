@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from kvlab.base.errors import CorpusError
+from kvlab.core.errors import CorpusError
 
 PACKAGES = (
     "torch",

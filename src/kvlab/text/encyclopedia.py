@@ -16,8 +16,8 @@ from importlib.metadata import version
 from io import BytesIO
 from xml.etree import ElementTree
 
-from kvlab.base.errors import CorpusError, StorageError
-from kvlab.base.wheels import WheelFile, read
+from kvlab.core.errors import CorpusError, StorageError
+from kvlab.core.wheels import WheelFile, read
 
 DUMP = WheelFile(
     distribution="gensim",

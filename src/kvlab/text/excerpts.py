@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvlab.base.errors import CorpusError
+from kvlab.core.errors import CorpusError
 from kvlab.text.corpus import SHINGLE, bos, stream
 from kvlab.text.cutting import refuse_alike
 

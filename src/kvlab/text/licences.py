@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvlab.base.errors import CorpusError
+from kvlab.core.errors import CorpusError
 
 # Pinned alike for CPU and CUDA, and with more text of their own than the rest of the environment.
 DISTRIBUTIONS = (

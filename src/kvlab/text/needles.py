@@ -25,10 +25,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import polars as pl
 
-from kvlab.base.errors import CorpusError, StorageError
-from kvlab.base.model import check_window, load_tokenizer, resolve
-from kvlab.base.params import Params
-from kvlab.base.records import forget, read_json, sha256, write_json, write_table
+from kvlab.core.errors import CorpusError, StorageError
+from kvlab.core.model import check_window, load_tokenizer, resolve
+from kvlab.core.params import Params
+from kvlab.core.records import forget, read_json, sha256, write_json, write_table
 from kvlab.text import corpus
 
 VERSION = "1"  # of the items' wording and of how they are drawn; the gate's registry names it

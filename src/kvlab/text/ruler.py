@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from kvlab.base.errors import CorpusError, MissingResult
-from kvlab.base.model import ModelInfo, load_tokenizer, resolve
-from kvlab.base.params import Params
-from kvlab.base.records import forget, sha256, write_json, write_table
+from kvlab.core.errors import CorpusError, MissingResult
+from kvlab.core.model import ModelInfo, load_tokenizer, resolve
+from kvlab.core.params import Params
+from kvlab.core.records import forget, sha256, write_json, write_table
 from kvlab.text.needles import read_items
 
 VERSION = "1"  # of the items and of how they are scored; the gate's registry names it

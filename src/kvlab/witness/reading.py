@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 from torch import Tensor
 
 from kvlab.attention.patterns import BlockSparse, ChunkSummary, Pattern, Window
@@ -93,3 +95,17 @@ def _one(pattern: Pattern, q: Floats, k: Floats, v: Floats, scale: float) -> Flo
 def _bound(q: Floats, block: Floats) -> float:
     """The most that a key within a block's bounds can score, summed over heads."""
     return float(np.maximum(q * block.max(0), q * block.min(0)).sum())
+
+
+# The scored tokens, read by position from the file of windows.
+
+
+def window(path: Path, text: str, number: int) -> list[int]:
+    """The token ids of one window of a text, as the file has them."""
+    with safe_open(str(path), framework="numpy") as file:
+        return [int(token) for token in file.get_slice(text)[number]]
+
+
+def labels(ids: list[int], positions: list[int]) -> np.ndarray:
+    """The tokens that stand at some positions."""
+    return np.array([ids[place] for place in positions])

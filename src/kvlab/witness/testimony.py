@@ -8,9 +8,11 @@ the chain's. Each step is exact or of the dtype's own rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 import numpy as np
@@ -18,16 +20,19 @@ import polars as pl
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import WitnessDisagrees
-from kvlab.base.recipe import DEFAULT_ATTENTION, WHOLE, Cell
-from kvlab.base.testimony import Proof, Testimony
+from kvlab.calibration.archive import Archive
 from kvlab.calibration.load import Calibrated
+from kvlab.calibration.whole import Whole
+from kvlab.codec.base import Codec, Site
 from kvlab.codec.registry import build
+from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.core.errors import WitnessDisagrees
+from kvlab.core.recipe import DEFAULT_ATTENTION, WHOLE, Cell, Recipe
+from kvlab.core.testimony import Proof, Testimony
 from kvlab.engines.base import Reading
-from kvlab.witness import corpus
+from kvlab.witness import reading as corpus
 from kvlab.witness.plain import Passed, PlainModel
 from kvlab.witness.scores import divergence, log_softmax, scored
-from kvlab.witness.stored import answers, unarchived
 
 LOGITS = {"float32": 1e-6, "bfloat16": 1e-2}
 """Nats per token that the chain's logits may be from the witness's, which are of float32."""
@@ -299,3 +304,39 @@ def _float64(x: Tensor) -> np.ndarray:
 
 def _ends(places: list[int]) -> str:
     return f"{places[0]} to {places[-1]}" if places else "none"
+
+
+# A codec asked again, with what it writes put down in a file and read back from there.
+
+Places = Iterable[tuple[int, str]]
+
+
+def answers(codecs: Mapping[tuple[int, str], Codec], given: Mapping, window: int) -> tuple[dict, int]:
+    """What each place's codec makes of the tensor that it was given, and the bytes of all files that it wrote.
+
+    Parameters
+    ----------
+    codecs : mapping
+        (layer, ``"k"`` or ``"v"``) -> the codec of that place.
+    given : mapping
+        By the same places, the tensors [kv_heads, tokens, head_dim].
+    """
+    found: dict[tuple[int, str], Tensor] = {}
+    nbytes = 0
+    with TemporaryDirectory() as folder:
+        for (layer, part), codec in codecs.items():
+            x = given[layer, part]
+            encoded = codec.encode(x, Site(window, layer, part))
+            if encoded.packed:
+                path = Path(folder, f"{layer}{part}")
+                path.write_bytes(frame_bytes(encoded))
+                nbytes += path.stat().st_size
+                encoded = read_frame(path.read_bytes()).to(x.device)
+            found[layer, part] = codec.decode(encoded).to(x.dtype)
+    return found, nbytes
+
+
+def unarchived(codec: Archive | Whole, recipe: Recipe, stored: bytes, ids: list[int]) -> dict[tuple[int, str], Tensor]:
+    """What the file of a whole cache of these tokens holds, by layer and stream."""
+    decoded = codec.decode(recipe, stored, ids)
+    return {(layer, part): x for layer, k, v in decoded for part, x in (("k", k), ("v", v))}

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from cache.pages.test_rows import DIM, HEADS, SITE, made
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
-from kvlab.base.errors import StreamError
-from kvlab.base.recipe import KltStream
 from kvlab.cache.pages import hot, layer
 from kvlab.cache.pages.layer import LayerPages, quick
 from kvlab.cache.pages.numba_rows import NumbaLoop
@@ -22,6 +20,8 @@ from kvlab.cache.pages.rotary import Rotation
 from kvlab.cache.pages.rows import rows_of
 from kvlab.codec.base import Site
 from kvlab.codec.registry import build
+from kvlab.core.errors import StreamError
+from kvlab.core.recipe import KltStream
 
 BLOCK = 4
 

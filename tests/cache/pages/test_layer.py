@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.base.errors import CodecNotActive
-from kvlab.base.recipe import HadamardStream
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rotary import Unturned
 from kvlab.cache.pages.rows import rows_of
 from kvlab.codec.base import Site
 from kvlab.codec.registry import build
+from kvlab.core.errors import CodecNotActive
+from kvlab.core.recipe import HadamardStream
 
 HEADS, DIM, BLOCK = 2, 32, 4
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvlab.base.errors import CapabilityError
 from kvlab.cache.pages.rotary import rotation_of
+from kvlab.core.errors import CapabilityError
 
 DIM, POSITIONS = 16, 128
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
-from kvlab.base.errors import CapabilityError
-from kvlab.base.recipe import KltStream
 from kvlab.cache.pages.rows import KltRows, LaidOut, rows_of
 from kvlab.codec.base import Site
 from kvlab.codec.registry import build
+from kvlab.core.errors import CapabilityError
+from kvlab.core.recipe import KltStream
 
 HEADS, DIM = 3, 64
 SITE = Site(0, LAYER, "k")

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import tiny
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ModelError, NonFinite
-from kvlab.base.recipe import PAGES_VARIABLE, HadamardStream, KiviStream, KltStream, Recipe
-from kvlab.cache.pages import canary, worker
+from kvlab.cache.pages import worker
+from kvlab.cache.pages import worker as canary
 from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ModelError, NonFinite
+from kvlab.core.recipe import PAGES_VARIABLE, HadamardStream, KiviStream, KltStream, Recipe
 
 LOSSY = Recipe(k=HadamardStream(bits=4), v=HadamardStream(bits=4))
 HEADS, DIM, BLOCK = 2, 32, 4

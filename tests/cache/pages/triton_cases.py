@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from cache.pages.test_rows import DIM, HEADS, SITE, made
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
-from kvlab.base.errors import StreamError
-from kvlab.base.recipe import KltStream
 from kvlab.cache.pages import layer
 from kvlab.cache.pages.layer import LayerPages, quick
 from kvlab.cache.pages.rotary import Unturned
@@ -25,6 +23,8 @@ from kvlab.codec.base import Site
 from kvlab.codec.klt.fields import Said
 from kvlab.codec.klt.scales import PLAIN, SCALES
 from kvlab.codec.registry import build
+from kvlab.core.errors import StreamError
+from kvlab.core.recipe import KltStream
 from tiers import examples
 
 TOKENS = 24

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import CapabilityError, ParamsError
-from kvlab.decoding.schema.automaton import DEAD, Automaton
-from kvlab.decoding.schema.json_schema import dumped, language
-from kvlab.decoding.schema.ranges import integers, utf8
-from kvlab.decoding.schema.regex import LAST, pattern
+from kvlab.core.errors import CapabilityError, ParamsError
+from kvlab_mechanisms.decoding.schema.automaton import DEAD, Automaton
+from kvlab_mechanisms.decoding.schema.json_schema import dumped, language
+from kvlab_mechanisms.decoding.schema.ranges import integers, utf8
+from kvlab_mechanisms.decoding.schema.regex import LAST, pattern
 from tiers import examples
 
 PERSON = {

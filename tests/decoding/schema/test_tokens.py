@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvlab.base.errors import ParamsError, UnknownName
-from kvlab.decoding.schema.automaton import Automaton
-from kvlab.decoding.schema.constrained import constrained, token_bytes
-from kvlab.decoding.schema.json_schema import language
-from kvlab.decoding.schema.tokens import END, TokenIndex
+from kvlab.core.errors import ParamsError, UnknownName
+from kvlab_mechanisms.decoding.schema.automaton import Automaton
+from kvlab_mechanisms.decoding.schema.constrained import constrained, token_bytes
+from kvlab_mechanisms.decoding.schema.json_schema import language
+from kvlab_mechanisms.decoding.schema.tokens import END, TokenIndex
 
 xgrammar = pytest.importorskip("xgrammar")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.base.model import ModelInfo, resolve
+from kvlab.core.model import ModelInfo, resolve
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.paging.config import PagerConfig
 

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, SnapshotRefused, StreamError
 from kvlab.cache.hf_rope import turn_of
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.load import Calibrated
 from kvlab.codec.archive.file import load
 from kvlab.codec.recipes import named_recipe
 from kvlab.codec.stream.seal import Key
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, SnapshotRefused, StreamError
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.geometry import same_bits
 from kvlab.kvstore.restore import restore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.base.errors import ModelError, PagerError, UnknownName, UserError
+from kvlab.core.errors import ModelError, PagerError, UnknownName, UserError
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.residency import build

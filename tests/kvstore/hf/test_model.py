@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import tiny
-from kvlab.base.errors import CapabilityError, ModelError, NonFinite, UnknownName
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
+from kvlab.core.errors import CapabilityError, ModelError, NonFinite, UnknownName
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
 from kvlab.kvstore.hf.model import PagedModel, mask
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig

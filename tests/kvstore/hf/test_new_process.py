@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import kvlab
-from kvlab.base.model import load_tokenizer, resolve
-from kvlab.base.params import Model
+from kvlab.core.model import load_tokenizer, resolve
+from kvlab.core.params import Model
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
@@ -30,8 +30,8 @@ from safetensors.torch import save_file
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.restore import restore
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
 
 out, threads = Path(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(threads)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tiny
-from kvlab.base.errors import CapabilityError, LayoutMismatch
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
+from kvlab.core.errors import CapabilityError, LayoutMismatch
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.queries import LastQueries, attention_mass
 from kvlab.kvstore.hf.run import PagedRun

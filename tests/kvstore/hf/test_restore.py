@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import tiny
-from kvlab.base.errors import CapabilityError, SnapshotRefused, StorageError, UnknownName, UserError
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
-from kvlab.base.recipe import IntStream, KltStream, Recipe
 from kvlab.calibration.load import load as load_calibration
+from kvlab.core.errors import CapabilityError, SnapshotRefused, StorageError, UnknownName, UserError
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
+from kvlab.core.recipe import IntStream, KltStream, Recipe
 from kvlab.kvstore.hf.comparison import compare, margin
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from attention.drawing import rotate
-from kvlab.base.errors import LayoutMismatch
-from kvlab.kvstore.memory import compaction
-from kvlab.kvstore.memory.compaction import compact, new_places
+from kvlab.attention import compaction
+from kvlab.attention.compaction import compact, new_places
+from kvlab.core.errors import LayoutMismatch
 
 
 def caches(*shape: int, dtype=torch.float32):

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlab.base.errors import PagerError, PoolExhausted
-from kvlab.kvstore.memory.host_tier import HostTier
+from kvlab.core.errors import PagerError, PoolExhausted
+from kvlab_mechanisms.memory.host_tier import HostTier
 
 
 def page(number: int, size: int = 16, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvlab.base.errors import PagerError, ParamsError, PoolExhausted
-from kvlab.kvstore.memory.page_pool import PagePool
+from kvlab.core.errors import PagerError, ParamsError, PoolExhausted
+from kvlab_mechanisms.memory.page_pool import PagePool
 
 TOKENS, LAYERS = 4, (3, 5)
 

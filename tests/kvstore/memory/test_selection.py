@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlab.base.errors import LayoutMismatch
-from kvlab.kvstore.memory.selection import (
+from kvlab.attention.selection import (
     large_embeddings,
     latest,
     pooled_attention,
@@ -21,6 +20,7 @@ from kvlab.kvstore.memory.selection import (
     stride,
     tf_idf,
 )
+from kvlab.core.errors import LayoutMismatch
 
 SCORES = st.lists(st.integers(-3, 3), max_size=30)
 

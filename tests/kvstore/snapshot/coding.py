@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from codec import ladder_making
-from kvlab.base.recipe import Recipe
 from kvlab.cache.hf_rope import RopeTurn, rotate
 from kvlab.calibration.load import Calibrated
+from kvlab.core.recipe import Recipe
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.payload import CodedChunks
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import google_crc32c
 
-from kvlab.base.recipe import canonical
 from kvlab.codec.stream import tree
 from kvlab.codec.stream.seal import Key, Seal
+from kvlab.core.recipe import canonical
 from kvlab.kvstore.snapshot.format import HEADER, MAGIC, PURPOSE, RECORD, U32, VERSION, Header, chunk_digest
 
 FIELDS = ("link", "digest", "nbytes", "last_use", "score", "flags")

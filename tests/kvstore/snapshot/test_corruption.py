@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvlab.base.errors import SnapshotRefused, StorageError
-from kvlab.base.recipe import canonical
 from kvlab.codec.stream.seal import Seal
+from kvlab.core.errors import SnapshotRefused, StorageError
+from kvlab.core.recipe import canonical
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import Header

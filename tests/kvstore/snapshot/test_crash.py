@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.base.errors import StorageError
+from kvlab.core.errors import StorageError
 from kvlab.kvstore.snapshot import read, write
 from kvstore.snapshot import making
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from kvlab.base.errors import ModelError
-from kvlab.base.model import resolve
-from kvlab.base.params import Model
-from kvlab.base.recipe import HadamardStream, IdentityStream, IntStream, Recipe
+from kvlab.core.errors import ModelError
+from kvlab.core.model import resolve
+from kvlab.core.params import Model
+from kvlab.core.recipe import HadamardStream, IdentityStream, IntStream, Recipe
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.identity import CodecIdentity, differences, identity_of, rope_of

@@ -11,7 +11,11 @@ import torch
 
 from codec import ladder_making
 from codec.accidents import damaged, resealed
-from kvlab.base.errors import (
+from kvlab.codec.base import Site
+from kvlab.codec.names import UNSTORED
+from kvlab.codec.registry import build
+from kvlab.codec.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
+from kvlab.core.errors import (
     CalibrationMismatch,
     CapabilityError,
     NonFinite,
@@ -20,11 +24,7 @@ from kvlab.base.errors import (
     StreamError,
     UserError,
 )
-from kvlab.base.recipe import IDENTITY, IdentityStream, IntStream, KltStream, NoiseStream, Recipe
-from kvlab.codec.base import Site
-from kvlab.codec.names import UNSTORED
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
+from kvlab.core.recipe import IDENTITY, IdentityStream, IntStream, KltStream, NoiseStream, Recipe
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.payload import CodedChunks, RawChunks, coder_for

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import LayoutMismatch, StorageError, UserError
-from kvlab.base.records import versions
+from kvlab.core.errors import LayoutMismatch, StorageError, UserError
+from kvlab.core.records import versions
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot import read

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from kvlab.base.errors import SnapshotRefused, StorageError
+from kvlab.core.errors import SnapshotRefused, StorageError
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot import read

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvlab.base.errors import SnapshotRefused
 from kvlab.codec.stream.seal import Key, Seal
+from kvlab.core.errors import SnapshotRefused
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import Header
 from kvlab.kvstore.snapshot.reasons import Code

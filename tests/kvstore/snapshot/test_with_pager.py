@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import SnapshotRefused
+from kvlab.core.errors import SnapshotRefused
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
 from kvlab.kvstore.paging.pager import Pager

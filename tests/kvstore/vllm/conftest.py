@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from kvlab.base.model import ModelInfo, resolve
-from kvlab.base.params import Model
+from kvlab.core.model import ModelInfo, resolve
+from kvlab.core.params import Model
 from kvstore.vllm.served import Engine, Nursery
 
 CHUNK = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, SnapshotRefused, StorageError
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, SnapshotRefused, StorageError
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.vllm.cold import Cold, reasons_of
 

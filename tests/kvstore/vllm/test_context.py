@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from kvlab.base.errors import CapabilityError, ModelError
-from kvlab.base.recipe import RECIPE_VARIABLE
+from kvlab.core.errors import CapabilityError, ModelError
+from kvlab.core.recipe import RECIPE_VARIABLE
 from kvlab.kvstore.snapshot.identity import differences, identity_of
 from kvlab.kvstore.vllm.settings import Settings, transfer_config
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvlab.base.errors import CapabilityError
+from kvlab.core.errors import CapabilityError
 from kvlab.engines.vllm_pages import found_out
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
-from kvlab.kvstore.vllm.layout import PagedRows
+from kvlab.kvstore.vllm.worker import PagedRows
 
 HEADS, BLOCK, DIM, BLOCKS = 2, 32, 32, 6
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvlab.base.recipe import Fp8Stream, Recipe
+from kvlab.core.recipe import Fp8Stream, Recipe
 from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.base.recipe import HadamardStream, Recipe
+from kvlab.core.recipe import HadamardStream, Recipe
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import Header
 from kvlab.kvstore.snapshot.payload import CodedChunks

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvlab.base.errors import ParamsError, UnknownName
+from kvlab.core.errors import ParamsError, UnknownName
 from kvlab.kvstore.vllm.settings import Settings, Wish, transfer_config
 
 

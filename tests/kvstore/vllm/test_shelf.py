@@ -8,7 +8,7 @@ from unittest.mock import Mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.base.errors import StorageError
+from kvlab.core.errors import StorageError
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from validation.audit import run
 from validation.audit.files import PAGES, TABLES
 from validation.audit.plants import PLANTS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.base.errors import MixedIdentity, UserError
-from kvlab.base.model import resolve
+from kvlab.core.errors import MixedIdentity, UserError
+from kvlab.core.model import resolve
 from kvlab.text import corpus
 from validation.bench import caches, contest, page, run
 

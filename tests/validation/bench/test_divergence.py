@@ -7,12 +7,12 @@ import numpy as np
 import polars as pl
 import pytest
 
-from kvlab.base.errors import CodecNotActive, KvlabError, StaleResult, StorageError
-from kvlab.base.model import resolve
-from kvlab.base.records import TOKENS, CellRecord, Coding, JobRecord, Provenance, read_job, write_job
-from kvlab.lab import plan
-from kvlab.studies.ladder.plan import rungs
+from kvlab.core.errors import CodecNotActive, KvlabError, StaleResult, StorageError
+from kvlab.core.model import resolve
+from kvlab.core.records import TOKENS, CellRecord, Coding, JobRecord, Provenance, read_job, write_job
 from kvlab.text import corpus
+from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.studies.ladder.plan import rungs
 from validation.bench import divergence, run, sources
 from validation.bench.rivals import Library, Rival, Stored
 from validation.bench.subjects import Roster, Subject, alone

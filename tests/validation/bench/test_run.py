@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import embedded
-from kvlab.base.errors import CapabilityError, KvlabError, StorageError, UserError
-from kvlab.base.recipe import IDENTITY, HadamardStream, IntStream, KltStream, Recipe
+from kvlab.core.errors import CapabilityError, KvlabError, StorageError, UserError
+from kvlab.core.recipe import IDENTITY, HadamardStream, IntStream, KltStream, Recipe
 from validation.bench import page, published, run, sources, subjects
 from validation.bench.subjects import Roster, Subject
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.recipe import IDENTITY, HadamardStream, KltStream, Recipe
 from kvlab.codec import limit
 from kvlab.codec.base import Site
+from kvlab.core.errors import CapabilityError
+from kvlab.core.recipe import IDENTITY, HadamardStream, KltStream, Recipe
 from validation.bench import clock, sources, subjects
 from validation.bench.rivals import Library, Rival, Stored, usable
 from validation.bench.score import Scorer, limit_row, whole

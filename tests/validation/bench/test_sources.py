@@ -3,11 +3,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvlab.base.errors import StorageError, UserError
-from kvlab.base.model import resolve
 from kvlab.calibration.capture import Captured
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.codec import limit
+from kvlab.core.errors import StorageError, UserError
+from kvlab.core.model import resolve
 from validation.bench import sources
 
 

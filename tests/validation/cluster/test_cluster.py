@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvlab.base.errors import Fault, NonFinite, UserError
-from kvlab.pages import format as fmt
+from kvlab.core.errors import Fault, NonFinite, UserError
+from kvlab.output import format as fmt
 from validation.cluster import page
 from validation.cluster.measure import _recipe
 

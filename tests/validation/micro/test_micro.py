@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from validation.micro import page, run, timing
-from validation.micro.row import Row, hold, published
-from validation.micro.rows import ALL
+from kvlab_mechanisms.micro import page, timing
+from kvlab_mechanisms.micro import page as run
+from kvlab_mechanisms.micro.row import Row, hold, published
+from kvlab_mechanisms.micro.rows import ALL
 
 
 @pytest.fixture(scope="module")

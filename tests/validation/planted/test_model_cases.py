@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.base.errors import Fault
-from kvlab.base.recipe import HadamardStream, Recipe
 from kvlab.codec import whitening
+from kvlab.core.errors import Fault
+from kvlab.core.recipe import HadamardStream, Recipe
 from kvlab.stats.bootstrap import Bootstrap
 from validation.planted import identity, noise, rescaling, shim
 from validation.planted.claims import recover

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 from validation.planted import coverage, noise, relabelled
 from validation.planted.run import planted
 

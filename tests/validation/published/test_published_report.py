@@ -9,9 +9,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from kvlab.base.errors import MissingResult, NonFinite, StorageError, UserError
 from kvlab.cli.main import main
-from kvlab.report.schema import VERSION
+from kvlab.core.errors import MissingResult, NonFinite, StorageError, UserError
+from kvlab_pipeline.report.schema import VERSION
 from report.example_metrics import build
 from tests.validation.published import making
 from validation.published.main import published

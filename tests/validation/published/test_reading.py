@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from kvlab.base.errors import StorageError, UserError
+from kvlab.core.errors import StorageError, UserError
 from tests.validation.published import making
 from validation.published.families import NOT_READ, READ, REFUSED, UNKNOWN, read_folder
 

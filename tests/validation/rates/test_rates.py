@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kvlab.base.errors import UserError
 from kvlab.cli.checked import recipes_of
+from kvlab.core.errors import UserError
 from validation.rates import compare, page
 from validation.rates.__main__ import named
 from validation.rates.measure import measure

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.base.errors import CorpusError, ModelError, ParamsError
+from kvlab.core.errors import CorpusError, ModelError, ParamsError
 from kvlab.text import docstrings as corpus
 
 MODEL = Path(__file__).parents[3] / "models" / "reference"

@@ -17,8 +17,8 @@ from types import ModuleType
 import pytest
 from ruamel.yaml import YAML
 
-from kvlab.base.paramfile import preset, read_yaml
-from kvlab.studies.cells import params as cells
+from kvlab.core.paramfile import preset, read_yaml
+from kvlab_pipeline.studies.cells import params as cells
 
 ROOT = Path(__file__).resolve().parents[3]
 BIN = Path(sys.executable).parent

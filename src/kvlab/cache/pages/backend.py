@@ -15,9 +15,9 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from kvlab.base.errors import CapabilityError, CodecNotActive
 from kvlab.cache.pages.attention import Keys, Step, attend
 from kvlab.cache.pages.layer import LayerPages
+from kvlab.core.errors import CapabilityError, CodecNotActive
 
 SHARED = "_kvlab_step"  # where a step's tokens lie, noted on vLLM's own description of it: every layer asks
 

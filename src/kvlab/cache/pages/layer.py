@@ -9,11 +9,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CodecNotActive
 from kvlab.cache.pages.attention import Keys
 from kvlab.cache.pages.klt_rows import Components
 from kvlab.cache.pages.rotary import Rotation, Unturned
 from kvlab.cache.pages.rows import KltRows, Rows
+from kvlab.core.errors import CodecNotActive
 
 
 class LayerPages:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvlab.base.errors import CapabilityError
 from kvlab.cache.hf_rope import RopeTurn, refuse_lossy, rotate, unrotate
 from kvlab.codec.seeding import generator
+from kvlab.core.errors import CapabilityError
 
 PROBED = (0, 1, 7, 100)
 REMEDY = "give a recipe with rotary: after"

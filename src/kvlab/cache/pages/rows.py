@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError
 from kvlab.codec.base import Codec, Encoded, Site
 from kvlab.codec.klt.codec import STRIP, KltCodec
 from kvlab.codec.klt.joining import Strand, arrays_of, layout_of, refilled
 from kvlab.codec.seeding import generator
+from kvlab.core.errors import CapabilityError
 
 CPU = torch.device("cpu")
 PROBE = (2, 3)  # tokens of the two pieces that a layout is found by

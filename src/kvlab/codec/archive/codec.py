@@ -7,20 +7,22 @@ decoder does the same with the same whole numbers (`exact`), so that both have t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UserError
-from kvlab.codec.archive.ahead import one_ahead
 from kvlab.codec.archive.exact import off_grid, on_grid
 from kvlab.codec.archive.layer import StreamCoder, coarser
 from kvlab.codec.archive.model import STREAMS, ArchiveModel, spectrum_at
 from kvlab.codec.archive.steps import OCTAVE, QUALITIES, exponents
 from kvlab.codec.archive.symbols import Coder, Exponents, Symbols, packed, unpacked
 from kvlab.codec.base import all_finite
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UserError
 
 TRIES = 12  # encodings at most until a cache has the bits that were asked for
 NEAR = 0.004  # relative; what is asked for is met within 1 %
@@ -317,3 +319,42 @@ def _next(tried: Mapping[int, Body], nbytes: float, values: int) -> int:
         return less
     share = (nbytes - tried[less].nbytes) / (tried[more].nbytes - tried[less].nbytes)
     return min(max(less + round(share * (more - less)), min(less, more) + 1), max(less, more) - 1)
+
+
+# Reads one layer ahead: while a layer is rebuilt, another thread takes the next one's indices off the stream.
+
+T = TypeVar("T")
+
+
+@contextmanager
+def one_ahead(read: Callable[[int], T], count: int) -> Iterator[Iterator[T]]:
+    """What ``read(0)``, ``read(1)``, ... give, each read while the one before is used.
+
+    One is held beside the one in use. Torch has one thread fewer while the context is open, since the reading has one;
+    where it has only one, all is done in turn. Where the context ends early, the reading that has begun is waited for.
+
+    Parameters
+    ----------
+    read : callable
+        Takes a number; calls for different ones share nothing that either changes.
+    count : int
+        How many there are, at least one.
+    """
+    threads = torch.get_num_threads()
+    if threads < 2:
+        yield map(read, range(count))
+        return
+    torch.set_num_threads(threads - 1)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            yield _results(pool, read, count, pool.submit(read, 0))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _results(pool: ThreadPoolExecutor, read: Callable[[int], T], count: int, coming: Future[T]) -> Iterator[T]:
+    for number in range(count):
+        found = coming.result()
+        if number + 1 < count:
+            coming = pool.submit(read, number + 1)
+        yield found

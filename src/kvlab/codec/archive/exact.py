@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError
+from kvlab.core.errors import CapabilityError
 
 EXACT = 53  # bits
 COEFFICIENT = 15  # bits of a coefficient

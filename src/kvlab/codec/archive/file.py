@@ -20,13 +20,13 @@ from typing import ClassVar, Literal, NamedTuple
 
 import google_crc32c
 
-from kvlab.base import filekind
-from kvlab.base.errors import StorageError, StreamError
 from kvlab.codec.archive.codec import Body
 from kvlab.codec.archive.steps import QUALITIES
 from kvlab.codec.stream import tree
 from kvlab.codec.stream.cache_file import DTYPES
 from kvlab.codec.stream.seal import Key, Seal
+from kvlab.core import filekind
+from kvlab.core.errors import StorageError, StreamError
 
 MAGIC, VERSION = filekind.ARCHIVE, 2
 PURPOSE = b"kvlab archive 2\n"  # of signatures

@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch
 from kvlab.codec.archive import steps
 from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, mapped_together, on_grid
 from kvlab.codec.archive.steps import EMERGENCY, MOST_COMPONENT, OCTAVE, POINT
 from kvlab.codec.archive.symbols import EXPONENTS, LOW_BITS, MOST_INDEX, TABLES, classes
+from kvlab.core.errors import CalibrationMismatch
 
 DEAD = 0.1  # of a step, by which the zone around zero is wider on either side
 ENCODES_NOT = (

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import StreamError
 from kvlab.codec.archive.steps import EMERGENCY, MOST
+from kvlab.core.errors import StreamError
 
 QUARTER = 4  # log2 of a quarter octave
 LOWEST, HIGHEST = -24, 16  # classes that have a table, in quarter octaves

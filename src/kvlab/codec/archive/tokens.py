@@ -14,9 +14,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from kvlab.base.errors import CapabilityError, UserError
-from kvlab.base.model import ModelInfo, weight_files
 from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, power_of_two
+from kvlab.core.errors import CapabilityError, UserError
+from kvlab.core.model import ModelInfo, weight_files
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 """Types whose first layer is embedding, RMS norm, projection and, in qwen3, RMS norm of K by head."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.recipe import BlockStream
 from kvlab.codec import transform
 from kvlab.codec.block import shape_gain
 from kvlab.codec.block.skeleton import Centres, Frame
 from kvlab.codec.block.stored import Rounding
+from kvlab.core.recipe import BlockStream
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.recipe import BlockStream
 from kvlab.codec.base import Place
+from kvlab.core.recipe import BlockStream
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import StreamError
+from kvlab.core.errors import StreamError
 
 U8_COUNTS = 255
 U8_PLACES = 256

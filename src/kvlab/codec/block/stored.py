@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import NonFinite, StreamError
-from kvlab.base.recipe import BlockStream
 from kvlab.codec.base import Arrays, Site, finite, stored
 from kvlab.codec.block import outliers
 from kvlab.codec.block.outliers import Outliers
 from kvlab.codec.stream import packing
 from kvlab.codec.stream.packing import bits_for
+from kvlab.core.errors import NonFinite, StreamError
+from kvlab.core.recipe import BlockStream
 
 PRECISION = {"fp16": torch.float16, "fp32": torch.float32}
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import NonFinite
-from kvlab.base.recipe import CastStream
 from kvlab.codec.apart import apart
 from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, all_finite, block_index, checked
+from kvlab.core.errors import NonFinite
+from kvlab.core.recipe import CastStream
 
 
 class CastCodec:

@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import StreamError
-from kvlab.base.recipe import IdentityStream
 from kvlab.codec.apart import apart
 from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, block_index, checked, finite, stored
+from kvlab.core.errors import StreamError
+from kvlab.core.recipe import IdentityStream
 
 
 class IdentityCodec:

@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import NonFinite
-from kvlab.base.recipe import NoiseStream
 from kvlab.codec.apart import apart
 from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, all_finite, block_index, checked
 from kvlab.codec.seeding import generator
+from kvlab.core.errors import NonFinite
+from kvlab.core.recipe import NoiseStream
 
 
 class NoiseCodec:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.recipe import MOST_BITS
 from kvlab.codec.quantizer import gaussian_table, mse
+from kvlab.core.errors import CapabilityError
+from kvlab.core.recipe import MOST_BITS
 
 LEAST = 1 / 8  # bits per value that every vector keeps, whatever its loss is thought to be
 

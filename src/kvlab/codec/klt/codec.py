@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError
-from kvlab.base.recipe import KltStream
 from kvlab.codec.apart import apart
 from kvlab.codec.base import (
     Encoded,
@@ -32,17 +31,18 @@ from kvlab.codec.base import (
     stored,
     uncalibrated,
 )
-from kvlab.codec.klt import escapes
-from kvlab.codec.klt.ablation import asked
+from kvlab.codec.klt import covariance, escapes
 from kvlab.codec.klt.allocation import shared
 from kvlab.codec.klt.choosing import Chooser, Worth
-from kvlab.codec.klt.components import Components
+from kvlab.codec.klt.components import FLOOR, TINY, Components
 from kvlab.codec.klt.escapes import Spent, last_spent
-from kvlab.codec.klt.grouping import centred
-from kvlab.codec.klt.marginal import MAX_WIDTH, Marginals
+from kvlab.codec.klt.grouping import block_diagonal, centred
+from kvlab.codec.klt.marginal import MAX_WIDTH, Marginals, gaussian_sketch
 from kvlab.codec.klt.synthesis import Decoding, Synthesis
 from kvlab.codec.ladder.front import needed
 from kvlab.codec.products import FEW
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, ParamsError, StreamError
+from kvlab.core.recipe import KltStream
 
 OVERHEAD = 48  # bytes of a frame with one block that are not indices, bits lost at the ends of planes included
 STRIP = 2048  # tokens that are coded at once: bounds the memory, and stays near the processor
@@ -343,3 +343,70 @@ def vector_bits(recipe: KltStream, heads: int, head_dim: int) -> int:
             f" vector; raise `bits` or `block_size`"
         )
     return min(budget, MAX_WIDTH * heads * head_dim)
+
+
+# `klt` with a part taken out: the components that its recipe asks for, made of those that were calibrated.
+
+
+def asked(components: Components, recipe: KltStream) -> Components:
+    """The components that a recipe codes by; the calibrated ones themselves where it takes nothing out of them.
+
+    Raises
+    ------
+    ParamsError
+        It asks for other axes and for tables fitted to them, which no calibration holds.
+    """
+    if recipe.transform != "klt" and recipe.tables != "gaussian":
+        raise ParamsError(f"klt with transform {recipe.transform!r} has no fitted tables; set tables to 'gaussian'")
+    made = WAYS[recipe.transform](components)
+    if recipe.tables == "fitted":
+        return made
+    groups, width, _ = made.sketch.shape
+    return replace(made, sketch=gaussian_sketch(groups * width).unflatten(0, (groups, width)).to(made.sketch))
+
+
+def _same(components: Components) -> Components:
+    return components
+
+
+def per_head(components: Components) -> Components:
+    """The KLT of each head without the others, in the same metric."""
+    metric = components.head_metric
+    chol = torch.linalg.cholesky(metric)
+    variance, axes = covariance.principal(chol.mT @ components.head_covariance.double() @ chol)
+    identity = torch.eye(metric.shape[-1], dtype=metric.dtype).expand_as(metric)
+    back = axes.mT @ torch.linalg.solve_triangular(chol, identity, upper=False)
+    groups = len(components.variance)
+    return _with(
+        components,
+        block_diagonal(chol @ axes, groups),
+        block_diagonal(back, groups),
+        variance.reshape(groups, -1),
+    )
+
+
+def unweighted(components: Components) -> Components:
+    """The KLT without the metric: principal components of the plain covariance, all errors weighed alike."""
+    variance, axes = covariance.principal(components.covariance.double())
+    return _with(components, axes, axes.mT, variance)
+
+
+def untransformed(components: Components) -> Components:
+    """The channels as they are, each weighed by the metric's diagonal.
+
+    The metric is F F^T with F the way to the calibrated components, whose axes are orthonormal in its frame.
+    """
+    forward = components.forward.double()
+    root = forward.square().sum(-1).clamp(min=TINY).sqrt()
+    variance = components.covariance.double().diagonal(dim1=-2, dim2=-1) * root.square()
+    return _with(components, torch.diag_embed(root), torch.diag_embed(1 / root), variance)
+
+
+def _with(components: Components, forward, inverse, variance) -> Components:
+    """Other axes, no component smaller than a calibrated one may be."""
+    floor = FLOOR * variance.mean(-1, keepdim=True) + TINY
+    found = {"forward": forward, "inverse": inverse, "variance": torch.maximum(variance, floor)}
+    return replace(components, **{name: value.float().contiguous() for name, value in found.items()})
+
+
+WAYS = {"klt": _same, "per_head": per_head, "unweighted": unweighted, "none": untransformed}

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, NonFinite
 from kvlab.codec import whitening
 from kvlab.codec.klt import covariance
 from kvlab.codec.klt.allocation import reverse_water_filling
 from kvlab.codec.klt.grouping import block_diagonal, diagonal_blocks, heads_together, joined
 from kvlab.codec.klt.marginal import Marginals, decibels, gaussian_sketch, sketch
 from kvlab.codec.klt.moments import Moments, folds
+from kvlab.core.errors import CalibrationMismatch, NonFinite
 
 FLOOR = 1e-10  # of the mean square: what float32 rounding of the rows themselves comes to, and a margin
 TINY = 1e-30

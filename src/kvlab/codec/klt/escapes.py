@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import StreamError
 from kvlab.codec.klt.bits import VALUE_BITS
 from kvlab.codec.klt.fields import COUNT_BITS, PLAIN_BITS, Said, fields_of
 from kvlab.codec.klt.plain import PlainGroup
 from kvlab.codec.klt.scales import PLAIN, SCALE_BITS, SCALES
 from kvlab.codec.klt.trees import Trees
 from kvlab.codec.stream.packing import bits_for
+from kvlab.core.errors import StreamError
 
 MOST = 7
 

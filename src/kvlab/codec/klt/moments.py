@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import Fault
+from kvlab.core.errors import Fault
 
 FOLDS = 8
 

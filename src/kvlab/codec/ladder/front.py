@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch
-from kvlab.base.recipe import Conditioned
 from kvlab.codec.base import StreamCalibration
 from kvlab.codec.whitening import Whitener, fit
+from kvlab.core.errors import CalibrationMismatch
+from kvlab.core.recipe import Conditioned
 
 
 class Front:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import NonFinite
 from kvlab.codec.base import finite
+from kvlab.core.errors import NonFinite
 
 ROUNDING, SMALLEST = 2.0**-11, 2.0**-24  # of float16: largest relative error of rounding, smallest positive number
 

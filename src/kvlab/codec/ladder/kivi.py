@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvlab.base.recipe import KiviStream
 from kvlab.codec.base import Arrays, Stats, StreamCalibration
 from kvlab.codec.ladder import uniform
 from kvlab.codec.ladder.token_blocks import TokenBlockCodec
+from kvlab.core.recipe import KiviStream
 
 
 class KiviCodec(TokenBlockCodec):

@@ -9,8 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError, StreamError
-from kvlab.base.recipe import KvQuantStream
 from kvlab.codec import quantizer
 from kvlab.codec.apart import apart
 from kvlab.codec.base import Arrays, Stats, StreamCalibration, finite, stored
@@ -18,6 +16,8 @@ from kvlab.codec.ladder import halves
 from kvlab.codec.ladder.own import OwnFront
 from kvlab.codec.ladder.token_blocks import TokenBlockCodec
 from kvlab.codec.stream import packing
+from kvlab.core.errors import CapabilityError, StreamError
+from kvlab.core.recipe import KvQuantStream
 
 OUTLIERS = 0.01  # of the values, half of them at either end ("1 %" in the paper's names, as in nuq4-1%)
 SKETCH = 4096

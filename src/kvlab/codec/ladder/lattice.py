@@ -16,10 +16,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import StreamError
 from kvlab.codec.base import Arrays, Stats, stored
 from kvlab.codec.ladder import halves, spread
 from kvlab.codec.ladder.token_blocks import TokenBlockCodec
+from kvlab.core.errors import StreamError
 
 WORD = 8  # coordinates whose numbers are written together, in a whole number of bytes
 MAX_BITS = 62  # of one number, so that twice the number fits int64

@@ -8,8 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch
-from kvlab.base.recipe import OscarStream
 from kvlab.codec import rotation
 from kvlab.codec.base import Arrays, Encoded, Site, Stats, StreamCalibration
 from kvlab.codec.ladder import spread, uniform
@@ -18,6 +16,8 @@ from kvlab.codec.ladder.token_blocks import TokenBlockCodec
 from kvlab.codec.products import product
 from kvlab.codec.stream.packing import bits_for
 from kvlab.codec.transform import fixed_sign
+from kvlab.core.errors import CalibrationMismatch
+from kvlab.core.recipe import OscarStream
 
 
 class OscarCodec(TokenBlockCodec):

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch
 from kvlab.codec.base import StreamCalibration
 from kvlab.codec.ladder.front import needed
+from kvlab.core.errors import CalibrationMismatch
 
 
 class OwnFront:

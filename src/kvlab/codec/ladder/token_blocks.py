@@ -8,8 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, StreamError
-from kvlab.base.recipe import Conditioned
 from kvlab.codec.apart import apart
 from kvlab.codec.base import (
     Arrays,
@@ -26,6 +24,8 @@ from kvlab.codec.base import (
 )
 from kvlab.codec.ladder.front import Front
 from kvlab.codec.ladder.own import OwnFront
+from kvlab.core.errors import CalibrationMismatch, StreamError
+from kvlab.core.recipe import Conditioned
 
 
 class TokenBlockCodec(ABC):

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import StorageError, StreamError
 from kvlab.codec.base import Arrays, Encoded
+from kvlab.core.errors import StorageError, StreamError
 
 HEADER = struct.Struct("<IHBBHHII")
 U32 = struct.Struct("<I")

@@ -30,14 +30,14 @@ from typing import BinaryIO, ClassVar, Literal
 import google_crc32c
 import torch
 
-from kvlab.base import filekind
-from kvlab.base.errors import StorageError, StreamError, UserError
-from kvlab.base.recipe import IdentityStream
 from kvlab.codec.base import Codec, Encoded, Place
 from kvlab.codec.controls.identity import IdentityCodec
 from kvlab.codec.stream import tree
 from kvlab.codec.stream.bitstream import STREAMS, U32, FrameHeader, frame_bytes, read_frame
 from kvlab.codec.stream.seal import Key, Seal
+from kvlab.core import filekind
+from kvlab.core.errors import StorageError, StreamError, UserError
+from kvlab.core.recipe import IdentityStream
 
 MAGIC, VERSION = filekind.CODED, 2
 PURPOSE = b"kvlab coded cache 2\n"  # of signatures

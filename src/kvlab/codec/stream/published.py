@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvlab.base.errors import StorageError, StreamError
-from kvlab.base.records import atomic, forget, read_json, to_header, write_json
 from kvlab.codec.whitening import Whitener
+from kvlab.core.errors import StorageError, StreamError
+from kvlab.core.records import atomic, forget, read_json, to_header, write_json
 
 KKTV = struct.Struct("<IIQII")
 KKTV_MAGIC, KKTV_VERSION = 0x4B4B5456, 1

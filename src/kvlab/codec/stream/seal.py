@@ -21,8 +21,8 @@ from typing import ClassVar
 
 import google_crc32c
 
-from kvlab.base.errors import StorageError, StreamError, UserError
 from kvlab.codec.stream import tree
+from kvlab.core.errors import StorageError, StreamError, UserError
 
 PARTS = struct.Struct(f"<{tree.SIZE}s{tree.SIZE}s")
 U32 = struct.Struct("<I")

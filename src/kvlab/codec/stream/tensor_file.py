@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import StorageError
+from kvlab.core.errors import StorageError
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 ALIGNMENT = 8  # of the data's first byte

@@ -13,7 +13,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvlab.base.recipe import AquaKvStream, Recipe
 from kvlab.codec import rotation
 from kvlab.codec.apart import apart
 from kvlab.codec.base import Codec, Encoded, Site, Stats, checked, stored
@@ -23,6 +22,7 @@ from kvlab.codec.ladder import halves
 from kvlab.codec.stream import packing
 from kvlab.codec.whole.file import STREAMS, Cache, Owner, dtype_of
 from kvlab.codec.whole.grids import grid, nearest
+from kvlab.core.recipe import AquaKvStream, Recipe
 
 DAMPING = 1e-3  # of the predictors' mean variance, added to each: the published calibration's `percdamp`
 SEED = 0xA0A

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, StreamError
 from kvlab.codec.base import Encoded
 from kvlab.codec.stream.cache_file import CacheHeader, CacheReader, CacheWriter
+from kvlab.core.errors import CalibrationMismatch, StreamError
 
 Cache = Mapping[tuple[int, str], Tensor]
 """K before its rotary embedding, and V, by layer and stream, float [kv_heads, tokens, head_dim]."""

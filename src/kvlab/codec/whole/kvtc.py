@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import StreamError
-from kvlab.base.recipe import KvtcStream, Recipe
 from kvlab.codec.base import Arrays, Codec, Encoded, Site, Stats, StreamCalibration, stored
 from kvlab.codec.ended import EndedCodec
 from kvlab.codec.kept import Kept
@@ -26,6 +24,8 @@ from kvlab.codec.products import product
 from kvlab.codec.stream import packing
 from kvlab.codec.transform import fixed_sign
 from kvlab.codec.whole.file import STREAMS, Cache, Owner, dtype_of
+from kvlab.core.errors import StreamError
+from kvlab.core.recipe import KvtcStream, Recipe
 
 SIZES = (1, 16, 64, 256, 1024)  # components of a group, which share a scale and a shift
 WIDTHS = (2, 4, 8)  # bits of a component; or none at all

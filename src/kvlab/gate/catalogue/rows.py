@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlab.base.errors import suggestion
-from kvlab.base.recipe import digest
+from kvlab.core.errors import suggestion
+from kvlab.core.recipe import digest
 from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS
 from kvlab.gate.catalogue.strict import read_json
 from kvlab.gate.catalogue.values import RowError, Value, checked, shown

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from kvlab.base.errors import StorageError
+from kvlab.core.errors import StorageError
 from kvlab.gate.catalogue.values import RowError, shown
 from kvlab.gate.reasons import Reason
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from kvlab.base.errors import UserError, suggestion
+from kvlab.core.errors import UserError, suggestion
 from kvlab.gate.catalogue.columns import MOST_CHARACTERS, MOST_EXACT, MOST_WHOLE, Column
 from kvlab.gate.reasons import Reason
 

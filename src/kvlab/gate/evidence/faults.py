@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from types import MappingProxyType
 
-from kvlab.base.errors import suggestion
-from kvlab.base.recipe import IDENTITY
-from kvlab.base.records import CANARY_MIN
-from kvlab.base.testimony import Pool
+from kvlab.core.errors import suggestion
+from kvlab.core.recipe import IDENTITY
+from kvlab.core.records import CANARY_MIN
+from kvlab.core.testimony import Pool
 from kvlab.gate.evidence.measures import Measure, carried, change_of, rate_of
 from kvlab.gate.evidence.record import Evidence, EvidenceError, Observed, parse
 from kvlab.gate.reasons import Reason

@@ -22,8 +22,8 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from scipy.special import betaincinv, ndtri, stdtrit
 
-from kvlab.base.errors import MixedIdentity, NonFinite
-from kvlab.base.recipe import Frozen
+from kvlab.core.errors import MixedIdentity, NonFinite
+from kvlab.core.recipe import Frozen
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.skewed import upper_means
 

@@ -16,9 +16,9 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from kvlab.base.errors import NonFinite, UserError, suggestion
-from kvlab.base.recipe import Frozen, digest
-from kvlab.base.testimony import Pool, Served
+from kvlab.core.errors import NonFinite, UserError, suggestion
+from kvlab.core.recipe import Frozen, digest
+from kvlab.core.testimony import Pool, Served
 from kvlab.gate.catalogue.strict import read_json
 from kvlab.gate.evidence.measures import Count, Measure
 
@@ -190,7 +190,7 @@ def read(path: Path | str) -> Evidence:
 
     Raises
     ------
-    kvlab.base.errors.StorageError
+    kvlab.core.errors.StorageError
         When the file cannot be read.
     kvlab.gate.catalogue.values.RowError
         When it is no JSON, gives a key twice, or holds NaN or infinity.

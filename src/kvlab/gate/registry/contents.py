@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvlab.base.recipe import digest
+from kvlab.core.recipe import digest
 from kvlab.gate.registry.entries import Eval, Mechanism
 
 

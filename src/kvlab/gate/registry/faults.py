@@ -9,8 +9,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from kvlab.base.errors import suggestion
 from kvlab.codec.names import ALL, UNSTORED
+from kvlab.core.errors import suggestion
 from kvlab.gate.catalogue.columns import COMPRESSION, SPECULATIVE
 from kvlab.gate.registry.entries import Eval, Mechanism, Metric
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from kvlab.base.errors import StorageError, UserError, suggestion
+from kvlab.core.errors import StorageError, UserError, suggestion
 from kvlab.gate.catalogue.strict import read_yaml
 from kvlab.gate.catalogue.values import RowError, shown
 from kvlab.gate.reasons import Reason

@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlab.base.errors import StorageError
-from kvlab.base.targets import absence
+from kvlab.core.errors import StorageError
+from kvlab.core.targets import absence
 from kvlab.gate.store import migrations
 
 TIMEOUT = 30.0  # seconds to wait for another process that writes

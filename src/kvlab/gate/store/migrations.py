@@ -15,7 +15,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvlab.base.errors import StorageError
+from kvlab.core.errors import StorageError
 from kvlab.gate.catalogue import BY_NAME, sql_columns
 
 APPLICATION = 0x6B766C62  # `kvlb`: PRAGMA application_id, whose database this is

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import polars as pl
 
-from kvlab.base.errors import CapabilityError, StorageError, UnknownName
-from kvlab.base.records import write_table
+from kvlab.core.errors import CapabilityError, StorageError, UnknownName
+from kvlab.core.records import write_table
 from kvlab.gate.catalogue.columns import COLUMNS
 from kvlab.gate.store.database import Store
 from kvlab.gate.store.migrations import PUBLISHED_TABLE, quoted

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import polars as pl
 
-from kvlab.base.errors import UnknownName
+from kvlab.core.errors import UnknownName
 from kvlab.gate.catalogue import BY_NAME, PUBLISHED_NAMES, STATUSES, TIERS, groupable, sql_columns
 from kvlab.gate.catalogue.values import RowError, Value, checked, parsed
 from kvlab.gate.reasons import Reason
@@ -29,7 +29,7 @@ QUALITY = (
     ("loss_share", "REAL"),
     ("reasons", "TEXT"),
 )
-"""What the gate claims of a row (`kvlab.gate.store.claims.ClaimRecord`); all null where it was never asked."""
+"""What the gate claims of a row (`kvlab.gate.store.ingest.ClaimRecord`); all null where it was never asked."""
 
 QUALITY_WORDS = {"earned_tier": TIERS, "derived_status": STATUSES}
 POLARS = {"TEXT": pl.String(), "REAL": pl.Float64(), "INTEGER": pl.Int64()}

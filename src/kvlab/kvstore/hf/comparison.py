@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvlab.base.errors import UserError
+from kvlab.core.counts import counted
+from kvlab.core.errors import UserError
 from kvlab.kvstore.hf.run import PagedRun
-from kvlab.kvstore.paging.counts import counted
 
 
 @dataclass(frozen=True)

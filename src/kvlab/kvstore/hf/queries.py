@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kvlab.base.errors import CapabilityError, LayoutMismatch
-from kvlab.base.model import ModelInfo
 from kvlab.cache.hf_rope import turns
+from kvlab.core.errors import CapabilityError, LayoutMismatch
+from kvlab.core.model import ModelInfo
 from kvlab.engines.hooks import attention_layers, installed
 
 

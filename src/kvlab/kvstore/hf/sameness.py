@@ -9,7 +9,11 @@ All this is to the bit where the numerics are the same, see `snapshot.numerics`.
 
 from __future__ import annotations
 
-from kvlab.base.records import versions
+import hashlib
+
+from torch import Tensor
+
+from kvlab.core.records import versions
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.ledger import Entry, Ledger
@@ -117,3 +121,8 @@ def scored_at(manifest: Manifest) -> int | None:
     """How many tokens the run had when the scores of a snapshot were made; None where that is not said."""
     said = manifest.made.get(SCORED_AT, "")
     return int(said) if said.isdecimal() else None
+
+
+def logits_digest(logits: Tensor) -> str:
+    """SHA-256 of the bits of float32 logits."""
+    return hashlib.sha256(logits.float().cpu().contiguous().numpy().tobytes()).hexdigest()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlab.base.errors import ParamsError, PoolTooSmall
-from kvlab.kvstore.paging.counts import counted
+from kvlab.core.counts import counted
+from kvlab.core.errors import ParamsError, PoolTooSmall
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlab.base.errors import ParamsError
+from kvlab.core.errors import ParamsError
 
 
 class FreePages:

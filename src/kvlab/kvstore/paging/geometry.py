@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import LayoutMismatch, UnknownName
-from kvlab.kvstore.paging.counts import counted
+from kvlab.core.counts import counted
+from kvlab.core.errors import LayoutMismatch, UnknownName
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 K, V = 0, 1  # their places on the second axis of a chunk

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from kvlab.base.errors import NonFinite, ParamsError
-from kvlab.kvstore.paging.counts import counted
+from kvlab.core.counts import counted
+from kvlab.core.errors import NonFinite, ParamsError
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import LayoutMismatch, PagerError, PoolExhausted, UnknownName
+from kvlab.core.counts import counted
+from kvlab.core.errors import LayoutMismatch, PagerError, PoolExhausted, UnknownName
 from kvlab.kvstore.paging.config import PagerConfig
-from kvlab.kvstore.paging.counts import counted
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.paging.pool import Gathered

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import ParamsError
+from kvlab.core.errors import ParamsError
 from kvlab.kvstore.paging.free_pages import FreePages
 from kvlab.kvstore.paging.geometry import Geometry, K, V
 

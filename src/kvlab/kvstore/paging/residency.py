@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError, UnknownName
+from kvlab.core.errors import CapabilityError, UnknownName
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Entry

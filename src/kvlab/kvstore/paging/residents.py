@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvlab.base.errors import LayoutMismatch, NonFinite, PagerError, PinRefused, PoolExhausted
+from kvlab.core.counts import counted
+from kvlab.core.errors import LayoutMismatch, NonFinite, PagerError, PinRefused, PoolExhausted
 from kvlab.kvstore.paging.chunks import Chunks, Stats
 from kvlab.kvstore.paging.config import PagerConfig
-from kvlab.kvstore.paging.counts import counted
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.residency import Policy, worst_first
 

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import LayoutMismatch, NonFinite
 from kvlab.codec.stream.packing import pack, unpack
+from kvlab.core.errors import LayoutMismatch, NonFinite
 from kvlab.kvstore.paging.geometry import Geometry, K
 from kvlab.kvstore.paging.ledger import Ledger
 

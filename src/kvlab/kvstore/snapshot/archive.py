@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CalibrationMismatch, ParamsError, StreamError, UserError
-from kvlab.base.recipe import Recipe
 from kvlab.cache.row import Turn
 from kvlab.calibration.archive import Archive
 from kvlab.codec.archive.codec import Body
@@ -26,6 +24,8 @@ from kvlab.codec.archive.file import parts_of, record_of
 from kvlab.codec.archive.model import STREAMS
 from kvlab.codec.archive.steps import QUALITIES
 from kvlab.codec.base import all_finite
+from kvlab.core.errors import CalibrationMismatch, ParamsError, StreamError, UserError
+from kvlab.core.recipe import Recipe
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.identity import CodecIdentity
 

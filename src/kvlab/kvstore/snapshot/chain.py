@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-from kvlab.base.errors import UserError
+from kvlab.core.errors import UserError
 
 DOMAIN = b"kvlab token chain 2\n"
 TOKEN = "I"  # C unsigned int

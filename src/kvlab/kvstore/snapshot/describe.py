@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvlab.base.errors import StorageError
+from kvlab.core.errors import StorageError
 from kvlab.kvstore.snapshot.format import PUBLISHED_MAGIC, VERSION
 from kvlab.kvstore.snapshot.read import Snapshot
 from kvlab.kvstore.snapshot.v1 import GGML_TYPES, PublishedHeader

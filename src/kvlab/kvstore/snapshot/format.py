@@ -38,10 +38,10 @@ from typing import ClassVar, NamedTuple
 
 import google_crc32c
 
-from kvlab.base import filekind
-from kvlab.base.errors import UserError
 from kvlab.codec.stream import tree
 from kvlab.codec.stream.seal import Seal
+from kvlab.core import filekind
+from kvlab.core.errors import UserError
 from kvlab.kvstore.paging.ledger import Entry
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 

@@ -13,11 +13,11 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from kvlab.base.decoder import rope_of
-from kvlab.base.errors import ModelError
-from kvlab.base.model import ModelInfo
-from kvlab.base.recipe import WHOLE, Frozen, IdentityStream, Placement, Recipe, canonical, digest
-from kvlab.base.records import file_hash, read_json
+from kvlab.core.decoder import rope_of
+from kvlab.core.errors import ModelError
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import WHOLE, Frozen, IdentityStream, Placement, Recipe, canonical, digest
+from kvlab.core.records import file_hash, read_json
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 

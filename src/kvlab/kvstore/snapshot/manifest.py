@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from kvlab.base.errors import KvlabError, UserError
-from kvlab.base.recipe import ID_LENGTH, Frozen, canonical
+from kvlab.core.errors import KvlabError, UserError
+from kvlab.core.recipe import ID_LENGTH, Frozen, canonical
 from kvlab.kvstore.snapshot.format import MAX_MANIFEST
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.reasons import Code, Reason, refusal

@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.base.errors import CapabilityError, ParamsError, StreamError, UserError
-from kvlab.base.recipe import WHOLE, IdentityStream, Placement, Recipe, StreamRecipe
 from kvlab.cache.row import Straight, Turn
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.needs import needs_calibration
@@ -29,6 +27,8 @@ from kvlab.codec.kept import Kept
 from kvlab.codec.names import CODECS, UNSTORED
 from kvlab.codec.registry import build
 from kvlab.codec.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
+from kvlab.core.errors import CapabilityError, ParamsError, StreamError, UserError
+from kvlab.core.recipe import WHOLE, IdentityStream, Placement, Recipe, StreamRecipe
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.archive import ArchiveChunks, Rows
 from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvlab.base.errors import SnapshotRefused
+from kvlab.core.errors import SnapshotRefused
 
 
 class Code(StrEnum):

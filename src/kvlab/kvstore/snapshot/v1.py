@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvlab.base.errors import SnapshotRefused, StorageError
+from kvlab.core.errors import SnapshotRefused, StorageError
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot.format import MAX_CHUNKS, PUBLISHED_MAGIC

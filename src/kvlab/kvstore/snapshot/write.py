@@ -8,8 +8,12 @@ machines, gives equal bytes: the manifest names those, and nothing in the file s
 from __future__ import annotations
 
 import errno
+import glob
 import os
+import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain as joined
 from itertools import repeat
@@ -19,10 +23,11 @@ from typing import BinaryIO
 import google_crc32c
 from torch import Tensor
 
-from kvlab.base.errors import StorageError, UserError
-from kvlab.base.records import versions
 from kvlab.codec.stream import tree
 from kvlab.codec.stream.seal import Key, Seal
+from kvlab.core import lifeline
+from kvlab.core.errors import StorageError, UserError
+from kvlab.core.records import storage_error, versions
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot.archive import Rows
 from kvlab.kvstore.snapshot.chain import links, token_bytes
@@ -30,7 +35,6 @@ from kvlab.kvstore.snapshot.format import PURPOSE, Header, Record, chunk_digest,
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.manifest import Manifest, build
 from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks
-from kvlab.kvstore.snapshot.placing import placed
 
 
 @dataclass(frozen=True)
@@ -214,3 +218,46 @@ def _sync_folder(path: Path) -> None:
             raise StorageError(
                 f"{path} is in place and whole, but the disk does not promise to keep it: {error.strerror}; save again"
             ) from error
+
+
+# Putting a file in its place in one step, whoever else is putting one there.
+
+RANDOM_BYTES = 8
+ABANDONED_S = 24 * 60 * 60  # seconds without a change
+
+
+@contextmanager
+def placed(path: Path) -> Iterator[BinaryIO]:
+    """An empty file beside `path`, open for reading and writing; on success durable, and then at `path`.
+
+    Raises
+    ------
+    StorageError
+        When the disk is full or the folder cannot be written; `path` is left as it was.
+    RunGone
+        When the run that started this job is over; `path` is left as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(RANDOM_BYTES)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path)
+        with temporary.open("x+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        lifeline.check()
+        os.replace(temporary, path)
+    except OSError as error:
+        raise storage_error(path, error) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what writers of `path` left when they were killed, once it is old."""
+    name = f".{glob.escape(path.name)}.{'[0-9a-f]' * 2 * RANDOM_BYTES}.tmp"
+    for left in path.parent.glob(name):
+        with suppress(OSError):  # somebody else has taken it away
+            if time.time() - left.stat().st_mtime > ABANDONED_S:
+                left.unlink()

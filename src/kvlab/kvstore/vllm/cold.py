@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kvlab.base.errors import CalibrationMismatch, CapabilityError, KvlabError, NonFinite, SnapshotRefused
+from kvlab.core.errors import CalibrationMismatch, CapabilityError, KvlabError, NonFinite, SnapshotRefused
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 
 

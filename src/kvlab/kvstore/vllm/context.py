@@ -13,13 +13,13 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvlab.base.errors import CapabilityError
-from kvlab.base.model import ModelInfo, layer_count, locate, resolve
-from kvlab.base.params import Model, ModelEntry
-from kvlab.base.recipe import RECIPE_VARIABLE, canonical
 from kvlab.cache.hf_rope import turn_of
 from kvlab.cache.prepared import Prepared, at_bits, prepared
 from kvlab.cache.recipe_file import read_recipe_file
+from kvlab.core.errors import CapabilityError
+from kvlab.core.model import ModelInfo, layer_count, locate, resolve
+from kvlab.core.params import Model, ModelEntry
+from kvlab.core.recipe import RECIPE_VARIABLE, canonical
 from kvlab.kvstore.paging.geometry import named
 from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, Identity, identity_of, rope_of
 from kvlab.kvstore.snapshot.payload import ChunkCoder, recipe_coder
@@ -84,7 +84,7 @@ def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
     CapabilityError
         When its cache is not a whole prefix of plain K and V on the CPU, or not the K and V of the model's files.
     ModelError
-        When the model has no tokenizer, or its architecture is none of `kvlab.base.model`.
+        When the model has no tokenizer, or its architecture is none of `kvlab.core.model`.
     UserError
         When the recipe of the settings cannot be read, or is not for this model.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvlab.base.recipe import digest
+from kvlab.core.recipe import digest
 from kvlab.kvstore.snapshot import chain
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.reasons import Reason

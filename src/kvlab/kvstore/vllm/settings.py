@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvlab.base.errors import ParamsError, UnknownName
-from kvlab.kvstore.paging.counts import counted
+from kvlab.core.counts import counted
+from kvlab.core.errors import ParamsError, UnknownName
 from kvlab.kvstore.snapshot.format import MAX_CHUNK_TOKENS
 
 CONNECTOR, MODULE = "SnapshotConnector", "kvlab.kvstore.vllm.connector"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvlab.base.errors import SnapshotRefused, StorageError
+from kvlab.core.errors import SnapshotRefused, StorageError
 from kvlab.kvstore.snapshot import chain, read
 from kvlab.kvstore.snapshot.identity import Identity, differences
 from kvlab.kvstore.snapshot.reasons import Code, Reason

@@ -1,0 +1,1 @@
+"""The one measuring loop: subjects on windows, their scores, and the store of what was measured."""

@@ -1,0 +1,1 @@
+"""Numbers as text, marks of Markdown, and what people read in a terminal."""

@@ -1,1 +1,0 @@
-"""Numbers to words, tables and pictures: the printing library of every page."""

@@ -1,1 +1,0 @@
-"""Tables in, text and pictures out; never imports torch."""

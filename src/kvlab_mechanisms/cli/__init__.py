@@ -1,0 +1,1 @@
+"""The verbs of the mechanisms: `kvlab simulate` and `kvlab speculate`."""

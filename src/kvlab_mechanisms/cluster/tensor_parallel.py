@@ -1,0 +1,136 @@
+"""Layers whose weights are split between ranks (Megatron-LM, Shoeybi et al. 2019, 1909.08053, section 3).
+
+A layer that is split by columns needs nothing from the others, one that is split by rows a sum; so the two after one
+another need one sum. Attention is such a pair, split by heads: a rank holds K and V of its own heads alone, and codes
+them by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvlab.codec.base import Site
+from kvlab.core.errors import UserError
+from kvlab_mechanisms.cluster.ranks import Ranks, even
+from kvlab_mechanisms.cluster.share import Share, share
+
+Coding = Callable[[Tensor, Site], Tensor]
+"""K or V [heads, tokens, head_dim] as a codec gives it back."""
+
+
+class ColumnLinear:
+    """``x @ W.T`` with the rows of W, the columns of what comes out, split between ranks.
+
+    Parameters
+    ----------
+    weight : Tensor
+        The whole [out, in]; this rank keeps its part. Where `out` does not divide, the first ranks have one more.
+    """
+
+    def __init__(self, ranks: Ranks, weight: Tensor):
+        self.ranks, self.sizes = ranks, even(len(weight), ranks.world)
+        self.weight = weight.split(self.sizes)[ranks.rank].to(ranks.device)
+
+    def __call__(self, x: Tensor, gather: bool = False) -> Tensor:
+        """[tokens, in] to this rank's [tokens, out / n], or to all of it on every rank."""
+        y = F.linear(x.to(self.ranks.device), self.weight)
+        return self.ranks.all_gather(y, y.dim() - 1, self.sizes) if gather else y
+
+
+class RowLinear:
+    """``x @ W.T`` with the columns of W, and of what comes in, split between ranks; one sum makes it whole.
+
+    Parameters
+    ----------
+    weight : Tensor
+        The whole [out, in].
+    """
+
+    def __init__(self, ranks: Ranks, weight: Tensor):
+        self.ranks = ranks
+        self.weight = weight.split(even(weight.shape[1], ranks.world), 1)[ranks.rank].to(ranks.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's [tokens, in / n] to the whole [tokens, out], on every rank."""
+        if x.shape[-1] != self.weight.shape[1]:
+            raise UserError(f"this rank has {self.weight.shape[1]} columns of the weight; {x.shape[-1]} came in")
+        return self.ranks.all_reduce(F.linear(x, self.weight))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of an attention layer, whole: q [heads * d, hidden], k and v [kv_heads * d, hidden], o [hidden, heads * d]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    head_dim: int
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return len(self.q) // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads."""
+        return len(self.k) // self.head_dim
+
+    def to(self, device: torch.device) -> Weights:
+        """The same on a device."""
+        moved = (one.to(device) for one in (self.q, self.k, self.v, self.o))
+        return Weights(*moved, self.head_dim)
+
+    def of(self, part: Share) -> Weights:
+        """Those of a rank's heads."""
+        q, kv = (slice(s.start * self.head_dim, s.stop * self.head_dim) for s in (part.q, part.kv))
+        return Weights(self.q[q], self.k[kv], self.v[kv], self.o[:, q], self.head_dim)
+
+
+def attention(ranks: Ranks, x: Tensor, weights: Weights, coding: Coding | None = None, layer: int = 0) -> Tensor:
+    """Causal attention over a text, split by heads.
+
+    Parameters
+    ----------
+    x : Tensor
+        [tokens, hidden], the same on every rank.
+    coding : callable, optional
+        What this rank's K and V go through; of its own heads, see `kvlab_mechanisms.cluster.share.cut`.
+
+    Returns
+    -------
+    Tensor
+        [tokens, hidden], the same bits on every rank.
+    """
+    own = weights.of(share(weights.heads, weights.kv_heads, ranks.world, ranks.rank))
+    return ranks.all_reduce(partial(x.to(ranks.device), own.to(ranks.device), coding, layer))
+
+
+def partial(x: Tensor, own: Weights, coding: Coding | None = None, layer: int = 0) -> Tensor:
+    """What some heads add to attention, [tokens, hidden]; with all heads it is attention itself."""
+    q, k, v = (_heads(F.linear(x, weight), own.head_dim) for weight in (own.q, own.k, own.v))
+    if coding:
+        k, v = (coding(one, Site(0, layer, stream)).to(one.dtype) for one, stream in ((k, "k"), (v, "v")))
+    return F.linear(attend(q, k, v).transpose(0, 1).flatten(1), own.o)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Attention of [heads, tokens, head_dim] over [kv_heads, keys, head_dim], heads next to one another sharing one."""
+    groups = len(q) // len(k)
+    k, v = (one.repeat_interleave(groups, 0) for one in (k, v))
+    if not causal or q.shape[1] == k.shape[1]:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=causal)[0]
+    rows = torch.arange(q.shape[1], device=q.device)[:, None] + k.shape[1] - q.shape[1]
+    mask = torch.arange(k.shape[1], device=q.device)[None] <= rows
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
+
+
+def _heads(x: Tensor, head_dim: int) -> Tensor:
+    """[tokens, heads * head_dim] as [heads, tokens, head_dim]."""
+    return x.view(len(x), -1, head_dim).transpose(0, 1)

@@ -1,0 +1,113 @@
+"""The log on disk: a line for each entry, written once and never again.
+
+Lines are added under a lock of the kernel, in one write, and are on the disk when `append` returns. A process that is
+killed amid its write leaves a last line without its end: nobody was told that it is there, so the next `append` takes
+it away and says so, and whoever reads before is told of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlab.codec.stream.tree import LEAF
+from kvlab.core.errors import StorageError
+from kvlab.core.records import storage_error
+from kvlab_mechanisms.ledger.entry import Entry, decoded, encoded
+from kvlab_mechanisms.ledger.merkle import Tree
+
+FOLDER = Path("results/ledger")
+LOG = FOLDER / "log.jsonl"
+END = b"\n"
+LOOK = 1 << 16  # bytes that are read at a time to find where the last whole line ends
+
+
+@dataclass(frozen=True)
+class Read:
+    """What lies in a log.
+
+    Attributes
+    ----------
+    lines : tuple of bytes
+        The whole ones, without their ends.
+    torn : int
+        Bytes of a last line that has no end.
+    """
+
+    path: Path
+    lines: tuple[bytes, ...]
+    torn: int
+
+    def entries(self) -> list[Entry]:
+        """All of them, each checked; `StorageError` names the first line that is none."""
+        return [decoded(line, f"{self.path}, line {number}") for number, line in enumerate(self.lines, 1)]
+
+    def tree(self) -> Tree:
+        """The hash tree over the lines as they are."""
+        hashed = hashlib.sha256
+        return Tree(hashed(LEAF + line).digest() for line in self.lines)  # `tree.leaf`, in one call for each line
+
+
+def read(path: Path | str = LOG) -> Read:
+    """A log; `StorageError` where there is none."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise StorageError(f"cannot read the ledger {path}: {error.strerror}; any rule that runs begins one") from None
+    *lines, rest = data.split(END)
+    return Read(Path(path), tuple(lines), len(rest))
+
+
+def append(entries: Sequence[Entry], path: Path | str = LOG) -> int:
+    """Add entries after all others, and have them on the disk.
+
+    Returns
+    -------
+    int
+        Bytes of a torn line that were taken away first; 0 as a rule.
+
+    Raises
+    ------
+    StorageError
+        It cannot be written; then none of the entries is there.
+    """
+    path, data = Path(path), b"".join(encoded(entry) + END for entry in entries)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # goes with the process, whatever becomes of it
+            size = file.seek(0, os.SEEK_END)
+            whole = _whole(file, size)
+            file.truncate(whole)
+            try:
+                _write(file, data)
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(whole)
+                raise
+        return size - whole
+    except OSError as error:
+        raise storage_error(path, error) from None
+
+
+def _write(file, data: bytes) -> None:
+    """All bytes; a disk that fills up takes a part of them and refuses the next."""
+    while data:
+        data = data[file.write(data) :]
+
+
+def _whole(file, size: int) -> int:
+    """How many of the bytes are of whole lines."""
+    at = size
+    while at:
+        begin = max(at - LOOK, 0)
+        file.seek(begin)
+        found = file.read(at - begin).rfind(END)
+        if found >= 0:
+            return begin + found + 1
+        at = begin
+    return 0

@@ -1,0 +1,1 @@
+"""The verbs of a checkout: `kvlab step`, `params`, `init`, `ledger`, `witness`, `gate report`."""

@@ -1,0 +1,88 @@
+"""Which codec may be claimed, engine by engine: one row of each group of comparable rows, or that there is none.
+
+Rows are comparable when they are of one model, engine, protocol and stored span; those of codecs of whole caches, with
+which no model can run, among themselves. Of those that earn support, the one
+that stores least; where none does, the one that stores least among those against which nothing speaks and whose KL is
+shown to be small enough, as a preview.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from kvlab.core.recipe import Frozen
+from kvlab_pipeline.gate_page.lines import CERTIFIED, Line
+from kvlab_pipeline.gate_page.ways import order
+
+KL = "kl"
+OPEN, FAMILY = "quality_open", "quality_family"
+
+
+class Answer(Frozen):
+    """What may be claimed of one group of rows.
+
+    Parameters
+    ----------
+    row_id : str or None
+        None where no row can be named.
+    whole : bool
+        Whether its rows are of codecs of whole caches.
+    word : {"certified", "preview", "none"}
+        Whether the row earns support, or only nothing speaks against it.
+    tried, certified : int
+        How many rows that compress were measured, and how many of them are certified. The best of many is better by
+        luck, too.
+    """
+
+    model: str
+    engine: str
+    protocol: str
+    stored_span: str | None
+    whole: bool = False
+    row_id: str | None
+    word: Literal["certified", "preview", "none"]
+    tried: int
+    certified: int
+
+
+def answers(lines: Iterable[Line]) -> Iterator[Answer]:
+    """One answer for each group, engine by engine: what is served first, codecs of whole caches last."""
+    groups: dict[tuple, list[Line]] = {}
+    for line in lines:
+        if line.compresses:
+            groups.setdefault((*line.place, line.protocol or "", line.stored_span, line.whole), []).append(line)
+    places = list(dict.fromkeys(group[:2] for group in groups))
+    for group in sorted(groups, key=lambda group: (places.index(group[:2]), group[-1], order(group[2:4]))):
+        (model, engine, protocol, span, whole), tried = group, groups[group]
+        certified = [line for line in tried if line.earned == CERTIFIED]
+        previews = [line for line in tried if is_preview(line)]
+        best = smallest(certified) or smallest(previews)
+        yield Answer(
+            model=model,
+            engine=engine,
+            protocol=protocol,
+            stored_span=span,
+            whole=whole,
+            row_id=best.row_id if best else None,
+            word="none" if best is None else "certified" if certified else "preview",
+            tried=len(tried),
+            certified=len(certified),
+        )
+
+
+def is_preview(line: Line) -> bool:
+    """Whether nothing but open metrics, KL none of them, or the number of rows tested keeps a row from support."""
+    return set(line.codes) in ({OPEN}, {FAMILY}) and KL in line.metrics and KL not in line.open
+
+
+def smallest(lines: list[Line]) -> Line | None:
+    """The row that stores least; of equals the one with the lower KL."""
+    held = [line for line in lines if line.bits_per_value is not None]
+    return min(held, key=lambda line: (line.bits_per_value, mean_kl(line), line.row_id), default=None)
+
+
+def mean_kl(line: Line) -> float:
+    """A row's KL; infinite where no evidence shows it."""
+    measure = line.metrics.get(KL)
+    return measure.value if measure else float("inf")

@@ -1,0 +1,1 @@
+"""metrics.json, its verdicts, FINDINGS.md and report.html; never imports torch."""

@@ -1,0 +1,113 @@
+"""The README's tables beside its headline: what codecs cost, and how long the run takes, from numbers that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from kvlab.core.errors import StorageError
+from kvlab.output import format as fmt
+from kvlab_pipeline.gate_page import ways
+from kvlab_pipeline.gate_page.summary import BASELINE
+from kvlab_pipeline.pages import parts as tables
+from kvlab_pipeline.pages.templates import render
+from kvlab_pipeline.report.certified import checked
+from kvlab_pipeline.report.use import uses
+
+KEPT_STATE = ("label", "rate", "exact_tokens", "at", "even_with_bfloat16")
+STUDIES = {
+    "texts, capture, what is fitted": (
+        "{weights,corpus,capture,sigma,codebooks,components,archive,needles,residual}/MODEL*"
+    ),
+    "factorial of the gap, engines without a codec; float32": "measure/MODEL/float32",
+    "the same, bfloat16": "measure/MODEL/bfloat16",
+    "K and V of each layer alone; noise in the finished cache": "measure/MODEL/hf-float32",
+    "ladder: codecs, parts of `klt`, coding gain": "ladder/MODEL/{jobs,facts}",
+    "ladder: calibration grown, longer contexts": "ladder/MODEL/further",
+    "gate on hf: the Cache, finished caches, needles, RULER, greedy decoding": "measure/MODEL/hf-mechanisms",
+    "gate on vLLM: coded pages, its own fp8, needles": "measure/MODEL/vllm-mechanisms",
+}
+"""Rows of the table of seconds, and the jobs that each of them is."""
+
+
+def codecs_of(claims: dict | None, metrics: dict) -> dict | None:
+    """What the table of codecs is made from: rows and answers of the page's model, and the ladder's state."""
+    model = metrics["identity"].get("slug")
+    claims = checked(claims)
+    answers = [one for one in (claims or {}).get("answers", ()) if one["model"] == model and way(one) in SHOWN]
+    if not answers:
+        return None
+    engines = {one["engine"] for one in answers}
+    rows = [row for row in claims["rows"] if row["model"] == model and row["engine"] in engines]
+    return {
+        "model": model,
+        "answers": answers,
+        "rows": [row for row in rows if row["measured"] and (row["mechanism"] == BASELINE or way(row) in SHOWN)],
+        "state": [{key: row[key] for key in KEPT_STATE} for row in metrics.get("ladder_state") or ()],
+    }
+
+
+SHOWN = (ways.SERVED, ways.INSIDE, ways.FINISHED)
+
+
+def way(row: Mapping) -> ways.Way:
+    """How a row, or the rows of an answer, are coded."""
+    return row["protocol"], row["stored_span"]
+
+
+def codecs_block(found: dict) -> str:
+    """The Markdown of the table of codecs."""
+    told = uses(found, found["model"], found["state"])
+    first = next(use["chosen"] for use in told if use["chosen"])
+    return render("readme_codecs.md.j2", uses=told, unit=tables.KL_UNIT, first=first, model=found["model"])
+
+
+def seconds_of(benchmarks: Path, model: str) -> dict[str, Any]:
+    """Seconds of each study's jobs, and of all jobs of the run, from Snakemake's benchmarks.
+
+    Raises
+    ------
+    StorageError
+        A benchmark cannot be read, or there is none.
+    """
+    each = {str(path.relative_to(benchmarks).with_suffix("")): _seconds(path) for path in benchmarks.rglob("*.tsv")}
+    if not each:
+        raise StorageError(f"{benchmarks} holds no benchmarks; run `make findings`")
+    names = {study: list(_expanded(pattern.replace("MODEL", model))) for study, pattern in STUDIES.items()}
+    jobs = {study: [job for job in each if any(fnmatch(job, one) for one in some)] for study, some in names.items()}
+    return {
+        "studies": [[study, sum(map(each.get, some))] for study, some in jobs.items()],
+        "all": sum(each.values()),
+        "jobs": len(each),
+    }
+
+
+def _seconds(path: Path) -> float:
+    try:
+        return float(pl.read_csv(path, separator="\t")["s"][0])
+    except (OSError, pl.exceptions.PolarsError, ValueError) as error:
+        raise StorageError(f"cannot read {path}: {error}") from None
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    """Patterns of `fnmatch`, with ``{a,b}`` as two."""
+    before, brace, rest = pattern.partition("{")
+    if not brace:
+        yield pattern
+        return
+    some, _, after = rest.partition("}")
+    yield from (before + one + after for one in some.split(","))
+
+
+def seconds_block(found: dict) -> str:
+    """The Markdown of the table of seconds."""
+    lines = [[study, fmt.number(round(seconds), 4)] for study, seconds in found["studies"]]
+    minutes = fmt.number(round(found["all"] / 60))
+    return (
+        fmt.table(["study", "seconds of one core"], lines)
+        + f"\n\nAll {found['jobs']} jobs together take {minutes} minutes of one core; two run at a time.\n"
+    )

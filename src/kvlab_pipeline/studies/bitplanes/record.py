@@ -1,0 +1,115 @@
+"""What the study of bit planes leaves. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from kvlab.core.errors import StorageError
+from kvlab.core.recipe import Frozen
+from kvlab.core.records import Provenance, read_json
+from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
+from kvlab_pipeline.studies.table import Interval
+
+Basis = Literal["rotated", "raw"]
+
+
+class Measured(Frozen):
+    """One quantity of one arm: its mean over queries with an interval over windows, and the means of each head.
+
+    `heads` is [layers][query heads].
+    """
+
+    overall: Interval
+    heads: tuple[tuple[float, ...], ...]
+
+
+class ArmRecord(Frozen):
+    """One way to score keys.
+
+    `group` is what was asked for and `width` how many numbers of this model's keys share a norm, None without norms.
+    `bits_per_key` counts every stored bit of a key, norms included; None of an arm that stores none.
+    `token`, `chunk` and `forced` are the shares of the attention mass on what is kept, by budget; `needed` is the
+    share of the tokens that holds 90 % of the mass. `saturated` is the share of codes at either end of the table.
+    """
+
+    name: str
+    basis: Basis
+    group: int | None
+    width: int | None
+    bits_per_key: float | None
+    saturated: float | None
+    spearman: Measured
+    token: tuple[Measured, ...]
+    chunk: tuple[Measured, ...]
+    forced: tuple[Measured, ...]
+    needed: Measured
+
+    @property
+    def label(self) -> str:
+        """Its name, with its group."""
+        return self.name if self.group is None else f"{self.name}, {self.group}"
+
+
+class Difference(Frozen):
+    """Arm `a` minus arm `b`, paired by query: `what` is ``spearman``, or ``token`` or ``chunk`` at a budget."""
+
+    what: Literal["spearman", "token", "chunk"]
+    budget: float | None
+    a: str
+    b: str
+    basis: Basis
+    other_basis: Basis
+    difference: Interval
+
+
+class Spent(Frozen):
+    """What the variant with forced tokens keeps at a budget: mean tokens, and what the published code kept.
+
+    `slipped` is the mean number of tokens where an empty remainder is taken for all of them, as it was there.
+    """
+
+    budget: float
+    asked: float
+    kept: float
+    slipped: float
+
+
+class BitplanesRecord(Frozen):
+    """The JSON of the study.
+
+    `ceiling` is the best that any choice of chunks can reach, by budget; the best choice of tokens is the arm
+    ``full``. `entropy` (nats) and `largest` are means of the attention weights.
+    """
+
+    provenance: Provenance
+    settings: BitplanesStudy
+    dtype: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: tuple[int, ...]
+    confidence: float
+    arms: tuple[ArmRecord, ...]
+    controls: tuple[ArmRecord, ...]
+    ceiling: tuple[Measured, ...]
+    differences: tuple[Difference, ...]
+    spent: tuple[Spent, ...]
+    entropy: float
+    largest: float
+
+    @property
+    def model(self) -> str:
+        """Slug of the model."""
+        return self.provenance.model
+
+
+def read(path: Path | str) -> BitplanesRecord:
+    """Read a record; `StorageError` when the file is missing or of another kind."""
+    try:
+        return BitplanesRecord.model_validate(read_json(path))
+    except ValidationError as error:
+        raise StorageError(f"{path} is no record of the study of bit planes: {error.errors()[0]}") from None

@@ -1,0 +1,144 @@
+"""The gap between two corners of the factorial, divided among the factors in which they differ."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+
+from kvlab.core.params import Params
+from kvlab.stats.bootstrap import Bootstrap, Column
+from kvlab.stats.power import windows_for_sign
+from kvlab.stats.shapley import corner_index, interactions, pairs, shapley
+from kvlab_pipeline.studies.counterparts import LEVELS, corner_cell
+from kvlab_pipeline.studies.estimates import sides
+from kvlab_pipeline.studies.gather import Measured, Results, comparable
+
+QUANTITIES = ("kl", "delta_nll")
+
+
+def gap_entry(params: Params, results: Results, boot: Bootstrap) -> dict:
+    """Between the two published corners, which share their dtype and the origin of their calibration.
+
+    `windows` holds KL by window, from which `report.comparison` makes paired differences between models.
+    """
+    levels = gap_levels(params) | {"dtype": [params.gap.dtype], "origin": [params.calibration.origin]}
+    corners = [cell.column("kl") for cell in factorial(params, results, levels)[2]]
+    return decomposition(params, results, boot, levels) | {"windows": by_window(corners)}
+
+
+def text_entries(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
+    """The gap between the published corners on each scored text alone; none where one text is all there is."""
+    texts = params.corpus.scored
+    if len(texts) < 2:
+        return []
+    levels = gap_levels(params) | {"dtype": [params.gap.dtype], "origin": [params.calibration.origin]}
+    factors, corners, cells = factorial(params, results, levels)
+    columns = [cell.column("kl") for cell in cells]
+    found = []
+    for text in texts:
+        own = [window for window in columns[0].windows if params.corpus.text_of(window) == text]
+        divided = decompose(boot, [column.of_windows(own) for column in columns], factors, corners)
+        named = params.corpus.other if text == "other" else params.corpus.source
+        kept = {name: divided[name] for name in ("low", "high", "gap", "parts")}
+        found.append({"text": text, "source": named, "factors": factors, "compared": sides(cells[-1], cells[0])} | kept)
+    return found
+
+
+def by_window(columns: list[Column]) -> dict:
+    """Paired columns as JSON: `sums` [columns][windows] over `counts` [windows] tokens."""
+    first = columns[0]
+    return {
+        "key": first.key,
+        "windows": list(first.windows),
+        "counts": first.counts.tolist(),
+        "sums": [column.sums.tolist() for column in columns],
+        "n_tokens": first.n_tokens,
+        "documents": first.documents,
+    }
+
+
+def from_windows(given: dict) -> list[Column]:
+    """The columns that `by_window` wrote."""
+    counts, windows = np.array(given["counts"]), tuple(given["windows"])
+    documents = given["documents"] and tuple(given["documents"])
+    shared = (counts, windows, given["key"], given["n_tokens"], documents)
+    return [Column(np.array(sums), *shared) for sums in given["sums"]]
+
+
+def factors_entry(params: Params, results: Results, boot: Bootstrap) -> dict:
+    """Between the corner with every factor low and the one with every factor high: the full factorial."""
+    return decomposition(params, results, boot, gap_levels(params))
+
+
+def gap_levels(params: Params) -> dict[str, list]:
+    """Levels of each factor, low first; only those that were measured."""
+    levels: dict[str, list] = {
+        name: [level for level in both if level in getattr(params, f"{name}s")] for name, both in LEVELS.items()
+    }
+    gap = params.gap
+    listed = {"variance_ratio": gap.variance_ratios, "dtype": gap.dtypes, "origin": gap.origins}
+    return levels | {name: list(dict.fromkeys(values)) for name, values in listed.items()}
+
+
+def decomposition(params: Params, results: Results, boot: Bootstrap, levels: dict[str, list]) -> dict:
+    """The gap between the low and the high corner, divided among the factors by Shapley value.
+
+    A factor with one level (one engine measured, one protocol, equal ratios) is no factor; the corners
+    still name it. KL is not net of the floor here: each corner carries its engine's.
+    """
+    factors, corners, cells = factorial(params, results, levels)
+    comparable(cells, set(factors))
+    measures = {}
+    for quantity in QUANTITIES:
+        columns = [cell.column(quantity) for cell in cells]
+        measures[quantity] = decompose(boot, columns, factors, corners)
+    return {
+        "factors": factors,
+        "dtype": None if "dtype" in factors else params.gap.dtype,
+        "stream": "kv",
+        "low": corners[0],
+        "high": corners[-1],
+        "measures": measures,
+        "compared": sides(cells[-1], cells[0]),
+    }
+
+
+def factorial(
+    params: Params, results: Results, levels: dict[str, list]
+) -> tuple[list[str], list[dict], list[Measured]]:
+    """Factors that vary, and by corner index (`stats.shapley`) each corner's levels and cell."""
+    factors = [name for name, values in levels.items() if len(values) > 1]
+    corners = [dict(zip(levels, choice, strict=True)) for choice in product(*levels.values())]
+    corners.sort(key=lambda corner: corner_index([corner[name] != levels[name][0] for name in factors]))
+    return factors, corners, [corner_cell(params, results, **corner) for corner in corners]
+
+
+def decompose(boot: Bootstrap, columns: list[Column], factors: list[str], corners: list[dict]) -> dict:
+    """Corner values, gap, each factor's share and each pair's interaction, all over the same resamples.
+
+    Parameters
+    ----------
+    boot : Bootstrap
+    columns : list of Column, paired
+        By corner index (`stats.shapley`).
+    factors : list of str
+        By bit of the corner index.
+    corners : list of dict
+        The levels of each corner, in the order of `columns`.
+    """
+    values = boot.combine_many(columns, lambda m: m)
+    shares = boot.combine_many(columns, shapley) if factors else []
+    effects = boot.combine_many(columns, interactions) if len(factors) > 1 else []
+    names = [[factors[i], factors[j]] for i, j in pairs(len(factors))]
+    return {
+        "low": values[0].to_json(),
+        "high": values[-1].to_json(),
+        "gap": boot.difference(columns[-1], columns[0]).to_json(),
+        "parts": [
+            {"factor": name, "share": share.to_json(), "windows_needed": windows_for_sign(share)}
+            for name, share in zip(factors, shares, strict=True)
+        ],
+        "interactions": [{"factors": n, "effect": e.to_json()} for n, e in zip(names, effects, strict=True)],
+        "corners": [corner | {"value": value.to_json()} for corner, value in zip(corners, values, strict=True)],
+    }

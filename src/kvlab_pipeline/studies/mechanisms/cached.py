@@ -1,0 +1,153 @@
+"""`kvlab.Cache` on the windows of one eval, filled and read as `generate` does.
+
+The context goes through in one call and is stored by the codec. What follows comes token after token, each of which
+reads what was stored before it and is stored in its turn; of a needle the question is one call, as a prompt is. The
+same calls with transformers' own cache are what this is held against. So every scored token reads mostly coded K and
+V: in one pass over many tokens it would read those of its neighbours as they were computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+from transformers import Cache, DynamicCache
+
+from kvlab.cache.counts import counts
+from kvlab.cache.hf_cache import KVCache
+from kvlab.core.errors import CodecNotActive, Fault
+from kvlab.core.recipe import IDENTITY, IdentityStream, IntStream, Recipe
+from kvlab.core.records import CANARY_MIN, TWO_PASSES
+from kvlab.engines.base import ContextCache, Storage
+from kvlab.engines.hf import HFEngine
+from kvlab.measure.engines import Visit
+from kvlab.measure.mechanism import computed_again
+from kvlab.measure.store import Found
+from kvlab.measure.windows import Window
+from kvlab.stats.divergences import Reference
+from kvlab_pipeline.jobs.measure import calibrated_for
+from kvlab_pipeline.studies.mechanisms.items import SCORERS, fidelity
+from kvlab_pipeline.studies.mechanisms.plan import FIDELITY
+from kvlab_pipeline.studies.mechanisms.subjects import Subject
+
+# what a run keeps for all rows: logits of the same calls with transformers' own cache, and what one bit does in ours
+PLAIN, ONE_BIT_KL = "plain calls", "one bit in the Cache"
+ONE_BIT = (Recipe(k=IntStream(bits=1), v=IdentityStream()), Recipe(k=IdentityStream(), v=IntStream(bits=1)))
+
+
+class Request(NamedTuple):
+    """The tokens that follow a stored context, cut into calls, and the labels that the last of them predict."""
+
+    calls: tuple[tuple[int, ...], ...]
+    labels: torch.Tensor
+
+
+def request_of(window: Window, tokens: int) -> Request:
+    """The request that a window is: at most `tokens` scored ones, the first of which ends what is given at once."""
+    given = window.context + window.first + 1
+    scored = window.ids[given : given + tokens]
+    calls = (window.ids[window.context : given], *((token,) for token in scored[:-1]))
+    return Request(calls, torch.tensor(scored))
+
+
+@dataclass(eq=False)
+class Cached(Subject):
+    """One recipe in the Cache on the windows of one eval.
+
+    Parameters
+    ----------
+    tokens : int
+        Scored of each window at most.
+    """
+
+    tokens: int = 16
+    _cache: KVCache | None = None
+    _canary: float | None = None
+
+    def identity(self) -> dict | None:
+        """See `Subject.identity`."""
+        known = super().identity()
+        return known and known | {"tokens": self.tokens}
+
+    def score(self, visit: Visit) -> Found:
+        """See `Subject.score`.
+
+        Raises
+        ------
+        CodecNotActive
+            A layer was not coded when it should have been, or nothing hangs on what the cache holds.
+        Fault
+            The Cache moves the logits where it stores everything as it is.
+        WitnessDisagrees
+            A forward that is written out comes to other logits over what the Cache holds.
+        """
+        run, engine, judge = visit.run(self.plain), visit.engines.get(self.plain), SCORERS[self.quality_eval_id]
+        request = request_of(visit.window, self.tokens)
+        if PLAIN not in run.kept:
+            run.kept[PLAIN] = logits(engine, DynamicCache(config=engine.model.config), visit.window, request)
+        reference = Reference(run.kept[PLAIN], request.labels.to(run.kept[PLAIN].device))
+        note, text = {}, self.quality_eval_id == FIDELITY
+        if text and self._canary is None:
+            if ONE_BIT_KL not in run.kept:
+                run.kept[ONE_BIT_KL] = _probed(engine, visit.window, request, reference)
+            self._canary = run.kept[ONE_BIT_KL]
+        cache = self._empty(engine)
+        rows = logits(engine, cache, visit.window, request)
+        if text:
+            note = {"canary": self._canary}
+            if visit.window.number == len(self.lab.windows.test) - 1:
+                contents = _contents(cache, cache.get_seq_length() - 1), rows[-1:]
+                note["witnessed"] = computed_again(
+                    self.lab.plain(), run, *contents, None, self.variant.label, rotated=True
+                )
+        found = counts(cache, [visit.window.context, *map(len, request.calls)])
+        storage = Storage(engine.dtype, type(cache).__name__, engine.storage.itemsize)
+        note |= {"variant": judge(reference, rows), "baseline": judge(reference, reference.logits)}
+        return Found(note | found._asdict() | {"storage": asdict(storage)})
+
+    def _empty(self, engine: HFEngine) -> KVCache:
+        """The Cache without tokens. It may hold all of itself decoded, which changes only how long a step takes."""
+        if self._cache is None:
+            cell = self.variant.cell
+            calibrated = calibrated_for(cell, self.lab.calibrated)
+            self._cache = KVCache(engine.model, cell.recipe, calibrated, window_bytes=None, compiled=False)
+        self._cache.reset()
+        return self._cache
+
+
+def _probed(engine: HFEngine, window: Window, request: Request, reference: Reference) -> float:
+    """KL of one bit for K or V, whichever is less, nats per token; first the Cache must add nothing of its own."""
+
+    def moved(recipe: Recipe) -> float:
+        cache = KVCache(engine.model, recipe, window_bytes=None, compiled=False)
+        return fidelity(reference, logits(engine, cache, window, request))["kl"]
+
+    if not (own := moved(IDENTITY)) <= TWO_PASSES[engine.dtype]:
+        raise Fault(
+            f"the Cache moves the logits by KL {own:.1e} nats per token where it stores all as it is; allowed in"
+            f" {engine.dtype}: {TWO_PASSES[engine.dtype]:.0e}"
+        )
+    if (least := min(map(moved, ONE_BIT))) < CANARY_MIN:
+        raise CodecNotActive(
+            f"one bit in the Cache moves the logits by KL {least:.1e} nats only: attention does not read what it holds"
+        )
+    return least
+
+
+@torch.inference_mode()
+def logits(engine: HFEngine, cache: Cache, window: Window, request: Request) -> torch.Tensor:
+    """Logits [labels, vocabulary] after each call but that of the context."""
+
+    def called(ids: tuple[int, ...]) -> torch.Tensor:
+        tokens = torch.tensor([ids], device=engine.model.device)
+        return engine.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
+
+    called(window.ids[: window.context])
+    return torch.cat(list(map(called, request.calls)))
+
+
+def _contents(cache: KVCache, tokens: int) -> ContextCache:
+    """K after its rotary embedding, and V, of the first tokens, as the last call read them."""
+    decoded = ((number, cache.decoded(number)) for number in range(len(cache.layers)))
+    return {(number, part): x[0, :, :tokens] for number, pair in decoded for part, x in zip("kv", pair, strict=True)}

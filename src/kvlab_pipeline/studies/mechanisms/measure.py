@@ -1,0 +1,390 @@
+"""What each mechanism costs on one engine: quality on text and on needles, bytes and time, for the gate.
+
+A codec runs as a tap, so it works on every engine and only its storage is simulated; an engine's own cache runs as
+the engine has it. Both are held against the engine as it is, window by window and in one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+
+import polars as pl
+import torch
+
+from kvlab.attention.latent_svd import Moments
+from kvlab.attention.named import mechanism
+from kvlab.cache.counts import Counts
+from kvlab.calibration.load import Fitted
+from kvlab.core.errors import CapabilityError, CodecNotActive, CorpusError, ModelError
+from kvlab.core.model import ModelInfo, load_tokenizer, resolve
+from kvlab.core.params import Params
+from kvlab.core.recipe import Cell
+from kvlab.core.records import Coding
+from kvlab.core.testimony import Pool, Testimony
+from kvlab.engines import capability
+from kvlab.measure.coding import Coder
+from kvlab.measure.engines import Which, device
+from kvlab.measure.eviction import KeepingCoder
+from kvlab.measure.latent import CALIBRATING, moments_of
+from kvlab.measure.mechanism import Keeping, keeping_coder, refuse_needless
+from kvlab.measure.store import Found
+from kvlab.measure.subjects import total
+from kvlab.measure.whole import coder_of
+from kvlab.measure.windows import Window, windows_of
+from kvlab.measure.witnessing import WitnessSubject, witnessed_mean_of
+from kvlab.text import needles, ruler
+from kvlab_pipeline.jobs.measure import Findings, Lab, Probes, calibrated_for, run
+from kvlab_pipeline.studies.mechanisms.cached import Cached
+from kvlab_pipeline.studies.mechanisms.items import VERSIONS, retrievals, tasks
+from kvlab_pipeline.studies.mechanisms.kept import KeptLess
+from kvlab_pipeline.studies.mechanisms.patterned import Patterned, read_counts
+from kvlab_pipeline.studies.mechanisms.plan import (
+    BASELINE,
+    FIDELITY,
+    GREEDY,
+    NEEDLE,
+    PASSED,
+    TASKS,
+    Variant,
+    asked,
+    protocols,
+    variants,
+)
+from kvlab_pipeline.studies.mechanisms.records import (
+    COUNTED,
+    SCORES,
+    EvalRun,
+    MechanismRow,
+    MechanismsRecord,
+    Missing,
+    write_mechanisms,
+)
+from kvlab_pipeline.studies.mechanisms.subjects import Seconds, Subject, refuse_unread, score_rows, storage_of
+from kvlab_pipeline.studies.mechanisms.written import Answers, Greedy, Writer
+
+
+def mechanisms(
+    params: Params,
+    engine: str,
+    windows_path: Path,
+    needles_path: Path,
+    fitted: dict[str, Fitted],
+    code: str,
+    out: Path,
+) -> None:
+    """Measure every variant of one engine and write its ``.parquet`` and ``.json``; see `mechanisms.records`.
+
+    Parameters
+    ----------
+    fitted : dict of str to Fitted
+        The calibrations by origin; empty where no codec needs one.
+    code : str
+        Digest of the code that measures; it ends in the evidence.
+
+    Raises
+    ------
+    CalibrationMismatch
+        A codec needs a calibration that was not given.
+    CorpusError
+        The needles' contexts are not as long as the windows'.
+    CodecNotActive
+        A codec fired less often than it should have, a one-bit codec leaves the logits alone, or the engine's own
+        cache does.
+    NonFinite
+        Logits or coded tensors hold NaN or infinity.
+    """
+    with Lab.open(params, windows_path, fitted, longest=longest(params, needles_path)) as lab:
+        run(lab, [MechanismsPart(lab, engine, needles_path, code, out)], f"{engine} mechanisms")
+
+
+def longest(params: Params, needles_path: Path) -> int:
+    """Tokens of the longest needle with its question and answer.
+
+    RULER's texts are longer: engines that write are those that need not be told in advance.
+    """
+    return max(len(window.ids) for window in retrievals(needles.load(needles_path, resolve(params.model).model_hash)))
+
+
+def ruler_of(needles_path: Path) -> Path:
+    """Where RULER's items lie: beside the needles."""
+    return needles_path.with_name("ruler.parquet")
+
+
+@dataclass
+class MechanismsPart:
+    """Everything that the gate judges on one engine."""
+
+    lab: Lab
+    engine: str
+    needles_path: Path
+    code: str
+    out: Path
+
+    def __post_init__(self):
+        lab, windows = self.lab, self.lab.windows
+        self.planted = needles.load(self.needles_path, lab.info.model_hash)
+        if self.planted.context != windows.context:
+            raise CorpusError(
+                f"{self.needles_path} has contexts of {self.planted.context} tokens, the windows of {windows.context};"
+                " run `kvlab step needles` again"
+            )
+        self.protocols = protocols(lab.params, self.engine)
+        for protocol in self.protocols:
+            capability.check_protocol(self.engine, protocol)
+        self.plain = Which.of(self.engine, lab.params.mechanisms.dtype)
+        self.texts = ruler.load(ruler_of(self.needles_path), lab.info.model_hash)
+        self.scored = self._items(lab.params.mechanisms.greedy)
+        self.windows = list(dict.fromkeys(window for listed in self.scored.values() for window in listed))
+        self.missing: list[Missing] = []
+        self.variants: list[Variant] = []
+        self.by_eval: dict[tuple[str, str], Subject] = {}
+        for variant in variants(lab.params, self.engine):
+            self._add(variant)
+        self.subjects = list(self.by_eval.values())
+        self.cells: list[Cell] = [variant.cell for variant in self.variants if variant.tapped and variant.codec]
+        cells = [lab.subject(cell) for cell in self.cells]
+        self.witnesses = lab.witnesses(cells, self.scored.get(FIDELITY, ()), judged=False)
+
+    def _items(self, greedy: int) -> dict[str, list[Window]]:
+        """The windows of every eval that some variant is asked on this engine."""
+        test = windows_of(self.lab.windows, "test")
+        there = {FIDELITY: test, NEEDLE: retrievals(self.planted), GREEDY: test[:greedy]} | tasks(self.texts)
+        counts = {name: len(listed) for name, listed in there.items()}
+        due = [
+            asked(counts, self.engine, one.protocol(self.protocols)) for one in variants(self.lab.params, self.engine)
+        ]
+        return {name: there[name] for name in there if any(name in one for one in due)}
+
+    def _asked(self, variant: Variant) -> list[str]:
+        """The evals that a variant is asked."""
+        counts = {name: len(listed) for name, listed in self.scored.items()}
+        return list(asked(counts, self.engine, variant.protocol(self.protocols)))
+
+    def _subject(self, name: str, *given) -> Subject:
+        variant = given[0]
+        if variant.cached:
+            return Cached(name, *given, tokens=self.lab.params.mechanisms.cached_tokens)
+        if name in PASSED and variant.kept:
+            return KeptLess(name, *given, keeper=lambda asked: self._keeping(asked, variant.cell, None))
+        if name in PASSED:
+            return (Patterned if variant.pattern else Subject)(name, *given)
+        if name == GREEDY:
+            return Writer(name, *given, judge=Greedy(len(self.scored[name])))
+        return Writer(name, *given, judge=Answers(name, self.texts, self.tokenizer))
+
+    def _keeping(self, asked: Keeping, cell: Cell, dtype: torch.dtype | None) -> KeepingCoder:
+        return keeping_coder(asked, cell, lambda: self.lab.engines.get(self.plain), lambda: self._moments, dtype)
+
+    @cached_property
+    def _moments(self) -> dict[int, Moments]:
+        """What latents are fitted to: passes over windows of the calibration's text, which nothing is scored on."""
+        return moments_of(self.lab.engines.get(self.plain), self.lab.windows.calib[:CALIBRATING].tolist())
+
+    def _coder(self, variant: Variant) -> Coder | None:
+        """What runs beside the engine's own cache."""
+        if not variant.tapped:
+            return None
+        if variant.kept:
+            dtype = getattr(torch, self.lab.params.mechanisms.dtype)
+            return self._keeping(mechanism(variant.kept), variant.cell, dtype)
+        calibrated = calibrated_for(variant.cell, self.lab.calibrated)
+        return coder_of(variant.cell, calibrated, self.lab.memos.get(self.plain), judged=False)
+
+    @cached_property
+    def tokenizer(self):
+        """The model's."""
+        return load_tokenizer(self.lab.info)
+
+    def _add(self, variant: Variant) -> None:
+        """A variant among those that run, or, where its engine cannot be had here, among those that are missing."""
+        lab, cell = self.lab, variant.cell
+        which = self.plain._replace(cache_dtype=variant.cache_dtype or capability.AUTO)
+        if variant.paged:
+            which = lab.engines.coding(which, cell.recipe, calibrated_for(cell, lab.calibrated))
+        given = (variant, lab, which, self.plain, self._coder(variant))
+        subjects = [self._subject(name, *given) for name in self._asked(variant)]
+        try:
+            if named := variant.pattern or variant.kept:
+                protocol = variant.protocol(self.protocols)
+                refuse_needless(mechanism(named), self.engine, protocol, lab.info, lab.windows.context)
+            if which != self.plain:
+                self._start(variant, subjects)
+        except (CapabilityError, ModelError) as error:
+            names = {"label": variant.label, "mechanism": variant.mechanism, "mechanism_variant": variant.variant}
+            self.missing.append(Missing(**names, reason=str(error)))
+            return
+        self.variants.append(variant)
+        self.by_eval |= {(variant.label, subject.quality_eval_id): subject for subject in subjects}
+
+    def _start(self, variant: Variant, subjects: list[Subject]) -> None:
+        """Start an engine with a cache of its own now, unless all that it could say is known: it may refuse."""
+        if variant.cache_dtype:
+            refuse_unread(device(), variant.cache_dtype)
+        store, engines = self.lab.store, self.lab.engines
+        wanted = [(store.key(subject), w) for subject in subjects for w in self.scored[subject.quality_eval_id]]
+        if any(store.get(key, window) is None for key, window in wanted):
+            engines.get(self.plain)  # first, as most of the memory is its
+            _ = engines.get(subjects[0].which).storage
+
+    def finish(self, findings: Findings, probes: Probes) -> None:
+        """See `Part.finish`."""
+        lab = self.lab
+        found = {key: findings[id(subject)] for key, subject in self.by_eval.items()}
+        record = MechanismsRecord(
+            provenance=lab.provenance([lab.params.calibration.origin]),
+            needles_hash=self.planted.needles_hash,
+            ruler_hash=self.texts.items_hash,
+            code=self.code,
+            engine=self.engine,
+            dtype=lab.params.mechanisms.dtype,
+            context=lab.windows.context,
+            eval=lab.windows.eval,
+            documents=lab.windows.documents.get("test"),
+            rows=tuple(self._row(variant, found, probes) for variant in self.variants),
+            missing=tuple(self.missing),
+            witnessed=tuple(self._testimony(one, findings) for one in self.witnesses),
+        )
+        ordered = [(v, name) for v in self.variants for name in self._asked(v)]
+        rows = [row for v, name in ordered for row in score_rows(self.by_eval[v.label, name], found[v.label, name])]
+        write_mechanisms(self.out, record, pl.DataFrame(rows, schema=SCORES))
+
+    def _testimony(self, witness: WitnessSubject, findings: Findings) -> Testimony:
+        """What was witnessed of one variant, if that is what is written of it."""
+        label = next(variant.label for variant in self.variants if variant.cell == witness.cell)
+        ((window, seen),) = findings[id(witness)]
+        means = dict(findings[id(self.by_eval[label, FIDELITY])])[window].note["variant"]
+        return witnessed_mean_of(seen, witness.cell, means)
+
+    def _row(self, variant: Variant, found: dict, probes: Probes) -> MechanismRow:
+        windows, cell = self.lab.windows, variant.cell
+        runs = tuple(self._eval_run(variant, name, found[variant.label, name]) for name in self._asked(variant))
+        took = [] if variant.cached else seconds(found[variant.label, FIDELITY], found[BASELINE, FIDELITY])
+        note, last = (found[variant.label, FIDELITY][place][1].note for place in (0, -1))
+        storage, tapped = storage_of(note), variant.tapped
+        return MechanismRow(
+            label=variant.label,
+            mechanism=variant.mechanism,
+            mechanism_variant=variant.variant,
+            method=variant.method,
+            scope=variant.scope,
+            bits=variant.bits,
+            protocol=variant.protocol(self.protocols),
+            span=variant.span,
+            recipe_id=variant.recipe_id,
+            kv_cache_dtype=storage.dtype,
+            cache_class=storage.cache,
+            codec=variant.codec,
+            throughput_tok_s=windows.test.shape[1] / median(one.whole for one in took) if took else None,
+            seconds=tuple(one.whole for one in took),
+            compression_overhead_ms=1e3 * median(one.encode for one in took) if tapped else None,
+            decompression_overhead_ms=1e3 * median(one.decode for one in took) if tapped else None,
+            canary_kl=(
+                probes[self.plain, cell.protocol, cell.placement].canary
+                if tapped and not variant.kept
+                else own_canary(variant, found)
+            ),
+            **{name: note.get(name) for name in ("backend", "pool", "served", "pattern")},
+            witnessed_kl=last.get("witnessed"),
+            **runs[0].model_dump(include=set(COUNTED)),
+            evals=runs,
+        )
+
+    def _eval_run(self, variant: Variant, name: str, found: list[tuple[Window, Found]]) -> EvalRun:
+        """What ran while an eval was scored; refused when a codec did not fire as often as it should have."""
+        info, items = self.lab.info, len(found)
+        own = max(item.length for item in self.texts.items if item.task == TASKS[name]) if name in TASKS else None
+        which = {"quality_eval_id": name, "version": VERSIONS[name], "items": items, "context": own}
+        if variant.paged:
+            return EvalRun(**which, **paged_counts(found, info))
+        if variant.cached:
+            return EvalRun(**which, **{key: sum(one.note[key] for _, one in found) for key in Counts._fields})
+        if variant.pattern:
+            itemsize = storage_of(found[0][1].note).itemsize
+            return EvalRun(**which, **read_counts(variant.pattern, found, info, itemsize))
+        if variant.cell is None:
+            values = sum(window.context for window, _ in found) * info.values_per_token
+            held = values * storage_of(found[0][1].note).itemsize
+            return EvalRun(**which, fires=0, expected_fires=0, kv_bytes=held, kv_values=values)
+        coder = self.by_eval[variant.label, name].coder
+        lengths = dict.fromkeys(stored(variant, window) for window, _ in found)
+        codings = [self._coding(variant, coder, tokens, found) for tokens in lengths]
+        held = sum(coding.coded_bytes + coding.raw_bytes for coding in codings)
+        return EvalRun(
+            **which,
+            fires=sum(coding.fires for coding in codings),
+            expected_fires=sum(coding.expected_fires for coding in codings),
+            kv_bytes=held,
+            kv_values=sum(coding.values for coding in codings),
+            read_bytes=held if variant.kept else None,  # a step reads all that is kept
+        )
+
+    def _coding(self, variant: Variant, coder: Coder, tokens: int, found: list[tuple[Window, Found]]) -> Coding:
+        """What ran on the windows of which so many tokens are stored."""
+        notes = [one.note["tally"] for window, one in found if stored(variant, window) == tokens]
+        coder.cell = variant.cell.model_copy(update={"windows": len(notes)})
+        coder.tally = total(notes)
+        return coder.coding(self.lab.info, tokens, self.plain.dtype)
+
+
+def paged_counts(found: list[tuple[Window, Found]], info: ModelInfo) -> dict[str, int]:
+    """What went into coded pages: each token takes what the engine's own page has for it."""
+    (pool,) = {Pool(**one.note["pool"]) for _, one in found}
+    tokens = sum(len(window.ids) for window, _ in found)
+    return {
+        "fires": sum(one.note["fires"] for _, one in found),
+        "expected_fires": 2 * info.n_layers * len(found),
+        "kv_bytes": tokens * pool.block_bytes // pool.block_tokens,
+        "kv_values": tokens * info.values_per_token,
+    }
+
+
+def stored(variant: Variant, window: Window) -> int:
+    """Tokens of a window that a variant stores."""
+    return window.context if variant.span == "context" else len(window.ids)
+
+
+def seconds(found: list[tuple[Window, Found]], plain: list[tuple[Window, Found]]) -> list[Seconds]:
+    """What each window took: of a codec, the engine's own pass over that window, and encoding and decoding.
+
+    That is what coding adds to a pass, however a cell is scored: judging its error and scoring over the coded cache
+    are no part of it, and a tensor that another cell has coded counts with what that took.
+    """
+    own = {window: one.note["seconds"] for window, one in plain}
+    took = []
+    for window, one in found:
+        tally = one.note.get("tally")
+        if tally is None:
+            took.append(Seconds(one.note["seconds"], 0.0, 0.0))
+        else:
+            encode, decode = tally["encode_seconds"], tally["decode_seconds"]
+            took.append(Seconds(own[window] + encode + decode, encode, decode))
+    return took
+
+
+def own_canary(variant: Variant, found: dict[tuple[str, str], list[tuple[Window, Found]]]) -> float | None:
+    """What an engine's own cache does to the logits, coded pages when they were zeroed; None of the engine as it is.
+
+    Raises
+    ------
+    CodecNotActive
+        It does no more than a second run of the engine as it is: the pass did not read what the cache stores.
+    """
+    if variant.pattern or variant.kept or variant.cached:
+        return found[variant.label, FIDELITY][0][1].note["canary"]
+    if variant.cache_dtype is None and not variant.paged:
+        return None
+    kl, least = (mean_kl(found[label, FIDELITY]) for label in (variant.label, BASELINE))
+    if kl <= least:
+        raise CodecNotActive(
+            f"a cache of {variant.cache_dtype or variant.label} leaves every logit of the engine as it is; attention"
+            " does not read what is stored"
+        )
+    return found[variant.label, FIDELITY][0][1].note["canary"] if variant.paged else kl
+
+
+def mean_kl(found: list[tuple[Window, Found]]) -> float:
+    """Mean KL over windows, nats per token."""
+    return sum(one.note["variant"]["kl"] for _, one in found) / len(found)

@@ -1,0 +1,191 @@
+"""The same texts with their chunks in blocks in many orders: read in logical order, and as the blocks lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kvlab.core.errors import ParamsError
+from kvlab.core.model import check_window, resolve
+from kvlab.core.params import Params
+from kvlab.core.records import Provenance, forget, versions, write_json
+from kvlab.kvstore.hf.model import PagedModel
+from kvlab.kvstore.hf.run import PagedRun
+from kvlab.kvstore.paging.config import PagerConfig
+from kvlab.kvstore.paging.geometry import same_bits
+from kvlab.text import corpus
+from kvlab_pipeline.studies.placement.controls import hidden_states, shifted, tied
+from kvlab_pipeline.studies.placement.params import PlacementStudy
+from kvlab_pipeline.studies.placement.record import Control, Logical, PlacementRecord, Verdict
+from kvlab_pipeline.studies.placement.verdict import FACTOR, Binned, comparable, flips, judge, leads
+
+SEED = 0
+TIES = 10  # orders in which the constructed tie is read
+
+
+class Text(NamedTuple):
+    """A context, and the reference run's logits: after every token of it, then after each decoded one."""
+
+    ids: list[int]
+    reference: Tensor
+
+
+class Runs:
+    """Full runs of texts over a pool that holds everything.
+
+    Parameters
+    ----------
+    model : PagedModel
+    settings : PlacementStudy
+    context : int
+        Tokens of each text.
+    """
+
+    def __init__(self, model: PagedModel, settings: PlacementStudy, context: int):
+        self.model, self.decode = model, settings.decode
+        size = settings.chunk_tokens
+        self.config = PagerConfig(self.blocks_for(context + settings.decode, size) * size, size)
+
+    @staticmethod
+    def blocks_for(tokens: int, size: int) -> int:
+        """Blocks for so many tokens, and no fewer than the pager's floor."""
+        return max(-(-tokens // size), PagerConfig(1 << 20, 1).floor_tokens)
+
+    def logits(self, ids: list[int], order: str = "logical", blocks: Sequence[int] | None = None) -> Tensor:
+        """float32 [context + decode - 1, vocab]: the last row of the context is the first that is decoded from."""
+        run = PagedRun(self.model, self.config, order=order, block_order=blocks)
+        scored = run.score(ids)
+        return torch.cat([scored, run.decode(self.decode).logits[1:]]).cpu()
+
+
+def measure(params: Params, windows_path: Path, out: Path) -> None:
+    """Run the first test windows' contexts and write the record; `params.kvstore.placement` says what is asked.
+
+    Raises
+    ------
+    ParamsError
+        More windows are asked for than there are.
+    CapabilityError
+        The model cannot be paged.
+    """
+    torch.set_num_threads(params.jobs.threads)
+    settings, info = params.kvstore.placement, resolve(params.model)
+    windows = corpus.load(windows_path, info.model_hash)
+    if settings.windows > len(windows.test):
+        raise ParamsError(f"{settings.windows} windows are asked for, and there are {len(windows.test)}")
+    check_window(info, windows.context + settings.decode)
+    forget(out)
+    model = PagedModel.load(info, params.kvstore.dtype)
+    runs = Runs(model, settings, windows.context)
+    contexts = windows.test[: settings.windows, : windows.context].tolist()
+    texts = [Text(ids, runs.logits(ids)) for ids in contexts]
+    found = compared(runs, texts, orders(settings.orders, runs.config.blocks))
+    record = PlacementRecord(
+        provenance=Provenance(
+            model=info.slug,
+            model_hash=info.model_hash,
+            corpus_hash=windows.corpus_hash,
+            calibration={},
+            versions=versions(),
+            device=model.device,
+        ),
+        settings=settings,
+        dtype=params.kvstore.dtype,
+        context=windows.context,
+        blocks=runs.config.blocks,
+        factor=FACTOR,
+        least_margin=min(float(leads(text.reference).min()) for text in texts),
+        controls=[tie(runs, texts[0], found["limit"]), shift(runs, texts, found["limit"])],
+        **found,
+    )
+    write_json(out, record.model_dump(mode="json"))
+
+
+def orders(count: int, blocks: int) -> list[list[int]]:
+    """Random orders of the blocks."""
+    chance = np.random.default_rng(SEED)
+    return [chance.permutation(blocks).tolist() for _ in range(count)]
+
+
+def compared(runs: Runs, texts: Sequence[Text], given: Sequence[Sequence[int]]) -> dict:
+    """Every order on one of the texts, read both ways; the first half says how large the noise is."""
+    half, binned = len(given) // 2, Binned()
+    logical, slot, judged, noise = [], [], [], 0.0
+    for number, order in enumerate(tqdm(given, desc="placement", unit="order")):
+        text = texts[number % len(texts)]
+        logical.append(difference(text, runs.logits(text.ids, "logical", order)))
+        other = runs.logits(text.ids, "slot", order)
+        slot.append(difference(text, other))
+        if number < half:
+            noise = max(noise, slot[-1][0])
+        else:
+            judged.append(judge(text.reference, other, FACTOR * noise, len(text.ids)))
+            binned.add(text.reference, other, len(text.ids))
+    return {
+        "noise": noise,
+        "limit": FACTOR * noise,
+        "calibrated": half,
+        "logical": counted(logical),
+        "slot": counted(slot),
+        "judged": judged,
+        "margins": list(binned.margins()),
+    }
+
+
+def difference(text: Text, other: Tensor) -> tuple[float, bool]:
+    """The largest difference of a logit after the same tokens, and whether any bit differs."""
+    end = comparable(flips(text.reference, other), len(text.ids))
+    moved = float((text.reference[:end].double() - other[:end].double()).abs().max())
+    return moved, not same_bits(text.reference, other)
+
+
+def counted(found: Sequence[tuple[float, bool]]) -> Logical:
+    """Runs, those that differ, and the largest difference."""
+    return Logical(
+        runs=len(found),
+        differing=sum(differs for _, differs in found),
+        largest=max(moved for moved, _ in found),
+    )
+
+
+def tie(runs: Runs, text: Text, limit: float) -> Control:
+    """A text's last token all but tied with one that the text does not hold, read as the blocks lie."""
+    ids, fixed = text.ids, len(text.ids)
+    with hidden_states(runs.model) as seen:
+        PagedRun(runs.model, runs.config).score(ids)
+    unused = sorted(set(range(runs.model.info.vocab_size)) - set(ids), reverse=True)
+    with tied(runs.model, int(text.reference[fixed - 1].argmax()), seen[-1], unused):
+        reference = PagedRun(runs.model, runs.config).score(ids).cpu()
+        verdicts = []
+        for order in orders(TIES, runs.config.blocks):
+            run = PagedRun(runs.model, runs.config, order="slot", block_order=order)
+            verdicts.append(judge(reference, run.score(ids).cpu(), limit, fixed))
+    return control("tie", "near tie", verdicts)
+
+
+def shift(runs: Runs, texts: Sequence[Text], limit: float) -> Control:
+    """Each text with its second half's positions one too many."""
+    verdicts = []
+    for text in texts:
+        with shifted(runs.model, len(text.ids) // 2):
+            verdicts.append(judge(text.reference, runs.logits(text.ids), limit, len(text.ids)))
+    return control("shift", "seam bug", verdicts)
+
+
+def control(name: str, expected: str, verdicts: Sequence[Verdict]) -> Control:
+    """What became of a control; runs in which nothing flipped are no evidence of anything."""
+    flipped = [verdict for verdict in verdicts if verdict.flips]
+    return Control(
+        name=name,
+        expected=expected,
+        runs=len(verdicts),
+        flipped=len(flipped),
+        right=sum(verdict.kind == expected for verdict in flipped),
+        lead=max((verdict.widest for verdict in flipped), default=None),
+    )

@@ -1,0 +1,75 @@
+"""Tables of a study as a page prints them. Torch-free; a record holds numbers, a table strings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvlab.core.errors import Fault
+from kvlab.core.recipe import Frozen
+from kvlab.output import format as fmt
+from kvlab.stats.bootstrap import Estimate
+
+
+class Interval(Frozen):
+    """An `Estimate` as a record keeps it: the value, its two-sided interval, and over how many windows or items."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+    method: str
+
+    @classmethod
+    def of(cls, estimate: Estimate, lowest: float = -math.inf, highest: float = math.inf) -> Interval:
+        """The same, its interval cut to what the quantity can be."""
+        cut = estimate.within(lowest, highest)
+        return cls(value=cut.value, low=cut.low, high=cut.high, n=cut.n_windows, method=cut.method)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table.
+
+    Parameters
+    ----------
+    title : str
+        A heading.
+    text : str
+        What is to be known before the table, Markdown; may be empty.
+    header : tuple of str
+    rows : tuple of tuple of str
+        As long as the header, each of them.
+
+    Raises
+    ------
+    Fault
+        When a row is longer or shorter than the header.
+    """
+
+    title: str
+    text: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        wrong = [row for row in self.rows if len(row) != len(self.header)]
+        if wrong:
+            raise Fault(f"a row of {self.title!r} has {len(wrong[0])} cells under {len(self.header)} headings: {wrong}")
+
+
+def estimate(given: Interval | None, scale: float = 1.0, signed: bool = False) -> str:
+    """An interval as ``value [low, high]``, see `pages.format.estimate`; None as a dash."""
+    if given is None:
+        return fmt.DASH
+    return fmt.estimate(given.model_dump(), scale, signed=signed)
+
+
+def spread(values: Sequence[float], digits: int = 3) -> tuple[str, str, str]:
+    """The least, the median and the greatest of some numbers; three dashes when there are none."""
+    if not values:
+        return fmt.DASH, fmt.DASH, fmt.DASH
+    ordered, n = sorted(values), len(values)
+    middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+    return fmt.number(ordered[0], digits), fmt.number(middle, digits), fmt.number(ordered[-1], digits)

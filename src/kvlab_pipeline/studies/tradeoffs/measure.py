@@ -1,0 +1,248 @@
+"""Measure every arm on the same windows and needles, its bytes and its speed, and the drafters; write the record."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import torch
+from tqdm import tqdm
+
+from kvlab.attention.latent_svd import attention_metric, fit
+from kvlab.attention.named import Latent
+from kvlab.calibration import load as calibration
+from kvlab.calibration.load import Fitted
+from kvlab.core.errors import CapabilityError, UserError
+from kvlab.core.model import check_window, resolve
+from kvlab.core.params import Params
+from kvlab.core.records import Provenance, forget, machine, versions, write_json
+from kvlab.engines.registry import start
+from kvlab.measure import trial
+from kvlab.measure.latent import CALIBRATING, moments_of
+from kvlab.measure.mechanism import IN_16_BITS, Applied, read_of
+from kvlab.measure.scoring import WindowRun
+from kvlab.measure.windows import windows_of
+from kvlab.stats.bootstrap import Bootstrap, Column
+from kvlab.text import corpus, needles
+from kvlab.text.needles import Needle
+from kvlab.witness.plain import PlainModel
+from kvlab_pipeline.studies.table import Interval
+from kvlab_pipeline.studies.tradeoffs import speed
+from kvlab_pipeline.studies.tradeoffs.arms import Arm, Shape, arms
+from kvlab_pipeline.studies.tradeoffs.bench import Bench
+from kvlab_pipeline.studies.tradeoffs.drafting import drafted
+from kvlab_pipeline.studies.tradeoffs.record import ArmFound, TradeoffsRecord
+
+DTYPE = "float32"
+FIRST_NEEDLE = 1000  # their numbers begin here: no window of the text has them
+
+
+def refuse(params: Params) -> None:
+    """See `measure`: what can be said before anything is loaded."""
+    if torch.cuda.is_available():
+        raise CapabilityError("tradeoffs times single steps on a CPU; run it where transformers finds no GPU")
+    steps, scored = params.tradeoffs.steps, params.windows.eval
+    if speed.WARM + steps > scored:
+        raise UserError(
+            f"tradeoffs.steps is {steps}; allowed: at most {scored - speed.WARM}, as windows.eval is {scored} and the"
+            f" first {speed.WARM} steps are not timed"
+        )
+
+
+def measure(params: Params, windows_path: Path, documents: Path, fitted: Fitted, out: Path) -> None:
+    """Measure what REPORT.md says; `params.tradeoffs` says of what.
+
+    Raises
+    ------
+    CalibrationMismatch
+        A calibration is another model's, or lacks what a codec reads.
+    CapabilityError
+        transformers would run on a GPU, which this study does not time.
+    UserError
+        Windows score too few tokens to time as many steps.
+    CodecNotActive, Fault, WitnessDisagrees
+        See `lab.trial`, `lab.mechanism` and `evicted`.
+    """
+    refuse(params)
+    torch.set_num_threads(params.jobs.threads)
+    info = resolve(params.model)
+    found = corpus.load(windows_path, info.model_hash)
+    calibrated = calibration.load(fitted, info.model_hash, found.corpus_hash, info)
+    planted = planted_needles(params, documents)
+    settings, longest = params.tradeoffs, max(len(needles.sequence(item)[0]) for item in planted)
+    length = max(longest, found.context + found.eval + settings.tokens)
+    check_window(info, length)
+    forget(out)
+    engine = start("hf", info, DTYPE, max_tokens=length)
+    text = "other" if params.corpus.other else "test"
+    scored = windows_of(found, text)[: settings.windows]
+    moments = moments_of(engine, found.calib[:CALIBRATING].tolist())
+    bench = Bench(
+        params, info, engine, scored, found.context, calibrated, moments, cache(partial(PlainModel, info.path))
+    )
+    try:
+        record = recorded(bench, planted, Provenance(
+            model=info.slug,
+            model_hash=info.model_hash,
+            corpus_hash=found.corpus_hash,
+            calibration={calibrated.origin: calibrated.sigma_hash},
+            versions=versions(),
+            device=engine.device,
+        ))  # fmt: skip
+    finally:
+        engine.close()
+    write_json(out, record.model_dump(mode="json"))
+
+
+def planted_needles(params: Params, documents: Path) -> Sequence[Needle]:
+    """As many retrieval items as are asked for here; those of the gate may be fewer."""
+    wanted = params.mechanisms.model_copy(update={"needles": params.tradeoffs.needles})
+    with tempfile.TemporaryDirectory() as folder:
+        own = params.model_copy(update={"mechanisms": wanted})
+        return needles.build(own, Path(folder) / "needles.parquet", documents).items
+
+
+def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) -> TradeoffsRecord:
+    """Score, ask, time and draft."""
+    params, info, context = bench.params, bench.info, bench.context
+    listed = arms(params, Shape(info.n_layers, info.n_kv_heads, info.head_dim, context))
+    bootstrap = Bootstrap(**params.stats.model_dump())
+    rounding = trial.rounding(DTYPE)
+    codecs = [trial.Subject(arm.name, arm.recipe, bench.calibrated) for arm in listed if arm.family == "codec"]
+    others = subjects_of(bench, listed)
+    rows = np.array([window.ids for window in bench.windows])
+    speeds, drafts = timed(bench, listed, others), tuple(drafted(bench, bootstrap))
+    scored = trial.score(
+        bench.engine, rows, context, [rounding, *codecs], "snapshot", bench.plain, list(others.values())
+    )
+    floor, coded = scored[0], {one.subject.label: one for one in scored[1:]}
+    tables = {name: one.tokens for name, one in coded.items()} | {
+        name: pl.concat(one.tables) for name, one in others.items()
+    }
+    bytes_of = {name: spent(bench, one) for name, one in coded.items()}
+    bytes_of |= {name: (one.stored, float(np.mean(one.read))) for name, one in others.items()}
+    seen = {name: one.witnessed.alternative_kl if one.witnessed else None for name, one in coded.items()}
+    seen |= {name: one.witnessed for name, one in others.items()}
+    answers = asked(bench, planted, codecs, others)
+    columns = {name: columns_of(table) for name, table in tables.items()}
+    arms_found = [
+        ArmFound(
+            name=arm.name,
+            family=arm.family,
+            recipe_id=arm.recipe.recipe_id if arm.recipe else None,
+            kl=Interval.of(bootstrap.mean(columns[arm.name][0]), 0.0),
+            top1=Interval.of(bootstrap.rate(columns[arm.name][1])),
+            found=rate(bootstrap, answers[arm.name]),
+            stored=bytes_of[arm.name][0],
+            read=bytes_of[arm.name][1],
+            per_second=speeds.get(arm.name),
+            witnessed=seen[arm.name],
+        )
+        for arm in listed
+    ]
+    leading = [one for one in arms_found if one.name.split()[0] == params.tradeoffs.codecs[0]]
+    full = 2.0 * info.values_per_token
+    return TradeoffsRecord(
+        provenance=provenance,
+        machine=machine(),
+        threads=torch.get_num_threads(),
+        settings=params.tradeoffs,
+        context=context,
+        eval=len(bench.windows[0].ids) - context,
+        values=info.values_per_token,
+        text=bench.windows[0].text,
+        confidence=params.stats.confidence,
+        rounding=Interval.of(bootstrap.mean(columns_of(floor.tokens)[0]), 0.0),
+        full_read=read_of(full, context, len(bench.windows[0].ids), info.values_per_token),
+        exact_found=rate(bootstrap, answers[trial.ROUNDING]),
+        exact_per_second=speeds[trial.ROUNDING],
+        arms=tuple(held_against(one, leading, columns, bootstrap) for one in arms_found),
+        drafted=drafts,
+    )
+
+
+def subjects_of(bench: Bench, listed: Sequence[Arm]) -> dict[str, Applied]:
+    """All arms but the codecs, as the measuring loop scores them, by name."""
+    last, found = len(bench.windows) - 1, {}
+    for arm in listed:
+        if arm.asked:
+            latent = isinstance(arm.asked, Latent)
+            found[arm.name] = Applied(
+                *(arm.asked, bench.engine, "snapshot", bench.context),
+                bench.moments if latent else {},
+                *(bench.plain, last),
+                recipe=arm.recipe or IN_16_BITS,
+                calibrated=None if latent else bench.calibrated,
+            )
+    return found
+
+
+def spent(bench: Bench, one: trial.Scored) -> tuple[float, float]:
+    """Bytes that a codec's token stores, and that a step reads."""
+    values = bench.info.values_per_token
+    stored = one.coding.bits_per_value * values / 8
+    return stored, read_of(stored, bench.context, len(bench.windows[0].ids), values)
+
+
+def asked(
+    bench: Bench, planted: Sequence[Needle], codecs: Sequence[trial.Subject], others: dict[str, Applied]
+) -> dict[str, list[bool]]:
+    """Which needles each arm finds, and the rounded cache: every token of the answer is the most likely one."""
+    tried = {
+        one.label: trial.tried_on(one, bench.engine, 1, "snapshot") for one in (trial.rounding(DTYPE), *codecs)
+    } | others
+    found: dict[str, list[bool]] = {name: [] for name in tried}
+    for number, item in enumerate(tqdm(planted, desc="needles", unit="needle")):
+        ids, place = needles.sequence(item)
+        run = WindowRun(bench.engine, ids, len(item.context), FIRST_NEEDLE + number)
+        for name, subject in tried.items():
+            rows = subject.score(run).filter(pl.col("position") >= place)
+            found[name].append(bool((rows["label"] == rows["top1_alt"]).all()))
+    return found
+
+
+def timed(bench: Bench, listed: Sequence[Arm], others: dict[str, Applied]) -> dict[str, float]:
+    """Tokens per second, by name, of the rounded cache's too; an arm without a form that runs here is left out."""
+    steps, window = bench.params.tradeoffs.steps, bench.windows[0]
+    run = WindowRun(bench.engine, list(window.ids), bench.context, window.number)
+    given, found = (bench.engine, run), {trial.ROUNDING: speed.of_exact(bench.engine, run, steps)}
+    for arm in listed:
+        if arm.family == "codec":
+            found[arm.name] = speed.of_codec(*given, arm, bench.calibrated, steps)
+        elif arm.family == "eviction":
+            found[arm.name] = speed.of_eviction(*given, others[arm.name], steps)
+        elif arm.family == "sparse reading":
+            found[arm.name] = speed.of_pattern(*given, arm, steps)
+        elif arm.family == "latent":
+            maps = {layer: fit(one, arm.asked.rank, attention_metric(one)) for layer, one in bench.moments.items()}
+            found[arm.name] = speed.of_latents(*given, maps, steps)
+    return found
+
+
+def columns_of(tokens: pl.DataFrame) -> tuple[Column, Column]:
+    """KL, and whether the most probable token stays."""
+    where = tokens["window"].to_numpy(), tokens["position"].to_numpy()
+    same = (tokens["top1_ref"] == tokens["top1_alt"]).to_numpy()
+    return Column.of(*where, tokens["kl"].to_numpy()), Column.of(*where, same)
+
+
+def rate(bootstrap: Bootstrap, answers: Sequence[bool]) -> Interval:
+    """The share of the items, an item a window."""
+    place = np.arange(len(answers))
+    return Interval.of(bootstrap.rate(Column.of(place, place, np.array(answers, dtype=np.float64))))
+
+
+def held_against(
+    one: ArmFound, leading: Sequence[ArmFound], columns: dict[str, tuple[Column, Column]], bootstrap: Bootstrap
+) -> ArmFound:
+    """An arm with its difference to the widest leading codec that stores no more."""
+    able = [rival for rival in leading if rival.stored <= one.stored and rival.name != one.name]
+    if not able or one in leading:
+        return one
+    rival = max(able, key=lambda rival: rival.stored)
+    difference = bootstrap.difference(columns[one.name][0], columns[rival.name][0])
+    return one.model_copy(update={"rival": rival.name, "against": Interval.of(difference)})
