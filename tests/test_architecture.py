@@ -25,7 +25,7 @@ FLOORS = {
         "core": 0,
         "stats": 1,
         "text": 1,
-        "codec": 2,
+        "codecs": 2,
         "output": 2,
         "attention": 3,
         "engines": 3,
@@ -54,7 +54,7 @@ FLOORS = {
 REPORTING = (
     *("kvlab.gate", "kvlab_pipeline.jobs.plan", "kvlab.output", "kvlab_mechanisms.ledger", "validation.published"),
     *("kvlab_pipeline.gate_page", "kvlab_pipeline.pages", "kvlab_pipeline.report"),
-    *(f"kvlab.core.{name}" for name in ("paramfile", "params", "rungs", "recipe", "records", "errors")),
+    *(f"kvlab.core.{name}" for name in ("paramfile", "params", "recipe", "records", "settings", "errors")),
     *("kvlab_pipeline.studies.kvstore_params", "kvlab_pipeline.studies.settings"),
 )
 REPORTING_PARTS = (  # files of a study

@@ -9,16 +9,16 @@ BEGAN = time()  # seconds since the epoch: before any other module of this packa
 
 PUBLIC = {
     "Cache": "kvlab.cache.transformers_cache:Cache",
-    "recipe": "kvlab.codec.recipes:named_recipe",
+    "recipe": "kvlab.codecs.recipes:named_recipe",
     "Recipe": "kvlab.core.recipe:Recipe",
     # for packages that bring a codec (docs/your-own-codec.md)
-    "Plugin": "kvlab.core.plugins:Plugin",
-    "Conditioned": "kvlab.core.recipe:Conditioned",
-    "Frozen": "kvlab.core.recipe:Frozen",
-    "TokenBlockCodec": "kvlab.codec.ladder.token_blocks:TokenBlockCodec",
-    "Stats": "kvlab.codec.base:Stats",
-    "stored": "kvlab.codec.base:stored",
-    "finite": "kvlab.codec.base:finite",
+    "Plugin": "kvlab.core.settings:Plugin",
+    "Conditioned": "kvlab.core.settings:Conditioned",
+    "Frozen": "kvlab.core.settings:Frozen",
+    "TokenBlockCodec": "kvlab.codecs.shared.token_blocks:TokenBlockCodec",
+    "Stats": "kvlab.codecs.base:Stats",
+    "stored": "kvlab.codecs.base:stored",
+    "finite": "kvlab.codecs.base:finite",
 }
 """Where the public names are; each module is imported when its name is first used, so that `kvlab` itself is light."""
 

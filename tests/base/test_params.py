@@ -10,10 +10,11 @@ import pytest
 from dvc.utils.hydra import apply_overrides
 
 import embedded
+from kvlab.codecs.block.studied import coded_layers, studied_recipe
+from kvlab.codecs.catalogue import CONDITIONABLE, LADDERED
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import ParamsError, UnknownName
 from kvlab.core.paramfile import assignment, overlay, preset, read_yaml
-from kvlab.core.rungs import CONDITIONABLE, LADDERED, default_recipe, ladder_recipe
-from kvlab.core.studied import coded_layers, studied_recipe
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.cells.params import CELLS, RUNGS, reads_components
 from kvlab_pipeline.studies.settings import Settings, by_model, judged, left_out, one_of, read_params, resolved
@@ -197,40 +198,39 @@ def test_the_ladder_runs_on_its_own_engine_and_scores_every_rung_on_every_text(b
 
 def test_rungs_condition_k_and_v_as_they_say(base_params):
     params = Settings.complete(base_params)
-    plain, centred, white = (ladder_recipe("kivi", 3, c, params) for c in ("", "center", "center+whiten"))
+    plain, centred, white = (named_recipe(f"kivi{c}", 3, params=params) for c in ("", "+center", "+center+whiten"))
     assert (plain.k.axis, plain.v.axis, plain.k.bits, plain.v.bits) == ("channel", "token", 3, 3)
     assert not (plain.k.center or plain.k.whiten or plain.v.center or plain.v.whiten)
     assert centred.k.center and centred.v.center and not centred.k.whiten
     assert white.k.center and white.k.whiten and white.v == centred.v
-    assert ladder_recipe("fp8", None, "", params).k.codec == "fp8"
+    assert named_recipe("fp8", params=params).k.codec == "fp8"
 
 
 def test_the_block_rung_is_the_studied_recipe_at_other_bits(base_params):
     params = Settings.complete(base_params)
-    studied, rung = studied_recipe(params), ladder_recipe("block", 4, "", params)
+    studied, rung = studied_recipe(params), named_recipe("block", 4, params=params)
     other = {"bits": 4, "codebook": "gaussian"}
     assert rung.k == studied.k.model_copy(update=other) and rung.v == studied.v.model_copy(update=other)
     less = read_params(json.dumps({key: base_params[key] for key in ("codec", "calibration")}))
-    assert ladder_recipe("block", 4, "", less) == rung
+    assert named_recipe("block", 4, params=less) == rung
 
 
 @pytest.mark.parametrize(
     ("rung", "error", "words"),
     [
-        (("klt", 3, "center"), ParamsError, "'klt' cannot be conditioned"),
-        (("fp8", 8, ""), ParamsError, "has no bits to choose"),
-        (("int", None, ""), ParamsError, "needs some"),
-        (("hadamar", 3, ""), UnknownName, "did you mean 'hadamard'"),
-        (("int", 3, "centre"), UnknownName, "did you mean 'center'"),
+        (("klt+center", 3), ParamsError, "'klt' cannot be conditioned"),
+        (("fp8", 8), ParamsError, "has no choice of bits"),
+        (("hadamar", 3), UnknownName, "did you mean 'hadamard'"),
+        (("int+centre", 3), UnknownName, "did you mean 'center'"),
     ],
 )
 def test_a_rung_that_cannot_be_is_refused(base_params, rung, error, words):
     with pytest.raises(error, match=words):
-        ladder_recipe(*rung, Settings.complete(base_params))
+        named_recipe(*rung, params=Settings.complete(base_params))
 
 
 def test_the_default_recipe_is_klt_at_the_bits_of_the_params(base_params):
-    recipe = default_recipe(Settings.complete(base_params))
+    recipe = named_recipe("klt", params=Settings.complete(base_params))
     assert (recipe.k.codec, recipe.k.bits, recipe.v.codec, recipe.v.bits) == ("klt", 3.0, "klt", 2.0)
 
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlab.codecs.noise import NoiseStream
 from kvlab.core import records
 from kvlab.core.errors import NonFinite, StorageError
-from kvlab.core.recipe import IDENTITY, Cell, NoiseStream, Recipe, canonical, digest
+from kvlab.core.recipe import IDENTITY, Cell, Recipe, canonical, digest
 
 
 def tokens(kl: float = 0.1) -> pl.DataFrame:

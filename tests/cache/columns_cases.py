@@ -14,9 +14,9 @@ from kvlab.cache.pages.rows import KltRows
 from kvlab.cache.row import Row, Straight
 from kvlab.cache.stored import SCRATCH, Decoder
 from kvlab.cache.tables import QuickRows
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
-from kvlab.core.recipe import KltStream
+from kvlab.codecs.base import Site
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.registry import build
 
 DIM = 64
 BITS = [{"bits": 4}, {"bits": 2}, {"bits": 0.5}, {"bits": 3, "escape": False}]

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, TextIteratorStreamer
 
 from kvlab import Cache, recipe
-from kvlab.codec.base import StreamCalibration
-from kvlab.codec.klt import components
+from kvlab.codecs.base import StreamCalibration
+from kvlab.codecs.klt import KltStream, components
 from kvlab.core.errors import UserError
-from kvlab.core.recipe import KltStream, Recipe
+from kvlab.core.recipe import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "surroundings.md"
 LAYERS, HEADS, HEAD_DIM, NEW = 2, 2, 16, 6

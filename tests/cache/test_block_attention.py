@@ -19,7 +19,9 @@ from kvlab.cache import hf_cache
 from kvlab.cache import hf_cache as hf_attention
 from kvlab.cache.hf_cache import KVCache
 from kvlab.cache.stored import Stored
-from kvlab.core.recipe import IntStream, KltStream, Recipe
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.klt import KltStream
+from kvlab.core.recipe import Recipe
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 32
 KLT = KltStream(bits=3, block_size=16, sink=2, recent=3)

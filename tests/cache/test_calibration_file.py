@@ -14,13 +14,15 @@ from kvlab import Cache, recipe
 from kvlab.cache.calibration_file import load_calibration, read_header, write_calibration
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
-from kvlab.codec.base import Site
-from kvlab.codec.klt.codec import KltCodec
+from kvlab.codecs.base import Site
+from kvlab.codecs.block.studied import studied_recipe
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.klt.codec import KltCodec
+from kvlab.codecs.noise import NoiseStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, KvlabError, ParamsError, StorageError
 from kvlab.core.filekind import is_calibration_file
-from kvlab.core.recipe import KltStream, NoiseStream, Recipe, digest
+from kvlab.core.recipe import Recipe, digest
 from kvlab.core.records import to_header
-from kvlab.core.studied import studied_recipe
 
 KLT = recipe("klt", bits=4, v_bits=3, block_size=64)
 RECIPES = {

@@ -11,12 +11,14 @@ from kvlab.cache.calibration_file import load_calibration, write_calibration
 from kvlab.cache.hf_cache import KVCache
 from kvlab.cache.recipe_file import write_recipe_file
 from kvlab.calibration.calibrate import calibrate
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Site
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.recipes import named_recipe
+from kvlab.codecs.registry import build
 from kvlab.core.errors import CapabilityError
 from kvlab.core.model import resolve
-from kvlab.core.recipe import RECIPE_VARIABLE, HadamardStream, IntStream, Recipe
-from kvlab.core.rivals import rival_recipe
+from kvlab.core.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.engines.registry import start
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.payload import CodedChunks
@@ -78,7 +80,7 @@ def test_a_crop_keeps_the_first_tokens_as_they_are(model):
 
 
 def test_kivi_as_published_waits_for_whole_runs_of_k(model):
-    recipe = rival_recipe("kivi-paper", 2, block_size=16, recent=16)
+    recipe = named_recipe("kivi-paper", 2, block_size=16, recent=16)
     recipe = recipe.model_copy(update={"k": recipe.k.model_copy(update={"recent": 0})})
     entries = run(model, KVCache(model, recipe), [40]).coding()
     assert {(e.stream, e.coded_tokens, e.exact_tokens) for e in entries} == {("k", 32, 8), ("v", 24, 16)}
@@ -116,7 +118,7 @@ def test_a_capture_holds_no_k_after_its_rotary_embedding(tiny_params, tiny_calib
 @pytest.mark.parametrize("name", ["oscar-paper", "kvquant-paper"])
 def test_a_calibration_file_codes_as_what_it_was_made_of(name, tiny_params, tmp_path):
     info = resolve(tiny_params.model)
-    recipe = rival_recipe(name, 3, sink=2, recent=4)
+    recipe = named_recipe(name, 3, sink=2, recent=4)
     windows = torch.randint(1, 320, (4, 48), generator=torch.Generator().manual_seed(0)).tolist()
     engine = start("hf", info, "float32", max_tokens=64)
     try:

@@ -27,25 +27,21 @@ from kvlab.cache.decoded_window import GRAIN
 from kvlab.cache.hf_cache import KVCache
 from kvlab.cache.hf_layer import STREAMS
 from kvlab.cache.hf_rope import rotate, unrotate
-from kvlab.codec import whitening
-from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.klt import components
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Site, StreamCalibration
+from kvlab.codecs.cast import CastStream
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.isotropic import IsotropicStream
+from kvlab.codecs.kivi import KiviStream
+from kvlab.codecs.klt import KltStream, components
+from kvlab.codecs.noise import NoiseStream
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared import whitening
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, UnknownName
 from kvlab.core.model import resolve
 from kvlab.core.params import Model
-from kvlab.core.recipe import (
-    IDENTITY,
-    CastStream,
-    HadamardStream,
-    IdentityStream,
-    IntStream,
-    IsotropicStream,
-    KiviStream,
-    KltStream,
-    NoiseStream,
-    Recipe,
-)
+from kvlab.core.recipe import IDENTITY, Recipe
+from kvlab.core.settings import IdentityStream
 from kvlab.engines.registry import start
 
 IDS = torch.randint(1, 320, (1, 40), generator=torch.Generator().manual_seed(3))

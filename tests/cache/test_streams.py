@@ -20,10 +20,18 @@ from kvlab.cache.transformers_cache import Cache
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured
 from kvlab.calibration.moments import names
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import STREAMS
-from kvlab.codec.stream.cache_file import CacheReader
+from kvlab.codecs.base import Site
+from kvlab.codecs.block.studied import studied_recipe
+from kvlab.codecs.cast import CastStream
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.isotropic import IsotropicStream
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.noise import NoiseStream
+from kvlab.codecs.recipes import STUDIED, named_recipe
+from kvlab.codecs.registry import build
+from kvlab.codecs.stream.bitstream import STREAMS
+from kvlab.codecs.stream.cache_file import CacheReader
 from kvlab.core.errors import (
     CalibrationMismatch,
     CapabilityError,
@@ -35,10 +43,8 @@ from kvlab.core.errors import (
 )
 from kvlab.core.model import resolve
 from kvlab.core.paramfile import overlay
-from kvlab.core.recipe import CastStream, HadamardStream, IntStream, IsotropicStream, KltStream, NoiseStream, Recipe
+from kvlab.core.recipe import Recipe
 from kvlab.core.records import to_header
-from kvlab.core.rungs import STUDIED, default_recipe, labelled, ladder_recipe
-from kvlab.core.studied import studied_recipe
 
 PLAIN = Recipe(k=IntStream(bits=4, group=16), v=HadamardStream(bits=3))
 WINDOW = 2
@@ -50,7 +56,7 @@ def files(tiny_calibration) -> CalibrationFiles:
 
 
 def recipes(params) -> dict[str, Recipe]:
-    return {"plain": PLAIN, "klt": default_recipe(params), "studied": studied_recipe(params)}
+    return {"plain": PLAIN, "klt": named_recipe("klt", params=params), "studied": studied_recipe(params)}
 
 
 @pytest.mark.parametrize("name", ["plain", "klt", "studied"])
@@ -206,13 +212,12 @@ def test_memory_grows_neither_with_layers_nor_with_windows(tiny_params, tmp_path
 
 
 def test_a_recipe_is_named_as_the_ladder_names_it(tiny_params):
-    for name, conditioning in (("int", ""), ("int+none", ""), ("int+center", "center"), ("int+center+whiten",) * 2):
-        conditioning = conditioning.removeprefix("int+")
-        wanted = [ladder_recipe("int", b, conditioning, tiny_params) for b in (tiny_params.bits, tiny_params.v_bits)]
-        assert labelled(name, tiny_params) == Recipe(k=wanted[0].k, v=wanted[1].v)
-    assert labelled("fp8", tiny_params).k.codec == "fp8"
-    assert labelled("klt", tiny_params) == default_recipe(tiny_params)
-    assert labelled(STUDIED, tiny_params) == studied_recipe(tiny_params)
+    for name, whole in (("int", "int"), ("int+none", "int"), ("int+center",) * 2, ("int+center+whiten",) * 2):
+        wanted = [named_recipe(whole, b, params=tiny_params) for b in (tiny_params.bits, tiny_params.v_bits)]
+        assert named_recipe(name, params=tiny_params) == Recipe(k=wanted[0].k, v=wanted[1].v)
+    assert named_recipe("fp8", params=tiny_params).k.codec == "fp8"
+    assert named_recipe("klt", params=tiny_params) == named_recipe("klt", params=tiny_params)
+    assert named_recipe(STUDIED, params=tiny_params) == studied_recipe(tiny_params)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +231,7 @@ def test_a_recipe_is_named_as_the_ladder_names_it(tiny_params):
 )
 def test_a_name_that_is_none_says_what_is_allowed(tiny_params, name, error, said):
     with pytest.raises(error, match=said):
-        labelled(name, tiny_params)
+        named_recipe(name, params=tiny_params)
 
 
 @pytest.fixture(scope="module")
@@ -235,12 +240,12 @@ def model(tiny_model):
 
 
 def test_a_recipe_file_is_a_cache(model, tiny_params, tiny_fitted, files, info, tmp_path):
-    path = write_recipe_file(tmp_path / "r.json", default_recipe(tiny_params), calibration=files)
+    path = write_recipe_file(tmp_path / "r.json", named_recipe("klt", params=tiny_params), calibration=files)
     cache = Cache(model, path, semantics="in_forward")
     ids = torch.arange(1, 41)[None]
     with torch.inference_mode():
         model(ids, past_key_values=cache)
-    assert cache.recipe == default_recipe(tiny_params) and cache.semantics == "in_forward"
+    assert cache.recipe == named_recipe("klt", params=tiny_params) and cache.semantics == "in_forward"
     assert all(entry.fires for entry in cache.check())
     with torch.inference_mode():
         model(ids, past_key_values=Cache(model, write_recipe_file(tmp_path / "r.json", PLAIN)))
@@ -249,11 +254,11 @@ def test_a_recipe_file_is_a_cache(model, tiny_params, tiny_fitted, files, info, 
 def test_a_file_that_is_no_cache_is_refused(model, tiny_params, files, tmp_path):
     with pytest.raises(CapabilityError, match="codes all, set null"):
         Cache(model, write_recipe_file(tmp_path / "r.json", PLAIN, layers=[1]))
-    path = write_recipe_file(tmp_path / "r.json", default_recipe(tiny_params))
+    path = write_recipe_file(tmp_path / "r.json", named_recipe("klt", params=tiny_params))
     with pytest.raises(CalibrationMismatch, match="--components"):
         Cache(model, path)
     other = AutoModelForCausalLM.from_pretrained(tiny.write_model(tmp_path / "other", seed=1))
-    path = write_recipe_file(tmp_path / "r.json", default_recipe(tiny_params), calibration=files)
+    path = write_recipe_file(tmp_path / "r.json", named_recipe("klt", params=tiny_params), calibration=files)
     with pytest.raises(CalibrationMismatch, match="was fitted on model"):
         Cache(other, path)
     assert read_recipe_file(path).calibration.sigma.is_file()
@@ -268,5 +273,5 @@ def test_a_model_of_the_hub_is_looked_for_at_its_own_commit(model, tiny_params, 
 
     monkeypatch.setattr("kvlab.cache.transformers_cache.resolve", found)
     monkeypatch.setattr(model.config, "_commit_hash", "abc", raising=False)
-    Cache(model, write_recipe_file(tmp_path / "r.json", default_recipe(tiny_params), calibration=files))
+    Cache(model, write_recipe_file(tmp_path / "r.json", named_recipe("klt", params=tiny_params), calibration=files))
     assert asked[0].revision == "abc"

@@ -12,23 +12,22 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import kvlab.codec
+import kvlab.codecs
 from cache import surroundings
 from cache.surroundings import CASES, CODECS, IDS, SAME, Fitted, cached, generated
 from kvlab import Cache, recipe
 from kvlab.cache.hf_rope import Watch
-from kvlab.codec import rotation
-from kvlab.codec.apart import disturbed
-from kvlab.codec.base import Site
-from kvlab.codec.klt import marginal, plain
-from kvlab.codec.klt.joining import arrays_of
-from kvlab.codec.ladder import kvquant
-from kvlab.codec.quantizer import gaussian_table
-from kvlab.codec.registry import bare
-from kvlab.codec.transform import kept_probe
-from kvlab.codec.whole.aquakv import spreading
+from kvlab.codecs.aquakv.codec import spreading
+from kvlab.codecs.base import Site
+from kvlab.codecs.klt import KltStream, marginal, plain
+from kvlab.codecs.klt.joining import arrays_of
+from kvlab.codecs.kvquant import codec as kvquant
+from kvlab.codecs.registry import bare
+from kvlab.codecs.shared import rotation
+from kvlab.codecs.shared.apart import disturbed
+from kvlab.codecs.shared.quantizer import gaussian_table
+from kvlab.codecs.shared.transform import kept_probe
 from kvlab.core.errors import CapabilityError
-from kvlab.core.recipe import KltStream
 
 CPU = torch.device("cpu")
 KEPT = {
@@ -246,7 +245,7 @@ def test_a_kept_table_does_not_remember_where_it_was_made(name, surrounding):
 def tables() -> dict:
     """Every function of the codecs that keeps what it returned."""
     found = {}
-    for module in pkgutil.walk_packages(kvlab.codec.__path__, "kvlab.codec."):
+    for module in pkgutil.walk_packages(kvlab.codecs.__path__, "kvlab.codecs."):
         if module.name.endswith("testing"):
             continue
         for name, value in vars(importlib.import_module(module.name)).items():

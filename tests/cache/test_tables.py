@@ -21,11 +21,11 @@ from kvlab.cache.calibration_file import write_calibration
 from kvlab.cache.hf_cache import KVCache
 from kvlab.cache.recipe_file import CalibrationFiles, read_recipe_file, write_recipe_file
 from kvlab.cache.vllm_worker import _try_out
-from kvlab.codec.base import Site
-from kvlab.codec.klt.trees import MANY, Nearest, Trees
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Site
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.klt.trees import MANY, Nearest, Trees
+from kvlab.codecs.registry import build
 from kvlab.core.errors import CalibrationMismatch, StorageError
-from kvlab.core.recipe import KltStream
 
 RECIPES = {
     "klt": recipe("klt", bits=4, v_bits=3, block_size=64),

@@ -19,23 +19,18 @@ from cache.vllm_user import CHUNK, PROMPTS
 from kvlab.cache import vllm_plugin, vllm_settings, vllm_worker
 from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
 from kvlab.calibration.load import Fitted, load
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Site
+from kvlab.codecs.cast import CastStream
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.isotropic import IsotropicStream
+from kvlab.codecs.kivi import KiviStream
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.noise import NoiseStream
+from kvlab.codecs.registry import build
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ParamsError, StorageError
-from kvlab.core.recipe import (
-    IDENTITY,
-    PAGES_VARIABLE,
-    RECIPE_VARIABLE,
-    CastStream,
-    HadamardStream,
-    IdentityStream,
-    IntStream,
-    IsotropicStream,
-    KiviStream,
-    KltStream,
-    NoiseStream,
-    Recipe,
-)
+from kvlab.core.recipe import IDENTITY, PAGES_VARIABLE, RECIPE_VARIABLE, Recipe
+from kvlab.core.settings import IdentityStream
 from kvlab.engines.registry import start
 
 LOSSY = Recipe(k=HadamardStream(bits=4), v=HadamardStream(bits=3))

@@ -16,7 +16,7 @@ from kvlab.calibration.archive_file import archive_identity, write_archive
 from kvlab.calibration.asked import read_asked, write_asked
 from kvlab.calibration.calibrate import fitted
 from kvlab.calibration.capture import Captured, capture, observe
-from kvlab.codec.recipes import named_recipe
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, UnknownName
 from kvlab.core.model import resolve
 from kvlab.core.records import to_header

@@ -14,12 +14,13 @@ from kvlab.calibration.calibrate import calibrate, fitted
 from kvlab.calibration.capture import Captured, capture, observe, sample_of
 from kvlab.calibration.moments import names
 from kvlab.calibration.sigma import second_moment
-from kvlab.codec.klt.grouping import joined
+from kvlab.codecs.block.studied import studied_recipe
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.klt.grouping import joined
 from kvlab.core.errors import NonFinite, UserError
 from kvlab.core.model import resolve
-from kvlab.core.recipe import IDENTITY, KltStream, Recipe
+from kvlab.core.recipe import IDENTITY, Recipe
 from kvlab.core.records import from_header
-from kvlab.core.studied import studied_recipe
 
 pytestmark = pytest.mark.engine
 

@@ -17,18 +17,21 @@ from kvlab.calibration.components import FIELDS, fit_components
 from kvlab.calibration.load import Fitted, by_origin
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.sigma import describe, second_moment
-from kvlab.codec.base import Site
-from kvlab.codec.klt.grouping import joined
-from kvlab.codec.metric import ridged
-from kvlab.codec.registry import build
-from kvlab.codec.stream.published import read_centroids
+from kvlab.codecs.base import Site
+from kvlab.codecs.block.studied import studied_recipe
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.klt.grouping import joined
+from kvlab.codecs.oscar import OscarStream
+from kvlab.codecs.recipes import named_recipe
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared.metric import ridged
+from kvlab.codecs.stream.published import read_centroids
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import resolve
 from kvlab.core.paramfile import overlay
-from kvlab.core.recipe import IDENTITY, HadamardStream, KltStream, OscarStream, Recipe, digest
+from kvlab.core.recipe import IDENTITY, Recipe, digest
 from kvlab.core.records import file_hash, from_header, to_header
-from kvlab.core.rungs import default_recipe, ladder_recipe
-from kvlab.core.studied import studied_recipe
 from kvlab_pipeline.jobs.codebooks import fit_codebooks
 from kvlab_pipeline.studies.settings import Settings
 
@@ -196,13 +199,13 @@ def test_the_calibration_hash_covers_every_file(tiny_params, tiny_calibration):
 def test_each_recipe_gets_what_it_needs_and_nothing_else(tiny_params, tiny_calibration):
     calibrated = load_all(tiny_params, tiny_calibration)
     for stream in "kv":
-        klt = calibrated.stream(default_recipe(tiny_params).k, stream)
+        klt = calibrated.stream(named_recipe("klt", params=tiny_params).k, stream)
         assert klt.components is calibrated.components[stream] and klt.centroids is None
-        centred = ladder_recipe("int", 3, "center+whiten", tiny_params)
+        centred = named_recipe("int+center+whiten", 3, params=tiny_params)
         assert calibrated.stream(getattr(centred, stream), stream).components is calibrated.components[stream]
-        oscar = ladder_recipe("oscar", 2, "", tiny_params)
+        oscar = named_recipe("oscar", 2, params=tiny_params)
         assert bool(calibrated.stream(getattr(oscar, stream), stream).whiteners) == (stream == "k")
-        for bare in (ladder_recipe("int", 3, "", tiny_params), ladder_recipe("fp8", None, "", tiny_params), IDENTITY):
+        for bare in (named_recipe("int", 3, params=tiny_params), named_recipe("fp8", params=tiny_params), IDENTITY):
             assert calibrated.stream(getattr(bare, stream), stream) is None
         assert calibrated.stream(getattr(studied_recipe(tiny_params), stream), stream).centroids is not None
 

@@ -7,7 +7,7 @@ import torch
 
 import tiny
 from kvlab.calibration.metrics import ErrorMetrics
-from kvlab.codec.metric import of_outputs
+from kvlab.codecs.shared.metric import of_outputs
 from kvlab.core.model import resolve
 from kvlab.core.params import Model
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvlab.calibration.moments import PLACEMENTS, Extent, ModelMoments, names, stored_first, stored_queries, stored_rows
 from kvlab.calibration.sigma import second_moment
-from kvlab.codec.klt import components, covariance
-from kvlab.codec.klt.grouping import joined
-from kvlab.codec.klt.moments import Moments, folds
-from kvlab.codec.metric import rotated
+from kvlab.codecs.klt import components, covariance
+from kvlab.codecs.klt.grouping import joined
+from kvlab.codecs.klt.moments import Moments, folds
+from kvlab.codecs.shared.metric import rotated
 from kvlab.core.errors import Fault, NonFinite
 
 INFO = SimpleNamespace(n_layers=2, n_kv_heads=2, head_dim=6)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from codec import making
 from kvlab.calibration.sigma import describe, load_whiteners, rotated_path, round_trip_errors
-from kvlab.codec.stream.published import INVERSE_TOLERANCE, SigmaQ, read_sigma, write_sigma
-from kvlab.codec.whitening import Whitener, fit
+from kvlab.codecs.shared.whitening import Whitener, fit
+from kvlab.codecs.stream.published import INVERSE_TOLERANCE, SigmaQ, read_sigma, write_sigma
 from kvlab.core.errors import StreamError
 from kvlab.core.model import resolve
 from kvlab.core.records import file_hash

@@ -49,7 +49,8 @@ def flip(path: Path, at: int) -> None:
 
 def test_a_coded_cache_is_signed_and_decoded_with_the_key_alone(run, keys, tiny_params, tiny_calibration, tmp_path):
     from kvlab.cache.recipe_file import write_recipe_file
-    from kvlab.core.recipe import Fp8Stream, Recipe
+    from kvlab.codecs.fp8 import Fp8Stream
+    from kvlab.core.recipe import Recipe
 
     recipe = write_recipe_file(tmp_path / "recipe.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
     given = ("--params", json.dumps(tiny_params.model_dump(mode="json")))

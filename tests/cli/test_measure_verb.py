@@ -17,8 +17,8 @@ import tiny
 from kvlab.calibration.calibrate import calibrate
 from kvlab.cli import costs, measure, measuring
 from kvlab.cli import main as cli
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Site
+from kvlab.codecs.registry import build
 from kvlab.core.errors import CorpusError
 from kvlab.measure import trial
 from kvlab.stats import kl_scale

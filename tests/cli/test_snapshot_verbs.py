@@ -147,8 +147,9 @@ def test_verify_with_a_model_tells_that_a_snapshot_is_of_another(run, planted, s
 
 
 def test_verify_without_the_calibration_judges_the_bytes_and_goes_on(run, saved, tiny_model, monkeypatch):
+    from kvlab.codecs.fp8 import Fp8Stream
     from kvlab.core.errors import CapabilityError
-    from kvlab.core.recipe import Fp8Stream, Recipe
+    from kvlab.core.recipe import Recipe
 
     recipe = Recipe(k=Fp8Stream(), v=Fp8Stream())
     codec = {"recipe_id": recipe.recipe_id, "recipe": recipe.model_dump(mode="json"), "layers": [0]}
@@ -351,7 +352,8 @@ def test_a_text_is_tokenised_by_the_model(run, tiny_model, tmp_path):
 
 def test_a_lossy_payload_needs_its_evidence_or_whoever_asks_for_it(run, restored, tiny_model, ids, tmp_path):
     from kvlab.cache.recipe_file import write_recipe_file
-    from kvlab.core.recipe import Fp8Stream, Recipe
+    from kvlab.codecs.fp8 import Fp8Stream
+    from kvlab.core.recipe import Recipe
 
     recipe = write_recipe_file(tmp_path / "recipe.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
     flags = ("--model", tiny_model, "--tokens", ids, "--chunk-tokens", CHUNK, "--recipe", recipe)
@@ -390,14 +392,17 @@ def evidence(out: Path, model: Path, recipe: Path, **other) -> Path:
 @pytest.fixture
 def recipe(tmp_path) -> Path:
     from kvlab.cache.recipe_file import write_recipe_file
-    from kvlab.core.recipe import Fp8Stream, Recipe
+    from kvlab.codecs.fp8 import Fp8Stream
+    from kvlab.core.recipe import Recipe
 
     return write_recipe_file(tmp_path / "fp8.json", Recipe(k=Fp8Stream(), v=Fp8Stream()))
 
 
 def test_verify_with_another_recipe_says_that_it_could_not_decode(run, tiny_model, ids, tmp_path, recipe):
     from kvlab.cache.recipe_file import write_recipe_file
-    from kvlab.core.recipe import Fp8Stream, IdentityStream, Recipe
+    from kvlab.codecs.fp8 import Fp8Stream
+    from kvlab.core.recipe import Recipe
+    from kvlab.core.settings import IdentityStream
 
     flags = ("--model", tiny_model, "--tokens", ids, "--chunk-tokens", CHUNK, "--recipe", recipe)
     assert run("save", tmp_path / "coded", *flags)[0] == 0

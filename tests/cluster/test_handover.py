@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from kvlab.codec.recipes import named_recipe
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UnknownName, UserError
 from kvlab.core.model import resolve
 from kvlab.core.params import Model

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cluster.work import CODECS, calibration, codec_of, drawn, everything, failing, spec_example, weights
-from kvlab.codec.base import Site, StreamCalibration
+from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.core.errors import CapabilityError, Fault, UserError
 from kvlab_mechanisms.cluster.ranks import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, even, run
 from kvlab_mechanisms.cluster.share import cut, share

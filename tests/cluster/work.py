@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.recipes import named_recipe
-from kvlab.codec.registry import build
-from kvlab.codec.whitening import Whitener
+from kvlab.codecs.base import Site, StreamCalibration
+from kvlab.codecs.recipes import named_recipe
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.recipe import Recipe
 from kvlab_mechanisms.cluster import sequence_parallel, tensor_parallel
 from kvlab_mechanisms.cluster.share import cut, share

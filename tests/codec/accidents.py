@@ -7,8 +7,8 @@ import struct
 
 import google_crc32c
 
-from kvlab.codec.stream import bitstream
-from kvlab.codec.stream.bitstream import HEADER, U32
+from kvlab.codecs.stream import bitstream
+from kvlab.codecs.stream.bitstream import HEADER, U32
 from kvlab.core.errors import StreamError
 
 

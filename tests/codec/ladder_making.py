@@ -6,28 +6,25 @@ from functools import lru_cache
 import torch
 
 from codec import making
-from kvlab.codec import whitening
-from kvlab.codec.base import StreamCalibration
-from kvlab.codec.klt import components
-from kvlab.codec.names import UNSTORED
-from kvlab.codec.registry import build, fit_class
-from kvlab.core.recipe import (
-    CastStream,
-    D4Stream,
-    E8Stream,
-    Fp8Stream,
-    HadamardStream,
-    IdentityStream,
-    IntStream,
-    IsotropicStream,
-    KiviStream,
-    KltStream,
-    KvQuantStream,
-    Nf4Stream,
-    NoiseStream,
-    OscarStream,
-    TurboQuantStream,
-)
+from kvlab.codecs.base import StreamCalibration
+from kvlab.codecs.cast import CastStream
+from kvlab.codecs.catalogue import UNSTORED
+from kvlab.codecs.d4 import D4Stream
+from kvlab.codecs.e8 import E8Stream
+from kvlab.codecs.fp8 import Fp8Stream
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.isotropic import IsotropicStream
+from kvlab.codecs.kivi import KiviStream
+from kvlab.codecs.klt import KltStream, components
+from kvlab.codecs.kvquant import KvQuantStream
+from kvlab.codecs.nf4 import Nf4Stream
+from kvlab.codecs.noise import NoiseStream
+from kvlab.codecs.oscar import OscarStream
+from kvlab.codecs.registry import build, fit_class
+from kvlab.codecs.shared import whitening
+from kvlab.codecs.turboquant import TurboQuantStream
+from kvlab.core.settings import IdentityStream
 
 BLOCK = 32
 LAYER = making.SITE.layer

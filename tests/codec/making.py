@@ -2,8 +2,8 @@
 
 import torch
 
-from kvlab.codec.base import Site
-from kvlab.core.recipe import BlockStream
+from kvlab.codecs.base import Site
+from kvlab.codecs.block import BlockStream
 
 SITE = Site(window=0, layer=1, stream="k")
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.codec.klt.allocation import bits_of, reverse_water_filling, spending_order
-from kvlab.codec.klt.marginal import MAX_WIDTH, Marginals, gaussian_sketch
-from kvlab.codec.quantizer import gaussian_table, mse
+from kvlab.codecs.klt.allocation import bits_of, reverse_water_filling, spending_order
+from kvlab.codecs.klt.marginal import MAX_WIDTH, Marginals, gaussian_sketch
+from kvlab.codecs.shared.quantizer import gaussian_table, mse
 from kvlab.core.errors import CapabilityError
 from tiers import examples
 

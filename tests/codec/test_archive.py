@@ -11,18 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvlab.codec.archive import steps
-from kvlab.codec.archive.codec import ArchiveCodec, one_ahead
-from kvlab.codec.archive.counting import LayerSample
-from kvlab.codec.archive.exact import VALUE, ExactMap, mapped, off_grid, on_grid, power_of_two, unit_of
-from kvlab.codec.archive.fit import fit
-from kvlab.codec.archive.layer import StreamCoder
-from kvlab.codec.archive.model import spectrum_at
-from kvlab.codec.archive.moments import Across
-from kvlab.codec.archive.symbols import CLASSES, LARGEST, LOW_BITS, MOST_CLASS, MOST_INDEX, TABLES, Coder, Symbols
-from kvlab.codec.archive.symbols import classes as classes_of
+from kvlab.codecs.archive import ArchiveStream, steps
+from kvlab.codecs.archive.codec import ArchiveCodec, one_ahead
+from kvlab.codecs.archive.counting import LayerSample
+from kvlab.codecs.archive.exact import VALUE, ExactMap, mapped, off_grid, on_grid, power_of_two, unit_of
+from kvlab.codecs.archive.fit import fit
+from kvlab.codecs.archive.layer import StreamCoder
+from kvlab.codecs.archive.model import spectrum_at
+from kvlab.codecs.archive.moments import Across
+from kvlab.codecs.archive.symbols import CLASSES, LARGEST, LOW_BITS, MOST_CLASS, MOST_INDEX, TABLES, Coder, Symbols
+from kvlab.codecs.archive.symbols import classes as classes_of
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError, UserError
-from kvlab.core.recipe import ArchiveStream
 from tiers import examples
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 4, 2, 8, 96

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.accidents import damaged, resealed
-from kvlab.codec.base import Encoded
-from kvlab.codec.stream import bitstream
-from kvlab.codec.stream.bitstream import DTYPES, HEADER, U32, frame_bytes, read_frame
+from kvlab.codecs.base import Encoded
+from kvlab.codecs.stream import bitstream
+from kvlab.codecs.stream.bitstream import DTYPES, HEADER, U32, frame_bytes, read_frame
 from kvlab.core.errors import StorageError, StreamError
 from tiers import examples
 

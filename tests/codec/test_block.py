@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.making import SITE, nbytes, recipe, relative_error, second_moment, stream, tensors
-from kvlab.codec import quantizer, whitening
-from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Site, StreamCalibration
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared import quantizer, whitening
 from kvlab.core.errors import CalibrationMismatch, CodecNotActive, NonFinite, StreamError
 from tiers import examples
 

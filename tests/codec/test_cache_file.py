@@ -14,14 +14,14 @@ import google_crc32c
 import pytest
 import torch
 
-from kvlab.codec.base import Encoded, Site
-from kvlab.codec.ladder.int_groups import IntCodec
-from kvlab.codec.stream import tree
-from kvlab.codec.stream.bitstream import U32, frame_bytes, read_frame
-from kvlab.codec.stream.cache_file import HEADER, PURPOSE, CacheCodec, CacheHeader, CacheReader, CacheWriter
-from kvlab.codec.stream.seal import Key, Seal
+from kvlab.codecs.base import Encoded, Site
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.int.codec import IntCodec
+from kvlab.codecs.stream import tree
+from kvlab.codecs.stream.bitstream import U32, frame_bytes, read_frame
+from kvlab.codecs.stream.cache_file import HEADER, PURPOSE, CacheCodec, CacheHeader, CacheReader, CacheWriter
+from kvlab.codecs.stream.seal import Key, Seal
 from kvlab.core.errors import StorageError, StreamError, UserError
-from kvlab.core.recipe import IntStream
 
 HEADS, TOKENS, DIM = 2, 40, 16
 
@@ -186,13 +186,14 @@ import re, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from functools import partial
-from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.stream.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
-from kvlab.codec.klt.components import Components
-from kvlab.codec.ladder.int_groups import IntCodec
-from kvlab.codec.klt.codec import KltCodec
-from kvlab.codec.klt.marginal import gaussian_sketch
-from kvlab.core.recipe import IntStream, KltStream
+from kvlab.codecs.base import Site, StreamCalibration
+from kvlab.codecs.stream.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
+from kvlab.codecs.klt.components import Components
+from kvlab.codecs.int.codec import IntCodec
+from kvlab.codecs.klt.codec import KltCodec
+from kvlab.codecs.klt.marginal import gaussian_sketch
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.klt import KltStream
 
 heads, dim = 4, 64
 x = torch.randn(heads, 2048, dim)

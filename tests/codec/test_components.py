@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from codec.making import second_moment
-from kvlab.codec.klt import components, covariance
-from kvlab.codec.klt.grouping import joined
-from kvlab.codec.klt.marginal import PSEUDO_SAMPLES, Marginals, gaussian_sketch, ranks, sketch
-from kvlab.codec.klt.moments import folds
-from kvlab.codec.quantizer import gaussian_table, mse
+from kvlab.codecs.klt import components, covariance
+from kvlab.codecs.klt.grouping import joined
+from kvlab.codecs.klt.marginal import PSEUDO_SAMPLES, Marginals, gaussian_sketch, ranks, sketch
+from kvlab.codecs.klt.moments import folds
+from kvlab.codecs.shared.quantizer import gaussian_table, mse
 from kvlab.core.errors import CalibrationMismatch, NonFinite
 
 

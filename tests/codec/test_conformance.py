@@ -9,9 +9,9 @@ import torch
 
 from codec.ladder_making import BLOCK, RECIPES, cases, codec, fresh, planted, storing
 from codec.making import SITE, relative_error
-from kvlab.codec.base import Site
-from kvlab.codec.names import CODECS, UNSTORED
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.base import Site
+from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import CodecNotActive, NonFinite, StreamError
 
 STORABLE = {
@@ -47,7 +47,7 @@ def coded(name, condition, x, **settings):
 
 
 def test_no_codec_is_left_out():
-    assert {RECIPES[name](4).codec for name in RECIPES} == set(CODECS)
+    assert {RECIPES[name](4).codec for name in RECIPES} == set(TENSORWISE)
 
 
 @ALL

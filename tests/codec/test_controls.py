@@ -10,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Site
+from kvlab.codecs.cast import CastStream
+from kvlab.codecs.isotropic import IsotropicStream
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.registry import build
 from kvlab.core.errors import CalibrationMismatch, NonFinite
-from kvlab.core.recipe import CastStream, IsotropicStream, KltStream, Recipe, digest
+from kvlab.core.recipe import Recipe, digest
 from tiers import examples
 
 SITE = making.SITE

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
-from kvlab.codec import whitening
-from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.klt import components
-from kvlab.codec.metric import over_lags, ridged
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes
+from kvlab.codecs.base import Site, StreamCalibration
+from kvlab.codecs.klt import components
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared.metric import over_lags, ridged
+from kvlab.codecs.stream.bitstream import frame_bytes
 from tiers import examples
 
 HEADS, DIM, RIDGE = 2, 32, 1e-3

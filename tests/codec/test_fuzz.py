@@ -15,7 +15,7 @@ import torch
 
 from codec import ladder_making, making
 from codec.accidents import damaged, renamed, resealed
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import StreamError
 
 CASES = ladder_making.storing()
@@ -99,7 +99,7 @@ import torch
 torch.set_num_threads(1)
 from codec import ladder_making, making
 from codec.accidents import damaged, renamed, resealed
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import StreamError
 
 streams = []

@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.codec.base import Site
-from kvlab.codec.klt.joining import arrays_of, joiner
-from kvlab.codec.registry import build
-from kvlab.core.recipe import D4Stream, E8Stream, Fp8Stream, HadamardStream, IdentityStream, IntStream, KiviStream
+from kvlab.codecs.base import Site
+from kvlab.codecs.d4 import D4Stream
+from kvlab.codecs.e8 import E8Stream
+from kvlab.codecs.fp8 import Fp8Stream
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.kivi import KiviStream
+from kvlab.codecs.klt.joining import arrays_of, joiner
+from kvlab.codecs.registry import build
+from kvlab.core.settings import IdentityStream
 
 SITE = Site(0, 1, "v")
 JOINED = [

@@ -7,19 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.making import SITE, relative_error, second_moment, stream
-from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.klt import components
-from kvlab.codec.klt.allocation import shared, spending_order
-from kvlab.codec.klt.codec import KltCodec
-from kvlab.codec.klt.grouping import block_diagonal, diagonal_blocks, heads_together, joined, parted
-from kvlab.codec.klt.marginal import Marginals, gaussian_sketch, ranks
-from kvlab.codec.klt.planes import Planes
-from kvlab.codec.klt.trees import Nearest
-from kvlab.codec.quantizer import gaussian_table, mse, quantise
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.base import Site, StreamCalibration
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.kivi import KiviStream
+from kvlab.codecs.klt import KltStream, components
+from kvlab.codecs.klt.allocation import shared, spending_order
+from kvlab.codecs.klt.codec import KltCodec
+from kvlab.codecs.klt.grouping import block_diagonal, diagonal_blocks, heads_together, joined, parted
+from kvlab.codecs.klt.marginal import Marginals, gaussian_sketch, ranks
+from kvlab.codecs.klt.planes import Planes
+from kvlab.codecs.klt.trees import Nearest
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared.quantizer import gaussian_table, mse, quantise
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, ParamsError, StreamError, UserError
-from kvlab.core.recipe import HadamardStream, IntStream, KiviStream, KltStream
 from tiers import examples
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvlab.codec.klt.bits import bits_of_value, value_of
-from kvlab.codec.klt.plain import PlainGroup, turn
-from kvlab.codec.klt.scales import ABOUT_SINK, LOUD, PLAIN, SCALE_BITS, SCALES, UPWARD, steps_down, steps_up
-from kvlab.codec.quantizer import gaussian_table, mse
+from kvlab.codecs.klt.bits import bits_of_value, value_of
+from kvlab.codecs.klt.plain import PlainGroup, turn
+from kvlab.codecs.klt.scales import ABOUT_SINK, LOUD, PLAIN, SCALE_BITS, SCALES, UPWARD, steps_down, steps_up
+from kvlab.codecs.shared.quantizer import gaussian_table, mse
 
 
 @pytest.mark.parametrize("width", [2, 12, 63, 192, 256])

@@ -8,26 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
-from kvlab.codec import products, quantizer, rotation, whitening
-from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.klt import components
-from kvlab.codec.ladder import halves, lattice, nf4, oscar, spread, uniform
-from kvlab.codec.ladder.d4 import D4Codec
-from kvlab.codec.ladder.e8 import E8Codec
-from kvlab.codec.registry import build
-from kvlab.codec.stream import packing
-from kvlab.codec.stream.bitstream import frame_bytes
+from kvlab.codecs.base import Site, StreamCalibration
+from kvlab.codecs.d4 import D4Stream
+from kvlab.codecs.d4.codec import D4Codec
+from kvlab.codecs.e8 import E8Stream
+from kvlab.codecs.e8.codec import E8Codec
+from kvlab.codecs.fp8 import Fp8Stream
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.kivi import KiviStream
+from kvlab.codecs.klt import components
+from kvlab.codecs.nf4 import Nf4Stream
+from kvlab.codecs.nf4 import codec as nf4
+from kvlab.codecs.oscar import OscarStream
+from kvlab.codecs.oscar import codec as oscar
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared import halves, lattice, products, quantizer, rotation, spread, uniform, whitening
+from kvlab.codecs.stream import packing
+from kvlab.codecs.stream.bitstream import frame_bytes
 from kvlab.core.errors import CalibrationMismatch, NonFinite, StreamError
-from kvlab.core.recipe import (
-    D4Stream,
-    E8Stream,
-    Fp8Stream,
-    HadamardStream,
-    IntStream,
-    KiviStream,
-    Nf4Stream,
-    OscarStream,
-)
 from tiers import examples
 
 SITE = making.SITE

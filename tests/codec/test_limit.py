@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.codec import limit, quantizer
-from kvlab.codec.seeding import generator
+from kvlab.codecs.shared import quantizer
+from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import NonFinite, UserError
+from validation.limit import theory as limit
 
 DOUBLING = torch.tensor([16.0, 4.0, 1.0], dtype=torch.float64)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from codec.making import second_moment
-from kvlab.codec import metric
+from kvlab.codecs.shared import metric
 
 DIM, LAGS = 8, 6
 

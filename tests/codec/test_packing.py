@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.codec.block import outliers
-from kvlab.codec.stream import packing
+from kvlab.codecs.block import outliers
+from kvlab.codecs.stream import packing
 from kvlab.core.errors import StreamError
 from tiers import examples
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
-from kvlab.codec import rotation, whitening
-from kvlab.codec.base import Site
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.base import Site
+from kvlab.codecs.shared import rotation, whitening
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from tiers import examples
 
 CASES = ladder_making.storing()

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from codec.making import second_moment
-from kvlab.codec import whitening
-from kvlab.codec.stream import published
-from kvlab.codec.stream.published import SigmaQ
+from kvlab.codecs.shared import whitening
+from kvlab.codecs.stream import published
+from kvlab.codecs.stream.published import SigmaQ
 from kvlab.core.errors import StreamError
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kvlab.codec import quantizer
+from kvlab.codecs.shared import quantizer
 from kvlab.core.errors import NonFinite, StorageError
 
 # Max (1960), table I, and Paez and Glisson (1972): mean squared error of the optimal quantiser of N(0, 1)

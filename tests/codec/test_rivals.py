@@ -8,27 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec import ladder_making, making
-from kvlab.codec import quantizer
-from kvlab.codec.base import StreamCalibration
-from kvlab.codec.ended import EndedCodec, Kept
-from kvlab.codec.ladder import kvquant
-from kvlab.codec.recipes import named_recipe
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.base import StreamCalibration
+from kvlab.codecs.catalogue import LADDERED, PIPELINED, PUBLISHED
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.kivi import KiviStream
+from kvlab.codecs.kvquant import KvQuantStream
+from kvlab.codecs.kvquant import codec as kvquant
+from kvlab.codecs.recipes import named_recipe
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared import quantizer
+from kvlab.codecs.shared.ended import EndedCodec, Kept
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.turboquant import TurboQuantStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, UnknownName
-from kvlab.core.recipe import (
-    Cell,
-    HadamardStream,
-    IntStream,
-    KiviStream,
-    KvQuantStream,
-    Recipe,
-    TurboQuantStream,
-    canonical,
-    digest,
-)
-from kvlab.core.rivals import RIVALS, rival_recipe
-from kvlab.core.rungs import LADDERED, PIPELINED, ladder_recipe
+from kvlab.core.recipe import Cell, Recipe, canonical, digest
 from tiers import examples
 
 SITE = making.SITE
@@ -53,19 +47,19 @@ def test_recipes_that_were_there_before_keep_their_ids(name, bits):
     assert named_recipe(name, bits).recipe_id == IDS[name, bits]
 
 
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_recipe_is_json_and_back_and_asked_for_by_its_name_everywhere(name, tiny_params):
-    recipe = rival_recipe(name, 2, 3)
+    recipe = named_recipe(name, 2, 3)
     assert Recipe.model_validate_json(canonical(recipe)) == recipe == named_recipe(name, 2, 3)
     assert (recipe.k.bits, recipe.v.bits) == (2, 3)
-    assert ladder_recipe(name, 2, "", tiny_params) == rival_recipe(name, 2)
+    assert named_recipe(name, 2, params=tiny_params) == named_recipe(name, 2)
     assert name not in LADDERED
     with pytest.raises(ParamsError, match="cannot be conditioned"):
-        ladder_recipe(name, 2, "center", tiny_params)
+        named_recipe(f"{name}+center", 2, params=tiny_params)
 
 
 def test_bits_and_settings_of_a_published_codec_are_checked():
-    assert rival_recipe("kivi-paper", 2, group=64).k.group == 64
+    assert named_recipe("kivi-paper", 2, group=64).k.group == 64
     with pytest.raises(ParamsError, match="needs bits"):
         named_recipe("kivi-paper")
     with pytest.raises(ParamsError, match="colour: Extra"):
@@ -84,7 +78,7 @@ def test_a_cell_stands_where_its_recipe_codes_k():
             layers=(0,), windows=1, recipe=recipe, **more,
         )  # fmt: skip
 
-    after, before = rival_recipe("kivi-paper", 2), rival_recipe("kvquant-paper", 2)
+    after, before = named_recipe("kivi-paper", 2), named_recipe("kvquant-paper", 2)
     assert cell(after).placement == cell(after, placement="pre_rope").placement == "post_rope"
     assert cell(before).placement == "pre_rope" and cell(before, placement="post_rope").placement == "post_rope"
     assert Cell.model_validate_json(canonical(cell(after))) == cell(after)

@@ -2,7 +2,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from kvlab.codec import rotation
+from kvlab.codecs.shared import rotation
 
 
 def sylvester(width):

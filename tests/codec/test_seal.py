@@ -7,8 +7,8 @@ import hmac
 
 import pytest
 
-from kvlab.codec.stream import tree
-from kvlab.codec.stream.seal import UNSIGNED, Key, Seal
+from kvlab.codecs.stream import tree
+from kvlab.codecs.stream.seal import UNSIGNED, Key, Seal
 from kvlab.core.errors import StorageError, StreamError, UserError
 
 # Inputs and roots of the Certificate Transparency project's own tests of RFC 6962.

@@ -3,8 +3,8 @@ from itertools import pairwise
 import torch
 
 from codec.making import SITE
-from kvlab.codec.block import shape_gain
-from kvlab.codec.block.stored import Rounding
+from kvlab.codecs.block import shape_gain
+from kvlab.codecs.block.stored import Rounding
 
 HALF = Rounding(torch.float16, SITE, whitened=False)
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from codec.making import SITE, nbytes, recipe, stream
-from kvlab.codec.base import Site, Stats
-from kvlab.codec.block.codec import BlockCodec
-from kvlab.codec.names import ALL
-from kvlab.codec.registry import build
-from kvlab.codec.seeding import stable_seed
+from kvlab.codecs.base import Site, Stats
+from kvlab.codecs.block.codec import BlockCodec
+from kvlab.codecs.noise import NoiseStream
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared.seeding import stable_seed
 from kvlab.core.errors import NonFinite, StreamError, UnknownName, UserError
-from kvlab.core.recipe import IdentityStream, NoiseStream, PluginStream, StreamRecipe
+from kvlab.core.recipe import CODECS, PluginStream, StreamRecipe
+from kvlab.core.settings import IdentityStream
 
 
 def noised(sigma, x, site=SITE, seed=3):
@@ -24,8 +25,8 @@ def noised(sigma, x, site=SITE, seed=3):
 def test_registry_has_a_codec_for_every_recipe_and_refuses_others():
     recipes = {get_args(tagged)[0] for tagged in get_args(get_args(StreamRecipe)[0])}
     own = recipes - {PluginStream}  # which names a codec of another package: test_plugins builds one
-    assert len(own) == len(recipes) - 1 == len(ALL)
-    assert set(ALL) == {each.model_fields["codec"].default for each in own}
+    assert len(own) == len(recipes) - 1 == len(CODECS)
+    assert set(CODECS) == {each.model_fields["codec"].default for each in own}
     for each in (IdentityStream(), NoiseStream(sigma=0, seed=0), recipe()):
         assert build(each).recipe == each
     assert isinstance(build(recipe()), BlockCodec)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from codec.making import recipe
-from kvlab.codec import transform
+from kvlab.codecs.shared import transform
 
 
 def planted(energies, rows=400, seed=0):

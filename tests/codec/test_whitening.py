@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codec.making import second_moment, stream
-from kvlab.codec import whitening
+from kvlab.codecs.shared import whitening
 from kvlab.core.errors import CalibrationMismatch, NonFinite
 from tiers import examples
 

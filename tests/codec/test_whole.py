@@ -11,17 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvlab.codec import quantizer
-from kvlab.codec.registry import build
-from kvlab.codec.stream.cache_file import CacheHeader, CacheReader
-from kvlab.codec.whole import aquakv, kvtc
-from kvlab.codec.whole.aquakv import AquaKvCodec
-from kvlab.codec.whole.file import Owner
-from kvlab.codec.whole.grids import INDICES, fitted, grid, nearest
-from kvlab.codec.whole.kvtc import KvtcCodec
+from kvlab.codecs.aquakv import AquaKvStream
+from kvlab.codecs.aquakv import codec as aquakv
+from kvlab.codecs.aquakv.codec import AquaKvCodec
+from kvlab.codecs.aquakv.grids import INDICES, fitted, grid, nearest
+from kvlab.codecs.kvtc import KvtcStream
+from kvlab.codecs.kvtc import codec as kvtc
+from kvlab.codecs.kvtc.codec import KvtcCodec
+from kvlab.codecs.recipes import named_recipe
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared import quantizer
+from kvlab.codecs.stream.cache_file import CacheHeader, CacheReader
+from kvlab.codecs.stream.whole_file import Owner
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, StreamError
-from kvlab.core.recipe import AquaKvStream, KvtcStream, Recipe
-from kvlab.core.rivals import rival_recipe
+from kvlab.core.recipe import Recipe
 from tiers import examples
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 4, 2, 8, 96
@@ -267,7 +270,7 @@ def test_bits_without_a_grid_and_tensors_alone_are_refused():
         with pytest.raises(ValidationError):
             AquaKvStream(**wrong)
     for name in ("kvtc-paper", "aquakv-paper"):
-        recipe = rival_recipe(name, 2, 3)
+        recipe = named_recipe(name, 2, 3)
         with pytest.raises(CapabilityError, match="codes all layers of a cache at once"):
             build(recipe.k)
         with pytest.raises(ValidationError, match="K and V alike"):

@@ -8,8 +8,10 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvlab.codec.recipes import named_recipe
-from kvlab.core.recipe import IDENTITY, HadamardStream, KiviStream, Recipe
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.kivi import KiviStream
+from kvlab.codecs.recipes import named_recipe
+from kvlab.core.recipe import IDENTITY, Recipe
 from kvlab_mechanisms.decoding.acceptance import BesideExact, CompressedKVDrafter
 from kvlab_mechanisms.decoding.law import Sampling, law
 from kvlab_mechanisms.decoding.speculate import Report, plain, speculate

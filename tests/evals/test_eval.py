@@ -18,7 +18,11 @@ from kvlab.cache.recipe_file import write_recipe_file
 from kvlab.cli import evals as eval_verb
 from kvlab.cli import gate as importing
 from kvlab.cli import main as cli
-from kvlab.core.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, Recipe
+from kvlab.codecs.fp8 import Fp8Stream
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.core.recipe import Recipe
+from kvlab.core.settings import IdentityStream
 from kvlab.evals.evidence import MEASURING
 from kvlab.gate import registry
 

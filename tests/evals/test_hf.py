@@ -9,9 +9,15 @@ import torch
 
 from kvlab.cache.counts import expected_fires
 from kvlab.cache.hf_cache import KVCache
+from kvlab.codecs.fp8 import Fp8Stream
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.kivi import KiviStream
+from kvlab.codecs.klt import KltStream
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.model import load_tokenizer
-from kvlab.core.recipe import Fp8Stream, HadamardStream, IdentityStream, IntStream, KiviStream, KltStream, Recipe
+from kvlab.core.recipe import Recipe
+from kvlab.core.settings import IdentityStream
 from kvlab.evals.canary import ONE_BIT, Guard
 from kvlab.evals.hf import CodedHFSide, HFSide, sides
 from kvlab.evals.side import Score, Write

@@ -7,9 +7,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.codec.names import ALL, UNSTORED
+from kvlab.codecs.catalogue import KEPT_WHOLE, LADDERED, UNSTORED
 from kvlab.core.errors import UserError
-from kvlab.core.rungs import KEPT_WHOLE, LADDERED
+from kvlab.core.recipe import CODECS
 from kvlab.gate.catalogue.columns import MECHANISMS
 from kvlab.gate.evidence.measures import measured, paired
 from kvlab.gate.evidence.quality import judge
@@ -80,7 +80,7 @@ def test_longbench_v2_is_accuracy_and_scored_without_decoding():
 
 
 def test_every_codec_of_the_ladder_is_registered_once_under_its_own_name():
-    own = [entry for entry in load().mechanisms.values() if entry.variant in ALL]
+    own = [entry for entry in load().mechanisms.values() if entry.variant in CODECS]
     assert sorted(entry.variant for entry in own) == sorted((*LADDERED, *KEPT_WHOLE))
     assert all(entry.codecs == (entry.variant,) and not entry.lossless and not entry.umbrella for entry in own)
 

@@ -26,13 +26,13 @@ BITS = (1, 1.5, 2, 3, 4, 5, 8)
 
 def recipe_ids() -> dict[str, str]:
     """The id of every codec's recipe at every bits that it takes, plain and with what may stand in front of it."""
-    from kvlab.codec.recipes import named_recipe
+    from kvlab.codecs.catalogue import PUBLISHED
+    from kvlab.codecs.recipes import named_recipe
     from kvlab.core.errors import UserError
     from kvlab.core.recipe import STREAMS
-    from kvlab.core.rivals import RIVALS
 
     found = {}
-    for name in (*STREAMS, *RIVALS):
+    for name in (*STREAMS, *PUBLISHED):
         for front in ("", "+center", "+center+whiten", "+center+weigh"):
             for bits in (None, *BITS):
                 try:
@@ -60,7 +60,7 @@ def coded_bytes() -> dict[str, str]:
 
 def _coded_bytes() -> dict[str, str]:
     from codec import ladder_making, making
-    from kvlab.codec.stream.bitstream import frame_bytes
+    from kvlab.codecs.stream.bitstream import frame_bytes
 
     found = {}
     for name, condition in ladder_making.storing():

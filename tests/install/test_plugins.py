@@ -13,9 +13,9 @@ from kvlab.cache.calibration_file import write_calibration
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import read_recipe_file, write_recipe_file
 from kvlab.calibration import load as calibration
-from kvlab.codec.registry import build
-from kvlab.codec.testing import CHECKS, NotConformant, Subject, conformance
-from kvlab.core import plugins
+from kvlab.codecs import plugins
+from kvlab.codecs.registry import build
+from kvlab.codecs.testing import CHECKS, NotConformant, Subject, conformance
 from kvlab.core.errors import KvlabError, ParamsError, PluginError, UnknownName
 from kvlab.core.model import resolve
 from kvlab.core.recipe import Recipe

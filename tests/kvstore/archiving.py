@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.calibrate import calibrate
-from kvlab.codec.recipes import named_recipe
+from kvlab.codecs.recipes import named_recipe
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.snapshot.archive import ArchiveChunks
 from kvlab.text import corpus

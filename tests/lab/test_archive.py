@@ -14,11 +14,11 @@ from kvlab.cache.calibration_file import load_calibration, write_calibration
 from kvlab.calibration.across import expected_attention
 from kvlab.calibration.calibrate import calibrate
 from kvlab.calibration.metrics import ErrorMetrics
-from kvlab.codec.archive.file import ArchiveHeader, dump, load, refuse_other
-from kvlab.codec.archive.tokens import FirstLayer
-from kvlab.codec.recipes import named_recipe
-from kvlab.codec.registry import build
-from kvlab.codec.stream.seal import Key
+from kvlab.codecs.archive.file import ArchiveHeader, dump, load, refuse_other
+from kvlab.codecs.archive.tokens import FirstLayer
+from kvlab.codecs.recipes import named_recipe
+from kvlab.codecs.registry import build
+from kvlab.codecs.stream.seal import Key
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, StreamError, UserError
 from kvlab.core.model import resolve
 from kvlab.core.params import Model
@@ -128,7 +128,9 @@ def test_no_layer_below_is_there_inside_a_forward(hf_engine, calibrated):
 def test_recipes_of_half_an_archive_are_refused():
     from pydantic import ValidationError
 
-    from kvlab.core.recipe import ArchiveStream, Fp8Stream, Recipe
+    from kvlab.codecs.archive import ArchiveStream
+    from kvlab.codecs.fp8 import Fp8Stream
+    from kvlab.core.recipe import Recipe
 
     archive = ArchiveStream(bits=2)
     with pytest.raises(ValidationError, match="K and V alike"):

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from kvlab.calibration import load as calibration
-from kvlab.codec.base import Site
-from kvlab.codec.controls.identity import IdentityCodec
-from kvlab.codec.stream.cache_file import CacheHeader, CacheReader, CacheWriter
+from kvlab.codecs.base import Site
+from kvlab.codecs.block.studied import studied_recipe
+from kvlab.codecs.identity.codec import IdentityCodec
+from kvlab.codecs.noise import NoiseStream
+from kvlab.codecs.stream.cache_file import CacheHeader, CacheReader, CacheWriter
 from kvlab.core.errors import CodecNotActive, Fault
-from kvlab.core.recipe import IDENTITY, Cell, IdentityStream, NoiseStream, Recipe, digest
-from kvlab.core.studied import studied_recipe
+from kvlab.core.recipe import IDENTITY, Cell, Recipe, digest
+from kvlab.core.settings import IdentityStream
 from kvlab.measure.coding import CleanCapture, Coder, InForward
 from kvlab.measure.scoring import CANARY, WindowRun
 from kvlab.measure.subjects import probed, probes_of

@@ -13,9 +13,8 @@ from kvlab.calibration.calibrate import calibrate, looked_at
 from kvlab.calibration.joint import JointTap, outputs
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.needs import needed_files
-from kvlab.codec.recipes import named_recipe
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, WitnessDisagrees
-from kvlab.core.rivals import rival_recipe
 from kvlab.measure.coding import CleanCapture
 from kvlab.measure.trial import Subject, _cell, score
 from kvlab.measure.whole import coder_of
@@ -24,13 +23,13 @@ from kvlab.witness.plain import PlainModel
 CONTEXT = 64
 ENDS = {"sink": 2, "recent": 6}
 NAMES = ("kvtc-paper", "aquakv-paper")
-RECIPES = {name: rival_recipe(name, 2, **ENDS) for name in (*NAMES, "oscar-paper")}
+RECIPES = {name: named_recipe(name, 2, **ENDS) for name in (*NAMES, "oscar-paper")}
 
 
 @pytest.fixture(scope="module")
 def calibrated(hf_engine, calib_windows):
     windows = calib_windows.calib[:, :CONTEXT].tolist()
-    recipes = [*RECIPES.values(), *(rival_recipe("aquakv-paper", bits, **ENDS) for bits in (1, 3))]
+    recipes = [*RECIPES.values(), *(named_recipe("aquakv-paper", bits, **ENDS) for bits in (1, 3))]
     return calibrate(hf_engine, windows, recipes, corpus_hash=calib_windows.corpus_hash, sample=4)
 
 
@@ -46,7 +45,7 @@ def begun(hf_engine, calibrated, recipe, ids, protocol="snapshot", **changes):
 
 def test_they_are_measured_and_witnessed_and_more_bits_cost_less(hf_engine, calibrated, calib_windows):
     subjects = [
-        Subject(f"{name} {bits}", rival_recipe(name, bits, **ENDS), calibrated) for name in NAMES for bits in (1, 3)
+        Subject(f"{name} {bits}", named_recipe(name, bits, **ENDS), calibrated) for name in NAMES for bits in (1, 3)
     ]
     subjects.append(Subject("oscar-paper", RECIPES["oscar-paper"], calibrated))
     windows = np.asarray(calib_windows.test[:2])
@@ -95,7 +94,7 @@ def test_a_calibration_file_codes_as_what_it_was_made_of(tmp_path, hf_engine, ca
         reader, _ = begun(hf_engine, again, recipe, ids)
         assert reader.stored == coder.stored
     if name in NAMES:
-        other = rival_recipe(name, 2, **(ENDS | {"sink": 1}))
+        other = named_recipe(name, 2, **(ENDS | {"sink": 1}))
         with pytest.raises(StreamError, match="coded with recipe_id"):
             list(again.whole_of(other).decode(other, coder.stored, ids[:CONTEXT]))
         with pytest.raises(CapabilityError, match="not some of them"):
@@ -111,12 +110,12 @@ def test_what_was_not_fitted_or_cannot_be_coded_is_refused(tmp_path, hf_engine, 
     with pytest.raises(CapabilityError, match="all layers, not some"):
         begun(hf_engine, calibrated, RECIPES["aquakv-paper"], ids, layers=(1, 2))
     with pytest.raises(CalibrationMismatch, match="aquakv at other bits"):
-        begun(hf_engine, calibrated, rival_recipe("aquakv-paper", 4), ids)
+        begun(hf_engine, calibrated, named_recipe("aquakv-paper", 4), ids)
     for recipe in RECIPES.values():
         with pytest.raises(CapabilityError, match="kvlab calibrate"):
             needed_files(recipe)
     with pytest.raises(ParamsError, match=r"settings: .*no grid of words of 2; allowed: multiples of 0\.5 to 4"):
-        rival_recipe("aquakv-paper", 1.4)
+        named_recipe("aquakv-paper", 1.4)
 
 
 def test_only_what_recipes_read_is_looked_at():

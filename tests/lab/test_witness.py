@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import tiny
-from kvlab.codec.recipes import named_recipe
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core import testimony
 from kvlab.core.decoder import Decoder
 from kvlab.core.errors import Fault, WitnessDisagrees

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvlab.codec.stream.seal import Key
+from kvlab.codecs.stream.seal import Key
 from kvlab.core.errors import KvlabError, StorageError, UserError
 from kvlab.core.recipe import canonical
 from kvlab_mechanisms.ledger.checkpoint import Checkpoint, LedgerBroken, advance, verify
@@ -44,7 +44,7 @@ def test_a_log_read_again_is_the_log(path):
 
 
 def leaf_of(one: Entry) -> bytes:
-    from kvlab.codec.stream.tree import leaf
+    from kvlab.codecs.stream.tree import leaf
 
     return leaf(encoded(one))
 

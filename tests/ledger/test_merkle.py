@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.codec.stream import tree as sealed
-from kvlab.codec.stream.tree import leaf
+from kvlab.codecs.stream import tree as sealed
+from kvlab.codecs.stream.tree import leaf
 from kvlab.core.errors import UserError
 from kvlab_mechanisms.ledger.merkle import EMPTY, Tree, proves_consistency, proves_inclusion
 

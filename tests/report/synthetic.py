@@ -13,8 +13,10 @@ import numpy as np
 import polars as pl
 
 from kvlab.calibration.needs import coded_by, pieces
+from kvlab.codecs.block import BlockStream
+from kvlab.codecs.block.studied import coded_layers
 from kvlab.core.params import Params
-from kvlab.core.recipe import IDENTITY, BlockStream, Cell, Engine, digest
+from kvlab.core.recipe import IDENTITY, Cell, Engine, digest
 from kvlab.core.records import (
     TOKENS,
     BaselineRecord,
@@ -29,7 +31,6 @@ from kvlab.core.records import (
     write_json,
     write_table,
 )
-from kvlab.core.studied import coded_layers
 from kvlab.core.testimony import LIBRARIES, Proof, Testimony
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.baseline.truth import peer_of

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from kvlab.codec.quantizer import gaussian_table, mse
+from kvlab.codecs.shared.quantizer import gaussian_table, mse
 from kvlab.core.errors import CapabilityError, NonFinite, ParamsError, StorageError
 from kvlab.core.records import write_json
 from kvlab.engines.registry import start

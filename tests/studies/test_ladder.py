@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.codec.klt.components import fit
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.klt.components import fit
 from kvlab.core.errors import MissingResult, MixedIdentity, ParamsError
-from kvlab.core.recipe import KltStream
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.pages.basis import Basis
 from kvlab_pipeline.report import figures, findings

@@ -7,6 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from kvlab.codecs.hadamard import HadamardStream
 from kvlab.core.errors import (
     CapabilityError,
     CodecNotActive,
@@ -17,7 +18,7 @@ from kvlab.core.errors import (
     WitnessDisagrees,
 )
 from kvlab.core.model import resolve
-from kvlab.core.recipe import IDENTITY, HadamardStream, Recipe
+from kvlab.core.recipe import IDENTITY, Recipe
 from kvlab.core.records import CANARY_MIN
 from kvlab.engines import registry
 from kvlab.engines.registry import start as real_start

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvlab.codecs.block.studied import coded_layers, studied_recipe
 from kvlab.core.errors import MissingResult, StaleResult, StorageError
 from kvlab.core.paramfile import overlay
 from kvlab.core.recipe import IDENTITY
 from kvlab.core.records import Provenance, write_json
-from kvlab.core.studied import coded_layers, studied_recipe
 from kvlab_pipeline.jobs import plan as plans
 from kvlab_pipeline.studies.mitigations import plan
 from kvlab_pipeline.studies.mitigations.plan import Choice, ChoiceRecord, Step, current, read_choice, search_id

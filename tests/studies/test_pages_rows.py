@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvlab.calibration.load import load
+from kvlab.codecs.hadamard import HadamardStream
 from kvlab.core.errors import CapabilityError, CodecNotActive
-from kvlab.core.recipe import HadamardStream, Recipe, digest
+from kvlab.core.recipe import Recipe, digest
 from kvlab.core.records import CANARY_MIN
 from kvlab.core.testimony import Pool, Proof, Served
 from kvlab.engines import registry

@@ -14,13 +14,14 @@ import torch
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured
 from kvlab.calibration.load import Fitted
-from kvlab.codec.base import Site
-from kvlab.codec.controls.identity import IdentityCodec
-from kvlab.codec.whitening import Whitener
+from kvlab.codecs.base import Site
+from kvlab.codecs.identity.codec import IdentityCodec
+from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import resolve
 from kvlab.core.paramfile import overlay
-from kvlab.core.recipe import Cell, IdentityStream
+from kvlab.core.recipe import Cell
+from kvlab.core.settings import IdentityStream
 from kvlab.measure.coding import Coder
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab_pipeline.studies.residual.measure import code, histograms, residual, table

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.calibration import load as calibration
+from kvlab.codecs.block.studied import studied_recipe
+from kvlab.codecs.noise import NoiseStream
 from kvlab.core import code
 from kvlab.core.errors import CodecNotActive, NonFinite
-from kvlab.core.recipe import IDENTITY, Cell, LayerRecipe, NoiseStream, Recipe
-from kvlab.core.studied import studied_recipe
+from kvlab.core.recipe import IDENTITY, Cell, LayerRecipe, Recipe
 from kvlab.engines import registry
 from kvlab.measure.coding import Coder
 from kvlab.measure.engines import Engines

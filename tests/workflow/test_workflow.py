@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 import embedded
-from kvlab.codec.names import ALL
 from kvlab.core.params import Params
+from kvlab.core.recipe import CODECS
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.settings import read_params
 from kvlab_pipeline.studies.units import engines_of, units
@@ -261,7 +261,7 @@ def test_a_study_depends_on_the_codecs_that_it_loads_by_name(study, stages, para
     names = {one.codec for stream in streams for one in (stream, getattr(stream, "of", stream))}
     canary, stage = {"block"}, study if study == plan.LADDER else "measure"
     for name in names | canary:
-        module = ALL[name].partition(":")[0]
+        module = CODECS[name].partition(":")[0]
         assert f"results/code/{module}.txt" in stages[stage]["deps"], name
 
 

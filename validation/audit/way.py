@@ -276,9 +276,9 @@ def _other_metric(changes: Changes) -> None:
 
 
 @PLANTS.fault("a codec that decodes its own bytes one per cent too small, in chain and witness alike",
-              beyond="witness and chain run the same codec, and ask it the same; `kvlab.codec.testing` and each "
+              beyond="witness and chain run the same codec, and ask it the same; `kvlab.codecs.testing` and each "
               "codec's own tests are what speaks for it")  # fmt: skip
 def _poorer_codec(changes: Changes) -> None:
-    from kvlab.codec.block.codec import BlockCodec
+    from kvlab.codecs.block.codec import BlockCodec
 
     changes.around(BlockCodec, "decode", lambda decode: lambda self, encoded: 0.99 * decode(self, encoded))

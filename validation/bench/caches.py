@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.archive_file import archive_identity, load_archive
-from kvlab.codec.archive.file import load
+from kvlab.codecs.archive.file import load
 from kvlab.core.errors import MixedIdentity, UserError
 from kvlab.core.model import ModelInfo
 from kvlab.core.params import Params

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvlab.codec.base import Site
+from kvlab.codecs.base import Site
 from kvlab.core.errors import StaleResult, StorageError
 from kvlab.core.model import ModelInfo
 from kvlab.core.params import Params

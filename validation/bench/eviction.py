@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvlab.cli.checked import config_of, info_of, readable_text
-from kvlab.codec.metric import rotated
+from kvlab.codecs.shared.metric import rotated
 from kvlab.core.model import load_tokenizer
 from kvlab.core.records import sha256, write_json
 from kvlab.engines.base import Part

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlab.core.recipe import BlockStream, Recipe
+from kvlab.codecs.block import BlockStream
+from kvlab.core.recipe import Recipe
 
 LAYERS = (5, 13)
 

@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.capture import Captured
-from kvlab.codec.base import Site, StreamCalibration
+from kvlab.codecs.base import Site, StreamCalibration
+from kvlab.codecs.klt import KltStream
 from kvlab.core.errors import KvlabError, MixedIdentity, StorageError, UserError
 from kvlab.core.machine import cpu_name
 from kvlab.core.model import resolve
 from kvlab.core.origin import read_origin
 from kvlab.core.params import Params
-from kvlab.core.recipe import KltStream
 from kvlab.core.records import machine, versions, write_json
 from kvlab.text import corpus
 from validation.bench import caches, clock, divergence, page, published, sources

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from kvlab.codec import limit
-from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.klt.components import FLOOR
-from kvlab.codec.klt.grouping import block_diagonal, heads_together, joined, parted
-from kvlab.codec.seeding import generator
+from kvlab.codecs.base import Site, StreamCalibration
+from kvlab.codecs.klt.components import FLOOR
+from kvlab.codecs.klt.grouping import block_diagonal, heads_together, joined, parted
+from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import UserError
 from validation.bench.sources import Sample
 from validation.bench.subjects import Coder, Subject, calibrate
+from validation.limit import theory as limit
 
 
 @dataclass(frozen=True)

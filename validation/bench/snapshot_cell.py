@@ -16,11 +16,11 @@ import polars as pl
 import torch
 
 from kvlab.calibration.calibrate import calibrate
-from kvlab.codec.recipes import named_recipe
+from kvlab.codecs.catalogue import LADDERED, has_bits
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Cell, Recipe, digest
 from kvlab.core.records import write_text
-from kvlab.core.rungs import LADDERED, has_bits
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.measure.coding import Coder

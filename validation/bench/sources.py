@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvlab.calibration.capture import Captured
 from kvlab.calibration.metrics import ErrorMetrics
-from kvlab.codec.seeding import generator
+from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import StorageError, UserError
 from kvlab.core.model import ModelInfo
 

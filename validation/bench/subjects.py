@@ -9,27 +9,21 @@ import torch
 from torch import Tensor
 
 from kvlab.calibration.needs import reads
-from kvlab.codec import limit, whitening
-from kvlab.codec.base import Codec, Encoded, Site, StreamCalibration
-from kvlab.codec.klt import components
-from kvlab.codec.metric import ridged
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.base import Codec, Encoded, Site, StreamCalibration
+from kvlab.codecs.block import BlockStream
+from kvlab.codecs.klt import KltStream, components
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared.metric import ridged
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import CapabilityError
 from kvlab.core.params import Params
-from kvlab.core.recipe import (
-    IDENTITY,
-    WHOLE,
-    BlockStream,
-    Conditioned,
-    IdentityStream,
-    KltStream,
-    Recipe,
-    StreamRecipe,
-)
+from kvlab.core.recipe import IDENTITY, WHOLE, Recipe, StreamRecipe
+from kvlab.core.settings import Conditioned, IdentityStream
 from kvlab_pipeline.studies.ladder.plan import rungs
 from validation.bench.rivals import LIBRARIES, Library, Rival, Stored, usable
 from validation.bench.sources import Sample
+from validation.limit import theory as limit
 
 
 class Coder(Protocol):

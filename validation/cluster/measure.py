@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvlab.cli.checked import config_of, info_of
-from kvlab.codec.recipes import named_recipe
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import Fault, UserError
 from kvlab.core.machine import cpu_name
 from kvlab.core.records import versions

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvlab.codec.archive.layer import DEAD
+from kvlab.codecs.archive.layer import DEAD
 
 BIN = 1 / 64  # of log2 of a variance; the rate is off by at most a quarter of it
 LOWEST, HIGHEST = -120.0, 60.0

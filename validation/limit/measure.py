@@ -20,15 +20,16 @@ from kvlab.calibration.archive import Archive
 from kvlab.calibration.load import Calibrated
 from kvlab.cli.checked import Named, config_of, info_of, readable_text
 from kvlab.cli.fitting import CalibrationText
-from kvlab.codec.archive.file import ArchiveHeader, load
-from kvlab.codec.archive.model import STREAMS
-from kvlab.codec.archive.moments import Across
-from kvlab.codec.archive.steps import HALF, OCTAVE, exponents, trusted
-from kvlab.codec.base import Site
-from kvlab.codec.recipes import named_recipe
+from kvlab.codecs.archive import ArchiveStream
+from kvlab.codecs.archive.file import ArchiveHeader, load
+from kvlab.codecs.archive.model import STREAMS
+from kvlab.codecs.archive.moments import Across
+from kvlab.codecs.archive.steps import HALF, OCTAVE, exponents, trusted
+from kvlab.codecs.base import Site
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.model import load_tokenizer
 from kvlab.core.origin import read_origin
-from kvlab.core.recipe import WHOLE, ArchiveStream, Cell, Recipe
+from kvlab.core.recipe import WHOLE, Cell, Recipe
 from kvlab.core.records import sha256, versions
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start

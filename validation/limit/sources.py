@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.codec.archive.model import STREAMS, ArchiveModel, sources_of
-from kvlab.codec.archive.moments import Across
-from kvlab.codec.klt.grouping import diagonal_blocks
+from kvlab.codecs.archive.model import STREAMS, ArchiveModel, sources_of
+from kvlab.codecs.archive.moments import Across
+from kvlab.codecs.klt.grouping import diagonal_blocks
 
 FLOOR = 1e-30  # nats
 RIDGE = 1e-5  # of each predictor's own variance; heads may be wider together than what they are projected from

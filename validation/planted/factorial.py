@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from kvlab.calibration.load import Fitted
-from kvlab.codec import whitening
-from kvlab.codec.names import CODECS
-from kvlab.codec.quantizer import gaussian_table
-from kvlab.codec.stream.published import SigmaQ, write_sigma
+from kvlab.codecs.catalogue import TENSORWISE
+from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared.quantizer import gaussian_table
+from kvlab.codecs.stream.published import SigmaQ, write_sigma
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params
 from kvlab.core.recipe import digest
@@ -186,7 +186,7 @@ def in_place(planted: Planted) -> Iterator[None]:
 
     marking = {"block": "validation.planted.shim:MarkingCodec"}
     silent = patch.object(witnessing, "testify", unexamined)
-    with patch.dict(CODECS, marking), patch.object(registry, "start", started), silent:
+    with patch.dict(TENSORWISE, marking), patch.object(registry, "start", started), silent:
         yield
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from kvlab.core.recipe import IDENTITY, HadamardStream, LayerRecipe, Recipe
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.core.recipe import IDENTITY, LayerRecipe, Recipe
 from kvlab.measure.coding import Coder
 from kvlab.stats.bootstrap import Column
 from validation.planted.claims import Case, Claim, exactly

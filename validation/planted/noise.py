@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.sigma import second_moment
-from kvlab.codec import whitening
-from kvlab.codec.base import Encoded, Place, Site, block_index, checked
-from kvlab.codec.seeding import generator
-from kvlab.core.recipe import IDENTITY, Cell, NoiseStream, Recipe
+from kvlab.codecs.base import Encoded, Place, Site, block_index, checked
+from kvlab.codecs.noise import NoiseStream
+from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared.seeding import generator
+from kvlab.core.recipe import IDENTITY, Cell, Recipe
 from kvlab.engines.base import Part
 from kvlab.measure.coding import Coder
 from kvlab.stats.bootstrap import Column

@@ -20,11 +20,15 @@ from kvlab.calibration.components import ridged_sigma
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.sigma import second_moment
-from kvlab.codec import whitening
-from kvlab.codec.base import Site
-from kvlab.codec.klt import components
-from kvlab.codec.metric import ridged, rotated
-from kvlab.core.recipe import BlockStream, HadamardStream, IdentityStream, IntStream, KltStream, Recipe, StreamRecipe
+from kvlab.codecs.base import Site
+from kvlab.codecs.block import BlockStream
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.klt import KltStream, components
+from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared.metric import ridged, rotated
+from kvlab.core.recipe import Recipe, StreamRecipe
+from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import Engine, Part
 from kvlab.engines.hooks import attention_layers
 from kvlab.measure.coding import Coded, Coder

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.codec.base import Encoded, Place, Site, StreamCalibration, block_index, checked
-from kvlab.codec.block.codec import BlockCodec
-from kvlab.codec.quantizer import gaussian_table
+from kvlab.codecs.base import Encoded, Place, Site, StreamCalibration, block_index, checked
+from kvlab.codecs.block import BlockStream
+from kvlab.codecs.block.codec import BlockCodec
+from kvlab.codecs.shared.quantizer import gaussian_table
 from kvlab.core.errors import Fault
-from kvlab.core.recipe import BlockStream
 from kvlab.core.testimony import Proof, Testimony
 from kvlab.engines.base import ContextCache, Engine, Part, Storage, Tap
 from kvlab.measure.scoring import CANARY_STREAM

@@ -17,16 +17,19 @@ from scipy.stats import norm
 from torch import Tensor
 
 from kvlab.calibration.load import Calibrated
-from kvlab.codec import limit, quantizer
-from kvlab.codec.base import Site
-from kvlab.codec.klt.codec import vector_bits
-from kvlab.codec.klt.components import Components
-from kvlab.codec.klt.marginal import MAX_WIDTH, gaussian_sketch
-from kvlab.codec.seeding import generator
-from kvlab.codec.whitening import Whitener
-from kvlab.core.recipe import Cell, IdentityStream, KltStream, Recipe
+from kvlab.codecs.base import Site
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.klt.codec import vector_bits
+from kvlab.codecs.klt.components import Components
+from kvlab.codecs.klt.marginal import MAX_WIDTH, gaussian_sketch
+from kvlab.codecs.shared import quantizer
+from kvlab.codecs.shared.seeding import generator
+from kvlab.codecs.shared.whitening import Whitener
+from kvlab.core.recipe import Cell, Recipe
+from kvlab.core.settings import IdentityStream
 from kvlab.measure.coding import Coder
 from kvlab.stats.bootstrap import Column
+from validation.limit import theory as limit
 from validation.planted.claims import Case, Claim, up_to
 
 CASE = "gaussian source"

@@ -17,7 +17,7 @@ from typing import Literal
 
 import polars as pl
 
-from kvlab.core.recipe import Frozen
+from kvlab.core.settings import Frozen
 
 WINDOWS = pl.Schema(
     {

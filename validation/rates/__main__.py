@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from kvlab.cli.checked import Named, recipes_of, whole_bits
-from kvlab.codec.recipes import named_recipe
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import UserError
 from kvlab.core.records import read_json, write_json
 from validation.rates.page import write

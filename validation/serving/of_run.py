@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kvlab.cache.calibration_file import write_calibration
 from kvlab.calibration.load import Fitted, load
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.model import resolve
 from kvlab.core.params import Params
-from kvlab.core.rungs import ladder_recipe
 from validation.serving.load import study as loads
 from validation.serving.study import study
 
@@ -49,6 +49,6 @@ def recipes(params: Params, fitted: Fitted, folder: Path, beside: Iterable[tuple
     calibrated = load(fitted, info.model_hash)
     wanted = [(codec, bits) for codec in asked.pages or DEFAULT for bits in asked.bits]
     return [
-        write_calibration(folder / f"{codec}{bits}.kv", ladder_recipe(codec, bits, "", params), calibrated, info)
+        write_calibration(folder / f"{codec}{bits}.kv", named_recipe(codec, bits, params=params), calibrated, info)
         for codec, bits in dict.fromkeys([*wanted, *beside])
     ]

@@ -83,7 +83,7 @@ def measured(model: Path, recipe: Path, texts: list[list[int]], dtype: str) -> d
 
     from kvlab.cache.prepared import prepared
     from kvlab.cache.recipe_file import read_recipe_file
-    from kvlab.codec.base import Site
+    from kvlab.codecs.base import Site
     from kvlab.core.model import resolve
     from kvlab.core.params import Model
     from kvlab.engines.registry import start

@@ -1,8 +1,8 @@
-from kvlab.core.rungs import ladder_recipe
+from kvlab.codecs.recipes import named_recipe
 
 # The recipes that vLLM's own pages hold; `klt` where the gate's rows ask for none.
 PAGED = [
-    ladder_recipe(codec, bits, "", PARAMS)
+    named_recipe(codec, bits, params=PARAMS)
     for codec in (PARAMS.mechanisms.pages or ["klt"])
     for bits in PARAMS.mechanisms.bits
 ]

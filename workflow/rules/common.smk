@@ -23,7 +23,7 @@ from closure import Code
 from declared import Cfg, Declared
 from kvlab.core import lifeline
 from kvlab.calibration.needs import needed_files
-from kvlab.codec.names import CODECS, codec_modules, foreign_codecs
+from kvlab.codecs.catalogue import codec_modules, foreign_codecs
 from kvlab.core.errors import UserError
 from kvlab.core.origin import ORIGIN as ORIGIN_FILE, read_origin
 from kvlab.core.paramfile import read_yaml
@@ -33,9 +33,9 @@ from kvlab_pipeline.studies.ladder.record import wanted_further
 from kvlab_pipeline.studies.mechanisms import plan as planned_mechanisms
 from kvlab_pipeline.studies.units import BASELINE, MECHANISMS, engines_of, reads_tables, units
 from kvlab_pipeline.studies.units import origins as unit_origins
-from kvlab.core.studied import studied_recipe
+from kvlab.codecs.block.studied import studied_recipe
 from kvlab_pipeline.studies.settings import Settings, by_model, judged, resolved
-from kvlab.core.recipe import IDENTITY, WHOLE
+from kvlab.core.recipe import CODECS, IDENTITY, WHOLE
 
 CHAPTERS = sorted(register.modules().values())  # which the report loads by name
 FIGURES = register.figure_names()

@@ -23,7 +23,7 @@ rule planted_report:
             "kvlab_pipeline.studies.factors.plan",
             *[f"kvlab.engines.{engine}" for engine in sorted({"hf", *PARAMS.engines})],
             *[
-                CODECS[name].partition(":")[0]
+                CODECS[name].codec.partition(":")[0]
                 for name in ("identity", "noise", "block", "klt", "hadamard", "int")
             ],
         ),

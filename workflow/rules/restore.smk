@@ -1,8 +1,9 @@
-from kvlab.core.rungs import has_bits, ladder_recipe
+from kvlab.codecs.catalogue import has_bits
+from kvlab.codecs.recipes import named_recipe
 
 # The recipes by which a snapshot's payload is stored.
 STORED = [
-    ladder_recipe(codec, bits, "", PARAMS)
+    named_recipe(codec, bits, params=PARAMS)
     for codec in PARAMS.kvstore.restore.codecs
     for bits in (PARAMS.kvstore.restore.bits if has_bits(codec) else [None])
 ]

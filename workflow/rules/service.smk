@@ -27,7 +27,7 @@ rule service_load:
             "validation.serving.of_run",
             "validation.serving.steps",
             "kvlab.cache.vllm_plugin",
-            *codec_modules(PAGED + [ladder_recipe("hadamard", 4, "", PARAMS)]),
+            *codec_modules(PAGED + [named_recipe("hadamard", 4, params=PARAMS)]),
         ),
         cfg=pick("model", "calibration", "codec", "mechanisms", "jobs"),
         folder=subpath(output.page, parent=True),

@@ -43,8 +43,8 @@ class Stage:
 def widest():
     """What `-S` may ask for: a stage depends on what any study, engine or codec reads, also of those not asked for."""
     sys.path.insert(0, str(Path("src").resolve()))
+    from kvlab.codecs.catalogue import KEPT_WHOLE, LADDERED
     from kvlab.core.paramfile import read_yaml
-    from kvlab.core.rungs import KEPT_WHOLE, LADDERED
 
     codecs, calibration = {"codecs": [*LADDERED, *KEPT_WHOLE]}, {"engines": ["hf", "vllm"]}
     models = [entry | {"studies": None} for entry in read_yaml(Path("params.yaml"))["models"]]

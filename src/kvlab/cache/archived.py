@@ -10,11 +10,11 @@ import torch
 from kvlab.cache.calibration_file import load_calibration, read_header
 from kvlab.cache.computed import cache_of
 from kvlab.calibration.archive import Archive
-from kvlab.codec.archive.file import ArchiveFile, load
-from kvlab.codec.archive.model import STREAMS
-from kvlab.codec.recipes import named_recipe
-from kvlab.codec.stream.seal import Key
-from kvlab.codec.stream.tensor_file import TensorFileWriter
+from kvlab.codecs.archive.file import ArchiveFile, load
+from kvlab.codecs.archive.model import STREAMS
+from kvlab.codecs.recipes import named_recipe
+from kvlab.codecs.stream.seal import Key
+from kvlab.codecs.stream.tensor_file import TensorFileWriter
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, StorageError
 from kvlab.core.filekind import is_calibration_file
 from kvlab.core.model import ModelInfo, resolve

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from kvlab.cache.pages.rows import KltRows
 from kvlab.cache.row import Block, Piece, Row, Turn
-from kvlab.codec.base import Codec, Encoded, Site
-from kvlab.codec.kept import Kept
-from kvlab.codec.klt.codec import KltCodec
-from kvlab.codec.klt.joining import arrays_of, joiner, refilled
-from kvlab.codec.names import CODECS, UNSTORED
+from kvlab.codecs.base import Codec, Encoded, Site
+from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
+from kvlab.codecs.klt.codec import KltCodec
+from kvlab.codecs.klt.joining import arrays_of, joiner, refilled
+from kvlab.codecs.shared.kept import Kept
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import StreamRecipe
 
@@ -65,7 +65,7 @@ class StreamCoder:
         if recipe.codec in UNSTORED:
             raise CapabilityError(
                 f"codec {recipe.codec!r} writes no codes that a cache could hold; allowed: "
-                + ", ".join(name for name in CODECS if name not in UNSTORED)
+                + ", ".join(name for name in TENSORWISE if name not in UNSTORED)
             )
         self.joiner = joiner(codec, site, heads, head_dim)
         strewing = on_cpu and isinstance(codec, KltCodec)

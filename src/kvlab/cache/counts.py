@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.hf_cache import KVCache
 from kvlab.core.errors import CodecNotActive
-from kvlab.core.recipe import IdentityStream
+from kvlab.core.settings import IdentityStream
 
 
 class Counts(NamedTuple):

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from kvlab.calibration import whole
 from kvlab.calibration.archive import FILED, encodes_alone
-from kvlab.codec.base import StreamCalibration
-from kvlab.codec.klt.codec import KltCodec
-from kvlab.codec.klt.components import Components
-from kvlab.core.recipe import KltStream, OscarStream, Recipe, StreamRecipe
+from kvlab.codecs.base import StreamCalibration
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.klt.codec import KltCodec
+from kvlab.codecs.klt.components import Components
+from kvlab.codecs.oscar import OscarStream
+from kvlab.core.recipe import Recipe, StreamRecipe
 
 STREAMS = ("k", "v")
 # What of `Whitener` and of `Components` a decoder reads, and a table: of `oscar`, and of a codec after a front.

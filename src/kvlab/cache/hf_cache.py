@@ -35,9 +35,10 @@ from kvlab.cache.hf_rope import Watch, find_rotary, refuse_lossy, turns
 from kvlab.cache.row import Row, Straight
 from kvlab.cache.stored import Stored
 from kvlab.cache.tables import Calibration, Shape, tables_of
-from kvlab.codec.apart import apart
+from kvlab.codecs.shared.apart import apart
 from kvlab.core.errors import CapabilityError, CodecNotActive, UnknownName
-from kvlab.core.recipe import IdentityStream, Placement, Recipe
+from kvlab.core.recipe import Placement, Recipe
+from kvlab.core.settings import IdentityStream
 
 Semantics = Literal["in_forward", "serving"]
 

@@ -14,7 +14,7 @@ from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.decoded_window import Grant, Window
 from kvlab.cache.row import Row, Straight, Turn
 from kvlab.cache.stored import Reader, Stored
-from kvlab.codec.klt.joining import arrays_of
+from kvlab.codecs.klt.joining import arrays_of
 from kvlab.core.errors import CapabilityError
 
 STREAMS = ("k", "v")

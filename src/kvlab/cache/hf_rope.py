@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from kvlab.codec.apart import apart
-from kvlab.codec.seeding import generator
+from kvlab.codecs.shared.apart import apart
+from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError
 
 PROBED_POSITIONS = (0, 1, 7, 100)

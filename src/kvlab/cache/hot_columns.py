@@ -1,7 +1,7 @@
 """Compiled loops of attention over coded blocks: bytes of blocks to components, and scores of keys that are turned.
 
 `pages.hot` reads a token at a time, since a page's tokens lie apart. A block holds a component's digits of all its
-tokens side by side (`codec.klt.planes`): each step is a run over tokens, which a compiler makes vectors of.
+tokens side by side (`codecs.klt.planes`): each step is a run over tokens, which a compiler makes vectors of.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STRIP = 256  # tokens at once: their symbols stay in a near cache
 
 
 class Places(NamedTuple):
-    """Planes of digits (`codec.klt.planes.Planes`), as arrays.
+    """Planes of digits (`codecs.klt.planes.Planes`), as arrays.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Order(NamedTuple):
     Parameters
     ----------
     values : array
-        Those of all components (`codec.klt.trees.Trees`), float32 [all].
+        Those of all components (`codecs.klt.trees.Trees`), float32 [all].
     first : array
         Where the table of each begins in them, int64 [groups * width].
     constant : array

@@ -21,9 +21,9 @@ from kvlab.cache.pages.klt_rows import refuse
 from kvlab.cache.pages.numba_rows import escapes_of, values_of
 from kvlab.cache.row import Row, Turn
 from kvlab.cache.stored import SCRATCH
-from kvlab.codec.klt.grouping import parted
-from kvlab.codec.klt.joining import arrays_of
-from kvlab.codec.klt.planes import Planes
+from kvlab.codecs.klt.grouping import parted
+from kvlab.codecs.klt.joining import arrays_of
+from kvlab.codecs.klt.planes import Planes
 
 
 class KltColumns:

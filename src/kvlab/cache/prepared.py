@@ -9,9 +9,9 @@ from typing import Literal
 from kvlab.cache.calibration_file import load_calibration
 from kvlab.cache.recipe_file import CalibratedRecipeFile, CalibrationFiles, RecipeFile
 from kvlab.calibration.load import Calibrated, Fitted, load, needed_files
-from kvlab.codec.base import Codec
-from kvlab.codec.recipes import named_recipe
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Codec
+from kvlab.codecs.recipes import named_recipe
+from kvlab.codecs.registry import build
 from kvlab.core.errors import CalibrationMismatch, ParamsError, StorageError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import WHOLE, Placement, Recipe, StreamRecipe, digest

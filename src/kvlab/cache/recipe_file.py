@@ -13,11 +13,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvlab.cache.calibration_file import read_header
-from kvlab.codec.names import CODECS, UNSTORED
+from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.core.filekind import is_calibration_file, recipe_json
-from kvlab.core.recipe import Frozen, Recipe
+from kvlab.core.recipe import Recipe
 from kvlab.core.records import write_json
+from kvlab.core.settings import Frozen
 
 
 class CalibrationFiles(Frozen):
@@ -107,7 +108,7 @@ def write_recipe_file(
 def _refuse_controls(recipe: Recipe, path: Path | str) -> None:
     for stream, chosen in (("k", recipe.k), ("v", recipe.v)):
         if chosen.codec in UNSTORED:
-            able = ", ".join(name for name in CODECS if name not in UNSTORED)
+            able = ", ".join(name for name in TENSORWISE if name not in UNSTORED)
             raise CapabilityError(
                 f"{path}: codec {chosen.codec!r} of stream {stream} writes no codes to store; allowed: {able}"
             )

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from kvlab.codec.base import Encoded
+from kvlab.codecs.base import Encoded
 
 
 class Turn(Protocol):

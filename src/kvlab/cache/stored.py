@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.row import Row, Turn
-from kvlab.codec.apart import apart
+from kvlab.codecs.shared.apart import apart
 
 SCRATCH = 1008  # tokens that are decoded at once
 

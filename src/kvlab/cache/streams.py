@@ -13,11 +13,11 @@ from kvlab.cache.computed import cache_of
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import RecipeFile, read_recipe_file
 from kvlab.calibration.capture import SAMPLE_DTYPE, Captured
-from kvlab.codec.base import Site
-from kvlab.codec.stream.bitstream import STREAMS
-from kvlab.codec.stream.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
-from kvlab.codec.stream.seal import Key
-from kvlab.codec.stream.tensor_file import TensorFileWriter
+from kvlab.codecs.base import Site
+from kvlab.codecs.stream.bitstream import STREAMS
+from kvlab.codecs.stream.cache_file import CacheCodec, CacheHeader, CacheReader, CacheWriter
+from kvlab.codecs.stream.seal import Key
+from kvlab.codecs.stream.tensor_file import TensorFileWriter
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, StreamError, UserError
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Model

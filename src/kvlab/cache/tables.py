@@ -29,16 +29,17 @@ from kvlab.cache.pages.numba_rows import arrays_of
 from kvlab.cache.pages.rows import KltRows
 from kvlab.cache.stored import Decoder, Reader
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.base import Site, StreamCalibration, all_finite
-from kvlab.codec.klt.codec import KltCodec, Plan
-from kvlab.codec.klt.components import Components
-from kvlab.codec.klt.grouping import centred
-from kvlab.codec.klt.scales import LOUD, NEAR
-from kvlab.codec.registry import bare
+from kvlab.codecs.base import Site, StreamCalibration, all_finite
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.klt.codec import KltCodec, Plan
+from kvlab.codecs.klt.components import Components
+from kvlab.codecs.klt.grouping import centred
+from kvlab.codecs.klt.scales import LOUD, NEAR
+from kvlab.codecs.registry import bare
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.memory import give_back
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import WHOLE, KltStream, Placement, PluginStream, Recipe, StreamRecipe
+from kvlab.core.recipe import WHOLE, Placement, PluginStream, Recipe, StreamRecipe
 
 _HELD: WeakValueDictionary[tuple, Tables] = WeakValueDictionary()
 _MAKING = threading.RLock()
@@ -250,7 +251,7 @@ HALF = np.float32(0.5)
 
 
 class Usual(NamedTuple):
-    """Where vectors are that need no look (`codec.klt.choosing.Chooser`).
+    """Where vectors are that need no look (`codecs.klt.choosing.Chooser`).
 
     Parameters
     ----------

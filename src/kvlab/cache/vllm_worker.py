@@ -12,12 +12,12 @@ import torch
 from kvlab.cache.prepared import prepared
 from kvlab.cache.recipe_file import RecipeFile, read_recipe_file
 from kvlab.cache.vllm_settings import common, compiled, logger, own_dtype, refuse_settings
-from kvlab.codec.base import Codec, Site
-from kvlab.codec.kept import Kept
-from kvlab.codec.klt.codec import KltCodec
-from kvlab.codec.names import CODECS, UNSTORED
-from kvlab.codec.registry import class_of, codec_class
-from kvlab.codec.seeding import generator
+from kvlab.codecs.base import Codec, Site
+from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
+from kvlab.codecs.klt.codec import KltCodec
+from kvlab.codecs.registry import class_of, codec_class
+from kvlab.codecs.shared.kept import Kept
+from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError, CodecNotActive, ParamsError, StorageError
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Model
@@ -55,7 +55,7 @@ def refuse_mixed(recipe: Recipe, path: str) -> None:
     for stream in STREAMS:
         chosen = getattr(recipe, stream)
         if not class_of(chosen).per_token:
-            able = [other for other in CODECS if other not in UNSTORED and codec_class(other).per_token]
+            able = [other for other in TENSORWISE if other not in UNSTORED and codec_class(other).per_token]
             raise CapabilityError(
                 f"{path}: codec {chosen.codec!r} of stream {stream} codes tokens together, and vLLM mixes tokens of"
                 f" several requests in one pass; allowed: {', '.join(able)}"

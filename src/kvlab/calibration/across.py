@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvlab.codec.archive.moments import Across
-from kvlab.codec.metric import rotated
+from kvlab.codecs.archive.moments import Across
+from kvlab.codecs.shared.metric import rotated
 from kvlab.core.model import ModelInfo
 from kvlab.engines.base import Part
 

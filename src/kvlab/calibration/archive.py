@@ -15,17 +15,17 @@ from kvlab.calibration.capture import Observed
 from kvlab.calibration.components import Fitting
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS
-from kvlab.codec.archive import fit
-from kvlab.codec.archive.codec import ArchiveCodec, Body
-from kvlab.codec.archive.counting import LayerSample
-from kvlab.codec.archive.file import ArchiveFile, ArchiveHeader, dump, load, refuse_other
-from kvlab.codec.archive.layer import ENCODES_NOT, StreamModel
-from kvlab.codec.archive.model import ArchiveModel
-from kvlab.codec.archive.tokens import FirstLayer
-from kvlab.codec.stream.seal import Key
+from kvlab.codecs.archive import ArchiveStream, fit
+from kvlab.codecs.archive.codec import ArchiveCodec, Body
+from kvlab.codecs.archive.counting import LayerSample
+from kvlab.codecs.archive.file import ArchiveFile, ArchiveHeader, dump, load, refuse_other
+from kvlab.codecs.archive.layer import ENCODES_NOT, StreamModel
+from kvlab.codecs.archive.model import ArchiveModel
+from kvlab.codecs.archive.tokens import FirstLayer
+from kvlab.codecs.stream.seal import Key
 from kvlab.core.errors import CalibrationMismatch, CapabilityError
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import ArchiveStream, Recipe
+from kvlab.core.recipe import Recipe
 from kvlab.core.records import sha256
 
 FILED = "archive/"  # before the names of its tensors in a file

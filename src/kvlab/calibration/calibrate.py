@@ -18,13 +18,14 @@ from kvlab.calibration.needs import coded_by, reads
 from kvlab.calibration.sigma import second_moments
 from kvlab.calibration.tables import fit_table, residual_pool
 from kvlab.calibration.whole import fit_whole
-from kvlab.codec import whitening
-from kvlab.codec.klt.components import Components
-from kvlab.codec.registry import fit_class
-from kvlab.codec.whitening import Whitener
+from kvlab.codecs.block import BlockStream
+from kvlab.codecs.klt.components import Components
+from kvlab.codecs.registry import fit_class
+from kvlab.codecs.shared import whitening
+from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.errors import CapabilityError
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import BlockStream, Placement, Recipe, digest
+from kvlab.core.recipe import Placement, Recipe, digest
 from kvlab.core.records import fingerprint
 from kvlab.engines.base import Engine
 

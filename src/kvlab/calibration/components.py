@@ -1,9 +1,9 @@
 """The components of K and V: mean, covariance and KLT per layer and group of KV heads, for every codec that needs them.
 
-K is fitted in the metric of the scores, V in that of the attention's output (see `codec.metric`), both in units of what
-their errors were seen to cost (`calibration.losses`). Nothing here depends on a rate: tables are made from the stored
-quantiles when a codec is built. Mean, covariance, axes and variances come from the moments of all calibration windows,
-quantiles from the sample that was kept.
+K is fitted in the metric of the scores, V in that of the attention's output (see `codecs.shared.metric`), both in units
+of what their errors were seen to cost (`calibration.losses`). Nothing here depends on a rate: tables are made from the
+stored quantiles when a codec is built. Mean, covariance, axes and variances come from the moments of all calibration
+windows, quantiles from the sample that was kept.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvlab.calibration.facts import header_facts
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
-from kvlab.codec.klt import components as klt
-from kvlab.codec.klt.components import TINY, Components
-from kvlab.codec.metric import ridged
-from kvlab.codec.whitening import Whitener
+from kvlab.codecs.klt import components as klt
+from kvlab.codecs.klt.components import TINY, Components
+from kvlab.codecs.shared.metric import ridged
+from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.errors import CalibrationMismatch, NonFinite
 from kvlab.core.model import resolve
 from kvlab.core.params import Params

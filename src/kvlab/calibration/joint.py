@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.codec.metric import rotated
-from kvlab.codec.whole.kvtc import UNSEEN
+from kvlab.codecs.kvtc.codec import UNSEEN
+from kvlab.codecs.shared.metric import rotated
 from kvlab.core.errors import CapabilityError
 from kvlab.core.model import ModelInfo
 from kvlab.engines.base import Part

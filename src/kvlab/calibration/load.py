@@ -16,9 +16,9 @@ from kvlab.calibration.facts import read_facts
 from kvlab.calibration.needs import Piece, coded_by, needed_files, needs_calibration, pieces, reads
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
 from kvlab.calibration.whole import Whole
-from kvlab.codec.base import StreamCalibration
-from kvlab.codec.klt.components import Components
-from kvlab.codec.whitening import Whitener
+from kvlab.codecs.base import StreamCalibration
+from kvlab.codecs.klt.components import Components
+from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Cell, Placement, Recipe, StreamRecipe, digest

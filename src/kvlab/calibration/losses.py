@@ -5,7 +5,7 @@ with F the expected outer product of the gradient of the log-likelihood, labels 
 1959; Amari, Natural gradient works efficiently in learning, 1998). It is measured in float arithmetic on a few
 calibration windows: their first three quarters are the cache, over which the last one is scored. Only the diagonal is
 kept. It is what puts K and V, layers and heads in one unit; the directions inside a head are known better than a few
-windows could say (`codec.metric`).
+windows could say (`codecs.shared.metric`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from kvlab.codec.metric import rotated
-from kvlab.codec.seeding import generator
+from kvlab.codecs.shared.metric import rotated
+from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import NonFinite
 from kvlab.core.model import ModelInfo
 from kvlab.engines.base import Engine

@@ -7,14 +7,14 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvlab.codec.metric import of_outputs, over_lags
+from kvlab.codecs.shared.metric import of_outputs, over_lags
 from kvlab.core.errors import ModelError
 from kvlab.core.model import ModelInfo, weight_files
 from kvlab.engines.hooks import attention_layers
 
 
 class ErrorMetrics:
-    """The metrics of every layer of one model; see `codec.metric` for what they mean.
+    """The metrics of every layer of one model; see `codecs.shared.metric` for what they mean.
 
     Parameters
     ----------

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.codec.klt.grouping import heads_together, joined
-from kvlab.codec.klt.moments import Moments
-from kvlab.codec.metric import rotated
+from kvlab.codecs.klt.grouping import heads_together, joined
+from kvlab.codecs.klt.moments import Moments
+from kvlab.codecs.shared.metric import rotated
 from kvlab.core.errors import Fault, NonFinite
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Placement
@@ -94,7 +94,7 @@ class QueryMoments:
     def update(self, q: Tensor, window: int, angles: tuple[Tensor, Tensor]) -> QueryMoments:
         """Fold in a window's queries [n_heads, tokens, head_dim] before their rotary embedding; self.
 
-        `angles` are its cos and sin at the positions of the window, as `codec.metric.rotated` takes them.
+        `angles` are its cos and sin at the positions of the window, as `codecs.shared.metric.rotated` takes them.
         """
         q, half = q.to(self.count.device).double(), self.extent.half(window)
         cos, sin = (part.to(q.device) for part in angles)

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
+from kvlab.codecs.isotropic import IsotropicStream
 from kvlab.core.errors import CapabilityError
-from kvlab.core.recipe import (
-    AquaKvStream,
-    ArchiveStream,
-    BlockStream,
-    Cell,
-    IsotropicStream,
-    KltStream,
-    KvQuantStream,
-    KvtcStream,
-    OscarStream,
-    Placement,
-    PluginStream,
-    Recipe,
-    StreamRecipe,
-    digest,
-)
+from kvlab.core.recipe import CODECS, Cell, Placement, PluginStream, Recipe, StreamRecipe, digest
+from kvlab.core.settings import Kind, Tensor
 
-Kind = Literal["whitener", "table", "components", "spectra", "outputs", "own", "whole", "archive"]
 FILES: dict[Kind, str] = {
     "whitener": "sigma",
     "table": "codebooks",
@@ -44,7 +30,7 @@ class Piece(NamedTuple):
     """
 
     kind: Kind
-    stream: Literal["k", "v"]
+    stream: Tensor
     placement: Placement
     place: int | str
 
@@ -59,25 +45,16 @@ def coded_by(recipe: StreamRecipe) -> StreamRecipe:
     return recipe.of if isinstance(recipe, IsotropicStream) else recipe
 
 
-def reads(recipe: StreamRecipe, which: Literal["k", "v"]) -> tuple[Kind, ...]:
+def reads(recipe: StreamRecipe, which: Tensor) -> tuple[Kind, ...]:
     """The kinds of fitted material that a codec of this recipe reads for K or for V."""
     recipe = coded_by(recipe)
-    oscar = isinstance(recipe, OscarStream)  # rotates K by Sigma_q, and V by its own covariance or that of outputs
-    outputs = oscar and which == "v" and recipe.follow == "outputs"
     whitens, centres, weighs = (getattr(recipe, name, False) for name in ("whiten", "center", "weigh"))
-    others = recipe.reads if isinstance(recipe, PluginStream) else ()
-    found: dict[Kind, bool] = {
-        "whitener": which == "k" and (whitens or oscar or "whitener" in others),  # Sigma_q weighs errors of K
-        "table": isinstance(recipe, BlockStream) and recipe.codebook == "fitted",
-        "components": (centres or weighs or isinstance(recipe, KltStream) or (oscar and which == "v" and not outputs))
-        or "components" in others,
-        "spectra": isinstance(recipe, KltStream) and recipe.budget != "tensor",  # bits go where they are needed
-        "outputs": outputs,
-        "own": isinstance(recipe, KvQuantStream),
-        "whole": isinstance(recipe, KvtcStream | AquaKvStream),
-        "archive": isinstance(recipe, ArchiveStream),
-    }
-    return tuple(kind for kind, is_read in found.items() if is_read)
+    front = {"whitener": whitens and which == "k", "components": centres or weighs}
+    own = recipe.reads if isinstance(recipe, PluginStream) else CODECS[recipe.codec].reads
+    own = own(recipe, which) if callable(own) else own
+    found = {*own, *(kind for kind, is_read in front.items() if is_read)}
+    found -= {"whitener"} if which == "v" else set()  # Sigma_q weighs errors of K
+    return tuple(kind for kind in get_args(Kind) if kind in found)
 
 
 def needs_calibration(recipe: StreamRecipe) -> bool:

@@ -17,9 +17,9 @@ from kvlab.calibration.capture import Captured, Observed
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import PLACEMENTS, grouped
-from kvlab.codec.metric import ridged, rotated
-from kvlab.codec.stream.published import SigmaQ, read_sigma, write_sigma
-from kvlab.codec.whitening import Whitener, fit
+from kvlab.codecs.shared.metric import ridged, rotated
+from kvlab.codecs.shared.whitening import Whitener, fit
+from kvlab.codecs.stream.published import SigmaQ, read_sigma, write_sigma
 from kvlab.core.errors import CalibrationMismatch, StreamError
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params
@@ -60,7 +60,7 @@ def round_trip_errors(k: torch.Tensor, whitener: Whitener) -> torch.Tensor:
 
 
 def fit_sigma(params: Params, capture_path: Path, out: Path) -> None:
-    """Fit Sigma_q of every layer and KV head and write it in the published format of `codec.stream.published`.
+    """Fit Sigma_q of every layer and KV head and write it in the published format of `codecs.stream.published`.
 
     `out` holds that of the queries before their rotary embedding, `rotated_path` of it that of the
     same queries after it. The ``.json`` beside each holds the diagnostics of each head and the `file_hash` of

@@ -14,12 +14,13 @@ import torch
 from tqdm import tqdm
 
 from kvlab.calibration.capture import Observed
-from kvlab.codec import quantizer
-from kvlab.codec.base import Site, StreamCalibration
-from kvlab.codec.metric import rotated
-from kvlab.codec.registry import build
-from kvlab.codec.whitening import Whitener
-from kvlab.core.recipe import BlockStream, digest
+from kvlab.codecs.base import Site, StreamCalibration
+from kvlab.codecs.block import BlockStream
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared import quantizer
+from kvlab.codecs.shared.metric import rotated
+from kvlab.codecs.shared.whitening import Whitener
+from kvlab.core.recipe import digest
 
 POOL_LIMIT = 5_000_000
 

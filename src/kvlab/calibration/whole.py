@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kvlab.calibration.archive import required
 from kvlab.calibration.capture import Observed
-from kvlab.codec.whole import aquakv, kvtc
-from kvlab.codec.whole.aquakv import AquaKvCodec
-from kvlab.codec.whole.file import STREAMS, Cache, Owner, WholeCodec
-from kvlab.codec.whole.kvtc import KvtcCodec
+from kvlab.codecs.aquakv import codec as aquakv
+from kvlab.codecs.aquakv.codec import AquaKvCodec
+from kvlab.codecs.kvtc import codec as kvtc
+from kvlab.codecs.kvtc.codec import KvtcCodec
+from kvlab.codecs.stream.whole_file import STREAMS, Cache, Owner, WholeCodec
 from kvlab.core.errors import CalibrationMismatch, CapabilityError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Recipe

@@ -94,7 +94,7 @@ def all_recipes_of(codecs: Iterable[str], widths: Sequence[float] | None) -> lis
 
 def recipe_of(codec: str, bits: float | None = None, v_bits: float | None = None) -> Recipe:
     """The recipe of a codec, K at `bits` and V at `v_bits`, else at 4 where it has a choice; raises as `recipes_of`."""
-    from kvlab.codec.recipes import named_recipe
+    from kvlab.codecs.recipes import named_recipe
 
     for flag, given in (("--bits", bits), ("--v-bits", v_bits)):
         if given is not None and not 0 < given <= MOST_BITS:

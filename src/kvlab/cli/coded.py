@@ -9,6 +9,7 @@ from pathlib import Path
 from kvlab.cli.flags import IF_CODED, OUT, SUBJECT, Flag, cached, of_a_model, path, recipe, result, word
 from kvlab.cli.given import bits_of, fitted_of, folder_of, model_of, params_of
 from kvlab.cli.keys import CHECKING, SIGNING, key_of
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import ParamsError, StreamError, UserError
 from kvlab.core.filekind import ARCHIVE, CODED, FRONT, kind_of, magic_of
 
@@ -45,8 +46,8 @@ def _asked(args: argparse.Namespace):
     from pydantic import ValidationError
 
     from kvlab.cli.checked import recipe_of
-    from kvlab.core.rungs import STUDIED, default_recipe, labelled
-    from kvlab.core.studied import coded_layers
+    from kvlab.codecs.block.studied import coded_layers
+    from kvlab.codecs.recipes import STUDIED
 
     codec, folder = args.codec, folder_of(args)
     if folder is not None:
@@ -56,7 +57,7 @@ def _asked(args: argparse.Namespace):
         return folder, recipe_of(codec, args.bits, args.v_bits), None
     params = bits_of(args, params_of(args))
     try:
-        recipe = labelled(codec, params) if codec else default_recipe(params)
+        recipe = named_recipe(codec, params=params) if codec else named_recipe("klt", params=params)
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
@@ -114,7 +115,7 @@ def _encode_text(args: argparse.Namespace, key) -> None:
 
     from kvlab.cache import archived, streams
     from kvlab.cache.recipe_file import read_recipe_file
-    from kvlab.codec.archive.file import load
+    from kvlab.codecs.archive.file import load
     from kvlab.core.recipe import WHOLE
 
     own = read_recipe_file(args.recipe).recipe.k
@@ -158,7 +159,7 @@ def inspect_verb(args: argparse.Namespace) -> None:
         return
 
     from kvlab.cache.streams import describe
-    from kvlab.codec.stream.cache_file import CacheReader
+    from kvlab.codecs.stream.cache_file import CacheReader
 
     print("\n".join(describe(CacheReader(args.stream, key))))
 

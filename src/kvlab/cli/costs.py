@@ -10,10 +10,10 @@ from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.pages.rows import rows_of
 from kvlab.cache.vllm_worker import refuse_mixed
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.base import Site
-from kvlab.codec.names import UNSTORED
-from kvlab.codec.registry import bare
-from kvlab.codec.stream.bitstream import STREAMS
+from kvlab.codecs.base import Site
+from kvlab.codecs.catalogue import UNSTORED
+from kvlab.codecs.registry import bare
+from kvlab.codecs.stream.bitstream import STREAMS
 from kvlab.core.errors import UserError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import WHOLE, Recipe

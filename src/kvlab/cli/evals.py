@@ -11,6 +11,7 @@ from pathlib import Path
 from kvlab.cli.flags import PARAMS, Flag, path, recipe, result, word
 from kvlab.cli.given import bits_of, folder_of, params_of
 from kvlab.cli.packages import reader_of_params
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import ParamsError, UnknownName, UserError
 from kvlab.core.paramfile import read_yaml
 from kvlab.core.params import Model, Params
@@ -119,10 +120,10 @@ def _recipe(args: argparse.Namespace, params: Params | None) -> Path | None:
 def _coded(args: argparse.Namespace, params: Params | None) -> Recipe:
     """The recipe of --codec: a rung of the ladder of params.yaml, or without one that of `kvlab.recipe`."""
     from kvlab.cli.checked import recipe_of
-    from kvlab.core.rungs import STUDIED, labelled
+    from kvlab.codecs.recipes import STUDIED
 
     if params is not None:
-        return labelled(args.codec, params)
+        return named_recipe(args.codec, params=params)
     if args.codec == STUDIED:
         raise UserError(f"--codec {STUDIED} is described in params.yaml, and there is none; name another codec")
     return recipe_of(args.codec, args.bits, args.v_bits)

@@ -20,6 +20,6 @@ def key_of(args: argparse.Namespace):
     UserError
         It is too short or too long for a key.
     """
-    from kvlab.codec.stream.seal import Key
+    from kvlab.codecs.stream.seal import Key
 
     return None if args.key is None else Key.read(args.key)

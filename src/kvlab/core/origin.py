@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from kvlab.core.errors import ModelError
-from kvlab.core.recipe import Frozen
+from kvlab.core.settings import Frozen
 from kvlab.core.wheels import WheelFile
 
 ORIGIN = "origin.json"

@@ -18,7 +18,8 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_
 from kvlab.core.errors import ParamsError
 from kvlab.core.paramfile import explained, switched, unknown_key
 from kvlab.core.plain import no_wildcard
-from kvlab.core.recipe import Bits, BlockSettings, DType, Engine, Frozen, Protocol
+from kvlab.core.recipe import DType, Engine, Protocol
+from kvlab.core.settings import Bits, BlockSettings, Frozen
 
 SLUG = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 

@@ -8,61 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_serializer, model_validator
 
 from kvlab.core.errors import suggestion
-from kvlab.core.streams import (
-    MOST_BITS,
-    SILENT,
-    WHOLE,
-    AquaKvStream,
-    ArchiveStream,
-    Bits,
-    CastStream,
-    Conditioned,
-    D4Stream,
-    E8Stream,
-    Ends,
-    Fp8Stream,
-    Frozen,
-    HadamardStream,
-    IntStream,
-    KiviStream,
-    KvQuantStream,
-    KvtcStream,
-    Nf4Stream,
-    NoiseStream,
-    OscarStream,
-    TurboQuantStream,
-    without,
-)
-
-# what is in `streams`, and is had from here with the rest
-__all__ = [
-    "MOST_BITS",
-    "WHOLE",
-    "AquaKvStream",
-    "ArchiveStream",
-    "Bits",
-    "CastStream",
-    "Conditioned",
-    "D4Stream",
-    "E8Stream",
-    "Ends",
-    "Fp8Stream",
-    "Frozen",
-    "HadamardStream",
-    "IntStream",
-    "KiviStream",
-    "KvQuantStream",
-    "KvtcStream",
-    "Nf4Stream",
-    "NoiseStream",
-    "OscarStream",
-    "TurboQuantStream",
-]
+from kvlab.core.settings import Frozen, IdentityStream, Plugin, without
 
 Engine = Literal["hf", "vllm"]
 DType = Literal["float32", "bfloat16"]
@@ -79,98 +32,31 @@ RECIPE_VARIABLE = "KVLAB_RECIPE"  # names the file of the recipe that the vLLM p
 PAGES_VARIABLE = "KVLAB_PAGES"  # the same of one whose bytes vLLM's cache holds in place of K and V
 
 
-class IdentityStream(Frozen):
-    """The stream passes through the codec's place unchanged."""
-
-    built_by: ClassVar[str] = "kvlab.codec.controls.identity:IdentityCodec"
-    codec: Literal["identity"] = "identity"
-
-
-class BlockSettings(Frozen):
-    """What K and V of the block codec share: PCA, spherical k-means, rotation, Lloyd-Max."""
-
-    variance_ratio: float = Field(default=1.0, gt=0, le=1, description="energy kept by the PCA, relative to its sketch")
-    block_size: int = Field(default=512, ge=2, le=65536, description="vectors per block")
-    layout: Literal["per_head", "mixed_heads"] = Field(
-        default="per_head", description="which vectors share a block; the published one is `mixed_heads`"
-    )
-    n_centres: int = Field(default=16, ge=1, le=256, description="spherical k-means centres")
-    kmeans_iterations: int = Field(default=32, ge=0, description="Lloyd rounds at most")
-    pca: Literal["exact", "randomized"] = Field(default="randomized", description="PCA method")
-    exact_rank_cap: int | None = Field(default=None, ge=1, description="largest rank of the exact PCA; null for none")
-    rank_fraction: float = Field(default=0.5, gt=0, le=1, description="target rank of the randomised PCA, of head_dim")
-    oversample: int = Field(default=8, ge=0, description="extra columns of the sketch")
-    power_iterations: int = Field(default=2, ge=0, description="subspace iterations of the sketch")
-    skeleton: Literal["fp16", "fp32"] = Field(
-        default="fp16", description="precision of mean, basis, centres, gains and norms"
-    )
-    seed: int = Field(default=3405691582, ge=0, description="signs of the rotation, k-means start, sketch")
+FIRST = (
+    *("identity", "klt", "hadamard", "kivi", "oscar", "int", "d4", "e8", "block", "fp8", "nf4"),
+    *("turboquant", "kvquant", "archive", "kvtc", "aquakv", "noise", "cast", "isotropic"),
+)
+"""The order of pages; a codec that is not named here comes after these."""
 
 
-class BlockStream(BlockSettings):
-    """One stream of the block codec.
-
-    `whiten` is for K only, `codebook` says whether the Lloyd-Max table is the Gaussian one or fitted on the
-    calibration split. `metric` is what the published encoder was told; it decides something in the emulated
-    published decoder alone.
-    """
-
-    built_by: ClassVar[str] = "kvlab.codec.block.codec:BlockCodec"
-    codec: Literal["block"] = "block"
-    bits: Bits
-    outlier_threshold: float | None = Field(default=None, gt=0)
-    share_basis: bool
-    whiten: bool
-    whiten_skip_layers: tuple[int, ...] = ()
-    codebook: Literal["gaussian", "fitted"]
-    metric: Literal["mse", "inner_product", "linf"] = "mse"
-    emulate_published_decoder: bool = False
+def _own() -> dict[str, Plugin]:
+    """kvlab's codecs: every folder of `kvlab.codecs` with a ``codec.py`` and, in its ``__init__.py``, a `CODEC`."""
+    folders = (path.parent.name for path in (Path(__file__).parents[1] / "codecs").glob("*/codec.py"))
+    names = sorted(folders, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
+    return {name: import_module(f"kvlab.codecs.{name}").CODEC for name in names}
 
 
-WHOLE_KLT = {"transform": "klt", "tables": "fitted", "allocation": "water_filling"}
-"""Settings of `KltStream` that take nothing out."""
-
-
-class KltStream(Ends):
-    """The calibrated transform codec: KLT in the metric of the scores, bits by reverse water-filling.
-
-    `bits` is what a full block of `block_size` tokens may take per value, everything stored included; where `budget` is
-    that of K and V of a layer, of one stream of all layers or of the whole cache, on the average over these, each
-    getting what lowers the calibrated loss most.
-    With `escape` a component that falls so far out of its table that storing it apart is the better
-    bargain is stored apart, and a vector that is too large for its tables is coded at a scale.
-    The rest take a part out (`codec.klt.ablation`); what takes nothing out is not said, so that ids stay.
-    """
-
-    built_by: ClassVar[str] = "kvlab.codec.klt.codec:KltCodec"
-    codec: Literal["klt"] = "klt"
-    bits: float = Field(gt=0, le=8)
-    block_size: int = Field(default=512, ge=1, le=65536)
-    escape: bool = True
-    budget: Literal["tensor", "layer", "stream", "cache"] = "tensor"
-    transform: Literal["klt", "per_head", "unweighted", "none"] = "klt"
-    tables: Literal["fitted", "gaussian"] = "fitted"
-    allocation: Literal["water_filling", "even"] = "water_filling"
-
-    @model_serializer(mode="wrap")
-    def _said(self, whole) -> dict[str, Any]:
-        return without(whole(self), SILENT | WHOLE_KLT)
-
-
-class IsotropicStream(Frozen):
-    """A codec's error replaced by white Gaussian noise of the same norm, token by token and head by head.
-
-    What the codec's error costs beyond this is due to its direction, not to its size.
-    """
-
-    built_by: ClassVar[str] = "kvlab.codec.controls.isotropic:IsotropicCodec"
-    codec: Literal["isotropic"] = "isotropic"
-    of: Annotated[BlockStream | KltStream, Field(discriminator="codec")]
-    seed: int = Field(ge=0)
+CODECS = _own()
+STREAMS: dict[str, type[Frozen]] = {name: codec.settings for name, codec in CODECS.items()}
+"""The settings of every codec of kvlab's, by its name."""
+CONTROLS = tuple(name for name, codec in CODECS.items() if codec.control)
+"""What sits in a codec's place without being one."""
+WHOLE = tuple(name for name, codec in CODECS.items() if codec.scope == "cache")
+"""Codecs that code all layers of a cache at once."""
 
 
 class PluginStream(Frozen):
-    """One stream of a codec of another package, which `kvlab.core.plugins` finds by its entry point.
+    """One stream of a codec of another package, which `kvlab.codecs.plugins` finds by its entry point.
 
     Every other field is one of that codec's own settings, all of them, defaults included. Name and version of the
     package are in the identity of the recipe, so that two versions of a codec are two codecs.
@@ -207,34 +93,6 @@ class PluginStream(Frozen):
     def settings(self) -> dict[str, Any]:
         """The codec's own settings."""
         return dict(self.__pydantic_extra__ or {})
-
-
-CONTROLS = ("identity", "noise", "cast", "isotropic")
-"""What sits in a codec's place without being one."""
-
-AnyStream = (
-    IdentityStream
-    | KltStream
-    | HadamardStream
-    | KiviStream
-    | OscarStream
-    | IntStream
-    | D4Stream
-    | E8Stream
-    | BlockStream
-    | Fp8Stream
-    | Nf4Stream
-    | TurboQuantStream
-    | KvQuantStream
-    | KvtcStream
-    | AquaKvStream
-    | ArchiveStream
-    | NoiseStream
-    | CastStream
-    | IsotropicStream
-)
-STREAMS: dict[str, type[Frozen]] = {stream.model_fields["codec"].default: stream for stream in get_args(AnyStream)}
-"""The settings of every codec of kvlab's, by its name."""
 
 
 def _kind(stream: Any) -> str:

@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 
 from kvlab.core import lifeline
 from kvlab.core.errors import NonFinite, StaleResult, StorageError
-from kvlab.core.recipe import ID_LENGTH, Cell, Frozen, digest
+from kvlab.core.recipe import ID_LENGTH, Cell, digest
+from kvlab.core.settings import Frozen
 from kvlab.core.targets import refuse_no_file
 from kvlab.core.testimony import Testimony
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvlab.core.recipe import Frozen
+from kvlab.core.settings import Frozen
 
 LIBRARIES = {"hf": "transformers", "vllm": "vllm"}
 """Where the class of each engine's live model is from."""

@@ -11,9 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvlab.codecs.int import IntStream
 from kvlab.core.errors import CapabilityError, CodecNotActive
-from kvlab.core.recipe import IdentityStream, IntStream, Recipe
+from kvlab.core.recipe import Recipe
 from kvlab.core.records import CANARY_MIN
+from kvlab.core.settings import IdentityStream
 from kvlab.evals.side import Kind, Score, Side, Sides, Write
 
 ONE_BIT = {

@@ -25,8 +25,8 @@ from vllm import LLM, SamplingParams
 
 from kvlab.cache import vllm_plugin
 from kvlab.cache.vllm_plugin import Status
-from kvlab.codec.base import Codec, Site
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Codec, Site
+from kvlab.codecs.registry import build
 from kvlab.core.errors import CapabilityError, CodecNotActive, ModelError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import RECIPE_VARIABLE, Recipe

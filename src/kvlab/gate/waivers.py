@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, StringConstraints, ValidationError, model_validator
 
 from kvlab.core.errors import UserError, suggestion
-from kvlab.core.recipe import Frozen
+from kvlab.core.settings import Frozen
 from kvlab.gate.catalogue.strict import read_yaml
 
 CONFIGURATION = {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kvlab.codec.stream.seal import Key
+from kvlab.codecs.stream.seal import Key
 from kvlab.core.errors import SnapshotRefused, UnknownName
 from kvlab.kvstore.hf.comparison import Comparison, compare
 from kvlab.kvstore.hf.model import PagedModel

@@ -16,10 +16,10 @@ from time import perf_counter
 import torch
 
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.base import Codec, Encoded, Site, Stats
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
-from kvlab.codec.stream.cache_file import CacheHeader
+from kvlab.codecs.base import Codec, Encoded, Site, Stats
+from kvlab.codecs.registry import build
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.stream.cache_file import CacheHeader
 from kvlab.core.errors import CodecNotActive
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import WHOLE, Cell, StreamRecipe, digest

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from kvlab.attention.latent_svd import LatentMap, Moments, attention_metric, fit
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.base import Site
+from kvlab.codecs.registry import build
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.recipe import Cell, StreamRecipe
 from kvlab.engines.base import Engine, Part
 from kvlab.measure.coding import STREAMS, CleanCapture, now

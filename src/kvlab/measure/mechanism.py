@@ -24,10 +24,12 @@ from kvlab.attention.layer_plan import LayerPlan
 from kvlab.attention.named import Eviction, Latent, Mechanism
 from kvlab.attention.patterns import Full, Window
 from kvlab.calibration.load import Calibrated
+from kvlab.codecs.cast import CastStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, Fault, WitnessDisagrees
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import CastStream, Cell, IdentityStream, Recipe, StreamRecipe
+from kvlab.core.recipe import Cell, Recipe, StreamRecipe
 from kvlab.core.records import CANARY_MIN, SAME
+from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import ContextCache, Engine, context_of, gone_from
 from kvlab.measure.coding import Coder, Tally
 from kvlab.measure.eviction import EvictingCoder, KeepingCoder

@@ -19,7 +19,8 @@ import torch
 from kvlab.core import lifeline
 from kvlab.core.errors import KvlabError
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import PAGES_VARIABLE, Frozen
+from kvlab.core.recipe import PAGES_VARIABLE
+from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Pool, Proof
 from kvlab.engines.capability import CODED
 

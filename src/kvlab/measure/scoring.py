@@ -10,8 +10,9 @@ from typing import Any
 import polars as pl
 import torch
 
+from kvlab.codecs.block import BlockStream
 from kvlab.core.errors import CodecNotActive, Fault
-from kvlab.core.recipe import IDENTITY, BlockStream, Cell, Recipe
+from kvlab.core.recipe import IDENTITY, Cell, Recipe
 from kvlab.core.records import CANARY_MIN, SAME, TOKENS, TWO_PASSES
 from kvlab.engines.base import ContextCache, Engine
 from kvlab.measure.coding import UNDECIDING, CleanCapture, Coder, InForward, Tally

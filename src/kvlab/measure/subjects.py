@@ -10,7 +10,7 @@ from typing import NamedTuple
 import polars as pl
 
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.names import codec_modules, foreign_codecs
+from kvlab.codecs.catalogue import codec_modules, foreign_codecs
 from kvlab.core import code
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import IDENTITY, WHOLE, Cell, Recipe

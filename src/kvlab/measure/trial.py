@@ -14,10 +14,12 @@ import polars as pl
 import torch
 
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.base import Site
-from kvlab.codec.seeding import generator
-from kvlab.core.recipe import CastStream, Cell, IdentityStream, Recipe
+from kvlab.codecs.base import Site
+from kvlab.codecs.cast import CastStream
+from kvlab.codecs.shared.seeding import generator
+from kvlab.core.recipe import Cell, Recipe
 from kvlab.core.records import Coding
+from kvlab.core.settings import IdentityStream
 from kvlab.core.testimony import Testimony
 from kvlab.engines.base import Engine
 from kvlab.measure.coding import STREAMS, Coded, Coder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.base import Site, Stats
+from kvlab.codecs.base import Site, Stats
 from kvlab.core.errors import CalibrationMismatch, CapabilityError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import WHOLE, Cell, digest

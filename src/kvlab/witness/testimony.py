@@ -23,9 +23,9 @@ from torch import Tensor
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.whole import Whole
-from kvlab.codec.base import Codec, Site
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.base import Codec, Site
+from kvlab.codecs.registry import build
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import WitnessDisagrees
 from kvlab.core.recipe import DEFAULT_ATTENTION, WHOLE, Cell, Recipe
 from kvlab.core.testimony import Proof, Testimony

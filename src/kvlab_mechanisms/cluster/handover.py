@@ -3,7 +3,7 @@
 DistServe (Zhong et al. 2024, 2401.09670), Splitwise (Patel et al. 2024, 2311.18677) and Mooncake (Qin et al. 2024,
 2407.00079) give the two phases of serving machines of their own; what goes from one to the other is K and V. Here it is
 the stream of `kvlab_mechanisms.memory.wire`, exact, or as a codec stores it: the frames of
-`kvlab.codec.stream.bitstream`.
+`kvlab.codecs.stream.bitstream`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvlab.cache.hf_rope import RopeTurn, turn_of
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.base import Codec, Site
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
+from kvlab.codecs.base import Codec, Site
+from kvlab.codecs.registry import build
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import StreamError, UserError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Recipe

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvlab.codec.base import StreamCalibration
-from kvlab.codec.whitening import Whitener
+from kvlab.codecs.base import StreamCalibration
+from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.errors import CapabilityError, UserError
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvlab.codec.base import Site
+from kvlab.codecs.base import Site
 from kvlab.core.errors import UserError
 from kvlab_mechanisms.cluster.ranks import Ranks, even
 from kvlab_mechanisms.cluster.share import Share, share

@@ -10,7 +10,7 @@ import hmac
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvlab.codec.stream.seal import Key
+from kvlab.codecs.stream.seal import Key
 from kvlab.core.errors import Fault, StorageError, UserError
 from kvlab.core.records import read_json, write_json
 from kvlab_mechanisms.ledger.entry import SHA256

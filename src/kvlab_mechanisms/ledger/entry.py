@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pydantic import Field, ValidationError
 
 from kvlab.core.errors import StorageError, UserError
-from kvlab.core.streams import Frozen
+from kvlab.core.settings import Frozen
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))  # canonical JSON, as `kvlab.core.recipe` writes it

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlab.codec.stream.tree import LEAF
+from kvlab.codecs.stream.tree import LEAF
 from kvlab.core.errors import StorageError
 from kvlab.core.records import storage_error
 from kvlab_mechanisms.ledger.entry import Entry, decoded, encoded

@@ -1,6 +1,6 @@
 """A hash tree that grows, and proofs of what is in it: RFC 6962, section 2.1, with SHA-256.
 
-Hashing is that of sealed caches (`kvlab.codec.stream.tree`). Kept are the roots of all full subtrees: a leaf is added
+Hashing is that of sealed caches (`kvlab.codecs.stream.tree`). Kept are the roots of all full subtrees: a leaf is added
 in constant time on average, and a root or a proof of any earlier size is put together of a logarithm of them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from kvlab.codec.stream.tree import NODE
+from kvlab.codecs.stream.tree import NODE
 from kvlab.core.errors import UserError
 
 EMPTY = hashlib.sha256().digest()  # the root of no leaves
@@ -26,7 +26,7 @@ class Tree:
     Parameters
     ----------
     leaves : iterable of bytes
-        The digests of leaves, `kvlab.codec.stream.tree.leaf` of each.
+        The digests of leaves, `kvlab.codecs.stream.tree.leaf` of each.
     """
 
     def __init__(self, leaves: Iterable[bytes] = ()):

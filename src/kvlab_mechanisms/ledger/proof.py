@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvlab.codec.stream.tree import leaf
+from kvlab.codecs.stream.tree import leaf
 from kvlab.core.errors import StorageError
 from kvlab.core.records import read_json, write_json
 from kvlab_mechanisms.ledger.checkpoint import Checkpoint, LedgerBroken

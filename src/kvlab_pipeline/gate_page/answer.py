@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from kvlab.core.recipe import Frozen
+from kvlab.core.settings import Frozen
 from kvlab_pipeline.gate_page.lines import CERTIFIED, Line
 from kvlab_pipeline.gate_page.ways import order
 

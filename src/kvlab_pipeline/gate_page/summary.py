@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvlab.core.errors import UserError
-from kvlab.core.recipe import Frozen
+from kvlab.core.settings import Frozen
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import BY_NAME, TIERS
 from kvlab.gate.catalogue.rows import Row

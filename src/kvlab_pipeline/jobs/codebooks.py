@@ -10,20 +10,20 @@ from kvlab.calibration.capture import Captured
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.sigma import load_whiteners
 from kvlab.calibration.tables import fit_table, residual_pool
-from kvlab.codec.stream.published import write_centroids
+from kvlab.codecs.block.studied import coded_layers
+from kvlab.codecs.stream.published import write_centroids
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import resolve
 from kvlab.core.params import Params
 from kvlab.core.recipe import digest
 from kvlab.core.records import file_hash, write_json
-from kvlab.core.studied import coded_layers
 from kvlab_pipeline.jobs.plan import fittings
 
 
 def fit_codebooks(params: Params, capture_path: Path, sigma_path: Path, rotated_path: Path | None, out: Path) -> None:
     """Fit every table that a cell reads from this capture; write the ``.json`` and one ``.f32`` each.
 
-    A ``.f32`` file is a table in the published format of `codec.stream.published`. It lies in a folder named like
+    A ``.f32`` file is a table in the published format of `codecs.stream.published`. It lies in a folder named like
     the json, as ``K_<id of the stream's recipe>.f32``.
 
     Raises

@@ -24,8 +24,9 @@ from kvlab.core import code, memory
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params
-from kvlab.core.recipe import Cell, Frozen
+from kvlab.core.recipe import Cell
 from kvlab.core.records import CellRecord, JobRecord, Provenance, versions, write_job
+from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Testimony
 from kvlab.engines.capability import check_protocol
 from kvlab.measure.engines import Engines, Visit, Which, device

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from kvlab.calibration.needs import pieces
+from kvlab.codecs.block.studied import coded_layers
 from kvlab.core.errors import MixedIdentity, StaleResult
 from kvlab.core.params import Params
 from kvlab.core.records import file_hash, fingerprint, read_json
-from kvlab.core.studied import coded_layers
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab_pipeline.studies.counterparts import LEVELS
 from kvlab_pipeline.studies.gather import Results

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvlab.codecs.block.studied import studied_recipe
 from kvlab.core.errors import MissingResult
 from kvlab.core.params import Params
-from kvlab.core.studied import studied_recipe
 from kvlab_pipeline.studies.gather import Measured, Results, comparable
 
 # Low level first: the corner of the published HF study, and of the published vLLM study.

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvlab.calibration.load import Fitted
 from kvlab.core.errors import MissingResult, UnknownName
 from kvlab.core.params import Params
-from kvlab.core.recipe import Frozen
+from kvlab.core.settings import Frozen
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.jobs.measure import CellsPart, Lab, Part, run
 from kvlab_pipeline.studies.baseline.measure import BaselinePart

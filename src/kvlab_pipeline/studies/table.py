@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvlab.core.errors import Fault
-from kvlab.core.recipe import Frozen
+from kvlab.core.settings import Frozen
 from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Estimate
 

@@ -18,10 +18,10 @@ from kvlab.cache.pages.layer import LayerPages, quick
 from kvlab.cache.pages.numba_rows import NumbaLoop
 from kvlab.cache.pages.rotary import Rotation
 from kvlab.cache.pages.rows import rows_of
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Site
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.registry import build
 from kvlab.core.errors import StreamError
-from kvlab.core.recipe import KltStream
 
 BLOCK = 4
 

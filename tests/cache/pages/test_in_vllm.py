@@ -16,9 +16,11 @@ from cache.pages.pages_user import BLOCKS, PROMPTS, REQUESTS
 from kvlab.cache.pages.rows import rows_of
 from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
 from kvlab.calibration.load import Fitted, load
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
-from kvlab.core.recipe import HadamardStream, KltStream, Recipe
+from kvlab.codecs.base import Site
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.registry import build
+from kvlab.core.recipe import Recipe
 
 CODED = Recipe(k=KltStream(bits=3), v=HadamardStream(bits=3))
 pytestmark = pytest.mark.engine

@@ -8,10 +8,10 @@ import torch
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rotary import Unturned
 from kvlab.cache.pages.rows import rows_of
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Site
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.registry import build
 from kvlab.core.errors import CodecNotActive
-from kvlab.core.recipe import HadamardStream
 
 HEADS, DIM, BLOCK = 2, 32, 4
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
 from kvlab.cache.pages.rows import KltRows, LaidOut, rows_of
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
+from kvlab.codecs.base import Site
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.registry import build
 from kvlab.core.errors import CapabilityError
-from kvlab.core.recipe import KltStream
 
 HEADS, DIM = 3, 64
 SITE = Site(0, LAYER, "k")

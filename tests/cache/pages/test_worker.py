@@ -13,8 +13,11 @@ import tiny
 from kvlab.cache.pages import worker
 from kvlab.cache.pages import worker as canary
 from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.kivi import KiviStream
+from kvlab.codecs.klt import KltStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ModelError, NonFinite
-from kvlab.core.recipe import PAGES_VARIABLE, HadamardStream, KiviStream, KltStream, Recipe
+from kvlab.core.recipe import PAGES_VARIABLE, Recipe
 
 LOSSY = Recipe(k=HadamardStream(bits=4), v=HadamardStream(bits=4))
 HEADS, DIM, BLOCK = 2, 32, 4

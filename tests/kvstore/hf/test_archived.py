@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kvlab.cache.hf_rope import turn_of
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.load import Calibrated
-from kvlab.codec.archive.file import load
-from kvlab.codec.recipes import named_recipe
-from kvlab.codec.stream.seal import Key
+from kvlab.codecs.archive.file import load
+from kvlab.codecs.recipes import named_recipe
+from kvlab.codecs.stream.seal import Key
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, SnapshotRefused, StreamError
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.geometry import same_bits

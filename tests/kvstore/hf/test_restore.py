@@ -12,10 +12,12 @@ import torch
 
 import tiny
 from kvlab.calibration.load import load as load_calibration
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.klt import KltStream
 from kvlab.core.errors import CapabilityError, SnapshotRefused, StorageError, UnknownName, UserError
 from kvlab.core.model import resolve
 from kvlab.core.params import Model
-from kvlab.core.recipe import IntStream, KltStream, Recipe
+from kvlab.core.recipe import Recipe
 from kvlab.kvstore.hf.comparison import compare, margin
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import google_crc32c
 
-from kvlab.codec.stream import tree
-from kvlab.codec.stream.seal import Key, Seal
+from kvlab.codecs.stream import tree
+from kvlab.codecs.stream.seal import Key, Seal
 from kvlab.core.recipe import canonical
 from kvlab.kvstore.snapshot.format import HEADER, MAGIC, PURPOSE, RECORD, U32, VERSION, Header, chunk_digest
 

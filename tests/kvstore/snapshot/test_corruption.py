@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvlab.codec.stream.seal import Seal
+from kvlab.codecs.stream.seal import Seal
 from kvlab.core.errors import SnapshotRefused, StorageError
 from kvlab.core.recipe import canonical
 from kvlab.kvstore.paging.geometry import Geometry

@@ -11,10 +11,13 @@ import torch
 
 from codec import ladder_making
 from codec.accidents import damaged, resealed
-from kvlab.codec.base import Site
-from kvlab.codec.names import UNSTORED
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
+from kvlab.codecs.base import Site
+from kvlab.codecs.catalogue import UNSTORED
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.noise import NoiseStream
+from kvlab.codecs.registry import build
+from kvlab.codecs.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
 from kvlab.core.errors import (
     CalibrationMismatch,
     CapabilityError,
@@ -24,7 +27,8 @@ from kvlab.core.errors import (
     StreamError,
     UserError,
 )
-from kvlab.core.recipe import IDENTITY, IdentityStream, IntStream, KltStream, NoiseStream, Recipe
+from kvlab.core.recipe import IDENTITY, Recipe
+from kvlab.core.settings import IdentityStream
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.payload import CodedChunks, RawChunks, coder_for

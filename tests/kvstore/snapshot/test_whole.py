@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvlab.codec.stream.seal import Key, Seal
+from kvlab.codecs.stream.seal import Key, Seal
 from kvlab.core.errors import SnapshotRefused
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import Header

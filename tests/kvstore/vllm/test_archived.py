@@ -9,7 +9,7 @@ import torch
 
 from kvlab.cache.calibration_file import load_calibration
 from kvlab.cli import main as cli
-from kvlab.codec.recipes import named_recipe
+from kvlab.codecs.recipes import named_recipe
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig

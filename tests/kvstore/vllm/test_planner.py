@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvlab.core.recipe import Fp8Stream, Recipe
+from kvlab.codecs.fp8 import Fp8Stream
+from kvlab.core.recipe import Recipe
 from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save

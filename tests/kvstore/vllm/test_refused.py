@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.core.recipe import HadamardStream, Recipe
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.core.recipe import Recipe
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.format import Header
 from kvlab.kvstore.snapshot.payload import CodedChunks

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 import embedded
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.int import IntStream
+from kvlab.codecs.klt import KltStream
 from kvlab.core.errors import CapabilityError, KvlabError, StorageError, UserError
-from kvlab.core.recipe import IDENTITY, HadamardStream, IntStream, KltStream, Recipe
+from kvlab.core.recipe import IDENTITY, Recipe
 from validation.bench import page, published, run, sources, subjects
 from validation.bench.subjects import Roster, Subject
 

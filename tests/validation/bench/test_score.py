@@ -6,14 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvlab.codec import limit
-from kvlab.codec.base import Site
+from kvlab.codecs.base import Site
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.klt import KltStream
 from kvlab.core.errors import CapabilityError
-from kvlab.core.recipe import IDENTITY, HadamardStream, KltStream, Recipe
+from kvlab.core.recipe import IDENTITY, Recipe
 from validation.bench import clock, sources, subjects
 from validation.bench.rivals import Library, Rival, Stored, usable
 from validation.bench.score import Scorer, limit_row, whole
 from validation.bench.subjects import Subject
+from validation.limit import theory as limit
 
 SOURCE = sources.planted(heads=1, tokens=600, head_dim=16)
 RIDGE = 1e-6

@@ -5,10 +5,10 @@ from safetensors.torch import save_file
 
 from kvlab.calibration.capture import Captured
 from kvlab.calibration.metrics import ErrorMetrics
-from kvlab.codec import limit
 from kvlab.core.errors import StorageError, UserError
 from kvlab.core.model import resolve
 from validation.bench import sources
+from validation.limit import theory as limit
 
 
 def first_of(source, stream):

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.cli.checked import recipes_of
-from kvlab.codec import limit
-from kvlab.codec.archive.moments import Across
+from kvlab.codecs.archive.moments import Across
 from validation.limit import page, sources
+from validation.limit import theory as limit
 from validation.limit.bound import Bound, Scalar, counts
 from validation.limit.measure import measure
 

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.codec import whitening
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.shared import whitening
 from kvlab.core.errors import Fault
-from kvlab.core.recipe import HadamardStream, Recipe
+from kvlab.core.recipe import Recipe
 from kvlab.stats.bootstrap import Bootstrap
 from validation.planted import identity, noise, rescaling, shim
 from validation.planted.claims import recover

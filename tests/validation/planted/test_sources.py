@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvlab.codec import quantizer
+from kvlab.codecs.shared import quantizer
 from kvlab.stats.bootstrap import Bootstrap
 from validation.planted import sources
 from validation.planted.claims import recover

@@ -31,10 +31,10 @@ def test_a_clone_restores_the_report_without_running_anything(clone, reproduced)
 
 
 def test_a_comment_does_not_cost_a_clone_its_cached_results(clone):
-    (clone.root / "src/kvlab/codec/block/codec.py").open("a").write("\n# a comment\n")
+    (clone.root / "src/kvlab/codecs/block/codec.py").open("a").write("\n# a comment\n")
     said = clone.run(sys.executable, "workflow/scripts/ci_cached.py", "--require-cached")
     assert clone.ran() == [] and "1 run." in said and re.search(r"^  code +run$", said, re.MULTILINE)
-    (clone.root / "src/kvlab/codec/block/codec.py").open("a").write("\nNEW = 1\n")
+    (clone.root / "src/kvlab/codecs/block/codec.py").open("a").write("\nNEW = 1\n")
     refused = clone.attempt(sys.executable, "workflow/scripts/ci_cached.py", "--require-cached")
     assert refused.returncode == 1 and clone.ran() == []
     assert refused.stderr.splitlines()[-1].startswith("error: stage codebooks would have to run: ")

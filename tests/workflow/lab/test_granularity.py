@@ -74,7 +74,7 @@ def test_other_bits_rerun_no_capture_and_no_sigma(lab):
 
 
 def test_a_codec_file_reruns_what_uses_it(lab):
-    rung, block = "src/kvlab/codec/ladder/kivi.py", "src/kvlab/codec/block/codec.py"
+    rung, block = "src/kvlab/codecs/kivi/codec.py", "src/kvlab/codecs/block/codec.py"
     (lab.root / rung).open("a").write("\nNEW = 1\n")
     compared = {"ladder_jobs", "ladder_facts", "restore_job", "restore_page", "tradeoffs_job", "tradeoffs_page"}
     assert planned(lab) == JUDGED | REPORTED | compared
@@ -86,7 +86,7 @@ def test_a_codec_file_reruns_what_uses_it(lab):
 
 
 def test_comments_and_times_rerun_nothing(lab):
-    for name in ("src/kvlab/codec/block/codec.py", "workflow/rules/choice.smk", "params.yaml"):
+    for name in ("src/kvlab/codecs/block/codec.py", "workflow/rules/choice.smk", "params.yaml"):
         (lab.root / name).open("a").write("\n# a comment\n")
     for path in (lab.root / "models").rglob("*.safetensors"):
         path.touch()

@@ -14,9 +14,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from kvlab.cache.pages.klt_rows import IMPOSSIBLE, NO_PLAIN, OK, TOO_MANY
-from kvlab.codec.klt.bits import VALUE_BITS
-from kvlab.codec.klt.fields import COUNT_BITS
-from kvlab.codec.klt.scales import PLAIN, SCALE_BITS
+from kvlab.codecs.klt.bits import VALUE_BITS
+from kvlab.codecs.klt.fields import COUNT_BITS
+from kvlab.codecs.klt.scales import PLAIN, SCALE_BITS
 
 SCALE_END = COUNT_BITS + SCALE_BITS
 
@@ -31,7 +31,7 @@ class Digits(NamedTuple):
     down, mask, up : array
         The digit is ``(byte >> down & mask) << up`` of its symbol, uint8 [digits].
     values : array
-        Those of all components (`codec.klt.trees.Trees`), float32 [all].
+        Those of all components (`codecs.klt.trees.Trees`), float32 [all].
     first : array
         Where the table of each begins in them, int64 [groups * width].
     """
@@ -46,7 +46,7 @@ class Digits(NamedTuple):
 
 
 class Escapes(NamedTuple):
-    """Where escapes lie (`codec.klt.escapes.Tails`), as arrays.
+    """Where escapes lie (`codecs.klt.escapes.Tails`), as arrays.
 
     Parameters
     ----------
@@ -70,8 +70,8 @@ class Escapes(NamedTuple):
         How many coefficients have a bit more, int64 [groups]; bits of those and of the others, int64 [groups, 2]; their
         tables, float32 [groups, 2, most].
     turn, unit, deviation : array
-        What the way back to components is made of (`codec.klt.plain`): float64 [width, width], the same for all layers;
-        float64 [groups]; float32 [groups, width].
+        What the way back to components is made of (`codecs.klt.plain`): float64 [width, width], the same for all
+        layers; float64 [groups]; float32 [groups, width].
     """
 
     there: bool

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvlab.cache.pages import klt_rows
-from kvlab.codec.klt import bits, escapes, scales
+from kvlab.codecs.klt import bits, escapes, scales
 
 COUNT_END = tl.constexpr(escapes.COUNT_BITS)
 SCALE_END = tl.constexpr(escapes.COUNT_BITS + scales.SCALE_BITS)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvlab.codec.klt.grouping import parted
-from kvlab.codec.klt.planes import Planes
-from kvlab.codec.klt.synthesis import Synthesis
+from kvlab.codecs.klt.grouping import parted
+from kvlab.codecs.klt.planes import Planes
+from kvlab.codecs.klt.synthesis import Synthesis
 from kvlab.core.errors import StreamError
 
 OK, TOO_MANY, NO_PLAIN, IMPOSSIBLE = range(4)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvlab.cache.pages import hot
 from kvlab.cache.pages.klt_rows import digits_of, plain_of, refuse
-from kvlab.codec.klt.bits import VALUE_BITS, low_bits, value_of
-from kvlab.codec.klt.escapes import Tails
-from kvlab.codec.klt.plain import turn
-from kvlab.codec.klt.synthesis import Synthesis
+from kvlab.codecs.klt.bits import VALUE_BITS, low_bits, value_of
+from kvlab.codecs.klt.escapes import Tails
+from kvlab.codecs.klt.plain import turn
+from kvlab.codecs.klt.synthesis import Synthesis
 
 SHARE = 256  # tokens that are worth a thread of their own
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvlab.cache.hf_rope import RopeTurn, refuse_lossy, rotate, unrotate
-from kvlab.codec.seeding import generator
+from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError
 
 PROBED = (0, 1, 7, 100)

@@ -2,7 +2,7 @@
 
 A page is written a token at a time, by whoever is served in that step, and read by whoever shares it. So a token's
 bytes are its own: as many for each token of a layer, and none of them says anything of another token. Codecs that code
-every token by itself have such bytes. `klt`'s are those of a block of one token of its stream (`codec.klt.planes`).
+every token by itself have such bytes. `klt`'s are those of a block of one token of its stream (`codecs.klt.planes`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvlab.codec.base import Codec, Encoded, Site
-from kvlab.codec.klt.codec import STRIP, KltCodec
-from kvlab.codec.klt.joining import Strand, arrays_of, layout_of, refilled
-from kvlab.codec.seeding import generator
+from kvlab.codecs.base import Codec, Encoded, Site
+from kvlab.codecs.klt.codec import STRIP, KltCodec
+from kvlab.codecs.klt.joining import Strand, arrays_of, layout_of, refilled
+from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError
 
 CPU = torch.device("cpu")

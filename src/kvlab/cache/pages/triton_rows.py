@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvlab.cache.pages.hot_triton import components_kernel
 from kvlab.cache.pages.klt_rows import beside, digits_of, plain_of, refuse
-from kvlab.codec.klt.planes import Planes
-from kvlab.codec.klt.synthesis import Synthesis
+from kvlab.codecs.klt.planes import Planes
+from kvlab.codecs.klt.synthesis import Synthesis
 
 PART = 16  # coefficients of a vector without tables that are made at a time
 

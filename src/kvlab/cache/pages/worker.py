@@ -17,7 +17,7 @@ from kvlab.cache.pages.rows import rows_of
 from kvlab.cache.recipe_file import RecipeFile
 from kvlab.cache.vllm_settings import Rule, common, logger, own_dtype, refuse_settings
 from kvlab.cache.vllm_worker import STREAMS, Served
-from kvlab.codec.base import Site
+from kvlab.codecs.base import Site
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import PAGES_VARIABLE
 from kvlab.core.records import CANARY_MIN, TWO_PASSES

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field
 from scipy.special import betaincinv, ndtri, stdtrit
 
 from kvlab.core.errors import MixedIdentity, NonFinite
-from kvlab.core.recipe import Frozen
+from kvlab.core.settings import Frozen
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.skewed import upper_means
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints
 
-from kvlab.core.recipe import Frozen
+from kvlab.core.settings import Frozen
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]  # no "+": it joins combined mechanisms
 Text = Annotated[str, StringConstraints(min_length=1, pattern=r"\S")]
@@ -43,7 +43,7 @@ class Mechanism(Entry):
     umbrella : bool
         Unlike methods share it: it earns `supported` only for an implementation that the row names.
     codecs : tuple of str
-        Names of `kvlab.codec.names.ALL` that may be observed to run; empty when none may.
+        Names of `kvlab.core.recipe.CODECS` that may be observed to run; empty when none may.
     backends : tuple of str
         Classes of attention that have to run, where the engine's own cache holds what the codecs write; empty where a
         codec runs beside that cache, or none does.

@@ -9,8 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from kvlab.codec.names import ALL, UNSTORED
+from kvlab.codecs.catalogue import UNSTORED
 from kvlab.core.errors import suggestion
+from kvlab.core.recipe import CODECS
 from kvlab.gate.catalogue.columns import COMPRESSION, SPECULATIVE
 from kvlab.gate.registry.entries import Eval, Mechanism, Metric
 
@@ -84,7 +85,7 @@ def _draft(entry: Mechanism) -> Faults:
 
 
 def _codecs(entry: Mechanism) -> Faults:
-    stored = [name for name in ALL if name not in UNSTORED]
+    stored = [name for name in CODECS if name not in UNSTORED]
     for name in entry.codecs:
         if name not in stored:
             said = f"{name!r} is no codec that a cache can be made of; allowed: {', '.join(stored)}"
@@ -107,7 +108,7 @@ def _lossless(entry: Mechanism) -> Faults:
     if not entry.lossless:
         return
     lossy = [name for name in entry.kv_cache_dtypes if name in CODED_DTYPES]
-    lossy += [name for name in entry.codecs if name in ALL and name != "identity"]
+    lossy += [name for name in entry.codecs if name in CODECS and name != "identity"]
     if lossy:
         yield "lossless_conflict", "lossless", f"is True, yet {', '.join(lossy)} may run or be stored, which lose"
 

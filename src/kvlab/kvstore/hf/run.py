@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from kvlab.codec.stream.seal import Key
+from kvlab.codecs.stream.seal import Key
 from kvlab.core.counts import counted
 from kvlab.core.errors import SnapshotRefused, UserError
 from kvlab.kvstore.hf.forwards import Decoded, Forwards

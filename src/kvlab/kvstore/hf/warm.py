@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kvlab.codec.stream.seal import Key
+from kvlab.codecs.stream.seal import Key
 from kvlab.core.counts import counted
 from kvlab.core.errors import SnapshotRefused, StorageError, UserError
 from kvlab.kvstore.hf.model import PagedModel, refuse_tokens

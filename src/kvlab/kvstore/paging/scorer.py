@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvlab.codec.stream.packing import pack, unpack
+from kvlab.codecs.stream.packing import pack, unpack
 from kvlab.core.errors import LayoutMismatch, NonFinite
 from kvlab.kvstore.paging.geometry import Geometry, K
 from kvlab.kvstore.paging.ledger import Ledger

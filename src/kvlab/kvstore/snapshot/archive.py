@@ -1,6 +1,6 @@
 """Chunks of a snapshot as blocks of an archive: coded by what is known of the whole context, decoded each alone.
 
-    chunk := u16 quality, record of one block; see `kvlab.codec.archive.file`
+    chunk := u16 quality, record of one block; see `kvlab.codecs.archive.file`
 
 The steps of a token follow from the attention that it may expect in the context that is saved, and the quality from
 the bits that all of it may take. So the bytes of a chunk depend on the tokens after it too: the same first chunk, saved
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from kvlab.cache.row import Turn
 from kvlab.calibration.archive import Archive
-from kvlab.codec.archive.codec import Body
-from kvlab.codec.archive.file import parts_of, record_of
-from kvlab.codec.archive.model import STREAMS
-from kvlab.codec.archive.steps import QUALITIES
-from kvlab.codec.base import all_finite
+from kvlab.codecs.archive.codec import Body
+from kvlab.codecs.archive.file import parts_of, record_of
+from kvlab.codecs.archive.model import STREAMS
+from kvlab.codecs.archive.steps import QUALITIES
+from kvlab.codecs.base import all_finite
 from kvlab.core.errors import CalibrationMismatch, ParamsError, StreamError, UserError
 from kvlab.core.recipe import Recipe
 from kvlab.kvstore.paging.geometry import Geometry

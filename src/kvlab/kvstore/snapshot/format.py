@@ -12,10 +12,10 @@ All integers are little-endian, and floats IEEE 754.
                 u64 last use, f64 score, u32 flags (1: resident, 2: has a score)
     tokens   := u32 * (chunks * chunk_tokens)
     payload  := the chunks one after the other, see `payload`
-    seal     := see `kvlab.codec.stream.seal`
+    seal     := see `kvlab.codecs.stream.seal`
 
 Every crc is CRC-32C and finds accidents, all of them in one reading. What belongs together is said by a tree of
-SHA-256 (`kvlab.codec.stream.tree`):
+SHA-256 (`kvlab.codecs.stream.tree`):
 
     digest of a chunk := SHA-256(0x00 || "kvlab snapshot chunk 3\n" || SHA-256(identity) || link || bytes of the chunk)
     root in the seal  := SHA-256(0x00 || header || manifest || index || tokens)
@@ -38,8 +38,8 @@ from typing import ClassVar, NamedTuple
 
 import google_crc32c
 
-from kvlab.codec.stream import tree
-from kvlab.codec.stream.seal import Seal
+from kvlab.codecs.stream import tree
+from kvlab.codecs.stream.seal import Seal
 from kvlab.core import filekind
 from kvlab.core.errors import UserError
 from kvlab.kvstore.paging.ledger import Entry

@@ -11,7 +11,8 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from kvlab.core.errors import KvlabError, UserError
-from kvlab.core.recipe import ID_LENGTH, Frozen, canonical
+from kvlab.core.recipe import ID_LENGTH, canonical
+from kvlab.core.settings import Frozen
 from kvlab.kvstore.snapshot.format import MAX_MANIFEST
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.reasons import Code, Reason, refusal

@@ -1,7 +1,7 @@
 """A chunk's K and V as bytes: as they are, coded by any codec of the ladder, or as a block of an archive.
 
     raw   := the tensor [layers, 2, kv_heads, chunk_tokens, head_dim] as it lies in memory, little-endian
-    coded := frame of layer 0's K, frame of its V, frame of layer 1's K, ...; see `kvlab.codec.stream.bitstream`
+    coded := frame of layer 0's K, frame of its V, frame of layer 1's K, ...; see `kvlab.codecs.stream.bitstream`
     block := see `archive`
 
 A chunk is coded by itself, so that a prefix can be read without what follows it. A codec whose blocks are longer
@@ -21,14 +21,15 @@ from torch import Tensor
 from kvlab.cache.row import Straight, Turn
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.needs import needs_calibration
-from kvlab.codec.base import Codec, Site, StreamCalibration, all_finite
-from kvlab.codec.controls.identity import IdentityCodec
-from kvlab.codec.kept import Kept
-from kvlab.codec.names import CODECS, UNSTORED
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
+from kvlab.codecs.base import Codec, Site, StreamCalibration, all_finite
+from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
+from kvlab.codecs.identity.codec import IdentityCodec
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared.kept import Kept
+from kvlab.codecs.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
 from kvlab.core.errors import CapabilityError, ParamsError, StreamError, UserError
-from kvlab.core.recipe import WHOLE, IdentityStream, Placement, Recipe, StreamRecipe
+from kvlab.core.recipe import WHOLE, Placement, Recipe, StreamRecipe
+from kvlab.core.settings import IdentityStream
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.archive import ArchiveChunks, Rows
 from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity
@@ -245,7 +246,7 @@ def _refuse(codec: CodecIdentity, geometry: Geometry) -> None:
     for stream in STREAMS:
         own = getattr(codec.recipe, stream)
         if own.codec in UNSTORED:
-            able = ", ".join(name for name in CODECS if name not in UNSTORED)
+            able = ", ".join(name for name in TENSORWISE if name not in UNSTORED)
             raise CapabilityError(f"codec {own.codec!r} of stream {stream} writes no codes to store; allowed: {able}")
         if Kept.of(own):
             raise CapabilityError(

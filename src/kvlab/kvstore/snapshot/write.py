@@ -23,8 +23,8 @@ from typing import BinaryIO
 import google_crc32c
 from torch import Tensor
 
-from kvlab.codec.stream import tree
-from kvlab.codec.stream.seal import Key, Seal
+from kvlab.codecs.stream import tree
+from kvlab.codecs.stream.seal import Key, Seal
 from kvlab.core import lifeline
 from kvlab.core.errors import StorageError, UserError
 from kvlab.core.records import storage_error, versions

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvlab.codec.stream.tree import leaf
+from kvlab.codecs.stream.tree import leaf
 from kvlab_mechanisms.ledger import log
 from kvlab_mechanisms.ledger.contract import Contract
 from kvlab_mechanisms.ledger.entry import Entry, encoded

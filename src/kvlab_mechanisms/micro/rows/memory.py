@@ -9,10 +9,10 @@ import torch
 
 from kvlab.attention import selection
 from kvlab.attention.compaction import compact, new_places
-from kvlab.codec.base import Site
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes
-from kvlab.core.streams import HadamardStream
+from kvlab.codecs.base import Site
+from kvlab.codecs.hadamard import HadamardStream
+from kvlab.codecs.registry import build
+from kvlab.codecs.stream.bitstream import frame_bytes
 from kvlab_mechanisms.memory.host_tier import HostTier
 from kvlab_mechanisms.memory.page_pool import PagePool
 from kvlab_mechanisms.memory.wire import Head, pack

@@ -17,14 +17,14 @@ import polars as pl
 import torch
 
 from kvlab.calibration.load import Calibrated, Fitted
-from kvlab.codec.base import Site
-from kvlab.codec.seeding import generator
+from kvlab.codecs.base import Site
+from kvlab.codecs.block.studied import coded_layers, studied_recipe
+from kvlab.codecs.shared.seeding import generator
 from kvlab.core import code
 from kvlab.core.errors import UnknownName
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, Cell, Recipe
 from kvlab.core.records import BaselineCell, BaselineRecord, write_job
-from kvlab.core.studied import coded_layers, studied_recipe
 from kvlab.measure.coding import Coded, Coder, Tally
 from kvlab.measure.engines import MODULES, Visit, Which
 from kvlab.measure.store import ROWS, Found

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvlab.codec.seeding import generator
+from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import ParamsError
 from kvlab.core.model import resolve
 from kvlab.core.params import Params

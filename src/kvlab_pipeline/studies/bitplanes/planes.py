@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.codec.quantizer import codes, density, gaussian_table
-from kvlab.codec.rotation import rotate
+from kvlab.codecs.shared.quantizer import codes, density, gaussian_table
+from kvlab.codecs.shared.rotation import rotate
 from kvlab.core.errors import CapabilityError
 from kvlab_pipeline.studies.bitplanes.record import Basis
 

@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, ValidationError
 
+from kvlab.codecs.catalogue import CONDITIONABLE, LADDERED, Conditioning
 from kvlab.core.errors import suggestion
 from kvlab.core.paramfile import explained
 from kvlab.core.params import Codec, Params, captured, from_the_start, unknown_layers
-from kvlab.core.recipe import Attention, Bits, DType, Engine, Frozen, Placement, Protocol, Span, Stream
-from kvlab.core.rungs import CONDITIONABLE, LADDERED, Conditioning
+from kvlab.core.recipe import Attention, DType, Engine, Placement, Protocol, Span, Stream
+from kvlab.core.settings import Bits, Frozen
 
 CELLS: dict[str, dict] = {
     "k-only": {"stream": "k"},

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import product
 
+from kvlab.codecs.block.studied import coded_layers, studied_recipe
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import ParamsError
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, Cell, Recipe
-from kvlab.core.rungs import labelled
-from kvlab.core.studied import coded_layers, studied_recipe
 from kvlab_pipeline.studies.cells.params import CellEntry, with_entry
 
 READS = ("windows", "engines", "protocols", "gap", "cells")  # of params.yaml, beside what every codec reads
@@ -67,7 +67,7 @@ def repeated(params: Params, unasked: Collection[str]) -> list[str]:
 def recipe(params: Params, entry: CellEntry) -> Recipe:
     """The recipe of an entry."""
     changed = with_entry(params, entry)
-    return labelled(entry.rung, changed) if entry.rung else studied_recipe(changed)
+    return named_recipe(entry.rung, params=changed) if entry.rung else studied_recipe(changed)
 
 
 def _layers(params: Params, entry: CellEntry) -> tuple[int, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 
+from kvlab.codecs.block.studied import coded_layers, studied_recipe, variance_ratios
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, Cell, Recipe
-from kvlab.core.studied import coded_layers, studied_recipe, variance_ratios
 
 READS = ("windows", "engines", "protocols", "gap", "baseline")  # of params.yaml, beside what every codec reads
 

@@ -21,8 +21,8 @@ from kvlab.cache.tables import resident_bytes
 from kvlab.calibration import load as calibration
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.load import Calibrated, Fitted
-from kvlab.codec.klt.components import Components
-from kvlab.codec.klt.grouping import joined
+from kvlab.codecs.klt.components import Components
+from kvlab.codecs.klt.grouping import joined
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params

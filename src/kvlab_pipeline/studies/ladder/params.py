@@ -7,9 +7,10 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
+from kvlab.codecs.catalogue import CONDITIONABLE, Compared, Conditionable, Laddered, WholeBits
 from kvlab.core.params import Params, Section, at_most
-from kvlab.core.recipe import Bits, Engine
-from kvlab.core.rungs import CONDITIONABLE, Compared, Conditionable, Laddered, WholeBits
+from kvlab.core.recipe import Engine
+from kvlab.core.settings import Bits
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 Ablated = Literal["escapes", "budget", "tables", "allocation", "joint", "transform", "metric"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvlab.codecs.catalogue import Conditioning, has_bits, rates
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.params import Params
 from kvlab.core.recipe import Cell, Recipe
-from kvlab.core.rungs import Conditioning, has_bits, ladder_recipe, rates
 
 LESS = {
     "escapes": {"escape": False},
@@ -60,7 +61,7 @@ def planned(params: Params) -> Iterator[tuple[str, Recipe, dict]]:
 def cheapest(params: Params, codec: str) -> tuple[str, Recipe]:
     """(label, recipe) of a codec at the fewest bits of the ladder."""
     bits = min(params.ladder.bits) if has_bits(codec) else None
-    return named(codec, bits), ladder_recipe(codec, bits, "", params)
+    return named(codec, bits), named_recipe(codec, bits, params=params)
 
 
 def named(rung: str, bits: float | None) -> str:
@@ -104,6 +105,6 @@ def rungs(params: Params) -> list[tuple[str, Recipe]]:
             choices += ["center", "center+whiten", "center+weigh"]
         for bits in rates(codec, params.ladder.bits, params.ladder.whole_bits):
             for conditioning in choices:
-                label = named("+".join(filter(None, [codec, conditioning])), bits)
-                found.append((label, ladder_recipe(codec, bits, conditioning, params)))
+                whole = "+".join(filter(None, [codec, conditioning]))
+                found.append((named(whole, bits), named_recipe(whole, bits, params=params)))
     return found

@@ -11,8 +11,9 @@ from pydantic import Field, ValidationError
 from kvlab.calibration.needs import needs_calibration
 from kvlab.core.errors import StorageError
 from kvlab.core.params import Params
-from kvlab.core.recipe import Engine, Frozen, Recipe
+from kvlab.core.recipe import Engine, Recipe
 from kvlab.core.records import Provenance, read_json
+from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Testimony
 from kvlab_pipeline.studies.ladder.plan import rungs
 

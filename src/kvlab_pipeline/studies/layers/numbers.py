@@ -12,8 +12,8 @@ from itertools import product
 
 import numpy as np
 
+from kvlab.codecs.block.studied import coded_layers
 from kvlab.core.params import Params
-from kvlab.core.studied import coded_layers
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_p, sign_flip_two_sided_p
 from kvlab_pipeline.studies.estimates import sides

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvlab.codecs.block.studied import studied_recipe
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, Cell, Recipe
-from kvlab.core.studied import studied_recipe
 
 READS = ("engines", "layers")  # of params.yaml, beside what every codec reads
 

@@ -16,9 +16,11 @@ from transformers import Cache, DynamicCache
 
 from kvlab.cache.counts import counts
 from kvlab.cache.hf_cache import KVCache
+from kvlab.codecs.int import IntStream
 from kvlab.core.errors import CodecNotActive, Fault
-from kvlab.core.recipe import IDENTITY, IdentityStream, IntStream, Recipe
+from kvlab.core.recipe import IDENTITY, Recipe
 from kvlab.core.records import CANARY_MIN, TWO_PASSES
+from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import ContextCache, Storage
 from kvlab.engines.hf import HFEngine
 from kvlab.measure.engines import Visit

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvlab.attention.named import EVICTIONS, mechanism
+from kvlab.codecs.catalogue import KEPT_WHOLE, LADDERED, Finished, Laddered
 from kvlab.core.errors import UserError, suggestion
 from kvlab.core.params import Params, Section
-from kvlab.core.recipe import Bits, DType, Protocol
-from kvlab.core.rungs import KEPT_WHOLE, LADDERED, Finished, Laddered
+from kvlab.core.recipe import DType, Protocol
+from kvlab.core.settings import Bits
 
 PATTERNED = ("block_sparse", "window", "chunk_summary")  # kinds of `patterns`
 KEPT = ("latent", *EVICTIONS)  # kinds of `kept`

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvlab.attention.named import EVICTIONS
+from kvlab.codecs.catalogue import KEPT_WHOLE, rates
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, SPAN_OF, Cell, Recipe, digest
-from kvlab.core.rungs import KEPT_WHOLE, ladder_recipe, rates
 
 if TYPE_CHECKING:
     from kvlab_pipeline.studies.mechanisms.params import Mechanisms
@@ -169,7 +170,7 @@ def _mechanism(codec: str) -> str:
 
 
 def _cell(params: Params, engine: str, codec: str, bits: int | None, protocol: str, label: str) -> Cell:
-    return _of_all_layers(params, engine, ladder_recipe(codec, bits, "", params), protocol, label)
+    return _of_all_layers(params, engine, named_recipe(codec, bits, params=params), protocol, label)
 
 
 def _of_all_layers(params: Params, engine: str, recipe: Recipe, protocol: str, label: str) -> Cell:

@@ -13,8 +13,8 @@ import polars as pl
 from pydantic import ValidationError
 
 from kvlab.core.errors import Fault, StaleResult, StorageError, WitnessDisagrees
-from kvlab.core.recipe import Frozen
 from kvlab.core.records import Provenance, file_hash, finite, forget, read_json, write_json, write_table
+from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Pool, Served, Testimony
 from kvlab_pipeline.studies.mechanisms.plan import SERVED
 

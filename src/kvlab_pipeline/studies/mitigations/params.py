@@ -8,7 +8,8 @@ from itertools import pairwise
 from pydantic import Field
 
 from kvlab.core.params import Params, Section, at_most
-from kvlab.core.recipe import Bits, Protocol
+from kvlab.core.recipe import Protocol
+from kvlab.core.settings import Bits
 
 
 class Mitigations(Section):

@@ -12,11 +12,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from kvlab.codecs.block.studied import coded_layers, studied_recipe
+from kvlab.codecs.klt import KltStream
 from kvlab.core.errors import StaleResult, StorageError
 from kvlab.core.params import Params
-from kvlab.core.recipe import IDENTITY, Cell, DType, Engine, Frozen, KltStream, LayerRecipe, Protocol, Recipe, digest
+from kvlab.core.recipe import IDENTITY, Cell, DType, Engine, LayerRecipe, Protocol, Recipe, digest
 from kvlab.core.records import Provenance, read_json
-from kvlab.core.studied import coded_layers, studied_recipe
+from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.mitigations.params import rises
 
 READS = ("windows", "engines", "gap", "mitigations")  # of params.yaml, beside what every codec reads

@@ -23,10 +23,11 @@ from typing import Protocol as Shape
 import numpy as np
 
 from kvlab.calibration.load import Fitted
+from kvlab.codecs.block.studied import coded_layers
 from kvlab.core.params import Params
-from kvlab.core.recipe import Cell, IdentityStream, Recipe
+from kvlab.core.recipe import Cell, Recipe
 from kvlab.core.records import write_json
-from kvlab.core.studied import coded_layers
+from kvlab.core.settings import IdentityStream
 from kvlab.measure.subjects import probes_of
 from kvlab.measure.windows import windows_of
 from kvlab.stats.curve import between

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from kvlab.codecs.block.studied import coded_layers, studied_recipe
+from kvlab.codecs.cast import CastStream
+from kvlab.codecs.isotropic import IsotropicStream
+from kvlab.codecs.noise import NoiseStream
 from kvlab.core.params import Params
-from kvlab.core.recipe import IDENTITY, CastStream, Cell, IsotropicStream, NoiseStream, Recipe
-from kvlab.core.studied import coded_layers, studied_recipe
+from kvlab.core.recipe import IDENTITY, Cell, Recipe
 
 READS = ("engines", "noise")  # of params.yaml, beside what every codec reads
 

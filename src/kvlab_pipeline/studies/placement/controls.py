@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvlab.codec.seeding import generator
+from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError
 from kvlab.kvstore.hf.model import PagedModel
 

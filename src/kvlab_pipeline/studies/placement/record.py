@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from kvlab.core.errors import StorageError
-from kvlab.core.recipe import Frozen
 from kvlab.core.records import Provenance, read_json
+from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.placement.params import PlacementStudy
 
 Kind = Literal["same", "near tie", "seam bug"]

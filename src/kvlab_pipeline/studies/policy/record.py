@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from kvlab.core.errors import StorageError
-from kvlab.core.recipe import Frozen
 from kvlab.core.records import read_json
+from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.policy.params import PolicyStudy
 from kvlab_pipeline.studies.table import Interval
 

@@ -24,10 +24,10 @@ from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured
 from kvlab.calibration.facts import checked
 from kvlab.calibration.load import Calibrated, Fitted
-from kvlab.codec.base import Codec, Site
-from kvlab.codec.registry import build
-from kvlab.codec.stream.bitstream import frame_bytes, read_frame
-from kvlab.codec.whitening import Whitener
+from kvlab.codecs.base import Codec, Site
+from kvlab.codecs.registry import build
+from kvlab.codecs.shared.whitening import Whitener
+from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import CalibrationMismatch
 from kvlab.core.model import resolve
 from kvlab.core.params import Params

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from kvlab.codecs.block.studied import coded_layers
 from kvlab.core.errors import MissingResult, MixedIdentity, StaleResult
 from kvlab.core.params import Params
 from kvlab.core.records import Provenance
-from kvlab.core.studied import coded_layers
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_two_sided_p
 from kvlab.stats.power import power_factor, windows_needed

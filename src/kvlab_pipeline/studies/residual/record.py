@@ -11,11 +11,12 @@ from pathlib import Path
 import polars as pl
 from pydantic import Field, ValidationError
 
+from kvlab.codecs.block.studied import studied_recipe, variance_ratios
 from kvlab.core.errors import StorageError
 from kvlab.core.params import Params
-from kvlab.core.recipe import DType, Engine, Frozen, Recipe, StreamRecipe
+from kvlab.core.recipe import DType, Engine, Recipe, StreamRecipe
 from kvlab.core.records import Provenance, finite, forget, read_json, write_json, write_table
-from kvlab.core.studied import studied_recipe, variance_ratios
+from kvlab.core.settings import Frozen
 
 STREAMS = ("k", "v")
 KEY = ("variance_ratio", "layer", "stream", "window")

@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from kvlab.codecs.catalogue import LADDERED
 from kvlab.core.errors import StorageError
 from kvlab.core.params import Params
-from kvlab.core.recipe import Frozen, Recipe
+from kvlab.core.recipe import Recipe
 from kvlab.core.records import Provenance, read_json
-from kvlab.core.rungs import LADDERED
+from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.restore.params import Storable
 from kvlab_pipeline.studies.table import Interval
 

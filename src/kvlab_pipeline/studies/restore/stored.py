@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvlab.calibration.load import Calibrated, needed_files
-from kvlab.codec.recipes import named_recipe
+from kvlab.codecs.catalogue import has_bits
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CapabilityError
 from kvlab.core.params import Params
 from kvlab.core.recipe import WHOLE, Recipe
-from kvlab.core.rungs import has_bits, ladder_recipe
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
@@ -147,7 +147,7 @@ def ways(
 
 def stored_recipe(codec: str, bits: int | None, params: Params) -> Recipe:
     """What is done to K and V: as on the ladder, or by a codec of whole caches."""
-    return named_recipe(codec, bits) if codec in WHOLE else ladder_recipe(codec, bits, "", params)
+    return named_recipe(codec, bits) if codec in WHOLE else named_recipe(codec, bits, params=params)
 
 
 def unfitted(recipe: Recipe, calibrated: Calibrated | None) -> list[str]:

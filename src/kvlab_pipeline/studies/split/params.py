@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
+from kvlab.codecs.catalogue import Laddered, has_bits
 from kvlab.core.params import Params, Section, at_most
-from kvlab.core.recipe import MOST_BITS, Protocol
-from kvlab.core.rungs import Laddered, has_bits
+from kvlab.core.recipe import Protocol
+from kvlab.core.settings import MOST_BITS
 
 
 class Split(Section):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from kvlab.codecs.klt import KltStream
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.params import Params
-from kvlab.core.recipe import MOST_BITS, Cell, KltStream, Recipe
-from kvlab.core.rungs import ladder_recipe
+from kvlab.core.recipe import Cell, Recipe
+from kvlab.core.settings import MOST_BITS
 
 READS = ("engines", "gap", "protocols", "windows", "split")  # of params.yaml, beside what every codec reads
 
@@ -38,7 +40,7 @@ def cells(params: Params, engine: str) -> list[Cell]:
 
 def divided(params: Params, k: int, v: int) -> Recipe:
     """The codec with its own settings for each stream, at bits of their own."""
-    recipe = ladder_recipe(params.split.codec, k, "", params, v)
+    recipe = named_recipe(params.split.codec, k, v, params=params)
     if not isinstance(recipe.k, KltStream):
         return recipe
     own = {"budget": "stream"}  # where bits are equal too: what is compared is what K and V get

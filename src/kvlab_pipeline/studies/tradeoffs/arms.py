@@ -8,9 +8,9 @@ from math import floor
 from typing import Literal
 
 from kvlab.attention.named import PLACE, Mechanism, mechanism, numbered
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.params import Params
 from kvlab.core.recipe import Recipe
-from kvlab.core.rungs import ladder_recipe
 from kvlab_pipeline.studies.tradeoffs.params import Tradeoffs
 
 Family = Literal["codec", "eviction", "latent", "sparse reading", "codec x sparse reading", "latent x codec"]
@@ -66,7 +66,7 @@ def recipes_of(params: Params) -> list[Recipe]:
     made = [*_codecs(params), *_sparse(params)]
     coding = [(settings.latent_codec, bits) for bits in settings.combined]
     coding += [(codec, bits) for codec in settings.drafters for bits in settings.combined]
-    return [arm.recipe for arm in made if arm.recipe] + [ladder_recipe(*one, "", params) for one in coding]
+    return [arm.recipe for arm in made if arm.recipe] + [named_recipe(*one, params=params) for one in coding]
 
 
 def kept_at(budget: float, policy: str, shape: Shape) -> int:
@@ -86,7 +86,7 @@ def _codecs(params: Params) -> Iterator[Arm]:
     settings = params.tradeoffs
     for codec in settings.codecs:
         for bits in settings.bits if codec == settings.codecs[0] else settings.rival_bits:
-            yield Arm(f"{codec} {bits}", "codec", ladder_recipe(codec, bits, "", params))
+            yield Arm(f"{codec} {bits}", "codec", named_recipe(codec, bits, params=params))
 
 
 def _evictions(settings: Tradeoffs, shape: Shape) -> Iterator[Arm]:
@@ -104,7 +104,10 @@ def _latents(params: Params, shape: Shape) -> Iterator[Arm]:
     rank = max(1, round(settings.latent_share * shape.numbers))
     for bits in settings.combined:
         codec = settings.latent_codec
-        asked, recipe = mechanism(f"latent:rank={rank},sinks={settings.sinks}"), ladder_recipe(codec, bits, "", params)
+        asked, recipe = (
+            mechanism(f"latent:rank={rank},sinks={settings.sinks}"),
+            named_recipe(codec, bits, params=params),
+        )
         yield Arm(f"latent of {rank}, {codec} {bits}", "latent x codec", recipe, asked)
 
 
@@ -114,5 +117,5 @@ def _sparse(params: Params) -> Iterator[Arm]:
         yield Arm(name, "sparse reading", asked=mechanism(name))
     for bits in settings.combined if settings.sparse else ():
         codec, name = settings.codecs[0], settings.sparse[0]
-        recipe = ladder_recipe(codec, bits, "", params)
+        recipe = named_recipe(codec, bits, params=params)
         yield Arm(f"{name}, {codec} {bits}", "codec x sparse reading", recipe, mechanism(name))

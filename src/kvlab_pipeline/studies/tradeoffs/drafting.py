@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
-from kvlab.core.rungs import ladder_recipe
+from kvlab.codecs.recipes import named_recipe
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab_mechanisms.decoding.acceptance import acceptance, plain_texts
 from kvlab_mechanisms.decoding.law import Sampling
@@ -34,7 +34,7 @@ def drafted(bench: Bench, bootstrap: Bootstrap) -> Iterator[Drafted]:
     written = settings.tokens * len(prompts)
     for codec in settings.drafters:
         for bits in settings.combined:
-            recipe, runs = ladder_recipe(codec, bits, "", bench.params), []
+            recipe, runs = named_recipe(codec, bits, params=bench.params), []
             for prompt, text in zip(prompts, greedy, strict=True):
                 runs.append(
                     acceptance(

@@ -7,8 +7,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvlab.core.errors import StorageError
-from kvlab.core.recipe import Frozen
 from kvlab.core.records import Provenance, read_json
+from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.table import Interval
 from kvlab_pipeline.studies.tradeoffs.params import Tradeoffs
 

@@ -1,1 +1,0 @@
-"""`block`: the published codec, one stage of its signal chain per file."""

@@ -1,1 +1,0 @@
-"""`klt`: the calibrated transform codec, and the fit of its components."""

@@ -1,0 +1,146 @@
+"""From the name of a codec and its bits, as a person types it, to a recipe: the one way. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvlab.codecs.block.studied import studied_recipe
+from kvlab.codecs.catalogue import AS_PUBLISHED, CONDITIONABLE, PUBLISHED, UNSTORED, has_bits
+from kvlab.codecs.plugins import names, plugin_stream, settings_of
+from kvlab.core.errors import CapabilityError, ParamsError, UnknownName
+from kvlab.core.params import Params
+from kvlab.core.recipe import CODECS, STREAMS, Recipe, StreamRecipe
+from kvlab.core.settings import Conditioned
+
+CONDITIONS = {
+    "": {},
+    "center": {"center": True},
+    "center+whiten": {"center": True, "whiten": True},
+    "center+weigh": {"center": True, "weigh": True},
+}
+STUDIED = "studied"
+"""The name of the recipe that params.yaml describes."""
+
+
+def named_recipe(
+    codec: str, bits: float | None = None, v_bits: float | None = None, params: Params | None = None, **settings
+) -> Recipe:
+    """The recipe that codes K and V with one codec.
+
+    Parameters
+    ----------
+    codec : str
+        A codec, which may have mean removal and whitening of K in front of it: ``klt``, ``hadamard``,
+        ``int+center``, ``int+center+whiten``, ``int+center+weigh``; one as published (`catalogue.PUBLISHED`), such as
+        ``kivi-paper``; one of another package, by its name; or ``studied``, the recipe of `params`.
+    bits, v_bits : float, optional
+        Of K, and of V where they differ; else those of `params`. A codec without a choice, such as ``fp8``, takes none.
+    params : Params, optional
+        `codec` and `calibration` of params.yaml describe ``block``, which is the studied recipe on the Gaussian table.
+    **settings
+        Other settings of the codec, for K and V alike, such as ``block_size=64``.
+
+    Raises
+    ------
+    UnknownName
+        No codec has that name, or nothing that may stand in front of one.
+    ParamsError
+        Bits or settings that the codec does not have, or bits that it needs and that are not given.
+    CapabilityError
+        It is a control of measurements, which stores nothing, or is described in params.yaml, and there is none.
+    """
+    if params is not None and bits is None and codec != STUDIED and _takes_bits(codec):
+        bits, v_bits = params.bits, params.v_bits
+    if codec.partition("+")[0] in PUBLISHED:
+        return _published(codec, bits, v_bits, settings)
+    name, condition = _known(codec, params)
+    if name in (STUDIED, "block"):
+        return _described(name, bits, v_bits, params)
+    field = settings_of(name).model_fields.get("bits")
+    if field and bits is None and (v_bits is not None or field.is_required()):
+        raise ParamsError(f"codec {name!r} needs bits; give for example bits=4")
+    if not field and (bits, v_bits) != (None, None):
+        raise ParamsError(f"codec {name!r} has no choice of bits; leave them out")
+    given = field and bits is not None  # another package's codec may have bits by default
+    k, v = ({"bits": bits}, {"bits": bits if v_bits is None else v_bits}) if given else ({}, {})
+    of_k, of_v = CODECS[name].own(bits, v.get("bits")) if name in CODECS else ({}, {})
+    k |= of_k | CONDITIONS[condition] | settings
+    v |= of_v | {front: True for front in CONDITIONS[condition] if front != "whiten"}
+    return Recipe(k=stream_recipe(name, **k), v=stream_recipe(name, **(v | settings)))
+
+
+def _takes_bits(codec: str) -> bool:
+    name = codec.partition("+")[0]
+    return name in PUBLISHED or ((name in STREAMS or name in names()) and has_bits(name))
+
+
+def _known(codec: str, params: Params | None) -> tuple[str, str]:
+    """Name and condition of a codec that can be run."""
+    name, _, condition = codec.partition("+")
+    condition = "" if condition == "none" else condition
+    others = names()  # first of all: a package that takes one of kvlab's names is refused
+    if name not in (*STREAMS, *others, STUDIED):
+        described = (STUDIED,) if params else ()
+        left_out = {*UNSTORED, *AS_PUBLISHED, *(() if params else ("block",))}
+        kept = (known for known in STREAMS if known not in left_out)
+        raise UnknownName("codec", name, (*kept, *PUBLISHED, *others, *described))
+    if name in AS_PUBLISHED:
+        published = next(iter(CODECS[name].published))
+        raise CapabilityError(f"codec {name!r} has one recipe, the published one; name {published}")
+    if name in UNSTORED:
+        raise CapabilityError(f"codec {name!r} is a control of measurements and stores nothing; name a codec")
+    if name in (STUDIED, "block") and params is None:
+        raise CapabilityError(f"codec {name!r} has no settings but those of a params.yaml; write it with kvlab recipe")
+    if condition not in CONDITIONS:
+        raise UnknownName("what stands in front of a codec", condition, filter(None, CONDITIONS))
+    if condition and (name == STUDIED or not issubclass(settings_of(name), Conditioned)):
+        raise ParamsError(f"codec {name!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}")
+    return name, condition
+
+
+def _described(name: str, bits: int | None, v_bits: int | None, params: Params) -> Recipe:
+    """The recipe that params.yaml describes, or of ``block`` the same at these bits, on the Gaussian table."""
+    if name == STUDIED:
+        return studied_recipe(params)
+    recipe = studied_recipe(params.model_copy(update={"bits": bits, "v_bits": bits if v_bits is None else v_bits}))
+    gaussian = {"codebook": "gaussian"}  # as every other codec of the ladder: none of its tables is fitted
+    return Recipe(k=recipe.k.model_copy(update=gaussian), v=recipe.v.model_copy(update=gaussian))
+
+
+def _published(name: str, bits: float | None, v_bits: float | None, settings: dict[str, Any]) -> Recipe:
+    """The recipe of a codec as published, but for `settings`."""
+    if name not in PUBLISHED:
+        raise ParamsError(f"codec {name.partition('+')[0]!r} is as published, and cannot be conditioned")
+    if bits is None:
+        raise ParamsError(f"codec {name!r} needs bits; give for example bits=4")
+    try:
+        return Recipe(**PUBLISHED[name].make(bits, bits if v_bits is None else v_bits, settings))
+    except ValidationError as error:
+        raise ParamsError(f"codec {name!r}: {_problem(error)}") from None
+
+
+def stream_recipe(codec: str, **settings) -> StreamRecipe:
+    """The recipe of one stream, of kvlab's own codec or another package's.
+
+    Raises
+    ------
+    UnknownName
+        No codec has that name.
+    ParamsError
+        A setting that it does not know, or out of its range.
+    """
+    if codec not in STREAMS:
+        return plugin_stream(codec, **settings)
+    try:
+        return STREAMS[codec](**settings)
+    except ValidationError as error:
+        known = ", ".join(name for name in STREAMS[codec].model_fields if name != "codec") or "none"
+        raise ParamsError(f"codec {codec!r}: {_problem(error)}; its settings: {known}") from None
+
+
+def _problem(error: ValidationError) -> str:
+    """The first mistake, and where it is."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}"
