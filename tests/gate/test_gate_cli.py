@@ -34,6 +34,7 @@ from kvlab.gate.catalogue.rows import EVIDENCE
 from kvlab.gate.check import EXIT_CODES, REFERENCE
 from kvlab.gate.reasons import REASONS
 from kvlab.output.terminal import as_text
+from kvlab_pipeline.cli import gate_page
 from kvlab_pipeline.gate_page.audit.mutations import valid_case
 from kvlab_pipeline.studies.mechanisms.plan import KEEPING, READING, variants
 from kvlab_pipeline.studies.settings import by_model
@@ -204,9 +205,9 @@ def planned(root):
 
 def test_the_documentation_names_every_verb_and_only_words_that_there_are(root):
     text = (root / "docs/gate.md").read_text()
-    verbs = {function.__name__.removesuffix("_verb") for function in gate_verbs.VERBS}
-    assert set(re.findall(r"kvlab gate (\w+)", text)) == verbs
-    declared = {flag[0] for flags in gate_verbs.VERBS.values() for flag in flags if not callable(flag)}
+    known = gate_verbs.VERBS | gate_page.VERBS
+    assert set(re.findall(r"kvlab gate (\w+)", text)) == {function.__name__.removesuffix("_verb") for function in known}
+    declared = {flag[0] for flags in known.values() for flag in flags if not callable(flag)}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) - declared == {"--help"}
 
 

@@ -30,5 +30,5 @@ def install(folder: Path, files: dict[str, str], points: dict[str, str], name="k
 
 def forget() -> None:
     """Drop the plugin's modules."""
-    for name in [name for name in sys.modules if name.partition(".")[0].startswith("kvlab_")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kvlab_sign"]:
         del sys.modules[name]

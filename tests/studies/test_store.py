@@ -196,21 +196,21 @@ def test_no_number_that_was_fitted_may_differ(tiny_params, calibrated):
 @pytest.mark.parametrize(
     ("module", "recipe", "matters"),
     [
-        ("codec/block/codec.py", "studied", True),
-        ("codec/block/codec.py", "noise", False),
-        ("engines/hf.py", "noise", True),
-        ("engines/vllm.py", "studied", False),
-        ("lab/scoring.py", "noise", True),
-        ("lab/coding.py", "studied", True),
-        ("stats/divergences.py", "noise", True),
-        ("report/page.py", "studied", False),
+        ("kvlab/codecs/block/codec.py", "studied", True),
+        ("kvlab/codecs/block/codec.py", "noise", False),
+        ("kvlab/engines/hf.py", "noise", True),
+        ("kvlab/engines/vllm.py", "studied", False),
+        ("kvlab/measure/scoring.py", "noise", True),
+        ("kvlab/measure/coding.py", "studied", True),
+        ("kvlab/stats/divergences.py", "noise", True),
+        ("kvlab_pipeline/report/page.py", "studied", False),
     ],
 )
 def test_code_that_measures_a_cell_is_part_of_what_it_is(tiny_params, monkeypatch, module, recipe, matters):
     noise = Recipe(k=NoiseStream(sigma=0.1, seed=1), v=NoiseStream(sigma=0.1, seed=1))
     one = cell(tiny_params, recipe=studied_recipe(tiny_params) if recipe == "studied" else noise)
     plain, meaning = subject(one, None).identity(), code.meaning
-    edited = str(code.ROOT / code.PACKAGE / module)
+    edited = str(code.ROOT / module)
     monkeypatch.setattr(code, "meaning", lambda path: "edited" if path == edited else meaning(path))
     assert (subject(one, None).identity() != plain) == matters
 

@@ -197,7 +197,7 @@ def test_an_engine_is_started_once_a_dtype_and_once_more_for_the_mechanisms_on_h
 @pytest.mark.full
 def test_a_model_with_fewer_studies_brings_the_factorial_alone(workspace):
     document = yaml.safe_load((workspace / "params.yaml").read_text())
-    document["models"].append({"path": "models/reference-before-copying", "studies": []})
+    document["models"].append({"path": "models/reference", "slug": "second", "studies": []})
     (workspace / "params.yaml").write_text(yaml.safe_dump(document | {"studies": ["ladder"]}))
     planned = run(*SNAKEMAKE, "-n", REPORT, cwd=workspace)
     assert planned.returncode == 0, planned.stdout + planned.stderr
@@ -206,7 +206,7 @@ def test_a_model_with_fewer_studies_brings_the_factorial_alone(workspace):
     assert {counts[name] for name in both} == {"2"} and {counts[name] for name in alone} == {"1"}
     (workspace / "params.yaml").write_text(yaml.safe_dump(document | {"studies": ["cells"]}))
     refused = run(*SNAKEMAKE, "-n", REPORT, cwd=workspace)
-    assert refused.returncode == 2 and "of model 'reference-before-copying' would share a process" in refused.stderr
+    assert refused.returncode == 2 and "of model 'second' would share a process" in refused.stderr
 
 
 def test_the_ladder_plans_its_own_jobs_and_reads_no_codebooks(workspace, params):

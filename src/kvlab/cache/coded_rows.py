@@ -20,12 +20,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlab.cache.pages.rows import KltRows
 from kvlab.cache.row import Block, Piece, Row, Turn
 from kvlab.codecs.base import Codec, Encoded, Site
 from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
 from kvlab.codecs.klt.codec import KltCodec
 from kvlab.codecs.klt.joining import arrays_of, joiner, refilled
+from kvlab.codecs.klt.rows import KltRows
 from kvlab.codecs.shared.kept import Kept
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import StreamRecipe

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.cache import hot_columns
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.hf_rope import RopeTurn
-from kvlab.cache.pages.klt_rows import refuse
-from kvlab.cache.pages.numba_rows import escapes_of, values_of
 from kvlab.cache.row import Row, Turn
 from kvlab.cache.stored import SCRATCH
+from kvlab.codecs.klt import columns_numba
 from kvlab.codecs.klt.grouping import parted
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.codecs.klt.planes import Planes
+from kvlab.codecs.klt.reading import refuse
+from kvlab.codecs.klt.reading_numba import escapes_of, values_of
 
 
 class KltColumns:
@@ -35,7 +35,7 @@ class KltColumns:
         self.per, self.head_dim = self.heads // self.groups, coder.shape[1]
         self.places, self.escapes = places_of(plan.planes), escapes_of(plan)
         constant = plan.widths == 0
-        self.order = hot_columns.Order(*values_of(plan), constant.to(torch.uint8).numpy())
+        self.order = columns_numba.Order(*values_of(plan), constant.to(torch.uint8).numpy())
         # components before the last one that has bits: those after it are zeros in usual vectors
         self.coded = int(((~constant) * torch.arange(1, self.width + 1)).max())
         usual = torch.where(constant, plan.trees.of(plan.trees.first, 0), 0.0)
@@ -72,7 +72,7 @@ class KltColumns:
         out += (components @ self.to_values).flatten(1, 2) + share * self.mean_value
 
     def _parts(self, row: Row, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Components of columns from `first` on, a part at a time: see `hot_columns.components`.
+        """Components of columns from `first` on, a part at a time: see `columns_numba.components`.
 
         The first column of each, float32 [groups, width + 1, n], and which of the n were escaped.
         """
@@ -84,7 +84,7 @@ class KltColumns:
         for column in range(first, end, size):
             width = min(size, end - column)
             z, escaped = scratch("z", self.groups, self.width + 1, width).zero_(), torch.zeros(width, dtype=torch.uint8)
-            fault = hot_columns.components(
+            fault = columns_numba.components(
                 data, pieces, column, self.places, self.order, self.escapes, z.numpy(), escaped.numpy()
             )
             refuse(fault)
@@ -105,7 +105,7 @@ def scratch(name: str, *shape: int) -> Tensor:
 
 
 def gathered(row: Row) -> tuple[np.ndarray, np.ndarray]:
-    """All coded bytes of a row, and where which lie: `data` and `pieces` of `hot_columns.components`."""
+    """All coded bytes of a row, and where which lie: `data` and `pieces` of `columns_numba.components`."""
     parts, pieces, at, column = [], [], 0, row.pads + row.first
     for block in row.blocks:
         (array,) = arrays_of(block.encoded)
@@ -124,14 +124,14 @@ def scored(k: Tensor, q: Tensor, turn: Turn, column: int) -> Tensor:
     if not isinstance(turn, RopeTurn):
         return q @ k
     out = q.new_empty(*q.shape[:2], k.shape[2])
-    hot_columns.scores(k.numpy(), q.contiguous().numpy(), *turn.columns, column, out.numpy())
+    columns_numba.scores(k.numpy(), q.contiguous().numpy(), *turn.columns, column, out.numpy())
     return out
 
 
-def places_of(planes: Planes) -> hot_columns.Places:
+def places_of(planes: Planes) -> columns_numba.Places:
     """Planes as arrays."""
     sizes = [len(plane.rows) for plane in planes.planes]
-    return hot_columns.Places(
+    return columns_numba.Places(
         size=np.array([plane.size for plane in planes.planes], np.int64),
         start=np.cumsum([0, *sizes], dtype=np.int64),
         row=torch.cat([plane.rows for plane in planes.planes]).int().numpy(),

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from cache.pages.test_rows import DIM, HEADS, SITE, made
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
-from kvlab.cache.pages import hot, layer
+from kvlab.cache.pages import layer
 from kvlab.cache.pages.layer import LayerPages, quick
-from kvlab.cache.pages.numba_rows import NumbaLoop
 from kvlab.cache.pages.rotary import Rotation
 from kvlab.cache.pages.rows import rows_of
 from kvlab.codecs.base import Site
-from kvlab.codecs.klt import KltStream
+from kvlab.codecs.klt import KltStream, rows_numba
+from kvlab.codecs.klt.reading_numba import NumbaLoop
 from kvlab.codecs.registry import build
 from kvlab.core.errors import StreamError
 
@@ -76,8 +76,8 @@ def test_where_nothing_can_be_kept_on_disk_it_is_compiled_all_the_same(monkeypat
             raise RuntimeError("cannot cache function: no locator available")
         return lambda function: ("compiled", function)
 
-    monkeypatch.setattr(hot, "njit", njit)
-    assert hot.compiled(len) == ("compiled", len)
+    monkeypatch.setattr(rows_numba, "njit", njit)
+    assert rows_numba.compiled(len) == ("compiled", len)
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["few-queries", "many"])

@@ -18,10 +18,10 @@ from kvlab.cache.pages import layer
 from kvlab.cache.pages.layer import LayerPages, quick
 from kvlab.cache.pages.rotary import Unturned
 from kvlab.cache.pages.rows import rows_of
-from kvlab.cache.pages.triton_rows import TritonLoop
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.fields import Said
+from kvlab.codecs.klt.reading_triton import TritonLoop
 from kvlab.codecs.klt.scales import PLAIN, SCALES
 from kvlab.codecs.registry import build
 from kvlab.core.errors import StreamError

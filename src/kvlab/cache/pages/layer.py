@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvlab.cache.pages.attention import Keys
-from kvlab.cache.pages.klt_rows import Components
 from kvlab.cache.pages.rotary import Rotation, Unturned
-from kvlab.cache.pages.rows import KltRows, Rows
+from kvlab.cache.pages.rows import Rows
+from kvlab.codecs.klt.reading import Components
+from kvlab.codecs.klt.rows import KltRows
 from kvlab.core.errors import CodecNotActive
 
 
@@ -97,11 +98,11 @@ def quick(rows: Rows) -> Components | None:
         return None
     device = rows.plan.inverse.device
     if by_triton(device):
-        from kvlab.cache.pages.triton_rows import TritonLoop
+        from kvlab.codecs.klt.reading_triton import TritonLoop
 
         return Components(rows.plan, TritonLoop(rows.plan))
     if device.type == "cpu" and compiled():
-        from kvlab.cache.pages.numba_rows import NumbaLoop
+        from kvlab.codecs.klt.reading_numba import NumbaLoop
 
         return Components(rows.plan, NumbaLoop(rows.plan))
     return None

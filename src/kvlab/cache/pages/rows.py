@@ -16,6 +16,7 @@ from torch import Tensor
 from kvlab.codecs.base import Codec, Encoded, Site
 from kvlab.codecs.klt.codec import STRIP, KltCodec
 from kvlab.codecs.klt.joining import Strand, arrays_of, layout_of, refilled
+from kvlab.codecs.klt.rows import KltRows
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError
 
@@ -51,30 +52,6 @@ def rows_of(codec: Codec, site: Site, heads: int, head_dim: int, device: torch.d
     if isinstance(codec, KltCodec):
         return KltRows(codec, site, heads, head_dim, device)
     return LaidOut(codec, site, heads, head_dim)
-
-
-class KltRows:
-    """Rows of `klt`: the planes of one token, escape bits included."""
-
-    def __init__(self, codec: KltCodec, site: Site, heads: int, head_dim: int, device: torch.device = CPU):
-        self.site = site
-        self.plan = codec.plan(site.layer, (heads, 1, head_dim), device)
-        self.bytes = self.plan.planes.bytes(1)
-
-    @torch.no_grad()
-    def encode(self, x: Tensor) -> Tensor:
-        """See `Rows`."""
-        packed = []
-        for part in x.float().split(STRIP, dim=1):
-            symbols, _ = self.plan.analyse(part, self.site)
-            packed.append(self.plan.planes.pack(symbols.T[..., None].contiguous()))
-        return torch.cat(packed)
-
-    @torch.no_grad()
-    def decode(self, rows: Tensor) -> Tensor:
-        """See `Rows`."""
-        symbols = self.plan.planes.unpack(rows, 1)[..., 0]
-        return self.plan.synthesise(symbols.T.contiguous())
 
 
 class LaidOut:

@@ -12,7 +12,7 @@ import numpy as np
 from numba import uint8
 from numpy.typing import NDArray
 
-from kvlab.cache.pages.hot import OK, _escaped, compiled
+from kvlab.codecs.klt.rows_numba import OK, _escaped, compiled
 
 STRIP = 256  # tokens at once: their symbols stay in a near cache
 
@@ -131,7 +131,7 @@ def components(data, pieces, first, p, o, e, z, escaped):
     Returns
     -------
     int
-        OK, or what is wrong with the first vector that cannot be (`pages.klt_rows.FAULTS`).
+        OK, or what is wrong with the first vector that cannot be (`reading.FAULTS`).
     """
     symbols = np.empty((len(o.first) + len(z), STRIP), np.uint8)
     vector = np.empty(z.shape[1] - 1, np.float32)

@@ -1,4 +1,4 @@
-"""The loop of `hot` for tensors on a GPU, written in Triton: rows of `klt` to components, a program for each vector.
+"""The loop of `rows_numba` for tensors on a GPU, in Triton: rows of `klt` to components, a program for each vector.
 
 Not run on a GPU so far: it is tested in Triton's interpreter, on a CPU (``TRITON_INTERPRET=1``), where it says bit for
 bit what torch says, and nothing is known of its speed. Bits of escapes are read where they lie in the row, since a
@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvlab.cache.pages import klt_rows
-from kvlab.codecs.klt import bits, escapes, scales
+from kvlab.codecs.klt import bits, escapes, reading, scales
 
 COUNT_END = tl.constexpr(escapes.COUNT_BITS)
 SCALE_END = tl.constexpr(escapes.COUNT_BITS + scales.SCALE_BITS)
@@ -19,9 +18,9 @@ SIZE_END = tl.constexpr(escapes.PLAIN_BITS)
 VALUE_BITS = tl.constexpr(bits.VALUE_BITS)
 PLAIN = tl.constexpr(scales.PLAIN)
 MOST_BITS = tl.constexpr(8)  # of a symbol
-TOO_MANY = tl.constexpr(klt_rows.TOO_MANY)
-NO_PLAIN = tl.constexpr(klt_rows.NO_PLAIN)
-IMPOSSIBLE = tl.constexpr(klt_rows.IMPOSSIBLE)
+TOO_MANY = tl.constexpr(reading.TOO_MANY)
+NO_PLAIN = tl.constexpr(reading.NO_PLAIN)
+IMPOSSIBLE = tl.constexpr(reading.IMPOSSIBLE)
 
 
 @triton.jit

@@ -13,9 +13,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from kvlab.cache.pages.klt_rows import IMPOSSIBLE, NO_PLAIN, OK, TOO_MANY
 from kvlab.codecs.klt.bits import VALUE_BITS
 from kvlab.codecs.klt.fields import COUNT_BITS
+from kvlab.codecs.klt.reading import IMPOSSIBLE, NO_PLAIN, OK, TOO_MANY
 from kvlab.codecs.klt.scales import PLAIN, SCALE_BITS
 
 SCALE_END = COUNT_BITS + SCALE_BITS

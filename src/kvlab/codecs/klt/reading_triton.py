@@ -1,6 +1,6 @@
 """`klt`'s rows read by the Triton kernel: its tables as tensors where the pages are, and its launch.
 
-Not run on a GPU so far (`hot_triton`).
+Not run on a GPU so far (`rows_triton`).
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import torch
 import triton
 from torch import Tensor
 
-from kvlab.cache.pages.hot_triton import components_kernel
-from kvlab.cache.pages.klt_rows import beside, digits_of, plain_of, refuse
 from kvlab.codecs.klt.planes import Planes
+from kvlab.codecs.klt.reading import beside, digits_of, plain_of, refuse
+from kvlab.codecs.klt.rows_triton import components_kernel
 from kvlab.codecs.klt.synthesis import Synthesis
 
 PART = 16  # coefficients of a vector without tables that are made at a time
 
 
 class TritonLoop:
-    """Reads rows in the memory of a GPU, or of a CPU under Triton's interpreter (`klt_rows.Loop`).
+    """Reads rows in the memory of a GPU, or of a CPU under Triton's interpreter (`reading.Loop`).
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class TritonLoop:
         self.escaping = plan.escaping
 
     def __call__(self, rows: Tensor, slots: Tensor, first: int) -> Tensor:
-        """See `klt_rows.Loop`; waits for the device, since what is wrong with a row has to be known."""
+        """See `reading.Loop`; waits for the device, since what is wrong with a row has to be known."""
         out = rows.new_empty(self.groups, len(slots), self.width + 1, dtype=torch.float32)
         if not len(slots):
             return out

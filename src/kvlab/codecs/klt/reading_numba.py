@@ -10,18 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvlab.cache.pages import hot
-from kvlab.cache.pages.klt_rows import digits_of, plain_of, refuse
+from kvlab.codecs.klt import rows_numba
 from kvlab.codecs.klt.bits import VALUE_BITS, low_bits, value_of
 from kvlab.codecs.klt.escapes import Tails
 from kvlab.codecs.klt.plain import turn
+from kvlab.codecs.klt.reading import digits_of, plain_of, refuse
 from kvlab.codecs.klt.synthesis import Synthesis
 
 SHARE = 256  # tokens that are worth a thread of their own
 
 
 class NumbaLoop:
-    """Reads rows in the memory of a CPU (`klt_rows.Loop`).
+    """Reads rows in the memory of a CPU (`reading.Loop`).
 
     Parameters
     ----------
@@ -34,14 +34,14 @@ class NumbaLoop:
         self.digits, self.escapes = arrays_of(plan), escapes_of(plan)
 
     def __call__(self, rows: Tensor, slots: Tensor, first: int) -> Tensor:
-        """See `klt_rows.Loop`."""
+        """See `reading.Loop`."""
         out = np.empty((self.groups, len(slots), self.width + 1), np.float32)
         pages, which = rows.numpy(), slots.numpy()
         threads = min(torch.get_num_threads(), max(1, len(slots) // SHARE))
 
         def part(number: int) -> int:
             own = slice(len(which) * number // threads, len(which) * (number + 1) // threads)
-            return hot.components(pages, which[own], first, self.digits, self.escapes, out[:, own])
+            return rows_numba.components(pages, which[own], first, self.digits, self.escapes, out[:, own])
 
         for fault in [part(0)] if threads == 1 else pool(threads).map(part, range(threads)):
             refuse(fault)
@@ -54,13 +54,13 @@ def pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="kvlab-pages")
 
 
-def arrays_of(plan: Synthesis) -> hot.Digits:
+def arrays_of(plan: Synthesis) -> rows_numba.Digits:
     """The digits of all planes one after the other, and what symbols stand for."""
     found = digits_of(plan.planes)
     symbol, byte, down, up = (torch.cat(parts) for parts in list(zip(*found, strict=True))[1:])
     mask = torch.cat([torch.full_like(own.up, (1 << own.size) - 1) for own in found])
     small = [part.to(torch.uint8).numpy() for part in (down, mask, up)]
-    return hot.Digits(symbol.int().numpy(), byte.int().numpy(), *small, *values_of(plan))
+    return rows_numba.Digits(symbol.int().numpy(), byte.int().numpy(), *small, *values_of(plan))
 
 
 def values_of(plan: Synthesis) -> tuple[NDArray, NDArray]:
@@ -68,7 +68,7 @@ def values_of(plan: Synthesis) -> tuple[NDArray, NDArray]:
     return plan.trees.values.numpy(), plan.trees.first.flatten().numpy()
 
 
-def escapes_of(plan: Synthesis) -> hot.Escapes:
+def escapes_of(plan: Synthesis) -> rows_numba.Escapes:
     """Where the escapes of a layer lie; of none, arrays without content and of the same kinds."""
     tails: Tails | None = plan.tails if plan.escaping else None
     short, byte, real = (torch.zeros(0, dtype=kind) for kind in (torch.int16, torch.uint8, torch.float32))
@@ -81,7 +81,7 @@ def escapes_of(plan: Synthesis) -> hot.Escapes:
     units = torch.tensor([own.unit for own in plain], dtype=torch.float64)
     found += [*plain_of(plain, plan.width), turn(plan.width), units, plan.deviation]
     arrays = [part.contiguous().numpy() for part in found]
-    return hot.Escapes(tails is not None, *arrays[:7], *counts, *arrays[7:])
+    return rows_numba.Escapes(tails is not None, *arrays[:7], *counts, *arrays[7:])
 
 
 @cache
