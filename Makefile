@@ -68,19 +68,19 @@ lint: $(READY)  ## ruff, snakefmt, snakemake --lint, dvc.yaml and config/ agains
 	"$(BIN)/python" workflow/scripts/metrics_schema.py --check
 
 kill-test: $(READY)  ## SIGKILL jobs and Snakemake with all their children, run again, compare every table
-	@"$(BIN)/python" workflow/scripts/kill_rules.py $(if $(PRESET),--preset '$(PRESET)') $(ARGS)
+	@"$(BIN)/python" validation/pipeline/kill_rules.py $(if $(PRESET),--preset '$(PRESET)') $(ARGS)
 
 kill-test-dvc: $(READY)  ## SIGKILL DVC, Snakemake or a worker alone, run again, compare (ARGS='--times 10 --seed 0')
-	@"$(BIN)/python" workflow/scripts/kill_runs.py $(if $(PRESET),--preset '$(PRESET)') $(ARGS)
+	@"$(BIN)/python" validation/pipeline/kill_runs.py $(if $(PRESET),--preset '$(PRESET)') $(ARGS)
 
 test-slurm: $(READY)  ## the quick preset on a real SLURM on this machine (root, Debian; ARGS='--against DIR')
-	@"$(BIN)/python" workflow/scripts/test_slurm.py $(ARGS)
+	@"$(BIN)/python" validation/pipeline/slurm.py $(ARGS)
 
 recompute: $(READY)  ## measure a finished job again and compare it byte for byte (PRESET=quick, ARGS="'results/*/*/vllm-*'")
-	@"$(BIN)/python" workflow/scripts/recompute.py $(if $(PRESET),--at '.runs/$(PRESET)') $(ARGS)
+	@"$(BIN)/python" validation/pipeline/recompute.py $(if $(PRESET),--at '.runs/$(PRESET)') $(ARGS)
 
 cost: $(READY)  ## seconds and memory at two sizes of windows, cells and layers -> results/cost/COST.md
-	@"$(BIN)/python" workflow/scripts/cost.py $(ARGS)
+	@"$(BIN)/python" validation/pipeline/cost.py $(ARGS)
 
 bench-codec: $(READY)  ## every codec beside other libraries -> results/codec/BENCH.md (MODEL=SLUG, BENCH='--tensors DIR --sigma FILE')
 	@$(RIVALS)

@@ -11,14 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "workflow" / "scripts"
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = (ROOT / "workflow" / "scripts", ROOT / "validation" / "pipeline")
 REPRO = ("dvc", "repro")
 WAIT = "import sys; print(flush=True); sys.stdin.read()"
 
 
 @pytest.fixture
 def kill_runs(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    for folder in SCRIPTS:
+        monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module("kill_runs")
 
 

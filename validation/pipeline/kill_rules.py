@@ -1,6 +1,6 @@
 """Kill rules with SIGKILL at random moments, type the same command again, and compare every table.
 
-    python workflow/scripts/kill_rules.py --times 20 --seed 0
+    python validation/pipeline/kill_rules.py --times 20 --seed 0
 
 In a workspace of its own (.runs/kill-test) a preset is run undisturbed once. Then come rounds: the results of
 some jobs are removed with all that follows from them, the report is asked for, and at a random moment of one
@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "workflow" / "scripts")]
 
 import outcome  # noqa: E402
 import workspace  # noqa: E402

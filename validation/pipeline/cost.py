@@ -1,6 +1,6 @@
 """What a measurement costs, and how that grows: results/cost/COST.md and cost.csv.
 
-    python workflow/scripts/cost.py
+    python validation/pipeline/cost.py
 
 On each engine one job of the ladder is measured at two sizes of windows, cells and layers, and at a third,
 small one that separates what a job costs anyway. Models of other depths are the reference model, cut short or
@@ -25,7 +25,7 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "workflow" / "scripts")]
 
 import outcome  # noqa: E402
 import polars as pl  # noqa: E402

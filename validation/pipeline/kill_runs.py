@@ -1,6 +1,6 @@
 """Kill one process of a run at a random moment, type the same command again, and compare with undisturbed runs.
 
-    python workflow/scripts/kill_runs.py --times 10 --seed 0
+    python validation/pipeline/kill_runs.py --times 10 --seed 0
 
 In a copy of this repository (.runs/kill-test-dvc) the report is reproduced undisturbed, once for each of a few sets of
 parameters. Then `dvc repro` or `snakemake` is started with other parameters than those of the results
@@ -28,7 +28,7 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "workflow" / "scripts")]
 
 import outcome  # noqa: E402
 from kill_rules import decks, family, kill, preset_text, session, sweep  # noqa: E402

@@ -12,11 +12,13 @@ import polars as pl
 import psutil
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "workflow" / "scripts"
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = (ROOT / "workflow" / "scripts", ROOT / "validation" / "pipeline")
 
 
 def load(name: str, monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    for folder in SCRIPTS:
+        monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module(name)
 
 

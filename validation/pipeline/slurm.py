@@ -1,8 +1,8 @@
 """Run a preset on a real SLURM, started on this machine for the length of this script, and check what went through it.
 
-    python workflow/scripts/test_slurm.py
-    python workflow/scripts/test_slurm.py --against .runs/quick     byte for byte against a local run
-    python workflow/scripts/test_slurm.py --target sigma --dvc capture   a part of it, and a stage by `dvc repro`
+    python validation/pipeline/slurm.py
+    python validation/pipeline/slurm.py --against .runs/quick     byte for byte against a local run
+    python validation/pipeline/slurm.py --target sigma --dvc capture   a part of it, and a stage by `dvc repro`
 
 It needs root on Debian or Ubuntu: SLURM and munge are installed where they are missing, and SLURM's own
 commands read nothing but /etc/slurm/slurm.conf. A file there that this script did not write is left alone.
@@ -24,15 +24,17 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import asked
-import outcome
-import workspace
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "workflow" / "scripts"))
+
+import asked  # noqa: E402
+import outcome  # noqa: E402
+import workspace  # noqa: E402
+
 BIN = Path(sys.executable).parent
 PROFILE = "workflow/profiles/slurm"
 CONF = Path("/etc/slurm/slurm.conf")
-SIGNATURE = "# Written by workflow/scripts/test_slurm.py for this one machine; removed when that ends."
+SIGNATURE = "# Written by validation/pipeline/slurm.py for this one machine; removed when that ends."
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 COMMANDS = ("slurmctld", "slurmd", "sbatch", "munged")
 FOLDER = ".slurm"  # in the workspace: logs, and the state of the daemons

@@ -1,8 +1,8 @@
 """Measure one finished job again and compare what it writes with what is there, byte for byte.
 
-    python workflow/scripts/recompute.py                          the smallest table of cells
-    python workflow/scripts/recompute.py 'results/*/*/vllm-*.parquet' the smallest of these
-    python workflow/scripts/recompute.py --at .runs/quick         the same in a preset's workspace
+    python validation/pipeline/recompute.py                          the smallest table of cells
+    python validation/pipeline/recompute.py 'results/*/*/vllm-*.parquet' the smallest of these
+    python validation/pipeline/recompute.py --at .runs/quick         the same in a preset's workspace
 
 Snakemake itself runs the rule, in a scratch folder where everything else is a link: the command is the
 rule's own, and nothing in the workspace is touched. The store of what was measured before is an empty one there. A
@@ -18,10 +18,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import outcome
 import polars as pl
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "workflow" / "scripts"))
+
+import outcome  # noqa: E402
+
 ANY = "results/*/*/*.parquet"
 SHOWN = 3  # rows of a difference that are printed
 TAIL = 2000  # characters of a failed run that are printed
