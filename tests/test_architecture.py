@@ -58,7 +58,7 @@ REPORTING = (
     *("kvlab_pipeline.studies.kvstore_params", "kvlab_pipeline.studies.settings"),
 )
 REPORTING_PARTS = (  # files of a study
-    *("params", "plan", "schema", "numbers", "claims", "tables", "figure", "records"),
+    *("chapter", "params", "plan", "schema", "numbers", "claims", "tables", "figure", "records"),
 )
 HEAVY = ("torch", "transformers", "vllm", "datasets")
 TORCH_IN_STATS = "kvlab.stats.divergences"

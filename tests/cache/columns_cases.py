@@ -10,12 +10,12 @@ from codec.ladder_making import LAYER, planted
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.hf_rope import RopeTurn
 from kvlab.cache.klt_columns import KltColumns
-from kvlab.cache.pages.rows import KltRows
 from kvlab.cache.row import Row, Straight
 from kvlab.cache.stored import SCRATCH, Decoder
-from kvlab.cache.tables import QuickRows
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
+from kvlab.codecs.klt.rows import KltRows
+from kvlab.codecs.klt.writing_numba import QuickRows
 from kvlab.codecs.registry import build
 
 DIM = 64

@@ -15,8 +15,8 @@ import pytest
 
 from kvlab.core.errors import Fault, UnknownName
 from kvlab_pipeline.pages import svg
-from kvlab_pipeline.pages.axes import tick_name
 from kvlab_pipeline.pages.figure import DARK, Axis, Figure, Look, Mark, Panel
+from kvlab_pipeline.pages.svg import tick_name
 from kvlab_pipeline.report import figures
 from report.drawings import assert_drawn, read
 from report.example_metrics import build

@@ -15,8 +15,8 @@ from kvlab.stats.multiple import sign_flip_two_sided_p
 from kvlab_pipeline.pages.templates import render
 from kvlab_pipeline.report.claims import resolved, sentence
 from kvlab_pipeline.studies.layers import tables as tables_layers
-from kvlab_pipeline.studies.layers.claims import claims as layer_claims
-from kvlab_pipeline.studies.layers.figure import layers, layers_table
+from kvlab_pipeline.studies.layers.chapter import claims as layer_claims
+from kvlab_pipeline.studies.layers.chapter import layers, layers_table
 from kvlab_pipeline.studies.layers.numbers import additivity_entries, layer_entries, standing_out
 from report.planted_cells import BOOT, WINDOWS, plain_basis, planted_params, planted_results, rows
 from report.shipped import shipped

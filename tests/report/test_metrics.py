@@ -18,7 +18,7 @@ from kvlab_pipeline.report.contexts import calibration_context
 from kvlab_pipeline.report.metrics import build
 from kvlab_pipeline.report.summary import summary
 from kvlab_pipeline.studies.baseline.numbers import agreement_entry
-from kvlab_pipeline.studies.cells.claims import one_claim
+from kvlab_pipeline.studies.cells.chapter import one_claim
 from kvlab_pipeline.studies.cells.numbers import cell_entries
 from kvlab_pipeline.studies.factors.numbers import factors_entry, gap_entry
 from kvlab_pipeline.studies.gather import comparable, gather

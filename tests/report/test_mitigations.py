@@ -14,9 +14,9 @@ from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.pages import svg
 from kvlab_pipeline.pages.templates import render
 from kvlab_pipeline.report import claims as said
-from kvlab_pipeline.studies.mitigations import tables
-from kvlab_pipeline.studies.mitigations.claims import claims as claims_of
-from kvlab_pipeline.studies.mitigations.figure import mitigations, mitigations_table
+from kvlab_pipeline.studies.mitigations import chapter as tables
+from kvlab_pipeline.studies.mitigations.chapter import claims as claims_of
+from kvlab_pipeline.studies.mitigations.chapter import mitigations, mitigations_table
 from kvlab_pipeline.studies.mitigations.numbers import KLT, STUDIED, mitigation_entries
 from report.planted_mitigations import (
     CHOICE,

@@ -18,7 +18,7 @@ from kvlab_pipeline.pages.templates import render
 from kvlab_pipeline.report.claims import resolved, sentence
 from kvlab_pipeline.studies.net import divides
 from kvlab_pipeline.studies.noise import tables as tables_noise
-from kvlab_pipeline.studies.noise.claims import claims as claims_of
+from kvlab_pipeline.studies.noise.chapter import claims as claims_of
 from kvlab_pipeline.studies.noise.figure import noise, noise_table
 from kvlab_pipeline.studies.noise.numbers import (
     closure_entries,

@@ -19,8 +19,8 @@ from kvlab_pipeline.pages.basis import METHODS
 from kvlab_pipeline.pages.templates import render
 from kvlab_pipeline.report.claims import sentence
 from kvlab_pipeline.studies.residual import tables
-from kvlab_pipeline.studies.residual.claims import claims as residual_claims
-from kvlab_pipeline.studies.residual.figure import d_eff, d_eff_table, residual, residual_table
+from kvlab_pipeline.studies.residual.chapter import claims as residual_claims
+from kvlab_pipeline.studies.residual.chapter import d_eff, d_eff_table, residual, residual_table
 from kvlab_pipeline.studies.residual.numbers import residual_entries
 from kvlab_pipeline.studies.settings import Settings
 from report.example_metrics import Maker

@@ -18,8 +18,7 @@ from kvlab.engines.registry import start
 from kvlab.text import corpus
 from kvlab_pipeline.studies.bitplanes import measure, planes, recall, tables
 from kvlab_pipeline.studies.bitplanes import record as records
-from kvlab_pipeline.studies.bitplanes.attention import layers
-from kvlab_pipeline.studies.bitplanes.measure import asked, places
+from kvlab_pipeline.studies.bitplanes.measure import asked, layers, places
 from tiers import examples
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)

@@ -20,9 +20,8 @@ from kvlab_pipeline.pages.basis import Basis
 from kvlab_pipeline.report import figures, findings
 from kvlab_pipeline.report.claims import resolved, sentence
 from kvlab_pipeline.report.metrics import build
-from kvlab_pipeline.studies.ladder.claims import claims
+from kvlab_pipeline.studies.ladder.chapter import claims, ladder_table, series_of
 from kvlab_pipeline.studies.ladder.facts import gains, of_rows
-from kvlab_pipeline.studies.ladder.figure import ladder_table, series_of
 from kvlab_pipeline.studies.ladder.numbers import SAME_BITS, Rung, limit_of
 from kvlab_pipeline.studies.ladder.plan import ablations
 from kvlab_pipeline.studies.ladder.state import State, state_of

@@ -16,8 +16,7 @@ from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.text import corpus
 from kvlab_pipeline.studies.placement import measure, tables
 from kvlab_pipeline.studies.placement import record as records
-from kvlab_pipeline.studies.placement.controls import shifted, tied
-from kvlab_pipeline.studies.placement.measure import Runs, Text, control, orders, shift
+from kvlab_pipeline.studies.placement.measure import Runs, Text, control, orders, shift, shifted, tied
 from kvlab_pipeline.studies.placement.record import Control, Verdict
 from kvlab_pipeline.studies.placement.verdict import Binned, comparable, judge, leads
 from tiers import examples

@@ -14,7 +14,7 @@ from kvlab_pipeline.report.contexts import report_context
 from kvlab_pipeline.report.metrics import build
 from kvlab_pipeline.studies.settings import Settings
 from kvlab_pipeline.studies.split import plan
-from kvlab_pipeline.studies.split.claims import claims
+from kvlab_pipeline.studies.split.chapter import claims
 from kvlab_pipeline.studies.split.params import Split
 from report.synthetic import Effects, small_params, write_results
 

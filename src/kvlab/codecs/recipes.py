@@ -94,7 +94,7 @@ def _known(codec: str, params: Params | None) -> tuple[str, str]:
     if name in (STUDIED, "block") and params is None:
         raise CapabilityError(f"codec {name!r} has no settings but those of a params.yaml; write it with kvlab recipe")
     if condition not in CONDITIONS:
-        raise UnknownName("what stands in front of a codec", condition, filter(None, CONDITIONS))
+        raise UnknownName("what stands in front of a codec", condition, [one or "none" for one in CONDITIONS])
     if condition and (name == STUDIED or not issubclass(settings_of(name), Conditioned)):
         raise ParamsError(f"codec {name!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}")
     return name, condition

@@ -15,8 +15,8 @@ from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab.stats.shapley import shapley
 from kvlab_pipeline.pages.withheld import crosses, undecided, withheld_because
+from kvlab_pipeline.studies.factors.chapter import ENGINE
 from kvlab_pipeline.studies.factors.numbers import from_windows
-from kvlab_pipeline.studies.factors.tables import ENGINE
 
 FEWEST = 3  # families of models; an effect on one or two is an anecdote
 RAISES, LOWERS, OPEN, WITHHELD = "raises", "lowers", "open", "withheld"

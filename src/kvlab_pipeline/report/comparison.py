@@ -24,8 +24,8 @@ from kvlab_pipeline.report.claims import held
 from kvlab_pipeline.report.schema import load
 from kvlab_pipeline.report.seal import refuse_broken
 from kvlab_pipeline.studies.estimates import UNIT, claim
+from kvlab_pipeline.studies.factors.chapter import ENGINE
 from kvlab_pipeline.studies.factors.numbers import from_windows
-from kvlab_pipeline.studies.factors.tables import ENGINE
 from kvlab_pipeline.studies.measured import flat
 
 BITS = "bits per value"

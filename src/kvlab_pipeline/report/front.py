@@ -11,7 +11,7 @@ from kvlab_pipeline.pages import parts as tables
 from kvlab_pipeline.pages.withheld import TRUTH_ENGINE, undecided
 from kvlab_pipeline.report import claims
 from kvlab_pipeline.report.use import cut, named, uses
-from kvlab_pipeline.studies.factors import tables as factors
+from kvlab_pipeline.studies.factors import chapter as factors
 
 FACTORS = {
     "engine": "which engine runs the model",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvlab.core.errors import UserError
 from kvlab.output import format as fmt
 from kvlab_pipeline.pages.parts import HELD
-from kvlab_pipeline.studies.factors.tables import ENGINE, of_gap
+from kvlab_pipeline.studies.factors.chapter import ENGINE, of_gap
 
 
 def context(comparison: dict | None, slug: str | None, basis: Callable[[list[dict]], str]) -> dict | None:

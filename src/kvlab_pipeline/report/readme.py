@@ -19,7 +19,7 @@ from kvlab_pipeline.pages.templates import render
 from kvlab_pipeline.pages.withheld import settling, undecided, withheld_because, without_cross_engine
 from kvlab_pipeline.report import figures, models
 from kvlab_pipeline.report.readme_parts import codecs_block, codecs_of, seconds_block, seconds_of
-from kvlab_pipeline.studies.factors import tables as factors
+from kvlab_pipeline.studies.factors import chapter as factors
 
 HEADLINE = "headline"
 BEGIN, END = "<!-- headline:begin -->", "<!-- headline:end -->"

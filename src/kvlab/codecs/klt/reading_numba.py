@@ -16,6 +16,7 @@ from kvlab.codecs.klt.escapes import Tails
 from kvlab.codecs.klt.plain import turn
 from kvlab.codecs.klt.reading import digits_of, plain_of, refuse
 from kvlab.codecs.klt.synthesis import Synthesis
+from kvlab.codecs.shared.apart import apart
 
 SHARE = 256  # tokens that are worth a thread of their own
 
@@ -85,6 +86,7 @@ def escapes_of(plan: Synthesis) -> rows_numba.Escapes:
 
 
 @cache
+@apart
 def halves() -> Tensor:
     """The number that each 16 bits stand for, float32 [65536]."""
     return value_of(low_bits(torch.arange(1 << VALUE_BITS), VALUE_BITS))

@@ -2,23 +2,276 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import polars as pl
+
 from kvlab.core.errors import MissingResult
+from kvlab.core.recipe import Protocol, Span
+from kvlab.output import format as fmt
+from kvlab_pipeline.pages import marks
+from kvlab_pipeline.pages.figure import (
+    DOWN,
+    GREY,
+    INK,
+    OTHER,
+    UP,
+    Axis,
+    Figure,
+    Key,
+    Line,
+    Look,
+    Panel,
+    log_axis,
+    shape_of,
+)
+from kvlab_pipeline.pages.parts import KL_UNIT
 from kvlab_pipeline.studies.chapter import Chapter, Drawn, Measured, Section, estimates_of
+from kvlab_pipeline.studies.entries import Compared, Entry, Interval
+from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.ladder.beyond import further_entries
-from kvlab_pipeline.studies.ladder.claims import claims
-from kvlab_pipeline.studies.ladder.figure import ladder, ladder_table
 from kvlab_pipeline.studies.ladder.numbers import ladder_entries, rungs_of
 from kvlab_pipeline.studies.ladder.record import read_facts
-from kvlab_pipeline.studies.ladder.schema import (
-    AblationEntry,
-    AnswerEntry,
-    FurtherEntry,
-    GainEntry,
-    RungEntry,
-    StateEntry,
-)
 from kvlab_pipeline.studies.ladder.state import gain_entries, refuse_other, state_entries
-from kvlab_pipeline.studies.ladder.tables import context
+from kvlab_pipeline.studies.ladder.tables import TEXTS, context, plain_rows
+
+# The parts of ``metrics.json`` that the ladder brings: every rung, and which to use at how many bits.
+
+Source = Literal["test", "other"]
+
+
+class OffsetBin(Entry):
+    """Mean KL of the scored tokens that lie from `first` to `last` tokens after the end of the context."""
+
+    first: int
+    last: int
+    kl: Interval
+
+
+class RungEntry(Entry):
+    """One codec at one setting on one text, over every layer's K and V, in float32."""
+
+    text: Source
+    """`test` is held out of the text that calibrates, `other` is of another domain."""
+    label: str
+    codec: str
+    """The family: rungs of one codec are no rivals of each other."""
+    whole: bool
+    """Whether it codes finished caches alone, all layers at once: it is held against all, and is no rival of others."""
+    protocol: Protocol
+    span: Span
+    cell_id: str
+    recipe_id: str
+    calibrated: bool
+    """Whether the codec reads anything that was fitted to text."""
+    bits_per_value: float
+    """Every byte written for the context, also for tokens of it that a recipe keeps as they are; no calibration."""
+    kl: Interval
+    top1_agreement: Interval
+    by_offset: tuple[OffsetBin, ...]
+    rival: str | None
+    """The rung of another codec with the least KL among those that store no more, or, of one that is `whole`, that fit
+    the same half bit; null where there is none."""
+    difference: Interval | None
+    """KL minus the rival's, on the same tokens."""
+    compared: Compared | None
+
+
+class AnswerEntry(Entry):
+    """Which rung to use on one text at up to so many bits per value."""
+
+    text: Source
+    whole: bool
+    """Of all rungs, for a cache that is kept; else of those that a model can run with."""
+    at_most: float
+    label: str
+    bits_per_value: float
+    kl: Interval
+    tried: int
+    """Rungs that store no more than `at_most`."""
+    ties: tuple[str, ...]
+    """Those of them whose KL is not told from its: intervals of all differences hold together at the file's level."""
+
+
+class AblationEntry(Entry):
+    """`klt` with a part taken out, on one text, on the windows that it and its counterpart both score."""
+
+    text: Source
+    label: str
+    against: str
+    cell_id: str
+    bits_per_value: float
+    kl: Interval
+    difference: Interval
+    """KL minus that of `against`."""
+    times: Interval
+    """KL over that of `against`."""
+    compared: Compared
+
+
+class StateAt(Entry):
+    """Bits per value of a whole cache of so many tokens."""
+
+    tokens: int
+    bits_per_value: float
+
+
+class StateEntry(Entry):
+    """What a rung's cache takes with its calibration and its exact tokens."""
+
+    label: str
+    recipe_id: str
+    text: Source
+    """On which it is set beside `instead`."""
+    rate: float
+    """Bits per value of a coded token."""
+    exact_tokens: float
+    """Kept as they are in 16 bits: those of the recipe, and under `snapshot` those between context and scored token."""
+    whole_bytes: int
+    decoder_bytes: int
+    """The calibration as a file: the whole one, and what decodes alone."""
+    resident_bytes: int
+    """What its codecs hold in memory to encode and decode, which `at` counts."""
+    at: tuple[StateAt, ...]
+    even_with_bfloat16: float | None
+    """Tokens from which on it stores no more than 16 bits a value; null for never."""
+    instead: str | None
+    """Of a calibrated rung: the one without calibration of no more KL that stores least; null where there is none."""
+    even_with_instead: float | None
+    """Tokens from which on it stores no more than that one."""
+
+
+class GainEntry(Entry):
+    """Coding gain of K or of V, in dB, the mean over layers and KV heads; 6.02 dB are one bit per value."""
+
+    text: Source
+    stream: Literal["k", "v"]
+    tokens: Literal["all", "later"]
+    """`later` leaves the first token of each window out, where attention sinks are."""
+    over_even: Interval
+    """Over as many bits for every dimension of the metric's own frame."""
+    over_plain: Interval
+    """Over as many bits for every dimension of the values as they are."""
+    fitted_over_even: float
+    fitted_over_plain: float
+    """The same by the calibration's own moments, all tokens."""
+
+
+class FurtherEntry(Entry):
+    """A codec at a longer context, or `klt` fitted on a part of the calibration, on one text."""
+
+    what: Literal["growth", "context"]
+    text: Source
+    label: str
+    context: int
+    calibration_tokens: int
+    bits_per_value: float
+    kl: Interval
+    top1_agreement: Interval
+    against: str | None
+    """`growth`: the same codec with the whole calibration; `context`: the first codec there. Null for that one."""
+    times: Interval | None
+    """KL over that of `against`, on the same tokens."""
+
+
+# What every codec costs at the bits that it stores.
+
+COLOURS = (UP, DOWN, OTHER, INK, GREY)
+
+
+def ladder_table(metrics: dict) -> pl.DataFrame | None:
+    """One row per rung and text: bits per value and KL; `series` is the rung without its bits."""
+    rows = [
+        {"text": row["text"], "label": row["label"], "series": series_of(row["label"])}
+        | {"bits_per_value": float(row["bits_per_value"]), "cell_id": row["cell_id"]}
+        | marks.interval(row["kl"])
+        for row in plain_rows(metrics)
+    ]
+    return pl.DataFrame(rows, infer_schema_length=None) if rows else None
+
+
+def series_of(label: str) -> str:
+    """A rung's name without the bits at its end."""
+    name, _, bits = label.rpartition(" ")
+    return name if bits.replace(".", "", 1).isdigit() else label
+
+
+def ladder(table: pl.DataFrame) -> Figure:
+    """KL, logarithmic, over bits per value: a panel per text, a line per codec."""
+    lines = marks.numbered(table)
+    texts, series = marks.each(lines, "text", "series")
+    bits = table["bits_per_value"]
+    places = Axis(
+        (max(0.0, bits.min() - 0.4), bits.max() + 0.4), "bits per value, all that is written for coded tokens"
+    )
+    values = log_axis(lines, f"KL, {KL_UNIT} (logarithmic)")
+    panels = tuple(panel([line for line in lines if line["text"] == text], series, places, values) for text in texts)
+    return Figure(
+        "What every codec costs at the bits that it stores",
+        "Left and down is better. A line joins the settings of one codec. The calibration and the tokens after"
+        " the context come on top, see the table of bits at so many tokens. An arrow at the lower end stands for a"
+        " value that is not above zero.",
+        panels,
+        columns=2,
+        keys=tuple(Key(one, look(series, one), Line((), (), look(series, one).colour, 1.0)) for one in series),
+        height=260,
+    )
+
+
+def panel(lines: list[dict], series: list[str], places: Axis, values: Axis) -> Panel:
+    """One text."""
+    drawn = tuple(marks.mark(line, line["bits_per_value"], words(line), look(series, line["series"])) for line in lines)
+    return Panel(places, values, drawn, tuple(curves(lines, series)), title=TEXTS[lines[0]["text"]])
+
+
+def curves(lines: list[dict], series: list[str]) -> list[Line]:
+    """A line through each codec's rungs, by their bits."""
+    found = []
+    for one in series:
+        mine = sorted(
+            (line for line in lines if line["series"] == one and line["value"] > 0),
+            key=lambda line: line["bits_per_value"],
+        )
+        if len(mine) > 1:
+            points = (tuple(line[key] for line in mine) for key in ("bits_per_value", "value"))
+            found.append(Line(*points, look(series, one).colour, 1.0))
+    return found
+
+
+def look(series: list[str], one: str) -> Look:
+    """Colour and shape of a codec; the two go round at different paces, so that twenty can be told apart."""
+    order = series.index(one)
+    return Look(COLOURS[order % len(COLOURS)], shape_of(order))
+
+
+def words(line: dict) -> list[str]:
+    """What a rung's mark says."""
+    return [
+        line["label"],
+        TEXTS[line["text"]],
+        marks.quantity("KL", line),
+        f"{fmt.number(line['bits_per_value'])} bits per value",
+        marks.basis(line),
+        f"cell {line['cell_id']}",
+    ]
+
+
+# Each rung beside the best of another codec that stores no more, and `klt` less a part beside the whole.
+
+
+def claims(metrics: dict) -> list[dict]:
+    """One claim for each rung over the coded clean cache that has a rival, and for each part that is taken out."""
+    rows = [row for row in plain_rows(metrics) if row["difference"]]
+    ablated = metrics.get("ladder_ablation") or []
+    return [
+        *(claim("ladder", subject(row, row["rival"]), row["difference"], row["compared"]) for row in rows),
+        *(claim("ladder", subject(row, row["against"]), row["difference"], row["compared"]) for row in ablated),
+    ]
+
+
+def subject(row: dict, other: str) -> str:
+    """A rung in place of another, and on which text."""
+    return f"`{row['label']}` in place of `{other}` ({TEXTS[row['text']]})"
 
 
 def entries(measured: Measured) -> dict[str, list[dict]]:

@@ -2,14 +2,201 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import polars as pl
+
+from kvlab.core.recipe import DType, Engine, Protocol
+from kvlab.output import format as fmt
+from kvlab_pipeline.pages import marks
 from kvlab_pipeline.pages.basis import Basis
+from kvlab_pipeline.pages.figure import INK, Axis, Figure, Key, Line, Look, Mark, Panel, colour_of, log_axis
+from kvlab_pipeline.pages.parts import KL_UNIT, not_resolved
 from kvlab_pipeline.studies.chapter import Chapter, Drawn, Measured, Section
-from kvlab_pipeline.studies.mitigations import tables
-from kvlab_pipeline.studies.mitigations.claims import claims
-from kvlab_pipeline.studies.mitigations.figure import mitigations, mitigations_table
+from kvlab_pipeline.studies.entries import Compared, Entry, Interval
+from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.mitigations.numbers import mitigation_entries
 from kvlab_pipeline.studies.mitigations.plan import read_choice
-from kvlab_pipeline.studies.mitigations.schema import Mitigations
+
+# The part ``mitigations`` of ``metrics.json``: ways to spend bytes beside uniform spending of as many.
+
+
+class SearchStep(Entry):
+    """What the calibration split shows for some favoured layers."""
+
+    layers: tuple[int, ...]
+    kl: float
+    bits_per_value: float
+
+
+class Chosen(Entry):
+    """Which layers each arm favours, and how that was found on the calibration split."""
+
+    engine: Engine
+    dtype: DType
+    protocol: Protocol
+    windows: int
+    budget: float
+    """Bits per value that uncoded layers were allowed to bring the whole cache to."""
+    search_id: str
+    layers: dict[str, tuple[int, ...]]
+    searches: dict[str, tuple[SearchStep, ...]]
+
+
+class ArmEntry(Entry):
+    """What an arm costs on the test split."""
+
+    engine: Engine
+    protocol: Protocol
+    arm: str
+    cell_id: str
+    layers: tuple[int, ...]
+    bits_per_value: float
+    kl: Interval
+    kl_net: Interval
+    delta_nll: Interval
+
+
+class Comparison(Entry):
+    """An arm against uniform spending of as many bytes."""
+
+    engine: Engine
+    protocol: Protocol
+    arm: str
+    layers: tuple[int, ...]
+    against: str
+    beyond: Literal["above", "below"] | None
+    """Where the arm takes more or fewer bytes than any uniform spending that was measured."""
+    same: bool
+    """Whether both are one cell."""
+    bits_per_value: float
+    against_bits_per_value: float
+    difference: Interval
+    """Nats per token."""
+    log_ratio: Interval
+    ratio: Interval
+    windows_needed: int | None
+    compared: Compared
+
+
+class Generalised(Entry):
+    """By how much an arm lowers KL on the split that chose it, and on the test split."""
+
+    arm: str
+    layers: tuple[int, ...]
+    calib: float
+    test: Interval | None
+
+
+class Mitigations(Entry):
+    """The choice, the arms, their comparisons, and how the choice carries over."""
+
+    choice: Chosen
+    arms: tuple[ArmEntry, ...]
+    comparisons: tuple[Comparison, ...]
+    generalises: tuple[Generalised, ...]
+
+
+# KL against bytes: uniform spending as a curve, and what favouring layers makes of as many.
+
+PLACE = ("engine", "protocol", "arm")
+# shape and words of each way to spend; those of klt are drawn open
+MARKS = {
+    "uniform": ("circle", "uniform"),
+    "moved": ("square", "other boundary layers"),
+    "greedy": ("diamond", "boundary layers from none"),
+    "extended": ("triangle", "boundary layers extended"),
+    "hot": ("star", "hot layers"),
+    "klt uniform": ("circle", "klt, uniform"),
+    "klt boundary": ("square", "klt, boundary layers"),
+    "klt hot": ("star", "klt, hot layers"),
+}
+
+
+def mitigations_table(metrics: dict) -> pl.DataFrame | None:
+    """One row per engine, protocol and arm: KL, bits per value, the favoured layers; `kind` is a key of `MARKS`."""
+    rows = [
+        {key: row[key] for key in PLACE}
+        | {
+            "kind": "uniform" if row["arm"].startswith("uniform") else row["arm"],
+            "layers": " ".join(map(str, row["layers"])) or "none",
+            "bits_per_value": row["bits_per_value"],
+        }
+        | marks.interval(row["kl"])
+        for row in (metrics.get("mitigations") or {}).get("arms") or []
+    ]
+    return pl.DataFrame(rows, infer_schema_length=None) if rows else None
+
+
+def mitigations(table: pl.DataFrame) -> Figure:
+    """KL on a logarithmic axis over bits per value, a panel per protocol, engines by colour, arms by shape."""
+    lines = marks.numbered(table)
+    protocols, engines, kinds = marks.each(lines, "protocol", "engine", "kind")
+    low, high = table["bits_per_value"].min(), table["bits_per_value"].max()
+    room = 0.06 * (high - low) or 1.0
+    places = Axis((low - room, high + room), "bits per value of the whole cache")
+    values = log_axis(lines, f"KL, {KL_UNIT} (logarithmic)")
+    panels = [
+        panel([line for line in lines if line["protocol"] == one], engines, places, values, one) for one in protocols
+    ]
+    keys = [Key(one, line=Line((), (), colour_of(one), 2.0)) for one in engines if len(engines) > 1]
+    keys += [Key(MARKS[kind][1], look(kind, INK)) for kind in kinds]
+    return Figure(
+        "Where bytes are spent: uniformly (line), or on favoured layers",
+        "The line is uniform spending on the studied codec; between its points it is read as it is drawn. "
+        "A mark below the line spends its bytes better, one above it worse. Marks of klt are open.",
+        tuple(panels),
+        columns=len(protocols),
+        keys=tuple(keys),
+        height=255,
+    )
+
+
+def panel(lines: list[dict], engines: list[str], places: Axis, values: Axis, title: str) -> Panel:
+    """One protocol: each engine's curve of uniform spending, and its arms."""
+    drawn, curves = [], []
+    for engine in engines:
+        mine, scale = [line for line in lines if line["engine"] == engine], smaller(engines, engine)
+        drawn += [arm_mark(line, scale) for line in mine]
+        curve = curve_of([line for line in mine if line["value"] > 0])
+        ends = (tuple(line[key] for line in curve) for key in ("bits_per_value", "value"))
+        curves.append(Line(*ends, colour_of(engine), 1.6 * scale))
+    return Panel(places, values, tuple(drawn), tuple(curves), title=title)
+
+
+def arm_mark(line: dict, scale: float) -> Mark:
+    """One way to spend."""
+    return marks.mark(line, line["bits_per_value"], words(line), look(line["kind"], colour_of(line["engine"]), scale))
+
+
+def look(kind: str, colour: str, scale: float = 1.0) -> Look:
+    """An arm's mark."""
+    return Look(colour, MARKS[kind][0], scale * (0.75 if kind == "uniform" else 1.1), open=kind.startswith("klt"))
+
+
+def smaller(engines: list[str], engine: str) -> float:
+    """By how much an engine's marks are scaled: each engine's are drawn over the last one's, which stay seen."""
+    return (1.5, 0.9, 0.6)[min(engines.index(engine), 2)] if len(engines) > 1 else 1.0
+
+
+def curve_of(lines: list[dict]) -> list[dict]:
+    """The points of uniform spending on the studied codec, fewest bytes first."""
+    return sorted((line for line in lines if line["kind"] == "uniform"), key=lambda line: line["bits_per_value"])
+
+
+def words(line: dict) -> list[str]:
+    """What an arm's mark says."""
+    favoured = [] if line["layers"] == "none" else [f"layers {line['layers']}"]
+    return [
+        MARKS[line["kind"]][1] if line["kind"] != "uniform" else line["arm"],
+        *favoured,
+        f"{line['engine']}, {line['protocol']}",
+        f"{fmt.number(line['bits_per_value'], 4)} bits per value",
+        marks.quantity("KL", line),
+        marks.basis(line),
+    ]
 
 
 def entries(measured: Measured) -> dict:
@@ -20,7 +207,7 @@ def entries(measured: Measured) -> dict:
 
 def context(metrics: dict, basis: Basis) -> dict:
     """What ``mitigations.md.j2`` names."""
-    return {"mitigations": tables.mitigations_context(metrics, basis)}
+    return {"mitigations": mitigations_context(metrics, basis)}
 
 
 def claimed(metrics: dict) -> list[dict]:
@@ -44,3 +231,198 @@ CHAPTER = Chapter(
     figures={"mitigations": Drawn(mitigations_table, mitigations)},
     limits=limits,
 )
+
+
+# Where bytes are better spent, from the part ``mitigations`` of ``metrics.json``.
+
+UNIT = "times that of uniform spending"
+SUBJECTS = {
+    "moved": "Leaving another set of layers uncoded, {many} `params.yaml` names: {layers}",
+    "greedy": "Leaving the layers uncoded that a greedy search finds: {layers}",
+    "extended": "Leaving more layers uncoded: {layers}",
+    "hot": "One bit more for K on {layers}",
+    "klt boundary": "`klt` with uncoded layers: {layers}",
+    "klt hot": "`klt` with one bit more for K on {layers}",
+}
+
+
+def claims(mitigations: dict | None, before: int) -> list[dict]:
+    """One claim for each arm of an engine and protocol that is another cell than its rival and than another arm.
+
+    Parameters
+    ----------
+    mitigations : dict or None
+    before : int
+        How many layers params.yaml leaves uncoded.
+    """
+    found, claimed = [], set()
+    for row in (mitigations or {}).get("comparisons") or []:
+        arm = row["engine"], row["protocol"], row["compared"][0][0]["cell_id"]
+        if row["same"] or arm in claimed:
+            continue
+        claimed.add(arm)
+        subject = f"{arm_words(row['arm'], row['layers'], before)} (`{row['engine']}`, `{row['protocol']}`)"
+        subject += f", {against_words(row)}"
+        found.append(claim("mitigations", subject, row["ratio"], row["compared"], null=1.0, unit=UNIT))
+    return found
+
+
+def arm_words(name: str, layers: Sequence[int], before: int) -> str:
+    """What an arm does to its layers; a search may have found fewer than params.yaml names."""
+    many = "as many as" if len(layers) == before else "fewer than" if len(layers) < before else "more than"
+    return SUBJECTS[name].format(layers=layer_words(layers), many=many)
+
+
+def layer_words(layers: Sequence[int]) -> str:
+    """Layers in words."""
+    if not layers:
+        return "no layer"
+    *head, last = map(str, layers)
+    return f"layers {', '.join(head)} and {last}" if head else f"layer {last}"
+
+
+def against_words(row: dict) -> str:
+    """What an arm is held against, and how their bytes compare."""
+    if row["beyond"] is None:
+        return "against uniform spending of as many bytes,"
+    than = {"above": "fewer", "below": "more"}[row["beyond"]]
+    return f"against `{row['against']}`, which takes {than} bytes,"
+
+
+# Tables of the mitigations, from the part ``mitigations`` of ``metrics.json``.
+
+WORDS = {
+    "moved": "boundary layers, found from none, no more than before",
+    "greedy": "boundary layers, found from none",
+    "extended": "boundary layers, extended",
+    "hot": "one bit more for K",
+    "klt boundary": "`klt`: uncoded layers",
+    "klt hot": "`klt`: one bit more for K",
+}
+
+
+def arm(row: dict) -> str:
+    """What an arm does, in words; a uniform one by its name."""
+    return WORDS.get(row["arm"], row["arm"])
+
+
+def layers(numbers: list[int]) -> str:
+    """Favoured layers; a dash for none."""
+    return ", ".join(map(str, numbers)) or fmt.DASH
+
+
+def chosen(rows: list[dict]) -> str:
+    """What each search chose, and its drop in KL on the split that chose it and on the other one."""
+    lines = [
+        [arm(row), layers(row["layers"]), fmt.number(100 * row["calib"]), fmt.estimate(row["test"], 100)]
+        for row in rows
+    ]
+    headers = ["way to spend", "layers", "KL saved on the calibration split, %", "on the test split, %"]
+    return fmt.table(headers, lines)
+
+
+def path(steps: list[dict]) -> str:
+    """A greedy search step by step, from the top."""
+    lines = [["none yet", fmt.number(steps[0]["kl"]), fmt.number(steps[0]["bits_per_value"], 4)]]
+    for before, after in pairwise(steps):
+        new = sorted(set(after["layers"]) - set(before["layers"]))
+        lines.append([f"layer {layers(new)}", fmt.number(after["kl"]), fmt.number(after["bits_per_value"], 4)])
+    headers = ["left uncoded", f"KL on the calibration split, {KL_UNIT}", "bits per value"]
+    return fmt.table(headers, lines)
+
+
+def by_place(rows: list[dict], table: Callable[[list[dict]], str]) -> list[dict]:
+    """One table per engine and protocol: ``engine``, ``protocol``, ``table``."""
+    places = dict.fromkeys((row["engine"], row["protocol"]) for row in rows)
+    return [
+        {
+            "engine": engine,
+            "protocol": protocol,
+            "table": table([row for row in rows if (row["engine"], row["protocol"]) == (engine, protocol)]),
+        }
+        for engine, protocol in places
+    ]
+
+
+def comparisons(rows: list[dict]) -> str:
+    """Every favouring arm against uniform spending."""
+    lines = [
+        [
+            arm(row),
+            layers(row["layers"]),
+            fmt.number(row["bits_per_value"], 4),
+            against(row),
+            fmt.estimate(row["ratio"]),
+            fmt.estimate(row["difference"], signed=True),
+            verdict(row),
+        ]
+        for row in rows
+    ]
+    headers = ["way to spend", "layers", "bits per value", "against", "KL, times the other's"]
+    return fmt.table([*headers, f"KL minus the other's, {KL_UNIT}", "reading"], lines)
+
+
+def against(row: dict) -> str:
+    """What an arm is held against; its bytes where they are others."""
+    if row["beyond"] is None:
+        return row["against"]
+    return f"{row['against']}, at {fmt.number(row['against_bits_per_value'], 4)} bits per value"
+
+
+def verdict(row: dict) -> str:
+    """Whether an arm is better or worse than uniform spending, and with more bytes or fewer."""
+    if row["same"]:
+        return "one and the same cell"
+    ratio, needed = row["ratio"], row["windows_needed"]
+    if not ratio["low"] <= 1 <= ratio["high"]:
+        said = "better" if ratio["value"] < 1 else "worse"
+    else:
+        count = None if needed is None or needed >= fmt.OUT_OF_REACH else fmt.whole(needed)
+        said = not_resolved(fmt.largest(ratio, 1.0, 100), count, " %")
+    return said + {None: "", "above": "; takes more bytes", "below": "; takes fewer bytes"}[row["beyond"]]
+
+
+def arms(rows: list[dict]) -> str:
+    """What every arm costs."""
+    lines = [
+        [
+            arm(row),
+            layers(row["layers"]),
+            fmt.number(row["bits_per_value"], 4),
+            fmt.estimate(row["kl_net"]),
+            fmt.estimate(row["delta_nll"], signed=True),
+        ]
+        for row in rows
+    ]
+    return fmt.table(
+        ["way to spend", "layers", "bits per value", f"net KL, {KL_UNIT}", f"`delta_nll`, {KL_UNIT}"], lines
+    )
+
+
+def mitigations_context(metrics: dict, basis: Callable[[list[dict]], str]) -> dict | None:
+    """Everything that ``mitigations.md.j2`` names under ``mitigations``; None when the study was not run.
+
+    Parameters
+    ----------
+    metrics : dict
+    basis : callable
+        From Estimates to the line under their table.
+    """
+    found = metrics.get("mitigations")
+    if not found:
+        return None
+    choice, rows = found["choice"], found["comparisons"]
+    judged = [row["test"] for row in found["generalises"] if row["test"]]
+    return {
+        "choice": {key: choice[key] for key in ("engine", "dtype", "protocol")},
+        "windows": fmt.number(choice["windows"]),
+        "budget": fmt.plain(choice["budget"]),
+        "chosen": chosen(found["generalises"]),
+        "judged": bool(judged),
+        "greedy": path(choice["searches"]["greedy"]),
+        "comparisons": by_place(rows, comparisons),
+        "beyond": any(row["beyond"] == "above" for row in rows),
+        "basis": basis([row["difference"] for row in rows if not row["same"]]),
+        "arms": by_place(found["arms"], arms),
+        "arms_basis": basis([row["kl_net"] for row in found["arms"]]),
+    }

@@ -2,12 +2,106 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from kvlab.core.recipe import DType, Engine, Protocol, Stream
 from kvlab_pipeline.studies.chapter import Chapter, Drawn, Measured, Section, estimates_of
-from kvlab_pipeline.studies.noise.claims import claims
+from kvlab_pipeline.studies.entries import Compared, Entry, Interval
+from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.noise.figure import noise, noise_table
 from kvlab_pipeline.studies.noise.numbers import closure_entries, noise_entries, noise_slope_entries, structure_entries
-from kvlab_pipeline.studies.noise.schema import ClosureEntry, NoiseEntry, SlopeEntry, StructureEntry
 from kvlab_pipeline.studies.noise.tables import context
+
+# The parts ``noise``, ``noise_slope``, ``closure`` and ``structure`` of ``metrics.json``.
+
+Group = Literal["all", "coded", "boundary"]
+
+
+class NoiseEntry(Entry):
+    """Net KL of Gaussian noise in the codec's place, in nats per token."""
+
+    engine: Engine
+    stream: Stream
+    group: Group
+    protocol: Protocol
+    sigma: float
+    """Over the root mean square of K or V."""
+    kl: Interval
+
+
+class SlopeEntry(Entry):
+    """How KL grows with the noise, over the range where a power law holds; null where there is no such range."""
+
+    engine: Engine
+    stream: Stream
+    group: Group
+    slope: Interval | None
+    range: tuple[float, float] | None
+    points: int
+    coefficient: Interval | None
+    """c of KL = c sigma squared."""
+
+
+class ClosureEntry(Entry):
+    """A dtype's KL, predicted from the noise curves and measured."""
+
+    engine: Engine
+    stream: Stream
+    against: str
+    """cast: K, V or both of a float32 engine, rounded; else a baseline run of the engine in that dtype."""
+    dtype: DType
+    sigma: float
+    in_range: bool
+    predicted: Interval
+    measured: Interval
+    ratio: Interval | None
+    factor: float
+    reading: Literal["closes", "open", "does not close"] | None
+    share: Interval | None
+    """Of a run's KL, what rounding K and V is predicted to cause."""
+    cast_share: Interval | None
+    """Of a run's KL, what rounding K and V was measured to cause."""
+    compared: Compared | None
+
+
+class StructureEntry(Entry):
+    """The codec's KL, and that of an error of the same size and random direction."""
+
+    engine: Engine
+    stream: Stream
+    codec: Interval
+    isotropic: Interval
+    ratio: Interval | None
+    compared: Compared
+
+
+# Whether roundings cost what the curves predict, and whether an error's direction matters, from ``metrics.json``.
+
+
+def claims(closure: list[dict], structure: list[dict]) -> list[dict]:
+    """One claim for each rounding that the curves predict, and one for each cell of the codec with its control."""
+    casts = [rounded(row) for row in closure if row["against"] == "cast"]
+    return casts + [turned(row) for row in structure if row["ratio"]]
+
+
+def rounded(row: dict) -> dict:
+    """The claim that a rounding costs what the noise curve predicts, or does not."""
+    subject = f"Rounding {words(row['stream'])} to {row['dtype']} (`{row['engine']}`)"
+    unit = "times what the noise curve predicts"
+    how = {"up": "brings KL", "down": "brings KL only", "null": 1.0, "unit": unit}
+    return claim("noise", subject, row["ratio"], row["compared"], **how)
+
+
+def turned(row: dict) -> dict:
+    """The claim that the direction of the codec's error matters, or does not."""
+    subject = f"The studied codec's error on {words(row['stream'])} (`{row['engine']}`)"
+    unit = "times what an error of the same size and random direction costs"
+    return claim("noise", subject, row["ratio"], row["compared"], null=1.0, unit=unit)
+
+
+def words(stream: str) -> str:
+    """A stream in words."""
+    return " and ".join(stream.upper())
 
 
 def entries(measured: Measured) -> dict:

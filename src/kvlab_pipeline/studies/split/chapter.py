@@ -2,13 +2,82 @@
 
 from __future__ import annotations
 
+from kvlab.core.params import Params
+from kvlab.core.recipe import Engine, Protocol
 from kvlab.output import format as fmt
+from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.pages.basis import Basis
 from kvlab_pipeline.pages.parts import KL_UNIT, reading, resolution
 from kvlab_pipeline.studies.chapter import Chapter, Section, estimates_of
-from kvlab_pipeline.studies.split.claims import claims
-from kvlab_pipeline.studies.split.numbers import split_entries
-from kvlab_pipeline.studies.split.schema import SplitEntry
+from kvlab_pipeline.studies.entries import Compared, Entry, Interval
+from kvlab_pipeline.studies.estimates import claim, sides
+from kvlab_pipeline.studies.gather import Measured, Results, comparable
+from kvlab_pipeline.studies.net import net_kl, subtracted
+from kvlab_pipeline.studies.split.plan import divided, divisions
+
+# What each division of a codec's bits between K and V costs, and what it costs beside the most even one.
+
+CHANGED = {"recipe"}  # all that two divisions may differ in
+
+
+def split_entries(params: Params, results: Results, boot: Bootstrap) -> list[dict]:
+    """An entry for each engine and division, the most even one first.
+
+    The difference is between KLs of the same windows, token by token, so the floor cancels.
+    """
+    entries = []
+    for engine in params.engines:
+        found = {m.cell.recipe: m for m in results.select("split", "codec", engine=engine)}
+        measured = [found[divided(params, k, v)] for k, v in divisions(params)]
+        comparable(measured, CHANGED)
+        for (k, v), one in zip(divisions(params), measured, strict=True):
+            place = {"engine": engine, "protocol": one.cell.protocol, "codec": params.split.codec}
+            stored = {"cell_id": one.record.cell_id, "bits_per_value": one.record.coding.bits_per_value}
+            cost = {"kl": boot.mean(net_kl(results, one)).to_json()} | beside(boot, one, measured[0])
+            entries.append(place | {"k_bits": k, "v_bits": v} | stored | cost)
+    return entries
+
+
+def beside(boot: Bootstrap, one: Measured, even: Measured) -> dict:
+    """A division against the most even one."""
+    if one is even:
+        return {"difference": None, "compared": None}
+    apart = subtracted(one.column("kl"), even.column("kl"))
+    return {"difference": boot.mean(apart).to_json(), "compared": sides(one, even)}
+
+
+# The part ``split`` of ``metrics.json``.
+
+
+class SplitEntry(Entry):
+    """One division of a codec's bits between K and V, in nats per token."""
+
+    engine: Engine
+    protocol: Protocol
+    codec: str
+    k_bits: int
+    v_bits: int
+    cell_id: str
+    bits_per_value: float
+    kl: Interval
+    """Net of the identity cell's."""
+    difference: Interval | None
+    """Its KL minus that of the most even division; null for that one."""
+    compared: Compared | None
+
+
+# Whether K or V deserves more of the bits, from the part ``split`` of ``metrics.json``.
+
+
+def claims(rows: list[dict]) -> list[dict]:
+    """One claim for each division beside the most even one."""
+    return [claim("split", subject(row), row["difference"], row["compared"]) for row in rows if row["difference"]]
+
+
+def subject(row: dict) -> str:
+    """A division in words."""
+    division = f"K at {row['k_bits']} and V at {row['v_bits']} bits"
+    return f"`{row['codec']}` with {division} in place of the even division (`{row['engine']}`)"
 
 
 def table(rows: list[dict]) -> str:

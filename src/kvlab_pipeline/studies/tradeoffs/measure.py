@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 
 import numpy as np
 import polars as pl
 import torch
 from tqdm import tqdm
+from transformers import Cache
 
-from kvlab.attention.latent_svd import attention_metric, fit
+from kvlab.attention.hf import attending
+from kvlab.attention.latent_svd import LatentMap, attention_metric, fit
 from kvlab.attention.named import Latent
+from kvlab.cache.hf_cache import KVCache
 from kvlab.calibration import load as calibration
-from kvlab.calibration.load import Fitted
+from kvlab.calibration.load import Calibrated, Fitted
+from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CapabilityError, UserError
 from kvlab.core.model import check_window, resolve
 from kvlab.core.params import Params
 from kvlab.core.records import Provenance, forget, machine, versions, write_json
+from kvlab.engines.base import ContextCache
+from kvlab.engines.hf import HFEngine
 from kvlab.engines.registry import start
 from kvlab.measure import trial
 from kvlab.measure.latent import CALIBRATING, moments_of
@@ -30,12 +38,12 @@ from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.text import corpus, needles
 from kvlab.text.needles import Needle
 from kvlab.witness.plain import PlainModel
+from kvlab_mechanisms.decoding.acceptance import acceptance, plain_texts
+from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_pipeline.studies.table import Interval
-from kvlab_pipeline.studies.tradeoffs import speed
 from kvlab_pipeline.studies.tradeoffs.arms import Arm, Shape, arms
 from kvlab_pipeline.studies.tradeoffs.bench import Bench
-from kvlab_pipeline.studies.tradeoffs.drafting import drafted
-from kvlab_pipeline.studies.tradeoffs.record import ArmFound, TradeoffsRecord
+from kvlab_pipeline.studies.tradeoffs.record import ArmFound, Drafted, TradeoffsRecord
 
 DTYPE = "float32"
 FIRST_NEEDLE = 1000  # their numbers begin here: no window of the text has them
@@ -46,10 +54,10 @@ def refuse(params: Params) -> None:
     if torch.cuda.is_available():
         raise CapabilityError("tradeoffs times single steps on a CPU; run it where transformers finds no GPU")
     steps, scored = params.tradeoffs.steps, params.windows.eval
-    if speed.WARM + steps > scored:
+    if WARM + steps > scored:
         raise UserError(
-            f"tradeoffs.steps is {steps}; allowed: at most {scored - speed.WARM}, as windows.eval is {scored} and the"
-            f" first {speed.WARM} steps are not timed"
+            f"tradeoffs.steps is {steps}; allowed: at most {scored - WARM}, as windows.eval is {scored} and the"
+            f" first {WARM} steps are not timed"
         )
 
 
@@ -209,17 +217,17 @@ def timed(bench: Bench, listed: Sequence[Arm], others: dict[str, Applied]) -> di
     """Tokens per second, by name, of the rounded cache's too; an arm without a form that runs here is left out."""
     steps, window = bench.params.tradeoffs.steps, bench.windows[0]
     run = WindowRun(bench.engine, list(window.ids), bench.context, window.number)
-    given, found = (bench.engine, run), {trial.ROUNDING: speed.of_exact(bench.engine, run, steps)}
+    given, found = (bench.engine, run), {trial.ROUNDING: of_exact(bench.engine, run, steps)}
     for arm in listed:
         if arm.family == "codec":
-            found[arm.name] = speed.of_codec(*given, arm, bench.calibrated, steps)
+            found[arm.name] = of_codec(*given, arm, bench.calibrated, steps)
         elif arm.family == "eviction":
-            found[arm.name] = speed.of_eviction(*given, others[arm.name], steps)
+            found[arm.name] = of_eviction(*given, others[arm.name], steps)
         elif arm.family == "sparse reading":
-            found[arm.name] = speed.of_pattern(*given, arm, steps)
+            found[arm.name] = of_pattern(*given, arm, steps)
         elif arm.family == "latent":
             maps = {layer: fit(one, arm.asked.rank, attention_metric(one)) for layer, one in bench.moments.items()}
-            found[arm.name] = speed.of_latents(*given, maps, steps)
+            found[arm.name] = of_latents(*given, maps, steps)
     return found
 
 
@@ -246,3 +254,114 @@ def held_against(
     rival = max(able, key=lambda rival: rival.stored)
     difference = bootstrap.difference(columns[one.name][0], columns[rival.name][0])
     return one.model_copy(update={"rival": rival.name, "against": Interval.of(difference)})
+
+
+# Self-speculation: the model drafts over its coded cache, and the exact cache decides what is written.
+
+GREEDY = Sampling(0.0)
+
+
+def drafted(bench: Bench, bootstrap: Bootstrap) -> Iterator[Drafted]:
+    """Every drafter at every width of `combined`, on the contexts of the first windows.
+
+    Raises
+    ------
+    Fault
+        A text is not the greedy one of the exact cache.
+    """
+    settings, model = bench.params.tradeoffs, bench.engine.model
+    prompts = [list(window.ids[: bench.context]) for window in bench.windows[: settings.prompts]]
+    began = perf_counter()
+    greedy = plain_texts(model, prompts, settings.tokens, GREEDY)
+    plain_seconds = perf_counter() - began
+    written = settings.tokens * len(prompts)
+    for codec in settings.drafters:
+        for bits in settings.combined:
+            recipe, runs = named_recipe(codec, bits, params=bench.params), []
+            for prompt, text in zip(prompts, greedy, strict=True):
+                runs.append(
+                    acceptance(
+                        model, [prompt], recipe, GREEDY, tokens=settings.tokens, draft=settings.draft,
+                        calibration=bench.calibrated, greedy=[text],
+                    )
+                )  # fmt: skip
+            shares = np.array([sum(one.report.accepted) / sum(one.report.drafted) for one in runs])
+            place = np.arange(len(shares))
+            yield Drafted(
+                name=f"{codec} {bits}",
+                recipe_id=recipe.recipe_id,
+                accepted=Interval.of(bootstrap.mean(Column.of(place, place, shares)), 0.0, 1.0),
+                tokens_per_call=written / sum(len(one.report.accepted) for one in runs),
+                draft=settings.draft,
+                coded=float(np.mean([one.bits_per_value for one in runs])) * bench.info.values_per_token / 8,
+                exact=2.0 * bench.info.values_per_token,
+                per_second=written / sum(one.seconds for one in runs),
+                plain_per_second=written / plain_seconds,
+            )
+
+
+# Seconds of one written token over each kind of cache, as it can be run here: one at a time, on this machine.
+
+WARM = 2  # steps before any is timed
+
+
+@torch.inference_mode()
+def stepped(engine: HFEngine, ids: Sequence[int], context: int, cache: Cache, steps: int) -> float:
+    """Tokens per second of a loop that feeds one token after a context at a time; of the median step."""
+    took = []
+    for place in range(context, context + WARM + steps):
+        given = torch.tensor([[ids[place]]], device=engine.model.device)
+        at = torch.tensor([[place]], device=engine.model.device)
+        began = perf_counter()
+        engine.model(given, past_key_values=cache, position_ids=at, use_cache=True)
+        took.append(perf_counter() - began)
+    return 1 / median(took[WARM:])
+
+
+def of_exact(engine: HFEngine, run: WindowRun, steps: int) -> float:
+    """Over the untouched cache."""
+    return stepped(engine, run.ids, run.context, engine.filled(run.clean["pre_rope"].kept), steps)
+
+
+def of_codec(engine: HFEngine, run: WindowRun, arm: Arm, calibrated: Calibrated, steps: int) -> float:
+    """Over `KVCache`, which decodes what is coded in each step."""
+    cache = KVCache(engine.model, arm.recipe, calibrated, "serving")
+    with torch.inference_mode():
+        engine.model(torch.tensor([run.ids[: run.context]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return stepped(engine, run.ids, run.context, cache, steps)
+
+
+def of_eviction(engine: HFEngine, run: WindowRun, subject: Applied, steps: int) -> float:
+    """Over what is left."""
+    return stepped(engine, run.ids, run.context, engine.filled(subject.keeps(run)), steps)
+
+
+def of_pattern(engine: HFEngine, run: WindowRun, arm: Arm, steps: int) -> float:
+    """Reading by a pattern, by the executor that transformers runs here: it masks, and computes all scores."""
+    cache = engine.filled(run.clean["pre_rope"].kept)
+    with attending(engine.model, arm.asked.plan(engine.info.n_layers, run.context)):
+        return stepped(engine, run.ids, run.context, cache, steps)
+
+
+@torch.inference_mode()
+def of_latents(engine: HFEngine, run: WindowRun, maps: dict[int, LatentMap], steps: int) -> float:
+    """K and V of the whole context made anew from latents in every step, as a rotary embedding asks for."""
+    kept = run.clean["pre_rope"].kept
+    held = {layer: one.latents(kept[layer, "k"], kept[layer, "v"]).float() for layer, one in maps.items()}
+    quick = {layer: (one.up.float().T, one.mean.float(), one.kv_heads) for layer, one in maps.items()}
+    took = []
+    for _ in range(WARM + steps):
+        given = torch.tensor([[run.ids[run.context]]])
+        began = perf_counter()
+        cache = engine.filled(_restored(held, quick))
+        engine.model(given, past_key_values=cache, use_cache=True)
+        took.append(perf_counter() - began)
+    return 1 / median(took[WARM:])
+
+
+def _restored(held: dict[int, torch.Tensor], quick: dict) -> ContextCache:
+    made = {}
+    for layer, (up, mean, heads) in quick.items():
+        kv = torch.addmm(mean, held[layer], up).unflatten(1, (2, heads, -1)).permute(1, 2, 0, 3)
+        made[layer, "k"], made[layer, "v"] = kv
+    return made
