@@ -23,7 +23,7 @@ from kvlab.core.params import Model
 from kvlab.core.records import file_hash
 from kvlab.core.tensors import model_tensors
 from kvlab.core.weights import INDEX, WHOLE, weight_files
-from kvlab.engines.hf import HFEngine
+from kvlab.engines.hf.engine import HFEngine
 from kvlab.witness.plain import PlainModel
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

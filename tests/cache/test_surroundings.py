@@ -19,7 +19,7 @@ from kvlab import Cache, recipe
 from kvlab.cache.hf_rope import Watch
 from kvlab.codecs.aquakv.codec import spreading
 from kvlab.codecs.base import Site
-from kvlab.codecs.klt import KltStream, marginal, plain, reading_numba
+from kvlab.codecs.klt import KltStream, marginal, plain
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.codecs.kvquant import codec as kvquant
 from kvlab.codecs.registry import bare
@@ -37,7 +37,6 @@ KEPT = {
     "inverse": lambda: rotation.inverse(0, 16, CPU),
     "gaussian_table": lambda: gaussian_table(3),
     "turn": lambda: plain.turn(16),
-    "halves": lambda: reading_numba.halves(),
     "_grid": lambda: marginal._grid().mass,
     "_places": lambda: marginal._places(64)[1],
     "kept_probe": lambda: kept_probe(0, 4, 16),
@@ -247,7 +246,7 @@ def tables() -> dict:
     """Every function of the codecs that keeps what it returned."""
     found = {}
     for module in pkgutil.walk_packages(kvlab.codecs.__path__, "kvlab.codecs."):
-        if module.name.endswith("testing"):
+        if module.name.endswith(("testing", "_numba", "_triton")):  # vLLM, started after numba, stumbles over llvmlite
             continue
         for name, value in vars(importlib.import_module(module.name)).items():
             if hasattr(value, "cache_clear"):

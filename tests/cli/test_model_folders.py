@@ -55,7 +55,7 @@ def folder(tiny_model, tmp_path) -> Path:
 def run(folder, text, recipe, tiny_params, tmp_path, capsys, monkeypatch, root):
     """Exit code and last line of stderr of a line of `VERBS`, on the folder's model unless another is named."""
     monkeypatch.chdir(root)
-    monkeypatch.setattr("kvlab.engines.hf.HFEngine.__init__", lambda *_: pytest.fail("an engine was started"))
+    monkeypatch.setattr("kvlab.engines.hf.engine.HFEngine.__init__", lambda *_: pytest.fail("an engine was started"))
     out = tmp_path / "out"
     out.mkdir()
 

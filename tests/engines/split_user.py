@@ -48,7 +48,7 @@ def main() -> None:
     model, out = sys.argv[1:]
     engine = start("vllm", resolve(Model(path=model, n_layers=3, tensor_parallel=2)), "float32", max_tokens=96)
     save_file(answers(engine), Path(out))
-    (follower,) = [child for child in psutil.Process().children() if "kvlab.engines.vllm_follower" in child.cmdline()]
+    (follower,) = [child for child in psutil.Process().children() if "kvlab.engines.vllm.follower" in child.cmdline()]
     follower.kill()
     time.sleep(60)
 

@@ -37,7 +37,7 @@ def test_transformers_has_no_cache_of_its_own_to_choose(info):
 def test_vllms_cache_is_no_larger_than_the_engine_is_told(vllm_engine):
     """A variable that other engines of this process read gives each a GiB; vLLM prefers it to what it is told."""
     from kvlab.engines.hooks import attention_layers
-    from kvlab.engines.vllm_process import CACHE_SPACE, cache_bytes
+    from kvlab.engines.vllm.process import CACHE_SPACE, cache_bytes
 
     held = sum(layer.attn.kv_cache.nbytes for layer in attention_layers(vllm_engine.model, vllm_engine.info))
     assert 0 < held <= cache_bytes(vllm_engine.info, "float32", 96) < 2**28

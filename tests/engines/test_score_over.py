@@ -136,7 +136,7 @@ def test_an_unknown_placement_is_refused(engine):
 def test_a_context_that_vllm_computes_itself_is_no_measurement(vllm_engine, monkeypatch):
     """A connector that brings nothing: vLLM then computes the context, and over the clean one nobody would notice."""
     from kvlab.core.errors import CodecNotActive
-    from kvlab.engines.vllm_prefix import PrefixConnector
+    from kvlab.engines.vllm.prefix import PrefixConnector
 
     cache = captured(vllm_engine, IDS, CONTEXT, "post_rope")
     with (

@@ -73,7 +73,7 @@ def test_parts_that_would_share_heads_are_refused_by_vllm_alone(parts, tiny_para
 
 
 def test_fewer_gpus_than_parts_are_refused_before_anything_is_loaded(tiny_params, monkeypatch):
-    from kvlab.engines.vllm import VLLMEngine
+    from kvlab.engines.vllm.engine import VLLMEngine
 
     info = dataclasses.replace(resolve(tiny_params.model), tensor_parallel=2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

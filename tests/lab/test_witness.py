@@ -25,7 +25,8 @@ from kvlab.core.decoder import Decoder
 from kvlab.core.errors import Fault, WitnessDisagrees
 from kvlab.core.model import resolve
 from kvlab.core.records import TOKENS, read_job
-from kvlab.engines import hf, hooks
+from kvlab.engines import hooks
+from kvlab.engines.hf import engine as hf
 from kvlab.engines.registry import start
 from kvlab.measure import trial, witnessing
 from kvlab.measure.coding import Coder

@@ -16,7 +16,7 @@ from kvlab.calibration.needs import coded_by, pieces
 from kvlab.codecs.block import BlockStream
 from kvlab.codecs.block.studied import coded_layers
 from kvlab.core.params import Params
-from kvlab.core.recipe import IDENTITY, Cell, Engine, digest
+from kvlab.core.recipe import ENGINES, IDENTITY, Cell, Engine, digest
 from kvlab.core.records import (
     TOKENS,
     BaselineRecord,
@@ -31,7 +31,7 @@ from kvlab.core.records import (
     write_json,
     write_table,
 )
-from kvlab.core.testimony import LIBRARIES, Proof, Testimony
+from kvlab.core.testimony import Proof, Testimony
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.baseline.truth import peer_of
 from kvlab_pipeline.studies.chapter import Sources
@@ -320,7 +320,9 @@ def witnessed(cells: list[Cell], tokens: pl.DataFrame) -> tuple[Testimony, ...]:
 def vouched(kl: float, cell_id: str = "any", engine: Engine = "hf", effects: int = 60) -> Testimony:
     """That of a witness who saw this mean KL on window 0, and nothing amiss."""
     blocks = 28 if engine == "vllm" else None
-    proof = Proof(library=LIBRARIES[engine], version="1", model="Model", attention="Attention", cache_blocks=blocks)
+    proof = Proof(
+        library=ENGINES[engine].library, version="1", model="Model", attention="Attention", cache_blocks=blocks
+    )
     numbers = dict.fromkeys(("reference_kl", "alternative_kl", "tensor_error", "read_error"), 1e-9)
     numbers |= {"window": 0, "effects": effects, "expected_effects": effects, "nbytes": 1000, "kl": kl}
     return Testimony(cell_id=cell_id, engine=proof, **numbers)

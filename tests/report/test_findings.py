@@ -17,7 +17,7 @@ from kvlab.output import format as fmt
 from kvlab.stats import kl_scale
 from kvlab_pipeline.pages import templates
 from kvlab_pipeline.report import claims, contexts, figures, findings, front
-from kvlab_pipeline.studies.ladder import chapter as ladder
+from kvlab_pipeline.studies.ladder import tables as ladder
 from report.example_metrics import build, verdict
 from report.shipped import shipped
 

@@ -10,7 +10,7 @@ from kvlab.core.model import resolve
 from kvlab.core.params import Params
 from kvlab.core.records import BaselineCell, read_baseline
 from kvlab.engines import registry
-from kvlab.engines.hf import HFEngine
+from kvlab.engines.hf.engine import HFEngine
 from kvlab.measure import engines as lab_engines
 from kvlab.stats.divergences import token_record
 from kvlab.text import corpus

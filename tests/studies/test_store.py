@@ -198,8 +198,8 @@ def test_no_number_that_was_fitted_may_differ(tiny_params, calibrated):
     [
         ("kvlab/codecs/block/codec.py", "studied", True),
         ("kvlab/codecs/block/codec.py", "noise", False),
-        ("kvlab/engines/hf.py", "noise", True),
-        ("kvlab/engines/vllm.py", "studied", False),
+        ("kvlab/engines/hf/engine.py", "noise", True),
+        ("kvlab/engines/vllm/engine.py", "studied", False),
         ("kvlab/measure/scoring.py", "noise", True),
         ("kvlab/measure/coding.py", "studied", True),
         ("kvlab/stats/divergences.py", "noise", True),

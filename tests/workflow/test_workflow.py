@@ -168,14 +168,14 @@ def test_a_changed_parameter_reaches_exactly_the_stages_that_name_it(affected, s
 def test_a_job_depends_on_its_own_engine_only(rules):
     inputs = rules["capture_engine"]["inputs"]
     for engine, other in (("hf", "vllm"), ("vllm", "hf")):
-        assert f"src/kvlab/engines/{engine}.py" in inputs[engine]
-        assert f"src/kvlab/engines/{other}.py" not in inputs[engine]
-    assert "src/kvlab/engines/vllm_follower.py" in inputs["vllm"]  # started as a program of its own
+        assert f"src/kvlab/engines/{engine}/engine.py" in inputs[engine]
+        assert f"src/kvlab/engines/{other}/engine.py" not in inputs[engine]
+    assert "src/kvlab/engines/vllm/follower.py" in inputs["vllm"]  # started as a program of its own
     on_hf = rules["measure_hf_mechanisms"]["inputs"]["hf"]
-    assert "src/kvlab/engines/hf.py" in on_hf and "src/kvlab/engines/vllm.py" not in on_hf
+    assert "src/kvlab/engines/hf/engine.py" in on_hf and "src/kvlab/engines/vllm/engine.py" not in on_hf
     for dtype in ("float32", "bfloat16"):
         on_both = set(rules[f"measure_{dtype}"]["inputs"]["hf"])
-        assert {"src/kvlab/engines/hf.py", "src/kvlab/engines/vllm.py"} <= on_both
+        assert {"src/kvlab/engines/hf/engine.py", "src/kvlab/engines/vllm/engine.py"} <= on_both
 
 
 def test_an_engine_is_started_once_a_dtype_and_once_more_for_the_mechanisms_on_hf(params):

@@ -12,7 +12,7 @@ PLANTS = Plants()
 @PLANTS.fault("the vLLM job runs on transformers", VLLM)
 def _impostor(changes: Changes) -> None:
     from kvlab.engines import registry
-    from kvlab.engines.hf import HFEngine
+    from kvlab.engines.hf.engine import HFEngine
 
     class Impostor(HFEngine):
         name = "vllm"
@@ -46,7 +46,7 @@ def loaded(change):
     """What plants a change of the model that transformers has just loaded for the engine."""
 
     def apply(changes: Changes) -> None:
-        from kvlab.engines.hf import HFEngine
+        from kvlab.engines.hf.engine import HFEngine
 
         def made(begin):
             def planted(self, *given):
@@ -104,7 +104,7 @@ for name, change in LOADED.items():
 
 @PLANTS.fault("float32 cells run in bfloat16, on vLLM", VLLM)
 def _vllm_bfloat16(changes: Changes) -> None:
-    from kvlab.engines import vllm
+    from kvlab.engines.vllm import engine as vllm
 
     changes.around(vllm, "Loaded", lambda made: lambda info, _dtype, *rest: made(info, "bfloat16", *rest))
 
@@ -134,12 +134,12 @@ def on_logits(change, engine: str):
 
     def apply(changes: Changes) -> None:
         if engine == "hf":
-            from kvlab.engines.hf import HFEngine
+            from kvlab.engines.hf.engine import HFEngine
 
             for name in ("score", "score_over"):
                 changes.around(HFEngine, name, scored(change))
         else:
-            from kvlab.engines.vllm import VLLMEngine
+            from kvlab.engines.vllm.engine import VLLMEngine
 
             changes.around(VLLMEngine, "_words", scored(change))
 

@@ -97,7 +97,9 @@ def ignored(layers):
     """What plants hooks that drop the tap's answer in some layers."""
 
     def apply(changes: Changes) -> None:
-        from kvlab.engines import hf, hooks, vllm_process  # noqa: F401
+        from kvlab.engines import hooks
+        from kvlab.engines.hf import engine  # noqa: F401 (loaded, so that the change reaches it)
+        from kvlab.engines.vllm import process  # noqa: F401 (likewise)
 
         def made(through):
             def planted(tap, layer, part, flat, *shape):
@@ -143,7 +145,7 @@ def _too_few(changes: Changes) -> None:
 
 @PLANTS.fault("K tapped after its rotary embedding, under the label before it")
 def _other_side(changes: Changes) -> None:
-    from kvlab.engines.hf import HFEngine
+    from kvlab.engines.hf.engine import HFEngine
 
     changes.around(
         HFEngine, "score", lambda score: lambda self, ids, first, tap=None, placement="pre_rope": score(
@@ -154,7 +156,7 @@ def _other_side(changes: Changes) -> None:
 
 @PLANTS.fault("hooks one layer off")
 def _other_layer(changes: Changes) -> None:
-    from kvlab.engines import hf
+    from kvlab.engines.hf import engine as hf
 
     def made(places):
         def planted(model, info, tap):
@@ -167,7 +169,7 @@ def _other_layer(changes: Changes) -> None:
 
 @PLANTS.fault("snapshot scored over the clean cache")
 def _over_clean(changes: Changes) -> None:
-    from kvlab.engines.hf import HFEngine
+    from kvlab.engines.hf.engine import HFEngine
 
     held = {}
 
@@ -183,7 +185,7 @@ def _over_clean(changes: Changes) -> None:
 
 @PLANTS.fault("K of a filled cache rotated one position late")
 def _late_positions(changes: Changes) -> None:
-    from kvlab.engines.hf import HFEngine
+    from kvlab.engines.hf.engine import HFEngine
 
     def made(rotation):
         def planted(self, tokens):
@@ -197,7 +199,7 @@ def _late_positions(changes: Changes) -> None:
 
 @PLANTS.fault("the pass of a cell begins a layer late")
 def _begins_late(changes: Changes) -> None:
-    from kvlab.engines.hf import HFEngine
+    from kvlab.engines.hf.engine import HFEngine
 
     for name in ("score_from", "score_over_from"):
         changes.around(

@@ -24,7 +24,7 @@ rule choice_layers:
     params:
         code=Code(
             "kvlab_pipeline.studies.mitigations.search",
-            f"kvlab.engines.{ORIGIN}",
+            f"kvlab.engines.{ORIGIN}.engine",
             *study_codecs("mitigations"),
         ),
         cfg=pick(*STUDY_KEYS["mitigations"], "studies"),

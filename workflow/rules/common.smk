@@ -240,7 +240,7 @@ def mechanisms_code():
     return Code(
         "kvlab_pipeline.studies.mechanisms.measure",
         *(["kvlab.measure.paged"] if PARAMS.mechanisms.pages else []),  # which engines load by name
-        *(f"kvlab.engines.{engine}" for engine in sorted(PARAMS.engines)),
+        *(f"kvlab.engines.{engine}.engine" for engine in sorted(PARAMS.engines)),
         *codec_modules(study_recipes(MECHANISMS)),
     )
 
@@ -269,9 +269,9 @@ def engine_code(*modules):
     """`Code` of `modules` and of the engine that the job's name begins with."""
 
     def digest(wildcards):
-        return Code(*modules, f"kvlab.engines.{wildcards.engine}")
+        return Code(*modules, f"kvlab.engines.{wildcards.engine}.engine")
 
-    return Declared(digest, Code(*modules, *(f"kvlab.engines.{engine}" for engine in ENGINES)))
+    return Declared(digest, Code(*modules, *(f"kvlab.engines.{engine}.engine" for engine in ENGINES)))
 
 
 @lru_cache(None)

@@ -82,13 +82,13 @@ def measured_code(unit):
     needed = {*engines_of(contents), *(["hf"] if BASELINE in contents else [])}  # the truth is measured by hf
     codecs = {module for study in contents if study in STUDY_KEYS for module in study_codecs(study)}
     if MECHANISMS in contents:
-        codecs |= set(mechanisms_code().modules) - {f"kvlab.engines.{one}" for one in PARAMS.engines}
+        codecs |= set(mechanisms_code().modules) - {f"kvlab.engines.{one}.engine" for one in PARAMS.engines}
     if BASELINE in contents:
         codecs |= set(codec_modules(study_recipes(BASELINE)))
     return Code(
         "kvlab_pipeline.studies.measuring",
         *sorted(codecs),
-        *(f"kvlab.engines.{one}" for one in sorted(needed)),
+        *(f"kvlab.engines.{one}.engine" for one in sorted(needed)),
     )
 
 

@@ -68,7 +68,7 @@ rule ladder_facts:
     params:
         code=Code(
             "kvlab_pipeline.studies.ladder.facts",
-            f"kvlab.engines.{PARAMS.ladder.engine}",
+            f"kvlab.engines.{PARAMS.ladder.engine}.engine",
             *codec_modules(study_recipes(plan.LADDER)),
         ),
         cfg=pick(*STUDY_KEYS[plan.LADDER]),
@@ -112,7 +112,7 @@ rule ladder_further:
     params:
         code=Code(
             "kvlab_pipeline.studies.ladder.further",
-            f"kvlab.engines.{PARAMS.ladder.engine}",
+            f"kvlab.engines.{PARAMS.ladder.engine}.engine",
             *codec_modules(study_recipes(plan.LADDER)),
         ),
         cfg=pick(*STUDY_KEYS[plan.LADDER], "corpus", "windows"),

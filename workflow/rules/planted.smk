@@ -21,7 +21,7 @@ rule planted_report:
         code=Code(
             "validation.planted.run",
             "kvlab_pipeline.studies.factors.plan",
-            *[f"kvlab.engines.{engine}" for engine in sorted({"hf", *PARAMS.engines})],
+            *[f"kvlab.engines.{engine}.engine" for engine in sorted({"hf", *PARAMS.engines})],
             *[
                 CODECS[name].codec.partition(":")[0]
                 for name in ("identity", "noise", "block", "klt", "hadamard", "int")

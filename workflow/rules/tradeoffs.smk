@@ -27,7 +27,9 @@ rule tradeoffs_job:
         device=accelerators(),
         gpu=gpus("hf"),
     params:
-        code=Code("kvlab_pipeline.studies.tradeoffs.measure", "kvlab.engines.hf", *codec_modules(TRADED)),
+        code=Code(
+            "kvlab_pipeline.studies.tradeoffs.measure", "kvlab.engines.hf.engine", *codec_modules(TRADED)
+        ),
         cfg=pick(
             "model",
             "corpus",

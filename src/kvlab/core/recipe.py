@@ -14,16 +14,18 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_serializer, model_validator
 
+from kvlab.core.engines import EngineInfo
 from kvlab.core.errors import suggestion
 from kvlab.core.settings import Frozen, IdentityStream, Plugin, without
 
-Engine = Literal["hf", "vllm"]
+ENGINES: dict[str, EngineInfo] = {name: import_module(f"kvlab.engines.{name}").ENGINE for name in ("hf", "vllm")}
+"""The engines, the one that leads first: each is a folder of `kvlab.engines`, loaded by its name."""
+Engine = Literal["hf", "vllm"]  # the names above
 DType = Literal["float32", "bfloat16"]
 Protocol = Literal["in_forward", "snapshot"]
 Stream = Literal["k", "v", "kv"]
 Text = Literal["test", "other", "calib"]
 Attention = Literal["default", "eager", "sdpa"]  # `default`: what the engine's cells run with
-DEFAULT_ATTENTION: dict[Engine, Attention] = {"hf": "sdpa", "vllm": "default"}  # transformers' default; vLLM's choice
 Placement = Literal["pre_rope", "post_rope"]  # K is coded before or after its rotary embedding
 Span = Literal["context", "window"]  # which tokens are coded: the context, or the scored ones too
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from kvlab.core.settings import Frozen
 
-LIBRARIES = {"hf": "transformers", "vllm": "vllm"}
-"""Where the class of each engine's live model is from."""
-
 
 class Proof(Frozen):
     """What only one engine has, as found in the running one.

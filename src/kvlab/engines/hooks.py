@@ -4,7 +4,7 @@ Before the rotary embedding the tap sees Q and K after their norm, where a model
 after the projection, and V after its projection: in every case the last tensor before the rotary embedding.
 Each engine lays its projections out in its own way, so each has its own list of places; the rest is common.
 After it, vLLM has a module that is called with K and V (`attention_inputs`); transformers has none, its
-models hand K and V to their cache (`kvlab.engines.hf.TapCache`).
+models hand K and V to their cache (`kvlab.engines.hf.engine.TapCache`).
 """
 
 from __future__ import annotations

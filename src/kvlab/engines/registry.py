@@ -8,11 +8,9 @@ import torch
 
 from kvlab.core.errors import UnknownName
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import DEFAULT_ATTENTION
+from kvlab.core.recipe import ENGINES
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import AUTO, check
-
-ENGINES = {"hf": "kvlab.engines.hf:HFEngine", "vllm": "kvlab.engines.vllm:VLLMEngine"}
 
 
 def start(
@@ -35,8 +33,8 @@ def start(
     """
     if name not in ENGINES:
         raise UnknownName("engine", name, ENGINES)
-    attention = attention or DEFAULT_ATTENTION[name]
+    attention = attention or ENGINES[name].attention
     check(name, dtype, attention, info, not torch.cuda.is_available(), cache_dtype)
-    module, _, attribute = ENGINES[name].partition(":")
+    module, _, attribute = ENGINES[name].engine.partition(":")
     stored = {} if cache_dtype == AUTO else {"cache_dtype": cache_dtype}  # not told to engines that have no choice
     return getattr(import_module(module), attribute)(info, dtype, attention, max_tokens, **stored)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import kvlab.engines.vllm_process  # noqa: F401 (sets what vLLM reads from the environment, so before vLLM itself)
+import kvlab.engines.vllm.process  # noqa: F401 (sets what vLLM reads from the environment, so before vLLM itself)
 
 # isort: split
 import torch

@@ -13,20 +13,17 @@ import torch
 from kvlab.calibration.load import Calibrated
 from kvlab.core.errors import Fault
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import Recipe, digest
+from kvlab.core.recipe import ENGINES, Recipe, digest
 from kvlab.core.records import sha256, versions
-from kvlab.core.testimony import LIBRARIES, Proof
+from kvlab.core.testimony import Proof
 from kvlab.engines import registry
 from kvlab.engines.base import Engine
 from kvlab.engines.capability import AUTO
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.windows import Window
 
-MODULES = {"hf": ("kvlab.engines.hf",), "vllm": ("kvlab.engines.vllm", "kvlab.engines.vllm_follower")}
-"""The code of each engine, for digests of what measured."""
 PAGES = "kvlab.measure.paged"
 """The code of one whose pages are coded; loaded by name, as what measures without it does not hang on it."""
-PAGED = ("vllm",)  # engines with blocks of cache
 DECIDING = ("ATEN", "CUDA", "CUBLAS", "DNNL", "GLIBC_TUNABLES", "GOMP", "KMP", "KVLAB_RECIPE", "LD_", "MKL", "NCCL")
 DECIDING += ("NVIDIA", "OMP", "ONEDNN", "OPENBLAS", "PYTORCH", "TORCH", "TRANSFORMERS", "USE_HUB_KERNELS", "VLLM")
 """Beginnings of the names of environment variables that may decide how an engine computes."""
@@ -47,12 +44,12 @@ class Which(NamedTuple):
     @property
     def modules(self) -> tuple[str, ...]:
         """The code that it is."""
-        return (*MODULES[self.name], *([PAGES] if self.coded else []))
+        return (*ENGINES[self.name].code, *([PAGES] if self.coded else []))
 
     @classmethod
     def of(cls, name: str, dtype: str, attention: str = "default", cache_dtype: str = AUTO) -> Which:
         """With the attention that is meant by ``default``."""
-        attention = registry.DEFAULT_ATTENTION.get(name, attention) if attention == "default" else attention
+        attention = ENGINES[name].attention if attention == "default" and name in ENGINES else attention
         return cls(name, dtype, attention, cache_dtype)
 
 
@@ -161,7 +158,8 @@ def refuse_impostor(name: str, proof: Proof, others: Mapping[str, Proof]) -> Non
     Fault
         It is another engine under this one's name.
     """
-    if proof.library != LIBRARIES.get(name, proof.library) or (name in PAGED) != bool(proof.cache_blocks):
+    own = ENGINES.get(name)
+    if own and (proof.library != own.library or own.paged != bool(proof.cache_blocks)):
         raise Fault(
             f"what runs as {name} is {proof.model} of {proof.library}, with {proof.cache_blocks or 'no'} blocks of"
             f" cache: another engine under its name"

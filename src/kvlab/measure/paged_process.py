@@ -63,7 +63,7 @@ def serve(pipe: Connection) -> None:
     torch.set_num_threads(asked["threads"])
     # its import sets what vLLM's own has to find
     from kvlab.cache import vllm_plugin
-    from kvlab.engines.vllm_process import Loaded
+    from kvlab.engines.vllm.process import Loaded
 
     vllm_plugin.activate(os.environ[PAGES_VARIABLE], pages=True)
     info = ModelInfo(**asked["info"] | {"path": Path(asked["info"]["path"])})

@@ -27,7 +27,7 @@ from kvlab.codecs.base import Codec, Site
 from kvlab.codecs.registry import build
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import WitnessDisagrees
-from kvlab.core.recipe import DEFAULT_ATTENTION, WHOLE, Cell, Recipe
+from kvlab.core.recipe import ENGINES, WHOLE, Cell, Recipe
 from kvlab.core.testimony import Proof, Testimony
 from kvlab.engines.base import Reading
 from kvlab.witness import reading as corpus
@@ -185,7 +185,7 @@ class Witness:
             return
         if seen.dtype != cell.dtype:
             self._object(f"it is labelled {cell.dtype}, and attention read K and V of {seen.dtype}")
-        asked = DEFAULT_ATTENTION[cell.engine] if cell.attention == "default" else cell.attention
+        asked = ENGINES[cell.engine].attention if cell.attention == "default" else cell.attention
         if ATTENTIONS.get(asked, seen.attention) != seen.attention:
             self._object(f"it is labelled {asked} attention, and the model called {seen.attention}")
 

@@ -56,7 +56,7 @@ class Setup:
 
     def model(self):
         """The model, loaded."""
-        from kvlab.engines.hf import HFEngine
+        from kvlab.engines.hf.engine import HFEngine
 
         return HFEngine(self.info, self.dtype, "sdpa", self.info.max_positions).model
 

@@ -6,9 +6,10 @@ less, and stands after it.
 
 from __future__ import annotations
 
+from kvlab.core.recipe import ENGINES
+
 SERVED, INSIDE, READ = ("served", "window"), ("in_forward", "window"), ("in_forward", "context")
 FINISHED = ("snapshot", "context")
-ENGINES = {"hf": "transformers", "vllm": "vLLM"}
 TITLES = {
     SERVED: "As {engine} serves: kvlab.Cache",
     INSIDE: "As {engine} serves: every token coded as it comes",
@@ -38,4 +39,4 @@ def order(way: Way) -> int:
 def title(way: Way, engine: str) -> str:
     """A way in words, on an engine."""
     told = TITLES.get(way) or " ".join(["{engine}", *filter(None, way)])
-    return told.format(engine=ENGINES.get(engine, engine))
+    return told.format(engine=ENGINES[engine].title if engine in ENGINES else engine)

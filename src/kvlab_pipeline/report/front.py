@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
+from kvlab.core.recipe import ENGINES
 from kvlab.output import format as fmt
 from kvlab.stats import kl_scale
 from kvlab_pipeline.pages import parts as tables
@@ -21,7 +22,7 @@ FACTORS = {
     "origin": "whose capture the codec was calibrated on",
 }
 LEVELS = {
-    "engine": {"hf": "transformers", "vllm": "vLLM"},
+    "engine": {name: engine.title for name, engine in ENGINES.items()},
     "protocol": {"snapshot": "the finished cache coded", "in_forward": "every layer coded as it is computed"},
 }
 

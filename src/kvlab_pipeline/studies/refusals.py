@@ -13,9 +13,9 @@ import polars as pl
 
 from kvlab.core.errors import CodecNotActive, EnginesDisagree, Fault, MixedIdentity, StaleResult, WitnessDisagrees
 from kvlab.core.params import Params
-from kvlab.core.recipe import Cell
+from kvlab.core.recipe import ENGINES, Cell
 from kvlab.core.records import CANARY_MIN, SAME, BaselineCell, BaselineRecord, CellRecord, JobRecord
-from kvlab.core.testimony import LIBRARIES, Proof
+from kvlab.core.testimony import Proof
 from kvlab_pipeline.studies.measured import Measured
 
 MOST_STORED = 64  # bits a value: twice float32, for codes with tables in very short windows
@@ -236,7 +236,7 @@ def refuse_one_engine(jobs: Iterable[JobRecord]) -> None:
     for job in jobs:
         for one in job.witnessed:
             engine, proof = job.cells[0].cell.engine, one.engine
-            if names.setdefault(proof, engine) != engine or proof.library != LIBRARIES[engine]:
+            if names.setdefault(proof, engine) != engine or proof.library != ENGINES[engine].library:
                 raise EnginesDisagree(
                     f"what ran as {engine} left the proof of another engine: {proof.model} of {proof.library}"
                     f" {proof.version}, {proof.cache_blocks or 'no'} blocks of cache"

@@ -21,7 +21,7 @@ SHARED = replace(OWN, across_engines=True)
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
     """Imported late, and after what must be set before vLLM is imported."""
-    import kvlab.engines.vllm_process  # noqa: F401
+    import kvlab.engines.vllm.process  # noqa: F401
     from kvlab.kvstore.vllm import context
 
     return context

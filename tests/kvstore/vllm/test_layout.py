@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvlab.core.errors import CapabilityError
-from kvlab.engines.vllm_pages import found_out
+from kvlab.engines.vllm.pages import found_out
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
 from kvlab.kvstore.vllm.worker import PagedRows
 
@@ -154,7 +154,7 @@ def test_the_kernels_of_vllm_itself(isa, block, dtype):
     from vllm import _custom_ops
     from vllm.platforms import current_platform
 
-    import kvlab.engines.vllm_process  # noqa: F401 (sets what must be set before vLLM is imported)
+    import kvlab.engines.vllm.process  # noqa: F401 (sets what must be set before vLLM is imported)
 
     current_platform.import_kernels()
     if isa == "amx" and not (dtype == "bfloat16" and torch.cpu._is_amx_tile_supported()):

@@ -26,7 +26,7 @@ BUSY = Reason(Cold.STORAGE, "too many open files")
 @pytest.fixture(scope="module")
 def vllm() -> SimpleNamespace:
     """Imported late, and after what must be set before vLLM is imported."""
-    import kvlab.engines.vllm_process  # noqa: F401
+    import kvlab.engines.vllm.process  # noqa: F401
     from kvlab.kvstore.vllm import context, jobs, scheduler
 
     return SimpleNamespace(**vars(context) | vars(jobs) | vars(scheduler))

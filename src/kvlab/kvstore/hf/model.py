@@ -15,7 +15,7 @@ from kvlab.cache.hf_rope import CHANGING, RopeTurn, find_rotary, turns
 from kvlab.core.errors import CapabilityError, ModelError, NonFinite, UserError
 from kvlab.core.model import ModelInfo
 from kvlab.engines.capability import check
-from kvlab.engines.hf import HFEngine
+from kvlab.engines.hf.engine import HFEngine
 from kvlab.engines.hooks import attention_layers
 from kvlab.kvstore.hf.queries import LastQueries
 from kvlab.kvstore.paging.geometry import DTYPES, Geometry, named

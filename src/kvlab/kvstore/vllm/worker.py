@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvlab.core.errors import CapabilityError, KvlabError, SnapshotRefused
 from kvlab.core.records import versions
-from kvlab.engines.vllm_pages import found_out, refuse_other
+from kvlab.engines.vllm.pages import found_out, refuse_other
 from kvlab.kvstore.paging.geometry import Geometry, named
 from kvlab.kvstore.paging.ledger import Entry, Ledger
 from kvlab.kvstore.snapshot import read

@@ -23,10 +23,10 @@ from kvlab.codecs.shared.seeding import generator
 from kvlab.core import code
 from kvlab.core.errors import UnknownName
 from kvlab.core.params import Params
-from kvlab.core.recipe import IDENTITY, Cell, Recipe
+from kvlab.core.recipe import ENGINES, IDENTITY, Cell, Recipe
 from kvlab.core.records import BaselineCell, BaselineRecord, write_job
 from kvlab.measure.coding import Coded, Coder, Tally
-from kvlab.measure.engines import MODULES, Visit, Which
+from kvlab.measure.engines import Visit, Which
 from kvlab.measure.store import ROWS, Found
 from kvlab.measure.subjects import Memos, code_of, deciding, refuse_idle, table_of
 from kvlab.measure.windows import Window, windows_of
@@ -136,7 +136,7 @@ class Plain:
 
     def identity(self) -> dict:
         """See `walk.Kept`."""
-        measuring = code.digest_of(*MODULES[self.which.name], *MODULES[self.against.name], __name__)
+        measuring = code.digest_of(*ENGINES[self.which.name].code, *ENGINES[self.against.name].code, __name__)
         return {"kind": "plain", "engine": list(self.which), "against": list(self.against), "code": measuring}
 
     def score(self, visit: Visit) -> Found:
@@ -191,7 +191,7 @@ class Trial:
     def identity(self) -> dict | None:
         """See `walk.Kept`."""
         if self._identity is None:
-            measuring = code_of(self.which, self.ours.cell.recipes, *MODULES[REFERENCE.name], __name__)
+            measuring = code_of(self.which, self.ours.cell.recipes, *ENGINES[REFERENCE.name].code, __name__)
             if measuring is None:
                 return None
             named = {"ours": deciding(self.ours.cell, self.calibrated), "against": list(REFERENCE)}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvlab.core.recipe import DEFAULT_ATTENTION
+from kvlab.core.recipe import ENGINES
 
-TRUTH = ("hf", "float32", DEFAULT_ATTENTION["hf"])
+TRUTH = ("hf", "float32", ENGINES["hf"].attention)
 
 
 def peer_of(runs: Mapping[str, tuple[str, str, str]], run: str) -> str | None:

@@ -23,7 +23,7 @@ from kvlab.core.errors import ParamsError
 from kvlab.core.model import resolve
 from kvlab.core.params import Params
 from kvlab.core.records import forget, write_json
-from kvlab.engines.hf import HFEngine
+from kvlab.engines.hf.engine import HFEngine
 from kvlab.engines.hooks import attention_layers
 from kvlab.engines.registry import start
 from kvlab.stats.bootstrap import Bootstrap

@@ -22,7 +22,7 @@ from kvlab.core.recipe import IDENTITY, Recipe
 from kvlab.core.records import CANARY_MIN, TWO_PASSES
 from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import ContextCache, Storage
-from kvlab.engines.hf import HFEngine
+from kvlab.engines.hf.engine import HFEngine
 from kvlab.measure.engines import Visit
 from kvlab.measure.mechanism import computed_again
 from kvlab.measure.store import Found

@@ -9,7 +9,7 @@ from kvlab.attention.named import EVICTIONS
 from kvlab.codecs.catalogue import KEPT_WHOLE, rates
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.params import Params
-from kvlab.core.recipe import IDENTITY, SPAN_OF, Cell, Recipe, digest
+from kvlab.core.recipe import ENGINES, IDENTITY, SPAN_OF, Cell, Recipe, digest
 
 if TYPE_CHECKING:
     from kvlab_pipeline.studies.mechanisms.params import Mechanisms
@@ -25,7 +25,6 @@ METRICS |= {GREEDY: ("greedy_prefix", "greedy_same")} | {name: (task,) for name,
 GREEDY_TOKENS = 64  # that are written after a window's context
 PASSED = (FIDELITY, NEEDLE)  # scored in passes over given tokens; in the others tokens are written
 WRITING = ("hf",)  # engines that write over a given cache
-PAGED = ("vllm",)  # engines whose own cache may hold coded bytes
 CACHED = ("hf",)  # engines that take a `kvlab.Cache`
 READING = {"block_sparse": "block_sparse", "window": "block_sparse", "chunk_summary": "chunk_summary"}
 """The gate's variant of each kind of pattern that is measured here."""
@@ -122,7 +121,7 @@ def variants(params: Params, engine: str) -> list[Variant]:
         found += [_coded(params, engine, codec, bits, protocol) for codec, bits in _choices(settings, protocol)]
     if engine == "vllm":
         found += [_stored(dtype) for dtype in settings.cache_dtypes]
-    if engine in PAGED:
+    if ENGINES[engine].paged:
         found += [_paged(params, engine, codec, bits) for codec, bits in _each(settings.pages, settings)]
     if "snapshot" in there:
         found += [_keeping(params, engine, name) for name in settings.kept]

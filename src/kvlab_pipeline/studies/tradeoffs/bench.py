@@ -9,7 +9,7 @@ from kvlab.attention.latent_svd import Moments
 from kvlab.calibration.load import Calibrated
 from kvlab.core.model import ModelInfo
 from kvlab.core.params import Params
-from kvlab.engines.hf import HFEngine
+from kvlab.engines.hf.engine import HFEngine
 from kvlab.measure.windows import Window
 from kvlab.witness.plain import PlainModel
 

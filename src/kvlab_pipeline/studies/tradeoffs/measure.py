@@ -27,7 +27,7 @@ from kvlab.core.model import check_window, resolve
 from kvlab.core.params import Params
 from kvlab.core.records import Provenance, forget, machine, versions, write_json
 from kvlab.engines.base import ContextCache
-from kvlab.engines.hf import HFEngine
+from kvlab.engines.hf.engine import HFEngine
 from kvlab.engines.registry import start
 from kvlab.measure import trial
 from kvlab.measure.latent import CALIBRATING, moments_of

@@ -39,7 +39,6 @@ from kvlab.core.errors import CapabilityError, CodecNotActive, ModelError  # noq
 from kvlab.core.model import ModelInfo  # noqa: E402
 from kvlab.core.recipe import Placement  # noqa: E402
 from kvlab.core.testimony import Pool, Proof  # noqa: E402
-from kvlab.engines import vllm_prefix, vllm_reading  # noqa: E402
 from kvlab.engines.base import (  # noqa: E402
     ContextCache,
     Part,
@@ -52,6 +51,7 @@ from kvlab.engines.base import (  # noqa: E402
 )
 from kvlab.engines.capability import AUTO, CODED  # noqa: E402
 from kvlab.engines.hooks import attention_inputs, attention_layers, fused_projection, installed  # noqa: E402
+from kvlab.engines.vllm import prefix, reading  # noqa: E402
 
 
 class Loaded:
@@ -85,7 +85,7 @@ class Loaded:
                     **({"gpu_memory_utilization": share} if torch.cuda.is_available() else {}),
                     tensor_parallel_size=info.tensor_parallel,
                     distributed_executor_backend=rank,
-                    **({"kv_transfer_config": vllm_prefix.CONFIG} if self.takes_prefixes else {}),
+                    **({"kv_transfer_config": prefix.CONFIG} if self.takes_prefixes else {}),
                 )
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"vLLM cannot load {info.path}: {' '.join(str(error).split())[:300]}") from None
@@ -108,7 +108,7 @@ class Loaded:
         layers, context = attention_layers(self.model, self._part), context_of(cache)
         if placement == "pre_rope":
             cache = {key: self._turned(layers[key[0]], x) if key[1] == "k" else x for key, x in cache.items()}
-        with vllm_prefix.filled(cache, [layer.attn for layer in layers]):
+        with prefix.filled(cache, [layer.attn for layer in layers]):
             return self._scored(ids, context, computed=len(ids) - context)
 
     def _scored(self, ids: Sequence[int], first: int, computed: int) -> torch.Tensor | None:
@@ -149,7 +149,7 @@ class Loaded:
 
     def reading(self) -> AbstractContextManager[Reading | None]:
         """See `Engine.reading`."""
-        return vllm_reading.reading([layer.attn for layer in attention_layers(self.model, self._part)])
+        return reading.reading([layer.attn for layer in attention_layers(self.model, self._part)])
 
     def storage(self) -> Storage:
         """What the cache's tensors hold.

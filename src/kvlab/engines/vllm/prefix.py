@@ -3,7 +3,7 @@
 vLLM's public interface for K and V from outside is its KV connector: asked of a prompt how many tokens it can bring,
 and told into which blocks. `PrefixConnector` brings what waits, through the function by which vLLM's own attention
 writes its cache, so whatever layout a backend has is the backend's own affair. It works inside the process of the
-engine (`vllm_process`), where scheduler and model share memory, and it writes as soon as the blocks are known: the
+engine (`process`), where scheduler and model share memory, and it writes as soon as the blocks are known: the
 half beside the model is one for all engines of a process, which then all write into the cache of the last.
 """
 

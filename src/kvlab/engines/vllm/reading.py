@@ -15,7 +15,7 @@ from vllm.forward_context import get_forward_context
 
 from kvlab.engines.base import Reading
 from kvlab.engines.hooks import installed
-from kvlab.engines.vllm_pages import Places, found_out
+from kvlab.engines.vllm.pages import Places, found_out
 
 
 @contextmanager

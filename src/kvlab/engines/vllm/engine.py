@@ -14,8 +14,8 @@ from kvlab.core.recipe import PAGES_VARIABLE, RECIPE_VARIABLE, Placement
 from kvlab.core.testimony import Pool, Proof
 from kvlab.engines.base import ContextCache, Engine, Reading, Storage, Tap, refuse_unknown_placement
 from kvlab.engines.capability import AUTO
-from kvlab.engines.vllm_process import Loaded, WholeTap, executor
-from kvlab.engines.vllm_ranks import Followers
+from kvlab.engines.vllm.process import Loaded, WholeTap, executor
+from kvlab.engines.vllm.ranks import Followers
 
 
 class VLLMEngine(Engine):

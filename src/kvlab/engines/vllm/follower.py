@@ -1,6 +1,6 @@
-"""A process of a split model that does what rank 0 does: `python -m kvlab.engines.vllm_follower`.
+"""A process of a split model that does what rank 0 does: `python -m kvlab.engines.vllm.follower`.
 
-Started by `kvlab.engines.vllm_ranks`, which writes a line of JSON for the model and one for each pass. It ends when
+Started by `kvlab.engines.vllm.ranks`, which writes a line of JSON for the model and one for each pass. It ends when
 the pipe is closed, and with rank 0 in any case.
 """
 
@@ -15,7 +15,7 @@ import psutil
 from kvlab.core import lifeline
 from kvlab.core.errors import KvlabError
 from kvlab.core.model import ModelInfo
-from kvlab.engines.vllm_process import Loaded, WholeTap, executor
+from kvlab.engines.vllm.process import Loaded, WholeTap, executor
 
 
 def follow() -> None:

@@ -1,7 +1,7 @@
 """The other processes of a split model, seen from rank 0, which is the process that measures.
 
 vLLM's external launcher expects all of them to be given the same prompts in the same order. Rank 0 starts the others,
-which do what `vllm_follower` says, and tells them of each pass through a pipe.
+which do what `follower` says, and tells them of each pass through a pipe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Placement
-from kvlab.engines import vllm_follower  # by import: so the rules know that the results depend on it
+from kvlab.engines.vllm import follower  # by import: so the rules know that the results depend on it
 
 LEAVE = 30.0  # seconds that a follower has to shut down
 
@@ -42,7 +42,7 @@ class Followers:
 
     def _start(self, rank: int) -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, "-m", vllm_follower.__name__],
+            [sys.executable, "-m", follower.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,

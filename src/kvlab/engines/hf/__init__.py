@@ -1,0 +1,7 @@
+"""transformers."""
+
+from __future__ import annotations
+
+from kvlab.core.engines import EngineInfo
+
+ENGINE = EngineInfo("kvlab.engines.hf.engine:HFEngine", "transformers", "transformers", attention="sdpa")
