@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvlab.cli import main as cli
-from kvlab.core import lifeline, records
+from kvlab.core import parent_watch, records
 from kvlab.core.errors import RunGone
 
 PATIENCE = 30  # seconds, for a machine that is busy with other things
@@ -20,16 +20,16 @@ PATIENCE = 30  # seconds, for a machine that is busy with other things
 # A run starts a job through a shell, as Snakemake does; the job starts a process of its own and waits.
 JOB = """
 import subprocess, sys, time
-from kvlab.core import lifeline
-lifeline.follow_run()
+from kvlab.core import parent_watch
+parent_watch.follow_run()
 helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(helper.pid, flush=True)
 time.sleep(600)
 """
 THE_RUN = """
 import os, subprocess, sys
-from kvlab.core import lifeline
-lifeline.announce()
+from kvlab.core import parent_watch
+parent_watch.announce()
 subprocess.run(["bash", "-c", '"$0" -c "$1"; exit 0', sys.executable, os.environ["JOB"]])
 """
 
@@ -37,9 +37,9 @@ subprocess.run(["bash", "-c", '"$0" -c "$1"; exit 0', sys.executable, os.environ
 @pytest.fixture(autouse=True)
 def outside_a_run(monkeypatch):
     """Each test begins outside any run."""
-    monkeypatch.delenv(lifeline.RUN, raising=False)
-    monkeypatch.delenv(lifeline.TURN, raising=False)
-    lifeline._ancestor.cache_clear()
+    monkeypatch.delenv(parent_watch.RUN, raising=False)
+    monkeypatch.delenv(parent_watch.TURN, raising=False)
+    parent_watch._ancestor.cache_clear()
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def stranger():
 
 def test_outside_a_run_nothing_is_followed_and_all_is_written(tmp_path):
     before = threading.active_count()
-    lifeline.follow_run()
+    parent_watch.follow_run()
     records.write_text(tmp_path / "a.txt", "whole")
     assert threading.active_count() == before
     assert (tmp_path / "a.txt").read_text() == "whole"
@@ -74,17 +74,17 @@ def test_a_job_and_what_it_started_end_when_the_run_is_killed():
 
 def test_a_process_that_only_waits_to_be_noticed_is_not_alive(stranger):
     process = psutil.Process(stranger.pid)
-    assert lifeline.alive(process)
+    assert parent_watch.alive(process)
     stranger.stdin.close()
     os.waitid(os.P_PID, stranger.pid, os.WEXITED | os.WNOWAIT)  # ended, and left as it is
-    assert process.status() == psutil.STATUS_ZOMBIE and not lifeline.alive(process)
-    assert not lifeline.alive(None)
+    assert process.status() == psutil.STATUS_ZOMBIE and not parent_watch.alive(process)
+    assert not parent_watch.alive(None)
 
 
 @pytest.fixture
 def lost(stranger, monkeypatch):
     """This process says that it belongs to a run, and that is none of its ancestors any more."""
-    monkeypatch.setenv(lifeline.RUN, str(stranger.pid))
+    monkeypatch.setenv(parent_watch.RUN, str(stranger.pid))
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def outrun(tmp_path, monkeypatch):
     """This process belongs to a run that was followed by another."""
     turn = tmp_path / "run.lock"
     turn.write_text('{"token": "first"}')
-    monkeypatch.setenv(lifeline.TURN, "")
-    lifeline.pass_on("first", turn)
+    monkeypatch.setenv(parent_watch.TURN, "")
+    parent_watch.pass_on("first", turn)
     records.write_text(tmp_path / "written.txt", "by the first")
     turn.write_text('{"token": "second"}')
 
@@ -111,11 +111,11 @@ def test_a_job_of_a_run_that_is_over_changes_no_file(over, request, tmp_path):
 
 
 def test_a_job_of_its_own_run_writes(tmp_path, monkeypatch):
-    monkeypatch.setenv(lifeline.RUN, str(os.getppid()))
+    monkeypatch.setenv(parent_watch.RUN, str(os.getppid()))
     records.write_text(tmp_path / "a.txt", "whole")
-    lifeline.announce()  # a run may write too
+    parent_watch.announce()  # a run may write too
     records.write_text(tmp_path / "b.txt", "whole")
-    monkeypatch.setenv(lifeline.TURN, f"first:{tmp_path / 'removed by someone'}")
+    monkeypatch.setenv(parent_watch.TURN, f"first:{tmp_path / 'removed by someone'}")
     records.write_text(tmp_path / "c.txt", "whole")
     assert len(list(tmp_path.iterdir())) == 3
 

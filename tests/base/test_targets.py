@@ -11,8 +11,8 @@ import pytest
 
 from kvlab.cli.main import main
 from kvlab.core.errors import StorageError
+from kvlab.core.output_paths import absence
 from kvlab.core.records import atomic, write_text
-from kvlab.core.targets import absence
 
 
 def refused(path: Path | str, words: str) -> None:

@@ -20,9 +20,9 @@ from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, UnknownName
 from kvlab.core.model import resolve
 from kvlab.core.records import to_header
+from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import CleanCapture
 from kvlab.measure.subjects import Memo
-from kvlab.measure.whole import coder_of
 from kvlab.text import corpus
 from kvlab_pipeline.jobs import plan
 

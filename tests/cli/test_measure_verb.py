@@ -20,7 +20,7 @@ from kvlab.cli import main as cli
 from kvlab.codecs.base import Site
 from kvlab.codecs.registry import build
 from kvlab.core.errors import CorpusError
-from kvlab.measure import trial
+from kvlab.measure import quick_run
 from kvlab.stats import kl_scale
 from kvlab.stats.bootstrap import Estimate
 from kvlab.text.excerpts import refuse_overlap, windows_of
@@ -335,8 +335,8 @@ def test_a_snapshot_s_figures_are_told_to_be_the_least(run, tmp_path):
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
     """`x` as the rounding row sees it."""
-    subject = trial.rounding(str(x.dtype).removeprefix("torch."))
-    cell = trial.Cell(
+    subject = quick_run.rounding(str(x.dtype).removeprefix("torch."))
+    cell = quick_run.Cell(
         study="cells",
         label=subject.label,
         engine="hf",
@@ -348,7 +348,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
         windows=1,
         recipe=subject.recipe,
     )
-    return trial.RoundingCoder(cell, None).round_trip(x, Site(0, 0, "k"))
+    return quick_run.RoundingCoder(cell, None).round_trip(x, Site(0, 0, "k"))
 
 
 def test_rounding_is_that_of_bfloat16():

@@ -23,7 +23,7 @@ from kvlab.codecs.nf4 import codec as nf4
 from kvlab.codecs.oscar import OscarStream
 from kvlab.codecs.oscar import codec as oscar
 from kvlab.codecs.registry import build
-from kvlab.codecs.shared import halves, lattice, products, quantizer, rotation, spread, uniform, whitening
+from kvlab.codecs.shared import fp16, hadamard_pad, lattice, products, quantizer, rotation, uniform, whitening
 from kvlab.codecs.stream import packing
 from kvlab.codecs.stream.bitstream import frame_bytes
 from kvlab.core.errors import CalibrationMismatch, NonFinite, StreamError
@@ -54,7 +54,7 @@ def error_share(x, decoded):
 @given(st.lists(st.floats(-65000, 65000, width=32), min_size=1, max_size=9))
 def test_halves_bound_from_their_side_and_are_near(numbers):
     values = torch.tensor(numbers, dtype=torch.float32)
-    below, above = halves.below(values, "x", 0).float(), halves.above(values, "x", 0).float()
+    below, above = fp16.below(values, "x", 0).float(), fp16.above(values, "x", 0).float()
     near = (values.abs() * 2.0**-10).clamp(min=2.0**-24) * 1.01
     assert (below <= values).all() and (values - below <= near).all()
     assert (above >= values).all() and (above - values <= near).all()
@@ -323,7 +323,7 @@ def test_oscar_turns_into_the_eigenvectors_of_its_moment(dim, center):
     chol = calibration.whiteners[SITE.layer].chol.double()
     for held, moment in ((calibration, chol @ chol.mT), (own, covariance + outer)):
         turn = build(OscarStream(bits=2, center=center), held)._turn(SITE.layer, (2, 5, dim)).double()
-        wide = spread.width(dim)
+        wide = hadamard_pad.width(dim)
         assert torch.allclose(turn @ turn.mT, torch.eye(dim, dtype=torch.float64).expand(2, -1, -1), atol=1e-5)
         ordered = turn[..., torch.tensor(oscar.bit_reversal(wide)).argsort()]
         vectors = rotation.hadamard(ordered)[..., :dim] / math.sqrt(wide)

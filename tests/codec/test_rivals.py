@@ -18,7 +18,7 @@ from kvlab.codecs.kvquant import codec as kvquant
 from kvlab.codecs.recipes import named_recipe
 from kvlab.codecs.registry import build
 from kvlab.codecs.shared import quantizer
-from kvlab.codecs.shared.ended import EndedCodec, Kept
+from kvlab.codecs.shared.exact_tokens import EndedCodec, Kept
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.codecs.turboquant import TurboQuantStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, UnknownName

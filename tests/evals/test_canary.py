@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvlab.core.errors import CapabilityError, CodecNotActive
+from kvlab.evals.backend import Scored, Seen, Side, Sides, Written
 from kvlab.evals.canary import LEAST, SHORTEST, WRITTEN, Guard, distance
-from kvlab.evals.side import Scored, Seen, Side, Sides, Written
 
 
 class Fake(Side):

@@ -18,9 +18,9 @@ from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.model import load_tokenizer
 from kvlab.core.recipe import Recipe
 from kvlab.core.settings import IdentityStream
+from kvlab.evals.backend import Score, Write
 from kvlab.evals.canary import ONE_BIT, Guard
 from kvlab.evals.hf import CodedHFSide, HFSide, sides
-from kvlab.evals.side import Score, Write
 
 CONTEXT, ANSWER = list(range(10, 50)), [7, 300, 21]
 LOSSY = Recipe(k=HadamardStream(bits=2), v=HadamardStream(bits=2))

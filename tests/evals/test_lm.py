@@ -9,8 +9,8 @@ from lm_eval.api.instance import Instance
 
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.core.model import load_tokenizer, resolve
+from kvlab.evals.backend import Scored, Seen, Side, Written
 from kvlab.evals.lm import CachedLM
-from kvlab.evals.side import Scored, Seen, Side, Written
 
 
 class Recorder(Side):

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
 from gate.sentinels import fields_of, sentinel, value_of
-from kvlab.core import lifeline
+from kvlab.core import parent_watch
 from kvlab.core.recipe import RECIPE_VARIABLE
 from kvlab.gate import catalogue
 from kvlab.gate.catalogue import (
@@ -100,7 +100,7 @@ def test_every_layer_has_the_same_fields():
 
 
 def test_the_variables_that_steer_this_project_declare_no_field():
-    steering = lifeline.RUN, lifeline.TURN, RECIPE_VARIABLE, "KVLAB_GPUS"
+    steering = parent_watch.RUN, parent_watch.TURN, RECIPE_VARIABLE, "KVLAB_GPUS"
     assert environment(dict.fromkeys(steering, "7")) == {}
     assert not any(name.startswith(PREFIX) for name in steering)
 

@@ -23,12 +23,12 @@ from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row, checked_row, read_rows
 from kvlab.gate.rules import CRITERIA
 from kvlab_pipeline.gate_page import samples
-from kvlab_pipeline.gate_page.answer import answers
 from kvlab_pipeline.gate_page.audit.mutations import MUTATIONS
 from kvlab_pipeline.gate_page.audit.trust import losses, trust, words_of
 from kvlab_pipeline.gate_page.measured_rows import current_of, rows_of
 from kvlab_pipeline.gate_page.page import REASONS, TEMPLATE, reasons_of, write
 from kvlab_pipeline.gate_page.power import CHURN, LOSSES, NOMINAL, SIZES, WORDS
+from kvlab_pipeline.gate_page.recommendation import answers
 from kvlab_pipeline.gate_page.summary import judged
 from kvlab_pipeline.studies.mechanisms.records import write_mechanisms
 

@@ -16,7 +16,7 @@ from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 from kvlab.kvstore.snapshot.write import Source, save
 from kvlab_pipeline.studies.restore.arms import ARMS, CONSUME, DAMAGED, FOREIGN, OFF, Doubt, Trial
-from kvlab_pipeline.studies.restore.conduct import PagedAttempt, conduct, flipped
+from kvlab_pipeline.studies.restore.runner import PagedAttempt, conduct, flipped
 from kvstore.snapshot import making
 
 PROMPT = [*making.tokens(24), 1, 2, 3]

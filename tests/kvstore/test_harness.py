@@ -24,7 +24,7 @@ from kvlab_pipeline.studies.restore.arms import (
     Trial,
     Verdict,
 )
-from kvlab_pipeline.studies.restore.judging import combined, judge
+from kvlab_pipeline.studies.restore.decision import combined, judge
 
 PREFIX = 64
 ANSWER = (5, 6, 7)

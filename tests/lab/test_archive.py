@@ -23,9 +23,9 @@ from kvlab.core.errors import CalibrationMismatch, CapabilityError, StreamError,
 from kvlab.core.model import resolve
 from kvlab.core.params import Model
 from kvlab.engines.registry import start
+from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import CleanCapture
-from kvlab.measure.trial import Subject, score
-from kvlab.measure.whole import coder_of
+from kvlab.measure.quick_run import Subject, score
 from kvlab.witness.plain import PlainModel
 from tiers import number
 from tiny import write_model
@@ -46,7 +46,7 @@ def window(calib_windows) -> list[int]:
 
 
 def cell_of(engine, recipe=RECIPE, protocol: str = "snapshot", **changes):
-    from kvlab.measure.trial import _cell
+    from kvlab.measure.quick_run import _cell
 
     cell = _cell(Subject("archive", recipe), engine, 1, protocol)
     return cell.model_copy(update=changes)

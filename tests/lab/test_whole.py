@@ -15,9 +15,9 @@ from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.needs import needed_files
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, WitnessDisagrees
+from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import CleanCapture
-from kvlab.measure.trial import Subject, _cell, score
-from kvlab.measure.whole import coder_of
+from kvlab.measure.quick_run import Subject, _cell, score
 from kvlab.witness.plain import PlainModel
 
 CONTEXT = 64
@@ -71,7 +71,7 @@ def test_bits_are_those_of_the_file(hf_engine, calibrated, calib_windows, name):
 
 def test_a_witness_sees_another_file(hf_engine, calibrated, calib_windows, monkeypatch):
     """A coder that decodes what it did not store is found out."""
-    from kvlab.measure.whole import WholeCoder
+    from kvlab.measure.cache_codecs import WholeCoder
 
     whole = WholeCoder.decoded
     monkeypatch.setattr(WholeCoder, "decoded", lambda *given: {at: 1.01 * x for at, x in whole(*given).items()})

@@ -28,7 +28,7 @@ from kvlab.core.records import TOKENS, read_job
 from kvlab.engines import hooks
 from kvlab.engines.hf import engine as hf
 from kvlab.engines.registry import start
-from kvlab.measure import trial, witnessing
+from kvlab.measure import quick_run, witnessing
 from kvlab.measure.coding import Coder
 from kvlab.measure.engines import Which, refuse_impostor
 from kvlab.measure.store import Found
@@ -39,7 +39,7 @@ from kvlab.witness.plain import PlainModel, turns
 from kvlab.witness.scores import log_softmax, scored
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.jobs.measure import CellsPart, Lab, run
-from kvlab_pipeline.studies.refusals import refuse_unwitnessed
+from kvlab_pipeline.studies.checks import refuse_unwitnessed
 
 pytestmark = pytest.mark.engine
 IDS = list(range(7, 71))
@@ -133,9 +133,11 @@ def test_a_loader_that_is_wrong_is_found_out(fault, tiny_params, tiny_windows, t
     info = resolve(tiny_params.model)
     engine = start("hf", info, "float32", max_tokens=96)
     windows = corpus.load(tiny_windows, info.model_hash)
-    subject = trial.Subject("int 4", named_recipe("int", 4), None)
+    subject = quick_run.Subject("int 4", named_recipe("int", 4), None)
     with pytest.raises(WitnessDisagrees, match=r"KL .* from a plain forward"):
-        trial.score(engine, windows.test[:2], windows.context, [subject], "snapshot", partial(PlainModel, info.path))
+        quick_run.score(
+            engine, windows.test[:2], windows.context, [subject], "snapshot", partial(PlainModel, info.path)
+        )
 
 
 def test_the_witness_loads_nothing_by_transformers(tiny_model):

@@ -16,7 +16,7 @@ from kvlab.stats.quadratic import QuadraticLaw
 from kvlab.stats.rounding import SIGNIFICANT_BITS, relative_rounding
 from kvlab_pipeline.pages.templates import render
 from kvlab_pipeline.report.claims import resolved, sentence
-from kvlab_pipeline.studies.net import divides
+from kvlab_pipeline.studies.columns import divides
 from kvlab_pipeline.studies.noise import tables as tables_noise
 from kvlab_pipeline.studies.noise.chapter import claims as claims_of
 from kvlab_pipeline.studies.noise.figure import noise, noise_table

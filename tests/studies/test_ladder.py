@@ -26,8 +26,8 @@ from kvlab_pipeline.studies.ladder.numbers import SAME_BITS, Rung, limit_of
 from kvlab_pipeline.studies.ladder.plan import ablations
 from kvlab_pipeline.studies.ladder.state import State, state_of
 from kvlab_pipeline.studies.ladder.tables import context, plain_rows
+from kvlab_pipeline.studies.processes import units
 from kvlab_pipeline.studies.settings import Settings
-from kvlab_pipeline.studies.units import units
 from report import test_comparison
 from report.planted_facts import GAIN
 from report.synthetic import Effects, small_params, write_results

@@ -65,7 +65,7 @@ def test_parts_of_the_calibration_and_contexts_are_scored_on_every_window(params
 
 
 def test_the_whole_calibration_scores_what_its_cell_would(params, measured, hf_engine, tiny_windows, tiny_fitted):
-    from kvlab.measure.trial import Subject, score
+    from kvlab.measure.quick_run import Subject, score
     from kvlab_pipeline.studies.ladder.plan import cheapest
 
     info = resolve(params.model)

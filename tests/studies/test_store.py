@@ -20,9 +20,9 @@ from kvlab.core.recipe import IDENTITY, Cell, LayerRecipe, Recipe
 from kvlab.engines import registry
 from kvlab.measure.coding import Coder
 from kvlab.measure.engines import Engines
+from kvlab.measure.loop import walk
 from kvlab.measure.store import ROWS, Found, Store, address
 from kvlab.measure.subjects import UNDECIDING, CellSubject
-from kvlab.measure.walk import walk
 from kvlab.measure.windows import Window
 from kvlab_pipeline.jobs import measure as measuring
 from kvlab_pipeline.jobs.plan import jobs

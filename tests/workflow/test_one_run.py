@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from kvlab.core import lifeline
+from kvlab.core import parent_watch
 
 pytestmark = pytest.mark.full
 
@@ -30,11 +30,11 @@ import sys
 sys.path[:0] = ["{ROOT / "src"}", "{ROOT / "workflow" / "scripts"}"]
 import onerun
 import unedited
-from kvlab.core import lifeline
+from kvlab.core import parent_watch
 
 configfile: "params.yaml"
 
-lifeline.announce()
+parent_watch.announce()
 
 rule made:
     output: "results/family/made.txt"
@@ -51,8 +51,9 @@ onsuccess:
 JOB = f"""
 import os, sys, time
 sys.path.insert(0, "{ROOT / "src"}")
-from kvlab.core import lifeline, records
-lifeline.follow_run()
+from kvlab.core import parent_watch
+from kvlab.core import records
+parent_watch.follow_run()
 open(f"started-{{sys.argv[2]}}", "w").close()
 while not os.path.exists("go"):
     time.sleep(0.05)
@@ -66,9 +67,9 @@ REPRO = ("dvc", "repro")
 def ended(*processes) -> bool:
     """Whether processes have ended, or do so in the moments in which a busy machine still lists them."""
     deadline = time.monotonic() + 10
-    while any(map(lifeline.alive, processes)) and time.monotonic() < deadline:
+    while any(map(parent_watch.alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return not any(map(lifeline.alive, processes))
+    return not any(map(parent_watch.alive, processes))
 
 
 class Place:

@@ -15,8 +15,8 @@ import embedded
 from kvlab.core.params import Params
 from kvlab.core.recipe import CODECS
 from kvlab_pipeline.jobs import plan
+from kvlab_pipeline.studies.processes import engines_of, units
 from kvlab_pipeline.studies.settings import read_params
-from kvlab_pipeline.studies.units import engines_of, units
 
 ROOT = Path(__file__).resolve().parents[2]
 SNAKEMAKE = [sys.executable, "-m", "snakemake"]

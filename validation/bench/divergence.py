@@ -17,8 +17,8 @@ from kvlab.core.recipe import IDENTITY, Cell
 from kvlab.core.records import read_job
 from kvlab.engines.registry import start
 from kvlab.measure.coding import CleanCapture, Snapshot
+from kvlab.measure.loop import walk
 from kvlab.measure.scoring import WindowRun
-from kvlab.measure.walk import walk
 from kvlab.measure.windows import Window, windows_of
 from kvlab.stats.bootstrap import documents_of
 from kvlab.text.corpus import TokenWindows

@@ -33,8 +33,8 @@ from kvlab.core.recipe import WHOLE, Cell, Recipe
 from kvlab.core.records import sha256, versions
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
+from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import CleanCapture, Coder
-from kvlab.measure.whole import coder_of
 from kvlab.text.excerpts import refuse_overlap, windows_of
 from validation.limit import sources
 from validation.limit.bound import CENTRES, Bound, Scalar, counts

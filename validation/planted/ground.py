@@ -10,8 +10,8 @@ import polars as pl
 from kvlab.core.recipe import Cell, Recipe
 from kvlab.engines.base import Engine
 from kvlab.measure.coding import Coder
+from kvlab.measure.loop import walk
 from kvlab.measure.scoring import WindowRun
-from kvlab.measure.walk import walk
 from kvlab.stats.bootstrap import Column
 from kvlab.text.corpus import TokenWindows
 

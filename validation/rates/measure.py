@@ -14,7 +14,7 @@ from kvlab.cli.checked import Named, info_of
 from kvlab.core.origin import read_origin
 from kvlab.core.records import versions
 from kvlab.engines.registry import start
-from kvlab.measure import trial
+from kvlab.measure import quick_run
 from kvlab.text import corpus
 from kvlab.witness.plain import PlainModel
 
@@ -50,11 +50,11 @@ def measure(
     needy = [one.recipe for one in asked if any(needs_calibration(getattr(one.recipe, s)) for s in ("k", "v"))]
     calib = windows.calib[:, : windows.context].tolist()
     fitted = calibrate(engine, calib, needy, corpus_hash=windows.corpus_hash) if needy else None
-    subjects = [trial.Subject(one.label, one.recipe, fitted if one.recipe in needy else None) for one in asked]
+    subjects = [quick_run.Subject(one.label, one.recipe, fitted if one.recipe in needy else None) for one in asked]
     plain = cache(partial(PlainModel, info.path))
     rows = []
     for text, own in scored.items():
-        found = trial.score(engine, own, windows.context, subjects, protocol, plain)
+        found = quick_run.score(engine, own, windows.context, subjects, protocol, plain)
         documents = windows.documents.get(text)
         rows += [_row(text, *pair, documents and list(documents[:most])) for pair in zip(asked, found, strict=True)]
     engine.close()
@@ -72,7 +72,7 @@ def measure(
     }
 
 
-def _row(text: str, one: Named, found: trial.Scored, documents: list[int] | None) -> dict:
+def _row(text: str, one: Named, found: quick_run.Scored, documents: list[int] | None) -> dict:
     """A codec on a text; sums over the tokens of each window."""
     by_window = (
         found.tokens.group_by("window", maintain_order=True)

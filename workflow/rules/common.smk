@@ -21,7 +21,7 @@ import progress
 import unedited
 from closure import Code
 from declared import Cfg, Declared
-from kvlab.core import lifeline
+from kvlab.core import parent_watch
 from kvlab.calibration.needs import needed_files
 from kvlab.codecs.catalogue import codec_modules, foreign_codecs
 from kvlab.core.errors import UserError
@@ -31,8 +31,8 @@ from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies import register
 from kvlab_pipeline.studies.ladder.record import wanted_further
 from kvlab_pipeline.studies.mechanisms import plan as planned_mechanisms
-from kvlab_pipeline.studies.units import BASELINE, MECHANISMS, engines_of, reads_tables, units
-from kvlab_pipeline.studies.units import origins as unit_origins
+from kvlab_pipeline.studies.processes import BASELINE, MECHANISMS, engines_of, reads_tables, units
+from kvlab_pipeline.studies.processes import origins as unit_origins
 from kvlab.codecs.block.studied import studied_recipe
 from kvlab_pipeline.studies.settings import Settings, by_model, judged, resolved
 from kvlab.core.recipe import CODECS, IDENTITY, WHOLE
@@ -60,7 +60,7 @@ def store():
 
 
 # A job ends with the Snakemake that runs it: on a cluster's node that is the one there.
-lifeline.announce()
+parent_watch.announce()
 # Jobs run the code beside this Snakefile, with the Python of this snakemake. An editable install would
 # point to another checkout in the workspaces of `dvc exp run --temp` and `--queue`.
 shell.prefix(

@@ -4,7 +4,7 @@ There are three ways to get two runs, and something is done about each:
 
 * Snakemake beside Snakemake, started by hand or by DVC. Each holds a lock of the kernel, which goes with its process
   and so is never left over; the second is refused. The file names the run whose turn it is, for
-  `kvlab.core.lifeline`.
+  `kvlab.core.parent_watch`.
 * DVC beside Snakemake: DVC removes the outputs of a stage before it starts its Snakemake. So a Snakemake that was
   started by hand tells DVC that it reads them. DVC then refuses to remove or to store them, but still shows them.
 * DVC is killed alone: the Snakemake that it started would go on, and write into what the next `dvc repro` records.
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import psutil
 
-from kvlab.core import lifeline
+from kvlab.core import parent_watch
 
 LOCK = Path(".snakemake/run.lock")
 DVC = Path(".dvc")
@@ -65,7 +65,7 @@ def starter():
     found = next((process for process in psutil.Process().parents() if process.pid in writers), None)
     if found is None:
         raise Refused("the DVC that started this stage is gone, so nothing was begun; type its command again")
-    lifeline.follow(found, "the DVC that started this stage")
+    parent_watch.follow(found, "the DVC that started this stage")
     return found
 
 
@@ -83,7 +83,7 @@ def take_turn(process):
     stream.truncate(0)
     stream.write(json.dumps(turn | {"since": since}) + "\n")
     stream.flush()
-    lifeline.pass_on(token, LOCK)
+    parent_watch.pass_on(token, LOCK)
 
 
 def refuse_beside_another():

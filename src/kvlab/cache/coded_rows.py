@@ -26,7 +26,7 @@ from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
 from kvlab.codecs.klt.codec import KltCodec
 from kvlab.codecs.klt.joining import arrays_of, joiner, refilled
 from kvlab.codecs.klt.rows import KltRows
-from kvlab.codecs.shared.kept import Kept
+from kvlab.codecs.shared.exact_tokens import Kept
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import StreamRecipe
 

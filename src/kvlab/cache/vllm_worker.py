@@ -16,7 +16,7 @@ from kvlab.codecs.base import Codec, Site
 from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
 from kvlab.codecs.klt.codec import KltCodec
 from kvlab.codecs.registry import class_of, codec_class
-from kvlab.codecs.shared.kept import Kept
+from kvlab.codecs.shared.exact_tokens import Kept
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError, CodecNotActive, ParamsError, StorageError
 from kvlab.core.model import ModelInfo, resolve

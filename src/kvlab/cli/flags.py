@@ -11,7 +11,7 @@ from kvlab.cli.given import DEFAULT_PARAMS, model_of, params_of, refuse_wrong_re
 from kvlab.core.errors import StorageError, UserError
 from kvlab.core.filekind import CODEC_ENDING
 from kvlab.core.hub import no_folder
-from kvlab.core.targets import absence, refuse_no_file
+from kvlab.core.output_paths import absence, refuse_no_file
 
 Flag = tuple[str, dict] | Callable[[argparse.ArgumentParser], None]
 """One flag, or what adds several that are declared elsewhere; it is called when its verb is asked for."""

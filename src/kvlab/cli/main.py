@@ -13,7 +13,7 @@ from kvlab.cli import calibrate, coded, completion, evals, gate, measure, snapsh
 from kvlab.cli.commands import MORE, Commands, installed
 from kvlab.cli.flags import SUBJECT
 from kvlab.cli.parsing import Parser, add_groups, add_verbs
-from kvlab.core import lifeline
+from kvlab.core import parent_watch
 from kvlab.core.errors import KvlabError
 from kvlab.core.extras import missing_extra
 
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = whole.parse_args(arguments)
     args.whole = whole
     try:
-        lifeline.follow_run()
+        parent_watch.follow_run()
         if first := getattr(args, "first", None):
             first(args)
         if code := args.step(args):

@@ -26,7 +26,7 @@ from kvlab.core.model import ModelInfo, load_tokenizer
 from kvlab.core.records import sha256, versions
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
-from kvlab.measure import trial
+from kvlab.measure import quick_run
 from kvlab.measure.latent import moments_of
 from kvlab.measure.mechanism import Applied, not_run, read_of
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
@@ -113,11 +113,11 @@ def measured(
     engine = start(args.engine, info, args.dtype, max_tokens=length)
     try:
         calibrated, lines = _calibrated(args, named, stored, engine, windows, calib_text, mechanisms)
-        subjects = [trial.rounding(args.dtype)]
-        subjects += [trial.Subject(one.label, one.recipe, calibrated.get(one.label)) for one in named]
+        subjects = [quick_run.rounding(args.dtype)]
+        subjects += [quick_run.Subject(one.label, one.recipe, calibrated.get(one.label)) for one in named]
         plain = None if args.no_witness else cache(partial(PlainModel, info.path))
         applied, untried = _applied(args, mechanisms, engine, windows, calib_text, lines, plain)
-        scored = trial.score(engine, windows, args.context, subjects, args.protocol, plain, applied)
+        scored = quick_run.score(engine, windows, args.context, subjects, args.protocol, plain, applied)
         device = engine.device
     finally:
         engine.close()
@@ -224,7 +224,7 @@ def covers(stored: Calibrated, recipe) -> bool:
 
 def _rows(
     named: Sequence[Named],
-    scored: Sequence[trial.Scored],
+    scored: Sequence[quick_run.Scored],
     calibrated: dict[str, Calibrated],
     info: ModelInfo,
     lengths: tuple[int, int],
@@ -235,7 +235,7 @@ def _rows(
     rounding = _estimates(floor.tokens)
     words = "what storing K and V in 16 bits costs"
     first = 2.0 * values
-    rows = [Row(trial.ROUNDING, None, None, 16.0, *rounding, words, first, read_of(first, *lengths, values))]
+    rows = [Row(quick_run.ROUNDING, None, None, 16.0, *rounding, words, first, read_of(first, *lengths, values))]
     for one, found in zip(named, others, strict=True):
         kl, top1 = _estimates(found.tokens)
         words = span_in_words(kl.low, kl.high, rounding[0].value)
@@ -285,7 +285,9 @@ def _applied(
     return [Applied(one, engine, args.protocol, args.context, moments, plain, last) for one in able], untried
 
 
-def _differences(against: str | None, named: Sequence[Named], scored: Sequence[trial.Scored]) -> tuple[Difference, ...]:
+def _differences(
+    against: str | None, named: Sequence[Named], scored: Sequence[quick_run.Scored]
+) -> tuple[Difference, ...]:
     """Every codec minus that of --against, at the same bits or where one of both has no choice."""
     found = list(zip(named, scored[1:], strict=True))
     others = [pair for pair in found if pair[0].codec == against]

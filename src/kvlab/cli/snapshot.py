@@ -13,7 +13,7 @@ from kvlab.cli.keys import CHECKING, SIGNING, key_of
 from kvlab.cli.snapshot_inputs import CHUNK_TOKENS, DTYPE, DTYPES
 from kvlab.core.errors import SnapshotRefused, StorageError, UserError
 from kvlab.core.filekind import SNAPSHOT_ENDING
-from kvlab.core.targets import refuse_no_file
+from kvlab.core.output_paths import refuse_no_file
 from kvlab.output.terminal import as_json, printable
 
 ABOUT = """\
@@ -326,7 +326,7 @@ def damages(reasons: Sequence) -> Iterable[str]:
 
 def report_data(done, answer: Sequence[int], text: str) -> dict:
     """What `restore` did, for programs; the digest tells whether two runs gave the same logits, bit for bit."""
-    from kvlab.kvstore.hf.sameness import logits_digest
+    from kvlab.kvstore.hf.equality import logits_digest
 
     report = dataclasses.asdict(done.report)
     report["reasons"] = [reason._asdict() for reason in done.report.reasons]

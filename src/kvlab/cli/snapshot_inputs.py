@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvlab.core.errors import SnapshotRefused, StorageError, UserError
-from kvlab.core.targets import absence
+from kvlab.core.output_paths import absence
 
 DTYPES = ("float32", "bfloat16")  # in which transformers runs here
 CHUNK_TOKENS, DTYPE = 64, "float32"

@@ -8,8 +8,7 @@ from typing import Any
 from kvlab.codecs import plugins
 from kvlab.codecs.base import Codec, StreamCalibration
 from kvlab.codecs.catalogue import TENSORWISE
-from kvlab.codecs.shared.ended import EndedCodec
-from kvlab.codecs.shared.kept import Kept
+from kvlab.codecs.shared.exact_tokens import EndedCodec, Kept
 from kvlab.core.errors import CapabilityError, PluginError, UnknownName
 from kvlab.core.recipe import CODECS, WHOLE, PluginStream, StreamRecipe
 

@@ -22,11 +22,11 @@ import polars as pl
 from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 
-from kvlab.core import lifeline
+from kvlab.core import parent_watch
 from kvlab.core.errors import NonFinite, StaleResult, StorageError
+from kvlab.core.output_paths import refuse_no_file
 from kvlab.core.recipe import ID_LENGTH, Cell, digest
 from kvlab.core.settings import Frozen
-from kvlab.core.targets import refuse_no_file
 from kvlab.core.testimony import Testimony
 
 # One row per scored token; nats, natural logarithm; `kl` is over the full vocabulary, reference first.
@@ -196,7 +196,7 @@ def atomic(path: Path | str) -> Iterator[Path]:
         _sweep(path)
         folder.mkdir()
         yield folder / path.name
-        lifeline.check()
+        parent_watch.check()
         os.replace(folder / path.name, path)
     except (OSError, SafetensorError, pl.exceptions.PolarsError) as error:
         raise storage_error(path, error) from error
@@ -291,7 +291,7 @@ def finite(table: pl.DataFrame, origin) -> pl.DataFrame:
 
 def forget(path: Path | str) -> None:
     """Remove the JSON of a result that is about to be replaced: it must not stand beside newer data."""
-    lifeline.check()
+    parent_watch.check()
     Path(path).with_suffix(".json").unlink(missing_ok=True)
 
 

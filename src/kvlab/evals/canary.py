@@ -16,7 +16,7 @@ from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import Recipe
 from kvlab.core.records import CANARY_MIN
 from kvlab.core.settings import IdentityStream
-from kvlab.evals.side import Kind, Score, Side, Sides, Write
+from kvlab.evals.backend import Kind, Score, Side, Sides, Write
 
 ONE_BIT = {
     "k": Recipe(k=IntStream(bits=1), v=IdentityStream()),

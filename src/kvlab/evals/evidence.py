@@ -11,8 +11,8 @@ import kvlab
 from kvlab.core.errors import CapabilityError, CodecNotActive, UnknownName
 from kvlab.core.recipe import Recipe, digest
 from kvlab.core.records import file_hash, versions
+from kvlab.evals.backend import Seen
 from kvlab.evals.results import Measured
-from kvlab.evals.side import Seen
 from kvlab.gate.evidence import BASELINE_RECIPE, Evidence, build
 from kvlab.gate.registry import Eval, Mechanism, Registry
 

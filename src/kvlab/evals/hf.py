@@ -23,8 +23,8 @@ from kvlab.cache.hf_cache import Calibration, KVCache
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import Recipe
 from kvlab.engines.hf.engine import HFEngine
+from kvlab.evals.backend import Kind, Score, Scored, Seen, Side, Sides, Write, Written
 from kvlab.evals.canary import ONE_BIT
-from kvlab.evals.side import Kind, Score, Scored, Seen, Side, Sides, Write, Written
 
 PROTOCOL = "snapshot"
 

@@ -17,8 +17,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
 
 from kvlab.core.errors import CapabilityError, ParamsError
+from kvlab.evals.backend import Kind, Score, Side, Write
 from kvlab.evals.canary import Guard
-from kvlab.evals.side import Kind, Score, Side, Write
 
 MOST_WRITTEN = 256  # tokens of an answer whose task names no number, as in the harness
 NEUTRAL = {"do_sample", "temperature", "top_p", "top_k", "min_p"}  # without meaning once the answer is greedy

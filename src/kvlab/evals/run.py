@@ -17,11 +17,11 @@ from kvlab.core.model import ModelInfo, load_tokenizer
 from kvlab.core.records import atomic, read_json, write_json
 from kvlab.engines.capability import check
 from kvlab.engines.registry import start
+from kvlab.evals.backend import Sides
 from kvlab.evals.canary import Guard
 from kvlab.evals.evidence import Declared, Run, all_versions, code, declared_codec, declared_dtype, evidence, row
 from kvlab.evals.lm import CachedLM
 from kvlab.evals.results import Measured, corpus_hash, measures, needs_context, without_noise
-from kvlab.evals.side import Sides
 from kvlab.evals.tasks import Tasks, harness_eval
 from kvlab.gate.registry import Eval, Registry
 

@@ -32,8 +32,8 @@ from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.engines.capability import AUTO
 from kvlab.engines.hooks import attention_layers, fused_projection, installed
+from kvlab.evals.backend import Kind, Score, Scored, Seen, Side, Sides, Write, Written
 from kvlab.evals.canary import ONE_BIT
-from kvlab.evals.side import Kind, Score, Scored, Seen, Side, Sides, Write, Written
 
 PROTOCOL = "in_forward"
 SHARE = 0.4  # of a GPU's memory: two engines stand beside one another

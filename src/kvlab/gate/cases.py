@@ -10,7 +10,7 @@ from functools import cached_property
 from kvlab.gate.catalogue.rows import Row, fields
 from kvlab.gate.catalogue.values import Value
 from kvlab.gate.evidence import Derived, Evidence, status, well_formed
-from kvlab.gate.family import Standing
+from kvlab.gate.multiple_testing import Standing
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Mechanism, Registry
 from kvlab.gate.waivers import Waiver

@@ -2,7 +2,7 @@
 
 A pure function of its arguments: no clock, no files. The order of the rows does not matter, and equal arguments give
 the same bytes. What is wrong with a row is found of the row by itself; only how sure its certification is hangs on how
-many rows are tested with it (`kvlab.gate.family`), so that trying more of them does not certify more by luck.
+many rows are tested with it (`kvlab.gate.multiple_testing`), so that trying more of them does not certify more by luck.
 
 The verdict is ``pass`` when every row that was judged earns what it claims, or is waived; ``fail`` when one does not;
 ``cannot_judge`` when none was judged, because nothing checked is not nothing wrong. Under `strict` every row has to
@@ -25,7 +25,7 @@ from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.catalogue.values import Value
 from kvlab.gate.evidence import ALPHA, Status
 from kvlab.gate.evidence.quality import Judgement
-from kvlab.gate.family import standings
+from kvlab.gate.multiple_testing import standings
 from kvlab.gate.reasons import Reason
 from kvlab.gate.rules import CRITERIA, Criterion
 from kvlab.gate.waivers import Waiver

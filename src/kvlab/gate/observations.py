@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from kvlab.gate import readings
+from kvlab.gate import read_checks
 from kvlab.gate.cases import NONE, Case
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry.faults import NATIVE_DTYPES
@@ -248,8 +248,8 @@ def observed(case: Case) -> Iterator[Reason]:
 
 def saves_bytes(case: Case) -> Iterator[Reason]:
     """A compressed cache is smaller than the uncompressed one, everything counted."""
-    if readings.stores_all(case):
-        return  # what such a mechanism spares is reading: `readings.spares_reading`
+    if read_checks.stores_all(case):
+        return  # what such a mechanism spares is reading: `read_checks.spares_reading`
     if case.compresses and case.held_bits is not None and case.native_bits and case.held_bits >= case.native_bits:
         said = f"are {case.held_bits:.4g} bits per value, not fewer than the {case.native_bits} of {case.get('dtype')}"
         yield Reason(code="nothing_saved", field="kv_bytes", said=said)

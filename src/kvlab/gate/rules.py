@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvlab.gate import declarations, derivation, observations, readings
+from kvlab.gate import declarations, derivation, observations, read_checks
 from kvlab.gate.cases import Case, Context
 from kvlab.gate.catalogue.columns import TIERS, TOO_LOSSY
 from kvlab.gate.evidence.faults import IDENTIFYING
@@ -253,21 +253,21 @@ CRITERIA: tuple[Criterion, ...] = (
         "unsupported",
         True,
         "a lossy run that declares nothing would be certified as the baseline",
-        both(observations.ran_declared, readings.undeclared_pattern),
+        both(observations.ran_declared, read_checks.undeclared_pattern),
     ),
     Criterion(
         "what was declared ran",
         "unsupported",
         True,
         "a codec that never ran loses no quality",
-        both(observations.declared_ran, readings.pattern_ran),
+        both(observations.declared_ran, read_checks.pattern_ran),
     ),
     Criterion(
         "numbers agree with one another",
         "unsupported",
         True,
         "a ratio without its denominator can be any ratio",
-        both(observations.numbers_agree, readings.read_is_not_stored),
+        both(observations.numbers_agree, read_checks.read_is_not_stored),
     ),
     Criterion(
         "numbers follow from the evidence",
@@ -330,14 +330,14 @@ CRITERIA: tuple[Criterion, ...] = (
         "reviewed_preview",
         False,
         "what nobody looked at cannot be told from the baseline",
-        both(observations.observed, readings.pattern_observed),
+        both(observations.observed, read_checks.pattern_observed),
     ),
     Criterion(
         "compression saves bytes",
         "reviewed_preview",
         False,
         "side information can outweigh what the codes save",
-        both(observations.saves_bytes, readings.spares_reading),
+        both(observations.saves_bytes, read_checks.spares_reading),
     ),
 )
 """In the order of reports: the four published ones after the fields that they read, then the corrections."""

@@ -31,11 +31,11 @@ from kvlab.core.recipe import Cell, Recipe, StreamRecipe
 from kvlab.core.records import CANARY_MIN, SAME
 from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import ContextCache, Engine, context_of, gone_from
+from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import Coder, Tally
 from kvlab.measure.eviction import EvictingCoder, KeepingCoder
 from kvlab.measure.latent import LatentCoder, fitted
 from kvlab.measure.scoring import WindowRun
-from kvlab.measure.whole import coder_of
 from kvlab.witness.plain import PlainModel
 from kvlab.witness.reading import Attend, reader, reader_of_kept
 from kvlab.witness.scores import divergence, log_softmax

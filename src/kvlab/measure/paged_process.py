@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from kvlab.core import lifeline
+from kvlab.core import parent_watch
 from kvlab.core.errors import KvlabError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import PAGES_VARIABLE
@@ -99,7 +99,7 @@ def serve(pipe: Connection) -> None:
 
 def main() -> int:
     """The exit code."""
-    lifeline.follow(psutil.Process().parent(), "the process that measures")
+    parent_watch.follow(psutil.Process().parent(), "the process that measures")
     pipe = Connection(int(sys.argv[1]))
     try:
         serve(pipe)

@@ -16,7 +16,7 @@ from kvlab.core.recipe import IDENTITY, Cell, Recipe
 from kvlab.core.records import CANARY_MIN, SAME, TOKENS, TWO_PASSES
 from kvlab.engines.base import ContextCache, Engine
 from kvlab.measure.coding import UNDECIDING, CleanCapture, Coder, InForward, Tally
-from kvlab.measure.overheard import Overheard
+from kvlab.measure.tensor_recorder import Overheard
 from kvlab.stats.divergences import Reference
 
 CANARY_STREAM = BlockStream(

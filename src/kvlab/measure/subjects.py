@@ -21,7 +21,7 @@ from kvlab.measure.scoring import CANARY, floor_kl, heard_kl
 from kvlab.measure.store import ROWS, Found
 from kvlab.measure.windows import Window
 
-WHOLE_MODULE = "kvlab.measure.whole"  # what codes whole caches
+WHOLE_MODULE = "kvlab.measure.cache_codecs"  # what codes whole caches
 MEMO_BYTES = 2**30  # of coded tensors that are kept while a window lasts
 
 

@@ -16,10 +16,10 @@ from kvlab.core.recipe import Cell
 from kvlab.core.testimony import Testimony
 from kvlab.measure.coding import STREAMS, Coder, Tally
 from kvlab.measure.engines import Visit, Which, device
-from kvlab.measure.overheard import Overheard
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.store import ROWS, Found
 from kvlab.measure.subjects import code_of, deciding, refuse_idle
+from kvlab.measure.tensor_recorder import Overheard
 from kvlab.measure.windows import Window
 from kvlab.witness import reading as corpus
 from kvlab.witness.plain import PlainModel

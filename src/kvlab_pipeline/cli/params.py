@@ -36,7 +36,7 @@ def params_verb(args: argparse.Namespace) -> None:
 
 def _print_recipes(params: Settings, missing: list[str]) -> None:
     from kvlab_pipeline.jobs.plan import CHOSEN, baseline_runs, job_names, jobs, targets
-    from kvlab_pipeline.studies.units import units
+    from kvlab_pipeline.studies.processes import units
 
     planned = [study for study in targets(params) if study != CHOSEN]
     print(f"\n# recipes of {params.model.slug}")

@@ -19,7 +19,7 @@ def witness_verb(args: argparse.Namespace) -> None:
     """
     from kvlab.calibration.load import by_origin
     from kvlab.cli.given import params_of
-    from kvlab_pipeline.jobs.again import witness
+    from kvlab_pipeline.jobs.rerun import witness
 
     params = params_of(args)
     windows = args.windows or CALIB / "corpus" / params.model.slug / "windows.safetensors"

@@ -17,10 +17,10 @@ from kvlab.gate.evidence.measures import CONFIDENCE
 from kvlab.output import format as fmt
 from kvlab.output import markdown
 from kvlab_pipeline.gate_page import ways
-from kvlab_pipeline.gate_page.answer import Answer
 from kvlab_pipeline.gate_page.audit.trust import trust
 from kvlab_pipeline.gate_page.detection import picture, table
 from kvlab_pipeline.gate_page.reasons import p_value, reasons
+from kvlab_pipeline.gate_page.recommendation import Answer
 from kvlab_pipeline.gate_page.samples import Repeat, Samples
 from kvlab_pipeline.gate_page.summary import BASELINE, CERTIFIED, Best, Line, Ratio, Summary, judged
 from kvlab_pipeline.gate_page.written_table import WORDS, written_table

@@ -17,8 +17,8 @@ from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.check import Claim, Report, check
 from kvlab.gate.evidence import Evidence, Measure, measured, paired, parse, problems
 from kvlab.gate.reasons import Reason
-from kvlab_pipeline.gate_page.answer import Answer, answers
-from kvlab_pipeline.gate_page.lines import BASELINE, CERTIFIED, Line, Ratio
+from kvlab_pipeline.gate_page.recommendation import Answer, answers
+from kvlab_pipeline.gate_page.row_summary import BASELINE, CERTIFIED, Line, Ratio
 from kvlab_pipeline.gate_page.samples import Sampled, Samples, speed
 
 SCHEMA_VERSION = 4

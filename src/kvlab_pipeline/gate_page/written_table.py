@@ -7,7 +7,7 @@ from typing import Any
 
 from kvlab.gate.evidence import Measure
 from kvlab.output import format as fmt
-from kvlab_pipeline.gate_page.lines import BASELINE, Line
+from kvlab_pipeline.gate_page.row_summary import BASELINE, Line
 from kvlab_pipeline.studies.mechanisms.plan import GREEDY, GREEDY_TOKENS, METRICS, TASKS
 
 WORDS = {

@@ -29,11 +29,11 @@ from kvlab.core.records import CellRecord, JobRecord, Provenance, versions, writ
 from kvlab.core.settings import Frozen
 from kvlab.core.testimony import Testimony
 from kvlab.engines.capability import check_protocol
+from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.engines import Engines, Visit, Which, device
+from kvlab.measure.loop import Subject, walk
 from kvlab.measure.store import Found, Store
 from kvlab.measure.subjects import CellSubject, Memos, Probe, probed, probes_of, table_of
-from kvlab.measure.walk import Subject, walk
-from kvlab.measure.whole import coder_of
 from kvlab.measure.windows import Window, windows_for
 from kvlab.measure.witnessing import WitnessSubject, chosen, witnessed_of
 from kvlab.text import corpus

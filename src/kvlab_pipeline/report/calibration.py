@@ -14,7 +14,7 @@ from kvlab.core.errors import MixedIdentity, StaleResult
 from kvlab.core.params import Params
 from kvlab.core.records import file_hash, fingerprint, read_json
 from kvlab.stats.bootstrap import Bootstrap, Column
-from kvlab_pipeline.studies.counterparts import LEVELS
+from kvlab_pipeline.studies.baselines import LEVELS
 from kvlab_pipeline.studies.gather import Results
 
 

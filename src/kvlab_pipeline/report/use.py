@@ -15,7 +15,7 @@ from kvlab.output import format as fmt
 from kvlab.output.markdown import cell as safe
 from kvlab.output.rendering import listing
 from kvlab_pipeline.gate_page import ways
-from kvlab_pipeline.gate_page.lines import BASELINE
+from kvlab_pipeline.gate_page.row_summary import BASELINE
 from kvlab_pipeline.gate_page.written_table import WORDS
 from kvlab_pipeline.pages import parts as tables
 from kvlab_pipeline.studies.ladder.tables import TOLD, length

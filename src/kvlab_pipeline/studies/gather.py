@@ -23,9 +23,7 @@ from kvlab.core.records import (
 )
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.baseline.truth import peer_of
-from kvlab_pipeline.studies.measured import Measured, Results
-from kvlab_pipeline.studies.mitigations.plan import Choice
-from kvlab_pipeline.studies.refusals import (
+from kvlab_pipeline.studies.checks import (
     ANY_JOB,
     ONE_JOB,
     by_cell,
@@ -43,6 +41,8 @@ from kvlab_pipeline.studies.refusals import (
     refuse_unwitnessed,
     refuse_wrong_bytes,
 )
+from kvlab_pipeline.studies.measured import Measured, Results
+from kvlab_pipeline.studies.mitigations.plan import Choice
 
 
 def gather(

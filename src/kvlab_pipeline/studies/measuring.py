@@ -13,7 +13,7 @@ from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.jobs.measure import CellsPart, Lab, Part, run
 from kvlab_pipeline.studies.baseline.measure import BaselinePart
 from kvlab_pipeline.studies.mechanisms.measure import MechanismsPart, longest
-from kvlab_pipeline.studies.units import BASELINE, MECHANISMS
+from kvlab_pipeline.studies.processes import BASELINE, MECHANISMS
 
 
 def measure_jobs(

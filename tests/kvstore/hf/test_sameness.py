@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvlab.kvstore.hf.equality import pool_salt, same_as_cold
 from kvlab.kvstore.hf.run import PagedRun
-from kvlab.kvstore.hf.sameness import pool_salt, same_as_cold
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.residency import build
 from kvlab.kvstore.restore import restore

@@ -6,7 +6,7 @@ import pytest
 
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, NonFinite, SnapshotRefused, StorageError
 from kvlab.kvstore.snapshot.reasons import Code, Reason
-from kvlab.kvstore.vllm.cold import Cold, reasons_of
+from kvlab.kvstore.vllm.miss_reasons import Cold, reasons_of
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from kvlab.core.recipe import Recipe
 from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.kvstore.vllm.cold import Cold
 from kvlab.kvstore.vllm.computed import COMPUTED, DECODED, PREFILL
+from kvlab.kvstore.vllm.miss_reasons import Cold
 from kvlab.kvstore.vllm.settings import Settings
-from kvlab.kvstore.vllm.shelf import Shelf
+from kvlab.kvstore.vllm.snapshot_index import Shelf
 from kvstore.snapshot import making
 
 SIZE = making.GEOMETRY.chunk_tokens

@@ -12,8 +12,8 @@ from kvlab.core.errors import StorageError
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.kvstore.vllm.cold import Cold
-from kvlab.kvstore.vllm.shelf import Match, Shelf
+from kvlab.kvstore.vllm.miss_reasons import Cold
+from kvlab.kvstore.vllm.snapshot_index import Match, Shelf
 from kvstore.snapshot import making
 from tiers import examples
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from kvlab.codecs.aquakv import AquaKvStream
 from kvlab.codecs.aquakv.grids import grid, nearest
 from kvlab.codecs.base import Codec, Encoded, Site, Stats, checked, stored
-from kvlab.codecs.shared import halves, rotation
+from kvlab.codecs.shared import fp16, rotation
 from kvlab.codecs.shared.apart import apart
-from kvlab.codecs.shared.ended import EndedCodec
-from kvlab.codecs.shared.kept import Kept
+from kvlab.codecs.shared.exact_tokens import EndedCodec, Kept
 from kvlab.codecs.stream import packing
 from kvlab.codecs.stream.whole_file import STREAMS, Cache, Owner, dtype_of
 from kvlab.core.recipe import Recipe
@@ -175,7 +174,7 @@ class LeftOver:
     def encode(self, x: Tensor, site: Site) -> Encoded:
         """See `Codec.encode`."""
         left = checked(x, site).transpose(0, 1).flatten(1) - self.predicted
-        norm = halves.nearest(left.norm(dim=-1), "norm", site.layer)
+        norm = fp16.nearest(left.norm(dim=-1), "norm", site.layer)
         turn = spreading(left.shape[1])
         unit = left / torch.where(norm > 0, norm, 1).float()[:, None]
         words = _padded(unit @ turn * left.shape[1] ** 0.5, self.dim)
@@ -191,7 +190,7 @@ class LeftOver:
         (block,) = encoded.blocks
         codes, norm = stored(block, (torch.uint8, (packing.packed_size(count, self.bits),)), (torch.float16, (tokens,)))
         words = self._grid[packing.unpack(codes, self.bits, count).long()].view(tokens, -1)[:, :width]
-        left = words @ spreading(width).mT * (halves.read(norm)[:, None] / width**0.5)
+        left = words @ spreading(width).mT * (fp16.read(norm)[:, None] / width**0.5)
         return (self.predicted + left).unflatten(1, (heads, head_dim)).transpose(0, 1)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvlab.codecs.shared import spread
+from kvlab.codecs.shared import hadamard_pad
 from kvlab.codecs.shared.normed import NormedCodec
 
 
@@ -20,8 +20,8 @@ class HadamardCodec(NormedCodec):
 
     def turned(self, rows: Tensor, norm: Tensor) -> Tensor:
         """See `NormedCodec.turned`."""
-        return spread.forward(rows, self.recipe.seed, spread.width(rows.shape[-1])) / norm
+        return hadamard_pad.forward(rows, self.recipe.seed, hadamard_pad.width(rows.shape[-1])) / norm
 
     def turned_back(self, z: Tensor, norm: Tensor, head_dim: int) -> Tensor:
         """See `NormedCodec.turned_back`."""
-        return spread.inverse(z * norm, self.recipe.seed, head_dim)
+        return hadamard_pad.inverse(z * norm, self.recipe.seed, head_dim)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvlab.codecs.base import Arrays, Stats, StreamCalibration, finite, stored
 from kvlab.codecs.kvquant import KvQuantStream
-from kvlab.codecs.shared import halves, quantizer
+from kvlab.codecs.shared import fp16, quantizer
 from kvlab.codecs.shared.apart import apart
-from kvlab.codecs.shared.own import OwnFront
+from kvlab.codecs.shared.no_front import OwnFront
 from kvlab.codecs.shared.token_blocks import TokenBlockCodec
 from kvlab.codecs.stream import packing
 from kvlab.core.errors import CapabilityError, StreamError
@@ -90,7 +90,7 @@ class KvQuantCodec(TokenBlockCodec):
         z = ((x - low) / span(low, high) * 2 - 1).clamp(-1, 1)
         codes = quantizer.codes(z, self._table(layer).to(x.device))
         place = outside.nonzero()[:, 1]
-        values = halves.nearest(x[outside], "value stored apart", layer)
+        values = fp16.nearest(x[outside], "value stored apart", layer)
         count = outside.sum(1)
         arrays = (
             packing.pack(codes.flatten(), self.recipe.bits),
@@ -118,7 +118,7 @@ class KvQuantCodec(TokenBlockCodec):
         if int(count.sum()) != len(place) or len(place) != len(values) or bool((place >= wide).any()):
             raise StreamError("the outliers of a block are not as many, or not where, the block says")
         z = self._table(layer).to(codes.device)[packing.unpack(codes, bits, tokens * wide).long()]
-        low, high = halves.read(ranges[0]).split(1, dim=1) if ranges else self._calibrated(layer, codes.device)
+        low, high = fp16.read(ranges[0]).split(1, dim=1) if ranges else self._calibrated(layer, codes.device)
         x = (z.reshape(tokens, wide) + 1) / 2 * (high - low) + low
         x[torch.arange(tokens, device=x.device).repeat_interleave(count), place] = finite(values.float(), "an outlier")
         return x.unflatten(1, (heads, head_dim)).transpose(0, 1)
@@ -128,7 +128,7 @@ class KvQuantCodec(TokenBlockCodec):
         if self.recipe.axis == "channel":
             return self._calibrated(layer, x.device)
         low, high = range_of(x)
-        ends = (halves.below(low, "lower end", layer), halves.above(high, "upper end", layer))
+        ends = (fp16.below(low, "lower end", layer), fp16.above(high, "upper end", layer))
         ranges = torch.cat(ends, dim=1)
         return (*(ranges.float().split(1, dim=1)), ranges)
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from kvlab.codecs.base import Arrays, Codec, Encoded, Site, Stats, StreamCalibration, stored
 from kvlab.codecs.kvtc import KvtcStream
 from kvlab.codecs.shared import uniform
-from kvlab.codecs.shared.ended import EndedCodec
-from kvlab.codecs.shared.kept import Kept
-from kvlab.codecs.shared.own import OwnFront
+from kvlab.codecs.shared.exact_tokens import EndedCodec, Kept
+from kvlab.codecs.shared.no_front import OwnFront
 from kvlab.codecs.shared.products import product
 from kvlab.codecs.shared.token_blocks import TokenBlockCodec
 from kvlab.codecs.shared.transform import fixed_sign

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.base import Arrays, Stats, stored
-from kvlab.codecs.shared import halves, quantizer
+from kvlab.codecs.shared import fp16, quantizer
 from kvlab.codecs.shared.token_blocks import TokenBlockCodec
 from kvlab.codecs.shared.uniform import grouped
 from kvlab.codecs.stream import packing
@@ -41,7 +41,7 @@ class Nf4Codec(TokenBlockCodec):
     def pack(self, rows: Tensor, layer: int) -> tuple[Arrays, Stats]:
         """Codes and scales of one block."""
         cells = grouped(rows, self.recipe.group)
-        scale = halves.above(cells.abs().amax(-1), "largest magnitude of a group", layer)
+        scale = fp16.above(cells.abs().amax(-1), "largest magnitude of a group", layer)
         divisor = torch.where(scale > 0, scale, 1).float()[..., None]
         codes = quantizer.quantise(cells / divisor, levels().to(rows.device)).to(torch.uint8)
         codes = codes.flatten(-2)[..., : rows.shape[-1]]
@@ -55,4 +55,4 @@ class Nf4Codec(TokenBlockCodec):
         codes, scale = stored(arrays, (torch.uint8, (size,)), (torch.float16, (heads, tokens, groups)))
         table = levels().to(codes.device)
         values = table[packing.unpack(codes, BITS, heads * tokens * n).long()].reshape(shape)
-        return (grouped(values, self.recipe.group) * halves.read(scale)[..., None]).flatten(-2)[..., :n]
+        return (grouped(values, self.recipe.group) * fp16.read(scale)[..., None]).flatten(-2)[..., :n]

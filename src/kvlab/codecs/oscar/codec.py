@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlab.codecs.base import Arrays, Encoded, Site, Stats, StreamCalibration
 from kvlab.codecs.oscar import OscarStream
-from kvlab.codecs.shared import rotation, spread, uniform
+from kvlab.codecs.shared import hadamard_pad, rotation, uniform
 from kvlab.codecs.shared.front import needed
 from kvlab.codecs.shared.products import product
 from kvlab.codecs.shared.token_blocks import TokenBlockCodec
@@ -52,7 +52,7 @@ class OscarCodec(TokenBlockCodec):
     def unpack(self, arrays: Arrays, shape: tuple[int, int, int], layer: int) -> Tensor:
         """The levels that the codes name, turned back."""
         heads, tokens, head_dim = shape
-        wide = (heads, tokens, spread.width(head_dim))
+        wide = (heads, tokens, hadamard_pad.width(head_dim))
         turned = uniform.read(arrays, wide, self.recipe.group, self.recipe.bits)
         return product(turned, self._turn(layer, shape).to(turned.device).mT)
 
@@ -83,7 +83,7 @@ class OscarCodec(TokenBlockCodec):
 def turn(moment: Tensor) -> Tensor:
     """Eigenvectors by descending eigenvalue, spread by Hadamard, in bit-reversed order."""
     vectors = fixed_sign(torch.linalg.eigh(moment.cpu()).eigenvectors.flip(-1), dim=-2)
-    wide = spread.width(moment.shape[-1])
+    wide = hadamard_pad.width(moment.shape[-1])
     padded = torch.nn.functional.pad(vectors, (0, wide - moment.shape[-1])).float()
     return rotation.hadamard(padded)[..., bit_reversal(wide)] / math.sqrt(wide)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.base import Arrays, Stats, stored
-from kvlab.codecs.shared import halves, spread
+from kvlab.codecs.shared import fp16, hadamard_pad
 from kvlab.codecs.shared.token_blocks import TokenBlockCodec
 from kvlab.core.errors import StreamError
 
@@ -174,10 +174,10 @@ class LatticeCodec(TokenBlockCodec):
 
     def pack(self, rows: Tensor, layer: int) -> tuple[Arrays, Stats]:
         """Bytes of the points' numbers, and scales, of one block."""
-        y = spread.forward(rows, self.recipe.seed, spread.width(rows.shape[-1], WORD))
+        y = hadamard_pad.forward(rows, self.recipe.seed, hadamard_pad.width(rows.shape[-1], WORD))
         reach = (min(self.book.boxes[-1].levels) - 1) / 2
         step = torch.minimum(rows.norm(dim=-1) * self.steps[self.recipe.bits - 1], y.abs().amax(-1) / reach)
-        scale = halves.nearest(step, "lattice step", layer)
+        scale = fp16.nearest(step, "lattice step", layer)
         divisor = torch.where(scale > 0, scale, 1).float()[..., None]
         words = (y / divisor).reshape(-1, self.dim).mT.contiguous()
         data = to_bytes(self.book.nearest(words), self.dim, self.recipe.bits)
@@ -186,12 +186,12 @@ class LatticeCodec(TokenBlockCodec):
     def unpack(self, arrays: Arrays, shape: tuple[int, int, int], layer: int) -> Tensor:
         """The points that the numbers name, scaled and turned back."""
         heads, tokens, head_dim = shape
-        wide = spread.width(head_dim, WORD)
+        wide = hadamard_pad.width(head_dim, WORD)
         size = heads * tokens * wide // WORD * self.recipe.bits
         data, scale = stored(arrays, (torch.uint8, (size,)), (torch.float16, (heads, tokens)))
         points = self.book.points(from_bytes(data, self.dim, self.recipe.bits))
-        y = points.mT.reshape(heads, tokens, wide) * halves.read(scale)[..., None]
-        return spread.inverse(y, self.recipe.seed, head_dim)
+        y = points.mT.reshape(heads, tokens, wide) * fp16.read(scale)[..., None]
+        return hadamard_pad.inverse(y, self.recipe.seed, head_dim)
 
 
 def to_bytes(numbers: Tensor, dim: int, bits: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.base import Arrays, Stats, StreamCalibration, stored
-from kvlab.codecs.shared import halves, quantizer, spread
+from kvlab.codecs.shared import fp16, hadamard_pad, quantizer
 from kvlab.codecs.shared.token_blocks import TokenBlockCodec
 from kvlab.codecs.stream import packing
 
@@ -36,7 +36,7 @@ class NormedCodec(TokenBlockCodec):
 
     def pack(self, rows: Tensor, layer: int) -> tuple[Arrays, Stats]:
         """Codes and norms of one block."""
-        norm = halves.nearest(rows.norm(dim=-1), "norm", layer)
+        norm = fp16.nearest(rows.norm(dim=-1), "norm", layer)
         z = self.turned(rows, torch.where(norm > 0, norm, 1).float()[..., None])
         codes = quantizer.codes(z, self.table.to(rows.device))
         return (packing.pack(codes.flatten(), self.recipe.bits), norm), Stats(n_coefficients=codes.numel())
@@ -44,10 +44,10 @@ class NormedCodec(TokenBlockCodec):
     def unpack(self, arrays: Arrays, shape: tuple[int, int, int], layer: int) -> Tensor:
         """Table values, turned back and scaled."""
         heads, tokens, head_dim = shape
-        wide, bits = spread.width(head_dim), self.recipe.bits
+        wide, bits = hadamard_pad.width(head_dim), self.recipe.bits
         count = heads * tokens * wide
         codes, norm = stored(
             arrays, (torch.uint8, (packing.packed_size(count, bits),)), (torch.float16, (heads, tokens))
         )
         z = self.table.to(codes.device)[packing.unpack(codes, bits, count)].reshape(heads, tokens, wide)
-        return self.turned_back(z, halves.read(norm)[..., None], head_dim)
+        return self.turned_back(z, fp16.read(norm)[..., None], head_dim)

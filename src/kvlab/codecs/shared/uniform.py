@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.base import Arrays, stored
-from kvlab.codecs.shared import halves
+from kvlab.codecs.shared import fp16
 from kvlab.codecs.stream import packing
 
 
@@ -37,8 +37,8 @@ def write(rows: Tensor, group: int, bits: int, layer: int) -> Arrays:
     """
     top, cells = 2**bits - 1, grouped(rows, group)
     low, high = cells.amin(-1), cells.amax(-1)
-    zero = halves.below(low, "group minimum", layer)
-    step = halves.above((high - zero.float()) / top, "group step", layer)
+    zero = fp16.below(low, "group minimum", layer)
+    step = fp16.above((high - zero.float()) / top, "group step", layer)
     divisor = torch.where(step > 0, step, 1).float()
     levels = ((cells - zero.float()[..., None]) / divisor[..., None]).round_().clamp_(0, top)
     codes = levels.to(torch.uint8).flatten(-2)[..., : rows.shape[-1]]
@@ -51,7 +51,7 @@ def read(arrays: Arrays, shape: tuple[int, int, int], group: int, bits: int) -> 
     size = packing.packed_size(a * b * n, bits)
     groups = -(-n // min(group, n))
     codes, grid = stored(arrays, (torch.uint8, (size,)), (torch.float16, (a, b, groups, 2)))
-    zero, step = halves.read(grid).unbind(-1)
+    zero, step = fp16.read(grid).unbind(-1)
     levels = grouped(packing.unpack(codes, bits, a * b * n).reshape(shape).float(), group)
     return (levels * step[..., None] + zero[..., None]).flatten(-2)[..., :n]
 

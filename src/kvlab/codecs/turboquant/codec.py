@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvlab.codecs.shared import rotation, spread
+from kvlab.codecs.shared import hadamard_pad, rotation
 from kvlab.codecs.shared.normed import NormedCodec
 
 
@@ -23,7 +23,7 @@ class TurboQuantCodec(NormedCodec):
 
     def turned(self, rows: Tensor, norm: Tensor) -> Tensor:
         """See `NormedCodec.turned`."""
-        missing = spread.width(rows.shape[-1]) - rows.shape[-1]
+        missing = hadamard_pad.width(rows.shape[-1]) - rows.shape[-1]
         return rotation.hadamard(torch.nn.functional.pad(rows / norm, (0, missing)))
 
     def turned_back(self, z: Tensor, norm: Tensor, head_dim: int) -> Tensor:

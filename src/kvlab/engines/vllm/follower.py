@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from kvlab.core import lifeline
+from kvlab.core import parent_watch
 from kvlab.core.errors import KvlabError
 from kvlab.core.model import ModelInfo
 from kvlab.engines.vllm.process import Loaded, WholeTap, executor
@@ -32,7 +32,7 @@ def follow() -> None:
 
 def main() -> int:
     """The exit code."""
-    lifeline.follow(psutil.Process().parent(), "rank 0 of the split model")
+    parent_watch.follow(psutil.Process().parent(), "rank 0 of the split model")
     try:
         follow()
     except KvlabError as error:

@@ -11,8 +11,8 @@ says does at most 2.5 % of the time. The baseline against itself has a true loss
 is called ``beyond`` more rarely still. Likewise a variant that truly loses more than the margin is called
 ``within`` at most 2.5 % of the time. Over several metrics the first risk adds up (2.5 % each at most), the second
 does not, since all of them must be ``within`` (intersection-union test, Berger 1982, Technometrics 24:295): so the
-p-value of a row is the largest of its metrics'. Over several rows the second risk adds up too; `kvlab.gate.family`
-controls it. `power` measures both.
+p-value of a row is the largest of its metrics'. Over several rows the second risk adds up too;
+`kvlab.gate.multiple_testing` controls it. `power` measures both.
 
 When ``within`` can be reached. A variant without loss is ``within`` when the upper side of its paired interval fits
 into the margin, which is a matter of items alone: with none changed, the upper end is at 3.7 / n, so a margin of 0.02

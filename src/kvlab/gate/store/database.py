@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlab.core.errors import StorageError
-from kvlab.core.targets import absence
+from kvlab.core.output_paths import absence
 from kvlab.gate.store import migrations
 
 TIMEOUT = 30.0  # seconds to wait for another process that writes

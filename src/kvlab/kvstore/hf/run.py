@@ -13,9 +13,9 @@ from pathlib import Path
 from kvlab.codecs.stream.seal import Key
 from kvlab.core.counts import counted
 from kvlab.core.errors import SnapshotRefused, UserError
+from kvlab.kvstore.hf.equality import SCORED_AT, expected, numerics_of, salts, same_as_cold, scored_at, untouched
 from kvlab.kvstore.hf.forwards import Decoded, Forwards
 from kvlab.kvstore.hf.model import PagedModel
-from kvlab.kvstore.hf.sameness import SCORED_AT, expected, numerics_of, salts, same_as_cold, scored_at, untouched
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import Policy, build

@@ -14,9 +14,9 @@ import torch
 from kvlab.codecs.stream.seal import Key
 from kvlab.core.counts import counted
 from kvlab.core.errors import SnapshotRefused, StorageError, UserError
+from kvlab.kvstore.hf.equality import expected, numerics_of, salts, same_as_cold
 from kvlab.kvstore.hf.model import PagedModel, refuse_tokens
 from kvlab.kvstore.hf.run import PagedRun
-from kvlab.kvstore.hf.sameness import expected, numerics_of, salts, same_as_cold
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.residency import Policy, build
 from kvlab.kvstore.paging.scorer import Rebuilt

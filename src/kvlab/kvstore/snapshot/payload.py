@@ -25,7 +25,7 @@ from kvlab.codecs.base import Codec, Site, StreamCalibration, all_finite
 from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
 from kvlab.codecs.identity.codec import IdentityCodec
 from kvlab.codecs.registry import build
-from kvlab.codecs.shared.kept import Kept
+from kvlab.codecs.shared.exact_tokens import Kept
 from kvlab.codecs.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
 from kvlab.core.errors import CapabilityError, ParamsError, StreamError, UserError
 from kvlab.core.recipe import WHOLE, Placement, Recipe, StreamRecipe

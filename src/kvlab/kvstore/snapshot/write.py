@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvlab.codecs.stream import tree
 from kvlab.codecs.stream.seal import Key, Seal
-from kvlab.core import lifeline
+from kvlab.core import parent_watch
 from kvlab.core.errors import StorageError, UserError
 from kvlab.core.records import storage_error, versions
 from kvlab.kvstore.paging.ledger import Ledger
@@ -245,7 +245,7 @@ def placed(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        lifeline.check()
+        parent_watch.check()
         os.replace(temporary, path)
     except OSError as error:
         raise storage_error(path, error) from error

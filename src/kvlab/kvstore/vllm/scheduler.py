@@ -13,12 +13,12 @@ from kvlab.core.recipe import digest
 from kvlab.kvstore.snapshot import chain
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.reasons import Reason
-from kvlab.kvstore.vllm.cold import DAMAGE, Cold
 from kvlab.kvstore.vllm.computed import DECODED, PREFILL
 from kvlab.kvstore.vllm.context import Context
 from kvlab.kvstore.vllm.jobs import Jobs, Load, Outcome, Outcomes, Save
+from kvlab.kvstore.vllm.miss_reasons import DAMAGE, Cold
 from kvlab.kvstore.vllm.settings import OURS, Wish
-from kvlab.kvstore.vllm.shelf import Match, Shelf
+from kvlab.kvstore.vllm.snapshot_index import Match, Shelf
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

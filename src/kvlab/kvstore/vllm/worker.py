@@ -19,10 +19,10 @@ from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.numerics import mixed
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.kvstore.vllm.cold import Cold, reasons_of
 from kvlab.kvstore.vllm.computed import COMPUTED, PREFILL
 from kvlab.kvstore.vllm.context import Context
 from kvlab.kvstore.vllm.jobs import Counts, Jobs, Load, Outcome, Outcomes, Save
+from kvlab.kvstore.vllm.miss_reasons import Cold, reasons_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,7 +13,7 @@ from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.equivalence import State, all_of, below_one, windows_below_one, windows_within, within
 from kvlab_pipeline.jobs.plan import baseline_runs
 from kvlab_pipeline.studies.baseline.truth import own_jitter, peer_of
-from kvlab_pipeline.studies.counterparts import LEVELS, corner_cell
+from kvlab_pipeline.studies.baselines import LEVELS, corner_cell
 from kvlab_pipeline.studies.estimates import sides
 from kvlab_pipeline.studies.gather import Results, comparable
 

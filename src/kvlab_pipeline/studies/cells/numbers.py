@@ -12,7 +12,7 @@ from kvlab.core.recipe import Cell
 from kvlab.stats.bootstrap import Bootstrap, Estimate
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_two_sided_p
 from kvlab.stats.power import effective_tokens, predicted_standard_error
-from kvlab_pipeline.studies.counterparts import corner_cell, identity_of
+from kvlab_pipeline.studies.baselines import corner_cell, identity_of
 from kvlab_pipeline.studies.estimates import sides
 from kvlab_pipeline.studies.gather import Measured, Results, comparable
 

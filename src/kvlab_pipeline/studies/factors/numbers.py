@@ -10,7 +10,7 @@ from kvlab.core.params import Params
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.power import windows_for_sign
 from kvlab.stats.shapley import corner_index, interactions, pairs, shapley
-from kvlab_pipeline.studies.counterparts import LEVELS, corner_cell
+from kvlab_pipeline.studies.baselines import LEVELS, corner_cell
 from kvlab_pipeline.studies.estimates import sides
 from kvlab_pipeline.studies.gather import Measured, Results, comparable
 

@@ -12,11 +12,11 @@ import numpy as np
 from kvlab.core.errors import MissingResult, WitnessDisagrees
 from kvlab.core.params import Params
 from kvlab.stats.bootstrap import Bootstrap, Column, documents_of
+from kvlab_pipeline.studies.checks import WITNESSED
 from kvlab_pipeline.studies.gather import Results
 from kvlab_pipeline.studies.ladder.numbers import FEWEST
 from kvlab_pipeline.studies.ladder.record import Further, Score, parts, read_further, wanted_further
 from kvlab_pipeline.studies.ladder.state import refuse_other
-from kvlab_pipeline.studies.refusals import WITNESSED
 
 Series = tuple[str, int, int]
 """Label, context and calibration tokens."""

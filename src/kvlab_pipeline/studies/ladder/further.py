@@ -22,7 +22,7 @@ from kvlab.core.params import Params
 from kvlab.core.records import write_json
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
-from kvlab.measure.trial import Scored, Subject, score
+from kvlab.measure.quick_run import Scored, Subject, score
 from kvlab.text import corpus
 from kvlab.witness.plain import PlainModel
 from kvlab_pipeline.jobs.measure import provenance

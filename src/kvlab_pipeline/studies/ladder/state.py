@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvlab.codecs.shared.kept import Kept
+from kvlab.codecs.shared.exact_tokens import Kept
 from kvlab.core.errors import MissingResult, MixedIdentity
 from kvlab.core.params import Params
 from kvlab.core.recipe import Recipe

@@ -25,6 +25,7 @@ from kvlab.core.recipe import Cell
 from kvlab.core.records import Coding
 from kvlab.core.testimony import Pool, Testimony
 from kvlab.engines import capability
+from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import Coder
 from kvlab.measure.engines import Which, device
 from kvlab.measure.eviction import KeepingCoder
@@ -32,7 +33,6 @@ from kvlab.measure.latent import CALIBRATING, moments_of
 from kvlab.measure.mechanism import Keeping, keeping_coder, refuse_needless
 from kvlab.measure.store import Found
 from kvlab.measure.subjects import total
-from kvlab.measure.whole import coder_of
 from kvlab.measure.windows import Window, windows_of
 from kvlab.measure.witnessing import WitnessSubject, witnessed_mean_of
 from kvlab.text import needles, ruler

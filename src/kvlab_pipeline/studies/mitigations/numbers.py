@@ -16,7 +16,7 @@ from kvlab.core.params import Params
 from kvlab.core.records import Provenance
 from kvlab.stats.bootstrap import Bootstrap, Estimate
 from kvlab.stats.curve import between
-from kvlab_pipeline.studies.counterparts import identity_of
+from kvlab_pipeline.studies.baselines import identity_of
 from kvlab_pipeline.studies.estimates import sides, windows_to_settle
 from kvlab_pipeline.studies.gather import Measured, Results, comparable, describe
 from kvlab_pipeline.studies.mitigations import plan

@@ -25,8 +25,8 @@ from kvlab_pipeline.pages.figure import (
     whole_axis,
 )
 from kvlab_pipeline.pages.withheld import undecided
+from kvlab_pipeline.studies.baselines import LEVELS
 from kvlab_pipeline.studies.chapter import Chapter, Drawn, Measured, Section
-from kvlab_pipeline.studies.counterparts import LEVELS
 from kvlab_pipeline.studies.entries import Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.residual import tables

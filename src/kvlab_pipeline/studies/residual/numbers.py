@@ -22,7 +22,7 @@ from kvlab.core.records import Provenance
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_two_sided_p
 from kvlab.stats.power import power_factor, windows_needed
-from kvlab_pipeline.studies.counterparts import LEVELS
+from kvlab_pipeline.studies.baselines import LEVELS
 from kvlab_pipeline.studies.residual.record import (
     KEY,
     RESIDUAL,

@@ -12,8 +12,8 @@ import torch
 from tqdm import tqdm
 
 from kvlab.core.model import ModelInfo
+from kvlab.kvstore.hf.equality import logits_digest
 from kvlab.kvstore.hf.model import PagedModel
-from kvlab.kvstore.hf.sameness import logits_digest
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.restore import Restored, restore
 from kvlab_pipeline.studies.restore.prompts import pool_of, shared_tokens, snapshot_of

@@ -18,10 +18,10 @@ from kvlab.core.params import Params
 from kvlab.core.records import Provenance, forget, machine, versions, write_json
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.text import corpus
-from kvlab_pipeline.studies.restore.conduct import PagedAttempt, conduct
 from kvlab_pipeline.studies.restore.identity import agreements, evicted, new_process
 from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens, snapshot_of
 from kvlab_pipeline.studies.restore.record import Agreement, Harness, RestoreRecord, Settings
+from kvlab_pipeline.studies.restore.runner import PagedAttempt, conduct
 from kvlab_pipeline.studies.restore.speed import speeds
 from kvlab_pipeline.studies.restore.stored import stored
 

@@ -21,7 +21,7 @@ from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.restore import restore
 from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks, recipe_coder
-from kvlab.measure.walk import walk
+from kvlab.measure.loop import walk
 from kvlab.measure.windows import Window, windows_of
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.divergences import token_record

@@ -9,10 +9,10 @@ from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.pages.basis import Basis
 from kvlab_pipeline.pages.parts import KL_UNIT, reading, resolution
 from kvlab_pipeline.studies.chapter import Chapter, Section, estimates_of
+from kvlab_pipeline.studies.columns import net_kl, subtracted
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim, sides
 from kvlab_pipeline.studies.gather import Measured, Results, comparable
-from kvlab_pipeline.studies.net import net_kl, subtracted
 from kvlab_pipeline.studies.split.plan import divided, divisions
 
 # What each division of a codec's bits between K and V costs, and what it costs beside the most even one.

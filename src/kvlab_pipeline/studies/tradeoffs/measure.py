@@ -29,7 +29,7 @@ from kvlab.core.records import Provenance, forget, machine, versions, write_json
 from kvlab.engines.base import ContextCache
 from kvlab.engines.hf.engine import HFEngine
 from kvlab.engines.registry import start
-from kvlab.measure import trial
+from kvlab.measure import quick_run
 from kvlab.measure.latent import CALIBRATING, moments_of
 from kvlab.measure.mechanism import IN_16_BITS, Applied, read_of
 from kvlab.measure.scoring import WindowRun
@@ -119,12 +119,12 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
     params, info, context = bench.params, bench.info, bench.context
     listed = arms(params, Shape(info.n_layers, info.n_kv_heads, info.head_dim, context))
     bootstrap = Bootstrap(**params.stats.model_dump())
-    rounding = trial.rounding(DTYPE)
-    codecs = [trial.Subject(arm.name, arm.recipe, bench.calibrated) for arm in listed if arm.family == "codec"]
+    rounding = quick_run.rounding(DTYPE)
+    codecs = [quick_run.Subject(arm.name, arm.recipe, bench.calibrated) for arm in listed if arm.family == "codec"]
     others = subjects_of(bench, listed)
     rows = np.array([window.ids for window in bench.windows])
     speeds, drafts = timed(bench, listed, others), tuple(drafted(bench, bootstrap))
-    scored = trial.score(
+    scored = quick_run.score(
         bench.engine, rows, context, [rounding, *codecs], "snapshot", bench.plain, list(others.values())
     )
     floor, coded = scored[0], {one.subject.label: one for one in scored[1:]}
@@ -166,8 +166,8 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
         confidence=params.stats.confidence,
         rounding=Interval.of(bootstrap.mean(columns_of(floor.tokens)[0]), 0.0),
         full_read=read_of(full, context, len(bench.windows[0].ids), info.values_per_token),
-        exact_found=rate(bootstrap, answers[trial.ROUNDING]),
-        exact_per_second=speeds[trial.ROUNDING],
+        exact_found=rate(bootstrap, answers[quick_run.ROUNDING]),
+        exact_per_second=speeds[quick_run.ROUNDING],
         arms=tuple(held_against(one, leading, columns, bootstrap) for one in arms_found),
         drafted=drafts,
     )
@@ -189,7 +189,7 @@ def subjects_of(bench: Bench, listed: Sequence[Arm]) -> dict[str, Applied]:
     return found
 
 
-def spent(bench: Bench, one: trial.Scored) -> tuple[float, float]:
+def spent(bench: Bench, one: quick_run.Scored) -> tuple[float, float]:
     """Bytes that a codec's token stores, and that a step reads."""
     values = bench.info.values_per_token
     stored = one.coding.bits_per_value * values / 8
@@ -197,11 +197,11 @@ def spent(bench: Bench, one: trial.Scored) -> tuple[float, float]:
 
 
 def asked(
-    bench: Bench, planted: Sequence[Needle], codecs: Sequence[trial.Subject], others: dict[str, Applied]
+    bench: Bench, planted: Sequence[Needle], codecs: Sequence[quick_run.Subject], others: dict[str, Applied]
 ) -> dict[str, list[bool]]:
     """Which needles each arm finds, and the rounded cache: every token of the answer is the most likely one."""
     tried = {
-        one.label: trial.tried_on(one, bench.engine, 1, "snapshot") for one in (trial.rounding(DTYPE), *codecs)
+        one.label: quick_run.tried_on(one, bench.engine, 1, "snapshot") for one in (quick_run.rounding(DTYPE), *codecs)
     } | others
     found: dict[str, list[bool]] = {name: [] for name in tried}
     for number, item in enumerate(tqdm(planted, desc="needles", unit="needle")):
@@ -217,7 +217,7 @@ def timed(bench: Bench, listed: Sequence[Arm], others: dict[str, Applied]) -> di
     """Tokens per second, by name, of the rounded cache's too; an arm without a form that runs here is left out."""
     steps, window = bench.params.tradeoffs.steps, bench.windows[0]
     run = WindowRun(bench.engine, list(window.ids), bench.context, window.number)
-    given, found = (bench.engine, run), {trial.ROUNDING: of_exact(bench.engine, run, steps)}
+    given, found = (bench.engine, run), {quick_run.ROUNDING: of_exact(bench.engine, run, steps)}
     for arm in listed:
         if arm.family == "codec":
             found[arm.name] = of_codec(*given, arm, bench.calibrated, steps)

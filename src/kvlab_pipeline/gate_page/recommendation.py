@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from kvlab.core.settings import Frozen
-from kvlab_pipeline.gate_page.lines import CERTIFIED, Line
+from kvlab_pipeline.gate_page.row_summary import CERTIFIED, Line
 from kvlab_pipeline.gate_page.ways import order
 
 KL = "kl"

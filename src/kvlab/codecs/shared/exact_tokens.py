@@ -6,15 +6,15 @@ KIVI (arXiv 2402.02750) keeps the last tokens in 16 bits, OSCAR (arXiv 2605.1775
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvlab.codecs.base import Codec, Encoded, Place, Site, block_index, checked, finite, stored
 from kvlab.codecs.shared.apart import apart
-from kvlab.codecs.shared.kept import Kept
 from kvlab.core.errors import StreamError
+from kvlab.core.recipe import StreamRecipe
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -100,3 +100,32 @@ def sixteen(x: Tensor) -> Tensor:
         return x.contiguous().clone()
     half = x.to(torch.float16)
     return (half if bool(torch.isfinite(half).all()) else x.to(torch.bfloat16)).contiguous()
+
+
+# Which tokens of a cache a recipe leaves as they are. Torch-free.
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which tokens stay as they are; `block` is 0 where tokens that fill no block are coded all the same."""
+
+    sink: int = 0
+    recent: int = 0
+    block: int = 0
+
+    @classmethod
+    def of(cls, recipe: StreamRecipe) -> Kept:
+        """As a stream's recipe says; a codec whose settings do not speak of it keeps nothing."""
+        block = getattr(recipe, "block_size", 0) if getattr(recipe, "ragged", "coded") == "exact" else 0
+        return cls(getattr(recipe, "sink", 0), getattr(recipe, "recent", 0), block)
+
+    def __bool__(self) -> bool:
+        return self != Kept()
+
+    def split(self, tokens: int) -> tuple[int, int, int]:
+        """How many of `tokens` tokens are kept first, coded, and kept last."""
+        sink = min(self.sink, tokens)
+        recent = min(self.recent, tokens - sink)
+        middle = tokens - sink - recent
+        loose = middle % self.block if self.block else 0
+        return sink, middle - loose, recent + loose

@@ -22,11 +22,11 @@ from kvlab.core.records import Coding
 from kvlab.core.settings import IdentityStream
 from kvlab.core.testimony import Testimony
 from kvlab.engines.base import Engine
+from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import STREAMS, Coded, Coder
+from kvlab.measure.loop import walk
 from kvlab.measure.mechanism import Applied
 from kvlab.measure.scoring import WindowRun, heard_kl
-from kvlab.measure.walk import walk
-from kvlab.measure.whole import coder_of
 from kvlab.measure.witnessing import chosen, examined, witnessed_of
 from kvlab.witness.plain import PlainModel
 

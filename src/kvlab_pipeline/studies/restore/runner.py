@@ -11,8 +11,8 @@ from typing import Protocol
 from kvlab.core.counts import counted
 from kvlab.core.errors import SnapshotRefused, UserError
 from kvlab.core.records import versions
+from kvlab.kvstore.hf.equality import same_as_cold
 from kvlab.kvstore.hf.model import PagedModel
-from kvlab.kvstore.hf.sameness import same_as_cold
 from kvlab.kvstore.paging import residency
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.restore import restore
@@ -31,7 +31,7 @@ from kvlab_pipeline.studies.restore.arms import (
     Trial,
     Verdict,
 )
-from kvlab_pipeline.studies.restore.judging import judge
+from kvlab_pipeline.studies.restore.decision import judge
 
 EVERY = 64  # tokens between two selections of a policy that scores
 MODES = {OFF: "recompute", CONSUME: "consume", VERIFY: "verify"}

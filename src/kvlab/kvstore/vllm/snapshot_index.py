@@ -12,8 +12,8 @@ from kvlab.core.errors import SnapshotRefused, StorageError
 from kvlab.kvstore.snapshot import chain, read
 from kvlab.kvstore.snapshot.identity import Identity, differences
 from kvlab.kvstore.snapshot.reasons import Code, Reason
-from kvlab.kvstore.vllm.cold import reasons_of
 from kvlab.kvstore.vllm.computed import COMPUTED, PREFILL
+from kvlab.kvstore.vllm.miss_reasons import reasons_of
 
 Signature = tuple[int, int, int]  # inode, time of the last change in ns, bytes
 
