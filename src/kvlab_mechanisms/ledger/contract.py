@@ -74,7 +74,6 @@ class Contract:
 
     def __init__(self, schema: Mapping | bool):
         _refuse_unread(schema)
-        self.schema = schema
         self._check = Checked(schema, registry=REGISTRY)  # which fetches nothing
 
     @classmethod

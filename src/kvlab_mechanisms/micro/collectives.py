@@ -34,7 +34,7 @@ def collectives(ranks: Ranks) -> list[dict[str, Any]]:
         ("all-reduce", "[8, 512]", all_reduce_bytes(x.nbytes, ranks.world), lambda: ranks.all_reduce(x),
          lambda: dist.all_reduce(x.clone())),
         ("tokens to heads", "[8, 256, 64]", all_to_all_bytes(tokens.nbytes * ranks.world, ranks.world),
-         lambda: to_heads(ranks, tokens, lengths, shares, lambda part: part.q),
+         lambda: to_heads(ranks, tokens, lengths, shares, "q"),
          lambda: dist.all_to_all_single(flat, tokens.reshape(-1))),
         ("row-parallel linear, beside DTensor", "[8, 256] by [256, 512]", all_reduce_bytes(4 * 8 * 512, ranks.world),
          lambda: row_linear(columns), lambda: row_dtensor(columns)),

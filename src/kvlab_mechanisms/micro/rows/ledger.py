@@ -15,8 +15,7 @@ from jsonschema import Draft202012Validator
 from kvlab.codec.stream.tree import leaf
 from kvlab_mechanisms.ledger import log
 from kvlab_mechanisms.ledger.contract import Contract, decoded
-from kvlab_mechanisms.ledger.entry import Entry, encoded
-from kvlab_mechanisms.ledger.log import Read
+from kvlab_mechanisms.ledger.log import Entry, Read, encoded
 from kvlab_mechanisms.ledger.merkle import Tree, proves_consistency, proves_inclusion
 from kvlab_mechanisms.micro.row import Row, hold, named
 
