@@ -10,8 +10,7 @@ from kvlab.codec.registry import build
 from kvlab.codec.whitening import Whitener
 from kvlab.core.recipe import Recipe
 from kvlab_mechanisms.cluster import sequence_parallel, tensor_parallel
-from kvlab_mechanisms.cluster.share import cut, share
-from kvlab_mechanisms.cluster.tensor_parallel import ColumnLinear, RowLinear, Weights
+from kvlab_mechanisms.cluster.tensor_parallel import ColumnLinear, RowLinear, Weights, cut, share
 
 CODECS = ("hadamard", "int", "kivi", "d4", "oscar")
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kvlab.core.errors import UserError
 from kvlab_mechanisms.cluster.ranks import Ranks
-from kvlab_mechanisms.cluster.share import Share, share
-from kvlab_mechanisms.cluster.tensor_parallel import attend
+from kvlab_mechanisms.cluster.tensor_parallel import Share, attend, share
 
 
 def attention(ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], causal: bool = True) -> Tensor:

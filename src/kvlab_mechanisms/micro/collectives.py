@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from kvlab.core.errors import Fault
 from kvlab_mechanisms.cluster.ranks import Ranks, all_reduce_bytes, all_to_all_bytes, even
 from kvlab_mechanisms.cluster.sequence_parallel import to_heads
-from kvlab_mechanisms.cluster.share import share
-from kvlab_mechanisms.cluster.tensor_parallel import RowLinear
+from kvlab_mechanisms.cluster.tensor_parallel import RowLinear, share
 
 ROUNDS = 15  # of each time that is told; the median is
 
