@@ -9,8 +9,7 @@ from cluster.work import CODECS, calibration, codec_of, drawn, everything, faili
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.core.errors import CapabilityError, Fault, UserError
 from kvlab_mechanisms.cluster.ranks import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, even, run
-from kvlab_mechanisms.cluster.share import cut, share
-from kvlab_mechanisms.cluster.tensor_parallel import attend, partial
+from kvlab_mechanisms.cluster.tensor_parallel import attend, cut, partial, share
 
 
 @pytest.fixture(scope="module")

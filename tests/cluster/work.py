@@ -10,8 +10,7 @@ from kvlab.codecs.registry import build
 from kvlab.codecs.shared.whitening import Whitener
 from kvlab.core.recipe import Recipe
 from kvlab_mechanisms.cluster import sequence_parallel, tensor_parallel
-from kvlab_mechanisms.cluster.share import cut, share
-from kvlab_mechanisms.cluster.tensor_parallel import ColumnLinear, RowLinear, Weights
+from kvlab_mechanisms.cluster.tensor_parallel import ColumnLinear, RowLinear, Weights, cut, share
 
 CODECS = ("hadamard", "int", "kivi", "d4", "oscar")
 
@@ -83,7 +82,7 @@ def sequence(ranks) -> dict:
         own = slice(first, first + lengths[ranks.rank])
         found[kv_heads, causal] = sequence_parallel.attention(ranks, q[:, own], k[:, own], v[:, own], lengths, causal)
     shares = [share(4, 4, ranks.world, n) for n in range(ranks.world)]
-    mine = sequence_parallel.to_heads(ranks, q[:, own], lengths, shares, lambda part: part.q)
+    mine = sequence_parallel.to_heads(ranks, q[:, own], lengths, shares, "q")
     found["heads"] = mine
     found["back"] = torch.equal(sequence_parallel.to_tokens(ranks, mine, lengths), q[:, own])
     return found
@@ -93,7 +92,7 @@ def spec_example(ranks) -> int:
     """Bytes that this rank sends of [8, 256, 64] float32 from tokens to heads."""
     x = drawn(8, 256 // ranks.world, 64, seed=ranks.rank)
     shares = [share(8, 8, ranks.world, n) for n in range(ranks.world)]
-    sequence_parallel.to_heads(ranks, x, [256 // ranks.world] * ranks.world, shares, lambda part: part.q)
+    sequence_parallel.to_heads(ranks, x, [256 // ranks.world] * ranks.world, shares, "q")
     return ranks.sent["to_heads"]
 
 

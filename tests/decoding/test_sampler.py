@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from transformers import (
+    AutoModelForCausalLM,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -21,8 +22,19 @@ from transformers import (
 
 from kvlab.core.errors import NonFinite, ParamsError, UnknownName
 from kvlab_mechanisms.decoding.law import ORDERS, Sampling, law
-from kvlab_mechanisms.decoding.philox import uniforms
-from kvlab_mechanisms.decoding.sampler import drawn, sample
+from kvlab_mechanisms.decoding.sampler import (
+    DRAFTER,
+    MASK,
+    TARGET,
+    LawProcessor,
+    SamplerProcessor,
+    drawn,
+    philox,
+    sample,
+    uniform,
+    uniforms,
+)
+from kvlab_mechanisms.decoding.speculate import plain
 from tiers import examples
 
 SEEN = torch.tensor([0, 2, 2, 5])
@@ -189,3 +201,81 @@ def test_a_single_finite_logit_is_drawn_and_what_is_no_law_is_refused():
 def test_settings_outside_their_range_are_named(wrong):
     with pytest.raises(ParamsError, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+# Random numbers: known answers, one alone and in an array, uniformity, independence of streams.
+
+# of the authors' own distribution (Random123, kat_vectors): counter, key, answer
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((MASK,) * 4, (MASK,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
+def test_known_answers_by_number_and_by_array(counter, key, answer):
+    assert philox(counter, key) == answer
+    arrays = philox(tuple(np.full(3, c, np.uint64) for c in counter), key)
+    assert all((words == word).all() for words, word in zip(arrays, answer, strict=True))
+
+
+def test_an_array_holds_what_each_of_its_numbers_is_alone():
+    many = uniforms(seed=7, step=2**40 + 3, count=50)
+    assert many.tolist() == [uniform(7, 2**40 + 3, draw) for draw in range(50)]
+
+
+def test_numbers_are_uniform_and_streams_independent():
+    a, b = uniforms(1, 0, 100_000), uniforms(1, 0, 100_000, DRAFTER)
+    assert 0 <= a.min() < a.max() < 1
+    assert stats.kstest(a, "uniform").pvalue > 1e-3
+    cells = np.histogram2d(a, b, bins=10)[0].ravel()
+    assert stats.chisquare(cells).pvalue > 1e-3
+
+
+def test_every_part_of_the_place_counts():
+    places = [(1, 0, 0, TARGET), (2, 0, 0, TARGET), (1, 1, 0, TARGET), (1, 0, 1, TARGET), (1, 0, 0, DRAFTER)]
+    places += [(1 + 2**32, 0, 0, TARGET), (1, 2**32, 0, TARGET)]
+    assert len({uniform(*place) for place in places}) == len(places)
+
+
+# In transformers: generate writes what the sampler draws, alone and in a padded batch.
+
+PROMPTS = [list(range(20, 30)), list(range(50, 57)), [7, 9]]
+SETTINGS = [Sampling(0.8, 20, 0.9, 0.02, seed=1), Sampling(seed=2), Sampling(0)]
+HOW = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_padded_batch_writes_what_each_prompt_writes_alone(model, do_sample):
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
+    how = HOW | {"do_sample": do_sample} | ({"top_k": 0} if do_sample else {})
+    written = model.generate(ids, attention_mask=mask, logits_processor=[SamplerProcessor(SETTINGS)], **how)
+    for row, prompt, own in zip(written, PROMPTS, SETTINGS, strict=True):
+        alone = model.generate(torch.tensor([prompt]), logits_processor=[SamplerProcessor([own])], **how)
+        assert row[width:].tolist() == alone[0, len(prompt) :].tolist() == plain(model, prompt, 20, own)
+
+
+def test_the_filters_alone_leave_transformers_to_draw(model):
+    own = Sampling(0.8, 20, 0.9, 0.02, 1.1)
+    torch.manual_seed(3)
+    ours = model.generate(
+        torch.tensor(PROMPTS[:1]), do_sample=True, top_k=0, logits_processor=[LawProcessor([own])], **HOW
+    )
+    torch.manual_seed(3)
+    theirs = model.generate(
+        torch.tensor(PROMPTS[:1]), do_sample=True, temperature=0.8, top_k=20, top_p=0.9, min_p=0.02,
+        repetition_penalty=1.1, **HOW,
+    )  # fmt: skip
+    assert torch.equal(ours, theirs)

@@ -14,7 +14,7 @@ from scipy import stats
 
 from kvlab.core.errors import NonFinite
 from kvlab_mechanisms.decoding.law import Sampling
-from kvlab_mechanisms.decoding.philox import DRAFTER, uniforms
+from kvlab_mechanisms.decoding.sampler import DRAFTER, uniforms
 from kvlab_mechanisms.decoding.verify import Draft, Rows, draws_of, inverse, residual, verify
 from tiers import examples
 

@@ -14,9 +14,8 @@ from scipy import stats
 from transformers import AutoModelForCausalLM, WatermarkLogitsProcessor
 
 from kvlab.core.errors import ParamsError
-from kvlab_mechanisms.decoding.permutation_watermark import PermutationWatermark
-from kvlab_mechanisms.decoding.philox import uniforms
-from kvlab_mechanisms.decoding.watermark import Detection, Watermark, WatermarkProcessor, mixed
+from kvlab_mechanisms.decoding.sampler import uniforms
+from kvlab_mechanisms.decoding.watermark import Detection, PermutationWatermark, Watermark, WatermarkProcessor, mixed
 from tiers import examples
 
 VOCABULARY = 8192

@@ -13,9 +13,8 @@ from kvlab.codecs.stream.seal import Key
 from kvlab.core.errors import KvlabError, StorageError, UserError
 from kvlab.core.recipe import canonical
 from kvlab_mechanisms.ledger.checkpoint import Checkpoint, LedgerBroken, advance, verify
-from kvlab_mechanisms.ledger.entry import Entry, decoded, encoded
 from kvlab_mechanisms.ledger.jobs import digest_of, enter, entry_of, number_of, others
-from kvlab_mechanisms.ledger.log import Read, append, read
+from kvlab_mechanisms.ledger.log import Entry, Read, append, decoded, encoded, read
 from kvlab_mechanisms.ledger.merkle import Tree
 
 
@@ -133,8 +132,7 @@ def test_a_torn_line_alone_and_a_long_one(path):
 
 WRITER = """
 import sys
-from kvlab_mechanisms.ledger.entry import Entry
-from kvlab_mechanisms.ledger.log import append
+from kvlab_mechanisms.ledger.log import Entry, append
 who, path = sys.argv[1:]
 for n in range(50):
     outputs = {f"results/{who}/{n}": "0" * 64 for n in range(20)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlab_mechanisms.serving.online import Online
 from kvlab_mechanisms.serving.predictor import (
     REQUEST,
     STEP,
+    Online,
     Unfitted,
     fit,
     fit_requests,

@@ -10,8 +10,7 @@ import pytest
 
 from kvlab_mechanisms.serving import trace
 from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
-from kvlab_mechanisms.serving.formats import read_any
-from kvlab_mechanisms.serving.trace import TraceError
+from kvlab_mechanisms.serving.trace import TraceError, read_any
 
 GOOD = {"t": 0, "prompt": 10, "output": 2}
 

@@ -50,7 +50,7 @@ def simulate_verb(args: argparse.Namespace) -> None:
 def requests(args: argparse.Namespace):
     """The trace that is asked for, at the rate that is asked for."""
     from kvlab_mechanisms.serving import arrivals
-    from kvlab_mechanisms.serving.formats import read_any
+    from kvlab_mechanisms.serving.trace import read_any
 
     if args.rate is not None and not 0 < args.rate < math.inf:
         raise UserError(f"--rate {args.rate:g}; allowed: above 0 requests per second")

@@ -23,8 +23,7 @@ from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Recipe
 from kvlab_mechanisms.cluster.handover import Coded, Decoder, Exact, Place, Prefilled
 from kvlab_mechanisms.cluster.transport import Reader, Writer, ends_of, listening
-from kvlab_mechanisms.memory.wire import pack, write
-from kvlab_mechanisms.memory.wire_read import read, unpack
+from kvlab_mechanisms.memory.wire import pack, read, unpack, write
 
 Way = Literal["pipe", "memory", "tcp"]
 WAYS: tuple[Way, ...] = ("pipe", "memory", "tcp")

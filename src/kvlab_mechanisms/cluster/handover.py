@@ -164,9 +164,8 @@ class Decoder:
         if sequence in self._caches:
             raise UserError(f"sequence {sequence!r} is loaded already; unload it first")
         layers = self.model.config.num_hidden_layers
-        if {*found} != {(layer, s) for layer in range(layers) for s in STREAMS} or len(
-            {*map(_length, found.values())}
-        ) > 1:
+        places = {(layer, s) for layer in range(layers) for s in STREAMS}
+        if found.keys() != places or len({one.shape[1] for one in found.values()}) > 1:
             raise StreamError(f"what came is no whole cache of {layers} layers")
         cache = DynamicCache(config=self.model.config)
         for layer in range(layers):
@@ -208,7 +207,3 @@ class Decoder:
         if sequence not in self._caches:
             raise UserError(f"sequence {sequence!r} is not loaded; loaded: {', '.join(self._caches) or 'none'}")
         return self._caches[sequence]
-
-
-def _length(x: Tensor) -> int:
-    return x.shape[1]

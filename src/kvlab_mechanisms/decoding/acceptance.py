@@ -1,6 +1,6 @@
 """How much of what the model drafts over its coded cache the exact cache accepts: one number for each codec.
 
-Of a text's windows each is a prompt; the model goes on from it, once for each codec (`compressed_drafter`), with the
+Of a text's windows each is a prompt; the model goes on from it, once for each codec (`CompressedKVDrafter`), with the
 same random numbers. At temperature 0 what is written is checked to be the plain greedy text.
 """
 
@@ -20,8 +20,7 @@ from kvlab.cache.hf_cache import Calibration, KVCache
 from kvlab.core.errors import Fault
 from kvlab.core.recipe import Recipe
 from kvlab_mechanisms.decoding.law import Sampling, law
-from kvlab_mechanisms.decoding.philox import DRAFTER, uniform
-from kvlab_mechanisms.decoding.sampler import drawn
+from kvlab_mechanisms.decoding.sampler import DRAFTER, drawn, uniform
 from kvlab_mechanisms.decoding.speculate import Report, plain, speculate
 from kvlab_mechanisms.decoding.verify import Draft
 

@@ -25,8 +25,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab_mechanisms.decoding.law import Sampling, law
-from kvlab_mechanisms.decoding.philox import NOISE, uniforms
-from kvlab_mechanisms.decoding.sampler import sample
+from kvlab_mechanisms.decoding.sampler import NOISE, sample, uniforms
 
 
 @dataclass(frozen=True)

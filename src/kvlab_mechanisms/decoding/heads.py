@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from kvlab.core.errors import ModelError
 from kvlab.core.records import atomic
 from kvlab_mechanisms.decoding.law import Sampling, law
-from kvlab_mechanisms.decoding.philox import DRAFTER, uniform
+from kvlab_mechanisms.decoding.sampler import DRAFTER, uniform
 from kvlab_mechanisms.decoding.verify import Draft, inverse
 
 

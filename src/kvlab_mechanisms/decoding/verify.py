@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvlab.core.errors import NonFinite
 from kvlab_mechanisms.decoding.law import Order, Sampling, law
-from kvlab_mechanisms.decoding.philox import TARGET, uniform
+from kvlab_mechanisms.decoding.sampler import TARGET, uniform
 
 
 class Draft(NamedTuple):

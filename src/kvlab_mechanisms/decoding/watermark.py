@@ -131,6 +131,53 @@ class Watermark:
 
 
 @dataclass(frozen=True)
+class PermutationWatermark(Watermark):
+    """A watermark with the lists that transformers' ``WatermarkLogitsProcessor`` makes.
+
+    The "lefthash" of the authors' code: the token before seeds a permutation of the whole vocabulary, whose beginning
+    is green. Detection makes one permutation for each context.
+
+    Parameters
+    ----------
+    key : int
+        Its ``hashing_key``.
+    vocabulary : int
+        As the processor was told.
+    """
+
+    vocabulary: int = 50_000
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.width != 1 or self.secure:
+            raise ParamsError("lists by permutation are of width 1 and have no secure hash")
+
+    def contexts(self, ids: np.ndarray) -> np.ndarray:
+        """Seeds of the generator that permutes, uint64."""
+        seeds = [self.key * int(last) % (FULL - 1) for last in np.asarray(ids)[..., -1].ravel()]
+        return np.array(seeds, np.uint64).reshape(np.shape(ids)[:-1])
+
+    def green(self, tokens: np.ndarray, contexts: np.ndarray) -> np.ndarray:
+        """See `Watermark`."""
+        tokens, contexts = np.broadcast_arrays(tokens, contexts)
+        found = np.zeros(tokens.shape, bool)
+        for seed in np.unique(contexts):
+            here = contexts == seed
+            found[here] = self._list(int(seed))[tokens[here]]
+        return found
+
+    def green_list(self, size: int, contexts: np.ndarray) -> np.ndarray:
+        """See `Watermark`."""
+        return self.green(np.arange(size), contexts[..., None])
+
+    def _list(self, seed: int) -> np.ndarray:
+        generator = torch.Generator().manual_seed(seed)
+        listed = np.zeros(self.vocabulary, bool)
+        listed[torch.randperm(self.vocabulary, generator=generator)[: int(self.vocabulary * self.gamma)].numpy()] = True
+        return listed
+
+
+@dataclass(frozen=True)
 class Detection:
     """What was counted in a text.
 
@@ -153,7 +200,10 @@ class Detection:
     @cached_property
     def z(self) -> float:
         """Green beyond what is expected, in standard deviations; NaN where nothing was scored."""
-        return _z(int(self.green.sum()), self.scored, self.gamma) if self.scored else math.nan
+        if not self.scored:
+            return math.nan
+        beyond = int(self.green.sum()) - self.gamma * self.scored
+        return beyond / math.sqrt(self.scored * self.gamma * (1 - self.gamma))
 
     @cached_property
     def p_value(self) -> float:
@@ -175,10 +225,6 @@ class Detection:
         )
         at = int(scores.argmax())
         return int(begin[at]), int(end[at]), float(scores[at])
-
-
-def _z(green: int, scored: int, gamma: float) -> float:
-    return (green - gamma * scored) / math.sqrt(scored * gamma * (1 - gamma))
 
 
 class WatermarkProcessor(LogitsProcessor):

@@ -13,8 +13,7 @@ from pathlib import Path
 from kvlab.codecs.stream.seal import Key
 from kvlab.core.errors import Fault, StorageError, UserError
 from kvlab.core.records import read_json, write_json
-from kvlab_mechanisms.ledger.entry import SHA256
-from kvlab_mechanisms.ledger.log import FOLDER, Read
+from kvlab_mechanisms.ledger.log import FOLDER, SHA256, Read
 from kvlab_mechanisms.ledger.merkle import Tree
 
 CHECKPOINT = FOLDER / "checkpoint.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvlab.core.errors import StorageError, UserError
 from kvlab.core.records import versions
 from kvlab_mechanisms.ledger import log
-from kvlab_mechanisms.ledger.entry import Entry
+from kvlab_mechanisms.ledger.log import Entry
 
 LEFT_OUT = {"__pycache__", ".snakemake_timestamp"}  # of a folder: what tools leave in it
 

@@ -8,9 +8,8 @@ from kvlab.codecs.stream.tree import leaf
 from kvlab.core.errors import StorageError
 from kvlab.core.records import read_json, write_json
 from kvlab_mechanisms.ledger.checkpoint import Checkpoint, LedgerBroken
-from kvlab_mechanisms.ledger.entry import SHA256, Entry, decoded
 from kvlab_mechanisms.ledger.jobs import number_of
-from kvlab_mechanisms.ledger.log import Read
+from kvlab_mechanisms.ledger.log import SHA256, Entry, Read, decoded
 from kvlab_mechanisms.ledger.merkle import Tree, proves_inclusion
 
 

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from kvlab.core.errors import Fault
 from kvlab_mechanisms.cluster.ranks import Ranks, all_reduce_bytes, all_to_all_bytes, even
 from kvlab_mechanisms.cluster.sequence_parallel import to_heads
-from kvlab_mechanisms.cluster.share import share
-from kvlab_mechanisms.cluster.tensor_parallel import RowLinear
+from kvlab_mechanisms.cluster.tensor_parallel import RowLinear, share
 
 ROUNDS = 15  # of each time that is told; the median is
 
@@ -34,7 +33,7 @@ def collectives(ranks: Ranks) -> list[dict[str, Any]]:
         ("all-reduce", "[8, 512]", all_reduce_bytes(x.nbytes, ranks.world), lambda: ranks.all_reduce(x),
          lambda: dist.all_reduce(x.clone())),
         ("tokens to heads", "[8, 256, 64]", all_to_all_bytes(tokens.nbytes * ranks.world, ranks.world),
-         lambda: to_heads(ranks, tokens, lengths, shares, lambda part: part.q),
+         lambda: to_heads(ranks, tokens, lengths, shares, "q"),
          lambda: dist.all_to_all_single(flat, tokens.reshape(-1))),
         ("row-parallel linear, beside DTensor", "[8, 256] by [256, 512]", all_reduce_bytes(4 * 8 * 512, ranks.world),
          lambda: row_linear(columns), lambda: row_dtensor(columns)),

@@ -85,12 +85,12 @@ def held(path: Path) -> str:
     StorageError, ParamsError
         It cannot be read.
     """
-    from kvlab.core.records import read_json
     from kvlab.core.strictyaml import from_yaml, read_text
+    from kvlab_mechanisms.ledger.contract import read_strictly
 
     kind = kind_of(path)
     if kind is None:
         ends = ", ".join(end for end, _ in CONTRACTS.values())
         raise UserError(f"{path} has no contract; files that have one: {ends}")
-    hold(kind, read_json(path) if path.suffix == ".json" else from_yaml(read_text(path), str(path)), path)
+    hold(kind, read_strictly(path) if path.suffix == ".json" else from_yaml(read_text(path), str(path)), path)
     return kind

@@ -12,9 +12,20 @@ from hypothesis import strategies as st
 
 from kvlab.core.errors import CalibrationMismatch, StreamError, UserError
 from kvlab.kvstore.paging.geometry import same_bits
-from kvlab_mechanisms.memory.wire import ALIGN, DTYPES, MAGIC, VERSION, Head, digest, pack, write
+from kvlab_mechanisms.memory.wire import (
+    ALIGN,
+    DTYPES,
+    MAGIC,
+    VERSION,
+    Head,
+    Received,
+    digest,
+    pack,
+    read,
+    unpack,
+    write,
+)
 from kvlab_mechanisms.memory.wire import HEAD as HEAD_FIELDS
-from kvlab_mechanisms.memory.wire_read import Received, read, unpack
 
 HEAD = Head(model="m" * 16, codec="", dtype="float32", layers=2, kv_heads=2, head_dim=4, tokens=3, sequence="one")
 

@@ -15,8 +15,7 @@ from kvlab.codecs.registry import build
 from kvlab.codecs.stream.bitstream import frame_bytes
 from kvlab_mechanisms.memory.host_tier import HostTier
 from kvlab_mechanisms.memory.page_pool import PagePool
-from kvlab_mechanisms.memory.wire import Head, pack
-from kvlab_mechanisms.memory.wire_read import unpack
+from kvlab_mechanisms.memory.wire import Head, pack, unpack
 from kvlab_mechanisms.micro.row import Row, hold
 
 PAGE = 2 * 8 * 16 * 64 * 4  # bytes of a page of K and V: 8 heads, 16 tokens of 64 numbers, float32

@@ -14,7 +14,6 @@ import torch
 from kvlab.gate.check import Claim
 from kvlab_mechanisms.memory.host_tier import HostTier
 from kvlab_mechanisms.micro.row import Row, hold, named
-from kvlab_mechanisms.serving.online import Online
 from kvlab_mechanisms.serving.policies.batches import Batches
 from kvlab_mechanisms.serving.policies.canary import Canary
 from kvlab_mechanisms.serving.policies.gateway import Gateway
@@ -22,7 +21,7 @@ from kvlab_mechanisms.serving.policies.preempt import Switch
 from kvlab_mechanisms.serving.policies.profiler import Histogram
 from kvlab_mechanisms.serving.policies.ratelimit import NANO, RateLimit
 from kvlab_mechanisms.serving.policies.semantic import SemanticCache, Space
-from kvlab_mechanisms.serving.predictor import REQUEST, fit, request_features
+from kvlab_mechanisms.serving.predictor import REQUEST, Online, fit, request_features
 from kvlab_mechanisms.serving.worker import Costs
 
 SPACE = Space("a" * 16, "exact")

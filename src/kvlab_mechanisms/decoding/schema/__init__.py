@@ -1,1 +1,0 @@
-"""Text that a JSON schema allows: a reference automaton over bytes, its token masks, and xgrammar."""
