@@ -107,13 +107,16 @@ def unknown_key(given: str, allowed: Iterable[str], above: tuple = ()) -> str:
 def held_to(kind: Any, data: Any, prefix: tuple) -> Any:
     """`data` as a value of a kind, strictly: neither true nor '3' is a number.
 
+    It is read as JSON, of which pydantic takes a list for a tuple also where it is strict. A model whose validator runs
+    before its fields are read makes Python's values of it, of which it does not; those of parameters have none.
+
     Raises
     ------
     ParamsError
         A line for each mistake.
     """
     try:
-        return _adapter(kind).validate_json(to_json(data), strict=True)  # from JSON, a list is a tuple in strict too
+        return _adapter(kind).validate_json(to_json(data), strict=True)
     except ValidationError as error:
         raise ParamsError(*_explained(error, kind, prefix)) from None
 

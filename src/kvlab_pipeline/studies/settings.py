@@ -83,8 +83,14 @@ class Settings(Sections):
         named = data.get("cells", {})
         if not isinstance(named, dict):
             return super().examined(data)
-        entries = {name: entry for name, entry in overlay(CELLS, named).items() if entry is not None}
+        odd = {name: entry for name, entry in named.items() if not isinstance(entry, dict | None)}
+        changes = overlay(CELLS, named | {name: {} for name in odd})  # as if they changed nothing, for what names them
+        entries = {name: entry for name, entry in changes.items() if entry is not None}
         found, problems = super().examined(data | {"cells": entries})
+        problems += [
+            f"cells.{name} is {shown(entry)}; allowed: a mapping of what it changes, or null to take the entry out"
+            for name, entry in odd.items()
+        ]
         if "cells" in found.__dict__:
             try:
                 found = found._without_impossible(CELLS.keys() - named.keys())
