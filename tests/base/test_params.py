@@ -278,7 +278,10 @@ def test_an_entry_that_computes_otherwise_brings_its_own_floor(base_params):
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"codec": {"whitn": False}}, "unknown parameter 'whitn'; did you mean 'whiten'"),
+        (
+            {"codec": {"whitn": False}},
+            r"'cells\.a\.codec\.whitn'; did you mean 'cells\.a\.codec\.whiten'",
+        ),
         ({"codec": {"variance_ratio": 2}}, "variance_ratio"),
         ({"span": "window"}, r"set protocols: \[in_forward\]"),
         ({"attention": "sdpa"}, r"set engines: \[hf\]"),
@@ -400,7 +403,7 @@ def test_an_overlay_adds_changes_and_takes_out_entries(base_params):
 @pytest.mark.parametrize("value", [3, "k", [1], True])
 def test_an_overlay_with_an_entry_that_is_no_mapping_is_refused(base_params, value):
     with pytest.raises(ParamsError, match=r"cells\.k-only is .*allowed: a mapping .* or null"):
-        overlay(base_params, {"cells": {"k-only": value}})
+        Settings.complete(overlay(base_params, {"cells": {"k-only": value}}))
 
 
 @pytest.fixture

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvlab.cli.main import main
 from kvlab.core.errors import ParamsError
 from kvlab.core.paramfile import assignment, overlay, read_yaml
 from kvlab.core.plain import MOST_ENTRIES, MOST_VALUES, shown, unfit
-from kvlab.core.strictyaml import MOST_BYTES, from_json, from_yaml
+from kvlab.core.strictyaml import MOST_BYTES, Unreadable, from_json, from_yaml, read_text
 from kvlab_pipeline.studies.settings import by_model, read_params
 
 MODELS = "models: [{path: models/reference}]\n"
@@ -36,12 +40,24 @@ REFUSED = {
     "no number": ("calibration: {ridge: .nan}", "parameter 'calibration.ridge' is nan"),
     "a key twice": ("bits: 3\nbits: 4", "line 3: key 'bits' is given twice"),
     "a key twice inside": ("windows:\n  test: 8\n  test: 9", "line 4: key 'test' is given twice"),
-    "true bits": ("bits: true", "parameter 'bits' is true; allowed: a number"),
-    "a false seed": ("windows: {seed: no}", "parameter 'windows.seed' is false; allowed: a number"),
-    "true ridge": ("calibration: {ridge: yes}", "parameter 'calibration.ridge' is true; allowed: a number"),
+    "true bits": ("bits: true", "parameter 'bits' is true; allowed: a whole number"),
+    "a false seed": ("windows: {seed: false}", "parameter 'windows.seed' is false; allowed: a whole number"),
+    "true ridge": ("calibration: {ridge: true}", "parameter 'calibration.ridge' is true; allowed: a number"),
     "true in a list": ("ladder: {bits: [true, 4]}", "parameter 'ladder.bits.0' is true"),
     "true of a cell": ("cells: {mine: {bits: true}}", "parameter 'cells.mine.bits' is true"),
     "true of its codec": ("cells: {mine: {codec: {block_size: true}}}", "'cells.mine.codec.block_size' is true"),
+    "true by another word": ("codec: {whiten: yes}", "'codec.whiten' is 'yes'; allowed: true or false"),
+    "a number for true": ("codec: {whiten: 1}", "'codec.whiten' is 1; allowed: true or false"),
+    "a number in quotes": ("bits: '3'", "'bits' is '3'; allowed: a whole number"),
+    "a part of a window": ("windows: {test: 8.0}", "'windows.test' is 8.0; allowed: a whole number"),
+    "a number for a text": ("report: {title: 3}", "'report.title' is 3; allowed: a text"),
+    "a text for a list": ("engines: hf", "'engines' is 'hf'; allowed: a list"),
+    "a list for a section": ("windows: [8]", "'windows' is [8]; allowed: a mapping"),
+    "nothing for a number": ("windows: {test: }", "'windows.test' is null; allowed: a whole number"),
+    "a date for a text": ("report: {title: 2024-01-01}", "'report.title' is 2024-01-01, a date; allowed:"),
+    "15 or 17": ("windows: {seed: 017}", "line 2: 017 begins with 0; allowed:"),
+    "half an hour": ("windows: {seed: 0:30}", "'windows.seed' is '0:30'; allowed: a whole number"),
+    "a name of a cell": ("cells: {a b: {}}", "'cells.a b' is 'a b'; allowed: a text of pattern"),
     "an engine twice": ("engines: [hf, hf]", "parameter 'engines' names 'hf' twice; allowed: each once"),
     "bits twice": ("ladder: {bits: [2, 4, 2]}", "parameter 'ladder.bits' names 2 twice"),
     "pairs twice": ("mitigations: {uniform: [[4, 4], [4, 4]]}", "parameter 'mitigations.uniform' names [4, 4] twice"),
@@ -53,7 +69,8 @@ REFUSED = {
     "a number without end": (f"windows: {{seed: 0x{'f' * 9000}}}", "'windows.seed' is a number of 36000 bits"),
     "digits without end": (f"windows: {{seed: {'9' * 9000}}}", "is not YAML: Exceeds the limit"),
     "a number for a name": ("1: 2", "has the key 1; allowed: a parameter's name"),
-    "a truth for a name": ("on: 2", "line 2: key True is no text"),
+    "what was a truth for a name": ("on: 2", "unknown parameter 'on'; allowed: "),
+    "a truth for a name": ("true: 2", "line 2: key True is no text"),
     "nothing for a name": ("null: 2", "line 2: key None is no text"),
     "a list for a name": ("[a]: 2", "line 2: a key is no text"),
     "a long name": ("k" * 900 + ": 2", "unknown parameter 'kkk"),
@@ -63,6 +80,8 @@ REFUSED = {
     "a brace in a text": ("corpus: {source: 'texts/{y}.txt'}", "corpus.source: 'texts/{y}.txt' holds '{'; allowed"),
     "one in the other": ("corpus: {other: 'a}'}", "corpus.other: 'a}' holds '}'; allowed: a path without braces"),
     "a line break": ('corpus: {source: "a\\nb"}', r"corpus.source: 'a\nb' holds '\n'"),
+    "half a character": ('report: {title: "\\ud800"}', "'report.title' is '\\ud800', which no file in UTF-8 can hold"),
+    "half a name": ('report: {"\\ud800": 1}', "'report' has the key '\\ud800'; allowed: a parameter's name"),
     "a NUL": ('corpus: {source: "a\\0b"}', r"corpus.source: 'a\x00b' holds '\x00'"),
 }
 
@@ -81,6 +100,23 @@ def test_it_is_one_line_and_costs_no_second(case, root, tmp_path, monkeypatch, c
     assert took < 3  # a second; other jobs share the cores
 
 
+def test_several_mistakes_are_a_line_each(root, monkeypatch):
+    monkeypatch.chdir(root)
+    said = "bits: true\nwindows: {tset: 8, calib: '4'}\ncells: {mine: {bits: 9}, yours: {layers: [true]}}\nzzz: 1"
+    with pytest.raises(ParamsError) as caught:
+        by_model(from_yaml(MODELS + said, "it"))
+    told = (
+        "parameter 'bits' is true; allowed: a whole number",
+        "parameter 'cells.mine.bits' is 9; allowed: less than or equal to 8",
+        "parameter 'cells.yours.layers.0' is true; allowed: a whole number",
+        "parameter 'windows.calib' is '4'; allowed: a whole number",
+        "unknown parameter 'windows.tset'; did you mean 'windows.test'?",
+        "unknown parameter 'zzz'; allowed: baseline, bits, ",
+    )
+    lines = sorted(caught.value.lines)
+    assert [line[: len(words)] for line, words in zip(lines, told, strict=True)] == list(told)
+
+
 @pytest.mark.parametrize("path", ["m/{y}", "a\nb", "a\0b"])
 def test_a_model_lies_where_the_workflow_can_name_it(path):
     with pytest.raises(ParamsError, match=r"models\.0\.path: .* holds .*; allowed: a path without braces"):
@@ -88,7 +124,7 @@ def test_a_model_lies_where_the_workflow_can_name_it(path):
 
 
 def test_true_for_the_number_of_gpus():
-    with pytest.raises(ParamsError, match=r"'models\.0\.tensor_parallel' is true; allowed: a number"):
+    with pytest.raises(ParamsError, match=r"'models\.0\.tensor_parallel' is true; allowed: a whole number"):
         by_model({"models": [{"path": "models/reference", "tensor_parallel": True}]})
 
 
@@ -115,10 +151,11 @@ def test_what_snakemake_has_read_is_held_to_the_same(root, monkeypatch):
     ("text", "words"),
     [
         ('{"bits": 99', "--params is not JSON"),
-        ('{"bits": NaN}', "--params holds NaN; allowed: finite numbers"),
-        ('{"bits": 1e999}', "parameter 'bits' is inf"),
+        ('{"bits": NaN}', "--params holds NaN, no finite number; allowed: one, or null"),
+        ('{"bits": 1e999}', "--params holds 1e999, no finite number"),
         ('{"bits": 3, "bits": 4}', "--params gives key 'bits' twice"),
-        ('{"bits": true}', "parameter 'bits' is true; allowed: a number"),
+        ('{"report": {"title": "\\ud800"}}', "'report.title' is .*, which no file in UTF-8 can hold"),
+        ('{"bits": true}', "parameter 'bits' is true; allowed: a whole number"),
         ('{"codec": ' + "[" * 100_000, "--params is not JSON"),
         ('{"engines": ["hf", "hf"]}', "'engines' names 'hf' twice"),
     ],
@@ -132,7 +169,7 @@ def test_the_json_of_a_rule_is_held_to_the_same(text, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("bits=*a", r"the value of --set 'bits=\*a', line 1: \*a stands for"),
+        ("bits=*a", r"the value of --set 'bits=\*a' line 1: \*a stands for"),
         ("codec={whiten: true, whiten: false}", "key 'whiten' is given twice"),
         (".".join("a" * 100) + "=1", "names 100 levels; allowed: at most 32"),
     ],
@@ -147,6 +184,42 @@ def test_a_device_and_a_folder_are_no_params(tmp_path):
         read_yaml("/dev/zero")
     with pytest.raises(ParamsError, match=r"cannot read .*: Is a directory"):
         read_yaml(tmp_path)
+
+
+FILES = ("params.yaml", "dvc.yaml", "workflow/presets/*.yaml", "src/kvlab/gate/registry/*.yaml")
+
+
+@pytest.mark.parametrize(
+    "path", [path for name in FILES for path in sorted(Path(__file__).parents[2].glob(name))], ids=str
+)
+def test_the_repository_s_files_are_the_same_to_readers_of_yaml_1_1_and_1_2(path):
+    """Snakemake reads by the former, DVC and `kvlab` by the latter; ``repr`` tells 1 from 1.0 and from true."""
+    assert repr(from_yaml(read_text(path), str(path))) == repr(yaml.safe_load(path.read_text()))
+
+
+def test_a_number_that_snakemake_reads_as_a_text_is_a_number(root, monkeypatch):
+    monkeypatch.chdir(root)
+    said = MODELS + "calibration: {ridge: 1e-3}\nnoise: {sigmas: [1e-2, 0.1]}"
+    theirs = yaml.safe_load(said)
+    assert theirs["calibration"] == {"ridge": "1e-3"}
+    assert by_model(theirs) == by_model(from_yaml(said, "it"))
+
+
+@pytest.mark.parametrize(
+    "text", ["-_", "._", "0x_", "!!bool maybe", "!!int ''", "!!timestamp x", "2024-13-45", "a: [", "\0"]
+)
+def test_what_only_looks_like_a_value_is_no_yaml(text):
+    with pytest.raises(Unreadable, match=r"^it is not YAML: "):
+        from_yaml(text, "it")
+
+
+@given(st.text("ab01-_.:,[]{}&*!|>'\"?#%@ \n\t~e"))
+def test_any_text_is_a_value_or_refused_in_one_line(text):
+    for read in (from_yaml, from_json):
+        try:
+            read(text, "it")
+        except Unreadable as refused:
+            assert "\n" not in str(refused)
 
 
 def test_what_the_repository_holds_is_fit(root, monkeypatch):

@@ -290,8 +290,8 @@ def test_a_yaml_key_twice_is_refused(tmp_path):
     config = tmp_path / "claim.yaml"
     config.write_text("mechanism: baseline\nengine: hf\nmechanism: kv_quantization\n")
     assert refusal(read_config, config).reasons[0].code == "field_twice"
-    config.write_text("mechanism: &m baseline\nengine: *m\ncompression-ratio: 5e-1\n")
-    assert read_config(config) == {"mechanism": "baseline", "engine": "baseline", "compression_ratio": 0.5}
+    config.write_text("mechanism: baseline\nengine: hf\ncompression-ratio: 5e-1\n")
+    assert read_config(config) == {"mechanism": "baseline", "engine": "hf", "compression_ratio": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -301,6 +301,11 @@ def test_a_yaml_key_twice_is_refused(tmp_path):
         ("", "row_not_object"),
         ("a: [", "file_not_yaml"),
         ("mechanism: 2024-13-45", "file_not_yaml"),
+        ("mechanism: &m baseline\nengine: *m", "file_not_yaml"),
+        ("mechanism: " + "[" * 50_000, "file_not_yaml"),
+        ("mechanism: !!set {a}", "file_not_yaml"),
+        ("#" * (1 << 20), "file_not_yaml"),
+        ("speculative-wasted-tokens: 017", "file_not_yaml"),
         ("compression-ratio: .nan", "value_not_finite"),
         ("compression-ratio: .inf", "value_not_finite"),
         ("compression-ratio: '0.5'", "value_kind"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -20,13 +20,12 @@ import numpy as np
 import torch
 
 from kvlab.calibration.load import Fitted
-from kvlab.codecs.catalogue import TENSORWISE
 from kvlab.codecs.shared import whitening
 from kvlab.codecs.shared.quantizer import gaussian_table
 from kvlab.codecs.stream.published import SigmaQ, write_sigma
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params
-from kvlab.core.recipe import digest
+from kvlab.core.recipe import CODECS, digest
 from kvlab.core.records import file_hash, write_json
 from kvlab.engines import registry
 from kvlab.measure import witnessing
@@ -184,9 +183,9 @@ def in_place(planted: Planted) -> Iterator[None]:
     def started(*given, **named) -> PlantedShift:
         return PlantedShift(start(*given, **named), planted)
 
-    marking = {"block": "validation.planted.shim:MarkingCodec"}
+    marking = {"block": replace(CODECS["block"], codec="validation.planted.shim:MarkingCodec")}
     silent = patch.object(witnessing, "testify", unexamined)
-    with patch.dict(TENSORWISE, marking), patch.object(registry, "start", started), silent:
+    with patch.dict(CODECS, marking), patch.object(registry, "start", started), silent:
         yield
 
 

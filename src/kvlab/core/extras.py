@@ -14,6 +14,8 @@ EXTRAS = {
     "dvc": "pipeline",
     "gguf": "pipeline",
     "mwparserfromhell": "pipeline",
+    "jsonschema": "mechanisms",
+    "xgrammar": "mechanisms",
 }
 
 

@@ -5,23 +5,33 @@ Knows nothing of which parameters there are; that is `kvlab.core.params`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
-from kvlab.core.errors import ParamsError, nearest, suggestion
+from kvlab.core.errors import ParamsError, StorageError, nearest, suggestion
 from kvlab.core.plain import MOST_DEPTH, WIDEST, shown
 from kvlab.core.strictyaml import from_yaml, read_text
 
 PRESETS = Path("workflow/presets")
+KINDS = {
+    **{"bool_type": "true or false", "int_type": "a whole number", "float_type": "a number", "string_type": "a text"},
+    **{"model_type": "a mapping", "dict_type": "a mapping", "tuple_type": "a list", "none_required": "null"},
+}
+"""What is allowed where something of another kind is given, by pydantic's name of the problem."""
 
 
 def read_yaml(path: Path) -> dict:
     """The mapping in a YAML file; `ParamsError` when there is none, or `kvlab.core.strictyaml` refuses it."""
-    data = from_yaml(read_text(path), str(path))
+    try:
+        data = from_yaml(read_text(path), str(path))
+    except StorageError as error:
+        raise ParamsError(f"{error}; run where a params.yaml lies, or write one with `kvlab init`") from None
     if not isinstance(data, dict):
         raise ParamsError(f"{path} must hold a mapping of parameters, not {type(data).__name__}")
     return data
@@ -47,28 +57,17 @@ def assignment(change: str) -> dict:
     return nested
 
 
-def overlay(base: dict, changes: dict) -> dict:
+def overlay(base: Any, changes: Any, path: tuple[str, ...] = ()) -> Any:
     """`base` with the leaves of `changes` put in.
 
-    Of a list of mappings, numbers name the entries that change, as in `models.0.path`. An entry of `cells` is a
-    mapping, or null, which takes it out. Which keys there are the models of the parameters say.
+    Of a list, numbers name the entries that change, as in `models.0.path`. Which keys there are, and what they may be,
+    the models of the parameters say.
     """
-    cells = changes.get("cells")
-    for name, entry in cells.items() if isinstance(cells, dict) else ():
-        if entry is not None and not isinstance(entry, dict):
-            raise ParamsError(
-                f"cells.{name} is {shown(entry)}; allowed: a mapping of what it changes, or null to take the entry out"
-            )
-    return merged(base, changes)
-
-
-def merged(old: Any, new: Any, path: tuple[str, ...] = ()) -> Any:
-    """`new`, and of `old` all that it does not name; numbers in `new` name entries of a list in `old`."""
-    if isinstance(old, list) and isinstance(new, dict):
-        return _entries_changed(old, new, path)
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return new
-    return old | {key: merged(old.get(key), value, (*path, str(key))) for key, value in new.items()}
+    if isinstance(base, list) and isinstance(changes, dict):
+        return _entries_changed(base, changes, path)
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    return base | {key: overlay(base.get(key), value, (*path, str(key))) for key, value in changes.items()}
 
 
 def _entries_changed(old: list, new: dict, path: tuple[str, ...]) -> list:
@@ -76,7 +75,7 @@ def _entries_changed(old: list, new: dict, path: tuple[str, ...]) -> list:
     for number, change in new.items():
         if str(number) not in entries:
             raise ParamsError(unknown_key(str(number), entries, path))
-        entries[str(number)] = merged(entries[str(number)], change, (*path, str(number)))
+        entries[str(number)] = overlay(entries[str(number)], change, (*path, str(number)))
     return list(entries.values())
 
 
@@ -105,22 +104,35 @@ def unknown_key(given: str, allowed: Iterable[str], above: tuple = ()) -> str:
     return f"unknown parameter {'.'.join(map(str, (*above, given)))!r}; {hint}"
 
 
-def explained(error: ValidationError, root: Any, prefix: tuple = ()) -> list[str]:
+def held_to(kind: Any, data: Any, prefix: tuple) -> Any:
+    """`data` as a value of a kind, strictly: neither true nor '3' is a number.
+
+    It is read as JSON, of which pydantic takes a list for a tuple also where it is strict. A model whose validator runs
+    before its fields are read makes Python's values of it, of which it does not; those of parameters have none.
+
+    Raises
+    ------
+    ParamsError
+        A line for each mistake.
+    """
+    try:
+        return _adapter(kind).validate_json(to_json(data), strict=True)
+    except ValidationError as error:
+        raise ParamsError(*_explained(error, kind, prefix)) from None
+
+
+_adapter = cache(TypeAdapter)
+
+
+def _explained(error: ValidationError, root: Any, prefix: tuple) -> list[str]:
     """Each problem of a pydantic error as a line with value, rule and nearest name.
 
     A value that may be of several kinds and is of none has a problem with each of them; the first speaks for it.
-
-    Parameters
-    ----------
-    root : type
-        What was validated: a model, or the annotation of a field.
-    prefix : tuple
-        Where that lies in params.yaml.
     """
     lines: dict[tuple, str] = {}
     for problem in error.errors():
-        place = _named(root, problem["loc"])
-        lines.setdefault(place, _line(problem, _at(root, place[:-1]), (*prefix, *place)))
+        place, section = _located(root, problem["loc"])
+        lines.setdefault(place, _line(problem, section, (*prefix, *place)))
     # a list of which an item is wrong counts as too short as well, and a misspelt key as missing
     inner = {place[:depth] for place in lines for depth in range(len(place))}
     meant = {line.partition("; did you mean ")[2].strip("'?") for line in lines.values()}
@@ -128,75 +140,44 @@ def explained(error: ValidationError, root: Any, prefix: tuple = ()) -> list[str
     return [lines[p] for p in lines if p not in inner and not (lines[p].endswith("is missing") and named[p] in meant)]
 
 
-def switched(root: Any, data: Any, prefix: tuple = (), place: tuple = ()) -> Iterator[str]:
-    """A line for each true or false where a number belongs, for which Python would take it.
-
-    Parameters
-    ----------
-    root : type
-        What `data` is to be: a model, or the annotation of a field.
-    prefix : tuple
-        Where that lies in params.yaml.
-    """
-    held = dict(enumerate(data)) if isinstance(data, list | tuple) else data
-    for key, value in held.items() if isinstance(held, dict) else ():
-        yield from switched(root, value, prefix, (*place, key))
-    kinds = _kinds(_at(root, place)) if isinstance(data, bool) else []
-    if bool not in kinds and {int, float} & set(kinds):
-        name = ".".join(map(str, (*prefix, *place)))
-        yield f"parameter {name!r} is {str(data).lower()}; allowed: a number"
-
-
 def _line(problem: Any, section: Any, location: tuple) -> str:
-    name = ".".join(str(part) for part in location)
-    if problem["type"] == "extra_forbidden":
-        return unknown_key(location[-1], _model(section).model_fields, location[:-1])
-    if problem["type"] == "missing":
+    name, kind, given = ".".join(map(str, location)), problem["type"], problem["input"]
+    if kind == "extra_forbidden":
+        return unknown_key(location[-1], _fields(section), location[:-1])
+    if kind == "missing":
         return f"parameter {name!r} is missing"
-    if problem["type"] == "value_error":
+    if kind == "value_error":
         return f"{name + ': ' if name else ''}{problem['msg'].removeprefix('Value error, ')}"
     hint = ""
-    if problem["type"] == "literal_error":
+    if kind == "literal_error":
         allowed = [part.strip(" '") for part in problem["ctx"]["expected"].replace(" or ", ", ").split(",")]
-        hint = suggestion(str(problem["input"]), allowed)
-    allowed_text = problem["msg"].replace("Input should be", "allowed:")
-    return f"parameter {name!r} is {shown(problem['input'])}; {allowed_text}{hint}"
+        hint = suggestion(str(given), allowed)
+    said = KINDS.get(kind) or problem["msg"].replace("Input should be ", "").replace("String should match", "a text of")
+    value = json.dumps(given) if given is None or isinstance(given, bool) else shown(given)
+    return f"parameter {name!r} is {value}; allowed: {said}{hint}"
 
 
-def _named(root: Any, location: tuple) -> tuple:
-    """A place in a pydantic error without the kinds that a value might have been of: its keys and numbers."""
-    place: tuple = ()
+def _located(root: Any, location: tuple) -> tuple[tuple, Any]:
+    """The place of a pydantic error without the kinds that a value might have been of, and what lies around it."""
+    place, section, here = (), root, root
     for part in location:
-        here = _at(root, place)
-        holds = {get_origin(kind) for kind in _kinds(here)}
-        keyed = (_model(here) is not None or dict in holds) and part != "[key]"
-        if keyed or (isinstance(part, int) and holds & {tuple, list}):
-            place = (*place, part)
-    return place
+        if part != "[key]" and (inner := _inside(here, part)) is not None:
+            place, section, here = (*place, part), here, inner
+    return place, section
 
 
-def _at(root: Any, location: tuple) -> Any:
-    """The type of what lies at a place."""
-    here = root
-    for part in location:
-        section = _model(here)
-        if section is not None and part in section.model_fields:
-            here = section.model_fields[part].annotation
-        else:  # an entry of a list or of a mapping
-            inner = [kind for kind in _kinds(here) if get_origin(kind) in (tuple, list, dict)]
-            here = get_args(inner[0])[get_origin(inner[0]) is dict] if inner else Any
-    return here
+def _inside(kind: Any, part: str | int) -> Any:
+    """The annotation of what a key or a number names in a value of a kind; None where it names a kind instead."""
+    origin, args = get_origin(kind), get_args(kind)
+    if hasattr(kind, "model_fields"):
+        return kind.model_fields[part].annotation if part in kind.model_fields else Any
+    if origin in (tuple, list):
+        return args[0] if isinstance(part, int) else None
+    if origin is dict:
+        return args[1]
+    return next((found for one in args if (found := _inside(one, part)) is not None), None)
 
 
-def _kinds(annotation: Any) -> list:
-    """An annotation, or all that it allows."""
-    if get_origin(annotation) is Annotated:
-        return _kinds(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [kind for one in get_args(annotation) for kind in _kinds(one)]
-    return [annotation]
-
-
-def _model(annotation: Any) -> type[BaseModel] | None:
-    """The model among the kinds of an annotation."""
-    return next((kind for kind in _kinds(annotation) if hasattr(kind, "model_fields")), None)
+def _fields(kind: Any) -> dict[str, Any]:
+    """The fields of the model among the kinds of an annotation."""
+    return getattr(kind, "model_fields", {}) or next(filter(None, map(_fields, get_args(kind))), {})

@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from kvlab.core.errors import ParamsError
-from kvlab.core.paramfile import explained, switched, unknown_key
+from kvlab.core.paramfile import held_to, unknown_key
 from kvlab.core.plain import no_wildcard
 from kvlab.core.recipe import DType, Engine, Protocol
 from kvlab.core.settings import Bits, BlockSettings, Frozen
@@ -83,19 +84,15 @@ class ModelEntry(Frozen):
     revision: str | None = Field(default=None, description="hub revision (commit or tag); null for a directory")
     tensor_parallel: int = Field(default=1, ge=1, description="GPUs over which vLLM splits the model")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, data: Any) -> Any:
-        """The last part of the path, as far as it can be a folder's name, where no slug is given."""
-        if isinstance(data, dict) and data.get("slug") is None and isinstance(data.get("path"), str):
-            last = data["path"].rstrip("/").rpartition("/")[2]
-            return data | {"slug": re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "-", last).lstrip("-") or None}
-        return data
-
     @model_validator(mode="after")
-    def _placed(self) -> ModelEntry:
+    def _named(self) -> ModelEntry:
+        """Without a slug: the last part of the path, as far as it can be a folder's name."""
         if self.slug is None:
-            raise ValueError(f"path {self.path!r} gives its results no folder name; set slug")
+            last = self.path.rstrip("/").rpartition("/")[2]
+            slug = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "-", last).lstrip("-")
+            if not slug:
+                raise ValueError(f"path {self.path!r} gives its results no folder name; set slug")
+            self.__dict__["slug"] = slug  # frozen to everybody else
         return self
 
 
@@ -346,14 +343,10 @@ class Params(Frozen):
         problems = [unknown_key(key, cls.model_fields) for key in data if key not in cls.model_fields]
         values = {}
         for key in (key for key in cls.model_fields if key in data):
-            kind = cls.model_fields[key].annotation
-            if wrong := list(switched(kind, data[key], prefix=(key,))):
-                problems += wrong
-                continue
             try:
-                values[key] = _adapter(cls, key).validate_python(data[key])
-            except ValidationError as error:
-                problems += explained(error, kind, prefix=(key,))
+                values[key] = held_to(_kind(cls.model_fields[key]), data[key], (key,))
+            except ParamsError as error:
+                problems += error.lines
         return values, problems
 
     @classmethod
@@ -386,10 +379,8 @@ def _nothing(cls: type[Params]) -> Params:
     return found
 
 
-@cache
-def _adapter(cls: type[Params], key: str) -> TypeAdapter:
-    field = cls.model_fields[key]
-    return TypeAdapter(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation)
+def _kind(field: FieldInfo) -> Any:
+    return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
 def as_far(lines: Iterator[str]) -> Iterator[str]:

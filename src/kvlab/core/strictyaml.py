@@ -1,48 +1,63 @@
-"""YAML and JSON of a person's own, read strictly: no key twice, no alias, no tag, and never more than has a use.
+"""YAML and JSON that a person wrote, read strictly: no key twice, no alias, and never more than has a use.
 
-A few lines of YAML with aliases can stand for more values than a machine has memory for, and brackets without end for
-more depth than Python has; both are refused while they are read, by the line on which they stand.
+YAML is read by ruamel.yaml, as YAML 1.2: ``yes`` and ``on`` are texts, which no true or false takes, and ``1e-3`` is a
+number. JSON is read by the standard library, whose hooks see a key that is given twice; pydantic's reader keeps the
+last one and says nothing.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, MaxDepthExceededError
+from ruamel.yaml.constructor import DuplicateKeyError, SafeConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import AliasEvent
 
-from kvlab.core.errors import ParamsError
-from kvlab.core.plain import MOST_DEPTH, MOST_VALUES, shown
+from kvlab.core.errors import ParamsError, StorageError
+from kvlab.core.plain import MOST_DEPTH, MOST_VALUES, WIDEST, shown
 
 MOST_BYTES = 1 << 18
-CORE = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "timestamp")}
+INT = "tag:yaml.org,2002:int"
+KINDS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "timestamp")}
 
 
-def read_text(path: Path) -> str:
-    """A file of a person's own as text.
+class Unreadable(ParamsError):
+    """A text that is not taken. `kind` is ``twice`` where a key is, ``not_finite`` where a number is, else empty."""
+
+    def __init__(self, what: str, said: str, kind: str = ""):
+        self.said, self.kind = said, kind
+        super().__init__(f"{what} {said}")
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """The text of a file.
 
     Raises
     ------
-    ParamsError
-        It is not there, cannot be read, is larger than `MOST_BYTES`, or is no text in UTF-8.
+    StorageError
+        It cannot be read.
+    Unreadable
+        It is larger than `most` bytes, or no text in UTF-8.
     """
     try:
         with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(most + 1)
     except FileNotFoundError:
-        raise ParamsError(
-            f"params file {str(path)!r} does not exist; run where one lies, or write one with `kvlab init`"
-        ) from None
+        raise StorageError(f"cannot read {path}, which does not exist") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise ParamsError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
-    if len(content) > MOST_BYTES:
-        raise ParamsError(f"{path} is too large; allowed: at most {MOST_BYTES} bytes")
+        raise StorageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(content) > most:
+        raise Unreadable(str(path), f"is too large; allowed: at most {most} bytes")
     try:
         return content.decode()
     except UnicodeDecodeError:
-        raise ParamsError(f"{path} is no text in UTF-8, so it is no YAML") from None
+        raise Unreadable(str(path), "is no text in UTF-8") from None
 
 
 def from_yaml(text: str, what: str) -> Any:
@@ -50,87 +65,94 @@ def from_yaml(text: str, what: str) -> Any:
 
     Raises
     ------
-    ParamsError
-        It is no YAML, or gives a key twice, has an alias, a tag, a key that is no text or number, or too many values.
+    Unreadable
+        It is no YAML, is too deep or holds too many values, gives a key twice, or has an alias, a tag of a kind that
+        is not plain, or a key that is no text or whole number.
     """
+    yaml = YAML(typ="safe", pure=True)  # pure: one behaviour, whether or not the parser in C is installed
+    yaml.allow_duplicate_keys, yaml.max_depth = False, MOST_DEPTH
+    yaml.Composer, yaml.Constructor = _Composer, _Constructor
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text)
     except _Refused as refused:
-        raise ParamsError(f"{what}, line {refused.line}: {refused.said}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2024-13-45 looks like a date
-        raise ParamsError(f"{what} is not YAML: {' '.join(str(error).split())}") from None
+        raise Unreadable(what, f"line {refused.line}: {refused.said}", refused.kind) from None
+    except MaxDepthExceededError as error:
+        said = f"deeper than {MOST_DEPTH} levels; allowed: at most so many"
+        raise Unreadable(what, f"line {error.problem_mark.line + 1}: {said}") from None
+    # the last three: 2024-13-45 looks like a date, -_ like a number, and `!!bool maybe` says that it is a truth
+    except (YAMLError, ValueError, LookupError, AttributeError) as error:
+        raise Unreadable(what, f"is not YAML: {' '.join(str(error).split())}") from None
 
 
-def from_json(text: str, what: str) -> Any:
-    """The value that a JSON text stands for; `ParamsError` as of `from_yaml`, and for NaN and infinity."""
+def from_json(text: str, what: str, most: int = MOST_BYTES) -> Any:
+    """The value that a JSON text of at most `most` characters stands for; `what` names it in an error.
+
+    Raises
+    ------
+    Unreadable
+        It is no JSON or too large, gives a key twice, or holds NaN, infinity, or a number too large for a float.
+    """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise ParamsError(f"{what} gives key {shown(key)} twice; give it once")
+                raise Unreadable(what, f"gives key {shown(key)} twice; give it once", "twice")
             found[key] = value
         return found
 
-    def constant(name: str) -> None:
-        raise ParamsError(f"{what} holds {name}; allowed: finite numbers")
+    def finite(number: str) -> float:
+        if not math.isfinite(value := float(number)):
+            raise Unreadable(what, f"holds {number[:WIDEST]}, no finite number; allowed: one, or null", "not_finite")
+        return value
 
-    if len(text) > MOST_BYTES:
-        raise ParamsError(f"{what} is too large; allowed: at most {MOST_BYTES} characters")
+    if len(text) > most:
+        raise Unreadable(what, f"is too large; allowed: at most {most} characters")
     try:
-        return json.loads(text, object_pairs_hook=once, parse_constant=constant)
+        return json.loads(text, object_pairs_hook=once, parse_constant=finite, parse_float=finite)
     except (ValueError, RecursionError) as error:
-        raise ParamsError(f"{what} is not JSON: {error}") from None
+        raise Unreadable(what, f"is not JSON: {error}") from None
 
 
 class _Refused(Exception):
     """Well-formed, and still not taken."""
 
-    def __init__(self, mark: yaml.Mark, said: str):
-        self.line, self.said = mark.line + 1, said
+    def __init__(self, node: Any, said: str, kind: str = ""):
+        self.line, self.said, self.kind = node.start_mark.line + 1, said, kind
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with limits, that reads 1e-3 as a number (YAML 1.2) where YAML 1.1 reads a string."""
+class _Composer(Composer):
+    """Refuses what ruamel.yaml has no switch for: aliases, too many values, odd kinds, and numbers of two meanings."""
 
-    def __init__(self, stream: str):
-        super().__init__(stream)
-        self._values = self._depth = 0
+    values = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+    def compose_node(self, parent: Any, index: Any) -> Any:
         """One node, counted; its event is looked at before anything is made of it."""
-        event = self.peek_event()
-        mark = event.start_mark
-        if isinstance(event, yaml.AliasEvent):
-            raise _Refused(mark, f"*{event.anchor} stands for what is said elsewhere; allowed: what is meant, in full")
-        self._values += 1
-        if self._values > MOST_VALUES:
-            raise _Refused(mark, f"more than {MOST_VALUES} values; allowed: at most so many")
-        if self._depth == MOST_DEPTH:
-            raise _Refused(mark, f"deeper than {MOST_DEPTH} levels; allowed: at most so many")
-        self._depth += 1
+        event = self.parser.peek_event()
+        self.values += 1
+        if isinstance(event, AliasEvent):
+            raise _Refused(event, f"*{event.anchor} stands for what is said elsewhere; allowed: what is meant, in full")
+        if self.values > MOST_VALUES:
+            raise _Refused(event, f"more than {MOST_VALUES} values; allowed: at most so many")
         node = super().compose_node(parent, index)
-        self._depth -= 1
-        if node.tag not in CORE:
-            raise _Refused(mark, f"{node.tag!r} is no kind of value here; allowed: texts, numbers, lists, mappings")
+        kind = str(node.tag)
+        if kind not in KINDS:
+            raise _Refused(node, f"{kind!r} is no kind of value here; allowed: texts, numbers, lists, mappings")
+        if kind == INT and re.fullmatch("[-+]?0[0-9_]+", node.value):
+            # 017 is 17 in YAML 1.2 and 15 in YAML 1.1, by which Snakemake reads params.yaml
+            raise _Refused(node, f"{node.value[:WIDEST]} begins with 0; allowed: a number without, or a text in quotes")
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """The mapping of a node, whose keys are all different."""
-        seen: set = set()
-        for key, _ in node.value:
-            found = self.construct_object(key) if isinstance(key, yaml.ScalarNode) else None
-            if type(found) not in (str, int):
-                words = f"key {shown(found)} is no text" if isinstance(key, yaml.ScalarNode) else "a key is no text"
-                raise _Refused(key.start_mark, f"{words}; allowed: a parameter's name, in quotes where it needs them")
-            if found in seen:
-                raise _Refused(key.start_mark, f"key {shown(found)} is given twice; give it once")
-            seen.add(found)
-        return super().construct_mapping(node, deep=deep)
 
+class _Constructor(SafeConstructor):
+    """Takes texts and whole numbers as keys, each once."""
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+    def check_mapping_key(self, node: Any, key_node: Any, mapping: Any, key: Any, value: Any) -> bool:
+        """Whether a key is new."""
+        if type(key) not in (str, int):
+            words = "a key" if isinstance(key, tuple) else f"key {shown(key)}"
+            raise _Refused(key_node, f"{words} is no text; allowed: a name, in quotes where it needs them")
+        try:
+            return super().check_mapping_key(node, key_node, mapping, key, value)
+        except DuplicateKeyError:
+            raise _Refused(key_node, f"key {shown(key)} is given twice; give it once", "twice") from None

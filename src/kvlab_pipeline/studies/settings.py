@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Set
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError, create_model
+from pydantic import AfterValidator, Field, create_model
 
 from kvlab.core.errors import ModelError, ParamsError, suggestion
 from kvlab.core.folders import holding
 from kvlab.core.model import layer_count
-from kvlab.core.paramfile import explained, merged, read_yaml, switched, unknown_key
+from kvlab.core.paramfile import held_to, overlay, read_yaml, unknown_key
 from kvlab.core.params import Codec, FilePath, Model, ModelEntry, Params, Section, Undeclared, as_far
 from kvlab.core.plain import shown, unfit
 from kvlab.core.strictyaml import from_json
@@ -23,6 +24,7 @@ from kvlab_pipeline.studies.cells.params import CELLS, CellEntry
 from kvlab_pipeline.studies.cells.plan import repeated
 from kvlab_pipeline.studies.kvstore_params import KVStore
 
+NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 CellName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
@@ -81,8 +83,14 @@ class Settings(Sections):
         named = data.get("cells", {})
         if not isinstance(named, dict):
             return super().examined(data)
-        entries = {name: entry for name, entry in merged(CELLS, named).items() if entry is not None}
+        odd = {name: entry for name, entry in named.items() if not isinstance(entry, dict | None)}
+        changes = overlay(CELLS, named | {name: {} for name in odd})  # as if they changed nothing, for what names them
+        entries = {name: entry for name, entry in changes.items() if entry is not None}
         found, problems = super().examined(data | {"cells": entries})
+        problems += [
+            f"cells.{name} is {shown(entry)}; allowed: a mapping of what it changes, or null to take the entry out"
+            for name, entry in odd.items()
+        ]
         if "cells" in found.__dict__:
             try:
                 found = found._without_impossible(CELLS.keys() - named.keys())
@@ -95,13 +103,6 @@ class Settings(Sections):
             if entry is None and name not in CELLS
         ]
         return found, problems
-
-    @classmethod
-    def _read(cls, data: dict) -> tuple[dict[str, Any], list[str]]:
-        values, problems = super()._read(data)
-        if wrong := list(_switched_leaves(data.get("cells"))):
-            values.pop("cells", None)
-        return values, problems + wrong
 
     def _fitted(self, name: str) -> Any:
         if name == "cells":
@@ -124,13 +125,6 @@ class Settings(Sections):
             return found
         others = {name: entry for name, entry in kept.items() if name not in wrong}
         return found.model_copy(update={"cells": others})._without_impossible(unasked)
-
-
-def _switched_leaves(entries: Any) -> Iterator[str]:
-    """A line for each true or false where an entry's leaf of `codec` is a number: no model of the entry knows that."""
-    for name, entry in entries.items() if isinstance(entries, dict) else ():
-        leaves = entry.get("codec") if isinstance(entry, dict) else None
-        yield from switched(Codec, leaves, prefix=("cells", name, "codec"))
 
 
 def left_out(settings: Settings, data: dict) -> list[str]:
@@ -168,7 +162,7 @@ def by_model(data: dict) -> dict[str, Settings]:
         raise ParamsError(*problems)
     keys = {"models", *Settings.model_fields} - {"model"}
     problems = [unknown_key(key, keys) for key in data if key not in keys]
-    rest = {key: value for key, value in data.items() if key in keys and key != "models"}
+    rest = {key: _numbers(value) for key, value in data.items() if key in keys and key != "models"}
     models, wrong = _models(data)
     problems += wrong
     asked = [rest if own is None else rest | {"studies": own} for _, own in models.values()]
@@ -181,6 +175,15 @@ def by_model(data: dict) -> dict[str, Settings]:
     if problems:
         raise ParamsError(*problems)
     return {slug: settings for slug, (settings, _) in found.items()}
+
+
+def _numbers(value: Any) -> Any:
+    """A value with the numbers that are texts to YAML 1.1: ``1e-3``, where Snakemake has read params.yaml."""
+    if isinstance(value, dict):
+        return {key: _numbers(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_numbers(entry) for entry in value]
+    return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
 
 
 def _of_models(told: list[list[str]], slugs: list[str]) -> Iterator[str]:
@@ -201,11 +204,8 @@ def _models(data: dict) -> tuple[dict[str, tuple[Model, list[str] | None]], list
         given = f"is {shown(listed)}" if "models" in data else "is missing"
         return {}, [f"parameter 'models' {given}; allowed: a list of models, each with `path`"]
     for number, given in enumerate(listed):
-        if wrong := list(switched(Listed, given, prefix=("models", number))):
-            problems += wrong
-            continue
         try:
-            entry = Listed.model_validate(given)
+            entry = held_to(Listed, given, ("models", number))
             if entry.slug in found:
                 raise ModelError(
                     f"models.{number}.slug is {entry.slug!r}, as of a model before it; give it another `slug`"
@@ -213,10 +213,8 @@ def _models(data: dict) -> tuple[dict[str, tuple[Model, list[str] | None]], list
             problems += _own_studies(number, entry, data.get("studies"))
             model = Model(**entry.model_dump(exclude={"studies"}), n_layers=layer_count(entry))
             found[entry.slug] = model, None if entry.studies is None else list(entry.studies)
-        except ValidationError as error:
-            problems += explained(error, Listed, prefix=("models", number))
-        except ModelError as error:
-            problems.append(str(error))
+        except (ParamsError, ModelError) as error:
+            problems += error.lines
     return found, problems
 
 
@@ -261,4 +259,4 @@ def resolved(data: dict) -> dict:
         settings.model.model_dump(mode="json", exclude={"n_layers"}) | {"studies": given.get("studies")}
         for settings, given in zip(models.values(), data["models"], strict=True)
     ]
-    return {"models": entries} | merged(whole, {key: value for key, value in data.items() if key != "models"})
+    return {"models": entries} | overlay(whole, {key: value for key, value in data.items() if key != "models"})

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
 from kvlab.codecs.catalogue import CONDITIONABLE, LADDERED, Conditioning
-from kvlab.core.errors import suggestion
-from kvlab.core.paramfile import explained
+from kvlab.core.errors import ParamsError, suggestion
+from kvlab.core.paramfile import held_to
 from kvlab.core.params import Codec, Params, captured, from_the_start, unknown_layers
 from kvlab.core.recipe import Attention, DType, Engine, Placement, Protocol, Span, Stream
 from kvlab.core.settings import Bits, Frozen
@@ -110,7 +110,7 @@ def with_entry(params: Params, entry: CellEntry) -> Params:
     """The parameters with what a cell changes in the studied recipe."""
     changes: dict[str, Any] = {}
     if entry.codec:
-        changes["codec"] = Codec.model_validate(params.codec.model_dump() | entry.codec)
+        changes["codec"] = held_to(Codec, params.codec.model_dump() | entry.codec, ("codec",))
     if entry.codebooks:
         changes["calibration"] = params.calibration.model_copy(update={"codebooks": entry.codebooks})
     changes |= {name: getattr(entry, name) for name in ("bits", "v_bits") if getattr(entry, name) is not None}
@@ -127,11 +127,12 @@ def problems(params: Params, label: str, entry: CellEntry, cells: Mapping[str, C
     if not isinstance(entry.layers, str):
         yield from unknown_layers(f"{name}.layers", entry.layers, params.model.n_layers)
     try:
-        leaves = [leaf for leaf in ("boundary_layers", "whiten_skip_layers") if leaf in entry.codec]
-        yield from with_entry(params, entry).codec.problems(params, f"{name}.codec", leaves)
-    except ValidationError as error:
-        for line in explained(error, Codec):
-            yield f"{name}.codec: {line}"
+        held_to(Codec, entry.codec, ("cells", label, "codec"))
+    except ParamsError as error:
+        yield from error.lines
+        return
+    leaves = [leaf for leaf in ("boundary_layers", "whiten_skip_layers") if leaf in entry.codec]
+    yield from with_entry(params, entry).codec.problems(params, f"{name}.codec", leaves)
 
 
 def _impossible(name: str, entry: CellEntry) -> Iterator[str]:
