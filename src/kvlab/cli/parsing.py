@@ -141,13 +141,13 @@ def spread(ctx: typer.Context, words: Sequence[str]) -> list[str]:
                 ctx.fail(f"argument {name}: takes no value, and {value!r} is given")
             flags.append(word)
             continue
-        many, values = (option.metavar or "").strip("[]").endswith("..."), [value] if sign else []
+        many, values = option.metavar.strip("[]").endswith("..."), [value] if sign else []
         while not sign and left and not is_flag(left[0]) and left[0] != "--" and (many or not values):
             values.append(left.popleft())
-        if not values and not (option.metavar or "").startswith("["):
+        if not values and not option.metavar.startswith("["):
             ctx.fail(f"argument {name}: expected {'at least ' if many else ''}one argument")
         flags += [one for value in values for one in (name, value)]
-    places = [one for one in ctx.command.params if one.name not in {option.name for option in options.values()}]
+    places = [one for one in ctx.command.params if not one.opts[0].startswith("-")]
     if len(others) > len(places) and all(one.nargs == 1 for one in places):
         ctx.fail(f"{others[len(places)]!r} is not known{suggestion(others[len(places)], options)}")
     return [*flags, "--", *others]
