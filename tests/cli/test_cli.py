@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import os
@@ -16,6 +15,8 @@ import yaml
 
 import embedded
 from kvlab.cli import main as cli
+from kvlab.cli.commands import Verbs
+from kvlab.cli.parsing import command
 from kvlab.core.paramfile import overlay
 from kvlab_pipeline.studies.settings import Settings, by_model, read_params
 
@@ -29,6 +30,11 @@ def run(*arguments: str, capsys) -> tuple[int, str, str]:
         code = stop.code
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def flags_of(verb) -> set[str]:
+    """The flags that a verb has."""
+    return {name for one in command("verb", verb).params for name in one.opts if name.startswith("-")}
 
 
 @pytest.fixture
@@ -48,16 +54,15 @@ def test_help_teaches_the_order_of_the_steps(capsys):
     assert places == sorted(places)
 
 
-def groups(parser=None):
+def groups(verbs: Verbs, words: tuple[str, ...] = ()):
     """The command line's groups of verbs: their words, and the verbs that there are."""
-    parser = parser or cli.parser()
-    for action in (a for a in parser._actions if isinstance(a, argparse._SubParsersAction)):
-        yield parser.prog.split()[1:], set(action.choices)
-        for verb in action.choices.values():
-            yield from groups(verb)
+    yield words, verbs
+    for name, verb in verbs.items():
+        if isinstance(verb, Verbs):
+            yield from groups(verb, (*words, name))
 
 
-@pytest.mark.parametrize(("words", "verbs"), list(groups()), ids=lambda value: "-".join(sorted(value)) or "kvlab")
+@pytest.mark.parametrize(("words", "verbs"), list(groups(cli.verbs())), ids=lambda value: "-".join(value) or "kvlab")
 def test_every_verb_of_an_overview_exists_and_none_is_missing(words, verbs, capsys):
     _, out, _ = run(*words, "--help", capsys=capsys)
     listed = [line.split()[0] for line in out.splitlines() if re.match(r"  \w", line)]
@@ -74,20 +79,29 @@ def test_every_verb_of_an_overview_exists_and_none_is_missing(words, verbs, caps
         (["gate", "ingest", "--mechanism-n"], "--mechanism-notes"),
     ],
 )
-def test_bash_completes_verbs_flags_and_their_values(typed, offered, capsys, tmp_path):
+def test_bash_completes_verbs_flags_and_their_values(typed, offered, capsys, root, tmp_path):
     code, script, err = run("completion", "bash", capsys=capsys)
     assert code == 0, err
+    (tmp_path / "kvlab").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvlab "$@"\n')
+    (tmp_path / "kvlab").chmod(0o755)
     words = " ".join(f"'{word}'" for word in ["kvlab", *typed])
-    asked = f'COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _shtab_kvlab; echo "${{COMPREPLY[@]}}"\n'
-    (tmp_path / "script.bash").write_text(script + asked)
-    answer = subprocess.run(["bash", tmp_path / "script.bash"], capture_output=True, text=True)
+    asked = f'COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _kvlab_completion kvlab; echo "${{COMPREPLY[@]}}"\n'
+    (tmp_path / "script.bash").write_text(script + "\n" + asked)
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root / "src")}
+    answer = subprocess.run(["bash", tmp_path / "script.bash"], capture_output=True, text=True, env=os.environ | paths)
     assert answer.stdout.strip() == offered, answer.stderr
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_a_script_that_names_every_verb(shell, capsys):
+def test_other_shells_get_a_script_that_asks_kvlab(shell, root, capsys):
     _, script, _ = run("completion", shell, capsys=capsys)
-    assert all(verb in script for verb in ("measure", "calibrate", "snapshot", "mechanisms", "--against"))
+    assert "_KVLAB_COMPLETE=complete_" + shell in script
+    asked = {"_KVLAB_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": "kvlab snap", "PYTHONPATH": "src"}
+    asked |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    answer = subprocess.run(
+        [sys.executable, "-m", "kvlab"], cwd=root, capture_output=True, text=True, env=os.environ | asked
+    )
+    assert "snapshot" in answer.stdout and "step" not in answer.stdout, answer.stderr
 
 
 def test_the_first_help_fits_a_screen(capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli.test_cli import flags_of
 from kvlab.cli import snapshot as snapshot_verbs
 from kvlab.cli import snapshot_inputs as inputs
 from kvlab.kvstore.snapshot import read
@@ -518,7 +519,6 @@ def test_the_example_of_the_documentation_runs_as_it_stands_there(run, root, tmp
 
 def test_the_documentation_names_every_verb_and_only_flags_that_there_are(root):
     text = (root / "docs/kvstore.md").read_text()
-    verbs = {function.__name__.removesuffix("_verb") for function in snapshot_verbs.VERBS}
-    assert set(re.findall(r"kvlab snapshot (\w+)", text)) == verbs
-    declared = {flag[0] for flags in snapshot_verbs.VERBS.values() for flag in flags}
+    assert set(re.findall(r"kvlab snapshot (\w+)", text)) == {*snapshot_verbs.SNAPSHOT}
+    declared = {flag for verb in snapshot_verbs.SNAPSHOT.values() for flag in flags_of(verb)}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) - declared == {"--kv-transfer-config"}  # vLLM's own

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import embedded
+from cli.test_cli import flags_of
 from evals import local
 from kvlab.cache.recipe_file import write_recipe_file
 from kvlab.cli import evals as eval_verb
@@ -286,7 +287,7 @@ def test_the_example_of_the_documentation_runs_as_it_stands_there(here, root):
 
 def test_the_documentation_names_flags_and_evals_that_there_are(root):
     text = re.sub(r"^lm_eval .*$", "", (root / "docs/eval.md").read_text(), flags=re.MULTILINE)  # another program's
-    flags = {flag[0] for flag in (*eval_verb.FLAGS, *importing.FLAGS)} | {"--model", "--evidence"}
+    flags = {*flags_of(eval_verb.eval_verb), *flags_of(importing.import_verb), "--evidence"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) <= flags
     listed = [entry for entry in registry.load().evals.values() if entry.harness == "lm-evaluation-harness"]
     assert all(f"| `{entry.quality_eval_id}` | `{entry.task}`" in text for entry in listed)

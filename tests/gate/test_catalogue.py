@@ -1,4 +1,4 @@
-import argparse
+import inspect
 import json
 import re
 import sqlite3
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,10 +60,18 @@ PUBLISHED = [
 ]
 
 
-def parser():
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    flags(parser)
-    return parser
+def said(*words):
+    """What flags declare, as typer reads them."""
+    found = {}
+
+    def verb(**values):
+        found.update(catalogue.given(values))
+
+    verb.__signature__ = inspect.Signature(flags())
+    app = typer.Typer(add_completion=False)
+    app.command()(verb)
+    typer.main.get_command(app).main(words, standalone_mode=False)
+    return found
 
 
 def refusal(function, *arguments):
@@ -94,7 +103,7 @@ def test_every_layer_has_the_same_fields():
     assert list(checked_row({"mechanism": None})) == names
     assert list(MechanismConfig.model_fields) == stated
     assert [key.replace("-", "_") for key in config_schema()["properties"]] == stated
-    assert [action.dest for action in parser()._actions if action.dest != "help"] == stated
+    assert [flag.name for flag in flags()] == stated
     assert set(groupable()) < set(names) and set(PUBLISHED[:4]) < set(groupable())
     assert len({column.env for column in STATED}) == len(stated)
 
@@ -117,7 +126,7 @@ def test_database_takes_the_columns():
 
 def test_a_new_column_is_one_entry():
     program = """
-import argparse, importlib.util, sys
+import importlib.util, sys
 name = "kvlab.gate.catalogue.columns"
 spec = importlib.util.spec_from_file_location(name, sys.argv[1])
 columns = sys.modules[name] = importlib.util.module_from_spec(spec)  # before what is made of it
@@ -126,11 +135,11 @@ new = columns.Column("is_warm", bool, "identity", "whether 100% of it was warm",
 columns.COLUMNS += (new,)
 columns.BY_NAME[new.name] = new
 from kvlab.gate import catalogue as c
-parser = argparse.ArgumentParser()
-c.flags(parser)
-parser.format_help()
+flag = c.flags()[-1]
+assert flag.name == "is_warm" and "100%" in flag.annotation.__metadata__[0].help
+assert flag.annotation.__metadata__[0].parser("false") is False
 assert c.from_config({"is-warm": True}) == c.environment({"KVLAB_ROW_IS_WARM": "true"}) == {"is_warm": True}
-assert c.given(parser.parse_args(["--is-warm", "false"])) == {"is_warm": False}
+assert c.given({"is_warm": False, "out": 1}) == {"is_warm": False}
 assert c.MechanismConfig(is_warm=False).is_warm is False
 assert c.checked_row({"is_warm": True})["is_warm"] is True
 assert c.sql_columns()[-1] == ("is_warm", "INTEGER") and c.groupable()[-1] == "is_warm"
@@ -183,7 +192,7 @@ def test_environment_and_flags_say_the_same():
     planted = {column.name: sentinel(column) for column in STATED}
     assert environment({column.env: str(planted[column.name]) for column in STATED}) == planted
     words = [word for column in STATED for word in (f"--{column.kebab}", str(planted[column.name]))]
-    assert catalogue.given(parser().parse_args(words)) == planted
+    assert said(*words) == planted
 
 
 def through_database(row):
@@ -256,15 +265,14 @@ def test_absent_null_and_value_differ():
     assert from_config({"mechanism": None}) == {"mechanism": None} == from_config({"mechanism": ""})
     assert checked_row({"mechanism": None})["mechanism"] is None
     assert environment({"MECHANISM": "", "QUALITY_EVAL_ID": ""}) == environment({}) == {}
-    assert catalogue.given(parser().parse_args(["--mechanism", ""])) == {}
+    assert said("--mechanism", "") == {}
 
 
 def test_nothing_measured_can_be_declared():
     for name in ("kl", "kv_bytes", "codec", "kv_cache_dtype"):
         assert refusal(from_config, {name: 1}).reasons[0].code == "field_unknown"
         assert environment({BY_NAME[name].env: "1", name.upper(): "1"}) == {}
-        words = [f"--{BY_NAME[name].kebab}", "1"]
-        assert parser().parse_known_args(words)[1] == words
+        assert name not in {flag.name for flag in flags()}
 
 
 # -------------------------------------------------------------------------------------- refusals
@@ -350,12 +358,11 @@ def test_mechanisms_may_be_combined():
 
 
 def test_a_flag_is_refused_with_its_name():
-    with pytest.raises(
-        argparse.ArgumentError, match=r"--compression-ratio: is 4.0; allowed: a number from 0.0001 to 2"
-    ):
-        parser().parse_args(["--compression-ratio", "4"])
-    with pytest.raises(argparse.ArgumentError, match=r"--support-status.*did you mean 'supported'"):
-        parser().parse_args(["--support-status", "supportd"])
+    with pytest.raises(typer.BadParameter, match=r"is 4.0; allowed: a number from 0.0001 to 2") as refused:
+        said("--compression-ratio", "4")
+    assert "--compression-ratio" in refused.value.format_message()
+    with pytest.raises(typer.BadParameter, match=r"did you mean 'supported'"):
+        said("--support-status", "supportd")
 
 
 # ------------------------------------------------------------------ beside what the published one did

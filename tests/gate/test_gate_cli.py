@@ -20,11 +20,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from cli.test_cli import run
+from cli.test_cli import flags_of, run
 from gate.databases import SRC, checksum, published
 from gate.planted_records import plant
 from gate.sentinels import sentinel
-from kvlab.cli import gate as gate_verbs
 from kvlab.cli import main as cli
 from kvlab.core.errors import NonFinite
 from kvlab.core.paramfile import read_yaml
@@ -34,7 +33,6 @@ from kvlab.gate.catalogue.rows import EVIDENCE
 from kvlab.gate.check import EXIT_CODES, REFERENCE
 from kvlab.gate.reasons import REASONS
 from kvlab.output.terminal import as_text
-from kvlab_pipeline.cli import gate_page
 from kvlab_pipeline.gate_page.audit.mutations import valid_case
 from kvlab_pipeline.studies.mechanisms.plan import KEEPING, READING, variants
 from kvlab_pipeline.studies.settings import by_model
@@ -108,15 +106,10 @@ def refused(answer, *words):
 # ----------------------------------------------------------------------------- the group of verbs
 
 
-def test_the_overview_names_every_verb_once():
-    named = [line.split()[0] for line in gate_verbs.ABOUT.splitlines() if line.startswith("  ")]
-    assert sorted(named) == sorted(function.__name__.removesuffix("_verb") for function in gate_verbs.VERBS)
-
-
-@pytest.mark.parametrize("verb", ["", *(function.__name__.removesuffix("_verb") for function in gate_verbs.VERBS)])
+@pytest.mark.parametrize("verb", ["", *cli.verbs()["gate"]])
 def test_every_verb_has_its_help(gate, verb):
     code, out, err = gate(f"{verb} --help")
-    assert (code, err) == (0, "") and out.startswith(f"usage: kvlab gate {verb}".rstrip())
+    assert (code, err) == (0, "") and out.startswith(f"Usage: kvlab gate {verb}".rstrip())
 
 
 def test_how_configuration_and_environment_meet_is_in_the_help(gate):
@@ -205,9 +198,8 @@ def planned(root):
 
 def test_the_documentation_names_every_verb_and_only_words_that_there_are(root):
     text = (root / "docs/gate.md").read_text()
-    known = gate_verbs.VERBS | gate_page.VERBS
-    assert set(re.findall(r"kvlab gate (\w+)", text)) == {function.__name__.removesuffix("_verb") for function in known}
-    declared = {flag[0] for flags in known.values() for flag in flags if not callable(flag)}
+    assert set(re.findall(r"kvlab gate (\w+)", text)) == {*cli.verbs()["gate"]}
+    declared = {flag for verb in cli.verbs()["gate"].values() for flag in flags_of(verb)}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) - declared == {"--help"}
 
 

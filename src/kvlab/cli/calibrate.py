@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated
 
-from kvlab.cli.flags import Flag, model_folder, path, result, wanted, whole, window_count, word
+from kvlab.cli.flags import Dtype, Engine, Most, model_folder, number, path, result, wanted, whole, window_count, word
 from kvlab.core.errors import UserError
 
+MOST = Most(32)
 
-def calibrate_verb(args: argparse.Namespace) -> None:
-    """Fit a codec to a model and write one file: the recipe, all that it reads of the model, and whose it is.
 
-    transformers (`kvlab.Cache`), vLLM (KVLAB_RECIPE), `kvlab encode`, `decode`, `snapshot`, `eval` and `measure` read
-    that file and nothing else. It is fitted to what the model computes on --text, or on docstrings of installed
-    packages; of those windows nothing is kept. A codec that is not calibrated gets a file too, of its recipe alone.
+def calibrate_verb(
+    model: Annotated[Path, model_folder()],
+    out: Annotated[Path, result("the file, such as klt4.kv")],
+    text: Annotated[Path | None, path("text to calibrate on, UTF-8; default: docstrings of installed packages")] = None,
+    codec: Annotated[str, word("klt, oscar, hadamard+center, ...; default: klt")] = "klt",
+    bits: Annotated[float | None, number("of K and of V; default: 4", float)] = None,
+    v_bits: Annotated[float | None, number("of V, where they are others", float)] = None,
+    engine: Engine = "hf",
+    dtype: Dtype = "float32",
+    context: Annotated[int, number("tokens of a window; default: 512", whole(8))] = 512,
+    windows: Annotated[int, window_count("so many, spread over the text", MOST)] = MOST,
+    decoder: Annotated[Path | None, result("also write what decodes alone here, such as klt4-decoder.kv")] = None,
+) -> None:
+    """Fit a codec to a model: one file for transformers, vLLM, encode and snapshot.
+
+    It holds the recipe, all that it reads of the model, and whose it is. transformers (`kvlab.Cache`), vLLM
+    (KVLAB_RECIPE), `kvlab encode`, `decode`, `snapshot`, `eval` and `measure` read that file and nothing else. It is
+    fitted to what the model computes on --text, or on docstrings of installed packages; of those windows nothing is
+    kept. A codec that is not calibrated gets a file too, of its recipe alone.
 
       kvlab calibrate --model models/reference --codec klt --bits 4 --out klt4.kv
 
     --decoder writes another file beside it, of what a machine needs that only decodes: a few times smaller.
     """
+    args = SimpleNamespace(**locals())  # what was asked for, for the functions below
+
     from kvlab.cli.checked import config_of, readable_text, recipe_of, refuse_absent, refuse_long, writable
 
     config = config_of(args.model)
@@ -45,14 +64,14 @@ def calibrate_verb(args: argparse.Namespace) -> None:
     print(about)
 
 
-def _fitted(args: argparse.Namespace, recipe, text: str | None) -> str:
+def _fitted(args: SimpleNamespace, recipe, text: str | None) -> str:
     """Write the file of a codec that is calibrated; what it was fitted to, in a line."""
     from kvlab.cli.checked import info_of
     from kvlab.cli.fitting import CalibrationText
     from kvlab.engines.registry import start
 
     info = info_of(args.model)
-    source = CalibrationText.read(info, args.text, text, args.context, *wanted(args, "--windows"))
+    source = CalibrationText.read(info, args.text, text, args.context, *wanted(args.windows, "--windows"))
     engine = start(args.engine, info, args.dtype, max_tokens=args.context)
     try:
         _write(args, recipe, source.fit(engine, [recipe]), info, source.tokens)
@@ -61,7 +80,7 @@ def _fitted(args: argparse.Namespace, recipe, text: str | None) -> str:
         engine.close()
 
 
-def _unfitted(args: argparse.Namespace, recipe) -> str:
+def _unfitted(args: SimpleNamespace, recipe) -> str:
     """Write the file of a codec that reads nothing of a model."""
     from kvlab.cli.checked import info_of
     from kvlab.cli.fitting import nothing_fitted
@@ -70,27 +89,10 @@ def _unfitted(args: argparse.Namespace, recipe) -> str:
     return f"{args.codec} is not calibrated: nothing was fitted, the file holds its recipe"
 
 
-def _write(args: argparse.Namespace, recipe, calibrated, info, tokens: int) -> None:
+def _write(args: SimpleNamespace, recipe, calibrated, info, tokens: int) -> None:
     """The file, and that of a decoder where one is asked for."""
     from kvlab.cache.calibration_file import write_calibration
 
     write_calibration(args.out, recipe, calibrated, info, n_tokens=tokens)
     if args.decoder:
         write_calibration(args.decoder, recipe, calibrated, info, n_tokens=tokens, decoder=True)
-
-
-FLAGS: list[Flag] = [
-    model_folder("--model", required=True),
-    path("--text", "text to calibrate on, UTF-8; default: docstrings of installed packages", required=False),
-    word("--codec", "klt, oscar, hadamard+center, ...; default: klt", default="klt"),
-    word("--bits", "of K and of V; default: 4", type=float, metavar="N"),
-    word("--v-bits", "of V, where they are others", type=float, metavar="N"),
-    word("--engine", "default: hf", choices=("hf", "vllm"), default="hf"),
-    word(
-        "--dtype", "what the engine computes in; default: float32", choices=("float32", "bfloat16"), default="float32"
-    ),
-    word("--context", "tokens of a window; default: 512", type=whole(8), default=512, metavar="N"),
-    window_count("--windows", "so many, spread over the text", 32),
-    result("--out", "the file, such as klt4.kv"),
-    result("--decoder", "also write what decodes alone here, such as klt4-decoder.kv", required=False),
-]

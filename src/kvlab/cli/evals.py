@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated
 
-from kvlab.cli.flags import PARAMS, Flag, path, recipe, result, word
-from kvlab.cli.given import bits_of, folder_of, params_of
+from kvlab.cli.flags import ENGINES, WROTE, choice, number, path, recipe, result, switch, word
+from kvlab.cli.given import DEFAULT_PARAMS, AnyModel, IfListed, bits_of, folder_of, params_of
 from kvlab.cli.packages import reader_of_params
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import ParamsError, UnknownName, UserError
@@ -18,13 +19,46 @@ from kvlab.core.params import Model, Params
 from kvlab.core.recipe import Recipe
 
 
-def eval_verb(args: argparse.Namespace) -> None:
-    """Run an eval of lm-evaluation-harness, plain and with something done to the KV cache, and make evidence of both.
+def eval_verb(
+    task: Annotated[str, word("id of a registered eval of lm-evaluation-harness (`kvlab gate registry`)")],
+    engine: Annotated[str, choice("hf or vllm", ENGINES)],
+    out: Annotated[Path, result("folder of evidence.json, row.json and the harness's results", metavar="DIR")],
+    model: AnyModel = None,
+    params: IfListed = DEFAULT_PARAMS,
+    dtype: Annotated[
+        str, choice("what the engine computes in; default: bfloat16", ("bfloat16", "float32"))
+    ] = "bfloat16",
+    recipe: Annotated[Path | None, recipe(WROTE)] = None,
+    codec: Annotated[str | None, word("instead: a rung of the ladder, as `hadamard+center`, or `studied`")] = None,
+    bits: Annotated[int | None, number("bits of --codec, of K and V; default: those of params.yaml, else 4")] = None,
+    v_bits: Annotated[int | None, number("bits of V, if others")] = None,
+    sigma: Annotated[Path | None, path("for --codec: what `kvlab step sigma` wrote")] = None,
+    codebooks: Annotated[Path | None, path("for --codec: what `kvlab step codebooks` wrote")] = None,
+    components: Annotated[Path | None, path("for --codec: what `kvlab step components` wrote")] = None,
+    cache_dtype: Annotated[str | None, word("instead: what vLLM's own cache stores, as fp8_e4m3")] = None,
+    context_tokens: Annotated[
+        int | None, number("most tokens of an item with its answer; the length of RULER's texts")
+    ] = None,
+    limit: Annotated[int | None, number("items of each task; default: all")] = None,
+    include_path: Annotated[Path | None, path("folder of further tasks in YAML", metavar="DIR")] = None,
+    apply_chat_template: Annotated[
+        bool, switch("put prompts into the model's chat template", "--apply-chat-template")
+    ] = False,
+    confirm_run_unsafe_code: Annotated[
+        bool, switch("let a task run what the model wrote", "--confirm-run-unsafe-code")
+    ] = False,
+    claim: Annotated[str, word("tier that the row claims; default: supported")] = "supported",
+    mechanisms: Annotated[Path | None, path("registry of mechanisms; default: the gate's own")] = None,
+    evals: Annotated[Path | None, path("registry of evals; default: the gate's own")] = None,
+) -> None:
+    """Run a task of lm-evaluation-harness, plain and coded: evidence for the gate.
 
     Both sides answer the same items in one process. What is done to the cache is a recipe (--recipe, or --codec with
     --bits), or a dtype of vLLM's own cache (--cache-dtype). The folder --out gets evidence.json and row.json, for
     `kvlab gate check`, and the harness's own result of each side. See docs/eval.md.
     """
+    args = SimpleNamespace(**locals())  # what was asked for, for the functions below
+
     from kvlab.engines.capability import AUTO, check_cache_dtype
     from kvlab.evals.tasks import harness_eval, refuse_missing_harness
     from kvlab.gate import registry
@@ -70,26 +104,26 @@ def refuse_unlisted_claim(claim: str) -> None:
         raise UnknownName("tier", claim, TIERS)
 
 
-def _subject(args: argparse.Namespace) -> tuple[Model, Params | None]:
+def _subject(args: SimpleNamespace) -> tuple[Model, Params | None]:
     """The model, and the parameters of its runs: one of params.yaml, or a folder, which needs no params.yaml."""
-    model = folder_of(args)
+    model, bits = folder_of(args.model, args.params), (args.bits, args.v_bits)
     if model is None:
-        params = params_of(args)
-        return params.model, bits_of(args, params)
+        params = params_of(args.params, args.model)
+        return params.model, bits_of(params, *bits)
     params = _of_any_model(args.params)
-    return model, params and bits_of(args, params.model_copy(update={"model": model}))
+    return model, params and bits_of(params.model_copy(update={"model": model}), *bits)
 
 
 def _of_any_model(text_or_path: str) -> Params | None:
     """Parameters whose model does not matter; None where nobody named any and the folder has no params.yaml."""
     if text_or_path.strip().startswith("{"):
         return reader_of_params().read_params(text_or_path)
-    if text_or_path == PARAMS[1]["default"] and not Path(text_or_path).exists():
+    if text_or_path == DEFAULT_PARAMS and not Path(text_or_path).exists():
         return None
     return next(iter(reader_of_params().by_model(read_yaml(Path(text_or_path))).values()))
 
 
-def refuse_two_things(args: argparse.Namespace) -> None:
+def refuse_two_things(args: SimpleNamespace) -> None:
     """`UserError` unless one thing is to be done to the cache, and every flag belongs to it."""
     named = [flag for flag in ("recipe", "codec", "cache_dtype") if getattr(args, flag)]
     if len(named) != 1:
@@ -100,7 +134,7 @@ def refuse_two_things(args: argparse.Namespace) -> None:
             raise UserError(f"--{flag} belongs to --codec; leave it out beside --{named[0].replace('_', '-')}")
 
 
-def _recipe(args: argparse.Namespace, params: Params | None) -> Path | None:
+def _recipe(args: SimpleNamespace, params: Params | None) -> Path | None:
     """The recipe file that is run: as named, or written into --out from the flags; None for a cache dtype."""
     if args.codec is None:
         return args.recipe
@@ -117,7 +151,7 @@ def _recipe(args: argparse.Namespace, params: Params | None) -> Path | None:
     return write_recipe_file(args.out / "recipe.json", coded, calibration=files)
 
 
-def _coded(args: argparse.Namespace, params: Params | None) -> Recipe:
+def _coded(args: SimpleNamespace, params: Params | None) -> Recipe:
     """The recipe of --codec: a rung of the ladder of params.yaml, or without one that of `kvlab.recipe`."""
     from kvlab.cli.checked import recipe_of
     from kvlab.codecs.recipes import STUDIED
@@ -143,32 +177,3 @@ def _said(outcome, out: Path) -> Iterator[str]:
     if outcome.cut:
         yield f"{outcome.cut} requests were too long and lost their beginning"
     yield f"next: {shlex.join(['kvlab', 'gate', 'check', f'{out}/row.json', '--evidence', f'{out}/evidence.json'])}"
-
-
-WROTE = "what `kvlab recipe` wrote, or `kvlab calibrate`"
-FLAGS: list[Flag] = [
-    word("--task", "id of a registered eval of lm-evaluation-harness (`kvlab gate registry`)", required=True),
-    word("--engine", "hf or vllm", required=True, choices=("hf", "vllm")),
-    word(
-        "--dtype", "what the engine computes in; default: bfloat16", choices=("bfloat16", "float32"), default="bfloat16"
-    ),
-    path("--recipe", WROTE, required=False, type=recipe(WROTE)),
-    word("--codec", "instead: a rung of the ladder, as `hadamard+center`, or `studied`"),
-    word("--bits", "bits of --codec, of K and V; default: those of params.yaml, else 4", type=int, metavar="N"),
-    word("--v-bits", "bits of V, if others", type=int, metavar="N"),
-    path("--sigma", "for --codec: what `kvlab step sigma` wrote", required=False),
-    path("--codebooks", "for --codec: what `kvlab step codebooks` wrote", required=False),
-    path("--components", "for --codec: what `kvlab step components` wrote", required=False),
-    word("--cache-dtype", "instead: what vLLM's own cache stores, as fp8_e4m3"),
-    word(
-        "--context-tokens", "most tokens of an item with its answer; the length of RULER's texts", type=int, metavar="N"
-    ),
-    word("--limit", "items of each task; default: all", type=int, metavar="N"),
-    path("--include-path", "folder of further tasks in YAML", required=False, metavar="DIR"),
-    word("--apply-chat-template", "put prompts into the model's chat template", action="store_true"),
-    word("--confirm-run-unsafe-code", "let a task run what the model wrote", action="store_true"),
-    word("--claim", "tier that the row claims; default: supported", default="supported"),
-    path("--mechanisms", "registry of mechanisms; default: the gate's own", required=False),
-    path("--evals", "registry of evals; default: the gate's own", required=False),
-    result("--out", "folder of evidence.json, row.json and the harness's results", metavar="DIR"),
-]

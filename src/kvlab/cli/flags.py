@@ -1,58 +1,127 @@
-"""How a flag of the command line is declared: its name, and what argparse is told of it; and those of several verbs."""
+"""Kinds of flags, as typer is told of them in the signature of a verb; and the flags of several verbs."""
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from inspect import Parameter
 from pathlib import Path
+from typing import Annotated
 
-from kvlab.cli.given import DEFAULT_PARAMS, model_of, params_of, refuse_wrong_recipe
-from kvlab.core.errors import StorageError, UserError
-from kvlab.core.filekind import CODEC_ENDING
+import typer
+
+from kvlab.cli.parsing import unknown
+from kvlab.core.errors import ParamsError, StorageError, UserError
+from kvlab.core.filekind import CODEC_ENDING, is_calibration_file, recipe_json
 from kvlab.core.hub import no_folder
 from kvlab.core.output_paths import absence, refuse_no_file
 
-Flag = tuple[str, dict] | Callable[[argparse.ArgumentParser], None]
-"""One flag, or what adds several that are declared elsewhere; it is called when its verb is asked for."""
-Verbs = Mapping[Callable, list[Flag]]
-"""Functions named VERB_verb, each with its flags; the docstring is the help."""
+
+def word(text: str, *names: str, read: Callable | None = None, argument: bool = False, **options):
+    """A flag of the parameter's name, or of `names`, that takes one word, which `read` turns into a value.
+
+    One that takes several has a metavar that ends in ``...``; in brackets, it may be left without a word.
+
+    Parameters
+    ----------
+    argument : bool
+        It is given without a flag.
+    """
+    kind = typer.Argument if argument else typer.Option
+    return kind(*names, help=text, show_default=False, parser=read and reading(read), **{"metavar": "WORD"} | options)
 
 
-def path(flag: str, text: str, **options) -> Flag:
-    """A flag that names a file or folder which is read; needed unless `options` say otherwise.
+def reading(read: Callable) -> Callable:
+    """A parser of typer, which also gets defaults: what is no text any more is left as it is."""
+
+    def parser(given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        try:
+            return read(given)
+        except UserError as error:
+            raise typer.BadParameter(str(error)) from None
+        except ValueError:
+            raise typer.BadParameter(f"invalid {read.__name__} value: {given!r}") from None
+
+    return parser
+
+
+def path(text: str, *names: str, **options):
+    """A flag that names a file or folder which is read.
 
     One that is not there is refused while the command line is read, before anything is imported for it.
     """
-    return flag, {"type": existing(text), "metavar": "FILE", "help": text, "required": True} | options
+    return word(text, *names, **{"read": existing(text), "metavar": "FILE"} | options)
 
 
-def result(flag: str, text: str, **options) -> Flag:
-    """A flag that names what is written; needed unless `options` say otherwise.
+def several(kinds: Mapping[str, str], metavar: str = "FILE ...") -> list[Parameter]:
+    """For `Made`: a flag that names files of each kind, by its help."""
+    return [
+        Parameter(
+            kind, Parameter.KEYWORD_ONLY, default=(), annotation=Annotated[list[Path], path(text, metavar=metavar)]
+        )
+        for kind, text in kinds.items()
+    ]
 
-    A file, unless the help says that it is a folder; what is no file is refused before minutes of measuring.
+
+def result(text: str, *names: str, **options):
+    """A flag that names what is written: a file, unless the help says that it is a folder.
+
+    What is no file is refused before minutes of measuring.
     """
-    kind = filled if text.startswith("folder ") else written
-    return flag, {"type": kind, "metavar": "FILE", "help": text, "required": True} | options
+    return word(
+        text, *names, **{"read": filled if text.startswith("folder ") else written, "metavar": "FILE"} | options
+    )
+
+
+def place(text: str, **options):
+    """A file that is given without a flag."""
+    return word(text, argument=True, **{"read": Path, "metavar": "FILE"} | options)
+
+
+def model_folder(text: str = "of a Hugging Face model", **options):
+    """A flag or an argument that names a model's folder; a hub id is told what to do."""
+    return word(f"folder {text}", read=_model_folder, metavar="DIR", **options)
+
+
+def number(text: str, read: Callable = int, *names: str, metavar: str = "N"):
+    """A flag that takes a number."""
+    return word(text, *names, read=read, metavar=metavar)
+
+
+def choice(text: str, choices: Iterable[str], **options):
+    """A flag that takes one of some words."""
+
+    def one_of(given: str) -> str:
+        if given not in choices:
+            raise UserError(unknown(given, choices))
+        return given
+
+    def begun(incomplete: str) -> list[str]:
+        return [one for one in choices if one.startswith(incomplete)]
+
+    return word(text, read=one_of, autocompletion=begun, **{"metavar": f"{{{','.join(choices)}}}"} | options)
+
+
+def switch(text: str, *names: str):
+    """A flag that takes no word."""
+    return typer.Option(*names, help=text, show_default=False)
 
 
 def written(given: str) -> Path:
-    """A type of argparse: a path at which a file may be written."""
-    try:
-        refuse_no_file(given)
-    except StorageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    """A path at which a file may be written."""
+    refuse_no_file(given)
     return Path(given)
 
 
 def cached(ending: str) -> Callable[[str], Path]:
-    """A type of argparse: a path at which a file of a cache may be written; such end in `ending`, never in ``.kv``."""
+    """Reads a path at which a file of a cache may be written; such end in `ending`, never in ``.kv``."""
 
     def read(given: str) -> Path:
-        """The path, or argparse's error."""
         path = written(given)
         if path.suffix == CODEC_ENDING:
-            raise argparse.ArgumentTypeError(
+            raise UserError(
                 f"{given}: names in {CODEC_ENDING} are of codecs, and this is a cache; name it"
                 f" {path.with_suffix(ending)}"
             )
@@ -62,52 +131,87 @@ def cached(ending: str) -> Callable[[str], Path]:
 
 
 def filled(given: str) -> Path:
-    """A type of argparse: a folder into which files may be written, there or not yet."""
+    """A folder into which files may be written, there or not yet."""
     if not given or (Path(given).exists() and not Path(given).is_dir()):
-        raise argparse.ArgumentTypeError(f"cannot write into {given!r}: it is no folder; name one, or a new name")
+        raise UserError(f"cannot write into {given!r}: it is no folder; name one, or a new name")
     return Path(given)
 
 
-def recipe(text: str) -> Callable[[str], Path]:
-    """A type of argparse: a recipe file; one whose recipe is none is refused without torch, all else by its reader."""
+def existing(text: str) -> Callable[[str], Path]:
+    """Reads a path that there is; `text` is the flag's help, which may name the verb that writes it."""
 
     def read(given: str) -> Path:
-        """The file, or argparse's error."""
-        file = existing(text)(given)
-        try:
-            refuse_wrong_recipe(file)
-        except UserError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        return file
+        if (why := absence(given)) is not None:
+            writer = re.search(r"`(kvlab [^`]+)` wrote", text) or re.search(r" of `(kvlab [^`]+)`", text)
+            hint = f"; run `{writer[1]}`" if writer and why == "no such file" else ""
+            raise StorageError(f"cannot read {given}: {why}{hint}")
+        return Path(given)
 
     return read
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """A type of argparse: a whole number, at least so many."""
+def recipe(text: str, **options):
+    """A flag that names a recipe file; one whose recipe is none is refused without torch, all else by its reader."""
 
-    def number(text: str) -> int:
+    def read(given: str) -> Path:
+        file = existing(text)(given)
+        refuse_wrong_recipe(file)
+        return file
+
+    return path(text, read=read, **options)
+
+
+def refuse_wrong_recipe(file: Path) -> None:
+    """Look at the recipe of a JSON recipe file, so that a mistake in it is told before torch is imported.
+
+    Raises
+    ------
+    StorageError
+        The file cannot be read or is no JSON.
+    ParamsError
+        Its recipe is none.
+    CalibrationMismatch
+        It holds a cache, and no recipe.
+    """
+    from pydantic import BaseModel, ValidationError
+
+    from kvlab.core.recipe import Recipe
+
+    class Head(BaseModel):
+        recipe: Recipe
+
+    if file.is_file() and is_calibration_file(file):
+        return
+    try:
+        Head.model_validate(recipe_json(file))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ParamsError(f"{file}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Reads a whole number, at least so many."""
+
+    def read(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number of at least {least}")
+            raise UserError(f"{text!r}; allowed: a whole number of at least {least}")
         return int(text)
 
-    return number
+    return read
 
 
-def window_count(flag: str, text: str, default: int) -> Flag:
+def window_count(text: str, default: int):
     """A flag for how many windows of a text; without it `default`, or as many as there are; read with `wanted`."""
-    how = f"{text}; default: {default}, or as many as the text has"
-    return word(flag, how, type=whole(2), metavar="N", default=Windows(default))
+    return number(f"{text}; default: {default}, or as many as the text has", whole(2))
 
 
-class Windows(int):
+class Most(int):
     """How many windows are taken where nobody said how many."""
 
 
-def wanted(args: argparse.Namespace, flag: str) -> tuple[int, str | None]:
+def wanted(given: int, flag: str) -> tuple[int, str | None]:
     """How many windows at most, and the flag where just so many were wanted: `most` and `exactly` of `windows_of`."""
-    given = getattr(args, flag.removeprefix("--").replace("-", "_"))
-    return given, None if isinstance(given, Windows) else flag
+    return given, None if isinstance(given, Most) else flag
 
 
 def all_there_are(count: int, most: int) -> str:
@@ -115,82 +219,36 @@ def all_there_are(count: int, most: int) -> str:
     return f", all that it has (of a longer text: {most})" if count < most else ""
 
 
-def existing(text: str) -> Callable[[str], Path]:
-    """A type of argparse: a path that there is; `text` is the flag's help, which may name the verb that writes it."""
-    writer = re.search(r"`(kvlab [^`]+)` wrote", text) or re.search(r" of `(kvlab [^`]+)`", text)
-
-    def read(given: str) -> Path:
-        """The path, or argparse's error."""
-        if (why := absence(given)) is not None:
-            hint = f"; run `{writer[1]}`" if writer and why == "no such file" else ""
-            raise argparse.ArgumentTypeError(f"cannot read {given}: {why}{hint}")
-        return Path(given)
-
-    return read
-
-
-def model_folder(flag: str, text: str = "of a Hugging Face model", **options) -> Flag:
-    """A flag or an argument that names a model's folder; a hub id is told what to do."""
-    return flag, {"type": _model_folder, "metavar": "DIR", "help": f"folder {text}"} | options
-
-
 def _model_folder(given: str) -> Path:
-    """A type of argparse: a folder that there is."""
+    """A folder that there is."""
     if not Path(given).is_dir():
-        raise argparse.ArgumentTypeError(no_folder(given))
+        raise UserError(no_folder(given))
     return Path(given)
 
 
-def word(flag: str, text: str, **options) -> Flag:
-    """A flag that takes one word."""
-    return flag, {"help": text} | options
-
-
-def place(name: str, text: str, **options) -> Flag:
-    """A file that is given without a flag."""
-    return name, {"type": Path, "metavar": "FILE", "help": text} | options
-
-
-def with_settings(verbs: Verbs) -> dict[Callable, list[Flag]]:
-    """The verbs, each of which also takes the parameters and one of their models, which are read first of all."""
-    return {function: [*SETTINGS, read_first, *flags] for function, flags in verbs.items()}
-
-
-def of_a_model(verbs: Verbs) -> dict[Callable, list[Flag]]:
-    """The verbs, each of which takes a model: its folder, or one of params.yaml; it is looked at first of all."""
-    return {function: [*SUBJECT, look_first, *flags] for function, flags in verbs.items()}
-
-
-def look_first(parser: argparse.ArgumentParser) -> None:
-    """Have `main` find the model before the verb imports what it runs: a mistake in its name is told at once."""
-    parser.set_defaults(first=model_of)
-
-
-def read_first(parser: argparse.ArgumentParser) -> None:
-    """Have `main` read the parameters before the verb imports what it runs: a mistake in them is told at once."""
-    parser.set_defaults(first=params_of)
-
-
-PARAMS = word("--params", f"default: {DEFAULT_PARAMS}", default=DEFAULT_PARAMS, metavar="FILE|JSON")
-MODEL = word("--model", "one of `models`; needed where params.yaml lists several", metavar="SLUG")
-SETTINGS = [PARAMS, MODEL]
-SUBJECT = [
-    word("--model", "folder of a Hugging Face model; or one of params.yaml", metavar="DIR|SLUG"),
-    word(
-        "--params",
-        f"for a model that it lists; default: {DEFAULT_PARAMS}, if there is one",
-        default=DEFAULT_PARAMS,
-        metavar="FILE|JSON",
-    ),
-]
-OUT = result("--out", "what is written (with companions of the same stem beside it)")
-WINDOWS = path("--windows", "windows.safetensors of `kvlab step corpus`")
-NEEDLES = path("--needles", "needles.parquet of `kvlab step needles`")
-SIGMA = path("--sigma", "what `kvlab step sigma` wrote")
-CAPTURE = path("--capture", "what `kvlab step capture` wrote")
-METRICS = path("--metrics", "what `kvlab step metrics` wrote")
-IF_CODED = [  # a run without a codec does without them
-    path("--sigma", "what `kvlab step sigma` wrote; needed by cells with a codec", required=False),
-    path("--codebooks", "what `kvlab step codebooks` wrote; needed by fitted tables", required=False),
-    path("--components", "what `kvlab step components` wrote; needed by klt, oscar and mean removal", required=False),
-]
+WROTE = "what `kvlab recipe` wrote, or `kvlab calibrate`"
+ENGINES, DTYPES = ("hf", "vllm"), ("float32", "bfloat16")
+Engine = Annotated[str, choice("default: hf", ENGINES)]
+Dtype = Annotated[str, choice("what the engine computes in; default: float32", DTYPES)]
+Out = Annotated[Path, result("what is written (with companions of the same stem beside it)")]
+WindowsFile = Annotated[Path, path("windows.safetensors of `kvlab step corpus`")]
+NeedlesFile = Annotated[Path, path("needles.parquet of `kvlab step needles`")]
+SigmaFile = Annotated[Path, path("what `kvlab step sigma` wrote")]
+CodebooksFile = Annotated[Path, path("what `kvlab step codebooks` wrote")]
+ComponentsFile = Annotated[Path, path("what `kvlab step components` wrote")]
+CaptureFile = Annotated[Path, path("what `kvlab step capture` wrote")]
+MetricsFile = Annotated[Path, path("what `kvlab step metrics` wrote")]
+SIGNING = path("sign with this shared secret: a file of 32 bytes or more")
+CHECKING = path("refuse what is not signed with this shared secret")
+JSON = switch("for programs", "--json")
+EVERYTHING = result("everything that was found, for programs")
+FITTED = {  # a run without a codec does without them
+    "sigma": "what `kvlab step sigma` wrote; needed by cells with a codec",
+    "codebooks": "what `kvlab step codebooks` wrote; needed by fitted tables",
+    "components": "what `kvlab step components` wrote; needed by klt, oscar and mean removal",
+    "rotated": "what `kvlab step sigma` wrote after the rotary embedding; needed by post_rope cells",
+    "archive": "what `kvlab step archive` wrote; needed by archive",
+}
+SigmaIfCoded = Annotated[Path | None, path(FITTED["sigma"])]
+CodebooksIfCoded = Annotated[Path | None, path(FITTED["codebooks"])]
+ComponentsIfCoded = Annotated[Path | None, path(FITTED["components"])]

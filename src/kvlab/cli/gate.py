@@ -2,104 +2,94 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
+from inspect import Parameter
 from pathlib import Path
+from typing import Annotated, Any
 
-from kvlab.cli.flags import Flag, path, place, result, whole, word
+from kvlab.cli.commands import Made, Verbs
+from kvlab.cli.flags import choice, number, path, place, result, switch, whole, word
 from kvlab.core.errors import UserError
 from kvlab.output.terminal import FORMATS, as_json, as_text, printable
 
-# What `kvlab gate import` does, and its flags. Heavy imports happen inside.
+GATE = Verbs(
+    """\
+Which numbers may be published: check, query and more.
 
-
-def import_verb(args: argparse.Namespace) -> None:
-    """Make evidence of two runs of lm-evaluation-harness that you made: plain, and with a compressed cache.
-
-    Both with `--output_path DIR --log_samples`, on any of its engines, with the same tasks, items, prompts and
-    arguments but for those that --differs names. Items are paired one by one. What the harness does not write, the
-    bytes of the cache and whether a codec ran, is not made up: the evidence says that nobody looked, and may show that
-    too much is lost, never that little is, so its row earns `reviewed_preview` at most (docs/gate.md). The folder --out
-    gets evidence.json and row.json, for `kvlab gate check`.
-    """
-    from kvlab.cli.evals import refuse_unlisted_claim
-    from kvlab.core.records import write_json
-    from kvlab.evals.imported import imported
-    from kvlab.gate import registry
-
-    refuse_unlisted_claim(args.claim)
-    known = registry.load(args.mechanisms, args.evals)
-    asked = args.task, args.mechanism, args.plain, args.coded, args.differs, args.context_tokens, args.claim
-    made = imported(known, *asked)
-    write_json(args.out / "row.json", made.row)
-    write_json(args.out / "evidence.json", made.evidence.model_dump(mode="json"))
-    for key, found in made.measures.items():
-        change = found.paired
-        print(
-            f"{args.task}: {key} of {found.variant.n} items is {found.variant.value:.4g}, without"
-            f" {found.baseline.value:.4g}; paired {change.value:+.4g} [{change.low:+.4g}, {change.high:+.4g}]"
-        )
-    print(f"{made.evidence.imported.changed} answers differ; nobody saw the cache, so this can show a loss alone")
-    print(f"next: kvlab gate check {args.out}/row.json --evidence {args.out}/evidence.json")
-
-
-FLAGS: list[Flag] = [
-    path("--plain", "folder or results file of lm_eval, of the model as it is"),
-    path("--coded", "the same of the run with the compressed cache"),
-    word("--task", "id of a registered eval of lm-evaluation-harness (`kvlab gate registry`)", required=True),
-    word(
-        "--mechanism",
-        "what the second run did to its cache, as registered: kv_quantization/fp8_e4m3",
-        metavar="NAME/VARIANT",
-        required=True,
-    ),
-    word(
-        "--differs",
-        "arguments of the model (`--model_args`) that the second run was given otherwise, as kv_cache_dtype; none where"
-        " the environment does it",
-        metavar="ARGUMENT",
-        nargs="+",
-        default=[],
-    ),
-    word(
-        "--context-tokens",
-        "most tokens of an item with its answer, which lm_eval does not write down; the length of RULER's texts",
-        type=whole(1),
-        metavar="N",
-        required=True,
-    ),
-    word("--claim", "tier that the row claims; default: gated", default="gated"),
-    path("--mechanisms", "registry of mechanisms; default: the shipped one", required=False),
-    path("--evals", "registry of evals; default: the shipped one", required=False),
-    result("--out", "folder of evidence.json and row.json", metavar="DIR"),
+Rows are held against their evidence, the registries and one another (docs/gate.md).""",
+    ends="""
+Exit codes: 0 done, or the gate passes; 1 the gate fails; 2 the input is wrong, or nothing could be judged.""",
+)
+Files = Annotated[list[Path], place("rows as JSON: a list of objects or one, of this project's or the published style")]
+Evidence = Annotated[list[Path], path("evidence that is not written into its row", metavar="FILE ...")]
+Current = Annotated[
+    list[Path], path("JSON by model: model_hash, corpus_hash and code of now; others are stale", metavar="FILE ...")
 ]
+Mechanisms = Annotated[Path | None, path("registry of mechanisms; default: the shipped one")]
+Evals = Annotated[Path | None, path("registry of evals; default: the shipped one")]
+Store = Annotated[Path, place("the store, an SQLite file", metavar="DB")]
+Where = Annotated[
+    list[str],
+    word(
+        "rows of this value; a column given twice may have either, and nothing after = asks for rows that do not say",
+        metavar="COLUMN=VALUE ...",
+    ),
+]
+Format = Annotated[str, choice(f"default: {FORMATS[0]}", FORMATS)]
+OfTerminal = Annotated[str, choice("default: table", ("table", "json"))]
 
 
-ABOUT = """\
-Which numbers may be published: rows against their evidence, the registries and one another (docs/gate.md).
+def rows_of(files: Files, evidence: Evidence = ()) -> list:
+    """The rows of all files, with the evidence that was given beside them."""
+    from kvlab.gate import evidence as pieces
+    from kvlab.gate.catalogue.rows import read_rows
+    from kvlab.gate.inputs import attached
 
-  check       judge rows: what each earns of the tier that it claims, with every reason
-  import      evidence of two runs of lm-evaluation-harness that you made
-  ingest      put rows into a store, with what the gate says of them
-  query       rows of a store, or groups of rows, or the best of each group
-  export      rows of a store as parquet
-  diff        what changed from one run of a store to another
-  config      check what a configuration and the environment declare, and print it as fields of a row
-  registry    the mechanisms and evals that there are
-  reasons     everything that can be wrong, by its code
-  schema      JSON schema of a row, a configuration, evidence or a report
-{more}
-Exit codes: 0 done, or the gate passes; 1 the gate fails; 2 the input is wrong, or nothing could be judged.
-"""
+    rows = [row for file in files for row in read_rows(file)]
+    return attached(rows, {str(file): pieces.read(file) for file in evidence})
+
+
+def context_of(current: Current = (), mechanisms: Mechanisms = None, evals: Evals = None):
+    """What rows are judged against, as of today."""
+    import datetime
+
+    from kvlab.gate import registry
+    from kvlab.gate.inputs import read_current
+    from kvlab.gate.rules import Context
+
+    now = read_current(*current) if current else None
+    return Context(registry.load(mechanisms, evals), now, (), datetime.date.today())
+
+
+def _columns() -> list[Parameter]:
+    """The columns of a mechanism as flags."""
+    from kvlab.gate.catalogue import flags
+
+    return flags(("mechanism",))
+
+
+OfRows = Annotated[list, Made(rows_of)]
+OfContext = Annotated[Any, Made(context_of)]
+
+
 FIRST = ("run", "row_id", "support_status", "earned_tier", "derived_status")
 
 
 # ------------------------------------------------------------------------------------- judging
 
 
-def check_verb(args: argparse.Namespace) -> int:
+@GATE.verb
+def check_verb(
+    rows: OfRows,
+    context: OfContext,
+    strict: Annotated[bool, switch("waived rows and rows without a mechanism fail too", "--strict")] = False,
+    waivers: Annotated[Path | None, path("YAML list of waivers")] = None,
+    format: Annotated[str, choice("default: markdown", ("markdown", "json", "junit"))] = "markdown",
+    out: Annotated[Path | None, result("what is written instead of printed; a summary is printed")] = None,
+) -> int:
     """Judge rows: what each earns of the tier that it claims, with every reason.
 
     Exit code 0 when every row that declares a mechanism earns what it claims, or is waived; 1 when one does not; 2 when
@@ -111,13 +101,15 @@ def check_verb(args: argparse.Namespace) -> int:
     from kvlab.core.records import atomic
     from kvlab.gate import render
     from kvlab.gate.check import check
+    from kvlab.gate.rules import WAIVABLE
+    from kvlab.gate.waivers import read
 
-    report = check(rows_of(args), context_of(args, args.waivers), args.strict)
-    text = getattr(render, f"to_{args.format}")(report)
-    if args.out:
-        with atomic(args.out) as temporary:
+    report = check(rows, replace(context, waivers=read(waivers, WAIVABLE) if waivers else ()), strict)
+    text = getattr(render, f"to_{format}")(report)
+    if out:
+        with atomic(out) as temporary:
             temporary.write_bytes(text.encode())  # UTF-8, whatever the locale
-        text = "".join(f"{line}\n" for line in (*_summary(report), f"see {args.out}"))
+        text = "".join(f"{line}\n" for line in (*_summary(report), f"see {out}"))
     _say(text)
     if report.verdict == "cannot_judge":
         print(f"kvlab gate check: none of {len(report.claims)} rows declares a mechanism to judge", file=sys.stderr)
@@ -142,34 +134,8 @@ def _summary(report) -> Iterable[str]:
                 yield from (printable(f"{claim.row['row_id']}: {reason}") for reason in finding.reasons)
 
 
-def rows_of(args: argparse.Namespace) -> list:
-    """The rows of all files, with the evidence that was given beside them."""
-    from kvlab.gate import evidence
-    from kvlab.gate.catalogue.rows import read_rows
-    from kvlab.gate.inputs import attached
-
-    rows = [row for file in args.files for row in read_rows(file)]
-    return attached(rows, {str(file): evidence.read(file) for file in args.evidence})
-
-
-def context_of(args: argparse.Namespace, waivers: Path | None = None):
-    """What rows are judged against, as of today."""
-    import datetime
-
-    from kvlab.gate import registry
-    from kvlab.gate.inputs import read_current
-    from kvlab.gate.rules import WAIVABLE, Context
-    from kvlab.gate.waivers import read
-
-    return Context(
-        registry.load(args.mechanisms, args.evals),
-        read_current(*args.current) if args.current else None,
-        read(waivers, WAIVABLE) if waivers else (),
-        datetime.date.today(),
-    )
-
-
-def config_verb(args: argparse.Namespace) -> None:
+@GATE.verb
+def config_verb(file: Annotated[Path, place("YAML mapping of fields")]) -> None:
     """Check what a configuration and the environment declare, and print it as the fields of a row.
 
     The file is a YAML mapping; its keys are the flags of `kvlab gate ingest`, or the names of the row's fields. Fields
@@ -183,13 +149,85 @@ def config_verb(args: argparse.Namespace) -> None:
     from kvlab.gate.catalogue import environment, read_config
     from kvlab.gate.inputs import declared
 
-    print(as_json(declared(read_config(args.file), environment(os.environ), args.file)))
+    print(as_json(declared(read_config(file), environment(os.environ), file)))
+
+
+@GATE.verb
+def import_verb(
+    plain: Annotated[Path, path("folder or results file of lm_eval, of the model as it is")],
+    coded: Annotated[Path, path("the same of the run with the compressed cache")],
+    task: Annotated[str, word("id of a registered eval of lm-evaluation-harness (`kvlab gate registry`)")],
+    mechanism: Annotated[
+        str,
+        word("what the second run did to its cache, as registered: kv_quantization/fp8_e4m3", metavar="NAME/VARIANT"),
+    ],
+    context_tokens: Annotated[
+        int,
+        number(
+            "most tokens of an item with its answer, which lm_eval does not write down; the length of RULER's texts",
+            whole(1),
+        ),
+    ],
+    out: Annotated[Path, result("folder of evidence.json and row.json", metavar="DIR")],
+    differs: Annotated[
+        list[str],
+        word(
+            "arguments of the model (`--model_args`) that the second run was given otherwise, as kv_cache_dtype; none"
+            " where the environment does it",
+            metavar="ARGUMENT ...",
+        ),
+    ] = (),
+    claim: Annotated[str, word("tier that the row claims; default: gated")] = "gated",
+    mechanisms: Mechanisms = None,
+    evals: Evals = None,
+) -> None:
+    """Make evidence of two runs of lm-evaluation-harness that you made: plain, and with a compressed cache.
+
+    Both with `--output_path DIR --log_samples`, on any of its engines, with the same tasks, items, prompts and
+    arguments but for those that --differs names. Items are paired one by one. What the harness does not write, the
+    bytes of the cache and whether a codec ran, is not made up: the evidence says that nobody looked, and may show that
+    too much is lost, never that little is, so its row earns `reviewed_preview` at most (docs/gate.md). The folder --out
+    gets evidence.json and row.json, for `kvlab gate check`.
+    """
+    from kvlab.cli.evals import refuse_unlisted_claim
+    from kvlab.core.records import write_json
+    from kvlab.evals.imported import imported
+    from kvlab.gate import registry
+
+    refuse_unlisted_claim(claim)
+    known = registry.load(mechanisms, evals)
+    made = imported(known, task, mechanism, plain, coded, differs, context_tokens, claim)
+    write_json(out / "row.json", made.row)
+    write_json(out / "evidence.json", made.evidence.model_dump(mode="json"))
+    for key, found in made.measures.items():
+        change = found.paired
+        print(
+            f"{task}: {key} of {found.variant.n} items is {found.variant.value:.4g}, without"
+            f" {found.baseline.value:.4g}; paired {change.value:+.4g} [{change.low:+.4g}, {change.high:+.4g}]"
+        )
+    print(f"{made.evidence.imported.changed} answers differ; nobody saw the cache, so this can show a loss alone")
+    print(f"next: kvlab gate check {out}/row.json --evidence {out}/evidence.json")
 
 
 # -------------------------------------------------------------------------------------- the store
 
 
-def ingest_verb(args: argparse.Namespace) -> int:
+@GATE.verb
+def ingest_verb(
+    db: Store,
+    rows: OfRows,
+    columns: Annotated[dict, Made(dict, _columns)],
+    context: OfContext,
+    kept_under: Annotated[
+        str | None, word("the run that the rows are kept under; default: what each names", "--run", metavar="NAME")
+    ] = None,
+    replace: Annotated[
+        bool, switch("replace rows that are there with other content, or judged otherwise", "--replace")
+    ] = False,
+    strict: Annotated[
+        bool, switch("keep nothing unless every row earns what it claims (exit code 1)", "--strict")
+    ] = False,
+) -> int:
     """Put rows into a store, with what the gate says of them: all rows of all files, or none.
 
     A flag fills a field that a row leaves empty, as rows of the published style do. One that says something else than
@@ -202,20 +240,28 @@ def ingest_verb(args: argparse.Namespace) -> int:
     from kvlab.gate.store import open_store
     from kvlab.gate.store.ingest import ingest, prepared
 
-    rows = [filled(row, given(args)) for row in rows_of(args)]
-    report = check(rows, context_of(args), args.strict)
-    if args.strict and report.exit_code:
-        print("\n".join([*_summary(report), f"nothing was put into {args.db}"]), file=sys.stderr)
+    rows = [filled(row, given(columns)) for row in rows]
+    report = check(rows, context, strict)
+    if strict and report.exit_code:
+        print("\n".join([*_summary(report), f"nothing was put into {db}"]), file=sys.stderr)
         return report.exit_code
-    batch = prepared(rows, report, args.kept_under)  # before the store, which is not made for what is refused
-    with open_store(args.db, create=True) as store:
-        done = ingest(store, batch, args.replace)
+    batch = prepared(rows, report, kept_under)  # before the store, which is not made for what is refused
+    with open_store(db, create=True) as store:
+        done = ingest(store, batch, replace)
     rejudged = f", {done.rejudged} of them judged anew" if done.rejudged else ""
-    print(f"{args.db}: {done.added} rows added, {done.replaced} replaced, {done.same} there already{rejudged}")
+    print(f"{db}: {done.added} rows added, {done.replaced} replaced, {done.same} there already{rejudged}")
     return 0
 
 
-def query_verb(args: argparse.Namespace) -> None:
+@GATE.verb
+def query_verb(
+    db: Store,
+    where: Where = (),
+    group_by: Annotated[list[str], word("columns to group by", metavar="COLUMN ...")] = (),
+    best: Annotated[str | None, word("the one row of each group where this measure is best", metavar="COLUMN")] = None,
+    certified: Annotated[bool, switch("only rows that have earned the tier `supported`", "--certified")] = False,
+    format: Format = FORMATS[0],
+) -> None:
     """Rows of a store, or groups of rows, or the best row of each group.
 
     Every answer says which tier its rows have earned, and by which registry: groups are divided by both, so that no
@@ -225,21 +271,30 @@ def query_verb(args: argparse.Namespace) -> None:
     from kvlab.gate.store import open_store
     from kvlab.gate.store.queries import query
 
-    with open_store(args.db) as store:
-        _show(query(store, _where(args.where), args.group_by, args.best, args.certified), args.format)
+    with open_store(db) as store:
+        _show(query(store, _where(where), group_by, best, certified), format)
 
 
-def export_verb(args: argparse.Namespace) -> None:
+@GATE.verb
+def export_verb(
+    db: Store, out: Annotated[Path, place("parquet file, replaced when the rows are there")], where: Where = ()
+) -> None:
     """Write rows of a store as parquet, with every column."""
     from kvlab.gate.store import open_store
     from kvlab.gate.store.queries import export
 
-    with open_store(args.db) as store:
-        found = export(store, args.out, _where(args.where))
-    print(f"{args.out}: {len(found)} rows")
+    with open_store(db) as store:
+        found = export(store, out, _where(where))
+    print(f"{out}: {len(found)} rows")
 
 
-def diff_verb(args: argparse.Namespace) -> None:
+@GATE.verb
+def diff_verb(
+    db: Store,
+    run_a: Annotated[str, word("before", argument=True, metavar="RUN_A")],
+    run_b: Annotated[str, word("after", argument=True, metavar="RUN_B")],
+    format: Format = FORMATS[0],
+) -> None:
     """What changed from one run of a store to another: rows added and gone, and every value that is another.
 
     What the gate says of a row is compared like its values. Exit code 0, whether anything changed or not.
@@ -247,8 +302,8 @@ def diff_verb(args: argparse.Namespace) -> None:
     from kvlab.gate.store import open_store
     from kvlab.gate.store.queries import diff
 
-    with open_store(args.db) as store:
-        _show(diff(store, args.run_a, args.run_b), args.format)
+    with open_store(db) as store:
+        _show(diff(store, run_a, run_b), format)
 
 
 def _where(given: Iterable[str]) -> dict[str, list[str | None]]:
@@ -272,21 +327,23 @@ def _show(frame, form: str) -> None:
 # ------------------------------------------------------------------------------- what there is
 
 
-def registry_verb(args: argparse.Namespace) -> None:
+@GATE.verb
+def registry_verb(mechanisms: Mechanisms = None, evals: Evals = None, format: OfTerminal = "table") -> None:
     """The mechanisms and evals that there are, shipped or in files of your own, checked as a whole."""
     from kvlab.gate import registry
 
-    known = registry.load(args.mechanisms, args.evals)
+    known = registry.load(mechanisms, evals)
     described = known.describe()
-    if args.format == "json":
+    if format == "json":
         print(as_json({"digest": known.digest} | described))
         return
     print(f"registry {known.digest}")
     for name, rows in described.items():
-        print(f"\n{name}\n{as_text(rows, list(rows[0]) if rows else [], args.format)}")
+        print(f"\n{name}\n{as_text(rows, list(rows[0]) if rows else [], format)}")
 
 
-def reasons_verb(args: argparse.Namespace) -> None:
+@GATE.verb
+def reasons_verb(format: OfTerminal = "table") -> None:
     """Everything that can be wrong with rows, configurations, registries and evidence, by its code."""
     from kvlab.gate.reasons import CONFIG_REASONS, EVIDENCE_REASONS, REGISTRY_REASONS, ROW_REASONS
 
@@ -296,12 +353,7 @@ def reasons_verb(args: argparse.Namespace) -> None:
         for kind, listed in kinds.items()
         for code, text in listed.items()
     ]
-    print(as_text(rows, ("about", "code", "meaning"), args.format))
-
-
-def schema_verb(args: argparse.Namespace) -> None:
-    """JSON schema of a row's fields, of a configuration, of evidence, or of a report of `kvlab gate check`."""
-    print(as_json(SCHEMAS[args.what]()))
+    print(as_text(rows, ("about", "code", "meaning"), format))
 
 
 def _row_schema() -> dict:
@@ -333,87 +385,7 @@ def _report_schema() -> dict:
 SCHEMAS = {"row": _row_schema, "config": _config_schema, "evidence": _evidence_schema, "report": _report_schema}
 
 
-# --------------------------------------------------------------------------------------- flags
-
-
-def _mechanism_flags(parser: argparse.ArgumentParser) -> None:
-    from kvlab.gate.catalogue import flags
-
-    flags(parser, groups=("mechanism",))
-
-
-DB = place("db", "the store, an SQLite file", metavar="DB")
-FILES = place("files", "rows as JSON: a list of objects or one, of this project's or the published style", nargs="+")
-REGISTRY = [
-    path("--mechanisms", "registry of mechanisms; default: the shipped one", required=False),
-    path("--evals", "registry of evals; default: the shipped one", required=False),
-]
-JUDGED_BY = [
-    path("--evidence", "evidence that is not written into its row", required=False, nargs="+", default=[]),
-    path(
-        "--current",
-        "JSON by model: model_hash, corpus_hash and code of now; others are stale",
-        required=False,
-        nargs="+",
-        default=[],
-    ),
-    *REGISTRY,
-]
-WHERE = word(
-    "--where",
-    "rows of this value; a column given twice may have either, and nothing after = asks for rows that do not say",
-    metavar="COLUMN=VALUE",
-    nargs="+",
-    action="extend",
-    default=[],
-)
-
-
-def _format(choices: Iterable[str]) -> Flag:
-    first, *_ = choices
-    return word("--format", f"default: {first}", choices=choices, default=first)
-
-
-VERBS: dict[Callable, list[Flag]] = {
-    check_verb: [
-        FILES,
-        word("--strict", "waived rows and rows without a mechanism fail too", action="store_true"),
-        path("--waivers", "YAML list of waivers", required=False),
-        *JUDGED_BY,
-        _format(("markdown", "json", "junit")),
-        result("--out", "what is written instead of printed; a summary is printed", required=False),
-    ],
-    import_verb: FLAGS,
-    ingest_verb: [
-        *(DB, FILES),
-        word(
-            "--run", "the run that the rows are kept under; default: what each names", dest="kept_under", metavar="NAME"
-        ),
-        word(
-            "--replace",
-            "replace rows that are there with other content, or judged otherwise",
-            action="store_true",
-        ),
-        word("--strict", "keep nothing unless every row earns what it claims (exit code 1)", action="store_true"),
-        *JUDGED_BY,
-        _mechanism_flags,
-    ],
-    query_verb: [
-        *(DB, WHERE),
-        word("--group-by", "columns to group by", metavar="COLUMN", nargs="+", action="extend", default=[]),
-        word("--best", "the one row of each group where this measure is best", metavar="COLUMN"),
-        word("--certified", "only rows that have earned the tier `supported`", action="store_true"),
-        _format(FORMATS),
-    ],
-    export_verb: [DB, place("out", "parquet file, replaced when the rows are there"), WHERE],
-    diff_verb: [
-        DB,
-        word("run_a", "before", metavar="RUN_A"),
-        word("run_b", "after", metavar="RUN_B"),
-        _format(FORMATS),
-    ],
-    config_verb: [place("file", "YAML mapping of fields")],
-    registry_verb: [*REGISTRY, _format(("table", "json"))],
-    reasons_verb: [_format(("table", "json"))],
-    schema_verb: [word("what", "of what", choices=tuple(SCHEMAS))],
-}
+@GATE.verb
+def schema_verb(what: Annotated[str, choice("of what", SCHEMAS, argument=True)]) -> None:
+    """JSON schema of a row's fields, of a configuration, of evidence, or of a report of `kvlab gate check`."""
+    print(as_json(SCHEMAS[what]()))

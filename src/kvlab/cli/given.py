@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated, Any
 
+from kvlab.cli.commands import Made
+from kvlab.cli.flags import CodebooksIfCoded, ComponentsFile, ComponentsIfCoded, SigmaFile, SigmaIfCoded, word
 from kvlab.core.errors import ParamsError, UserError
-from kvlab.core.filekind import is_calibration_file, recipe_json
 from kvlab.core.hub import no_folder
 from kvlab.core.params import Model, Params
 
 DEFAULT_PARAMS = "params.yaml"
+ParamsText = Annotated[str, word(f"default: {DEFAULT_PARAMS}", metavar="FILE|JSON")]
+Slug = Annotated[str | None, word("one of `models`; needed where params.yaml lists several", metavar="SLUG")]
+AnyModel = Annotated[str | None, word("folder of a Hugging Face model; or one of params.yaml", metavar="DIR|SLUG")]
+IfListed = Annotated[
+    str, word(f"for a model that it lists; default: {DEFAULT_PARAMS}, if there is one", metavar="FILE|JSON")
+]
 
 
-def params_of(args: argparse.Namespace) -> Params:
+def params_of(params: ParamsText = DEFAULT_PARAMS, model: Slug = None) -> Params:
     """What `--params` and `--model` name."""
     from kvlab.cli.packages import reader_of_params
 
-    return reader_of_params().read_params(args.params, args.model)
+    return reader_of_params().read_params(params, model)
 
 
-def model_of(args: argparse.Namespace) -> Model:
+def model_of(model: AnyModel = None, params: IfListed = DEFAULT_PARAMS) -> Model:
     """The model that `--model` names: a folder, which needs no params.yaml, or one of params.yaml.
 
     Raises
@@ -30,72 +37,67 @@ def model_of(args: argparse.Namespace) -> Model:
     ModelError
         The folder is none of a model.
     """
-    return folder_of(args) or params_of(args).model
+    return folder_of(model, params) or params_of(params, model).model
 
 
-def folder_of(args: argparse.Namespace) -> Model | None:
+def folder_of(model: str | None, params: str) -> Model | None:
     """The model of a folder that `--model` names; None where it names one of params.yaml. Raises as `model_of`."""
     from kvlab.core.model import model_in
 
-    name, path = args.model, Path(args.model or ".")
-    if name and ((path / "config.json").is_file() or "/" in name or name in (".", "..")):
+    path = Path(model or ".")
+    if model and ((path / "config.json").is_file() or "/" in model or model in (".", "..")):
         return model_in(path)
-    if args.params == DEFAULT_PARAMS and not Path(args.params).exists():
-        if name and path.is_dir():
+    if params == DEFAULT_PARAMS and not Path(params).exists():
+        if model and path.is_dir():
             return model_in(path)  # which says what it lacks
-        if name:
-            raise UserError(f"--model {name}: {no_folder(name)}; there is no {DEFAULT_PARAMS} here that could list it")
+        if model:
+            raise UserError(
+                f"--model {model}: {no_folder(model)}; there is no {DEFAULT_PARAMS} here that could list it"
+            )
         raise UserError(f"name the model: --model DIR, its folder (there is no {DEFAULT_PARAMS} here that names one)")
     return None
 
 
-def bits_of(args: argparse.Namespace, params: Params) -> Params:
+def bits_of(params: Params, bits: float | None, v_bits: float | None) -> Params:
     """The parameters with the bits of `--bits` and `--v-bits`, where these are given."""
-    if args.bits is None and args.v_bits is None:
+    if bits is None and v_bits is None:
         return params
-    bits = params.bits if args.bits is None else args.bits
-    v_bits = bits if args.v_bits is None else args.v_bits
+    bits = params.bits if bits is None else bits
+    v_bits = bits if v_bits is None else v_bits
     if not all(1 <= one <= 8 for one in (bits, v_bits)):
         raise ParamsError(f"--bits {bits} and --v-bits {v_bits}; allowed: 1 to 8")
     return params.model_copy(update={"bits": bits, "v_bits": v_bits})
 
 
-def fitted_of(args: argparse.Namespace):
+def fitted_of(sigma: SigmaIfCoded = None, codebooks: CodebooksIfCoded = None, components: ComponentsIfCoded = None):
     """The calibration that --sigma, --codebooks and --components name; None without one."""
     from kvlab.calibration.load import Fitted
 
-    codebooks, components = args.codebooks, getattr(args, "components", None)
-    if args.sigma is None and (codebooks or components):
+    if sigma is None and (codebooks or components):
         raise UserError("--codebooks and --components belong to a Sigma_q; name it with --sigma")
-    return Fitted(args.sigma, codebooks, components) if args.sigma else None
+    return Fitted(sigma, codebooks, components) if sigma else None
 
 
-def refuse_wrong_recipe(file: Path) -> None:
-    """Look at the recipe of a JSON recipe file, so that a mistake in it is told before torch is imported.
+def transform_of(sigma: SigmaFile, components: ComponentsFile):
+    """The calibration of the codecs that need no more than Sigma_q and components."""
+    from kvlab.calibration.load import Fitted
+
+    return Fitted(sigma, components=components)
+
+
+def key_of(key: Path | None):
+    """The key that `--key` names; None without one.
 
     Raises
     ------
     StorageError
-        The file cannot be read or is no JSON.
-    ParamsError
-        Its recipe is none.
-    CalibrationMismatch
-        It holds a cache, and no recipe.
+        The file cannot be read.
+    UserError
+        It is too short or too long for a key.
     """
-    from pydantic import BaseModel, ValidationError
+    from kvlab.codecs.stream.seal import Key
 
-    from kvlab.core.recipe import Recipe
-
-    class Head(BaseModel):
-        recipe: Recipe
-
-    if file.is_file() and is_calibration_file(file):
-        return
-    try:
-        Head.model_validate(recipe_json(file))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise ParamsError(f"{file}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+    return None if key is None else Key.read(key)
 
 
 def tier(text: str) -> str:
@@ -104,5 +106,10 @@ def tier(text: str) -> str:
     from kvlab.gate.catalogue.columns import TIERS
 
     if text not in TIERS:
-        raise argparse.ArgumentTypeError(str(UnknownName("tier", text, TIERS)))
+        raise UnknownName("tier", text, TIERS)
     return text
+
+
+OfParams = Annotated[Params, Made(params_of)]
+OfFitted = Annotated[Any, Made(transform_of)]
+OfModel = Annotated[Model, Made(model_of)]

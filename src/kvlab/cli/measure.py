@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated
 
-from kvlab.cli.flags import Flag, model_folder, path, result, whole, window_count, word
+from kvlab.cli.flags import (
+    EVERYTHING,
+    Dtype,
+    Engine,
+    Most,
+    choice,
+    model_folder,
+    number,
+    path,
+    switch,
+    whole,
+    window_count,
+    word,
+)
 from kvlab.core.errors import CapabilityError, UserError
 from kvlab.core.recipe import WHOLE
 from kvlab.output.terminal import as_text, printable
@@ -27,9 +42,47 @@ READING = ("stored B/token", "read KiB")
 PAIRED = ("difference", "bits", "KL", "95 %", "same top token", "costs less")
 MIB = 2**20
 SMALL = 1e-3  # below, numbers are written with two digits instead of four decimals
+MOST, MOST_CALIB = Most(16), Most(32)
 
 
-def measure_verb(args: argparse.Namespace) -> None:
+def measure_verb(
+    model: Annotated[Path, model_folder(argument=True)],
+    *,
+    codec: Annotated[
+        list[str], word("klt, kivi, hadamard+center, ...; several may be named; default: klt", metavar="CODEC ...")
+    ] = ("klt",),
+    bits: Annotated[list[float], number("bits of K and of V, each measured; default: 4", float, metavar="N ...")] = (),
+    mechanism: Annotated[
+        list[str],
+        word(
+            "block_sparse, chunk_summary, window, by_length, latent:rank=128, sinks:percent=25, ...: docs/attention.md",
+            metavar="NAME ...",
+        ),
+    ] = (),
+    text: Annotated[Path, path("the text that is predicted, UTF-8")],
+    against: Annotated[
+        str | None, word("another codec at the same bits, and the paired differences from it", metavar="CODEC")
+    ] = None,
+    engine: Engine = "hf",
+    dtype: Dtype = "float32",
+    protocol: Annotated[
+        str,
+        choice(
+            "snapshot codes a finished cache, in_forward while it is computed; default: snapshot",
+            ("snapshot", "in_forward"),
+        ),
+    ] = "snapshot",
+    context: Annotated[int, number("tokens of a window that are coded; default: 512", whole(8))] = 512,
+    eval: Annotated[int, number("tokens after them that are predicted; default: 128", whole(2))] = 128,
+    windows: Annotated[int, window_count("so many, spread over the text", MOST)] = MOST,
+    calibration: Annotated[Path | None, path("what `kvlab calibrate` wrote")] = None,
+    calib_text: Annotated[Path | None, path("text to calibrate on; default: docstrings of installed packages")] = None,
+    calib_windows: Annotated[int, window_count("of it, as long as a context", MOST_CALIB)] = MOST_CALIB,
+    no_witness: Annotated[
+        bool, switch("compute nothing a second time: spares a float32 copy of the weights in memory", "--no-witness")
+    ] = False,
+    json: Annotated[Path | None, EVERYTHING] = None,
+) -> None:
     """Measure what codecs cost a model on a text of yours, and say which one to take.
 
     The text is cut into windows. The KV cache of each window's context is coded, the tokens after it are predicted
@@ -45,40 +98,40 @@ def measure_verb(args: argparse.Namespace) -> None:
 
       kvlab measure models/reference --codec klt --bits 2 3 --text notes.txt --against kivi
     """
-    from kvlab.attention.named import mechanism
+    args = SimpleNamespace(**locals())  # what was asked for, for what measures it
+
+    from kvlab.attention import named as mechanisms_named
     from kvlab.cli import checked
 
-    config = checked.config_of(args.model)
-    checked.refuse_absent(args.engine)
-    named = _named(args)
-    text = checked.readable_text(args.text, args.context + args.eval, config)
-    if args.calib_text and args.calib_text.samefile(args.text):
-        raise UserError(
-            f"--calib-text is the scored text, {args.text}: what is scored must not have been calibrated on"
-        )
-    calib_text = checked.readable_text(args.calib_text, args.context, config) if args.calib_text else None
-    checked.calibration_file(args.calibration)
-    checked.writable(args.json)
-    mechanisms = [mechanism(name) for name in dict.fromkeys(args.mechanism)]
+    config = checked.config_of(model)
+    checked.refuse_absent(engine)
+    named = _named(codec, against, bits, protocol)
+    scored = checked.readable_text(text, context + eval, config)
+    if calib_text and calib_text.samefile(text):
+        raise UserError(f"--calib-text is the scored text, {text}: what is scored must not have been calibrated on")
+    fitted_to = checked.readable_text(calib_text, context, config) if calib_text else None
+    checked.calibration_file(calibration)
+    checked.writable(json)
+    mechanisms = [mechanisms_named.mechanism(name) for name in dict.fromkeys(mechanism)]
 
     from kvlab.cli.measuring import measured
 
-    found = measured(args, named, text, calib_text, mechanisms)
-    if args.json:
+    found = measured(args, named, scored, fitted_to, mechanisms)
+    if json:
         from kvlab.core.records import write_json
 
-        write_json(args.json, found.data())
+        write_json(json, found.data())
     print("\n".join(said(found)))
 
 
-def _named(args: argparse.Namespace) -> list:
+def _named(codecs: Sequence[str], against: str | None, bits: Sequence[float], protocol: str) -> list:
     """Every codec at every width (`checked.Named`), each once; that of --against last."""
     from kvlab.cli.checked import all_recipes_of
 
-    if args.against in args.codec:
-        raise UserError(f"--against {args.against} is measured already; name another codec than those of --codec")
-    named = all_recipes_of([*args.codec, *([args.against] if args.against else [])], args.bits)
-    if args.protocol == "in_forward" and (whole := [one.codec for one in named if one.recipe.k.codec in WHOLE]):
+    if against in codecs:
+        raise UserError(f"--against {against} is measured already; name another codec than those of --codec")
+    named = all_recipes_of([*codecs, *([against] if against else [])], bits)
+    if protocol == "in_forward" and (whole := [one.codec for one in named if one.recipe.k.codec in WHOLE]):
         raise CapabilityError(
             f"codec {whole[0]!r} codes whole caches, which a forward does not have before its end; leave --protocol out"
         )
@@ -180,41 +233,3 @@ def _bits(bits: float | None) -> str:
 
 def _number(value: float, sign: str = "") -> str:
     return f"{value:{sign}.4f}" if value == 0 or abs(value) >= SMALL else f"{value:{sign}.1e}"
-
-
-FLAGS: list[Flag] = [
-    model_folder("model"),
-    word("--codec", "klt, kivi, hadamard+center, ...; several may be named; default: klt", nargs="+", default=["klt"]),
-    word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", metavar="N"),
-    word(
-        "--mechanism",
-        "block_sparse, chunk_summary, window, by_length, latent:rank=128, sinks:percent=25, ...: docs/attention.md",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-    ),
-    path("--text", "the text that is predicted, UTF-8"),
-    word("--against", "another codec at the same bits, and the paired differences from it", metavar="CODEC"),
-    word("--engine", "default: hf", choices=("hf", "vllm"), default="hf"),
-    word(
-        "--dtype", "what the engine computes in; default: float32", choices=("float32", "bfloat16"), default="float32"
-    ),
-    word(
-        "--protocol",
-        "snapshot codes a finished cache, in_forward while it is computed; default: snapshot",
-        choices=("snapshot", "in_forward"),
-        default="snapshot",
-    ),
-    word("--context", "tokens of a window that are coded; default: 512", type=whole(8), default=512, metavar="N"),
-    word("--eval", "tokens after them that are predicted; default: 128", type=whole(2), default=128, metavar="N"),
-    window_count("--windows", "so many, spread over the text", 16),
-    path("--calibration", "what `kvlab calibrate` wrote", required=False),
-    path("--calib-text", "text to calibrate on; default: docstrings of installed packages", required=False),
-    window_count("--calib-windows", "of it, as long as a context", 32),
-    word(
-        "--no-witness",
-        "compute nothing a second time: spares a float32 copy of the weights in memory",
-        action="store_true",
-    ),
-    result("--json", "everything that was found, for programs", required=False),
-]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -79,7 +79,7 @@ class Found:
 
 
 def measured(
-    args: argparse.Namespace,
+    args: SimpleNamespace,
     named: Sequence[Named],
     text: str,
     calib_text: str | None,
@@ -89,8 +89,8 @@ def measured(
 
     Parameters
     ----------
-    args : argparse.Namespace
-        Of `kvlab measure`.
+    args : SimpleNamespace
+        What `kvlab measure` was asked for, by the names of its parameters.
     named : sequence of Named
         The codecs.
     text, calib_text : str
@@ -107,7 +107,7 @@ def measured(
     """
     info = info_of(args.model)
     length = args.context + args.eval
-    most, exactly = wanted(args, "--windows")
+    most, exactly = wanted(args.windows, "--windows")
     windows = windows_of([text], load_tokenizer(info), length, most, str(args.text), args.context, exactly)
     stored = load_calibration(args.calibration, info) if args.calibration else None
     engine = start(args.engine, info, args.dtype, max_tokens=length)
@@ -166,7 +166,7 @@ def _vouched(one: Applied) -> str:
 
 
 def _calibrated(
-    args: argparse.Namespace,
+    args: SimpleNamespace,
     named: Sequence[Named],
     stored: Calibrated | None,
     engine: Engine,
@@ -195,9 +195,9 @@ def _calibrated(
     return found, lines
 
 
-def _calibration_text(args: argparse.Namespace, engine: Engine, calib_text: str | None) -> CalibrationText:
+def _calibration_text(args: SimpleNamespace, engine: Engine, calib_text: str | None) -> CalibrationText:
     """The windows that --calib-text and --calib-windows ask for."""
-    wanted_windows = wanted(args, "--calib-windows")
+    wanted_windows = wanted(args.calib_windows, "--calib-windows")
     return CalibrationText.read(engine.info, args.calib_text, calib_text, args.context, *wanted_windows)
 
 
@@ -265,7 +265,7 @@ def _read_rows(applied: Sequence[Applied], floor: float, values: int) -> tuple[R
 
 
 def _applied(
-    args: argparse.Namespace,
+    args: SimpleNamespace,
     mechanisms: Sequence[Mechanism],
     engine: Engine,
     windows: np.ndarray,

@@ -2,52 +2,102 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 from kvlab.cli import snapshot_inputs as inputs
-from kvlab.cli.flags import Flag, cached, model_folder, path, place, recipe, word
-from kvlab.cli.keys import CHECKING, SIGNING, key_of
-from kvlab.cli.snapshot_inputs import CHUNK_TOKENS, DTYPE, DTYPES
+from kvlab.cli.commands import Verbs
+from kvlab.cli.flags import (
+    CHECKING,
+    DTYPES,
+    JSON,
+    SIGNING,
+    WROTE,
+    cached,
+    choice,
+    model_folder,
+    number,
+    path,
+    place,
+    recipe,
+    switch,
+    whole,
+    word,
+)
+from kvlab.cli.given import key_of
+from kvlab.cli.snapshot_inputs import CHUNK_TOKENS, DTYPE
 from kvlab.core.errors import SnapshotRefused, StorageError, UserError
 from kvlab.core.filekind import SNAPSHOT_ENDING
 from kvlab.core.output_paths import refuse_no_file
 from kvlab.output.terminal import as_json, printable
 
-ABOUT = """\
-The KV cache of a context in a file, and back: prefill once, ask many times (docs/kvstore.md).
+SNAPSHOT = Verbs(
+    """\
+The KV cache of a context as a file: save, inspect, verify, restore, diff.
 
-  save        prefill a text and write its KV cache
-  inspect     what a snapshot says of itself
-  verify      whether a snapshot is the one that was written; every damage is named
-  restore     answer a prompt, with what snapshots hold of it, and say what was used and why not
-  diff        how two snapshots differ: identity, tokens, stored bits
-
+Prefill once, ask many times (docs/kvstore.md).""",
+    ends="""
 Exit codes: 0 done, whole, the same; 1 damaged, another model's, different, or the warm run is not the cold one; 2 the
-input is wrong, or a file cannot be judged.
-"""
+input is wrong, or a file cannot be judged.""",
+)
 MODES = ("auto", "consume", "recompute", "verify")  # as in `kvstore.restore`
 POLICIES = ("lru", "qk", "oracle", "random", "sign_bit")  # as in `kvstore.residency`
 UNJUDGED = ("unreadable", "not_a_snapshot", "unknown_version", "published_layout", "codec", "calibration")
 """Codes of `verify` that say nothing of damage: there is nothing to judge, or nothing to judge it by."""
 
+Model = Annotated[Path, model_folder()]
+Text = Annotated[Path | None, path("the prompt, UTF-8")]
+Tokens = Annotated[Path | None, path("or its ids, a JSON list")]
+ChunkTokens = Annotated[int | None, number(f"tokens of a chunk; default: the snapshot's, or {CHUNK_TOKENS}")]
+Dtype = Annotated[str | None, choice(f"of the model, its K and V; default: the snapshot's, or {DTYPE}", DTYPES)]
+PoolTokens = Annotated[int | None, number("tokens that the pool holds; default: all there will be")]
+Policy = Annotated[str, choice("who stays in a smaller pool; default: lru", POLICIES)]
+Salt = Annotated[str, word("what else keeps contexts apart, as a tenant")]
+Decoder = Annotated[Path | None, recipe(f"{WROTE}, for a payload whose codec reads a calibration")]
+Key = Annotated[Path | None, CHECKING]
+File = Annotated[Path, place("a snapshot")]
+Json = Annotated[bool, JSON]
 
-def save_verb(args: argparse.Namespace) -> None:
+
+@SNAPSHOT.verb
+def save_verb(
+    out: Annotated[
+        Path,
+        place("the snapshot, as context.kvs; replaced in one step when there is one", read=cached(SNAPSHOT_ENDING)),
+    ],
+    *,
+    model: Model,
+    text: Text = None,
+    tokens: Tokens = None,
+    chunk_tokens: ChunkTokens = None,
+    dtype: Dtype = None,
+    pool_tokens: PoolTokens = None,
+    policy: Policy = "lru",
+    salt: Salt = "",
+    recipe: Annotated[Path | None, recipe(f"{WROTE}; default: K and V as they are")] = None,
+    key: Annotated[Path | None, SIGNING] = None,
+    bits: Annotated[float | None, number("of a recipe of archive, others than its own", float)] = None,
+    upto: Annotated[int | None, number("save no more than the first N tokens")] = None,
+    evidence: Annotated[
+        list[Path],
+        path("the gate's evidence of what a lossy recipe costs, as `kvlab eval` writes it", metavar="FILE ..."),
+    ] = (),
+) -> None:
     """Prefill a text with a model, chunk by chunk, and write the KV cache of its whole chunks.
 
     K and V are stored as they are, or coded by --recipe; a lossy payload is restored from only if it names evidence of
     the gate, or by whoever asks for it unproven. Evidence has to be of this recipe and this model; what it says of
     them is judged by `kvlab gate check`.
     """
-    refuse_no_file(args.out)
-    key, info, chunk = key_of(args), inputs.info_of(args.model), inputs.given(args.chunk_tokens, CHUNK_TOKENS)
-    inputs.pool_of(args.pool_tokens, chunk, chunk)  # what is wrong with either is told before torch is loaded
-    tokens = inputs.tokens_of(args, info)
-    if args.upto is not None and not 0 < args.upto <= len(tokens):
-        raise UserError(f"--upto is {args.upto}; the prompt has 1 to {len(tokens)} tokens to save")
-    if (held := inputs.given(args.upto, len(tokens))) < chunk:
+    refuse_no_file(out)
+    key, info, chunk = key_of(key), inputs.info_of(model), inputs.given(chunk_tokens, CHUNK_TOKENS)
+    inputs.pool_of(pool_tokens, chunk, chunk)  # what is wrong with either is told before torch is loaded
+    ids = inputs.tokens_of(text, tokens, info)
+    if upto is not None and not 0 < upto <= len(ids):
+        raise UserError(f"--upto is {upto}; the prompt has 1 to {len(ids)} tokens to save")
+    if (held := inputs.given(upto, len(ids))) < chunk:
         raise UserError(
             f"{held} tokens do not fill one chunk of {chunk}, and a snapshot of them would restore nothing; take more"
             " tokens, or a smaller --chunk-tokens"
@@ -55,39 +105,47 @@ def save_verb(args: argparse.Namespace) -> None:
 
     from kvlab.kvstore.hf.run import PagedRun
 
-    config, ready = inputs.pool_of(args.pool_tokens, chunk, len(tokens)), inputs.recipe_of(args.recipe, info, args.bits)
-    evidence = inputs.evidence_ids(args.evidence, ready, info)
-    model = _model(info, args.dtype or DTYPE)
-    run = PagedRun(model, config, args.policy, salt=args.salt)
-    run.extend(tokens)
-    coder = _coder(ready, model, chunk, len(tokens))
-    saved = run.save(args.out, upto=args.upto, coder=coder, evidence=evidence, key=key)
+    config, ready = inputs.pool_of(pool_tokens, chunk, len(ids)), inputs.recipe_of(recipe, info, bits)
+    proofs = inputs.evidence_ids(evidence, ready, info)
+    loaded = _model(info, dtype or DTYPE)
+    run = PagedRun(loaded, config, policy, salt=salt)
+    run.extend(ids)
+    coder = _coder(ready, loaded, chunk, len(ids))
+    saved = run.save(out, upto=upto, coder=coder, evidence=proofs, key=key)
     length = saved.manifest.length
     print(
-        f"{saved.path}: {length} of {len(tokens)} tokens in {length // chunk} chunks, {saved.nbytes} bytes, digest"
+        f"{saved.path}: {length} of {len(ids)} tokens in {length // chunk} chunks, {saved.nbytes} bytes, digest"
         f" {saved.digest}"
     )
 
 
-def inspect_verb(args: argparse.Namespace) -> None:
+@SNAPSHOT.verb
+def inspect_verb(file: File, json: Json = False) -> None:
     """Say what a snapshot holds and whose it is, without reading its K and V.
 
     Header, manifest, index, tokens and token chain are checked; for the payload there is `kvlab snapshot verify`. A
     file of the published KVFLASH1 layout is named as one.
     """
-    inputs.refuse_missing(args.file)
+    inputs.refuse_missing(file)
 
     from kvlab.kvstore.snapshot import describe, read
 
-    if describe.is_published(args.file):
-        data, lines = describe.published_data(args.file), describe.published_lines(args.file)
+    if describe.is_published(file):
+        data, lines = describe.published_data(file), describe.published_lines(file)
     else:
-        with read.open(args.file) as snapshot:
+        with read.open(file) as snapshot:
             data, lines = describe.as_data(snapshot), list(describe.as_lines(snapshot))
-    print(as_json(data) if args.json else "\n".join(map(printable, lines)))
+    print(as_json(data) if json else "\n".join(map(printable, lines)))
 
 
-def verify_verb(args: argparse.Namespace) -> int:
+@SNAPSHOT.verb
+def verify_verb(
+    files: Annotated[list[Path], place("snapshots")],
+    model: Annotated[Path | None, model_folder("of a model; also whether they are of it, coded chunks decoded")] = None,
+    recipe: Decoder = None,
+    key: Key = None,
+    json: Json = False,
+) -> int:
     """Read snapshots to their last byte and name every damage.
 
     Exit code 0 when all are what was written; 1 when one is damaged, or of another model than --model; else 2 when one
@@ -95,10 +153,10 @@ def verify_verb(args: argparse.Namespace) -> int:
     KVFLASH1 layout. With --model each coded chunk is decoded as well, where --recipe names the calibration that takes.
     With --key one that is not signed with it is refused.
     """
-    key, info = key_of(args), inputs.info_of(args.model) if args.model else None
-    ready = inputs.recipe_of(args.recipe, info) if info else None
-    found = {str(file): _damages(file, info, ready, key) for file in args.files}
-    if args.json:
+    key, info = key_of(key), inputs.info_of(model) if model else None
+    ready = inputs.recipe_of(recipe, info) if info else None
+    found = {str(file): _damages(file, info, ready, key) for file in files}
+    if json:
         rows = {
             file: {"whole": not reasons, "reasons": [reason._asdict() for reason in reasons]}
             for file, reasons in found.items()
@@ -147,7 +205,25 @@ def _verified(snapshot, info, ready) -> list:
         return [Reason(code, f"the payload cannot be decoded by what was given: {error}"), *snapshot.verify()]
 
 
-def restore_verb(args: argparse.Namespace) -> int:
+@SNAPSHOT.verb
+def restore_verb(
+    files: Annotated[list[Path], place("snapshots to choose from, or folders of them")] = (),
+    *,
+    model: Model,
+    text: Text = None,
+    tokens: Tokens = None,
+    chunk_tokens: ChunkTokens = None,
+    dtype: Dtype = None,
+    pool_tokens: PoolTokens = None,
+    policy: Policy = "lru",
+    salt: Salt = "",
+    recipe: Decoder = None,
+    key: Key = None,
+    mode: Annotated[str, choice("default: auto", MODES)] = "auto",
+    decode: Annotated[int, number("tokens of the answer, greedily; default: 16", whole(0))] = 16,
+    unproven: Annotated[bool, switch("use a lossy payload that names no evidence", "--unproven")] = False,
+    json: Json = False,
+) -> int:
     """Answer a prompt, taking from snapshots what they hold of it, and say what was used.
 
     auto takes the snapshot with the longest usable prefix, or computes everything and says why; consume does the
@@ -155,57 +231,58 @@ def restore_verb(args: argparse.Namespace) -> int:
     or, of a payload that gives back the bits and was made as this run makes them, any bit of a logit or a resident
     chunk; 2 when nothing was restored that could be compared.
     """
-    key, info = key_of(args), inputs.info_of(args.model)
-    if args.chunk_tokens is not None:
-        inputs.pool_of(args.pool_tokens, args.chunk_tokens, args.chunk_tokens)
-    if args.mode == "consume" and args.files:
-        inputs.refuse_missing(*args.files)
+    key, info = key_of(key), inputs.info_of(model)
+    if chunk_tokens is not None:
+        inputs.pool_of(pool_tokens, chunk_tokens, chunk_tokens)
+    if mode == "consume" and files:
+        inputs.refuse_missing(*files)
 
     from kvlab.kvstore.hf.warm import files as files_of
     from kvlab.kvstore.restore import restore
 
-    files = [file for given in args.files for file in files_of(given)]
-    tokens = inputs.tokens_of(args, info)
-    chunk, dtype = inputs.settings_of(args, files, info, tokens, key)
-    config = inputs.pool_of(args.pool_tokens, chunk, len(tokens) + args.decode)
-    ready = inputs.recipe_of(args.recipe, info)
-    model = _model(info, dtype)
+    found = [file for given in files for file in files_of(given)]
+    ids = inputs.tokens_of(text, tokens, info)
+    chunk, dtype = inputs.settings_of(found, info, ids, chunk_tokens, dtype, salt, key)
+    config = inputs.pool_of(pool_tokens, chunk, len(ids) + decode)
+    ready = inputs.recipe_of(recipe, info)
+    loaded = _model(info, dtype)
     done = restore(
-        model,
-        tokens,
-        files,
+        loaded,
+        ids,
+        found,
         config,
-        args.policy,
-        mode=args.mode,
-        coder=_coder(ready, model, chunk, info.max_positions),
-        unproven=args.unproven,
-        salt=args.salt,
-        decode=max(1, args.decode),
+        policy,
+        mode=mode,
+        coder=_coder(ready, loaded, chunk, info.max_positions),
+        unproven=unproven,
+        salt=salt,
+        decode=max(1, decode),
         key=key,
     )
-    answer = done.run.decode(args.decode).tokens if args.decode else ()
-    text = _text(model.info, answer)
-    if args.json:
-        print(as_json(report_data(done, answer, text)))
+    answer = done.run.decode(decode).tokens if decode else ()
+    said = _text(loaded.info, answer)
+    if json:
+        print(as_json(report_data(done, answer, said)))
     else:
-        print("\n".join(report_lines(done.report, len(tokens), text)))
-    return verified(done.report) if args.mode == "verify" else 0
+        print("\n".join(report_lines(done.report, len(ids), said)))
+    return verified(done.report) if mode == "verify" else 0
 
 
-def diff_verb(args: argparse.Namespace) -> int:
+@SNAPSHOT.verb
+def diff_verb(file_a: File, file_b: Annotated[Path, place("another")], json: Json = False) -> int:
     """Hold one snapshot against another: identity, shared tokens, stored bits chunk by chunk, ledger.
 
     Exit code 0 when they hold the same bytes of the same context, 1 when they differ. What wrote them does not count.
     """
-    for file in (args.file_a, args.file_b):
+    for file in (file_a, file_b):
         inputs.refuse_missing(file)
 
     from kvlab.kvstore.snapshot import read
     from kvlab.kvstore.snapshot.compare import compare
 
-    with read.open(args.file_a) as first, read.open(args.file_b) as second:
+    with read.open(file_a) as first, read.open(file_b) as second:
         found = compare(first, second)
-    print(as_json(diff_data(found)) if args.json else "\n".join(map(printable, diff_lines(found))))
+    print(as_json(diff_data(found)) if json else "\n".join(map(printable, diff_lines(found))))
     return int(not found.same)
 
 
@@ -247,73 +324,6 @@ def _decoder(snapshot, info, ready):
     return _coder(ready, model, own.geometry.chunk_tokens, snapshot.length) or coder_for(
         own, None, model.turn(snapshot.length)
     )
-
-
-# --------------------------------------------------------------------------------------- flags
-
-
-def _count(text: str) -> int:
-    """A whole number from 0."""
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number of at least 0")
-    return int(text)
-
-
-MODEL = model_folder("--model", required=True)
-WROTE = "what `kvlab recipe` wrote, or `kvlab calibrate`"
-RECIPE = path("--recipe", f"{WROTE}; default: K and V as they are", required=False, type=recipe(WROTE))
-DECODER = path(
-    "--recipe", f"{WROTE}, for a payload whose codec reads a calibration", required=False, type=recipe(WROTE)
-)
-PROMPT = [
-    path("--text", "the prompt, UTF-8", required=False),
-    path("--tokens", "or its ids, a JSON list", required=False),
-]
-RUNNING = [
-    word("--chunk-tokens", f"tokens of a chunk; default: the snapshot's, or {CHUNK_TOKENS}", type=int, metavar="N"),
-    word("--dtype", f"of the model, its K and V; default: the snapshot's, or {DTYPE}", choices=DTYPES),
-    word("--pool-tokens", "tokens that the pool holds; default: all there will be", type=int, metavar="N"),
-    word("--policy", "who stays in a smaller pool; default: lru", choices=POLICIES, default="lru"),
-    word("--salt", "what else keeps contexts apart, as a tenant", default=""),
-]
-JSON = word("--json", "for programs", action="store_true")
-
-VERBS: dict[Callable, list[Flag]] = {
-    save_verb: [
-        place(
-            "out",
-            "the snapshot, as context.kvs; replaced in one step when there is one",
-            type=cached(SNAPSHOT_ENDING),
-        ),
-        *(MODEL, *PROMPT, *RUNNING, RECIPE, SIGNING),
-        word("--bits", "of a recipe of archive, others than its own", type=float, metavar="N"),
-        word("--upto", "save no more than the first N tokens", type=int, metavar="N"),
-        path(
-            "--evidence",
-            "the gate's evidence of what a lossy recipe costs, as `kvlab eval` writes it",
-            required=False,
-            nargs="+",
-            default=[],
-        ),
-    ],
-    inspect_verb: [place("file", "a snapshot"), JSON],
-    verify_verb: [
-        place("files", "snapshots", nargs="+"),
-        model_folder("--model", "of a model; also whether they are of it, coded chunks decoded"),
-        DECODER,
-        CHECKING,
-        JSON,
-    ],
-    restore_verb: [
-        place("files", "snapshots to choose from, or folders of them", nargs="*"),
-        *(MODEL, *PROMPT, *RUNNING, DECODER, CHECKING),
-        word("--mode", "default: auto", choices=MODES, default="auto"),
-        word("--decode", "tokens of the answer, greedily; default: 16", type=_count, default=16, metavar="N"),
-        word("--unproven", "use a lossy payload that names no evidence", action="store_true"),
-        JSON,
-    ],
-    diff_verb: [place("file_a", "a snapshot"), place("file_b", "another"), JSON],
-}
 
 
 # What the verbs of `kvlab snapshot` say: lines for people, data for programs.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from kvlab.cli.flags import DTYPES
 from kvlab.core.errors import SnapshotRefused, StorageError, UserError
 from kvlab.core.output_paths import absence
 
-DTYPES = ("float32", "bfloat16")  # in which transformers runs here
 CHUNK_TOKENS, DTYPE = 64, "float32"
 HASHES = ("model_hash", "config_hash", "tokenizer_hash")
 
@@ -23,23 +22,23 @@ def info_of(folder: Path):
     return resolve_folder(folder)
 
 
-def tokens_of(args: argparse.Namespace, info) -> list[int]:
+def tokens_of(text: Path | None, tokens: Path | None, info) -> list[int]:
     """The ids of --text or --tokens, in the model's vocabulary."""
     from kvlab.core.model import load_tokenizer
     from kvlab.core.records import read_json
 
-    if (args.text is None) == (args.tokens is None):
+    if (text is None) == (tokens is None):
         raise UserError("give the prompt once: --text FILE or --tokens FILE")
-    if args.text is not None:
-        ids = load_tokenizer(info)(_text(args.text), verbose=False)["input_ids"]
+    if text is not None:
+        ids = load_tokenizer(info)(_text(text), verbose=False)["input_ids"]
         if not ids:
-            raise UserError(f"{args.text} holds no text")
+            raise UserError(f"{text} holds no text")
         return ids
-    ids = read_json(args.tokens)
+    ids = read_json(tokens)
     if not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
-        raise UserError(f"{args.tokens} is no JSON list of token ids")
+        raise UserError(f"{tokens} is no JSON list of token ids")
     if wrong := [token for token in ids if not 0 <= token < info.vocab_size]:
-        raise UserError(f"{args.tokens} holds token {wrong[0]}; the model has 0 to {info.vocab_size - 1}")
+        raise UserError(f"{tokens} holds token {wrong[0]}; the model has 0 to {info.vocab_size - 1}")
     return ids
 
 
@@ -76,7 +75,7 @@ def given(value: int | None, default: int) -> int:
 
 
 def settings_of(
-    args: argparse.Namespace, files: Iterable[Path], info, tokens: Sequence[int], key=None
+    files: Iterable[Path], info, tokens: Sequence[int], chunk_tokens: int | None, dtype: str | None, salt: str, key=None
 ) -> tuple[int, str]:
     """Chunk and dtype: as asked for, else those of the snapshot that could serve most of the prompt.
 
@@ -91,17 +90,17 @@ def settings_of(
         foreign = any(getattr(identity, name) != getattr(ours, name) for name in HASHES)
         if foreign or identity.geometry.dtype not in DTYPES:
             continue
-        rank = *_asked(identity, args), snapshot.usable_prefix(tokens)
+        rank = *_asked(identity, chunk_tokens, dtype, salt), snapshot.usable_prefix(tokens)
         if best is None or rank > best:  # the first of equals
             best, found = rank, (identity.geometry.chunk_tokens, identity.geometry.dtype)
-    return given(args.chunk_tokens, found[0]), args.dtype or found[1]
+    return given(chunk_tokens, found[0]), dtype or found[1]
 
 
-def _asked(identity, args: argparse.Namespace) -> tuple[bool, bool]:
+def _asked(identity, chunk_tokens: int | None, dtype: str | None, salt: str) -> tuple[bool, bool]:
     """Whether a snapshot has the salt, and the chunk and dtype, that were asked for."""
     own = identity.geometry
-    salted = identity.salt == args.salt or identity.salt.startswith(f"{args.salt}[pool ")  # see `sameness.pool_salt`
-    return salted, args.chunk_tokens in (None, own.chunk_tokens) and args.dtype in (None, own.dtype)
+    salted = identity.salt == salt or identity.salt.startswith(f"{salt}[pool ")  # see `sameness.pool_salt`
+    return salted, chunk_tokens in (None, own.chunk_tokens) and dtype in (None, own.dtype)
 
 
 def _opened(files: Iterable[Path], key) -> Iterator:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from kvlab.cli.commands import Commands
-from kvlab_mechanisms.cli import simulate, speculate
+from kvlab.cli.commands import Verbs
+from kvlab_mechanisms.cli.simulate import simulate_verb
+from kvlab_mechanisms.cli.speculate import speculate_verb
 
-COMMANDS = Commands(
-    """\
-  speculate   how much of what a model drafts over its coded cache it accepts
-  simulate    a service under load: what a smaller cache buys in answers that are in time
-""",
-    {speculate.speculate_verb: speculate.FLAGS, simulate.simulate_verb: simulate.FLAGS},
-)
+COMMANDS = Verbs("", speculate_verb, simulate_verb)

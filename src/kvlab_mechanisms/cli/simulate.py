@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated
 
-from kvlab.cli.flags import Flag, path, result, whole, word
+from kvlab.cli.flags import EVERYTHING, choice, number, path, whole, word
 from kvlab.core.errors import UserError, suggestion
 from kvlab.output.terminal import as_text
 
@@ -21,33 +22,60 @@ COLUMNS = (
 MOST_WORKERS = 100_000
 
 
-def simulate_verb(args: argparse.Namespace) -> None:
-    """Serve a trace of requests on simulated workers, with the step times of a measured engine.
+def simulate_verb(
+    trace: Annotated[str, word("a file, azure-conv or azure-code", argument=True, metavar="TRACE")],
+    measured: Annotated[Path, path("what steps took; default: results/serving/steps.json")] = Path(
+        "results/serving/steps.json"
+    ),
+    codec: Annotated[list[str], word("of --measured; several may be named; default: all", metavar="CODEC ...")] = (),
+    workers: Annotated[int, number("default: 1", whole(1))] = 1,
+    memory: Annotated[str, word("of KV pages of a worker, as 512MiB; default: 1GiB", metavar="SIZE")] = "1GiB",
+    slo: Annotated[str, word("targets in seconds, as ttft=1,tpot=0.1; default: none", metavar="TARGETS")] = "",
+    rate: Annotated[float | None, number("requests per second; default: the trace's own", float, metavar="R")] = None,
+    requests: Annotated[int, number("of a made trace; default: 10000", whole(1))] = 10000,
+    lengths: Annotated[
+        float, number("of a made trace, times the published ones; default: 1", float, metavar="F")
+    ] = 1.0,
+    seed: Annotated[int, number("of a made trace; default: 0", whole(0))] = 0,
+    gateway: Annotated[str, choice("default: least", ("least", "two", "prefix"))] = "least",
+    chunk: Annotated[int, number("tokens of a step; default: 512", whole(1))] = 512,
+    most: Annotated[int, number("sequences of a worker at once; default: 64", whole(1))] = 64,
+    swap: Annotated[
+        int | None,
+        number(
+            "bytes per second to the host's memory; default: preempted ones are computed again", whole(1), metavar="B"
+        ),
+    ] = None,
+    json: Annotated[Path | None, EVERYTHING] = None,
+) -> None:
+    """Serve a trace of requests on simulated workers: what a smaller cache buys in time.
 
     TRACE is a file (kvlab's JSON Lines, Azure's CSV, Mooncake's JSON Lines) or the name of published statistics,
     azure-conv or azure-code, of which --requests are made. --measured holds what steps took, by the kind of cache.
 
       kvlab simulate azure-conv --lengths 0.1 --rate 2 --codec bf16 klt4 --memory 64MiB --slo ttft=5,tpot=0.5
     """
+    args = SimpleNamespace(**locals())  # what was asked for, for the functions below
+
     from kvlab.cli import checked
     from kvlab_mechanisms.serving.measured import arm_named, read_measured
 
-    slo, memory = targets(args.slo), size(args.memory)
-    if not 1 <= args.workers <= MOST_WORKERS:
-        raise UserError(f"--workers {args.workers}; allowed: from 1 to {MOST_WORKERS}")
-    arms = read_measured(args.measured)
-    named = {name: arm_named(arms, name) for name in dict.fromkeys(args.codec or arms)}
-    checked.writable(args.json)
-    trace = requests(args)
-    found = {name: _served(trace, arm, memory, slo, args) for name, arm in named.items()}
-    if args.json:
+    wanted, held = targets(slo), size(memory)
+    if not 1 <= workers <= MOST_WORKERS:
+        raise UserError(f"--workers {workers}; allowed: from 1 to {MOST_WORKERS}")
+    arms = read_measured(measured)
+    named = {name: arm_named(arms, name) for name in dict.fromkeys(codec or arms)}
+    checked.writable(json)
+    arrived = requested(args)
+    found = {name: _served(arrived, arm, held, wanted, args) for name, arm in named.items()}
+    if json:
         from kvlab.core.records import write_json
 
-        write_json(args.json, {"trace": str(args.trace), "memory": memory, "chunk": args.chunk, "arms": found})
-    print("\n".join(said(args, trace, found)))
+        write_json(json, {"trace": trace, "memory": held, "chunk": chunk, "arms": found})
+    print("\n".join(said(args, arrived, found)))
 
 
-def requests(args: argparse.Namespace):
+def requested(args: SimpleNamespace):
     """The trace that is asked for, at the rate that is asked for."""
     from kvlab_mechanisms.serving import arrivals
     from kvlab_mechanisms.serving.trace import read_any
@@ -71,7 +99,7 @@ def requests(args: argparse.Namespace):
     return found.at_rate(args.rate)
 
 
-def _served(trace, arm, memory: int, slo, args: argparse.Namespace) -> dict:
+def _served(trace, arm, memory: int, slo, args: SimpleNamespace) -> dict:
     from kvlab_mechanisms.serving.policies.gateway import Gateway
     from kvlab_mechanisms.serving.policies.preempt import Switch
     from kvlab_mechanisms.serving.simulate import simulate
@@ -81,8 +109,8 @@ def _served(trace, arm, memory: int, slo, args: argparse.Namespace) -> dict:
     swap = Switch(arm.costs, args.chunk, arm.token_bytes, args.swap) if args.swap else None
     workers = [Worker(arm.costs, shape, swap=swap) for _ in range(args.workers)]
     gateway = Gateway(args.gateway)
-    for number in range(args.workers):
-        gateway.register(number)
+    for worker in range(args.workers):
+        gateway.register(worker)
     served = simulate(trace, workers, gateway)
     return served.report(slo) | {"token_bytes": arm.token_bytes}
 
@@ -110,7 +138,7 @@ def size(text: str) -> int:
     return int(float(parts[1]) * UNITS[parts[2]])
 
 
-def said(args: argparse.Namespace, trace, found: dict) -> Iterator[str]:
+def said(args: SimpleNamespace, trace, found: dict) -> Iterator[str]:
     """What was found, for people."""
     workers = "1 worker" if args.workers == 1 else f"{args.workers} workers"
     yield f"{args.trace}: {len(trace)} requests, {trace.rate:.4g} a second, on {workers} with {args.memory} of KV each"
@@ -137,24 +165,3 @@ def _row(name: str, one: dict) -> dict:
         "preempted": f"{one['preemptions']}",
         "busy, %": f"{100 * one['busy']:.0f}",
     }
-
-
-FLAGS: list[Flag] = [
-    ("trace", {"metavar": "TRACE", "help": "a file, azure-conv or azure-code"}),
-    path("--measured", "what steps took; default: results/serving/steps.json", required=False,
-         default=Path("results/serving/steps.json")),
-    word("--codec", "of --measured; several may be named; default: all", nargs="+"),
-    word("--workers", "default: 1", type=whole(1), default=1, metavar="N"),
-    word("--memory", "of KV pages of a worker, as 512MiB; default: 1GiB", default="1GiB", metavar="SIZE"),
-    word("--slo", "targets in seconds, as ttft=1,tpot=0.1; default: none", default="", metavar="TARGETS"),
-    word("--rate", "requests per second; default: the trace's own", type=float, metavar="R"),
-    word("--requests", "of a made trace; default: 10000", type=whole(1), default=10000, metavar="N"),
-    word("--lengths", "of a made trace, times the published ones; default: 1", type=float, default=1.0, metavar="F"),
-    word("--seed", "of a made trace; default: 0", type=whole(0), default=0, metavar="N"),
-    word("--gateway", "default: least", choices=("least", "two", "prefix"), default="least"),
-    word("--chunk", "tokens of a step; default: 512", type=whole(1), default=512, metavar="N"),
-    word("--most", "sequences of a worker at once; default: 64", type=whole(1), default=64, metavar="N"),
-    word("--swap", "bytes per second to the host's memory; default: preempted ones are computed again",
-         type=whole(1), metavar="B"),
-    result("--json", "everything that was found, for programs", required=False),
-]  # fmt: skip

@@ -2,44 +2,79 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
+from typing import Annotated
 
-from kvlab.cli.flags import Flag, all_there_are, model_folder, path, result, wanted, whole, window_count, word
+from kvlab.cli.flags import (
+    EVERYTHING,
+    Dtype,
+    Most,
+    all_there_are,
+    model_folder,
+    number,
+    path,
+    wanted,
+    whole,
+    window_count,
+    word,
+)
 from kvlab.core.errors import UserError
 from kvlab.output.terminal import as_text
 
 COLUMNS = ("codec", "bits/value", "accepted, expected", "by position", "tokens per call", "seconds")
+MOST = Most(4)
 
 
-def speculate_verb(args: argparse.Namespace) -> None:
-    """Measure self-speculation: the model drafts over its coded cache, and verifies with the exact one.
+def speculate_verb(
+    model: Annotated[Path, model_folder(argument=True)],
+    *,
+    codec: Annotated[
+        list[str], word("hadamard, kivi, int+center, ...; several may be named; default: hadamard", metavar="CODEC ...")
+    ] = ("hadamard",),
+    bits: Annotated[list[float], number("bits of K and of V, each measured; default: 4", float, metavar="N ...")] = (),
+    text: Annotated[Path, path("the text whose parts are prompts, UTF-8")],
+    context: Annotated[int, number("tokens of a prompt; default: 256", whole(8))] = 256,
+    tokens: Annotated[int, number("written after each; default: 64", whole(2))] = 64,
+    draft: Annotated[int, number("tokens of a draft, at most; default: 4", whole(1))] = 4,
+    windows: Annotated[int, window_count("so many prompts, spread over the text", MOST)] = MOST,
+    temperature: Annotated[float, number("0 is greedy; default: 1", float, metavar="T")] = 1.0,
+    seed: Annotated[int, number("of the random numbers; default: 0", whole(0))] = 0,
+    dtype: Dtype = "float32",
+    calibration: Annotated[Path | None, path("what `kvlab calibrate` wrote")] = None,
+    json: Annotated[Path | None, EVERYTHING] = None,
+) -> None:
+    """Measure how much of what a model drafts over its coded cache it accepts.
 
-    The text is cut into prompts, and the model writes on after each. What it writes has the law of the exact cache
-    whatever the codec; the codec decides how much of a draft is accepted. The share that is to be expected is
-    1 - TV(p, q), of the law p over the exact and q over the coded cache.
+    This is self-speculation: the model verifies its draft with the exact cache. The text is cut into prompts, and the
+    model writes on after each. What it writes has the law of the exact cache whatever the codec; the codec decides how
+    much of a draft is accepted. The share that is to be expected is 1 - TV(p, q), of the law p over the exact and q
+    over the coded cache.
 
       kvlab speculate models/reference --codec hadamard kivi --bits 2 4 --text notes.txt
     """
+    args = SimpleNamespace(**locals())  # what was asked for, for the functions below
+
     from kvlab.cli import checked
 
-    config = checked.config_of(args.model)
-    if args.temperature < 0:
-        raise UserError(f"--temperature {args.temperature:g}; allowed: a number from 0")
-    named = checked.all_recipes_of(args.codec, args.bits)
-    text = checked.readable_text(args.text, args.context + args.tokens, config)
-    checked.calibration_file(args.calibration)
-    checked.writable(args.json)
-    found = _measured(args, named, text)
-    if args.json:
+    config = checked.config_of(model)
+    if temperature < 0:
+        raise UserError(f"--temperature {temperature:g}; allowed: a number from 0")
+    named = checked.all_recipes_of(codec, bits)
+    written = checked.readable_text(text, context + tokens, config)
+    checked.calibration_file(calibration)
+    checked.writable(json)
+    found = _measured(args, named, written)
+    if json:
         from kvlab.core.records import write_json
 
-        write_json(args.json, found)
+        write_json(json, found)
     print("\n".join(said(found)))
 
 
-def _measured(args: argparse.Namespace, named: list, text: str) -> dict:
+def _measured(args: SimpleNamespace, named: list, text: str) -> dict:
     """Plain texts, then each codec's acceptance; for programs."""
     from kvlab.cache.calibration_file import load_calibration
     from kvlab.cli.checked import info_of
@@ -51,7 +86,7 @@ def _measured(args: argparse.Namespace, named: list, text: str) -> dict:
     from kvlab_mechanisms.decoding.law import Sampling
 
     info = info_of(args.model)
-    most, exactly = wanted(args, "--windows")
+    most, exactly = wanted(args.windows, "--windows")
     prompts = windows_of([text], load_tokenizer(info), args.context, most, str(args.text), exactly=exactly).tolist()
     stored = load_calibration(args.calibration, info) if args.calibration else None
     own, rows = Sampling(args.temperature, seed=args.seed), []
@@ -111,23 +146,3 @@ def _row(row: dict) -> dict:
         "tokens per call": f"{row['tokens_per_call']:.2f}",
         "seconds": f"{row['seconds']:.0f}",
     }
-
-
-FLAGS: list[Flag] = [
-    model_folder("model"),
-    word("--codec", "hadamard, kivi, int+center, ...; several may be named; default: hadamard", nargs="+",
-         default=["hadamard"]),
-    word("--bits", "bits of K and of V, each measured; default: 4", type=float, nargs="+", metavar="N"),
-    path("--text", "the text whose parts are prompts, UTF-8"),
-    word("--context", "tokens of a prompt; default: 256", type=whole(8), default=256, metavar="N"),
-    word("--tokens", "written after each; default: 64", type=whole(2), default=64, metavar="N"),
-    word("--draft", "tokens of a draft, at most; default: 4", type=whole(1), default=4, metavar="N"),
-    window_count("--windows", "so many prompts, spread over the text", 4),
-    word("--temperature", "0 is greedy; default: 1", type=float, default=1.0, metavar="T"),
-    word("--seed", "of the random numbers; default: 0", type=whole(0), default=0, metavar="N"),
-    word(
-        "--dtype", "what the engine computes in; default: float32", choices=("float32", "bfloat16"), default="float32"
-    ),
-    path("--calibration", "what `kvlab calibrate` wrote", required=False),
-    result("--json", "everything that was found, for programs", required=False),
-]  # fmt: skip

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from kvlab.cli.commands import Commands
-from kvlab_pipeline.cli import gate_page, init, ledger, params, steps, witness
+from kvlab.cli.commands import Verbs
+from kvlab_pipeline.cli.gate_page import REPORT
+from kvlab_pipeline.cli.init import init_verb
+from kvlab_pipeline.cli.ledger import LEDGER
+from kvlab_pipeline.cli.params import params_verb
+from kvlab_pipeline.cli.steps import STEPS
+from kvlab_pipeline.cli.witness import witness_verb
 
-COMMANDS = Commands(
-    """\
-  init        a params.yaml for your model, to study it as a whole
-  params      check params.yaml and print it resolved, with the recipe ids
-  witness     a result computed again, by other code
-  ledger      what was made of what: verify the log, prove an entry, make a checkpoint
-  step        the steps of the pipeline, as the workflow's rules call them; all: `make findings`
-""",
-    {
-        init.init_verb: init.FLAGS,
-        params.params_verb: params.FLAGS,
-        witness.witness_verb: witness.FLAGS,
-    },
-    {
-        "ledger": (ledger.ABOUT, ledger.VERBS),
-        "step": (steps.ABOUT, steps.VERBS),
-        "gate": (gate_page.ABOUT, gate_page.VERBS),
-    },
-)
+COMMANDS = Verbs("", init_verb, params_verb, witness_verb, ledger=LEDGER, step=STEPS, gate=REPORT)

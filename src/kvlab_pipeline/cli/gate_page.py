@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
 
-from kvlab.cli.flags import Flag, path, result, word
-from kvlab.cli.gate import FILES, JUDGED_BY, context_of, rows_of
+from kvlab.cli.commands import Verbs
+from kvlab.cli.flags import path, result, word
+from kvlab.cli.gate import OfContext, OfRows
 
-ABOUT = """\
-  report      GATE.md: what every row earns and why, and how far the gate can be trusted
-"""
+REPORT = Verbs()
 
 
-def report_verb(args: argparse.Namespace) -> None:
+@REPORT.verb
+def report_verb(
+    rows: OfRows,
+    context: OfContext,
+    out: Annotated[Path, result("the page; its figure is written beside it")],
+    records: Annotated[
+        list[Path],
+        path(
+            "what `kvlab step mechanisms` wrote, of which the rows were made: throughputs get intervals, and the"
+            " baseline's second run is told",
+            metavar="FILE ...",
+        ),
+    ] = (),
+    disclosures: Annotated[
+        list[str], word("what has to be told with every number of a model", metavar="[MODEL=SENTENCE ...]")
+    ] = (),
+    json: Annotated[Path | None, result("what the page says of each row")] = None,
+) -> None:
     """Write GATE.md: what every row earns and why, what is best of it, and how far the gate can be trusted.
 
     Rows that earn less than they claim are no failure here, the page says so; `kvlab gate check` is what fails.
@@ -23,32 +39,7 @@ def report_verb(args: argparse.Namespace) -> None:
     from kvlab_pipeline.gate_page.page import write
     from kvlab_pipeline.gate_page.samples import read
 
-    disclosures = dict(one.partition("=")[::2] for one in args.disclosures)
-    summary = write(rows_of(args), context_of(args), args.out, args.json, read(args.records), disclosures)
+    told = dict(one.partition("=")[::2] for one in disclosures)
+    summary = write(rows, context, out, json, read(records), told)
     earned = ", ".join(f"{count} {tier}" for tier, count in summary.counts.items() if count)
-    print(f"{args.out}: {len(summary.rows)} rows, of which {earned or 'none was judged'}")
-
-
-VERBS: dict[Callable, list[Flag]] = {
-    report_verb: [
-        FILES,
-        *JUDGED_BY,
-        path(
-            "--records",
-            "what `kvlab step mechanisms` wrote, of which the rows were made: throughputs get intervals, and the"
-            " baseline's second run is told",
-            required=False,
-            nargs="+",
-            default=[],
-        ),
-        word(
-            "--disclosures",
-            "what has to be told with every number of a model",
-            metavar="MODEL=SENTENCE",
-            nargs="*",
-            default=[],
-        ),
-        result("--out", "the page; its figure is written beside it"),
-        result("--json", "what the page says of each row", required=False),
-    ],
-}
+    print(f"{out}: {len(summary.rows)} rows, of which {earned or 'none was judged'}")

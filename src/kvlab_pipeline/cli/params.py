@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
-from kvlab.cli.flags import SETTINGS, Flag, word
+from kvlab.cli.flags import switch, word
+from kvlab.cli.given import DEFAULT_PARAMS, ParamsText, Slug
 from kvlab.core.paramfile import assignment, overlay, preset, read_yaml
 from kvlab_pipeline.studies.settings import Settings, by_model, left_out, one_of, resolved
 
 
-def params_verb(args: argparse.Namespace) -> None:
-    """Check params.yaml and print it resolved, with the recipe ids; with `--model` or as JSON, of one model."""
+def params_verb(
+    params: ParamsText = DEFAULT_PARAMS,
+    model: Slug = None,
+    named: Annotated[str | None, word("overlay workflow/presets/NAME.yaml", "--preset", metavar="NAME")] = None,
+    changes: Annotated[list[str], word("change one leaf; may be repeated", "--set", metavar="KEY=VALUE")] = (),
+    only_yaml: Annotated[bool, switch("nothing but YAML", "--yaml")] = False,
+    as_json: Annotated[bool, switch("canonical JSON", "--json")] = False,
+) -> None:
+    """Check params.yaml and print it resolved, with the recipe ids.
+
+    With --model or as JSON, of one model.
+    """
     import yaml
 
     from kvlab.core.recipe import canonical
     from kvlab_pipeline.jobs import plan
 
-    data = read_yaml(Path(args.params))
-    data = preset(args.preset, data) if args.preset else data
-    for change in args.set or ():
+    data = read_yaml(Path(params))
+    data = preset(named, data) if named else data
+    for change in changes:
         data = overlay(data, assignment(change))
     models = by_model(data)
-    for params in models.values():
-        plan.check(params)
-    shown = [one_of(models, args.model)] if args.model or args.json else list(models.values())
-    if args.json:
+    for one in models.values():
+        plan.check(one)
+    shown = [one_of(models, model)] if model or as_json else list(models.values())
+    if as_json:
         print(canonical(shown[0]))
         return
     print(yaml.safe_dump(resolved(data), sort_keys=False).rstrip())
-    if not args.yaml:
-        for params in shown:
-            _print_recipes(params, left_out(params, data))
+    if not only_yaml:
+        for one in shown:
+            _print_recipes(one, left_out(one, data))
 
 
 def _print_recipes(params: Settings, missing: list[str]) -> None:
@@ -55,12 +66,3 @@ def _print_recipes(params: Settings, missing: list[str]) -> None:
     print("# measured together")
     for name, contents in units(params).items():
         print(f"#   {name}: {', '.join(f'{study}/{job}' for study, jobs in contents.items() for job in jobs)}")
-
-
-FLAGS: list[Flag] = [
-    *SETTINGS,
-    word("--preset", "overlay workflow/presets/NAME.yaml", metavar="NAME"),
-    word("--set", "change one leaf; may be repeated", metavar="KEY=VALUE", action="append"),
-    word("--yaml", "nothing but YAML", action="store_true"),
-    word("--json", "canonical JSON", action="store_true"),
-]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated
 
@@ -83,29 +83,37 @@ def from_config(mapping: Mapping[str, object]) -> dict[str, Value]:
     return values
 
 
-def flags(parser: argparse.ArgumentParser, groups: tuple[Group, ...] = DECLARED) -> None:
-    """Add a flag for each column of `groups`; `given` reads them back."""
+def flags(groups: tuple[Group, ...] = DECLARED) -> list[Parameter]:
+    """A parameter of a verb of the command line for each column of `groups`; `given` reads their values."""
+    from typer import Option
+
+    found = []
     for column in declared(groups):
         unit = f" [{column.unit}]" if column.unit else ""
         words = f"; one of {', '.join(column.choices)}" if column.choices else ""
-        parser.add_argument(
+        option = Option(
             f"--{column.kebab}",
-            type=_flag(column),
+            parser=_flag(column),
             metavar=column.kind.__name__.upper(),
-            help=f"{column.text}{unit}{words}".replace("%", "%%"),
+            help=f"{column.text}{unit}{words}",
         )
+        kind = Annotated[column.kind | None, option]
+        found.append(Parameter(column.name, Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+    return found
 
 
-def given(arguments: argparse.Namespace) -> dict[str, Value]:
+def given(values: Mapping[str, Value]) -> dict[str, Value]:
     """The fields that flags declared; an empty one declares nothing."""
-    return {name: value for name, value in vars(arguments).items() if name in BY_NAME and value is not None}
+    return {name: value for name, value in values.items() if name in BY_NAME and value is not None}
 
 
 def _flag(column: Column) -> Callable[[str], Value]:
+    from typer import BadParameter
+
     def value(text: str) -> Value:
         found = parsed(column, text)
         if isinstance(found, Reason):
-            raise argparse.ArgumentTypeError(found.said)
+            raise BadParameter(found.said)
         return found
 
     return value
