@@ -28,13 +28,14 @@ class Verb(TyperCommand):
         """Read the words; where some are missing, all of them are named."""
         words = spread(ctx, args)
         try:
-            return super().parse_args(ctx, words)
+            return super().parse_args(ctx, [*words])  # which empties the list
         except typer.BadParameter as error:
             if error.message:
                 raise
-            options = [one for one in self.params if one.required and one.opts[0].startswith("-")]
-            missing = [one.opts[0] for one in options if one.opts[0] not in words]
-            ctx.fail(f"the following arguments are required: {', '.join(missing or [shown(error.param)])}")
+            flags, others = words[: words.index("--")], words[words.index("--") + 1 :]
+            places = [one for one in self.params if not shown(one).startswith("-")][: len(others)]
+            missing = [shown(one) for one in self.params if one.required and one not in places]
+            ctx.fail(f"the following arguments are required: {', '.join(one for one in missing if one not in flags)}")
 
     def format_help_text(self, ctx: typer.Context, formatter) -> None:
         """Typer would fill paragraphs anew, examples too."""
@@ -122,7 +123,7 @@ def spread(ctx: typer.Context, words: Sequence[str]) -> list[str]:
     if ctx.resilient_parsing:  # a line that is being completed
         return [*words]
     options = {name: one for one in ctx.command.get_params(ctx) for name in one.opts if name.startswith("-")}
-    flags, others, left = [], [], deque(words)
+    flags, others, left, wrong = [], [], deque(words), []
     while left:
         word = left.popleft()
         if word == "--":
@@ -145,8 +146,10 @@ def spread(ctx: typer.Context, words: Sequence[str]) -> list[str]:
         while not sign and left and not is_flag(left[0]) and left[0] != "--" and (many or not values):
             values.append(left.popleft())
         if not values and not option.metavar.startswith("["):
-            ctx.fail(f"argument {name}: expected {'at least ' if many else ''}one argument")
+            wrong.append(f"argument {name}: expected {'at least ' if many else ''}one argument")
         flags += [one for value in values for one in (name, value)]
+    if wrong:  # told when no flag is unknown, which may be what was meant
+        ctx.fail(wrong[0])
     places = [one for one in ctx.command.params if not one.opts[0].startswith("-")]
     if len(others) > len(places) and all(one.nargs == 1 for one in places):
         ctx.fail(f"{others[len(places)]!r} is not known{suggestion(others[len(places)], options)}")
