@@ -14,7 +14,11 @@ from tiers import COMPILED, FIRST
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).parent.parent
 LONG = ("workflow", "kvstore/vllm", "codec")  # folders that take longest; the others fill up the time beside them
-ONE_ENGINE = ("engines", "lab", "studies")  # their tests share the session's engines, so one process runs them all
+ONE_ENGINE = (
+    "engines",
+    "measure",
+    "pipeline/studies",
+)  # their tests share the session's engines, so one process runs them all
 settings.load_profile(FIRST)  # unless --hypothesis-profile names the other
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvlab.cli.main import main
 from kvlab.core.errors import MissingResult, NonFinite, StorageError, UserError
 from kvlab_pipeline.report.schema import VERSION
-from report.example_metrics import build
+from pipeline.report.example_metrics import build
 from tests.validation.published import making
 from validation.published.main import published
 from validation.published.rows import WINDOWS
