@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvlab.attention.hf import attending, registered
-from kvlab.attention.patterns import BlockSparse, ChunkSummary, Full, Window
+from kvlab.attention.patterns import BlockSparse, ChunkSummary, Full, SlidingWindow
 from kvlab.core.errors import CapabilityError, CodecNotActive
 
 SPARSE = BlockSparse(block=8, top_k=1, window=8, sinks=1)
@@ -29,7 +29,7 @@ def logits(model, ids=IDS):
 def test_a_plan_that_reads_everything_is_the_model(model):
     due = logits(model)
     every = BlockSparse(block=8, top_k=99, window=1, sinks=0)
-    for plan in ((Full(),) * 3, (every,) * 3, (Window(80),) * 3):
+    for plan in ((Full(),) * 3, (every,) * 3, (SlidingWindow(80),) * 3):
         with attending(model, plan) as effect:
             assert torch.allclose(logits(model), due, atol=1e-4)
         with pytest.raises(CodecNotActive, match="leaves out nothing of so few tokens"):
@@ -51,7 +51,7 @@ def test_each_layer_runs_its_own_pattern(model):
 
 def test_of_the_context_only_its_own_keys_and_values_are_counted(model):
     window, context = 24, 50
-    plan = (Full(), Window(window), SPARSE)
+    plan = (Full(), SlidingWindow(window), SPARSE)
     with attending(model, plan) as effect:
         effect.context = context
         logits(model)
@@ -76,7 +76,7 @@ def test_prefill_and_decoding_are_one_forward(model):
         effect.refuse_idle(PLAN)
 
 
-@pytest.mark.parametrize("plan", [PLAN, (Window(9),) * 3, (BOUNDED,) * 3], ids=["mixed", "window", "bounds"])
+@pytest.mark.parametrize("plan", [PLAN, (SlidingWindow(9),) * 3, (BOUNDED,) * 3], ids=["mixed", "window", "bounds"])
 def test_what_comes_later_moves_no_bit(model, plan):
     """Through every layer: what a layer above reads was itself made by a pattern."""
     with attending(model, plan):

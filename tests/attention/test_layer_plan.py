@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.attention.layer_plan import budgeted, by_length, cost_of, saved
-from kvlab.attention.patterns import BlockSparse, ChunkSummary, Full, Window
+from kvlab.attention.patterns import BlockSparse, ChunkSummary, Full, SlidingWindow
 from kvlab.core.errors import UserError
 
 FULL, CHOSEN, SUMMED = Full(), BlockSparse(), ChunkSummary()
-OFFERED = (FULL, CHOSEN, Window(64))
+OFFERED = (FULL, CHOSEN, SlidingWindow(64))
 
 
 def test_the_rule_changes_at_its_thresholds():
@@ -34,8 +34,12 @@ def test_longer_texts_save_more():
 def problems(draw):
     layers = draw(st.integers(1, 8))
     loss = st.floats(0, 1)
-    losses = [{FULL: 0.0, CHOSEN: draw(loss), Window(64): draw(loss)} for _ in range(layers)]
-    costs = {FULL: draw(st.integers(5, 50)), CHOSEN: draw(st.integers(2, 20)), Window(64): draw(st.integers(1, 20))}
+    losses = [{FULL: 0.0, CHOSEN: draw(loss), SlidingWindow(64): draw(loss)} for _ in range(layers)]
+    costs = {
+        FULL: draw(st.integers(5, 50)),
+        CHOSEN: draw(st.integers(2, 20)),
+        SlidingWindow(64): draw(st.integers(1, 20)),
+    }
     least = layers * min(costs.values())
     return losses, costs, draw(st.integers(least, layers * max(costs.values())))
 
@@ -61,7 +65,7 @@ def test_a_budget_that_is_too_small_is_refused():
 def test_costs_are_their_closed_formulas():
     heads, d, tokens = 3, 8, 300
     assert FULL.flops(tokens, heads, d) == 2 * heads * d * tokens * (tokens + 1)
-    assert Window(64).flops(tokens, heads, d) == 4 * heads * d * sum(min(64, t) for t in range(1, tokens + 1))
+    assert SlidingWindow(64).flops(tokens, heads, d) == 4 * heads * d * sum(min(64, t) for t in range(1, tokens + 1))
     sparse = BlockSparse(block=16, top_k=3, window=16, sinks=0)
     keys = sum(min(t, 16 + 3 * 16) for t in range(1, tokens + 1))
     looked = sum(t // 16 for t in range(tokens))
@@ -70,5 +74,5 @@ def test_costs_are_their_closed_formulas():
 
 
 def test_patterns_say_their_names():
-    assert FULL.name == "full" and Window(9).name == "window:window=9"
+    assert FULL.name == "full" and SlidingWindow(9).name == "window:window=9"
     assert ChunkSummary().name == "chunk_summary:chunk=64,top_k=4,exact=1,sinks=1"

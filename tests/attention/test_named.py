@@ -6,21 +6,21 @@ import pytest
 
 from kvlab.attention.layer_plan import by_length
 from kvlab.attention.named import ByLength, Latent, Sparse, mechanism
-from kvlab.attention.patterns import BlockSparse, Window
+from kvlab.attention.patterns import BlockSparse, SlidingWindow
 from kvlab.core.errors import UserError
 
 
 def test_names_are_understood():
-    assert mechanism("window:window=9") == Sparse("window:window=9", Window(9))
+    assert mechanism("window:window=9") == Sparse("window:window=9", SlidingWindow(9))
     assert mechanism("block_sparse:top_k=3,score=bounds").pattern == BlockSparse(top_k=3, score="bounds")
     assert mechanism("latent:rank=64") == Latent("latent:rank=64", rank=64, sinks=4)
-    assert mechanism("window").plan(3, 99) == (Window(),) * 3
+    assert mechanism("window").plan(3, 99) == (SlidingWindow(),) * 3
     assert mechanism("by_length:full=64").plan(6, 65) == by_length(6, 65, full=64)
     assert isinstance(mechanism("by_length"), ByLength)
 
 
 def test_patterns_can_be_read_back_from_their_names():
-    for pattern in (Window(9), BlockSparse(top_k=0, sinks=0, score="bounds")):
+    for pattern in (SlidingWindow(9), BlockSparse(top_k=0, sinks=0, score="bounds")):
         assert mechanism(pattern.name).pattern == pattern
 
 

@@ -7,11 +7,11 @@ import torch
 
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
+from kvlab.cache.attention_view import SCRATCH, BlockReader
 from kvlab.cache.coded_rows import StreamCoder
+from kvlab.cache.held_blocks import Straight, TokenRow
 from kvlab.cache.hf_rope import RopeTurn
 from kvlab.cache.klt_columns import KltColumns
-from kvlab.cache.row import Row, Straight
-from kvlab.cache.stored import SCRATCH, Decoder
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.rows import KltRows
@@ -40,7 +40,7 @@ def test_blocks_give_the_scores_and_sums_of_what_the_codec_decodes(heads, change
     angle = torch.arange(SCRATCH + 300)[:, None] / 100 ** (torch.arange(0, DIM, 2) / DIM)
     turn = RopeTurn(*(f(angle).repeat(1, 2) for f in (torch.cos, torch.sin))) if turned else Straight()
     x = hard(heads, SCRATCH + 200)
-    rows = [Row(), Row(pads=5)]
+    rows = [TokenRow(), TokenRow(pads=5)]
     for part in (x[:, : SCRATCH + 150], x[:, SCRATCH + 150 : -1], x[:, -1:]):  # blocks, and loose tokens twice
         rows, _ = coder.append(rows, [part, part[:, 5 if part.shape[1] > 60 else 0 :]], [turn] * 2)
     assert all(row.blocks and row.strewn == 50 for row in rows) and rows[0].length == rows[1].length
@@ -50,7 +50,7 @@ def test_blocks_give_the_scores_and_sums_of_what_the_codec_decodes(heads, change
         weights[1, ..., :5] = 0
         due, found = torch.zeros(2, heads, 5, rows[0].length), torch.zeros(2, heads, 5, rows[0].length)
         sums = torch.zeros(2, heads, 5, DIM), torch.zeros(2, heads, 5, DIM)
-        for reader, scores, total in ((Decoder(coder), due, sums[0]), (KltColumns(coder), found, sums[1])):
+        for reader, scores, total in ((BlockReader(coder), due, sums[0]), (KltColumns(coder), found, sums[1])):
             reader.scores(rows, [turn] * 2, q, first, scores)
             reader.mixed(rows, weights, first, total)
         known = max(first, 5)

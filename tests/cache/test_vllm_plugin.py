@@ -283,7 +283,7 @@ def armed(monkeypatch):
         codecs = {"k": build(recipe.k), "v": build(recipe.v)}
         monkeypatch.setattr(vllm_worker, "_log", lambda served: None)
         worker = Worker(**kwargs)
-        vllm_worker.arm(worker, vllm_worker.Served(recipe, info, None, layers, codecs))
+        vllm_worker.arm(worker, vllm_worker.ReadyRecipe(recipe, info, None, layers, codecs))
         worker.load_model()
         return worker
 

@@ -317,11 +317,11 @@ def test_settings_are_those_of_the_snapshot_that_serves_the_prompt(run, saved, r
 def test_verify_mode_exits_by_every_bit_that_is_promised(change, code):
     from kvlab.cli.snapshot import verified
     from kvlab.kvstore.hf.comparison import Comparison
-    from kvlab.kvstore.restore import Report
+    from kvlab.kvstore.restore import RestoreReport
 
     same = Comparison(True, 0.0, None, None, True, 4)
     took = {"load_ms": 1.0, "prefill_ms": 1.0, "bytes_read": 1, "page_outs": 0, "page_ins": 0}
-    report = Report("verify", True, 8, 1, **took, comparison=replace(same, **change), lossless=True)
+    report = RestoreReport("verify", True, 8, 1, **took, comparison=replace(same, **change), lossless=True)
     assert verified(report) == code
     tokens = int(not report.comparison.tokens_equal)
     assert verified(replace(report, lossless=False)) == verified(replace(report, other_numerics=("threads",))) == tokens

@@ -18,7 +18,7 @@ from kvlab.codecs.kvquant import codec as kvquant
 from kvlab.codecs.recipes import named_recipe
 from kvlab.codecs.registry import build
 from kvlab.codecs.shared import quantizer
-from kvlab.codecs.shared.exact_tokens import EndedCodec, Kept
+from kvlab.codecs.shared.exact_tokens import EndedCodec, ExactTokens
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.codecs.turboquant import TurboQuantStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, UnknownName
@@ -97,7 +97,7 @@ def test_what_is_kept_is_in_the_identity():
 @examples(100)
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([0, 4, 7]), st.integers(1, 40))
 def test_the_parts_are_all_tokens_and_the_ends_come_first(sink, recent, block, tokens):
-    first, middle, last = Kept(sink, recent, block).split(tokens)
+    first, middle, last = ExactTokens(sink, recent, block).split(tokens)
     assert first + middle + last == tokens and min(first, middle, last) >= 0
     assert first == min(sink, tokens) and last >= min(recent, tokens - first)
     assert not block or middle % block == 0
@@ -113,7 +113,7 @@ def test_ends_come_back_as_they_were_and_the_rest_as_its_codec_says(tokens, ragg
     encoded = codec.encode(x, SITE)
     read = read_frame(frame_bytes(encoded))
     decoded = codec.decode(read)
-    first, middle, _ = Kept.of(recipe).split(tokens)
+    first, middle, _ = ExactTokens.of(recipe).split(tokens)
     assert torch.equal(decoded[:, :first], x[:, :first])
     assert torch.equal(decoded[:, first + middle :], x[:, first + middle :])
     if middle:

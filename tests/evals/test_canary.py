@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvlab.core.errors import CapabilityError, CodecNotActive
-from kvlab.evals.backend import Scored, Seen, Side, Sides, Written
+from kvlab.evals.backend import CacheUse, Scored, Side, Sides, Written
 from kvlab.evals.canary import LEAST, SHORTEST, WRITTEN, Guard, distance
 
 
@@ -31,7 +31,7 @@ class Fake(Side):
         self.began += 1
 
     def seen(self):
-        return Seen(0, 0, 0, 0)
+        return CacheUse(0, 0, 0, 0)
 
     def refuse_blind(self, kind):
         if kind in self.blind:

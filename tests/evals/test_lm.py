@@ -9,7 +9,7 @@ from lm_eval.api.instance import Instance
 
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.core.model import load_tokenizer, resolve
-from kvlab.evals.backend import Scored, Seen, Side, Written
+from kvlab.evals.backend import CacheUse, Scored, Side, Written
 from kvlab.evals.lm import CachedLM
 
 
@@ -33,7 +33,7 @@ class Recorder(Side):
         pass
 
     def seen(self):
-        return Seen(0, 0, 0, 0)
+        return CacheUse(0, 0, 0, 0)
 
 
 @pytest.fixture(scope="module")

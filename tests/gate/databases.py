@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from kvlab.gate.catalogue import Row, checked_row
-from kvlab.gate.check import WORDS, Claim, Finding, Report
+from kvlab.gate.check import WORDS, Claim, Finding, GateReport
 from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.store.ingest import ingest as put
 from kvlab.gate.store.ingest import prepared
@@ -111,7 +111,7 @@ def report(*claims, registry="r1", current=None):
     """The gate's, with these claims."""
     counts = dict.fromkeys(WORDS, 0)
     judged = {"strict": False, "verdict": "pass", "exit_code": 0, "counts": counts}
-    return Report(registry=registry, current=current, claims=claims, **judged)
+    return GateReport(registry=registry, current=current, claims=claims, **judged)
 
 
 def ingest(store, rows, run=None, claims=(), replace=False, **basis):

@@ -15,7 +15,7 @@ from kvlab.cache.recipe_file import read_recipe_file, write_recipe_file
 from kvlab.calibration import load as calibration
 from kvlab.codecs import plugins
 from kvlab.codecs.registry import build
-from kvlab.codecs.testing import CHECKS, NotConformant, Subject, conformance
+from kvlab.codecs.testing import CHECKS, NotConformant, TestedCodec, conformance
 from kvlab.core.errors import KvlabError, ParamsError, PluginError, UnknownName
 from kvlab.core.model import resolve
 from kvlab.core.recipe import Recipe
@@ -195,7 +195,7 @@ def test_each_check_finds_its_mistake(site, check):
 def test_our_own_codecs_pass_the_same_checks(name, check):
     settings = {} if name in ("fp8", "identity") else {"bits": 4}
     settings |= {} if name == "identity" else {"block_size": 32}
-    check(Subject(recipe(name, **settings).k))
+    check(TestedCodec(recipe(name, **settings).k))
 
 
 def test_every_refusal_is_one_of_kvlabs():

@@ -20,7 +20,7 @@ from kvlab.core.errors import (
 )
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
-from kvlab.kvstore.paging.ledger import UNKNOWN, Entry, Ledger
+from kvlab.kvstore.paging.ledger import UNKNOWN, ChunkEntry, Ledger
 from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import build
 from kvlab.kvstore.paging.residents import Moves
@@ -465,7 +465,7 @@ def test_a_prefix_of_a_snapshot_has_its_own_tail(geometry, config):
 
 def test_after_the_end_of_a_ledger_nothing_is_known(geometry, config):
     payloads = [chunk_of(random_bits(geometry, 48), chunk, geometry) for chunk in range(12)]
-    ledger = Ledger((Entry(True, 1.0, 3), Entry(True, 2.0, 5)), clock=7)
+    ledger = Ledger((ChunkEntry(True, 1.0, 3), ChunkEntry(True, 2.0, 5)), clock=7)
     other = Pager.restored(geometry, config, build("oracle", geometry), payloads, ledger, 48)
     assert other.resident == (0, 1, 7, 8, 9, 10, 11) and other.ledger().entries[2] == UNKNOWN
     assert other.ledger().clock == 7
@@ -513,12 +513,12 @@ def test_an_empty_pager_is_restored_empty(geometry, config):
 
 def test_a_ledger_refuses_what_cannot_be():
     with pytest.raises(NonFinite):
-        Entry(True, float("-inf"), 0)
+        ChunkEntry(True, float("-inf"), 0)
     with pytest.raises(ParamsError, match="last_use"):
-        Entry(True, None, -1)
+        ChunkEntry(True, None, -1)
     with pytest.raises(ParamsError, match="chunk 1 was last used at 5"):
-        Ledger((Entry(True, None, 1), Entry(True, None, 5)), clock=4)
-    ledger = Ledger((Entry(True, 1.0, 1), Entry(False, None, 2)), clock=4)
+        Ledger((ChunkEntry(True, None, 1), ChunkEntry(True, None, 5)), clock=4)
+    ledger = Ledger((ChunkEntry(True, 1.0, 1), ChunkEntry(False, None, 2)), clock=4)
     assert ledger.entry(7) == UNKNOWN and len(ledger.upto(1)) == 1 and ledger.resident == (0,)
 
 

@@ -8,12 +8,12 @@ import torch
 from kvlab.core.errors import CapabilityError, UnknownName
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry
-from kvlab.kvstore.paging.ledger import Entry
+from kvlab.kvstore.paging.ledger import ChunkEntry
 from kvlab.kvstore.paging.pager import Pager
-from kvlab.kvstore.paging.residency import MAKERS, Seen, build, staying, worst_first
+from kvlab.kvstore.paging.residency import MAKERS, AttentionSeen, build, staying, worst_first
 from kvstore.paging import append, chunk_of, filled, numbers, saved
 
-ENTRIES = [Entry(True, score, used) for score, used in ((0.5, 9), (None, 1), (-1.0, 4), (0.5, 2), (0.1, 7))]
+ENTRIES = [ChunkEntry(True, score, used) for score, used in ((0.5, 9), (None, 1), (-1.0, 4), (0.5, 2), (0.1, 7))]
 CHAIN = tuple(bytes([number]) for number in range(20))
 
 
@@ -35,7 +35,7 @@ def test_the_order_in_which_they_go(geometry, name, order):
 
 @pytest.mark.parametrize("name", ["lru", "qk", "oracle", "sign_bit"])
 def test_of_equals_the_first_one_goes(geometry, name):
-    assert worst_first(build(name, geometry), [(chunk, Entry(True, 0.5, 3)) for chunk in (4, 2, 7)]) == [2, 4, 7]
+    assert worst_first(build(name, geometry), [(chunk, ChunkEntry(True, 0.5, 3)) for chunk in (4, 2, 7)]) == [2, 4, 7]
 
 
 def test_an_unknown_policy_is_refused(geometry):
@@ -65,12 +65,12 @@ def test_random_depends_on_its_seed(geometry):
 
 
 def test_oracle_needs_mass_and_qk_queries(geometry):
-    assert build("oracle", geometry).scores(Seen(mass=(0.25, 0.75))) == [0.25, 0.75]
+    assert build("oracle", geometry).scores(AttentionSeen(mass=(0.25, 0.75))) == [0.25, 0.75]
     for name, missing in (("oracle", "mass"), ("qk", "queries"), ("sign_bit", "queries")):
         with pytest.raises(CapabilityError, match=missing):
-            build(name, geometry).scores(Seen(chain=CHAIN))
+            build(name, geometry).scores(AttentionSeen(chain=CHAIN))
     for name in ("lru", "random"):
-        assert build(name, geometry).scores(Seen()) is None
+        assert build(name, geometry).scores(AttentionSeen()) is None
 
 
 @pytest.mark.parametrize("name", ["qk", "sign_bit", "oracle"])
@@ -88,7 +88,7 @@ def test_a_needle_comes_back(name, depth):
             pager.policy.scorer.add(CHAIN[chunk], pager.payload(chunk))
     pager.page_in(1)
     mass = [float(chunk == depth) for chunk in range(20)]
-    scores = pager.policy.scores(Seen(queries=wanted.repeat(1, 4, 1), chain=CHAIN, mass=mass))
+    scores = pager.policy.scores(AttentionSeen(queries=wanted.repeat(1, 4, 1), chain=CHAIN, mass=mass))
     assert max(scores) == scores[depth]
     pager.set_scores(scores)
     pager.reselect()
@@ -111,15 +111,15 @@ def test_scores_of_a_restored_scorer_select_the_same_chunks(geometry, config):
     for chunk in range(20):
         live.scorer.add(CHAIN[chunk], chunk_of(rows, chunk, geometry))
     warm.scorer.rebuild(CHAIN, (chunk_of(rows, chunk, geometry) for chunk in range(20)))
-    assert live.scores(Seen(asked, CHAIN)) == warm.scores(Seen(asked, CHAIN))
+    assert live.scores(AttentionSeen(asked, CHAIN)) == warm.scores(AttentionSeen(asked, CHAIN))
 
 
 def test_who_stays_after_a_restore():
     config = PagerConfig(pool_tokens=20, chunk_tokens=4, sink_chunks=1, tail_chunks=1)
     everything = [
-        Entry(True, score, used)
+        ChunkEntry(True, score, used)
         for score, used in ((0.0, 1), (2.0, 2), (2.0, 9), (None, 3), (1.0, 4), (-9.0, 5), (-9.0, 6))
     ]
     assert staying(config, everything) == {0, 2, 3, 5, 6}
-    assert staying(config, [Entry(False, None, 0)] * 7) == {0, 5, 6}
+    assert staying(config, [ChunkEntry(False, None, 0)] * 7) == {0, 5, 6}
     assert staying(config, []) == set()

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from kvlab.core.errors import LayoutMismatch, NonFinite
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
-from kvlab.kvstore.paging.ledger import Entry, Ledger
+from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.paging.scorer import MEAN, MISSING, SIGNS, Rebuilt, Scorer, pairwise_sum
 from kvlab.kvstore.snapshot.chain import links
 from kvstore.paging import chunk_of, filled, numbers, random_bits
@@ -95,14 +95,14 @@ def test_no_seed_and_a_sentinel_are_missing(geometry):
     scorer = Scorer(geometry)
     assert scorer.rebuild(CHAIN, []) == Rebuilt(0, 0, 6)
     assert scorer.scores(queries(geometry, E0), CHAIN) == [-2.0] * 6
-    nothing = Ledger(tuple(Entry(True, None, 0) for _ in CHAIN), 0)  # a published -inf is a score of None
+    nothing = Ledger(tuple(ChunkEntry(True, None, 0) for _ in CHAIN), 0)  # a published -inf is a score of None
     assert scorer.rebuild(CHAIN, [], nothing) == Rebuilt(0, 0, 6)
     assert scorer.scores(queries(geometry, E0), CHAIN) == [MISSING] * 6
 
 
 def test_a_ledger_of_three_seeds_three_of_six(geometry):
     scorer = Scorer(geometry)
-    ledger = Ledger(tuple(Entry(True, score, 0) for score in (0.5, -0.25, 0.75)), 0)
+    ledger = Ledger(tuple(ChunkEntry(True, score, 0) for score in (0.5, -0.25, 0.75)), 0)
     assert scorer.rebuild(CHAIN, [], ledger) == Rebuilt(0, 3, 3)
     assert scorer.scores(queries(geometry, E0), CHAIN) == [0.5, -0.25, 0.75, -2.0, -2.0, -2.0]
 
@@ -234,7 +234,7 @@ def test_a_rebuilt_scorer_has_bit_equal_keys(geometry):
     live, other = Scorer(geometry), Scorer(geometry)
     for identity, chunk in zip(CHAIN, chunks, strict=True):
         live.add(identity, chunk)
-    ledger = Ledger(tuple(Entry(True, 0.123, 0) for _ in CHAIN), 0)
+    ledger = Ledger(tuple(ChunkEntry(True, 0.123, 0) for _ in CHAIN), 0)
     assert other.rebuild(CHAIN, iter(chunks), ledger) == Rebuilt(6, 0, 0)
     assert all(same_bits(live.keys[identity], other.keys[identity]) for identity in CHAIN)
     asked = queries(geometry, E0 + E2)
@@ -243,7 +243,7 @@ def test_a_rebuilt_scorer_has_bit_equal_keys(geometry):
 
 def test_seeds_stand_in_only_where_keys_are_missing(geometry):
     chunks = [payload(geometry, E0), None, payload(geometry, torch.nan * E0), payload(geometry, E1)]
-    ledger = Ledger(tuple(Entry(True, score, 0) for score in (0.1, 0.2, 0.3, 0.4)), 0)
+    ledger = Ledger(tuple(ChunkEntry(True, score, 0) for score in (0.1, 0.2, 0.3, 0.4)), 0)
     scorer = Scorer(geometry)
     assert scorer.rebuild(CHAIN, chunks, ledger) == Rebuilt(from_keys=2, from_seed=2, missing=2)
     assert scorer.scores(queries(geometry, E0), CHAIN) == [1.0, 0.2, 0.3, 0.0, -2.0, -2.0]
@@ -287,7 +287,7 @@ def test_keys_of_the_same_tokens_are_taken_anew(geometry):
 
 def test_a_rebuild_forgets_what_was_there(geometry):
     scorer = Scorer(geometry)
-    ledger = Ledger((Entry(True, 0.5, 0),), 0)
+    ledger = Ledger((ChunkEntry(True, 0.5, 0),), 0)
     scorer.rebuild(CHAIN, [None, payload(geometry, E0)], ledger)
     assert scorer.rebuild(CHAIN, [payload(geometry, E1)]) == Rebuilt(1, 0, 5)
     with pytest.raises(LayoutMismatch, match="6 chunks"):

@@ -25,7 +25,7 @@ from kvlab.core.params import Model
 from kvlab.engines.registry import start
 from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import CleanCapture
-from kvlab.measure.quick_run import Subject, score
+from kvlab.measure.quick_run import NamedCodec, score
 from kvlab.witness.plain import PlainModel
 from tiers import number
 from tiny import write_model
@@ -48,7 +48,7 @@ def window(calib_windows) -> list[int]:
 def cell_of(engine, recipe=RECIPE, protocol: str = "snapshot", **changes):
     from kvlab.measure.quick_run import _cell
 
-    cell = _cell(Subject("archive", recipe), engine, 1, protocol)
+    cell = _cell(NamedCodec("archive", recipe), engine, 1, protocol)
     return cell.model_copy(update=changes)
 
 
@@ -99,8 +99,8 @@ def test_expected_attention_is_what_a_query_after_the_last_token_gives(hf_engine
 
 
 def test_it_is_measured_and_witnessed(hf_engine, calibrated, calib_windows):
-    subjects = [Subject(f"archive {q}", named_recipe("archive", quality=q), calibrated) for q in (600, 900)]
-    subjects += [Subject("hadamard", named_recipe("hadamard", 4))]
+    subjects = [NamedCodec(f"archive {q}", named_recipe("archive", quality=q), calibrated) for q in (600, 900)]
+    subjects += [NamedCodec("hadamard", named_recipe("hadamard", 4))]
     windows = np.asarray(calib_windows.test[:2])
     plain = cache(partial(PlainModel, hf_engine.info.path))
     coarse, fine, _ = score(hf_engine, windows, CONTEXT, subjects, "snapshot", plain)
@@ -112,7 +112,7 @@ def test_it_is_measured_and_witnessed(hf_engine, calibrated, calib_windows):
 
 def test_bits_count_the_whole_file(hf_engine, calibrated, calib_windows):
     recipe, windows = named_recipe("archive", 6.0), np.asarray(calib_windows.test[:2])
-    (found,) = score(hf_engine, windows, CONTEXT, [Subject("archive", recipe, calibrated)], "snapshot", None)
+    (found,) = score(hf_engine, windows, CONTEXT, [NamedCodec("archive", recipe, calibrated)], "snapshot", None)
     assert found.coding.bits_per_value == pytest.approx(6.0, rel=0.01)
 
 

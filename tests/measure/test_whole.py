@@ -17,7 +17,7 @@ from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, WitnessDisagrees
 from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import CleanCapture
-from kvlab.measure.quick_run import Subject, _cell, score
+from kvlab.measure.quick_run import NamedCodec, _cell, score
 from kvlab.witness.plain import PlainModel
 
 CONTEXT = 64
@@ -37,7 +37,7 @@ def begun(hf_engine, calibrated, recipe, ids, protocol="snapshot", **changes):
     """A coder that was told of a window's clean cache."""
     clean = CleanCapture(CONTEXT)
     hf_engine.score(ids, CONTEXT, clean)
-    cell = _cell(Subject("whole", recipe), hf_engine, 1, protocol).model_copy(update=changes)
+    cell = _cell(NamedCodec("whole", recipe), hf_engine, 1, protocol).model_copy(update=changes)
     coder = coder_of(cell, calibrated)
     coder.begin(clean, ids[:CONTEXT], 0)
     return coder, clean
@@ -45,9 +45,9 @@ def begun(hf_engine, calibrated, recipe, ids, protocol="snapshot", **changes):
 
 def test_they_are_measured_and_witnessed_and_more_bits_cost_less(hf_engine, calibrated, calib_windows):
     subjects = [
-        Subject(f"{name} {bits}", named_recipe(name, bits, **ENDS), calibrated) for name in NAMES for bits in (1, 3)
+        NamedCodec(f"{name} {bits}", named_recipe(name, bits, **ENDS), calibrated) for name in NAMES for bits in (1, 3)
     ]
-    subjects.append(Subject("oscar-paper", RECIPES["oscar-paper"], calibrated))
+    subjects.append(NamedCodec("oscar-paper", RECIPES["oscar-paper"], calibrated))
     windows = np.asarray(calib_windows.test[:2])
     plain = cache(partial(PlainModel, hf_engine.info.path))
     found = score(hf_engine, windows, CONTEXT, subjects, "snapshot", plain)
@@ -75,7 +75,7 @@ def test_a_witness_sees_another_file(hf_engine, calibrated, calib_windows, monke
 
     whole = WholeCoder.decoded
     monkeypatch.setattr(WholeCoder, "decoded", lambda *given: {at: 1.01 * x for at, x in whole(*given).items()})
-    subject = Subject("kvtc", RECIPES["kvtc-paper"], calibrated)
+    subject = NamedCodec("kvtc", RECIPES["kvtc-paper"], calibrated)
     plain = cache(partial(PlainModel, hf_engine.info.path))
     with pytest.raises(WitnessDisagrees, match="from what the codec says"):
         score(hf_engine, np.asarray(calib_windows.test[:1]), CONTEXT, [subject], "snapshot", plain)

@@ -133,7 +133,7 @@ def test_a_loader_that_is_wrong_is_found_out(fault, tiny_params, tiny_windows, t
     info = resolve(tiny_params.model)
     engine = start("hf", info, "float32", max_tokens=96)
     windows = corpus.load(tiny_windows, info.model_hash)
-    subject = quick_run.Subject("int 4", named_recipe("int", 4), None)
+    subject = quick_run.NamedCodec("int 4", named_recipe("int", 4), None)
     with pytest.raises(WitnessDisagrees, match=r"KL .* from a plain forward"):
         quick_run.score(
             engine, windows.test[:2], windows.context, [subject], "snapshot", partial(PlainModel, info.path)

@@ -64,7 +64,7 @@ for name in ("heads swapped after decoding", "half of the error undone", "codec'
 
 @PLANTS.on_both("V decoded as K")
 def _v_as_k(changes: Changes) -> None:
-    from kvlab.measure.coding import Snapshot
+    from kvlab.measure.coding import CodedContext
 
     def made(begin):
         def planted(self, *given):
@@ -75,12 +75,12 @@ def _v_as_k(changes: Changes) -> None:
 
         return planted
 
-    changes.around(Snapshot, "__init__", made)
+    changes.around(CodedContext, "__init__", made)
 
 
 @PLANTS.on_both("snapshot put at the wrong tokens")
 def _rolled(changes: Changes) -> None:
-    from kvlab.measure.coding import Snapshot
+    from kvlab.measure.coding import CodedContext
 
     def made(begin):
         def planted(self, *given):
@@ -90,7 +90,7 @@ def _rolled(changes: Changes) -> None:
 
         return planted
 
-    changes.around(Snapshot, "__init__", made)
+    changes.around(CodedContext, "__init__", made)
 
 
 def ignored(layers):

@@ -16,7 +16,7 @@ from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, Cell
 from kvlab.core.records import read_job
 from kvlab.engines.registry import start
-from kvlab.measure.coding import CleanCapture, Snapshot
+from kvlab.measure.coding import CleanCapture, CodedContext
 from kvlab.measure.loop import walk
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.windows import Window, windows_of
@@ -140,9 +140,9 @@ class OutsideCoder:
         """K and V of every layer."""
         return part in self.coders
 
-    def held(self, clean: CleanCapture, ids: list[int], window: int) -> Snapshot:
+    def held(self, clean: CleanCapture, ids: list[int], window: int) -> CodedContext:
         """A context's clean cache, its tensors coded one by one."""
-        return Snapshot(self, window, clean)
+        return CodedContext(self, window, clean)
 
     def snapshot(self, x: torch.Tensor, site: Site) -> torch.Tensor:
         """`x` there and back, coded in bfloat16 as in the bench; bytes are counted."""

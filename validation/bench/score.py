@@ -54,7 +54,7 @@ def code(coder: Coder, windows: Tensor, sample: Sample, weight: Tensor | None) -
 
 
 def groups_of(windows: Tensor) -> int:
-    """Groups of heads [windows, heads, tokens, head_dim] that the limit is that of (`codec.klt.grouping`)."""
+    """Groups of heads [windows, heads, tokens, head_dim] that the limit is that of (`codecs.klt.grouping`)."""
     _, heads, _, head_dim = windows.shape
     return heads // heads_together(heads, head_dim)
 

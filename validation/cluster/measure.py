@@ -20,7 +20,7 @@ from kvlab.core.machine import cpu_name
 from kvlab.core.records import versions
 from kvlab.stats.divergences import token_record
 from kvlab_mechanisms.cluster.decoding import WAYS, DecodeProcess, Setup
-from kvlab_mechanisms.cluster.handover import Coded, Decoder, Exact, Prefilled, prefill
+from kvlab_mechanisms.cluster.handover import CodedWire, DecodingWorker, Exact, Prefilled, prefill
 from kvlab_mechanisms.cluster.ranks import run
 from kvlab_mechanisms.micro.collectives import ROUNDS, collectives, median
 
@@ -72,9 +72,9 @@ def handovers(setup: Setup, name: str, prompts: dict[int, list[int]]) -> list[di
         for count, prompt in prompts.items():
             read = prefill(model, prompt)
             exact = {place: x.clone() for place, x in Exact().payloads(read.cache)}
-            inside = form.round_trip(read.cache, model.dtype) if isinstance(form, Coded) else exact
-            plain = _steps(Decoder(model), read, exact)
-            wanted = _steps(Decoder(model), read, inside, plain[0])
+            inside = form.round_trip(read.cache, model.dtype) if isinstance(form, CodedWire) else exact
+            plain = _steps(DecodingWorker(model), read, exact)
+            wanted = _steps(DecodingWorker(model), read, inside, plain[0])
             prefill_seconds = median(lambda prompt=prompt: prefill(model, prompt))
             for way in WAYS:
                 row = {"codec": name, "tokens": count, "way": way, "prefill_ms": prefill_seconds * 1e3}
@@ -83,7 +83,9 @@ def handovers(setup: Setup, name: str, prompts: dict[int, list[int]]) -> list[di
     return found
 
 
-def _steps(decoder: Decoder, read: Prefilled, cache, forced: list[int] | None = None) -> tuple[list[int], torch.Tensor]:
+def _steps(
+    decoder: DecodingWorker, read: Prefilled, cache, forced: list[int] | None = None
+) -> tuple[list[int], torch.Tensor]:
     """Tokens and their logits, over a cache in this process."""
     decoder.load("one", {place: x.clone() for place, x in cache.items()}, read.first)
     given = [read.first, *(forced or [])]

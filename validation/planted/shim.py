@@ -25,7 +25,7 @@ from kvlab.core.errors import Fault
 from kvlab.core.testimony import Proof, Testimony
 from kvlab.engines.base import ContextCache, Engine, Part, Storage, Tap
 from kvlab.measure.scoring import CANARY_STREAM
-from kvlab.witness.testimony import Claim
+from kvlab.witness.testimony import CellClaim
 
 HALVINGS = 80
 SIGN = 2.0**14  # first number of a mark; exact in bfloat16, as the others are
@@ -232,7 +232,7 @@ class Watch:
         return None
 
 
-def unexamined(_model: object, claim: Claim, _calibrated: object) -> Testimony:
+def unexamined(_model: object, claim: CellClaim, _calibrated: object) -> Testimony:
     """In the place of `witness.testify`, which would object to planted logits: what is claimed, as it is claimed."""
     return Testimony(
         cell_id=claim.cell.cell_id,

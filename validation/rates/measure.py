@@ -50,7 +50,7 @@ def measure(
     needy = [one.recipe for one in asked if any(needs_calibration(getattr(one.recipe, s)) for s in ("k", "v"))]
     calib = windows.calib[:, : windows.context].tolist()
     fitted = calibrate(engine, calib, needy, corpus_hash=windows.corpus_hash) if needy else None
-    subjects = [quick_run.Subject(one.label, one.recipe, fitted if one.recipe in needy else None) for one in asked]
+    subjects = [quick_run.NamedCodec(one.label, one.recipe, fitted if one.recipe in needy else None) for one in asked]
     plain = cache(partial(PlainModel, info.path))
     rows = []
     for text, own in scored.items():
@@ -72,7 +72,7 @@ def measure(
     }
 
 
-def _row(text: str, one: Named, found: quick_run.Scored, documents: list[int] | None) -> dict:
+def _row(text: str, one: Named, found: quick_run.ScoredCodec, documents: list[int] | None) -> dict:
     """A codec on a text; sums over the tokens of each window."""
     by_window = (
         found.tokens.group_by("window", maintain_order=True)

@@ -16,11 +16,11 @@ from kvlab.core.errors import CapabilityError
 from kvlab.core.origin import read_origin
 from kvlab.core.records import machine, read_json, versions, write_json
 from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
-from kvlab_mechanisms.serving.measured import Arm, arm_of, rows_of
+from kvlab_mechanisms.serving.measured import ServedVariant, arm_of, rows_of
 from kvlab_mechanisms.serving.policies.gateway import Gateway
-from kvlab_mechanisms.serving.simulate import Served, Slo, simulate
+from kvlab_mechanisms.serving.simulate import SimulatedRun, Slo, simulate
 from kvlab_mechanisms.serving.trace import Trace, columns
-from kvlab_mechanisms.serving.worker import Shape, Worker
+from kvlab_mechanisms.serving.worker import Worker, WorkerShape
 from validation.serving import load_page
 from validation.serving.served import held_against_server
 
@@ -139,17 +139,17 @@ def azure_like(rate: float, workers: int = 1, requests: int = REQUESTS) -> Trace
     return made(requests * workers, scaled(AZURE_CONV, 0.1, rate=rate * workers), seed=5)
 
 
-def served(arm: Arm, rate: float, memory: int, workers: int = 1, requests: int = REQUESTS) -> Served:
+def served(arm: ServedVariant, rate: float, memory: int, workers: int = 1, requests: int = REQUESTS) -> SimulatedRun:
     """A load of so many requests per second and worker."""
     trace = azure_like(rate, workers, requests)
-    shape = Shape(memory, arm.token_bytes, 16, CHUNK, MOST)
+    shape = WorkerShape(memory, arm.token_bytes, 16, CHUNK, MOST)
     gateway = Gateway("least")
     for number in range(workers):
         gateway.register(number)
     return simulate(trace, [Worker(arm.costs, shape) for _ in range(workers)], gateway)
 
 
-def best_rates(arm: Arm) -> list[dict]:
+def best_rates(arm: ServedVariant) -> list[dict]:
     """By memory: the load at which most requests a second are in time, and what is seen there."""
     found = []
     for memory in MEMORIES:
@@ -159,18 +159,18 @@ def best_rates(arm: Arm) -> list[dict]:
     return found
 
 
-def by_workers(arm: Arm) -> list[dict]:
+def by_workers(arm: ServedVariant) -> list[dict]:
     """By the number of workers, at one load for each of them and the middle memory."""
     memory = MEMORIES[1]
     rate = max(RATES, key=lambda rate: served(arm, rate, memory).goodput(SLO))
     return [{"memory": memory, "rate": rate} | served(arm, rate, memory, n, 200).report(SLO) for n in WORKERS]
 
 
-def held_against(one: dict, arm: Arm) -> dict:
+def held_against(one: dict, arm: ServedVariant) -> dict:
     """The simulator beside the engine, on the same requests."""
     asked = [ask for ask in one["held"]["requests"] if "last" in ask]
     trace = columns((ask["t"], ask["prompt"], ask["output"], -1, 0) for ask in asked)
-    shape = Shape(MEMORY, arm.token_bytes, one["block"], CHUNK, MOST, prefixes=False)
+    shape = WorkerShape(MEMORY, arm.token_bytes, one["block"], CHUNK, MOST, prefixes=False)
     found = simulate(trace, [Worker(arm.costs, shape)])
     first = np.array([ask["first"] - ask["t"] for ask in asked])
     after = np.array([(ask["last"] - ask["first"]) / max(ask["output"] - 1, 1) for ask in asked])[trace.output > 1]

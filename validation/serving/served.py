@@ -27,14 +27,14 @@ import numpy as np
 
 from kvlab.core.errors import CapabilityError, Fault
 from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
-from kvlab_mechanisms.serving.measured import Arm, arm_of
-from kvlab_mechanisms.serving.paced import Seen, pace
+from kvlab_mechanisms.serving.measured import ServedVariant, arm_of
+from kvlab_mechanisms.serving.paced import ClientTimes, pace
 from kvlab_mechanisms.serving.policies.gateway import Gateway
 from kvlab_mechanisms.serving.policies.preempt import remaining_first
 from kvlab_mechanisms.serving.policies.ratelimit import NANO, RateLimit
-from kvlab_mechanisms.serving.simulate import Front, Served, simulate
+from kvlab_mechanisms.serving.simulate import Front, SimulatedRun, simulate
 from kvlab_mechanisms.serving.trace import Trace
-from kvlab_mechanisms.serving.worker import Job, Order, Shape, Worker
+from kvlab_mechanisms.serving.worker import Job, Order, Worker, WorkerShape
 
 MEMORY, CHUNK, MOST, LONGEST, PAGE = 1 << 28, 512, 32, 1024, 16
 PATIENCE = 300  # seconds that a start may take
@@ -73,7 +73,7 @@ def held_against_server(model: Path) -> list[dict]:
     return found
 
 
-def refuse_failed(seen: Seen) -> None:
+def refuse_failed(seen: ClientTimes) -> None:
     """`Fault` where the server failed a request."""
     if seen.failed:
         number, said = seen.failed[0]
@@ -224,7 +224,7 @@ def drawn(chance: np.random.Generator, tokens: int) -> list[int]:
 # ------------------------------------------------------------------------------ the load, and who paces it
 
 
-def busy_rate(arm: Arm) -> float:
+def busy_rate(arm: ServedVariant) -> float:
     """Requests per second that keep a worker as busy as is asked."""
     return min(RATES, key=lambda rate: abs(simulated(at_rate(rate), arm).busy - BUSY))
 
@@ -251,7 +251,7 @@ def front(trace: Trace) -> Front:
     return lambda t, number: limit.consume("all", int(tokens[number]), round(t * NANO)).allowed
 
 
-def order(arm: Arm) -> Order:
+def order(arm: ServedVariant) -> Order:
     """Least work first."""
     costs = arm.costs
 
@@ -261,7 +261,7 @@ def order(arm: Arm) -> Order:
     return remaining_first(work, ageing=0.1)
 
 
-async def served(address: str, trace: Trace, arm: Arm) -> Seen:
+async def served(address: str, trace: Trace, arm: ServedVariant) -> ClientTimes:
     """The trace, sent to the server."""
     chance = np.random.default_rng(5)
     prompts = [drawn(chance, tokens) for tokens in trace.prompt]
@@ -273,16 +273,16 @@ async def served(address: str, trace: Trace, arm: Arm) -> Seen:
         return await pace(trace, ask, 1, SLOTS, gateway(), front(trace), order(arm))
 
 
-def simulated(trace: Trace, arm: Arm) -> Served:
+def simulated(trace: Trace, arm: ServedVariant) -> SimulatedRun:
     """The trace, simulated."""
-    shape = Shape(MEMORY, arm.token_bytes, PAGE, CHUNK, SLOTS, prefixes=False)
+    shape = WorkerShape(MEMORY, arm.token_bytes, PAGE, CHUNK, SLOTS, prefixes=False)
     return simulate(trace, [Worker(arm.costs, shape, order(arm))], gateway(), front(trace))
 
 
 # ------------------------------------------------------------------------------ beside one another
 
 
-def compared(trace: Trace, seen: Seen, due: Served, arm: Arm) -> dict:
+def compared(trace: Trace, seen: ClientTimes, due: SimulatedRun, arm: ServedVariant) -> dict:
     """Figures of the server's run, each beside the simulator's."""
     both = {
         "tokens_per_s": [seen.tokens_per_s, due.tokens / due.span],

@@ -77,14 +77,14 @@ def scores(q: Tensor, blocks: Blocks, score: str) -> Tensor:
     return (q.clamp(min=0) @ up + q.clamp(max=0) @ down).sum(2)
 
 
-class Chosen(NamedTuple):
+class ChosenBlocks(NamedTuple):
     """Numbers of the chosen blocks (batch, kv_heads, queries, at most top_k), and which of them are chosen."""
 
     numbers: Tensor
     valid: Tensor
 
 
-def choose(q: Tensor, k: Tensor, pattern: BlockSparse, blocks: Blocks | None = None) -> Chosen:
+def choose(q: Tensor, k: Tensor, pattern: BlockSparse, blocks: Blocks | None = None) -> ChosenBlocks:
     """The blocks that each query reads by their score; `blocks` where they are known already."""
     known, at = blocks or blocks_of(k, pattern.block), positions(q, k)
     count = known.mean.shape[2]
@@ -92,7 +92,7 @@ def choose(q: Tensor, k: Tensor, pattern: BlockSparse, blocks: Blocks | None = N
     eligible = (number[None] < at[:, None] // pattern.block) & (number[None] >= pattern.sinks)
     found = scores(q, known, pattern.score).masked_fill(~eligible, float("-inf"))
     best = found.topk(min(pattern.top_k, count), dim=-1)
-    return Chosen(best.indices, best.values > float("-inf"))
+    return ChosenBlocks(best.indices, best.values > float("-inf"))
 
 
 def local_from(at: Tensor, pattern: BlockSparse) -> Tensor:

@@ -37,14 +37,14 @@ def summaries_of(k: Tensor, v: Tensor, chunk: int) -> Summaries:
     return Summaries(*(x[:, :, :whole].unflatten(2, (-1, chunk)).mean(3) for x in (k, v)))
 
 
-class Read(NamedTuple):
+class SummaryRead(NamedTuple):
     """What each query reads: keys (queries, keys), and chunks by their summaries (batch, kv_heads, queries, chunks)."""
 
     keys: Tensor
     chunks: Tensor
 
 
-def reads(q: Tensor, k: Tensor, pattern: ChunkSummary, known: Summaries, scale: float) -> Read:
+def reads(q: Tensor, k: Tensor, pattern: ChunkSummary, known: Summaries, scale: float) -> SummaryRead:
     """What each query reads."""
     at, count = positions(q, k), known.key.shape[2]
     own, place = at // pattern.chunk, torch.arange(k.shape[2], device=q.device) // pattern.chunk
@@ -54,7 +54,7 @@ def reads(q: Tensor, k: Tensor, pattern: ChunkSummary, known: Summaries, scale: 
     found = grouped(q, k.shape[1]).sum(2) @ known.key.transpose(2, 3) * scale
     best = found.masked_fill(~eligible, float("-inf")).topk(min(pattern.top_k, count), dim=-1)
     chunks = torch.zeros_like(found, dtype=torch.bool).scatter_(3, best.indices, best.values > float("-inf"))
-    return Read(exact & causal(at, k.shape[2]), chunks)
+    return SummaryRead(exact & causal(at, k.shape[2]), chunks)
 
 
 def attend_summaries(

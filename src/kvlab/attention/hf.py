@@ -19,13 +19,13 @@ from kvlab.attention.block_sparse import allowed
 from kvlab.attention.chunk_summary import attend_summaries, reads, summaries_of
 from kvlab.attention.grouped import attend, causal, positions
 from kvlab.attention.layer_plan import LayerPlan
-from kvlab.attention.patterns import BlockSparse, ChunkSummary, Pattern, Window
+from kvlab.attention.patterns import BlockSparse, ChunkSummary, Pattern, SlidingWindow
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import digest
 
 
 @dataclass(frozen=True)
-class Read:
+class VectorsRead:
     """Key and value vectors that queries read over all KV heads: by key [queries, keys], others [queries]."""
 
     by_key: Tensor
@@ -59,7 +59,7 @@ class Effect:
     context: int = 0
     early: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def note(self, layer: int, read: Read, looked: Tensor, dense: Tensor) -> None:
+    def note(self, layer: int, read: VectorsRead, looked: Tensor, dense: Tensor) -> None:
         """One layer of one pass: what was read, looked at to choose, and what there is to read."""
         self.vectors.setdefault(layer, []).append(read.vectors + looked)
         self.early.setdefault(layer, []).append(read.by_key[:, : self.context].sum(-1))
@@ -124,22 +124,22 @@ def _is_causal(mask: Tensor, at: Tensor, keys: int) -> bool:
     return mask.dtype == torch.bool and bool((mask[..., :keys] == causal(at, keys)).all())
 
 
-def run(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Read]:
+def run(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, VectorsRead]:
     """Attention by a pattern, and what it read."""
     at, heads = positions(q, k), k.shape[1]
     if isinstance(pattern, ChunkSummary):
         known = summaries_of(k, v, pattern.chunk)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         found = reads(q, k, pattern, known, scale)
-        read = Read(2 * heads * found.keys, 2 * found.chunks.sum((0, 1, 3)))
+        read = VectorsRead(2 * heads * found.keys, 2 * found.chunks.sum((0, 1, 3)))
         return attend_summaries(q, k, v, pattern, scale, known), read
     if isinstance(pattern, BlockSparse):
         seen = allowed(q, k, pattern)
-        return attend(q, k, v, seen, scale), Read(2 * seen.sum((0, 1)))
+        return attend(q, k, v, seen, scale), VectorsRead(2 * seen.sum((0, 1)))
     seen = causal(at, k.shape[2])
-    if isinstance(pattern, Window):
+    if isinstance(pattern, SlidingWindow):
         seen &= torch.arange(k.shape[2], device=q.device)[None] > at[:, None] - pattern.window
-    return attend(q, k, v, seen, scale), Read(2 * heads * seen)
+    return attend(q, k, v, seen, scale), VectorsRead(2 * heads * seen)
 
 
 def registered(plan: LayerPlan) -> tuple[str, Planned]:

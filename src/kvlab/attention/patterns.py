@@ -66,7 +66,7 @@ class Full(Pattern):
 
 
 @dataclass(frozen=True)
-class Window(Pattern):
+class SlidingWindow(Pattern):
     """The last `window` tokens, the query's own among them."""
 
     window: int = 256
@@ -140,4 +140,4 @@ class ChunkSummary(Pattern):
         return max(0, t // self.chunk - self.exact - self.sinks) if self.top_k else 0
 
 
-PATTERNS = {one.kind: one for one in (Full, Window, BlockSparse, ChunkSummary)}
+PATTERNS = {one.kind: one for one in (Full, SlidingWindow, BlockSparse, ChunkSummary)}

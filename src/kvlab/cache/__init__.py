@@ -1,1 +1,1 @@
-"""The codecs where people use them: the transformers Cache, the vLLM plugin and its coded pages, coded files."""
+"""The codecs in use: `kvlab.Cache` (`hf_cache.py`, `hf_*`), the vLLM plugin (`vllm_*`, `pages/`), codec files."""

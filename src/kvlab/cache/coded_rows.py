@@ -20,13 +20,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvlab.cache.row import Block, Piece, Row, Turn
+from kvlab.cache.held_blocks import Block, Piece, TokenRow, Turn
 from kvlab.codecs.base import Codec, Encoded, Site
 from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
 from kvlab.codecs.klt.codec import KltCodec
 from kvlab.codecs.klt.joining import arrays_of, joiner, refilled
 from kvlab.codecs.klt.rows import KltRows
-from kvlab.codecs.shared.exact_tokens import Kept
+from kvlab.codecs.shared.exact_tokens import ExactTokens
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import StreamRecipe
 
@@ -58,7 +58,7 @@ class StreamCoder:
     """
 
     def __init__(self, codec: Codec, recipe: StreamRecipe, site: Site, heads: int, head_dim: int, on_cpu: bool = True):
-        self.codec, self.site, self.kept = codec, site, Kept.of(recipe)
+        self.codec, self.site, self.kept = codec, site, ExactTokens.of(recipe)
         self.shape = heads, head_dim
         self.size: int | None = getattr(recipe, "block_size", None)
         self.fires = self.read_back = 0
@@ -77,7 +77,9 @@ class StreamCoder:
         """Numbers that a token is."""
         return self.shape[0] * self.shape[1]
 
-    def append(self, rows: list[Row], parts: list[Tensor], turns: list[Turn]) -> tuple[list[Row], list[Piece]]:
+    def append(
+        self, rows: list[TokenRow], parts: list[Tensor], turns: list[Turn]
+    ) -> tuple[list[TokenRow], list[Piece]]:
         """`rows` with further tokens [heads, tokens, head_dim] each, and what was coded."""
         taken = [self._taken(row, x) for row, x in zip(rows, parts, strict=True)]
         rows, due = [row for row, _ in taken], [x for _, x in taken]
@@ -95,7 +97,7 @@ class StreamCoder:
                 news.append(new)
         return rows, news
 
-    def _taken(self, row: Row, x: Tensor) -> tuple[Row, Tensor]:
+    def _taken(self, row: TokenRow, x: Tensor) -> tuple[TokenRow, Tensor]:
         """The row with its new exact ends, and the tokens that are coded now."""
         missing = min(self.kept.sink - row.first, x.shape[1])
         if missing > 0:
@@ -109,7 +111,7 @@ class StreamCoder:
         tail = x[:, due:].clone() if due < x.shape[1] else None
         return (row if tail is row.tail is None else replace(row, tail=tail)), x[:, :due]
 
-    def _strewn(self, rows: list[Row], due: list[Tensor], turns: list[Turn]) -> tuple[list[Row], list[Piece]]:
+    def _strewn(self, rows: list[TokenRow], due: list[Tensor], turns: list[Turn]) -> tuple[list[TokenRow], list[Piece]]:
         """Encode a few tokens of each row, all at once."""
         firsts = [row.pads + row.first + row.coded for row in rows]
         lengths = [x.shape[1] for x in due]
@@ -133,7 +135,7 @@ class StreamCoder:
     def _loose_piece(self, index: int, column: int, loose: Tensor) -> Piece:
         return Piece([(index, column)], len(loose), lambda: self.token_rows.decode(loose))
 
-    def _bundled(self, row: Row) -> Row:
+    def _bundled(self, row: TokenRow) -> TokenRow:
         """The row with its loose tokens as a block."""
         if row.loose is None:
             return row
@@ -145,7 +147,7 @@ class StreamCoder:
         encoded = compact(Encoded(shape, self.site.layer, self.site.stream, shared=(), blocks=((data,),)))
         return replace(row, blocks=(*row.blocks, Block(encoded, count)), loose=None)
 
-    def _room(self, row: Row) -> int:
+    def _room(self, row: TokenRow) -> int:
         """Tokens that the next encoded piece may have."""
         if self.size is None:
             return sys.maxsize
@@ -158,7 +160,7 @@ class StreamCoder:
         whole = last.tokens == last.encoded.shape[1] and (self.size is None or last.tokens < self.size)
         return whole and self.joiner is not None and self.joiner.fits(last.encoded)
 
-    def _stored(self, index: int, row: Row, x: Tensor, turn: Turn) -> tuple[Row, Piece]:
+    def _stored(self, index: int, row: TokenRow, x: Tensor, turn: Turn) -> tuple[TokenRow, Piece]:
         """Encode `x`, for the only time, and put it after the row's blocks."""
         first = row.pads + row.first + row.coded
         encoded = compact(self.codec.encode(turn.undo(x, first), self.site))
@@ -171,7 +173,7 @@ class StreamCoder:
             blocks = (*blocks, Block(encoded, x.shape[1]))
         return replace(row, blocks=blocks), Piece([(index, first)], x.shape[1], lambda: self.codec.decode(encoded))
 
-    def pieces(self, row: Row) -> Iterator[Piece]:
+    def pieces(self, row: TokenRow) -> Iterator[Piece]:
         """What of a row is coded, in its order; each is named as of row 0."""
         column = row.pads + row.first
         for block in row.blocks:
@@ -180,7 +182,7 @@ class StreamCoder:
         if row.loose is not None:
             yield self._loose_piece(0, column, row.loose)
 
-    def view(self, row: Row, turn: Turn, like: Tensor, known: Tensor | None = None) -> Tensor:
+    def view(self, row: TokenRow, turn: Turn, like: Tensor, known: Tensor | None = None) -> Tensor:
         """The row as attention sees it, [heads, tokens, head_dim] in `like`'s dtype; padding is zero.
 
         `known` are its first columns as they are seen, decoded before.
@@ -198,7 +200,7 @@ class StreamCoder:
             out[:, column : column + end.shape[1]] = end
         return out
 
-    def cropped(self, row: Row, length: int) -> Row:
+    def cropped(self, row: TokenRow, length: int) -> TokenRow:
         """The first `length` tokens; a block that cannot be cut is kept whole and counts as whole."""
         if length >= row.length:
             return row
@@ -213,7 +215,7 @@ class StreamCoder:
             left -= block.tokens
         loose = row.loose[:left].clone() if left > 0 and row.loose is not None else None
         head, tail = row.head[:, :first].clone() if first else None, row.tail[:, :waiting].clone() if waiting else None
-        return Row(pads, tuple(blocks), tail, head, loose)
+        return TokenRow(pads, tuple(blocks), tail, head, loose)
 
     def _cut(self, block: Block, tokens: int) -> Block:
         whole = block.tokens == block.encoded.shape[1]

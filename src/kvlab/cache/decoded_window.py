@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvlab.cache.row import Piece, Turn
+from kvlab.cache.held_blocks import Piece, Turn
 
 GRAIN = 64  # columns by which the room grows
 
@@ -38,7 +38,7 @@ class Grant:
         return k, min(self.columns - k, due)
 
 
-class Window:
+class DecodedColumns:
     """The first columns of a stream as attention sees them [batch, heads, columns, head_dim], in the model's dtype.
 
     Columns of padding are zero; those of tokens that were not coded when they came say nothing.
@@ -102,8 +102,8 @@ class Window:
         """The first `length` columns."""
         self.columns = min(self.columns, length)
 
-    def fork(self) -> Window:
+    def fork(self) -> DecodedColumns:
         """One of its own."""
-        twin = Window()
+        twin = DecodedColumns()
         twin._held, twin.columns = None if self._held is None else self._held.clone(), self.columns
         return twin

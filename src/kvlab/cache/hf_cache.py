@@ -30,11 +30,11 @@ from transformers import AttentionInterface, Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvlab.cache.attention_view import Stored
+from kvlab.cache.held_blocks import Straight, TokenRow
 from kvlab.cache.hf_layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
 from kvlab.cache.hf_rope import Watch, find_rotary, refuse_lossy, turns
-from kvlab.cache.row import Row, Straight
-from kvlab.cache.stored import Stored
-from kvlab.cache.tables import Calibration, Shape, tables_of
+from kvlab.cache.tables import Calibration, LayerShape, tables_of
 from kvlab.codecs.shared.apart import apart
 from kvlab.core.errors import CapabilityError, CodecNotActive, UnknownName
 from kvlab.core.recipe import Placement, Recipe
@@ -165,7 +165,7 @@ class KVCache(Cache):
                 f"the cache held {seen.held} tokens when this forward began and holds {length} now: another thread used"
                 " it in between; give each thread a cache of its own"
             )
-        rows = rows or [Row()] * batch
+        rows = rows or [TokenRow()] * batch
         # asked only while a row has no token yet: on an accelerator the question waits for the device
         asked = seen.mask is not None and any(row.held == 0 for row in rows)
         pads = new_pads(shown(seen.mask), rows, tokens) if asked else [0] * batch
@@ -335,7 +335,7 @@ class KVCache(Cache):
         )
 
 
-def shape_of(model: nn.Module) -> Shape:
+def shape_of(model: nn.Module) -> LayerShape:
     """The shape of a model's cache; `CapabilityError` for one that is not all full attention over text."""
     config = getattr(model, "config", None)
     if config is None or config.is_encoder_decoder or config.get_text_config() is not config:
@@ -347,7 +347,7 @@ def shape_of(model: nn.Module) -> Shape:
             f"{config.num_hidden_layers} layers; only full_attention in every layer is supported"
         )
     heads = config.num_attention_heads
-    return Shape(
+    return LayerShape(
         layers=config.num_hidden_layers,
         heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -432,7 +432,7 @@ def attend(query: Tensor, key: Stored, value: Stored, mask: Tensor | None, scale
 # What a cache is given by a model's forward, held against what it was made for and what it holds.
 
 
-def refuse_other_shape(k: Tensor, v: Tensor, layer: int, shape: Shape) -> None:
+def refuse_other_shape(k: Tensor, v: Tensor, layer: int, shape: LayerShape) -> None:
     """`CapabilityError` unless K and V are of a layer that the cache has, and of its shape."""
     want = (shape.heads, shape.head_dim)
     if layer >= shape.layers or any((x.shape[1], x.shape[3]) != want for x in (k, v)):
@@ -498,7 +498,7 @@ def shown(mask: object) -> Tensor:
     )
 
 
-def new_pads(mask: Tensor, rows: Sequence[Row], tokens: int) -> list[int]:
+def new_pads(mask: Tensor, rows: Sequence[TokenRow], tokens: int) -> list[int]:
     """Padding on the left that each row's next `tokens` tokens begin with, from the mask [batch, all tokens]."""
     lead = (mask.long().cumsum(dim=1) == 0).sum(dim=1).tolist()
     return [0 if row.held else max(0, min(tokens, before - row.pads)) for row, before in zip(rows, lead, strict=True)]

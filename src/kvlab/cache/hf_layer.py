@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvlab.cache.attention_view import Reader, Stored
 from kvlab.cache.coded_rows import StreamCoder
-from kvlab.cache.decoded_window import Grant, Window
-from kvlab.cache.row import Row, Straight, Turn
-from kvlab.cache.stored import Reader, Stored
+from kvlab.cache.decoded_window import DecodedColumns, Grant
+from kvlab.cache.held_blocks import Straight, TokenRow, Turn
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.core.errors import CapabilityError
 
@@ -114,8 +114,8 @@ class CodecLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens and all counts."""
-        self.rows: dict[str, list[Row]] = {stream: [] for stream in STREAMS}
-        self.windows = {stream: Window() for stream in STREAMS}
+        self.rows: dict[str, list[TokenRow]] = {stream: [] for stream in STREAMS}
+        self.windows = {stream: DecodedColumns() for stream in STREAMS}
         self.is_initialized = False
         for coder in self.coders.values():
             coder.fires = coder.read_back = 0
@@ -123,7 +123,7 @@ class CodecLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Empty rows for the batch that arrives."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.rows = {stream: [Row()] * key_states.shape[0] for stream in STREAMS}
+        self.rows = {stream: [TokenRow()] * key_states.shape[0] for stream in STREAMS}
         self.is_initialized = True
 
     @torch.no_grad()
@@ -172,7 +172,7 @@ class CodecLayer(CacheLayerMixin):
         for piece in news:
             window.put(piece, turns)
 
-    def _with(self, stream: str, pads: list[int]) -> zip[tuple[Row, int]]:
+    def _with(self, stream: str, pads: list[int]) -> zip[tuple[TokenRow, int]]:
         return zip(self.rows[stream], pads, strict=True)
 
     def _seen(self, stream: str, like: Tensor, call: Call, own: Tensor | None = None) -> Stored:

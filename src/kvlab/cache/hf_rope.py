@@ -166,7 +166,7 @@ def refuse_lossy(turn: RopeTurn, k: Tensor) -> None:
 
 
 @dataclass
-class Seen:
+class ForwardSeen:
     """What the hooks saw of the running forward: its attention mask, of whatever kind, and its positions.
 
     `held` are the tokens that the cache had when it began.
@@ -209,7 +209,7 @@ class Watch:
         weakref.finalize(self, removed, handles)
 
     @property
-    def _seen(self) -> Seen | None:
+    def _seen(self) -> ForwardSeen | None:
         return getattr(self._running, "seen", None)
 
     def _enter(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -218,7 +218,7 @@ class Watch:
             return
         ours = decoder is self._decoder() and any(given is owner for given in (*args, *kwargs.values()))
         mask = (dict(zip(self._names, args, strict=False)) | kwargs).get("attention_mask")
-        self._running.seen = Seen(mask, owner.get_seq_length()) if ours else None
+        self._running.seen = ForwardSeen(mask, owner.get_seq_length()) if ours else None
 
     def _turn(self, _rotary: nn.Module, args: tuple, kwargs: dict, _output: object) -> None:
         # `seen` is put down by the first layer's update, so that forwards with other caches pass unseen
@@ -233,7 +233,7 @@ class Watch:
                 "checkpointing; call model.eval(), or give the cache to the model whose attention uses it"
             )
 
-    def taken(self) -> Seen:
+    def taken(self) -> ForwardSeen:
         """What was seen of the forward that runs in this thread, once.
 
         Raises

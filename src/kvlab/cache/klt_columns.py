@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvlab.cache.attention_view import SCRATCH
 from kvlab.cache.coded_rows import StreamCoder
+from kvlab.cache.held_blocks import TokenRow, Turn
 from kvlab.cache.hf_rope import RopeTurn
-from kvlab.cache.row import Row, Turn
-from kvlab.cache.stored import SCRATCH
 from kvlab.codecs.klt import columns_numba
 from kvlab.codecs.klt.grouping import parted
 from kvlab.codecs.klt.joining import arrays_of
@@ -45,7 +45,7 @@ class KltColumns:
         self.to_values = plan.inverse.unflatten(2, (self.per, -1)).transpose(1, 2)  # [groups, per, width + 1, head_dim]
         self.mean_value = parted(mean, self.heads)
 
-    def scores(self, rows: Sequence[Row], turns: Sequence[Turn], q: Tensor, first: int, out: Tensor) -> None:
+    def scores(self, rows: Sequence[TokenRow], turns: Sequence[Turn], q: Tensor, first: int, out: Tensor) -> None:
         """See `stored.Reader`."""
         for index, (row, turn) in enumerate(zip(rows, turns, strict=True)):
             for column, z, escaped in self._parts(row, first):
@@ -60,7 +60,7 @@ class KltColumns:
             k.index_add_(2, escaped, self.to_keys[..., self.coded :] @ z[:, self.coded :].index_select(2, escaped))
         return k
 
-    def mixed(self, rows: Sequence[Row], weights: Tensor, first: int, out: Tensor) -> None:
+    def mixed(self, rows: Sequence[TokenRow], weights: Tensor, first: int, out: Tensor) -> None:
         """See `stored.Reader`."""
         shared = weights.unflatten(1, (self.groups, self.per)).flatten(2, 3)
         found = weights.new_zeros(len(rows), self.groups, shared.shape[2], self.width + 1)
@@ -71,7 +71,7 @@ class KltColumns:
         share = weights[..., first:].sum(-1, keepdim=True)
         out += (components @ self.to_values).flatten(1, 2) + share * self.mean_value
 
-    def _parts(self, row: Row, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _parts(self, row: TokenRow, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Components of columns from `first` on, a part at a time: see `columns_numba.components`.
 
         The first column of each, float32 [groups, width + 1, n], and which of the n were escaped.
@@ -104,7 +104,7 @@ def scratch(name: str, *shape: int) -> Tensor:
     return held[:size].view(shape)
 
 
-def gathered(row: Row) -> tuple[np.ndarray, np.ndarray]:
+def gathered(row: TokenRow) -> tuple[np.ndarray, np.ndarray]:
     """All coded bytes of a row, and where which lie: `data` and `pieces` of `columns_numba.components`."""
     parts, pieces, at, column = [], [], 0, row.pads + row.first
     for block in row.blocks:

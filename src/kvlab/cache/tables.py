@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvlab.cache.attention_view import BlockReader, Reader
 from kvlab.cache.coded_rows import StreamCoder
 from kvlab.cache.decoder_form import read_of
 from kvlab.cache.hf_layer import STREAMS
 from kvlab.cache.pages.layer import compiled as compiles
-from kvlab.cache.stored import Decoder, Reader
 from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.klt import KltStream
@@ -49,7 +49,7 @@ class Calibration(Protocol):
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """Layers, KV heads and head size of a model."""
 
     layers: int
@@ -77,7 +77,7 @@ class Tables:
         By layer and stream.
     """
 
-    def __init__(self, recipe: Recipe, calibration: Calibration | None, shape: Shape, on_cpu: bool, quick: bool):
+    def __init__(self, recipe: Recipe, calibration: Calibration | None, shape: LayerShape, on_cpu: bool, quick: bool):
         made = {stream: _coders(recipe, stream, calibration, shape, on_cpu) for stream in STREAMS}
         self._coders = [dict(zip(STREAMS, pair, strict=True)) for pair in zip(*made.values(), strict=True)]
         self.readers = [{stream: reader_of(one, quick) for stream, one in pair.items()} for pair in self._coders]
@@ -93,7 +93,7 @@ class Tables:
 
 
 def tables_of(
-    recipe: Recipe, calibration: Calibration | None, shape: Shape, on_cpu: bool, compiled: bool = True
+    recipe: Recipe, calibration: Calibration | None, shape: LayerShape, on_cpu: bool, compiled: bool = True
 ) -> Tables:
     """The tables of a recipe and a calibration: those that other caches have, where both are known to be the same.
 
@@ -114,7 +114,7 @@ def tables_of(
 
 
 def _coders(
-    recipe: Recipe, stream: Literal["k", "v"], calibration: Calibration | None, shape: Shape, on_cpu: bool
+    recipe: Recipe, stream: Literal["k", "v"], calibration: Calibration | None, shape: LayerShape, on_cpu: bool
 ) -> list[StreamCoder]:
     """One stream's coders by layer; they share the codec."""
     own = getattr(recipe, stream)
@@ -149,7 +149,7 @@ def refuse_more_layers(fitted: StreamCalibration | None, layers: int) -> None:
 def reader_of(coder: StreamCoder, quick: bool) -> Reader:
     """What reads a stream of a layer: `klt` by compiled loops where they are to be had; then it codes by such too."""
     if coder.token_rows is None or not quick:
-        return Decoder(coder)
+        return BlockReader(coder)
     from kvlab.cache.klt_columns import KltColumns
     from kvlab.codecs.klt.writing_numba import QuickRows
 
@@ -161,7 +161,7 @@ def resident_bytes(recipe: Recipe, calibrated: Calibrated, info: ModelInfo) -> i
     """Bytes that a cache's codecs hold for a model; of a codec of whole caches, those of what was fitted."""
     if recipe.k.codec in WHOLE:
         return bytes_of(calibrated.whole_of(recipe).tensors)
-    return Tables(recipe, calibrated, Shape(info.n_layers, info.n_kv_heads, info.head_dim), True, False).nbytes
+    return Tables(recipe, calibrated, LayerShape(info.n_layers, info.n_kv_heads, info.head_dim), True, False).nbytes
 
 
 def bytes_of(*roots: object) -> int:

@@ -16,7 +16,7 @@ from kvlab.codecs.base import Codec, Site
 from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
 from kvlab.codecs.klt.codec import KltCodec
 from kvlab.codecs.registry import class_of, codec_class
-from kvlab.codecs.shared.exact_tokens import Kept
+from kvlab.codecs.shared.exact_tokens import ExactTokens
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError, CodecNotActive, ParamsError, StorageError
 from kvlab.core.model import ModelInfo, resolve
@@ -60,7 +60,7 @@ def refuse_mixed(recipe: Recipe, path: str) -> None:
                 f"{path}: codec {chosen.codec!r} of stream {stream} codes tokens together, and vLLM mixes tokens of"
                 f" several requests in one pass; allowed: {', '.join(able)}"
             )
-        if Kept.of(chosen):
+        if ExactTokens.of(chosen):
             raise CapabilityError(
                 f"{path}: stream {stream} keeps tokens at the ends of a sequence as they are (sink {chosen.sink},"
                 f" recent {chosen.recent}), and a pass of vLLM does not say where its tokens stand; leave both out"
@@ -68,7 +68,7 @@ def refuse_mixed(recipe: Recipe, path: str) -> None:
 
 
 @dataclass(frozen=True)
-class Served:
+class ReadyRecipe:
     """A recipe made ready for one model: codecs with their calibration in them, and the layers they code."""
 
     recipe: Recipe
@@ -78,13 +78,13 @@ class Served:
     codecs: dict[str, Codec]
 
 
-def prepare(config: VllmConfig) -> Served:
+def prepare(config: VllmConfig) -> ReadyRecipe:
     """Check everything that can be checked before a weight is loaded, and build the codecs; raises as `made_ready`."""
     refuse_settings([*compiled(config), *common(config)], RECIPE_VARIABLE)
     return made_ready(config, read_recipe())
 
 
-def made_ready(config: VllmConfig, found: RecipeFile) -> Served:
+def made_ready(config: VllmConfig, found: RecipeFile) -> ReadyRecipe:
     """A recipe file made ready for the model that vLLM is about to load.
 
     Raises
@@ -103,7 +103,7 @@ def made_ready(config: VllmConfig, found: RecipeFile) -> Served:
     ready = prepared(found, info)
     codecs = {stream: ready.codec(stream) for stream in STREAMS}
     _try_out(codecs, ready.layers, info)
-    return Served(ready.recipe, info, ready.calibration_hash, ready.layers, codecs)
+    return ReadyRecipe(ready.recipe, info, ready.calibration_hash, ready.layers, codecs)
 
 
 def _try_out(codecs: dict[str, Codec], layers: tuple[int, ...], info: ModelInfo) -> None:
@@ -126,7 +126,7 @@ class ServingTap:
     memory that was never written.
     """
 
-    def __init__(self, served: Served):
+    def __init__(self, served: ReadyRecipe):
         self.served = served
         self.steps = self.tokens = 0
         self.fires: Counter[tuple[str, int]] = Counter()
@@ -185,7 +185,7 @@ class ServingTap:
         }
 
 
-def arm(worker, served: Served) -> None:
+def arm(worker, served: ReadyRecipe) -> None:
     """Make a vLLM worker put the tap on its model once that is loaded, and check every step that it serves."""
     tap = ServingTap(served)
     load_model, execute_model = worker.load_model, worker.execute_model
@@ -229,7 +229,7 @@ def hook_on(model: torch.nn.Module, tap: ServingTap) -> None:
         module.register_forward_hook(hook)
 
 
-def _log(served: Served) -> None:
+def _log(served: ReadyRecipe) -> None:
     logger().info(
         "kvlab: recipe %s codes K (%s) and V (%s) of layers %s in every pass. Storage is simulated: vLLM's cache"
         " keeps its dtype and size.",

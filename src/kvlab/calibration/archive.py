@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlab.calibration.across import expected_attention
-from kvlab.calibration.capture import Observed
+from kvlab.calibration.capture import WindowStatistics
 from kvlab.calibration.components import Fitting
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS
@@ -256,7 +256,7 @@ def encodes_alone(name: str) -> bool:
     return name.endswith(("/forward", "probes"))
 
 
-def fit_archive(observed: Observed, fitting: Fitting, info: ModelInfo) -> Archive:
+def fit_archive(observed: WindowStatistics, fitting: Fitting, info: ModelInfo) -> Archive:
     """The codec of what was observed `across` layers.
 
     Raises

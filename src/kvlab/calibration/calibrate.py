@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvlab.calibration.archive import fit_archive
-from kvlab.calibration.capture import Observed, observe
+from kvlab.calibration.capture import WindowStatistics, observe
 from kvlab.calibration.components import FIELDS, Fitting
 from kvlab.calibration.load import Calibrated, TableKey
 from kvlab.calibration.metrics import ErrorMetrics
@@ -86,7 +86,7 @@ def calibrate(
 
 
 def fitted(
-    observed: Observed,
+    observed: WindowStatistics,
     info: ModelInfo,
     recipes: Sequence[Recipe],
     ridge: float = RIDGE,
@@ -135,7 +135,7 @@ def asks_for_archive(recipes: Sequence[Recipe]) -> bool:
 
 
 def looked_at(recipes: Sequence[Recipe]) -> list[str]:
-    """What recipes need to be looked at beside moments of each layer: attributes of `Observed`."""
+    """What recipes need to be looked at beside moments of each layer: attributes of `WindowStatistics`."""
     whole = _whole_codecs(recipes)
     due = {
         "across": asks_for_archive(recipes),
@@ -156,7 +156,9 @@ def _components(fitting: Fitting, info: ModelInfo, recipes: Sequence[Recipe]) ->
     return {stream: {layer: fitting.components(layer, stream) for layer in range(info.n_layers)} for stream in due}
 
 
-def _own(observed: Observed, info: ModelInfo, recipes: Sequence[Recipe]) -> dict[tuple[str, str], dict[int, Any]]:
+def _own(
+    observed: WindowStatistics, info: ModelInfo, recipes: Sequence[Recipe]
+) -> dict[tuple[str, str], dict[int, Any]]:
     """What codecs fit by themselves to the sample, by stream and codec, and by layer."""
     found: dict[tuple[str, str], dict[int, Any]] = {}
     for recipe, which in product(recipes, STREAMS):
@@ -168,7 +170,7 @@ def _own(observed: Observed, info: ModelInfo, recipes: Sequence[Recipe]) -> dict
     return found
 
 
-def _outputs(observed: Observed, recipes: Sequence[Recipe]) -> dict[int, torch.Tensor]:
+def _outputs(observed: WindowStatistics, recipes: Sequence[Recipe]) -> dict[int, torch.Tensor]:
     """Second moments of what attention makes of V, where a recipe asks for them; `CapabilityError` without any."""
     if "outputs" not in looked_at(recipes):
         return {}
@@ -181,7 +183,7 @@ def _outputs(observed: Observed, recipes: Sequence[Recipe]) -> dict[int, torch.T
 
 
 def _tables(
-    observed: Observed,
+    observed: WindowStatistics,
     recipes: Sequence[Recipe],
     whiteners: dict[Placement, dict[int, Whitener]],
     layers: Sequence[int],

@@ -48,7 +48,7 @@ FACTS = {
 }
 
 
-class Observed:
+class WindowStatistics:
     """What is left of the calibration windows: the moments of all, K and V of a sample of them, losses on a few.
 
     Parameters
@@ -138,10 +138,10 @@ class Observed:
         return self._read(f"layer_{layer}_{stream}").float()
 
 
-class InMemory(Observed):
+class InMemory(WindowStatistics):
     """What is left of the windows, not yet in a file; `tensors` is all that a file would hold, by name.
 
-    `beside` is what was seen besides and no file holds: attributes of `Observed`.
+    `beside` is what was seen besides and no file holds: attributes of `WindowStatistics`.
     """
 
     def __init__(self, metadata: dict, tensors: dict[str, Tensor], beside: Mapping[str, Beside] | None = None):
@@ -181,7 +181,7 @@ def observe(
         Windows to keep K and V of, in bfloat16: 4 * layers * kv_heads * head_dim * context bytes each.
     beside : collection of str
         What is looked at too: ``across``, on which `archive` is fitted and which takes (4 * kv_heads * head_dim)**2
-        float64 numbers a layer, however many windows there are; and the attributes of `Observed`.
+        float64 numbers a layer, however many windows there are; and the attributes of `WindowStatistics`.
 
     Raises
     ------
@@ -306,7 +306,7 @@ def asks(asked: Path | None) -> bool:
     return asked is not None and bool(read_asked(asked))
 
 
-class Captured(Observed):
+class Captured(WindowStatistics):
     """The same on disk, read one tensor at a time.
 
     Parameters

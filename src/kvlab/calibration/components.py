@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from kvlab.calibration.capture import Captured, Observed
+from kvlab.calibration.capture import Captured, WindowStatistics
 from kvlab.calibration.facts import header_facts
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS
@@ -104,7 +104,7 @@ class Fitting:
         ``calibration.ridge``.
     """
 
-    observed: Observed
+    observed: WindowStatistics
     whiteners: dict[int, Whitener]
     metrics: ErrorMetrics
     ridge: float

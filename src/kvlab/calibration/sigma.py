@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kvlab.calibration.capture import Captured, Observed
+from kvlab.calibration.capture import Captured, WindowStatistics
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import PLACEMENTS, grouped
@@ -80,7 +80,7 @@ def rotated_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}-post_rope{path.suffix}")
 
 
-def second_moments(observed: Observed, n_layers: int) -> dict[Placement, dict[int, torch.Tensor]]:
+def second_moments(observed: WindowStatistics, n_layers: int) -> dict[Placement, dict[int, torch.Tensor]]:
     """Sigma_q by placement and layer; after the rotary embedding a query turns by its place in its window."""
     queries = {layer: observed.queries(layer) for layer in range(n_layers)}
     return {at: {layer: found.second_moment(at) for layer, found in queries.items()} for at in PLACEMENTS}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from tqdm import tqdm
 
-from kvlab.calibration.capture import Observed
+from kvlab.calibration.capture import WindowStatistics
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.block import BlockStream
 from kvlab.codecs.registry import build
@@ -28,7 +28,7 @@ POOL_LIMIT = 5_000_000
 def residual_pool(
     recipe: BlockStream,
     stream: str,
-    observed: Observed,
+    observed: WindowStatistics,
     whiteners: dict[int, Whitener],
     layers: Sequence[int],
     angles: tuple[torch.Tensor, torch.Tensor] | None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlab.calibration.archive import required
-from kvlab.calibration.capture import Observed
+from kvlab.calibration.capture import WindowStatistics
 from kvlab.codecs.aquakv import codec as aquakv
 from kvlab.codecs.aquakv.codec import AquaKvCodec
 from kvlab.codecs.kvtc import codec as kvtc
@@ -85,7 +85,7 @@ class Whole:
         yield from self.of(recipe).decode(data, ids)
 
 
-def fit_whole(codec: str, observed: Observed, info: ModelInfo, recipes: Sequence[Recipe]) -> Whole:
+def fit_whole(codec: str, observed: WindowStatistics, info: ModelInfo, recipes: Sequence[Recipe]) -> Whole:
     """A codec fitted to what was observed, for those of the recipes that are of it.
 
     Raises
@@ -111,7 +111,7 @@ def fit_whole(codec: str, observed: Observed, info: ModelInfo, recipes: Sequence
     return Whole(codec, found, info)
 
 
-def _sample(observed: Observed, stream: str, layers: int) -> Tensor:
+def _sample(observed: WindowStatistics, stream: str, layers: int) -> Tensor:
     """K or V of all layers of `kvtc.RANGED` tokens of the sample, float32 [tokens, P]; none of them among the first."""
     joined = []
     for layer in range(layers):

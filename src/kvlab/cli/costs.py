@@ -27,7 +27,7 @@ BFLOAT16 = 2  # bytes
 
 
 @dataclass(frozen=True)
-class Row:
+class CostRow:
     """What one codec costs.
 
     Parameters
@@ -121,13 +121,13 @@ def tokens_per_second(context: int, seconds: Sequence[float]) -> float | None:
     return context / took if took else None
 
 
-def pays_from(row: Row, values: int) -> int | None:
+def pays_from(row: CostRow, values: int) -> int | None:
     """Tokens from which on a coded cache and its tables take less than bfloat16; None where they never do."""
     saved = BFLOAT16 * values - row.stored
     return None if row.table_bytes is None or saved <= 0 else int(row.table_bytes / saved) + 1
 
 
-def pick(rows: Sequence[Row]) -> dict:
+def pick(rows: Sequence[CostRow]) -> dict:
     """The row to take: of those with which a model can run, whose KL is small for sure, that of the fewest bits.
 
     Returns
@@ -140,7 +140,7 @@ def pick(rows: Sequence[Row]) -> dict:
     coded = [(number, row) for number, row in enumerate(rows) if row.places is not None]
     served = [one for one in coded if {CACHE, PAGES} & {*one[1].places}]
 
-    def best(among: list[tuple[int, Row]]) -> tuple[int, Row] | None:
+    def best(among: list[tuple[int, CostRow]]) -> tuple[int, CostRow] | None:
         small = [one for one in among if one[1].kl.high < SMALL.kl]
         return min(small, key=lambda one: (one[1].bits_per_value, one[1].kl.value), default=None)
 

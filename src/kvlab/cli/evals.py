@@ -76,9 +76,9 @@ def eval_verb(
     recipe = _recipe(args, params)
 
     from kvlab.core.model import resolve
-    from kvlab.evals.run import Asked, run_eval
+    from kvlab.evals.run import EvalRequest, run_eval
 
-    asked = Asked(
+    asked = EvalRequest(
         quality_eval_id=args.task,
         engine=args.engine,
         dtype=args.dtype,

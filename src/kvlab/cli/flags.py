@@ -15,6 +15,7 @@ from kvlab.core.errors import ParamsError, StorageError, UserError
 from kvlab.core.filekind import CODEC_ENDING, is_calibration_file, recipe_json
 from kvlab.core.hub import no_folder
 from kvlab.core.output_paths import absence, refuse_no_file
+from kvlab.core.recipe import ENGINES
 
 
 def word(text: str, *names: str, read: Callable | None = None, argument: bool = False, **options):
@@ -227,7 +228,7 @@ def _model_folder(given: str) -> Path:
 
 
 WROTE = "what `kvlab recipe` wrote, or `kvlab calibrate`"
-ENGINES, DTYPES = ("hf", "vllm"), ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")
 Engine = Annotated[str, choice("default: hf", ENGINES)]
 Dtype = Annotated[str, choice("what the engine computes in; default: float32", DTYPES)]
 Out = Annotated[Path, result("what is written (with companions of the same stem beside it)")]

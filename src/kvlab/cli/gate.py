@@ -377,9 +377,9 @@ def _evidence_schema() -> dict:
 
 def _report_schema() -> dict:
     from kvlab.gate.catalogue import SCHEMA
-    from kvlab.gate.check import Report
+    from kvlab.gate.check import GateReport
 
-    return {"$schema": SCHEMA} | Report.model_json_schema(mode="serialization")
+    return {"$schema": SCHEMA} | GateReport.model_json_schema(mode="serialization")
 
 
 SCHEMAS = {"row": _row_schema, "config": _config_schema, "evidence": _evidence_schema, "report": _report_schema}

@@ -19,7 +19,7 @@ from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import needs_calibration, reads
 from kvlab.cli import costs
 from kvlab.cli.checked import Named, info_of
-from kvlab.cli.costs import Row
+from kvlab.cli.costs import CostRow
 from kvlab.cli.fitting import CalibrationText
 from kvlab.cli.flags import all_there_are, wanted
 from kvlab.core.model import ModelInfo, load_tokenizer
@@ -38,7 +38,7 @@ BOOTSTRAP = Bootstrap(resamples=2000, confidence=0.95, seed=0)  # as in params.y
 
 
 @dataclass(frozen=True)
-class Difference:
+class CodecDifference:
     """One codec minus another at the same bits, paired by token."""
 
     codec: str
@@ -49,7 +49,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Found:
+class Measurement:
     """Everything that was measured.
 
     Parameters
@@ -62,8 +62,8 @@ class Found:
 
     facts: dict
     about: tuple[str, ...]
-    rows: tuple[Row, ...]
-    differences: tuple[Difference, ...]
+    rows: tuple[CostRow, ...]
+    differences: tuple[CodecDifference, ...]
     mechanisms: bool = False
 
     def data(self) -> dict:
@@ -84,7 +84,7 @@ def measured(
     text: str,
     calib_text: str | None,
     mechanisms: Sequence[Mechanism] = (),
-) -> Found:
+) -> Measurement:
     """Cut the text, fit what is missing, measure every codec.
 
     Parameters
@@ -114,7 +114,7 @@ def measured(
     try:
         calibrated, lines = _calibrated(args, named, stored, engine, windows, calib_text, mechanisms)
         subjects = [quick_run.rounding(args.dtype)]
-        subjects += [quick_run.Subject(one.label, one.recipe, calibrated.get(one.label)) for one in named]
+        subjects += [quick_run.NamedCodec(one.label, one.recipe, calibrated.get(one.label)) for one in named]
         plain = None if args.no_witness else cache(partial(PlainModel, info.path))
         applied, untried = _applied(args, mechanisms, engine, windows, calib_text, lines, plain)
         scored = quick_run.score(engine, windows, args.context, subjects, args.protocol, plain, applied)
@@ -156,7 +156,7 @@ def measured(
         "speed": "tokens of a context stored and read back per second: coded, packed, unpacked, decoded, all layers",
         "versions": versions(),
     }
-    return Found(facts, about, rows, _differences(args.against, named, scored), bool(mechanisms))
+    return Measurement(facts, about, rows, _differences(args.against, named, scored), bool(mechanisms))
 
 
 def _vouched(one: Applied) -> str:
@@ -224,25 +224,25 @@ def covers(stored: Calibrated, recipe) -> bool:
 
 def _rows(
     named: Sequence[Named],
-    scored: Sequence[quick_run.Scored],
+    scored: Sequence[quick_run.ScoredCodec],
     calibrated: dict[str, Calibrated],
     info: ModelInfo,
     lengths: tuple[int, int],
-) -> tuple[Row, ...]:
+) -> tuple[CostRow, ...]:
     """Of codecs; `lengths` are tokens of a context and of a window."""
     floor, *others = scored
     values = info.values_per_token
     rounding = _estimates(floor.tokens)
     words = "what storing K and V in 16 bits costs"
     first = 2.0 * values
-    rows = [Row(quick_run.ROUNDING, None, None, 16.0, *rounding, words, first, read_of(first, *lengths, values))]
+    rows = [CostRow(quick_run.ROUNDING, None, None, 16.0, *rounding, words, first, read_of(first, *lengths, values))]
     for one, found in zip(named, others, strict=True):
         kl, top1 = _estimates(found.tokens)
         words = span_in_words(kl.low, kl.high, rounding[0].value)
         per_value = found.coding.bits_per_value
         stored = per_value * values / 8
         read = read_of(stored, *lengths, values)
-        row = Row(one.codec, one.bits, one.recipe.recipe_id, per_value, kl, top1, words, stored, read)
+        row = CostRow(one.codec, one.bits, one.recipe.recipe_id, per_value, kl, top1, words, stored, read)
         fitted = calibrated.get(one.label)
         row = replace(
             row,
@@ -254,13 +254,13 @@ def _rows(
     return tuple(rows)
 
 
-def _read_rows(applied: Sequence[Applied], floor: float, values: int) -> tuple[Row, ...]:
+def _read_rows(applied: Sequence[Applied], floor: float, values: int) -> tuple[CostRow, ...]:
     """Of mechanisms."""
     rows = []
     for one in applied:
         kl, top1 = _estimates(pl.concat(one.tables))
         words, read = span_in_words(kl.low, kl.high, floor), sum(one.read) / len(one.read)
-        rows.append(Row(one.asked.name, None, None, 8 * one.stored / values, kl, top1, words, one.stored, read))
+        rows.append(CostRow(one.asked.name, None, None, 8 * one.stored / values, kl, top1, words, one.stored, read))
     return tuple(rows)
 
 
@@ -286,8 +286,8 @@ def _applied(
 
 
 def _differences(
-    against: str | None, named: Sequence[Named], scored: Sequence[quick_run.Scored]
-) -> tuple[Difference, ...]:
+    against: str | None, named: Sequence[Named], scored: Sequence[quick_run.ScoredCodec]
+) -> tuple[CodecDifference, ...]:
     """Every codec minus that of --against, at the same bits or where one of both has no choice."""
     found = list(zip(named, scored[1:], strict=True))
     others = [pair for pair in found if pair[0].codec == against]
@@ -297,7 +297,7 @@ def _differences(
             columns = zip(_columns(ours.tokens), _columns(theirs.tokens), strict=True)
             kl, top1 = (BOOTSTRAP.difference(a, b) for a, b in columns)
             bits = one.bits if other.bits is None else other.bits
-            pairs.append(Difference(one.codec, other.codec, bits, kl, top1))
+            pairs.append(CodecDifference(one.codec, other.codec, bits, kl, top1))
     return tuple(pairs)
 
 

@@ -25,7 +25,7 @@ GROUP = "kvlab.codecs"
 OURS = tuple(PluginStream.model_fields)  # what a recipe says of a codec besides its settings
 
 
-class Found(NamedTuple):
+class FoundPlugin(NamedTuple):
     """A plugin and the distribution that it came with."""
 
     name: str
@@ -50,7 +50,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_installed(tuple(sys.path))))
 
 
-def find(name: str) -> Found:
+def find(name: str) -> FoundPlugin:
     """The plugin of this name.
 
     Raises
@@ -79,7 +79,7 @@ def plugin_stream(name: str, **settings) -> PluginStream:
     )
 
 
-def installed(stream: PluginStream) -> tuple[Found, Frozen]:
+def installed(stream: PluginStream) -> tuple[FoundPlugin, Frozen]:
     """The plugin that a stream's recipe was written for, and its settings.
 
     Raises
@@ -134,7 +134,7 @@ def _package(point: EntryPoint) -> str:
 
 
 @lru_cache
-def _loaded(point: EntryPoint, path: tuple[str, ...]) -> Found:
+def _loaded(point: EntryPoint, path: tuple[str, ...]) -> FoundPlugin:
     """What an entry point leads to, which must be a plugin; `path` as above."""
     where = f"codec {point.name!r} of package {_package(point)}"
     try:
@@ -149,10 +149,10 @@ def _loaded(point: EntryPoint, path: tuple[str, ...]) -> Found:
         raise PluginError(f"{where}: its reads are no tuple; a recipe has to hold them")
     if taken := [name for name in OURS if name in plugin.settings.model_fields]:
         raise PluginError(f"{where}: the name of its setting {taken[0]!r} is taken; not allowed: {', '.join(OURS)}")
-    return Found(point.name, _package(point), point.dist.version if point.dist else "0", plugin)
+    return FoundPlugin(point.name, _package(point), point.dist.version if point.dist else "0", plugin)
 
 
-def load_class(found: Found) -> type:
+def load_class(found: FoundPlugin) -> type:
     """The codec's class; `PluginError` when it cannot be imported."""
     module, _, name = found.plugin.codec.partition(":")
     try:
@@ -161,7 +161,7 @@ def load_class(found: Found) -> type:
         raise PluginError(f"{found.origin} cannot be loaded from {found.plugin.codec}: {_first_line(error)}") from None
 
 
-def _settings(found: Found, given: dict) -> Frozen:
+def _settings(found: FoundPlugin, given: dict) -> Frozen:
     try:
         return found.plugin.settings(**given)
     except ValidationError as error:

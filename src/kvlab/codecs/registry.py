@@ -8,7 +8,7 @@ from typing import Any
 from kvlab.codecs import plugins
 from kvlab.codecs.base import Codec, StreamCalibration
 from kvlab.codecs.catalogue import TENSORWISE
-from kvlab.codecs.shared.exact_tokens import EndedCodec, Kept
+from kvlab.codecs.shared.exact_tokens import EndedCodec, ExactTokens
 from kvlab.core.errors import CapabilityError, PluginError, UnknownName
 from kvlab.core.recipe import CODECS, WHOLE, PluginStream, StreamRecipe
 
@@ -20,7 +20,7 @@ def build(stream_recipe: StreamRecipe, calibration: StreamCalibration | None = N
 
     Parameters and what is raised are those of `bare`.
     """
-    codec, kept = bare(stream_recipe, calibration), Kept.of(stream_recipe)
+    codec, kept = bare(stream_recipe, calibration), ExactTokens.of(stream_recipe)
     return EndedCodec(codec, kept) if kept else codec
 
 
@@ -76,7 +76,7 @@ def fit_class(name: str) -> Any:
     return import_module(CODECS[name].codec.split(":")[0]).Fit
 
 
-def _plugin_class(found: plugins.Found) -> type[Codec]:
+def _plugin_class(found: plugins.FoundPlugin) -> type[Codec]:
     """The class of another package's codec; `PluginError` when it lacks what every codec has."""
     codec = plugins.load_class(found)
     if missing := [name for name in PARTS if not hasattr(codec, name)]:

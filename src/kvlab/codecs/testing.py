@@ -38,7 +38,7 @@ class NotConformant(Fault):
 
 
 @dataclass(frozen=True)
-class Subject:
+class TestedCodec:
     """A codec under test.
 
     Parameters
@@ -70,9 +70,9 @@ def conformance(name: str, **settings) -> None:
     UserError
         The codec cannot be had: no such name, a broken package, settings that it does not know.
     """
-    subject = Subject(stream_recipe(name, **settings))
+    subject = TestedCodec(stream_recipe(name, **settings))
     if hasattr(subject.recipe, "block_size") and "block_size" not in settings:
-        subject = Subject(stream_recipe(name, **settings, block_size=BLOCK))
+        subject = TestedCodec(stream_recipe(name, **settings, block_size=BLOCK))
     for check in CHECKS:
         check(subject)
 
@@ -80,7 +80,7 @@ def conformance(name: str, **settings) -> None:
 # ------------------------------------------------------------------------------------------ the checks
 
 
-def comes_back_as_a_recipe(subject: Subject) -> None:
+def comes_back_as_a_recipe(subject: TestedCodec) -> None:
     """The recipe is JSON and back, and has one identity."""
     both = Recipe(k=subject.recipe, v=subject.recipe)
     again = Recipe.model_validate_json(canonical(both))
@@ -88,7 +88,7 @@ def comes_back_as_a_recipe(subject: Subject) -> None:
     need(isinstance(class_of(again.k).per_token, bool), comes_back_as_a_recipe, "`per_token` is no bool")
 
 
-def codes_any_shape_and_dtype(subject: Subject) -> None:
+def codes_any_shape_and_dtype(subject: TestedCodec) -> None:
     """[heads, tokens, head_dim] of any size comes back in its shape, from arrays that can be stored."""
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
@@ -112,14 +112,14 @@ def codes_any_shape_and_dtype(subject: Subject) -> None:
                 )
 
 
-def is_better_than_nothing(subject: Subject) -> None:
+def is_better_than_nothing(subject: TestedCodec) -> None:
     """The error is smaller than that of storing nothing and reading zeros."""
     x = planted(tokens=8 * BLOCK)
     error = (subject.coded(x)[2] - x).square().sum() / x.square().sum()
     need(bool(error < 1), is_better_than_nothing, f"its squared error is {float(error):.3g} of that of zeros")
 
 
-def stands_every_kind_of_rows(subject: Subject) -> None:
+def stands_every_kind_of_rows(subject: TestedCodec) -> None:
     """Calibrated on rows like them, it codes some without structure, with heavy tails, with a first token far out.
 
     Their squared error is below twice their square: one that is small in an ill-conditioned metric may be so large.
@@ -131,7 +131,7 @@ def stands_every_kind_of_rows(subject: Subject) -> None:
         need(bool(error < 2), stands_every_kind_of_rows, f"on {what} its squared error is {float(error):.3g} of theirs")
 
 
-def codes_the_same_every_time(subject: Subject) -> None:
+def codes_the_same_every_time(subject: TestedCodec) -> None:
     """Twice the same tensor is twice the same arrays, whatever came in between, in a codec built anew too."""
     first, second = planted(draw=1), 3 * planted(draw=2)
     codec = subject.codec()
@@ -145,7 +145,7 @@ def codes_the_same_every_time(subject: Subject) -> None:
     need(torch.equal(codec.decode(between), kept), codes_the_same_every_time, "what is stored changes with its source")
 
 
-def is_stored_and_read_back(subject: Subject) -> None:
+def is_stored_and_read_back(subject: TestedCodec) -> None:
     """The bitstream gives back the arrays, and these alone decode to the same values, block by block too."""
     x = planted(tokens=3 * BLOCK + 1)
     codec, encoded, decoded = subject.coded(x)
@@ -162,7 +162,7 @@ def is_stored_and_read_back(subject: Subject) -> None:
     need(torch.equal(seen, torch.ones_like(x)), is_stored_and_read_back, "blocks overlap, or leave a value out")
 
 
-def refuses_what_it_cannot_code(subject: Subject) -> None:
+def refuses_what_it_cannot_code(subject: TestedCodec) -> None:
     """NaN, infinity and no tokens are refused, by layer and window."""
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = planted()
@@ -172,14 +172,14 @@ def refuses_what_it_cannot_code(subject: Subject) -> None:
     refused(refuses_what_it_cannot_code, "no tokens", CodecNotActive, subject.codec().encode, empty, SITE)
 
 
-def refuses_forged_arrays(subject: Subject) -> None:
+def refuses_forged_arrays(subject: TestedCodec) -> None:
     """Arrays that the recipe cannot have stored are a `StreamError`, not values and not a crash."""
     codec, encoded, _ = subject.coded(planted(tokens=BLOCK + 7))
     for what, forged in forgeries(encoded):
         refused(refuses_forged_arrays, what, StreamError, codec.decode, forged)
 
 
-def tells_whether_tokens_depend_on_each_other(subject: Subject) -> None:
+def tells_whether_tokens_depend_on_each_other(subject: TestedCodec) -> None:
     """A codec with `per_token` gives the same values however the tokens are cut into calls."""
     x = planted(tokens=3 * BLOCK)
     codec, _, decoded = subject.coded(x)
@@ -193,7 +193,7 @@ def tells_whether_tokens_depend_on_each_other(subject: Subject) -> None:
             )
 
 
-CHECKS: tuple[Callable[[Subject], None], ...] = (
+CHECKS: tuple[Callable[[TestedCodec], None], ...] = (
     comes_back_as_a_recipe,
     codes_any_shape_and_dtype,
     is_better_than_nothing,

@@ -1,1 +1,1 @@
-"""What everything rests on: errors, recipes, parameters, records, and the model on disk. Loads nothing heavy."""
+"""What all else rests on: errors, recipes, parameters and their messages, records, the model on disk. Nothing heavy."""

@@ -18,9 +18,6 @@ from kvlab.core.engines import EngineInfo
 from kvlab.core.errors import suggestion
 from kvlab.core.settings import Frozen, IdentityStream, Plugin, without
 
-ENGINES: dict[str, EngineInfo] = {name: import_module(f"kvlab.engines.{name}").ENGINE for name in ("hf", "vllm")}
-"""The engines, the one that leads first: each is a folder of `kvlab.engines`, loaded by its name."""
-Engine = Literal["hf", "vllm"]  # the names above
 DType = Literal["float32", "bfloat16"]
 Protocol = Literal["in_forward", "snapshot"]
 Stream = Literal["k", "v", "kv"]
@@ -33,22 +30,26 @@ ID_LENGTH = 12
 RECIPE_VARIABLE = "KVLAB_RECIPE"  # names the file of the recipe that the vLLM plugin runs beside vLLM's own cache
 PAGES_VARIABLE = "KVLAB_PAGES"  # the same of one whose bytes vLLM's cache holds in place of K and V
 
-
 FIRST = (
+    *("hf", "vllm"),
     *("identity", "klt", "hadamard", "kivi", "oscar", "int", "d4", "e8", "block", "fp8", "nf4"),
     *("turboquant", "kvquant", "archive", "kvtc", "aquakv", "noise", "cast", "isotropic"),
 )
-"""The order of pages; a codec that is not named here comes after these."""
+"""The order of pages; what is not named here comes after these."""
 
 
-def _own() -> dict[str, Plugin]:
-    """kvlab's codecs: every folder of `kvlab.codecs` with a ``codec.py`` and, in its ``__init__.py``, a `CODEC`."""
-    folders = (path.parent.name for path in (Path(__file__).parents[1] / "codecs").glob("*/codec.py"))
+def _folders(kind: str, file: str, what: str) -> dict[str, Any]:
+    """What the folders of one kind that hold a file say of themselves, by name: a constant of their ``__init__.py``."""
+    folders = (path.parent.name for path in (Path(__file__).parents[1] / kind).glob(f"*/{file}"))
     names = sorted(folders, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
-    return {name: import_module(f"kvlab.codecs.{name}").CODEC for name in names}
+    return {name: getattr(import_module(f"kvlab.{kind}.{name}"), what) for name in names}
 
 
-CODECS = _own()
+ENGINES: dict[str, EngineInfo] = _folders("engines", "engine.py", "ENGINE")
+"""The engines: every folder of `kvlab.engines` with an ``engine.py`` and an `ENGINE`."""
+CODECS: dict[str, Plugin] = _folders("codecs", "codec.py", "CODEC")
+"""kvlab's codecs: every folder of `kvlab.codecs` with a ``codec.py`` and a `CODEC`."""
+Engine = Literal[tuple(ENGINES)]
 STREAMS: dict[str, type[Frozen]] = {name: codec.settings for name, codec in CODECS.items()}
 """The settings of every codec of kvlab's, by its name."""
 CONTROLS = tuple(name for name, codec in CODECS.items() if codec.control)

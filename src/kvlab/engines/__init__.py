@@ -1,1 +1,1 @@
-"""Inference engines behind one interface; `registry.start` loads the one that is asked for."""
+"""transformers and vLLM behind one interface, a folder each: `ENGINE` says what is true of it, `engine.py` runs it."""

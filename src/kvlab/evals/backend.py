@@ -38,7 +38,7 @@ class Written(NamedTuple):
     logprobs: list[float]
 
 
-class Seen(NamedTuple):
+class CacheUse(NamedTuple):
     """What the cache went through since `Side.begin`; numbers of fires are 0 where no codec of ours runs.
 
     `kv_bytes` counts every stored byte, `kv_values` the K and V elements that they stand for, both summed over all
@@ -92,7 +92,7 @@ class Side(ABC):
         """Count from here."""
 
     @abstractmethod
-    def seen(self) -> Seen:
+    def seen(self) -> CacheUse:
         """What was counted; `CodecNotActive` when a codec was not active throughout."""
 
     def refuse_blind(self, kind: Kind) -> None:  # noqa: B027 (most see every kind)

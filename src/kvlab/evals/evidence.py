@@ -11,8 +11,8 @@ import kvlab
 from kvlab.core.errors import CapabilityError, CodecNotActive, UnknownName
 from kvlab.core.recipe import Recipe, digest
 from kvlab.core.records import file_hash, versions
-from kvlab.evals.backend import Seen
-from kvlab.evals.results import Measured
+from kvlab.evals.backend import CacheUse
+from kvlab.evals.results import EvalMeasures
 from kvlab.gate.evidence import BASELINE_RECIPE, Evidence, build
 from kvlab.gate.registry import Eval, Mechanism, Registry
 
@@ -36,7 +36,7 @@ class Declared(NamedTuple):
     recipe_id: str
 
 
-class Run(NamedTuple):
+class HarnessRun(NamedTuple):
     """One run of an eval: on what, what was seen of the variant's cache, how fast it wrote.
 
     `identity` holds what both sides share: all fields of `kvlab.gate.evidence.Identity` but `recipe_id`.
@@ -47,7 +47,7 @@ class Run(NamedTuple):
     identity: dict[str, Any]
     kv_cache_dtype: str
     cache_class: str
-    seen: Seen
+    seen: CacheUse
     throughput: float | None
 
 
@@ -98,7 +98,7 @@ def all_versions() -> dict[str, str]:
     return versions() | {"lm_eval": metadata.version("lm_eval")}
 
 
-def evidence(run: Run, measures: Mapping[str, Measured]) -> Evidence:
+def evidence(run: HarnessRun, measures: Mapping[str, EvalMeasures]) -> Evidence:
     """What the gate reads of a run.
 
     Raises
@@ -131,7 +131,7 @@ def evidence(run: Run, measures: Mapping[str, Measured]) -> Evidence:
     )
 
 
-def row(run: Run, claim: str) -> dict[str, Any]:
+def row(run: HarnessRun, claim: str) -> dict[str, Any]:
     """The row of the gate that the evidence belongs to; `bits_per_value` counts every stored byte."""
     mechanism, seen = run.declared.mechanism, run.seen
     shown = {key: value for key, value in run.identity.items() if key != "versions"}

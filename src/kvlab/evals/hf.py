@@ -23,7 +23,7 @@ from kvlab.cache.hf_cache import Calibration, KVCache
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import Recipe
 from kvlab.engines.hf.engine import HFEngine
-from kvlab.evals.backend import Kind, Score, Scored, Seen, Side, Sides, Write, Written
+from kvlab.evals.backend import CacheUse, Kind, Score, Scored, Side, Sides, Write, Written
 from kvlab.evals.canary import ONE_BIT
 
 PROTOCOL = "snapshot"
@@ -68,9 +68,9 @@ class HFSide(Side):
         """See `Side.begin`."""
         self._counts = [0, 0, 0, 0]
 
-    def seen(self) -> Seen:
+    def seen(self) -> CacheUse:
         """See `Side.seen`."""
-        return Seen(*self._counts)
+        return CacheUse(*self._counts)
 
     @torch.inference_mode()
     def score(self, requests: Sequence[Score]) -> list[Scored]:

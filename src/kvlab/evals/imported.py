@@ -20,7 +20,7 @@ from kvlab.core.recipe import digest
 from kvlab.core.records import file_hash
 from kvlab.evals.alike import arguments, changed_answers, difference, refuse_other_items, refuse_same_run
 from kvlab.evals.logged import Logged, read
-from kvlab.evals.results import Measured, corpus_hash, measures, needs_context
+from kvlab.evals.results import EvalMeasures, corpus_hash, measures, needs_context
 from kvlab.evals.tasks import HARNESS, harness_eval
 from kvlab.gate.evidence import BASELINE_RECIPE, UNOBSERVED, Evidence, Imported, build
 from kvlab.gate.registry import Eval, Mechanism, Registry
@@ -37,7 +37,7 @@ class Import(NamedTuple):
 
     evidence: Evidence
     row: dict[str, Any]
-    measures: dict[str, Measured]
+    measures: dict[str, EvalMeasures]
 
 
 def imported(
@@ -107,7 +107,7 @@ def _refuse_length(entry: Eval, side: Logged, context_tokens: int) -> None:
 def _evidence(
     entry: Eval,
     sides: list[Logged],
-    found: Mapping[str, Measured],
+    found: Mapping[str, EvalMeasures],
     differing: Mapping[str, tuple[str | None, str | None]],
     changed: int,
     context_tokens: int,

@@ -46,7 +46,7 @@ class Item(NamedTuple):
     target: str
 
 
-class Measured(NamedTuple):
+class EvalMeasures(NamedTuple):
     """The three measures of a metric that evidence holds."""
 
     variant: Measure
@@ -69,7 +69,7 @@ def source(key: str) -> tuple[str, str]:
 
 def measures(
     entry: Eval, baseline: Mapping[str, Any], variant: Mapping[str, Any], context_tokens: int | None = None
-) -> dict[str, Measured]:
+) -> dict[str, EvalMeasures]:
     """Each registered metric's measures.
 
     Parameters
@@ -110,7 +110,7 @@ def _measured(
     baseline: Mapping[str, Any],
     variant: Mapping[str, Any],
     context_tokens: int | None,
-) -> Measured:
+) -> EvalMeasures:
     name, filtered = source(metric.key)
     if name == CONTEXT:
         if context_tokens is None:
@@ -123,7 +123,9 @@ def _measured(
     if len(items) < 2:
         raise ResultError(f"{entry.quality_eval_id} has one item; an interval takes two, raise --limit")
     plain, coded = (np.array([scores[item] for item in items]) for scores in found)
-    return Measured(*(measured(scores, metric.rate) for scores in (coded, plain)), paired(coded, plain, metric.rate))
+    return EvalMeasures(
+        *(measured(scores, metric.rate) for scores in (coded, plain)), paired(coded, plain, metric.rate)
+    )
 
 
 def digest_of(scores: Mapping[Item, float]) -> str:

@@ -14,22 +14,22 @@ from kvlab.cache.recipe_file import read_recipe_file
 from kvlab.calibration.load import Calibrated
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.core.model import ModelInfo, load_tokenizer
+from kvlab.core.recipe import ENGINES
 from kvlab.core.records import atomic, read_json, write_json
 from kvlab.engines.capability import check
 from kvlab.engines.registry import start
 from kvlab.evals.backend import Sides
 from kvlab.evals.canary import Guard
-from kvlab.evals.evidence import Declared, Run, all_versions, code, declared_codec, declared_dtype, evidence, row
+from kvlab.evals.evidence import Declared, HarnessRun, all_versions, code, declared_codec, declared_dtype, evidence, row
 from kvlab.evals.lm import CachedLM
-from kvlab.evals.results import Measured, corpus_hash, measures, needs_context, without_noise
+from kvlab.evals.results import EvalMeasures, corpus_hash, measures, needs_context, without_noise
 from kvlab.evals.tasks import Tasks, harness_eval
 from kvlab.gate.registry import Eval, Registry
 
-ATTENTION = {"hf": "sdpa", "vllm": "default"}  # eager attention takes memory by the square of a context
 NEAR = 0.5  # of the context that is named: as long as some request has to be; those of RULER come much nearer
 
 
-class Asked(NamedTuple):
+class EvalRequest(NamedTuple):
     """What a person asks for.
 
     Parameters
@@ -70,12 +70,12 @@ class Asked(NamedTuple):
 class Outcome:
     """What was found: every metric's measures, and what the variant's cache went through."""
 
-    run: Run
-    measures: dict[str, Measured]
+    run: HarnessRun
+    measures: dict[str, EvalMeasures]
     cut: int
 
 
-def run_eval(asked: Asked, info: ModelInfo, registry: Registry, out: Path, threads: int) -> Outcome:
+def run_eval(asked: EvalRequest, info: ModelInfo, registry: Registry, out: Path, threads: int) -> Outcome:
     """Ask both sides an eval's items, on so many threads, and write what they said, the evidence and its row.
 
     Raises
@@ -90,7 +90,14 @@ def run_eval(asked: Asked, info: ModelInfo, registry: Registry, out: Path, threa
     torch.set_num_threads(threads)
     entry = harness_eval(registry, asked.quality_eval_id)
     limit = most_tokens(asked, entry, info)
-    check(asked.engine, asked.dtype, ATTENTION[asked.engine], info, not torch.cuda.is_available(), asked.cache_dtype)
+    check(
+        asked.engine,
+        asked.dtype,
+        ENGINES[asked.engine].attention,
+        info,
+        not torch.cuda.is_available(),
+        asked.cache_dtype,
+    )
     tokenizer = load_tokenizer(info)
     ready, declared = subject(asked, info, registry)
     tasks = Tasks.load(entry, asked.include, made_up(info, asked.context_tokens), asked.unsafe)
@@ -115,7 +122,7 @@ def run_eval(asked: Asked, info: ModelInfo, registry: Registry, out: Path, threa
         "code": code(),
         "versions": all_versions(),
     }
-    run = Run(
+    run = HarnessRun(
         entry,
         declared,
         identity,
@@ -128,7 +135,7 @@ def run_eval(asked: Asked, info: ModelInfo, registry: Registry, out: Path, threa
     return Outcome(run, found, coded.cut)
 
 
-def most_tokens(asked: Asked, entry: Eval, info: ModelInfo) -> int:
+def most_tokens(asked: EvalRequest, entry: Eval, info: ModelInfo) -> int:
     """Most tokens of a request with its answer: as named, or what the model can take.
 
     Where a metric is of one context length the name is of the texts that are made; what a task puts about them, and
@@ -156,7 +163,7 @@ def made_up(info: ModelInfo, context_tokens: int | None) -> dict[str, Any]:
     return {"tokenizer": str(info.path)} | lengths
 
 
-def subject(asked: Asked, info: ModelInfo, registry: Registry) -> tuple[Prepared | None, Declared]:
+def subject(asked: EvalRequest, info: ModelInfo, registry: Registry) -> tuple[Prepared | None, Declared]:
     """What is done to the cache: a recipe made ready for the model, or nothing but a dtype, and its registered name."""
     if asked.recipe is None:
         return None, declared_dtype(registry, asked.cache_dtype)
@@ -169,13 +176,15 @@ def subject(asked: Asked, info: ModelInfo, registry: Registry) -> tuple[Prepared
     return ready, declared_codec(registry, ready.recipe, ready.identity)
 
 
-def started(asked: Asked, info: ModelInfo, ready: Prepared | None, limit: int, tokenizer) -> tuple[Sides, str, str]:
+def started(
+    asked: EvalRequest, info: ModelInfo, ready: Prepared | None, limit: int, tokenizer
+) -> tuple[Sides, str, str]:
     """Both sides and the canaries on an engine, the protocol in which they see a cache, and the device in words."""
     ends = end_tokens(info, tokenizer)
     if asked.engine == "hf":
         from kvlab.evals import hf
 
-        engine = start("hf", info, asked.dtype, ATTENTION["hf"], max_tokens=limit)
+        engine = start("hf", info, asked.dtype, ENGINES["hf"].attention, max_tokens=limit)
         calibration: Calibrated | None = ready.calibration
         return hf.sides(engine, tokenizer, ends, ready.recipe, calibration), hf.PROTOCOL, engine.device
     from kvlab.evals import vllm
@@ -194,7 +203,7 @@ def end_tokens(info: ModelInfo, tokenizer) -> frozenset[int]:
     return frozenset(token for token in (*listed, tokenizer.eos_token_id) if token is not None)
 
 
-def write(out: Path, run: Run, found: dict[str, Measured], results: dict[str, dict], claim: str) -> None:
+def write(out: Path, run: HarnessRun, found: dict[str, EvalMeasures], results: dict[str, dict], claim: str) -> None:
     """Both results, the evidence and the row, evidence last: where it is, everything is."""
     from lm_eval.utils import handle_non_serializable
 

@@ -32,7 +32,7 @@ from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.engines.capability import AUTO
 from kvlab.engines.hooks import attention_layers, fused_projection, installed
-from kvlab.evals.backend import Kind, Score, Scored, Seen, Side, Sides, Write, Written
+from kvlab.evals.backend import CacheUse, Kind, Score, Scored, Side, Sides, Write, Written
 from kvlab.evals.canary import ONE_BIT
 
 PROTOCOL = "in_forward"
@@ -80,10 +80,10 @@ class VLLMSide(Side):
         """See `Side.begin`."""
         self._tokens = 0
 
-    def seen(self) -> Seen:
+    def seen(self) -> CacheUse:
         """See `Side.seen`; what the cache held of all requests."""
         values = self._tokens * self._info.values_per_token
-        return Seen(0, 0, values * self._itemsize, values)
+        return CacheUse(0, 0, values * self._itemsize, values)
 
     def score(self, requests: Sequence[Score]) -> list[Scored]:
         """See `Side.score`."""
@@ -136,7 +136,7 @@ class CodedVLLMSide(VLLMSide):
         super().begin()
         self._before = vllm_plugin.status(self.llm)
 
-    def seen(self) -> Seen:
+    def seen(self) -> CacheUse:
         """See `Side.seen`; bytes are those that the codec wrote, and the engine's own of layers that it leaves alone.
 
         Raises
@@ -250,7 +250,7 @@ def sides(
 # What the plugin in vLLM counted, and what would show nothing of vLLM's own cache; vLLM itself is not loaded.
 
 
-def coded(before: Status, now: Status, asked: int, info: ModelInfo, itemsize: int) -> Seen:
+def coded(before: Status, now: Status, asked: int, info: ModelInfo, itemsize: int) -> CacheUse:
     """What was coded from one answer of the plugin to another.
 
     Parameters
@@ -279,7 +279,7 @@ def coded(before: Status, now: Status, asked: int, info: ModelInfo, itemsize: in
     values = tokens * info.values_per_token
     alone = values * (info.n_layers - len(now.layers)) // info.n_layers
     held = sum(_bytes(now, stream, info) - _bytes(before, stream, info) for stream in now.fires)
-    return Seen(sum(fires), steps * len(fires), round(held) + alone * itemsize, values)
+    return CacheUse(sum(fires), steps * len(fires), round(held) + alone * itemsize, values)
 
 
 def _bytes(status: Status, stream: str, info: ModelInfo) -> float:

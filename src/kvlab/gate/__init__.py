@@ -1,1 +1,1 @@
-"""Which numbers may be published: rows held against registries and evidence; never imports torch."""
+"""Whether a codec may be claimed: rows held against registries and evidence; `rules.py` lists the criteria."""

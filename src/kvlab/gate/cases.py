@@ -41,7 +41,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Part:
+class CombinedPart:
     """One of the mechanisms that a row combines; `mechanism` is None when the pair is not registered."""
 
     name: str
@@ -91,12 +91,14 @@ class Case:
         return tuple((self.get("mechanism_variant") or "none").split("+"))
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[CombinedPart, ...]:
         """Each mechanism with its variant; empty when their numbers differ or none is declared."""
         if len(self.names) != len(self.variants):
             return ()
         pairs = zip(self.names, self.variants, strict=True)
-        return tuple(Part(name, variant, self.context.registry.mechanism(name, variant)) for name, variant in pairs)
+        return tuple(
+            CombinedPart(name, variant, self.context.registry.mechanism(name, variant)) for name, variant in pairs
+        )
 
     @property
     def registered(self) -> bool:

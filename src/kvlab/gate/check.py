@@ -114,7 +114,7 @@ class Claim(Frozen):
         return frozenset(reason.code for finding in self.findings for reason in finding.reasons)
 
 
-class Report(Frozen):
+class GateReport(Frozen):
     """Claims in an order of their own, how many of each word, and the verdict.
 
     `registry` and `current` are digests of what the rows were judged against; `current` is None where nothing said
@@ -134,7 +134,7 @@ class Report(Frozen):
     claims: tuple[Claim, ...]
 
 
-def check(rows: Iterable[Row], context: Context, strict: bool = False) -> Report:
+def check(rows: Iterable[Row], context: Context, strict: bool = False) -> GateReport:
     """Judge rows.
 
     Parameters
@@ -155,7 +155,7 @@ def check(rows: Iterable[Row], context: Context, strict: bool = False) -> Report
     claims = sorted(map(claim_of, placed), key=_order)
     counts = {word: sum(claim.word == word for claim in claims) for word in WORDS}
     verdict = _verdict(counts, strict)
-    return Report(
+    return GateReport(
         registry=context.registry.digest,
         current=None if context.current is None else digest(context.current),
         strict=strict,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvlab.core.errors import suggestion
-from kvlab.gate.cases import Case, Part
+from kvlab.gate.cases import Case, CombinedPart
 from kvlab.gate.catalogue.columns import COMPRESSION, SPECULATIVE
 from kvlab.gate.reasons import Reason
 
@@ -42,7 +42,7 @@ def variant_registered(case: Case) -> Iterator[Reason]:
     yield from (_unregistered(case, part) for part in case.parts if part.mechanism is None)
 
 
-def _unregistered(case: Case, part: Part) -> Reason:
+def _unregistered(case: Case, part: CombinedPart) -> Reason:
     known = sorted(variant for name, variant in case.context.registry.mechanisms if name == part.name)
     said = f"is {part.variant!r}; registered for {part.name}: {', '.join(known) or 'none'}"
     code = "baseline_variant" if part.name == BASELINE else "variant_unregistered"

@@ -6,7 +6,7 @@ import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from kvlab.gate.check import WORDS, Claim, Finding, Report
+from kvlab.gate.check import WORDS, Claim, Finding, GateReport
 from kvlab.gate.evidence import ALPHA
 from kvlab.gate.rules import CRITERIA, Criterion
 from kvlab.output import format as fmt
@@ -20,7 +20,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "gate.md.j2"
 # ------------------------------------------------------------------------------------- JSON
 
 
-def to_json(report: Report) -> str:
+def to_json(report: GateReport) -> str:
     """Sorted, indented JSON with a newline at its end; equal reports give equal bytes."""
     return json.dumps(report.model_dump(mode="json"), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
@@ -28,7 +28,7 @@ def to_json(report: Report) -> str:
 # --------------------------------------------------------------------------------- Markdown
 
 
-def to_markdown(report: Report) -> str:
+def to_markdown(report: GateReport) -> str:
     """GATE.md: the verdict, a line for each row, every reason, the waivers, the evidence and the criteria."""
     claims = report.claims
     return render(
@@ -44,7 +44,7 @@ def to_markdown(report: Report) -> str:
     )
 
 
-def _counted(report: Report) -> str:
+def _counted(report: GateReport) -> str:
     return ", ".join(f"{report.counts[word]} {words(word)}" for word in WORDS)
 
 
@@ -55,7 +55,7 @@ def _mechanism(claim: Claim) -> str:
 # ------------------------------------------------------------------------------------- JUnit
 
 
-def to_junit(report: Report) -> str:
+def to_junit(report: GateReport) -> str:
     """JUnit XML: a suite for each row, a test for each criterion.
 
     What keeps a row from its claim is a failure; what is waived, or was not judged, is skipped; what only keeps it

@@ -20,7 +20,7 @@ from kvlab.core.errors import SnapshotRefused, UnknownName
 from kvlab.kvstore.hf.comparison import Comparison, compare
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
-from kvlab.kvstore.hf.warm import Request, Standing, files
+from kvlab.kvstore.hf.warm import PendingRun, RestoreRequest, files
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.residency import Policy
 from kvlab.kvstore.snapshot.payload import ChunkCoder
@@ -30,7 +30,7 @@ MODES = ("auto", "consume", "recompute", "verify")
 
 
 @dataclass(frozen=True)
-class Report:
+class RestoreReport:
     """What was done. Under ``verify`` the times and counts are the cold run's, `load_ms` and what is of the snapshot
     the warm run's.
 
@@ -91,7 +91,7 @@ class Restored:
 
     run: PagedRun
     logits: Tensor
-    report: Report
+    report: RestoreReport
 
 
 def restore(
@@ -147,26 +147,26 @@ def restore(
     """
     if mode not in MODES:
         raise UnknownName("restore mode", mode, MODES)
-    job = Request(model, tuple(tokens), config, policy, coder, unproven, salt, every, seed, key)
+    job = RestoreRequest(model, tuple(tokens), config, policy, coder, unproven, salt, every, seed, key)
     job.check()
     warm, reasons = (None, ()) if mode == "recompute" else job.warm(files(snapshots))
     if warm is None and mode == "consume":
         raise SnapshotRefused(reasons, "every snapshot")
     if warm is not None and mode != "verify":
         return _finished(job, warm, mode)
-    cold = _finished(job, Standing(job.fresh()), mode)
+    cold = _finished(job, PendingRun(job.fresh()), mode)
     if warm is None:
         return replace(cold, report=replace(cold.report, reasons=reasons))
     return _compared(cold, _finished(job, warm, mode), decode)
 
 
-def _finished(job: Request, standing: Standing, mode: str) -> Restored:
+def _finished(job: RestoreRequest, standing: PendingRun, mode: str) -> Restored:
     """The run after the whole prompt."""
     run, rebuilt, prefix = standing.run, standing.rebuilt, len(standing.run.tokens)
     began = job.now()
     logits = run.extend(job.tokens[prefix:])
     prefill_ms, stats = job.now() - began, run.pager.stats
-    report = Report(
+    report = RestoreReport(
         mode=mode,
         consumed=standing.snapshot is not None,
         prefix_len=prefix,

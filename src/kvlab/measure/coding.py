@@ -116,7 +116,7 @@ class Coder:
     def held(self, clean: CleanCapture, ids: list[int], window: int) -> ContextCache:
         """What is left of a context's clean cache, as attention is to read it."""
         self.begin(clean, ids, window)
-        return Snapshot(self, window, clean)
+        return CodedContext(self, window, clean)
 
     def warm_up(self, clean: CleanCapture, ids: list[int], window: int) -> None:
         """Work for nothing once: first calls load kernels and fill tables."""
@@ -277,7 +277,7 @@ class InForward:
         return torch.cat([coded, x[:, self.tokens :]], dim=1)
 
 
-class Snapshot(dict):
+class CodedContext(dict):
     """What `snapshot` scores over: a context's clean cache, coded where a coder codes; a `ContextCache`."""
 
     def __init__(self, coder: Coder, window: int, clean: CleanCapture):

@@ -27,7 +27,7 @@ class Subject(Protocol):
 
 
 class Kept(Protocol):
-    """Where findings are kept: see `lab.store.Store`."""
+    """Where findings are kept: see `measure.store.Store`."""
 
     def key(self, subject: Any) -> Hashable:
         """By what a subject's findings are known; equal for two that must find the same."""

@@ -22,7 +22,7 @@ from kvlab.attention.hf import Effect, attending
 from kvlab.attention.latent_svd import Moments
 from kvlab.attention.layer_plan import LayerPlan
 from kvlab.attention.named import Eviction, Latent, Mechanism
-from kvlab.attention.patterns import Full, Window
+from kvlab.attention.patterns import Full, SlidingWindow
 from kvlab.calibration.load import Calibrated
 from kvlab.codecs.cast import CastStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, Fault, WitnessDisagrees
@@ -208,7 +208,7 @@ class Applied:
             passed = [over_kept(run, self._keeping(probe, None))[0] for probe in probes]
             found = [run.rows("probe", logits, run.over_clean) for logits in passed]
         else:
-            found = [self._by_plan(run, (probe,) * info.n_layers, AS_IT_IS) for probe in (Full(), Window(1))]
+            found = [self._by_plan(run, (probe,) * info.n_layers, AS_IT_IS) for probe in (Full(), SlidingWindow(1))]
         refuse_unheard(self.asked.name, *(float(rows["kl"].mean()) for rows in found), self.engine.dtype)
 
     def _by_plan(self, run: WindowRun, plan: LayerPlan, probe: Recipe | None = None) -> pl.DataFrame:

@@ -35,7 +35,7 @@ BFLOAT16_STEP = 2.0**-7  # distance of neighbouring bfloat16 numbers, in units o
 
 
 @dataclass(frozen=True)
-class Subject:
+class NamedCodec:
     """A codec that is measured: a name for people, the recipe, and what was fitted for it (None: nothing is read)."""
 
     label: str
@@ -44,7 +44,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredCodec:
     """What was found of a subject.
 
     Parameters
@@ -59,7 +59,7 @@ class Scored:
         What storing a context and reading it back took, window by window: coding, packing, unpacking, decoding.
     """
 
-    subject: Subject
+    subject: NamedCodec
     tokens: pl.DataFrame
     coding: Coding
     witnessed: Testimony | None = None
@@ -81,21 +81,21 @@ class RoundingCoder(Coder):
         return super()._code((x.float() + noise.to(x.device) * step / 12**0.5).to(x.dtype), site)
 
 
-def rounding(dtype: str) -> Subject:
+def rounding(dtype: str) -> NamedCodec:
     """What rounding K and V to bfloat16 costs, as a subject."""
     stream = IdentityStream() if dtype == "bfloat16" else CastStream()
-    return Subject(ROUNDING, Recipe(k=stream, v=stream))
+    return NamedCodec(ROUNDING, Recipe(k=stream, v=stream))
 
 
 def score(
     engine: Engine,
     windows: np.ndarray,
     context: int,
-    subjects: Sequence[Subject],
+    subjects: Sequence[NamedCodec],
     protocol: str,
     plain: Callable[[], PlainModel] | None,
     mechanisms: Sequence[Applied] = (),
-) -> list[Scored]:
+) -> list[ScoredCodec]:
     """Measure subjects on windows; each window's clean pass is made once for all of them.
 
     Parameters
@@ -140,7 +140,7 @@ def score(
         for rows, (_, table) in zip(tables, found, strict=False):  # those of mechanisms come last
             rows.append(table)
     return [
-        Scored(
+        ScoredCodec(
             one.subject,
             pl.concat(rows),
             one.coder.coding(engine.info, context, engine.dtype),
@@ -164,10 +164,10 @@ class Tried:
     witnessed : Testimony or None
         What it came to.
     seconds : list of float
-        As of `Scored`.
+        As of `ScoredCodec`.
     """
 
-    subject: Subject
+    subject: NamedCodec
     coder: Coder
     last: int
     plain: Callable[[], PlainModel] | None = None
@@ -200,12 +200,12 @@ class Tried:
         return rows
 
 
-def tried_on(subject: Subject, engine: Engine, windows: int, protocol: str) -> Tried:
+def tried_on(subject: NamedCodec, engine: Engine, windows: int, protocol: str) -> Tried:
     """A subject on the first so many windows, of which the last is a witness's."""
     return Tried(subject, _coder(_cell(subject, engine, windows, protocol), subject), windows - 1)
 
 
-def _cell(subject: Subject, engine: Engine, windows: int, protocol: str) -> Cell:
+def _cell(subject: NamedCodec, engine: Engine, windows: int, protocol: str) -> Cell:
     return Cell(
         study="cells",
         label=subject.label,
@@ -220,7 +220,7 @@ def _cell(subject: Subject, engine: Engine, windows: int, protocol: str) -> Cell
     )
 
 
-def _coder(cell: Cell, subject: Subject) -> Coder:
+def _coder(cell: Cell, subject: NamedCodec) -> Coder:
     if subject.label == ROUNDING:
         return RoundingCoder(cell, None)
     return coder_of(cell, subject.calibrated)

@@ -23,7 +23,7 @@ from kvlab.measure.tensor_recorder import Overheard
 from kvlab.measure.windows import Window
 from kvlab.witness import reading as corpus
 from kvlab.witness.plain import PlainModel
-from kvlab.witness.testimony import Claim, testify
+from kvlab.witness.testimony import CellClaim, testify
 
 MODULES = ("kvlab.witness.testimony", __name__)
 TWICE = {"cpu": 1e-9, "gpu": 0.25}
@@ -111,7 +111,7 @@ def examined(
     alternative, reference = run.logits(cell, coder, heard), run.reference_of(cell)
     refuse_idle(coder)
     rows = run.rows(cell.cell_id, alternative, reference)
-    claim = Claim(
+    claim = CellClaim(
         cell=cell,
         ids=ids,
         number=run.number,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Step(NamedTuple):
+class ScaleStep(NamedTuple):
     """All below `kl` (nats per token) is `word`: less than what the weights of `like` cost."""
 
     kl: float
@@ -23,12 +23,12 @@ class Step(NamedTuple):
 
 
 STEPS = (
-    Step(0.001355, "tiny", "8-bit weights (q8_0)"),
-    Step(0.005452, "very small", "6-bit weights (q6_K)"),
-    Step(0.010762, "small", "5-bit weights (q5_K_M)"),
-    Step(0.031273, "moderate", "4-bit weights (q4_K_M)"),
-    Step(0.101913, "large", "3-bit weights (q3_K_M)"),
-    Step(0.445132, "very large", "2-bit weights (q2_K)"),
+    ScaleStep(0.001355, "tiny", "8-bit weights (q8_0)"),
+    ScaleStep(0.005452, "very small", "6-bit weights (q6_K)"),
+    ScaleStep(0.010762, "small", "5-bit weights (q5_K_M)"),
+    ScaleStep(0.031273, "moderate", "4-bit weights (q4_K_M)"),
+    ScaleStep(0.101913, "large", "3-bit weights (q3_K_M)"),
+    ScaleStep(0.445132, "very large", "2-bit weights (q2_K)"),
 )
 BEYOND = f"extreme: more than {STEPS[-1].like}"
 SOURCE = "LLaMA 3 8B on Wikitext-2"

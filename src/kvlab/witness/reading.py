@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from kvlab.attention.patterns import BlockSparse, ChunkSummary, Pattern, Window
+from kvlab.attention.patterns import BlockSparse, ChunkSummary, Pattern, SlidingWindow
 
 Floats = NDArray[np.float64]
 
@@ -67,7 +67,7 @@ def _one(pattern: Pattern, q: Floats, k: Floats, v: Floats, scale: float) -> Flo
     t, bonus = len(k) - 1, np.zeros(0)
     kept = range(t + 1)
     far_k, far_v = k[:0], v[:0]
-    if isinstance(pattern, Window):
+    if isinstance(pattern, SlidingWindow):
         kept = [i for i in kept if t - i < pattern.window]
     elif isinstance(pattern, BlockSparse):
         own, known = t // pattern.block, {}

@@ -47,7 +47,7 @@ Tensors = Mapping[tuple[int, str], Tensor]
 
 
 @dataclass(frozen=True)
-class Claim:
+class CellClaim:
     """What the chain did with one cell on one window.
 
     Parameters
@@ -88,7 +88,7 @@ class Claim:
     stored: bytes = b""
 
 
-def testify(model: PlainModel, claim: Claim, calibrated: Calibrated | None) -> Testimony:
+def testify(model: PlainModel, claim: CellClaim, calibrated: Calibrated | None) -> Testimony:
     """Compute a cell's window again.
 
     Parameters
@@ -109,7 +109,7 @@ class Witness:
     """One claim under examination."""
 
     model: PlainModel
-    claim: Claim
+    claim: CellClaim
     calibrated: Calibrated | None
 
     def testimony(self) -> Testimony:

@@ -103,9 +103,9 @@ def _served(trace, arm, memory: int, slo, args: SimpleNamespace) -> dict:
     from kvlab_mechanisms.serving.policies.gateway import Gateway
     from kvlab_mechanisms.serving.policies.preempt import Switch
     from kvlab_mechanisms.serving.simulate import simulate
-    from kvlab_mechanisms.serving.worker import Shape, Worker
+    from kvlab_mechanisms.serving.worker import Worker, WorkerShape
 
-    shape = Shape(memory, arm.token_bytes, arm.page, args.chunk, args.most)
+    shape = WorkerShape(memory, arm.token_bytes, arm.page, args.chunk, args.most)
     swap = Switch(arm.costs, args.chunk, arm.token_bytes, args.swap) if args.swap else None
     workers = [Worker(arm.costs, shape, swap=swap) for _ in range(args.workers)]
     gateway = Gateway(args.gateway)

@@ -21,8 +21,8 @@ from kvlab.calibration.load import Calibrated
 from kvlab.core.errors import CalibrationMismatch, KvlabError, NonFinite, StreamError, UnknownName, UserError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Recipe
-from kvlab_mechanisms.cluster.handover import Coded, Decoder, Exact, Place, Prefilled
-from kvlab_mechanisms.cluster.transport import Reader, Writer, ends_of, listening
+from kvlab_mechanisms.cluster.handover import CodedWire, DecodingWorker, Exact, Place, Prefilled
+from kvlab_mechanisms.cluster.transport import WireReader, WireWriter, ends_of, listening
 from kvlab_mechanisms.memory.wire import pack, read, unpack, write
 
 Way = Literal["pipe", "memory", "tcp"]
@@ -61,7 +61,7 @@ class Setup:
 
     def form(self, model) -> Exact:
         """How K and V are sent."""
-        return Coded(self.recipe, model.config, self.info.head_dim, self.calibrated) if self.recipe else Exact()
+        return CodedWire(self.recipe, model.config, self.info.head_dim, self.calibrated) if self.recipe else Exact()
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class DecodeProcess:
                 if isinstance(error, TimeoutError):
                     raise StreamError("the process that decodes did not come") from None
                 raise
-        self._writers = {"pipe": Writer(_Whole(self._pipe)), "tcp": Writer(ends_of(self._connection))}
+        self._writers = {"pipe": WireWriter(_Whole(self._pipe)), "tcp": WireWriter(ends_of(self._connection))}
 
     def hand_over(self, sequence: str, prefilled: Prefilled, way: Way = "pipe") -> Handed:
         """Give the other process a cache, on one of `WAYS`.
@@ -145,7 +145,7 @@ class DecodeProcess:
             nbytes = writer.sent - before
         return Handed(nbytes, perf_counter() - began)
 
-    def _stream(self, writer: Writer, head, prefilled: Prefilled) -> None:
+    def _stream(self, writer: WireWriter, head, prefilled: Prefilled) -> None:
         try:
             write(writer, head, self.form.payloads(prefilled.cache), self.setup.key)
         except KvlabError:
@@ -170,7 +170,7 @@ class DecodeProcess:
         return len(data)
 
     def step(self, sequence: str, token: int | None = None) -> tuple[int, Tensor]:
-        """One step there; see `Decoder.step`."""
+        """One step there; see `DecodingWorker.step`."""
         return self._ask("step", sequence, token)
 
     def answer(self, sequence: str, tokens: int) -> list[int]:
@@ -255,11 +255,11 @@ def serve(setup: Setup, said: Connection, pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
     connection = socket.create_connection(("127.0.0.1", port))
     readers = {
-        "pipe": Reader(os.fdopen(os.dup(pipe.fileno()), "rb", buffering=0)),
-        "tcp": Reader(ends_of(connection)),
+        "pipe": WireReader(os.fdopen(os.dup(pipe.fileno()), "rb", buffering=0)),
+        "tcp": WireReader(ends_of(connection)),
     }
     model = setup.model()
-    worker = _Worker(setup, Decoder(model), setup.form(model), readers)
+    worker = _Worker(setup, DecodingWorker(model), setup.form(model), readers)
     _tell(said, None)
     while True:
         try:
@@ -282,7 +282,7 @@ def _tell(said: Connection, answer: Any, error: tuple[str, str] | None = None) -
 class _Worker:
     """What may be asked of the process."""
 
-    def __init__(self, setup: Setup, decoder: Decoder, form: Exact, readers: dict[str, Reader]):
+    def __init__(self, setup: Setup, decoder: DecodingWorker, form: Exact, readers: dict[str, WireReader]):
         self._setup, self._decoder, self._form, self._readers = setup, decoder, form, readers
         self.step, self.tokens, self.unload = decoder.step, decoder.tokens, decoder.unload
 

@@ -55,7 +55,7 @@ class Exact:
         return data.to(dtype, copy=True)
 
 
-class Coded(Exact):
+class CodedWire(Exact):
     """K and V as a recipe's codecs store them.
 
     Parameters
@@ -138,7 +138,7 @@ def prefill(model: PreTrainedModel, prompt: Sequence[int]) -> Prefilled:
     return Prefilled(cache, logits, int(logits.argmax()))
 
 
-class Decoder:
+class DecodingWorker:
     """Sequences whose prompts were read elsewhere.
 
     Parameters

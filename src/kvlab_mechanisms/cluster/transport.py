@@ -17,7 +17,7 @@ PIECE = 1 << 20  # bytes that are gathered before they are sent
 MOST = 1 << 31  # bytes of a piece
 
 
-class Ends(Protocol):
+class SocketEnds(Protocol):
     """What carries bytes, of a pipe or a connection."""
 
     def write(self, data: bytes | memoryview) -> object:
@@ -27,10 +27,10 @@ class Ends(Protocol):
         """So many, or fewer at the end."""
 
 
-class Writer:
+class WireWriter:
     """Sends one stream after the other."""
 
-    def __init__(self, ends: Ends):
+    def __init__(self, ends: SocketEnds):
         self._ends, self._held, self.sent = ends, bytearray(), 0
 
     def write(self, data: bytes | memoryview) -> None:
@@ -63,10 +63,10 @@ class Writer:
         self.sent += LENGTH.size + len(view)
 
 
-class Reader:
-    """Reads what a `Writer` sends, a stream at a time."""
+class WireReader:
+    """Reads what a `WireWriter` sends, a stream at a time."""
 
-    def __init__(self, ends: Ends):
+    def __init__(self, ends: SocketEnds):
         self._ends, self._left, self._over = ends, 0, False
 
     def begin(self) -> None:
@@ -106,7 +106,7 @@ def listening() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0), backlog=1)
 
 
-def ends_of(connection: socket.socket) -> Ends:
-    """A connection as `Ends`; small pieces are not held back (RFC 896's delay would cost a hand-over 40 ms)."""
+def ends_of(connection: socket.socket) -> SocketEnds:
+    """A connection as `SocketEnds`; small pieces are not held back (RFC 896's delay would cost a hand-over 40 ms)."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection.makefile("rwb", buffering=1 << 16)

@@ -21,7 +21,7 @@ from kvlab.core.errors import Fault
 from kvlab.core.recipe import Recipe
 from kvlab_mechanisms.decoding.law import Sampling, law
 from kvlab_mechanisms.decoding.sampler import DRAFTER, drawn, uniform
-from kvlab_mechanisms.decoding.speculate import Report, plain, speculate
+from kvlab_mechanisms.decoding.speculate import SpeculationReport, plain, speculate
 from kvlab_mechanisms.decoding.verify import Draft
 
 
@@ -38,7 +38,7 @@ class Acceptance:
         Of all the runs; the measuring of overlaps is in it.
     """
 
-    report: Report
+    report: SpeculationReport
     bits_per_value: float
     seconds: float
 
@@ -68,7 +68,7 @@ def acceptance(
     Fault
         A text differs from the plain greedy one by more than a tie in rounding explains.
     """
-    pooled, bits, began = Report(), [], perf_counter()
+    pooled, bits, began = SpeculationReport(), [], perf_counter()
     for i, prompt in enumerate(prompts):
         mine = replace(own, seed=own.seed + i)
         drafter = CompressedKVDrafter(model, recipe, mine, calibration)

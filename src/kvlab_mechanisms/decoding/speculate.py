@@ -34,7 +34,7 @@ class Drafter(Protocol):
 
 
 @dataclass
-class Report:
+class SpeculationReport:
     """What calls of the target made, counted.
 
     Attributes
@@ -81,7 +81,7 @@ class Written:
     """Tokens that follow a prompt, and how they came."""
 
     tokens: list[int]
-    report: Report
+    report: SpeculationReport
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def speculate(
     measure : bool
         Also compute the overlap of p and q wherever a drafted token is verified: two sums over the vocabulary each.
     """
-    text, report, cache = list(prompt), Report(), drafter.cache
+    text, report, cache = list(prompt), SpeculationReport(), drafter.cache
     end = len(text) + tokens
     drafter.heard(_forward(model, [text[:-1]], cache)[1][0, -1])
     while len(text) < end:

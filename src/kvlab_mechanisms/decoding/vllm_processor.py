@@ -24,7 +24,7 @@ ASKED = "kvlab_sampling"
 
 
 @dataclass(frozen=True)
-class Request:
+class SampledRequest:
     """How a request samples, and its tokens; vLLM appends to `written`."""
 
     own: Sampling
@@ -50,7 +50,7 @@ class SamplerProcessor(LogitsProcessor):
     """See the module; vLLM makes it."""
 
     def __init__(self, vllm_config, device: torch.device, is_pin_memory: bool):
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, SampledRequest] = {}
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -73,7 +73,7 @@ class SamplerProcessor(LogitsProcessor):
         for row, params, prompt, written in batch_update.added:
             self.requests.pop(row, None)
             if (own := asked(params)) is not None:
-                self.requests[row] = Request(own, prompt or [], written)
+                self.requests[row] = SampledRequest(own, prompt or [], written)
         for a, b, direction in batch_update.moved:
             first, second = self.requests.pop(a, None), self.requests.pop(b, None)
             moved = {b: first, a: second if direction == MoveDirectionality.SWAP else None}

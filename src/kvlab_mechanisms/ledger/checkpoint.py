@@ -13,7 +13,7 @@ from pathlib import Path
 from kvlab.codecs.stream.seal import Key
 from kvlab.core.errors import Fault, StorageError, UserError
 from kvlab.core.records import read_json, write_json
-from kvlab_mechanisms.ledger.log import FOLDER, SHA256, Read
+from kvlab_mechanisms.ledger.log import FOLDER, SHA256, ReadLog
 from kvlab_mechanisms.ledger.merkle import Tree
 
 CHECKPOINT = FOLDER / "checkpoint.json"
@@ -79,7 +79,7 @@ def _purpose(size: int) -> bytes:
     return PURPOSE + size.to_bytes(8, "big")
 
 
-def verify(found: Read, checkpoint: Checkpoint | None) -> Tree:
+def verify(found: ReadLog, checkpoint: Checkpoint | None) -> Tree:
     """Hold a log against what it was, and every line against what a line is.
 
     Raises
@@ -101,7 +101,7 @@ def verify(found: Read, checkpoint: Checkpoint | None) -> Tree:
     return tree
 
 
-def advance(found: Read, old: Checkpoint | None, key: Key | None = None) -> Checkpoint:
+def advance(found: ReadLog, old: Checkpoint | None, key: Key | None = None) -> Checkpoint:
     """The checkpoint of a log as it is, which goes on from the old one; raises as `verify` does."""
     if found.torn:
         raise UserError(f"{found.path} ends amid a line, of {found.torn} bytes; the next job that ends takes it away")

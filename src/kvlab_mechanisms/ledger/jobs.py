@@ -10,7 +10,7 @@ from pathlib import Path
 from kvlab.core.errors import StorageError, UserError
 from kvlab.core.records import versions
 from kvlab_mechanisms.ledger import log
-from kvlab_mechanisms.ledger.log import Entry
+from kvlab_mechanisms.ledger.log import LogEntry
 
 LEFT_OUT = {"__pycache__", ".snakemake_timestamp"}  # of a folder: what tools leave in it
 
@@ -31,7 +31,7 @@ def digest_of(path: Path | str) -> str:
 
 def entry_of(
     job: str, inputs: Iterable[str], outputs: Iterable[str], params: object, known: dict[str, str] | None = None
-) -> Entry:
+) -> LogEntry:
     """The entry of a job that has ended.
 
     Parameters
@@ -43,7 +43,7 @@ def entry_of(
     """
     known = known or {}
     told = json.dumps(params, sort_keys=True, separators=(",", ":"))
-    return Entry(
+    return LogEntry(
         job=job,
         inputs={path: known.get(path) or digest_of(path) for path in inputs},
         outputs={path: known.get(path) or digest_of(path) for path in outputs},
@@ -52,7 +52,7 @@ def entry_of(
     )
 
 
-def enter(entries: Iterable[Entry], path: Path | str = log.LOG) -> tuple[int, int]:
+def enter(entries: Iterable[LogEntry], path: Path | str = log.LOG) -> tuple[int, int]:
     """Add those that are not the last of their job already: work that came out as before leaves no second entry.
 
     Returns
@@ -65,19 +65,19 @@ def enter(entries: Iterable[Entry], path: Path | str = log.LOG) -> tuple[int, in
     return len(new), log.append(new, path) if new else 0
 
 
-def latest(entries: Iterable[Entry]) -> dict[str, tuple[int, str]]:
+def latest(entries: Iterable[LogEntry]) -> dict[str, tuple[int, str]]:
     """The number of the last entry that wrote each file, and what it wrote."""
     return {path: (n, digest) for n, entry in enumerate(entries) for path, digest in entry.outputs.items()}
 
 
-def others(entries: Iterable[Entry]) -> list[str]:
+def others(entries: Iterable[LogEntry]) -> list[str]:
     """Files that are there and not what the last job that wrote them left."""
     return sorted(
         path for path, (_, told) in latest(entries).items() if Path(path).exists() and digest_of(path) != told
     )
 
 
-def number_of(entries: list[Entry], path: str) -> int:
+def number_of(entries: list[LogEntry], path: str) -> int:
     """The last entry that wrote a file as it is now; `UserError` where there is none."""
     found = latest(entries)
     if path not in found:

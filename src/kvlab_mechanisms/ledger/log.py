@@ -37,7 +37,7 @@ ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))  # canonical J
 Digests = dict[str, str]
 
 
-class Entry(Frozen):
+class LogEntry(Frozen):
     """One job.
 
     Attributes
@@ -60,7 +60,7 @@ class Entry(Frozen):
     versions: dict[str, str]
 
 
-def encoded(entry: Entry) -> bytes:
+def encoded(entry: LogEntry) -> bytes:
     """The bytes of an entry, without the end of the line; `UserError` where a digest is none."""
     for path, digest in [*entry.inputs.items(), *entry.outputs.items(), ("the parameters", entry.params)]:
         if not SHA256.fullmatch(digest):
@@ -68,11 +68,11 @@ def encoded(entry: Entry) -> bytes:
     return ENCODER.encode(vars(entry)).encode()
 
 
-def decoded(line: bytes, place: str) -> Entry:
+def decoded(line: bytes, place: str) -> LogEntry:
     """The entry of a line; `StorageError`, which names the `place`, for any other bytes than `encoded` writes."""
     try:
         data = json.loads(line)
-        entry = Entry.model_validate(data) if isinstance(data, Mapping) else None
+        entry = LogEntry.model_validate(data) if isinstance(data, Mapping) else None
         right = entry is not None and encoded(entry) == line
     except (ValueError, RecursionError, ValidationError, UserError):
         right = False
@@ -82,7 +82,7 @@ def decoded(line: bytes, place: str) -> Entry:
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadLog:
     """What lies in a log.
 
     Attributes
@@ -97,7 +97,7 @@ class Read:
     lines: tuple[bytes, ...]
     torn: int
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LogEntry]:
         """All of them, each checked; `StorageError` names the first line that is none."""
         return [decoded(line, f"{self.path}, line {number}") for number, line in enumerate(self.lines, 1)]
 
@@ -107,17 +107,17 @@ class Read:
         return Tree(hashed(LEAF + line).digest() for line in self.lines)  # `tree.leaf`, in one call for each line
 
 
-def read(path: Path | str = LOG) -> Read:
+def read(path: Path | str = LOG) -> ReadLog:
     """A log; `StorageError` where there is none."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise StorageError(f"cannot read the ledger {path}: {error.strerror}; any rule that runs begins one") from None
     *lines, rest = data.split(END)
-    return Read(Path(path), tuple(lines), len(rest))
+    return ReadLog(Path(path), tuple(lines), len(rest))
 
 
-def append(entries: Sequence[Entry], path: Path | str = LOG) -> int:
+def append(entries: Sequence[LogEntry], path: Path | str = LOG) -> int:
     """Add entries after all others, and have them on the disk.
 
     Returns

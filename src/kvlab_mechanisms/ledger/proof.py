@@ -9,11 +9,11 @@ from kvlab.core.errors import StorageError
 from kvlab.core.records import read_json, write_json
 from kvlab_mechanisms.ledger.checkpoint import Checkpoint, LedgerBroken
 from kvlab_mechanisms.ledger.jobs import number_of
-from kvlab_mechanisms.ledger.log import SHA256, Entry, Read, decoded
+from kvlab_mechanisms.ledger.log import SHA256, LogEntry, ReadLog, decoded
 from kvlab_mechanisms.ledger.merkle import Tree, proves_inclusion
 
 
-def write(path: Path | str, found: Read, tree: Tree, file: str, size: int) -> int:
+def write(path: Path | str, found: ReadLog, tree: Tree, file: str, size: int) -> int:
     """Write the proof of the entry that made a file, in the log of `size`; returns the entry's number."""
     number = number_of(found.entries()[:size], file)
     steps = [one.hex() for one in tree.inclusion(number, size)]
@@ -21,7 +21,7 @@ def write(path: Path | str, found: Read, tree: Tree, file: str, size: int) -> in
     return number
 
 
-def read(path: Path | str, checkpoint: Checkpoint) -> Entry:
+def read(path: Path | str, checkpoint: Checkpoint) -> LogEntry:
     """The entry that a file proves to be in the log of a checkpoint.
 
     Raises

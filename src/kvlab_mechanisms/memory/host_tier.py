@@ -47,7 +47,7 @@ class Traffic:
 
 
 @dataclass
-class Held:
+class HeldPages:
     """A page in host memory: its bytes, the page that they are, what tells that its copy is whole, and its size."""
 
     buffer: Tensor
@@ -73,7 +73,7 @@ class HostTier:
         self.budget = counted("budget", budget, least=1)
         self.device = torch.device(device)
         self.traffic = Traffic()
-        self._held: OrderedDict[Hashable, Held] = OrderedDict()
+        self._held: OrderedDict[Hashable, HeldPages] = OrderedDict()
         self._spare: dict[int, list[Tensor]] = {}
         self._coming: dict[Hashable, Future | tuple[Tensor, torch.cuda.Event]] = {}
         self._bytes = 0
@@ -108,7 +108,7 @@ class HostTier:
                 self.evict(key)
             buffer = self._buffer(size)
             kept = buffer.view(page.dtype).view(page.shape)
-            self._held[key] = Held(buffer, kept, self._copy_out(kept, page), size)
+            self._held[key] = HeldPages(buffer, kept, self._copy_out(kept, page), size)
         self.traffic.stored += 1
         self.traffic.bytes_out += size
 
@@ -159,13 +159,13 @@ class HostTier:
         if self._thread:
             self._thread.shutdown()
 
-    def _in_place(self, key: Hashable, held: Held, page: Tensor) -> bool:
+    def _in_place(self, key: Hashable, held: HeldPages, page: Tensor) -> bool:
         """Whether a page may be written over another of its form, which nobody is reading."""
         if self._stream is not None or key in self._coming:
             return False
         return held.page.shape == page.shape and held.page.dtype == page.dtype
 
-    def _known(self, key: Hashable) -> Held:
+    def _known(self, key: Hashable) -> HeldPages:
         held = self._held.get(key)
         if held is None:
             raise PagerError(f"no page {key!r} is in host memory")
@@ -204,7 +204,7 @@ class HostTier:
         torch.cuda.current_stream(self.device).wait_event(done)  # what overwrites the page next waits for the copy
         return done
 
-    def _copy_back(self, held: Held) -> Tensor | tuple[Tensor, torch.cuda.Event]:
+    def _copy_back(self, held: HeldPages) -> Tensor | tuple[Tensor, torch.cuda.Event]:
         if self._stream is None:
             return held.page.clone()
         with torch.cuda.stream(self._stream):

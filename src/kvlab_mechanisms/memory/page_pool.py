@@ -20,7 +20,7 @@ from kvlab.kvstore.paging.free_pages import FreePages
 
 
 @dataclass
-class Table:
+class PageTable:
     """Pages of a sequence in the order of its tokens, and how many tokens it has."""
 
     pages: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ class PagePool:
         self._spans = list(pairwise(ends))
         self.data = torch.zeros(pages, ends[-1], dtype=torch.uint8, device=device)
         self.wipe = wipe
-        self.tables: dict[Hashable, Table] = {}
+        self.tables: dict[Hashable, PageTable] = {}
         self.free = FreePages(range(pages))
         self._holders: list[set[Hashable]] = [set() for _ in range(pages)]
 
@@ -83,7 +83,7 @@ class PagePool:
         PoolExhausted
             There are not as many free pages; nothing has changed.
         """
-        table = self.tables.get(sequence) or Table()
+        table = self.tables.get(sequence) or PageTable()
         size, length = self.page_tokens, table.tokens + counted("tokens", tokens)
         copied = bool(tokens and table.tokens % size and len(self._holders[table.pages[-1]]) > 1)
         wanted = -(-length // size) - len(table.pages)
@@ -111,7 +111,7 @@ class PagePool:
         tokens = table.tokens if tokens is None else counted("tokens", tokens)
         if twin in self.tables or tokens > table.tokens:
             raise PagerError(f"{twin!r} is there already, or {sequence!r} has less than {tokens} tokens")
-        self.tables[twin] = Table(table.pages[: -(-tokens // self.page_tokens)], tokens)
+        self.tables[twin] = PageTable(table.pages[: -(-tokens // self.page_tokens)], tokens)
         for page in self.tables[twin].pages:
             self._holders[page].add(twin)
 
@@ -175,7 +175,7 @@ class PagePool:
         """Bytes after the highest live page, which a shorter pool would not need."""
         return (self.pages - self.free.reach) * self.data.shape[1]
 
-    def _known(self, sequence: Hashable) -> Table:
+    def _known(self, sequence: Hashable) -> PageTable:
         if sequence not in self.tables:
             raise PagerError(f"the pool holds no sequence {sequence!r}")
         return self.tables[sequence]

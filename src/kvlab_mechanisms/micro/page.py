@@ -12,7 +12,7 @@ from kvlab.core.records import versions, write_text
 from kvlab.output import format as fmt
 from kvlab.output.rendering import environment, tidy
 from kvlab_mechanisms.micro import timing
-from kvlab_mechanisms.micro.row import Row, Wrong, published
+from kvlab_mechanisms.micro.row import BenchRow, Wrong, published
 
 TEMPLATES = Path(__file__).parent / "templates"
 TIMES = (
@@ -126,13 +126,13 @@ def _value(row: dict) -> list[str]:
 # Check and time rows, one after the other.
 
 
-def run(rows: Iterable[Row], rounds: int = timing.ROUNDS) -> dict:
+def run(rows: Iterable[BenchRow], rounds: int = timing.ROUNDS) -> dict:
     """What was found: the machine, and by row a time, a number, or why it failed."""
     load = os.getloadavg()[0]
     return {"machine": machine(load), "load": load, "rows": [one(row, rounds) for row in rows]}
 
 
-def one(row: Row, rounds: int) -> dict[str, Any]:
+def one(row: BenchRow, rounds: int) -> dict[str, Any]:
     """A row, checked first."""
     told = {"id": row.id, "shape": row.shape, "note": row.note, "rival": row.rival_name}
     try:

@@ -31,7 +31,7 @@ def named(module: str, package: str) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """An operation of ours, and a library's that does the same work on the same input.
 
     Parameters

@@ -17,7 +17,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Arm(BaseModel):
+class ServedVariant(BaseModel):
     """A kind of cache: what a token takes, and what its steps took.
 
     Parameters
@@ -51,11 +51,11 @@ class Arm(BaseModel):
         return Costs(step, prefill, pair, decode, byte * self.token_bytes)
 
 
-def arm_of(steps: list[dict], memory_bytes: float, tokens: int, page: int) -> Arm:
+def arm_of(steps: list[dict], memory_bytes: float, tokens: int, page: int) -> ServedVariant:
     """Fit the steps of one kind of cache; each has `seconds`, `prefill`, `pairs`, `decodes` and `read` tokens."""
     size = memory_bytes / tokens
     found = fit(rows_of(steps, size), [one["seconds"] for one in steps])
-    return Arm(
+    return ServedVariant(
         token_bytes=size,
         page=page,
         seconds=found.coefficients.tolist(),
@@ -73,7 +73,7 @@ def rows_of(steps: list[dict], token_bytes: float) -> np.ndarray:
     return step_features(prefill, pairs, decodes, read * token_bytes)
 
 
-def read_measured(path: Path) -> dict[str, Arm]:
+def read_measured(path: Path) -> dict[str, ServedVariant]:
     """The arms of a file.
 
     Raises
@@ -88,16 +88,16 @@ def read_measured(path: Path) -> dict[str, Arm]:
     return {name: _valid(one, f"{path}: {name}") for name, one in arms.items()}
 
 
-def _valid(given: object, where: str) -> Arm:
+def _valid(given: object, where: str) -> ServedVariant:
     try:
-        return Arm.model_validate(given)
+        return ServedVariant.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"{where}.{place}: {first['msg']}; given {first['input']!r:.40}") from None
 
 
-def arm_named(arms: dict[str, Arm], name: str) -> Arm:
+def arm_named(arms: dict[str, ServedVariant], name: str) -> ServedVariant:
     """One of them; `UnknownName` with the nearest where there is none."""
     if name not in arms:
         raise UnknownName("codec", name, arms)

@@ -14,7 +14,7 @@ from kvlab.core.errors import UserError
 
 
 @dataclass
-class Kept:
+class SharedPrefix:
     """A shared beginning: its pages, and how many sequences read them."""
 
     pages: int
@@ -42,7 +42,7 @@ class Memory:
         self.step = 0
         self.decoding = 0
         self._phase = [0] * page  # sequences by the step, modulo page, in which they take their next page
-        self.kept: OrderedDict[int, Kept] = OrderedDict()
+        self.kept: OrderedDict[int, SharedPrefix] = OrderedDict()
 
     def pages_of(self, tokens: int) -> int:
         """Pages of so many tokens."""
@@ -92,7 +92,7 @@ class Memory:
         pages = tokens // self.page
         if prefix in self.kept or not pages:
             return 0
-        self.kept[prefix] = Kept(pages, pages * self.page, 1)
+        self.kept[prefix] = SharedPrefix(pages, pages * self.page, 1)
         return pages
 
     def release(self, prefix: int) -> None:

@@ -26,7 +26,7 @@ Ask = Callable[[int, int], AsyncIterator[None]]
 
 
 @dataclass(frozen=True)
-class Seen:
+class ClientTimes:
     """What the client saw, in seconds of its clock since it began; NaN where it did not come to that.
 
     Parameters
@@ -122,7 +122,7 @@ async def pace(
     front: Front | None = None,
     order: Order = first_come,
     clock: Callable[[], float] = monotonic,
-) -> Seen:
+) -> ClientTimes:
     """Send a trace's requests at its times.
 
     Parameters
@@ -162,4 +162,4 @@ async def pace(
     while run.under_way:
         await asyncio.gather(*run.under_way)
     ends = np.array(run.first), np.array(run.last)
-    return Seen(came, *ends, trace.output, denied, tuple(sorted(run.failed)))
+    return ClientTimes(came, *ends, trace.output, denied, tuple(sorted(run.failed)))

@@ -59,7 +59,7 @@ def request_features(prompt: ArrayLike, output: ArrayLike, batch: ArrayLike, tok
     return np.stack([np.atleast_1d(one) for one in columns], axis=-1)
 
 
-class Prediction(NamedTuple):
+class PredictedSeconds(NamedTuple):
     """Seconds, an interval, and whether what was measured determines them at all."""
 
     value: float
@@ -69,7 +69,7 @@ class Prediction(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedTimes:
     """A model of seconds.
 
     Parameters
@@ -108,14 +108,14 @@ class Fitted:
         """Seconds [n] of rows [n, f], at least 0."""
         return np.asarray(features, float) @ self.coefficients
 
-    def predict(self, features: ArrayLike) -> Prediction:
+    def predict(self, features: ArrayLike) -> PredictedSeconds:
         """One row [f] or [1, f]; quickest for a tuple."""
         row = features if type(features) is tuple else np.asarray(features, float).ravel().tolist()
         if len(row) != len(self.names):
             raise Unfitted(f"a row of {len(row)} numbers; allowed: {len(self.names)}, one for each of {self.names}")
         value, half = sum(map(mul, row, self._numbers)), self.half_width
         low, determined = value - half, self._sees_all or self._determined(np.array(row))
-        return Prediction(value, low if low > 0 else 0.0, value + half, determined)
+        return PredictedSeconds(value, low if low > 0 else 0.0, value + half, determined)
 
     @cached_property
     def _numbers(self) -> list[float]:
@@ -136,7 +136,7 @@ class Fitted:
 
 def fit(
     features: ArrayLike, seconds: ArrayLike, names: Sequence[str] = STEP, *, coverage: float = 0.9, seed: int = 0
-) -> Fitted:
+) -> FittedTimes:
     """Fit on two thirds of the rows, and take the interval from the others' residuals.
 
     The half width is the ceil((n + 1) coverage)-th smallest residual of n rows that were held out: split conformal
@@ -162,7 +162,7 @@ def fit(
     residuals = np.sort(np.abs(y[held] - x[held] @ coefficients))
     rank = math.ceil((len(held) + 1) * coverage)
     half = float(residuals[rank - 1]) if rank <= len(held) else math.inf
-    return Fitted(tuple(names), coefficients, half, coverage, blind, lengths, len(kept))
+    return FittedTimes(tuple(names), coefficients, half, coverage, blind, lengths, len(kept))
 
 
 def non_negative(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, NDArray]:
@@ -180,8 +180,8 @@ def non_negative(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, NDArray]:
 class Latency:
     """Time to the first token and time per token after it, fitted apart."""
 
-    ttft: Fitted
-    tpot: Fitted
+    ttft: FittedTimes
+    tpot: FittedTimes
 
 
 def fit_requests(rows: ArrayLike, ttft: ArrayLike, tpot: ArrayLike, **options) -> Latency:

@@ -43,7 +43,7 @@ class Slo:
 
 
 @dataclass(frozen=True)
-class Served:
+class SimulatedRun:
     """What a run shows.
 
     Parameters
@@ -142,7 +142,7 @@ class RoundRobin:
 
 def simulate(
     trace: Trace, workers: Sequence[Worker], router: Router | None = None, front: Front | None = None
-) -> Served:
+) -> SimulatedRun:
     """Serve a trace.
 
     Parameters
@@ -209,13 +209,13 @@ def simulate(
 
 def _served(
     trace: Trace, workers: Sequence[Worker], first: NDArray, last: NDArray, denied: int, refused: int
-) -> Served:
+) -> SimulatedRun:
     done = ~np.isnan(last)
     ends = last[done]
     span = max(float(ends.max(initial=trace.t[-1]) - trace.t[0]), 1e-12)
     after = np.where(done & (trace.output > 1), (last - first) / np.maximum(trace.output - 1, 1), math.nan)
     total = {name: sum(getattr(one, name) for one in workers) for name in ("preemptions", "swaps", "lost", "moved")}
-    return Served(
+    return SimulatedRun(
         ttft=np.where(done, first - trace.t, math.nan),
         tpot=after,
         output=trace.output,

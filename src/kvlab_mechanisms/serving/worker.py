@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvlab.core.errors import UserError
 from kvlab_mechanisms.serving.memory import Memory
-from kvlab_mechanisms.serving.predictor import Fitted
+from kvlab_mechanisms.serving.predictor import FittedTimes
 from kvlab_mechanisms.serving.trace import NONE
 
 
@@ -39,7 +39,7 @@ class Costs:
     read: float
 
     @classmethod
-    def of(cls, fitted: Fitted, token_bytes: float) -> Costs:
+    def of(cls, fitted: FittedTimes, token_bytes: float) -> Costs:
         """Of a fit of `kvlab_mechanisms.serving.predictor.STEP`, for a cache of so many bytes a token."""
         step, prefill, pair, decode, byte = (float(one) for one in fitted.coefficients)
         return cls(step, prefill, pair, decode, byte * token_bytes)
@@ -69,7 +69,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Shape:
+class WorkerShape:
     """How a worker serves.
 
     Parameters
@@ -137,7 +137,7 @@ class Worker:
     def __init__(
         self,
         costs: Costs,
-        shape: Shape,
+        shape: WorkerShape,
         order: Order = first_come,
         swap: Callable[[int], float | None] | None = None,
         batch: Callable[[int, int], int] | None = None,

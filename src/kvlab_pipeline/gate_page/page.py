@@ -20,7 +20,7 @@ from kvlab_pipeline.gate_page import ways
 from kvlab_pipeline.gate_page.audit.trust import trust
 from kvlab_pipeline.gate_page.detection import picture, table
 from kvlab_pipeline.gate_page.reasons import p_value, reasons
-from kvlab_pipeline.gate_page.recommendation import Answer
+from kvlab_pipeline.gate_page.recommendation import Recommendation
 from kvlab_pipeline.gate_page.samples import Repeat, Samples
 from kvlab_pipeline.gate_page.summary import BASELINE, CERTIFIED, Best, Line, Ratio, Summary, judged
 from kvlab_pipeline.gate_page.written_table import WORDS, written_table
@@ -127,7 +127,7 @@ def page(summary: Summary) -> dict[str, Any]:
     }
 
 
-def answer_line(answer: Answer, summary: Summary) -> dict[str, Any]:
+def answer_line(answer: Recommendation, summary: Summary) -> dict[str, Any]:
     """What may be claimed of one group of rows, at which bytes and quality."""
     line = next((line for line in summary.rows if line.row_id == answer.row_id and answer.row_id), None)
     plain = next((one for one in summary.rows if line and one.mechanism == BASELINE and one.place == line.place), None)

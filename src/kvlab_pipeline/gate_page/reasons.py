@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvlab.gate.check import Claim, Report
+from kvlab.gate.check import Claim, GateReport
 from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.render import left, p_value
 from kvlab.gate.rules import CRITERIA, PUBLISHED, Criterion
@@ -14,7 +14,7 @@ from kvlab_pipeline.gate_page.power import WORDS
 from kvlab_pipeline.gate_page.summary import Line, Summary
 
 
-def reasons(report: Report, summary: Summary, found: dict[str, Any]) -> dict[str, Any]:
+def reasons(report: GateReport, summary: Summary, found: dict[str, Any]) -> dict[str, Any]:
     """Everything that the template of the reasons names but its links, as text ready to print."""
     return {
         "details": [detail(line, report) for line in summary.rows if line.measured],
@@ -30,7 +30,7 @@ def reasons(report: Report, summary: Summary, found: dict[str, Any]) -> dict[str
 # -------------------------------------------------------------------------------- what a claim rests on
 
 
-def detail(line: Line, report: Report) -> dict[str, Any]:
+def detail(line: Line, report: GateReport) -> dict[str, Any]:
     """Everything that the gate found of one row."""
     claim = next(c for c in report.claims if (c.row["run"], c.row["row_id"]) == (line.run, line.row_id))
     return {

@@ -19,7 +19,7 @@ KL = "kl"
 OPEN, FAMILY = "quality_open", "quality_family"
 
 
-class Answer(Frozen):
+class Recommendation(Frozen):
     """What may be claimed of one group of rows.
 
     Parameters
@@ -46,7 +46,7 @@ class Answer(Frozen):
     certified: int
 
 
-def answers(lines: Iterable[Line]) -> Iterator[Answer]:
+def answers(lines: Iterable[Line]) -> Iterator[Recommendation]:
     """One answer for each group, engine by engine: what is served first, codecs of whole caches last."""
     groups: dict[tuple, list[Line]] = {}
     for line in lines:
@@ -58,7 +58,7 @@ def answers(lines: Iterable[Line]) -> Iterator[Answer]:
         certified = [line for line in tried if line.earned == CERTIFIED]
         previews = [line for line in tried if is_preview(line)]
         best = smallest(certified) or smallest(previews)
-        yield Answer(
+        yield Recommendation(
             model=model,
             engine=engine,
             protocol=protocol,

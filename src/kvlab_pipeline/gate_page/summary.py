@@ -14,10 +14,10 @@ from kvlab.core.settings import Frozen
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import BY_NAME, TIERS
 from kvlab.gate.catalogue.rows import Row
-from kvlab.gate.check import Claim, Report, check
+from kvlab.gate.check import Claim, GateReport, check
 from kvlab.gate.evidence import Evidence, Measure, measured, paired, parse, problems
 from kvlab.gate.reasons import Reason
-from kvlab_pipeline.gate_page.recommendation import Answer, answers
+from kvlab_pipeline.gate_page.recommendation import Recommendation, answers
 from kvlab_pipeline.gate_page.row_summary import BASELINE, CERTIFIED, Line, Ratio
 from kvlab_pipeline.gate_page.samples import Sampled, Samples, speed
 
@@ -70,7 +70,7 @@ class Summary(Frozen):
     counts: dict[str, int]
     alpha: float
     tested: int
-    answers: tuple[Answer, ...]
+    answers: tuple[Recommendation, ...]
     best: tuple[Best, ...]
     rows: tuple[Line, ...]
 
@@ -80,7 +80,7 @@ class Summary(Frozen):
         return self.model_dump(mode="json", exclude={"rows": {"__all__": measures}})
 
 
-def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None) -> tuple[Report, Summary]:
+def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None) -> tuple[GateReport, Summary]:
     """The gate's report on rows, and what may be said of each.
 
     Parameters

@@ -151,7 +151,7 @@ def provenance(info: ModelInfo, windows: corpus.TokenWindows, calibrated: dict[s
     )
 
 
-class Part(Protocol):
+class JobPart(Protocol):
     """What one study contributes to a job.
 
     Attributes
@@ -173,7 +173,7 @@ class Part(Protocol):
         """Write what was found."""
 
 
-def run(lab: Lab, parts: Sequence[Part], title: str) -> None:
+def run(lab: Lab, parts: Sequence[JobPart], title: str) -> None:
     """Measure all parts in one walk over their windows, and have each write what was found of it.
 
     Raises
@@ -234,7 +234,7 @@ class CellsPart:
         self.witnesses = self.lab.witnesses(self.subjects, self.windows)
 
     def finish(self, findings: Findings, probes: Probes) -> None:
-        """See `Part.finish`; rows are in the order of the windows."""
+        """See `JobPart.finish`; rows are in the order of the windows."""
         lab, windows = self.lab, self.lab.windows
         record = JobRecord(
             provenance=lab.provenance(plan.origins(lab.params, self.study)),

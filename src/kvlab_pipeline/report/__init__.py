@@ -1,1 +1,1 @@
-"""metrics.json, its verdicts, FINDINGS.md and report.html; never imports torch."""
+"""metrics.json, whether engines may be compared (`verdict.py`), FINDINGS.md, report.html; never imports torch."""

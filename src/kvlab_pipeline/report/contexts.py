@@ -8,7 +8,7 @@ from kvlab.core.params import Params
 from kvlab.output import format as fmt
 from kvlab_pipeline.pages import parts as tables
 from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.report import certified, claims, front, models, verdicts
+from kvlab_pipeline.report import certified, claims, front, models, verdict_tables
 from kvlab_pipeline.studies.chapter import Section
 from kvlab_pipeline.studies.register import chapters
 
@@ -121,8 +121,8 @@ def verdict_context(verdict: dict) -> dict:
     cells, conditions = verdict.get("cells"), verdict.get("preconditions")
     return {
         "publishable": verdict["publishable"],
-        "cells": verdicts.verdicts(cells) if cells else None,
-        "preconditions": verdicts.preconditions(conditions) if conditions else None,
+        "cells": verdict_tables.verdicts(cells) if cells else None,
+        "preconditions": verdict_tables.preconditions(conditions) if conditions else None,
     }
 
 

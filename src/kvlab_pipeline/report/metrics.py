@@ -18,7 +18,7 @@ from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.report.calibration import codebook_entries, read_codebooks, sigma_entry
 from kvlab_pipeline.report.schema import OPTIONAL, VERSION, checked, told
 from kvlab_pipeline.report.seal import DIGEST, sealed
-from kvlab_pipeline.studies.chapter import Measured, Sources
+from kvlab_pipeline.studies.chapter import ChapterInputs, Sources
 from kvlab_pipeline.studies.gather import Results, gather
 from kvlab_pipeline.studies.mitigations.plan import read_choice
 from kvlab_pipeline.studies.register import chapters
@@ -64,7 +64,7 @@ def build(params: Params, sources: Sources) -> dict:
     }
     for study, chapter in chapters().items():
         asked = study not in OPTIONAL or study in plan.studies(params)
-        made = chapter.entries(Measured(params, results, boot, sources)) if asked else dict.fromkeys(chapter.parts)
+        made = chapter.entries(ChapterInputs(params, results, boot, sources)) if asked else dict.fromkeys(chapter.parts)
         found |= made
     refuse_non_finite(found, "metrics")
     return sealed(told(checked(found | {DIGEST: ""}, "what was measured")))

@@ -111,7 +111,7 @@ class Shared(Entry):
     codebooks: tuple[CodebookEntry, ...]
     sigma: Sigma
     digest: str
-    """Of everything else in the file, see `base.seal`."""
+    """Of everything else in the file, see `report.seal`."""
 
 
 Metrics: type[Shared] = create_model(

@@ -1,1 +1,1 @@
-"""One folder per study: which cells, what is measured, its numbers, its tables, its figures and its page."""
+"""A folder per study: its cells, what is measured, its page; `settings.py` reads and refuses params.yaml."""

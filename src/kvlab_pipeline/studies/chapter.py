@@ -52,7 +52,7 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ChapterInputs:
     """What numbers are made of: the parameters, the tables of all cells and runs, one bootstrap for all, the files."""
 
     params: Params
@@ -109,7 +109,7 @@ class Chapter:
     parts : dict of str to type
         Its parts of ``metrics.json``, as pydantic declares fields.
     entries : callable
-        `Measured` -> those parts.
+        `ChapterInputs` -> those parts.
     sections : dict of str to Section
         By the name of the template.
     context : callable
@@ -122,7 +122,7 @@ class Chapter:
     """
 
     parts: dict[str, Any]
-    entries: Callable[[Measured], dict]
+    entries: Callable[[ChapterInputs], dict]
     sections: dict[str, Section]
     context: Callable[[dict, Basis], dict]
     claims: Callable[[dict], list[dict]] = _nothing

@@ -10,7 +10,7 @@ from kvlab.core.errors import MissingResult, UnknownName
 from kvlab.core.params import Params
 from kvlab.core.settings import Frozen
 from kvlab_pipeline.jobs import plan
-from kvlab_pipeline.jobs.measure import CellsPart, Lab, Part, run
+from kvlab_pipeline.jobs.measure import CellsPart, JobPart, Lab, run
 from kvlab_pipeline.studies.baseline.measure import BaselinePart
 from kvlab_pipeline.studies.mechanisms.measure import MechanismsPart, longest
 from kvlab_pipeline.studies.processes import BASELINE, MECHANISMS
@@ -55,7 +55,7 @@ def measure_jobs(
     MissingResult
         The mechanisms are measured, and no needles or no digest of the code is named.
     CodecNotActive, NonFinite
-        See `lab.measure.run`.
+        See `jobs.measure.run`.
     """
     places = sorted((tuple(job.partition("/")[::2]) for job in jobs), key=lambda place: place[0] != BASELINE)
     mechanisms = MECHANISMS in {study for study, _ in places}
@@ -71,7 +71,7 @@ def measure_jobs(
 
 def part_of(
     lab: Lab, study: str, job: str, out: Path, choice: Frozen | None, needles_path: Path | None, code: str | None
-) -> Part:
+) -> JobPart:
     """What one job of a study contributes."""
     if study == BASELINE:
         return BaselinePart(lab, job, out)

@@ -3,7 +3,7 @@
 ``params.py``
     A `Section` with a ``key``: its section of params.yaml (see `settings`).
 ``plan.py``
-    ``cells(params, engine)``, and ``READS``: the keys of params.yaml that they are planned from (see `lab.plan`).
+    ``cells(params, engine)``, and ``READS``: the keys of params.yaml that they are planned from (see `jobs.plan`).
 ``chapter.py``
     ``CHAPTER``: its chapter of the report.
 """

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.cache.pages import attention
-from kvlab.cache.pages.attention import Keys, Step, attend, batches
+from kvlab.cache.pages.attention import Keys, ServerStep, attend, batches
 
 KV, GROUP, DIM, BLOCK = 2, 3, 8, 4
 
@@ -43,7 +43,7 @@ def laid_out(lengths, news, seed=0):
     for row, count in enumerate(blocks):
         table[row, :count], at = places[at : at + count], at + count
     starts = [0, *torch.tensor(news).cumsum(0).tolist()]
-    step = Step.of(starts, lengths, table, BLOCK)
+    step = ServerStep.of(starts, lengths, table, BLOCK)
     return step, k, v, table
 
 
@@ -77,7 +77,7 @@ def test_an_answer_does_not_depend_on_who_else_is_served(lengths_and_news, seed)
     attend(q, read, step, KV, 1.0, together)
     for row, (length, new) in enumerate(zip(lengths, news, strict=True)):
         own = slice(step.starts[row], step.starts[row + 1])
-        attend(q[own], read, Step.of([0, new], [length], table[row : row + 1], BLOCK), KV, 1.0, alone[own])
+        attend(q[own], read, ServerStep.of([0, new], [length], table[row : row + 1], BLOCK), KV, 1.0, alone[own])
     assert torch.equal(together, alone)
 
 

@@ -185,7 +185,7 @@ def test_pages_that_vllm_made_otherwise_are_not_served_from(monkeypatch, shape):
 )
 def test_a_canary_that_is_not_heard_stops_the_start(monkeypatch, over, zeroed, error, said):
     logits = iter([torch.tensor([[0.0, first]]) for first in (0.0, over, zeroed)])
-    monkeypatch.setattr(canary.Trial, "last_logits", lambda self, first: next(logits))
+    monkeypatch.setattr(canary.PageTrial, "last_logits", lambda self, first: next(logits))
     attention = SimpleNamespace(layer_name="a", kv_cache=torch.zeros(3, 1, BLOCK, 8, dtype=torch.uint8))
     model = SimpleNamespace(max_model_len=64, dtype=torch.float32, get_vocab_size=lambda: 2)
     made = SimpleNamespace(

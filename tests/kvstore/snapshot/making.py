@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlab.kvstore.paging.geometry import Geometry
-from kvlab.kvstore.paging.ledger import Entry, Ledger
+from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.write import Saved, Source, save
 
@@ -46,7 +46,7 @@ def tokens(count: int) -> list[int]:
 
 def ledger(chunks: int) -> Ledger:
     """Every kind of entry: resident or not, with a score or without, used early or late."""
-    entries = [Entry(n % 3 != 0, None if n % 4 == 1 else n / 7 - 0.5, 11 * n % 17) for n in range(chunks)]
+    entries = [ChunkEntry(n % 3 != 0, None if n % 4 == 1 else n / 7 - 0.5, 11 * n % 17) for n in range(chunks)]
     return Ledger(tuple(entries), clock=40)
 
 

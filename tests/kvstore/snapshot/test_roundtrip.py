@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvlab.core.errors import LayoutMismatch, StorageError, UserError
 from kvlab.core.records import versions
 from kvlab.kvstore.paging.geometry import Geometry
-from kvlab.kvstore.paging.ledger import Entry, Ledger
+from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.chain import links
 from kvlab.kvstore.snapshot.write import Source, save
@@ -45,7 +45,7 @@ def contexts(draw):
     tokens = draw(st.lists(st.integers(0, 2**32 - 1), min_size=geometry.chunk_tokens, max_size=24))
     count = len(tokens) // geometry.chunk_tokens
     clock = draw(st.integers(0, 2**63))
-    entries = st.builds(Entry, st.booleans(), scores, st.integers(0, clock))
+    entries = st.builds(ChunkEntry, st.booleans(), scores, st.integers(0, clock))
     ledger = Ledger(tuple(draw(st.lists(entries, min_size=count, max_size=count))), clock)
     return geometry, tokens, tuple(making.chunk(n, geometry) for n in range(count)), ledger
 

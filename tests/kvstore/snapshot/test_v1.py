@@ -9,7 +9,7 @@ import torch
 
 from kvlab.core.errors import SnapshotRefused, StorageError
 from kvlab.kvstore.paging.geometry import Geometry
-from kvlab.kvstore.paging.ledger import Entry, Ledger
+from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.v1 import read_published
@@ -82,7 +82,7 @@ def test_layers_heads_k_and_v_lie_where_they_should(tmp_path, geometry):
 
 def test_its_ledger_has_residency_and_scores_and_no_last_use(tmp_path):
     scores = [None if score == float("-inf") else score for score in SCORES]
-    wanted = Ledger(tuple(Entry(n % 2 == 1, scores[n % 5], 0) for n in range(7)), clock=0)
+    wanted = Ledger(tuple(ChunkEntry(n % 2 == 1, scores[n % 5], 0) for n in range(7)), clock=0)
     assert opened(tmp_path, blob(7)).ledger == wanted
 
 

@@ -12,9 +12,9 @@ from transformers import AutoConfig
 from kvlab.core.errors import CapabilityError, ModelError
 from kvlab.core.recipe import RECIPE_VARIABLE
 from kvlab.kvstore.snapshot.identity import differences, identity_of
-from kvlab.kvstore.vllm.settings import Settings, transfer_config
+from kvlab.kvstore.vllm.settings import ConnectorSettings, transfer_config
 
-OWN = Settings("folder", chunk_tokens=16)
+OWN = ConnectorSettings("folder", chunk_tokens=16)
 SHARED = replace(OWN, across_engines=True)
 
 

@@ -13,7 +13,7 @@ from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save
 from kvlab.kvstore.vllm.computed import COMPUTED, DECODED, PREFILL
 from kvlab.kvstore.vllm.miss_reasons import Cold
-from kvlab.kvstore.vllm.settings import Settings
+from kvlab.kvstore.vllm.settings import ConnectorSettings
 from kvlab.kvstore.vllm.snapshot_index import Shelf
 from kvstore.snapshot import making
 
@@ -34,7 +34,7 @@ def vllm() -> SimpleNamespace:
 
 @pytest.fixture
 def planner(vllm, tmp_path):
-    settings = Settings(str(tmp_path), SIZE, save="answer")
+    settings = ConnectorSettings(str(tmp_path), SIZE, save="answer")
     return vllm.Planner(vllm.Context(settings, making.identity(), 2 * SIZE, {}))
 
 
@@ -160,7 +160,7 @@ class TestLossy:
     @pytest.fixture
     def planner(self, vllm, tmp_path):
         coder = CodedChunks(making.GEOMETRY, Recipe(k=Fp8Stream(), v=Fp8Stream()), placement="post_rope")
-        settings = Settings(str(tmp_path), SIZE, save="answer", recipe="fp8.json", unproven=True)
+        settings = ConnectorSettings(str(tmp_path), SIZE, save="answer", recipe="fp8.json", unproven=True)
         return vllm.Planner(vllm.Context(settings, making.identity().coded(coder.codec), 2 * SIZE, {}, coder))
 
     @pytest.fixture
@@ -198,7 +198,7 @@ class TestLossy:
         assert self.codes(planner, three, vllm) == ["prefix_cached", "lossy", "lossy"]
 
     def test_without_being_asked_for_a_lossy_snapshot_is_refused(self, vllm, path, tmp_path, planner):
-        settings = Settings(str(tmp_path), SIZE, recipe="fp8.json")
+        settings = ConnectorSettings(str(tmp_path), SIZE, recipe="fp8.json")
         strict = vllm.Planner(vllm.Context(settings, planner.context.identity, 2 * SIZE, {}, planner.context.coder))
         one = request()
         assert begun(strict, one) == 0

@@ -5,13 +5,15 @@ import json
 import pytest
 
 from kvlab.core.errors import ParamsError, UnknownName
-from kvlab.kvstore.vllm.settings import Settings, Wish, transfer_config
+from kvlab.kvstore.vllm.settings import ConnectorSettings, Wish, transfer_config
 
 
 def test_what_the_configuration_says_is_what_the_connector_reads(tmp_path):
     given = transfer_config(tmp_path, chunk_tokens=32, save="answer", salt="x")
     assert json.loads(json.dumps(given)) == given
-    assert Settings.read(given["kv_connector_extra_config"]) == Settings(str(tmp_path), 32, "x", save="answer")
+    assert ConnectorSettings.read(given["kv_connector_extra_config"]) == ConnectorSettings(
+        str(tmp_path), 32, "x", save="answer"
+    )
     assert given["kv_load_failure_policy"] == "recompute" and given["kv_role"] == "kv_both"
 
 
@@ -33,7 +35,7 @@ def test_what_the_configuration_says_is_what_the_connector_reads(tmp_path):
 )
 def test_wrong_settings_are_refused_in_one_line(extra, error, said):
     with pytest.raises(error, match=said) as caught:
-        Settings.read(extra)
+        ConnectorSettings.read(extra)
     assert "\n" not in str(caught.value)
 
 

@@ -16,8 +16,8 @@ from kvlab.core.params import Model
 from kvlab.stats.divergences import token_record
 from kvlab_mechanisms.cluster import decoding
 from kvlab_mechanisms.cluster.decoding import WAYS, DecodeProcess, Setup
-from kvlab_mechanisms.cluster.handover import Coded, Decoder, Exact, prefill
-from kvlab_mechanisms.cluster.transport import LENGTH, PIECE, Reader, Writer
+from kvlab_mechanisms.cluster.handover import CodedWire, DecodingWorker, Exact, prefill
+from kvlab_mechanisms.cluster.transport import LENGTH, PIECE, WireReader, WireWriter
 from kvlab_mechanisms.memory.wire import Head, pack
 
 PROMPTS = {"one": list(range(5, 45)), "two": list(range(90, 70, -1))}
@@ -43,7 +43,7 @@ def other(setup, model):
 
 def alone(model, prompt: list[int], change=None) -> tuple[list[int], torch.Tensor]:
     """Tokens of one process and the logits of each, over the clean cache or one that was changed."""
-    read, decoder = prefill(model, prompt), Decoder(model)
+    read, decoder = prefill(model, prompt), DecodingWorker(model)
     found = dict(Exact().payloads(read.cache)) if change is None else change(read.cache)
     decoder.load("only", {place: x.clone() for place, x in found.items()}, read.first)
     steps = [decoder.step("only") for _ in range(TOKENS)]
@@ -133,7 +133,7 @@ def test_what_a_damaged_stream_holds_is_not_read(model, other, monkeypatch):
 
 def test_a_codec_that_refuses_its_input_leaves_the_way_free(model, other):
     read = prefill(model, PROMPTS["one"])
-    form = Coded(named_recipe("int", 4), model.config, 32)
+    form = CodedWire(named_recipe("int", 4), model.config, 32)
     read.cache.layers[1].keys[0, 0, 0, 0] = torch.nan
     other.form = form
     try:
@@ -174,20 +174,20 @@ def test_a_coded_hand_over_is_the_codec_in_one_process(model, setup, rotary):
 
 def test_codecs_of_whole_caches_are_told(model):
     with pytest.raises(CapabilityError, match="codes all layers of a cache at once"):
-        Coded(named_recipe("archive", 4), model.config, 32)
+        CodedWire(named_recipe("archive", 4), model.config, 32)
 
 
 def test_streams_go_through_in_pieces():
     data = [b"ab", bytes(PIECE + 7), b"", b"c" * (PIECE - 1), b"end"]
     sink = io.BytesIO()
-    writer = Writer(sink)
+    writer = WireWriter(sink)
     for part in data:
         writer.write(part)
     writer.end()
     writer.write(b"next")
     writer.end()
     assert writer.sent == len(sink.getvalue())
-    reader = Reader(io.BytesIO(sink.getvalue()))
+    reader = WireReader(io.BytesIO(sink.getvalue()))
     reader.begin()
     assert reader.read(1) == b"a"
     reader.drain()
@@ -195,7 +195,7 @@ def test_streams_go_through_in_pieces():
     reader.begin()
     assert reader.read(9) == b"next" and reader.read(1) == b""
     for cut in (3, LENGTH.size + 1):
-        broken = Reader(io.BytesIO(sink.getvalue()[:cut]))
+        broken = WireReader(io.BytesIO(sink.getvalue()[:cut]))
         broken.begin()
         with pytest.raises(StreamError, match="the other process is gone"):
             broken.drain()

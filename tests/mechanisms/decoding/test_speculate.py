@@ -14,7 +14,7 @@ from kvlab.codecs.recipes import named_recipe
 from kvlab.core.recipe import IDENTITY, Recipe
 from kvlab_mechanisms.decoding.acceptance import BesideExact, CompressedKVDrafter
 from kvlab_mechanisms.decoding.law import Sampling, law
-from kvlab_mechanisms.decoding.speculate import Report, plain, speculate
+from kvlab_mechanisms.decoding.speculate import SpeculationReport, plain, speculate
 from kvlab_mechanisms.decoding.verify import Draft, Verified
 
 PROMPT = torch.randint(1, 320, (24,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -108,7 +108,7 @@ def test_overlap_is_near_one_for_a_fine_codec_and_falls_with_its_bits(model):
 
 
 def test_counts():
-    report = Report()
+    report = SpeculationReport()
     assert np.isnan(report.tokens_per_call) and report.by_position == []
     for drafted, accepted in ((3, 3), (3, 0), (3, 1), (1, 1)):
         chain = list(range(drafted))

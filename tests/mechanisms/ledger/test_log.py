@@ -14,13 +14,13 @@ from kvlab.core.errors import KvlabError, StorageError, UserError
 from kvlab.core.recipe import canonical
 from kvlab_mechanisms.ledger.checkpoint import Checkpoint, LedgerBroken, advance, verify
 from kvlab_mechanisms.ledger.jobs import digest_of, enter, entry_of, number_of, others
-from kvlab_mechanisms.ledger.log import Entry, Read, append, decoded, encoded, read
+from kvlab_mechanisms.ledger.log import LogEntry, ReadLog, append, decoded, encoded, read
 from kvlab_mechanisms.ledger.merkle import Tree
 
 
-def entry(n: int, **changes) -> Entry:
+def entry(n: int, **changes) -> LogEntry:
     told = {"job": f"rule n={n}", "inputs": {}, "outputs": {f"results/{n}": f"{n:064x}"}, "params": "0" * 64}
-    return Entry(**(told | {"versions": {"kvlab": "1"}} | changes))
+    return LogEntry(**(told | {"versions": {"kvlab": "1"}} | changes))
 
 
 def lines(count: int) -> list[bytes]:
@@ -42,7 +42,7 @@ def test_a_log_read_again_is_the_log(path):
     assert found.tree().root() == Tree(map(leaf_of, written)).root()
 
 
-def leaf_of(one: Entry) -> bytes:
+def leaf_of(one: LogEntry) -> bytes:
     from kvlab.codecs.stream.tree import leaf
 
     return leaf(encoded(one))
@@ -54,7 +54,7 @@ MANGLED = st.sampled_from(["delete", "swap", "cut", "insert", "edit", "bit"])
 @given(st.integers(2, 12), MANGLED, st.data())
 def test_whatever_is_done_to_the_past_is_found(count, how, data):
     whole = lines(count)
-    checkpoint = Checkpoint.of(Read(None, tuple(whole), 0).tree())
+    checkpoint = Checkpoint.of(ReadLog(None, tuple(whole), 0).tree())
     at = data.draw(st.integers(0, count - 1))
     other = data.draw(st.integers(0, count - 1))
     changed = list(whole)
@@ -77,8 +77,8 @@ def test_whatever_is_done_to_the_past_is_found(count, how, data):
     assume(changed != whole)
     later = lines(20)[count : count + data.draw(st.integers(0, 5))]
     with pytest.raises(LedgerBroken, match=r"its end was cut|not those of the checkpoint"):
-        verify(Read("log", (*changed, *later), 0), checkpoint)
-    assert len(verify(Read("log", (*whole, *later), 0), checkpoint)) == count + len(later)
+        verify(ReadLog("log", (*changed, *later), 0), checkpoint)
+    assert len(verify(ReadLog("log", (*whole, *later), 0), checkpoint)) == count + len(later)
 
 
 @given(st.binary(max_size=40) | st.text(max_size=40).map(str.encode))

@@ -6,7 +6,7 @@ import pytest
 
 from kvlab_mechanisms.micro import page, timing
 from kvlab_mechanisms.micro import page as run
-from kvlab_mechanisms.micro.row import Row, hold, published
+from kvlab_mechanisms.micro.row import BenchRow, hold, published
 from kvlab_mechanisms.micro.rows import ALL
 
 
@@ -49,7 +49,7 @@ def failing() -> None:
 
 
 def test_a_row_that_is_wrong_has_no_time_and_stands_on_the_page(tmp_path):
-    found = run.run([Row("r10", "one page", failing, ours=lambda: 1 / 0)], rounds=2)
+    found = run.run([BenchRow("r10", "one page", failing, ours=lambda: 1 / 0)], rounds=2)
     assert found["rows"][0]["kind"] == "failed"
     page.write(found, tmp_path / "BENCH.md")
     text = (tmp_path / "BENCH.md").read_text()
@@ -58,9 +58,11 @@ def test_a_row_that_is_wrong_has_no_time_and_stands_on_the_page(tmp_path):
 
 def test_the_page_holds_times_numbers_and_what_is_missing(tmp_path):
     asked = [
-        Row("r11", "a", lambda: None, ours=lambda: sum(range(9)), rival=lambda: sum(range(9999)), rival_name="a sum"),
-        Row("r11-2", "b", lambda: None, ours=lambda: sum(range(9)), rival_name="none: it cannot be had"),
-        Row("r12", "c", lambda: None, value=lambda: 0.25),
+        BenchRow(
+            "r11", "a", lambda: None, ours=lambda: sum(range(9)), rival=lambda: sum(range(9999)), rival_name="a sum"
+        ),
+        BenchRow("r11-2", "b", lambda: None, ours=lambda: sum(range(9)), rival_name="none: it cannot be had"),
+        BenchRow("r12", "c", lambda: None, value=lambda: 0.25),
     ]
     found = run.run(asked, rounds=3)
     kinds = [row["kind"] for row in found["rows"]]

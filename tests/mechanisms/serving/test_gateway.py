@@ -13,7 +13,7 @@ from kvlab.core.errors import UnknownName, UserError
 from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
 from kvlab_mechanisms.serving.policies.gateway import POINTS, STALE, Gateway
 from kvlab_mechanisms.serving.simulate import simulate
-from kvlab_mechanisms.serving.worker import Costs, Shape, Worker
+from kvlab_mechanisms.serving.worker import Costs, Worker, WorkerShape
 
 
 def gateway(count: int, policy="least", capacity=1 << 30, **more) -> Gateway:
@@ -145,7 +145,7 @@ def test_affinity_is_worth_more_than_balance_in_the_simulator():
     own = replace(scaled(AZURE_CONV, 0.1, rate=60.0), share=1.0, prefixes=40, prefix_tokens=320)
     trace, found = made(1500, own, 2), {}
     for policy in ("least", "prefix"):
-        workers = [Worker(costs, Shape(4000, 1.0)) for _ in range(8)]
+        workers = [Worker(costs, WorkerShape(4000, 1.0)) for _ in range(8)]
         found[policy] = simulate(trace, workers, gateway(8, policy))
     assert np.median(found["prefix"].ttft) < 0.8 * np.median(found["least"].ttft)
 

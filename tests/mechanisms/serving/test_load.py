@@ -11,7 +11,7 @@ import pytest
 from kvlab.core.errors import CapabilityError
 from kvlab.output import format as fmt
 from kvlab_mechanisms.serving.measured import arm_of
-from kvlab_mechanisms.serving.paced import Seen
+from kvlab_mechanisms.serving.paced import ClientTimes
 from kvlab_mechanisms.serving.worker import Costs
 from validation.serving import load, load_page, served
 
@@ -33,7 +33,7 @@ def server() -> dict:
     due = served.simulated(trace, arm)
     denied = np.isnan(due.ttft) | (np.arange(43) < 3)
     first, last = (np.where(denied, np.nan, trace.t + one) for one in (due.ttft, due.latency))
-    seen = Seen(trace.t, first, last, trace.output, denied, ())
+    seen = ClientTimes(trace.t, first, last, trace.output, denied, ())
     return served.compared(trace, seen, due, arm)
 
 

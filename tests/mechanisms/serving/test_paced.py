@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.core.errors import UserError
-from kvlab_mechanisms.serving.paced import Seen, pace
+from kvlab_mechanisms.serving.paced import ClientTimes, pace
 from kvlab_mechanisms.serving.policies.gateway import FAILURES, Gateway
 from kvlab_mechanisms.serving.policies.preempt import remaining_first
 from kvlab_mechanisms.serving.policies.ratelimit import NANO, RateLimit
 from kvlab_mechanisms.serving.simulate import simulate
 from kvlab_mechanisms.serving.trace import Trace, columns
-from kvlab_mechanisms.serving.worker import Costs, Shape, Worker, first_come
+from kvlab_mechanisms.serving.worker import Costs, Worker, WorkerShape, first_come
 
 COSTS = Costs(step=0.0, prefill=2e-3, pair=0.0, decode=0.05, read=0.0)
-SHAPE = Shape(1 << 30, 1.0, 16, chunk=100_000, most=1, prefixes=False)
+SHAPE = WorkerShape(1 << 30, 1.0, 16, chunk=100_000, most=1, prefixes=False)
 
 
 class Selector(selectors.SelectSelector):
@@ -45,7 +45,7 @@ class Loop(asyncio.SelectorEventLoop):
         return self.still.now
 
 
-def run(trace: Trace, ask=None, **settings) -> Seen:
+def run(trace: Trace, ask=None, **settings) -> ClientTimes:
     loop = Loop()
 
     async def served(_worker: int, number: int) -> AsyncIterator[None]:

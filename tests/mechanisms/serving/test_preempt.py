@@ -13,7 +13,7 @@ from kvlab.core.errors import UserError
 from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
 from kvlab_mechanisms.serving.policies.preempt import Switch, one_server, remaining_first
 from kvlab_mechanisms.serving.simulate import simulate
-from kvlab_mechanisms.serving.worker import Costs, Shape, Worker
+from kvlab_mechanisms.serving.worker import Costs, Worker, WorkerShape
 
 COSTS = Costs(step=4e-3, prefill=2e-5, pair=1e-8, decode=1e-4, read=5e-7)
 SWITCH = Switch(COSTS, 512, 23040, 1e9, setup=5e-3)
@@ -106,7 +106,7 @@ def test_from_the_break_even_on_swapping_is_never_dearer(size):
 
 def test_preemption_in_the_simulator_counts_what_is_lost_and_moved():
     trace = made(400, scaled(AZURE_CONV, 0.1, rate=120.0), 5)
-    shape = Shape(80_000, 32.0)
+    shape = WorkerShape(80_000, 32.0)
     plain = simulate(trace, [Worker(COSTS, shape)])
     swapped = simulate(trace, [Worker(COSTS, shape, swap=Switch(COSTS, 512, 32.0, 1e9))])
     assert plain.preemptions > 0

@@ -14,13 +14,13 @@ from kvlab.core.errors import Fault, UserError
 from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
 from kvlab_mechanisms.serving.simulate import Slo, simulate
 from kvlab_mechanisms.serving.trace import columns
-from kvlab_mechanisms.serving.worker import Costs, Shape, Worker
+from kvlab_mechanisms.serving.worker import Costs, Worker, WorkerShape
 
 COSTS = Costs(step=4e-3, prefill=2e-5, pair=1e-8, decode=1e-4, read=5e-7)
 SMALL = scaled(AZURE_CONV, 0.1, rate=12.0)
 
 
-def walked(trace, costs: Costs, shape: Shape) -> tuple[list[float], list[float], int]:
+def walked(trace, costs: Costs, shape: WorkerShape) -> tuple[list[float], list[float], int]:
     """First and last tokens and preemptions, a step at a time, without shared beginnings."""
     size, now, at, preemptions = len(trace), 0.0, 0, 0
     pages = lambda tokens: -(-tokens // shape.page)  # noqa: E731
@@ -94,7 +94,7 @@ def last_begun(found: list[int], order: dict[int, int]) -> int:
 def test_it_is_the_walk_of_every_step(seed):
     trace = made(60, SMALL, seed)
     pages = (2000, 40, 25)[seed % 3]
-    shape = Shape(pages * 16, 1.0, 16, (512, 48)[seed % 2], (64, 3)[seed // 5], prefixes=False)
+    shape = WorkerShape(pages * 16, 1.0, 16, (512, 48)[seed % 2], (64, 3)[seed // 5], prefixes=False)
     keep = [i for i in range(60) if -(-(trace.prompt[i] + trace.output[i]) // 16) <= pages]
     trace = columns([(trace.t[i], trace.prompt[i], trace.output[i], -1, 0) for i in keep])
     began.clear()
@@ -107,7 +107,7 @@ def test_it_is_the_walk_of_every_step(seed):
 
 def test_one_request_alone_takes_what_its_steps_take():
     trace = columns([(1.0, 100, 11, -1, 0)])
-    found = simulate(trace, [Worker(COSTS, Shape(1 << 20, 1.0))])
+    found = simulate(trace, [Worker(COSTS, WorkerShape(1 << 20, 1.0))])
     assert found.ttft[0] == pytest.approx(4e-3 + 100 * 2e-5 + 1e-8 * 5050)
     steps = sum(4e-3 + 1e-4 + 5e-7 * (100 + i) for i in range(1, 11))
     assert found.tpot[0] == pytest.approx(steps / 10)
@@ -115,7 +115,7 @@ def test_one_request_alone_takes_what_its_steps_take():
 
 def test_nothing_is_lost_and_every_page_comes_back():
     trace = made(3000, replace(SMALL, share=0.6, prefixes=5, prefix_tokens=100, rate=90.0), 2)
-    workers = [Worker(COSTS, Shape(2500, 1.0)) for _ in range(3)]
+    workers = [Worker(COSTS, WorkerShape(2500, 1.0)) for _ in range(3)]
     found = simulate(trace, workers)
     assert not np.isnan(found.latency).any()
     assert found.tokens == trace.output.sum()
@@ -128,13 +128,13 @@ def test_nothing_is_lost_and_every_page_comes_back():
 
 def test_the_same_trace_gives_the_same_report():
     trace = made(500, SMALL, 4)
-    one, two = (simulate(trace, [Worker(COSTS, Shape(3000, 1.0))]).report(Slo(1, 0.05)) for _ in range(2))
+    one, two = (simulate(trace, [Worker(COSTS, WorkerShape(3000, 1.0))]).report(Slo(1, 0.05)) for _ in range(2))
     assert one == two
 
 
 def test_fewer_bytes_a_token_hold_more_and_preempt_less():
     trace = made(800, scaled(AZURE_CONV, 0.1, rate=60.0), 5)
-    found = [simulate(trace, [Worker(COSTS, Shape(80_000, size))]) for size in (32.0, 16.0, 4.0)]
+    found = [simulate(trace, [Worker(COSTS, WorkerShape(80_000, size))]) for size in (32.0, 16.0, 4.0)]
     assert [one.capacity for one in found] == [2496, 4992, 20000]
     assert found[0].preemptions > found[1].preemptions >= found[2].preemptions
     assert np.median(found[0].ttft) > np.median(found[2].ttft)
@@ -142,8 +142,8 @@ def test_fewer_bytes_a_token_hold_more_and_preempt_less():
 
 def test_a_beginning_that_is_kept_is_not_computed_again():
     trace = columns([(float(t), 400, 4, 9, 384) for t in range(5)])
-    found = simulate(trace, [Worker(COSTS, Shape(1 << 20, 1.0))])
-    plain = simulate(trace, [Worker(COSTS, Shape(1 << 20, 1.0, prefixes=False))])
+    found = simulate(trace, [Worker(COSTS, WorkerShape(1 << 20, 1.0))])
+    plain = simulate(trace, [Worker(COSTS, WorkerShape(1 << 20, 1.0, prefixes=False))])
     assert found.ttft[0] == pytest.approx(plain.ttft[0])
     assert (found.ttft[1:] < 0.7 * plain.ttft[1:]).all()
 
@@ -156,7 +156,7 @@ PROBES = {
 
 @pytest.mark.parametrize("name", PROBES)
 def test_a_beginning_that_leaves_no_room_makes_room(name):
-    worker = Worker(COSTS, Shape(11 * 16, 1.0))
+    worker = Worker(COSTS, WorkerShape(11 * 16, 1.0))
     found = simulate(columns(PROBES[name]), [worker])
     assert not np.isnan(found.latency).any()
     assert worker.memory.available == worker.memory.pages
@@ -185,7 +185,7 @@ def test_every_request_is_served_denied_or_refused(rows, pages, page, chunk, sec
         (when, prompt, output, prefix if shared else -1, min(shared, prompt) if prefix >= 0 else 0)
         for when, (_, prompt, output, prefix, shared) in zip(t, rows, strict=True)
     )
-    shape = Shape(pages * 16, 1.0, page, chunk, most)
+    shape = WorkerShape(pages * 16, 1.0, page, chunk, most)
     swap = None if seconds is None else lambda _: seconds
     workers = [Worker(COSTS, shape, swap=swap) for _ in range(count)]
     found = simulate(trace, workers, front=lambda _, number: number % 5 != 4)
@@ -204,11 +204,11 @@ def test_every_request_is_served_denied_or_refused(rows, pages, page, chunk, sec
 def test_a_run_that_leaves_requests_behind_gives_no_figure(monkeypatch):
     monkeypatch.setattr(Worker, "plan", lambda *_: None)
     with pytest.raises(Fault, match="1 of 1 requests"):
-        simulate(columns([(0.0, 10, 5, -1, 0)]), [Worker(COSTS, Shape(320, 1.0))])
+        simulate(columns([(0.0, 10, 5, -1, 0)]), [Worker(COSTS, WorkerShape(320, 1.0))])
 
 
 def test_what_no_memory_holds_is_refused_and_said():
-    found = simulate(columns([(0.0, 1000, 5, -1, 0), (0.0, 10, 5, -1, 0)]), [Worker(COSTS, Shape(320, 1.0))])
+    found = simulate(columns([(0.0, 1000, 5, -1, 0), (0.0, 10, 5, -1, 0)]), [Worker(COSTS, WorkerShape(320, 1.0))])
     assert found.refused == 1
     assert np.isnan(found.ttft[0])
     assert found.report(Slo())["served"] == 1
@@ -218,7 +218,7 @@ def test_what_no_memory_holds_is_refused_and_said():
 
 def test_the_front_denies_and_goodput_counts_who_is_in_time():
     trace = made(200, SMALL, 6)
-    found = simulate(trace, [Worker(COSTS, Shape(1 << 20, 1.0))], front=lambda _, number: number % 2 == 0)
+    found = simulate(trace, [Worker(COSTS, WorkerShape(1 << 20, 1.0))], front=lambda _, number: number % 2 == 0)
     assert found.denied == 100
     assert found.goodput(Slo()) == pytest.approx(100 / found.span)
     assert found.goodput(Slo(ttft=0)) == 0
@@ -227,5 +227,5 @@ def test_the_front_denies_and_goodput_counts_who_is_in_time():
 @pytest.mark.full
 def test_a_million_requests():
     trace = made(1_000_000, scaled(AZURE_CONV, 0.25, rate=70.0), 1)
-    found = simulate(trace, [Worker(COSTS, Shape(1 << 16, 1.0)) for _ in range(8)])
+    found = simulate(trace, [Worker(COSTS, WorkerShape(1 << 16, 1.0)) for _ in range(8)])
     assert found.report(Slo())["served"] == 1_000_000 - found.refused

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.core.errors import UserError
-from kvlab_mechanisms.serving.policies.batches import Batches, Reason
+from kvlab_mechanisms.serving.policies.batches import Batches, BatchReason
 from kvlab_mechanisms.serving.policies.profiler import Histogram, Profiler
 from kvlab_mechanisms.serving.policies.ratelimit import NANO, RateLimit
 from kvlab_mechanisms.serving.policies.semantic import SemanticCache, Space, threshold_for
@@ -200,13 +200,13 @@ def test_a_smaller_cache_lets_a_larger_batch_in():
     sizes = [own.next(100, 1e6, tokens * 500).size for tokens in (46.08, 23.04, 5.8)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[2]
-    assert own.next(100, 1e6, 46.08 * 500).reason is Reason.MEMORY
+    assert own.next(100, 1e6, 46.08 * 500).reason is BatchReason.MEMORY
     assert own.next(0).size == 0
 
 
 def test_the_running_mean_and_growth_without_data():
     own = Batches(weight=0.3, target=1.0)
-    assert own.next(9).reason is Reason.UNKNOWN
+    assert own.next(9).reason is BatchReason.UNKNOWN
     own.record(4, 1.0)
     own.record(4, 2.0)
     assert own.means[4] == pytest.approx(1.3)

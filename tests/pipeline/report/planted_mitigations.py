@@ -115,7 +115,7 @@ def planted_results(params: Params, planted: Planted, choice: Choice = CHOICE, *
     cells, windows = {}, params.mitigations.windows
     for engine in params.engines:
         for protocol in params.mitigations.protocols:
-            identity = plan.Arm("identity", tuple(range(params.model.n_layers)), IDENTITY)
+            identity = plan.Mitigation("identity", tuple(range(params.model.n_layers)), IDENTITY)
             for arm in (identity, *plan.arms(params, choice)):
                 cell = plan.cell_of(arm, params, engine, protocol, windows)
                 bits, kl = (16.0, FLOOR) if arm is identity else (planted.bits[arm.name], planted.kl(arm.name))

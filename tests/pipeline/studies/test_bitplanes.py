@@ -25,7 +25,7 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)
 GAUSS = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def arm(name: str, group: int | None = None) -> planes.Arm:
+def arm(name: str, group: int | None = None) -> planes.PlanesVariant:
     (found,) = (
         one for one in [*planes.arms((32, 128), 16), *planes.controls()] if (one.name, one.group) == (name, group)
     )

@@ -20,7 +20,7 @@ from kvlab.engines.base import context_of
 from kvlab.measure.coding import CleanCapture
 from kvlab_pipeline.studies.mitigations import plan
 from kvlab_pipeline.studies.mitigations import search as choose
-from kvlab_pipeline.studies.mitigations.plan import Arm, Step
+from kvlab_pipeline.studies.mitigations.plan import Mitigation, Step
 from kvlab_pipeline.studies.mitigations.search import (
     best_last,
     boundary,
@@ -54,11 +54,11 @@ class Planted:
         self.rounds.append(asked)
         return [Step(layers=layers, kl=self.kl(arm), bits_per_value=self.spent(arm)) for layers, arm in asked]
 
-    def recipe(self, arm: Arm, layer: int):
+    def recipe(self, arm: Mitigation, layer: int):
         special = [one.recipe for one in arm.exceptions if layer in one.layers]
         return special[0] if special else arm.recipe
 
-    def kl(self, arm: Arm) -> float:
+    def kl(self, arm: Mitigation) -> float:
         total = self.floor
         for layer in arm.layers:
             recipe = self.recipe(arm, layer)
@@ -67,7 +67,7 @@ class Planted:
                     total += weight * 4.0 ** -bits(stream)
         return total
 
-    def spent(self, arm: Arm) -> float:
+    def spent(self, arm: Mitigation) -> float:
         coded = {layer: self.recipe(arm, layer) for layer in arm.layers}
         pairs = [(bits(r.k) + bits(r.v)) / 2 for r in coded.values()]
         return (sum(pairs) + UNCODED * (len(self.weights) - len(pairs))) / len(self.weights)

@@ -15,7 +15,7 @@ from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 from kvlab.kvstore.snapshot.write import Source, save
-from kvlab_pipeline.studies.restore.arms import ARMS, CONSUME, DAMAGED, FOREIGN, OFF, Doubt, Trial
+from kvlab_pipeline.studies.restore.arms import ARMS, CONSUME, DAMAGED, FOREIGN, OFF, Doubt, VariantRun
 from kvlab_pipeline.studies.restore.runner import PagedAttempt, conduct, flipped
 from kvstore.snapshot import making
 
@@ -40,9 +40,9 @@ class Reader:
 
     calls: list[tuple[str, str | None]] = field(default_factory=list)
 
-    def __call__(self, mode: str, snapshot: Path | None) -> Trial:
+    def __call__(self, mode: str, snapshot: Path | None) -> VariantRun:
         self.calls.append((mode, snapshot and snapshot.name))
-        cold = Trial(ANSWER, consumed=False, prefix_len=0, prefill_ms=30.0)
+        cold = VariantRun(ANSWER, consumed=False, prefix_len=0, prefill_ms=30.0)
         if mode == "recompute" or snapshot is None:
             return cold
         try:
@@ -51,7 +51,7 @@ class Reader:
             if mode == "consume":
                 raise
             return replace(cold, codes=error.codes)
-        return Trial(ANSWER, True, prefix, 3.0, 1.0, agrees=True if mode == "verify" else None)
+        return VariantRun(ANSWER, True, prefix, 3.0, 1.0, agrees=True if mode == "verify" else None)
 
     def read(self, snapshot: Path) -> int:
         with read.open(snapshot) as opened:

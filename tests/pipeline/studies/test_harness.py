@@ -18,10 +18,10 @@ from kvlab_pipeline.studies.restore.arms import (
     FOREIGN,
     OFF,
     VERIFY,
-    Arm,
     Control,
     Doubt,
-    Trial,
+    RestoreVariant,
+    VariantRun,
     Verdict,
 )
 from kvlab_pipeline.studies.restore.decision import combined, judge
@@ -29,15 +29,15 @@ from kvlab_pipeline.studies.restore.decision import combined, judge
 PREFIX = 64
 ANSWER = (5, 6, 7)
 RAN = {"model_hash": "5eed", "threads": "1"}
-COLD = Trial(ANSWER, consumed=False, prefix_len=0, prefill_ms=40.0, setting=RAN)
-WARM = Trial(ANSWER, consumed=True, prefix_len=PREFIX, prefill_ms=4.0, load_ms=2.0, setting=RAN)
+COLD = VariantRun(ANSWER, consumed=False, prefix_len=0, prefill_ms=40.0, setting=RAN)
+WARM = VariantRun(ANSWER, consumed=True, prefix_len=PREFIX, prefill_ms=4.0, load_ms=2.0, setting=RAN)
 BOTH = replace(WARM, agrees=True)
 
 
-def arms(**changes) -> dict[str, Arm]:
+def arms(**changes) -> dict[str, RestoreVariant]:
     """Three honest arms, each with three trials; a change replaces an arm's trials."""
     trials = {OFF: (COLD,) * 3, CONSUME: (WARM,) * 3, VERIFY: (BOTH,) * 3} | changes
-    return {name: Arm(tuple(found)) for name, found in trials.items() if found is not None}
+    return {name: RestoreVariant(tuple(found)) for name, found in trials.items() if found is not None}
 
 
 def controls(**changes) -> dict[str, Control]:
@@ -55,7 +55,7 @@ def test_honest_arms_pass_with_the_ratio_of_median_prefill_times_alone():
     assert (found.outcome, found.reasons, found.speedup) == ("pass", (), 40.0 / 5.0)
 
 
-def some(trial: Trial, **change) -> tuple[Trial, ...]:
+def some(trial: VariantRun, **change) -> tuple[VariantRun, ...]:
     """Three trials, of which the second is changed."""
     return trial, replace(trial, **change), trial
 

@@ -65,12 +65,12 @@ def test_parts_of_the_calibration_and_contexts_are_scored_on_every_window(params
 
 
 def test_the_whole_calibration_scores_what_its_cell_would(params, measured, hf_engine, tiny_windows, tiny_fitted):
-    from kvlab.measure.quick_run import Subject, score
+    from kvlab.measure.quick_run import NamedCodec, score
     from kvlab_pipeline.studies.ladder.plan import cheapest
 
     info = resolve(params.model)
     windows, calibrated = corpus.load(tiny_windows, info.model_hash), calibration.load(tiny_fitted, info.model_hash)
-    subjects = [Subject(*cheapest(params, "klt"), calibrated)]
+    subjects = [NamedCodec(*cheapest(params, "klt"), calibrated)]
     (due,) = score(hf_engine, windows.test[:1], windows.context, subjects, "snapshot", None)
     whole = params.windows.calib * params.windows.context
     (found,) = [one for one in measured.scores if (one.calibration_tokens, one.window, one.context) == (whole, 0, 64)]

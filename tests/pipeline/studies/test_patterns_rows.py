@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvlab.attention.hf import attending, plan_of
-from kvlab.attention.patterns import Full, Window
+from kvlab.attention.patterns import Full, SlidingWindow
 from kvlab.core.errors import CodecNotActive, Fault
 from kvlab.core.records import CANARY_MIN
 from kvlab.gate import registry as gate_registry
@@ -106,13 +106,13 @@ def test_a_pattern_that_would_leave_nothing_out_is_told_and_one_that_does_is_ref
 
 
 def test_a_way_that_changes_what_reads_everything_is_refused(measured, monkeypatch):
-    monkeypatch.setattr(patterned, "Full", lambda: Window(1))
+    monkeypatch.setattr(patterned, "Full", lambda: SlidingWindow(1))
     with pytest.raises(Fault, match="what keeps and reads everything moves the logits"):
         measured("hf", NAME)
 
 
 def test_a_pattern_that_does_not_reach_the_attention_is_refused(measured, monkeypatch):
-    monkeypatch.setattr(patterned, "Window", lambda _: Full())
+    monkeypatch.setattr(patterned, "SlidingWindow", lambda _: Full())
     with pytest.raises(CodecNotActive, match="does not reach the attention"):
         measured("hf", NAME)
 
@@ -120,7 +120,7 @@ def test_a_pattern_that_does_not_reach_the_attention_is_refused(measured, monkey
 def test_what_a_model_reads_by_is_asked_of_the_model(hf_engine):
     model = hf_engine.model
     assert plan_of(model) is None
-    layers = (Window(3),) * hf_engine.info.n_layers
+    layers = (SlidingWindow(3),) * hf_engine.info.n_layers
     with attending(model, layers):
         assert plan_of(model) == layers
     assert plan_of(model) is None

@@ -15,7 +15,7 @@ from kvlab.text import needles
 from kvlab.text.needles import Needle
 from kvlab_pipeline.studies.policy import measure, tables
 from kvlab_pipeline.studies.policy import record as records
-from kvlab_pipeline.studies.policy.asking import Observed, ask, planted_chunks
+from kvlab_pipeline.studies.policy.asking import WatchedRun, ask, planted_chunks
 from kvlab_pipeline.studies.policy.measure import arms, blocks_of, thirds
 from kvlab_pipeline.studies.policy.record import FORESIGHT, Asked
 
@@ -82,7 +82,7 @@ def test_where_everything_has_room_all_of_the_mass_is_kept(model, items):
 
 
 def test_kept_mass_is_that_of_the_chunks_that_attention_could_read(model, items):
-    seen = Observed(run_after(model, items[0], 4))
+    seen = WatchedRun(run_after(model, items[0], 4))
     seen.forward(items[0].question[0])
     assert seen.resident[0] == 0 and seen.resident[-1] == 8 and len(seen.resident) == 4
     out = [chunk for chunk in range(9) if chunk not in seen.resident]
@@ -94,7 +94,7 @@ def test_foresight_holds_the_chunks_that_it_was_told(model, items):
     told[3] = 1.0
     run = PagedRun(model, PagerConfig(32, 8, 1, 1), "oracle", every=1 << 40)
     run.extend(items[0].context)
-    seen = Observed(run, [told], ahead=True)
+    seen = WatchedRun(run, [told], ahead=True)
     assert 3 not in run.pager.resident
     seen.forward(items[0].question[0])
     assert 3 in seen.resident and seen.shares == [1.0]

@@ -11,12 +11,12 @@ from kvlab.core.records import read_json, write_json
 from kvlab_pipeline.studies import page
 from kvlab_pipeline.studies.tradeoffs import record as records
 from kvlab_pipeline.studies.tradeoffs import tables
-from kvlab_pipeline.studies.tradeoffs.arms import FULL, Shape, arms, kept_at, rank_at, recipes_of
+from kvlab_pipeline.studies.tradeoffs.arms import FULL, CacheShape, arms, kept_at, rank_at, recipes_of
 from kvlab_pipeline.studies.tradeoffs.measure import measure, refuse
 from kvlab_pipeline.studies.tradeoffs.params import Tradeoffs
 from text.test_needles import with_changes
 
-SHAPE = Shape(layers=3, kv_heads=2, head_dim=32, context=64)
+SHAPE = CacheShape(layers=3, kv_heads=2, head_dim=32, context=64)
 FAMILIES = {"codec", "eviction", "latent", "latent x codec", "sparse reading", "codec x sparse reading"}
 
 

@@ -44,7 +44,7 @@ class Keys(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class ServerStep:
     """What one step of a server attends to, the same for all layers.
 
     Parameters
@@ -62,7 +62,7 @@ class Step:
     slots: Tensor
 
     @classmethod
-    def of(cls, starts: list[int], lengths: list[int], blocks: Tensor, block_size: int) -> Step:
+    def of(cls, starts: list[int], lengths: list[int], blocks: Tensor, block_size: int) -> ServerStep:
         """That of a block table int [sequences, most blocks]."""
         each = [torch.arange(length) for length in lengths]
         slots = [blocks[row, at // block_size].long() * block_size + at % block_size for row, at in enumerate(each)]
@@ -94,7 +94,7 @@ class Span:
     offset: int
 
 
-def batches(step: Step, few: bool) -> Iterator[list[Span]]:
+def batches(step: ServerStep, few: bool) -> Iterator[list[Span]]:
     """Spans of all sequences with few queries, or of all others, as many at once as `SCRATCH` tokens are.
 
     Those of a sequence come in their order.
@@ -169,7 +169,7 @@ class Running:
         return (finish(mean) if finish else mean).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def attend(query: Tensor, read: Read, step: Step, kv_heads: int, scale: float, out: Tensor) -> None:
+def attend(query: Tensor, read: Read, step: ServerStep, kv_heads: int, scale: float, out: Tensor) -> None:
     """Causal attention of a step's queries over their sequences, into `out`.
 
     Parameters

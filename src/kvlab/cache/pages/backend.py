@@ -15,7 +15,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from kvlab.cache.pages.attention import Keys, Step, attend
+from kvlab.cache.pages.attention import Keys, ServerStep, attend
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.core.errors import CapabilityError, CodecNotActive
 
@@ -69,14 +69,14 @@ def page_spec(spec, size: int):
     return replace(spec, num_head_slots=1, state_content_bytes=size, dtype=torch.uint8)
 
 
-class PagesBuilder(AttentionMetadataBuilder[Step]):
+class PagesBuilder(AttentionMetadataBuilder[ServerStep]):
     """Makes what each layer is handed of a step, once for all of them."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size = kv_cache_spec.block_size
 
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Step:
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> ServerStep:
         """See vLLM.
 
         Raises
@@ -90,7 +90,7 @@ class PagesBuilder(AttentionMetadataBuilder[Step]):
             if common.causal is not True:
                 raise CapabilityError("attention over coded pages is causal, and vLLM asked for another")
             sequences = common.num_reqs
-            found = Step.of(
+            found = ServerStep.of(
                 common.query_start_loc[: sequences + 1].tolist(),
                 common.seq_lens[:sequences].tolist(),
                 common.block_table_tensor,
@@ -141,7 +141,7 @@ class PagesImpl(AttentionImpl):
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # vLLM's warm-up; a step that gets here without one is found out by its count
             return
-        step: Step = metadata[layer.layer_name]
+        step: ServerStep = metadata[layer.layer_name]
         k, v = (part[: step.tokens].transpose(0, 1) for part in (key, value))
         self._pages().write(k, v, kv_cache, slot_mapping[: step.tokens], step.positions())
 
@@ -152,7 +152,7 @@ class PagesImpl(AttentionImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Step | None,
+        attn_metadata: ServerStep | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from kvlab.cache import vllm_worker
-from kvlab.cache.pages.attention import Step
+from kvlab.cache.pages.attention import ServerStep
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rotary import Unturned, rotation_of
 from kvlab.cache.pages.rows import rows_of
 from kvlab.cache.recipe_file import RecipeFile
 from kvlab.cache.vllm_settings import Rule, common, logger, own_dtype, refuse_settings
-from kvlab.cache.vllm_worker import STREAMS, Served
+from kvlab.cache.vllm_worker import STREAMS, ReadyRecipe
 from kvlab.codecs.base import Site
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import PAGES_VARIABLE
@@ -60,7 +60,7 @@ def own(config: VllmConfig) -> list[Rule]:
     ]
 
 
-def prepare(config: VllmConfig) -> Served:
+def prepare(config: VllmConfig) -> ReadyRecipe:
     """Check everything that can be checked before a weight is loaded, and build the codecs.
 
     Raises
@@ -87,7 +87,7 @@ def prepare(config: VllmConfig) -> Served:
 class PagesWatch:
     """Every layer's pages, and what a step has to have done with them."""
 
-    def __init__(self, served: Served, dtype: str):
+    def __init__(self, served: ReadyRecipe, dtype: str):
         self.served, self.dtype, self.layers = served, dtype, []
         self.steps = self.tokens = 0
         self.canary, self.block_size, self.blocks = 0.0, 0, 0
@@ -134,7 +134,7 @@ class PagesWatch:
         }
 
 
-def arm(worker, served: Served) -> None:
+def arm(worker, served: ReadyRecipe) -> None:
     """Make a vLLM worker give its model coded pages once it is loaded, and check every step that it serves."""
     watch = PagesWatch(served, own_dtype(worker.vllm_config))
     load_model, execute_model = worker.load_model, worker.execute_model
@@ -158,7 +158,7 @@ def arm(worker, served: Served) -> None:
     worker.load_model, worker.execute_model = load_and_fill, execute_checked
 
 
-def give_pages(model: torch.nn.Module, served: Served) -> list[LayerPages]:
+def give_pages(model: torch.nn.Module, served: ReadyRecipe) -> list[LayerPages]:
     """The pages of each layer of a loaded model, told to its attention.
 
     Raises
@@ -269,7 +269,7 @@ def canary_kl(runner, attentions: Sequence[nn.Module], block_size: int) -> float
     """
     config = runner.vllm_config
     tokens = min(TOKENS, block_size, config.model_config.max_model_len - 1)
-    trial = Trial(runner, [attention.layer_name for attention in attentions], block_size, tokens)
+    trial = PageTrial(runner, [attention.layer_name for attention in attentions], block_size, tokens)
     whole, over = trial.last_logits(0), trial.last_logits(tokens - 1)
     for attention in attentions:
         attention.kv_cache[trial.block, :, : tokens - 1] = 0
@@ -288,7 +288,7 @@ def canary_kl(runner, attentions: Sequence[nn.Module], block_size: int) -> float
     return moved
 
 
-class Trial:
+class PageTrial:
     """A text of `tokens` tokens whose pages are the cache's last block."""
 
     def __init__(self, runner, layers: list[str], block_size: int, tokens: int):
@@ -303,7 +303,7 @@ class Trial:
         """The model's logits [1, vocabulary] after the text, of which tokens from `first` on are computed."""
         from vllm.forward_context import set_forward_context
 
-        step = Step.of([0, self.tokens - first], [self.tokens], torch.tensor([[self.block]]), self.block_size)
+        step = ServerStep.of([0, self.tokens - first], [self.tokens], torch.tensor([[self.block]]), self.block_size)
         with set_forward_context(
             dict.fromkeys(self.layers, step),
             self.runner.vllm_config,

@@ -18,7 +18,7 @@ from kvlab.codecs.aquakv.grids import grid, nearest
 from kvlab.codecs.base import Codec, Encoded, Site, Stats, checked, stored
 from kvlab.codecs.shared import fp16, rotation
 from kvlab.codecs.shared.apart import apart
-from kvlab.codecs.shared.exact_tokens import EndedCodec, Kept
+from kvlab.codecs.shared.exact_tokens import EndedCodec, ExactTokens
 from kvlab.codecs.stream import packing
 from kvlab.codecs.stream.whole_file import STREAMS, Cache, Owner, dtype_of
 from kvlab.core.recipe import Recipe
@@ -97,7 +97,7 @@ class AquaKvCodec:
 
     def __init__(self, recipe: Recipe, fitted: Mapping[str, Tensor], owner: Owner):
         self.recipe, self.fitted, self.owner = recipe, fitted, owner
-        self.kept = Kept.of(recipe.k)
+        self.kept = ExactTokens.of(recipe.k)
 
     def encode(self, cache: Cache, ids: Sequence[int]) -> bytes:
         """See `WholeCodec`."""

@@ -32,7 +32,7 @@ from kvlab.codecs.base import (
 )
 from kvlab.codecs.block import BlockStream, outliers
 from kvlab.codecs.block.analysis import Analysis, analyse
-from kvlab.codecs.block.layout import Grid, Run
+from kvlab.codecs.block.layout import Grid, TokenRun
 from kvlab.codecs.block.outliers import Outliers
 from kvlab.codecs.block.skeleton import Frame
 from kvlab.codecs.block.stored import PRECISION, BlockArrays, Rounding
@@ -178,7 +178,7 @@ class BlockCodec:
         return summed_weights(blocks, look_up, self._applies_norm(encoded))
 
     def _fill(
-        self, encoded: Encoded, block: BlockArrays, weights: Tensor, runs: list[Run], targets: list[Tensor]
+        self, encoded: Encoded, block: BlockArrays, weights: Tensor, runs: list[TokenRun], targets: list[Tensor]
     ) -> None:
         """Write the decoded rows of a block, run by run; one product per run, whatever is decoded with it.
 
@@ -241,7 +241,7 @@ def codebook(recipe: BlockStream, calibration: StreamCalibration | None) -> Tens
 
 
 @dataclass(frozen=True)
-class Group:
+class SizeGroup:
     """Blocks whose vectors have the same stored size: padded width and bits of a segment."""
 
     index: list[int]
@@ -253,15 +253,15 @@ class Group:
         return batch if len(self.index) == len(batch) else batch[self.index]
 
 
-def groups(analysis: Analysis) -> list[Group]:
+def groups(analysis: Analysis) -> list[SizeGroup]:
     """The blocks of a batch by (next power of two of d_eff, bits of a segment)."""
     found: dict[tuple[int, int], list[int]] = {}
     for block, (rank, count) in enumerate(zip(analysis.frame.d_eff, analysis.centres.counts, strict=True)):
         found.setdefault((1 << bits_for(rank), bits_for(count)), []).append(block)
-    return [Group(index, *key) for key, index in found.items()]
+    return [SizeGroup(index, *key) for key, index in found.items()]
 
 
-def rotated(analysis: Analysis, group: Group, seed: int) -> Tensor:
+def rotated(analysis: Analysis, group: SizeGroup, seed: int) -> Tensor:
     """Residuals of a group after the rotation, float32 [b, n, width], of mean square 1 per coordinate."""
     unit = group.of(analysis.unit)
     matrix = rotation.forward(seed, group.width, unit.device)

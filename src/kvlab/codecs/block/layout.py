@@ -12,7 +12,7 @@ from kvlab.codecs.block import BlockStream
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Rows of a block that are consecutive tokens of one head."""
 
     head: int
@@ -85,18 +85,18 @@ class Grid:
         series, place = divmod(number, self.per_series)
         return series, place * self.block_size, min((place + 1) * self.block_size, self.length)
 
-    def runs(self, number: int) -> list[Run]:
+    def runs(self, number: int) -> list[TokenRun]:
         """Where the rows of a block belong; one run, or for mixed heads one per head."""
         series, first, last = self.span(number)
         if not self.mixed:
-            return [Run(series, slice(first, last), slice(0, last - first))]
+            return [TokenRun(series, slice(first, last), slice(0, last - first))]
         runs = []
         for head in range(self.heads):
             start = (head - first) % self.heads
             rows = range(start, last - first, self.heads)
             token = (first + start) // self.heads
             if rows:
-                runs.append(Run(head, slice(token, token + len(rows)), slice(start, last - first, self.heads)))
+                runs.append(TokenRun(head, slice(token, token + len(rows)), slice(start, last - first, self.heads)))
         return runs
 
     def place(self, number: int) -> Place:

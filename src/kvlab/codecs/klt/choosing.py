@@ -23,7 +23,7 @@ PATIENCE = 3.0  # a vector that loses so many times what is usual is tried witho
 HOPE = 0.75  # and this part of what Gaussian coefficients would then lose
 
 
-class Chosen(NamedTuple):
+class EscapedVectors(NamedTuple):
     """Vectors that are escaped.
 
     Parameters
@@ -50,7 +50,7 @@ class Chosen(NamedTuple):
         return int(self.said.count.clamp(min=1).sum())
 
 
-class Trial(NamedTuple):
+class ScaleTrial(NamedTuple):
     """Vectors tried at a scale: its number, -1 for none [v], and their components before that [v, width]."""
 
     number: Tensor
@@ -121,7 +121,7 @@ class Chooser:
         self.sink_square = (share * sink[:, 0].square()).sum(1, keepdim=True)
         self.scales = SCALES.to(device)
 
-    def __call__(self, centred: Tensor, z: Tensor, symbols: Tensor) -> Chosen:
+    def __call__(self, centred: Tensor, z: Tensor, symbols: Tensor) -> EscapedVectors:
         """The escapes of vectors without their mean [groups, n, width].
 
         Their components are z, and what the tables make of these `symbols`, both [groups, width, n].
@@ -148,7 +148,7 @@ class Chooser:
         at = ((number >= 0) | (count > 0)).nonzero().flatten()
         places = places[at]
         said = Said(count[at], number[at], size[at], places, own[at].gather(1, places))
-        return Chosen(group[at], token[at], coded[at], said, coefficients)
+        return EscapedVectors(group[at], token[at], coded[at], said, coefficients)
 
     def _of(self, x: Tensor, group: Tensor) -> Tensor:
         """Rows of x [groups, ..] for vectors of these groups; the one there is, not copied, where there is one."""
@@ -176,14 +176,14 @@ class Chooser:
         up = steps_up(level)
         return torch.where((up > 0) & (beyond | (level > LOUD)), PLAIN + up, -1)
 
-    def _about_sink(self, group: Tensor, level: Tensor, centred: Tensor) -> Trial:
+    def _about_sink(self, group: Tensor, level: Tensor, centred: Tensor) -> ScaleTrial:
         """Vectors without the first mean [v, width], tried about the second one where that brings their level down."""
         z = torch.empty_like(centred)
         for number, matrix in enumerate(self.forward):
             at = self._own(group, number)
             z[at] = product(centred[at] - self.shift[number], matrix.mT)
         left = self._level(group, z)
-        return Trial(torch.where(left < NEAR * level, steps_down(left), -1), z)
+        return ScaleTrial(torch.where(left < NEAR * level, steps_down(left), -1), z)
 
     def _scales(
         self, group: Tensor, z: Tensor, symbols: Tensor, trial: Tensor, number: Tensor, cost: Tensor

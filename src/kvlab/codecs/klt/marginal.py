@@ -53,7 +53,7 @@ def sketch(samples: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Tables:
+class MarginalTables:
     """Lloyd-Max tables of one width for D components.
 
     Parameters
@@ -88,7 +88,7 @@ class Marginals:
         sketches = self.sketches if rows is None else self.sketches[rows]
         return _between(sketches, *places(n, sketches.shape[1]))
 
-    def table(self, width: int, rows: Tensor | None = None) -> Tables:
+    def table(self, width: int, rows: Tensor | None = None) -> MarginalTables:
         """Lloyd's iteration (Lloyd 1982) from the image of the Gaussian table; width 0 is the mean alone.
 
         Of all components, or of some `rows` [m] of them.
@@ -103,10 +103,12 @@ class Marginals:
             cut = torch.nn.functional.pad(cut, (0, 1), value=NODES)
             mass, first = self.mass[cut].diff(dim=1), firsts.gather(1, cut).diff(dim=1)
             values = torch.where(mass > 0, first / mass.clamp(min=1e-300), values)
-        return Tables(values, mass.expand_as(values), (self.second[rows] - (values * first).sum(1)).clamp(min=0))
+        return MarginalTables(
+            values, mass.expand_as(values), (self.second[rows] - (values * first).sum(1)).clamp(min=0)
+        )
 
     @cached_property
-    def tables(self) -> tuple[Tables, ...]:
+    def tables(self) -> tuple[MarginalTables, ...]:
         """Tables of width 0..8."""
         return tuple(self.table(width) for width in range(MAX_WIDTH + 1))
 
@@ -159,7 +161,7 @@ class Marginals:
         return orders, bits.view(heads, dim), values, mass
 
 
-class Grid(NamedTuple):
+class QuantileGrid(NamedTuple):
     """The quadrature over N(0, 1): its nodes [NODES], their weights, and the running sum of these from 0."""
 
     nodes: Tensor
@@ -169,12 +171,12 @@ class Grid(NamedTuple):
 
 @cache
 @apart
-def _grid() -> Grid:
+def _grid() -> QuantileGrid:
     step = 2 * REACH / NODES
     nodes = (torch.arange(NODES, dtype=torch.float64) + 0.5) * step - REACH
     weight = torch.exp(-nodes.square() / 2)
     weight = weight / weight.sum()
-    return Grid(nodes, weight, integral(weight))
+    return QuantileGrid(nodes, weight, integral(weight))
 
 
 def places(n: Tensor, points: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvlab.codecs.base import Arrays, Codec, Encoded, Site, Stats, StreamCalibration, stored
 from kvlab.codecs.kvtc import KvtcStream
 from kvlab.codecs.shared import uniform
-from kvlab.codecs.shared.exact_tokens import EndedCodec, Kept
+from kvlab.codecs.shared.exact_tokens import EndedCodec, ExactTokens
 from kvlab.codecs.shared.no_front import OwnFront
 from kvlab.codecs.shared.products import product
 from kvlab.codecs.shared.token_blocks import TokenBlockCodec
@@ -35,7 +35,7 @@ UNSEEN = 4  # first tokens of a window that the fit leaves out, the paper's sink
 UNIT = 2  # bits that every price is a multiple of
 
 
-class Group(NamedTuple):
+class WidthGroup(NamedTuple):
     """Neighbouring components that are coded with one width."""
 
     first: int
@@ -108,7 +108,7 @@ class KvtcCodec:
     """
 
     def __init__(self, recipe: Recipe, fitted: Mapping[str, Tensor], owner: Owner):
-        self.owner, kept = owner, Kept.of(recipe.k)
+        self.owner, kept = owner, ExactTokens.of(recipe.k)
         self._codecs: dict[str, Codec] = {}
         for stream in STREAMS:
             own = Fit(**{field.name: fitted[f"{stream}/{field.name}"] for field in fields(Fit)})
@@ -144,7 +144,7 @@ class StackedCodec(TokenBlockCodec):
 
     def __init__(self, recipe: KvtcStream, calibration: StreamCalibration | None = None):
         super().__init__(recipe, calibration)
-        self._plans: dict[int, list[Group]] = {}
+        self._plans: dict[int, list[WidthGroup]] = {}
 
     def make_front(self) -> OwnFront:
         """See `TokenBlockCodec.make_front`."""
@@ -179,7 +179,7 @@ class StackedCodec(TokenBlockCodec):
         x = product(y, own.basis.float().mT.contiguous().to(y.device)) + own.mean.flatten().to(y.device)
         return x.unflatten(1, (heads, head_dim)).transpose(0, 1)
 
-    def plan(self, layer: int) -> list[Group]:
+    def plan(self, layer: int) -> list[WidthGroup]:
         """The groups of one layer that are coded."""
         if layer not in self._plans:
             own = self.front.of(layer)
@@ -187,7 +187,7 @@ class StackedCodec(TokenBlockCodec):
         return self._plans[layer]
 
 
-def allocate(energy: Tensor, reach: Tensor, budget: int) -> list[Group]:
+def allocate(energy: Tensor, reach: Tensor, budget: int) -> list[WidthGroup]:
     """The groups and widths of least expected squared error that take at most `budget` bits per token.
 
     Parameters
@@ -206,7 +206,7 @@ def allocate(energy: Tensor, reach: Tensor, budget: int) -> list[Group]:
         In order, without gaps from component 0 on; components after the last one are left out.
     """
     count, budget = len(energy), budget // UNIT
-    choices = [Group(0, size, width) for size in SIZES for width in WIDTHS]  # `first` is where it is applied
+    choices = [WidthGroup(0, size, width) for size in SIZES for width in WIDTHS]  # `first` is where it is applied
     prices = [(size * width + SIDE) // UNIT for _, size, width in choices]
     factors = [size / (12 * (2**width - 1) ** 2) for _, size, width in choices]
     ranges = reach.double().numpy()
@@ -232,7 +232,7 @@ def allocate(energy: Tensor, reach: Tensor, budget: int) -> list[Group]:
     while last:
         _, size, width = choices[came[last, budget]]
         last, budget = last - size, budget - (size * width + SIDE) // UNIT
-        found.append(Group(last, size, width))
+        found.append(WidthGroup(last, size, width))
     return found[::-1]
 
 

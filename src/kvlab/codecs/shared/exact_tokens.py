@@ -36,7 +36,7 @@ class EndedCodec:
 
     per_token = False
 
-    def __init__(self, codec: Codec, kept: Kept):
+    def __init__(self, codec: Codec, kept: ExactTokens):
         self.codec, self.kept = codec, kept
 
     @apart
@@ -106,7 +106,7 @@ def sixteen(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ExactTokens:
     """Which tokens stay as they are; `block` is 0 where tokens that fill no block are coded all the same."""
 
     sink: int = 0
@@ -114,13 +114,13 @@ class Kept:
     block: int = 0
 
     @classmethod
-    def of(cls, recipe: StreamRecipe) -> Kept:
+    def of(cls, recipe: StreamRecipe) -> ExactTokens:
         """As a stream's recipe says; a codec whose settings do not speak of it keeps nothing."""
         block = getattr(recipe, "block_size", 0) if getattr(recipe, "ragged", "coded") == "exact" else 0
         return cls(getattr(recipe, "sink", 0), getattr(recipe, "recent", 0), block)
 
     def __bool__(self) -> bool:
-        return self != Kept()
+        return self != ExactTokens()
 
     def split(self, tokens: int) -> tuple[int, int, int]:
         """How many of `tokens` tokens are kept first, coded, and kept last."""

@@ -18,13 +18,13 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Allowed = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # an interval of any width cannot fit into a loss of 0
 
 
-class Entry(Frozen):
+class RegistryEntry(Frozen):
     """Of a registry file: types are taken as they are written, so ``"yes"`` is no truth value and ``2.0`` no count."""
 
     model_config = ConfigDict(strict=True)
 
 
-class Mechanism(Entry):
+class Mechanism(RegistryEntry):
     """Something that may be done to a KV cache, or to decoding.
 
     Parameters
@@ -86,7 +86,7 @@ class Mechanism(Entry):
         return f"{self.mechanism}/{self.variant}"
 
 
-class Metric(Entry):
+class Metric(RegistryEntry):
     """One number of an eval and how much of it may be lost.
 
     Parameters
@@ -128,7 +128,7 @@ class Metric(Entry):
         return (0.0, 1.0) if self.rate else (self.lowest, self.highest)
 
 
-class Eval(Entry):
+class Eval(RegistryEntry):
     """A measurement of quality whose evidence may carry a claim.
 
     Parameters

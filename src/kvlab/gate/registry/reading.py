@@ -17,7 +17,7 @@ from kvlab.gate.catalogue.strict import read_yaml
 from kvlab.gate.catalogue.values import RowError, shown
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry.contents import Registry
-from kvlab.gate.registry.entries import Entry, Eval, Mechanism, Metric
+from kvlab.gate.registry.entries import Eval, Mechanism, Metric, RegistryEntry
 from kvlab.gate.registry.faults import eval_faults, mechanism_faults
 
 SHIPPED = Path(__file__).parent
@@ -134,7 +134,7 @@ class _Checked:
             return []
         return entries
 
-    def _entries(self, raw: list, kind: str, model: type[Entry]) -> Iterator[tuple[str, Entry]]:
+    def _entries(self, raw: list, kind: str, model: type[RegistryEntry]) -> Iterator[tuple[str, RegistryEntry]]:
         for number, data in enumerate(raw):
             place = f"{kind}[{number}]"
             if not isinstance(data, dict):
@@ -187,7 +187,7 @@ def _echo(problem: dict) -> bool:
     return problem["type"] == "too_short" and bool(problem["input"])
 
 
-def _translated(problem: dict, model: type[Entry]) -> tuple[str, str, str]:
+def _translated(problem: dict, model: type[RegistryEntry]) -> tuple[str, str, str]:
     """One complaint of pydantic as (code, key, what is wrong)."""
     path = [str(part) for part in problem["loc"]]
     key = ".".join(path)

@@ -18,7 +18,7 @@ from kvlab.core.errors import NonFinite, UnknownName, UserError
 from kvlab.core.recipe import canonical, digest
 from kvlab.gate.catalogue import BY_NAME, TIERS, Row, checked_row, sql_columns
 from kvlab.gate.catalogue.values import RowError, checked, shown
-from kvlab.gate.check import Claim, Report
+from kvlab.gate.check import Claim, GateReport
 from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.reasons import Reason
 from kvlab.gate.store.database import Store
@@ -60,7 +60,7 @@ class ClaimRecord:
     reasons: str
 
 
-def recorded(claim: Claim, report: Report) -> ClaimRecord:
+def recorded(claim: Claim, report: GateReport) -> ClaimRecord:
     """What the store keeps of a claim of a report.
 
     Raises
@@ -141,7 +141,7 @@ class Batch:
     claims: Mapping[Place, ClaimRecord]
 
 
-def prepared(rows: Sequence[Row], report: Report, run: str | None = None) -> Batch:
+def prepared(rows: Sequence[Row], report: GateReport, run: str | None = None) -> Batch:
     """Rows and claims as a store takes them, with everything refused that can be without looking into one.
 
     Parameters
@@ -267,7 +267,7 @@ def _refusal_of_claims(found: list[Disagreement]) -> str:
     )
 
 
-def _claims(report: Report, entries: Mapping[Place, StoredRow]) -> dict[Place, ClaimRecord]:
+def _claims(report: GateReport, entries: Mapping[Place, StoredRow]) -> dict[Place, ClaimRecord]:
     """The claims by the place of their rows, which the gate knew by the run that each row names itself."""
     places = {(entry.own_run, entry.place[1]): entry.place for entry in entries.values()}
     found: dict[Place, ClaimRecord] = {}

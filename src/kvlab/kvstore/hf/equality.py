@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlab.core.records import versions
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.paging.config import PagerConfig
-from kvlab.kvstore.paging.ledger import Entry, Ledger
+from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.paging.residency import Policy
 from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity
 from kvlab.kvstore.snapshot.manifest import Manifest
@@ -82,7 +82,7 @@ def numerics_of(model: PagedModel, order: str = "logical") -> dict[str, str]:
 
 def untouched(chunks: int) -> Ledger:
     """The ledger of a run in which every chunk is in the pool, that was asked for them in order and never scored."""
-    return Ledger(tuple(Entry(True, None, number + 1) for number in range(chunks)), chunks)
+    return Ledger(tuple(ChunkEntry(True, None, number + 1) for number in range(chunks)), chunks)
 
 
 def same_as_cold(manifest: Manifest, upto: int, config: PagerConfig, policy: Policy, every: int, salt: str) -> int:

@@ -22,7 +22,7 @@ from kvlab.kvstore.hf.queries import LastQueries, attention_mass
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import K
 from kvlab.kvstore.paging.pager import Pager
-from kvlab.kvstore.paging.residency import Policy, Seen, build
+from kvlab.kvstore.paging.residency import AttentionSeen, Policy, build
 from kvlab.kvstore.paging.residents import Moves
 from kvlab.kvstore.paging.scorer import Scorer
 from kvlab.kvstore.snapshot.chain import links
@@ -264,13 +264,13 @@ class Forwards:
                 self._scored_at = len(self.tokens)
         return self.pager.reselect()
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> AttentionSeen:
         """What the last token shows of the sealed chunks."""
         queries, mass = self._queries.at(len(self.tokens) - 1), None
         if "mass" in self.policy.needs:
             size = self.pager.geometry.chunk_tokens
             mass = attention_mass(queries, self.keys(), size, self.model.scaling)[: self.pager.sealed].tolist()
-        return Seen(queries, self.chain, mass)
+        return AttentionSeen(queries, self.chain, mass)
 
 
 def _state(pager: Pager) -> tuple:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from kvlab.cache.hf_cache import Shape, shape_of
+from kvlab.cache.hf_cache import shape_of
 from kvlab.cache.hf_rope import CHANGING, RopeTurn, find_rotary, turns
+from kvlab.cache.tables import LayerShape
 from kvlab.core.errors import CapabilityError, ModelError, NonFinite, UserError
 from kvlab.core.model import ModelInfo
 from kvlab.engines.capability import check
@@ -223,7 +224,7 @@ def refuse_unfit(model: nn.Module, info: ModelInfo) -> None:
         Another shape or class than `info` says, attention over a window or by a recurrent state, a rotary embedding
         that changes with the length, attention that takes no mask, dropout, quantised weights, layers of an adapter.
     """
-    found, wanted = shape_of(model), Shape(info.n_layers, info.n_kv_heads, info.head_dim)
+    found, wanted = shape_of(model), LayerShape(info.n_layers, info.n_kv_heads, info.head_dim)
     if found != wanted or type(model).__name__ != info.architecture:
         raise CapabilityError(
             f"the loaded model is {type(model).__name__} with {found.layers} layers of {found.heads} KV heads of "

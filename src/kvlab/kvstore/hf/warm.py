@@ -54,7 +54,7 @@ def _noting(path: Path, reasons: list[Reason]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Standing:
+class PendingRun:
     """A run that has yet to compute the rest of the prompt, and how it got there."""
 
     run: PagedRun
@@ -67,7 +67,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Request:
+class RestoreRequest:
     """What `restore` was asked for."""
 
     model: PagedModel
@@ -95,7 +95,7 @@ class Request:
             return build(self.policy, self.model.geometry(self.config.chunk_tokens), self.seed)
         return copy.deepcopy(self.policy)
 
-    def warm(self, paths: Sequence[Path]) -> tuple[Standing | None, tuple[Reason, ...]]:
+    def warm(self, paths: Sequence[Path]) -> tuple[PendingRun | None, tuple[Reason, ...]]:
         """A run after the longest prefix there is, or every reason why there is none.
 
         Of equal prefixes one without loss comes first, then one of the numerics of this run.
@@ -134,7 +134,7 @@ class Request:
             f"leaves one to compute and a pool of {self.config.pool_tokens} tokens as a cold run would have it",
         )
 
-    def _loaded(self, snapshot: read.Snapshot) -> Standing:
+    def _loaded(self, snapshot: read.Snapshot) -> PendingRun:
         upto, coder = self._usable(snapshot)
         run, rebuilt = PagedRun.restored(
             self.model,
@@ -148,7 +148,7 @@ class Request:
             salt=self.salt,
             seed=self.seed,
         )
-        return Standing(
+        return PendingRun(
             run,
             bytes_read=snapshot.nbytes,
             rebuilt=rebuilt,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
-from kvlab.kvstore.paging.ledger import Entry
+from kvlab.kvstore.paging.ledger import ChunkEntry
 from kvlab.kvstore.paging.pool import Pool
 
 
@@ -33,7 +33,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Stats:
+class PagingStats:
     """What paging has cost so far.
 
     Attributes
@@ -89,17 +89,17 @@ class Chunks:
         return [number for number, chunk in enumerate(self.items) if chunk.block is not None]
 
     @property
-    def stats(self) -> Stats:
-        """See `Stats`."""
+    def stats(self) -> PagingStats:
+        """See `PagingStats`."""
         hosted = sum(chunk.host is not None for chunk in self.items)
-        return Stats(self.page_outs, self.page_ins, hosted * self.geometry.chunk_bytes, self.moved_bytes)
+        return PagingStats(self.page_outs, self.page_ins, hosted * self.geometry.chunk_bytes, self.moved_bytes)
 
-    def entry(self, number: int) -> Entry:
+    def entry(self, number: int) -> ChunkEntry:
         """What the ledger says of a chunk."""
         chunk = self.items[number]
-        return Entry(chunk.block is not None, chunk.score, chunk.last_use)
+        return ChunkEntry(chunk.block is not None, chunk.score, chunk.last_use)
 
-    def entries(self, numbers: Sequence[int]) -> list[tuple[int, Entry]]:
+    def entries(self, numbers: Sequence[int]) -> list[tuple[int, ChunkEntry]]:
         """The same of several, each after its number."""
         return [(number, self.entry(number)) for number in numbers]
 
@@ -113,7 +113,7 @@ class Chunks:
         self.items.append(Chunk(block=self.pool.take()))
         self.epoch += 1
 
-    def admit(self, payload: Tensor, entry: Entry, resident: bool) -> None:
+    def admit(self, payload: Tensor, entry: ChunkEntry, resident: bool) -> None:
         """A new last chunk with these bits, which are copied; into the pool, or else into host memory."""
         self.geometry.check_payload(payload)
         chunk = Chunk(score=entry.score, last_use=entry.last_use)

@@ -10,7 +10,7 @@ from kvlab.core.errors import NonFinite, ParamsError
 
 
 @dataclass(frozen=True)
-class Entry:
+class ChunkEntry:
     """One chunk.
 
     Parameters
@@ -40,7 +40,7 @@ class Entry:
             raise NonFinite(f"the score of a chunk is {self.score}; a chunk without a score has None")
 
 
-UNKNOWN = Entry(resident=False, score=None, last_use=0)
+UNKNOWN = ChunkEntry(resident=False, score=None, last_use=0)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Ledger:
         When an entry was used later than the clock says.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ChunkEntry, ...]
     clock: int
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class Ledger:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def entry(self, chunk: int) -> Entry:
+    def entry(self, chunk: int) -> ChunkEntry:
         """What is known of a chunk; `UNKNOWN` after the ledger's end."""
         return self.entries[chunk] if chunk < len(self.entries) else UNKNOWN
 

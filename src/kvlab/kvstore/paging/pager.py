@@ -19,7 +19,7 @@ from kvlab.core.counts import counted
 from kvlab.core.errors import LayoutMismatch, PagerError, PoolExhausted, UnknownName
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry
-from kvlab.kvstore.paging.ledger import Entry, Ledger
+from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.paging.pool import Gathered
 from kvlab.kvstore.paging.residency import Policy, staying
 from kvlab.kvstore.paging.residents import Residents
@@ -57,7 +57,7 @@ class Pager(Residents):
         entries = [self.chunks.entry(number) for number in range(last)]
         stays = staying(self.config, entries)
         return Ledger(
-            tuple(Entry(number in stays, entry.score, entry.last_use) for number, entry in enumerate(entries)),
+            tuple(ChunkEntry(number in stays, entry.score, entry.last_use) for number, entry in enumerate(entries)),
             self.chunks.clock,
         )
 
@@ -242,7 +242,7 @@ class Pager(Residents):
 
     # Inside
 
-    def _admit(self, payloads: Iterable[Tensor], entries: Sequence[Entry]) -> None:
+    def _admit(self, payloads: Iterable[Tensor], entries: Sequence[ChunkEntry]) -> None:
         stays, number = staying(self.config, entries), -1
         for number, payload in enumerate(payloads):
             if number == len(entries):

@@ -2,7 +2,7 @@
 
 A policy ranks a chunk from what the ledger stores of it, and from nothing else: a pager that was saved and
 restored evicts what it would have evicted anyway. Policies that look at the data turn what a decode step
-shows (`Seen`) into scores, which the pager writes into the ledger.
+shows (`AttentionSeen`) into scores, which the pager writes into the ledger.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from kvlab.core.errors import CapabilityError, UnknownName
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry
-from kvlab.kvstore.paging.ledger import Entry
+from kvlab.kvstore.paging.ledger import ChunkEntry
 from kvlab.kvstore.paging.scorer import MEAN, SIGNS, Identity, Scorer
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttentionSeen:
     """What one decode step shows of the sealed chunks; a policy takes of it what it needs.
 
     Parameters
@@ -48,17 +48,17 @@ class Policy(Protocol):
     ----------
     name : str
     needs : tuple of str
-        Fields of `Seen` that `scores` reads beside the chain; empty for a policy that does not look.
+        Fields of `AttentionSeen` that `scores` reads beside the chain; empty for a policy that does not look.
     """
 
     name: str
     needs: tuple[str, ...]
 
-    def rank(self, chunk: int, entry: Entry) -> float:
+    def rank(self, chunk: int, entry: ChunkEntry) -> float:
         """The higher, the longer a chunk stays; of equals the first one goes."""
         ...
 
-    def scores(self, seen: Seen) -> list[float] | None:
+    def scores(self, seen: AttentionSeen) -> list[float] | None:
         """A score for each sealed chunk, for `Pager.set_scores`; None from a policy that has none."""
         ...
 
@@ -73,11 +73,11 @@ class Lru:
     name = "lru"
     needs = ()
 
-    def rank(self, chunk: int, entry: Entry) -> float:
+    def rank(self, chunk: int, entry: ChunkEntry) -> float:
         """The clock at its last use."""
         return entry.last_use
 
-    def scores(self, seen: Seen) -> None:
+    def scores(self, seen: AttentionSeen) -> None:
         """None: it does not look."""
 
 
@@ -98,24 +98,24 @@ class Random:
     def __init__(self, seed: int = 0):
         self.seed = seed
 
-    def rank(self, chunk: int, entry: Entry) -> float:
+    def rank(self, chunk: int, entry: ChunkEntry) -> float:
         """Its number, in [0, 1); a function of the seed and the chunk."""
         digest = hashlib.sha256(f"{self.seed}:{chunk}".encode()).digest()
         return int.from_bytes(digest[:6], "little") / 2**48
 
-    def scores(self, seen: Seen) -> None:
+    def scores(self, seen: AttentionSeen) -> None:
         """None: it does not look."""
 
 
-class Scored:
+class ScoredPolicy:
     """The chunk with the lowest score goes first, one without a score last: nothing is known against it."""
 
-    def rank(self, chunk: int, entry: Entry) -> float:
+    def rank(self, chunk: int, entry: ChunkEntry) -> float:
         """Its score."""
         return math.inf if entry.score is None else entry.score
 
 
-class Qk(Scored):
+class Qk(ScoredPolicy):
     """Chunks whose mean key points the way of the last queries stay; see `scorer`.
 
     Parameters
@@ -130,7 +130,7 @@ class Qk(Scored):
     def __init__(self, scorer: Scorer):
         self.scorer = scorer
 
-    def scores(self, seen: Seen) -> list[float]:
+    def scores(self, seen: AttentionSeen) -> list[float]:
         """Of each chunk of the chain; `CapabilityError` when no queries were seen."""
         return self.scorer.scores(needed(self.name, "queries", seen.queries), seen.chain)
 
@@ -141,13 +141,13 @@ class SignBit(Qk):
     name = "sign_bit"
 
 
-class Oracle(Scored):
+class Oracle(ScoredPolicy):
     """Chunks that the last token really attends to stay: what no guess at it could beat."""
 
     name = "oracle"
     needs = ("mass",)
 
-    def scores(self, seen: Seen) -> list[float]:
+    def scores(self, seen: AttentionSeen) -> list[float]:
         """The true attention mass; `CapabilityError` when it was not measured."""
         return list(needed(self.name, "mass", seen.mass))
 
@@ -182,13 +182,13 @@ def build(name: str, geometry: Geometry, seed: int = 0) -> Policy:
     return MAKERS[name](geometry, seed)
 
 
-def worst_first(policy: Policy, entries: Iterable[tuple[int, Entry]]) -> list[int]:
+def worst_first(policy: Policy, entries: Iterable[tuple[int, ChunkEntry]]) -> list[int]:
     """Chunks in the order in which they would have to go; of equals the first one goes first."""
     ranked = [(policy.rank(chunk, entry), chunk) for chunk, entry in entries]
     return [chunk for _, chunk in sorted(ranked)]
 
 
-def staying(config: PagerConfig, entries: Sequence[Entry]) -> set[int]:
+def staying(config: PagerConfig, entries: Sequence[ChunkEntry]) -> set[int]:
     """Which chunks of a cache that ends after these lie in its pool, by what the ledger says.
 
     Those that it calls resident, the sinks and the tail. Where these are more than the pool has blocks, the

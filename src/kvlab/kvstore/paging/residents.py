@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvlab.core.counts import counted
 from kvlab.core.errors import LayoutMismatch, NonFinite, PagerError, PinRefused, PoolExhausted
-from kvlab.kvstore.paging.chunks import Chunks, Stats
+from kvlab.kvstore.paging.chunks import Chunks, PagingStats
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.residency import Policy, worst_first
@@ -84,7 +84,7 @@ class Residents:
         return self.chunks.epoch
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> PagingStats:
         """What paging has cost so far."""
         return self.chunks.stats
 

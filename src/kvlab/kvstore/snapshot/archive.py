@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvlab.cache.row import Turn
+from kvlab.cache.held_blocks import Turn
 from kvlab.calibration.archive import Archive
 from kvlab.codecs.archive.codec import Body
 from kvlab.codecs.archive.file import parts_of, record_of

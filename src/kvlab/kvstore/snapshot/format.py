@@ -42,7 +42,7 @@ from kvlab.codecs.stream import tree
 from kvlab.codecs.stream.seal import Seal
 from kvlab.core import filekind
 from kvlab.core.errors import UserError
-from kvlab.kvstore.paging.ledger import Entry
+from kvlab.kvstore.paging.ledger import ChunkEntry
 from kvlab.kvstore.snapshot.reasons import Code, refusal
 
 MAGIC, VERSION = filekind.SNAPSHOT, 3
@@ -186,7 +186,7 @@ class Record(NamedTuple):
     link: bytes
     digest: bytes
     nbytes: int
-    entry: Entry
+    entry: ChunkEntry
 
     def pack(self) -> bytes:
         """The bytes of the record; `UserError` when a number does not fit its field."""
@@ -217,7 +217,7 @@ def read_index(data: bytes | memoryview, clock: int) -> Iterator[Record]:
                 Code.INDEX_INVALID,
                 f"the index says of chunk {number}: flags {flags:#x}, score {score}, last use {last_use} of {clock}",
             )
-        yield Record(link, digest, nbytes, Entry(bool(flags & RESIDENT), score if scored else None, last_use))
+        yield Record(link, digest, nbytes, ChunkEntry(bool(flags & RESIDENT), score if scored else None, last_use))
 
 
 def index_bytes(records: Iterable[Record]) -> bytes:

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.cache.row import Straight, Turn
+from kvlab.cache.held_blocks import Straight, Turn
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.needs import needs_calibration
 from kvlab.codecs.base import Codec, Site, StreamCalibration, all_finite
 from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
 from kvlab.codecs.identity.codec import IdentityCodec
 from kvlab.codecs.registry import build
-from kvlab.codecs.shared.exact_tokens import Kept
+from kvlab.codecs.shared.exact_tokens import ExactTokens
 from kvlab.codecs.stream.bitstream import STREAMS, FrameHeader, frame_bytes, read_frame
 from kvlab.core.errors import CapabilityError, ParamsError, StreamError, UserError
 from kvlab.core.recipe import WHOLE, Placement, Recipe, StreamRecipe
@@ -248,7 +248,7 @@ def _refuse(codec: CodecIdentity, geometry: Geometry) -> None:
         if own.codec in UNSTORED:
             able = ", ".join(name for name in TENSORWISE if name not in UNSTORED)
             raise CapabilityError(f"codec {own.codec!r} of stream {stream} writes no codes to store; allowed: {able}")
-        if Kept.of(own):
+        if ExactTokens.of(own):
             raise CapabilityError(
                 f"stream {stream} keeps tokens at the ends of a cache as they are, and a chunk does not say whether it"
                 " is one; leave sink and recent out of the recipe"

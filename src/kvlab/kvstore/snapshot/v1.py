@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvlab.core.errors import SnapshotRefused, StorageError
 from kvlab.kvstore.paging.geometry import Geometry
-from kvlab.kvstore.paging.ledger import Entry, Ledger
+from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.snapshot.format import MAX_CHUNKS, PUBLISHED_MAGIC
 from kvlab.kvstore.snapshot.payload import RawChunks
 from kvlab.kvstore.snapshot.reasons import Code, refusal
@@ -108,7 +108,7 @@ class PublishedHeader:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedSnapshot:
     """A KVFLASH1 snapshot whose sizes were found right.
 
     Parameters
@@ -142,7 +142,7 @@ class Published:
                 yield coder.decode(data, number) if data != bytes(size) else None
 
 
-def read_published(path: Path | str, geometry: Geometry) -> Published:
+def read_published(path: Path | str, geometry: Geometry) -> PublishedSnapshot:
     """Open a KVFLASH1 snapshot.
 
     Parameters
@@ -171,7 +171,7 @@ def read_published(path: Path | str, geometry: Geometry) -> Published:
             ledger = _ledger(file.read(header.chunks * ENTRY.size))
     except SnapshotRefused as error:
         raise SnapshotRefused(error.reasons, path) from None
-    return Published(path, header, geometry, ledger)
+    return PublishedSnapshot(path, header, geometry, ledger)
 
 
 def _opened(path: Path):
@@ -187,5 +187,5 @@ def _ledger(data: bytes) -> Ledger:
     for chunk, (resident, score) in enumerate(ENTRY.iter_unpack(data)):
         if resident > 1 or math.isnan(score) or score == math.inf:
             raise refusal(Code.V1_LEDGER, f"the ledger says of chunk {chunk}: resident {resident}, score {score}")
-        entries.append(Entry(bool(resident), None if score == -math.inf else score, last_use=0))
+        entries.append(ChunkEntry(bool(resident), None if score == -math.inf else score, last_use=0))
     return Ledger(tuple(entries), clock=0)

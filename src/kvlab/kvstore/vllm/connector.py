@@ -27,9 +27,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvlab.kvstore.vllm.context import context_of
-from kvlab.kvstore.vllm.jobs import Counts, Outcomes
+from kvlab.kvstore.vllm.jobs import Outcomes, WorkerCounts
 from kvlab.kvstore.vllm.scheduler import Planner
-from kvlab.kvstore.vllm.settings import Settings
+from kvlab.kvstore.vllm.settings import ConnectorSettings
 from kvlab.kvstore.vllm.worker import Mover
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     Parameters
     ----------
     vllm_config, role, kv_cache_config
-        vLLM's; ``kv_connector_extra_config`` holds what `Settings` takes.
+        vLLM's; ``kv_connector_extra_config`` holds what `ConnectorSettings` takes.
 
     Raises
     ------
@@ -103,7 +103,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         """What came of this step."""
         return self._mover.done()
 
-    def counts(self) -> Counts:
+    def counts(self) -> WorkerCounts:
         """What the worker has done so far."""
         return replace(self._mover.counts, failed=dict(self._mover.counts.failed))
 
@@ -142,14 +142,14 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
 
-def settings_of(config: KVTransferConfig) -> Settings:
+def settings_of(config: KVTransferConfig) -> ConnectorSettings:
     """The settings in vLLM's configuration, whose ``kv_role`` may say that nothing be saved, or nothing restored."""
-    given = Settings.read(config.kv_connector_extra_config)
+    given = ConnectorSettings.read(config.kv_connector_extra_config)
     save = given.save if config.is_kv_producer else "never"
     return replace(given, restore=given.restore and config.is_kv_consumer, save=save)
 
 
-def counts(llm: LLM) -> Counts:
+def counts(llm: LLM) -> WorkerCounts:
     """What the connector of an engine has loaded and saved so far: proof that it did.
 
     Where vLLM runs its model in another process it takes a function only with
@@ -170,5 +170,5 @@ def settle(llm: LLM) -> None:
         llm.llm_engine.step()
 
 
-def _counts(_worker: Any) -> Counts:
+def _counts(_worker: Any) -> WorkerCounts:
     return get_kv_transfer_group().counts()

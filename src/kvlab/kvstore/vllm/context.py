@@ -23,7 +23,7 @@ from kvlab.core.recipe import RECIPE_VARIABLE, canonical
 from kvlab.kvstore.paging.geometry import named
 from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, Identity, identity_of, rope_of
 from kvlab.kvstore.snapshot.payload import ChunkCoder, recipe_coder
-from kvlab.kvstore.vllm.settings import Settings
+from kvlab.kvstore.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -34,7 +34,7 @@ MOVING_ROPE = ("dynamic", "longrope")  # the angle of a position depends on the 
 
 
 @dataclass(frozen=True)
-class Context:
+class EngineContext:
     """What both halves of the connector know of their engine.
 
     Parameters
@@ -50,7 +50,7 @@ class Context:
         How K and V are stored; None as they are.
     """
 
-    settings: Settings
+    settings: ConnectorSettings
     identity: Identity
     block_tokens: int
     made: dict[str, str]
@@ -64,7 +64,7 @@ class Context:
         return self.identity.model_copy(update={"salt": salt})
 
 
-def salt_of(settings: Settings) -> str:
+def salt_of(settings: ConnectorSettings) -> str:
     """The salt that keeps this engine's K and V apart from other engines', unless they are to be shared.
 
     A snapshot promises that a warm run is the cold run. Between engines, and between their devices, that does not
@@ -76,7 +76,7 @@ def salt_of(settings: Settings) -> str:
     return canonical({"engine": "vllm", "device": current_platform.device_type, "salt": settings.salt})
 
 
-def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> Context:
+def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: ConnectorSettings) -> EngineContext:
     """What an engine of this configuration holds.
 
     Raises
@@ -111,10 +111,10 @@ def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
         "block_tokens": str(spec.block_size),
         "across_engines": "yes" if settings.across_engines else "no",
     }
-    return Context(settings, identity.coded(coder.codec if coder else None), spec.block_size, made, coder)
+    return EngineContext(settings, identity.coded(coder.codec if coder else None), spec.block_size, made, coder)
 
 
-def _coder(settings: Settings, config: ModelConfig, identity: Identity) -> ChunkCoder | None:
+def _coder(settings: ConnectorSettings, config: ModelConfig, identity: Identity) -> ChunkCoder | None:
     """What the settings' recipe stores K and V by."""
     if not settings.recipe:
         return None

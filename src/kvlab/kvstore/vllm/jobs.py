@@ -61,7 +61,7 @@ class Save:
 
 
 @dataclass
-class Jobs(KVConnectorMetadata):
+class StepJobs(KVConnectorMetadata):
     """What is to be done in one step of the engine: loads before the forward pass, saves after it."""
 
     loads: list[Load] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Jobs(KVConnectorMetadata):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """What came of a job.
 
     Parameters
@@ -93,7 +93,7 @@ class Outcome:
     reasons: tuple[Reason, ...] = ()
 
     @classmethod
-    def failed(cls, path: Path, reasons: tuple[Reason, ...]) -> Outcome:
+    def failed(cls, path: Path, reasons: tuple[Reason, ...]) -> JobOutcome:
         """That of a job which changed nothing that counts."""
         return cls(path, 0, None, None, reasons)
 
@@ -102,8 +102,8 @@ class Outcome:
 class Outcomes(KVConnectorWorkerMetadata):
     """What came of a step's jobs, by request."""
 
-    loads: dict[str, Outcome] = field(default_factory=dict)
-    saves: dict[str, Outcome] = field(default_factory=dict)
+    loads: dict[str, JobOutcome] = field(default_factory=dict)
+    saves: dict[str, JobOutcome] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Of several workers; there is one, as `context_of` sees to."""
@@ -111,7 +111,7 @@ class Outcomes(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class Counts:
+class WorkerCounts:
     """What a worker has done since it was started.
 
     Parameters
@@ -138,22 +138,22 @@ class Counts:
     save_ms: float = 0.0
     failed: dict[str, int] = field(default_factory=dict)
 
-    def loaded(self, outcome: Outcome) -> None:
+    def loaded(self, outcome: JobOutcome) -> None:
         """Count a load."""
         self._count(outcome, "loads", "tokens_loaded", "bytes_read", "load_ms")
 
-    def saved(self, outcome: Outcome) -> None:
+    def saved(self, outcome: JobOutcome) -> None:
         """Count a save."""
         self._count(outcome, "saves", "tokens_saved", "bytes_written", "save_ms")
 
-    def __sub__(self, other: Counts) -> Counts:
+    def __sub__(self, other: WorkerCounts) -> WorkerCounts:
         """What was done between two looks."""
         ours, theirs = self.failed, other.failed
         failed = {code: n for code in ours if (n := ours[code] - theirs.get(code, 0))}
         numbers = [f.name for f in fields(self) if f.name != "failed"]
-        return Counts(**{name: getattr(self, name) - getattr(other, name) for name in numbers}, failed=failed)
+        return WorkerCounts(**{name: getattr(self, name) - getattr(other, name) for name in numbers}, failed=failed)
 
-    def _count(self, outcome: Outcome, jobs: str, tokens: str, nbytes: str, ms: str) -> None:
+    def _count(self, outcome: JobOutcome, jobs: str, tokens: str, nbytes: str, ms: str) -> None:
         for code, _ in outcome.reasons:
             self.failed[str(code)] = self.failed.get(str(code), 0) + 1
         if not outcome.reasons:

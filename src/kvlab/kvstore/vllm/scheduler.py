@@ -14,8 +14,8 @@ from kvlab.kvstore.snapshot import chain
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.reasons import Reason
 from kvlab.kvstore.vllm.computed import DECODED, PREFILL
-from kvlab.kvstore.vllm.context import Context
-from kvlab.kvstore.vllm.jobs import Jobs, Load, Outcome, Outcomes, Save
+from kvlab.kvstore.vllm.context import EngineContext
+from kvlab.kvstore.vllm.jobs import JobOutcome, Load, Outcomes, Save, StepJobs
 from kvlab.kvstore.vllm.miss_reasons import DAMAGE, Cold
 from kvlab.kvstore.vllm.settings import OURS, Wish
 from kvlab.kvstore.vllm.snapshot_index import Match, Shelf
@@ -65,7 +65,7 @@ class Planner:
         Of the engine.
     """
 
-    def __init__(self, context: Context):
+    def __init__(self, context: EngineContext):
         self.context, self.shelf = context, Shelf(Path(context.settings.folder), context.settings.unproven)
         self._lossy = False  # whether lossy K and V were ever loaded, which vLLM's own cache may hand on
         self._courses: dict[str, _Course] = {}
@@ -100,10 +100,10 @@ class Planner:
             Load(request.request_id, course.match.path, tokens, course.begin, request.cache_salt, list(block_ids))
         )
 
-    def planned(self, output: SchedulerOutput) -> Jobs:
+    def planned(self, output: SchedulerOutput) -> StepJobs:
         """The jobs of the step that vLLM is about to run."""
         saves = [save for name, n in output.num_scheduled_tokens.items() if (save := self._save(name, n, output))]
-        jobs = Jobs(self._loads, [*self._late, *saves])
+        jobs = StepJobs(self._loads, [*self._late, *saves])
         self._loads, self._late = [], []
         return jobs
 
@@ -198,7 +198,7 @@ class Planner:
         return Save(request.request_id, path, tokens, request.cache_salt, list(block_ids), _computed(course), last)
 
     @staticmethod
-    def _keep(course: _Course, outcome: Outcome) -> None:
+    def _keep(course: _Course, outcome: JobOutcome) -> None:
         if not outcome.reasons:
             course.path = outcome.path
         elif any(reason.code == Cold.LOAD_FAILED for reason in outcome.reasons):

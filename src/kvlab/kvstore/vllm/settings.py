@@ -17,7 +17,7 @@ Save = Literal["prompt", "answer", "never"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConnectorSettings:
     """What holds for all requests of an engine.
 
     Parameters
@@ -78,7 +78,7 @@ class Settings:
             raise UnknownName("save of the snapshot connector", self.save, get_args(Save))
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any]) -> Settings:
+    def read(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         """From vLLM's ``kv_connector_extra_config``; `UnknownName` for a key that there is not."""
         names = [field.name for field in fields(cls)]
         for name in extra:
@@ -95,7 +95,7 @@ def transfer_config(folder: Path | str, **settings) -> dict[str, Any]:
     folder : Path or str
         Of the snapshots.
     **settings
-        See `Settings`.
+        See `ConnectorSettings`.
 
     Returns
     -------
@@ -108,7 +108,7 @@ def transfer_config(folder: Path | str, **settings) -> dict[str, Any]:
         "kv_connector_module_path": MODULE,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": asdict(Settings(str(folder), **settings)),
+        "kv_connector_extra_config": asdict(ConnectorSettings(str(folder), **settings)),
     }
 
 

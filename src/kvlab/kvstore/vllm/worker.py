@@ -14,14 +14,14 @@ from kvlab.core.errors import CapabilityError, KvlabError, SnapshotRefused
 from kvlab.core.records import versions
 from kvlab.engines.vllm.pages import found_out, refuse_other
 from kvlab.kvstore.paging.geometry import Geometry, named
-from kvlab.kvstore.paging.ledger import Entry, Ledger
+from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.numerics import mixed
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save
 from kvlab.kvstore.vllm.computed import COMPUTED, PREFILL
-from kvlab.kvstore.vllm.context import Context
-from kvlab.kvstore.vllm.jobs import Counts, Jobs, Load, Outcome, Outcomes, Save
+from kvlab.kvstore.vllm.context import EngineContext
+from kvlab.kvstore.vllm.jobs import JobOutcome, Load, Outcomes, Save, StepJobs, WorkerCounts
 from kvlab.kvstore.vllm.miss_reasons import Cold, reasons_of
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class Mover:
         What was done so far.
     """
 
-    def __init__(self, context: Context):
-        self.context, self.counts, self._rows = context, Counts(), None
+    def __init__(self, context: EngineContext):
+        self.context, self.counts, self._rows = context, WorkerCounts(), None
         self._made = versions() | context.made | {COMPUTED: PREFILL}
         self._failed, self._done, self._read = set(), Outcomes(), set()
 
@@ -75,7 +75,7 @@ class Mover:
         backend = layers[names[0]].get_attn_backend().get_name()
         self._made["attention"] = f"{backend} {getattr(layers[names[0]], 'isa', '')}".rstrip()
 
-    def load(self, jobs: Jobs) -> None:
+    def load(self, jobs: StepJobs) -> None:
         """Do the step's loads."""
         for job in jobs.loads:
             outcome = self._timed(self._loaded, job)
@@ -84,12 +84,12 @@ class Mover:
             self._done.loads[job.request] = outcome
             self.counts.loaded(outcome)
 
-    def save(self, jobs: Jobs) -> None:
+    def save(self, jobs: StepJobs) -> None:
         """Do the step's saves, but for those that a failed load has left without their beginning."""
         for job in jobs.saves:
             if self._failed.intersection(self._blocks(job)):
                 line = "its K and V could not be loaded and are computed once more; it is saved then"
-                outcome = Outcome.failed(job.path, (Reason(Cold.LOAD_FAILED, line),))
+                outcome = JobOutcome.failed(job.path, (Reason(Cold.LOAD_FAILED, line),))
             else:
                 outcome = self._timed(self._saved, job)
                 self.counts.saved(outcome)
@@ -112,13 +112,13 @@ class Mover:
         read_out, self._read = self._read, set()
         return read_out
 
-    def _timed(self, act, job: Load | Save) -> Outcome:
+    def _timed(self, act, job: Load | Save) -> JobOutcome:
         began = time.perf_counter()
         try:
             tokens, nbytes = act(job)
         except KvlabError as error:  # of the snapshot or the disk: a request without it is slower and not wrong
-            return Outcome.failed(job.path, reasons_of(error))
-        return Outcome(job.path, tokens, nbytes, 1000 * (time.perf_counter() - began))
+            return JobOutcome.failed(job.path, reasons_of(error))
+        return JobOutcome(job.path, tokens, nbytes, 1000 * (time.perf_counter() - began))
 
     def _loaded(self, job: Load) -> tuple[int, int]:
         """Tokens that were put in the cache, and bytes of the file."""
@@ -165,7 +165,7 @@ class Mover:
 
 def _ledger(chunks: int) -> Ledger:
     """vLLM scores no chunk and evicts none of a running request: all were there, and were asked for in order."""
-    return Ledger(tuple(Entry(True, None, number + 1) for number in range(chunks)), chunks)
+    return Ledger(tuple(ChunkEntry(True, None, number + 1) for number in range(chunks)), chunks)
 
 
 # All layers of vLLM's paged cache, read and written in chunks of a snapshot.

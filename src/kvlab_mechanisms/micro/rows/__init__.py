@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvlab_mechanisms.micro.row import Row
+from kvlab_mechanisms.micro.row import BenchRow
 from kvlab_mechanisms.micro.rows import attention, cluster, decoding, ledger, memory, serving
 
-ALL: tuple[Callable[[], Iterator[Row]], ...] = (
+ALL: tuple[Callable[[], Iterator[BenchRow]], ...] = (
     attention.rows,
     memory.rows,
     decoding.rows,

@@ -14,13 +14,13 @@ from kvlab.attention.layer_plan import by_length, saved
 from kvlab.attention.patterns import BlockSparse, ChunkSummary, Full
 from kvlab_mechanisms.attention.block_executors import gathered, masked
 from kvlab_mechanisms.attention.latent import LatentCache, LatentWeights, attend_latent, attend_naive, ratio
-from kvlab_mechanisms.micro.row import Row, hold
+from kvlab_mechanisms.micro.row import BenchRow, hold
 
 HEADS, DIM, LATENT, LAYERS = 8, 64, 128, 24
 CLOSE = 1e-4
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[BenchRow]:
     """All of them."""
     yield from latents()
     yield from sparse()
@@ -39,7 +39,7 @@ def same(a: Tensor, b: Tensor, what: str) -> None:
     hold(apart < CLOSE, f"{what} is {apart:.1e} away")
 
 
-def latents() -> Iterator[Row]:
+def latents() -> Iterator[BenchRow]:
     """One token stored, and a step over many."""
     cache, plain, x = LatentCache(LATENT, capacity=8192), torch.zeros(1, 8192, LATENT), normal(1, 1, LATENT)
 
@@ -57,7 +57,7 @@ def latents() -> Iterator[Row]:
         hold(torch.equal(cache.rows, x))
 
     note = "ours checks shape and capacity"
-    yield Row("r01", "one float32 vector of 128 into (8192, 128)", check, append, copied, "torch row copy", note)
+    yield BenchRow("r01", "one float32 vector of 128 into (8192, 128)", check, append, copied, "torch row copy", note)
     for name, tokens in (("r02", 16), ("r02-4096", 4096), ("r02-32768", 32768)):
         yield step(name, tokens)
 
@@ -67,10 +67,10 @@ def latents() -> Iterator[Row]:
         return ratio(HEADS, DIM, LATENT)
 
     note = "K and V are both replaced, which the original's 4.0 forgets"
-    yield Row("r03", "8 heads of 64 by 128 numbers", lambda: hold(bytes_of() == 8), value=bytes_of, note=note)
+    yield BenchRow("r03", "8 heads of 64 by 128 numbers", lambda: hold(bytes_of() == 8), value=bytes_of, note=note)
 
 
-def step(name: str, tokens: int) -> Row:
+def step(name: str, tokens: int) -> BenchRow:
     """A decoding step in absorbed form, beside dense attention over K and V that are there."""
     up = [normal(LATENT, HEADS * DIM, seed=seed) / LATENT**0.5 for seed in (1, 2)]
     weights = LatentWeights.absorb(*up, HEADS)
@@ -90,10 +90,10 @@ def step(name: str, tokens: int) -> Row:
     note = (
         "loses while the keys are in the caches: it multiplies more, to read an eighth; the rival keeps 8 times as much"
     )
-    return Row(name, shape, check, lambda: attend_latent(q, c, weights), rival, told, note)
+    return BenchRow(name, shape, check, lambda: attend_latent(q, c, weights), rival, told, note)
 
 
-def sparse() -> Iterator[Row]:
+def sparse() -> Iterator[BenchRow]:
     """A pass that leaves nothing out, and decoding steps that do."""
     every = BlockSparse(block=64, top_k=4, window=64, sinks=0)
     q, k, v = (normal(1, 4, n, 32, seed=seed) for seed, n in ((1, 16), (2, 256), (3, 256)))
@@ -111,14 +111,14 @@ def sparse() -> Iterator[Row]:
         ("r04", "loses: nothing is left out, as in the original, and ours scores and chooses blocks all the same"),
         ("r05", "as r04"),
     ):
-        yield Row(name, shape, check, lambda: masked(q, k, v, every), dense, "torch SDPA with the mask", note)
+        yield BenchRow(name, shape, check, lambda: masked(q, k, v, every), dense, "torch SDPA with the mask", note)
     note = "of causal pairs nothing is left out; the original counts the causal triangle"
-    yield Row("r06", shape, check, value=lambda: 100 * (1 - float(mask.sum()) / (4 * (256 * 16 - 120))), note=note)
+    yield BenchRow("r06", shape, check, value=lambda: 100 * (1 - float(mask.sum()) / (4 * (256 * 16 - 120))), note=note)
     for tokens in (4096, 32768, 131072):
         yield decoding(tokens)
 
 
-def decoding(tokens: int) -> Row:
+def decoding(tokens: int) -> BenchRow:
     """One query that reads what it chooses, beside dense attention over everything."""
     few = BlockSparse(block=64, top_k=16, window=256, sinks=1)
     q, k, v = (normal(1, 4, n, 32, seed=seed) for seed, n in ((1, 1), (2, tokens), (3, tokens)))
@@ -133,10 +133,10 @@ def decoding(tokens: int) -> Row:
     shape = f"1 query, {tokens:,} keys, 4 heads of 32, blocks of 64, 16 chosen, window 256"
     told = "another result: it reads everything; ours reads what it chooses, with means that are kept"
     rival = lambda: functional.scaled_dot_product_attention(q, k, v)  # noqa: E731
-    return Row(f"r04-{tokens}", shape, check, ours, rival, "torch SDPA over all keys", told)
+    return BenchRow(f"r04-{tokens}", shape, check, ours, rival, "torch SDPA over all keys", told)
 
 
-def summaries() -> Iterator[Row]:
+def summaries() -> Iterator[BenchRow]:
     """A chunk summed up, and queries that read four of them and their own tokens."""
     k, v = normal(1, 4, 64, 32, seed=1), normal(1, 4, 64, 32, seed=2)
 
@@ -148,11 +148,11 @@ def summaries() -> Iterator[Row]:
         k.mean(2), v.mean(2)
 
     note = "no rotary embedding, as in the original"
-    yield Row("r13", "64 tokens, 4 heads of 32", check, lambda: summaries_of(k, v, 64), means, "torch mean", note)
+    yield BenchRow("r13", "64 tokens, 4 heads of 32", check, lambda: summaries_of(k, v, 64), means, "torch mean", note)
     yield pass_over()
 
 
-def pass_over() -> Row:
+def pass_over() -> BenchRow:
     """16 queries over four summaries and their own 16 tokens."""
     far = ChunkSummary(chunk=64, top_k=4, exact=0, sinks=0)
     q, k, v = (normal(1, 4, n, 32, seed=seed) for seed, n in ((3, 16), (4, 272), (5, 272)))
@@ -171,10 +171,10 @@ def pass_over() -> Row:
         same(ours(), rival(), "SDPA over summaries and own tokens")
 
     note = "ours scores all 272 keys and masks: it is the reference, and loses"
-    return Row("r14", "16 queries, 4 summaries", check, ours, rival, "torch SDPA over 20 keys", note)
+    return BenchRow("r14", "16 queries, 4 summaries", check, ours, rival, "torch SDPA over 20 keys", note)
 
 
-def plans() -> Iterator[Row]:
+def plans() -> Iterator[BenchRow]:
     """Which pattern a layer reads by, those of all layers, and what that spares."""
     types = ["full_attention"] * (LAYERS // 2) + ["sliding_attention"] * (LAYERS - LAYERS // 2)
 
@@ -184,10 +184,10 @@ def plans() -> Iterator[Row]:
 
     told = "transformers' layer_types, a list"
     note = "loses: a plan that is kept is looked up by its settings, and a list is indexed"
-    yield Row(
+    yield BenchRow(
         "r17", "layer 0 of 24, 1,024 tokens", check, lambda: by_length(LAYERS, 1024)[0], lambda: types[0], told, note
     )
-    yield Row("r18", "24 layers, 2,048 tokens", check, lambda: by_length(LAYERS, 2048), lambda: list(types), told)
+    yield BenchRow("r18", "24 layers, 2,048 tokens", check, lambda: by_length(LAYERS, 2048), lambda: list(types), told)
 
     def spared() -> float:
         return 100 * saved(by_length(LAYERS, 2048), 2048)
@@ -198,4 +198,4 @@ def plans() -> Iterator[Row]:
         hold(abs(spared() - 100 * due / 2) < 1e-9, "half of the layers do not spare what one spares")
 
     note = "operations of attention by formula; the original's 25 is a constant, with no kernel after it"
-    yield Row("r19", "24 layers, 2,048 tokens", formula, value=spared, note=note)
+    yield BenchRow("r19", "24 layers, 2,048 tokens", formula, value=spared, note=note)

@@ -30,7 +30,7 @@ from kvlab_mechanisms.decoding.sampler import sample
 from kvlab_mechanisms.decoding.schema import Steps, compiled, tokens
 from kvlab_mechanisms.decoding.verify import Draft, Rows, draws_of, verify
 from kvlab_mechanisms.decoding.watermark import Watermark
-from kvlab_mechanisms.micro.row import Row, hold
+from kvlab_mechanisms.micro.row import BenchRow, hold
 
 OWN = Sampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05)
 PENALISED = Sampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
@@ -43,7 +43,7 @@ SCHEMA = {
 }
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[BenchRow]:
     """All of them."""
     yield from sampler()
     yield from drafter()
@@ -73,7 +73,7 @@ def transformers_chain(own: Sampling) -> Callable[[Tensor], Tensor]:
     return lambda z: chain(SEEN.expand(len(z), -1), z).softmax(-1)
 
 
-def sampler() -> Iterator[Row]:
+def sampler() -> Iterator[BenchRow]:
     """One token, and one for each of a batch."""
     for name, own, count, vocabulary in (
         ("r07", PENALISED, 1, 32_000),
@@ -84,7 +84,7 @@ def sampler() -> Iterator[Row]:
         yield tokens_of(name, own, drawn(count, vocabulary))
 
 
-def tokens_of(name: str, own: Sampling, z: Tensor) -> Row:
+def tokens_of(name: str, own: Sampling, z: Tensor) -> BenchRow:
     """A row of the sampler; its check is of the whole law."""
     count, vocabulary = z.shape
     seen = [SEEN] * count if own.repetition_penalty != 1 else None
@@ -96,19 +96,19 @@ def tokens_of(name: str, own: Sampling, z: Tensor) -> Row:
 
     shape = f"{count} of {vocabulary:,}: T .8, k 50, p .9, min p .05" + (", 5 ids penalised" if seen else "")
     note = "the page's minimum of the sample above; here another median" if name == "r08" else ""
-    return Row(
+    return BenchRow(
         name, shape, check, lambda: sample(z, settings, [0] * count, seen),
         lambda: torch.multinomial(chain(z), 1), "transformers' processors and torch.multinomial", note,
     )  # fmt: skip
 
 
-def drafter() -> Iterator[Row]:
+def drafter() -> Iterator[BenchRow]:
     """Four tokens drafted by heads, each after those before it."""
     for name, vocabulary in (("r20", 8192), ("r20-49k", 49_152)):
         yield drafts_over(name, vocabulary)
 
 
-def drafts_over(name: str, vocabulary: int) -> Row:
+def drafts_over(name: str, vocabulary: int) -> BenchRow:
     """A chain of four greedy tokens, from a hidden state of 256 numbers."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -140,12 +140,12 @@ def drafts_over(name: str, vocabulary: int) -> Row:
         hold(ours() == written_out(), "the chain is not that of the formula")
 
     told = "the rival knows all four states beforehand, as heads that do not hang on one another do"
-    return Row(
+    return BenchRow(
         name, f"4 heads of width 256, vocabulary {vocabulary:,}", check, ours, rival, "one fused GEMM and topk", told
     )
 
 
-def verifier() -> Iterator[Row]:
+def verifier() -> Iterator[BenchRow]:
     """Four chains of five tokens against a target."""
     z, own = drawn(4, 6, 8192), Sampling()
     chains = torch.randint(8192, (4, 5), generator=torch.Generator().manual_seed(1)).tolist()
@@ -159,14 +159,14 @@ def verifier() -> Iterator[Row]:
         certain = verify(Draft([chain]), Rows(1e4 * z[:1], own, chains=[chain]), draws_of(0, 0))
         hold(certain.accepted == 5 and len(certain.tokens) == 6, "a draft that is certain is not accepted")
 
-    yield Row(
+    yield BenchRow(
         "r21", "4 chains of 5 tokens, vocabulary 8,192", check, ours, lambda: z.double().softmax(-1),
         "torch softmax of all rows, which a verifier that is not lazy begins with",
         "exact; the original's verifier is not",
     )  # fmt: skip
 
 
-def parallel() -> Iterator[Row]:
+def parallel() -> Iterator[BenchRow]:
     """Candidates for one place."""
     for name, count, n in (("r26", 1, 8), ("r27", 16, 1)):
         z, own = drawn(count, 32_000), Sampling(temperature=0.8)
@@ -180,14 +180,14 @@ def parallel() -> Iterator[Row]:
             off = abs(float(told.mean() - (p * p.log()).sum())) / float(told.std()) * 20_000**0.5
             hold(off < 5, f"mean log p is {off:.1f} standard errors from the entropy")
 
-        yield Row(
+        yield BenchRow(
             name, f"{n} draws of {count} x 32,000", check, lambda z=z, n=n, own=own: candidates(z, n, own),
             lambda z=z, n=n: torch.multinomial((z / 0.8).softmax(-1), n, replacement=True), "torch.multinomial",
             "loses at one row: ours draws the same for a seed and a place whatever else is in the batch, in float64",
         )  # fmt: skip
 
 
-def watermark() -> Iterator[Row]:
+def watermark() -> Iterator[BenchRow]:
     """Marking a row of logits, and finding the mark in 128 tokens."""
     z, mark = drawn(1, 8192), Watermark(key=7)
     ids = torch.randint(8192, (1, 128), generator=torch.Generator().manual_seed(2))
@@ -199,7 +199,7 @@ def watermark() -> Iterator[Row]:
         hold(mark.detect(ids[0].numpy()).z < 4, "a random text is found to be marked")
         hold(mark.detect(written(mark, 128)).z > 4, "a marked text is not found")
 
-    yield Row(
+    yield BenchRow(
         "r30", "logits of 8,192", check, lambda: mark.marked(z, ids), lambda: theirs(ids, z),
         "transformers' WatermarkLogitsProcessor",
         "a hash for each of the vocabulary, where the rival permutes it",
@@ -211,7 +211,7 @@ def watermark() -> Iterator[Row]:
         detector._get_ngram_score_cached.cache_clear()
         return detector(ids)
 
-    yield Row(
+    yield BenchRow(
         "r31", "128 tokens, vocabulary 8,192", check, lambda: mark.detect(one), cold,
         "transformers' WatermarkDetector, its cache empty",
     )  # fmt: skip
@@ -227,7 +227,7 @@ def written(mark: Watermark, tokens: int) -> np.ndarray:
     return ids[0].numpy()
 
 
-def schema() -> Iterator[Row]:
+def schema() -> Iterator[BenchRow]:
     """What a schema allows next: a mask on logits, and a step."""
     yield from allowed_next([bytes([byte]) for byte in range(255)], "")
     yield from allowed_next(strings(128_255), "-128k")
@@ -241,7 +241,7 @@ def strings(count: int) -> list[bytes]:
     return list(found)
 
 
-def allowed_next(texts: list[bytes], name: str) -> Iterator[Row]:
+def allowed_next(texts: list[bytes], name: str) -> Iterator[BenchRow]:
     """Over a vocabulary of these and an end."""
     size, brace = len(texts) + 1, ord("{")
     grammar = compiled(SCHEMA, tokens([*texts, None], [size - 1]))
@@ -266,11 +266,11 @@ def allowed_next(texts: list[bytes], name: str) -> Iterator[Row]:
 
     bare, fill = xgrammar_of(texts, scratch, z)
     why = "ours is the same library behind an adapter, which"
-    yield Row(
+    yield BenchRow(
         f"r32{name}", f"{size:,} logits, at the start", check, lambda: steps.constrain(scratch.copy_(z)), fill,
         "xgrammar, mask filled and applied", f"{why} also refuses a place where nothing may follow",
     )  # fmt: skip
-    yield Row(
+    yield BenchRow(
         f"r33{name}", "the open brace there and back" + (f" of {size:,} tokens" if name else ""), check, step, bare,
         "xgrammar accept, rollback", f"{why} also refuses a token that leaves the schema; both take the step back",
     )  # fmt: skip
@@ -300,7 +300,7 @@ def xgrammar_of(texts: list[bytes], scratch: Tensor, z: Tensor) -> tuple[Callabl
     return step, fill
 
 
-def probe() -> Iterator[Row]:
+def probe() -> Iterator[BenchRow]:
     """A verdict on 64 tokens, and on what is about to be said."""
     weight = drawn(4, 8192).double()
     trained = LinearProbe(weight, torch.zeros(4, dtype=torch.float64), 1.0, "planted")
@@ -314,7 +314,7 @@ def probe() -> Iterator[Row]:
     def rival() -> Tensor:
         return weight.T[ids].mean(0).softmax(-1)
 
-    yield Row(
+    yield BenchRow(
         "r54",
         "64 ids of 8,192, 4 classes",
         check,
@@ -327,7 +327,7 @@ def probe() -> Iterator[Row]:
     def same() -> None:
         hold(torch.allclose(trained.logits(expected(z)), weight @ z[0].double().softmax(-1)), "not W times the law")
 
-    yield Row(
+    yield BenchRow(
         "r55", "one row of 8,192", same, lambda: trained.probabilities(expected(z)),
         lambda: (weight @ z[0].double().softmax(-1)).softmax(-1), "torch, in float64",
         "loses: ours checks its input, and divides by the temperature that calibrates it",

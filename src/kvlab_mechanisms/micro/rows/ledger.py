@@ -15,9 +15,9 @@ from jsonschema import Draft202012Validator
 from kvlab.codecs.stream.tree import leaf
 from kvlab_mechanisms.ledger import log
 from kvlab_mechanisms.ledger.contract import Contract, decoded
-from kvlab_mechanisms.ledger.log import Entry, Read, encoded
+from kvlab_mechanisms.ledger.log import LogEntry, ReadLog, encoded
 from kvlab_mechanisms.ledger.merkle import Tree, proves_consistency, proves_inclusion
-from kvlab_mechanisms.micro.row import Row, hold, named
+from kvlab_mechanisms.micro.row import BenchRow, hold, named
 
 ROOT = Path(__file__).resolve().parents[4]
 SCHEMA = {
@@ -36,7 +36,7 @@ INVALID = {"name": "", "age": 200, "mail": 3}
 CHAIN = "hashlib, a chain"
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[BenchRow]:
     """All of them."""
     yield from contracts()
     yield from whole_file()
@@ -45,7 +45,7 @@ def rows() -> Iterator[Row]:
     yield from proofs(100_000)
 
 
-def contracts() -> Iterator[Row]:
+def contracts() -> Iterator[BenchRow]:
     """Five fields that hold their contract, and three faults."""
     contract, bare = Contract(SCHEMA), Draft202012Validator(SCHEMA)
     good, bad = json.dumps(VALID), json.dumps(INVALID)
@@ -61,15 +61,15 @@ def contracts() -> Iterator[Row]:
     name = f"{library or 'jsonschema'} and json"
     told = "jsonschema's walk, behind which NaN, Infinity and keys that are there twice are refused too; "
     told += "loses to compiled code, of which a file that is read once a job takes no notice"
-    yield Row(
+    yield BenchRow(
         "r60", "5 fields, from text", valid, lambda: contract.reads(good), lambda: quick(json.loads(good)), name, told
     )
-    yield Row(
+    yield BenchRow(
         "r61", "3 faults, from text, all told with their places", invalid, lambda: contract.faults(decoded(bad, "")),
         lambda: [*bare.iter_errors(json.loads(bad))], "jsonschema iter_errors",
         "the same library: ours makes a line with a place of each fault",
     )  # fmt: skip
-    yield Row(
+    yield BenchRow(
         "r61-first", "3 faults, from text, the verdict alone", invalid, lambda: contract.reads(bad),
         lambda: quick(json.loads(bad)), name, told,
     )  # fmt: skip
@@ -91,7 +91,7 @@ def _quick(schema: dict) -> Callable[[object], bool]:
     return holds
 
 
-def whole_file() -> Iterator[Row]:
+def whole_file() -> Iterator[BenchRow]:
     """params.yaml against its schema."""
     from kvlab.core.paramfile import read_yaml
 
@@ -101,18 +101,18 @@ def whole_file() -> Iterator[Row]:
     def check() -> None:
         hold(contract.holds(data) and bare.is_valid(data) and not contract.holds(data | {"bits": "many"}))
 
-    yield Row(
+    yield BenchRow(
         "r60-params", "params.yaml of this project", check, lambda: contract.holds(data),
         lambda: bare.is_valid(data), "jsonschema", "read already; the same library, and a look for NaN and Infinity",
     )  # fmt: skip
 
 
-def entry(number: int) -> Entry:
+def entry(number: int) -> LogEntry:
     """A small one."""
-    return Entry(job=f"r n={number}", inputs={}, outputs={"o": f"{number:064x}"}, params="0" * 64, versions={})
+    return LogEntry(job=f"r n={number}", inputs={}, outputs={"o": f"{number:064x}"}, params="0" * 64, versions={})
 
 
-def appends() -> Iterator[Row]:
+def appends() -> Iterator[BenchRow]:
     """An entry into a tree in memory, and onto the disk."""
     one, tree, line = entry(1), Tree(), encoded(entry(1))
     head = [b""]
@@ -130,7 +130,7 @@ def appends() -> Iterator[Row]:
         hold(own.root() == Tree([leaf(line)] * 3).root() and len(own) == 3)
 
     theirs, library = pymerkle([])
-    yield Row(
+    yield BenchRow(
         "r62", f"{len(line)} bytes, into the tree in memory", check, add,
         (lambda: theirs.append_entry(encoded(one))) if library else chained, library or CHAIN,
         "with the canonical encoding of a checked record on both sides; the original joins its fields by a bar, so that"
@@ -148,17 +148,17 @@ def appends() -> Iterator[Row]:
         log.append([one], path)
         hold(log.read(path).entries()[-1] == one)
 
-    yield Row(
+    yield BenchRow(
         "r62-disk", f"{len(line)} bytes, on the disk", kept, lambda: log.append([one], path), written,
         "open, write, fsync", "ours locks, and takes a torn line away",
     )  # fmt: skip
 
 
-def proofs(count: int) -> Iterator[Row]:
+def proofs(count: int) -> Iterator[BenchRow]:
     """All entries verified, one entry, and ten new ones."""
     pattern = encoded(entry(0))
     lines = tuple(pattern.replace(b"n=0", b"n=%d" % number) for number in range(count))
-    found, tree = Read(Path("log"), lines, 0), Tree(map(leaf, lines))
+    found, tree = ReadLog(Path("log"), lines, 0), Tree(map(leaf, lines))
     root, name = tree.root(), "" if count == 2010 else f"-{count}"
 
     def whole() -> bool:
@@ -173,14 +173,14 @@ def proofs(count: int) -> Iterator[Row]:
     theirs, library = pymerkle(lines)
 
     def check() -> None:
-        changed = Read(Path("log"), (*lines[:7], lines[8], lines[7], *lines[9:]), 0)
+        changed = ReadLog(Path("log"), (*lines[:7], lines[8], lines[7], *lines[9:]), 0)
         hold(whole() and changed.tree().root() != root and tree.root(count - 1) != root)
         hold(not library or theirs.get_root() == root, "pymerkle comes to another root")
 
     note = "the page's 2,236,000 us is a slip of units, of 2,236; " if count == 2010 else ""
     note += "a bare chain takes half, and proves nothing of one entry without all others"
     rival = (lambda: pymerkle(lines)) if library else chained
-    yield Row(f"r63{name}", f"{count:,} entries, all", check, whole, rival, library or CHAIN, note)
+    yield BenchRow(f"r63{name}", f"{count:,} entries, all", check, whole, rival, library or CHAIN, note)
     yield from partly(count, lines, tree, theirs, library, chained)
 
 
@@ -198,7 +198,7 @@ def pymerkle(lines: Sequence[bytes]) -> tuple[Any, str]:
 
 def partly(
     count: int, lines: tuple[bytes, ...], tree: Tree, theirs: Any, library: str, chained: Callable
-) -> Iterator[Row]:
+) -> Iterator[BenchRow]:
     """What a tree needs less for than all entries."""
     at, root, path = count // 3, tree.root(), tree.inclusion(count // 3)
     old = Tree(map(leaf, lines[:-10]))
@@ -226,4 +226,4 @@ def partly(
         ("one", f"one of {count:,} entries, by its proof", included, rivals[0]),
         ("suffix", f"10 new of {count:,} entries", goes_on, rivals[1]),
     ):
-        yield Row(f"r63-{count} {name}", shape, check, ours, rival, library or CHAIN, told)
+        yield BenchRow(f"r63-{count} {name}", shape, check, ours, rival, library or CHAIN, told)

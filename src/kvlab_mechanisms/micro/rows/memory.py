@@ -16,12 +16,12 @@ from kvlab.codecs.stream.bitstream import frame_bytes
 from kvlab_mechanisms.memory.host_tier import HostTier
 from kvlab_mechanisms.memory.page_pool import PagePool
 from kvlab_mechanisms.memory.wire import Head, pack, unpack
-from kvlab_mechanisms.micro.row import Row, hold
+from kvlab_mechanisms.micro.row import BenchRow, hold
 
 PAGE = 2 * 8 * 16 * 64 * 4  # bytes of a page of K and V: 8 heads, 16 tokens of 64 numbers, float32
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[BenchRow]:
     """All of them."""
     yield from pages()
     yield from tier()
@@ -30,7 +30,7 @@ def rows() -> Iterator[Row]:
     yield from wire()
 
 
-def pages() -> Iterator[Row]:
+def pages() -> Iterator[BenchRow]:
     """Taking and giving back a page; closing holes."""
     pool = PagePool(256, 16, [PAGE // 16])
 
@@ -42,7 +42,7 @@ def pages() -> Iterator[Row]:
         round_trip()
         hold(pool.used == 0)
 
-    yield Row(
+    yield BenchRow(
         "r10",
         "1 page of 64 KiB",
         check,
@@ -53,7 +53,7 @@ def pages() -> Iterator[Row]:
     yield from compactions()
 
 
-def compactions() -> Iterator[Row]:
+def compactions() -> Iterator[BenchRow]:
     """A pool that is compact, and one that is not."""
     compact_pool, churned = live_pages(60), live_pages(90)
     sources, targets = torch.arange(60, 90), torch.arange(0, 60, 2)
@@ -72,14 +72,14 @@ def compactions() -> Iterator[Row]:
         churned.data[targets] = churned.data[sources]
 
     note = "the original copies every live page out and back, as the rival here does"
-    yield Row(
+    yield BenchRow(
         "r11", "60 live pages of 64 KiB, compact", none_moved, compact_pool.defragment, copied_back, "torch", note
     )
-    yield Row(
+    yield BenchRow(
         "r11-30 moves", "90 live pages of 64 KiB, 30 of them moved", moves, lambda: churn(churned), moved,
         "torch, the same bytes by an index", "ours with giving back and taking 30 pages, which makes the holes",
     )  # fmt: skip
-    yield Row("r12", "after defragment()", none_moved, value=lambda: compact_pool.external)
+    yield BenchRow("r12", "after defragment()", none_moved, value=lambda: compact_pool.external)
 
 
 def live_pages(count: int) -> PagePool:
@@ -115,7 +115,7 @@ def block_pool() -> tuple:
     return round_trip, "vLLM BlockPool"
 
 
-def tier() -> Iterator[Row]:
+def tier() -> Iterator[BenchRow]:
     """Out to host memory and back."""
     page = torch.randn(512, 128)
     tier, warm = HostTier(1 << 24), torch.empty_like(page)
@@ -125,7 +125,7 @@ def tier() -> Iterator[Row]:
         hold(torch.equal(tier.fetch("a"), page))
 
     copy = (lambda: warm.copy_(page)), "torch copy_ into a warm buffer"
-    yield Row(
+    yield BenchRow(
         "r15",
         "256 KiB",
         check,
@@ -133,10 +133,10 @@ def tier() -> Iterator[Row]:
         *copy,
         "loses: a book of what is held and of traffic; the bytes are the same",
     )
-    yield Row("r16", "256 KiB", check, lambda: tier.fetch("a"), page.clone, "torch clone", "as r15")
+    yield BenchRow("r16", "256 KiB", check, lambda: tier.fetch("a"), page.clone, "torch clone", "as r15")
 
 
-def gaps() -> Iterator[Row]:
+def gaps() -> Iterator[BenchRow]:
     """What is left of K and V, and where it stood."""
     torch.manual_seed(0)
     k, v = torch.randn(8, 512, 64), torch.randn(8, 512, 64)
@@ -151,7 +151,7 @@ def gaps() -> Iterator[Row]:
         hold(torch.equal(found.k, k[:, keep]) and torch.equal(found.v, v[:, keep]))
 
     shape = "K and V of 8 heads, 512 tokens of 64, half of them kept"
-    yield Row(
+    yield BenchRow(
         "r22",
         shape,
         check,
@@ -169,13 +169,13 @@ def gaps() -> Iterator[Row]:
     def same() -> None:
         hold(new_places(512, index).tolist() == numpy_map().tolist())
 
-    yield Row(
+    yield BenchRow(
         "r23", "512 tokens, half of them kept", same, lambda: new_places(512, index), numpy_map, "numpy",
         "loses: three small operations of torch, whose calls take longer than numpy's",
     )  # fmt: skip
 
 
-def choices() -> Iterator[Row]:
+def choices() -> Iterator[BenchRow]:
     """Which tokens stay."""
     torch.manual_seed(0)
     x = torch.randn(1024, 128)
@@ -191,7 +191,7 @@ def choices() -> Iterator[Row]:
         kept = ours().tolist()
         hold(kept[-64:] == list(range(960, 1024)) and kept[:-64] == rival().tolist())
 
-    yield Row(
+    yield BenchRow(
         "r28",
         "1,024 tokens of 128, 256 stay",
         check,
@@ -207,7 +207,7 @@ def choices() -> Iterator[Row]:
         wanted = selection.select(selection.recency(1024), 256)
         hold(torch.equal(selection.latest(1024, 256), wanted) and torch.equal(wanted, ids[-256:]))
 
-    yield Row(
+    yield BenchRow(
         "r29",
         "1,024 tokens, 256 stay",
         tail,
@@ -218,7 +218,7 @@ def choices() -> Iterator[Row]:
     )
 
 
-def wire() -> Iterator[Row]:
+def wire() -> Iterator[BenchRow]:
     """The stream between processes, of one layer and of a whole cache."""
     yield from exact(8, 128, 64, 1, "r39", "r40", "r41", "one layer, K and V [8, 128, 64] float32")
     yield from exact(3, 4096, 64, 30, "r39-4096", "r40-4096", "r41-4096", "30 layers, K and V [3, 4096, 64] float32")
@@ -226,7 +226,7 @@ def wire() -> Iterator[Row]:
         yield from coded(bits)
 
 
-def coded(bits: int) -> Iterator[Row]:
+def coded(bits: int) -> Iterator[BenchRow]:
     """A coded cache written and read: what a hand-over of fewer bits takes, the coding left out."""
     torch.manual_seed(0)
     codec, one = build(HadamardStream(bits=bits)), {}
@@ -247,7 +247,7 @@ def exact(heads: int, tokens: int, dim: int, layers: int, packing: str, unpackin
     yield from both_ways(head, cache, packing, unpacking, size, shape)
 
 
-def both_ways(head: Head, cache: dict, packing: str, unpacking: str, size: str, shape: str) -> Iterator[Row]:
+def both_ways(head: Head, cache: dict, packing: str, unpacking: str, size: str, shape: str) -> Iterator[BenchRow]:
     """Payloads written, read and weighed, beside safetensors."""
     data = pack(head, cache)
     save, load, stored = safetensors_of(cache)
@@ -257,9 +257,9 @@ def both_ways(head: Head, cache: dict, packing: str, unpacking: str, size: str, 
         hold(all(torch.equal(found[place], cache[place]) for place in cache))
 
     told = "ours with a digest of every payload; safetensors has none"
-    yield Row(packing, shape, check, lambda: pack(head, cache), save, "safetensors save", told)
-    yield Row(unpacking, shape, check, lambda: unpack(data), load, "safetensors load", told)
-    yield Row(size, shape, check, value=lambda: float(len(data)), note=f"safetensors {len(stored):,} bytes")
+    yield BenchRow(packing, shape, check, lambda: pack(head, cache), save, "safetensors save", told)
+    yield BenchRow(unpacking, shape, check, lambda: unpack(data), load, "safetensors load", told)
+    yield BenchRow(size, shape, check, value=lambda: float(len(data)), note=f"safetensors {len(stored):,} bytes")
 
 
 def safetensors_of(cache: dict):

@@ -13,7 +13,7 @@ import torch
 
 from kvlab.gate.check import Claim
 from kvlab_mechanisms.memory.host_tier import HostTier
-from kvlab_mechanisms.micro.row import Row, hold, named
+from kvlab_mechanisms.micro.row import BenchRow, hold, named
 from kvlab_mechanisms.serving.policies.batches import Batches
 from kvlab_mechanisms.serving.policies.canary import Canary
 from kvlab_mechanisms.serving.policies.gateway import Gateway
@@ -28,7 +28,7 @@ SPACE = Space("a" * 16, "exact")
 COSTS = Costs(step=0.02, prefill=2e-4, pair=1e-7, decode=1e-3, read=1e-7)
 
 
-def rows() -> Iterator[Row]:
+def rows() -> Iterator[BenchRow]:
     """All of them."""
     yield from predictions()
     yield from preemptions()
@@ -50,7 +50,7 @@ def question(prompt: int, output: int) -> tuple[float, ...]:
     return 1.0, prompt, prompt * prompt, output, output * (prompt + output / 2) * 1e3, 0.0
 
 
-def predictions() -> Iterator[Row]:
+def predictions() -> Iterator[BenchRow]:
     """A request's seconds, of a fit on 40 rows; and one more row for a fit that follows."""
     chance = np.random.default_rng(0)
     prompt, output, beside = (chance.integers(1, 900, 60).astype(float) for _ in range(3))
@@ -67,7 +67,7 @@ def predictions() -> Iterator[Row]:
         found = fitted.predict(question(100, 10))
         hold(math.isclose(found.value, float(np.array(question(100, 10)) @ true), rel_tol=1e-6) and found.determined)
 
-    yield Row(
+    yield BenchRow(
         "r24", "a prompt of 100 tokens, 10 to answer; 6 coefficients", check, lambda: fitted.predict(question(100, 10)),
         plain, "numpy, a product", "ours with an interval, and whether the data determines it; the original: two terms",
     )  # fmt: skip
@@ -79,7 +79,7 @@ def predictions() -> Iterator[Row]:
         hold(np.allclose(own.coefficients(), true, rtol=1e-3))
 
     row = features[0]
-    yield Row(
+    yield BenchRow(
         "r25", "a row of 6 numbers", follows, lambda: online.record(row, 0.1), lambda: kept.append((row, 0.1)), "deque",
         "loses: 36 sums are updated, so that memory stays and nothing is fitted anew; the original's list grows",
     )  # fmt: skip
@@ -88,7 +88,7 @@ def predictions() -> Iterator[Row]:
 # ---------------------------------------------------------------------------------------------- decides
 
 
-def preemptions() -> Iterator[Row]:
+def preemptions() -> Iterator[BenchRow]:
     """A sequence of 128 KiB goes to the host and comes back; and one whose cache is made anew."""
     page = torch.randn(4, 2, 4, 32, 32)
     tier, out, back = HostTier(1 << 24), torch.empty_like(page), torch.empty_like(page)
@@ -105,18 +105,18 @@ def preemptions() -> Iterator[Row]:
     def check() -> None:
         hold(torch.equal(swapped(), page) and dear(64) is None)
 
-    yield Row(
+    yield BenchRow(
         "r44", "128 KiB out and back, with the decision", check, swapped, copied, "torch copy_ twice",
         "the original copies once and hands back what it kept, so that nothing comes back to the device",
     )  # fmt: skip
-    yield Row(
+    yield BenchRow(
         "r45", "the decision that recomputing is cheaper", check, lambda: dear(64), None,
         "none: vLLM recomputes always, and decides nothing",
         "both ways are priced; the original reads a flag",
     )  # fmt: skip
 
 
-def gateways(workers: int, name: str) -> Iterator[Row]:
+def gateways(workers: int, name: str) -> Iterator[BenchRow]:
     """A request is given to the least loaded worker, and done."""
     gateway, load = Gateway("least"), [0] * workers
     for worker in range(workers):
@@ -139,12 +139,12 @@ def gateways(workers: int, name: str) -> Iterator[Row]:
 
     shape = f"{workers} workers of 16, one request"
     told = "ours holds capacity, health, failures and versions" + ("; its heap is for many workers" if not name else "")
-    yield Row(f"r46{name}", shape, check, routed, scan, "a scan of a list", told)
+    yield BenchRow(f"r46{name}", shape, check, routed, scan, "a scan of a list", told)
     if not name:
-        yield Row("r47", shape + "; the original's best", check, routed, scan, "a scan of a list", told)
+        yield BenchRow("r47", shape + "; the original's best", check, routed, scan, "a scan of a list", told)
 
 
-def canaries() -> Iterator[Row]:
+def canaries() -> Iterator[BenchRow]:
     """Whether a key is the canary's."""
     canary = Canary(0.1)
     claim = Claim.model_construct(word="pass", earned="supported", findings=(), failed_criteria=())
@@ -159,10 +159,12 @@ def canaries() -> Iterator[Row]:
 
     told = "ours by a hash of the key, so that who asks again is served by the same; the original draws"
     for row, shape in (("r48", "a tenth of the keys"), ("r49", "a tenth of the keys; the original's best")):
-        yield Row(row, shape, check, lambda: canary.route(12345), lambda: random.random() < 0.1, "random.random", told)
+        yield BenchRow(
+            row, shape, check, lambda: canary.route(12345), lambda: random.random() < 0.1, "random.random", told
+        )
 
 
-def batches() -> Iterator[Row]:
+def batches() -> Iterator[BenchRow]:
     """How many sequences at once, with 64 that wait; and one observation."""
     ours, means = Batches("throughput"), {8: 0.02}
 
@@ -175,12 +177,12 @@ def batches() -> Iterator[Row]:
     def smoothed() -> None:
         means[8] += 0.3 * (0.02 - means[8])
 
-    yield Row(
+    yield BenchRow(
         "r52", "64 wait, at most 32, all that fit", check, lambda: ours.next(64), lambda: min(64, 32),
         "a clamp, as vLLM's max_num_seqs is",
         "ours says what decided it and what it expects; an empty call's time is taken out of both",
     )  # fmt: skip
-    yield Row(
+    yield BenchRow(
         "r53", "a step of 8 sequences", check, lambda: ours.record(8, 0.02), smoothed, "a dict and one product",
         "ours moves the guess for sizes that were never seen, too",
     )  # fmt: skip
@@ -189,7 +191,7 @@ def batches() -> Iterator[Row]:
 # ---------------------------------------------------------------------------------------------- counts
 
 
-def profiles() -> Iterator[Row]:
+def profiles() -> Iterator[BenchRow]:
     """A duration counted; percentiles of 1,000."""
     ours, full = Histogram(), Histogram()
     full.ingest([5.0] * 1000)
@@ -203,11 +205,11 @@ def profiles() -> Iterator[Row]:
         hold(np.allclose(own.percentiles(), ranks, rtol=1 / 64) and full.percentiles() == [5.0] * 4)
 
     record, read, rival = counting()
-    yield Row(
+    yield BenchRow(
         "r50", "one duration", check, lambda: ours.record(0.02), record, rival,
         "a bare deque, which the original has, takes less, and grows until it forgets",
     )  # fmt: skip
-    yield Row("r51", "1,000 durations, all 5", check, full.percentiles, read, rival, "4 percentiles to 1/64")
+    yield BenchRow("r51", "1,000 durations, all 5", check, full.percentiles, read, rival, "4 percentiles to 1/64")
 
 
 def counting() -> tuple[Callable, Callable, str]:
@@ -224,7 +226,7 @@ def counting() -> tuple[Callable, Callable, str]:
     return lambda: kept.append(0.02), lambda: np.percentile(full, [50, 90, 99, 99.9]), "deque, numpy percentile"
 
 
-def answers(entries: int, name: str) -> Iterator[Row]:
+def answers(entries: int, name: str) -> Iterator[BenchRow]:
     """A question that is not known, and one that is kept."""
     chance = np.random.default_rng(0)
     known = chance.standard_normal((entries, 128)).astype(np.float32)
@@ -237,12 +239,12 @@ def answers(entries: int, name: str) -> Iterator[Row]:
         hold(cache.lookup(Space("a" * 16, "klt2"), known[7], 0.0) is None)
 
     shape = f"{entries:,} answers, 128 numbers each"
-    yield Row(
+    yield BenchRow(
         f"r56{name}", shape, check, lambda: cache.lookup(SPACE, asked, 0.0), lookup, rival,
         "ours refuses what has no direction, and skips what has run out",
     )  # fmt: skip
     if not name:
-        yield Row(
+        yield BenchRow(
             "r57", shape + ", the same one again", check, lambda: cache.store(SPACE, known[7], "7", 0.0), add, rival,
             "loses: ours looks for a question that is nearly the same first, and replaces its answer; the original and"
             " the rival keep both",
@@ -275,7 +277,7 @@ def nearest(known: np.ndarray, asked: np.ndarray) -> tuple[Callable, Callable, s
     return lambda: int((rows @ one[0]).argmax()), lambda: rows.__setitem__(7, unit[7]), "numpy, a product"
 
 
-def limits() -> Iterator[Row]:
+def limits() -> Iterator[BenchRow]:
     """A tenant asks for a token, of 8 that are known; and what it could have."""
     ours, clock = RateLimit(10, 100), [0]
     for tenant in range(8):
@@ -292,9 +294,11 @@ def limits() -> Iterator[Row]:
 
     ask, read, rival = limiting()
     told = "time moves by a millisecond a call, so that 99 in 100 are refused; the original's clock refuses 88"
-    yield Row("r58", "10 a second, 100 at once", check, consumed, ask, rival, told)
+    yield BenchRow("r58", "10 a second, 100 at once", check, consumed, ask, rival, told)
     told = "of one tenant among many, in whole numbers; two floats beside take less"
-    yield Row("r59", "10 a second, 100 at once", check, lambda: ours.tokens("tenant-0", clock[0]), read, rival, told)
+    yield BenchRow(
+        "r59", "10 a second, 100 at once", check, lambda: ours.tokens("tenant-0", clock[0]), read, rival, told
+    )
 
 
 def limiting() -> tuple[Callable, Callable, str]:

@@ -17,7 +17,7 @@ Mode = Literal["throughput", "latency", "goodput"]
 MODES = ("throughput", "latency", "goodput")
 
 
-class Reason(Enum):
+class BatchReason(Enum):
     """What the decision hangs on."""
 
     QUEUE = "no more are waiting"
@@ -32,7 +32,7 @@ class Decision(NamedTuple):
     """A batch size, what decided it, and the seconds that are expected, None where nothing was measured."""
 
     size: int
-    reason: Reason
+    reason: BatchReason
     expected: float | None
 
 
@@ -99,20 +99,20 @@ class Batches:
 
     def next(self, queue: int, free_bytes: float | None = None, sequence_bytes: float = 0.0) -> Decision:
         """The next batch, of `queue` sequences that wait and memory for `free_bytes`; 0 where none waits or fits."""
-        cap, reason = min(queue, self.most), Reason.QUEUE if queue <= self.most else Reason.LIMIT
+        cap, reason = min(queue, self.most), BatchReason.QUEUE if queue <= self.most else BatchReason.LIMIT
         if free_bytes is not None and sequence_bytes > 0 and free_bytes // sequence_bytes < cap:
-            cap, reason = int(free_bytes // sequence_bytes), Reason.MEMORY
+            cap, reason = int(free_bytes // sequence_bytes), BatchReason.MEMORY
         floor = min(self.least, cap)
         if cap <= floor or self.mode == "throughput":
             return Decision(cap, reason, self.estimate(cap))
         if not self.means:
-            return Decision(max(floor, min(cap, self._guess)), Reason.UNKNOWN, None)
+            return Decision(max(floor, min(cap, self._guess)), BatchReason.UNKNOWN, None)
         low, high = floor, cap  # the largest within the target, for the line rises
         if self.estimate(floor) > self.target:
-            return Decision(floor, Reason.SLOW, self.estimate(floor))
+            return Decision(floor, BatchReason.SLOW, self.estimate(floor))
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.estimate(middle) <= self.target else (low, middle - 1)
         if self.mode == "goodput":
             low = max(range(floor, low + 1), key=lambda size: (size / max(self.estimate(size), 1e-12), size))
-        return Decision(low, reason if low == cap else Reason.LATENCY, self.estimate(low))
+        return Decision(low, reason if low == cap else BatchReason.LATENCY, self.estimate(low))

@@ -16,7 +16,7 @@ from kvlab.core.errors import UserError
 NANO = 1_000_000_000
 
 
-class Answer(NamedTuple):
+class TokenGrant(NamedTuple):
     """Whether so many tokens are granted; nanoseconds until they would be, None where they never are."""
 
     allowed: bool
@@ -49,7 +49,7 @@ class RateLimit:
         self._newest = None
         self._lock = Lock()
 
-    def consume(self, tenant: str, tokens: int, now: int) -> Answer:
+    def consume(self, tenant: str, tokens: int, now: int) -> TokenGrant:
         """Ask for tokens at a time in nanoseconds; what is denied takes nothing."""
         if type(tokens) is not int or tokens < 0:
             raise UserError(f"{tokens!r} tokens; allowed: a whole number of at least 0")
@@ -63,24 +63,24 @@ class RateLimit:
                 full, seen = known
                 now = now if now > seen else seen
             elif tokens > self.burst:
-                return Answer(False, None)
+                return TokenGrant(False, None)
             else:
                 now = full = newest  # a tenant that was forgotten must not come back to an earlier time
                 if len(self._full) >= self.most and not self._forget(now):
-                    return Answer(False, self._wait(next(iter(self._full.values()))[0], now))
+                    return TokenGrant(False, self._wait(next(iter(self._full.values()))[0], now))
             return self._granted(tenant, tokens, full, now)
 
-    def _granted(self, tenant: str, tokens: int, full: int, now: int) -> Answer:
+    def _granted(self, tenant: str, tokens: int, full: int, now: int) -> TokenGrant:
         """Of a tenant whose bucket is full again at a time; both in units."""
         if tokens > self.burst:
             self._full[tenant] = (full, now)
-            return Answer(False, None)
+            return TokenGrant(False, None)
         after = (full if full > now else now) + tokens * self._token
         limit = now + self._burst
         allowed = after <= limit
         self._full[tenant] = (after if allowed else full, now)
         self._full.move_to_end(tenant)
-        return Answer(allowed, 0 if allowed else self._wait(after, limit))
+        return TokenGrant(allowed, 0 if allowed else self._wait(after, limit))
 
     def _wait(self, then: int, now: int) -> int:
         """Nanoseconds between, rounded up."""

@@ -35,7 +35,7 @@ __all__ = [
     "ABSENT",
     "MUTATIONS",
     "Mutation",
-    "Outcome",
+    "GateOutcome",
     "Renamed",
     "as_row",
     "judged",
@@ -51,25 +51,25 @@ TODAY = datetime.date(2026, 1, 1)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GateOutcome:
     """What the gate says of a case: whether it passes, and the codes of everything that keeps it from passing."""
 
     passes: bool
     codes: frozenset[str]
 
 
-def judged(case: dict[str, Any]) -> Outcome:
+def judged(case: dict[str, Any]) -> GateOutcome:
     """Read a case's configuration, environment and registry, and check its rows, as far as the registry can be used."""
     refused = _refused(catalogue.from_config, case["config"]) | _refused(catalogue.environment, case["environment"])
     files = case["mechanisms"], case["evals"]
     faulty = frozenset(reason.code for reason in registry.problems(*files))
     if faulty:
-        return Outcome(False, refused | faulty)
+        return GateOutcome(False, refused | faulty)
     context = Context(registry.parse(*files), case["current"], today=TODAY)
     report = check(map(as_row, case["rows"].values()), context, strict=True)
     counting = (finding for claim in report.claims for finding in claim.findings if finding.counts)
     codes = frozenset(reason.code for finding in counting for reason in finding.reasons)
-    return Outcome(report.verdict == "pass" and not refused, refused | codes)
+    return GateOutcome(report.verdict == "pass" and not refused, refused | codes)
 
 
 def _refused(read, given) -> frozenset[str]:

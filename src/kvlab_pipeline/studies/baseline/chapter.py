@@ -14,7 +14,7 @@ from kvlab_pipeline.pages.figure import Figure
 from kvlab_pipeline.pages.parts import KL_UNIT
 from kvlab_pipeline.studies.baseline.numbers import agreement_entry, baseline_entry, floor_entry, peer_entries
 from kvlab_pipeline.studies.baseline.tables import context
-from kvlab_pipeline.studies.chapter import Chapter, Drawn, Measured, Section, estimates_of
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 
@@ -146,7 +146,7 @@ def claims(agreement: dict | None) -> list[dict]:
     ]
 
 
-def entries(measured: Measured) -> dict:
+def entries(measured: ChapterInputs) -> dict:
     """Its parts of ``metrics.json``."""
     params, results, boot = measured.params, measured.results, measured.boot
     agreement, why = agreement_entry(params, results, boot)

@@ -167,7 +167,7 @@ class JitteredCoder(Coder):
 
 
 @dataclass(eq=False)
-class Trial:
+class PeerTrial:
     """The same codec on the truth's engine and on another, under one protocol.
 
     `jittered` is that codec once more on the truth's engine, after a rounding error; None for a codec
@@ -227,7 +227,7 @@ class Trial:
         return [table_of(cell.cell_id, window, part) for cell, part in zip(self.cells, parts, strict=True)]
 
 
-def trials(params: Params, which: Which, calibrated: Calibrated | None, memos: Memos, record) -> list[Trial]:
+def trials(params: Params, which: Which, calibrated: Calibrated | None, memos: Memos, record) -> list[PeerTrial]:
     """Identity and the studied recipe under every protocol; `record` makes the `BaselineCell` of one comparison."""
 
     def cell(what: str, protocol: str, name: str, recipe: Recipe, layers: tuple[int, ...]) -> Cell:
@@ -240,7 +240,7 @@ def trials(params: Params, which: Which, calibrated: Calibrated | None, memos: M
     for protocol in params.protocols:
         hf, other = (cell("identity", protocol, name, IDENTITY, everything) for name in (REFERENCE.name, which.name))
         coders = Coder(hf, calibrated, there), Coder(other, calibrated, here), None
-        found.append(Trial((record("identity", protocol),), which, many, *coders, None))
+        found.append(PeerTrial((record("identity", protocol),), which, many, *coders, None))
         recipe, layers = studied_recipe(params), coded_layers(params)
         hf, other = (cell("kv", protocol, name, recipe, layers) for name in (REFERENCE.name, which.name))
         coders = Coder(hf, calibrated, there), Coder(other, calibrated, here), JitteredCoder(hf, calibrated)
@@ -248,5 +248,5 @@ def trials(params: Params, which: Which, calibrated: Calibrated | None, memos: M
         again = [(JitteredCoder(hf, calibrated, n), JitteredCoder(other, calibrated, n)) for n in numbers]
         told = ["kv", "jitter", *(own_jitter(name, n) for n in numbers for name in (REFERENCE.name, which.name))]
         cells = tuple(record(what, protocol) for what in told)
-        found.append(Trial(cells, which, many, *coders, calibrated, tuple(again)))
+        found.append(PeerTrial(cells, which, many, *coders, calibrated, tuple(again)))
     return found

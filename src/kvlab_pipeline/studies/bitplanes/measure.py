@@ -31,17 +31,17 @@ from kvlab.text import corpus
 from kvlab_pipeline.jobs.measure import provenance
 from kvlab_pipeline.studies.bitplanes import recall
 from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
-from kvlab_pipeline.studies.bitplanes.planes import Arm, arms, controls, saturated, turned
+from kvlab_pipeline.studies.bitplanes.planes import PlanesVariant, arms, controls, saturated, turned
 from kvlab_pipeline.studies.bitplanes.record import Basis, BitplanesRecord
 from kvlab_pipeline.studies.bitplanes.summary import Sums, summary
 
 FULL_BITS = 16  # a number of K that is kept whole, as caches are stored
 
 
-class Asked(NamedTuple):
+class RankedVariant(NamedTuple):
     """An arm in a basis; `control` tells a mistake of the published study from what is compared."""
 
-    arm: Arm
+    arm: PlanesVariant
     basis: Basis
     control: bool = False
 
@@ -88,12 +88,12 @@ def measure(params: Params, windows_path: Path, out: Path) -> None:
     write_json(out, record.model_dump(mode="json"))
 
 
-def asked(settings: BitplanesStudy) -> list[Asked]:
+def asked(settings: BitplanesStudy) -> list[RankedVariant]:
     """Every arm in every basis in which it differs, then the controls."""
-    found = [Asked(arm, "rotated") for arm in arms(settings.groups, FULL_BITS)]
-    raw = [Asked(one.arm, "raw") for one in found if one.arm.name not in ("random", "full")]
-    wrong = [*controls(), Arm("full, KV head 0", FULL_BITS, lambda keys: keys[:1].expand_as(keys))]
-    return [*found, *raw, *(Asked(arm, "rotated", control=True) for arm in wrong)]
+    found = [RankedVariant(arm, "rotated") for arm in arms(settings.groups, FULL_BITS)]
+    raw = [RankedVariant(one.arm, "raw") for one in found if one.arm.name not in ("random", "full")]
+    wrong = [*controls(), PlanesVariant("full, KV head 0", FULL_BITS, lambda keys: keys[:1].expand_as(keys))]
+    return [*found, *raw, *(RankedVariant(arm, "rotated", control=True) for arm in wrong)]
 
 
 def places(settings: BitplanesStudy, windows: corpus.TokenWindows) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ def places(settings: BitplanesStudy, windows: corpus.TokenWindows) -> tuple[int,
     return tuple(np.linspace(windows.context, last, settings.queries).round().astype(int).tolist())
 
 
-def scores(one: Asked, layer: Layer, positions: Sequence[int], place: tuple[int, int]) -> Tensor:
+def scores(one: RankedVariant, layer: Layer, positions: Sequence[int], place: tuple[int, int]) -> Tensor:
     """What an arm says of every token to every query, later tokens included; float64 [q_heads, queries, tokens].
 
     `place` is the window and the layer, which the random arm draws by.

@@ -28,7 +28,7 @@ MEAN_SIZE = (2 / torch.pi) ** 0.5  # of a number of N(0, 1)
 
 
 @dataclass(frozen=True)
-class Arm:
+class PlanesVariant:
     """One way to store keys.
 
     Parameters
@@ -57,21 +57,26 @@ class Arm:
         return None if self.bits is None else self.bits * head_dim + (NORM_BITS * head_dim / width if width else 0)
 
 
-def arms(groups: tuple[int, ...], full_bits: int) -> list[Arm]:
+def arms(groups: tuple[int, ...], full_bits: int) -> list[PlanesVariant]:
     """Random, sign, sign and norm, top two bits, three bits, and the keys themselves."""
     grouped = [
-        Arm(name, bits, _with(read, group), group)
+        PlanesVariant(name, bits, _with(read, group), group)
         for name, bits, read in (("sign + norm", 1, sign_and_norm), ("top 2 bits", 2, top_two), ("3 bits", 3, three))
         for group in groups
     ]
-    return [Arm("random", None, None), Arm("sign", 1, signs), *grouped, Arm("full", full_bits, lambda k: k)]
+    return [
+        PlanesVariant("random", None, None),
+        PlanesVariant("sign", 1, signs),
+        *grouped,
+        PlanesVariant("full", full_bits, lambda k: k),
+    ]
 
 
-def controls() -> list[Arm]:
+def controls() -> list[PlanesVariant]:
     """Two mistakes of the published study: its two lower bits, and norms of 32 under the table of 128."""
     return [
-        Arm("low 2 bits", 2, _with(low_two, PUBLISHED_GROUP), PUBLISHED_GROUP),
-        Arm("3 bits, table of 128", 3, mismatched, SLIPPED_GROUP),
+        PlanesVariant("low 2 bits", 2, _with(low_two, PUBLISHED_GROUP), PUBLISHED_GROUP),
+        PlanesVariant("3 bits, table of 128", 3, mismatched, SLIPPED_GROUP),
     ]
 
 
@@ -156,7 +161,7 @@ def mismatched(keys: Tensor) -> Tensor:
     return (table()[codes(scaled * wide, table()).long()] * scale / wide).flatten(-2)
 
 
-def saturated(arm: Arm, keys: Tensor) -> float | None:
+def saturated(arm: PlanesVariant, keys: Tensor) -> float | None:
     """Share of an arm's codes at either end of the table; None of an arm without codes of three bits."""
     if arm.group is None or arm.name == "sign + norm":
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvlab.core.errors import NonFinite
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
-from kvlab_pipeline.studies.bitplanes.planes import Arm
+from kvlab_pipeline.studies.bitplanes.planes import PlanesVariant
 from kvlab_pipeline.studies.bitplanes.record import ArmRecord, Basis, Difference, Measured
 from kvlab_pipeline.studies.table import Interval
 
@@ -75,7 +75,11 @@ class Means:
 
 
 def summary(
-    sums: Sums, asked: Sequence[tuple[Arm, Basis, bool]], settings: BitplanesStudy, head_dim: int, bootstrap: Bootstrap
+    sums: Sums,
+    asked: Sequence[tuple[PlanesVariant, Basis, bool]],
+    settings: BitplanesStudy,
+    head_dim: int,
+    bootstrap: Bootstrap,
 ) -> dict:
     """The fields of `BitplanesRecord` that are measured."""
     by_arm = np.moveaxis(sums.stacked(0), 3, 4)  # [windows, layers, positions, q_heads, arms, numbers]
@@ -98,7 +102,7 @@ def arm_record(
     means: Means,
     number: int,
     numbers: int,
-    asked: tuple[Arm, Basis, bool],
+    asked: tuple[PlanesVariant, Basis, bool],
     settings: BitplanesStudy,
     head_dim: int,
     shares: list[float],
@@ -125,7 +129,7 @@ def arm_record(
 
 
 def differences(
-    means: Means, numbers: int, asked: Sequence[tuple[Arm, Basis, bool]], settings: BitplanesStudy
+    means: Means, numbers: int, asked: Sequence[tuple[PlanesVariant, Basis, bool]], settings: BitplanesStudy
 ) -> list[Difference]:
     """What norms, further bits, the size of a group and the rotation change, at one budget."""
     place = {(arm.name, arm.group, basis): i for i, (arm, basis, _) in enumerate(asked)}
@@ -161,6 +165,6 @@ def compared(groups: tuple[int, ...]) -> list[tuple[tuple, tuple]]:
     return [*pairs, (("sign", None, "rotated"), ("sign", None, "raw"))]
 
 
-def label(arm: Arm) -> str:
+def label(arm: PlanesVariant) -> str:
     """An arm's name, with its group."""
     return arm.name if arm.group is None else f"{arm.name}, {arm.group}"

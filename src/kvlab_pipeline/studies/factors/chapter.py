@@ -15,7 +15,7 @@ from kvlab_pipeline.pages.basis import Basis
 from kvlab_pipeline.pages.figure import DOWN, GREY, UP, Figure, Line, Look, Mark, Panel, linear_axis, named_axis
 from kvlab_pipeline.pages.parts import KL_UNIT, reading, resolution
 from kvlab_pipeline.pages.withheld import settling, undecided
-from kvlab_pipeline.studies.chapter import Chapter, Drawn, Measured, Section
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.factors.numbers import factors_entry, gap_entry, text_entries
@@ -403,7 +403,7 @@ def claims(part: dict | None, about: str) -> list[dict]:
 PARTS = {"gap": "of the gap", "factors": "over all factors"}
 
 
-def entries(measured: Measured) -> dict:
+def entries(measured: ChapterInputs) -> dict:
     """Its parts of ``metrics.json``."""
     given = (measured.params, measured.results, measured.boot)
     return {

@@ -26,7 +26,7 @@ from kvlab_pipeline.pages.figure import (
     shape_of,
 )
 from kvlab_pipeline.pages.parts import KL_UNIT
-from kvlab_pipeline.studies.chapter import Chapter, Drawn, Measured, Section, estimates_of
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.ladder.beyond import further_entries
@@ -274,7 +274,7 @@ def subject(row: dict, other: str) -> str:
     return f"`{row['label']}` in place of `{other}` ({TEXTS[row['text']]})"
 
 
-def entries(measured: Measured) -> dict[str, list[dict]]:
+def entries(measured: ChapterInputs) -> dict[str, list[dict]]:
     """Its parts of ``metrics.json``; `MissingResult` where nothing weighed the calibrations."""
     params, boot = measured.params, measured.boot
     if measured.sources.ladder is None:

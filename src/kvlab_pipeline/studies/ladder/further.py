@@ -22,7 +22,7 @@ from kvlab.core.params import Params
 from kvlab.core.records import write_json
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
-from kvlab.measure.quick_run import Scored, Subject, score
+from kvlab.measure.quick_run import NamedCodec, ScoredCodec, score
 from kvlab.text import corpus
 from kvlab.witness.plain import PlainModel
 from kvlab_pipeline.jobs.measure import provenance
@@ -61,9 +61,9 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
         runs = [*grown(params, engine, windows, calibrated, plain)] if asked.growth else []
         for context in contexts:
             rows = long_windows(params, info, context, documents)
-            subjects = [Subject(*cheapest(params, codec), calibrated) for codec in context_codecs(params)]
+            subjects = [NamedCodec(*cheapest(params, codec), calibrated) for codec in context_codecs(params)]
             found = score(engine, rows, context, subjects, PROTOCOL, plain)
-            runs.append(Run(context, len(windows.calib) * windows.context, found))
+            runs.append(ContextRun(context, len(windows.calib) * windows.context, found))
     record = Further(
         provenance=provenance(info, windows, {calibrated.origin: calibrated}),
         origin=calibrated.origin,
@@ -75,12 +75,12 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
     write_json(out, record.model_dump(mode="json"))
 
 
-class Run(NamedTuple):
+class ContextRun(NamedTuple):
     """What was found of some subjects at a context, their calibration having seen so many tokens."""
 
     context: int
     tokens: int
-    found: list[Scored]
+    found: list[ScoredCodec]
 
 
 def context_codecs(params: Params) -> list[str]:
@@ -94,7 +94,7 @@ def grown(
     windows: corpus.TokenWindows,
     whole: Calibrated,
     plain: Callable[[], PlainModel],
-) -> Iterator[Run]:
+) -> Iterator[ContextRun]:
     """`klt` fitted on the first so many of the calibration's windows, and on all, on the same scored windows.
 
     A part is captured anew, by the engine that scores and in its float32; the whole is the calibration that the ladder
@@ -106,13 +106,13 @@ def grown(
     for count in counts:
         observed = observe(engine, calib[:count], context, windows.corpus_hash, params.calibration.sample)
         fitted = calibrate.fitted(observed, engine.info, [recipe], params.calibration.ridge)
-        found = score(engine, rows, context, [Subject(label, recipe, fitted)], PROTOCOL, plain)
-        yield Run(context, count * context, found)
-    found = score(engine, rows, context, [Subject(label, recipe, whole)], PROTOCOL, None if counts else plain)
-    yield Run(context, len(calib) * context, found)
+        found = score(engine, rows, context, [NamedCodec(label, recipe, fitted)], PROTOCOL, plain)
+        yield ContextRun(context, count * context, found)
+    found = score(engine, rows, context, [NamedCodec(label, recipe, whole)], PROTOCOL, None if counts else plain)
+    yield ContextRun(context, len(calib) * context, found)
 
 
-def scores(params: Params, run: Run) -> Iterator[Score]:
+def scores(params: Params, run: ContextRun) -> Iterator[Score]:
     """A run's sums, window by window; window i is of the text that the i-th scored one is of."""
     for found in run.found:
         agrees = (pl.col("top1_ref") == pl.col("top1_alt")).sum().alias("agreeing")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvlab.codecs.shared.exact_tokens import Kept
+from kvlab.codecs.shared.exact_tokens import ExactTokens
 from kvlab.core.errors import MissingResult, MixedIdentity
 from kvlab.core.params import Params
 from kvlab.core.recipe import Recipe
@@ -76,7 +76,7 @@ def state_of(one: Rung, facts: Facts) -> State:
 
 def kept_tokens(recipe: Recipe, tokens: int) -> float:
     """How many of so many tokens a recipe keeps as they are, the mean of K and V."""
-    return sum(tokens - Kept.of(stream).split(tokens)[1] for stream in (recipe.k, recipe.v)) / 2
+    return sum(tokens - ExactTokens.of(stream).split(tokens)[1] for stream in (recipe.k, recipe.v)) / 2
 
 
 def state_entries(params: Params, facts: Facts, rungs: Sequence[Rung]) -> list[dict]:

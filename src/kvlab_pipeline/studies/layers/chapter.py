@@ -23,7 +23,7 @@ from kvlab_pipeline.pages.figure import (
     whole_axis,
 )
 from kvlab_pipeline.pages.parts import KL_UNIT
-from kvlab_pipeline.studies.chapter import Chapter, Drawn, Measured, Section, estimates_of
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.layers.numbers import additivity_entries, layer_entries
@@ -184,7 +184,7 @@ def place(row: dict) -> str:
     return f"(`{row['engine']}`, `{row['protocol']}`)"
 
 
-def entries(measured: Measured) -> dict:
+def entries(measured: ChapterInputs) -> dict:
     """Its parts of ``metrics.json``."""
     given = (measured.params, measured.results, measured.boot)
     return {"layers": layer_entries(*given), "additivity": additivity_entries(*given)}

@@ -24,7 +24,7 @@ ONLY, BUT = "only", "but"
 
 
 @dataclass(frozen=True)
-class Coded:
+class StreamCells:
     """The cells of one stream under one engine and protocol.
 
     Parameters
@@ -42,7 +42,7 @@ class Coded:
     joint: Measured
 
     @classmethod
-    def of(cls, params: Params, results: Results, engine: str, protocol: str, stream: str) -> Coded:
+    def of(cls, params: Params, results: Results, engine: str, protocol: str, stream: str) -> StreamCells:
         """Found by their layers: with two layers, one alone *is* all but the other."""
         found = results.select("layers", "codec", engine=engine, protocol=protocol, stream=stream)
         comparable(found, {"layers"})
@@ -76,7 +76,7 @@ def layer_entries(params: Params, results: Results, boot: Bootstrap) -> list[dic
     """
     entries, asked = [], params.layers
     for engine, protocol, stream in product(asked.engines, asked.protocols, asked.streams):
-        cells = Coded.of(params, results, engine, protocol, stream)
+        cells = StreamCells.of(params, results, engine, protocol, stream)
         for kind, measured, effects in kinds(results, cells):
             tests = discovered(boot, effects, two_sided=kind == BUT), standing_out(boot, effects)
             for layer, (one, effect, (p, q), out) in enumerate(zip(measured, effects, *tests, strict=True)):
@@ -99,13 +99,13 @@ def layer_entries(params: Params, results: Results, boot: Bootstrap) -> list[dic
     return entries
 
 
-def kinds(results: Results, cells: Coded) -> list[tuple[str, tuple[Measured, ...], list[Column]]]:
+def kinds(results: Results, cells: StreamCells) -> list[tuple[str, tuple[Measured, ...], list[Column]]]:
     """Per kind its cells and each layer's effect, by layer; without ``but`` when there is one layer only."""
     alone = (ONLY, cells.only, [net_kl(results, one) for one in cells.only])
     return [alone, (BUT, cells.but, left_out(cells))] if cells.but else [alone]
 
 
-def left_out(cells: Coded) -> list[Column]:
+def left_out(cells: StreamCells) -> list[Column]:
     """KL of coding all layers minus that of coding all but one, by the one; the floor cancels."""
     joint = cells.joint.column("kl")
     return [subtracted(joint, one.column("kl")) for one in cells.but]
@@ -149,7 +149,7 @@ def additivity_entries(params: Params, results: Results, boot: Bootstrap) -> lis
     entries = []
     for engine, protocol in product(params.layers.engines, params.layers.protocols):
         place = {"engine": engine, "protocol": protocol}
-        streams = {s: Coded.of(params, results, engine, protocol, s) for s in params.layers.streams}
+        streams = {s: StreamCells.of(params, results, engine, protocol, s) for s in params.layers.streams}
         for stream, cells in streams.items():
             singles = [net_kl(results, one) for one in cells.only]
             excess = boundary_excess(params, boot, singles)
@@ -184,7 +184,7 @@ def additivity_ratio(boot: Bootstrap, joint: Column, parts: Sequence[Column]) ->
     return boot.ratio(joint, total) if divides(boot, total) else None
 
 
-def streams_together(results: Results, k: Coded, v: Coded) -> tuple[Measured, list[Measured]]:
+def streams_together(results: Results, k: StreamCells, v: StreamCells) -> tuple[Measured, list[Measured]]:
     """The cell of K and V in all layers, and the cells of K and of V in all layers."""
     apart = [k.joint, v.joint]
     same = {name: getattr(apart[0].cell, name) for name in ("engine", "protocol", "layers")}

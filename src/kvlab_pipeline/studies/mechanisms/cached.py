@@ -31,30 +31,30 @@ from kvlab.stats.divergences import Reference
 from kvlab_pipeline.jobs.measure import calibrated_for
 from kvlab_pipeline.studies.mechanisms.items import SCORERS, fidelity
 from kvlab_pipeline.studies.mechanisms.plan import FIDELITY
-from kvlab_pipeline.studies.mechanisms.subjects import Subject
+from kvlab_pipeline.studies.mechanisms.subjects import VariantSubject
 
 # what a run keeps for all rows: logits of the same calls with transformers' own cache, and what one bit does in ours
 PLAIN, ONE_BIT_KL = "plain calls", "one bit in the Cache"
 ONE_BIT = (Recipe(k=IntStream(bits=1), v=IdentityStream()), Recipe(k=IdentityStream(), v=IntStream(bits=1)))
 
 
-class Request(NamedTuple):
+class NextTokens(NamedTuple):
     """The tokens that follow a stored context, cut into calls, and the labels that the last of them predict."""
 
     calls: tuple[tuple[int, ...], ...]
     labels: torch.Tensor
 
 
-def request_of(window: Window, tokens: int) -> Request:
+def request_of(window: Window, tokens: int) -> NextTokens:
     """The request that a window is: at most `tokens` scored ones, the first of which ends what is given at once."""
     given = window.context + window.first + 1
     scored = window.ids[given : given + tokens]
     calls = (window.ids[window.context : given], *((token,) for token in scored[:-1]))
-    return Request(calls, torch.tensor(scored))
+    return NextTokens(calls, torch.tensor(scored))
 
 
 @dataclass(eq=False)
-class Cached(Subject):
+class Cached(VariantSubject):
     """One recipe in the Cache on the windows of one eval.
 
     Parameters
@@ -68,12 +68,12 @@ class Cached(Subject):
     _canary: float | None = None
 
     def identity(self) -> dict | None:
-        """See `Subject.identity`."""
+        """See `VariantSubject.identity`."""
         known = super().identity()
         return known and known | {"tokens": self.tokens}
 
     def score(self, visit: Visit) -> Found:
-        """See `Subject.score`.
+        """See `VariantSubject.score`.
 
         Raises
         ------
@@ -118,7 +118,7 @@ class Cached(Subject):
         return self._cache
 
 
-def _probed(engine: HFEngine, window: Window, request: Request, reference: Reference) -> float:
+def _probed(engine: HFEngine, window: Window, request: NextTokens, reference: Reference) -> float:
     """KL of one bit for K or V, whichever is less, nats per token; first the Cache must add nothing of its own."""
 
     def moved(recipe: Recipe) -> float:
@@ -138,7 +138,7 @@ def _probed(engine: HFEngine, window: Window, request: Request, reference: Refer
 
 
 @torch.inference_mode()
-def logits(engine: HFEngine, cache: Cache, window: Window, request: Request) -> torch.Tensor:
+def logits(engine: HFEngine, cache: Cache, window: Window, request: NextTokens) -> torch.Tensor:
     """Logits [labels, vocabulary] after each call but that of the context."""
 
     def called(ids: tuple[int, ...]) -> torch.Tensor:

@@ -19,11 +19,11 @@ from kvlab.measure.scoring import WindowRun
 from kvlab.measure.subjects import noted
 from kvlab_pipeline.studies.mechanisms.items import fidelity
 from kvlab_pipeline.studies.mechanisms.plan import FIDELITY
-from kvlab_pipeline.studies.mechanisms.subjects import Subject
+from kvlab_pipeline.studies.mechanisms.subjects import VariantSubject
 
 
 @dataclass(eq=False)
-class KeptLess(Subject):
+class KeptLess(VariantSubject):
     """A latent cache or an eviction on the windows of one eval, held against the same engine as it is.
 
     Parameters
@@ -36,7 +36,7 @@ class KeptLess(Subject):
     _canary: float | None = None
 
     def _coded(self, visit: Visit) -> dict:
-        """See `Subject`; and what next to nothing does in its place, and, of the last window of text, a witness's KL.
+        """See `VariantSubject`; and what next to nothing does in its place, and a witness's KL of the last text window.
 
         Raises
         ------

@@ -62,7 +62,7 @@ from kvlab_pipeline.studies.mechanisms.records import (
     Missing,
     write_mechanisms,
 )
-from kvlab_pipeline.studies.mechanisms.subjects import Seconds, Subject, refuse_unread, score_rows, storage_of
+from kvlab_pipeline.studies.mechanisms.subjects import Seconds, VariantSubject, refuse_unread, score_rows, storage_of
 from kvlab_pipeline.studies.mechanisms.written import Answers, Greedy, Writer
 
 
@@ -140,7 +140,7 @@ class MechanismsPart:
         self.windows = list(dict.fromkeys(window for listed in self.scored.values() for window in listed))
         self.missing: list[Missing] = []
         self.variants: list[Variant] = []
-        self.by_eval: dict[tuple[str, str], Subject] = {}
+        self.by_eval: dict[tuple[str, str], VariantSubject] = {}
         for variant in variants(lab.params, self.engine):
             self._add(variant)
         self.subjects = list(self.by_eval.values())
@@ -163,14 +163,14 @@ class MechanismsPart:
         counts = {name: len(listed) for name, listed in self.scored.items()}
         return list(asked(counts, self.engine, variant.protocol(self.protocols)))
 
-    def _subject(self, name: str, *given) -> Subject:
+    def _subject(self, name: str, *given) -> VariantSubject:
         variant = given[0]
         if variant.cached:
             return Cached(name, *given, tokens=self.lab.params.mechanisms.cached_tokens)
         if name in PASSED and variant.kept:
             return KeptLess(name, *given, keeper=lambda asked: self._keeping(asked, variant.cell, None))
         if name in PASSED:
-            return (Patterned if variant.pattern else Subject)(name, *given)
+            return (Patterned if variant.pattern else VariantSubject)(name, *given)
         if name == GREEDY:
             return Writer(name, *given, judge=Greedy(len(self.scored[name])))
         return Writer(name, *given, judge=Answers(name, self.texts, self.tokenizer))
@@ -219,7 +219,7 @@ class MechanismsPart:
         self.variants.append(variant)
         self.by_eval |= {(variant.label, subject.quality_eval_id): subject for subject in subjects}
 
-    def _start(self, variant: Variant, subjects: list[Subject]) -> None:
+    def _start(self, variant: Variant, subjects: list[VariantSubject]) -> None:
         """Start an engine with a cache of its own now, unless all that it could say is known: it may refuse."""
         if variant.cache_dtype:
             refuse_unread(device(), variant.cache_dtype)

@@ -13,7 +13,7 @@ from math import ceil
 from kvlab.attention.hf import attending, plan_of
 from kvlab.attention.layer_plan import LayerPlan
 from kvlab.attention.named import mechanism
-from kvlab.attention.patterns import Full, Window
+from kvlab.attention.patterns import Full, SlidingWindow
 from kvlab.core.model import ModelInfo
 from kvlab.measure.coding import now
 from kvlab.measure.engines import Visit
@@ -22,11 +22,11 @@ from kvlab.measure.store import Found
 from kvlab.measure.windows import Window as Scored
 from kvlab_pipeline.studies.mechanisms.items import SCORERS, fidelity
 from kvlab_pipeline.studies.mechanisms.plan import FIDELITY
-from kvlab_pipeline.studies.mechanisms.subjects import Subject
+from kvlab_pipeline.studies.mechanisms.subjects import VariantSubject
 
 
 @dataclass(eq=False)
-class Patterned(Subject):
+class Patterned(VariantSubject):
     """A pattern on the windows of one eval, held against the same engine as it is."""
 
     _canary: float | None = None
@@ -37,7 +37,7 @@ class Patterned(Subject):
         return found and found | {"pattern": self.variant.pattern}
 
     def score(self, visit: Visit) -> Found:
-        """See `Subject.score`.
+        """See `VariantSubject.score`.
 
         Raises
         ------
@@ -75,7 +75,7 @@ class Patterned(Subject):
         """KL of reading the last token alone, nats per token, after what reads everything was seen to be exact."""
         engine, window, first = visit.engines.get(self.which), visit.window, visit.window.first
         seen = []
-        for pattern in (Full(), Window(1)):
+        for pattern in (Full(), SlidingWindow(1)):
             with attending(engine.model, (pattern,) * engine.info.n_layers):
                 logits = engine.score(list(window.ids), window.context)[first:]
             seen.append(fidelity(reference, logits.to(reference.logits.device))["kl"])

@@ -29,7 +29,7 @@ class Seconds(NamedTuple):
 
 
 @dataclass(eq=False)
-class Subject:
+class VariantSubject:
     """One variant on the windows of one eval, held against the same engine as it is.
 
     Parameters
@@ -161,7 +161,7 @@ def storage_of(note: dict) -> Storage:
     return Storage(**note["storage"])
 
 
-def score_rows(subject: Subject, found: list[tuple[Window, Found]]) -> list[dict]:
+def score_rows(subject: VariantSubject, found: list[tuple[Window, Found]]) -> list[dict]:
     """What was found, as rows of `records.SCORES`."""
     rows = []
     for window, one in found:

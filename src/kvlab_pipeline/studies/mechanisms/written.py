@@ -26,7 +26,7 @@ from kvlab.measure.subjects import noted, refuse_idle
 from kvlab.measure.windows import Window
 from kvlab.text.ruler import Item, Ruler, score
 from kvlab_pipeline.studies.mechanisms.plan import GREEDY_TOKENS, TASKS
-from kvlab_pipeline.studies.mechanisms.subjects import Subject
+from kvlab_pipeline.studies.mechanisms.subjects import VariantSubject
 
 DRAFT, CHECKED = "draft", "checked"  # what a run keeps: written token by token, and as one pass has it
 
@@ -51,7 +51,7 @@ class Judge(Protocol):
 
 
 @dataclass(eq=False)
-class Writer(Subject):
+class Writer(VariantSubject):
     """One variant whose engine writes over the stored context; `judge` says what, and what that is worth."""
 
     judge: Judge | None = None

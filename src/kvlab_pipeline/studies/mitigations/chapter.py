@@ -14,7 +14,7 @@ from kvlab_pipeline.pages import marks
 from kvlab_pipeline.pages.basis import Basis
 from kvlab_pipeline.pages.figure import INK, Axis, Figure, Key, Line, Look, Mark, Panel, colour_of, log_axis
 from kvlab_pipeline.pages.parts import KL_UNIT, not_resolved
-from kvlab_pipeline.studies.chapter import Chapter, Drawn, Measured, Section
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.mitigations.numbers import mitigation_entries
@@ -199,7 +199,7 @@ def words(line: dict) -> list[str]:
     ]
 
 
-def entries(measured: Measured) -> dict:
+def entries(measured: ChapterInputs) -> dict:
     """Its part of ``metrics.json``."""
     choice = read_choice(measured.sources.choice)
     return {"mitigations": mitigation_entries(measured.params, measured.results, measured.boot, choice)}

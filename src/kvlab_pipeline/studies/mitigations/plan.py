@@ -96,7 +96,7 @@ class ChoiceRecord(Frozen):
 
 
 @dataclass(frozen=True)
-class Arm:
+class Mitigation:
     """A way to spend: what is coded, and how."""
 
     name: str
@@ -105,7 +105,7 @@ class Arm:
     exceptions: tuple[LayerRecipe, ...] = ()
 
 
-def arms(params: Params, choice: Choice) -> list[Arm]:
+def arms(params: Params, choice: Choice) -> list[Mitigation]:
     """All arms. Two of them may be one cell: two searches can find the same layers, or those of params.yaml.
 
     Raises
@@ -121,7 +121,7 @@ def arms(params: Params, choice: Choice) -> list[Arm]:
         bounded(params, "greedy", choice.greedy),
         bounded(params, "extended", choice.extended),
         hot(params, choice.hot),
-        Arm("klt uniform", everything, klt_recipe(params, params.mitigations.klt_bits)),
+        Mitigation("klt uniform", everything, klt_recipe(params, params.mitigations.klt_bits)),
         klt_bounded(params, choice.klt_boundary),
         klt_hot(params, choice.klt_hot),
     ]
@@ -175,7 +175,7 @@ def refuse_stale(params: Params, choice: Choice) -> None:
         )
 
 
-def uniform(params: Params) -> list[Arm]:
+def uniform(params: Params) -> list[Mitigation]:
     """The points of the curve: the studied recipe, and the same layers at more bits or at fewer.
 
     A point that has more bits for K and fewer for V than the studied recipe, or the reverse, is left out: it spends
@@ -183,7 +183,7 @@ def uniform(params: Params) -> list[Arm]:
     """
     studied = (params.bits, params.v_bits)
     bits = dict.fromkeys([studied, *(p for p in params.mitigations.uniform if rises(studied, p) or rises(p, studied))])
-    return [Arm(f"{UNIFORM} {k}/{v}", coded_layers(params), uniform_recipe(params, k, v)) for k, v in bits]
+    return [Mitigation(f"{UNIFORM} {k}/{v}", coded_layers(params), uniform_recipe(params, k, v)) for k, v in bits]
 
 
 def favoured(choice: Choice, name: str) -> tuple[int, ...]:
@@ -196,15 +196,17 @@ def uniform_recipe(params: Params, bits: int, v_bits: int) -> Recipe:
     return studied_recipe(params.model_copy(update={"bits": bits, "v_bits": v_bits}))
 
 
-def bounded(params: Params, name: str, uncoded: tuple[int, ...]) -> Arm:
+def bounded(params: Params, name: str, uncoded: tuple[int, ...]) -> Mitigation:
     """The studied recipe with other boundary layers."""
-    return Arm(name, tuple(i for i in range(params.model.n_layers) if i not in uncoded), studied_recipe(params))
+    return Mitigation(name, tuple(i for i in range(params.model.n_layers) if i not in uncoded), studied_recipe(params))
 
 
-def hot(params: Params, layers: tuple[int, ...]) -> Arm:
+def hot(params: Params, layers: tuple[int, ...]) -> Mitigation:
     """The studied recipe with one bit more for K on some layers; as it is where K has all the bits there are."""
     special = uniform_recipe(params, params.bits + 1, params.v_bits) if affords_hot(params) else None
-    return Arm("hot", coded_layers(params), studied_recipe(params), exceptions(layers, special) if special else ())
+    return Mitigation(
+        "hot", coded_layers(params), studied_recipe(params), exceptions(layers, special) if special else ()
+    )
 
 
 def affords_hot(params: Params) -> bool:
@@ -250,18 +252,18 @@ def klt_given(params: Params, count: int) -> float:
     return count / (params.model.n_layers - count)
 
 
-def klt_bounded(params: Params, uncoded: tuple[int, ...]) -> Arm:
+def klt_bounded(params: Params, uncoded: tuple[int, ...]) -> Mitigation:
     """`klt` with uncoded layers, which the others pay for."""
     layers = tuple(i for i in range(params.model.n_layers) if i not in uncoded)
-    return Arm("klt boundary", layers, klt_recipe(params, klt_left(params, len(uncoded))))
+    return Mitigation("klt boundary", layers, klt_recipe(params, klt_left(params, len(uncoded))))
 
 
-def klt_hot(params: Params, layers: tuple[int, ...]) -> Arm:
+def klt_hot(params: Params, layers: tuple[int, ...]) -> Mitigation:
     """`klt` with one bit more for K on some layers, which K of the others pays for."""
     bits = params.mitigations.klt_bits
     special = exceptions(layers, klt_recipe(params, bits, more=1.0)) if layers else ()
     less = klt_given(params, len(layers))
-    return Arm("klt hot", tuple(range(params.model.n_layers)), klt_recipe(params, bits, more=-less), special)
+    return Mitigation("klt hot", tuple(range(params.model.n_layers)), klt_recipe(params, bits, more=-less), special)
 
 
 def exceptions(layers: tuple[int, ...], recipe: Recipe) -> tuple[LayerRecipe, ...]:
@@ -275,11 +277,11 @@ def cells(params: Params, engine: str, choice: Choice) -> list[Cell]:
     return [
         cell_of(arm, params, engine, protocol, params.mitigations.windows)
         for protocol in params.mitigations.protocols
-        for arm in (Arm("identity", everything, IDENTITY), *arms(params, choice))
+        for arm in (Mitigation("identity", everything, IDENTITY), *arms(params, choice))
     ]
 
 
-def cell_of(arm: Arm, params: Params, engine: str, protocol: str, windows: int, text: str = "test") -> Cell:
+def cell_of(arm: Mitigation, params: Params, engine: str, protocol: str, windows: int, text: str = "test") -> Cell:
     """An arm as a cell."""
     return Cell(
         study="mitigations",

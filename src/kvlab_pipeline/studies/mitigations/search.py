@@ -34,13 +34,13 @@ from kvlab.stats.curve import between
 from kvlab_pipeline.jobs.measure import Lab, measured
 from kvlab_pipeline.jobs.plan import CHOSEN, studies
 from kvlab_pipeline.studies.mitigations import plan
-from kvlab_pipeline.studies.mitigations.plan import Arm, Choice, ChoiceRecord, Step
+from kvlab_pipeline.studies.mitigations.plan import Choice, ChoiceRecord, Mitigation, Step
 
 PROTOCOL = "snapshot"  # coded tensors do not depend on the layers below, so one coding serves many arms
 ROUNDING = 1e-9  # bits per value, far below a byte of any cache
 LEAST_KL = 1e-12  # nats per token, far below any codec's: what counts as the logarithm's zero
 
-Asked = tuple[tuple[int, ...], Arm]
+Asked = tuple[tuple[int, ...], Mitigation]
 """The layers that an arm favours, and the arm."""
 Search = Generator[list[Asked], list[Step], list[Step]]
 
@@ -214,10 +214,10 @@ def klt_hot(params: Params) -> Search:
     return [first, *best_last(paid(found, first), lambda step: step.kl)]
 
 
-def alone(layers: tuple[int, ...], uniform: Arm) -> list[Asked]:
+def alone(layers: tuple[int, ...], uniform: Mitigation) -> list[Asked]:
     """K of one layer at a time, coded as the uniform arm codes it."""
     only_k = Recipe(k=uniform.recipe.k, v=IdentityStream())
-    return [((i,), Arm(f"only {i}", (i,), only_k)) for i in layers]
+    return [((i,), Mitigation(f"only {i}", (i,), only_k)) for i in layers]
 
 
 def by_kl(alone: list[Step]) -> list[int]:

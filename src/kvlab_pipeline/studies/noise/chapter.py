@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvlab.core.recipe import DType, Engine, Protocol, Stream
-from kvlab_pipeline.studies.chapter import Chapter, Drawn, Measured, Section, estimates_of
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.noise.figure import noise, noise_table
@@ -104,7 +104,7 @@ def words(stream: str) -> str:
     return " and ".join(stream.upper())
 
 
-def entries(measured: Measured) -> dict:
+def entries(measured: ChapterInputs) -> dict:
     """Its parts of ``metrics.json``."""
     given = (measured.params, measured.results, measured.boot)
     return {

@@ -15,7 +15,7 @@ from kvlab.text.needles import Needle
 from kvlab_pipeline.studies.policy.record import Asked
 
 
-class Observed:
+class WatchedRun:
     """A run whose forwards of one token are watched.
 
     Parameters
@@ -79,14 +79,14 @@ def ask(
     run : PagedRun
     needle : Needle
     reference, ahead
-        See `Observed`.
+        See `WatchedRun`.
 
     Returns
     -------
     Asked, sequence of Tensor
         And the reference's masses.
     """
-    seen, before = Observed(run, reference, ahead), run.pager.stats.page_ins
+    seen, before = WatchedRun(run, reference, ahead), run.pager.stats.page_ins
     written = [seen.forward(token) for token in needle.question][-1:]
     held = share_held(run, needle, seen.resident)
     while len(written) < len(needle.answer):

@@ -45,7 +45,7 @@ THIRDS = 3
 NEVER = 1 << 40  # tokens between two choices of the pool, where it is chosen from outside
 
 
-class Arm(NamedTuple):
+class PolicyVariant(NamedTuple):
     """One policy in one pool, the context prefilled in one way; without a policy, everything has room."""
 
     policy: str | None
@@ -77,7 +77,7 @@ def measure(params: Params, needles_path: Path, out: Path) -> None:
     forget(out)
     model = PagedModel.load(info, params.kvstore.dtype)
     given = arms(settings, planted.context, longest)
-    answers: dict[Arm, list[Asked]] = {arm: [] for arm in given}
+    answers: dict[PolicyVariant, list[Asked]] = {arm: [] for arm in given}
     for number, item in enumerate(tqdm(items, desc="policies", unit="needle")):
         for arm, asked in asked_of(model, settings, given, number, item):
             answers[arm].append(asked)
@@ -100,15 +100,15 @@ def measure(params: Params, needles_path: Path, out: Path) -> None:
     write_json(out, record.model_dump(mode="json"))
 
 
-def arms(settings: PolicyStudy, context: int, longest: int) -> list[Arm]:
+def arms(settings: PolicyStudy, context: int, longest: int) -> list[PolicyVariant]:
     """The whole context first; then every policy in every pool, prefilled in both ways."""
     room = -(-longest // settings.chunk_tokens)
     floor = settings.sink_chunks + settings.tail_chunks + 2  # of the pager, had the context fewer chunks
     pools = [(share, config(settings, blocks_of(settings, share, context)).blocks) for share in settings.pools]
     return [
-        Arm(None, None, max(room, floor), "bounded"),
+        PolicyVariant(None, None, max(room, floor), "bounded"),
         *(
-            Arm(policy, *pool, prefill)
+            PolicyVariant(policy, *pool, prefill)
             for prefill in ("bounded", "restored")
             for pool in pools
             for policy in (*settings.policies, *([FORESIGHT] if prefill == "restored" else []))
@@ -129,8 +129,8 @@ def config(settings: PolicyStudy, blocks: int) -> PagerConfig:
 
 
 def asked_of(
-    model: PagedModel, settings: PolicyStudy, given: Sequence[Arm], number: int, needle: Needle
-) -> Iterator[tuple[Arm, Asked]]:
+    model: PagedModel, settings: PolicyStudy, given: Sequence[PolicyVariant], number: int, needle: Needle
+) -> Iterator[tuple[PolicyVariant, Asked]]:
     """One needle under every arm, the one with room for everything first: it is the reference of all others.
 
     One prefill of the whole context serves all that are restored.
@@ -145,7 +145,9 @@ def asked_of(
             yield arm, asked
 
 
-def standing(model: PagedModel, settings: PolicyStudy, arm: Arm, number: int, needle: Needle, path: Path) -> PagedRun:
+def standing(
+    model: PagedModel, settings: PolicyStudy, arm: PolicyVariant, number: int, needle: Needle, path: Path
+) -> PagedRun:
     """A run after a needle's context; of the restored ones, what the snapshot does not hold is prefilled."""
     pool, ahead = config(settings, arm.blocks), arm.policy == FORESIGHT
     policy = "oracle" if ahead else arm.policy or REFERENCE
@@ -161,7 +163,9 @@ def standing(model: PagedModel, settings: PolicyStudy, arm: Arm, number: int, ne
     return run
 
 
-def summary(arm: Arm, answers: dict[Arm, list[Asked]], depths: Sequence[float], bootstrap: Bootstrap) -> PolicyArm:
+def summary(
+    arm: PolicyVariant, answers: dict[PolicyVariant, list[Asked]], depths: Sequence[float], bootstrap: Bootstrap
+) -> PolicyArm:
     """An arm's means with their intervals over needles, and its differences to the reference policy."""
     mine = by_item(answers[arm])
     reference = arm._replace(policy=REFERENCE)

@@ -26,7 +26,7 @@ from kvlab_pipeline.pages.figure import (
 )
 from kvlab_pipeline.pages.withheld import undecided
 from kvlab_pipeline.studies.baselines import LEVELS
-from kvlab_pipeline.studies.chapter import Chapter, Drawn, Measured, Section
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section
 from kvlab_pipeline.studies.entries import Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.residual import tables
@@ -231,7 +231,7 @@ def between_engines(row: dict) -> dict:
     }
 
 
-def entries(measured: Measured) -> dict:
+def entries(measured: ChapterInputs) -> dict:
     """Its part of ``metrics.json``."""
     paths, provenance = measured.sources.residual, measured.results.provenance
     return {"residual": residual_entries(measured.params, paths, provenance, measured.boot)}

@@ -73,7 +73,7 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Group:
+class ResidualGroup:
     """A layer, or several that are reported as one: ``coded`` (all but the boundary layers) or ``all``."""
 
     name: str
@@ -244,22 +244,22 @@ def residual_entries(params: Params, paths: Sequence[Path], measured: Provenance
     }
 
 
-def groups_of(params: Params) -> list[Group]:
+def groups_of(params: Params) -> list[ResidualGroup]:
     """Each layer, those that the studied recipe codes, and all; a group of the same layers is not repeated."""
     everything, coded = tuple(range(params.model.n_layers)), coded_layers(params)
-    groups = [Group("layer", (layer,)) for layer in everything]
-    groups += [Group("coded", coded)] if coded and coded != everything else []
-    return [*groups, Group("all", everything)]
+    groups = [ResidualGroup("layer", (layer,)) for layer in everything]
+    groups += [ResidualGroup("coded", coded)] if coded and coded != everything else []
+    return [*groups, ResidualGroup("all", everything)]
 
 
-def place_entry(params: Params, ratio: float, stream: str, group: Group) -> dict:
+def place_entry(params: Params, ratio: float, stream: str, group: ResidualGroup) -> dict:
     """The fields that say what a row is about."""
     boundary = group.layer in params.codec.boundary_layers if group.layer is not None else None
     place = {"variance_ratio": ratio, "stream": stream, "group": group.name, "layer": group.layer}
     return place | {"boundary": boundary}
 
 
-def row_entry(params: Params, boot: Bootstrap, found: Residual, recipe, stream: str, group: Group) -> dict:
+def row_entry(params: Params, boot: Bootstrap, found: Residual, recipe, stream: str, group: ResidualGroup) -> dict:
     """One engine's errors, ranks, outliers and bytes of a layer or a group.
 
     Of a group, errors are the mean of its layers' relative errors and ``frame_bytes`` the sum of its frames, per
@@ -316,7 +316,9 @@ def estimates(means: np.ndarray, n_layers: int) -> np.ndarray:
 # ------------------------------------------------------------------------------ between engines
 
 
-def ratio_entries(params: Params, boot: Bootstrap, found: dict[str, Residual], groups: list[Group]) -> list[dict]:
+def ratio_entries(
+    params: Params, boot: Bootstrap, found: dict[str, Residual], groups: list[ResidualGroup]
+) -> list[dict]:
     """Squared error on one engine's capture over that on the other's, paired by window; none with one engine.
 
     A q-value corrects the p-value of a single layer for the layers of its variance ratio, stream and measure.

@@ -16,7 +16,7 @@ Outcome = Literal["pass", "fail", "inconclusive"]
 
 
 @dataclass(frozen=True)
-class Trial:
+class VariantRun:
     """What one run of one arm did; None where it was not found out.
 
     Parameters
@@ -49,10 +49,10 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Arm:
+class RestoreVariant:
     """All trials of one arm, in the order in which they ran."""
 
-    trials: tuple[Trial, ...]
+    trials: tuple[VariantRun, ...]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Control:
     """
 
     due: str
-    trial: Trial
+    trial: VariantRun
 
 
 DAMAGED, FOREIGN = "damaged", "foreign"

@@ -23,16 +23,16 @@ from kvlab_pipeline.studies.restore.arms import (
     LEAST_REPEATS,
     OFF,
     VERIFY,
-    Arm,
     Control,
     Doubt,
     Finding,
     Outcome,
+    RestoreVariant,
     Verdict,
 )
 
 
-def judge(arms: Mapping[str, Arm], controls: Mapping[str, Control], expected_prefix: int) -> Verdict:
+def judge(arms: Mapping[str, RestoreVariant], controls: Mapping[str, Control], expected_prefix: int) -> Verdict:
     """The verdict on arms that answered one prompt.
 
     Parameters
@@ -69,7 +69,7 @@ def combined(verdicts: Iterable[Verdict]) -> Outcome:
     return next(outcome for outcome in ("fail", "inconclusive", "pass") if outcome in outcomes)
 
 
-def _incomplete(arms: Mapping[str, Arm]) -> Iterable[Finding]:
+def _incomplete(arms: Mapping[str, RestoreVariant]) -> Iterable[Finding]:
     """Arms that are not there, or ran too seldom."""
     for name in ARMS:
         if name not in arms:
@@ -78,7 +78,7 @@ def _incomplete(arms: Mapping[str, Arm]) -> Iterable[Finding]:
             yield Finding(Doubt.FEW_REPEATS, f"the arm {name!r} ran {count} times; {LEAST_REPEATS} are needed")
 
 
-def _settings(arms: Mapping[str, Arm], controls: Mapping[str, Control]) -> Iterable[Finding]:
+def _settings(arms: Mapping[str, RestoreVariant], controls: Mapping[str, Control]) -> Iterable[Finding]:
     """Whether all trials ran the same thing: those of one arm among themselves, of all arms, and the controls."""
     trials = [trial for arm in arms.values() for trial in arm.trials] + [one.trial for one in controls.values()]
     keys = sorted({key for trial in trials for key in trial.setting})
@@ -86,7 +86,7 @@ def _settings(arms: Mapping[str, Arm], controls: Mapping[str, Control]) -> Itera
         yield Finding(Doubt.SETTINGS_DIFFER, f"the trials ran with different {', '.join(other)}")
 
 
-def _off(arm: Arm | None) -> Iterable[Finding]:
+def _off(arm: RestoreVariant | None) -> Iterable[Finding]:
     """Whether the arm without a snapshot is something to compare with."""
     if arm is None:
         return
@@ -99,7 +99,7 @@ def _off(arm: Arm | None) -> Iterable[Finding]:
         yield Finding(Doubt.OFF_NOT_COLD, f"the arm without a snapshot used one, in {len(warm)} trials")
 
 
-def _warm(name: str, arm: Arm) -> Iterable[Finding]:
+def _warm(name: str, arm: RestoreVariant) -> Iterable[Finding]:
     """What an arm with a snapshot leaves open, and whether it repeats itself."""
     timed = ("prefill_ms", "load_ms") if name == CONSUME else ("agrees",)
     yield from _missing(name, arm, ("tokens", "consumed", "prefix_len", *timed))
@@ -107,7 +107,7 @@ def _warm(name: str, arm: Arm) -> Iterable[Finding]:
         yield Finding(Doubt.NOT_REPEATABLE, f"the arm {name!r} does not give the same tokens every time")
 
 
-def _missing(name: str, arm: Arm, needed: Sequence[str]) -> Iterable[Finding]:
+def _missing(name: str, arm: RestoreVariant, needed: Sequence[str]) -> Iterable[Finding]:
     """Numbers that are not there, and times that no clock gives."""
     for what in needed:
         if absent := sum(getattr(trial, what) is None for trial in arm.trials):
@@ -119,7 +119,7 @@ def _missing(name: str, arm: Arm, needed: Sequence[str]) -> Iterable[Finding]:
             yield Finding(Doubt.IMPOSSIBLE, f"{what} of the arm {name!r} is {wrong[0]}, which is no measured time")
 
 
-def _restored(name: str, arm: Arm, expected: int) -> Iterable[Finding]:
+def _restored(name: str, arm: RestoreVariant, expected: int) -> Iterable[Finding]:
     """Whether an arm did what it is there for."""
     trials = arm.trials
     idle = [trial for trial in trials if trial.consumed is False]
@@ -134,7 +134,7 @@ def _restored(name: str, arm: Arm, expected: int) -> Iterable[Finding]:
         yield Finding(Doubt.VERIFY_DISAGREES, "a run that did both found its warm half to differ from its cold one")
 
 
-def _against_off(name: str, arm: Arm, off: Arm | None) -> Iterable[Finding]:
+def _against_off(name: str, arm: RestoreVariant, off: RestoreVariant | None) -> Iterable[Finding]:
     """Whether an arm gives what the one without a snapshot gives, where that gives one thing."""
     golden = _golden(off)
     for tokens in dict.fromkeys(_tokens(arm)):
@@ -143,7 +143,7 @@ def _against_off(name: str, arm: Arm, off: Arm | None) -> Iterable[Finding]:
             yield Finding(Doubt.TOKENS_DIFFER, line)
 
 
-def _control(name: str, control: Control | None, off: Arm | None) -> Iterable[Finding]:
+def _control(name: str, control: Control | None, off: RestoreVariant | None) -> Iterable[Finding]:
     """Whether a snapshot that must not be used was not, for the reason that it was made for."""
     if control is None or control.trial.consumed is None or control.trial.tokens is None:
         yield Finding(Doubt.CONTROL_MISSING, f"the control {name!r} did not run, or did not say what it did")
@@ -161,13 +161,13 @@ def _control(name: str, control: Control | None, off: Arm | None) -> Iterable[Fi
         yield Finding(Doubt.CONTROL_TOKENS, line)
 
 
-def _golden(off: Arm | None) -> tuple[int, ...] | None:
+def _golden(off: RestoreVariant | None) -> tuple[int, ...] | None:
     """The one answer of the arm without a snapshot; None where it has none or several."""
     answers = set(_tokens(off)) if off else set()
     return answers.pop() if len(answers) == 1 else None
 
 
-def _tokens(arm: Arm) -> list[tuple[int, ...]]:
+def _tokens(arm: RestoreVariant) -> list[tuple[int, ...]]:
     return [trial.tokens for trial in arm.trials if trial.tokens is not None]
 
 
@@ -177,5 +177,5 @@ def _parts(tokens: Sequence[int], golden: Sequence[int]) -> int:
     return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(tokens), len(golden)))
 
 
-def _median(arm: Arm) -> float:
+def _median(arm: RestoreVariant) -> float:
     return statistics.median(trial.prefill_ms for trial in arm.trials)

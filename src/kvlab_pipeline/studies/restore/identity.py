@@ -28,7 +28,7 @@ class Answer(NamedTuple):
     prefix_len: int
 
 
-class Asked(NamedTuple):
+class SharedPrompt(NamedTuple):
     """A prompt, and a snapshot of its beginning."""
 
     prompt: tuple[int, ...]
@@ -48,7 +48,9 @@ def agreements(
     config = pool_of(size, length + settings.decode)
     shared = shared_tokens(length, settings.suffix, size)
     asked = [
-        Asked(tuple(prompt), snapshot_of(model, prompt[:shared], config, folder / f"{model.dtype}-{number}").path)
+        SharedPrompt(
+            tuple(prompt), snapshot_of(model, prompt[:shared], config, folder / f"{model.dtype}-{number}").path
+        )
         for number, prompt in enumerate(prompts)
     ]
     bar = tqdm(asked, desc=f"cold {model.dtype}", unit="prompt")
@@ -75,7 +77,7 @@ def agreement(
     )
 
 
-def answers(model: PagedModel, asked: Sequence[Asked], config: PagerConfig, decode: int) -> list[Answer]:
+def answers(model: PagedModel, asked: Sequence[SharedPrompt], config: PagerConfig, decode: int) -> list[Answer]:
     """Every prompt, from its snapshot."""
     return [answer(model, one.prompt, one.snapshot, config, decode) for one in asked]
 
@@ -85,7 +87,7 @@ def answers_anew(
     dtype: str,
     attention: str,
     threads: int,
-    asked: Sequence[Asked],
+    asked: Sequence[SharedPrompt],
     config: PagerConfig,
     decode: int,
 ) -> list[Answer]:

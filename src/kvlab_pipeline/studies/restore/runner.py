@@ -26,9 +26,9 @@ from kvlab_pipeline.studies.restore.arms import (
     LEAST_REPEATS,
     OFF,
     VERIFY,
-    Arm,
     Control,
-    Trial,
+    RestoreVariant,
+    VariantRun,
     Verdict,
 )
 from kvlab_pipeline.studies.restore.decision import judge
@@ -40,7 +40,7 @@ MODES = {OFF: "recompute", CONSUME: "consume", VERIFY: "verify"}
 class Attempt(Protocol):
     """Something that answers one prompt, with a snapshot or without."""
 
-    def __call__(self, mode: str, snapshot: Path | None) -> Trial:
+    def __call__(self, mode: str, snapshot: Path | None) -> VariantRun:
         """One run in a mode of `restore.MODES`; the snapshot is None where there is to be none."""
 
     def setting(self) -> Mapping[str, str]:
@@ -54,7 +54,7 @@ class Attempt(Protocol):
 class Conducted:
     """All that was run, and what it proves; `expected_prefix` tokens had to come from the snapshot."""
 
-    arms: Mapping[str, Arm]
+    arms: Mapping[str, RestoreVariant]
     controls: Mapping[str, Control]
     verdict: Verdict
     expected_prefix: int
@@ -92,11 +92,11 @@ def conduct(
         shared = opened.usable_prefix(prompt)
     if shared:
         raise UserError(f"{foreign} shares tokens with the prompt, so it is no control; give one of another prompt")
-    trials: dict[str, list[Trial]] = {name: [] for name in ARMS}
+    trials: dict[str, list[VariantRun]] = {name: [] for name in ARMS}
     for turn in range(repeats):
         for name in ARMS[turn % len(ARMS) :] + ARMS[: turn % len(ARMS)]:  # another begins each time
             trials[name].append(_tried(attempt, MODES[name], None if name == OFF else snapshot))
-    arms = {name: Arm(tuple(found)) for name, found in trials.items()}
+    arms = {name: RestoreVariant(tuple(found)) for name, found in trials.items()}
     controls = _controls(attempt, snapshot, foreign)
     return Conducted(arms, controls, judge(arms, controls, expected), expected)
 
@@ -116,12 +116,12 @@ def _expected(attempt: Attempt, snapshot: Path, prompt: Sequence[int]) -> int:
     return found
 
 
-def _tried(attempt: Attempt, mode: str, snapshot: Path | None) -> Trial:
+def _tried(attempt: Attempt, mode: str, snapshot: Path | None) -> VariantRun:
     """One run and what it ran with; a refused snapshot is a finding of the trial, not its end."""
     try:
         trial = attempt(mode, snapshot)
     except SnapshotRefused as error:
-        trial = Trial(tokens=None, consumed=False, prefix_len=0, codes=error.codes)
+        trial = VariantRun(tokens=None, consumed=False, prefix_len=0, codes=error.codes)
     return replace(trial, setting=dict(attempt.setting()))
 
 
@@ -170,12 +170,12 @@ class PagedAttempt:
     def __post_init__(self) -> None:
         counted("decode", self.decode, least=1)
 
-    def __call__(self, mode: str, snapshot: Path | None) -> Trial:
+    def __call__(self, mode: str, snapshot: Path | None) -> VariantRun:
         """See `Attempt`."""
         how = {"mode": mode, "every": EVERY, "decode": self.decode}
         done = restore(self.model, self.prompt, snapshot, self.config, self.policy, **how)
         report, said = done.report, done.report.comparison
-        return Trial(
+        return VariantRun(
             tokens=tuple(done.run.decode(self.decode).tokens),
             consumed=report.consumed,
             prefix_len=report.prefix_len,

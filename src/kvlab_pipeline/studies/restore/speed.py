@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from kvlab.core.errors import Fault
 from kvlab.kvstore.hf.model import PagedModel
-from kvlab.kvstore.restore import Report, restore
+from kvlab.kvstore.restore import RestoreReport, restore
 from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens, snapshot_of
 from kvlab_pipeline.studies.restore.record import Settings, Speed
 
@@ -27,7 +27,7 @@ def speed(model: PagedModel, prompt: Sequence[int], settings: Settings, path: Pa
     size, length = settings.chunk_tokens, len(prompt)
     config, shared = pool_of(size, length), shared_tokens(length, settings.suffix, size)
     made = snapshot_of(model, prompt[:shared], config, path)
-    reports: list[Report] = []
+    reports: list[RestoreReport] = []
 
     def cold() -> float:
         return timed(restore(model, prompt, None, config, mode="recompute").report.prefill_ms)

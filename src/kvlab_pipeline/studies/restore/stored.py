@@ -55,7 +55,7 @@ class Way:
         """See `walk.Subject`: every window is stored every way."""
         return True
 
-    def score(self, here: Context) -> None:
+    def score(self, here: WindowContext) -> None:
         """See `walk.Subject`: store the context this way, go on from it, and compare with the first way's words."""
         heard = heard_from(self, here)
         here.golden = here.golden or heard
@@ -73,7 +73,7 @@ class Next:
 
 
 @dataclass
-class Context:
+class WindowContext:
     """A window whose context is in a paged cache, to be stored.
 
     Attributes
@@ -95,7 +95,7 @@ class Context:
     @classmethod
     def prefilled(
         cls, model: PagedModel, row: list[int], whole: int, config: PagerConfig, folder: Path, number: int, decode: int
-    ) -> Context:
+    ) -> WindowContext:
         """The cache of one window's context."""
         run = PagedRun(model, config)
         run.extend(row[:whole])
@@ -117,8 +117,8 @@ def stored(
     whole = model.geometry(size).floor(context)
     scored = windows_of(windows, "test")[: settings.windows]
 
-    def visit(window: Window) -> Context:
-        return Context.prefilled(model, list(window.ids), whole, config, folder, window.number, settings.decode)
+    def visit(window: Window) -> WindowContext:
+        return WindowContext.prefilled(model, list(window.ids), whole, config, folder, window.number, settings.decode)
 
     for _ in walk(scored, chosen, visit, title="coded"):
         pass
@@ -162,7 +162,7 @@ def choices(settings: Settings) -> list[tuple[str, int | None]]:
     return [(codec, bits) for codec in settings.codecs for bits in (settings.bits if has_bits(codec) else (None,))]
 
 
-def heard_from(way: Way, here: Context) -> Next:
+def heard_from(way: Way, here: WindowContext) -> Next:
     """Save a context one way, restore from it, and go on."""
     made = timed_save(here.run, here.path, coder=way.coder)
     way.save_ms.append(made.save_ms)

@@ -19,7 +19,7 @@ BYTE = 8  # bits
 
 
 @dataclass(frozen=True)
-class Arm:
+class TradeoffVariant:
     """One way to make a cache cheaper.
 
     Parameters
@@ -40,7 +40,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Shape:
+class CacheShape:
     """What of a model decides bytes: layers, KV heads and dimensions of each, and tokens of the context."""
 
     layers: int
@@ -54,7 +54,7 @@ class Shape:
         return 2 * self.kv_heads * self.head_dim
 
 
-def arms(params: Params, shape: Shape) -> list[Arm]:
+def arms(params: Params, shape: CacheShape) -> list[TradeoffVariant]:
     """Codecs first, in the order of pages."""
     settings = params.tradeoffs
     return [*_codecs(params), *_evictions(settings, shape), *_latents(params, shape), *_sparse(params)]
@@ -69,38 +69,40 @@ def recipes_of(params: Params) -> list[Recipe]:
     return [arm.recipe for arm in made if arm.recipe] + [named_recipe(*one, params=params) for one in coding]
 
 
-def kept_at(budget: float, policy: str, shape: Shape) -> int:
+def kept_at(budget: float, policy: str, shape: CacheShape) -> int:
     """Tokens that fit into so many bits per value of the context, their numbers included where a policy needs them."""
     token = FULL * shape.numbers + BYTE * PLACE * numbered(policy)
     return max(1, min(shape.context, floor(budget * shape.numbers * shape.context / token)))
 
 
-def rank_at(budget: float, sinks: int, shape: Shape) -> int:
+def rank_at(budget: float, sinks: int, shape: CacheShape) -> int:
     """Numbers of a latent in 16 bits that fit beside `sinks` whole tokens."""
     tokens = shape.context - sinks
     room = budget * shape.numbers * shape.context / FULL - sinks * shape.numbers
     return max(1, min(shape.numbers, floor(room / tokens)))
 
 
-def _codecs(params: Params) -> Iterator[Arm]:
+def _codecs(params: Params) -> Iterator[TradeoffVariant]:
     settings = params.tradeoffs
     for codec in settings.codecs:
         for bits in settings.bits if codec == settings.codecs[0] else settings.rival_bits:
-            yield Arm(f"{codec} {bits}", "codec", named_recipe(codec, bits, params=params))
+            yield TradeoffVariant(f"{codec} {bits}", "codec", named_recipe(codec, bits, params=params))
 
 
-def _evictions(settings: Tradeoffs, shape: Shape) -> Iterator[Arm]:
+def _evictions(settings: Tradeoffs, shape: CacheShape) -> Iterator[TradeoffVariant]:
     for policy in settings.policies:
         for kept in dict.fromkeys(kept_at(budget, policy, shape) for budget in settings.budgets):
             last = f",recent={settings.recent}" if numbered(policy) else ""
             asked = mechanism(f"{policy}:kept={kept},sinks={settings.sinks}{last}")
-            yield Arm(f"{policy}, {kept} of {shape.context} tokens", "eviction", asked=asked)
+            yield TradeoffVariant(f"{policy}, {kept} of {shape.context} tokens", "eviction", asked=asked)
 
 
-def _latents(params: Params, shape: Shape) -> Iterator[Arm]:
+def _latents(params: Params, shape: CacheShape) -> Iterator[TradeoffVariant]:
     settings = params.tradeoffs
     for rank in dict.fromkeys(rank_at(budget, settings.sinks, shape) for budget in settings.budgets):
-        yield Arm(f"latent of {rank}", "latent", asked=mechanism(f"latent:rank={rank},sinks={settings.sinks}"))
+        yield TradeoffVariant(
+            f"latent of {rank}", "latent", asked=mechanism(f"latent:rank={rank},sinks={settings.sinks}")
+        )
     rank = max(1, round(settings.latent_share * shape.numbers))
     for bits in settings.combined:
         codec = settings.latent_codec
@@ -108,14 +110,14 @@ def _latents(params: Params, shape: Shape) -> Iterator[Arm]:
             mechanism(f"latent:rank={rank},sinks={settings.sinks}"),
             named_recipe(codec, bits, params=params),
         )
-        yield Arm(f"latent of {rank}, {codec} {bits}", "latent x codec", recipe, asked)
+        yield TradeoffVariant(f"latent of {rank}, {codec} {bits}", "latent x codec", recipe, asked)
 
 
-def _sparse(params: Params) -> Iterator[Arm]:
+def _sparse(params: Params) -> Iterator[TradeoffVariant]:
     settings = params.tradeoffs
     for name in settings.sparse:
-        yield Arm(name, "sparse reading", asked=mechanism(name))
+        yield TradeoffVariant(name, "sparse reading", asked=mechanism(name))
     for bits in settings.combined if settings.sparse else ():
         codec, name = settings.codecs[0], settings.sparse[0]
         recipe = named_recipe(codec, bits, params=params)
-        yield Arm(f"{name}, {codec} {bits}", "codec x sparse reading", recipe, mechanism(name))
+        yield TradeoffVariant(f"{name}, {codec} {bits}", "codec x sparse reading", recipe, mechanism(name))

@@ -41,7 +41,7 @@ from kvlab.witness.plain import PlainModel
 from kvlab_mechanisms.decoding.acceptance import acceptance, plain_texts
 from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_pipeline.studies.table import Interval
-from kvlab_pipeline.studies.tradeoffs.arms import Arm, Shape, arms
+from kvlab_pipeline.studies.tradeoffs.arms import CacheShape, TradeoffVariant, arms
 from kvlab_pipeline.studies.tradeoffs.bench import Bench
 from kvlab_pipeline.studies.tradeoffs.record import ArmFound, Drafted, TradeoffsRecord
 
@@ -73,7 +73,7 @@ def measure(params: Params, windows_path: Path, documents: Path, fitted: Fitted,
     UserError
         Windows score too few tokens to time as many steps.
     CodecNotActive, Fault, WitnessDisagrees
-        See `lab.trial`, `lab.mechanism` and `evicted`.
+        See `measure.quick_run`, `measure.mechanism` and `evicted`.
     """
     refuse(params)
     torch.set_num_threads(params.jobs.threads)
@@ -117,10 +117,10 @@ def planted_needles(params: Params, documents: Path) -> Sequence[Needle]:
 def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) -> TradeoffsRecord:
     """Score, ask, time and draft."""
     params, info, context = bench.params, bench.info, bench.context
-    listed = arms(params, Shape(info.n_layers, info.n_kv_heads, info.head_dim, context))
+    listed = arms(params, CacheShape(info.n_layers, info.n_kv_heads, info.head_dim, context))
     bootstrap = Bootstrap(**params.stats.model_dump())
     rounding = quick_run.rounding(DTYPE)
-    codecs = [quick_run.Subject(arm.name, arm.recipe, bench.calibrated) for arm in listed if arm.family == "codec"]
+    codecs = [quick_run.NamedCodec(arm.name, arm.recipe, bench.calibrated) for arm in listed if arm.family == "codec"]
     others = subjects_of(bench, listed)
     rows = np.array([window.ids for window in bench.windows])
     speeds, drafts = timed(bench, listed, others), tuple(drafted(bench, bootstrap))
@@ -173,7 +173,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
     )
 
 
-def subjects_of(bench: Bench, listed: Sequence[Arm]) -> dict[str, Applied]:
+def subjects_of(bench: Bench, listed: Sequence[TradeoffVariant]) -> dict[str, Applied]:
     """All arms but the codecs, as the measuring loop scores them, by name."""
     last, found = len(bench.windows) - 1, {}
     for arm in listed:
@@ -189,7 +189,7 @@ def subjects_of(bench: Bench, listed: Sequence[Arm]) -> dict[str, Applied]:
     return found
 
 
-def spent(bench: Bench, one: quick_run.Scored) -> tuple[float, float]:
+def spent(bench: Bench, one: quick_run.ScoredCodec) -> tuple[float, float]:
     """Bytes that a codec's token stores, and that a step reads."""
     values = bench.info.values_per_token
     stored = one.coding.bits_per_value * values / 8
@@ -197,7 +197,7 @@ def spent(bench: Bench, one: quick_run.Scored) -> tuple[float, float]:
 
 
 def asked(
-    bench: Bench, planted: Sequence[Needle], codecs: Sequence[quick_run.Subject], others: dict[str, Applied]
+    bench: Bench, planted: Sequence[Needle], codecs: Sequence[quick_run.NamedCodec], others: dict[str, Applied]
 ) -> dict[str, list[bool]]:
     """Which needles each arm finds, and the rounded cache: every token of the answer is the most likely one."""
     tried = {
@@ -213,7 +213,7 @@ def asked(
     return found
 
 
-def timed(bench: Bench, listed: Sequence[Arm], others: dict[str, Applied]) -> dict[str, float]:
+def timed(bench: Bench, listed: Sequence[TradeoffVariant], others: dict[str, Applied]) -> dict[str, float]:
     """Tokens per second, by name, of the rounded cache's too; an arm without a form that runs here is left out."""
     steps, window = bench.params.tradeoffs.steps, bench.windows[0]
     run = WindowRun(bench.engine, list(window.ids), bench.context, window.number)
@@ -323,7 +323,7 @@ def of_exact(engine: HFEngine, run: WindowRun, steps: int) -> float:
     return stepped(engine, run.ids, run.context, engine.filled(run.clean["pre_rope"].kept), steps)
 
 
-def of_codec(engine: HFEngine, run: WindowRun, arm: Arm, calibrated: Calibrated, steps: int) -> float:
+def of_codec(engine: HFEngine, run: WindowRun, arm: TradeoffVariant, calibrated: Calibrated, steps: int) -> float:
     """Over `KVCache`, which decodes what is coded in each step."""
     cache = KVCache(engine.model, arm.recipe, calibrated, "serving")
     with torch.inference_mode():
@@ -336,7 +336,7 @@ def of_eviction(engine: HFEngine, run: WindowRun, subject: Applied, steps: int) 
     return stepped(engine, run.ids, run.context, engine.filled(subject.keeps(run)), steps)
 
 
-def of_pattern(engine: HFEngine, run: WindowRun, arm: Arm, steps: int) -> float:
+def of_pattern(engine: HFEngine, run: WindowRun, arm: TradeoffVariant, steps: int) -> float:
     """Reading by a pattern, by the executor that transformers runs here: it masks, and computes all scores."""
     cache = engine.filled(run.clean["pre_rope"].kept)
     with attending(engine.model, arm.asked.plan(engine.info.n_layers, run.context)):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvlab.cache.coded_rows import StreamCoder
-from kvlab.cache.row import Row, Turn
+from kvlab.cache.held_blocks import TokenRow, Turn
 from kvlab.codecs.shared.apart import apart
 
 SCRATCH = 1008  # tokens that are decoded at once
@@ -23,26 +23,26 @@ SCRATCH = 1008  # tokens that are decoded at once
 class Reader(Protocol):
     """Reads coded tokens of some rows for attention, from column `first` on; exact ones are somebody else's."""
 
-    def scores(self, rows: Sequence[Row], turns: Sequence[Turn], q: Tensor, first: int, out: Tensor) -> None:
+    def scores(self, rows: Sequence[TokenRow], turns: Sequence[Turn], q: Tensor, first: int, out: Tensor) -> None:
         """Scores of queries [rows, heads, queries, head_dim] at coded keys into `out` [rows, heads, queries, columns].
 
         What stands in other columns from `first` on may be overwritten.
         """
 
-    def mixed(self, rows: Sequence[Row], weights: Tensor, first: int, out: Tensor) -> None:
+    def mixed(self, rows: Sequence[TokenRow], weights: Tensor, first: int, out: Tensor) -> None:
         """Add to `out` [rows, heads, queries, head_dim] coded values by weights [rows, heads, queries, columns].
 
         Weights of columns that are not coded are zero.
         """
 
 
-class Decoder:
+class BlockReader:
     """Reads by the codec's own decoder, a block of one row at a time."""
 
     def __init__(self, coder: StreamCoder):
         self.coder = coder
 
-    def scores(self, rows: Sequence[Row], turns: Sequence[Turn], q: Tensor, first: int, out: Tensor) -> None:
+    def scores(self, rows: Sequence[TokenRow], turns: Sequence[Turn], q: Tensor, first: int, out: Tensor) -> None:
         """See `Reader`."""
         for index, row in enumerate(rows):
             for places, tokens, decode in self.coder.pieces(row):
@@ -51,7 +51,7 @@ class Decoder:
                     k = turns[index].redo(decode(), column).float()
                     out[index, :, :, column : column + tokens] = q[index] @ k.mT
 
-    def mixed(self, rows: Sequence[Row], weights: Tensor, first: int, out: Tensor) -> None:
+    def mixed(self, rows: Sequence[TokenRow], weights: Tensor, first: int, out: Tensor) -> None:
         """See `Reader`."""
         for index, row in enumerate(rows):
             for places, tokens, decode in self.coder.pieces(row):
@@ -85,7 +85,7 @@ class Stored:
 
     coder: StreamCoder
     reader: Reader
-    rows: tuple[Row, ...]
+    rows: tuple[TokenRow, ...]
     turns: list[Turn]
     window: Tensor | None
     own: Tensor | None

@@ -47,7 +47,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """One sequence: padding that is not stored, coded blocks, then the exact tail [heads, tokens, head_dim].
 
     `head` are the first tokens, where they are kept as they are; `loose` are coded tokens after the blocks, as rows
