@@ -34,8 +34,8 @@ from kvlab_pipeline.gate_page.audit.passing_case import (
 __all__ = [
     "ABSENT",
     "MUTATIONS",
-    "Mutation",
     "GateOutcome",
+    "Mutation",
     "Renamed",
     "as_row",
     "judged",
