@@ -7,8 +7,8 @@ A Gaussian vector whose covariance has eigenvalues lambda_i cannot be coded with
 bits per value at the mean squared error D per value: reverse water-filling (Kolmogorov 1956; Cover and
 Thomas, Elements of Information Theory, 10.3.3). Where an error e costs e^T W e, the lambda_i are the eigenvalues
 of W^1/2 C W^1/2. W is the caller's: the pipeline's are those of `codecs.shared.metric`, Sigma_q averaged over lags for
-K and W_o^T W_o for V. The limit is that of one token at a time: what a codec gains from the likeness of neighbouring tokens, or from
-tails that are not Gaussian, may take it below.
+K and W_o^T W_o for V. The limit is that of one token at a time: what a codec gains from the likeness of
+neighbouring tokens, or from tails that are not Gaussian, may take it below.
 
 Everything is float64 and works on any leading axes: [layers, heads, n] as well as [n].
 """
