@@ -18,7 +18,8 @@ from kvlab.codecs.kvquant import codec as kvquant
 from kvlab.codecs.recipes import named_recipe
 from kvlab.codecs.registry import build
 from kvlab.codecs.shared import quantizer
-from kvlab.codecs.shared.exact_tokens import EndedCodec, ExactTokens
+from kvlab.codecs.shared.ended_codec import EndedCodec
+from kvlab.codecs.shared.exact_tokens import ExactTokens
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.codecs.turboquant import TurboQuantStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, UnknownName

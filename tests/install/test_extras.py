@@ -16,7 +16,7 @@ def test_the_command_line_ends_with_it(monkeypatch, capsys):
     def follow():
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
-    monkeypatch.setattr("kvlab.core.lifeline.follow_run", follow)
+    monkeypatch.setattr("kvlab.core.parent_watch.follow_run", follow)
     with pytest.raises(SystemExit) as left:
         cli.main(["params"])
     assert left.value.code == 2

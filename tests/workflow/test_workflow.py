@@ -261,7 +261,7 @@ def test_a_study_depends_on_the_codecs_that_it_loads_by_name(study, stages, para
     names = {one.codec for stream in streams for one in (stream, getattr(stream, "of", stream))}
     canary, stage = {"block"}, study if study == plan.LADDER else "measure"
     for name in names | canary:
-        module = CODECS[name].partition(":")[0]
+        module = CODECS[name].codec.partition(":")[0]
         assert f"results/code/{module}.txt" in stages[stage]["deps"], name
 
 

@@ -141,6 +141,7 @@ def stream_recipe(codec: str, **settings) -> StreamRecipe:
 
 
 def _problem(error: ValidationError) -> str:
-    """The first mistake, and where it is."""
+    """The first mistake, where it is, and what was given."""
     problem = error.errors()[0]
-    return f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}"
+    given = "" if isinstance(problem["input"], dict) else f" (given: {problem['input']!r})"
+    return f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}{given}"

@@ -8,7 +8,8 @@ from typing import Any
 from kvlab.codecs import plugins
 from kvlab.codecs.base import Codec, StreamCalibration
 from kvlab.codecs.catalogue import TENSORWISE
-from kvlab.codecs.shared.exact_tokens import EndedCodec, ExactTokens
+from kvlab.codecs.shared.ended_codec import EndedCodec
+from kvlab.codecs.shared.exact_tokens import ExactTokens
 from kvlab.core.errors import CapabilityError, PluginError, UnknownName
 from kvlab.core.recipe import CODECS, WHOLE, PluginStream, StreamRecipe
 

@@ -17,7 +17,7 @@ from kvlab.gate.evidence import BASELINE_RECIPE, Evidence, build
 from kvlab.gate.registry import Eval, Mechanism, Registry
 
 NATIVE_BITS = {"float32": 32, "bfloat16": 16}
-MEASURING = ("codec", "engines", "calibration", "cache", "evals")  # packages whose code decides an answer
+MEASURING = ("codecs", "engines", "calibration", "cache", "evals")  # packages whose code decides an answer
 
 
 class Declared(NamedTuple):

@@ -18,7 +18,8 @@ from kvlab.codecs.aquakv.grids import grid, nearest
 from kvlab.codecs.base import Codec, Encoded, Site, Stats, checked, stored
 from kvlab.codecs.shared import fp16, rotation
 from kvlab.codecs.shared.apart import apart
-from kvlab.codecs.shared.exact_tokens import EndedCodec, ExactTokens
+from kvlab.codecs.shared.ended_codec import EndedCodec
+from kvlab.codecs.shared.exact_tokens import ExactTokens
 from kvlab.codecs.stream import packing
 from kvlab.codecs.stream.whole_file import STREAMS, Cache, Owner, dtype_of
 from kvlab.core.recipe import Recipe

@@ -17,7 +17,8 @@ from torch import Tensor
 from kvlab.codecs.base import Arrays, Codec, Encoded, Site, Stats, StreamCalibration, stored
 from kvlab.codecs.kvtc import KvtcStream
 from kvlab.codecs.shared import uniform
-from kvlab.codecs.shared.exact_tokens import EndedCodec, ExactTokens
+from kvlab.codecs.shared.ended_codec import EndedCodec
+from kvlab.codecs.shared.exact_tokens import ExactTokens
 from kvlab.codecs.shared.no_front import OwnFront
 from kvlab.codecs.shared.products import product
 from kvlab.codecs.shared.token_blocks import TokenBlockCodec
