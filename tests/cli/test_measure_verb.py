@@ -280,10 +280,10 @@ def test_ends_that_are_kept_exactly_run_in_a_cache_alone(hf_engine):
     assert costs.places(recipe, None, hf_engine.info) == (costs.CACHE, costs.STORE)
 
 
-def row(codec: str, bits: float, high: float, places: tuple | None) -> measuring.Row:
+def row(codec: str, bits: float, high: float, places: tuple | None) -> measuring.CostRow:
     """A row with what a pick looks at."""
     kl = Estimate(value=high / 2, low=0.0, high=high, n_windows=4, n_tokens=40, resolvable=high / 2, method="bca")
-    return measuring.Row(codec, bits, codec, bits, kl, kl, "", bits, bits, 100, 5.0, places, 7)
+    return measuring.CostRow(codec, bits, codec, bits, kl, kl, "", bits, bits, 100, 5.0, places, 7)
 
 
 BOTH, ONE, KEPT = ("Cache", "vLLM pages", "store"), ("Cache", "store"), ("store",)

@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 from kvlab.cli.parsing import unknown
+from kvlab.core import recipe as recipes
 from kvlab.core.errors import ParamsError, StorageError, UserError
 from kvlab.core.filekind import CODEC_ENDING, is_calibration_file, recipe_json
 from kvlab.core.hub import no_folder
 from kvlab.core.output_paths import absence, refuse_no_file
-from kvlab.core.recipe import ENGINES
 
 
 def word(text: str, *names: str, read: Callable | None = None, argument: bool = False, **options):
@@ -229,6 +229,7 @@ def _model_folder(given: str) -> Path:
 
 WROTE = "what `kvlab recipe` wrote, or `kvlab calibrate`"
 DTYPES = ("float32", "bfloat16")
+ENGINES = tuple(recipes.ENGINES)
 Engine = Annotated[str, choice("default: hf", ENGINES)]
 Dtype = Annotated[str, choice("what the engine computes in; default: float32", DTYPES)]
 Out = Annotated[Path, result("what is written (with companions of the same stem beside it)")]

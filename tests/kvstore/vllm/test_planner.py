@@ -35,7 +35,7 @@ def vllm() -> SimpleNamespace:
 @pytest.fixture
 def planner(vllm, tmp_path):
     settings = ConnectorSettings(str(tmp_path), SIZE, save="answer")
-    return vllm.Planner(vllm.Context(settings, making.identity(), 2 * SIZE, {}))
+    return vllm.Planner(vllm.EngineContext(settings, making.identity(), 2 * SIZE, {}))
 
 
 def request(name: str = "a", tokens=PROMPT, **changes) -> SimpleNamespace:
@@ -94,7 +94,7 @@ def test_equal_prompts_of_a_step_are_saved_once_and_all_of_them_say_so(planner, 
     for one in requests:
         begun(planner, one)
     (only,) = step(planner, *requests).saves
-    planner.learned(vllm.Outcomes(saves={only.request: vllm.Outcome(only.path, 2 * SIZE, 1, 1.0)}))
+    planner.learned(vllm.Outcomes(saves={only.request: vllm.JobOutcome(only.path, 2 * SIZE, 1, 1.0)}))
     said = [ended(planner, one, "FINISHED_ERROR", vllm)[1]["kvlab"] for one in requests]
     assert {one["saved"] for one in said} == {only.path.name}
 
@@ -104,7 +104,7 @@ def test_equal_prompts_whose_save_has_to_wait_are_planned_again(planner, vllm):
     for one in requests:
         begun(planner, one)
     (only,) = step(planner, *requests).saves
-    waiting = vllm.Outcome.failed(only.path, (Reason(Cold.LOAD_FAILED, "once more"),))
+    waiting = vllm.JobOutcome.failed(only.path, (Reason(Cold.LOAD_FAILED, "once more"),))
     planner.learned(vllm.Outcomes(saves={only.request: waiting}))
     assert len(step(planner, requests[1]).saves) == 1
 
@@ -114,7 +114,7 @@ def test_damage_spoils_a_file_and_a_busy_disk_does_not(planner, vllm, tmp_path, 
     path = put(tmp_path)
     one = request()
     assert begun(planner, one) == 2 * SIZE
-    planner.learned(vllm.Outcomes(loads={one.request_id: vllm.Outcome.failed(path, (reason,))}))
+    planner.learned(vllm.Outcomes(loads={one.request_id: vllm.JobOutcome.failed(path, (reason,))}))
     assert planner.matched(request("b"), 0) == again
     saves = step(planner, one).saves
     assert bool(saves) == (again == 0)  # a good file is not written anew
@@ -136,7 +136,7 @@ def test_what_failed_is_said_though_the_request_is_begun_again(planner, vllm):
     one = request()
     begun(planner, one)
     (only,) = step(planner, one).saves
-    planner.learned(vllm.Outcomes(saves={one.request_id: vllm.Outcome.failed(only.path, (BUSY,))}))
+    planner.learned(vllm.Outcomes(saves={one.request_id: vllm.JobOutcome.failed(only.path, (BUSY,))}))
     planner.matched(one, 0)  # preempted
     reasons = ended(planner, one, "FINISHED_ERROR", vllm)[1]["kvlab"]["reasons"]
     assert [code for code, _ in reasons] == ["no_snapshot", "storage"]
@@ -161,7 +161,7 @@ class TestLossy:
     def planner(self, vllm, tmp_path):
         coder = CodedChunks(making.GEOMETRY, Recipe(k=Fp8Stream(), v=Fp8Stream()), placement="post_rope")
         settings = ConnectorSettings(str(tmp_path), SIZE, save="answer", recipe="fp8.json", unproven=True)
-        return vllm.Planner(vllm.Context(settings, making.identity().coded(coder.codec), 2 * SIZE, {}, coder))
+        return vllm.Planner(vllm.EngineContext(settings, making.identity().coded(coder.codec), 2 * SIZE, {}, coder))
 
     @pytest.fixture
     def path(self, planner, tmp_path):
@@ -175,7 +175,7 @@ class TestLossy:
     def test_nothing_is_saved_after_a_load(self, planner, path, vllm):
         one = request()
         assert begun(planner, one) == 2 * SIZE
-        planner.learned(vllm.Outcomes(loads={one.request_id: vllm.Outcome(path, 2 * SIZE, 1, 1.0)}))
+        planner.learned(vllm.Outcomes(loads={one.request_id: vllm.JobOutcome(path, 2 * SIZE, 1, 1.0)}))
         one.num_prompt_tokens = one.num_tokens = 4 * SIZE
         one.all_token_ids = making.tokens(4 * SIZE)
         assert step(planner, one).saves == []
@@ -185,7 +185,7 @@ class TestLossy:
         one = request()
         begun(planner, one)
         assert step(planner, one).saves == []
-        planner.learned(vllm.Outcomes(loads={one.request_id: vllm.Outcome.failed(path, (BROKEN,))}))
+        planner.learned(vllm.Outcomes(loads={one.request_id: vllm.JobOutcome.failed(path, (BROKEN,))}))
         assert len(step(planner, one).saves) == 1
 
     def test_what_vllm_s_own_cache_hands_on_is_not_saved_either(self, planner, path, vllm):
@@ -199,7 +199,9 @@ class TestLossy:
 
     def test_without_being_asked_for_a_lossy_snapshot_is_refused(self, vllm, path, tmp_path, planner):
         settings = ConnectorSettings(str(tmp_path), SIZE, recipe="fp8.json")
-        strict = vllm.Planner(vllm.Context(settings, planner.context.identity, 2 * SIZE, {}, planner.context.coder))
+        strict = vllm.Planner(
+            vllm.EngineContext(settings, planner.context.identity, 2 * SIZE, {}, planner.context.coder)
+        )
         one = request()
         assert begun(strict, one) == 0
         assert self.codes(strict, one, vllm) == ["unproven"]

@@ -132,11 +132,11 @@ def test_a_torn_line_alone_and_a_long_one(path):
 
 WRITER = """
 import sys
-from kvlab_mechanisms.ledger.log import Entry, append
+from kvlab_mechanisms.ledger.log import LogEntry, append
 who, path = sys.argv[1:]
 for n in range(50):
     outputs = {f"results/{who}/{n}": "0" * 64 for n in range(20)}
-    append([Entry(job=f"{who} {n}", inputs={}, outputs=outputs, params="0" * 64, versions={})], path)
+    append([LogEntry(job=f"{who} {n}", inputs={}, outputs=outputs, params="0" * 64, versions={})], path)
 """
 
 
