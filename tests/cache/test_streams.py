@@ -216,7 +216,7 @@ def test_a_recipe_is_named_as_the_ladder_names_it(tiny_params):
         wanted = [named_recipe(whole, b, params=tiny_params) for b in (tiny_params.bits, tiny_params.v_bits)]
         assert named_recipe(name, params=tiny_params) == Recipe(k=wanted[0].k, v=wanted[1].v)
     assert named_recipe("fp8", params=tiny_params).k.codec == "fp8"
-    assert named_recipe("klt", params=tiny_params) == named_recipe("klt", params=tiny_params)
+    assert named_recipe("klt", params=tiny_params) == named_recipe("klt", tiny_params.bits, tiny_params.v_bits)
     assert named_recipe(STUDIED, params=tiny_params) == studied_recipe(tiny_params)
 
 

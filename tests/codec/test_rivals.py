@@ -51,7 +51,7 @@ def test_recipes_that_were_there_before_keep_their_ids(name, bits):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_recipe_is_json_and_back_and_asked_for_by_its_name_everywhere(name, tiny_params):
     recipe = named_recipe(name, 2, 3)
-    assert Recipe.model_validate_json(canonical(recipe)) == recipe == named_recipe(name, 2, 3)
+    assert Recipe.model_validate_json(canonical(recipe)) == recipe
     assert (recipe.k.bits, recipe.v.bits) == (2, 3)
     assert named_recipe(name, 2, params=tiny_params) == named_recipe(name, 2)
     assert name not in LADDERED

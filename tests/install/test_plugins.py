@@ -119,6 +119,11 @@ BROKEN = {
         POINT,
         r"package kvlab-sign 1\.0: kvlab_sign\.codec:SignCodec has no 'encode', which every codec has",
     ),
+    "computed_reads": (
+        {"kvlab_sign/__init__.py": SETTINGS + "\nPLUGIN = Plugin(PLUGIN.settings, PLUGIN.codec, lambda *_: ())\n"},
+        POINT,
+        "its reads are no tuple",
+    ),
     "taken_setting": (
         {"kvlab_sign/__init__.py": SETTINGS.replace("    bits:", "    version: int = 1\n    bits:")},
         POINT,

@@ -103,7 +103,7 @@ class KVCache(Cache):
         each = None if window_bytes is None else window_bytes // self.shape.layers
         layers = ((tables.coders(layer), own) for layer, own in enumerate(tables.readers))
         super().__init__(layers=[CodecLayer(pair, where, semantics, own, each) for pair, own in layers])
-        register()
+        register_attention()
         self._forget()
         self._watch = Watch(model, self._rotary, self)
 
@@ -361,7 +361,7 @@ FEW = 32  # tokens of a call, up to which it reads block by block; a longer one 
 _SEEN: set[type] = set()
 
 
-def register() -> None:
+def register_attention() -> None:
     """Stand in front of the function that is registered, unless that is so already."""
     before = ALL_ATTENTION_FUNCTIONS[NAME]
     if getattr(before, "kvlab", False):

@@ -97,7 +97,7 @@ class BlockSettings(Frozen):
     seed: int = Field(default=3405691582, ge=0, description="signs of the rotation, k-means start, sketch")
 
 
-Said = dict[str, Any]
+Values = dict[str, Any]
 """Settings by name."""
 Tensor = Literal["k", "v"]
 Kind = Literal["whitener", "table", "components", "spectra", "outputs", "own", "whole", "archive"]
@@ -125,7 +125,7 @@ class Published:
         and `kvlab calibrate` know them.
     """
 
-    make: Callable[[float, float, Said], Said]
+    make: Callable[[float, float, Values], Values]
     source: str
     settings: str
     lacks: str = ""
@@ -163,7 +163,7 @@ class Plugin:
     settings: type[Frozen]
     codec: str
     reads: tuple[Literal["whitener", "components"], ...] | Callable[[Any, Tensor], tuple[Kind, ...]] = ()
-    own: Callable[[float | None, float | None], tuple[Said, Said]] = lambda bits, v_bits: ({}, {})
+    own: Callable[[float | None, float | None], tuple[Values, Values]] = lambda bits, v_bits: ({}, {})
     published: Mapping[str, Published] = field(default_factory=dict)
     scope: Literal["tensor", "cache"] = "tensor"
     as_published: bool = False

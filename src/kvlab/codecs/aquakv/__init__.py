@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from kvlab.core.settings import Ends, Plugin, Published, Said
+from kvlab.core.settings import Ends, Plugin, Published, Values
 
 
 class AquaKvStream(Ends):
@@ -32,12 +32,12 @@ class AquaKvStream(Ends):
         return self
 
 
-def _paper(k: float, v: float, more: Said) -> Said:
+def _paper(k: float, v: float, more: Values) -> Values:
     ends = {"sink": 4, "recent": 128} | more
     return {"k": AquaKvStream(bits=k, **ends), "v": AquaKvStream(bits=v, **ends)}
 
 
-def _sink(k: float, v: float, more: Said) -> Said:
+def _sink(k: float, v: float, more: Values) -> Values:
     return _paper(k, v, {"recent": 0} | more)
 
 

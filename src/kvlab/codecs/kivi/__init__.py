@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvlab.core.settings import Bits, Conditioned, Plugin, Published, Said
+from kvlab.core.settings import Bits, Conditioned, Plugin, Published, Values
 
 
 class KiviStream(Conditioned):
@@ -18,19 +18,19 @@ class KiviStream(Conditioned):
     group: int = Field(default=64, ge=2, le=65536)
 
 
-def _own(bits: float | None, v_bits: float | None) -> tuple[Said, Said]:
+def _own(bits: float | None, v_bits: float | None) -> tuple[Values, Values]:
     """K and V are grouped along other axes."""
     return {"axis": "channel"}, {"axis": "token"}
 
 
-def _paper(k: int, v: int, more: Said) -> Said:
+def _paper(k: int, v: int, more: Values) -> Values:
     residual = 128
     keys = {"axis": "channel", "group": 32, "block_size": residual, "ragged": "exact"}
     values = {"axis": "token", "group": 32, "recent": residual}
     return {"k": KiviStream(bits=k, **(keys | more)), "v": KiviStream(bits=v, **(values | more)), "rotary": "after"}
 
 
-def _flat(k: int, v: int, more: Said) -> Said:
+def _flat(k: int, v: int, more: Values) -> Values:
     group = {"group": 32} | more
     return {"k": KiviStream(bits=k, axis="channel", **group), "v": KiviStream(bits=v, axis="token", **group)}
 

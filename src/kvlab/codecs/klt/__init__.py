@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_serializer
 
-from kvlab.core.settings import SILENT, Ends, Kind, Plugin, Said, Tensor, without
+from kvlab.core.settings import SILENT, Ends, Kind, Plugin, Tensor, Values, without
 
 WHOLE_KLT = {"transform": "klt", "tables": "fitted", "allocation": "water_filling"}
 """Settings that take nothing out."""
@@ -37,7 +37,7 @@ class KltStream(Ends):
         return without(whole(self), SILENT | WHOLE_KLT)
 
 
-def _own(bits: float | None, v_bits: float | None) -> tuple[Said, Said]:
+def _own(bits: float | None, v_bits: float | None) -> tuple[Values, Values]:
     """What K and V of all layers lose is weighed alike, unless somebody said what each shall have."""
     budget = {"budget": "cache" if bits == v_bits else "stream"}
     return budget, budget

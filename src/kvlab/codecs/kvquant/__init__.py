@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvlab.core.settings import Ends, Plugin, Published, Said
+from kvlab.core.settings import Ends, Plugin, Published, Values
 
 
 class KvQuantStream(Ends):
@@ -18,7 +18,7 @@ class KvQuantStream(Ends):
     block_size: int = Field(default=512, ge=1, le=65536)
 
 
-def _paper(k: int, v: int, more: Said) -> Said:
+def _paper(k: int, v: int, more: Values) -> Values:
     ends = {"sink": 1} | more
     return {"k": KvQuantStream(bits=k, axis="channel", **ends), "v": KvQuantStream(bits=v, axis="token", **ends)}
 

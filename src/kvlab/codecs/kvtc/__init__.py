@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvlab.core.settings import Ends, Plugin, Published, Said
+from kvlab.core.settings import Ends, Plugin, Published, Values
 
 
 class KvtcStream(Ends):
@@ -20,12 +20,12 @@ class KvtcStream(Ends):
     block_size: int = Field(default=4096, ge=1, le=65536)
 
 
-def _paper(k: float, v: float, more: Said) -> Said:
+def _paper(k: float, v: float, more: Values) -> Values:
     ends = {"sink": 4, "recent": 128} | more
     return {"k": KvtcStream(bits=k, **ends), "v": KvtcStream(bits=v, **ends)}
 
 
-def _sink(k: float, v: float, more: Said) -> Said:
+def _sink(k: float, v: float, more: Values) -> Values:
     return _paper(k, v, {"recent": 0} | more)
 
 

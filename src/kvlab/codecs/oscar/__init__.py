@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_serializer
 
-from kvlab.core.settings import SILENT, Bits, Conditioned, Kind, Plugin, Published, Said, Tensor, without
+from kvlab.core.settings import SILENT, Bits, Conditioned, Kind, Plugin, Published, Tensor, Values, without
 
 
 class OscarStream(Conditioned):
@@ -22,14 +22,14 @@ class OscarStream(Conditioned):
     follow: Literal["values", "outputs"] = "values"
 
     @model_serializer(mode="wrap")
-    def _said_besides(self, whole) -> Said:
+    def _said_besides(self, whole) -> Values:
         return without(whole(self), SILENT | {"weigh": False, "follow": "values"})
 
 
 UNCLIPPED = 4  # bits from which the clipping, published for 2, costs more than it gains
 
 
-def _clips(bits: float, v_bits: float) -> tuple[Said, Said]:
+def _clips(bits: float, v_bits: float) -> tuple[Values, Values]:
     """Of K and of V, where each is coded at few bits."""
     k, v = ({"clip": ratio if width < UNCLIPPED else 1.0} for ratio, width in ((0.96, bits), (0.92, v_bits)))
     return k, v
@@ -42,7 +42,7 @@ def _reads(stream: OscarStream, which: Tensor) -> tuple[Kind, ...]:
     return ("outputs",) if stream.follow == "outputs" else ("components",)
 
 
-def _paper(k: int, v: int, more: Said) -> Said:
+def _paper(k: int, v: int, more: Values) -> Values:
     ends = {"group": 128, "sink": 64, "recent": 256}
     keys, values = (ends | clip | more for clip in _clips(k, v))
     values = {"follow": "outputs"} | values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvlab.codecs.int import IntStream
-from kvlab.core.settings import Bits, Conditioned, Plugin, Published, Said
+from kvlab.core.settings import Bits, Conditioned, Plugin, Published, Values
 
 
 class TurboQuantStream(Conditioned):
@@ -19,7 +19,7 @@ class TurboQuantStream(Conditioned):
 WHOLE_HEAD = 65536  # a group that holds any head
 
 
-def _vllm(k: int, v: int, more: Said) -> Said:
+def _vllm(k: int, v: int, more: Values) -> Values:
     keys, values = {"norm_correction": True} | more, {name: x for name, x in more.items() if name != "norm_correction"}
     values = {"group": WHOLE_HEAD} | values
     return {"k": TurboQuantStream(bits=k, **keys), "v": IntStream(bits=v, **values), "rotary": "after"}
