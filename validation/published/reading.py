@@ -18,6 +18,8 @@ LEAST_PERPLEXITY = 1 - 1e-3
 class Refused(StorageError):
     """A file of a known family that lacks, or has unusable, what decides a number."""
 
+    code = "storage.published"
+
 
 def has(data: object, path: str) -> bool:
     """Whether `path` leads somewhere; ``[]`` is the first element of a list, ``{}`` the first value of an object."""

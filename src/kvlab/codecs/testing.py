@@ -36,6 +36,8 @@ STORABLE = {
 class NotConformant(Fault):
     """A codec does not do what every codec does; the message names the check."""
 
+    code = "not-conformant"
+
 
 @dataclass(frozen=True)
 class TestedCodec:

@@ -1,4 +1,4 @@
-"""Exceptions that carry data and say what was given, what is allowed and how to mend it.
+"""Exceptions that carry a stable code and data, and say what was given, what is allowed and how to mend it.
 
 `UserError` and its children are mistakes a person can mend (exit code 2); `Fault` and its children
 mean that a number could not be trusted and was therefore not produced (exit code 1).
@@ -11,9 +11,23 @@ from collections.abc import Iterable
 
 
 class KvlabError(Exception):
-    """Root of every error that kvlab raises on purpose."""
+    """Root of every error that kvlab raises on purpose.
+
+    Parameters
+    ----------
+    *args : object
+        The message.
+    code : str, optional
+        What is wrong, as a name that stays when the sentence changes: the code of the class, a dot and a word or more
+        with hyphens, such as ``"stream.other-version"``. The class's own code where one name says enough.
+    """
 
     exit_code = 1
+    code = "kvlab"
+
+    def __init__(self, *args: object, code: str | None = None):
+        super().__init__(*args)
+        self.code = code or type(self).code
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -24,12 +38,14 @@ class KvlabError(Exception):
 class UserError(KvlabError):
     """The input is wrong; the message is one line that says how to mend it."""
 
+    code = "user"
     exit_code = 2
 
 
 class Fault(KvlabError):
     """The run is wrong; the number it would have produced is withheld."""
 
+    code = "fault"
     exit_code = 1
 
 
@@ -42,9 +58,11 @@ class ParamsError(UserError):
         One line for each.
     """
 
-    def __init__(self, *mistakes: str):
+    code = "params"
+
+    def __init__(self, *mistakes: str, code: str | None = None):
         self.mistakes = mistakes
-        super().__init__("\n".join(mistakes))
+        super().__init__("\n".join(mistakes), code=code)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -65,6 +83,8 @@ class UnknownName(UserError):
         The allowed names.
     """
 
+    code = "unknown-name"
+
     def __init__(self, kind: str, given: object, allowed: Iterable[str]):
         self.kind, self.given, self.allowed = kind, given, sorted(map(str, allowed))
         hint = suggestion(str(given), self.allowed)
@@ -74,49 +94,73 @@ class UnknownName(UserError):
 class CorpusError(UserError):
     """The text is missing, too short, or not the text that was promised."""
 
+    code = "corpus"
+
 
 class ModelError(UserError):
     """The model is missing, unsupported, or not the model that was promised."""
+
+    code = "model"
 
 
 class CapabilityError(UserError):
     """The engine would accept this and get it silently wrong."""
 
+    code = "capability"
+
 
 class PluginError(UserError):
     """A codec of another package cannot be used; the message names the package."""
+
+    code = "plugin"
 
 
 class CalibrationMismatch(UserError):
     """The calibration belongs to another model or another configuration."""
 
+    code = "calibration"
+
 
 class StorageError(UserError):
     """A file could not be read or written; nothing half-written was left behind."""
+
+    code = "storage"
 
 
 class StreamError(UserError):
     """A coded stream is damaged, cut short, or of another version, recipe or calibration."""
 
+    code = "stream"
+
 
 class LayoutMismatch(UserError):
     """K and V are not of the shape, dtype or length that the store was built for."""
+
+    code = "layout"
 
 
 class PagerError(UserError):
     """The pager cannot do this as things stand; nothing has changed."""
 
+    code = "pager"
+
 
 class PoolTooSmall(PagerError):
     """The pool cannot hold what is never evicted and one chunk to turn over beside it."""
+
+    code = "pool-too-small"
 
 
 class PoolExhausted(PagerError):
     """No block is free, and no chunk may go."""
 
+    code = "pool-exhausted"
+
 
 class PinRefused(PagerError):
     """The pins would leave the pool nothing to turn over; none of them was set."""
+
+    code = "pin"
 
 
 class SnapshotRefused(UserError):
@@ -129,6 +173,8 @@ class SnapshotRefused(UserError):
     origin : object
         The file.
     """
+
+    code = "snapshot"
 
     def __init__(self, reasons: Iterable[tuple[str, str]], origin: object = "the snapshot"):
         self.reasons, self.origin = tuple(reasons), origin
@@ -143,11 +189,14 @@ class SnapshotRefused(UserError):
 class NonFinite(Fault):
     """NaN or infinity where a number was expected: as a rule the input's, weights or captures, hence exit code 2."""
 
+    code = "non-finite"
     exit_code = 2
 
 
 class CodecNotActive(Fault):
     """A codec that was asked for did not fire, or fired without effect."""
+
+    code = "not-active"
 
 
 class MixedIdentity(Fault):
@@ -159,6 +208,8 @@ class MixedIdentity(Fault):
         The differing fields and the values found in each.
     """
 
+    code = "mixed-identity"
+
     def __init__(self, fields: dict[str, Iterable]):
         self.fields = {name: sorted(map(str, values)) for name, values in fields.items()}
         shown = "; ".join(f"{name}: {' | '.join(values)}" for name, values in self.fields.items())
@@ -168,21 +219,31 @@ class MixedIdentity(Fault):
 class StaleResult(Fault):
     """A result on disk is not one that these parameters plan, or it is there twice."""
 
+    code = "stale"
+
 
 class RunGone(Fault):
     """The run that started this job is over; its result is no longer wanted and was not written."""
+
+    code = "run-gone"
 
 
 class MissingResult(UserError):
     """A result that these parameters plan has not been measured."""
 
+    code = "missing-result"
+
 
 class WitnessDisagrees(Fault):
     """A second computation of what was measured, by other code, comes to something else."""
 
+    code = "witness"
+
 
 class EnginesDisagree(Fault):
     """The engines differ in fp32 by more than rounding; no cross-engine number is printed."""
+
+    code = "engines-disagree"
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str | None:

@@ -32,6 +32,8 @@ FilePath = Annotated[str, AfterValidator(no_wildcard)]
 class Undeclared(ParamsError):
     """A parameter is read that is not there: no rule named it, or what was given for it is wrong."""
 
+    code = "params.undeclared"
+
 
 class Section(Frozen):
     """A section of params.yaml. What it does not say is fitted to what the other keys in `takes` leave it."""

@@ -30,6 +30,8 @@ KINDS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"
 class Unreadable(ParamsError):
     """A text that is not taken. `kind` is ``twice`` where a key is, ``not_finite`` where a number is, else empty."""
 
+    code = "params.unreadable"
+
     def __init__(self, what: str, said: str, kind: str = ""):
         self.said, self.kind = said, kind
         super().__init__(f"{what} {said}")

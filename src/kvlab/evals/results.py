@@ -35,6 +35,8 @@ LEFT_OUT = ("pretty_env_info",)
 class ResultError(UserError):
     """A result of lm-evaluation-harness that no evidence can be made of."""
 
+    code = "result"
+
 
 class Item(NamedTuple):
     """What makes an item the same on both sides: its task, its number, and hashes of what was asked."""

@@ -29,6 +29,8 @@ NOT_THERE = ("couldn't reach", "not cached", "doesn't exist on the hugging face 
 class TaskError(UserError):
     """A task cannot be loaded, or not be run here."""
 
+    code = "task"
+
 
 def refuse_missing_harness() -> None:
     """`MissingResult` when lm-evaluation-harness is not installed."""

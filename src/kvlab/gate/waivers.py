@@ -24,6 +24,8 @@ CONFIGURATION = {
 class WaiverError(UserError):
     """A waiver says too little to be answered for, or what holds them is no list."""
 
+    code = "waiver"
+
 
 def _day(given: object) -> object:
     """An ISO date; YAML reads it as one by itself. Numbers and times of day are refused."""

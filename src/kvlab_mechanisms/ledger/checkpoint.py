@@ -23,6 +23,8 @@ PURPOSE = b"kvlab ledger"
 class LedgerBroken(Fault):
     """The log is not the one that a checkpoint was made of, or not a log of results any more."""
 
+    code = "ledger"
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -48,6 +48,8 @@ MOST_SHOWN = 60  # characters of a value in a message
 class ContractBroken(UserError):
     """A value is not what its schema says; a line for each fault."""
 
+    code = "contract"
+
     def __init__(self, lines: tuple[str, ...]):
         self.told = lines
         super().__init__("\n".join(lines))

@@ -18,6 +18,8 @@ SEED_ROWS = Path(__file__).with_name("seed_rows.csv")
 class Wrong(Fault):
     """An operation does not do what it should; it is not timed."""
 
+    code = "micro"
+
 
 def hold(condition: bool, said: str = "the check does not hold") -> None:
     """`Wrong` unless the condition holds."""

@@ -29,6 +29,8 @@ ALONG = 1e-6  # share of a question that may lie where nothing was measured
 class Unfitted(UserError):
     """Nothing can be predicted; the message says what is missing."""
 
+    code = "unfitted"
+
 
 def step_features(prefill: ArrayLike, pairs: ArrayLike, decodes: ArrayLike, read_bytes: ArrayLike) -> NDArray:
     """Rows [n, 5] of `STEP`.

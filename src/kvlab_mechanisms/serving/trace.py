@@ -39,6 +39,8 @@ MOST_BLOCKS = 20_000
 class TraceError(UserError):
     """A line of a trace is wrong; the message names it."""
 
+    code = "trace"
+
 
 @dataclass(frozen=True)
 class Trace:

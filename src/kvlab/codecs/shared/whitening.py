@@ -17,6 +17,8 @@ EXTRA_RIDGE = 1e-2
 class NotPositiveDefinite(Fault):
     """A second moment has no Cholesky factor, even with the extra ridge."""
 
+    code = "not-positive-definite"
+
 
 @dataclass(frozen=True)
 class Whitener:

@@ -39,6 +39,8 @@ class RowError(UserError):
         The file that they are about, if there is one.
     """
 
+    code = "row"
+
     def __init__(self, reasons: Sequence[Reason], where: str = ""):
         self.reasons = tuple(reasons)
         told = "; ".join(f"{reason.field} {reason.said}" for reason in self.reasons[:_LISTED])

@@ -29,6 +29,8 @@ UNOBSERVED = "unobserved"  # in evidence that was imported: nobody looked
 class EvidenceError(UserError):
     """A file or an object that should be evidence is none."""
 
+    code = "evidence"
+
 
 class _Strict(Frozen):
     model_config = ConfigDict(strict=True)

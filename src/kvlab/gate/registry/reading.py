@@ -27,6 +27,8 @@ SCHEMA_VERSION = 3
 class RegistryError(UserError):
     """A registry file cannot be used; `reasons` says everything that is wrong with it."""
 
+    code = "registry"
+
     def __init__(self, reasons: Iterable[Reason]):
         self.reasons = tuple(reasons)
         super().__init__("the registry cannot be used: " + "; ".join(map(str, self.reasons)))

@@ -30,6 +30,8 @@ REASONS = {
 class StoreLocked(StorageError):
     """Another process holds the store; nothing was changed."""
 
+    code = "storage.locked"
+
 
 @dataclass(frozen=True)
 class Store:

@@ -32,6 +32,8 @@ SUPPORTED = "supported"
 class Refused(UserError):
     """A variant may not do this; the message says what is missing."""
 
+    code = "canary"
+
 
 @dataclass
 class Version:
