@@ -21,6 +21,7 @@ from kvlab.core.errors import NonFinite, UserError
 from kvlab.core.model import resolve
 from kvlab.core.recipe import IDENTITY, Recipe
 from kvlab.core.records import from_header
+from refusals import refused
 
 pytestmark = pytest.mark.engine
 
@@ -134,7 +135,7 @@ def test_in_one_go_it_is_what_the_files_say(tiny_params, tiny_calibration, tiny_
     ("windows", "context", "sample"), [([], None, 4), ([[1] * 9, [1] * 8], 4, 4), ([[1] * 9], 10, 4), ([[1] * 9], 4, 0)]
 )
 def test_windows_that_cannot_be_are_refused_in_one_line(hf_engine, windows, context, sample):
-    with pytest.raises(UserError, match="cannot calibrate on") as raised:
+    with refused(UserError, "user.calibration-windows", f"{len(windows)} windows") as raised:
         calibrate(hf_engine, windows, [], corpus_hash="c", context=context, sample=sample)
     assert "\n" not in str(raised.value)
 
@@ -163,7 +164,7 @@ def test_nan_in_a_window_is_refused_and_leaves_nothing(tiny_params, tiny_windows
 
     broken = Broken()
     monkeypatch.setattr(module, "start", lambda *a, **k: broken)
-    with pytest.raises(NonFinite, match="layer_0_k holds NaN or infinity in calibration window 0"):
+    with refused(NonFinite, "non-finite.capture", "layer_0_k", "window 0"):
         capture(tiny_params, "hf", tiny_windows, tmp_path / "c.safetensors")
     assert list(tmp_path.iterdir()) == [] and broken.closed
 

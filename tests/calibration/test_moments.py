@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from kvlab.codecs.klt.grouping import joined
 from kvlab.codecs.klt.moments import Moments, folds
 from kvlab.codecs.shared.metric import rotated
 from kvlab.core.errors import Fault, NonFinite
+from refusals import refused
 
 INFO = SimpleNamespace(n_layers=2, n_kv_heads=2, head_dim=6)
 EXTENT = Extent(windows=7, tokens=11, context=8)
@@ -173,14 +173,14 @@ def test_a_planted_covariance_is_found_though_little_is_kept():
 
 def test_what_does_not_belong_together_is_refused():
     given_text = text()
-    with pytest.raises(Fault, match="share a window"):
+    with refused(Fault, "fault.shared-window"):
         folded([0, 1], given_text).merge(folded([1], given_text))
-    with pytest.raises(Fault, match="cannot be merged"):
+    with refused(Fault, "fault.other-extent", "windows=8", "windows=7"):
         folded([0], given_text).merge(ModelMoments(INFO, Extent(8, 11, 8), ANGLES))
-    with pytest.raises(Fault, match="cannot be merged"):
+    with refused(Fault, "fault.other-extent", "40 tokens", "41 tokens"):
         Moments(40, 2, 6).merge(Moments(41, 2, 6))
-    with pytest.raises(Fault, match="were given tokens 3 to 8"):
+    with refused(Fault, "fault.token-range", "7 tokens", "3 to 8"):
         Moments(7, 2, 6).update(torch.zeros(2, 5, 6), 3)
     given_text[2, 1, "v"][0, 0, 0] = torch.inf
-    with pytest.raises(NonFinite, match="layer_1_v holds NaN or infinity in calibration window 2"):
+    with refused(NonFinite, "non-finite.capture", "layer_1_v", "window 2"):
         folded([2], given_text)

@@ -24,6 +24,7 @@ from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.codecs.turboquant import TurboQuantStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, UnknownName
 from kvlab.core.recipe import Cell, Recipe, canonical, digest
+from refusals import refused
 from tiers import examples
 
 SITE = making.SITE
@@ -55,20 +56,20 @@ def test_a_published_recipe_is_json_and_back_and_asked_for_by_its_name_everywher
     assert (recipe.k.bits, recipe.v.bits) == (2, 3)
     assert named_recipe(name, 2, params=tiny_params) == named_recipe(name, 2)
     assert name not in LADDERED
-    with pytest.raises(ParamsError, match="cannot be conditioned"):
+    with refused(ParamsError, "params.not-conditionable", name):
         named_recipe(f"{name}+center", 2, params=tiny_params)
 
 
 def test_bits_and_settings_of_a_published_codec_are_checked():
     assert named_recipe("kivi-paper", 2, group=64).k.group == 64
-    with pytest.raises(ParamsError, match="needs bits"):
+    with refused(ParamsError, "params.needs-bits", "kivi-paper"):
         named_recipe("kivi-paper")
-    with pytest.raises(ParamsError, match="colour: Extra"):
+    with refused(ParamsError, None, "colour", "given: 3"):
         named_recipe("kivi-paper", 2, colour=3)
     for codec in ("kvtc", "aquakv"):
-        with pytest.raises(CapabilityError, match=f"name {codec}-paper"):
+        with refused(CapabilityError, "capability.one-recipe", f"{codec}-paper"):
             named_recipe(codec, 2)
-    with pytest.raises(UnknownName, match="kivi-paper"):
+    with refused(UnknownName, None, "kivi-papre", "'kivi-paper'?"):
         named_recipe("kivi-papre", 2)
 
 
@@ -226,9 +227,9 @@ def test_kvquant_tables_follow_the_shape_of_the_values():
 def test_a_fit_for_another_model_is_refused():
     recipe, module = KvQuantStream(bits=2, axis="channel"), kvquant
     other = fit_of(module, planted(256, dim=32)[:, None])
-    with pytest.raises(CalibrationMismatch, match="calibrate this model"):
+    with refused(CalibrationMismatch, "calibration.other-shape", recipe.codec, "2 KV heads of 32", "2 of 64"):
         build(recipe, other).encode(planted(8), SITE)
-    with pytest.raises(CalibrationMismatch, match=f"codec: {recipe.codec}"):
+    with refused(CalibrationMismatch, "calibration.missing", f"codec: {recipe.codec}"):
         build(recipe).encode(planted(8), SITE)
     good = build(recipe, fit_of(module, planted(256)[:, None]))
     with pytest.raises(StreamError):

@@ -6,6 +6,7 @@ import torch
 from kvlab.core.errors import Fault, NonFinite
 from kvlab.core.records import TOKENS
 from kvlab.stats.divergences import token_record
+from refusals import refused
 
 
 def logits(tokens=7, vocabulary=50, seed=0, dtype=torch.float32):
@@ -75,16 +76,16 @@ def test_columns_are_those_of_the_table():
 def test_non_finite_logits_are_refused_with_a_count(bad):
     wrong = logits()
     wrong[1, 3] = wrong[6, 0] = bad
-    with pytest.raises(NonFinite, match="2 of 350 alternative"):
+    with refused(NonFinite, None, "2 of 350 alternative"):
         token_record(logits(), wrong, torch.arange(7), chunk=4)
-    with pytest.raises(NonFinite, match="2 of 350 reference"):
+    with refused(NonFinite, None, "2 of 350 reference"):
         token_record(wrong, logits(), torch.arange(7), chunk=4)
 
 
 def test_wrong_shapes_and_labels_are_refused():
-    with pytest.raises(Fault, match="vocabulary from 0 to 49"):
+    with refused(Fault, "fault.labels", 50, "0 to 49"):
         token_record(logits(), logits(), torch.full((7,), 50))
-    with pytest.raises(Fault, match="labels"):
+    with refused(Fault, "fault.shape", [7, 50], [6]):
         token_record(logits(), logits(), torch.arange(6))
-    with pytest.raises(Fault, match="expected"):
+    with refused(Fault, "fault.shape", [7, 49], [7, 50]):
         token_record(logits(), logits(vocabulary=49), torch.arange(7))

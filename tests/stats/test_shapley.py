@@ -3,6 +3,7 @@ import pytest
 
 from kvlab.core.errors import Fault
 from kvlab.stats.shapley import corner_index, interactions, pairs, shapley
+from refusals import refused
 
 
 def high_levels(k):
@@ -54,5 +55,5 @@ def test_against_the_average_over_orders():
 def test_corner_index_and_sizes():
     assert corner_index((False, True, True)) == 6
     assert shapley(np.array([4.0])).shape == (0,)
-    with pytest.raises(Fault, match="not 6"):
+    with refused(Fault, "fault.corners", 6):
         shapley(np.zeros(6))

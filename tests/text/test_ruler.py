@@ -16,6 +16,7 @@ from kvlab.core.model import load_tokenizer, resolve
 from kvlab.core.params import Model
 from kvlab.text import ruler
 from kvlab_pipeline.studies.mechanisms.params import Mechanisms
+from refusals import refused
 
 LENGTHS, TEXTS = (900, 1200), 3
 NUMBER = re.compile(r"(?<!\d)\d{7}(?!\d)")
@@ -124,7 +125,7 @@ def test_a_length_beyond_the_models_positions_is_left_out_and_named(tmp_path):
 
 @pytest.mark.parametrize("task", ruler.FORMS)
 def test_a_length_without_room_is_refused(tmp_path, task):
-    with pytest.raises(CorpusError, match=f"{task} of 128 tokens"):
+    with refused(CorpusError, "corpus.task-does-not-fit", f"{task} of 128 tokens"):
         ruler.build(params(lengths=(128,), tasks=(task,)), tmp_path / "ruler.parquet")
 
 
@@ -134,9 +135,9 @@ def test_changed_items_are_refused(built, path, tmp_path, info):
     copy = tmp_path / "ruler.parquet"
     pl.read_parquet(path).with_columns(answers=pl.lit(["1"])).write_parquet(copy)
     copy.with_suffix(".json").write_text(path.with_suffix(".json").read_text())
-    with pytest.raises(CorpusError, match="does not match its own hash"):
+    with refused(CorpusError, "corpus.changed"):
         ruler.load(copy, info.model_hash)
-    with pytest.raises(CorpusError, match="was tokenised for model"):
+    with refused(CorpusError, "corpus.other-model", "other"):
         ruler.load(path, "other")
 
 

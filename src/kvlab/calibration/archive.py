@@ -230,7 +230,9 @@ def required(recipe: Recipe, fitted: object | None, layers: Sequence[int] | None
     """Refuse to file what was not fitted, and a codec of whole caches for some layers; raises as `filed`."""
     codec = recipe.k.codec
     if fitted is None:
-        raise CalibrationMismatch(f"the calibration was not fitted for {codec}; calibrate it for this recipe")
+        raise CalibrationMismatch(
+            f"the calibration was not fitted for {codec}; calibrate it for this recipe", code="calibration.not-fitted"
+        )
     if layers is not None:
         raise CapabilityError(f"codec {codec!r} codes K and V of all layers, not some of them")
 
@@ -267,7 +269,8 @@ def fit_archive(observed: WindowStatistics, fitting: Fitting, info: ModelInfo) -
     if observed.across is None:
         raise CapabilityError(
             "archive is fitted on layers together, of which this capture holds nothing: it was not asked for when the"
-            " calibration was captured"
+            " calibration was captured",
+            code="capability.not-captured",
         )
     across, angles = observed.across, ErrorMetrics(info, observed.context + 1).angles
 

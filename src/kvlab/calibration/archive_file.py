@@ -69,7 +69,9 @@ def load_archive(path: Path, identity: dict[str, str], info: ModelInfo) -> Archi
     for name in IDENTITY:
         if header[name] != identity[name]:
             raise CalibrationMismatch(
-                f"{path} was fitted for {name} {header[name]}, this is {identity[name]}; run `kvlab step archive` again"
+                f"{path} was fitted for {name} {header[name]}, this is {identity[name]};"
+                " run `kvlab step archive` again",
+                code="calibration.other-fit",
             )
     return Archive.read(path, tensors, info)
 
@@ -81,4 +83,6 @@ def archive_identity(path: Path) -> dict[str, str]:
             found = header_facts(file.metadata(), path, dict.fromkeys(IDENTITY, str), "archive")
             return {name: found[name] for name in IDENTITY}
     except (OSError, SafetensorError) as error:
-        raise CalibrationMismatch(f"cannot read {path}: {error}; run `kvlab step archive`") from None
+        raise CalibrationMismatch(
+            f"cannot read {path}: {error}; run `kvlab step archive`", code="calibration.unreadable"
+        ) from None

@@ -33,5 +33,8 @@ def read_asked(path: Path) -> tuple[str, ...]:
     """
     found = read_facts(path, {"codecs": list}, "asked")["codecs"]
     if strange := [name for name in found if name not in WHOLE]:
-        raise CalibrationMismatch(f"{path} names {strange[0]!r}, which codes no whole caches; run `kvlab step asked`")
+        raise CalibrationMismatch(
+            f"{path} names {strange[0]!r}, which codes no whole caches; run `kvlab step asked`",
+            code="calibration.codec-of-tensors",
+        )
     return tuple(found)

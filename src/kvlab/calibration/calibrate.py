@@ -177,7 +177,8 @@ def _outputs(observed: WindowStatistics, recipes: Sequence[Recipe]) -> dict[int,
     if observed.outputs is None:
         raise CapabilityError(
             "oscar that follows outputs is fitted on what attention makes of V, of which the pipeline's captures hold"
-            " nothing; use `kvlab calibrate`"
+            " nothing; use `kvlab calibrate`",
+            code="capability.not-captured",
         )
     return observed.outputs.second_moments()
 

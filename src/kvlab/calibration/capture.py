@@ -194,7 +194,8 @@ def observe(
     if len(lengths) != 1 or not 0 < context <= lengths[0] or sample < 1:
         raise UserError(
             f"cannot calibrate on {len(windows)} windows of {' or '.join(map(str, lengths)) or 'no'} tokens, a context"
-            f" of {context} and a sample of {sample}; give windows of one length, a context within it, and a sample"
+            f" of {context} and a sample of {sample}; give windows of one length, a context within it, and a sample",
+            code="user.calibration-windows",
         )
     info, extent = engine.info, Extent(len(windows), lengths[0], context)
     chosen = sample_of(extent.windows, sample)
@@ -328,7 +329,9 @@ class Captured(WindowStatistics):
             with safe_open(self.path, "pt") as file:
                 metadata, found = file.metadata(), set(file.keys())
         except (OSError, SafetensorError) as error:
-            raise CalibrationMismatch(f"cannot read capture {path}: {error}; run `kvlab step capture`") from None
+            raise CalibrationMismatch(
+                f"cannot read capture {path}: {error}; run `kvlab step capture`", code="calibration.unreadable"
+            ) from None
         super().__init__(header_facts(metadata, self.path, FACTS, "capture"), self._tensor)
         self._names = found
         places = [f"layer_{n}_{stream}" for n in range(self.n_layers) for stream in STREAMS]
@@ -337,11 +340,13 @@ class Captured(WindowStatistics):
         if not found or found != due:
             raise CalibrationMismatch(
                 f"{path} does not hold the moments of Q, K and V of every layer, a sample and losses;"
-                " run `kvlab step capture`"
+                " run `kvlab step capture`",
+                code="calibration.incomplete",
             )
         if self.metadata["model_hash"] != model_hash:
             raise CalibrationMismatch(
-                f"{path} was captured from model {self.metadata['model_hash']}, this model is {model_hash}"
+                f"{path} was captured from model {self.metadata['model_hash']}, this model is {model_hash}",
+                code="calibration.other-model",
             )
 
     @cached_property

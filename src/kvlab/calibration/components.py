@@ -85,7 +85,9 @@ def refuse_another_capture(captured: Captured, sigma_path: Path) -> None:
         captured.metadata["corpus_hash"],
         captured.metadata["engine"],
     ):
-        raise CalibrationMismatch(f"{captured.path} is not the capture that {sigma_path} was fitted on")
+        raise CalibrationMismatch(
+            f"{captured.path} is not the capture that {sigma_path} was fitted on", code="calibration.other-capture"
+        )
 
 
 @dataclass(frozen=True)
@@ -202,18 +204,23 @@ def load_components(path: Path, identity: dict[str, str]) -> dict[str, dict[int,
             # copies: what the file gives is mapped, all of it as long as a part is held, and would change with it
             tensors = {name: file.get_tensor(name).clone() for name in names}
     except (OSError, SafetensorError) as error:
-        raise CalibrationMismatch(f"cannot read components {path}: {error}; run `kvlab step components`") from None
+        raise CalibrationMismatch(
+            f"cannot read components {path}: {error}; run `kvlab step components`", code="calibration.unreadable"
+        ) from None
     header = header_facts(metadata, path, dict.fromkeys(identity, str), "components")
     for name, expected in identity.items():
         if header.get(name) != expected:
             raise CalibrationMismatch(
                 f"{path} was fitted for {name} {header.get(name)}, this is {expected};"
-                " run `kvlab step components` again"
+                " run `kvlab step components` again",
+                code="calibration.other-fit",
             )
     n_layers = sum(name.endswith("_k_mean") for name in tensors)
     due = {f"layer_{n}_{stream}_{name}" for n in range(n_layers) for stream in STREAMS for name in FIELDS}
     if missing := sorted(due - set(tensors)) or (not due and ["layer_0_k_mean"]):
-        raise CalibrationMismatch(f"{path} has no {missing[0]}; run `kvlab step components`")
+        raise CalibrationMismatch(
+            f"{path} has no {missing[0]}; run `kvlab step components`", code="calibration.incomplete"
+        )
     return {
         stream: {
             layer: Components(**{name: tensors[f"layer_{layer}_{stream}_{name}"] for name in FIELDS})

@@ -35,10 +35,13 @@ def header_facts(metadata: dict[str, str] | None, path: Path, fields: Fields, ve
 def checked(found: object, path: Path, fields: Fields, verb: str) -> dict:
     """`found` itself; `CalibrationMismatch` unless it has all `fields`."""
     if not isinstance(found, dict):
-        raise CalibrationMismatch(f"{path} is not what `kvlab step {verb}` writes: it is no JSON object")
+        raise CalibrationMismatch(
+            f"{path} is not what `kvlab step {verb}` writes: it is no JSON object", code="calibration.other-file"
+        )
     for name, kind in fields.items():
         if not isinstance(found.get(name), kind):
             raise CalibrationMismatch(
-                f"{path} is not what `kvlab step {verb}` writes: it has no {name!r}; run `kvlab step {verb}`"
+                f"{path} is not what `kvlab step {verb}` writes: it has no {name!r}; run `kvlab step {verb}`",
+                code="calibration.other-file",
             )
     return found

@@ -118,7 +118,8 @@ class Calibrated:
         if {"components", "own"} & {*due} and (which, placement) == ("k", "post_rope"):
             raise CalibrationMismatch(
                 f"codec {recipe.codec!r} reads components of K, which are fitted pre_rope only; with placement"
-                " post_rope use a codec without them, such as block, or int without center"
+                " post_rope use a codec without them, such as block, or int without center",
+                code="calibration.pre-rope-only",
             )
         return StreamCalibration(
             whiteners=self.metric(placement) if "whitener" in due else {},
@@ -137,7 +138,8 @@ class Calibrated:
         if found is None:
             raise CalibrationMismatch(
                 f"the calibration was not fitted for {codec}; name the file of `kvlab step archive` with --archive, or"
-                " calibrate it for this recipe with kvlab calibrate"
+                " calibrate it for this recipe with kvlab calibrate",
+                code="calibration.not-fitted",
             )
         return found
 
@@ -174,7 +176,8 @@ class Calibrated:
             raise CalibrationMismatch(
                 f"no codebook was fitted for {which.upper()} {placement}, stream recipe {digest(recipe)} (bits"
                 f" {recipe.bits}, variance_ratio {recipe.variance_ratio:g}); run `kvlab step codebooks` with these"
-                " parameters"
+                " parameters",
+                code="calibration.no-codebook",
             )
         return self.tables[key]
 
@@ -204,7 +207,8 @@ def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None, info: 
     if corpus_hash is not None and sidecar["corpus_hash"] != corpus_hash:
         raise CalibrationMismatch(
             f"{fitted.sigma} was fitted on windows {sidecar['corpus_hash']}, scored are windows {corpus_hash};"
-            " calibrate on the same windows file"
+            " calibrate on the same windows file",
+            code="calibration.other-windows",
         )
     sigma_hash = file_hash(fitted.sigma)
     origin = {"corpus_hash": sidecar["corpus_hash"], "engine": sidecar["calibration_source"]}
@@ -251,12 +255,17 @@ def by_origin(
             origin = origin_of(path)
             known = named.setdefault(origin, {})
             if kind in known:
-                raise CalibrationMismatch(f"{path} is a second one on {origin}, beside {known[kind]}; name one")
+                raise CalibrationMismatch(
+                    f"{path} is a second one on {origin}, beside {known[kind]}; name one",
+                    code="calibration.second-file",
+                )
             known[kind] = path
     for origin, files in named.items():
         if "sigma" not in files:
             raise CalibrationMismatch(
-                f"{next(iter(files.values()))} was fitted on {origin}, and no Sigma_q of {origin} is named with --sigma"
+                f"{next(iter(files.values()))} was fitted on {origin}, and no Sigma_q of {origin} is named with"
+                " --sigma",
+                code="calibration.no-sigma",
             )
     return {origin: Fitted(**files) for origin, files in named.items()}
 
@@ -270,11 +279,19 @@ def load_rotated(path: Path, of_sigma: dict[str, str]) -> dict[int, Whitener]:
     """Whiteners of K after its rotary embedding; refused when they are none, or belong to another Sigma_q."""
     sidecar = read_sidecar(path)
     if sidecar.get("placement") != "post_rope":
-        raise CalibrationMismatch(f"{path} is no Sigma_q of rotated queries; name the file ending in -post_rope")
+        raise CalibrationMismatch(
+            f"{path} is no Sigma_q of rotated queries; name the file ending in -post_rope",
+            code="calibration.not-rotated",
+        )
     if (sidecar["corpus_hash"], sidecar["calibration_source"]) != (of_sigma["corpus_hash"], of_sigma["engine"]):
-        raise CalibrationMismatch(f"{path} and Sigma_q come from different captures; run `kvlab step sigma` again")
+        raise CalibrationMismatch(
+            f"{path} and Sigma_q come from different captures; run `kvlab step sigma` again",
+            code="calibration.other-capture",
+        )
     if (sidecar.get("sigma_hash"), sidecar.get("file_hash")) != (of_sigma["sigma_hash"], file_hash(path)):
-        raise CalibrationMismatch(f"{path} was not written with this Sigma_q; run `kvlab step sigma` again")
+        raise CalibrationMismatch(
+            f"{path} was not written with this Sigma_q; run `kvlab step sigma` again", code="calibration.other-sigma"
+        )
     return load_whiteners(path, of_sigma["model_hash"])
 
 
@@ -283,14 +300,23 @@ def load_tables(path: Path, of_sigma: dict[str, str], rotated: Path | None) -> d
     codebooks = read_facts(path, CODEBOOKS, "codebooks")
     model_hash = of_sigma["model_hash"]
     if codebooks["model_hash"] != model_hash:
-        raise CalibrationMismatch(f"{path} was fitted on model {codebooks['model_hash']}, this model is {model_hash}")
+        raise CalibrationMismatch(
+            f"{path} was fitted on model {codebooks['model_hash']}, this model is {model_hash}",
+            code="calibration.other-model",
+        )
     if (codebooks["corpus_hash"], codebooks["origin"]) != (of_sigma["corpus_hash"], of_sigma["engine"]):
-        raise CalibrationMismatch(f"{path} and Sigma_q come from different captures; run `kvlab step codebooks` again")
+        raise CalibrationMismatch(
+            f"{path} and Sigma_q come from different captures; run `kvlab step codebooks` again",
+            code="calibration.other-capture",
+        )
     if codebooks["sigma_hash"] != of_sigma["sigma_hash"]:
-        raise CalibrationMismatch(f"{path} was fitted with another Sigma_q; run `kvlab step codebooks` again")
+        raise CalibrationMismatch(
+            f"{path} was fitted with another Sigma_q; run `kvlab step codebooks` again", code="calibration.other-sigma"
+        )
     if None not in (rotated, turned := codebooks.get("rotated_hash")) and turned != file_hash(rotated):
         raise CalibrationMismatch(
-            f"{path} was fitted with another Sigma_q than {rotated}; run `kvlab step codebooks` again"
+            f"{path} was fitted with another Sigma_q than {rotated}; run `kvlab step codebooks` again",
+            code="calibration.other-sigma",
         )
     try:
         return {
@@ -298,4 +324,6 @@ def load_tables(path: Path, of_sigma: dict[str, str], rotated: Path | None) -> d
             for table in codebooks["tables"]
         }
     except (KeyError, TypeError, ValueError, RuntimeError):
-        raise CalibrationMismatch(f"{path} holds a table that is none; run `kvlab step codebooks` again") from None
+        raise CalibrationMismatch(
+            f"{path} holds a table that is none; run `kvlab step codebooks` again", code="calibration.not-a-table"
+        ) from None

@@ -70,7 +70,9 @@ def _over(model: PreTrainedModel, info: ModelInfo, windows, angles) -> dict[str,
             total[name] = total.get(name, 0) + found / number
     for name, found in total.items():
         if not torch.isfinite(found).all():
-            raise NonFinite(f"the gradient of {name} holds NaN or infinity; calibrate in float32")
+            raise NonFinite(
+                f"the gradient of {name} holds NaN or infinity; calibrate in float32", code="non-finite.gradient"
+            )
     return total
 
 

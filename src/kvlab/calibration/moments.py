@@ -110,7 +110,9 @@ class QueryMoments:
         """Fold in those of other windows of the same text; self. `Fault` when a window is in both."""
         theirs = ~other.traces[:, 0].isnan().to(self.traces.device)
         if (theirs & ~self.traces[:, 0].isnan()).any():
-            raise Fault("moments that share a window cannot be merged: it would count twice")
+            raise Fault(
+                "moments that share a window cannot be merged: it would count twice", code="fault.shared-window"
+            )
         for placement, mine in self.sums.items():
             mine += other.sums[placement].to(mine)
         self.count += other.count.to(self.count)
@@ -158,7 +160,10 @@ class ModelMoments:
             It holds NaN or infinity.
         """
         if not torch.isfinite(x).all():
-            raise NonFinite(f"captured layer_{layer}_{part} holds NaN or infinity in calibration window {window}")
+            raise NonFinite(
+                f"captured layer_{layer}_{part} holds NaN or infinity in calibration window {window}",
+                code="non-finite.capture",
+            )
         heads, extent = self.info.n_kv_heads, self.extent
         if part == "q":
             if layer not in self.queries:
@@ -175,7 +180,9 @@ class ModelMoments:
     def merge(self, other: ModelMoments) -> ModelMoments:
         """Fold in those of other windows of the same text; self. `Fault` when they are of another, or share one."""
         if self.extent != other.extent:
-            raise Fault(f"moments of {other.extent} cannot be merged into those of {self.extent}")
+            raise Fault(
+                f"moments of {other.extent} cannot be merged into those of {self.extent}", code="fault.other-extent"
+            )
         for mine, theirs in ((self.queries, other.queries), (self.rows, other.rows)):
             for place, moments in theirs.items():
                 if place in mine:

@@ -180,12 +180,17 @@ def load_whiteners(path: Path, model_hash: str) -> dict[int, Whitener]:
     """
     sidecar = read_sidecar(path)
     if sidecar["model_hash"] != model_hash:
-        raise CalibrationMismatch(f"{path} was fitted on model {sidecar['model_hash']}, this model is {model_hash}")
+        raise CalibrationMismatch(
+            f"{path} was fitted on model {sidecar['model_hash']}, this model is {model_hash}",
+            code="calibration.other-model",
+        )
     try:
         whiteners = read_sigma(path).whiteners
     except StreamError as error:
-        raise CalibrationMismatch(f"{error}; run `kvlab step sigma`") from None
+        raise CalibrationMismatch(f"{error}; run `kvlab step sigma`", code="calibration.damaged") from None
     missing = sorted(set(range(sidecar["num_layers"])) - set(whiteners))
     if missing:
-        raise CalibrationMismatch(f"{path} has no layer {missing[0]}; run `kvlab step sigma`")
+        raise CalibrationMismatch(
+            f"{path} has no layer {missing[0]}; run `kvlab step sigma`", code="calibration.incomplete"
+        )
     return whiteners

@@ -97,7 +97,8 @@ def fit_whole(codec: str, observed: WindowStatistics, info: ModelInfo, recipes: 
     if seen is None:
         raise CapabilityError(
             f"{codec} is fitted on layers together, of which the pipeline's captures hold nothing; use"
-            " `kvlab calibrate`"
+            " `kvlab calibrate`",
+            code="capability.not-captured",
         )
     if codec == "aquakv":
         asked = {aquakv.variant(one): one for one in recipes if one.k.codec == codec}

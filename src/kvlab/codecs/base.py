@@ -171,10 +171,13 @@ def shaped(x: Tensor, site: Site) -> Tensor:
     if x.ndim != 3 or not x.is_floating_point():
         raise UserError(
             f"layer {site.layer} {site.stream}: a codec takes floating [heads, tokens, head_dim], given is"
-            f" {x.dtype} {list(x.shape)}"
+            f" {x.dtype} {list(x.shape)}",
+            code="user.tensor",
         )
     if x.numel() == 0:
-        raise CodecNotActive(f"layer {site.layer} {site.stream}: no values to code in window {site.window}")
+        raise CodecNotActive(
+            f"layer {site.layer} {site.stream}: no values to code in window {site.window}", code="not-active.no-values"
+        )
     return x.detach().to(torch.float32)
 
 
@@ -183,7 +186,8 @@ def fitting(rows: Tensor, site: Site) -> Tensor:
     if not all_finite(rows):
         raise NonFinite(
             f"layer {site.layer} {site.stream}: values so large that they do not fit float32 without their mean, or "
-            f"whitened, in window {site.window}; leave the layer uncoded, or add it to whiten_skip_layers"
+            f"whitened, in window {site.window}; leave the layer uncoded, or add it to whiten_skip_layers",
+            code="non-finite.too-large",
         )
     return rows
 
@@ -203,7 +207,7 @@ def all_finite(values: Tensor) -> bool:
 def finite(values: Tensor, what: str) -> Tensor:
     """Stored floats `values`; `StreamError` names `what` when they hold NaN or infinity, which no encoder writes."""
     if not all_finite(values):
-        raise StreamError(f"{what} holds NaN or infinity, which no encoder writes")
+        raise StreamError(f"{what} holds NaN or infinity, which no encoder writes", code="stream.non-finite")
     return values
 
 
@@ -212,7 +216,8 @@ def uncalibrated(encoded: Encoded, error: CalibrationMismatch) -> StreamError:
     heads, _, head_dim = encoded.shape
     return StreamError(
         f"the stream names layer {encoded.layer} {encoded.stream} of {heads} KV heads of {head_dim} dimensions, which"
-        f" the calibration that was given does not decode; decode with the one that it was coded with ({error})"
+        f" the calibration that was given does not decode; decode with the one that it was coded with ({error})",
+        code="stream.other-calibration",
     )
 
 

@@ -60,7 +60,7 @@ def named_recipe(
         return _described(name, bits, v_bits, params)
     field = settings_of(name).model_fields.get("bits")
     if field and bits is None and (v_bits is not None or field.is_required()):
-        raise ParamsError(f"codec {name!r} needs bits; give for example bits=4")
+        raise ParamsError(f"codec {name!r} needs bits; give for example bits=4", code="params.needs-bits")
     if not field and (bits, v_bits) != (None, None):
         raise ParamsError(f"codec {name!r} has no choice of bits; leave them out")
     given = field and bits is not None  # another package's codec may have bits by default
@@ -88,7 +88,9 @@ def _known(codec: str, params: Params | None) -> tuple[str, str]:
         raise UnknownName("codec", name, (*kept, *PUBLISHED, *others, *described))
     if name in AS_PUBLISHED:
         published = next(iter(CODECS[name].published))
-        raise CapabilityError(f"codec {name!r} has one recipe, the published one; name {published}")
+        raise CapabilityError(
+            f"codec {name!r} has one recipe, the published one; name {published}", code="capability.one-recipe"
+        )
     if name in UNSTORED:
         raise CapabilityError(f"codec {name!r} is a control of measurements and stores nothing; name a codec")
     if name in (STUDIED, "block") and params is None:
@@ -96,7 +98,10 @@ def _known(codec: str, params: Params | None) -> tuple[str, str]:
     if condition not in CONDITIONS:
         raise UnknownName("what stands in front of a codec", condition, [one or "none" for one in CONDITIONS])
     if condition and (name == STUDIED or not issubclass(settings_of(name), Conditioned)):
-        raise ParamsError(f"codec {name!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}")
+        raise ParamsError(
+            f"codec {name!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}",
+            code="params.not-conditionable",
+        )
     return name, condition
 
 
@@ -112,9 +117,12 @@ def _described(name: str, bits: int | None, v_bits: int | None, params: Params) 
 def _published(name: str, bits: float | None, v_bits: float | None, settings: dict[str, Any]) -> Recipe:
     """The recipe of a codec as published, but for `settings`."""
     if name not in PUBLISHED:
-        raise ParamsError(f"codec {name.partition('+')[0]!r} is as published, and cannot be conditioned")
+        raise ParamsError(
+            f"codec {name.partition('+')[0]!r} is as published, and cannot be conditioned",
+            code="params.not-conditionable",
+        )
     if bits is None:
-        raise ParamsError(f"codec {name!r} needs bits; give for example bits=4")
+        raise ParamsError(f"codec {name!r} needs bits; give for example bits=4", code="params.needs-bits")
     try:
         return Recipe(**PUBLISHED[name].make(bits, bits if v_bits is None else v_bits, settings))
     except ValidationError as error:

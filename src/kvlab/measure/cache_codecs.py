@@ -63,7 +63,10 @@ class WholeCoder(Coder):
         if cell.stream != "kv" or cell.exceptions or cell.layers != tuple(range(len(cell.layers))):
             raise CapabilityError(f"codec {name!r} codes K and V of all layers, not some of them")
         if calibrated is None:
-            raise CalibrationMismatch(f"the calibration was not fitted for {name}: there is none; run kvlab calibrate")
+            raise CalibrationMismatch(
+                f"the calibration was not fitted for {name}: there is none; run kvlab calibrate",
+                code="calibration.not-fitted",
+            )
         self.codec, self.stored = calibrated.whole_of(cell.recipe), b""
         self._decoded: dict[tuple[int, str], torch.Tensor] = {}
 

@@ -104,7 +104,9 @@ class Column:
         values = np.asarray(values, dtype=np.float64)
         wrong = values.size - int(np.isfinite(values).sum())
         if wrong or not values.size:
-            raise NonFinite(f"{wrong} of {values.size} values are NaN or infinite; at least one is needed")
+            raise NonFinite(
+                f"{wrong} of {values.size} values are NaN or infinite; at least one is needed", code="non-finite.values"
+            )
         rows = np.stack([np.asarray(window, np.int64), np.asarray(position, np.int64)], axis=1)
         key = hashlib.sha256(rows[np.lexsort(rows.T[::-1])].tobytes()).hexdigest()
         windows, index = np.unique(rows[:, 0], return_inverse=True)
@@ -219,7 +221,7 @@ class Bootstrap:
         counts = np.stack([column.counts for column in clusters], axis=1)
         n = len(sums)
         if n < 2:
-            raise Fault("an interval over windows needs at least 2 windows")
+            raise Fault("an interval over windows needs at least 2 windows", code="fault.too-few-windows")
         first = columns[0]
         known = set(first.documents or ())
         documents = len(known) if len(known) > 1 else None  # windows of a single one are what is resampled
@@ -230,7 +232,10 @@ class Bootstrap:
             resampled = statistic((drawn @ sums) / (drawn @ counts))
         for part in (value, jackknife, resampled):
             if not np.isfinite(part).all():
-                raise NonFinite(f"a statistic over {n} windows is not finite (a denominator near zero?)")
+                raise NonFinite(
+                    f"a statistic over {n} windows is not finite (a denominator near zero?)",
+                    code="non-finite.statistic",
+                )
         parts = [(float(value[i]), resampled[:, i], jackknife[:, i]) for i in range(value.shape[-1])]
         sizes = len(first.windows), first.n_tokens, documents
         return [[_estimate(*part, confidence, *sizes) for part in parts] for confidence in confidences]
@@ -256,7 +261,9 @@ def documents_of(windows: Sequence[int], documents: Sequence[int] | None) -> tup
     if documents is None:
         return None
     if windows[-1] >= len(documents):
-        raise Fault(f"window {windows[-1]} is of no document; {len(documents)} windows have one")
+        raise Fault(
+            f"window {windows[-1]} is of no document; {len(documents)} windows have one", code="fault.no-document"
+        )
     return tuple(documents[window] for window in windows)
 
 

@@ -29,7 +29,7 @@ def between(x: np.ndarray, at: float) -> np.ndarray | None:
     """
     x = np.asarray(x, dtype=np.float64)
     if np.unique(x).size != x.size:
-        raise Fault(f"a curve needs its points at different places, not at {x.tolist()}")
+        raise Fault(f"a curve needs its points at different places, not at {x.tolist()}", code="fault.same-place")
     if not (x.size and x.min() <= at <= x.max()):
         return None
     order = np.argsort(x)

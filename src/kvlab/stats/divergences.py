@@ -104,7 +104,8 @@ class Reference:
         """See `token_record`; `alternative` are logits of the same rows."""
         if alternative.shape != self.logits.shape:
             raise Fault(
-                f"logits {list(alternative.shape)}; expected are {list(self.logits.shape)}, as of the reference"
+                f"logits {list(alternative.shape)}; expected are {list(self.logits.shape)}, as of the reference",
+                code="fault.shape",
             )
         _check_finite(alternative, "alternative")
         parts = [self._chunk(i, alternative[span]) for i, span in enumerate(self._spans)]
@@ -153,11 +154,14 @@ def _check_labels(logits: torch.Tensor, labels: torch.Tensor) -> None:
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not labels.numel():
         raise Fault(
             f"logits {list(logits.shape)} with labels {list(labels.shape)}; expected [tokens, vocabulary] and [tokens],"
-            " at least one token"
+            " at least one token",
+            code="fault.shape",
         )
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= logits.shape[1]:
-        raise Fault(f"labels run from {low} to {high}, the vocabulary from 0 to {logits.shape[1] - 1}")
+        raise Fault(
+            f"labels run from {low} to {high}, the vocabulary from 0 to {logits.shape[1] - 1}", code="fault.labels"
+        )
 
 
 def _check_finite(logits: torch.Tensor, name: str) -> None:

@@ -27,7 +27,7 @@ def within(estimate: Estimate, margin: float) -> State:
     An end that lies on the margin is not inside it, and not outside.
     """
     if not margin > 0:
-        raise Fault(f"an equivalence margin must be above 0, not {margin}")
+        raise Fault(f"an equivalence margin must be above 0, not {margin}", code="fault.margin")
     if -margin < estimate.low and estimate.high < margin:
         return "equivalent"
     return "differ" if estimate.low > margin or estimate.high < -margin else "open"

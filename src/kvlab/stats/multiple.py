@@ -120,7 +120,7 @@ def _flipped(differences: np.ndarray, draws: int, seed: int) -> tuple[np.ndarray
     differences = np.asarray(differences, dtype=np.float64)
     n = differences.size
     if not n:
-        raise Fault("a test over windows needs at least one window")
+        raise Fault("a test over windows needs at least one window", code="fault.too-few-windows")
     exact = n < 60 and 1 << n <= draws
     if exact:
         patterns = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1

@@ -76,7 +76,10 @@ def power_factor(confidence: float, power: float = POWER) -> float:
     power : float in (0, 1)
     """
     if not (0 < confidence < 1 and 0 < power < 1):
-        raise Fault(f"a power needs confidence and power between 0 and 1, not {confidence} and {power}")
+        raise Fault(
+            f"a power needs confidence and power between 0 and 1, not {confidence} and {power}",
+            code="fault.probability",
+        )
     edge = _NORMAL.inv_cdf(0.5 + confidence / 2)
     return ((edge + _NORMAL.inv_cdf(power)) / edge) ** 2
 

@@ -71,7 +71,7 @@ def pairs(k: int) -> list[tuple[int, int]]:
 def _factors(corners: np.ndarray) -> int:
     size = corners.shape[-1]
     if size < 1 or size & (size - 1):
-        raise Fault(f"a factorial over binary factors has 2^k corners, not {size}")
+        raise Fault(f"a factorial over binary factors has 2^k corners, not {size}", code="fault.corners")
     return size.bit_length() - 1
 
 

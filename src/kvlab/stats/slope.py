@@ -60,7 +60,10 @@ def log_log_slope(bootstrap: Bootstrap, x: np.ndarray, columns: list[Column]) ->
     """
     x = np.log(np.asarray(x, dtype=np.float64))
     if len(columns) != x.size or np.unique(x).size < 2:
-        raise Fault(f"a slope needs a column per point and two different points, not {x.size} points")
+        raise Fault(
+            f"a slope needs a column per point and two different points, not {x.size} points",
+            code="fault.too-few-points",
+        )
     weights = np.array([_weight(column) for column in columns])
     weights = weights / weights.sum() if np.isfinite(weights).all() else np.full(x.size, 1 / x.size)
     centred = x - weights @ x

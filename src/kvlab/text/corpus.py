@@ -71,7 +71,8 @@ class TokenWindows:
             raise CorpusError(
                 "these windows hold no other text; name one in `corpus.other` and"
                 " run `kvlab step corpus`, or leave 'other'"
-                " out of `ladder.texts`"
+                " out of `ladder.texts`",
+                code="corpus.no-other-text",
             )
         return self.other
 
@@ -148,7 +149,9 @@ def scored_documents(params: Params, kept: Path | None = None) -> list[str]:
     try:
         return pl.read_parquet(kept).match_to_schema(DOCUMENTS)["text"].to_list()
     except (OSError, pl.exceptions.PolarsError) as error:
-        raise CorpusError(f"cannot read documents {kept}: {error}; run `kvlab step corpus`") from None
+        raise CorpusError(
+            f"cannot read documents {kept}: {error}; run `kvlab step corpus`", code="corpus.unreadable"
+        ) from None
 
 
 def read_documents(corpus: Corpus) -> dict[str, list[str]]:
@@ -190,7 +193,9 @@ def paragraphs_of(source: str, parameter: str, instead: str) -> list[str]:
     """Paragraphs of the named text files, without repetition."""
     paths = sorted(glob.glob(source, recursive=True))
     if not paths:
-        raise CorpusError(f"{parameter} {source!r} matches no file; give a file, a glob, {instead}")
+        raise CorpusError(
+            f"{parameter} {source!r} matches no file; give a file, a glob, {instead}", code="corpus.no-file"
+        )
     try:
         texts = [Path(path).read_text(encoding="utf-8") for path in paths if Path(path).is_file()]
     except (OSError, UnicodeDecodeError) as error:
@@ -279,7 +284,9 @@ def refuse_shared_documents(documents: dict[str, list[str]]) -> None:
         shared = calibrating & set(map(text_hash, documents[split]))
         if shared:
             text = "the other text" if split == "other" else "the test split"
-            raise CorpusError(f"{len(shared)} documents are in the calibration and in {text}")
+            raise CorpusError(
+                f"{len(shared)} documents are in the calibration and in {text}", code="corpus.shared-documents"
+            )
 
 
 def refuse_shared_windows(windows: TokenWindows) -> None:
@@ -287,7 +294,10 @@ def refuse_shared_windows(windows: TokenWindows) -> None:
     seen = {row.tobytes() for row in windows.calib}
     for name, rows in scored_arrays(windows).items():
         if any(row.tobytes() in seen for row in rows):
-            raise CorpusError(f"a calibration window is also a window of {name!r}; the corpus repeats itself")
+            raise CorpusError(
+                f"a calibration window is also a window of {name!r}; the corpus repeats itself",
+                code="corpus.shared-windows",
+            )
 
 
 def overlap(windows: TokenWindows, text: Text = "test") -> float:
@@ -361,9 +371,16 @@ def load(path: Path, model_hash: str) -> TokenWindows:
         splits = {name: arrays.get(name) for name in ("calib", "test", "other")}
         windows = TokenWindows(**splits, **identity, documents=documents)
     except (OSError, SafetensorError, KeyError) as error:
-        raise CorpusError(f"cannot read windows {path}: {error}; run `kvlab step corpus`") from None
+        raise CorpusError(
+            f"cannot read windows {path}: {error}; run `kvlab step corpus`", code="corpus.unreadable"
+        ) from None
     if windows_hash(arrays, windows.context) != windows.corpus_hash:
-        raise CorpusError(f"{path} does not match its own hash; it was changed after it was written")
+        raise CorpusError(
+            f"{path} does not match its own hash; it was changed after it was written", code="corpus.changed"
+        )
     if windows.model_hash != model_hash:
-        raise CorpusError(f"{path} was tokenised for model {windows.model_hash}, this model is {model_hash}")
+        raise CorpusError(
+            f"{path} was tokenised for model {windows.model_hash}, this model is {model_hash}",
+            code="corpus.other-model",
+        )
     return windows

@@ -14,7 +14,8 @@ def choose(ids: np.ndarray, windows: Windows, split: str, body: int, count: int 
     if available < wanted:
         raise CorpusError(
             f"the corpus is too short: its {split} {'text' if split == 'other' else 'split'} has {len(ids)} tokens,"
-            f" {available} windows of {windows.length}, and windows.{split} asks for {wanted}"
+            f" {available} windows of {windows.length}, and windows.{split} asks for {wanted}",
+            code="corpus.too-short",
         )
     return np.sort(np.random.default_rng(windows.seed).permutation(available)[:wanted])
 

@@ -58,7 +58,8 @@ def extract() -> list[Article]:
         dump = bz2.decompress(read(DUMP))
     except StorageError as error:
         raise CorpusError(
-            f"{error}; `corpus.other: encyclopedia` reads it: name `licences`, or a text file, instead"
+            f"{error}; `corpus.other: encyclopedia` reads it: name `licences`, or a text file, instead",
+            code="corpus.no-wheel",
         ) from None
     articles = [Article(title, prose(markup)) for title, markup in pages(dump)]
     return [article for article in articles if article.text]

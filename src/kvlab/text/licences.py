@@ -87,7 +87,8 @@ def _files(name: str) -> Iterator[str]:
     except importlib.metadata.PackageNotFoundError:
         raise CorpusError(
             f"distribution {name} is not installed, whose licence `corpus.other: licences` reads; install the pinned"
-            " requirements, or name another text"
+            " requirements, or name another text",
+            code="corpus.not-installed",
         ) from None
     for path in sorted(listed, key=str):
         if LICENCE.match(path.name) and path.suffix.lower() in TEXT_SUFFIXES:

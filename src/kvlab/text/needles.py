@@ -182,7 +182,8 @@ def haystacks(
     if available < wanted:
         raise CorpusError(
             f"the corpus is too short: its test split has {len(ids)} tokens, {available} windows of {windows.length},"
-            f" and mechanisms.needles asks for {wanted} texts"
+            f" and mechanisms.needles asks for {wanted} texts",
+            code="corpus.too-short",
         )
     every = corpus.cut(ids, windows, text, head, available)
     scored = max(windows.test, windows.other) if text == "other" else windows.test
@@ -200,7 +201,9 @@ def words(documents: Iterable[str], tokenizer) -> list[str]:
     found = Counter(word for text in documents for word in text.split())
     found = {word: n for word, n in found.items() if len(word) >= LETTERS and word.isalpha() and word.islower()}
     if not found:
-        raise CorpusError(f"the test split has no words of {LETTERS} or more lower-case letters to plant")
+        raise CorpusError(
+            f"the test split has no words of {LETTERS} or more lower-case letters to plant", code="corpus.no-words"
+        )
     spelled = tokenizer([f" {word}" for word in found], add_special_tokens=False).input_ids
     tokens = dict(zip(found, map(len, spelled), strict=True))
     return sorted(found, key=lambda word: (tokens[word], -found[word], word))[:WORDS]
@@ -260,7 +263,8 @@ class Planter:
         raise CorpusError(
             f"no {DISTRACTORS + 1} lines {QUESTION + ANSWER!r} could be made of the corpus' words: {len(free)} of"
             f" {len(self.words)} are left that do not stand in the text, and {len(facts)} lines could be cut into"
-            " question and answer by this tokenizer"
+            " question and answer by this tokenizer",
+            code="corpus.too-few-lines",
         )
 
     def tokenised(self, key: str, value: str) -> Fact | None:
@@ -287,7 +291,8 @@ def fitting(facts: list[Fact], context: int) -> list[Fact]:
     if filled[0] > context // 2:
         raise CorpusError(
             f"windows.context is {context} tokens, of which a needle may fill half; with this tokenizer it has"
-            f" {filled[0]}: set windows.context to {2 * filled[0]} or more"
+            f" {filled[0]}: set windows.context to {2 * filled[0]} or more",
+            code="corpus.short-context",
         )
     return facts[: int(np.searchsorted(filled, context // 2, side="right"))]
 
@@ -348,7 +353,9 @@ def load(path: Path, model_hash: str) -> Needles:
     record, rows = read_items(path, VERSION, ROWS, model_hash)
     items = tuple(Needle(**row) for row in rows.select(Needle._fields).iter_rows(named=True))
     if needles_hash(items, context := record.get("context")) != (named := record.get("needles_hash")):
-        raise CorpusError(f"{path} does not match its own hash; it was changed after it was written")
+        raise CorpusError(
+            f"{path} does not match its own hash; it was changed after it was written", code="corpus.changed"
+        )
     return Needles(items, context, named, model_hash)
 
 
@@ -359,11 +366,17 @@ def read_items(path: Path, version: str, schema: pl.Schema, model_hash: str) -> 
         record, rows = read_json(Path(path).with_suffix(".json")), pl.read_parquet(path)
         found, made_for = record["version"], record["model_hash"]
     except (OSError, StorageError, pl.exceptions.PolarsError, KeyError, TypeError) as error:
-        raise CorpusError(f"cannot read needles {path}: {error}; {again}") from None
+        raise CorpusError(f"cannot read needles {path}: {error}; {again}", code="corpus.unreadable") from None
     if found != version:
-        raise CorpusError(f"{path} holds needles of version {found!r}, allowed: {version!r}; {again}")
+        raise CorpusError(
+            f"{path} holds needles of version {found!r}, allowed: {version!r}; {again}", code="corpus.other-version"
+        )
     if rows.schema != schema:
-        raise CorpusError(f"{path} has columns {dict(rows.schema)}, expected {dict(schema)}; {again}")
+        raise CorpusError(
+            f"{path} has columns {dict(rows.schema)}, expected {dict(schema)}; {again}", code="corpus.other-columns"
+        )
     if made_for != model_hash:
-        raise CorpusError(f"{path} was tokenised for model {made_for}, this model is {model_hash}")
+        raise CorpusError(
+            f"{path} was tokenised for model {made_for}, this model is {model_hash}", code="corpus.other-model"
+        )
     return record, rows

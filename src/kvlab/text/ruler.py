@@ -183,7 +183,9 @@ def samples(task: str, length: int, texts: int, room: int, seed: int, info: Mode
                 **form.settings,
             )
         except (ValueError, RuntimeError) as error:
-            raise CorpusError(f"no {task} of {length} tokens with {info.slug}'s tokenizer: {error}") from None
+            raise CorpusError(
+                f"no {task} of {length} tokens with {info.slug}'s tokenizer: {error}", code="corpus.task-does-not-fit"
+            ) from None
 
 
 def chains(task: str, length: int, texts: int, room: int, seed: int, tokenizer, tracking) -> list[dict]:
@@ -194,7 +196,10 @@ def chains(task: str, length: int, texts: int, room: int, seed: int, tokenizer, 
     with seeded(f"{task} {length} {seed}"):
         least = len(tokenizer(tracking.generate_input_output(SENTENCES, 1, hops)[0]).input_ids) + room + 2 * SPARE
         if least > shortest:
-            raise CorpusError(f"no {task} of {length} tokens fits: give {2 * least} or more in mechanisms.lengths")
+            raise CorpusError(
+                f"no {task} of {length} tokens fits: give {2 * least} or more in mechanisms.lengths",
+                code="corpus.task-does-not-fit",
+            )
         make = tracking.sys_vartrack_w_noise_random
         (example,) = make(num_samples=1, max_seq_length=shortest, **given)
         return make(num_samples=texts, max_seq_length=length, icl_example=example, **given)
@@ -272,5 +277,7 @@ def load(path: Path, model_hash: str) -> Ruler:
     record, rows = read_items(path, VERSION, ROWS, model_hash)
     found = tuple(Item(**row) for row in rows.iter_rows(named=True))
     if items_hash(found) != record.get("items_hash"):
-        raise CorpusError(f"{path} does not match its own hash; it was changed after it was written")
+        raise CorpusError(
+            f"{path} does not match its own hash; it was changed after it was written", code="corpus.changed"
+        )
     return Ruler(found, record["items_hash"])

@@ -122,13 +122,17 @@ class ArchiveCodec:
             The cache is not of the calibration's layers, heads and dimensions.
         """
         if quality not in QUALITIES:
-            raise UserError(f"quality {quality} is out of range; allowed: {QUALITIES.start}..{QUALITIES[-1]}")
+            raise UserError(
+                f"quality {quality} is out of range; allowed: {QUALITIES.start}..{QUALITIES[-1]}",
+                code="user.out-of-range",
+            )
         tokens = cache[0, "k"].shape[1]
         self._refuse_other_shape(cache, tokens)
         if len(ids) != tokens or tuple(expected.shape) != (self.fitted.layers, tokens):
             raise UserError(
                 f"a cache of {tokens} tokens comes with {len(ids)} token ids and attention of shape"
-                f" {list(expected.shape)}, for {self.fitted.layers} layers"
+                f" {list(expected.shape)}, for {self.fitted.layers} layers",
+                code="user.other-length",
             )
         walk, chosen = _Walk(self, self.given(ids), quality, starts), exponents(expected.cpu())
         spans = spans_of(tokens, self.block)
@@ -161,7 +165,7 @@ class ArchiveCodec:
         best = min(tried.values(), key=lambda one: abs(one.nbytes - due), default=None)
         if best is None or abs(best.nbytes - due) > 0.01 * nbytes:
             nearest = f"the nearest are {best.nbytes + beside}, at quality {best.quality}" if best else "none are near"
-            raise CapabilityError(f"{nbytes:.0f} bytes cannot be met within 1 %: {nearest}")
+            raise CapabilityError(f"{nbytes:.0f} bytes cannot be met within 1 %: {nearest}", code="capability.size")
         return best
 
     @torch.no_grad()
@@ -202,7 +206,8 @@ class ArchiveCodec:
             layer, stream = min(at for at in due.keys() | found.keys() if due.get(at) != found.get(at))
             raise CalibrationMismatch(
                 f"layer {layer} {stream} of the cache has shape {found.get((layer, stream))}, and the calibration is"
-                f" for {due.get((layer, stream))}; calibrate this model"
+                f" for {due.get((layer, stream))}; calibrate this model",
+                code="calibration.other-shape",
             )
 
     def _tensor(self, layer: int, place: int, rows: Tensor) -> Tensor:
@@ -295,7 +300,7 @@ def spans_of(tokens: int, block: int) -> list[slice]:
 def block_of(body: Body, number: int) -> int:
     """`number`, which must be that of a block; `UserError` otherwise."""
     if not 0 <= number < len(body.records):
-        raise UserError(f"there is no block {number}; allowed: 0..{len(body.records) - 1}")
+        raise UserError(f"there is no block {number}; allowed: 0..{len(body.records) - 1}", code="user.no-such-block")
     return number
 
 

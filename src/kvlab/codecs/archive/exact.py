@@ -61,7 +61,8 @@ class ExactMap:
         if bits + COEFFICIENT + max(terms - 1, 0).bit_length() > EXACT:
             raise CapabilityError(
                 f"sums of {terms} products of {bits} and {COEFFICIENT} bits are not exact in float64; archive is for"
-                " models of fewer or narrower KV heads"
+                " models of fewer or narrower KV heads",
+                code="capability.not-exact",
             )
         return self.coefficients.double(), self.places.long()
 

@@ -86,13 +86,15 @@ class ArchiveHeader:
         """The first bytes of the file; `StorageError` when they could not be read back."""
         shape = (self.layers, self.heads, self.head_dim, self.tokens, self.block)
         if 0 in shape:
-            raise StorageError(f"{self} does not fit an archive's header: no size may be zero")
+            raise StorageError(
+                f"{self} does not fit an archive's header: no size may be zero", code="storage.zero-size"
+            )
         ids = (self.recipe_id, self.calibration_hash, self.model_hash)
         try:
             marks = [bytes.fromhex(text) for text in ids]
             raw = HEADER.pack(MAGIC, VERSION, *shape, self.quality, DTYPES.index(self.dtype), self.starts, *marks)
         except (struct.error, ValueError) as error:
-            raise StorageError(f"{self} does not fit an archive's header: {error}") from None
+            raise StorageError(f"{self} does not fit an archive's header: {error}", code="storage.header") from None
         return raw + U32.pack(google_crc32c.value(raw))
 
     @classmethod
@@ -105,9 +107,12 @@ class ArchiveHeader:
         if magic != MAGIC:
             raise StreamError(f"this is no archive: it begins with {magic!r} instead of {MAGIC!r}")
         if version != VERSION:
-            raise StreamError(f"the archive has version {version}, this reader knows version {VERSION}; write it anew")
+            raise StreamError(
+                f"the archive has version {version}, this reader knows version {VERSION}; write it anew",
+                code="stream.other-version",
+            )
         if google_crc32c.value(raw) != U32.unpack_from(data, HEADER.size)[0]:
-            raise StreamError("the checksum of the archive's header is wrong; it is damaged")
+            raise StreamError("the checksum of the archive's header is wrong; it is damaged", code="stream.checksum")
         if 0 in shape or dtype >= len(DTYPES) or starts > 1 or quality not in QUALITIES:
             raise StreamError("the archive's header names a size, a dtype or a quality that cannot be")
         marks = (mark.hex() for mark in (recipe, calibration, model))
@@ -127,7 +132,8 @@ def refuse_other(file: ArchiveFile, calibration_hash: str, model_hash: str, ids:
     for name, wanted in (("calibration_hash", calibration_hash), ("model_hash", model_hash)):
         if (coded := getattr(file.header, name)) != wanted:
             raise StreamError(
-                f"the archive was written with {name} {coded}, given is {wanted}; decode it with the same"
+                f"the archive was written with {name} {coded}, given is {wanted}; decode it with the same",
+                code="stream.other-identity",
             )
     if ids is not None and tuple(ids) != file.ids:
         place = next((i for i, pair in enumerate(zip(ids, file.ids, strict=False)) if pair[0] != pair[1]), "the end")
@@ -164,11 +170,16 @@ def load(data: bytes, key: Key | None = None) -> ArchiveFile:
         record = data[at : at + length]
         leaves.append(tree.leaf(record))
         if leaves[-1] != data[end + number * tree.SIZE : end + (number + 1) * tree.SIZE]:
-            raise StreamError(f"block {number} is not the one that was written; the archive is damaged")
+            raise StreamError(
+                f"block {number} is not the one that was written; the archive is damaged", code="stream.part-digest"
+            )
         records.append(parts_of(record, header.layers, number))
         at += length
     if tree.root(leaves) != seal.root:
-        raise StreamError("its header and records are not those of its digest; it is damaged, or mixed of several")
+        raise StreamError(
+            "its header and records are not those of its digest; it is damaged, or mixed of several",
+            code="stream.root-digest",
+        )
     seal.refuse_other(key, PURPOSE)
     return ArchiveFile(header, ids, Body(header.quality, header.tokens, header.block, header.starts, tuple(records)))
 

@@ -197,7 +197,8 @@ class BlockCodec:
         if layer not in self.whiteners:
             raise CalibrationMismatch(
                 f"the recipe whitens layer {layer} but the calibration has no whitener for it; "
-                f"calibrate this model, or add layer {layer} to whiten_skip_layers"
+                f"calibrate this model, or add layer {layer} to whiten_skip_layers",
+                code="calibration.missing",
             )
         return self.whiteners[layer]
 
@@ -224,16 +225,20 @@ def codebook(recipe: BlockStream, calibration: StreamCalibration | None) -> Tens
     if table is None:
         raise CalibrationMismatch(
             "the recipe asks for a fitted codebook but the calibration holds none; "
-            "fit it, or set calibration.codebooks: gaussian"
+            "fit it, or set calibration.codebooks: gaussian",
+            code="calibration.no-codebook",
         )
     table = table.float()
     if table.shape != (2**recipe.bits,):
         raise CalibrationMismatch(
             f"the fitted codebook has shape {list(table.shape)}, {recipe.bits} bits need "
-            f"[{2**recipe.bits}]; fit it for this recipe"
+            f"[{2**recipe.bits}]; fit it for this recipe",
+            code="calibration.other-shape",
         )
     if not (table.diff() >= 0).all() or not table.isfinite().all():
-        raise CalibrationMismatch("the fitted codebook is not ascending and finite; fit it again")
+        raise CalibrationMismatch(
+            "the fitted codebook is not ascending and finite; fit it again", code="calibration.not-a-table"
+        )
     return table
 
 

@@ -32,7 +32,8 @@ class Rounding:
             other = f", or add layer {self.site.layer} to whiten_skip_layers" if self.whitened else ""
             raise NonFinite(
                 f"layer {self.site.layer} {self.site.stream}: {what} of {values.abs().max().item():.4g} "
-                f"does not fit the stored precision; use skeleton: fp32{other}"
+                f"does not fit the stored precision; use skeleton: fp32{other}",
+                code="non-finite.too-large",
             )
         return rounded
 

@@ -35,7 +35,8 @@ class CastCodec:
             raise NonFinite(
                 f"layer {site.layer} {site.stream}: a value of {x.abs().max().item():.4g} does not fit "
                 f"{self.recipe.dtype}, which ends at {torch.finfo(dtype).max:.4g}, in window {site.window}; "
-                "leave the layer uncoded"
+                "leave the layer uncoded",
+                code="non-finite.too-large",
             )
         return Encoded(tuple(x.shape), site.layer, site.stream, shared=(), blocks=((values,),), packed=False)
 

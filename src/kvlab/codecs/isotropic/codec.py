@@ -52,7 +52,8 @@ class IsotropicCodec:
         if not all_finite(values):
             raise NonFinite(
                 f"layer {site.layer} {site.stream}: a value of {x.abs().max().item():.4g} with noise does not fit "
-                f"float32 in window {site.window}; leave the layer uncoded"
+                f"float32 in window {site.window}; leave the layer uncoded",
+                code="non-finite.too-large",
             )
         return Encoded(
             tuple(x.shape), site.layer, site.stream, shared=(), blocks=((values,),), stats=coded.stats, packed=False

@@ -57,7 +57,9 @@ def reverse_water_filling(distortion: Tensor, total: int) -> Tensor:
     """
     components, most = distortion.shape[0], distortion.shape[0] * (distortion.shape[1] - 1)
     if not 0 <= total <= most:
-        raise CapabilityError(f"{total} bits cannot be spent on {components} components; allowed: 0..{most}")
+        raise CapabilityError(
+            f"{total} bits cannot be spent on {components} components; allowed: 0..{most}", code="capability.bits"
+        )
     return bits_of(spending_order(distortion), total, components)
 
 

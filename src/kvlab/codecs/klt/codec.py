@@ -206,7 +206,8 @@ class KltCodec:
         if not due <= {stream for stream, _ in self.calibration.spectra}:
             raise CalibrationMismatch(
                 f"the recipe divides its bits over a {self.recipe.budget}, and the calibration does not hold the"
-                " variances of all of it; calibrate this model with `kvlab calibrate`"
+                " variances of all of it; calibrate this model with `kvlab calibrate`",
+                code="calibration.no-variances",
             )
         found = {}
         for tensors in sharing.values():
@@ -219,7 +220,8 @@ class KltCodec:
 def _other_shape(layer: int, have: tuple[int, int], shape: tuple[int, int, int]) -> CalibrationMismatch:
     return CalibrationMismatch(
         f"the components of layer {layer} are for {have[0]} KV heads of {have[1]} dimensions, the tensor has"
-        f" {shape[0]} of {shape[2]}; calibrate this model"
+        f" {shape[0]} of {shape[2]}; calibrate this model",
+        code="calibration.other-shape",
     )
 
 
@@ -298,7 +300,8 @@ class Plan(Synthesis):
             checked(x, site)
             raise NonFinite(
                 f"layer {site.layer} {site.stream}: a value in window {site.window} is so large that its components"
-                f" do not fit float32"
+                f" do not fit float32",
+                code="non-finite.too-large",
             )
         found = self._symbols(z) if found is None else found
         if not self.escaping:
@@ -339,7 +342,8 @@ def vector_bits(recipe: KltStream, heads: int, head_dim: int) -> int:
         raise CapabilityError(
             f"klt: {recipe.bits:g} bits per value are {block / 8:.0f} bytes for a block of {recipe.block_size} tokens"
             f" of {heads} KV heads of {head_dim} dimensions; {OVERHEAD} bytes of headers leave less than a bit per"
-            f" vector; raise `bits` or `block_size`"
+            f" vector; raise `bits` or `block_size`",
+            code="capability.too-few-bits",
         )
     return min(budget, MAX_WIDTH * heads * head_dim)
 
@@ -356,7 +360,10 @@ def asked(components: Components, recipe: KltStream) -> Components:
         It asks for other axes and for tables fitted to them, which no calibration holds.
     """
     if recipe.transform != "klt" and recipe.tables != "gaussian":
-        raise ParamsError(f"klt with transform {recipe.transform!r} has no fitted tables; set tables to 'gaussian'")
+        raise ParamsError(
+            f"klt with transform {recipe.transform!r} has no fitted tables; set tables to 'gaussian'",
+            code="params.no-tables",
+        )
     made = WAYS[recipe.transform](components)
     if recipe.tables == "fitted":
         return made

@@ -137,7 +137,8 @@ def refuse_broken(moments: Moments, sample: Tensor) -> None:
         tokens = int(min(moments.count.sum(), sample.shape[1] * sample.shape[2]))
         raise CalibrationMismatch(
             f"{tokens} tokens are too few to fit components on, 4 are the least and a multiple of the"
-            f" {head_dim} dimensions is sensible; use more calibration windows"
+            f" {head_dim} dimensions is sensible; use more calibration windows",
+            code="calibration.too-few-tokens",
         )
     if not (torch.isfinite(moments.scatter).all() and torch.isfinite(sample).all()):
         raise NonFinite("the rows to fit components on hold NaN or infinity")
@@ -151,7 +152,8 @@ def factor(metric: Tensor | None, like: Tensor, heads: int, head_dim: int) -> tu
     if tuple(metric.shape) != (heads, head_dim, head_dim):
         raise CalibrationMismatch(
             f"the metric has shape {list(metric.shape)}, rows of {heads} heads of {head_dim} dimensions need"
-            f" {[heads, head_dim, head_dim]}; fit metric and components on the same model"
+            f" {[heads, head_dim, head_dim]}; fit metric and components on the same model",
+            code="calibration.other-shape",
         )
     metric = block_diagonal(metric.to(like), len(like))
     chol, failed = torch.linalg.cholesky_ex((metric + metric.mT) / 2)

@@ -72,7 +72,9 @@ class Moments:
         """
         last = first + rows.shape[1]
         if not 0 <= first <= last <= self.tokens:
-            raise Fault(f"moments of {self.tokens} tokens were given tokens {first} to {last}")
+            raise Fault(
+                f"moments of {self.tokens} tokens were given tokens {first} to {last}", code="fault.token-range"
+            )
         rows = rows.to(self.mean)
         for number, run in enumerate(folds(self.tokens)):
             own = rows[:, max(run.start - first, 0) : max(run.stop - first, 0)]
@@ -94,7 +96,8 @@ class Moments:
         if (self.tokens, self.mean.shape) != (other.tokens, other.mean.shape):
             raise Fault(
                 f"moments of {other.tokens} tokens, {list(other.mean.shape)}, cannot be merged into those of"
-                f" {self.tokens} tokens, {list(self.mean.shape)}"
+                f" {self.tokens} tokens, {list(self.mean.shape)}",
+                code="fault.other-extent",
             )
         moved = (part.to(self.mean) for part in (other.count, other.mean, other.scatter))
         self._add(slice(None), *moved)

@@ -64,7 +64,8 @@ class OscarCodec(TokenBlockCodec):
         if (shape[0], shape[2]) != tuple(found.shape[:2]):
             raise CalibrationMismatch(
                 f"the calibrated rotation is for {found.shape[0]} KV heads of {found.shape[1]} dimensions, the "
-                f"tensor has {shape[0]} of {shape[2]}; calibrate this model"
+                f"tensor has {shape[0]} of {shape[2]}; calibrate this model",
+                code="calibration.other-shape",
             )
         return found
 

@@ -43,6 +43,7 @@ def _finite(rounded: Tensor, values: Tensor, what: str, layer: int) -> Tensor:
     if not torch.isfinite(rounded).all():
         raise NonFinite(
             f"layer {layer}: a {what} of {values.abs().max().item():.4g} does not fit float16, in which this codec "
-            f"stores it; leave the layer uncoded, or add it to whiten_skip_layers if the recipe whitens"
+            f"stores it; leave the layer uncoded, or add it to whiten_skip_layers if the recipe whitens",
+            code="non-finite.too-large",
         )
     return rounded

@@ -44,7 +44,8 @@ class Front:
         if mean is not None and (shape[0], shape[2]) != tuple(mean.shape):
             raise CalibrationMismatch(
                 f"the calibrated mean is for {mean.shape[0]} KV heads of {mean.shape[1]} dimensions, the tensor "
-                f"has {shape[0]} of {shape[2]}; calibrate this model"
+                f"has {shape[0]} of {shape[2]}; calibrate this model",
+                code="calibration.other-shape",
             )
         if whitener:
             whitener.fits(shape)
@@ -74,6 +75,7 @@ def needed(found: dict, layer: int, setting: str, what: str):
     if layer not in found:
         raise CalibrationMismatch(
             f"the recipe asks for `{setting}`, and the calibration has no {what} for layer {layer}; calibrate this"
-            " model with `kvlab calibrate --model DIR --codec NAME --bits N --out FILE.kv`, and give that file"
+            " model with `kvlab calibrate --model DIR --codec NAME --bits N --out FILE.kv`, and give that file",
+            code="calibration.missing",
         )
     return found[layer]

@@ -116,7 +116,10 @@ class Codebook:
     def points(self, numbers: Tensor) -> Tensor:
         """The points [n, m] with these numbers; `StreamError` when there is no point with one of them."""
         if numbers.numel() and not 0 <= numbers.min() <= numbers.max() < self.count:
-            raise StreamError(f"a lattice point has a number beyond the {self.count} points of its codebook")
+            raise StreamError(
+                f"a lattice point has a number beyond the {self.count} points of its codebook",
+                code="stream.out-of-range",
+            )
         points, offset = self.boxes[0].points(numbers.clamp(max=self.boxes[0].count - 1)), self.boxes[0].count
         for box in self.boxes[1:]:
             member = numbers >= offset

@@ -35,7 +35,8 @@ class OwnFront:
         if (shape[0], shape[2]) != (heads, head_dim):
             raise CalibrationMismatch(
                 f"what {self.codec} fitted is for {heads} KV heads of {head_dim} dimensions, the tensor has {shape[0]}"
-                f" of {shape[2]}; calibrate this model"
+                f" of {shape[2]}; calibrate this model",
+                code="calibration.other-shape",
             )
 
     def forward(self, x: Tensor, layer: int) -> Tensor:

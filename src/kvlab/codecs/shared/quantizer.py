@@ -96,7 +96,9 @@ def fit(samples: Tensor, bits: int) -> Tensor:
     """
     ordered = samples.detach().flatten().double().cpu().sort().values
     if ordered.numel() == 0:
-        raise StorageError("there are no samples to fit a codebook on; use more calibration windows")
+        raise StorageError(
+            "there are no samples to fit a codebook on; use more calibration windows", code="storage.no-samples"
+        )
     if not torch.isfinite(ordered).all():
         raise NonFinite("the samples of a codebook hold NaN or infinity")
     running = torch.cat((torch.zeros(1, dtype=torch.float64), ordered.cumsum(0)))

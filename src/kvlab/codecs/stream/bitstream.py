@@ -77,12 +77,17 @@ class FrameHeader:
         raw = bytes(data[: HEADER.size])
         (crc,) = U32.unpack_from(data, HEADER.size)
         if google_crc32c.value(raw) != crc:
-            raise StreamError("the checksum of the frame's header is wrong; the stream is damaged")
+            raise StreamError(
+                "the checksum of the frame's header is wrong; the stream is damaged", code="stream.checksum"
+            )
         length, layer, stream, flags, heads, head_dim, tokens, n_blocks = HEADER.unpack(raw)
         if stream >= len(STREAMS) or flags & ~(UNPACKED | SHARED):
             raise StreamError(f"the frame's header names stream {stream} and flags {flags:#x}, which do not exist")
         if 0 in (heads, head_dim, tokens, n_blocks):
-            raise StreamError(f"the frame holds {n_blocks} blocks of a tensor of shape [{heads}, {tokens}, {head_dim}]")
+            raise StreamError(
+                f"the frame holds {n_blocks} blocks of a tensor of shape [{heads}, {tokens}, {head_dim}]",
+                code="stream.zero-size",
+            )
         shape = (heads, tokens, head_dim)
         return cls(length, layer, STREAMS[stream], not flags & UNPACKED, bool(flags & SHARED), shape, n_blocks, crc)
 
@@ -97,7 +102,8 @@ def frame_bytes(encoded: Encoded) -> bytes:
     """
     if 0 in (*encoded.shape, len(encoded.blocks)):
         raise StorageError(
-            f"{len(encoded.blocks)} blocks of a tensor of shape {list(encoded.shape)} are no frame; none may be zero"
+            f"{len(encoded.blocks)} blocks of a tensor of shape {list(encoded.shape)} are no frame; none may be zero",
+            code="storage.zero-size",
         )
     shared = [_payload(encoded.shared)] if encoded.shared else []
     payloads = [*shared, *map(_payload, encoded.blocks)]
@@ -112,7 +118,8 @@ def frame_bytes(encoded: Encoded) -> bytes:
     except struct.error as error:
         raise StorageError(
             f"a tensor of shape {list(encoded.shape)} at layer {encoded.layer} with {len(encoded.blocks)} blocks"
-            f" of {length} bytes does not fit a frame: {error}"
+            f" of {length} bytes does not fit a frame: {error}",
+            code="storage.header",
         ) from None
     crc = google_crc32c.value(header)
     parts = [header, U32.pack(crc)]
@@ -162,7 +169,9 @@ def _read(data: memoryview, header: FrameHeader, only: int | None) -> Encoded:
         (crc,) = U32.unpack_from(data, at + length)
         if _section_crc(header.crc, number, payload) != crc:
             what = f"block {number - 1}" if number else "the shared part"
-            raise StreamError(f"the checksum of {what} of layer {header.layer} {header.stream} is wrong")
+            raise StreamError(
+                f"the checksum of {what} of layer {header.layer} {header.stream} is wrong", code="stream.checksum"
+            )
         if number:
             blocks.append(_arrays(payload))
         else:
@@ -193,13 +202,20 @@ def _section_crc(header_crc: int, number: int, payload: bytes | memoryview) -> i
 
 def _payload(arrays: Arrays) -> bytes:
     if len(arrays) > MAX_ARRAYS:
-        raise StorageError(f"{len(arrays)} arrays do not fit a section; allowed: 0..{MAX_ARRAYS}")
+        raise StorageError(
+            f"{len(arrays)} arrays do not fit a section; allowed: 0..{MAX_ARRAYS}", code="storage.too-many-arrays"
+        )
     head = [bytes([len(arrays)])]
     for array in arrays:
         if array.dtype not in DTYPES or array.ndim > MAX_DIMENSIONS:
-            raise StorageError(f"an array of {array.ndim} dimensions of {array.dtype} cannot be stored in a stream")
+            raise StorageError(
+                f"an array of {array.ndim} dimensions of {array.dtype} cannot be stored in a stream",
+                code="storage.array",
+            )
         if _boundless(array.shape):
-            raise StorageError(f"an empty array of shape {list(array.shape)} cannot be stored in a stream")
+            raise StorageError(
+                f"an empty array of shape {list(array.shape)} cannot be stored in a stream", code="storage.empty-array"
+            )
         head.append(bytes([DTYPES.index(array.dtype) | array.ndim << 4]))
         head += [_varint(size) for size in array.shape]
     return b"".join([*head, *map(_raw, arrays)])
@@ -237,7 +253,7 @@ def _arrays(payload: memoryview) -> Arrays:
 def _array(raw: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not raw:
         if _boundless(shape):
-            raise StreamError(f"an empty array of shape {list(shape)}")
+            raise StreamError(f"an empty array of shape {list(shape)}", code="stream.empty-array")
         return torch.empty(shape, dtype=dtype)
     carrier = CARRIERS.get(dtype, dtype)
     values = np.frombuffer(raw, dtype=str(carrier).removeprefix("torch.")).reshape(shape).copy()

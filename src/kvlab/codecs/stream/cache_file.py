@@ -95,12 +95,12 @@ class CacheHeader:
         """The first bytes of the file; `StorageError` when they could not be read back."""
         shape = (self.layers, self.heads, self.head_dim, self.tokens)
         if 0 in shape:
-            raise StorageError(f"{self} does not fit a stream's header: no size may be zero")
+            raise StorageError(f"{self} does not fit a stream's header: no size may be zero", code="storage.zero-size")
         try:
             ids = [self._identity(name) for name in DIGITS]
             raw = HEADER.pack(MAGIC, VERSION, *shape, DTYPES.index(self.dtype), 0, *ids)
         except (struct.error, ValueError) as error:
-            raise StorageError(f"{self} does not fit a stream's header: {error}") from None
+            raise StorageError(f"{self} does not fit a stream's header: {error}", code="storage.header") from None
         return raw + U32.pack(google_crc32c.value(raw))
 
     def _identity(self, name: str) -> bytes:
@@ -128,19 +128,24 @@ class CacheHeader:
         if version != VERSION:
             raise StreamError(
                 f"the stream has version {version}, this reader knows version {VERSION}; write it anew with"
-                " `kvlab encode`"
+                " `kvlab encode`",
+                code="stream.other-version",
             )
         if google_crc32c.value(raw) != U32.unpack_from(data, HEADER.size)[0]:
-            raise StreamError("the checksum of the stream's header is wrong; the stream is damaged")
+            raise StreamError(
+                "the checksum of the stream's header is wrong; the stream is damaged", code="stream.checksum"
+            )
         if dtype >= len(DTYPES) or zero:
             raise StreamError(
                 f"the stream's header names dtype {dtype} and reserved byte {zero};"
-                f" known are 0..{len(DTYPES) - 1} and 0"
+                f" known are 0..{len(DTYPES) - 1} and 0",
+                code="stream.reserved",
             )
         if 0 in (layers, heads, head_dim, tokens):
             raise StreamError(
                 f"the stream's header names {layers} layers of {heads} KV heads of {head_dim} dimensions and"
-                f" {tokens} tokens; none of them may be zero"
+                f" {tokens} tokens; none of them may be zero",
+                code="stream.zero-size",
             )
         known = None if not any(calibration) else calibration.hex()
         return cls(layers, heads, head_dim, tokens, DTYPES[dtype], recipe.hex(), known, model.hex())
@@ -175,14 +180,19 @@ class CacheWriter:
         given = (encoded.layer, encoded.stream)
         shape = (header.heads, header.tokens, header.head_dim)
         if given != due or tuple(encoded.shape) != shape or not encoded.packed:
-            raise StorageError(f"layer and stream {given} of shape {list(encoded.shape)} where {due} of {shape} is due")
+            raise StorageError(
+                f"layer and stream {given} of shape {list(encoded.shape)} where {due} of {shape} is due",
+                code="storage.out-of-order",
+            )
         self._part(frame_bytes(encoded))
 
     def close(self) -> None:
         """Write leaves and seal; `StorageError` when frames are missing. The file itself stays open."""
         missing = next(self._due, None)
         if missing is not None:
-            raise StorageError(f"the cache is not complete: the frame of {missing} was never added")
+            raise StorageError(
+                f"the cache is not complete: the frame of {missing} was never added", code="storage.incomplete"
+            )
         seal = Seal.of(tree.root(self._leaves), PURPOSE, self._key)
         self.nbytes += self._file.write(b"".join([*self._leaves[1:], seal.pack()]))
 
@@ -225,7 +235,7 @@ class CacheReader:
         except OSError as error:
             raise StorageError(f"cannot read {self.path}: {error.strerror}") from None
         except StreamError as error:
-            raise StreamError(f"{self.path}: {error}") from None
+            raise StreamError(f"{self.path}: {error}", code=error.code) from None
 
     def _opened(self) -> BinaryIO:
         return open(self.path, "rb") if self._data is None else BytesIO(self._data)
@@ -255,7 +265,10 @@ class CacheReader:
         leaves = [file.read(tree.SIZE) for _ in self._spans]
         seal = Seal.unpack(file.read(Seal.SIZE))
         if tree.root([tree.leaf(first), *leaves]) != seal.root:
-            raise StreamError("its header and frames are not those of its digest; it is damaged, or mixed of several")
+            raise StreamError(
+                "its header and frames are not those of its digest; it is damaged, or mixed of several",
+                code="stream.root-digest",
+            )
         return dict(zip(self._spans, leaves, strict=True)), seal
 
     @property
@@ -289,19 +302,23 @@ class CacheReader:
         if tree.leaf(data) != self._leaves[layer, stream]:
             raise StreamError(
                 f"{self.path}: the frame of layer {layer} {stream} is not the one that was written; the file is"
-                " damaged, or mixed of several"
+                " damaged, or mixed of several",
+                code="stream.part-digest",
             )
         try:
             return read_frame(data, only=block)
         except IndexError as error:
-            raise UserError(f"layer {layer} {stream} of {self.path} has no such block: {error}") from None
+            raise UserError(
+                f"layer {layer} {stream} of {self.path} has no such block: {error}", code="user.no-such-block"
+            ) from None
 
     def _span(self, layer: int, stream: str) -> tuple[int, int]:
         """Place and length of a frame."""
         if (layer, stream) not in self._spans:
             raise UserError(
                 f"{self.path} holds no layer {layer} {stream!r}; allowed: layers 0..{self.header.layers - 1} of"
-                f" {' and '.join(STREAMS)}"
+                f" {' and '.join(STREAMS)}",
+                code="user.no-such-frame",
             )
         return self._spans[layer, stream]
 
@@ -346,7 +363,8 @@ class CacheCodec:
             coded, given = getattr(header, name), getattr(self, name)
             if coded != given:
                 raise StreamError(
-                    f"the stream was coded with {name} {coded}, given is {given}; decode it with {wanted}"
+                    f"the stream was coded with {name} {coded}, given is {given}; decode it with {wanted}",
+                    code="stream.other-identity",
                 )
 
     def decode(self, reader: CacheReader, layer: int, stream: Literal["k", "v"]) -> torch.Tensor:

@@ -58,7 +58,9 @@ def read_kktv(path: Path) -> Tensor:
             raise StreamError(f"{path} is no KKTV file of version {KKTV_VERSION}: magic {magic:#x}, version {version}")
         due, size = KKTV.size + 4 * rows * dim, os.fstat(file.fileno()).st_size
         if size != due or dim == 0:
-            raise StreamError(f"{path} has {size} bytes where {rows} rows of {dim} numbers take {due}")
+            raise StreamError(
+                f"{path} has {size} bytes where {rows} rows of {dim} numbers take {due}", code="stream.length"
+            )
         return torch.from_numpy(np.fromfile(file, dtype="<f4").reshape(rows, dim))
 
 
@@ -148,7 +150,7 @@ def read_sigma(path: Path) -> SigmaQ:
         names = [f"layer_{layer}_{part}" for part in ("chol", "inv_chol", "sigma")]
         missing = [name for name in names if name not in tensors]
         if missing:
-            raise StreamError(f"{path} has no {missing[0]}")
+            raise StreamError(f"{path} has no {missing[0]}", code="stream.incomplete")
         chol, inverse, sigma[layer] = (tensors[name].float() for name in names)
         _check_factor(chol, inverse, sigma[layer], f"{path}, layer {layer}")
         whiteners[layer] = Whitener(chol, inverse)
@@ -165,4 +167,7 @@ def _check_factor(chol: Tensor, inverse: Tensor, sigma: Tensor, where: str) -> N
     scale = chol.double().norm(dim=-1)
     off = (chol.double() / scale[..., None] @ (inverse.double() * scale[..., None, :]) - unit).abs().max().item()
     if not off < INVERSE_TOLERANCE or chol.triu(1).any():
-        raise StreamError(f"{where}: chol is not lower triangular, or inv_chol is not its inverse (off by {off:.1e})")
+        raise StreamError(
+            f"{where}: chol is not lower triangular, or inv_chol is not its inverse (off by {off:.1e})",
+            code="stream.not-inverse",
+        )

@@ -44,7 +44,9 @@ class Key:
 
     def __post_init__(self):
         if not LEAST_KEY <= len(self.secret) <= MOST_KEY:
-            raise UserError(f"a key has {LEAST_KEY} to {MOST_KEY} bytes, this one has {len(self.secret)}")
+            raise UserError(
+                f"a key has {LEAST_KEY} to {MOST_KEY} bytes, this one has {len(self.secret)}", code="user.not-a-key"
+            )
 
     @classmethod
     def read(cls, path: Path | str) -> Key:
@@ -61,12 +63,13 @@ class Key:
             with open(path, "rb") as file:
                 secret = file.read(MOST_KEY + 1)
         except OSError as error:
-            raise StorageError(f"cannot read the key {path}: {error.strerror}") from None
+            raise StorageError(f"cannot read the key {path}: {error.strerror}", code="storage.unreadable") from None
         if not LEAST_KEY <= len(secret) <= MOST_KEY:
             held = f"{len(secret)} bytes" if len(secret) <= MOST_KEY else f"more than {MOST_KEY} bytes"
             raise UserError(
                 f"{path} is no key: it holds {held}, allowed are {LEAST_KEY} to {MOST_KEY};"
-                f" `openssl rand -out NAME {LEAST_KEY}` makes one"
+                f" `openssl rand -out NAME {LEAST_KEY}` makes one",
+                code="user.not-a-key",
             )
         return cls(secret)
 
@@ -109,7 +112,9 @@ class Seal:
     def refuse_other(self, key: Key | None, purpose: bytes) -> None:
         """`StreamError` where there is a key and it has not signed."""
         if key is not None and not self.signed_by(key, purpose):
-            raise StreamError("it is signed with another key" if self.signed else "it is not signed")
+            if self.signed:
+                raise StreamError("it is signed with another key", code="stream.other-key")
+            raise StreamError("it is not signed", code="stream.unsigned")
 
     def pack(self) -> bytes:
         """The bytes of the seal."""
@@ -121,5 +126,7 @@ class Seal:
         """Read `SIZE` bytes back; `StreamError` when their checksum is wrong."""
         raw = data[: PARTS.size]
         if len(data) != cls.SIZE or google_crc32c.value(raw) != U32.unpack_from(data, PARTS.size)[0]:
-            raise StreamError("the checksum of its last bytes, which hold the digest of the whole, is wrong")
+            raise StreamError(
+                "the checksum of its last bytes, which hold the digest of the whole, is wrong", code="stream.checksum"
+            )
         return cls(*PARTS.unpack(raw))

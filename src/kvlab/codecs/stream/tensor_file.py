@@ -52,7 +52,9 @@ class TensorFileWriter:
         """Write the next tensor in the file's dtype; `StorageError` when another name or shape is due."""
         due = next(self._due, None)
         if due != (name, tuple(tensor.shape)):
-            raise StorageError(f"tensor {name!r} of shape {list(tensor.shape)} where {due} is due")
+            raise StorageError(
+                f"tensor {name!r} of shape {list(tensor.shape)} where {due} is due", code="storage.out-of-order"
+            )
         values = tensor.detach().to("cpu", self._dtype).contiguous()
         self._file.write(memoryview(values.view(torch.uint8).numpy()))
 
@@ -60,4 +62,6 @@ class TensorFileWriter:
         """`StorageError` when tensors are missing. The file itself stays open."""
         missing = next(self._due, None)
         if missing is not None:
-            raise StorageError(f"the file is not complete: tensor {missing[0]!r} was never added")
+            raise StorageError(
+                f"the file is not complete: tensor {missing[0]!r} was never added", code="storage.incomplete"
+            )

@@ -57,7 +57,8 @@ class Owner:
             if found != due:
                 raise CalibrationMismatch(
                     f"layer {place[0]} {place[1]} of the cache has shape {found}, and {due} is due for {len(ids)}"
-                    " tokens of the calibrated model; calibrate this model"
+                    " tokens of the calibrated model; calibrate this model",
+                    code="calibration.other-shape",
                 )
 
     def written(self, frames: Iterable[Encoded], dtype: str, tokens: int, stacked: bool = False) -> bytes:
@@ -86,11 +87,17 @@ class Owner:
         for name in ("recipe_id", "calibration_hash", "model_hash"):
             coded, given = getattr(header, name), getattr(self, name)
             if coded != given:
-                raise StreamError(f"the cache was coded with {name} {coded}, given is {given}; decode it with the same")
+                raise StreamError(
+                    f"the cache was coded with {name} {coded}, given is {given}; decode it with the same",
+                    code="stream.other-identity",
+                )
         layers, heads = (1, self.layers * self.heads) if stacked else (self.layers, self.heads)
         due = (layers, heads, len(ids), self.head_dim)
         if (found := (header.layers, header.heads, header.tokens, header.head_dim)) != due:
-            raise StreamError(f"the cache is of {found} layers, heads, tokens and dimensions, and {due} are due")
+            raise StreamError(
+                f"the cache is of {found} layers, heads, tokens and dimensions, and {due} are due",
+                code="stream.other-shape",
+            )
         return reader
 
 
