@@ -305,7 +305,7 @@ def test_bits_that_are_asked_for_are_met(codec, bits):
 
 def test_bits_that_cannot_be_met_are_refused(codec):
     cache = chain(55, 40)
-    with refused(CapabilityError, "capability.size", "10 bytes"):
+    with refused(CapabilityError, "capability.unmet-bits", "10 bytes"):
         codec.encode_to(cache, list(range(40)), torch.ones(LAYERS, 40), 10.0)
 
 

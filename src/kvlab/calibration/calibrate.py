@@ -107,7 +107,7 @@ def fitted(
     outputs = _outputs(observed, recipes)
     tables = _tables(observed, recipes, whiteners, layers, placement, metrics.angles)
     own = _own(observed, info, recipes)
-    sigma_hash = _digest_of(whiteners["pre_rope"])
+    sigma_hash = fingerprint(*(t.numpy() for w in whiteners["pre_rope"].values() for t in (w.chol, w.inv_chol)))
     everything = [t for at in whiteners.values() for w in at.values() for t in (w.chol, w.inv_chol)]
     everything += [t for by_layer in components.values() for one in by_layer.values() for t in _tensors(one)]
     everything += [t for by_layer in own.values() for one in by_layer.values() for t in vars(one).values()]
@@ -201,10 +201,6 @@ def _tables(
             pool = residual_pool(stream, which, observed, whiteners[at], layers, turn, which.upper())
             found[key] = torch.tensor(fit_table(stream, which, pool)["centroids"])
     return found
-
-
-def _digest_of(whiteners: dict[int, Whitener]) -> str:
-    return fingerprint(*(t.numpy() for w in whiteners.values() for t in (w.chol, w.inv_chol)))
 
 
 def _tensors(components: Components) -> list[torch.Tensor]:

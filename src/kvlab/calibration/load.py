@@ -246,7 +246,10 @@ def by_origin(
     kinds = {
         "sigma": (sigmas, lambda path: read_sidecar(path)["calibration_source"]),
         "codebooks": (codebooks, lambda path: read_facts(path, CODEBOOKS, "codebooks")["origin"]),
-        "components": (components, components_origin),
+        "components": (
+            components,
+            lambda path: read_facts(path.with_suffix(".json"), {"engine": str}, "components")["engine"],
+        ),
         "rotated": (rotated, lambda path: read_sidecar(path)["calibration_source"]),
         "archive": (archive, lambda path: archive_identity(path)["engine"]),
     }
@@ -268,11 +271,6 @@ def by_origin(
                 code="calibration.no-sigma",
             )
     return {origin: Fitted(**files) for origin, files in named.items()}
-
-
-def components_origin(path: Path) -> str:
-    """The engine whose capture components were fitted on."""
-    return read_facts(path.with_suffix(".json"), {"engine": str}, "components")["engine"]
 
 
 def load_rotated(path: Path, of_sigma: dict[str, str]) -> dict[int, Whitener]:

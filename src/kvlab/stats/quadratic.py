@@ -8,6 +8,7 @@ import numpy as np
 
 from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
+from kvlab.stats.slope import inverse_variances
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +45,7 @@ class QuadraticLaw:
         sizes = np.asarray(sizes, dtype=np.float64)
         if not columns or len(columns) != sizes.size or not (sizes > 0).all():
             raise Fault(f"a law needs a column for each of some positive sizes, not {len(columns)} for {sizes}")
-        weights = np.array([_weight(column) for column in columns])
-        weights = weights / weights.sum() if np.isfinite(weights).all() else np.full(sizes.size, 1 / sizes.size)
-        return cls(sizes, tuple(columns), weights)
+        return cls(sizes, tuple(columns), inverse_variances(columns))
 
     def coefficient_of(self, means: np.ndarray) -> np.ndarray:
         """c for means [..., points] of the columns; float64 [...]."""
@@ -55,9 +54,3 @@ class QuadraticLaw:
     def coefficient(self, bootstrap: Bootstrap) -> Estimate:
         """c with its interval over windows, nats per token at noise as large as the signal."""
         return bootstrap.combine(self.columns, self.coefficient_of)
-
-
-def _weight(column: Column) -> float:
-    mean, n = column.means.mean(), len(column.windows)
-    variance = column.means.var(ddof=1) / n
-    return mean**2 / variance if variance > 0 else np.inf

@@ -64,11 +64,16 @@ def log_log_slope(bootstrap: Bootstrap, x: np.ndarray, columns: list[Column]) ->
             f"a slope needs a column per point and two different points, not {x.size} points",
             code="fault.too-few-points",
         )
-    weights = np.array([_weight(column) for column in columns])
-    weights = weights / weights.sum() if np.isfinite(weights).all() else np.full(x.size, 1 / x.size)
+    weights = inverse_variances(columns)
     centred = x - weights @ x
     pull = weights * centred / (weights @ centred**2)
     return bootstrap.combine(columns, lambda means: np.log(means) @ pull)
+
+
+def inverse_variances(columns: list[Column]) -> np.ndarray:
+    """Weights of columns' log means as `log_log_slope` says, float64 [columns], of sum 1; equal where one is exact."""
+    weights = np.array([_weight(column) for column in columns])
+    return weights / weights.sum() if np.isfinite(weights).all() else np.full(len(columns), 1 / len(columns))
 
 
 def _weight(column: Column) -> float:

@@ -26,7 +26,6 @@ from kvlab.core.params import Corpus, Params, Windows
 from kvlab.core.recipe import Text
 from kvlab.core.records import atomic, forget, from_header, sha256, to_header, write_json, write_table
 from kvlab.text import encyclopedia, licences
-from kvlab.text.cutting import choose, refuse_alike, window_documents
 
 TOKENIZED_AT_ONCE = 1000  # documents; a corpus may be far larger than what its windows need
 SHINGLE = 64  # tokens; a run this long in both splits is a copy, not chance
@@ -267,6 +266,18 @@ def cut(ids: np.ndarray, windows: Windows, split: str, prefix: list[int], count:
     return np.ascontiguousarray(np.concatenate([head, cuts], axis=1))
 
 
+def choose(ids: np.ndarray, windows: Windows, split: str, body: int, count: int | None = None) -> np.ndarray:
+    """Which consecutive windows of `body` tokens of a stream are kept, ascending; as `cut` otherwise."""
+    available, wanted = len(ids) // body, getattr(windows, split) if count is None else count
+    if available < wanted:
+        raise CorpusError(
+            f"the corpus is too short: its {split} {'text' if split == 'other' else 'split'} has {len(ids)} tokens,"
+            f" {available} windows of {windows.length}, and windows.{split} asks for {wanted}",
+            code="corpus.too-short",
+        )
+    return np.sort(np.random.default_rng(windows.seed).permutation(available)[:wanted])
+
+
 def in_turn(params: Params, streams: dict[str, np.ndarray], prefix: list[int]) -> np.ndarray:
     """The scored windows, from one text after the other, shape (windows.test, length)."""
     texts, total = params.corpus.scored, params.windows.test
@@ -275,6 +286,31 @@ def in_turn(params: Params, streams: dict[str, np.ndarray], prefix: list[int]) -
         share = len(range(place, total, len(texts)))
         found[place :: len(texts)] = cut(streams[text], params.windows, text, prefix, share)
     return found
+
+
+def window_documents(
+    params: Params, cut_from: dict[str, tuple[np.ndarray, np.ndarray]], prefix: list[int]
+) -> dict[str, tuple[int, ...]]:
+    """Which document most tokens of each scored window are of, by scored text.
+
+    A window that reaches over the end of a document is counted to the one that fills most of it, the earlier of two
+    equals. Documents of several texts that take turns in the test split have different numbers.
+    """
+    body = params.windows.length - len(prefix)
+
+    def of(text: str, split: str, count: int) -> np.ndarray:
+        ids, ends = cut_from[text]
+        chosen = choose(ids, params.windows, split, body, count)
+        within = np.searchsorted(ends, chosen[:, None] * body + np.arange(body), side="right")
+        return np.array([np.bincount(row).argmax() for row in within])
+
+    texts, total, before = params.corpus.scored, params.windows.test, 0
+    test = np.empty(total, dtype=np.int64)
+    for place, text in enumerate(texts):
+        test[place :: len(texts)] = before + of(text, text, len(range(place, total, len(texts))))
+        before += len(cut_from[text][1])
+    found = {"test": test} | ({"other": of("other", "other", params.windows.other)} if "other" in cut_from else {})
+    return {text: tuple(numbers.tolist()) for text, numbers in found.items()}
 
 
 def refuse_shared_documents(documents: dict[str, list[str]]) -> None:
@@ -287,6 +323,27 @@ def refuse_shared_documents(documents: dict[str, list[str]]) -> None:
             raise CorpusError(
                 f"{len(shared)} documents are in the calibration and in {text}", code="corpus.shared-documents"
             )
+
+
+def refuse_alike(rows: np.ndarray, prefix: list[int], name: str) -> None:
+    """`CorpusError` for a window of one token over and over: its K and V are all alike, and no codec costs anything.
+
+    Parameters
+    ----------
+    rows : ndarray of int, shape (windows, length)
+    prefix : list of int
+        What the tokenizer puts before every text; it does not count.
+    name : str
+        Of the text.
+    """
+    body = rows[:, len(prefix) :]
+    alike = np.flatnonzero((body == body[:, :1]).all(axis=1)) if body.shape[1] > 1 else []
+    if len(alike):
+        number = int(alike[0])
+        raise CorpusError(
+            f"window {number} of {name} holds token {body[number, 0]} {body.shape[1]} times and nothing else (blank"
+            " lines?), which says nothing about a codec; give a text without it"
+        )
 
 
 def refuse_shared_windows(windows: TokenWindows) -> None:

@@ -235,17 +235,13 @@ def _docstrings(path: Path) -> list[str]:
         source = path.read_bytes().decode("utf-8")
         if not LONG_STRING.search(source):  # parsing is the slow part, and many files have nothing to offer
             return []
-        tree = _parse(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+            tree = ast.parse(source)
     except (OSError, ValueError, SyntaxError) as error:
         raise CorpusError(f"cannot read docstrings from {path.parent.name}/{path.name}: {error}") from error
     texts = _called(tree) if TORCH_DOC_FILE.match(path.name) else _written(tree)
     return [text for text in texts if len(text) > MIN_CHARS]
-
-
-def _parse(source: str) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-        return ast.parse(source)
 
 
 def _written(node: ast.AST) -> Iterator[str]:

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from kvlab.core.errors import CorpusError
-from kvlab.text.corpus import SHINGLE, bos, stream
-from kvlab.text.cutting import refuse_alike
+from kvlab.text.corpus import SHINGLE, bos, refuse_alike, stream
 
 PACKAGES = ("torch", "numpy")  # what kvlab itself needs, so it is always there
 FEWEST = 2  # windows: an interval over windows needs two

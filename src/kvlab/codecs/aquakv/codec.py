@@ -178,7 +178,8 @@ class LeftOver:
         norm = fp16.nearest(left.norm(dim=-1), "norm", site.layer)
         turn = spreading(left.shape[1])
         unit = left / torch.where(norm > 0, norm, 1).float()[:, None]
-        words = _padded(unit @ turn * left.shape[1] ** 0.5, self.dim)
+        turned = unit @ turn * left.shape[1] ** 0.5
+        words = torch.nn.functional.pad(turned, (0, -turned.shape[1] % self.dim))
         codes = nearest(words.reshape(-1, self.dim), self._grid)
         block = (packing.pack(codes, self.bits), norm)
         return Encoded(tuple(x.shape), site.layer, site.stream, (), (block,), Stats(n_coefficients=left.numel()))
@@ -209,7 +210,3 @@ def spreading(width: int) -> Tensor:
     cosines[:, 0] /= 2**0.5
     both = torch.kron(cosines.float(), rotation.sylvester(power, torch.device("cpu")) / power**0.5)
     return both * rotation.signs(SEED, width)[:, None]
-
-
-def _padded(rows: Tensor, dim: int) -> Tensor:
-    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % dim))

@@ -31,10 +31,9 @@ from kvlab.codecs.base import (
     uncalibrated,
 )
 from kvlab.codecs.block import BlockStream, outliers
-from kvlab.codecs.block.analysis import Analysis, analyse
+from kvlab.codecs.block.analysis import Analysis, Frame, analyse
 from kvlab.codecs.block.layout import Grid, TokenRun
 from kvlab.codecs.block.outliers import Outliers
-from kvlab.codecs.block.skeleton import Frame
 from kvlab.codecs.block.stored import PRECISION, BlockArrays, Rounding
 from kvlab.codecs.shared import quantizer, rotation, transform
 from kvlab.codecs.shared.apart import apart
