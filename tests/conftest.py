@@ -197,6 +197,6 @@ def tiny_calibration(tiny_params, tiny_windows, tmp_path_factory) -> dict[str, P
 @pytest.fixture(scope="session")
 def tiny_fitted(tiny_calibration):
     """The same as the codecs take it."""
-    from kvlab.calibration.load import Fitted
+    from kvlab.calibration.load import FittedFiles
 
-    return Fitted(*(tiny_calibration[name] for name in ("sigma", "codebooks", "components", "rotated", "archive")))
+    return FittedFiles(*(tiny_calibration[name] for name in ("sigma", "codebooks", "components", "rotated", "archive")))

@@ -18,7 +18,7 @@ import tiny
 from cache.vllm_user import CHUNK, PROMPTS
 from kvlab.cache import vllm_plugin, vllm_settings, vllm_worker
 from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
-from kvlab.calibration.load import Fitted, load
+from kvlab.calibration.load import FittedFiles, load
 from kvlab.codecs.base import Site
 from kvlab.codecs.cast import CastStream
 from kvlab.codecs.hadamard import HadamardStream
@@ -451,7 +451,7 @@ def test_every_step_fired_on_every_layer_and_stream(user, run, recipe):
 @pytest.mark.engine
 def test_vllm_says_what_transformers_says_with_the_same_codecs(user, hf_engine, tiny_files):
     """Whatever else was in a pass: requests were mixed and prompts cut, and every token was coded by itself."""
-    fitted = load(Fitted(**dict(tiny_files)), hf_engine.info.model_hash)
+    fitted = load(FittedFiles(**dict(tiny_files)), hf_engine.info.model_hash)
     codecs = {s: build(recipe, fitted.stream(recipe, s)) for s in "kv" for recipe in [getattr(CALIBRATED, s)]}
 
     def every_token(layer, part, x):

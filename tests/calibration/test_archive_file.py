@@ -133,7 +133,7 @@ def test_a_codec_of_another_sigma_is_refused(tiny_params, tiny_calibration, tiny
     sigma = tmp_path / "hf.safetensors"
     ridge = tiny_params.calibration.model_copy(update={"ridge": 0.1})
     fit_sigma(tiny_params.model_copy(update={"calibration": ridge}), tiny_calibration["capture"], sigma)
-    other = calibration.Fitted(sigma, archive=tiny_fitted.archive)
+    other = calibration.FittedFiles(sigma, archive=tiny_fitted.archive)
     with refused(CalibrationMismatch, "calibration.other-fit", "sigma_hash"):
         calibration.load(other, info.model_hash, info=info)
     with refused(CalibrationMismatch, "calibration.unreadable", tmp_path / "none"):

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured, capture
 from kvlab.calibration.components import FIELDS, fit_components
-from kvlab.calibration.load import Fitted, by_origin
+from kvlab.calibration.load import FittedFiles, by_origin
 from kvlab.calibration.metrics import ErrorMetrics
+from kvlab.calibration.needs import needed_files
 from kvlab.calibration.sigma import describe, second_moment
 from kvlab.codecs.base import Site
 from kvlab.codecs.block.studied import studied_recipe
@@ -39,7 +40,7 @@ from refusals import refused
 
 def load_all(params: Settings, paths: dict, **changed) -> calibration.Calibrated:
     """The calibration with every file of `paths`."""
-    fitted = Fitted(paths["sigma"], paths["codebooks"], paths["components"])
+    fitted = FittedFiles(paths["sigma"], paths["codebooks"], paths["components"])
     return calibration.load(fitted, **{"model_hash": resolve(params.model).model_hash} | changed)
 
 
@@ -153,9 +154,9 @@ def test_components_of_another_sigma_are_refused(tiny_params, tiny_calibration, 
     (tmp_path / "s.json").write_text(sidecar.read_text())
     model_hash = resolve(tiny_params.model).model_hash
     with refused(CalibrationMismatch, "calibration.other-fit", "sigma_hash", "`kvlab step components`"):
-        calibration.load(Fitted(tmp_path / "s.safetensors", None, tiny_calibration["components"]), model_hash)
+        calibration.load(FittedFiles(tmp_path / "s.safetensors", None, tiny_calibration["components"]), model_hash)
     with refused(CalibrationMismatch, "calibration.other-sigma", "`kvlab step codebooks`"):
-        calibration.load(Fitted(tmp_path / "s.safetensors", tiny_calibration["codebooks"]), model_hash)
+        calibration.load(FittedFiles(tmp_path / "s.safetensors", tiny_calibration["codebooks"]), model_hash)
 
 
 @pytest.mark.parametrize("part", ["chol", "inv_chol", "sigma"])
@@ -195,7 +196,7 @@ def test_a_file_that_holds_no_components_says_what_to_run(tiny_params, tiny_cali
 def test_the_calibration_hash_covers_every_file(tiny_params, tiny_calibration):
     model_hash = resolve(tiny_params.model).model_hash
     sigma, codebooks, components = (tiny_calibration[name] for name in ("sigma", "codebooks", "components"))
-    choices = [Fitted(sigma, c, p) for c in (codebooks, None) for p in (components, None)]
+    choices = [FittedFiles(sigma, c, p) for c in (codebooks, None) for p in (components, None)]
     assert len({calibration.load(fitted, model_hash).calibration_hash for fitted in choices}) == 4
 
 
@@ -278,7 +279,7 @@ def test_files_find_each_other_by_origin(tiny_calibration):
         tiny_calibration[name] for name in ("sigma", "codebooks", "components", "rotated")
     )
     assert by_origin([sigma], [codebooks], [components], [rotated]) == {
-        "hf": Fitted(sigma, codebooks, components, rotated)
+        "hf": FittedFiles(sigma, codebooks, components, rotated)
     }
     for twice in ([[sigma, sigma]], [[sigma], [codebooks, codebooks]]):
         with refused(CalibrationMismatch, "calibration.second-file", "hf"):
@@ -333,7 +334,7 @@ def test_tables_that_are_none_say_what_to_run(tiny_params, tiny_calibration, tmp
 
 def test_the_files_that_a_recipe_needs(tiny_params):
     def needed(k, v=None):
-        return calibration.needed_files(Recipe(k=k, v=v or IDENTITY.v))
+        return needed_files(Recipe(k=k, v=v or IDENTITY.v))
 
     studied = studied_recipe(tiny_params)
     plain = studied.v.model_copy(update={"codebook": "gaussian"})
@@ -341,4 +342,4 @@ def test_the_files_that_a_recipe_needs(tiny_params):
     assert needed(HadamardStream(bits=2, whiten=True)) == needed(OscarStream(bits=2)) == ["sigma"]
     assert needed(HadamardStream(bits=2, center=True)) == needed(IDENTITY.k, OscarStream(bits=2))
     assert needed(KltStream(bits=2)) == ["sigma", "components"]
-    assert calibration.needed_files(studied) == ["sigma", "codebooks"]
+    assert needed_files(studied) == ["sigma", "codebooks"]

@@ -16,7 +16,7 @@ from kvlab.codecs.archive.codec import ArchiveCodec, one_ahead
 from kvlab.codecs.archive.counting import LayerSample
 from kvlab.codecs.archive.exact import VALUE, ExactMap, mapped, off_grid, on_grid, power_of_two, unit_of
 from kvlab.codecs.archive.fit import fit
-from kvlab.codecs.archive.layer import StreamCoder
+from kvlab.codecs.archive.layer import LayerCoder
 from kvlab.codecs.archive.model import spectrum_at
 from kvlab.codecs.archive.moments import Across
 from kvlab.codecs.archive.symbols import CLASSES, LARGEST, LOW_BITS, MOST_CLASS, MOST_INDEX, TABLES, Coder, Symbols
@@ -268,7 +268,7 @@ def test_the_reading_ahead_keeps_order_tells_faults_and_gives_its_thread_back():
 
 
 def test_points_of_both_signs_are_what_magnitudes_stand_for(model):
-    coder = StreamCoder(model.streams[1, "k"], 700, spectrum_at(model.streams[1, "k"], 700), model.points[0])
+    coder = LayerCoder(model.streams[1, "k"], 700, spectrum_at(model.streams[1, "k"], 700), model.points[0])
     exponent = torch.randint(-6, 12, (50,), dtype=torch.int32)
     found, index = coder.classes(exponent), torch.randint(-9, 10, (50, WIDTH), dtype=torch.int32)
     own = torch.where(LOW_BITS[found.long()] == 0, model.points[0][TABLES[found.long()], index.abs().clamp(max=3)], 0)

@@ -130,9 +130,9 @@ def test_codecs_fire_as_often_as_the_calls_ask_for(hf_engine, tokenizer, recipe)
 
 
 def test_calibrated_codecs_too(hf_engine, tokenizer, tiny_calibration):
-    from kvlab.calibration.load import Fitted, load
+    from kvlab.calibration.load import FittedFiles, load
 
-    fitted = Fitted(tiny_calibration["sigma"], components=tiny_calibration["components"])
+    fitted = FittedFiles(tiny_calibration["sigma"], components=tiny_calibration["components"])
     recipe = Recipe(k=KltStream(bits=3), v=KltStream(bits=3))
     side = CodedHFSide(hf_engine, tokenizer, NO_END, recipe, load(fitted, hf_engine.info.model_hash))
     side.write([Write(CONTEXT, 4, [])])

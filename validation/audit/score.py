@@ -17,7 +17,7 @@ def columns(change):
     """What plants a change of the columns that two sets of logits make."""
 
     def apply(changes: Changes) -> None:
-        from kvlab.stats.divergences import Reference
+        from kvlab.stats.divergences import ReferenceLogits
 
         def made(compare):
             def planted(self, alternative):
@@ -25,7 +25,7 @@ def columns(change):
 
             return planted
 
-        changes.around(Reference, "compare", made)
+        changes.around(ReferenceLogits, "compare", made)
 
     return apply
 

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlab.calibration.load import Fitted
+from kvlab.calibration.load import FittedFiles
 from kvlab.core.params import Params
 from kvlab.core.records import read_json, write_json
 from kvlab_pipeline.studies.chapter import Sources
@@ -49,11 +49,11 @@ class Workspace:
         return self.folder / "windows.safetensors"
 
     @property
-    def fitted(self) -> dict[str, Fitted]:
+    def fitted(self) -> dict[str, FittedFiles]:
         """The calibration."""
         calib = self.folder / "calib"
         rotated = calib / "hf-post_rope.safetensors"
-        return {"hf": Fitted(calib / "hf.safetensors", calib / "codebooks.json", None, rotated)}
+        return {"hf": FittedFiles(calib / "hf.safetensors", calib / "codebooks.json", None, rotated)}
 
     @property
     def results(self) -> Path:

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from kvlab.calibration.load import Fitted
+from kvlab.calibration.load import FittedFiles
 from kvlab.codecs.shared import whitening
 from kvlab.codecs.shared.quantizer import gaussian_table
 from kvlab.codecs.stream.published import SigmaQ, write_sigma
@@ -142,7 +142,9 @@ def settings_of(params: Params, windows: TokenWindows, dtypes: Sequence[str]) ->
     return Settings.complete(given | own)
 
 
-def write_calibration(params: Settings, info: ModelInfo, windows: TokenWindows, origin: str, folder: Path) -> Fitted:
+def write_calibration(
+    params: Settings, info: ModelInfo, windows: TokenWindows, origin: str, folder: Path
+) -> FittedFiles:
     """A calibration whose every number says whose it is: unit matrices and Gaussian tables times the origin's scale."""
     scale = {name: factor for factor, name in ORIGINS.items()}[origin]
     unit = torch.eye(info.head_dim, dtype=torch.float64).expand(info.n_kv_heads, -1, -1)
@@ -162,7 +164,7 @@ def write_calibration(params: Settings, info: ModelInfo, windows: TokenWindows, 
         for stream, placement, recipe in plan.fittings(params, origin)
     ]
     write_json(codebooks, whose | {"origin": origin, "sigma_hash": file_hash(sigma), "tables": tables})
-    return Fitted(sigma, codebooks)
+    return FittedFiles(sigma, codebooks)
 
 
 def draw(windows: TokenWindows) -> dict[Facts, np.ndarray]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvlab.cache.calibration_file import write_calibration
-from kvlab.calibration.load import Fitted, load
+from kvlab.calibration.load import FittedFiles, load
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.model import resolve
 from kvlab.core.params import Params
@@ -18,14 +18,14 @@ DEFAULT = ("klt",)  # where `mechanisms.pages` names none
 PLAIN = (("hadamard", 4),)  # simulated as well: a codec without a calibration
 
 
-def capacity(params: Params, fitted: Fitted, out: Path) -> None:
+def capacity(params: Params, fitted: FittedFiles, out: Path) -> None:
     """Write ``CAPACITY.md`` and ``capacity.json`` into `out`; raises as `study.study`.
 
     Parameters
     ----------
     params : Params
         `mechanisms` says which codecs vLLM's pages hold, at which bits, and in what the engine computes.
-    fitted : Fitted
+    fitted : FittedFiles
         The pipeline's calibration of this model.
 
     Raises
@@ -37,13 +37,13 @@ def capacity(params: Params, fitted: Fitted, out: Path) -> None:
         study(resolve(params.model).path, recipes(params, fitted, Path(folder)), out, params.mechanisms.dtype)
 
 
-def service(params: Params, fitted: Fitted, out: Path) -> None:
+def service(params: Params, fitted: FittedFiles, out: Path) -> None:
     """Write ``LOAD.md``, ``load.json`` and ``steps.json`` into `out`; see `capacity`, and `load.study` for the rest."""
     with tempfile.TemporaryDirectory() as folder:
         loads(resolve(params.model).path, recipes(params, fitted, Path(folder), PLAIN), out)
 
 
-def recipes(params: Params, fitted: Fitted, folder: Path, beside: Iterable[tuple[str, float]] = ()) -> list[Path]:
+def recipes(params: Params, fitted: FittedFiles, folder: Path, beside: Iterable[tuple[str, float]] = ()) -> list[Path]:
     """A file for each codec and width that pages may hold, and for those `beside` them, in a folder."""
     info, asked = resolve(params.model), params.mechanisms
     calibrated = load(fitted, info.model_hash)

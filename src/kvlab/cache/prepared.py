@@ -8,7 +8,8 @@ from typing import Literal
 
 from kvlab.cache.calibration_file import load_calibration
 from kvlab.cache.recipe_file import CalibratedRecipeFile, CalibrationFiles, RecipeFile
-from kvlab.calibration.load import Calibrated, Fitted, load, needed_files
+from kvlab.calibration.load import Calibrated, FittedFiles, load
+from kvlab.calibration.needs import needed_files
 from kvlab.codecs.base import Codec
 from kvlab.codecs.recipes import named_recipe
 from kvlab.codecs.registry import build
@@ -157,7 +158,7 @@ def _calibrated(file: RecipeFile, info: ModelInfo) -> Calibrated | None:
             " with kvlab calibrate"
         )
     refuse_missing(file.calibration)
-    return load(Fitted(**files), info.model_hash)
+    return load(FittedFiles(**files), info.model_hash)
 
 
 def refuse_missing(files: CalibrationFiles) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from kvlab.cache.hf_cache import Calibration, KVCache, Semantics
 from kvlab.cache.prepared import FromFile
 from kvlab.cache.recipe_file import CalibratedRecipeFile, read_recipe_file
-from kvlab.calibration.load import needed_files
+from kvlab.calibration.needs import needed_files
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.core.model import resolve
 from kvlab.core.params import Model

@@ -16,7 +16,7 @@ from kvlab.calibration.components import Fitting
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.calibration.moments import STREAMS
 from kvlab.codecs.archive import ArchiveStream, fit
-from kvlab.codecs.archive.codec import ArchiveCodec, Body
+from kvlab.codecs.archive.codec import ArchiveBody, ArchiveCodec
 from kvlab.codecs.archive.counting import LayerSample
 from kvlab.codecs.archive.file import ArchiveFile, ArchiveHeader, dump, load, refuse_other
 from kvlab.codecs.archive.layer import ENCODES_NOT, StreamModel
@@ -135,7 +135,7 @@ class Archive:
         block: int,
         beside: int,
         starts: bool = True,
-    ) -> Body:
+    ) -> ArchiveBody:
         """A cache in blocks of so many tokens, at the quality or the bits of a recipe; raises as `encode`.
 
         Parameters

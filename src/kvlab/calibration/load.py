@@ -13,7 +13,7 @@ from kvlab.calibration.archive import Archive
 from kvlab.calibration.archive_file import archive_identity, load_archive
 from kvlab.calibration.components import FIELDS, load_components
 from kvlab.calibration.facts import read_facts
-from kvlab.calibration.needs import Piece, coded_by, needed_files, needs_calibration, pieces, reads
+from kvlab.calibration.needs import CalibrationPiece, coded_by, pieces, reads
 from kvlab.calibration.sigma import load_whiteners, read_sidecar
 from kvlab.calibration.whole import Whole
 from kvlab.codecs.base import StreamCalibration
@@ -24,15 +24,13 @@ from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Cell, Placement, Recipe, StreamRecipe, digest
 from kvlab.core.records import file_hash, fingerprint
 
-__all__ = ["Calibrated", "Fitted", "by_origin", "load", "needed_files", "needs_calibration"]
-
 CODEBOOKS = {"model_hash": str, "corpus_hash": str, "origin": str, "sigma_hash": str, "tables": list}
 TableKey = tuple[Literal["k", "v"], Placement, str]
 """Stream, placement and digest of the stream's recipe: what a Lloyd-Max table was fitted for."""
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedFiles:
     """The files of a calibration: what `kvlab step sigma`, `codebooks`, `components` and `archive` wrote.
 
     `rotated` is the Sigma_q of the queries after their rotary embedding. Without codebooks, components, it or the
@@ -147,7 +145,7 @@ class Calibrated:
         """Digests of everything fitted that the codecs of a cell read, by the name of the piece."""
         return {name: fingerprint(*(x.cpu().numpy() for x in self._tensors(p))) for name, p in pieces(cell).items()}
 
-    def _tensors(self, piece: Piece) -> tuple[torch.Tensor, ...]:
+    def _tensors(self, piece: CalibrationPiece) -> tuple[torch.Tensor, ...]:
         if piece.kind == "table":
             return (self.tables[piece.stream, piece.placement, piece.place],)
         if piece.kind == "whitener":
@@ -182,12 +180,14 @@ class Calibrated:
         return self.tables[key]
 
 
-def load(fitted: Fitted, model_hash: str, corpus_hash: str | None = None, info: ModelInfo | None = None) -> Calibrated:
+def load(
+    fitted: FittedFiles, model_hash: str, corpus_hash: str | None = None, info: ModelInfo | None = None
+) -> Calibrated:
     """Read Sigma_q, the tables, the components and the codec of whole caches.
 
     Parameters
     ----------
-    fitted : Fitted
+    fitted : FittedFiles
         The files.
     model_hash : str
         The model that they must have been fitted on.
@@ -234,7 +234,7 @@ def by_origin(
     components: Sequence[Path] = (),
     rotated: Sequence[Path] = (),
     archive: Sequence[Path] = (),
-) -> dict[str, Fitted]:
+) -> dict[str, FittedFiles]:
     """Files of calibrations on one or several engines' captures, put together by the engine that each names.
 
     Raises
@@ -270,7 +270,7 @@ def by_origin(
                 " --sigma",
                 code="calibration.no-sigma",
             )
-    return {origin: Fitted(**files) for origin, files in named.items()}
+    return {origin: FittedFiles(**files) for origin, files in named.items()}
 
 
 def load_rotated(path: Path, of_sigma: dict[str, str]) -> dict[int, Whitener]:

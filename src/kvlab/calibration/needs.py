@@ -21,7 +21,7 @@ and that of a codec of whole caches (``archive``) is for studies alone; `kvlab c
 """
 
 
-class Piece(NamedTuple):
+class CalibrationPiece(NamedTuple):
     """One fitted thing that a codec reads.
 
     `placement` is that of K, ``pre_rope`` for V, which has no rotary embedding; `place` is the layer, or for a
@@ -63,7 +63,7 @@ def needs_calibration(recipe: StreamRecipe) -> bool:
 
 
 def needed_files(recipe: Recipe) -> list[str]:
-    """Files of `Fitted` that a recipe cannot do without, by field; the other files belong to a `sigma`.
+    """Files of `FittedFiles` that a recipe cannot do without, by field; the other files belong to a `sigma`.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def needed_files(recipe: Recipe) -> list[str]:
     return [name for name in dict.fromkeys(FILES.values()) if name in needed]
 
 
-def pieces(cell: Cell) -> dict[str, Piece]:
+def pieces(cell: Cell) -> dict[str, CalibrationPiece]:
     """Everything fitted that the codecs of a cell read, by name."""
     found = []
     for which, layer in product(cell.stream, cell.layers):
@@ -90,5 +90,5 @@ def pieces(cell: Cell) -> dict[str, Piece]:
         for kind in reads(recipe, which):
             places = {"table": digest(recipe), "own": f"{recipe.codec}/{layer}", "whole": recipe.codec}
             places |= {"spectra": "all", "archive": "all"}
-            found.append(Piece(kind, which, placement, places.get(kind, layer)))
+            found.append(CalibrationPiece(kind, which, placement, places.get(kind, layer)))
     return {piece.name: piece for piece in found}

@@ -71,18 +71,18 @@ def bits_of(params: Params, bits: float | None, v_bits: float | None) -> Params:
 
 def fitted_of(sigma: SigmaIfCoded = None, codebooks: CodebooksIfCoded = None, components: ComponentsIfCoded = None):
     """The calibration that --sigma, --codebooks and --components name; None without one."""
-    from kvlab.calibration.load import Fitted
+    from kvlab.calibration.load import FittedFiles
 
     if sigma is None and (codebooks or components):
         raise UserError("--codebooks and --components belong to a Sigma_q; name it with --sigma")
-    return Fitted(sigma, codebooks, components) if sigma else None
+    return FittedFiles(sigma, codebooks, components) if sigma else None
 
 
 def transform_of(sigma: SigmaFile, components: ComponentsFile):
     """The calibration of the codecs that need no more than Sigma_q and components."""
-    from kvlab.calibration.load import Fitted
+    from kvlab.calibration.load import FittedFiles
 
-    return Fitted(sigma, components=components)
+    return FittedFiles(sigma, components=components)
 
 
 def key_of(key: Path | None):

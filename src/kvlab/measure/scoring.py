@@ -17,7 +17,7 @@ from kvlab.core.records import CANARY_MIN, SAME, TOKENS, TWO_PASSES
 from kvlab.engines.base import ContextCache, Engine
 from kvlab.measure.coding import UNDECIDING, CleanCapture, Coder, InForward, Tally
 from kvlab.measure.tensor_recorder import Overheard
-from kvlab.stats.divergences import Reference
+from kvlab.stats.divergences import ReferenceLogits
 
 CANARY_STREAM = BlockStream(
     bits=1,
@@ -59,7 +59,7 @@ class WindowRun:
     clean: dict[str, CleanCapture] = field(init=False)
     kept: dict[str, Any] = field(init=False, default_factory=dict)  # what subjects keep while the window lasts
     _inputs: list[torch.Tensor] | None = field(init=False)  # of each layer, in the clean pass
-    _references: list[Reference] = field(init=False, default_factory=list)
+    _references: list[ReferenceLogits] = field(init=False, default_factory=list)
     _shared: dict[tuple, tuple[torch.Tensor, Tally]] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
@@ -170,12 +170,12 @@ class WindowRun:
             self.engine.score(self.ids, self.context, self.clean[placement], placement)
         return self.clean[placement]
 
-    def comparable(self, reference: torch.Tensor, first: int = 0) -> Reference:
+    def comparable(self, reference: torch.Tensor, first: int = 0) -> ReferenceLogits:
         """The reference's half of a comparison from row `first` on; the window's own two are computed once whole."""
         if first:
-            return Reference(reference[first:], self.labels[first:])
+            return ReferenceLogits(reference[first:], self.labels[first:])
         known = [one for one in self._references if one.logits is reference]
-        found = known[0] if known else Reference(reference, self.labels)
+        found = known[0] if known else ReferenceLogits(reference, self.labels)
         if not known and (reference is self.reference or reference is self.__dict__.get("over_clean")):
             self._references.append(found)
         return found

@@ -47,10 +47,10 @@ def token_record(
     Fault
         When shapes do not agree or a label is outside the vocabulary.
     """
-    return Reference(ref_logits, labels, chunk=chunk).compare(alt_logits)
+    return ReferenceLogits(ref_logits, labels, chunk=chunk).compare(alt_logits)
 
 
-class Reference:
+class ReferenceLogits:
     """A prediction that several others are compared with: its half of `token_record`, computed once.
 
     Parameters

@@ -72,7 +72,7 @@ ROWS = pl.Schema(
 )
 
 
-class Item(NamedTuple):
+class RulerItem(NamedTuple):
     """One text and its question: token ids, and the strings that have to be written.
 
     `length` is RULER's: the most tokens that the text, the question and the answer may have together. `number` counts
@@ -96,7 +96,7 @@ class Item(NamedTuple):
 class Ruler:
     """All items of one model, with the hash of them all."""
 
-    items: tuple[Item, ...]
+    items: tuple[RulerItem, ...]
     items_hash: str
 
 
@@ -134,12 +134,14 @@ def build(params: Params, out: Path) -> Ruler:
     return found
 
 
-def items_of(task: str, lengths: Sequence[int], texts: int, seed: int, info: ModelInfo, tokenizer) -> Iterator[Item]:
+def items_of(
+    task: str, lengths: Sequence[int], texts: int, seed: int, info: ModelInfo, tokenizer
+) -> Iterator[RulerItem]:
     """So many items of one task at each length; equal seeds give equal items."""
     number = 0
     for length in lengths:
         for text in fitting(task, length, texts, seed, info, tokenizer):
-            yield Item(task, length, number, *text)
+            yield RulerItem(task, length, number, *text)
             number += 1
 
 
@@ -245,7 +247,7 @@ def seeded(name: str) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------- on disk
 
 
-def items_hash(items: Sequence[Item]) -> str:
+def items_hash(items: Sequence[RulerItem]) -> str:
     """Identity of the items."""
     return sha256(json.dumps([list(item) for item in items]).encode())
 
@@ -275,7 +277,7 @@ def load(path: Path, model_hash: str) -> Ruler:
         A file is missing or changed, is of another version, or was tokenised for another model.
     """
     record, rows = read_items(path, VERSION, ROWS, model_hash)
-    found = tuple(Item(**row) for row in rows.iter_rows(named=True))
+    found = tuple(RulerItem(**row) for row in rows.iter_rows(named=True))
     if items_hash(found) != record.get("items_hash"):
         raise CorpusError(
             f"{path} does not match its own hash; it was changed after it was written", code="corpus.changed"

@@ -48,9 +48,9 @@ IfCoded = Annotated[Any, Made(fitted_of)]
 
 def _with_archive(sigma: SigmaFile, components: ComponentsFile, archive: ArchiveFile = None):
     """The calibration of every codec that has a file."""
-    from kvlab.calibration.load import Fitted
+    from kvlab.calibration.load import FittedFiles
 
-    return Fitted(sigma, components=components, archive=archive)
+    return FittedFiles(sigma, components=components, archive=archive)
 
 
 WithArchive = Annotated[Any, Made(_with_archive)]

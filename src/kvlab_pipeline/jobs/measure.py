@@ -18,7 +18,7 @@ import polars as pl
 import torch
 
 from kvlab.calibration import load as calibration
-from kvlab.calibration.load import Calibrated, Fitted
+from kvlab.calibration.load import Calibrated, FittedFiles
 from kvlab.calibration.needs import needs_calibration
 from kvlab.core import code, memory
 from kvlab.core.errors import CalibrationMismatch
@@ -72,7 +72,7 @@ class Lab:
         cls,
         params: Params,
         windows_path: Path,
-        fitted: dict[str, Fitted],
+        fitted: dict[str, FittedFiles],
         folder: Path | None = None,
         longest: int = 0,
     ) -> Lab:
@@ -295,7 +295,7 @@ def measure(
     study: str,
     job: str,
     windows_path: Path,
-    fitted: dict[str, Fitted],
+    fitted: dict[str, FittedFiles],
     out: Path,
     choice: Frozen | None = None,
     folder: Path | None = None,
@@ -304,7 +304,7 @@ def measure(
 
     Parameters
     ----------
-    fitted : dict of str to Fitted
+    fitted : dict of str to FittedFiles
         The calibrations by origin; empty where no codec needs one.
     choice : kvlab_pipeline.studies.mitigations.plan.Choice, optional
         What the mitigations are planned from.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
-from kvlab.calibration.load import Fitted
+from kvlab.calibration.load import FittedFiles
 from kvlab.core.errors import MixedIdentity, UserError
 from kvlab.core.params import Params
 from kvlab.core.records import JobRecord, read_job
@@ -17,14 +17,14 @@ from kvlab.measure.witnessing import witnessed_of
 from kvlab_pipeline.jobs.measure import Lab
 
 
-def witness(params: Params, result: Path, windows_path: Path, fitted: dict[str, Fitted]) -> Iterator[Testimony]:
+def witness(params: Params, result: Path, windows_path: Path, fitted: dict[str, FittedFiles]) -> Iterator[Testimony]:
     """Testimonies of one result, each as soon as there is one.
 
     Parameters
     ----------
     result : Path
         The ``.json`` or ``.parquet`` of a job of cells, as `kvlab step measure` writes it.
-    fitted : dict of str to Fitted
+    fitted : dict of str to FittedFiles
         The calibrations by origin; empty where no codec needs one.
 
     Raises

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvlab.calibration.load import Fitted
+from kvlab.calibration.load import FittedFiles
 from kvlab.core.errors import MissingResult, UnknownName
 from kvlab.core.params import Params
 from kvlab.core.settings import Frozen
@@ -20,7 +20,7 @@ def measure_jobs(
     params: Params,
     jobs: Sequence[str],
     windows_path: Path,
-    fitted: dict[str, Fitted],
+    fitted: dict[str, FittedFiles],
     results: Path,
     *,
     choice: Frozen | None = None,
@@ -34,7 +34,7 @@ def measure_jobs(
     ----------
     jobs : sequence of str
         ``<study>/<job>`` of each, as in `units.units`.
-    fitted : dict of str to Fitted
+    fitted : dict of str to FittedFiles
         The calibrations by origin, with the codebooks of all studies; empty where no codec needs one.
     choice : mitigations.plan.Choice, optional
         What the mitigations are planned from.

@@ -15,7 +15,7 @@ import torch
 from cache.pages.pages_user import BLOCKS, PROMPTS, REQUESTS
 from kvlab.cache.pages.rows import rows_of
 from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
-from kvlab.calibration.load import Fitted, load
+from kvlab.calibration.load import FittedFiles, load
 from kvlab.codecs.base import Site
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.klt import KltStream
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="session")
 def codecs(tiny_calibration, hf_engine):
     files = {name: tiny_calibration[name] for name in ("sigma", "components")}
-    fitted = load(Fitted(**files, codebooks=None), hf_engine.info.model_hash)
+    fitted = load(FittedFiles(**files, codebooks=None), hf_engine.info.model_hash)
     return {stream: build(getattr(CODED, stream), fitted.stream(getattr(CODED, stream), stream)) for stream in "kv"}
 
 

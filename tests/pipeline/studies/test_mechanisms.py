@@ -25,7 +25,7 @@ from kvlab.engines.registry import start as real_start
 from kvlab.measure import engines as lab_engines
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.windows import Window
-from kvlab.stats.divergences import Reference
+from kvlab.stats.divergences import ReferenceLogits
 from kvlab.text import ruler
 from kvlab.text.needles import Needle, Needles
 from kvlab_pipeline.jobs.measure import Lab
@@ -445,7 +445,7 @@ def test_what_is_found_is_what_greedy_decoding_writes(root, base_params, tmp_pat
             asked, max_new_tokens=len(needle.answer), do_sample=False, attention_mask=torch.ones_like(asked)
         )
         same = written[0, asked.shape[1] :].tolist() == needle.answer
-        assert items.answered(Reference(rows, labels), rows)["needle_recall"] == float(same)
+        assert items.answered(ReferenceLogits(rows, labels), rows)["needle_recall"] == float(same)
         assert sequence(needle)[0] == list(item.ids)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured
-from kvlab.calibration.load import Fitted
+from kvlab.calibration.load import FittedFiles
 from kvlab.codecs.base import Site
 from kvlab.codecs.identity.codec import IdentityCodec
 from kvlab.codecs.shared.whitening import Whitener
@@ -107,8 +107,8 @@ def test_histograms_count_blocks_by_rank_and_place():
 
 
 @pytest.fixture(scope="module")
-def fitted(tiny_calibration) -> Fitted:
-    return Fitted(tiny_calibration["sigma"], tiny_calibration["codebooks"])
+def fitted(tiny_calibration) -> FittedFiles:
+    return FittedFiles(tiny_calibration["sigma"], tiny_calibration["codebooks"])
 
 
 @pytest.fixture(scope="module")

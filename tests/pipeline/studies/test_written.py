@@ -13,7 +13,7 @@ from kvlab.core.errors import Fault
 from kvlab.engines.base import Engine, until
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.windows import Window
-from kvlab.text.ruler import Item, Ruler
+from kvlab.text.ruler import Ruler, RulerItem
 from kvlab_pipeline.studies.mechanisms import items, plan
 from kvlab_pipeline.studies.mechanisms.written import CHECKED, DRAFT, GREEDY_TOKENS, Answers, Greedy, agreement, prompt
 
@@ -132,7 +132,7 @@ class Words:
 def asked(run, hf_engine, ids):
     """A question to which the untouched model has the answer: what it writes anyhow."""
     wanted = hf_engine.write_over(ids, clean(run), 3)
-    item = Item("vt", 128, 0, ids[:CONTEXT], ids[CONTEXT:], [f"<{token}>" for token in dict.fromkeys(wanted)])
+    item = RulerItem("vt", 128, 0, ids[:CONTEXT], ids[CONTEXT:], [f"<{token}>" for token in dict.fromkeys(wanted)])
     return Answers("ruler_vt", Ruler((item,), "hash"), Words())
 
 
@@ -150,7 +150,7 @@ def test_a_cache_that_is_lost_loses_the_answer(run, asked):
 
 
 def test_items_are_windows_cut_where_the_question_begins(ids):
-    item = Item("niah_single", 64, 7, ids[:CONTEXT], ids[CONTEXT:], ["1"])
+    item = RulerItem("niah_single", 64, 7, ids[:CONTEXT], ids[CONTEXT:], ["1"])
     found = items.tasks(Ruler((item,), "hash"))
     assert found.pop("ruler_niah_single") == [Window("ruler_niah_single", 7, tuple(ids), CONTEXT)]
     assert not any(found.values())

@@ -106,7 +106,7 @@ class AquaKvCodec:
         return self.owner.written(self._frames(cache, len(ids)), dtype_of(cache[0, "k"]), len(ids))
 
     def _frames(self, cache: Cache, tokens: int) -> Iterator[Encoded]:
-        walk = _Walk(self, tokens)
+        walk = _PredictedStreams(self, tokens)
         for layer in range(self.owner.layers):
             for stream in STREAMS:
                 codec = walk.codec(layer, stream)
@@ -117,7 +117,7 @@ class AquaKvCodec:
     def decode(self, data: bytes, ids: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """See `WholeCodec`."""
         reader = self.owner.read(data, ids)
-        walk = _Walk(self, len(ids))
+        walk = _PredictedStreams(self, len(ids))
         for layer in range(self.owner.layers):
             k, v = (
                 walk.decoded(layer, stream, walk.codec(layer, stream).decode(reader.frame(layer, stream)))
@@ -126,7 +126,7 @@ class AquaKvCodec:
             yield layer, k, v
 
 
-class _Walk:
+class _PredictedStreams:
     """Holds what is decoded of two layers, and makes the codec of each stream from it."""
 
     def __init__(self, codec: AquaKvCodec, tokens: int):

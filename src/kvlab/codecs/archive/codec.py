@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.archive.exact import off_grid, on_grid
-from kvlab.codecs.archive.layer import StreamCoder, coarser
+from kvlab.codecs.archive.layer import LayerCoder, coarser
 from kvlab.codecs.archive.model import STREAMS, ArchiveModel, spectrum_at
 from kvlab.codecs.archive.steps import OCTAVE, QUALITIES, exponents
 from kvlab.codecs.archive.symbols import Coder, Exponents, Symbols, packed, unpacked
@@ -34,7 +34,7 @@ Part = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Body:
+class ArchiveBody:
     """A coded cache without its frame.
 
     Parameters
@@ -85,7 +85,7 @@ class ArchiveCodec:
         self._first = first if fitted.by_tokens else None
         self._symbols = [Symbols(counts) for counts in fitted.counts]
         self._exponents = [Exponents(counts) for counts in fitted.exponents]
-        self._coders: dict[tuple[int, int, int], StreamCoder] = {}
+        self._coders: dict[tuple[int, int, int], LayerCoder] = {}
         self._lock = Lock()
 
     @torch.no_grad()
@@ -96,7 +96,7 @@ class ArchiveCodec:
         expected: Tensor,
         quality: int,
         starts: bool = True,
-    ) -> Body:
+    ) -> ArchiveBody:
         """Code a cache at a quality.
 
         Parameters
@@ -108,7 +108,7 @@ class ArchiveCodec:
         expected : Tensor
             Squared attention that each token may expect in each layer [layers, tokens]; see `steps.exponents`.
         quality : int
-            See `Body`.
+            See `ArchiveBody`.
         starts : bool
             Whether the first token is the first of its text.
 
@@ -134,7 +134,7 @@ class ArchiveCodec:
                 f" {list(expected.shape)}, for {self.fitted.layers} layers",
                 code="user.other-length",
             )
-        walk, chosen = _Walk(self, self.given(ids), quality, starts), exponents(expected.cpu())
+        walk, chosen = _LayerWalk(self, self.given(ids), quality, starts), exponents(expected.cpu())
         spans = spans_of(tokens, self.block)
         records: list[list[bytes]] = [[] for _ in spans]
         for layer in range(self.fitted.layers):
@@ -142,9 +142,9 @@ class ArchiveCodec:
             exponent, parts = walk.analysed(layer, rows, chosen[layer])
             for record, span in zip(records, spans, strict=True):
                 record.append(self._written(layer, exponent, parts, span))
-        return Body(quality, tokens, self.block, starts, tuple(map(tuple, records)))
+        return ArchiveBody(quality, tokens, self.block, starts, tuple(map(tuple, records)))
 
-    def encode_to(self, cache, ids, expected, nbytes: float, beside: int = 0, starts: bool = True) -> Body:
+    def encode_to(self, cache, ids, expected, nbytes: float, beside: int = 0, starts: bool = True) -> ArchiveBody:
         """Code a cache into as nearly as many bytes as are asked for, and no more than 1 % off.
 
         Bits are nearly straight in the quality, so that a few encodings find it. `beside` are bytes that whoever asks
@@ -155,7 +155,7 @@ class ArchiveCodec:
         CapabilityError
             No quality comes near.
         """
-        tried: dict[int, Body] = {}
+        tried: dict[int, ArchiveBody] = {}
         due = nbytes - beside
         quality = self.fitted.quality_for(8 * due / sum(x.numel() for x in cache.values()))
         while quality not in tried and quality in QUALITIES and len(tried) < TRIES:
@@ -171,7 +171,9 @@ class ArchiveCodec:
         return best
 
     @torch.no_grad()
-    def decode(self, body: Body, ids: Sequence[int], only: int | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def decode(
+        self, body: ArchiveBody, ids: Sequence[int], only: int | None = None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Layer, K and V, float32 [kv_heads, tokens, head_dim], from the first layer up; two are held at a time.
 
         With several threads, what is read of the next one too.
@@ -192,7 +194,7 @@ class ArchiveCodec:
         spans = [body.span(number) for number in numbers]
         tokens = [token for span in spans for token in ids[span]]
         with one_ahead(lambda layer: self._read(layer, body, numbers), self.fitted.layers) as read:
-            walk = _Walk(self, self.given(tokens), body.quality, body.starts and 0 in numbers)
+            walk = _LayerWalk(self, self.given(tokens), body.quality, body.starts and 0 in numbers)
             for layer, grids in enumerate(read):
                 k, v = (self._tensor(layer, place, x) for place, x in walk.synthesised(layer, grids))
                 yield layer, k, v
@@ -224,7 +226,7 @@ class ArchiveCodec:
         self._exponents[layer].write(coder, exponent[span])
         return packed(coder)
 
-    def _read(self, layer: int, body: Body, numbers: Sequence[int]) -> list[Tensor]:
+    def _read(self, layer: int, body: ArchiveBody, numbers: Sequence[int]) -> list[Tensor]:
         """Components of the tokens of some blocks on their grid, of K and of V; nothing of another layer is read."""
         coders = [unpacked(body.records[number][layer]) for number in numbers]
         sizes = [span.stop - span.start for span in map(body.span, numbers)]
@@ -240,7 +242,7 @@ class ArchiveCodec:
                 raise StreamError(f"layer {layer} of block {number} holds more than the tokens of its block")
         return grids
 
-    def coder(self, layer: int, place: int, quality: int) -> StreamCoder:
+    def coder(self, layer: int, place: int, quality: int) -> LayerCoder:
         """That of a stream at a quality; the last few are kept. Threads may ask at the same time."""
         key = (layer, place, quality)
         with self._lock:
@@ -249,11 +251,11 @@ class ArchiveCodec:
                     self._coders.pop(next(iter(self._coders)))
                 fitted = self.fitted.streams[layer, STREAMS[place]]
                 points = self.fitted.points[place]
-                self._coders[key] = StreamCoder(fitted, quality, spectrum_at(fitted, quality), points)
+                self._coders[key] = LayerCoder(fitted, quality, spectrum_at(fitted, quality), points)
             return self._coders[key]
 
 
-class _Walk:
+class _LayerWalk:
     """Goes up the layers, and holds what is decoded of the one below; whole numbers, float64 [tokens, width]."""
 
     def __init__(self, codec: ArchiveCodec, given: tuple[Tensor, Tensor] | None, quality: int, starts: bool):
@@ -299,7 +301,7 @@ def spans_of(tokens: int, block: int) -> list[slice]:
     return [slice(start, min(start + block, tokens)) for start in range(0, tokens, block)]
 
 
-def block_of(body: Body, number: int) -> int:
+def block_of(body: ArchiveBody, number: int) -> int:
     """`number`, which must be that of a block; `UserError` otherwise."""
     if not 0 <= number < len(body.records):
         raise UserError(f"there is no block {number}; allowed: 0..{len(body.records) - 1}", code="user.no-such-block")
@@ -313,7 +315,7 @@ def _rows(x: Tensor, layer: int, stream: str) -> Tensor:
     return x.detach().cpu().double().transpose(0, 1).flatten(1)
 
 
-def _next(tried: Mapping[int, Body], nbytes: float, values: int) -> int:
+def _next(tried: Mapping[int, ArchiveBody], nbytes: float, values: int) -> int:
     """The quality to try next: between the nearest that give less and more, or beyond all; at last one tried before."""
     less = max((quality for quality, body in tried.items() if body.nbytes < nbytes), default=None)
     more = min((quality for quality, body in tried.items() if body.nbytes > nbytes), default=None)

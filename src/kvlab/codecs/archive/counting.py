@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvlab.codecs.archive.exact import on_grid
-from kvlab.codecs.archive.layer import POINTS, StreamCoder, StreamModel
+from kvlab.codecs.archive.layer import POINTS, LayerCoder, StreamModel
 from kvlab.codecs.archive.model import SEEN, STREAMS, spectrum_at
 from kvlab.codecs.archive.steps import EMERGENCY, OCTAVE, POINT, exponents, log_steps
 from kvlab.codecs.archive.symbols import CLASSES, EXPONENTS, LARGEST, LOW_BITS, TABLES
@@ -67,7 +67,7 @@ class Counting:
     def _coded(self, layer, place, quality, rows, exponent, below, given) -> Tensor:
         """One window's K or V coded and counted; what is decoded, as whole numbers."""
         fitted = self.streams[layer, STREAMS[place]]
-        coder = StreamCoder(fitted, quality, spectrum_at(fitted, quality), torch.zeros(CLASSES, POINTS))
+        coder = LayerCoder(fitted, quality, spectrum_at(fitted, quality), torch.zeros(CLASSES, POINTS))
         predicted = coder.predicted(below, len(rows), True, given)
         components = coder.components(on_grid(rows, coder.unit) - predicted)
         index = coder.indices(components, exponent)

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import google_crc32c
 
-from kvlab.codecs.archive.codec import Body
+from kvlab.codecs.archive.codec import ArchiveBody
 from kvlab.codecs.archive.steps import QUALITIES
 from kvlab.codecs.stream import tree
 from kvlab.codecs.stream.cache_file import DTYPES
@@ -43,7 +43,7 @@ class ArchiveHeader:
     layers, heads, head_dim, tokens : int
         Shape of the cache; `heads` counts KV heads.
     block, quality : int
-        See `Body`.
+        See `ArchiveBody`.
     dtype : {"float32", "bfloat16", "float16"}
         Of the cache that was coded.
     starts : bool
@@ -124,7 +124,7 @@ class ArchiveFile(NamedTuple):
 
     header: ArchiveHeader
     ids: tuple[int, ...]
-    body: Body
+    body: ArchiveBody
 
 
 def refuse_other(file: ArchiveFile, calibration_hash: str, model_hash: str, ids: Sequence[int] | None = None) -> None:
@@ -140,7 +140,7 @@ def refuse_other(file: ArchiveFile, calibration_hash: str, model_hash: str, ids:
         raise StreamError(f"the archive is of other tokens than are given: they differ at {place}")
 
 
-def dump(body: Body, header: ArchiveHeader, ids: Sequence[int], key: Key | None = None) -> bytes:
+def dump(body: ArchiveBody, header: ArchiveHeader, ids: Sequence[int], key: Key | None = None) -> bytes:
     """The file of a coded cache, signed where there is a key."""
     records = [record_of(record) for record in body.records]
     front = header.pack() + struct.pack(f"<{len(ids) + len(records)}I", *ids, *map(len, records))
@@ -181,7 +181,9 @@ def load(data: bytes, key: Key | None = None) -> ArchiveFile:
             code="stream.root-digest",
         )
     seal.refuse_other(key, PURPOSE)
-    return ArchiveFile(header, ids, Body(header.quality, header.tokens, header.block, header.starts, tuple(records)))
+    return ArchiveFile(
+        header, ids, ArchiveBody(header.quality, header.tokens, header.block, header.starts, tuple(records))
+    )
 
 
 def record_of(parts: Sequence[bytes]) -> bytes:

@@ -64,7 +64,7 @@ class StreamModel:
         return len(self.first)
 
 
-class StreamCoder:
+class LayerCoder:
     """Predicts, analyses and rebuilds rows of one layer's K or V at one quality.
 
     Parameters

@@ -34,7 +34,7 @@ class ArchiveModel:
     counts : Tensor
         How often each magnitude was seen, by stream and class, int32 [2, CLASSES, LARGEST + 1].
     points : Tensor
-        Reconstruction points, int16 [2, CLASSES, POINTS]; see `layer.StreamCoder`.
+        Reconstruction points, int16 [2, CLASSES, POINTS]; see `layer.LayerCoder`.
     rates : Tensor
         Bits of a value of the sample at every quality of `SEEN`, float32.
     by_tokens : Tensor

@@ -13,7 +13,7 @@ from kvlab.codecs.base import Arrays, Stats, StreamCalibration, finite, stored
 from kvlab.codecs.kvquant import KvQuantStream
 from kvlab.codecs.shared import fp16, quantizer
 from kvlab.codecs.shared.apart import apart
-from kvlab.codecs.shared.no_front import OwnFront
+from kvlab.codecs.shared.front import OwnFront
 from kvlab.codecs.shared.token_blocks import TokenBlockCodec
 from kvlab.codecs.stream import packing
 from kvlab.core.errors import CapabilityError, StreamError

@@ -19,7 +19,7 @@ from kvlab.codecs.kvtc import KvtcStream
 from kvlab.codecs.shared import uniform
 from kvlab.codecs.shared.ended_codec import EndedCodec
 from kvlab.codecs.shared.exact_tokens import ExactTokens
-from kvlab.codecs.shared.no_front import OwnFront
+from kvlab.codecs.shared.front import OwnFront
 from kvlab.codecs.shared.products import product
 from kvlab.codecs.shared.token_blocks import TokenBlockCodec
 from kvlab.codecs.shared.transform import fixed_sign

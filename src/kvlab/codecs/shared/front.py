@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from kvlab.codecs.base import StreamCalibration
@@ -68,6 +70,44 @@ class Front:
             metric = needed(self.calibration.components, layer, "weigh", "metric").head_metric.cpu()
             self._weighers[layer] = fit(metric, ridge=0.0)
         return self._weighers[layer]
+
+
+class OwnFront:
+    """As `Front`, for a codec that reads what it fitted by itself: nothing stands before it, but the shapes must agree.
+
+    Parameters
+    ----------
+    codec : str
+        Its name.
+    calibration : StreamCalibration
+        Its `own` holds, by layer, fits with a `shape` (heads, head_dim).
+    """
+
+    def __init__(self, codec: str, calibration: StreamCalibration):
+        self.codec, self.calibration = codec, calibration
+
+    def of(self, layer: int) -> Any:
+        """The fit of a layer; `CalibrationMismatch` when there is none."""
+        return needed(self.calibration.own, layer, f"codec: {self.codec}", "fit of its own")
+
+    def fits(self, shape: tuple[int, int, int], layer: int) -> None:
+        """`CalibrationMismatch` when there is no fit, or one for another [heads, n, head_dim]."""
+        heads, head_dim = self.of(layer).shape
+        if (shape[0], shape[2]) != (heads, head_dim):
+            raise CalibrationMismatch(
+                f"what {self.codec} fitted is for {heads} KV heads of {head_dim} dimensions, the tensor has {shape[0]}"
+                f" of {shape[2]}; calibrate this model",
+                code="calibration.other-shape",
+            )
+
+    def forward(self, x: Tensor, layer: int) -> Tensor:
+        """`x` itself."""
+        self.fits(tuple(x.shape), layer)
+        return x
+
+    def inverse(self, rows: Tensor, layer: int) -> Tensor:
+        """`rows` themselves."""
+        return rows
 
 
 def needed(found: dict, layer: int, setting: str, what: str):

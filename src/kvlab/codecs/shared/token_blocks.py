@@ -22,8 +22,7 @@ from kvlab.codecs.base import (
     uncalibrated,
 )
 from kvlab.codecs.shared.apart import apart
-from kvlab.codecs.shared.front import Front
-from kvlab.codecs.shared.no_front import OwnFront
+from kvlab.codecs.shared.front import Front, OwnFront
 from kvlab.core.errors import CalibrationMismatch, StreamError
 from kvlab.core.settings import Conditioned
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvlab.cache.held_blocks import Turn
 from kvlab.calibration.archive import Archive
-from kvlab.codecs.archive.codec import Body
+from kvlab.codecs.archive.codec import ArchiveBody
 from kvlab.codecs.archive.file import parts_of, record_of
 from kvlab.codecs.archive.model import STREAMS
 from kvlab.codecs.archive.steps import QUALITIES
@@ -114,15 +114,15 @@ class ArchiveChunks:
         except UserError as error:  # whoever decodes chose neither the tokens nor what is written
             raise StreamError(f"chunk {number} cannot be decoded: {error}") from None
 
-    def _body(self, data: bytes, number: int) -> Body:
+    def _body(self, data: bytes, number: int) -> ArchiveBody:
         """A chunk as an archive of one block; the context's first chunk begins its text."""
         if len(data) < QUALITY.size or QUALITY.unpack_from(data)[0] not in QUALITIES:
             raise StreamError(f"chunk {number} names no quality of an archive")
         parts = parts_of(data[QUALITY.size :], self.geometry.layers, number)
         size = self.geometry.chunk_tokens
-        return Body(QUALITY.unpack_from(data)[0], size, size, number == 0, (parts,))
+        return ArchiveBody(QUALITY.unpack_from(data)[0], size, size, number == 0, (parts,))
 
-    def _decoded(self, body: Body, number: int, ids: Sequence[int]) -> Tensor:
+    def _decoded(self, body: ArchiveBody, number: int, ids: Sequence[int]) -> Tensor:
         chunk = torch.empty(self.geometry.chunk_shape, dtype=self.geometry.torch_dtype)
         for layer, k, v in self._codec.decode(body, list(ids)):
             chunk[layer, 0] = self._turn.redo(k, number * self.geometry.chunk_tokens)

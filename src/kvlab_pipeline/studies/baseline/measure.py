@@ -16,7 +16,7 @@ from pathlib import Path
 import polars as pl
 import torch
 
-from kvlab.calibration.load import Calibrated, Fitted
+from kvlab.calibration.load import Calibrated, FittedFiles
 from kvlab.codecs.base import Site
 from kvlab.codecs.block.studied import coded_layers, studied_recipe
 from kvlab.codecs.shared.seeding import generator
@@ -42,7 +42,7 @@ def baseline(
     params: Params,
     name: str,
     windows_path: Path,
-    fitted: Fitted | None,
+    fitted: FittedFiles | None,
     out: Path,
 ) -> None:
     """Measure one run of the engine baseline and write its ``.parquet`` and ``.json``.

@@ -20,7 +20,7 @@ from kvlab.cache.calibration_file import write_calibration
 from kvlab.cache.tables import resident_bytes
 from kvlab.calibration import load as calibration
 from kvlab.calibration.facts import read_facts
-from kvlab.calibration.load import Calibrated, Fitted
+from kvlab.calibration.load import Calibrated, FittedFiles
 from kvlab.codecs.klt.components import Components
 from kvlab.codecs.klt.grouping import joined
 from kvlab.core.errors import CalibrationMismatch
@@ -38,7 +38,7 @@ TINY = 1e-30
 PARTS = {"all": 0, "later": 1}  # the first token that counts
 
 
-def facts(params: Params, windows_path: Path, fitted: Fitted, out: Path) -> None:
+def facts(params: Params, windows_path: Path, fitted: FittedFiles, out: Path) -> None:
     """Write the record, see `record.Facts`.
 
     Raises

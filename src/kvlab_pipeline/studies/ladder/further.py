@@ -15,7 +15,7 @@ import torch
 from kvlab.calibration import calibrate
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import observe
-from kvlab.calibration.load import Calibrated, Fitted
+from kvlab.calibration.load import Calibrated, FittedFiles
 from kvlab.core.errors import CorpusError
 from kvlab.core.model import ModelInfo, load_tokenizer, resolve
 from kvlab.core.params import Params
@@ -33,7 +33,7 @@ from kvlab_pipeline.studies.ladder.record import Further, Score, parts
 PROTOCOL = "snapshot"
 
 
-def further(params: Params, windows_path: Path, documents: Path | None, fitted: Fitted, out: Path) -> None:
+def further(params: Params, windows_path: Path, documents: Path | None, fitted: FittedFiles, out: Path) -> None:
     """Write the record, see `record.Further`.
 
     Parameters

@@ -27,7 +27,7 @@ from kvlab.measure.engines import Visit
 from kvlab.measure.mechanism import computed_again
 from kvlab.measure.store import Found
 from kvlab.measure.windows import Window
-from kvlab.stats.divergences import Reference
+from kvlab.stats.divergences import ReferenceLogits
 from kvlab_pipeline.jobs.measure import calibrated_for
 from kvlab_pipeline.studies.mechanisms.items import SCORERS, fidelity
 from kvlab_pipeline.studies.mechanisms.plan import FIDELITY
@@ -88,7 +88,7 @@ class Cached(VariantSubject):
         request = request_of(visit.window, self.tokens)
         if PLAIN not in run.kept:
             run.kept[PLAIN] = logits(engine, DynamicCache(config=engine.model.config), visit.window, request)
-        reference = Reference(run.kept[PLAIN], request.labels.to(run.kept[PLAIN].device))
+        reference = ReferenceLogits(run.kept[PLAIN], request.labels.to(run.kept[PLAIN].device))
         note, text = {}, self.quality_eval_id == FIDELITY
         if text and self._canary is None:
             if ONE_BIT_KL not in run.kept:
@@ -118,7 +118,7 @@ class Cached(VariantSubject):
         return self._cache
 
 
-def _probed(engine: HFEngine, window: Window, request: NextTokens, reference: Reference) -> float:
+def _probed(engine: HFEngine, window: Window, request: NextTokens, reference: ReferenceLogits) -> float:
     """KL of one bit for K or V, whichever is less, nats per token; first the Cache must add nothing of its own."""
 
     def moved(recipe: Recipe) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kvlab.measure.windows import Window
-from kvlab.stats.divergences import Reference
+from kvlab.stats.divergences import ReferenceLogits
 from kvlab.text import needles, ruler
 from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, GREEDY, NEEDLE, TASKS
 
@@ -37,7 +37,7 @@ def tasks(items: ruler.Ruler) -> dict[str, list[Window]]:
     return found
 
 
-def fidelity(reference: Reference, alternative: torch.Tensor) -> dict[str, float]:
+def fidelity(reference: ReferenceLogits, alternative: torch.Tensor) -> dict[str, float]:
     """Mean kl, delta_nll (both in nats per token) and share of equal top tokens over the scored tokens."""
     found = reference.itself if alternative is reference.logits else reference.compare(alternative)
     return {
@@ -47,7 +47,7 @@ def fidelity(reference: Reference, alternative: torch.Tensor) -> dict[str, float
     }
 
 
-def answered(reference: Reference, alternative: torch.Tensor) -> dict[str, float]:
+def answered(reference: ReferenceLogits, alternative: torch.Tensor) -> dict[str, float]:
     """Whether every token of the answer is the most likely one."""
     return {"needle_recall": float((alternative.argmax(-1) == reference.labels).all())}
 

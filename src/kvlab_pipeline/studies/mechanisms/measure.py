@@ -17,7 +17,7 @@ import torch
 from kvlab.attention.latent_svd import Moments
 from kvlab.attention.named import mechanism
 from kvlab.cache.counts import Counts
-from kvlab.calibration.load import Fitted
+from kvlab.calibration.load import FittedFiles
 from kvlab.core.errors import CapabilityError, CodecNotActive, CorpusError, ModelError
 from kvlab.core.model import ModelInfo, load_tokenizer, resolve
 from kvlab.core.params import Params
@@ -71,7 +71,7 @@ def mechanisms(
     engine: str,
     windows_path: Path,
     needles_path: Path,
-    fitted: dict[str, Fitted],
+    fitted: dict[str, FittedFiles],
     code: str,
     out: Path,
 ) -> None:
@@ -79,7 +79,7 @@ def mechanisms(
 
     Parameters
     ----------
-    fitted : dict of str to Fitted
+    fitted : dict of str to FittedFiles
         The calibrations by origin; empty where no codec needs one.
     code : str
         Digest of the code that measures; it ends in the evidence.

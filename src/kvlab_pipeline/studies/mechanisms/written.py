@@ -24,7 +24,7 @@ from kvlab.measure.scoring import WindowRun
 from kvlab.measure.store import Found
 from kvlab.measure.subjects import noted, refuse_idle
 from kvlab.measure.windows import Window
-from kvlab.text.ruler import Item, Ruler, score
+from kvlab.text.ruler import Ruler, RulerItem, score
 from kvlab_pipeline.studies.mechanisms.plan import GREEDY_TOKENS, TASKS
 from kvlab_pipeline.studies.mechanisms.subjects import VariantSubject
 
@@ -105,7 +105,7 @@ class Answers:
 
     def __init__(self, name: str, items: Ruler, tokenizer):
         self._task, self._hash, self._tokenizer = TASKS[name], items.items_hash, tokenizer
-        self._items: dict[int, Item] = {item.number: item for item in items.items if item.task == self._task}
+        self._items: dict[int, RulerItem] = {item.number: item for item in items.items if item.task == self._task}
 
     def identity(self) -> dict:
         """See `Judge`: the answers are no part of a window."""

@@ -22,7 +22,7 @@ from typing import Protocol as Shape
 
 import numpy as np
 
-from kvlab.calibration.load import Fitted
+from kvlab.calibration.load import FittedFiles
 from kvlab.codecs.block.studied import coded_layers
 from kvlab.core.params import Params
 from kvlab.core.recipe import Cell, Recipe
@@ -46,7 +46,7 @@ Search = Generator[list[Asked], list[Step], list[Step]]
 
 
 def choose(
-    params: Params, windows_path: Path, fitted: dict[str, Fitted], out: Path, folder: Path | None = None
+    params: Params, windows_path: Path, fitted: dict[str, FittedFiles], out: Path, folder: Path | None = None
 ) -> None:
     """Search on the engine of ``calibration.origin`` and write the choice with every step that led to it.
 

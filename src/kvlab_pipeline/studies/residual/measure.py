@@ -23,7 +23,7 @@ from tqdm import tqdm
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured
 from kvlab.calibration.facts import checked
-from kvlab.calibration.load import Calibrated, Fitted
+from kvlab.calibration.load import Calibrated, FittedFiles
 from kvlab.codecs.base import Codec, Site
 from kvlab.codecs.registry import build
 from kvlab.codecs.shared.whitening import Whitener
@@ -44,7 +44,7 @@ from kvlab_pipeline.studies.residual.record import (
 )
 
 
-def residual(params: Params, capture_path: Path, fitted: Fitted, out: Path) -> None:
+def residual(params: Params, capture_path: Path, fitted: FittedFiles, out: Path) -> None:
     """Code the contexts of one engine's capture and write ``.parquet`` and ``.json``; see `residual.record`.
 
     All layers are coded, those that the studied recipe leaves alone too. One layer's K or V is in memory at a

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvlab.calibration import load as calibration
-from kvlab.calibration.load import Fitted
+from kvlab.calibration.load import FittedFiles
 from kvlab.core.errors import ParamsError
 from kvlab.core.model import ModelInfo, resolve
 from kvlab.core.params import Params
@@ -28,12 +28,12 @@ from kvlab_pipeline.studies.restore.stored import stored
 DTYPE, LOW_DTYPE = "float32", "bfloat16"
 
 
-def measure(params: Params, settings: Settings, windows_path: Path, fitted: Fitted | None, out: Path) -> None:
+def measure(params: Params, settings: Settings, windows_path: Path, fitted: FittedFiles | None, out: Path) -> None:
     """Measure everything that RESTORE.md says.
 
     Parameters
     ----------
-    fitted : Fitted or None
+    fitted : FittedFiles or None
         The calibration. Without one the codecs that need it are left out, and the record says so.
 
     Raises

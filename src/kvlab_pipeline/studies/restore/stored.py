@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.calibration.load import Calibrated, needed_files
+from kvlab.calibration.load import Calibrated
+from kvlab.calibration.needs import needed_files
 from kvlab.codecs.catalogue import has_bits
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CapabilityError

@@ -20,7 +20,7 @@ from kvlab.attention.latent_svd import LatentMap, attention_metric, fit
 from kvlab.attention.named import Latent
 from kvlab.cache.hf_cache import KVCache
 from kvlab.calibration import load as calibration
-from kvlab.calibration.load import Calibrated, Fitted
+from kvlab.calibration.load import Calibrated, FittedFiles
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CapabilityError, UserError
 from kvlab.core.model import check_window, resolve
@@ -61,7 +61,7 @@ def refuse(params: Params) -> None:
         )
 
 
-def measure(params: Params, windows_path: Path, documents: Path, fitted: Fitted, out: Path) -> None:
+def measure(params: Params, windows_path: Path, documents: Path, fitted: FittedFiles, out: Path) -> None:
     """Measure what REPORT.md says; `params.tradeoffs` says of what.
 
     Raises
