@@ -62,7 +62,7 @@ def named_recipe(
     if field and bits is None and (v_bits is not None or field.is_required()):
         raise ParamsError(f"codec {name!r} needs bits; give for example bits=4")
     if not field and (bits, v_bits) != (None, None):
-        raise ParamsError(f"codec {name!r} has no choice of bits; leave them out")
+        raise ParamsError(f"codec {name!r} has no choice of bits; leave them out", code="params.no-bits")
     given = field and bits is not None  # another package's codec may have bits by default
     k, v = ({"bits": bits}, {"bits": bits if v_bits is None else v_bits}) if given else ({}, {})
     of_k, of_v = CODECS[name].own(bits, v.get("bits")) if name in CODECS else ({}, {})
@@ -96,7 +96,10 @@ def _known(codec: str, params: Params | None) -> tuple[str, str]:
     if condition not in CONDITIONS:
         raise UnknownName("what stands in front of a codec", condition, [one or "none" for one in CONDITIONS])
     if condition and (name == STUDIED or not issubclass(settings_of(name), Conditioned)):
-        raise ParamsError(f"codec {name!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}")
+        raise ParamsError(
+            f"codec {name!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}",
+            code="params.not-conditionable",
+        )
     return name, condition
 
 

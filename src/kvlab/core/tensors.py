@@ -58,7 +58,9 @@ def held_by(files: Sequence[Path]) -> dict[str, Held]:
     for path in files:
         for name, one in _header(path):
             if name in found:
-                raise ModelError(f"{found[name].file} and {path} both hold {name}; remove one of them")
+                raise ModelError(
+                    f"{found[name].file} and {path} both hold {name}; remove one of them", code="model.tensor-twice"
+                )
             found[name] = one
     return found
 
@@ -70,7 +72,9 @@ def _header(path: Path) -> Iterator[tuple[str, Held]]:
                 part = file.get_slice(name)
                 yield name, Held(path, tuple(part.get_shape()), part.get_dtype())
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} is no whole safetensors file: {' '.join(str(error).split())}") from None
+        raise ModelError(
+            f"{path} is no whole safetensors file: {' '.join(str(error).split())}", code="model.broken-weights"
+        ) from None
 
 
 def model_tensors(path: Path, config: dict) -> tuple[Decoder, dict[str, Held]]:
@@ -88,9 +92,11 @@ def model_tensors(path: Path, config: dict) -> tuple[Decoder, dict[str, Held]]:
     wrong = list(_wrong(path, held, decoder))
     if wrong:
         more = f" ({len(wrong) - 1} more tensors are wrong)" if wrong[1:] else ""
+        code, line = wrong[0]
         raise ModelError(
-            f"the weights of {path} are not those of the model in its config.json: {wrong[0]}{more}; take config.json"
-            " and weights from one and the same place"
+            f"the weights of {path} are not those of the model in its config.json: {line}{more}; take config.json"
+            " and weights from one and the same place",
+            code=code,
         )
     if decoder.tied and HEAD in held:
         _refuse_other_head(path, held)
@@ -102,10 +108,12 @@ def refuse_announced(path: Path, config: dict) -> None:
     for key in ANNOUNCED:
         if (said := config.get(key)) is not None:
             kind = said.get("quant_method") if isinstance(said, dict) else None
-            raise ModelError(_quantised(path, f"{key} in config.json{f' says {shown(kind)}' if kind else ''}", kind))
+            why = f"{key} in config.json{f' says {shown(kind)}' if kind else ''}"
+            raise ModelError(_quantised(path, why, kind), code="model.quantised")
     for name in FILES:
         if (path / name).exists():
-            raise ModelError(_quantised(path, f"{name} lies beside them") + f"; where they are whole, remove {name}")
+            line = _quantised(path, f"{name} lies beside them") + f"; where they are whole, remove {name}"
+            raise ModelError(line, code="model.quantised")
 
 
 def refuse_packed(path: Path, held: Mapping[str, Held], decoder: Decoder) -> None:
@@ -115,7 +123,8 @@ def refuse_packed(path: Path, held: Mapping[str, Held], decoder: Decoder) -> Non
     if scale is None:
         return
     packed = next((name for name, one in held.items() if one.dtype not in WHOLE_TYPES and name != scale), None)
-    raise ModelError(_quantised(path, f"{packed} is {held[packed].dtype}, beside {scale}" if packed else scale))
+    why = f"{packed} is {held[packed].dtype}, beside {scale}" if packed else scale
+    raise ModelError(_quantised(path, why), code="model.quantised")
 
 
 def _quantised(path: Path, why: str, kind: object = None) -> str:
@@ -127,29 +136,30 @@ def _quantised(path: Path, why: str, kind: object = None) -> str:
     )
 
 
-def _wrong(path: Path, held: Mapping[str, Held], decoder: Decoder) -> Iterator[str]:
-    """A line for each tensor that is missing, too much, or of another shape or type than it must be."""
+def _wrong(path: Path, held: Mapping[str, Held], decoder: Decoder) -> Iterator[tuple[str, str]]:
+    """A code and a line for each tensor that is missing, too much, or of another shape or type than it must be."""
     due = decoder.tensors()
     optional = {HEAD: due["model.embed_tokens.weight"]} if decoder.tied else {}
     listed = weight_map(path / INDEX) if (path / INDEX).exists() else {}
     for name, shape in due.items():
         if name not in held:
             file = f", which {INDEX} puts into {listed[name]}" if name in listed else ""
-            yield f"{name} {list(shape)} is missing{file}"
+            yield "model.tensor-missing", f"{name} {list(shape)} is missing{file}"
     for name, one in held.items():
         shape = (due | optional).get(name)
         if shape is None:
             if not IDLE.search(name):
-                yield f"{name} {list(one.shape)} is no tensor of a {decoder.architecture} with this configuration"
+                line = f"{name} {list(one.shape)} is no tensor of a {decoder.architecture} with this configuration"
+                yield "model.tensor-unknown", line
         elif one.shape != shape:
-            yield f"{name} is {list(one.shape)}, and the configuration makes it {list(shape)}"
+            yield "model.tensor-shape", f"{name} is {list(one.shape)}, and the configuration makes it {list(shape)}"
         elif one.dtype not in WHOLE_TYPES:
-            yield f"{name} is {one.dtype}; allowed: {', '.join(WHOLE_TYPES)}"
+            yield "model.tensor-type", f"{name} is {one.dtype}; allowed: {', '.join(WHOLE_TYPES)}"
     for name, file in listed.items():
         if name in due and name in held and held[name].file.name != file:
-            yield f"{name} lies in {held[name].file.name}, and {INDEX} says {file}"
+            yield "model.tensor-elsewhere", f"{name} lies in {held[name].file.name}, and {INDEX} says {file}"
         elif name not in held and name not in due and name not in optional and not IDLE.search(name):
-            yield f"{name}, which {INDEX} puts into {file}, is missing"
+            yield "model.tensor-missing", f"{name}, which {INDEX} puts into {file}, is missing"
 
 
 def _refuse_other_head(path: Path, held: Mapping[str, Held]) -> None:
@@ -160,7 +170,8 @@ def _refuse_other_head(path: Path, held: Mapping[str, Held]) -> None:
     if table.dtype != head.dtype or not np.array_equal(_raw(table, "model.embed_tokens.weight"), _raw(head, HEAD)):
         raise ModelError(
             f"tie_word_embeddings in config.json of {path} is true, and {HEAD} is not model.embed_tokens.weight; set it"
-            " to false, or remove the tensor"
+            " to false, or remove the tensor",
+            code="model.other-head",
         )
 
 

@@ -77,7 +77,8 @@ def check(
         near = min(able.cpu_head_dims, key=lambda size: abs(size - info.head_dim))
         raise CapabilityError(
             f"{engine} cannot run head size {info.head_dim}; allowed: {', '.join(map(str, able.cpu_head_dims))}"
-            f" (nearest: {near}); set engines to hf alone to measure this model"
+            f" (nearest: {near}); set engines to hf alone to measure this model",
+            code="capability.head-size",
         )
     if on_cpu and cache_dtype != AUTO:
         _refuse_fp8(cache_dtype, info)
@@ -90,7 +91,8 @@ def _refuse_uneven(info: ModelInfo) -> None:
         allowed = [n for n in range(1, heads + 1) if heads % n == 0 and info.n_heads % n == 0]
         raise CapabilityError(
             f"tensor_parallel of model {info.slug!r} is {ranks}, which does not divide its {heads} KV heads;"
-            f" allowed: {', '.join(map(str, allowed))}"
+            f" allowed: {', '.join(map(str, allowed))}",
+            code="capability.split",
         )
 
 
@@ -99,7 +101,8 @@ def _refuse_fp8(cache_dtype: str, info: ModelInfo) -> None:
     if info.head_dim % FP8_STEP:
         raise CapabilityError(
             f"vllm's {cache_dtype} cache cannot hold head size {info.head_dim} on a CPU; allowed: multiples of"
-            f" {FP8_STEP}; leave it out of mechanisms.cache_dtypes"
+            f" {FP8_STEP}; leave it out of mechanisms.cache_dtypes",
+            code="capability.head-size",
         )
     import torch  # here alone, so that all else is refused before it is loaded
 
@@ -107,7 +110,8 @@ def _refuse_fp8(cache_dtype: str, info: ModelInfo) -> None:
     if processor != "AVX512":
         raise CapabilityError(
             f"vllm's {cache_dtype} cache needs AVX-512, and this processor has {processor}; leave it out of"
-            " mechanisms.cache_dtypes"
+            " mechanisms.cache_dtypes",
+            code="capability.processor",
         )
 
 

@@ -246,10 +246,13 @@ def _loaded(info: ModelInfo, dtype: str, attention: str) -> PreTrainedModel:
             **local,
         )
     except LOADING as error:
-        raise ModelError(f"transformers cannot load {info.path}: {reason(error)}") from None
+        raise ModelError(f"transformers cannot load {info.path}: {reason(error)}", code="model.not-loaded") from None
     for kind, entries in found.items():
         if entries:
-            raise ModelError(f"transformers loads {info.path} with {kind}: {', '.join(sorted(map(str, entries))[:3])}")
+            raise ModelError(
+                f"transformers loads {info.path} with {kind}: {', '.join(sorted(map(str, entries))[:3])}",
+                code="model.other-tensors",
+            )
     return model
 
 
