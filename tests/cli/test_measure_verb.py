@@ -24,6 +24,7 @@ from kvlab.measure import quick_run
 from kvlab.stats import kl_scale
 from kvlab.stats.bootstrap import Estimate
 from kvlab.text.excerpts import refuse_overlap, windows_of
+from refusals import refused
 
 
 @pytest.fixture
@@ -390,5 +391,5 @@ def test_a_shared_run_is_found_wherever_it_stands():
     other = np.arange(5000, 6000, dtype=np.int32).reshape(2, 500)
     refuse_overlap(scored, other, ("a", "b"))
     other[1, 100:164] = scored[0, 300:364]
-    with pytest.raises(CorpusError, match="a and b share 1 runs of 64 tokens"):
+    with refused(CorpusError, None, "a and b", "1 runs of 64 tokens"):
         refuse_overlap(scored, other, ("a", "b"))

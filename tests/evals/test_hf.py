@@ -21,6 +21,7 @@ from kvlab.core.settings import IdentityStream
 from kvlab.evals.backend import Score, Write
 from kvlab.evals.canary import ONE_BIT, Guard
 from kvlab.evals.hf import CodedHFSide, HFSide, sides
+from refusals import refused
 
 CONTEXT, ANSWER = list(range(10, 50)), [7, 300, 21]
 LOSSY = Recipe(k=HadamardStream(bits=2), v=HadamardStream(bits=2))
@@ -102,7 +103,7 @@ def test_writing_stops_at_an_end_or_a_stop(hf_engine, tokenizer, plain):
 
 
 def test_a_context_of_one_token_is_refused(plain):
-    with pytest.raises(CapabilityError, match="a context of one token"):
+    with refused(CapabilityError, "capability.reads-nothing", "one token"):
         plain.score([Score([5], ANSWER)])
 
 
@@ -154,13 +155,13 @@ def test_fires_that_are_due_are_counted_from_the_calls_alone():
 
 def test_a_codec_that_fires_otherwise_is_no_measurement(coded, monkeypatch):
     monkeypatch.setattr("kvlab.cache.counts.expected_fires", lambda *_: 99)
-    with pytest.raises(CodecNotActive, match="99 were due"):
+    with refused(CodecNotActive, "not-active.fires", "99 were due"):
         coded.score([Score(CONTEXT, ANSWER)])
 
 
 def test_a_block_longer_than_the_text_is_a_codec_that_never_ran(hf_engine, tokenizer):
     side = CodedHFSide(hf_engine, tokenizer, NO_END, Recipe(k=Fp8Stream(), v=Fp8Stream()))
-    with pytest.raises(CodecNotActive, match=r"nothing was coded.*a block has 512"):
+    with refused(CodecNotActive, "not-active.nothing-coded", "a block has 512"):
         side.score([Score(CONTEXT, ANSWER)])
 
 
@@ -172,5 +173,5 @@ def test_the_canaries_pass_here_and_not_where_the_model_ignores_its_cache(hf_eng
     assert found.variant.seen() == (0, 0, 0, 0)
     monkeypatch.setattr(CodedHFSide, "_empty", HFSide._empty)  # the plain cache in the codec's place
     monkeypatch.setattr(CodedHFSide, "_account", HFSide._account)
-    with pytest.raises(CodecNotActive, match="one-bit codec on K"):
+    with refused(CodecNotActive, "not-active.canary", "on K "):
         Guard(sides(hf_engine, tokenizer, NO_END, LOSSY, None)).check(kind, CONTEXT)

@@ -79,7 +79,7 @@ def checked(positions: Tensor, k: Tensor, keep: Tensor) -> Tensor:
                 f"kept positions reach from {int(positions.min())} to {int(positions.max())}; there are {tokens} tokens"
             )
         if bool((positions.diff(dim=-1) <= 0).any()):
-            raise LayoutMismatch("kept positions have to rise, each named once")
+            raise LayoutMismatch("kept positions have to rise, each named once", code="layout.order")
     return positions
 
 

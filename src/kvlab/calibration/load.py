@@ -137,7 +137,8 @@ class Calibrated:
         if found is None:
             raise CalibrationMismatch(
                 f"the calibration was not fitted for {codec}; name the file of `kvlab step archive` with --archive, or"
-                " calibrate it for this recipe with kvlab calibrate"
+                " calibrate it for this recipe with kvlab calibrate",
+                code="calibration.not-fitted",
             )
         return found
 

@@ -64,7 +64,8 @@ def codec_class(name: str) -> type[Codec]:
     if name in WHOLE:
         raise CapabilityError(
             f"codec {name!r} codes all layers of a cache at once, and here tensors are coded one by one; name another:"
-            f" {', '.join(TENSORWISE)}"
+            f" {', '.join(TENSORWISE)}",
+            code="capability.whole-cache",
         )
     if name not in CODECS:
         raise UnknownName("codec", name, TENSORWISE)

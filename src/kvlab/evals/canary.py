@@ -58,7 +58,8 @@ class Guard:
         self.sides.variant.refuse_blind(kind)
         if len(ids) < SHORTEST:
             raise CapabilityError(
-                f"the longest request has {len(ids)} tokens; to show that the codec is read it takes {SHORTEST}"
+                f"the longest request has {len(ids)} tokens; to show that the codec is read it takes {SHORTEST}",
+                code="capability.short-request",
             )
         ids = list(ids[-LONGEST:])
         reference = answer(self.sides.plain, kind, ids)
@@ -67,12 +68,14 @@ class Guard:
             if moved < LEAST:
                 raise CodecNotActive(
                     f"a one-bit codec on {name.upper()} moves the answers to `{kind}` requests by {moved:.1e} nats a"
-                    f" token only, at least {LEAST:.1e} is expected; the cache is not read, nothing was scored"
+                    f" token only, at least {LEAST:.1e} is expected; the cache is not read, nothing was scored",
+                    code="not-active.canary",
                 )
         if distance(reference, answer(self.sides.variant, kind, ids)) <= 0:
             raise CodecNotActive(
                 f"{self.sides.variant.what} leaves every answer to `{kind}` requests as it is without; the cache is not"
-                " read, nothing was scored"
+                " read, nothing was scored",
+                code="not-active.no-change",
             )
         if not self.done:
             self.sides.variant.begin()

@@ -114,7 +114,8 @@ class HFSide(Side):
         if len(context) < 2:
             raise CapabilityError(
                 "a request has a context of one token, so its answer reads nothing from a coded cache; leave tasks out"
-                " that score answers without their question (such as acc_mutual_info)"
+                " that score answers without their question (such as acc_mutual_info)",
+                code="capability.reads-nothing",
             )
         if self._last is None or self._last[0] != context:
             passage = Passage(self._empty())

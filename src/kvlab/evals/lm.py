@@ -110,7 +110,8 @@ class CachedLM(TemplateLM):
         raise CapabilityError(
             f"task {requests[0].task_name!r} scores whole texts in one pass (loglikelihood_rolling), which reads"
             " nothing of what is done to a cache; allowed: generate_until, multiple_choice, loglikelihood. The"
-            " likelihood of text after a coded context is what kv_fidelity measures"
+            " likelihood of text after a coded context is what kv_fidelity measures",
+            code="capability.reads-nothing",
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -145,7 +146,8 @@ class CachedLM(TemplateLM):
         if len(longest) < self.least:
             raise ParamsError(
                 f"the longest request has {len(longest)} tokens; the context that is named would claim more than was"
-                f" measured, leave --context-tokens out or give at most {2 * len(longest)}"
+                f" measured, leave --context-tokens out or give at most {2 * len(longest)}",
+                code="params.short-requests",
             )
         if self.guard:
             with self._kept():
@@ -155,7 +157,9 @@ class CachedLM(TemplateLM):
         """Both, the context without its beginning where they are too long; vLLM wants room for a token of its own."""
         room = self.limit - 1 - len(continuation)
         if room < 1:
-            raise ParamsError(f"an answer of {len(continuation)} tokens does not fit into {self.limit}")
+            raise ParamsError(
+                f"an answer of {len(continuation)} tokens does not fit into {self.limit}", code="params.long-answer"
+            )
         self.cut += len(context) > room
         return context[-room:], continuation
 
@@ -169,7 +173,8 @@ class CachedLM(TemplateLM):
         if room < 2:
             raise ParamsError(
                 f"task {request.task_name!r} asks for answers of up to {tokens} tokens, and requests may have"
-                f" {self.limit} with their answer"
+                f" {self.limit} with their answer",
+                code="params.long-answer",
             )
         ids = self.tok_encode(text)
         self.cut += len(ids) > room
@@ -181,13 +186,15 @@ def refuse_sampling(task: str | None, options: dict) -> None:
     if options.get("do_sample") and options.get("temperature", 0.0) != 0.0:
         raise CapabilityError(
             f"task {task!r} samples its answers (temperature {options['temperature']:g}); compared are greedy answers,"
-            " name a task without sampling"
+            " name a task without sampling",
+            code="capability.sampling",
         )
     unknown = _unknown(options)
     if unknown:
         raise CapabilityError(
             f"task {task!r} asks for {', '.join(unknown)} in its generation_kwargs; compared are greedy answers, whose"
-            " only options are until and max_gen_toks"
+            " only options are until and max_gen_toks",
+            code="capability.generation-option",
         )
 
 

@@ -116,14 +116,19 @@ def _measured(
     name, filtered = source(metric.key)
     if name == CONTEXT:
         if context_tokens is None:
-            raise ParamsError(f"{entry.quality_eval_id} is measured at one context length; give it: --context-tokens N")
+            raise ParamsError(
+                f"{entry.quality_eval_id} is measured at one context length; give it: --context-tokens N",
+                code="params.no-context",
+            )
         name = str(context_tokens)
     found = [_scores(entry, result, name, filtered) for result in (baseline, variant)]
     if found[0].keys() != found[1].keys():
         raise MixedIdentity({"items": (digest_of(found[0]), digest_of(found[1]))})
     items = sorted(found[0])
     if len(items) < 2:
-        raise ResultError(f"{entry.quality_eval_id} has one item; an interval takes two, raise --limit")
+        raise ResultError(
+            f"{entry.quality_eval_id} has one item; an interval takes two, raise --limit", code="result.one-item"
+        )
     plain, coded = (np.array([scores[item] for item in items]) for scores in found)
     return EvalMeasures(
         *(measured(scores, metric.rate) for scores in (coded, plain)), paired(coded, plain, metric.rate)
@@ -143,13 +148,14 @@ def _scores(entry: Eval, result: Mapping[str, Any], name: str, filtered: str) ->
             if sample["filter"] != filtered:
                 continue
             if name not in sample:
-                raise ResultError(_not_there(task, name, filtered, sample))
+                raise ResultError(_not_there(task, name, filtered, sample), code="result.no-metric")
             scores[_item(task, sample)] = float(sample[name])
     if not scores:
         filters = sorted({sample["filter"] for samples in result["samples"].values() for sample in samples})
         raise ResultError(
             f"{entry.quality_eval_id} has no scores with the filter {filtered!r}; allowed: {', '.join(filters)}; the"
-            f" registry's key names its filter, as {name}.{filters[0] if filters else 'strict-match'}"
+            f" registry's key names its filter, as {name}.{filters[0] if filters else 'strict-match'}",
+            code="result.no-scores",
         )
     _refuse_other_mean(entry, result, f"{name},{filtered}", scores)
     return scores
@@ -168,7 +174,8 @@ def _refuse_other_mean(entry: Eval, result: Mapping[str, Any], key: str, scores:
         uneven = f", whose tasks have {min(counts.values())} to {max(counts.values())} items" if len(counts) > 1 else ""
         raise ResultError(
             f"{key} of {entry.task!r} is {reported}, the mean of its items {mean:.6g}{uneven}: it is no mean over"
-            " items, and no evidence can be made of it"
+            " items, and no evidence can be made of it",
+            code="result.no-mean",
         )
 
 

@@ -150,7 +150,8 @@ def most_tokens(asked: EvalRequest, entry: Eval, info: ModelInfo) -> int:
     if named is None and needs_context(entry):
         low, high = entry.band
         raise ParamsError(
-            f"{entry.quality_eval_id} is measured at one context length; give it, {low} to {high}: --context-tokens N"
+            f"{entry.quality_eval_id} is measured at one context length; give it, {low} to {high}: --context-tokens N",
+            code="params.no-context",
         )
     if named is not None and named > most:
         raise ParamsError(f"--context-tokens is {named}, and {info.slug} has {most} positions; give at most {most}")

@@ -99,7 +99,8 @@ class Tasks:
             if kind not in ALLOWED:
                 raise CapabilityError(
                     f"task {name!r} is of the kind {kind!r}, which scores whole texts in one pass and reads nothing of"
-                    f" what is done to a cache; allowed: {', '.join(ALLOWED)}"
+                    f" what is done to a cache; allowed: {', '.join(ALLOWED)}",
+                    code="capability.reads-nothing",
                 )
             if (kind not in SCORING) != self.entry.generates:
                 said = "generated" if self.entry.generates else "scored"

@@ -297,5 +297,6 @@ def refuse_own_pass(kind: Kind, cache_dtype: str, accelerator: str) -> None:
     if kind == "score" and cache_dtype != AUTO:
         raise CapabilityError(
             f"with a cache of {cache_dtype} on {accelerator} a prompt may be scored from K and V that were never read"
-            " from the cache; choose a task that generates its answers"
+            " from the cache; choose a task that generates its answers",
+            code="capability.reads-nothing",
         )

@@ -211,5 +211,6 @@ def allowed() -> float:
 def refuse(testimony: Testimony, what: str, found: float, due: float) -> NoReturn:
     """`WitnessDisagrees` with both numbers."""
     raise WitnessDisagrees(
-        f"cell {testimony.cell_id}, window {testimony.window}: {what} is {found:.9g}, and {due:.9g} was witnessed"
+        f"cell {testimony.cell_id}, window {testimony.window}: {what} is {found:.9g}, and {due:.9g} was witnessed",
+        code="witness.other-numbers",
     )

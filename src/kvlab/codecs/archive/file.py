@@ -127,11 +127,14 @@ def refuse_other(file: ArchiveFile, calibration_hash: str, model_hash: str, ids:
     for name, wanted in (("calibration_hash", calibration_hash), ("model_hash", model_hash)):
         if (coded := getattr(file.header, name)) != wanted:
             raise StreamError(
-                f"the archive was written with {name} {coded}, given is {wanted}; decode it with the same"
+                f"the archive was written with {name} {coded}, given is {wanted}; decode it with the same",
+                code="stream.other-identity",
             )
     if ids is not None and tuple(ids) != file.ids:
         place = next((i for i, pair in enumerate(zip(ids, file.ids, strict=False)) if pair[0] != pair[1]), "the end")
-        raise StreamError(f"the archive is of other tokens than are given: they differ at {place}")
+        raise StreamError(
+            f"the archive is of other tokens than are given: they differ at {place}", code="stream.other-tokens"
+        )
 
 
 def dump(body: Body, header: ArchiveHeader, ids: Sequence[int], key: Key | None = None) -> bytes:
@@ -168,7 +171,10 @@ def load(data: bytes, key: Key | None = None) -> ArchiveFile:
         records.append(parts_of(record, header.layers, number))
         at += length
     if tree.root(leaves) != seal.root:
-        raise StreamError("its header and records are not those of its digest; it is damaged, or mixed of several")
+        raise StreamError(
+            "its header and records are not those of its digest; it is damaged, or mixed of several",
+            code="stream.root-digest",
+        )
     seal.refuse_other(key, PURPOSE)
     return ArchiveFile(header, ids, Body(header.quality, header.tokens, header.block, header.starts, tuple(records)))
 

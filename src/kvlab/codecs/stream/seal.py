@@ -109,7 +109,9 @@ class Seal:
     def refuse_other(self, key: Key | None, purpose: bytes) -> None:
         """`StreamError` where there is a key and it has not signed."""
         if key is not None and not self.signed_by(key, purpose):
-            raise StreamError("it is signed with another key" if self.signed else "it is not signed")
+            if self.signed:
+                raise StreamError("it is signed with another key", code="stream.other-key")
+            raise StreamError("it is not signed", code="stream.unsigned")
 
     def pack(self) -> bytes:
         """The bytes of the seal."""

@@ -86,7 +86,10 @@ class Owner:
         for name in ("recipe_id", "calibration_hash", "model_hash"):
             coded, given = getattr(header, name), getattr(self, name)
             if coded != given:
-                raise StreamError(f"the cache was coded with {name} {coded}, given is {given}; decode it with the same")
+                raise StreamError(
+                    f"the cache was coded with {name} {coded}, given is {given}; decode it with the same",
+                    code="stream.other-identity",
+                )
         layers, heads = (1, self.layers * self.heads) if stacked else (self.layers, self.heads)
         due = (layers, heads, len(ids), self.head_dim)
         if (found := (header.layers, header.heads, header.tokens, header.head_dim)) != due:

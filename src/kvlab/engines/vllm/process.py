@@ -132,7 +132,10 @@ class Loaded:
         with installed([(self.model, head)]):
             self.llm.generate({"prompt_token_ids": list(ids)}, self._sampling, use_tqdm=False)
         if len(found) != 1:
-            raise CodecNotActive(f"vLLM did not compute {computed} tokens of a prompt in one step: nothing measured")
+            raise CodecNotActive(
+                f"vLLM did not compute {computed} tokens of a prompt in one step: nothing measured",
+                code="not-active.several-steps",
+            )
         return found[0]
 
     def _turned(self, attention: torch.nn.Module, k: torch.Tensor) -> torch.Tensor:
@@ -165,7 +168,8 @@ class Loaded:
         native = own and self._asked != "uint8"
         if found != self._asked or (held.element_size() > 1) != native:
             raise CapabilityError(
-                f"vLLM was asked for a cache of {self._asked} and holds {found} in {held.element_size()} bytes a value"
+                f"vLLM was asked for a cache of {self._asked} and holds {found} in {held.element_size()} bytes a value",
+                code="capability.cache-dtype",
             )
         return Storage(found, type(layer.impl).__name__.removesuffix("Impl"), held.element_size())
 
