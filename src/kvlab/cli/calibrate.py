@@ -82,10 +82,11 @@ def _fitted(args: SimpleNamespace, recipe, text: str | None) -> str:
 
 def _unfitted(args: SimpleNamespace, recipe) -> str:
     """Write the file of a codec that reads nothing of a model."""
+    from kvlab.calibration.load import Calibrated
     from kvlab.cli.checked import info_of
-    from kvlab.cli.fitting import nothing_fitted
 
-    _write(args, recipe, nothing_fitted(args.engine), info_of(args.model), 0)
+    none = Calibrated(whiteners={}, tables={}, origin=args.engine, corpus_hash="", sigma_hash="", calibration_hash="")
+    _write(args, recipe, none, info_of(args.model), 0)
     return f"{args.codec} is not calibrated: nothing was fitted, the file holds its recipe"
 
 

@@ -164,7 +164,8 @@ def verify_verb(
         print(as_json(rows))
     else:
         for file, reasons in found.items():
-            print("\n".join(f"{file}: {line}" for line in damages(reasons)))
+            lines = [printable(f"{reason.message} [{reason.code}]") for reason in reasons] or ["whole"]
+            print("\n".join(f"{file}: {line}" for line in lines))
     codes = {reason.code for reasons in found.values() for reason in reasons}
     return 1 if codes - set(UNJUDGED) else 2 * bool(codes)
 
@@ -327,11 +328,6 @@ def _decoder(snapshot, info, ready):
 
 
 # What the verbs of `kvlab snapshot` say: lines for people, data for programs.
-
-
-def damages(reasons: Sequence) -> Iterable[str]:
-    """What `verify` found of one file."""
-    return [printable(f"{reason.message} [{reason.code}]") for reason in reasons] or ["whole"]
 
 
 def report_data(done, answer: Sequence[int], text: str) -> dict:

@@ -88,7 +88,11 @@ class Decoder:
             A value is none that the model can have, or engines would take it otherwise than it is read here.
         """
         architecture = known_architecture(config, path)
-        _refuse_windows(config, architecture, path)
+        if slides(config, architecture):
+            raise ModelError(
+                f"{path} uses sliding-window attention, whose cache is not a whole prefix; not supported",
+                code="model.sliding-window",
+            )
         heads, hidden = _whole(config, "num_attention_heads", path), _whole(config, "hidden_size", path)
         bias = _switch(config, "attention_bias", path) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         found = cls(
@@ -220,14 +224,6 @@ def slides(config: dict, architecture: str) -> bool:
     always_on = architecture == "MistralForCausalLM"
     window = config.get("sliding_window", 4096 if always_on else None)
     return window is not None and bool(config.get("use_sliding_window", always_on))
-
-
-def _refuse_windows(config: dict, architecture: str, path: Path) -> None:
-    if slides(config, architecture):
-        raise ModelError(
-            f"{path} uses sliding-window attention, whose cache is not a whole prefix; not supported",
-            code="model.sliding-window",
-        )
 
 
 def rope_of(config: Mapping) -> dict:

@@ -77,7 +77,10 @@ def _single(path: Path, there: list[Path]) -> list[Path]:
 
 def _indexed(path: Path, there: list[Path]) -> list[Path]:
     """The shards that the index names."""
-    names = shard_names(path / INDEX)
+    names = sorted(set(weight_map(path / INDEX).values()))
+    wrong = [name for name in names if not name.endswith(".safetensors")]
+    if wrong:
+        raise ModelError(f"{path / INDEX} names {wrong[0]!r}; allowed: *.safetensors", code="model.file-kind")
     for name in names:
         _refuse_elsewhere(path, name)
     if path / WHOLE in there and names != [WHOLE]:
@@ -101,15 +104,6 @@ def weight_map(index: Path) -> dict[str, str]:
             code="model.broken-index",
         )
     return found
-
-
-def shard_names(index: Path) -> list[str]:
-    """The files that an index names, sorted; `ModelError` where it is no index, or names what is no safetensors."""
-    names = sorted(set(weight_map(index).values()))
-    wrong = [name for name in names if not name.endswith(".safetensors")]
-    if wrong:
-        raise ModelError(f"{index} names {wrong[0]!r}; allowed: *.safetensors", code="model.file-kind")
-    return names
 
 
 def _refuse_elsewhere(path: Path, name: str) -> None:

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 from kvlab.core.errors import ParamsError, UserError
-from kvlab.core.records import file_hash
 from kvlab.evals.logged import OF_ITEM, Logged
 from kvlab.evals.results import ResultError
 from kvlab.evals.tasks import SCORING
@@ -28,12 +27,6 @@ OF_TASK = ("versions", "n-shot", "n-samples", "configs")
 """What both results have to say alike: of the run, of its ``config``, and of each task."""
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]+")
-
-
-def refuse_same_run(plain: Logged, coded: Logged) -> None:
-    """`ResultError` where both are one run."""
-    if file_hash(plain.file) == file_hash(coded.file):
-        raise ResultError(f"{plain.file} and {coded.file} are the same run; name the one with the compressed cache too")
 
 
 def difference(plain: Logged, coded: Logged, declared: tuple[str, ...]) -> dict[str, tuple[str | None, str | None]]:

@@ -29,8 +29,6 @@ SOURCES = {
 }
 """The harness's metric and filter of each shipped key."""
 
-LEFT_OUT = ("pretty_env_info",)
-
 
 class ResultError(UserError):
     """A result of lm-evaluation-harness that no evidence can be made of."""
@@ -101,11 +99,6 @@ def corpus_hash(result: Mapping[str, Any]) -> str:
     return digest({"versions": {name: str(result["versions"].get(name)) for name in asked}, "items": asked})
 
 
-def without_noise(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result as it is kept: without the description of the machine."""
-    return {key: value for key, value in result.items() if key not in LEFT_OUT}
-
-
 def _measured(
     entry: Eval,
     metric: Metric,
@@ -148,7 +141,11 @@ def _scores(entry: Eval, result: Mapping[str, Any], name: str, filtered: str) ->
             if sample["filter"] != filtered:
                 continue
             if name not in sample:
-                raise ResultError(_not_there(task, name, filtered, sample), code="result.no-metric")
+                allowed = ", ".join(str(metric) for metric in sample["metrics"])
+                raise ResultError(
+                    f"task {task!r} reports no metric {name!r} with the filter {filtered!r}; allowed: {allowed}",
+                    code="result.no-metric",
+                )
             scores[_item(task, sample)] = float(sample[name])
     if not scores:
         filters = sorted({sample["filter"] for samples in result["samples"].values() for sample in samples})
@@ -159,11 +156,6 @@ def _scores(entry: Eval, result: Mapping[str, Any], name: str, filtered: str) ->
         )
     _refuse_other_mean(entry, result, f"{name},{filtered}", scores)
     return scores
-
-
-def _not_there(task: str, name: str, filtered: str, sample: Mapping[str, Any]) -> str:
-    allowed = ", ".join(str(metric) for metric in sample["metrics"])
-    return f"task {task!r} reports no metric {name!r} with the filter {filtered!r}; allowed: {allowed}"
 
 
 def _refuse_other_mean(entry: Eval, result: Mapping[str, Any], key: str, scores: Mapping[Item, float]) -> None:

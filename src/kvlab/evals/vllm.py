@@ -166,7 +166,10 @@ class TappedVLLMSide(VLLMSide):
 
 def started(info: ModelInfo, dtype: str, limit: int, cache_dtype: str) -> LLM:
     """An engine in this process; `ModelError` when it does not load the model."""
-    refuse_split(info)
+    if info.tensor_parallel != 1:  # the plugin knows one process
+        raise CapabilityError(
+            f"tensor_parallel of model {info.slug!r} is {info.tensor_parallel}; set it to 1, or choose --engine hf"
+        )
     try:
         return LLM(
             model=str(info.path),
@@ -182,14 +185,6 @@ def started(info: ModelInfo, dtype: str, limit: int, cache_dtype: str) -> LLM:
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"vLLM cannot load {info.path}: {' '.join(str(error).split())[:300]}") from None
-
-
-def refuse_split(info: ModelInfo) -> None:
-    """`CapabilityError` for a model that is split over GPUs: the plugin knows one process."""
-    if info.tensor_parallel != 1:
-        raise CapabilityError(
-            f"tensor_parallel of model {info.slug!r} is {info.tensor_parallel}; set it to 1, or choose --engine hf"
-        )
 
 
 def held_dtype(layer) -> str:
