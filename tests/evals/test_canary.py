@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvlab.core.errors import CapabilityError, CodecNotActive
-from kvlab.evals.backend import CacheUse, Scored, Side, Sides, Written
+from kvlab.evals.backend import CacheUse, ScoreResult, Side, Sides, WriteResult
 from kvlab.evals.canary import LEAST, SHORTEST, WRITTEN, Guard, distance
 from refusals import refused
 
@@ -22,11 +22,11 @@ class Fake(Side):
 
     def score(self, requests):
         self.asked += [len(request.context) + len(request.continuation) for request in requests]
-        return [Scored([-1.0 - self.moved] * len(request.continuation), False) for request in requests]
+        return [ScoreResult([-1.0 - self.moved] * len(request.continuation), False) for request in requests]
 
     def write(self, requests):
         self.asked += [len(request.context) for request in requests]
-        return [Written("", [-1.0 - self.moved] * (request.tokens + self.longer)) for request in requests]
+        return [WriteResult("", [-1.0 - self.moved] * (request.tokens + self.longer)) for request in requests]
 
     def begin(self):
         self.began += 1

@@ -9,7 +9,7 @@ from lm_eval.api.instance import Instance
 
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.core.model import load_tokenizer, resolve
-from kvlab.evals.backend import CacheUse, Scored, Side, Written
+from kvlab.evals.backend import CacheUse, ScoreResult, Side, WriteResult
 from kvlab.evals.lm import CachedLM
 from refusals import refused
 
@@ -24,11 +24,11 @@ class Recorder(Side):
 
     def score(self, requests):
         self.asked += requests
-        return [Scored([-1.0] * len(request.continuation), True) for request in requests]
+        return [ScoreResult([-1.0] * len(request.continuation), True) for request in requests]
 
     def write(self, requests):
         self.asked += requests
-        return [Written("one. two", [-1.0, -1.0, -1.0]) for _ in requests]
+        return [WriteResult("one. two", [-1.0, -1.0, -1.0]) for _ in requests]
 
     def begin(self):
         pass

@@ -6,7 +6,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
-from kvlab.cli.flags import Dtype, Engine, Most, model_folder, number, path, result, wanted, whole, window_count, word
+from kvlab.cli.flags import (
+    Dtype,
+    Engine,
+    Most,
+    model_folder,
+    most_windows,
+    number,
+    path,
+    result,
+    whole,
+    window_count,
+    word,
+)
 from kvlab.core.errors import UserError
 
 MOST = Most(32)
@@ -71,7 +83,7 @@ def _fitted(args: SimpleNamespace, recipe, text: str | None) -> str:
     from kvlab.engines.registry import start
 
     info = info_of(args.model)
-    source = CalibrationText.read(info, args.text, text, args.context, *wanted(args.windows, "--windows"))
+    source = CalibrationText.read(info, args.text, text, args.context, *most_windows(args.windows, "--windows"))
     engine = start(args.engine, info, args.dtype, max_tokens=args.context)
     try:
         _write(args, recipe, source.fit(engine, [recipe]), info, source.tokens)

@@ -95,7 +95,7 @@ def eval_verb(
     )
     threads = params.jobs.threads if params else len(os.sched_getaffinity(0))
     outcome = run_eval(asked, resolve(model), known, args.out, threads)
-    print("\n".join(_said(outcome, args.out)))
+    print("\n".join(_lines(outcome, args.out)))
 
 
 def refuse_unlisted_claim(claim: str) -> None:
@@ -165,7 +165,7 @@ def _coded(args: SimpleNamespace, params: Params | None) -> Recipe:
     return recipe_of(args.codec, args.bits, args.v_bits)
 
 
-def _said(outcome, out: Path) -> Iterator[str]:
+def _lines(outcome, out: Path) -> Iterator[str]:
     """What was found, in a line for each metric."""
     run, seen = outcome.run, outcome.run.seen
     for key, found in outcome.measures.items():

@@ -10,7 +10,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvlab.cli.commands import Made, Verbs
+from kvlab.cli.commands import FromFlags, Verbs
 from kvlab.cli.flags import choice, number, path, place, result, switch, whole, word
 from kvlab.core.errors import UserError
 from kvlab.output.terminal import FORMATS, as_json, as_text, printable
@@ -71,8 +71,8 @@ def _columns() -> list[Parameter]:
     return flags(("mechanism",))
 
 
-OfRows = Annotated[list, Made(rows_of)]
-OfContext = Annotated[Any, Made(context_of)]
+OfRows = Annotated[list, FromFlags(rows_of)]
+OfContext = Annotated[Any, FromFlags(context_of)]
 
 
 FIRST = ("run", "row_id", "support_status", "earned_tier", "derived_status")
@@ -216,7 +216,7 @@ def import_verb(
 def ingest_verb(
     db: Store,
     rows: OfRows,
-    columns: Annotated[dict, Made(dict, _columns)],
+    columns: Annotated[dict, FromFlags(dict, _columns)],
     context: OfContext,
     kept_under: Annotated[
         str | None, word("the run that the rows are kept under; default: what each names", "--run", metavar="NAME")

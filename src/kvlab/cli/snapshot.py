@@ -92,12 +92,12 @@ def save_verb(
     them is judged by `kvlab gate check`.
     """
     refuse_no_file(out)
-    key, info, chunk = key_of(key), inputs.info_of(model), inputs.given(chunk_tokens, CHUNK_TOKENS)
+    key, info, chunk = key_of(key), inputs.info_of(model), inputs.or_default(chunk_tokens, CHUNK_TOKENS)
     inputs.pool_of(pool_tokens, chunk, chunk)  # what is wrong with either is told before torch is loaded
     ids = inputs.tokens_of(text, tokens, info)
     if upto is not None and not 0 < upto <= len(ids):
         raise UserError(f"--upto is {upto}; the prompt has 1 to {len(ids)} tokens to save")
-    if (held := inputs.given(upto, len(ids))) < chunk:
+    if (held := inputs.or_default(upto, len(ids))) < chunk:
         raise UserError(
             f"{held} tokens do not fill one chunk of {chunk}, and a snapshot of them would restore nothing; take more"
             " tokens, or a smaller --chunk-tokens"

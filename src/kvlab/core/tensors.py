@@ -38,7 +38,7 @@ DEQUANTISED = {  # by `quant_method`: what makes transformers 5.19 write whole w
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorHeader:
     """A tensor as a file's header has it: `dtype` is the format's name, such as ``BF16``."""
 
     file: Path
@@ -46,7 +46,7 @@ class Held:
     dtype: str
 
 
-def held_by(files: Sequence[Path]) -> dict[str, Held]:
+def tensor_headers(files: Sequence[Path]) -> dict[str, TensorHeader]:
     """The tensors of safetensors files by name.
 
     Raises
@@ -54,7 +54,7 @@ def held_by(files: Sequence[Path]) -> dict[str, Held]:
     ModelError
         A file is none, is cut short, or two hold a tensor of the same name.
     """
-    found: dict[str, Held] = {}
+    found: dict[str, TensorHeader] = {}
     for path in files:
         for name, one in _header(path):
             if name in found:
@@ -65,19 +65,19 @@ def held_by(files: Sequence[Path]) -> dict[str, Held]:
     return found
 
 
-def _header(path: Path) -> Iterator[tuple[str, Held]]:
+def _header(path: Path) -> Iterator[tuple[str, TensorHeader]]:
     try:
         with safe_open(path, "np") as file:
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
                 part = file.get_slice(name)
-                yield name, Held(path, tuple(part.get_shape()), part.get_dtype())
+                yield name, TensorHeader(path, tuple(part.get_shape()), part.get_dtype())
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{path} is no whole safetensors file: {' '.join(str(error).split())}", code="model.broken-weights"
         ) from None
 
 
-def model_tensors(path: Path, config: dict) -> tuple[Decoder, dict[str, Held]]:
+def model_tensors(path: Path, config: dict) -> tuple[Decoder, dict[str, TensorHeader]]:
     """What config.json says of a model's folder, and its tensors, which are those of that model.
 
     Raises
@@ -87,7 +87,7 @@ def model_tensors(path: Path, config: dict) -> tuple[Decoder, dict[str, Held]]:
         type; see also `Decoder.read` and `weights.weight_files`.
     """
     refuse_announced(path, config)
-    decoder, held = Decoder.read(config, path), held_by(weight_files(path))
+    decoder, held = Decoder.read(config, path), tensor_headers(weight_files(path))
     refuse_packed(path, held, decoder)
     wrong = list(_wrong(path, held, decoder))
     if wrong:
@@ -116,7 +116,7 @@ def refuse_announced(path: Path, config: dict) -> None:
             raise ModelError(line, code="model.quantised")
 
 
-def refuse_packed(path: Path, held: Mapping[str, Held], decoder: Decoder) -> None:
+def refuse_packed(path: Path, held: Mapping[str, TensorHeader], decoder: Decoder) -> None:
     """`ModelError` for weights that are quantised, whether or not the folder says so."""
     known = decoder.tensors()
     scale = next((name for name in held if name not in known and SCALES.search(name)), None)
@@ -136,7 +136,7 @@ def _quantised(path: Path, why: str, kind: object = None) -> str:
     )
 
 
-def _wrong(path: Path, held: Mapping[str, Held], decoder: Decoder) -> Iterator[tuple[str, str]]:
+def _wrong(path: Path, held: Mapping[str, TensorHeader], decoder: Decoder) -> Iterator[tuple[str, str]]:
     """A code and a line for each tensor that is missing, too much, or of another shape or type than it must be."""
     due = decoder.tensors()
     optional = {HEAD: due["model.embed_tokens.weight"]} if decoder.tied else {}
@@ -162,7 +162,7 @@ def _wrong(path: Path, held: Mapping[str, Held], decoder: Decoder) -> Iterator[t
             yield "model.tensor-missing", f"{name}, which {INDEX} puts into {file}, is missing"
 
 
-def _refuse_other_head(path: Path, held: Mapping[str, Held]) -> None:
+def _refuse_other_head(path: Path, held: Mapping[str, TensorHeader]) -> None:
     """`ModelError` for a head that is said to be the embedding, and is not: transformers takes it, vLLM does not."""
     import numpy as np  # here alone: what only reads headers has no need of it
 
@@ -175,7 +175,7 @@ def _refuse_other_head(path: Path, held: Mapping[str, Held]) -> None:
         )
 
 
-def _raw(one: Held, name: str):
+def _raw(one: TensorHeader, name: str):
     """The bytes of a tensor, where they lie in the file: numpy has no bfloat16."""
     import numpy as np
 

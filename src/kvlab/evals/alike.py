@@ -55,7 +55,7 @@ def difference(plain: Logged, coded: Logged, declared: tuple[str, ...]) -> dict[
         raise _other(plain, coded, "tasks", ", ".join(plain.samples), ", ".join(coded.samples))
     for part in OF_TASK:
         for task in plain.samples:
-            one, other = (_told(side.said[part].get(task), declared) for side in (plain, coded))
+            one, other = (_comparable(side.said[part].get(task), declared) for side in (plain, coded))
             _refuse_other(plain, coded, f"{part} of {task!r}", one, other)
     return found
 
@@ -68,7 +68,7 @@ def arguments(side: Logged) -> dict[str, str]:
     return {str(name): str(value) for name, value in given.items()}
 
 
-def _told(said: Any, declared: tuple[str, ...]) -> Any:
+def _comparable(said: Any, declared: tuple[str, ...]) -> Any:
     """What a task says of itself, without the arguments that may differ and without addresses in memory."""
     if isinstance(said, dict) and isinstance(said.get("metadata"), dict):
         said = said | {"metadata": {name: one for name, one in said["metadata"].items() if name not in declared}}

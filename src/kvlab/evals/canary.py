@@ -16,7 +16,7 @@ from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import Recipe
 from kvlab.core.records import CANARY_MIN
 from kvlab.core.settings import IdentityStream
-from kvlab.evals.backend import Kind, Score, Side, Sides, Write
+from kvlab.evals.backend import Kind, ScoreRequest, Side, Sides, WriteRequest
 
 ONE_BIT = {
     "k": Recipe(k=IntStream(bits=1), v=IdentityStream()),
@@ -86,8 +86,8 @@ def answer(side: Side, kind: Kind, ids: list[int]) -> list[float]:
     """Log-probabilities of a text's second half, or of the tokens written after it."""
     if kind == "score":
         half = len(ids) // 2
-        return side.score([Score(ids[:half], ids[half:])])[0].logprobs
-    return side.write([Write(ids, WRITTEN, [])])[0].logprobs
+        return side.score([ScoreRequest(ids[:half], ids[half:])])[0].logprobs
+    return side.write([WriteRequest(ids, WRITTEN, [])])[0].logprobs
 
 
 def distance(first: list[float], second: list[float]) -> float:

@@ -17,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
 
 from kvlab.core.errors import CapabilityError, ParamsError
-from kvlab.evals.backend import Kind, Score, Side, Write
+from kvlab.evals.backend import Kind, ScoreRequest, Side, WriteRequest
 from kvlab.evals.canary import Guard
 
 MOST_WRITTEN = 256  # tokens of an answer whose task names no number, as in the harness
@@ -97,7 +97,7 @@ class CachedLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **_kwargs) -> list[tuple[float, bool]]:
         """Log-likelihoods of (texts, context tokens, continuation tokens)."""
-        asked = [Score(*self._fitted(context, continuation)) for _, context, continuation in requests]
+        asked = [ScoreRequest(*self._fitted(context, continuation)) for _, context, continuation in requests]
         for request in asked:
             self.longest = max(self.longest, len(request.context) + len(request.continuation))
         self._guarded("score", [request.context + request.continuation for request in asked])
@@ -163,7 +163,7 @@ class CachedLM(TemplateLM):
         self.cut += len(context) > room
         return context[-room:], continuation
 
-    def _wanted(self, request: Instance) -> Write:
+    def _wanted(self, request: Instance) -> WriteRequest:
         text, given = request.args
         options = normalize_gen_kwargs(given, MOST_WRITTEN)
         refuse_sampling(request.task_name, options)
@@ -178,7 +178,7 @@ class CachedLM(TemplateLM):
             )
         ids = self.tok_encode(text)
         self.cut += len(ids) > room
-        return Write(ids[-room:], tokens, [stop for stop in stops if stop])
+        return WriteRequest(ids[-room:], tokens, [stop for stop in stops if stop])
 
 
 def refuse_sampling(task: str | None, options: dict) -> None:

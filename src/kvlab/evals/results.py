@@ -36,7 +36,7 @@ class ResultError(UserError):
     code = "result"
 
 
-class Item(NamedTuple):
+class ItemKey(NamedTuple):
     """What makes an item the same on both sides: its task, its number, and hashes of what was asked."""
 
     task: str
@@ -128,14 +128,14 @@ def _measured(
     )
 
 
-def digest_of(scores: Mapping[Item, float]) -> str:
+def digest_of(scores: Mapping[ItemKey, float]) -> str:
     """Digest of the items."""
     return digest({"items": sorted(scores)})
 
 
-def _scores(entry: Eval, result: Mapping[str, Any], name: str, filtered: str) -> dict[Item, float]:
+def _scores(entry: Eval, result: Mapping[str, Any], name: str, filtered: str) -> dict[ItemKey, float]:
     """Every item's score, whose mean is what the harness reports."""
-    scores: dict[Item, float] = {}
+    scores: dict[ItemKey, float] = {}
     for task, samples in result["samples"].items():
         for sample in samples:
             if sample["filter"] != filtered:
@@ -158,7 +158,7 @@ def _scores(entry: Eval, result: Mapping[str, Any], name: str, filtered: str) ->
     return scores
 
 
-def _refuse_other_mean(entry: Eval, result: Mapping[str, Any], key: str, scores: Mapping[Item, float]) -> None:
+def _refuse_other_mean(entry: Eval, result: Mapping[str, Any], key: str, scores: Mapping[ItemKey, float]) -> None:
     reported = result["results"].get(entry.task, {}).get(key)
     mean = math.fsum(scores.values()) / len(scores)
     if not isinstance(reported, int | float) or not math.isclose(reported, mean, rel_tol=1e-9, abs_tol=1e-9):
@@ -171,5 +171,5 @@ def _refuse_other_mean(entry: Eval, result: Mapping[str, Any], key: str, scores:
         )
 
 
-def _item(task: str, sample: Mapping[str, Any]) -> Item:
-    return Item(task, sample["doc_id"], sample["doc_hash"], sample["prompt_hash"], sample["target_hash"])
+def _item(task: str, sample: Mapping[str, Any]) -> ItemKey:
+    return ItemKey(task, sample["doc_id"], sample["doc_hash"], sample["prompt_hash"], sample["target_hash"])

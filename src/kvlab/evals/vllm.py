@@ -32,7 +32,7 @@ from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.engines.capability import AUTO
 from kvlab.engines.hooks import attention_layers, fused_projection, installed
-from kvlab.evals.backend import CacheUse, Kind, Score, Scored, Side, Sides, Write, Written
+from kvlab.evals.backend import CacheUse, Kind, ScoreRequest, ScoreResult, Side, Sides, WriteRequest, WriteResult
 from kvlab.evals.canary import ONE_BIT
 
 PROTOCOL = "in_forward"
@@ -85,14 +85,14 @@ class VLLMSide(Side):
         values = self._tokens * self._info.values_per_token
         return CacheUse(0, 0, values * self._itemsize, values)
 
-    def score(self, requests: Sequence[Score]) -> list[Scored]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """See `Side.score`."""
         asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
         prompts = [request.context + request.continuation for request in requests]
         outputs = self._asked(prompts, [asked] * len(prompts))
         return [scored(request, output.prompt_logprobs) for request, output in zip(requests, outputs, strict=True)]
 
-    def write(self, requests: Sequence[Write]) -> list[Written]:
+    def write(self, requests: Sequence[WriteRequest]) -> list[WriteResult]:
         """See `Side.write`."""
         asked = [
             SamplingParams(
@@ -204,17 +204,17 @@ def activated(recipe: Path) -> Iterator[None]:
         del os.environ[RECIPE_VARIABLE]
 
 
-def scored(request: Score, prompt_logprobs: list) -> Scored:
+def scored(request: ScoreRequest, prompt_logprobs: list) -> ScoreResult:
     """What vLLM says of a continuation's tokens; a rank of 1 is the most likely one."""
     chosen = prompt_logprobs[len(request.context) :]
     found = [entry[token] for entry, token in zip(chosen, request.continuation, strict=True)]
-    return Scored([entry.logprob for entry in found], all(entry.rank == 1 for entry in found))
+    return ScoreResult([entry.logprob for entry in found], all(entry.rank == 1 for entry in found))
 
 
-def written(output) -> Written:
+def written(output) -> WriteResult:
     """What vLLM wrote."""
     chosen = zip(output.logprobs, output.token_ids, strict=True)
-    return Written(output.text, [entry[token].logprob for entry, token in chosen])
+    return WriteResult(output.text, [entry[token].logprob for entry, token in chosen])
 
 
 def sides(

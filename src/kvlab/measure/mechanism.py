@@ -19,7 +19,7 @@ import polars as pl
 import torch
 
 from kvlab.attention.hf import Effect, attending
-from kvlab.attention.latent_svd import Moments
+from kvlab.attention.latent_svd import LatentMoments
 from kvlab.attention.layer_plan import LayerPlan
 from kvlab.attention.named import Eviction, Latent, Mechanism
 from kvlab.attention.patterns import Full, SlidingWindow
@@ -77,7 +77,7 @@ def keeping_coder(
     asked: Keeping,
     cell: Cell,
     engine: Callable[[], Engine],
-    moments: Callable[[], Mapping[int, Moments]],
+    moments: Callable[[], Mapping[int, LatentMoments]],
     dtype: torch.dtype | None,
     stream: StreamRecipe | None = None,
 ) -> KeepingCoder:
@@ -125,12 +125,12 @@ def refuse_unheard(name: str, floor: float, canary: float, dtype: str) -> None:
 
 @dataclass(eq=False)
 class Applied:
-    """A mechanism on every window, as the measuring loop scores it (`walk.Subject`).
+    """A mechanism on every window, as the measuring loop scores it (`loop.Subject`).
 
     Parameters
     ----------
     asked : Mechanism
-    moments : mapping of int to Moments, by layer
+    moments : mapping of int to LatentMoments, by layer
         That a latent cache is fitted to; see `latent.moments_of`.
     plain : callable or None
         Gives the witness's model; None for no witness.
@@ -155,7 +155,7 @@ class Applied:
     engine: Engine
     protocol: str
     context: int
-    moments: Mapping[int, Moments] = field(default_factory=dict)
+    moments: Mapping[int, LatentMoments] = field(default_factory=dict)
     plain: Callable[[], PlainModel] | None = None
     last: int = 0
     recipe: Recipe = IN_16_BITS

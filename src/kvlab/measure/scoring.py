@@ -75,7 +75,7 @@ class WindowRun:
     def shared(self, cell: Cell, coder: Coder) -> torch.Tensor:
         """`logits`, which are kept while the window lasts: whoever asks for the same cell after this is given them."""
         logits = self.logits(cell, coder)
-        self._shared[wanted(cell, coder)] = logits, coder.tally
+        self._shared[logits_key(cell, coder)] = logits, coder.tally
         return logits
 
     def logits(self, cell: Cell, coder: Coder, heard: Overheard | None = None) -> torch.Tensor:
@@ -91,7 +91,7 @@ class WindowRun:
         if heard is not None:
             with self.engine.reading() as heard.reading:
                 return self._scored(cell, coder, heard)
-        if self._shared and (known := self._shared.get(wanted(cell, coder))):
+        if self._shared and (known := self._shared.get(logits_key(cell, coder))):
             coder.tally = deepcopy(known[1])
             return known[0]
         return self._scored(cell, coder)
@@ -191,7 +191,7 @@ class WindowRun:
         return pl.DataFrame(columns).select(pl.col(name).cast(dtype) for name, dtype in TOKENS.items())
 
 
-def wanted(cell: Cell, coder: Coder) -> tuple:
+def logits_key(cell: Cell, coder: Coder) -> tuple:
     """What decides the logits and the tally of a cell on a window."""
     return cell.model_dump_json(exclude=UNDECIDING), type(coder), coder.calibrated is not None, coder.judged
 

@@ -31,7 +31,7 @@ from kvlab.core.recipe import ENGINES, WHOLE, Cell, Recipe
 from kvlab.core.testimony import Proof, Testimony
 from kvlab.engines.base import Reading
 from kvlab.witness import reading as corpus
-from kvlab.witness.plain import Passed, PlainModel
+from kvlab.witness.plain import PlainModel, PlainPass
 from kvlab.witness.scores import divergence, log_softmax, scored
 
 LOGITS = {"float32": 1e-6, "bfloat16": 1e-2}
@@ -151,11 +151,11 @@ class Witness:
         return log_softmax(_float64(self.claim.alternative))
 
     @cached_property
-    def _clean(self) -> Passed:
+    def _clean(self) -> PlainPass:
         return self.model.clean(self.claim.ids, self.claim.context)
 
     @cached_property
-    def _coded(self) -> Passed:
+    def _coded(self) -> PlainPass:
         claim, cell = self.claim, self.claim.cell
         rotated, held = cell.placement == "post_rope", {place: claim.answered[place] for place in self._places}
         if cell.protocol == "in_forward":
@@ -212,7 +212,7 @@ class Witness:
                     f" {expected[row]:.9g}",
                 )
 
-    def _logits(self, when: str, theirs: np.ndarray, own: Passed) -> float:
+    def _logits(self, when: str, theirs: np.ndarray, own: PlainPass) -> float:
         """The chain's probabilities are the witness's."""
         kl = float(divergence(own.log_p, theirs).mean())
         if not kl <= LOGITS[self.claim.cell.dtype]:
