@@ -77,8 +77,7 @@ def check(
         near = min(able.cpu_head_dims, key=lambda size: abs(size - info.head_dim))
         raise CapabilityError(
             f"{engine} cannot run head size {info.head_dim}; allowed: {', '.join(map(str, able.cpu_head_dims))}"
-            f" (nearest: {near}); set engines to hf alone to measure this model",
-            code="capability.head-size",
+            f" (nearest: {near}); set engines to hf alone to measure this model"
         )
     if on_cpu and cache_dtype != AUTO:
         _refuse_fp8(cache_dtype, info)
@@ -101,8 +100,7 @@ def _refuse_fp8(cache_dtype: str, info: ModelInfo) -> None:
     if info.head_dim % FP8_STEP:
         raise CapabilityError(
             f"vllm's {cache_dtype} cache cannot hold head size {info.head_dim} on a CPU; allowed: multiples of"
-            f" {FP8_STEP}; leave it out of mechanisms.cache_dtypes",
-            code="capability.head-size",
+            f" {FP8_STEP}; leave it out of mechanisms.cache_dtypes"
         )
     import torch  # here alone, so that all else is refused before it is loaded
 
