@@ -169,13 +169,7 @@ class CodedHFSide(HFSide):
         return copy.deepcopy(self._model_cache)  # shares the codecs' tables
 
     def _account(self, passage: Passage) -> None:
-        """Count what the codecs did, which must be what the calls that were made ask for.
-
-        Raises
-        ------
-        CodecNotActive
-            A layer was not coded, coded otherwise than it should have been, or not read.
-        """
+        """Count what the codecs did; `CodecNotActive` where it is not what the calls that were made ask for."""
         self._count(*counts(passage.cache, passage.calls))
 
 

@@ -225,13 +225,7 @@ class HFEngine(Engine):
 
 
 def _loaded(info: ModelInfo, dtype: str, attention: str) -> PreTrainedModel:
-    """The model with the weights of its files and no others.
-
-    Raises
-    ------
-    ModelError
-        transformers cannot load it, or filled a weight in, or left one out.
-    """
+    """The model with the weights of its files; `ModelError` where transformers filled one in, or left one out."""
     local = {"local_files_only": True, "trust_remote_code": False}
     try:
         # told here, for what config.json names as its attention would prevail over an argument beside it

@@ -112,16 +112,9 @@ class Loaded:
             return self._scored(ids, context, computed=len(ids) - context)
 
     def _scored(self, ids: Sequence[int], first: int, computed: int) -> torch.Tensor | None:
-        """One prompt, of which vLLM computes so many tokens in one step, and the model's logits of some of them.
-
-        vLLM gives away no full-vocabulary logits of a prompt. They are made as it would make them, by the model's own
-        head from what the model returns, of the wanted rows alone.
-
-        Raises
-        ------
-        CodecNotActive
-            vLLM computed another number of tokens, or in several steps.
-        """
+        """The model's logits of a prompt's last rows; `CodecNotActive` unless one step computed `computed` tokens."""
+        # vLLM gives away no full-vocabulary logits of a prompt: they are made as it would make them, by the model's
+        # own head from what the model returns, of the rows that are asked for alone
         rows = slice(first - len(ids), -1)
         found = []
 
