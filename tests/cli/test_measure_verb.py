@@ -308,7 +308,7 @@ def test_the_pick_is_the_fewest_bits_that_are_small_and_served(rows, taken, stor
     found = costs.pick(rows)
     assert found == {"below": kl_scale.SMALL.kl, "taken": taken, "stored": stored, "nearest": nearest}
     facts = {"context": 64, "device": "cpu", "threads": 1, "protocol": "in_forward"}
-    last = list(measure.said(measuring.Measurement(facts, (), tuple(rows), ())))[-1]
+    last = list(measure.as_lines(measuring.Measurement(facts, (), tuple(rows), ())))[-1]
     named = rows[taken if taken is not None else nearest] if (taken, nearest) != (None, None) else None
     assert last.startswith("pick: none" if taken is None else f"pick: {named.codec} {named.bits:g},")
     assert named is None or f"{named.codec} {named.bits:g}" in last

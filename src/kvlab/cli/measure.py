@@ -139,7 +139,7 @@ def _named(codecs: Sequence[str], against: str | None, bits: Sequence[float], pr
 
 
 def as_lines(found) -> Iterator[str]:
-    """What was found (`measuring.Found`), for people."""
+    """What was found (`measuring.Measurement`), for people."""
     context = found.facts["context"]
     yield from map(printable, found.about)
     yield ""
