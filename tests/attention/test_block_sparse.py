@@ -13,6 +13,7 @@ from kvlab.attention.grouped import attend, causal
 from kvlab.attention.patterns import BlockSparse
 from kvlab.core.errors import LayoutMismatch, UserError
 from kvlab_mechanisms.attention.block_executors import EXECUTORS, gathered, masked
+from refusals import refused
 
 PATTERN = BlockSparse(block=8, top_k=2, window=8, sinks=1)
 SCORES = pytest.mark.parametrize("score", ["mean", "bounds"])
@@ -130,12 +131,12 @@ def test_dense_causal_attention_is_not_sparse():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(UserError, match="block is 0; allowed: a whole number, 1 or more"):
+    with refused(UserError, None, "block is 0", "a whole number, 1 or more"):
         BlockSparse(block=0)
-    with pytest.raises(UserError, match="allowed: mean, bounds"):
+    with refused(UserError, None, "'median'", "allowed: mean, bounds"):
         BlockSparse(score="median")
     q, k, v = draw()
-    with pytest.raises(LayoutMismatch, match="50 queries are more than the 9 keys"):
+    with refused(LayoutMismatch, "layout.queries", "50 queries", "9 keys"):
         masked(q, k[:, :, :9], v[:, :, :9], PATTERN)
-    with pytest.raises(LayoutMismatch, match="3 query heads cannot share 2"):
+    with refused(LayoutMismatch, "layout.heads", "3 query heads", "2 KV heads"):
         masked(q[:, :3], k, v, PATTERN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +12,7 @@ from kvlab.attention.grouped import attend, causal
 from kvlab.attention.patterns import ChunkSummary
 from kvlab.core.errors import UserError
 from kvlab_mechanisms.attention.dual_chunk import dual_chunk, merged, part, query_positions
+from refusals import refused
 
 PATTERN = ChunkSummary(chunk=8, top_k=2, exact=1, sinks=1)
 
@@ -132,5 +132,5 @@ def test_a_decoding_step_is_the_forwards_last_row():
 
 
 def test_chunks_are_shorter_than_the_trained_context():
-    with pytest.raises(UserError, match="allowed: 0 < chunk < trained"):
+    with refused(UserError, None, "16 tokens", "0 < chunk < trained"):
         dual_chunk(*draw(), rotate, chunk=16, trained=16)

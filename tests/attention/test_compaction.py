@@ -12,6 +12,7 @@ from attention.drawing import rotate
 from kvlab.attention import compaction
 from kvlab.attention.compaction import compact, new_places
 from kvlab.core.errors import LayoutMismatch
+from refusals import refused
 
 
 def caches(*shape: int, dtype=torch.float32):
@@ -102,23 +103,23 @@ def test_places_undo_positions():
 
 
 @pytest.mark.parametrize(
-    ("keep", "said"),
+    ("keep", "code", "data"),
     [
-        (torch.tensor([2, 1]), "rise"),
-        (torch.tensor([1, 1]), "rise"),
-        (torch.tensor([0, 10]), "from 0 to 10"),
-        (torch.tensor([-1, 3]), "from -1"),
-        (torch.tensor([1.0]), "int64"),
-        (torch.ones(9, dtype=torch.bool), "bool"),
-        (torch.zeros(3, 2, dtype=torch.int64), "do not fit"),
+        (torch.tensor([2, 1]), "layout.order", ()),
+        (torch.tensor([1, 1]), "layout.order", ()),
+        (torch.tensor([0, 10]), None, ("from 0 to 10", "10 tokens")),
+        (torch.tensor([-1, 3]), None, ("from -1",)),
+        (torch.tensor([1.0]), None, ("int64", "torch.float32 of [1]")),
+        (torch.ones(9, dtype=torch.bool), None, ("bool [10]", "[9]")),
+        (torch.zeros(3, 2, dtype=torch.int64), None, ("[3, 2]", "[2, 10, 4]")),
     ],
 )
-def test_what_cannot_be_kept_is_refused(keep, said):
+def test_what_cannot_be_kept_is_refused(keep, code, data):
     k, v = caches(2, 10, 4)
-    with pytest.raises(LayoutMismatch, match=said):
+    with refused(LayoutMismatch, code, *data):
         compact(k, v, keep)
 
 
 def test_k_and_v_are_of_one_shape():
-    with pytest.raises(LayoutMismatch, match="one shape"):
+    with refused(LayoutMismatch, None, "[2, 3, 4]", "[2, 3, 5]"):
         compact(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5), torch.tensor([0]))

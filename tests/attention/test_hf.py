@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvlab.attention.hf import attending, registered
 from kvlab.attention.patterns import BlockSparse, ChunkSummary, Full, SlidingWindow
 from kvlab.core.errors import CapabilityError, CodecNotActive
+from refusals import refused
 
 SPARSE = BlockSparse(block=8, top_k=1, window=8, sinks=1)
 BOUNDED = BlockSparse(block=8, top_k=2, window=3, sinks=0, score="bounds")
@@ -32,7 +33,7 @@ def test_a_plan_that_reads_everything_is_the_model(model):
     for plan in ((Full(),) * 3, (every,) * 3, (SlidingWindow(80),) * 3):
         with attending(model, plan) as effect:
             assert torch.allclose(logits(model), due, atol=1e-4)
-        with pytest.raises(CodecNotActive, match="leaves out nothing of so few tokens"):
+        with refused(CodecNotActive, "not-active.nothing-left-out", plan[-1].name):
             effect.refuse_idle(plan)
     assert torch.equal(logits(model), due)  # and the model is as it was
 
@@ -72,7 +73,7 @@ def test_prefill_and_decoding_are_one_forward(model):
             parts.append(model(ids, past_key_values=cache, use_cache=True).logits)
         assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-4)
     assert len(effect.vectors[0]) == 1 + 12
-    with pytest.raises(CodecNotActive, match="due: 1 in each"):
+    with refused(CodecNotActive, "not-active.passes", "due: 1 "):
         effect.refuse_idle(PLAN)
 
 
@@ -98,9 +99,9 @@ def test_transformers_knows_a_plan_by_its_name(model):
 
 
 def test_what_a_plan_cannot_do_is_refused(model):
-    with pytest.raises(CapabilityError, match="a plan of 2 layers for a model of 3"), attending(model, PLAN[:2]):
+    with refused(CapabilityError, "capability.layers", "2 layers", "model of 3"), attending(model, PLAN[:2]):
         pass
     padded = torch.ones(1, 80, dtype=torch.long)
     padded[:, :9] = 0
-    with attending(model, PLAN), pytest.raises(CapabilityError, match="without padding"):
+    with attending(model, PLAN), refused(CapabilityError, "capability.padding"):
         model(IDS, attention_mask=padded)

@@ -21,6 +21,7 @@ from kvlab.attention.selection import (
     tf_idf,
 )
 from kvlab.core.errors import LayoutMismatch
+from refusals import refused
 
 SCORES = st.lists(st.integers(-3, 3), max_size=30)
 
@@ -82,7 +83,7 @@ def test_pooled_attention_keeps_phrases():
     weights[0, 0, 8] = 0.6
     found = pooled_attention(weights, 3)
     assert found.tolist() == pytest.approx([0, 0, 0, 0.6, 0.6, 0.6, 0, 0.1, 0.1])
-    with pytest.raises(LayoutMismatch, match="odd"):
+    with refused(LayoutMismatch, "layout.even-width", 4):
         pooled_attention(weights, 4)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvlab.cli import main as cli
 from kvlab.core.filekind import CACHES, FRONT, kind_of
+from refusals import refused
 
 TEXT = "a cache that is kept " * 12
 
@@ -27,7 +28,7 @@ def files(tiny_model, tmp_path_factory):
     return folder
 
 
-def refused(capsys, *words) -> str:
+def error_line(capsys, *words) -> str:
     """What a verb says that ends with exit code 2, in one line."""
     with pytest.raises(SystemExit) as stop:
         cli.main([str(word) for word in words])
@@ -64,18 +65,18 @@ def test_a_cache_is_no_codec(files, tiny_model, capsys, verb):
     }[verb]
     for path in (files / "context.kvs", *files.glob("*.kv")):
         if path.name != "int4.kv":
-            err = refused(capsys, *words, path)
+            err = error_line(capsys, *words, path)
             assert f"{path} is a" in err and "not the file of a codec; give what `kvlab calibrate`" in err
     assert not list(files.glob("x*"))
 
 
 def test_a_codec_is_no_cache(files, tiny_model, capsys):
     codec, text = files / "int4.kv", files / "text.txt"
-    assert "this is a file of tensors" in refused(capsys, "snapshot", "inspect", codec)
-    assert "this is a file of tensors" in refused(capsys, "inspect", "--stream", codec)
-    assert "this is a snapshot" in refused(capsys, "inspect", "--stream", files / "context.kvs")
+    assert "this is a file of tensors" in error_line(capsys, "snapshot", "inspect", codec)
+    assert "this is a file of tensors" in error_line(capsys, "inspect", "--stream", codec)
+    assert "this is a snapshot" in error_line(capsys, "inspect", "--stream", files / "context.kvs")
     words = ("snapshot", "restore", codec, "--model", tiny_model, "--text", text, "--mode", "consume")
-    assert "this is a file of tensors" in refused(capsys, *words)
+    assert "this is a file of tensors" in error_line(capsys, *words)
     with pytest.raises(SystemExit) as stop:
         cli.main(["snapshot", "verify", str(codec), "--json"])
     (found,) = json.loads(capsys.readouterr().out).values()
@@ -90,14 +91,14 @@ def test_a_cache_in_python_names_what_it_was_given(files, tiny_model):
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     for name in ("context.kvs", "moved.kv"):
-        with pytest.raises(CalibrationMismatch, match=r"is a snapshot, .* not the file of a codec"):
+        with refused(CalibrationMismatch, "calibration.other-kind", name, "a snapshot"):
             Cache(model, files / name)
 
 
 def test_a_cache_does_not_take_the_name_of_a_codec(files, tiny_model, capsys):
     text = ("--model", tiny_model, "--text", files / "text.txt")
-    assert "name it x.kvs" in refused(capsys, "snapshot", "save", "x.kv", *text)
-    assert "name it x.kvls" in refused(capsys, "encode", *text, "--recipe", files / "int4.kv", "--out", "x.kv")
+    assert "name it x.kvs" in error_line(capsys, "snapshot", "save", "x.kv", *text)
+    assert "name it x.kvls" in error_line(capsys, "encode", *text, "--recipe", files / "int4.kv", "--out", "x.kv")
 
 
 def test_a_snapshot_under_another_name_is_read_all_the_same(files, tiny_model, capsys):

@@ -24,6 +24,7 @@ from kvlab.measure import quick_run
 from kvlab.stats import kl_scale
 from kvlab.stats.bootstrap import Estimate
 from kvlab.text.excerpts import refuse_overlap, windows_of
+from refusals import refused
 
 
 @pytest.fixture
@@ -307,7 +308,7 @@ def test_the_pick_is_the_fewest_bits_that_are_small_and_served(rows, taken, stor
     found = costs.pick(rows)
     assert found == {"below": kl_scale.SMALL.kl, "taken": taken, "stored": stored, "nearest": nearest}
     facts = {"context": 64, "device": "cpu", "threads": 1, "protocol": "in_forward"}
-    last = list(measure.said(measuring.Measurement(facts, (), tuple(rows), ())))[-1]
+    last = list(measure.as_lines(measuring.Measurement(facts, (), tuple(rows), ())))[-1]
     named = rows[taken if taken is not None else nearest] if (taken, nearest) != (None, None) else None
     assert last.startswith("pick: none" if taken is None else f"pick: {named.codec} {named.bits:g},")
     assert named is None or f"{named.codec} {named.bits:g}" in last
@@ -390,5 +391,5 @@ def test_a_shared_run_is_found_wherever_it_stands():
     other = np.arange(5000, 6000, dtype=np.int32).reshape(2, 500)
     refuse_overlap(scored, other, ("a", "b"))
     other[1, 100:164] = scored[0, 300:364]
-    with pytest.raises(CorpusError, match="a and b share 1 runs of 64 tokens"):
+    with refused(CorpusError, None, "a and b", "1 runs of 64 tokens"):
         refuse_overlap(scored, other, ("a", "b"))

@@ -15,9 +15,11 @@ from kvlab.codecs.catalogue import CONDITIONABLE, LADDERED
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import ParamsError, UnknownName
 from kvlab.core.paramfile import assignment, overlay, preset, read_yaml
+from kvlab.core.params import Undeclared
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.cells.params import CELLS, RUNGS, reads_components
 from kvlab_pipeline.studies.settings import Settings, by_model, judged, left_out, one_of, read_params, resolved
+from refusals import refused
 
 
 def changed(base: dict, **leaves) -> dict:
@@ -106,7 +108,7 @@ def test_what_is_not_said_has_its_default():
     params = Settings.complete({"model": {"path": "a/b", "n_layers": 6}})
     assert (params.bits, params.v_bits, params.codec.boundary_layers, params.noise.seed) == (3, 2, (0, 5), 12345)
     assert params.cells.keys() == CELLS.keys() and params.kvstore.restore.prompts == 20
-    with pytest.raises(ParamsError, match="parameter 'model' is missing"):
+    with refused(ParamsError, None, "'model' is missing"):
         Settings.complete({})
 
 
@@ -114,7 +116,7 @@ def test_a_partial_instance_reads_only_what_its_rule_named(base_params):
     partial = read_params(json.dumps({"bits": 4, "windows": base_params["windows"]}))
     assert partial.bits == 4
     assert partial.windows.length == base_params["windows"]["context"] + base_params["windows"]["eval"]
-    with pytest.raises(ParamsError, match="'noise' is read here but not named"):
+    with refused(Undeclared, None, "'noise'"):
         partial.noise  # noqa: B018
 
 
@@ -122,7 +124,7 @@ def test_a_partial_instance_reads_only_what_its_rule_named(base_params):
     ("text", "word"), [('{"bits": 12}', "12"), ('{"bots": 3}', "'bits'"), ('{"codec": {"pac": 1}}', "codec.pca")]
 )
 def test_partial_values_are_held_to_the_same_ranges(text, word):
-    with pytest.raises(ParamsError, match=word):
+    with refused(ParamsError, None, word):
         read_params(text)
 
 
@@ -130,7 +132,7 @@ def test_every_preset_is_valid_and_an_unknown_one_names_the_nearest(root):
     data = read_yaml(root / "params.yaml")
     for name in ("quick", "published", "reference"):
         by_model(preset(name, data))
-    with pytest.raises(ParamsError, match="'quick'"):
+    with refused(ParamsError, None, "'quik'", "'quick'"):
         preset("quik", data)
 
 
@@ -216,16 +218,16 @@ def test_the_block_rung_is_the_studied_recipe_at_other_bits(base_params):
 
 
 @pytest.mark.parametrize(
-    ("rung", "error", "words"),
+    ("rung", "error", "code", "data"),
     [
-        (("klt+center", 3), ParamsError, "'klt' cannot be conditioned"),
-        (("fp8", 8), ParamsError, "has no choice of bits"),
-        (("hadamar", 3), UnknownName, "did you mean 'hadamard'"),
-        (("int+centre", 3), UnknownName, "did you mean 'center'"),
+        (("klt+center", 3), ParamsError, "params.not-conditionable", ("'klt'",)),
+        (("fp8", 8), ParamsError, "params.no-bits", ("'fp8'",)),
+        (("hadamar", 3), UnknownName, None, ("'hadamar'", "'hadamard'")),
+        (("int+centre", 3), UnknownName, None, ("'centre'", "'center'")),
     ],
 )
-def test_a_rung_that_cannot_be_is_refused(base_params, rung, error, words):
-    with pytest.raises(error, match=words):
+def test_a_rung_that_cannot_be_is_refused(base_params, rung, error, code, data):
+    with refused(error, code, *data):
         named_recipe(*rung, params=Settings.complete(base_params))
 
 
@@ -276,45 +278,42 @@ def test_an_entry_that_computes_otherwise_brings_its_own_floor(base_params):
 
 
 @pytest.mark.parametrize(
-    ("entry", "words"),
+    ("entry", "data"),
     [
-        (
-            {"codec": {"whitn": False}},
-            r"'cells\.a\.codec\.whitn'; did you mean 'cells\.a\.codec\.whiten'",
-        ),
-        ({"codec": {"variance_ratio": 2}}, "variance_ratio"),
-        ({"span": "window"}, r"set protocols: \[in_forward\]"),
-        ({"attention": "sdpa"}, r"set engines: \[hf\]"),
-        ({"layers": [6]}, "names layer 6; allowed: 0..5"),
-        ({"rung": "klt", "codebooks": "gaussian"}, "names a rung"),
-        ({"bits": 9}, "bits"),
-        ({"bitz": 3}, "did you mean 'cells.a.bits'"),
-        ({"rung": "hadamar"}, "'hadamar' is no rung; allowed: .*did you mean 'hadamard'"),
-        ({"rung": "kivi+centre"}, r"did you mean 'kivi\+center'"),
-        ({"rung": "klt+center"}, r"'klt\+center' is no rung"),
-        ({"rung": "studied"}, "'studied' is no rung"),
-        ({"rung": "block"}, "Gaussian table; leave rung out and change bits, v_bits, codebooks or codec"),
-        ({"rung": "klt", "placement": "post_rope"}, "'klt'.*before the rotary.*allowed.*: d4, e8, fp8, hadamard,"),
-        ({"rung": "oscar", "placement": "post_rope"}, "'oscar', whose components"),
-        ({"rung": "int+center", "placement": "post_rope"}, r"'int\+center', whose components"),
-        ({"codec": {"boundary_layers": [6]}}, "codec.boundary_layers names layer 6; allowed: 0..5"),
-        ({"codec": {"whiten_skip_layers": [-7]}}, "codec.whiten_skip_layers names layer -7; allowed: 0..5, or -6..-1"),
-        ({"codec": {"boundary_layers": list(range(6))}}, "names every layer, so none is coded"),
-        ({"layers": []}, "layers is empty, so nothing is coded"),
-        ({"against": "a"}, "'a', the entry itself; allowed: other, or null"),
-        ({"against": "othr"}, "'othr', no entry of cells; allowed: other, .*did you mean 'other'"),
-        ({"against": "other"}, "has no 'vllm' in its engines; allowed: an entry that has"),
-        ({"against": "other", "engines": ["hf"]}, "has no 'in_forward' in its protocols"),
+        ({"codec": {"whitn": False}}, ("'cells.a.codec.whitn'", "'cells.a.codec.whiten'")),
+        ({"codec": {"variance_ratio": 2}}, ("variance_ratio",)),
+        ({"span": "window"}, ("cells.a.span", "'window'", "protocols: [in_forward]")),
+        ({"attention": "sdpa"}, ("cells.a.attention", "'sdpa'", "engines: [hf]")),
+        ({"layers": [6]}, ("cells.a.layers", "layer 6", "0..5")),
+        ({"rung": "klt", "codebooks": "gaussian"}, ("a rung", "codec", "codebooks")),
+        ({"bits": 9}, ("'cells.a.bits'", "9")),
+        ({"bitz": 3}, ("'cells.a.bitz'", "'cells.a.bits'")),
+        ({"rung": "hadamar"}, ("'hadamar'", "no rung", "'hadamard'")),
+        ({"rung": "kivi+centre"}, ("'kivi+centre'", "no rung", "'kivi+center'")),
+        ({"rung": "klt+center"}, ("'klt+center'", "no rung")),
+        ({"rung": "studied"}, ("'studied'", "no rung")),
+        ({"rung": "block"}, ("Gaussian table", "bits, v_bits, codebooks or codec")),
+        ({"rung": "klt", "placement": "post_rope"}, ("'klt'", "post_rope", "d4, e8, fp8, hadamard,")),
+        ({"rung": "oscar", "placement": "post_rope"}, ("'oscar'", "post_rope", "components")),
+        ({"rung": "int+center", "placement": "post_rope"}, ("'int+center'", "post_rope", "components")),
+        ({"codec": {"boundary_layers": [6]}}, ("codec.boundary_layers", "layer 6", "0..5")),
+        ({"codec": {"whiten_skip_layers": [-7]}}, ("codec.whiten_skip_layers", "layer -7", "0..5, or -6..-1")),
+        ({"codec": {"boundary_layers": list(range(6))}}, ("codec.boundary_layers", "every layer", "0..5")),
+        ({"layers": []}, ("cells.a.layers", "empty", "`coded`, `all`")),
+        ({"against": "a"}, ("'a'", "itself", "allowed: other, or null")),
+        ({"against": "othr"}, ("'othr'", "no entry", "allowed: other, ", "'other'")),
+        ({"against": "other"}, ("'other'", "'vllm'", "engines")),
+        ({"against": "other", "engines": ["hf"]}, ("'other'", "'in_forward'", "protocols")),
         (
             {"against": "other", "engines": ["hf"], "protocols": ["snapshot"], "dtype": "float32"},
-            "is measured in 'bfloat16'; allowed: an entry in 'float32'",
+            ("'other'", "in 'bfloat16'", "in 'float32'"),
         ),
     ],
 )
-def test_an_entry_that_cannot_be_is_refused_by_name(base_params, entry, words):
-    with pytest.raises(ParamsError, match=words) as refused:
+def test_an_entry_that_cannot_be_is_refused_by_name(base_params, entry, data):
+    with refused(ParamsError, None, *data) as caught:
         entries(base_params, a=entry, other={"engines": ["hf"], "protocols": ["snapshot"], "stream": "k"})
-    assert all("cells.a" in line and "\n" not in line for line in refused.value.lines)
+    assert all("cells.a" in line and "\n" not in line for line in caught.value.lines)
 
 
 def test_an_entry_may_be_held_against_one_that_is_measured_wherever_it_is(base_params):
@@ -333,7 +332,7 @@ def test_engines_that_do_not_run_are_not_missed(base_params):
 
 def test_an_entry_whose_counterpart_was_taken_out_is_refused(base_params):
     without = overlay(base_params, {"cells": {"unwhitened": None}})
-    with pytest.raises(ParamsError, match=r"cells\.\S+\.against is 'unwhitened', no entry of cells"):
+    with refused(ParamsError, None, "cells.published-decoder.against", "'unwhitened'", "no entry"):
         Settings.complete(without)
 
 
@@ -342,7 +341,7 @@ def test_every_rung_is_planned_after_the_rotary_embedding_unless_it_reads_compon
     assert planned(entries(base_params, a={"rung": rung}), "a")
     turned = {"rung": rung, "placement": "post_rope"}
     if reads_components(rung):
-        with pytest.raises(ParamsError, match="rotary"):
+        with refused(ParamsError, None, "cells.a.rung", repr(rung), "post_rope"):
             entries(base_params, a=turned)
     else:
         cell = planned(entries(base_params, a=turned), "a")[0]
@@ -362,9 +361,9 @@ def test_every_rung_is_planned_after_the_rotary_embedding_unless_it_reads_compon
 )
 def test_two_entries_that_are_one_cell_are_refused_by_both_names(base_params, one, other):
     params = entries(base_params, one=one, other=other)
-    with pytest.raises(ParamsError, match=r"cells\.one and cells\.other are the same cell") as refused:
+    with refused(ParamsError, "params.same-cell", "cells.one", "cells.other") as caught:
         plan.check(params)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_entry_may_be_the_studied_cell_or_share_a_floor(base_params):
@@ -402,7 +401,7 @@ def test_an_overlay_adds_changes_and_takes_out_entries(base_params):
 
 @pytest.mark.parametrize("value", [3, "k", [1], True])
 def test_an_overlay_with_an_entry_that_is_no_mapping_is_refused(base_params, value):
-    with pytest.raises(ParamsError, match=r"cells\.k-only is .*allowed: a mapping .* or null"):
+    with refused(ParamsError, None, f"cells.k-only is {value!r}", "a mapping", "null"):
         Settings.complete(overlay(base_params, {"cells": {"k-only": value}}))
 
 
@@ -440,9 +439,9 @@ def test_a_further_model_may_bring_fewer_studies_and_no_rows_for_the_gate(folder
     assert list(asked.values()) == [("factors", "ladder", "noise"), ("factors",), ("factors", "ladder")]
     assert judged(data) == list(asked)[:1] and judged({"models": folders(6, 6)}) == ["model0", "model1"]
     assert [entry["studies"] for entry in resolved(data)["models"]] == [None, [], ["ladder"]]
-    with pytest.raises(ParamsError, match="the first model leads: all of `studies` is measured of it"):
+    with refused(ParamsError, None, "models.0.studies", "first model"):
         by_model({"models": [first | {"studies": []}]})
-    with pytest.raises(ParamsError, match=r"models\.1\.studies names 'layers'; allowed: ladder, noise, of `studies`"):
+    with refused(ParamsError, None, "models.1.studies", "'layers'", "allowed: ladder, noise,"):
         by_model(data | {"models": [first, second | {"studies": ["layers"]}]})
 
 
@@ -456,25 +455,25 @@ def test_a_small_model_keeps_a_layer_to_code(folders, layers, boundary):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (None, "has no config.json"),
-        ("{", "is no configuration of a model"),
-        ("[]", "is no configuration of a model"),
-        ("{}", "names no num_hidden_layers"),
+        (None, "no config.json"),
+        ("{", "JSON"),
+        ("[]", "but []"),
+        ("{}", "no num_hidden_layers"),
     ],
 )
 def test_a_model_whose_layers_cannot_be_counted_is_refused(tmp_path, config, words):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ParamsError, match=words):
+    with refused(ParamsError, None, tmp_path, words):
         by_model({"models": [{"path": str(tmp_path)}]})
 
 
 def test_a_hub_id_is_counted_in_the_local_cache_or_named_with_what_to_type(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     entry = {"path": "an/other", "revision": "v1"}
-    with pytest.raises(ParamsError, match=r"not in the local cache.*`hf download an/other --revision v1`"):
+    with refused(ParamsError, None, "'an/other'", "`hf download an/other --revision v1`"):
         by_model({"models": [entry]})
-    with pytest.raises(ParamsError, match="pin it with `revision`"):
+    with refused(ParamsError, None, "'an/other'", "`revision`"):
         by_model({"models": [{"path": "an/other"}]})
     repository = tmp_path / "models--an--other"
     (repository / "refs").mkdir(parents=True)
@@ -495,13 +494,13 @@ def test_layers_are_counted_from_the_end_wherever_they_are_named(base_params):
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        ([{"pth": "x"}], r"unknown parameter 'models\.0\.pth'; did you mean 'models\.0\.path'"),
-        ([{}, {"tensor_parallel": 0}], r"'models\.1\.tensor_parallel' is 0; allowed: greater than or equal to 1"),
-        ([{"n_layers": 6}], r"unknown parameter 'models\.0\.n_layers'; allowed: models\.0\.path, "),
-        ([{}, {"path": "model0"}], r"models\.1\.slug is 'model0', as of a model before it"),
-        ([{"path": ".."}], "path '\\.\\.' gives its results no folder name; set slug"),
-        ([{"slug": "../up"}], r"models\.0\.slug"),
-        ([{}, {"slug": "b"}], r"boundary_layers.*\(for model 'b'\)"),
+        ([{"pth": "x"}], ("'models.0.pth'", "'models.0.path'")),
+        ([{}, {"tensor_parallel": 0}], ("'models.1.tensor_parallel' is 0", "equal to 1")),
+        ([{"n_layers": 6}], ("'models.0.n_layers'", "models.0.path, ")),
+        ([{}, {"path": "model0"}], ("models.1.slug", "'model0'")),
+        ([{"path": ".."}], ("path '..'", "set slug")),
+        ([{"slug": "../up"}], ("models.0.slug",)),
+        ([{}, {"slug": "b"}], ("boundary_layers", "model 'b'")),
     ],
 )
 def test_a_model_that_cannot_be_is_refused_by_its_place(folders, models, words, tmp_path, monkeypatch):
@@ -510,21 +509,21 @@ def test_a_model_that_cannot_be_is_refused_by_its_place(folders, models, words, 
         "models": [a | b for a, b in zip(folders(6, 2), models, strict=False)],
         "codec": {"boundary_layers": [0, 5]},
     }
-    with pytest.raises(ParamsError, match=words) as refused:
+    with refused(ParamsError, None, *words) as caught:
         by_model(data)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"models": []}, r"'models' is \[\]; allowed: a list of models"),
-        ({"models": "models/reference"}, "'models' is 'models/reference'; allowed: a list"),
-        ({"model": {"path": "x"}}, "unknown parameter 'model'; did you mean 'models'"),
+        ({"models": []}, ("'models' is []", "a list of models")),
+        ({"models": "models/reference"}, ("'models' is 'models/reference'", "a list")),
+        ({"model": {"path": "x"}}, ("'model'", "'models'")),
     ],
 )
 def test_models_are_a_list(folders, changes, words):
-    with pytest.raises(ParamsError, match=words):
+    with refused(ParamsError, None, *words):
         by_model({"models": folders(6)} | changes)
 
 
@@ -533,7 +532,7 @@ def test_a_leaf_of_a_listed_model_is_set_by_its_number(folders):
     changed = overlay(data, assignment("models.1.tensor_parallel=2"))
     assert [model.get("tensor_parallel") for model in changed["models"]] == [None, 2]
     assert by_model(overlay(data, assignment("models.0.slug=first"))).keys() == {"first", "model1"}
-    with pytest.raises(ParamsError, match=r"unknown parameter 'models\.2'; allowed: models\.0, models\.1"):
+    with refused(ParamsError, None, "'models.2'", "models.0, models.1"):
         overlay(data, assignment("models.2.path=x"))
 
 
@@ -594,9 +593,9 @@ def test_one_of_several_models_is_named_or_refused(folders):
     first, second = folders(6, 6)
     found = by_model({"models": [first | {"slug": "reference"}, second | {"slug": "second"}]})
     assert one_of(found, "second").model.slug == "second"
-    with pytest.raises(ParamsError, match="lists 2 models; name one with --model: reference, second"):
+    with refused(ParamsError, None, "2 models", "--model: reference, second"):
         one_of(found, None)
-    with pytest.raises(ParamsError, match=r"'secnd' is not in params\.yaml; .*did you mean 'second'"):
+    with refused(ParamsError, None, "'secnd'", "reference, second", "'second'"):
         one_of(found, "secnd")
 
 
@@ -656,28 +655,28 @@ def test_a_smaller_study_is_one_edit(root, monkeypatch, name, value):
     [
         (
             {"windows": {"test": 8}, "noise": {"windows": 9}},
-            "noise.windows is 9; allowed: at most 8, which is windows.test",
+            ("noise.windows is 9", "at most 8", "windows.test"),
         ),
         (
             {"windows": {"test": 8}, "kvstore": {"restore": {"prompts": 9}}},
-            "kvstore.restore.prompts is 9; allowed: at most 8",
+            ("kvstore.restore.prompts is 9", "at most 8"),
         ),
         (
             {"windows": {"other": 8}, "ladder": {"windows": 9}},
-            "ladder.windows is 9; allowed: at most 8, which is windows.other",
+            ("ladder.windows is 9", "at most 8", "windows.other"),
         ),
         (
             {"mechanisms": {"needles": 8}, "kvstore": {"policy": {"needles": 9}}},
-            "at most 8, which is mechanisms.needles",
+            ("at most 8", "mechanisms.needles"),
         ),
-        ({"engines": ["hf"], "gap": {"origins": ["vllm"]}}, "gap.origins.0 is 'vllm'; allowed: hf, which are captured"),
+        ({"engines": ["hf"], "gap": {"origins": ["vllm"]}}, ("gap.origins.0 is 'vllm'", "allowed: hf,")),
         (
             {"engines": ["hf"], "cells": {"other-calibration": {}}},
-            "cells.other-calibration.origin is 'vllm'; allowed: hf",
+            ("cells.other-calibration.origin is 'vllm'", "allowed: hf"),
         ),
         (
             {"corpus": {"other": None}, "ladder": {"texts": ["other"]}},
-            "ladder.texts names 'other' but corpus.other is null",
+            ("ladder.texts", "'other'", "corpus.other is null"),
         ),
         ({"codec": {"whiten": False}, "cells": {"post-rope-unwhitened": {}}}, None),
     ],
@@ -690,7 +689,7 @@ def test_what_is_asked_for_by_name_is_refused_where_it_is_not_there(root, monkey
         plan.check(params)
         assert "post-rope-unwhitened" in params.cells and left_out(params, data) == ["post-rope"]
     else:
-        with pytest.raises(ParamsError, match=re.escape(words)):
+        with refused(ParamsError, None, *words):
             by_model(data)
 
 
@@ -702,16 +701,16 @@ def test_a_default_cell_that_cannot_be_is_left_out_and_named(root, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "line"),
+    ("said", "words"),
     [
         (
             {"studies": ["layer"]},
-            "'layer' is no study of the report; allowed: cells, factors, .* did you mean 'layers'?",
+            ("'layer'", "cells, factors, ", "'layers'"),
         ),
-        ({"cells": {"k-onl": None}}, "cells.k-onl is null, which takes an entry out, and there is none; did you mean"),
+        ({"cells": {"k-onl": None}}, ("cells.k-onl is null", "'k-only'")),
     ],
 )
-def test_a_study_or_a_cell_that_there_is_not_is_refused_by_name(root, said, line):
+def test_a_study_or_a_cell_that_there_is_not_is_refused_by_name(root, said, words):
     data = overlay(read_yaml(root / "params.yaml"), said)
-    with pytest.raises(ParamsError, match=line):
+    with refused(ParamsError, None, *words):
         by_model(data)

@@ -14,6 +14,7 @@ from kvlab.codecs.noise import NoiseStream
 from kvlab.core import records
 from kvlab.core.errors import NonFinite, StorageError
 from kvlab.core.recipe import IDENTITY, Cell, Recipe, canonical, digest
+from refusals import refused
 
 
 def tokens(kl: float = 0.1) -> pl.DataFrame:
@@ -33,8 +34,10 @@ def test_a_failed_write_leaves_the_old_file_and_no_scratch(tmp_path):
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path):
-    full = pytest.raises(StorageError, match="the disk is full; nothing was left behind")
-    with full, records.atomic(tmp_path / "a.json") as temporary:
+    with (
+        refused(StorageError, "storage.disk-full", tmp_path / "a.json"),
+        records.atomic(tmp_path / "a.json") as temporary,
+    ):
         temporary.write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert list(tmp_path.iterdir()) == []
@@ -43,7 +46,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path):
 def test_a_full_disk_is_the_same_line_from_every_library(tmp_path):
     from safetensors import SafetensorError
 
-    with pytest.raises(StorageError, match="the disk is full"), records.atomic(tmp_path / "a.safetensors"):
+    with refused(StorageError, "storage.disk-full"), records.atomic(tmp_path / "a.safetensors"):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
 
@@ -58,7 +61,7 @@ def test_an_old_record_does_not_outlive_its_data(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
 def test_a_number_that_is_none_is_refused(tmp_path, value):
     records.write_table(tmp_path / "t.parquet", tokens(value))
-    with pytest.raises(NonFinite, match="'kl'"):
+    with refused(NonFinite, None, "'kl'"):
         records.read_tokens(tmp_path / "t.parquet")
 
 
@@ -70,7 +73,7 @@ def test_json_refuses_nan(tmp_path):
 
 def test_other_columns_are_refused(tmp_path):
     records.write_table(tmp_path / "t.parquet", tokens().rename({"kl": "KL"}))
-    with pytest.raises(StorageError, match="columns"):
+    with refused(StorageError, "storage.columns"):
         records.read_tokens(tmp_path / "t.parquet")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 from kvlab.cli.main import main
 from kvlab.core.errors import ParamsError
 from kvlab.core.paramfile import assignment, overlay, read_yaml
-from kvlab.core.plain import MOST_ENTRIES, MOST_VALUES, shown, unfit
+from kvlab.core.plain import MOST_DEPTH, MOST_ENTRIES, MOST_VALUES, shown, unfit
 from kvlab.core.strictyaml import MOST_BYTES, Unreadable, from_json, from_yaml, read_text
 from kvlab_pipeline.studies.settings import by_model, read_params
+from refusals import refused
 
 MODELS = "models: [{path: models/reference}]\n"
 EIGHT = ",".join(["*{0}"] * 8)
@@ -119,18 +122,21 @@ def test_several_mistakes_are_a_line_each(root, monkeypatch):
 
 @pytest.mark.parametrize("path", ["m/{y}", "a\nb", "a\0b"])
 def test_a_model_lies_where_the_workflow_can_name_it(path):
-    with pytest.raises(ParamsError, match=r"models\.0\.path: .* holds .*; allowed: a path without braces"):
+    with refused(ParamsError, None, "models.0.path", repr(path), "a path without braces"):
         by_model({"models": [{"path": path, "slug": "x"}]})
 
 
 def test_true_for_the_number_of_gpus():
-    with pytest.raises(ParamsError, match=r"'models\.0\.tensor_parallel' is true; allowed: a whole number"):
+    with refused(ParamsError, None, "'models.0.tensor_parallel' is true", "a whole number"):
         by_model({"models": [{"path": "models/reference", "tensor_parallel": True}]})
 
 
-@pytest.mark.parametrize("path", ["x" * 4000, "no id/at all", "a--b/c"])
-def test_a_path_that_no_system_knows(path):
-    with pytest.raises(ParamsError, match=r"cannot be read: File name too long|is no hub id"):
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("x" * 4000, ("x" * 90, os.strerror(errno.ENAMETOOLONG))), ("no id/at all", ("hub id",)), ("a--b/c", ("hub id",))],
+)
+def test_a_path_that_no_system_knows(path, words):
+    with refused(ParamsError, None, *words):
         by_model({"models": [{"path": path, "slug": "x", "revision": "main"}]})
 
 
@@ -142,47 +148,47 @@ def test_what_snakemake_has_read_is_held_to_the_same(root, monkeypatch):
         bomb = [bomb] * 8
     circle: dict = {}
     circle["codec"] = circle
-    for data, words in (({"codec": bomb}, "more than|deeper than"), (circle, "is deeper than 32 levels")):
-        with pytest.raises(ParamsError, match=words):
+    for data, words in (({"codec": bomb}, f"{MOST_DEPTH} levels"), (circle, f"{MOST_DEPTH} levels")):
+        with refused(ParamsError, None, words):
             by_model({"models": [{"path": "models/reference"}]} | data)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "code", "data"),
     [
-        ('{"bits": 99', "--params is not JSON"),
-        ('{"bits": NaN}', "--params holds NaN, no finite number; allowed: one, or null"),
-        ('{"bits": 1e999}', "--params holds 1e999, no finite number"),
-        ('{"bits": 3, "bits": 4}', "--params gives key 'bits' twice"),
-        ('{"report": {"title": "\\ud800"}}', "'report.title' is .*, which no file in UTF-8 can hold"),
-        ('{"bits": true}', "parameter 'bits' is true; allowed: a whole number"),
-        ('{"codec": ' + "[" * 100_000, "--params is not JSON"),
-        ('{"engines": ["hf", "hf"]}', "'engines' names 'hf' twice"),
+        ('{"bits": 99', "params.unreadable.syntax", ("--params", "JSON")),
+        ('{"bits": NaN}', "params.unreadable.not-finite", ("--params", "NaN")),
+        ('{"bits": 1e999}', "params.unreadable.not-finite", ("--params", "1e999")),
+        ('{"bits": 3, "bits": 4}', "params.unreadable.twice", ("--params", "'bits'")),
+        ('{"report": {"title": "\\ud800"}}', None, ("'report.title'", "UTF-8")),
+        ('{"bits": true}', None, ("'bits' is true", "a whole number")),
+        ('{"codec": ' + "[" * 100_000, "params.unreadable.syntax", ("--params", "JSON")),
+        ('{"engines": ["hf", "hf"]}', None, ("'engines'", "'hf'", "each once")),
     ],
 )
-def test_the_json_of_a_rule_is_held_to_the_same(text, words):
-    with pytest.raises(ParamsError, match=words) as caught:
+def test_the_json_of_a_rule_is_held_to_the_same(text, code, data):
+    with refused(ParamsError, code, *data) as caught:
         read_params(text)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code", "data"),
     [
-        ("bits=*a", r"the value of --set 'bits=\*a' line 1: \*a stands for"),
-        ("codec={whiten: true, whiten: false}", "key 'whiten' is given twice"),
-        (".".join("a" * 100) + "=1", "names 100 levels; allowed: at most 32"),
+        ("bits=*a", "params.unreadable.alias", ("--set 'bits=*a'", "line 1", ": *a ")),
+        ("codec={whiten: true, whiten: false}", "params.unreadable.twice", ("'whiten'",)),
+        (".".join("a" * 100) + "=1", None, ("100 levels", f"at most {MOST_DEPTH}")),
     ],
 )
-def test_a_change_is_held_to_the_same(change, words):
-    with pytest.raises(ParamsError, match=words):
+def test_a_change_is_held_to_the_same(change, code, data):
+    with refused(ParamsError, code, *data):
         assignment(change)
 
 
 def test_a_device_and_a_folder_are_no_params(tmp_path):
-    with pytest.raises(ParamsError, match="/dev/zero is too large"):
+    with refused(Unreadable, "params.unreadable.too-large", "/dev/zero"):
         read_yaml("/dev/zero")
-    with pytest.raises(ParamsError, match=r"cannot read .*: Is a directory"):
+    with refused(ParamsError, None, tmp_path, os.strerror(errno.EISDIR)):
         read_yaml(tmp_path)
 
 
@@ -209,7 +215,7 @@ def test_a_number_that_snakemake_reads_as_a_text_is_a_number(root, monkeypatch):
     "text", ["-_", "._", "0x_", "!!bool maybe", "!!int ''", "!!timestamp x", "2024-13-45", "a: [", "\0"]
 )
 def test_what_only_looks_like_a_value_is_no_yaml(text):
-    with pytest.raises(Unreadable, match=r"^it is not YAML: "):
+    with refused(Unreadable, "params.unreadable.syntax", "it "):
         from_yaml(text, "it")
 
 
@@ -218,8 +224,8 @@ def test_any_text_is_a_value_or_refused_in_one_line(text):
     for read in (from_yaml, from_json):
         try:
             read(text, "it")
-        except Unreadable as refused:
-            assert "\n" not in str(refused)
+        except Unreadable as error:
+            assert "\n" not in str(error)
 
 
 def test_what_the_repository_holds_is_fit(root, monkeypatch):

@@ -13,33 +13,34 @@ from kvlab.cli.main import main
 from kvlab.core.errors import StorageError
 from kvlab.core.output_paths import absence
 from kvlab.core.records import atomic, write_text
+from refusals import refused
 
 
-def refused(path: Path | str, words: str) -> None:
-    with pytest.raises(StorageError, match=words) as caught, atomic(path):
+def refuses(path: Path | str, code: str, *data: object) -> None:
+    with refused(StorageError, code, *data) as caught, atomic(path):
         pytest.fail("nothing is written")
     assert "\n" not in str(caught.value)
 
 
 def test_a_device_stays_a_device():
-    refused("/dev/full", "cannot write /dev/full: it is a device; name a file")
-    refused("/dev/null", "a device")
+    refuses("/dev/full", "storage.no-file", "/dev/full", "device")
+    refuses("/dev/null", "storage.no-file", "device")
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
 
 
 def test_a_link_counts_as_what_it_leads_to(tmp_path):
     (tmp_path / "link").symlink_to("/dev/null")
-    refused(tmp_path / "link", "a device")
+    refuses(tmp_path / "link", "storage.no-file", "device")
     assert (tmp_path / "link").is_symlink()
 
 
 def test_a_pipe_and_a_socket_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    refused("pipe", "it is a pipe")
+    refuses("pipe", "storage.no-file", "a pipe")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("socket")
-        refused("socket", "it is a socket")
+        refuses("socket", "storage.no-file", "a socket")
     assert sorted(os.listdir()) == ["pipe", "socket"]
 
 
@@ -47,15 +48,15 @@ def test_a_pipe_and_a_socket_stay(tmp_path, monkeypatch):
 def test_a_folder_is_no_file(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
-    refused(path, "it is a folder; name a file")
+    refuses(path, "storage.no-file", "a folder")
     assert os.listdir() == ["folder"]
 
 
 @pytest.mark.parametrize("path", ["", "x\0y"])
 def test_no_path_at_all(path):
-    refused(path, "it is no path; name a file")
+    refuses(path, "storage.no-path", repr(path))
     if not path:
-        refused(Path(path), "it is a folder")
+        refuses(Path(path), "storage.no-file", "a folder")
 
 
 def test_a_file_is_replaced_and_a_new_one_made(tmp_path):
@@ -87,9 +88,9 @@ def test_a_path_through_a_file_names_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("kept")
     Path("away").symlink_to("nowhere")
-    refused("file/new", "cannot write file/new: file is no folder")
-    refused("file/deep/er/new", "file is no folder")
-    refused("away/new", "away is no folder")
+    refuses("file/new", "storage.no-folder", "file/new", ": file ")
+    refuses("file/deep/er/new", "storage.no-folder", ": file ")
+    refuses("away/new", "storage.no-folder", ": away ")
     assert Path("file").read_text() == "kept" and sorted(os.listdir()) == ["away", "file"]
 
 

@@ -11,6 +11,7 @@ import torch
 from kvlab.core.errors import CapabilityError, UnknownName
 from kvlab.engines.capability import check
 from kvlab.engines.registry import start
+from refusals import refused
 
 TOKENS = list(range(3, 83))
 AVX512 = pytest.mark.skipif(
@@ -25,12 +26,12 @@ def info(hf_engine):
 
 @pytest.mark.parametrize("dtype", ["turboquant_4bit_nc", "int8_per_token_head", "nvfp4", "fp8", "FP8_E4M3"])
 def test_cache_dtypes_that_vllm_takes_and_gets_wrong_are_refused(info, dtype):
-    with pytest.raises(UnknownName, match=r"vllm cache dtype.*allowed: auto, fp8_e4m3, fp8_e5m2"):
+    with refused(UnknownName, None, "vllm cache dtype", repr(dtype), "allowed: auto, fp8_e4m3, fp8_e5m2"):
         check("vllm", "bfloat16", "default", info, cache_dtype=dtype)
 
 
 def test_transformers_has_no_cache_of_its_own_to_choose(info):
-    with pytest.raises(UnknownName, match="hf cache dtype"):
+    with refused(UnknownName, None, "hf cache dtype", "'fp8_e4m3'"):
         start("hf", info, "float32", max_tokens=96, cache_dtype="fp8_e4m3")
 
 
@@ -46,13 +47,13 @@ def test_vllms_cache_is_no_larger_than_the_engine_is_told(vllm_engine):
 
 def test_a_processor_without_the_instructions_is_refused_before_anything_loads(info, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    with pytest.raises(CapabilityError, match="needs AVX-512, and this processor has AVX2"):
+    with refused(CapabilityError, "capability.processor", "AVX-512", "AVX2"):
         check("vllm", "bfloat16", "default", info, cache_dtype="fp8_e4m3")
     check("vllm", "bfloat16", "default", info, on_cpu=False, cache_dtype="fp8_e4m3")
 
 
 def test_head_sizes_of_the_fp8_kernel(info):
-    with pytest.raises(CapabilityError, match="head size 80 on a CPU; allowed: multiples of 32"):
+    with refused(CapabilityError, None, "head size 80", "multiples of 32"):
         check("vllm", "bfloat16", "default", replace(info, head_dim=80), cache_dtype="fp8_e5m2")
 
 
@@ -79,5 +80,5 @@ def test_an_fp8_cache_beside_the_plain_engine(vllm_engine, fp8_engine):
 @AVX512
 def test_a_cache_that_is_not_what_was_asked_for(vllm_engine, monkeypatch):
     monkeypatch.setattr(vllm_engine._loaded, "_asked", "fp8_e4m3")
-    with pytest.raises(CapabilityError, match="asked for a cache of fp8_e4m3 and holds float32 in 4 bytes"):
+    with refused(CapabilityError, "capability.cache-dtype", "fp8_e4m3", "float32", "4 bytes"):
         _ = vllm_engine.storage

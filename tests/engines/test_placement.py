@@ -10,6 +10,7 @@ from kvlab.core.errors import UnknownName
 from kvlab.core.model import resolve
 from kvlab.core.params import Model
 from kvlab.engines.registry import start
+from refusals import refused
 
 IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(1)).tolist()
 FIRST = 40
@@ -171,5 +172,5 @@ def test_both_engines_show_the_same_and_take_the_same(hf_engine, vllm_engine):
 @on(ENGINES)
 @pytest.mark.parametrize("tap", [None, lambda layer, part, x: None], ids=["untapped", "tapped"])
 def test_an_unknown_placement_is_refused(engine, tap):
-    with pytest.raises(UnknownName, match=r"placement 'postrope' is not known.*did you mean 'post_rope'"):
+    with refused(UnknownName, None, "placement 'postrope'", "did you mean 'post_rope'"):
         engine.score(IDS, FIRST, tap, "postrope")

@@ -7,6 +7,7 @@ import torch
 
 from kvlab.core.errors import Fault
 from kvlab.engines import registry
+from refusals import refused
 
 IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(3)).tolist()
 CONTEXT = 64
@@ -68,7 +69,7 @@ def test_a_pass_that_fails_leaves_the_layers_as_they_were(hf_engine):
 @pytest.mark.engine
 def test_an_engine_that_cannot_start_there_says_so(vllm_engine):
     assert vllm_engine.score_heard(IDS, CONTEXT)[1] is None
-    with pytest.raises(Fault, match="vllm starts at its first layer alone"):
+    with refused(Fault, "fault.first-layer", "vllm"):
         vllm_engine.score_from(1, [], IDS, CONTEXT, Moved(1))
 
 
@@ -105,5 +106,5 @@ def test_an_engine_that_cannot_start_there_over_a_cache_says_so(vllm_engine):
     clean = Kept()
     vllm_engine.score(IDS, CONTEXT, clean)
     assert vllm_engine.score_over_heard(IDS, clean.cache)[1] is None
-    with pytest.raises(Fault, match="vllm starts at its first layer alone"):
+    with refused(Fault, "fault.first-layer", "vllm"):
         vllm_engine.score_over_from(1, [], IDS, clean.cache)

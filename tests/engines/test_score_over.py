@@ -20,6 +20,7 @@ from kvlab.engines.base import ContextCache, Engine
 from kvlab.measure.coding import CleanCapture
 from kvlab.measure.scoring import WindowRun
 from kvlab.stats.divergences import token_record
+from refusals import refused
 
 IDS = torch.randint(0, 320, (96,), generator=torch.Generator().manual_seed(2)).tolist()
 CONTEXT = 64
@@ -128,7 +129,7 @@ def test_the_tensors_given_stay_as_they_are_and_nothing_stays_in_the_engine(engi
 
 def test_an_unknown_placement_is_refused(engine):
     cache = captured(engine, IDS, CONTEXT, "post_rope")
-    with pytest.raises(UnknownName, match=r"placement 'postrope' is not known.*did you mean 'post_rope'"):
+    with refused(UnknownName, None, "placement 'postrope'", "did you mean 'post_rope'"):
         engine.score_over(IDS, cache, "postrope")
 
 
@@ -141,7 +142,7 @@ def test_a_context_that_vllm_computes_itself_is_no_measurement(vllm_engine, monk
     cache = captured(vllm_engine, IDS, CONTEXT, "post_rope")
     with (
         monkeypatch.context() as patch,
-        pytest.raises(CodecNotActive, match="did not compute 32 tokens of a prompt in one step"),
+        refused(CodecNotActive, "not-active.several-steps", "32 tokens"),
     ):
         patch.setattr(PrefixConnector, "get_num_new_matched_tokens", lambda *_: (0, False))
         vllm_engine.score_over(IDS, cache, "post_rope")
@@ -186,7 +187,7 @@ def layer_missing(engine, ids, cache):
 @pytest.mark.parametrize("ignoring", [without_context, over_nothing, layer_missing])
 def test_an_engine_that_ignores_the_cache_is_refused(hf_engine, ignoring):
     run = WindowRun(Planted(hf_engine, ignoring), IDS, CONTEXT, 5)
-    with pytest.raises(Fault, match=r"hf in float32 scores window 5 over its own clean cache KL .* allowed: 1e-06"):
+    with refused(Fault, "fault.two-passes", "hf in float32", "window 5", "allowed: 1e-06"):
         _ = run.over_clean
 
 

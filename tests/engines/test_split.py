@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from kvlab.core.errors import CapabilityError
 from kvlab.core.model import resolve
 from kvlab.engines.capability import check
+from refusals import refused
 
 USER = Path(__file__).with_name("split_user.py")
 
@@ -67,7 +68,7 @@ def test_a_lost_process_ends_the_other_with_one_line(split):
 @pytest.mark.parametrize("parts", [3, 4])
 def test_parts_that_would_share_heads_are_refused_by_vllm_alone(parts, tiny_params):
     info = dataclasses.replace(resolve(tiny_params.model), tensor_parallel=parts)
-    with pytest.raises(CapabilityError, match=f"is {parts}, which does not divide its 2 KV heads; allowed: 1, 2"):
+    with refused(CapabilityError, "capability.split", f"is {parts}", "2 KV heads", "allowed: 1, 2"):
         check("vllm", "float32", "default", info)
     check("hf", "float32", "eager", info)
 
@@ -78,5 +79,5 @@ def test_fewer_gpus_than_parts_are_refused_before_anything_is_loaded(tiny_params
     info = dataclasses.replace(resolve(tiny_params.model), tensor_parallel=2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(CapabilityError, match="is 2, but 1 GPU is here; set it to 1 at most, or ask the cluster"):
+    with refused(CapabilityError, "capability.split", "is 2", "1 GPU ", "1 at most"):
         VLLMEngine(info, "float32", "default", 96)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvlab.core.errors import CapabilityError, CodecNotActive
-from kvlab.evals.backend import CacheUse, Scored, Side, Sides, Written
+from kvlab.evals.backend import CacheUse, ScoreResult, Side, Sides, WriteResult
 from kvlab.evals.canary import LEAST, SHORTEST, WRITTEN, Guard, distance
+from refusals import refused
 
 
 class Fake(Side):
@@ -21,11 +22,11 @@ class Fake(Side):
 
     def score(self, requests):
         self.asked += [len(request.context) + len(request.continuation) for request in requests]
-        return [Scored([-1.0 - self.moved] * len(request.continuation), False) for request in requests]
+        return [ScoreResult([-1.0 - self.moved] * len(request.continuation), False) for request in requests]
 
     def write(self, requests):
         self.asked += [len(request.context) for request in requests]
-        return [Written("", [-1.0 - self.moved] * (request.tokens + self.longer)) for request in requests]
+        return [WriteResult("", [-1.0 - self.moved] * (request.tokens + self.longer)) for request in requests]
 
     def begin(self):
         self.began += 1
@@ -35,7 +36,7 @@ class Fake(Side):
 
     def refuse_blind(self, kind):
         if kind in self.blind:
-            raise CapabilityError(f"{kind} reads nothing")
+            raise CapabilityError(f"{kind} reads nothing", code="capability.reads-nothing")
 
 
 def guard(variant: float = 0.01, k: float = 1.0, v: float = 1.0, **options) -> Guard:
@@ -60,12 +61,12 @@ def test_a_codec_that_is_read_passes_once_for_each_kind(kind):
 @pytest.mark.parametrize(("stream", "moved"), [("k", 0.0), ("v", 0.0), ("v", LEAST * 0.9)])
 @pytest.mark.parametrize("kind", ["score", "write"])
 def test_one_bit_that_moves_nothing_is_a_cache_that_nobody_reads(kind, stream, moved):
-    with pytest.raises(CodecNotActive, match=f"one-bit codec on {stream.upper()}.*nothing was scored"):
+    with refused(CodecNotActive, "not-active.canary", f"on {stream.upper()} ", f"`{kind}`"):
         guard(**{stream: moved}).check(kind, IDS)
 
 
 def test_a_variant_that_changes_nothing_at_all_is_none():
-    with pytest.raises(CodecNotActive, match="hadamard leaves every answer"):
+    with refused(CodecNotActive, "not-active.no-change", "hadamard", "`score`"):
         guard(variant=0.0).check("score", IDS)
 
 
@@ -76,14 +77,14 @@ def test_a_variant_that_writes_another_text_has_changed_something():
 
 def test_a_kind_that_is_blind_by_construction_is_refused_before_anything_is_asked():
     found = guard(blind=("score",))
-    with pytest.raises(CapabilityError, match="reads nothing"):
+    with refused(CapabilityError, "capability.reads-nothing", "score"):
         found.check("score", IDS)
     assert found.sides.plain.asked == []
     found.check("write", IDS)
 
 
 def test_a_text_must_be_long_enough_to_show_it():
-    with pytest.raises(CapabilityError, match=f"it takes {SHORTEST}"):
+    with refused(CapabilityError, "capability.short-request", f"{SHORTEST - 1} tokens", SHORTEST):
         guard().check("score", IDS[: SHORTEST - 1])
 
 

@@ -215,7 +215,7 @@ def test_a_model_folder_needs_no_params_yaml(here, tiny_model):
 
 
 def test_without_the_harness_one_line_says_how_to_get_it(here, monkeypatch):
-    monkeypatch.setattr("kvlab.evals.tasks.find_spec", lambda name: None)
+    monkeypatch.setattr("kvlab.cli.evals.find_spec", lambda name: None)
     code, _, err = here(asked("toy_chosen"))
     assert code == 2 and "pip install lm-eval==" in err
 

@@ -18,9 +18,10 @@ from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.model import load_tokenizer
 from kvlab.core.recipe import Recipe
 from kvlab.core.settings import IdentityStream
-from kvlab.evals.backend import Score, Write
+from kvlab.evals.backend import ScoreRequest, WriteRequest
 from kvlab.evals.canary import ONE_BIT, Guard
 from kvlab.evals.hf import CodedHFSide, HFSide, sides
+from refusals import refused
 
 CONTEXT, ANSWER = list(range(10, 50)), [7, 300, 21]
 LOSSY = Recipe(k=HadamardStream(bits=2), v=HadamardStream(bits=2))
@@ -51,7 +52,7 @@ def one_pass(engine, cache=None) -> list[float]:
 
 
 def test_without_a_codec_two_calls_score_what_one_does(hf_engine, plain):
-    (found,) = plain.score([Score(CONTEXT, ANSWER)])
+    (found,) = plain.score([ScoreRequest(CONTEXT, ANSWER)])
     assert found.logprobs == pytest.approx(one_pass(hf_engine), abs=1e-4)
     assert not found.greedy
 
@@ -59,7 +60,7 @@ def test_without_a_codec_two_calls_score_what_one_does(hf_engine, plain):
 def test_one_pass_over_a_coded_cache_is_blind_and_this_way_is_not(hf_engine, plain, coded):
     exact, blind = one_pass(hf_engine), one_pass(hf_engine, KVCache(hf_engine.model, LOSSY, semantics="serving"))
     assert blind == pytest.approx(exact, abs=1e-5)
-    (found,) = coded.score([Score(CONTEXT, ANSWER)])
+    (found,) = coded.score([ScoreRequest(CONTEXT, ANSWER)])
     moved = [abs(a - b) for a, b in zip(found.logprobs, exact, strict=True)]
     assert min(moved) > 1e-3  # the first token too, all there is of a one-letter answer
 
@@ -70,12 +71,17 @@ def test_it_is_what_a_coded_cache_says_when_asked_by_hand(hf_engine, coded):
     hf_engine.model(torch.tensor([CONTEXT[:-1]]), past_key_values=cache)
     logits = hf_engine.model(torch.tensor([[CONTEXT[-1], *ANSWER[:-1]]]), past_key_values=cache).logits[0]
     by_hand = logits.float().log_softmax(-1).gather(1, torch.tensor(ANSWER)[:, None])[:, 0]
-    (found,) = coded.score([Score(CONTEXT, ANSWER)])
+    (found,) = coded.score([ScoreRequest(CONTEXT, ANSWER)])
     assert found.logprobs == pytest.approx(by_hand.tolist(), abs=1e-4)
 
 
 def test_answers_that_share_a_question_get_what_each_gets_alone(coded):
-    requests = [Score(CONTEXT, ANSWER), Score(CONTEXT, [5]), Score(CONTEXT[:-3], ANSWER), Score(CONTEXT, ANSWER)]
+    requests = [
+        ScoreRequest(CONTEXT, ANSWER),
+        ScoreRequest(CONTEXT, [5]),
+        ScoreRequest(CONTEXT[:-3], ANSWER),
+        ScoreRequest(CONTEXT, ANSWER),
+    ]
     together = coded.score(requests)
     assert together == [coded.score([request])[0] for request in requests]
     assert together[0] == together[3]
@@ -83,27 +89,27 @@ def test_answers_that_share_a_question_get_what_each_gets_alone(coded):
 
 def test_written_greedily_and_scored_likewise(hf_engine, plain, coded, tokenizer):
     whole = hf_engine.model.generate(torch.tensor([CONTEXT]), max_new_tokens=6, do_sample=False, eos_token_id=None)
-    (found,) = plain.write([Write(CONTEXT, 6, [])])
+    (found,) = plain.write([WriteRequest(CONTEXT, 6, [])])
     ids = whole[0, len(CONTEXT) :].tolist()
     assert found.text == tokenizer.decode(ids, skip_special_tokens=True)
-    (scored,) = plain.score([Score(CONTEXT, ids)])
+    (scored,) = plain.score([ScoreRequest(CONTEXT, ids)])
     assert scored.greedy and scored.logprobs == pytest.approx(found.logprobs, abs=1e-4)
-    (other,) = coded.write([Write(CONTEXT, 6, [])])
+    (other,) = coded.write([WriteRequest(CONTEXT, 6, [])])
     assert other.logprobs[0] != pytest.approx(found.logprobs[0], abs=1e-3)  # the first token too
 
 
 def test_writing_stops_at_an_end_or_a_stop(hf_engine, tokenizer, plain):
-    (found,) = plain.write([Write(CONTEXT, 6, [])])
-    first = plain.score([Score(CONTEXT, [0])]) and tokenizer.encode(found.text)[0]
+    (found,) = plain.write([WriteRequest(CONTEXT, 6, [])])
+    first = plain.score([ScoreRequest(CONTEXT, [0])]) and tokenizer.encode(found.text)[0]
     ended = HFSide(hf_engine, tokenizer, frozenset(range(tokenizer.vocab_size)))
-    assert len(ended.write([Write(CONTEXT, 6, [])])[0].logprobs) == 1
+    assert len(ended.write([WriteRequest(CONTEXT, 6, [])])[0].logprobs) == 1
     stop = tokenizer.decode([first])
-    assert stop in plain.write([Write(CONTEXT, 6, [stop])])[0].text
+    assert stop in plain.write([WriteRequest(CONTEXT, 6, [stop])])[0].text
 
 
 def test_a_context_of_one_token_is_refused(plain):
-    with pytest.raises(CapabilityError, match="a context of one token"):
-        plain.score([Score([5], ANSWER)])
+    with refused(CapabilityError, "capability.reads-nothing", "one token"):
+        plain.score([ScoreRequest([5], ANSWER)])
 
 
 @pytest.mark.parametrize(
@@ -118,8 +124,8 @@ def test_a_context_of_one_token_is_refused(plain):
 )
 def test_codecs_fire_as_often_as_the_calls_ask_for(hf_engine, tokenizer, recipe):
     side = CodedHFSide(hf_engine, tokenizer, NO_END, recipe)
-    side.score([Score(CONTEXT, ANSWER), Score(CONTEXT, [5])])
-    side.write([Write(CONTEXT, 10, [])])
+    side.score([ScoreRequest(CONTEXT, ANSWER), ScoreRequest(CONTEXT, [5])])
+    side.write([WriteRequest(CONTEXT, 10, [])])
     seen = side.seen()
     assert seen.fires == seen.expected_fires > 0
     calls = (len(CONTEXT) - 1 + len(ANSWER)) + len(CONTEXT) + (len(CONTEXT) - 1 + 10)
@@ -135,7 +141,7 @@ def test_calibrated_codecs_too(hf_engine, tokenizer, tiny_calibration):
     fitted = FittedFiles(tiny_calibration["sigma"], components=tiny_calibration["components"])
     recipe = Recipe(k=KltStream(bits=3), v=KltStream(bits=3))
     side = CodedHFSide(hf_engine, tokenizer, NO_END, recipe, load(fitted, hf_engine.info.model_hash))
-    side.write([Write(CONTEXT, 4, [])])
+    side.write([WriteRequest(CONTEXT, 4, [])])
     assert side.seen().fires == side.seen().expected_fires == 2 * 3 * (1 + 4)
 
 
@@ -154,14 +160,14 @@ def test_fires_that_are_due_are_counted_from_the_calls_alone():
 
 def test_a_codec_that_fires_otherwise_is_no_measurement(coded, monkeypatch):
     monkeypatch.setattr("kvlab.cache.counts.expected_fires", lambda *_: 99)
-    with pytest.raises(CodecNotActive, match="99 were due"):
-        coded.score([Score(CONTEXT, ANSWER)])
+    with refused(CodecNotActive, "not-active.fires", "99 were due"):
+        coded.score([ScoreRequest(CONTEXT, ANSWER)])
 
 
 def test_a_block_longer_than_the_text_is_a_codec_that_never_ran(hf_engine, tokenizer):
     side = CodedHFSide(hf_engine, tokenizer, NO_END, Recipe(k=Fp8Stream(), v=Fp8Stream()))
-    with pytest.raises(CodecNotActive, match=r"nothing was coded.*a block has 512"):
-        side.score([Score(CONTEXT, ANSWER)])
+    with refused(CodecNotActive, "not-active.nothing-coded", "a block has 512"):
+        side.score([ScoreRequest(CONTEXT, ANSWER)])
 
 
 @pytest.mark.parametrize("kind", ["score", "write"])
@@ -172,5 +178,5 @@ def test_the_canaries_pass_here_and_not_where_the_model_ignores_its_cache(hf_eng
     assert found.variant.seen() == (0, 0, 0, 0)
     monkeypatch.setattr(CodedHFSide, "_empty", HFSide._empty)  # the plain cache in the codec's place
     monkeypatch.setattr(CodedHFSide, "_account", HFSide._account)
-    with pytest.raises(CodecNotActive, match="one-bit codec on K"):
+    with refused(CodecNotActive, "not-active.canary", "on K "):
         Guard(sides(hf_engine, tokenizer, NO_END, LOSSY, None)).check(kind, CONTEXT)

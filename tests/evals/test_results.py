@@ -11,6 +11,7 @@ import pytest
 from kvlab.core.errors import MixedIdentity, ParamsError
 from kvlab.evals.results import CONTEXT, SOURCES, ResultError, corpus_hash, measures, needs_context, source
 from kvlab.gate import registry
+from refusals import refused
 
 REGISTRY = registry.load()
 
@@ -60,10 +61,10 @@ def test_ruler_is_of_one_length_and_its_parts_of_an_answer_are_no_rate():
     assert found.paired.value == pytest.approx(-1 / 3)
     entry = REGISTRY.eval("ruler_v1")
     assert needs_context(entry) and not needs_context(REGISTRY.eval("humaneval"))
-    with pytest.raises(ParamsError, match="--context-tokens"):
+    with refused(ParamsError, "params.no-context", "--context-tokens"):
         measures(entry, {}, {}, None)
     side = result("ruler", "4096", "none", {"a": [1, 0]})
-    with pytest.raises(ResultError, match=r"no metric '8192'.*4096"):
+    with refused(ResultError, "result.no-metric", "'8192'", "allowed: 4096"):
         measures(entry, side, side, 8192)
 
 
@@ -91,17 +92,17 @@ def test_sides_that_were_asked_otherwise_are_not_compared(field):
 
 def test_a_metric_that_is_no_mean_over_items_makes_no_evidence():
     side = result("longbench2", "acc", "none", {"a": [1, 0], "b": [1, 1, 1, 1]}, reported=(0.5 + 1) / 2)
-    with pytest.raises(ResultError, match=r"2 to 4 items: it is no mean over items"):
+    with refused(ResultError, "result.no-mean", "2 to 4 items"):
         measures(REGISTRY.eval("longbench_v2"), side, side)
 
 
 def test_one_item_or_another_filter_makes_none_either():
     entry = REGISTRY.eval("longbench_v2")
     single = result("longbench2", "acc", "none", {"a": [1]})
-    with pytest.raises(ResultError, match="one item"):
+    with refused(ResultError, "result.one-item", "longbench_v2"):
         measures(entry, single, single)
     filtered = result("longbench2", "acc", "strict", {"a": [1, 0]})
-    with pytest.raises(ResultError, match="allowed: strict"):
+    with refused(ResultError, "result.no-scores", "allowed: strict;"):
         measures(entry, filtered, filtered)
 
 

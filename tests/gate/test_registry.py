@@ -103,13 +103,13 @@ def test_doubtful_citations_of_the_older_registry_are_gone():
 
 
 def test_every_metric_has_a_fixed_margin_in_its_unit_and_says_why():
-    from kvlab.core.params import Verdict
+    from kvlab.core.params import VerdictSection
 
     metrics = [metric for entry in load().evals.values() for metric in entry.metrics]
     assert all(metric.margin > 0 and len(metric.unit) > 5 and len(metric.why) > 20 for metric in metrics)
     margins = {metric.key: metric.margin for metric in metrics}
-    assert margins["delta_nll"] == Verdict().accept_ppl == margins["kl"]  # as the reasons say
-    assert margins["top1_agreement"] == pytest.approx(1 - Verdict().accept_top1)
+    assert margins["delta_nll"] == VerdictSection().accept_ppl == margins["kl"]  # as the reasons say
+    assert margins["top1_agreement"] == pytest.approx(1 - VerdictSection().accept_top1)
 
 
 def test_every_rate_has_a_floor_above_its_margin_so_that_there_is_something_to_lose():

@@ -4,15 +4,15 @@ import json
 import pytest
 
 from kvlab.core.errors import MissingResult
-from kvlab.core.params import Verdict
+from kvlab.core.params import VerdictSection
 from kvlab.stats.power import power_factor
 from kvlab_pipeline.report.metrics import build
 from kvlab_pipeline.report.verdict import decide, judge, reasons, windows_to_settle
 from kvlab_pipeline.studies.settings import read_params
 from pipeline.report.synthetic import Effects, small_params, write_results
 
-LIMITS = Verdict(accept_ppl=0.01, accept_top1=0.95, marginal_ppl=0.03, marginal_top1=0.85)
-EXACT = Verdict(accept_ppl=0.25, accept_top1=0.75, marginal_ppl=0.5, marginal_top1=0.5)  # exact in binary
+LIMITS = VerdictSection(accept_ppl=0.01, accept_top1=0.95, marginal_ppl=0.03, marginal_top1=0.85)
+EXACT = VerdictSection(accept_ppl=0.25, accept_top1=0.75, marginal_ppl=0.5, marginal_top1=0.5)  # exact in binary
 GOOD = (0.96, 0.97)
 
 

@@ -24,6 +24,7 @@ from kvlab_pipeline.studies.mitigations.plan import read_choice
 from kvlab_pipeline.studies.mitigations.search import choose
 from kvlab_pipeline.studies.residual.measure import residual
 from kvlab_pipeline.studies.settings import Settings
+from refusals import refused
 
 pytestmark = pytest.mark.engine
 
@@ -181,7 +182,7 @@ def test_a_baseline_whose_codec_stays_idle_is_not_written(
     monkeypatch.setattr(vllm_engine, "close", lambda: None)
     score = type(vllm_engine).score
     monkeypatch.setattr(type(vllm_engine), "score", lambda self, ids, first, *_: score(self, ids, first))
-    with pytest.raises(CodecNotActive, match="fired 0 times"):
+    with refused(CodecNotActive, "not-active.fires", "fired 0 times"):
         baseline(
             params,
             "vllm-float32-default",
@@ -193,7 +194,7 @@ def test_a_baseline_whose_codec_stays_idle_is_not_written(
 
 
 def test_an_unknown_run_names_the_nearest(params, tiny_windows, tmp_path):
-    with pytest.raises(UnknownName, match="'hf-float32-sdpa'"):
+    with refused(UnknownName, None, "'hf-float32-eger'", "'hf-float32-sdpa'"):
         baseline(params, "hf-float32-eger", tiny_windows, None, tmp_path / "x.parquet")
 
 

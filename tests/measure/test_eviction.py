@@ -15,6 +15,7 @@ from kvlab.measure.mechanism import Applied, extremes, over_kept
 from kvlab.measure.scoring import WindowRun
 from kvlab.text import corpus
 from kvlab.witness.plain import PlainModel
+from refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_an_engine_that_computes_every_token_says_so(run, hf_engine):
     coder = coder_of(hf_engine, "sinks:kept=8")
     held = run.snapshot(coder.cell, coder)
     assert isinstance(held, Left)
-    with pytest.raises(Fault, match="has no cache that some of them could leave"):
+    with refused(Fault, "fault.no-eviction"):
         Engine.score_over(hf_engine, run.ids, held)
 
 
@@ -113,36 +114,37 @@ def test_one_that_keeps_everything_or_does_not_reach_attention_is_refused(hf_eng
     windows = corpus.load(tiny_windows, hf_engine.info.model_hash)
     run = WindowRun(hf_engine, windows.test[0].tolist(), windows.context, 0)
     found = extremes(mechanism("sinks:kept=8,sinks=0"), hf_engine.info, windows.context)
-    for pair, error in ((found[::-1], Fault), (found[:1] * 2, CodecNotActive)):
+    caught = ((found[::-1], Fault, "fault.floor"), (found[:1] * 2, CodecNotActive, "not-active.canary"))
+    for pair, error, code in caught:
         monkeypatch.setattr(mechanisms, "extremes", lambda *_, pair=pair: pair)
-        with pytest.raises(error, match="sinks:kept=8"):
+        with refused(error, code, "sinks:kept=8"):
             Applied(mechanism("sinks:kept=8"), hf_engine, "snapshot", windows.context).score(run)
 
 
 def test_it_is_of_finished_contexts_on_transformers(hf_engine):
     assert "no pattern" not in mechanisms.not_run(mechanism("sinks:kept=8"), "vllm", "snapshot")
-    with pytest.raises(CapabilityError, match="keeps less of a finished context"):
+    with refused(CapabilityError, "capability.not-run", "attention:kept=8", "in_forward"):
         Applied(mechanism("attention:kept=8"), hf_engine, "in_forward", 16)
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "said"),
+    ("name", "error", "code", "data"),
     [
-        ("sinks", UserError, "say how many tokens stay"),
-        ("sinks:kept=3,percent=10", UserError, "say how many tokens stay"),
-        ("attention:percent=100", UserError, "which is below 100"),
-        ("small_keys:kept=0", UserError, "whole numbers, 1 or more"),
-        ("sinks:kept=4,recent=3", UnknownName, "setting of sinks"),
-        ("atention:kept=4", UnknownName, "attention"),
+        ("sinks", UserError, "user.no-budget", ("sinks: ",)),
+        ("sinks:kept=3,percent=10", UserError, "user.no-budget", ("sinks:kept=3,percent=10",)),
+        ("attention:percent=100", UserError, "user.no-budget", ("attention:percent=100", "below 100")),
+        ("small_keys:kept=0", UserError, None, ("small_keys:kept=0", "1 or more")),
+        ("sinks:kept=4,recent=3", UnknownName, None, ("setting of sinks", "'recent'")),
+        ("atention:kept=4", UnknownName, None, ("'atention'", "'attention'")),
     ],
 )
-def test_names_that_say_no_eviction(name, error, said):
-    with pytest.raises(error, match=said):
+def test_names_that_say_no_eviction(name, error, code, data):
+    with refused(error, code, *data):
         mechanism(name)
 
 
 def test_more_queries_than_are_kept_are_refused(hf_engine):
-    with pytest.raises(UserError, match="allowed: at most 64"):
+    with refused(UserError, None, "recent is 65", "at most 64"):
         coder_of(hf_engine, "attention:kept=90,recent=65")
 
 

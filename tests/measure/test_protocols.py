@@ -23,6 +23,7 @@ from kvlab.measure.scoring import CANARY, WindowRun
 from kvlab.measure.subjects import probed, probes_of
 from kvlab.text import corpus
 from kvlab_pipeline.studies.baseline.measure import JitteredCoder
+from refusals import refused
 
 CONTEXT = 64
 
@@ -198,7 +199,7 @@ def test_every_measure_of_damage_falls_with_bits(run, protocol):
 def test_a_codec_that_fires_too_seldom_is_refused(run):
     coder = Coder(cell(), None)
     coder.tally.fires = 5
-    with pytest.raises(CodecNotActive, match="fired 5 times where 6 were due"):
+    with refused(CodecNotActive, "not-active.fires", "fired 5 times", "6 were due"):
         coder.coding(run.engine.info, CONTEXT, "float32")
 
 
@@ -224,13 +225,13 @@ def test_a_dead_hook_of_one_stream_is_caught(run, monkeypatch):
         return score(self, ids, first, only_v if tap else None)
 
     monkeypatch.setattr(type(run.engine), "score", deaf_to_k)
-    with pytest.raises(CodecNotActive, match="one-bit codec on K"):
+    with refused(CodecNotActive, "not-active.canary", "on K "):
         probe(run, [cell()])
 
 
 def test_a_hook_that_reaches_nothing_is_caught(run, monkeypatch):
     monkeypatch.setattr(type(run.engine), "score", lambda *_: run.reference)
-    with pytest.raises(CodecNotActive, match="does not reach the attention"):
+    with refused(CodecNotActive, "not-active.canary"):
         probe(run, [cell()])
 
 
@@ -241,7 +242,7 @@ def test_an_exchange_on_the_way_to_the_codec_is_caught_by_the_floor(run, monkeyp
         return code(self, x.flip(0), site)
 
     monkeypatch.setattr(Coder, "_code", heads_swapped)
-    with pytest.raises(Fault, match="identity codec moves the logits of hf"):
+    with refused(Fault, "fault.floor", "hf in float32"):
         probe(run, [cell("snapshot")])
 
 

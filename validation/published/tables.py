@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvlab.core.params import Verdict
+from kvlab.core.params import VerdictSection
 from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Estimate
 from kvlab_pipeline.pages.parts import reading, resolution
@@ -19,7 +19,9 @@ from validation.published.rows import Cell, Check, LayerErrors
 PRINTED = 2  # decimals of a per cent in the published tables
 ACCEPT, MARGINAL = verdicts.RULES["accept"]
 # The study's thresholds, held against intervals.
-THRESHOLDS = Verdict(accept_ppl=ACCEPT[1], accept_top1=ACCEPT[2], marginal_ppl=MARGINAL[1], marginal_top1=MARGINAL[2])
+THRESHOLDS = VerdictSection(
+    accept_ppl=ACCEPT[1], accept_top1=ACCEPT[2], marginal_ppl=MARGINAL[1], marginal_top1=MARGINAL[2]
+)
 
 
 class Numbers:

@@ -57,7 +57,7 @@ def compact(k: Tensor, v: Tensor, keep: Tensor, in_place: bool = False) -> Compa
     if k.shape != v.shape or k.dim() not in (3, 4):
         raise LayoutMismatch(f"K and V are of one shape with 3 or 4 axes, not {list(k.shape)} and {list(v.shape)}")
     positions = checked(keep.nonzero().flatten() if keep.dtype == torch.bool else keep, k, keep)
-    kept = tuple(taken(x, positions, in_place) for x in (k, v))
+    kept = tuple(take(x, positions, in_place) for x in (k, v))
     freed = sum(x.nbytes - y.nbytes for x, y in zip((k, v), kept, strict=True))
     return Compacted(*kept, positions, freed)
 
@@ -79,11 +79,11 @@ def checked(positions: Tensor, k: Tensor, keep: Tensor) -> Tensor:
                 f"kept positions reach from {int(positions.min())} to {int(positions.max())}; there are {tokens} tokens"
             )
         if bool((positions.diff(dim=-1) <= 0).any()):
-            raise LayoutMismatch("kept positions have to rise, each named once")
+            raise LayoutMismatch("kept positions have to rise, each named once", code="layout.order")
     return positions
 
 
-def taken(x: Tensor, positions: Tensor, in_place: bool) -> Tensor:
+def take(x: Tensor, positions: Tensor, in_place: bool) -> Tensor:
     """The tokens at these positions, along the axis before the last."""
     if not in_place:
         return gathered(x, positions)

@@ -25,9 +25,11 @@ def offset_of(q: Tensor, k: Tensor) -> int:
     if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise LayoutMismatch(f"queries {tuple(q.shape)} and keys {tuple(k.shape)} are not of one layout")
     if q.shape[1] % k.shape[1]:
-        raise LayoutMismatch(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads evenly")
+        raise LayoutMismatch(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads evenly", code="layout.heads")
     if q.shape[2] > k.shape[2]:
-        raise LayoutMismatch(f"{q.shape[2]} queries are more than the {k.shape[2]} keys that they end")
+        raise LayoutMismatch(
+            f"{q.shape[2]} queries are more than the {k.shape[2]} keys that they end", code="layout.queries"
+        )
     return k.shape[2] - q.shape[2]
 
 

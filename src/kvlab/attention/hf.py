@@ -69,10 +69,13 @@ class Effect:
         """`CodecNotActive` unless every layer ran its pattern in every pass, and less was read than there is."""
         ran = [len(self.vectors.get(layer, ())) for layer in range(len(plan))]
         if any(count != passes for count in ran):
-            raise CodecNotActive(f"attention ran a plan's patterns {ran} times by layer; due: {passes} in each")
+            raise CodecNotActive(
+                f"attention ran a plan's patterns {ran} times by layer; due: {passes} in each", code="not-active.passes"
+            )
         if self.spared <= 0:
             raise CodecNotActive(
-                f"{plan[-1].name} leaves out nothing of so few tokens; give a longer --context, or what reads less"
+                f"{plan[-1].name} leaves out nothing of so few tokens; give a longer --context, or what reads less",
+                code="not-active.nothing-left-out",
             )
 
     def read(self, last: int) -> float:
@@ -110,7 +113,9 @@ class Planned:
         """As transformers calls it: query (1, heads, queries, head_dim) -> (1, queries, heads, head_dim)."""
         at = positions(query, key)
         if dropout or (attention_mask is not None and not _is_causal(attention_mask, at, key.shape[2])):
-            raise CapabilityError("a plan of patterns reads one sequence, without padding and without dropout")
+            raise CapabilityError(
+                "a plan of patterns reads one sequence, without padding and without dropout", code="capability.padding"
+            )
         pattern = self.plan[module.layer_idx]
         out, read = run(pattern, query, key, value, scaling)
         if self.effect is not None:
@@ -168,7 +173,7 @@ def attending(model: PreTrainedModel, plan: LayerPlan) -> Iterator[Effect]:
     """
     layers, before = model.config.num_hidden_layers, model.config._attn_implementation
     if len(plan) != layers:
-        raise CapabilityError(f"a plan of {len(plan)} layers for a model of {layers}")
+        raise CapabilityError(f"a plan of {len(plan)} layers for a model of {layers}", code="capability.layers")
     name, function = registered(plan)
     function.effect = Effect()
     model.set_attn_implementation(name)

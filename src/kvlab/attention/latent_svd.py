@@ -66,7 +66,7 @@ def stacked(k: Tensor, v: Tensor) -> Tensor:
 
 
 @dataclass
-class Moments:
+class LatentMoments:
     """Sums over calibration tokens of one layer, in float64: what `fit` and `attention_metric` read.
 
     Parameters
@@ -99,7 +99,7 @@ class Moments:
         return self.second / self.tokens - torch.outer(self.mean, self.mean)
 
 
-def fit(moments: Moments, rank: int, metric: Tensor | None = None) -> LatentMap:
+def fit(moments: LatentMoments, rank: int, metric: Tensor | None = None) -> LatentMap:
     """The map of least squared error in a metric, on the calibration's tokens.
 
     Parameters
@@ -124,7 +124,7 @@ def fit(moments: Moments, rank: int, metric: Tensor | None = None) -> LatentMap:
     return LatentMap(moments.mean, weigh.T @ kept, up, moments.kv_heads)
 
 
-def attention_metric(moments: Moments) -> Tensor:
+def attention_metric(moments: LatentMoments) -> Tensor:
     r"""What an error of a token's K and V costs attention's output, to first order, as a `metric` of `fit`.
 
     An error of V, weighed p, moves an output by p times itself. One of K moves the score by :math:`q \cdot e / \sqrt d`

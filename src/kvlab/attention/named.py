@@ -121,7 +121,9 @@ def _eviction(text: str, policy: str, rest: str) -> Eviction:
     given = _settings(policy, rest, ["kept", "percent", "sinks", *(["recent"] if numbered(policy) else [])])
     _refuse_none(text, given)
     if ("kept" in given) == ("percent" in given) or given.get("percent", 1) >= 100:
-        raise UserError(f"{text}: say how many tokens stay, by kept=96 or by percent=20, which is below 100")
+        raise UserError(
+            f"{text}: say how many tokens stay, by kept=96 or by percent=20, which is below 100", code="user.no-budget"
+        )
     return Eviction(text, policy, **given)
 
 

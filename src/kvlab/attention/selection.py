@@ -111,7 +111,7 @@ def pooled_attention(weights: Tensor, width: int = 7) -> Tensor:
         float64 [tokens].
     """
     if width % 2 == 0:
-        raise LayoutMismatch(f"the width of the pooling has to be odd, not {width}")
+        raise LayoutMismatch(f"the width of the pooling has to be odd, not {width}", code="layout.even-width")
     mean = weights.double().mean(dim=(0, 1))
     return functional.max_pool1d(mean[None, None], width, stride=1, padding=width // 2)[0, 0]
 

@@ -300,7 +300,8 @@ class KVCache(Cache):
                 size = self.layers[entry.layer].coders[entry.stream].size
                 raise CodecNotActive(
                     f"{place}: nothing was coded ({entry.exact_tokens} tokens are held exactly, a block has {size}); "
-                    "run the model with this cache, or use a smaller block_size"
+                    "run the model with this cache, or use a smaller block_size",
+                    code="not-active.nothing-coded",
                 )
             if entry.read_back == 0:
                 raise CodecNotActive(

@@ -71,7 +71,7 @@ class Archive:
             The calibration holds what decodes alone.
         """
         if not self.probes.numel():
-            raise CalibrationMismatch(ENCODES_NOT)
+            raise CalibrationMismatch(ENCODES_NOT, code="calibration.decoder-only")
         angles = ErrorMetrics(self.info, keys[0].shape[1] + 1).angles
         return torch.stack([expected_attention(probes, keys[n], angles) for n, probes in enumerate(self.probes)])
 
@@ -234,7 +234,9 @@ def required(recipe: Recipe, fitted: object | None, layers: Sequence[int] | None
             f"the calibration was not fitted for {codec}; calibrate it for this recipe", code="calibration.not-fitted"
         )
     if layers is not None:
-        raise CapabilityError(f"codec {codec!r} codes K and V of all layers, not some of them")
+        raise CapabilityError(
+            f"codec {codec!r} codes K and V of all layers, not some of them", code="capability.all-layers"
+        )
 
 
 class _Keys(Mapping[int, Tensor]):

@@ -74,7 +74,8 @@ def needed_files(recipe: Recipe) -> list[str]:
     if {"own", "outputs", "whole", "archive"} & kinds:
         raise CapabilityError(
             f"recipe {recipe.recipe_id} (K {recipe.k.codec}, V {recipe.v.codec}) reads what its codec fits by itself;"
-            " make one file of everything with kvlab calibrate"
+            " make one file of everything with kvlab calibrate",
+            code="capability.one-file",
         )
     needed = {FILES[kind] for kind in kinds}
     needed |= {"sigma"} if needed else set()

@@ -66,7 +66,8 @@ class Whole:
         if not (read := self.read_by(recipe)):
             raise CalibrationMismatch(
                 f"the calibration was fitted for {self.codec} at other bits than recipe {recipe.recipe_id} asks for;"
-                " calibrate it for this recipe"
+                " calibrate it for this recipe",
+                code="calibration.other-bits",
             )
         if recipe.recipe_id not in self._made:
             info, names = self.info, (recipe.recipe_id, self.digest(recipe), self.info.model_hash)

@@ -6,7 +6,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
-from kvlab.cli.flags import Dtype, Engine, Most, model_folder, number, path, result, wanted, whole, window_count, word
+from kvlab.cli.flags import (
+    Dtype,
+    Engine,
+    Most,
+    model_folder,
+    most_windows,
+    number,
+    path,
+    result,
+    whole,
+    window_count,
+    word,
+)
 from kvlab.core.errors import UserError
 
 MOST = Most(32)
@@ -71,7 +83,7 @@ def _fitted(args: SimpleNamespace, recipe, text: str | None) -> str:
     from kvlab.engines.registry import start
 
     info = info_of(args.model)
-    source = CalibrationText.read(info, args.text, text, args.context, *wanted(args.windows, "--windows"))
+    source = CalibrationText.read(info, args.text, text, args.context, *most_windows(args.windows, "--windows"))
     engine = start(args.engine, info, args.dtype, max_tokens=args.context)
     try:
         _write(args, recipe, source.fit(engine, [recipe]), info, source.tokens)
@@ -82,10 +94,11 @@ def _fitted(args: SimpleNamespace, recipe, text: str | None) -> str:
 
 def _unfitted(args: SimpleNamespace, recipe) -> str:
     """Write the file of a codec that reads nothing of a model."""
+    from kvlab.calibration.load import Calibrated
     from kvlab.cli.checked import info_of
-    from kvlab.cli.fitting import nothing_fitted
 
-    _write(args, recipe, nothing_fitted(args.engine), info_of(args.model), 0)
+    none = Calibrated(whiteners={}, tables={}, origin=args.engine, corpus_hash="", sigma_hash="", calibration_hash="")
+    _write(args, recipe, none, info_of(args.model), 0)
     return f"{args.codec} is not calibrated: nothing was fitted, the file holds its recipe"
 
 

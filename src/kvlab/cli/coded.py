@@ -60,7 +60,7 @@ def recipe_verb(
 
       kvlab recipe --model models/reference --codec hadamard --bits 4 --out hadamard4.json
     """
-    subject, recipe, layers = _asked(model, params, codec, bits, v_bits)
+    subject, recipe, layers = _from_flags(model, params, codec, bits, v_bits)
     given, files = {"sigma": sigma, "codebooks": codebooks, "components": components}, None
     _refuse_uncalibrated(given, recipe)
 
@@ -76,7 +76,7 @@ def recipe_verb(
     print(f"{out}: recipe {recipe.recipe_id}")
 
 
-def _asked(model: str | None, params: str, codec: str | None, bits: float | None, v_bits: float | None):
+def _from_flags(model: str | None, params: str, codec: str | None, bits: float | None, v_bits: float | None):
     """The model, the recipe that --codec and --bits name, and the coded layers (None: all).
 
     Of a model in a folder the recipe is that of `kvlab.recipe`, of one of params.yaml that of its ladder.

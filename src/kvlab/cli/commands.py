@@ -73,7 +73,7 @@ class Verbs(dict):
 
 
 @dataclass(frozen=True)
-class Made:
+class FromFlags:
     """Said of a parameter that no flag gives: it is what a function makes of the flags in its own signature.
 
     Parameters
@@ -93,10 +93,12 @@ class Made:
 
 
 def in_flags(function: Callable) -> Callable:
-    """A verb whose every parameter is a flag: those that are `Made` are replaced by what they are made of."""
+    """A verb whose every parameter is a flag: those that are `FromFlags` are replaced by what they are made of."""
     flags, made = [], {}
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        maker = next((one for one in getattr(parameter.annotation, "__metadata__", ()) if isinstance(one, Made)), None)
+        maker = next(
+            (one for one in getattr(parameter.annotation, "__metadata__", ()) if isinstance(one, FromFlags)), None
+        )
         parts = [parameter] if maker is None else maker.parameters()
         flags += [part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in parts]
         if maker:

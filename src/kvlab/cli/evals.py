@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -13,7 +14,7 @@ from kvlab.cli.flags import ENGINES, WROTE, choice, number, path, recipe, result
 from kvlab.cli.given import DEFAULT_PARAMS, AnyModel, IfListed, bits_of, folder_of, params_of
 from kvlab.cli.packages import reader_of_params
 from kvlab.codecs.recipes import named_recipe
-from kvlab.core.errors import ParamsError, UnknownName, UserError
+from kvlab.core.errors import MissingResult, ParamsError, UnknownName, UserError
 from kvlab.core.paramfile import read_yaml
 from kvlab.core.params import Model, Params
 from kvlab.core.recipe import Recipe
@@ -60,10 +61,11 @@ def eval_verb(
     args = SimpleNamespace(**locals())  # what was asked for, for the functions below
 
     from kvlab.engines.capability import AUTO, check_cache_dtype
-    from kvlab.evals.tasks import harness_eval, refuse_missing_harness
+    from kvlab.evals.tasks import harness_eval
     from kvlab.gate import registry
 
-    refuse_missing_harness()
+    if find_spec("lm_eval") is None:
+        raise MissingResult("kvlab eval needs lm-evaluation-harness; install it: pip install lm-eval==0.4.13")
     for flag in ("limit", "context_tokens"):
         if (given := getattr(args, flag)) is not None and given < 2:
             raise ParamsError(f"--{flag.replace('_', '-')} is {given}; allowed: 2 and more")
@@ -93,7 +95,7 @@ def eval_verb(
     )
     threads = params.jobs.threads if params else len(os.sched_getaffinity(0))
     outcome = run_eval(asked, resolve(model), known, args.out, threads)
-    print("\n".join(_said(outcome, args.out)))
+    print("\n".join(_lines(outcome, args.out)))
 
 
 def refuse_unlisted_claim(claim: str) -> None:
@@ -163,7 +165,7 @@ def _coded(args: SimpleNamespace, params: Params | None) -> Recipe:
     return recipe_of(args.codec, args.bits, args.v_bits)
 
 
-def _said(outcome, out: Path) -> Iterator[str]:
+def _lines(outcome, out: Path) -> Iterator[str]:
     """What was found, in a line for each metric."""
     run, seen = outcome.run, outcome.run.seen
     for key, found in outcome.measures.items():

@@ -61,8 +61,3 @@ class CalibrationText:
         count, length = self.windows.shape
         seen = f"{count} windows of {length} tokens of {self.name}{all_there_are(count, self.most)}"
         return f"calibrated on {seen}, on {engine.name} in {engine.dtype}"
-
-
-def nothing_fitted(origin: str) -> Calibrated:
-    """The calibration of a codec that reads none."""
-    return Calibrated(whiteners={}, tables={}, origin=origin, corpus_hash="", sigma_hash="", calibration_hash="")

@@ -57,7 +57,7 @@ def path(text: str, *names: str, **options):
 
 
 def several(kinds: Mapping[str, str], metavar: str = "FILE ...") -> list[Parameter]:
-    """For `Made`: a flag that names files of each kind, by its help."""
+    """For `FromFlags`: a flag that names files of each kind, by its help."""
     return [
         Parameter(
             kind, Parameter.KEYWORD_ONLY, default=(), annotation=Annotated[list[Path], path(text, metavar=metavar)]
@@ -202,7 +202,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def window_count(text: str, default: int):
-    """A flag for how many windows of a text; without it `default`, or as many as there are; read with `wanted`."""
+    """A flag for how many windows of a text, read with `most_windows`; without it `default`, or all that there are."""
     return number(f"{text}; default: {default}, or as many as the text has", whole(2))
 
 
@@ -210,7 +210,7 @@ class Most(int):
     """How many windows are taken where nobody said how many."""
 
 
-def wanted(given: int, flag: str) -> tuple[int, str | None]:
+def most_windows(given: int, flag: str) -> tuple[int, str | None]:
     """How many windows at most, and the flag where just so many were wanted: `most` and `exactly` of `windows_of`."""
     return given, None if isinstance(given, Most) else flag
 

@@ -10,7 +10,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvlab.cli.commands import Made, Verbs
+from kvlab.cli.commands import FromFlags, Verbs
 from kvlab.cli.flags import choice, number, path, place, result, switch, whole, word
 from kvlab.core.errors import UserError
 from kvlab.output.terminal import FORMATS, as_json, as_text, printable
@@ -71,8 +71,8 @@ def _columns() -> list[Parameter]:
     return flags(("mechanism",))
 
 
-OfRows = Annotated[list, Made(rows_of)]
-OfContext = Annotated[Any, Made(context_of)]
+OfRows = Annotated[list, FromFlags(rows_of)]
+OfContext = Annotated[Any, FromFlags(context_of)]
 
 
 FIRST = ("run", "row_id", "support_status", "earned_tier", "derived_status")
@@ -216,7 +216,7 @@ def import_verb(
 def ingest_verb(
     db: Store,
     rows: OfRows,
-    columns: Annotated[dict, Made(dict, _columns)],
+    columns: Annotated[dict, FromFlags(dict, _columns)],
     context: OfContext,
     kept_under: Annotated[
         str | None, word("the run that the rows are kept under; default: what each names", "--run", metavar="NAME")
@@ -356,36 +356,23 @@ def reasons_verb(format: OfTerminal = "table") -> None:
     print(as_text(rows, ("about", "code", "meaning"), format))
 
 
-def _row_schema() -> dict:
-    from kvlab.gate.catalogue import row_schema
-
-    return row_schema()
-
-
-def _config_schema() -> dict:
-    from kvlab.gate.catalogue import config_schema
-
-    return config_schema()
-
-
-def _evidence_schema() -> dict:
-    from kvlab.gate.catalogue import SCHEMA
-    from kvlab.gate.evidence import Evidence
-
-    return {"$schema": SCHEMA} | Evidence.model_json_schema()
-
-
-def _report_schema() -> dict:
-    from kvlab.gate.catalogue import SCHEMA
-    from kvlab.gate.check import GateReport
-
-    return {"$schema": SCHEMA} | GateReport.model_json_schema(mode="serialization")
-
-
-SCHEMAS = {"row": _row_schema, "config": _config_schema, "evidence": _evidence_schema, "report": _report_schema}
+SCHEMAS = ("row", "config", "evidence", "report")
 
 
 @GATE.verb
 def schema_verb(what: Annotated[str, choice("of what", SCHEMAS, argument=True)]) -> None:
     """JSON schema of a row's fields, of a configuration, of evidence, or of a report of `kvlab gate check`."""
-    print(as_json(SCHEMAS[what]()))
+    from kvlab.gate.catalogue import SCHEMA, config_schema, row_schema
+    from kvlab.gate.check import GateReport
+    from kvlab.gate.evidence import Evidence
+
+    match what:
+        case "row":
+            found = row_schema()
+        case "config":
+            found = config_schema()
+        case "evidence":
+            found = {"$schema": SCHEMA} | Evidence.model_json_schema()
+        case _:
+            found = {"$schema": SCHEMA} | GateReport.model_json_schema(mode="serialization")
+    print(as_json(found))

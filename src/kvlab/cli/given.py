@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvlab.cli.commands import Made
+from kvlab.cli.commands import FromFlags
 from kvlab.cli.flags import CodebooksIfCoded, ComponentsFile, ComponentsIfCoded, SigmaFile, SigmaIfCoded, word
 from kvlab.core.errors import ParamsError, UserError
 from kvlab.core.hub import no_folder
@@ -110,6 +110,6 @@ def tier(text: str) -> str:
     return text
 
 
-OfParams = Annotated[Params, Made(params_of)]
-OfFitted = Annotated[Any, Made(transform_of)]
-OfModel = Annotated[Model, Made(model_of)]
+OfParams = Annotated[Params, FromFlags(params_of)]
+OfFitted = Annotated[Any, FromFlags(transform_of)]
+OfModel = Annotated[Model, FromFlags(model_of)]

@@ -121,7 +121,7 @@ def measure_verb(
         from kvlab.core.records import write_json
 
         write_json(json, found.data())
-    print("\n".join(said(found)))
+    print("\n".join(as_lines(found)))
 
 
 def _named(codecs: Sequence[str], against: str | None, bits: Sequence[float], protocol: str) -> list:
@@ -138,8 +138,8 @@ def _named(codecs: Sequence[str], against: str | None, bits: Sequence[float], pr
     return named
 
 
-def said(found) -> Iterator[str]:
-    """What was found (`measuring.Found`), for people."""
+def as_lines(found) -> Iterator[str]:
+    """What was found (`measuring.Measurement`), for people."""
     context = found.facts["context"]
     yield from map(printable, found.about)
     yield ""

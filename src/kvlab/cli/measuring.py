@@ -21,7 +21,7 @@ from kvlab.cli import costs
 from kvlab.cli.checked import Named, info_of
 from kvlab.cli.costs import CostRow
 from kvlab.cli.fitting import CalibrationText
-from kvlab.cli.flags import all_there_are, wanted
+from kvlab.cli.flags import all_there_are, most_windows
 from kvlab.core.model import ModelInfo, load_tokenizer
 from kvlab.core.records import sha256, versions
 from kvlab.engines.base import Engine
@@ -107,7 +107,7 @@ def measured(
     """
     info = info_of(args.model)
     length = args.context + args.eval
-    most, exactly = wanted(args.windows, "--windows")
+    most, exactly = most_windows(args.windows, "--windows")
     windows = windows_of([text], load_tokenizer(info), length, most, str(args.text), args.context, exactly)
     stored = load_calibration(args.calibration, info) if args.calibration else None
     engine = start(args.engine, info, args.dtype, max_tokens=length)
@@ -197,7 +197,7 @@ def _calibrated(
 
 def _calibration_text(args: SimpleNamespace, engine: Engine, calib_text: str | None) -> CalibrationText:
     """The windows that --calib-text and --calib-windows ask for."""
-    wanted_windows = wanted(args.calib_windows, "--calib-windows")
+    wanted_windows = most_windows(args.calib_windows, "--calib-windows")
     return CalibrationText.read(engine.info, args.calib_text, calib_text, args.context, *wanted_windows)
 
 

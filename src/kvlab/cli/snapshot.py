@@ -92,12 +92,12 @@ def save_verb(
     them is judged by `kvlab gate check`.
     """
     refuse_no_file(out)
-    key, info, chunk = key_of(key), inputs.info_of(model), inputs.given(chunk_tokens, CHUNK_TOKENS)
+    key, info, chunk = key_of(key), inputs.info_of(model), inputs.or_default(chunk_tokens, CHUNK_TOKENS)
     inputs.pool_of(pool_tokens, chunk, chunk)  # what is wrong with either is told before torch is loaded
     ids = inputs.tokens_of(text, tokens, info)
     if upto is not None and not 0 < upto <= len(ids):
         raise UserError(f"--upto is {upto}; the prompt has 1 to {len(ids)} tokens to save")
-    if (held := inputs.given(upto, len(ids))) < chunk:
+    if (held := inputs.or_default(upto, len(ids))) < chunk:
         raise UserError(
             f"{held} tokens do not fill one chunk of {chunk}, and a snapshot of them would restore nothing; take more"
             " tokens, or a smaller --chunk-tokens"
@@ -164,7 +164,8 @@ def verify_verb(
         print(as_json(rows))
     else:
         for file, reasons in found.items():
-            print("\n".join(f"{file}: {line}" for line in damages(reasons)))
+            lines = [printable(f"{reason.message} [{reason.code}]") for reason in reasons] or ["whole"]
+            print("\n".join(f"{file}: {line}" for line in lines))
     codes = {reason.code for reasons in found.values() for reason in reasons}
     return 1 if codes - set(UNJUDGED) else 2 * bool(codes)
 
@@ -327,11 +328,6 @@ def _decoder(snapshot, info, ready):
 
 
 # What the verbs of `kvlab snapshot` say: lines for people, data for programs.
-
-
-def damages(reasons: Sequence) -> Iterable[str]:
-    """What `verify` found of one file."""
-    return [printable(f"{reason.message} [{reason.code}]") for reason in reasons] or ["whole"]
 
 
 def report_data(done, answer: Sequence[int], text: str) -> dict:

@@ -69,7 +69,7 @@ def refuse_missing(*files: Path) -> None:
         raise StorageError(f"cannot read {files[0]}: {why}")
 
 
-def given(value: int | None, default: int) -> int:
+def or_default(value: int | None, default: int) -> int:
     """What was asked for, 0 included: it is refused where it is used."""
     return default if value is None else value
 
@@ -90,13 +90,13 @@ def settings_of(
         foreign = any(getattr(identity, name) != getattr(ours, name) for name in HASHES)
         if foreign or identity.geometry.dtype not in DTYPES:
             continue
-        rank = *_asked(identity, chunk_tokens, dtype, salt), snapshot.usable_prefix(tokens)
+        rank = *_matches(identity, chunk_tokens, dtype, salt), snapshot.usable_prefix(tokens)
         if best is None or rank > best:  # the first of equals
             best, found = rank, (identity.geometry.chunk_tokens, identity.geometry.dtype)
-    return given(chunk_tokens, found[0]), dtype or found[1]
+    return or_default(chunk_tokens, found[0]), dtype or found[1]
 
 
-def _asked(identity, chunk_tokens: int | None, dtype: str | None, salt: str) -> tuple[bool, bool]:
+def _matches(identity, chunk_tokens: int | None, dtype: str | None, salt: str) -> tuple[bool, bool]:
     """Whether a snapshot has the salt, and the chunk and dtype, that were asked for."""
     own = identity.geometry
     salted = identity.salt == salt or identity.salt.startswith(f"{salt}[pool ")  # see `sameness.pool_salt`

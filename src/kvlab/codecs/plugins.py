@@ -91,17 +91,22 @@ def installed(stream: PluginStream) -> tuple[FoundPlugin, Frozen]:
     """
     if stream.codec not in names():
         raise PluginError(
-            f"codec {stream.codec!r} is of package {stream.package} {stream.version}, which is not installed here"
+            f"codec {stream.codec!r} is of package {stream.package} {stream.version}, which is not installed here",
+            code="plugin.not-installed",
         )
     found = find(stream.codec)
     if (found.package, found.version) != (stream.package, stream.version):
         raise PluginError(
             f"the recipe is of codec {stream.codec!r} of package {stream.package} {stream.version}, installed is"
-            f" {found.package} {found.version}; install that version, or make the recipe again"
+            f" {found.package} {found.version}; install that version, or make the recipe again",
+            code="plugin.other-version",
         )
     own = _settings(found, stream.settings)
     if own.model_dump(mode="json") != stream.settings or found.plugin.reads != stream.reads:
-        raise PluginError(f"the recipe of {found.origin} leaves out what it has by default; make it again")
+        raise PluginError(
+            f"the recipe of {found.origin} leaves out what it has by default; make it again",
+            code="plugin.incomplete-recipe",
+        )
     return found, own
 
 
@@ -118,12 +123,14 @@ def _installed(path: tuple[str, ...]) -> dict[str, EntryPoint]:
         if point.name in STREAMS:
             raise PluginError(
                 f"package {_package(point)} brings a codec {point.name!r}, which is kvlab's own name; rename it there,"
-                " or uninstall the package"
+                " or uninstall the package",
+                code="plugin.name-taken",
             )
         if point.name in known:
             raise PluginError(
                 f"packages {_package(known[point.name])} and {_package(point)} both bring a codec {point.name!r};"
-                " uninstall one"
+                " uninstall one",
+                code="plugin.name-twice",
             )
         known[point.name] = point
     return known
@@ -140,15 +147,22 @@ def _loaded(point: EntryPoint, path: tuple[str, ...]) -> FoundPlugin:
     try:
         plugin = point.load()
     except Exception as error:  # whatever another package does when it is imported
-        raise PluginError(f"{where} cannot be loaded from {point.value}: {_first_line(error)}") from None
+        raise PluginError(
+            f"{where} cannot be loaded from {point.value}: {_first_line(error)}", code="plugin.not-loaded"
+        ) from None
     if not isinstance(plugin, Plugin):
-        raise PluginError(f"{where}: {point.value} is a {type(plugin).__name__}, no kvlab.Plugin")
+        raise PluginError(
+            f"{where}: {point.value} is a {type(plugin).__name__}, no kvlab.Plugin", code="plugin.other-class"
+        )
     if not (isinstance(plugin.settings, type) and issubclass(plugin.settings, Frozen)):
         raise PluginError(f"{where}: its settings are no subclass of kvlab.Conditioned or kvlab.Frozen")
     if not isinstance(plugin.reads, tuple):
-        raise PluginError(f"{where}: its reads are no tuple; a recipe has to hold them")
+        raise PluginError(f"{where}: its reads are no tuple; a recipe has to hold them", code="plugin.computed-reads")
     if taken := [name for name in OURS if name in plugin.settings.model_fields]:
-        raise PluginError(f"{where}: the name of its setting {taken[0]!r} is taken; not allowed: {', '.join(OURS)}")
+        raise PluginError(
+            f"{where}: the name of its setting {taken[0]!r} is taken; not allowed: {', '.join(OURS)}",
+            code="plugin.setting-taken",
+        )
     return FoundPlugin(point.name, _package(point), point.dist.version if point.dist else "0", plugin)
 
 
@@ -158,7 +172,9 @@ def load_class(found: FoundPlugin) -> type:
     try:
         return getattr(import_module(module), name)
     except Exception as error:  # as above
-        raise PluginError(f"{found.origin} cannot be loaded from {found.plugin.codec}: {_first_line(error)}") from None
+        raise PluginError(
+            f"{found.origin} cannot be loaded from {found.plugin.codec}: {_first_line(error)}", code="plugin.not-loaded"
+        ) from None
 
 
 def _settings(found: FoundPlugin, given: dict) -> Frozen:

@@ -62,7 +62,7 @@ def named_recipe(
     if field and bits is None and (v_bits is not None or field.is_required()):
         raise ParamsError(f"codec {name!r} needs bits; give for example bits=4", code="params.needs-bits")
     if not field and (bits, v_bits) != (None, None):
-        raise ParamsError(f"codec {name!r} has no choice of bits; leave them out")
+        raise ParamsError(f"codec {name!r} has no choice of bits; leave them out", code="params.no-bits")
     given = field and bits is not None  # another package's codec may have bits by default
     k, v = ({"bits": bits}, {"bits": bits if v_bits is None else v_bits}) if given else ({}, {})
     of_k, of_v = CODECS[name].own(bits, v.get("bits")) if name in CODECS else ({}, {})

@@ -83,5 +83,6 @@ def refuse_caches(path: Path | str) -> None:
         raise StorageError(f"cannot read {path}: {reason}") from None
     if magic_of(front):
         raise CalibrationMismatch(
-            f"{path} is {kind_of(front)}, not the file of a codec; give what `kvlab calibrate` or `kvlab recipe` wrote"
+            f"{path} is {kind_of(front)}, not the file of a codec; give what `kvlab calibrate` or `kvlab recipe` wrote",
+            code="calibration.other-kind",
         )

@@ -80,7 +80,8 @@ def resolve(model: Model, loads: bool = True) -> ModelInfo:
     if info.n_layers != model.n_layers:
         raise ModelError(
             f"{model.path} has {info.n_layers} layers, and had {model.n_layers} when this was planned;"
-            " plan it again with the model as it is"
+            " plan it again with the model as it is",
+            code="model.other-layers",
         )
     return info
 
@@ -91,7 +92,10 @@ def layer_count(model: ModelEntry) -> int:
     if type(found) is not int or found < 1:
         raise ModelError(f"config.json of {model.path!r} names no num_hidden_layers; give a decoder-only text model")
     if found > MOST_LAYERS:
-        raise ModelError(f"config.json of {model.path!r} names {found} layers; allowed: at most {MOST_LAYERS}")
+        raise ModelError(
+            f"config.json of {model.path!r} names {found} layers; allowed: at most {MOST_LAYERS}",
+            code="model.config-misfit",
+        )
     return found
 
 
@@ -131,11 +135,18 @@ def _configuration(path: Path) -> dict:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ModelError(f"{path} is no configuration of a model: {error.strerror}") from None
+        raise ModelError(
+            f"{path} is no configuration of a model: {error.strerror}", code="model.broken-config"
+        ) from None
     except (ValueError, RecursionError) as error:  # the last: brackets without end
-        raise ModelError(f"{path} is no configuration of a model, but no JSON in UTF-8: {error}") from None
+        raise ModelError(
+            f"{path} is no configuration of a model, but no JSON in UTF-8: {error}", code="model.broken-config"
+        ) from None
     if not isinstance(found, dict):
-        raise ModelError(f"{path} is no configuration of a model, but {shown(found)}; it must be a JSON object")
+        raise ModelError(
+            f"{path} is no configuration of a model, but {shown(found)}; it must be a JSON object",
+            code="model.broken-config",
+        )
     return found
 
 
@@ -178,10 +189,11 @@ def local_folder(model: ModelEntry) -> Path | None:
     if not reads_as_id(model.path):
         raise ModelError(
             f"model directory {model.path!r} does not exist; give a directory or a hub id (owner/name)"
-            f"{beside(model.path)}"
+            f"{beside(model.path)}",
+            code="model.no-folder",
         )
     if model.revision is None:
-        raise ModelError(unpinned(model.path))
+        raise ModelError(unpinned(model.path), code="model.unpinned")
     return None
 
 
@@ -225,19 +237,28 @@ def load_tokenizer(info: ModelInfo):
     from transformers import AutoTokenizer
 
     if not any((info.path / name).is_file() for name in TOKENIZERS):  # transformers makes one up, of no words
-        raise ModelError(f"{info.path} has no tokenizer; put its files there: tokenizer.json, or tokenizer.model")
+        raise ModelError(
+            f"{info.path} has no tokenizer; put its files there: tokenizer.json, or tokenizer.model",
+            code="model.no-tokenizer",
+        )
     try:
         found = AutoTokenizer.from_pretrained(info.path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers' own are of no narrower class
-        raise ModelError(f"no tokenizer could be read from {info.path}: {reason(error)}") from None
+        raise ModelError(
+            f"no tokenizer could be read from {info.path}: {reason(error)}", code="model.broken-tokenizer"
+        ) from None
     known = found.get_vocab()
     if known.keys() <= found.get_added_vocab().keys():
-        raise ModelError(f"the tokenizer of {info.path} has no tokens but {len(known)} special ones: it reads no text")
+        raise ModelError(
+            f"the tokenizer of {info.path} has no tokens but {len(known)} special ones: it reads no text",
+            code="model.no-words",
+        )
     token, most = max(known.items(), key=lambda item: item[1])
     if most >= info.vocab_size:
         raise ModelError(
             f"the tokenizer of {info.path} has token {most} ({shown(token)}), and the model embeds 0 to"
-            f" {info.vocab_size - 1}; take the tokenizer of this model, or resize its embedding"
+            f" {info.vocab_size - 1}; take the tokenizer of this model, or resize its embedding",
+            code="model.no-embedding",
         )
     return found
 

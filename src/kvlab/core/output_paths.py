@@ -25,9 +25,9 @@ def refuse_no_file(path: Path | str) -> None:
     """
     given = os.fspath(path)
     if not given or "\0" in given:
-        raise StorageError(f"cannot write {given!r}: it is no path; name a file")
+        raise StorageError(f"cannot write {given!r}: it is no path; name a file", code="storage.no-path")
     if given.endswith(("/", "/.", "/..")) or given in (".", ".."):
-        raise StorageError(f"cannot write {given}: it is a folder; name a file")
+        raise StorageError(f"cannot write {given}: it is a folder; name a file", code="storage.no-file")
     try:
         mode = os.stat(given).st_mode
     except OSError:
@@ -35,7 +35,7 @@ def refuse_no_file(path: Path | str) -> None:
         return
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "no file")
-        raise StorageError(f"cannot write {given}: it is {kind}; name a file")
+        raise StorageError(f"cannot write {given}: it is {kind}; name a file", code="storage.no-file")
 
 
 def _refuse_inside_file(given: str) -> None:
@@ -43,7 +43,7 @@ def _refuse_inside_file(given: str) -> None:
     for folder in Path(given).parents:
         if os.path.lexists(folder):
             if not folder.is_dir():
-                raise StorageError(f"cannot write {given}: {folder} is no folder")
+                raise StorageError(f"cannot write {given}: {folder} is no folder", code="storage.no-folder")
             return
 
 

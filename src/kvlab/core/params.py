@@ -162,7 +162,7 @@ class Windows(Section):
         return self.context + self.eval
 
 
-class Calibration(Section):
+class CalibrationSection(Section):
     """How Sigma_q, the codebooks and the components are fitted."""
 
     takes = ("engines",)
@@ -181,7 +181,7 @@ class Calibration(Section):
         description="Lloyd-Max tables: fitted on the calibration split, or those of a Gaussian variable",
     )
 
-    def fitted(self, params: Params) -> Calibration:
+    def fitted(self, params: Params) -> CalibrationSection:
         """Captured are the engines that run; the first of them calibrates where hf is none."""
         found = self.unsaid(engines=tuple(dict.fromkeys(params.engines)))
         return found.unsaid(origin="hf" if "hf" in found.engines else found.engines[0])
@@ -191,7 +191,7 @@ class Calibration(Section):
         yield from captured("calibration.origin", self.origin, params)
 
 
-class Codec(BlockSettings, Section):
+class CodecSection(BlockSettings, Section):
     """The studied recipe, without its bits."""
 
     takes = ("model",)
@@ -215,7 +215,7 @@ class Codec(BlockSettings, Section):
         " encoder was told: after `inner_product` it did so on whitened layers too; null: decode rightly",
     )
 
-    def fitted(self, params: Params) -> Codec:
+    def fitted(self, params: Params) -> CodecSection:
         """Layers counted from the start; a model of two layers keeps its last one coded, a model of one keeps it."""
         n = params.model.n_layers
         found = self if n > 2 else self.unsaid(boundary_layers=(0,) if n == 2 else ())
@@ -252,7 +252,7 @@ class Jobs(Section):
     threads: int = Field(default=1, ge=1, description="torch threads of a job; jobs run side by side on other cores")
 
 
-class Stats(Section):
+class StatsSection(Section):
     """The bootstrap."""
 
     resamples: int = Field(default=10000, ge=200, description="bootstrap resamples of the windows")
@@ -260,7 +260,7 @@ class Stats(Section):
     seed: int = Field(default=0, ge=0, description="draws the resamples")
 
 
-class Verdict(Section):
+class VerdictSection(Section):
     """Thresholds of the verdict, an interval must lie inside to earn the word; the published study's by default."""
 
     accept_ppl: float = Field(default=0.01, gt=0, description="ACCEPT: the interval of abs(ppl_ratio - 1) lies below")
@@ -295,11 +295,11 @@ class Params(Frozen):
         default=("in_forward", "snapshot"), min_length=1, description="protocols of the run"
     )
     studies: tuple[str, ...] | None = None  # which of them are measured; see `kvlab_pipeline.studies.settings.Settings`
-    calibration: Calibration = Calibration()
-    codec: Codec = Codec()
+    calibration: CalibrationSection = CalibrationSection()
+    codec: CodecSection = CodecSection()
     jobs: Jobs = Jobs()
-    stats: Stats = Stats()
-    verdict: Verdict = Verdict()
+    stats: StatsSection = StatsSection()
+    verdict: VerdictSection = VerdictSection()
     report: Report = Report()
 
     @classmethod

@@ -41,7 +41,7 @@ def unfit(data: Any) -> list[str]:
         if len(place) > MOST_DEPTH:
             return [f"{'.'.join(map(str, place[:4]))}... is deeper than {MOST_DEPTH} levels; allowed: at most so many"]
         lines += (f"{_named(place)} {said}" for said in _wrong(value, place))
-        left += reversed([((*place, key), entry) for key, entry in _held(value, _most(value, place))])
+        left += reversed([((*place, key), entry) for key, entry in _entries(value, _most(value, place))])
     return lines if not left else [f"there are more than {MOST_VALUES} values; allowed: at most so many"]
 
 
@@ -60,7 +60,7 @@ def _most(value: Any, place: tuple) -> int:
     return MOST_LAYERS if place and str(place[-1]).endswith("layers") else MOST_ENTRIES
 
 
-def _held(value: Any, most: int) -> list[tuple[Any, Any]]:
+def _entries(value: Any, most: int) -> list[tuple[Any, Any]]:
     """What a value holds, by key or by number."""
     if isinstance(value, dict):
         return [(key, entry) for key, entry in list(value.items())[:most] if _is_name(key)]

@@ -225,10 +225,10 @@ def _runs(pid: int) -> bool:
 
 def storage_error(path: Path, error: Exception) -> StorageError:
     """A failed write as one line, whichever library it failed in."""
-    reason = getattr(error, "strerror", None) or str(error)
+    reason, code = getattr(error, "strerror", None) or str(error), None
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in reason:
-        reason = "the disk is full"
-    return StorageError(f"cannot write {path}: {reason}; nothing was left behind, mend it and run again")
+        reason, code = "the disk is full", "storage.disk-full"
+    return StorageError(f"cannot write {path}: {reason}; nothing was left behind, mend it and run again", code=code)
 
 
 def write_text(path: Path | str, text: str) -> None:
@@ -277,7 +277,7 @@ def read_tokens(path: Path | str) -> pl.DataFrame:
     except (OSError, pl.exceptions.PolarsError) as error:
         raise StorageError(f"cannot read {path}: {error}") from None
     if table.schema != TOKENS:
-        raise StorageError(f"{path} has columns {dict(table.schema)}, expected {dict(TOKENS)}")
+        raise StorageError(f"{path} has columns {dict(table.schema)}, expected {dict(TOKENS)}", code="storage.columns")
     return finite(table, path)
 
 

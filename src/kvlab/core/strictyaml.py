@@ -28,13 +28,13 @@ KINDS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"
 
 
 class Unreadable(ParamsError):
-    """A text that is not taken. `kind` is ``twice`` where a key is, ``not_finite`` where a number is, else empty."""
+    """A text that is not taken."""
 
     code = "params.unreadable"
 
-    def __init__(self, what: str, said: str, kind: str = ""):
-        self.said, self.kind = said, kind
-        super().__init__(f"{what} {said}")
+    def __init__(self, what: str, said: str, code: str | None = None):
+        self.said = said
+        super().__init__(f"{what} {said}", code=code)
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
@@ -55,7 +55,7 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise StorageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if len(content) > most:
-        raise Unreadable(str(path), f"is too large; allowed: at most {most} bytes")
+        raise Unreadable(str(path), f"is too large; allowed: at most {most} bytes", code="params.unreadable.too-large")
     try:
         return content.decode()
     except UnicodeDecodeError:
@@ -77,13 +77,17 @@ def from_yaml(text: str, what: str) -> Any:
     try:
         return yaml.load(text)
     except _Refused as refused:
-        raise Unreadable(what, f"line {refused.line}: {refused.said}", refused.kind) from None
+        raise Unreadable(what, f"line {refused.line}: {refused.said}", code=refused.code) from None
     except MaxDepthExceededError as error:
         said = f"deeper than {MOST_DEPTH} levels; allowed: at most so many"
-        raise Unreadable(what, f"line {error.problem_mark.line + 1}: {said}") from None
+        raise Unreadable(
+            what, f"line {error.problem_mark.line + 1}: {said}", code="params.unreadable.too-deep"
+        ) from None
     # the last three: 2024-13-45 looks like a date, -_ like a number, and `!!bool maybe` says that it is a truth
     except (YAMLError, ValueError, LookupError, AttributeError) as error:
-        raise Unreadable(what, f"is not YAML: {' '.join(str(error).split())}") from None
+        raise Unreadable(
+            what, f"is not YAML: {' '.join(str(error).split())}", code="params.unreadable.syntax"
+        ) from None
 
 
 def from_json(text: str, what: str, most: int = MOST_BYTES) -> Any:
@@ -99,28 +103,29 @@ def from_json(text: str, what: str, most: int = MOST_BYTES) -> Any:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise Unreadable(what, f"gives key {shown(key)} twice; give it once", "twice")
+                raise Unreadable(what, f"gives key {shown(key)} twice; give it once", code="params.unreadable.twice")
             found[key] = value
         return found
 
     def finite(number: str) -> float:
         if not math.isfinite(value := float(number)):
-            raise Unreadable(what, f"holds {number[:WIDEST]}, no finite number; allowed: one, or null", "not_finite")
+            said = f"holds {number[:WIDEST]}, no finite number; allowed: one, or null"
+            raise Unreadable(what, said, code="params.unreadable.not-finite")
         return value
 
     if len(text) > most:
-        raise Unreadable(what, f"is too large; allowed: at most {most} characters")
+        raise Unreadable(what, f"is too large; allowed: at most {most} characters", code="params.unreadable.too-large")
     try:
         return json.loads(text, object_pairs_hook=once, parse_constant=finite, parse_float=finite)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(what, f"is not JSON: {error}") from None
+        raise Unreadable(what, f"is not JSON: {error}", code="params.unreadable.syntax") from None
 
 
 class _Refused(Exception):
     """Well-formed, and still not taken."""
 
-    def __init__(self, node: Any, said: str, kind: str = ""):
-        self.line, self.said, self.kind = node.start_mark.line + 1, said, kind
+    def __init__(self, node: Any, said: str, code: str | None = None):
+        self.line, self.said, self.code = node.start_mark.line + 1, said, code
 
 
 class _Composer(Composer):
@@ -133,7 +138,8 @@ class _Composer(Composer):
         event = self.parser.peek_event()
         self.values += 1
         if isinstance(event, AliasEvent):
-            raise _Refused(event, f"*{event.anchor} stands for what is said elsewhere; allowed: what is meant, in full")
+            said = f"*{event.anchor} stands for what is said elsewhere; allowed: what is meant, in full"
+            raise _Refused(event, said, code="params.unreadable.alias")
         if self.values > MOST_VALUES:
             raise _Refused(event, f"more than {MOST_VALUES} values; allowed: at most so many")
         node = super().compose_node(parent, index)
@@ -157,4 +163,6 @@ class _Constructor(SafeConstructor):
         try:
             return super().check_mapping_key(node, key_node, mapping, key, value)
         except DuplicateKeyError:
-            raise _Refused(key_node, f"key {shown(key)} is given twice; give it once", "twice") from None
+            raise _Refused(
+                key_node, f"key {shown(key)} is given twice; give it once", code="params.unreadable.twice"
+            ) from None

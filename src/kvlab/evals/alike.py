@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 from kvlab.core.errors import ParamsError, UserError
-from kvlab.core.records import file_hash
 from kvlab.evals.logged import OF_ITEM, Logged
 from kvlab.evals.results import ResultError
 from kvlab.evals.tasks import SCORING
@@ -28,12 +27,6 @@ OF_TASK = ("versions", "n-shot", "n-samples", "configs")
 """What both results have to say alike: of the run, of its ``config``, and of each task."""
 
 ADDRESS = re.compile(r"\b0x[0-9a-f]+")
-
-
-def refuse_same_run(plain: Logged, coded: Logged) -> None:
-    """`ResultError` where both are one run."""
-    if file_hash(plain.file) == file_hash(coded.file):
-        raise ResultError(f"{plain.file} and {coded.file} are the same run; name the one with the compressed cache too")
 
 
 def difference(plain: Logged, coded: Logged, declared: tuple[str, ...]) -> dict[str, tuple[str | None, str | None]]:
@@ -62,7 +55,7 @@ def difference(plain: Logged, coded: Logged, declared: tuple[str, ...]) -> dict[
         raise _other(plain, coded, "tasks", ", ".join(plain.samples), ", ".join(coded.samples))
     for part in OF_TASK:
         for task in plain.samples:
-            one, other = (_told(side.said[part].get(task), declared) for side in (plain, coded))
+            one, other = (_comparable(side.said[part].get(task), declared) for side in (plain, coded))
             _refuse_other(plain, coded, f"{part} of {task!r}", one, other)
     return found
 
@@ -75,7 +68,7 @@ def arguments(side: Logged) -> dict[str, str]:
     return {str(name): str(value) for name, value in given.items()}
 
 
-def _told(said: Any, declared: tuple[str, ...]) -> Any:
+def _comparable(said: Any, declared: tuple[str, ...]) -> Any:
     """What a task says of itself, without the arguments that may differ and without addresses in memory."""
     if isinstance(said, dict) and isinstance(said.get("metadata"), dict):
         said = said | {"metadata": {name: one for name, one in said["metadata"].items() if name not in declared}}

@@ -9,14 +9,14 @@ from typing import Literal, NamedTuple
 Kind = Literal["score", "write"]
 
 
-class Score(NamedTuple):
+class ScoreRequest(NamedTuple):
     """A request for how likely a text is: its tokens after those of its context."""
 
     context: list[int]
     continuation: list[int]
 
 
-class Write(NamedTuple):
+class WriteRequest(NamedTuple):
     """A request for a text: at most `tokens` tokens after the context, until one of `stops` is in it."""
 
     context: list[int]
@@ -24,14 +24,14 @@ class Write(NamedTuple):
     stops: list[str]
 
 
-class Scored(NamedTuple):
+class ScoreResult(NamedTuple):
     """Log-probability of each token of a continuation (nats), and whether each was the most likely one."""
 
     logprobs: list[float]
     greedy: bool
 
 
-class Written(NamedTuple):
+class WriteResult(NamedTuple):
     """The greedy text, and the log-probability of each of its tokens (nats)."""
 
     text: str
@@ -74,7 +74,7 @@ class Side(ABC):
     cache_class: str
 
     @abstractmethod
-    def score(self, requests: Sequence[Score]) -> list[Scored]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """Score requests, in their order.
 
         Raises
@@ -84,7 +84,7 @@ class Side(ABC):
         """
 
     @abstractmethod
-    def write(self, requests: Sequence[Write]) -> list[Written]:
+    def write(self, requests: Sequence[WriteRequest]) -> list[WriteResult]:
         """Answer requests greedily, in their order; raises as `score`."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import Recipe
 from kvlab.core.records import CANARY_MIN
 from kvlab.core.settings import IdentityStream
-from kvlab.evals.backend import Kind, Score, Side, Sides, Write
+from kvlab.evals.backend import Kind, ScoreRequest, Side, Sides, WriteRequest
 
 ONE_BIT = {
     "k": Recipe(k=IntStream(bits=1), v=IdentityStream()),
@@ -58,7 +58,8 @@ class Guard:
         self.sides.variant.refuse_blind(kind)
         if len(ids) < SHORTEST:
             raise CapabilityError(
-                f"the longest request has {len(ids)} tokens; to show that the codec is read it takes {SHORTEST}"
+                f"the longest request has {len(ids)} tokens; to show that the codec is read it takes {SHORTEST}",
+                code="capability.short-request",
             )
         ids = list(ids[-LONGEST:])
         reference = answer(self.sides.plain, kind, ids)
@@ -67,12 +68,14 @@ class Guard:
             if moved < LEAST:
                 raise CodecNotActive(
                     f"a one-bit codec on {name.upper()} moves the answers to `{kind}` requests by {moved:.1e} nats a"
-                    f" token only, at least {LEAST:.1e} is expected; the cache is not read, nothing was scored"
+                    f" token only, at least {LEAST:.1e} is expected; the cache is not read, nothing was scored",
+                    code="not-active.canary",
                 )
         if distance(reference, answer(self.sides.variant, kind, ids)) <= 0:
             raise CodecNotActive(
                 f"{self.sides.variant.what} leaves every answer to `{kind}` requests as it is without; the cache is not"
-                " read, nothing was scored"
+                " read, nothing was scored",
+                code="not-active.no-change",
             )
         if not self.done:
             self.sides.variant.begin()
@@ -83,8 +86,8 @@ def answer(side: Side, kind: Kind, ids: list[int]) -> list[float]:
     """Log-probabilities of a text's second half, or of the tokens written after it."""
     if kind == "score":
         half = len(ids) // 2
-        return side.score([Score(ids[:half], ids[half:])])[0].logprobs
-    return side.write([Write(ids, WRITTEN, [])])[0].logprobs
+        return side.score([ScoreRequest(ids[:half], ids[half:])])[0].logprobs
+    return side.write([WriteRequest(ids, WRITTEN, [])])[0].logprobs
 
 
 def distance(first: list[float], second: list[float]) -> float:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvlab
 from kvlab.core.errors import CapabilityError, CodecNotActive, UnknownName
 from kvlab.core.recipe import Recipe, digest
-from kvlab.core.records import file_hash, versions
+from kvlab.core.records import file_hash
 from kvlab.evals.backend import CacheUse
 from kvlab.evals.results import EvalMeasures
 from kvlab.gate.evidence import BASELINE_RECIPE, Evidence, build
@@ -91,11 +90,6 @@ def code() -> str:
     root = Path(kvlab.__file__).parent
     files = sorted(path for name in MEASURING for path in (root / name).rglob("*.py"))
     return file_hash(*files, root / "core" / "recipe.py")
-
-
-def all_versions() -> dict[str, str]:
-    """Versions that decide a number, the harness's among them."""
-    return versions() | {"lm_eval": metadata.version("lm_eval")}
 
 
 def evidence(run: HarnessRun, measures: Mapping[str, EvalMeasures]) -> Evidence:

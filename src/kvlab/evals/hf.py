@@ -23,7 +23,7 @@ from kvlab.cache.hf_cache import Calibration, KVCache
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import Recipe
 from kvlab.engines.hf.engine import HFEngine
-from kvlab.evals.backend import CacheUse, Kind, Score, Scored, Side, Sides, Write, Written
+from kvlab.evals.backend import CacheUse, Kind, ScoreRequest, ScoreResult, Side, Sides, WriteRequest, WriteResult
 from kvlab.evals.canary import ONE_BIT
 
 PROTOCOL = "snapshot"
@@ -73,12 +73,12 @@ class HFSide(Side):
         return CacheUse(*self._counts)
 
     @torch.inference_mode()
-    def score(self, requests: Sequence[Score]) -> list[Scored]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """See `Side.score`."""
         return [self._scored(request) for request in self._shown(requests, "score")]
 
     @torch.inference_mode()
-    def write(self, requests: Sequence[Write]) -> list[Written]:
+    def write(self, requests: Sequence[WriteRequest]) -> list[WriteResult]:
         """See `Side.write`."""
         return [self._written(request) for request in self._shown(requests, "write")]
 
@@ -86,15 +86,15 @@ class HFSide(Side):
         """The requests, with a bar for more than one."""
         return tqdm(requests, desc=f"{self.what}: {kind}", leave=False, disable=len(requests) < 2)
 
-    def _scored(self, request: Score) -> Scored:
+    def _scored(self, request: ScoreRequest) -> ScoreResult:
         passage = self._pass_context(request.context)
         self._feed(passage, [request.context[-1], *request.continuation[:-1]])
         said = torch.tensor(request.continuation, device=passage.logprobs.device)
         self._account(passage)
         chosen = passage.logprobs.gather(1, said[:, None])[:, 0]
-        return Scored(chosen.tolist(), bool((passage.logprobs.argmax(-1) == said).all()))
+        return ScoreResult(chosen.tolist(), bool((passage.logprobs.argmax(-1) == said).all()))
 
-    def _written(self, request: Write) -> Written:
+    def _written(self, request: WriteRequest) -> WriteResult:
         passage, token, ids, logprobs = self._pass_context(request.context), request.context[-1], [], []
         while len(ids) < request.tokens:
             self._feed(passage, [token])
@@ -104,7 +104,7 @@ class HFSide(Side):
             if token in self._ends or any(stop in self._text(ids) for stop in request.stops):
                 break
         self._account(passage)
-        return Written(self._text(ids), logprobs)
+        return WriteResult(self._text(ids), logprobs)
 
     def _text(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -114,7 +114,8 @@ class HFSide(Side):
         if len(context) < 2:
             raise CapabilityError(
                 "a request has a context of one token, so its answer reads nothing from a coded cache; leave tasks out"
-                " that score answers without their question (such as acc_mutual_info)"
+                " that score answers without their question (such as acc_mutual_info)",
+                code="capability.reads-nothing",
             )
         if self._last is None or self._last[0] != context:
             passage = Passage(self._empty())
@@ -168,13 +169,7 @@ class CodedHFSide(HFSide):
         return copy.deepcopy(self._model_cache)  # shares the codecs' tables
 
     def _account(self, passage: Passage) -> None:
-        """Count what the codecs did, which must be what the calls that were made ask for.
-
-        Raises
-        ------
-        CodecNotActive
-            A layer was not coded, coded otherwise than it should have been, or not read.
-        """
+        """Count what the codecs did; `CodecNotActive` where it is not what the calls that were made ask for."""
         self._count(*counts(passage.cache, passage.calls))
 
 

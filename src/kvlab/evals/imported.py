@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from kvlab.core.errors import ParamsError, UnknownName
 from kvlab.core.recipe import digest
 from kvlab.core.records import file_hash
-from kvlab.evals.alike import arguments, changed_answers, difference, refuse_other_items, refuse_same_run
+from kvlab.evals.alike import arguments, changed_answers, difference, refuse_other_items
 from kvlab.evals.logged import Logged, read
-from kvlab.evals.results import EvalMeasures, corpus_hash, measures, needs_context
+from kvlab.evals.results import EvalMeasures, ResultError, corpus_hash, measures, needs_context
 from kvlab.evals.tasks import HARNESS, harness_eval
 from kvlab.gate.evidence import BASELINE_RECIPE, UNOBSERVED, Evidence, Imported, build
 from kvlab.gate.registry import Eval, Mechanism, Registry
@@ -77,7 +77,9 @@ def imported(
     entry = harness_eval(registry, quality_eval_id)
     declared = _mechanism(registry, mechanism)
     sides = [read(entry, path, context_tokens) for path in (plain, coded)]
-    refuse_same_run(*sides)
+    one, other = (side.file for side in sides)
+    if file_hash(one) == file_hash(other):
+        raise ResultError(f"{one} and {other} are the same run; name the one with the compressed cache too")
     differing = difference(*sides, tuple(differs))
     refuse_other_items(*sides)
     changed = changed_answers(*sides)

@@ -17,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
 
 from kvlab.core.errors import CapabilityError, ParamsError
-from kvlab.evals.backend import Kind, Score, Side, Write
+from kvlab.evals.backend import Kind, ScoreRequest, Side, WriteRequest
 from kvlab.evals.canary import Guard
 
 MOST_WRITTEN = 256  # tokens of an answer whose task names no number, as in the harness
@@ -97,7 +97,7 @@ class CachedLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **_kwargs) -> list[tuple[float, bool]]:
         """Log-likelihoods of (texts, context tokens, continuation tokens)."""
-        asked = [Score(*self._fitted(context, continuation)) for _, context, continuation in requests]
+        asked = [ScoreRequest(*self._fitted(context, continuation)) for _, context, continuation in requests]
         for request in asked:
             self.longest = max(self.longest, len(request.context) + len(request.continuation))
         self._guarded("score", [request.context + request.continuation for request in asked])
@@ -110,7 +110,8 @@ class CachedLM(TemplateLM):
         raise CapabilityError(
             f"task {requests[0].task_name!r} scores whole texts in one pass (loglikelihood_rolling), which reads"
             " nothing of what is done to a cache; allowed: generate_until, multiple_choice, loglikelihood. The"
-            " likelihood of text after a coded context is what kv_fidelity measures"
+            " likelihood of text after a coded context is what kv_fidelity measures",
+            code="capability.reads-nothing",
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -145,7 +146,8 @@ class CachedLM(TemplateLM):
         if len(longest) < self.least:
             raise ParamsError(
                 f"the longest request has {len(longest)} tokens; the context that is named would claim more than was"
-                f" measured, leave --context-tokens out or give at most {2 * len(longest)}"
+                f" measured, leave --context-tokens out or give at most {2 * len(longest)}",
+                code="params.short-requests",
             )
         if self.guard:
             with self._kept():
@@ -155,11 +157,13 @@ class CachedLM(TemplateLM):
         """Both, the context without its beginning where they are too long; vLLM wants room for a token of its own."""
         room = self.limit - 1 - len(continuation)
         if room < 1:
-            raise ParamsError(f"an answer of {len(continuation)} tokens does not fit into {self.limit}")
+            raise ParamsError(
+                f"an answer of {len(continuation)} tokens does not fit into {self.limit}", code="params.long-answer"
+            )
         self.cut += len(context) > room
         return context[-room:], continuation
 
-    def _wanted(self, request: Instance) -> Write:
+    def _wanted(self, request: Instance) -> WriteRequest:
         text, given = request.args
         options = normalize_gen_kwargs(given, MOST_WRITTEN)
         refuse_sampling(request.task_name, options)
@@ -169,11 +173,12 @@ class CachedLM(TemplateLM):
         if room < 2:
             raise ParamsError(
                 f"task {request.task_name!r} asks for answers of up to {tokens} tokens, and requests may have"
-                f" {self.limit} with their answer"
+                f" {self.limit} with their answer",
+                code="params.long-answer",
             )
         ids = self.tok_encode(text)
         self.cut += len(ids) > room
-        return Write(ids[-room:], tokens, [stop for stop in stops if stop])
+        return WriteRequest(ids[-room:], tokens, [stop for stop in stops if stop])
 
 
 def refuse_sampling(task: str | None, options: dict) -> None:
@@ -181,13 +186,15 @@ def refuse_sampling(task: str | None, options: dict) -> None:
     if options.get("do_sample") and options.get("temperature", 0.0) != 0.0:
         raise CapabilityError(
             f"task {task!r} samples its answers (temperature {options['temperature']:g}); compared are greedy answers,"
-            " name a task without sampling"
+            " name a task without sampling",
+            code="capability.sampling",
         )
     unknown = _unknown(options)
     if unknown:
         raise CapabilityError(
             f"task {task!r} asks for {', '.join(unknown)} in its generation_kwargs; compared are greedy answers, whose"
-            " only options are until and max_gen_toks"
+            " only options are until and max_gen_toks",
+            code="capability.generation-option",
         )
 
 

@@ -29,8 +29,6 @@ SOURCES = {
 }
 """The harness's metric and filter of each shipped key."""
 
-LEFT_OUT = ("pretty_env_info",)
-
 
 class ResultError(UserError):
     """A result of lm-evaluation-harness that no evidence can be made of."""
@@ -38,7 +36,7 @@ class ResultError(UserError):
     code = "result"
 
 
-class Item(NamedTuple):
+class ItemKey(NamedTuple):
     """What makes an item the same on both sides: its task, its number, and hashes of what was asked."""
 
     task: str
@@ -101,11 +99,6 @@ def corpus_hash(result: Mapping[str, Any]) -> str:
     return digest({"versions": {name: str(result["versions"].get(name)) for name in asked}, "items": asked})
 
 
-def without_noise(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result as it is kept: without the description of the machine."""
-    return {key: value for key, value in result.items() if key not in LEFT_OUT}
-
-
 def _measured(
     entry: Eval,
     metric: Metric,
@@ -116,51 +109,56 @@ def _measured(
     name, filtered = source(metric.key)
     if name == CONTEXT:
         if context_tokens is None:
-            raise ParamsError(f"{entry.quality_eval_id} is measured at one context length; give it: --context-tokens N")
+            raise ParamsError(
+                f"{entry.quality_eval_id} is measured at one context length; give it: --context-tokens N",
+                code="params.no-context",
+            )
         name = str(context_tokens)
     found = [_scores(entry, result, name, filtered) for result in (baseline, variant)]
     if found[0].keys() != found[1].keys():
         raise MixedIdentity({"items": (digest_of(found[0]), digest_of(found[1]))})
     items = sorted(found[0])
     if len(items) < 2:
-        raise ResultError(f"{entry.quality_eval_id} has one item; an interval takes two, raise --limit")
+        raise ResultError(
+            f"{entry.quality_eval_id} has one item; an interval takes two, raise --limit", code="result.one-item"
+        )
     plain, coded = (np.array([scores[item] for item in items]) for scores in found)
     return EvalMeasures(
         *(measured(scores, metric.rate) for scores in (coded, plain)), paired(coded, plain, metric.rate)
     )
 
 
-def digest_of(scores: Mapping[Item, float]) -> str:
+def digest_of(scores: Mapping[ItemKey, float]) -> str:
     """Digest of the items."""
     return digest({"items": sorted(scores)})
 
 
-def _scores(entry: Eval, result: Mapping[str, Any], name: str, filtered: str) -> dict[Item, float]:
+def _scores(entry: Eval, result: Mapping[str, Any], name: str, filtered: str) -> dict[ItemKey, float]:
     """Every item's score, whose mean is what the harness reports."""
-    scores: dict[Item, float] = {}
+    scores: dict[ItemKey, float] = {}
     for task, samples in result["samples"].items():
         for sample in samples:
             if sample["filter"] != filtered:
                 continue
             if name not in sample:
-                raise ResultError(_not_there(task, name, filtered, sample))
+                allowed = ", ".join(str(metric) for metric in sample["metrics"])
+                raise ResultError(
+                    f"task {task!r} reports no metric {name!r} with the filter {filtered!r}; allowed: {allowed}",
+                    code="result.no-metric",
+                )
             scores[_item(task, sample)] = float(sample[name])
     if not scores:
         filters = sorted({sample["filter"] for samples in result["samples"].values() for sample in samples})
         raise ResultError(
             f"{entry.quality_eval_id} has no scores with the filter {filtered!r}; allowed: {', '.join(filters)}; the"
-            f" registry's key names its filter, as {name}.{filters[0] if filters else 'strict-match'}"
+            f" registry's key names its filter, as {name}.{filters[0] if filters else 'strict-match'}",
+            code="result.no-scores",
         )
     _refuse_other_mean(entry, result, f"{name},{filtered}", scores)
     return scores
 
 
-def _not_there(task: str, name: str, filtered: str, sample: Mapping[str, Any]) -> str:
-    allowed = ", ".join(str(metric) for metric in sample["metrics"])
-    return f"task {task!r} reports no metric {name!r} with the filter {filtered!r}; allowed: {allowed}"
-
-
-def _refuse_other_mean(entry: Eval, result: Mapping[str, Any], key: str, scores: Mapping[Item, float]) -> None:
+def _refuse_other_mean(entry: Eval, result: Mapping[str, Any], key: str, scores: Mapping[ItemKey, float]) -> None:
     reported = result["results"].get(entry.task, {}).get(key)
     mean = math.fsum(scores.values()) / len(scores)
     if not isinstance(reported, int | float) or not math.isclose(reported, mean, rel_tol=1e-9, abs_tol=1e-9):
@@ -168,9 +166,10 @@ def _refuse_other_mean(entry: Eval, result: Mapping[str, Any], key: str, scores:
         uneven = f", whose tasks have {min(counts.values())} to {max(counts.values())} items" if len(counts) > 1 else ""
         raise ResultError(
             f"{key} of {entry.task!r} is {reported}, the mean of its items {mean:.6g}{uneven}: it is no mean over"
-            " items, and no evidence can be made of it"
+            " items, and no evidence can be made of it",
+            code="result.no-mean",
         )
 
 
-def _item(task: str, sample: Mapping[str, Any]) -> Item:
-    return Item(task, sample["doc_id"], sample["doc_hash"], sample["prompt_hash"], sample["target_hash"])
+def _item(task: str, sample: Mapping[str, Any]) -> ItemKey:
+    return ItemKey(task, sample["doc_id"], sample["doc_hash"], sample["prompt_hash"], sample["target_hash"])

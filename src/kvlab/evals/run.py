@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +16,14 @@ from kvlab.calibration.load import Calibrated
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.core.model import ModelInfo, load_tokenizer
 from kvlab.core.recipe import ENGINES
-from kvlab.core.records import atomic, read_json, write_json
+from kvlab.core.records import atomic, read_json, versions, write_json
 from kvlab.engines.capability import check
 from kvlab.engines.registry import start
 from kvlab.evals.backend import Sides
 from kvlab.evals.canary import Guard
-from kvlab.evals.evidence import Declared, HarnessRun, all_versions, code, declared_codec, declared_dtype, evidence, row
+from kvlab.evals.evidence import Declared, HarnessRun, code, declared_codec, declared_dtype, evidence, row
 from kvlab.evals.lm import CachedLM
-from kvlab.evals.results import EvalMeasures, corpus_hash, measures, needs_context, without_noise
+from kvlab.evals.results import EvalMeasures, corpus_hash, measures, needs_context
 from kvlab.evals.tasks import Tasks, harness_eval
 from kvlab.gate.registry import Eval, Registry
 
@@ -120,7 +121,7 @@ def run_eval(asked: EvalRequest, info: ModelInfo, registry: Registry, out: Path,
         "context_tokens": asked.context_tokens or max(coded.longest, plain.longest),
         "corpus_hash": corpus_hash(variant),
         "code": code(),
-        "versions": all_versions(),
+        "versions": versions() | {"lm_eval": metadata.version("lm_eval")},
     }
     run = HarnessRun(
         entry,
@@ -150,7 +151,8 @@ def most_tokens(asked: EvalRequest, entry: Eval, info: ModelInfo) -> int:
     if named is None and needs_context(entry):
         low, high = entry.band
         raise ParamsError(
-            f"{entry.quality_eval_id} is measured at one context length; give it, {low} to {high}: --context-tokens N"
+            f"{entry.quality_eval_id} is measured at one context length; give it, {low} to {high}: --context-tokens N",
+            code="params.no-context",
         )
     if named is not None and named > most:
         raise ParamsError(f"--context-tokens is {named}, and {info.slug} has {most} positions; give at most {most}")
@@ -207,12 +209,13 @@ def write(out: Path, run: HarnessRun, found: dict[str, EvalMeasures], results: d
     """Both results, the evidence and the row, evidence last: where it is, everything is."""
     from lm_eval.utils import handle_non_serializable
 
-    kept = evidence(run, found)  # refused before anything is written
+    proof = evidence(run, found)  # refused before anything is written
     for name in ("evidence.json", "row.json"):
         (out / name).unlink(missing_ok=True)
     for name, result in results.items():
-        text = json.dumps(without_noise(result), indent=1, ensure_ascii=False, default=handle_non_serializable)
+        kept = {key: value for key, value in result.items() if key != "pretty_env_info"}  # that is of the machine
+        text = json.dumps(kept, indent=1, ensure_ascii=False, default=handle_non_serializable)
         with atomic(out / f"lm_eval_{name}.json") as temporary:
             temporary.write_text(text, encoding="utf-8")
     write_json(out / "row.json", row(run, claim))
-    write_json(out / "evidence.json", kept.model_dump(mode="json"))
+    write_json(out / "evidence.json", proof.model_dump(mode="json"))

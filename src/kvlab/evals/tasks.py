@@ -8,11 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlab.core.errors import CapabilityError, KvlabError, MissingResult, UnknownName, UserError, suggestion
+from kvlab.core.errors import CapabilityError, KvlabError, UnknownName, UserError, suggestion
 from kvlab.gate.registry import Eval, Registry
 
 if TYPE_CHECKING:
@@ -30,12 +29,6 @@ class TaskError(UserError):
     """A task cannot be loaded, or not be run here."""
 
     code = "task"
-
-
-def refuse_missing_harness() -> None:
-    """`MissingResult` when lm-evaluation-harness is not installed."""
-    if find_spec("lm_eval") is None:
-        raise MissingResult("kvlab eval needs lm-evaluation-harness; install it: pip install lm-eval==0.4.13")
 
 
 def harness_eval(registry: Registry, quality_eval_id: str) -> Eval:
@@ -99,7 +92,8 @@ class Tasks:
             if kind not in ALLOWED:
                 raise CapabilityError(
                     f"task {name!r} is of the kind {kind!r}, which scores whole texts in one pass and reads nothing of"
-                    f" what is done to a cache; allowed: {', '.join(ALLOWED)}"
+                    f" what is done to a cache; allowed: {', '.join(ALLOWED)}",
+                    code="capability.reads-nothing",
                 )
             if (kind not in SCORING) != self.entry.generates:
                 said = "generated" if self.entry.generates else "scored"

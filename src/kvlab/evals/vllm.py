@@ -32,7 +32,7 @@ from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.engines.capability import AUTO
 from kvlab.engines.hooks import attention_layers, fused_projection, installed
-from kvlab.evals.backend import CacheUse, Kind, Score, Scored, Side, Sides, Write, Written
+from kvlab.evals.backend import CacheUse, Kind, ScoreRequest, ScoreResult, Side, Sides, WriteRequest, WriteResult
 from kvlab.evals.canary import ONE_BIT
 
 PROTOCOL = "in_forward"
@@ -85,14 +85,14 @@ class VLLMSide(Side):
         values = self._tokens * self._info.values_per_token
         return CacheUse(0, 0, values * self._itemsize, values)
 
-    def score(self, requests: Sequence[Score]) -> list[Scored]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
         """See `Side.score`."""
         asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
         prompts = [request.context + request.continuation for request in requests]
         outputs = self._asked(prompts, [asked] * len(prompts))
         return [scored(request, output.prompt_logprobs) for request, output in zip(requests, outputs, strict=True)]
 
-    def write(self, requests: Sequence[Write]) -> list[Written]:
+    def write(self, requests: Sequence[WriteRequest]) -> list[WriteResult]:
         """See `Side.write`."""
         asked = [
             SamplingParams(
@@ -166,7 +166,10 @@ class TappedVLLMSide(VLLMSide):
 
 def started(info: ModelInfo, dtype: str, limit: int, cache_dtype: str) -> LLM:
     """An engine in this process; `ModelError` when it does not load the model."""
-    refuse_split(info)
+    if info.tensor_parallel != 1:  # the plugin knows one process
+        raise CapabilityError(
+            f"tensor_parallel of model {info.slug!r} is {info.tensor_parallel}; set it to 1, or choose --engine hf"
+        )
     try:
         return LLM(
             model=str(info.path),
@@ -182,14 +185,6 @@ def started(info: ModelInfo, dtype: str, limit: int, cache_dtype: str) -> LLM:
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"vLLM cannot load {info.path}: {' '.join(str(error).split())[:300]}") from None
-
-
-def refuse_split(info: ModelInfo) -> None:
-    """`CapabilityError` for a model that is split over GPUs: the plugin knows one process."""
-    if info.tensor_parallel != 1:
-        raise CapabilityError(
-            f"tensor_parallel of model {info.slug!r} is {info.tensor_parallel}; set it to 1, or choose --engine hf"
-        )
 
 
 def held_dtype(layer) -> str:
@@ -209,17 +204,17 @@ def activated(recipe: Path) -> Iterator[None]:
         del os.environ[RECIPE_VARIABLE]
 
 
-def scored(request: Score, prompt_logprobs: list) -> Scored:
+def scored(request: ScoreRequest, prompt_logprobs: list) -> ScoreResult:
     """What vLLM says of a continuation's tokens; a rank of 1 is the most likely one."""
     chosen = prompt_logprobs[len(request.context) :]
     found = [entry[token] for entry, token in zip(chosen, request.continuation, strict=True)]
-    return Scored([entry.logprob for entry in found], all(entry.rank == 1 for entry in found))
+    return ScoreResult([entry.logprob for entry in found], all(entry.rank == 1 for entry in found))
 
 
-def written(output) -> Written:
+def written(output) -> WriteResult:
     """What vLLM wrote."""
     chosen = zip(output.logprobs, output.token_ids, strict=True)
-    return Written(output.text, [entry[token].logprob for entry, token in chosen])
+    return WriteResult(output.text, [entry[token].logprob for entry, token in chosen])
 
 
 def sides(
@@ -297,5 +292,6 @@ def refuse_own_pass(kind: Kind, cache_dtype: str, accelerator: str) -> None:
     if kind == "score" and cache_dtype != AUTO:
         raise CapabilityError(
             f"with a cache of {cache_dtype} on {accelerator} a prompt may be scored from K and V that were never read"
-            " from the cache; choose a task that generates its answers"
+            " from the cache; choose a task that generates its answers",
+            code="capability.reads-nothing",
         )

@@ -58,10 +58,13 @@ class WholeCoder(Coder):
         if cell.protocol != "snapshot" or cell.placement != "pre_rope":
             raise CapabilityError(
                 f"codec {name!r} codes whole caches, which a forward does not have before its end; measure it with"
-                " protocol snapshot"
+                " protocol snapshot",
+                code="capability.snapshot-only",
             )
         if cell.stream != "kv" or cell.exceptions or cell.layers != tuple(range(len(cell.layers))):
-            raise CapabilityError(f"codec {name!r} codes K and V of all layers, not some of them")
+            raise CapabilityError(
+                f"codec {name!r} codes K and V of all layers, not some of them", code="capability.all-layers"
+            )
         if calibrated is None:
             raise CalibrationMismatch(
                 f"the calibration was not fitted for {name}: there is none; run kvlab calibrate",

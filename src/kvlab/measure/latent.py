@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from kvlab.attention.latent_svd import LatentMap, Moments, attention_metric, fit
+from kvlab.attention.latent_svd import LatentMap, LatentMoments, attention_metric, fit
 from kvlab.codecs.base import Site
 from kvlab.codecs.registry import build
 from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
@@ -72,14 +72,14 @@ class LatentCoder(KeepingCoder):
         return self.made[site.layer, site.stream]
 
 
-def fitted(moments: Mapping[int, Moments], rank: int) -> dict[int, LatentMap]:
+def fitted(moments: Mapping[int, LatentMoments], rank: int) -> dict[int, LatentMap]:
     """The maps of every layer, in the metric of its attention."""
     return {layer: fit(one, rank, attention_metric(one)) for layer, one in moments.items()}
 
 
-def moments_of(engine: Engine, windows: list[list[int]]) -> dict[int, Moments]:
+def moments_of(engine: Engine, windows: list[list[int]]) -> dict[int, LatentMoments]:
     """Of every layer's Q, K and V before their rotary embedding, on calibration windows without their first token."""
-    found = {layer: Moments(engine.info.n_kv_heads) for layer in range(engine.info.n_layers)}
+    found = {layer: LatentMoments(engine.info.n_kv_heads) for layer in range(engine.info.n_layers)}
     held: dict[Part, torch.Tensor] = {}
 
     def tap(layer: int, part: Part, x: torch.Tensor) -> None:

@@ -26,8 +26,8 @@ class Subject(Protocol):
         """What is found of it on the window of this visit."""
 
 
-class Kept(Protocol):
-    """Where findings are kept: see `measure.store.Store`."""
+class FindingStore(Protocol):
+    """Where findings are kept: see `measure.store.ResultStore`."""
 
     def key(self, subject: Any) -> Hashable:
         """By what a subject's findings are known; equal for two that must find the same."""
@@ -43,7 +43,7 @@ def walk(
     windows: Iterable[W],
     subjects: Sequence[Subject],
     visit: Callable[[W], Any],
-    kept: Kept | None = None,
+    kept: FindingStore | None = None,
     title: str = "",
 ) -> Iterator[tuple[W, list[tuple[Subject, Any]]]]:
     """Score subjects on windows.
@@ -56,7 +56,7 @@ def walk(
         In the order in which they are scored on each.
     visit : callable
         Begins a window; called only where something is to be measured.
-    kept : Kept, optional
+    kept : FindingStore, optional
         Findings of earlier runs; new ones are added window by window, so that a job that is killed goes on here.
         Subjects of equal keys are scored once.
     title : str

@@ -19,7 +19,7 @@ import polars as pl
 import torch
 
 from kvlab.attention.hf import Effect, attending
-from kvlab.attention.latent_svd import Moments
+from kvlab.attention.latent_svd import LatentMoments
 from kvlab.attention.layer_plan import LayerPlan
 from kvlab.attention.named import Eviction, Latent, Mechanism
 from kvlab.attention.patterns import Full, SlidingWindow
@@ -64,7 +64,7 @@ def not_run(asked: Mechanism, engine: str, protocol: str) -> str | None:
 def refuse_needless(asked: Mechanism, engine: str, protocol: str, info: ModelInfo, context: int) -> None:
     """`CapabilityError` where it cannot be measured so, or would leave out nothing of contexts of so many tokens."""
     if why := not_run(asked, engine, protocol):
-        raise CapabilityError(why)
+        raise CapabilityError(why, code="capability.not-run")
     whole = 2 * info.n_kv_heads * info.head_dim
     if isinstance(asked, Latent):
         if asked.rank >= whole:
@@ -77,7 +77,7 @@ def keeping_coder(
     asked: Keeping,
     cell: Cell,
     engine: Callable[[], Engine],
-    moments: Callable[[], Mapping[int, Moments]],
+    moments: Callable[[], Mapping[int, LatentMoments]],
     dtype: torch.dtype | None,
     stream: StreamRecipe | None = None,
 ) -> KeepingCoder:
@@ -111,22 +111,26 @@ def refuse_unheard(name: str, floor: float, canary: float, dtype: str) -> None:
         Mean KL of everything and of next to nothing, nats per token.
     """
     if not floor <= SAME[dtype]:
-        raise Fault(f"{name}: what keeps and reads everything moves the logits by KL {floor:.1e} nats per token")
+        raise Fault(
+            f"{name}: what keeps and reads everything moves the logits by KL {floor:.1e} nats per token",
+            code="fault.floor",
+        )
     if not canary >= CANARY_MIN:
         raise CodecNotActive(
             f"{name}: next to nothing in its place moves the logits by KL {canary:.1e} nats only: either it does not"
-            " reach the attention, or the predictions do not hang on the context"
+            " reach the attention, or the predictions do not hang on the context",
+            code="not-active.canary",
         )
 
 
 @dataclass(eq=False)
 class Applied:
-    """A mechanism on every window, as the measuring loop scores it (`walk.Subject`).
+    """A mechanism on every window, as the measuring loop scores it (`loop.Subject`).
 
     Parameters
     ----------
     asked : Mechanism
-    moments : mapping of int to Moments, by layer
+    moments : mapping of int to LatentMoments, by layer
         That a latent cache is fitted to; see `latent.moments_of`.
     plain : callable or None
         Gives the witness's model; None for no witness.
@@ -151,7 +155,7 @@ class Applied:
     engine: Engine
     protocol: str
     context: int
-    moments: Mapping[int, Moments] = field(default_factory=dict)
+    moments: Mapping[int, LatentMoments] = field(default_factory=dict)
     plain: Callable[[], PlainModel] | None = None
     last: int = 0
     recipe: Recipe = IN_16_BITS
@@ -163,7 +167,10 @@ class Applied:
 
     def __post_init__(self):
         if why := not_run(self.asked, self.engine.name, self.protocol):
-            raise CapabilityError(f"{self.asked.name} is not measured on {self.engine.name}, {self.protocol}: {why}")
+            raise CapabilityError(
+                f"{self.asked.name} is not measured on {self.engine.name}, {self.protocol}: {why}",
+                code="capability.not-run",
+            )
         if isinstance(self.asked, Latent) and len(self.moments) != self.engine.info.n_layers:
             raise CalibrationMismatch(f"{self.asked.name} needs moments of all {self.engine.info.n_layers} layers")
         if isinstance(self.asked, Keeping):
@@ -348,13 +355,16 @@ def computed_again(
     for place, x in run.clean["pre_rope"].kept.items():
         due = own[place][:, : run.context].to(x.device)
         if not float((x.float() - due).norm() / due.norm()) <= TENSORS[dtype]:
-            raise WitnessDisagrees(f"{name}: K or V of {place} is not that of a plain forward")
+            raise WitnessDisagrees(
+                f"{name}: K or V of {place} is not that of a plain forward", code="witness.other-cache"
+            )
     first = context_of(held)
     passed = model.forward(run.ids[: first + 1 + len(logits)], first, held, first, rotated, attend)
     kl = float(divergence(passed.log_p, log_softmax(logits.to("cpu", torch.float64).numpy())).mean())
     if not kl <= AGREE[dtype]:
         raise WitnessDisagrees(
             f"{name}, window {run.number}: a plain forward's logits are KL {kl:.1e} nats per token away; allowed:"
-            f" {AGREE[dtype]:.0e}"
+            f" {AGREE[dtype]:.0e}",
+            code="witness.other-logits",
         )
     return kl

@@ -27,7 +27,7 @@ from kvlab.core.recipe import PAGES_VARIABLE, RECIPE_VARIABLE, Placement, Recipe
 from kvlab.core.testimony import Pool, Proof, Served
 from kvlab.engines.base import Engine, Storage, Tap
 from kvlab.measure import paged_process
-from kvlab.measure.paged_process import Passed, Started
+from kvlab.measure.paged_process import PagedPass, Started
 
 LEAVE = 30.0  # seconds that the process has to shut down
 
@@ -106,7 +106,7 @@ class PagedEngine(Engine):
         """See `Engine.score`; `CapabilityError` for a tap."""
         if tap is not None:
             raise CapabilityError("an engine of coded pages takes no tap: K and V would be coded twice")
-        self.passed = Passed(**self._asked({"ids": [int(token) for token in ids], "first": first}))
+        self.passed = PagedPass(**self._asked({"ids": [int(token) for token in ids], "first": first}))
         data = self._over_the_pipe(self._pipe.recv_bytes)
         logits = torch.frombuffer(bytearray(data), dtype=getattr(torch, self.passed.dtype))
         return logits.view(-1, self.passed.width)[:, : self.info.vocab_size]

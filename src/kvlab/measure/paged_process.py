@@ -36,7 +36,7 @@ class Started(Frozen):
     canary_kl: float
 
 
-class Passed(Frozen):
+class PagedPass(Frozen):
     """What one window did.
 
     Parameters
@@ -86,7 +86,7 @@ def serve(pipe: Connection) -> None:
         status = vllm_plugin.status(loaded.llm)
         fires = [sum(map(sum, found.fires.values())) for found in (before, status)]
         dtype, width = str(logits.dtype).removeprefix("torch."), logits.shape[-1]
-        passed = Passed(
+        passed = PagedPass(
             fires=fires[1] - fires[0],
             tokens=status.tokens - before.tokens,
             seconds=seconds,

@@ -153,7 +153,7 @@ def score(
 
 @dataclass(eq=False)
 class Tried:
-    """A subject's cell on every window, as the measuring loop scores it (`walk.Subject`).
+    """A subject's cell on every window, as the measuring loop scores it (`loop.Subject`).
 
     Parameters
     ----------

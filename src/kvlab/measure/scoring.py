@@ -75,7 +75,7 @@ class WindowRun:
     def shared(self, cell: Cell, coder: Coder) -> torch.Tensor:
         """`logits`, which are kept while the window lasts: whoever asks for the same cell after this is given them."""
         logits = self.logits(cell, coder)
-        self._shared[wanted(cell, coder)] = logits, coder.tally
+        self._shared[logits_key(cell, coder)] = logits, coder.tally
         return logits
 
     def logits(self, cell: Cell, coder: Coder, heard: Overheard | None = None) -> torch.Tensor:
@@ -91,7 +91,7 @@ class WindowRun:
         if heard is not None:
             with self.engine.reading() as heard.reading:
                 return self._scored(cell, coder, heard)
-        if self._shared and (known := self._shared.get(wanted(cell, coder))):
+        if self._shared and (known := self._shared.get(logits_key(cell, coder))):
             coder.tally = deepcopy(known[1])
             return known[0]
         return self._scored(cell, coder)
@@ -154,7 +154,8 @@ class WindowRun:
         if not kl <= TWO_PASSES[self.engine.dtype]:
             raise Fault(
                 f"{self.engine.name} in {self.engine.dtype} scores window {self.number} over its own clean cache KL"
-                f" {kl:.1e} nats per token from one pass; allowed: {TWO_PASSES[self.engine.dtype]:.0e}, its rounding"
+                f" {kl:.1e} nats per token from one pass; allowed: {TWO_PASSES[self.engine.dtype]:.0e}, its rounding",
+                code="fault.two-passes",
             )
         return logits
 
@@ -190,7 +191,7 @@ class WindowRun:
         return pl.DataFrame(columns).select(pl.col(name).cast(dtype) for name, dtype in TOKENS.items())
 
 
-def wanted(cell: Cell, coder: Coder) -> tuple:
+def logits_key(cell: Cell, coder: Coder) -> tuple:
     """What decides the logits and the tally of a cell on a window."""
     return cell.model_dump_json(exclude=UNDECIDING), type(coder), coder.calibrated is not None, coder.judged
 
@@ -226,7 +227,8 @@ def heard_kl(run: WindowRun, protocol: str, placement: str, stream: str) -> floa
         raise CodecNotActive(
             f"a one-bit codec on {stream.upper()} moves the logits of {run.engine.name} ({protocol}, {placement}) by KL"
             f" {kl:.1e} nats only: either what is coded does not reach the attention, or the predictions in window"
-            f" {run.number} do not hang on its context, as where it is one token over and over"
+            f" {run.number} do not hang on its context, as where it is one token over and over",
+            code="not-active.canary",
         )
     return kl
 
@@ -244,6 +246,7 @@ def floor_kl(run: WindowRun, protocol: str, placement: str) -> float:
     if not kl <= allowed:
         raise Fault(
             f"the identity codec moves the logits of {run.engine.name} in {run.engine.dtype} ({protocol}, {placement})"
-            f" by KL {kl:.1e} nats; allowed: {allowed:.0e}, its rounding"
+            f" by KL {kl:.1e} nats; allowed: {allowed:.0e}, its rounding",
+            code="fault.floor",
         )
     return kl

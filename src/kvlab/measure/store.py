@@ -47,7 +47,7 @@ class Lost(Exception):
 
 
 @dataclass
-class Store:
+class ResultStore:
     """Findings under one shared identity, in memory and, given a folder, on disk.
 
     Parameters

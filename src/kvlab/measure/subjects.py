@@ -84,7 +84,7 @@ class CellSubject:
         return Which.of(self.cell.engine, self.cell.dtype, self.cell.attention)
 
     def due(self, window: Window) -> bool:
-        """See `walk.Subject`."""
+        """See `loop.Subject`."""
         return window.text == self.cell.text and window.number < self.cell.windows
 
     def identity(self) -> dict | None:
@@ -97,7 +97,7 @@ class CellSubject:
         return self._identity
 
     def score(self, visit: Visit) -> Found:
-        """See `walk.Subject`.
+        """See `loop.Subject`.
 
         Raises
         ------
@@ -140,7 +140,7 @@ class ProbeSubject:
     on: Window
 
     def due(self, window: Window) -> bool:
-        """See `walk.Subject`."""
+        """See `loop.Subject`."""
         return window == self.on
 
     def identity(self) -> dict | None:
@@ -150,7 +150,7 @@ class ProbeSubject:
         return measuring and asked | {"kind": "probe", "code": measuring, "engine": list(self.which)}
 
     def score(self, visit: Visit) -> Found:
-        """See `walk.Subject`; refused as `scoring.heard_kl` and `scoring.floor_kl` say."""
+        """See `loop.Subject`; refused as `scoring.heard_kl` and `scoring.floor_kl` say."""
         run, way = visit.run(self.which), (self.protocol, self.placement)
         return Found({"kl": heard_kl(run, *way, self.stream) if self.stream else floor_kl(run, *way)})
 

@@ -63,7 +63,7 @@ class WitnessSubject:
         return Which.of(self.cell.engine, self.cell.dtype, self.cell.attention)
 
     def due(self, window: Window) -> bool:
-        """See `walk.Subject`."""
+        """See `loop.Subject`."""
         return window == self.on
 
     def identity(self) -> dict | None:
@@ -72,7 +72,7 @@ class WitnessSubject:
         return measuring and {"kind": "witness", "code": measuring} | deciding(self.cell, self.calibrated)
 
     def score(self, visit: Visit) -> Found:
-        """See `walk.Subject`: the testimony, and the rows that it is of.
+        """See `loop.Subject`: the testimony, and the rows that it is of.
 
         Raises
         ------
@@ -211,5 +211,6 @@ def allowed() -> float:
 def refuse(testimony: Testimony, what: str, found: float, due: float) -> NoReturn:
     """`WitnessDisagrees` with both numbers."""
     raise WitnessDisagrees(
-        f"cell {testimony.cell_id}, window {testimony.window}: {what} is {found:.9g}, and {due:.9g} was witnessed"
+        f"cell {testimony.cell_id}, window {testimony.window}: {what} is {found:.9g}, and {due:.9g} was witnessed",
+        code="witness.other-numbers",
     )

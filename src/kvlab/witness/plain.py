@@ -25,12 +25,12 @@ from kvlab.core.params import ModelEntry
 from kvlab.core.tensors import HEAD, model_tensors
 from kvlab.witness.scores import log_softmax
 
-Held = Mapping[tuple[int, str], Tensor]
+CacheTensors = Mapping[tuple[int, str], Tensor]
 """(layer, ``"k"`` or ``"v"``) -> [kv_heads, tokens, head_dim], of a window's first tokens."""
 
 
 @dataclass
-class Passed:
+class PlainPass:
     """What one forward gave.
 
     Parameters
@@ -85,9 +85,9 @@ class PlainModel:
             with safe_open(path, "pt") as file:
                 for name in needed.keys() & set(file.keys()):
                     self._weights[name] = file.get_tensor(name).to(self._device, torch.float32)
-        self._last: tuple[tuple, Passed] | None = None
+        self._last: tuple[tuple, PlainPass] | None = None
 
-    def clean(self, ids: Sequence[int], first: int) -> Passed:
+    def clean(self, ids: Sequence[int], first: int) -> PlainPass:
         """`forward` of the untouched model; that of the last window is kept, as many cells are asked of one."""
         asked = (tuple(ids), first)
         if self._last is None or self._last[0] != asked:
@@ -103,11 +103,11 @@ class PlainModel:
         self,
         ids: Sequence[int],
         first: int,
-        held: Held | None = None,
+        held: CacheTensors | None = None,
         begin: int = 0,
         rotated: bool = False,
         attend: Callable[[int, Tensor, Tensor, Tensor, float, int], Tensor] | None = None,
-    ) -> Passed:
+    ) -> PlainPass:
         """Run a window's tokens from `begin` on.
 
         Parameters
@@ -116,7 +116,7 @@ class PlainModel:
             The whole window.
         first : int
             First position whose logits are wanted.
-        held : Held, optional
+        held : CacheTensors, optional
             K and V that attention uses for the first tokens, of any layers; of all layers and at least `begin` tokens
             where `begin` is not 0.
         rotated : bool
@@ -127,7 +127,7 @@ class PlainModel:
         held, table = held or {}, self._weights["model.embed_tokens.weight"]
         hidden = table[torch.tensor(list(ids[begin:]), device=self._device)]
         rotary = self._turns(len(ids))
-        found = Passed(hidden)
+        found = PlainPass(hidden)
         for number in range(self._decoder.n_layers):
             q, k, v = self._projected(number, self._normed(number, "input_layernorm", hidden))
             found.own[number, "k"], found.own[number, "v"] = k, v

@@ -31,7 +31,7 @@ from kvlab.core.recipe import ENGINES, WHOLE, Cell, Recipe
 from kvlab.core.testimony import Proof, Testimony
 from kvlab.engines.base import Reading
 from kvlab.witness import reading as corpus
-from kvlab.witness.plain import Passed, PlainModel
+from kvlab.witness.plain import PlainModel, PlainPass
 from kvlab.witness.scores import divergence, log_softmax, scored
 
 LOGITS = {"float32": 1e-6, "bfloat16": 1e-2}
@@ -151,11 +151,11 @@ class Witness:
         return log_softmax(_float64(self.claim.alternative))
 
     @cached_property
-    def _clean(self) -> Passed:
+    def _clean(self) -> PlainPass:
         return self.model.clean(self.claim.ids, self.claim.context)
 
     @cached_property
-    def _coded(self) -> Passed:
+    def _coded(self) -> PlainPass:
         claim, cell = self.claim, self.claim.cell
         rotated, held = cell.placement == "post_rope", {place: claim.answered[place] for place in self._places}
         if cell.protocol == "in_forward":
@@ -169,13 +169,17 @@ class Witness:
         rows, claim = self.claim.rows, self.claim
         due = list(range(claim.context + 1, len(claim.ids)))
         if rows["position"].to_list() != due:
-            self._object(f"scored positions {_ends(rows['position'].to_list())}, and {_ends(due)} are due")
+            self._object(
+                "witness.other-windows",
+                f"scored positions {_ends(rows['position'].to_list())}, and {_ends(due)} are due",
+            )
         wrong = rows["label"].to_numpy() != corpus.labels(claim.ids, due)
         if wrong.any():
             place = due[int(wrong.argmax())]
             self._object(
+                "witness.other-windows",
                 f"scored token {rows['label'][int(wrong.argmax())]} at position {place}, where the windows' file has"
-                f" {claim.ids[place]}"
+                f" {claim.ids[place]}",
             )
 
     def _running(self) -> None:
@@ -184,10 +188,14 @@ class Witness:
         if seen is None:
             return
         if seen.dtype != cell.dtype:
-            self._object(f"it is labelled {cell.dtype}, and attention read K and V of {seen.dtype}")
+            self._object(
+                "witness.other-label", f"it is labelled {cell.dtype}, and attention read K and V of {seen.dtype}"
+            )
         asked = ENGINES[cell.engine].attention if cell.attention == "default" else cell.attention
         if ATTENTIONS.get(asked, seen.attention) != seen.attention:
-            self._object(f"it is labelled {asked} attention, and the model called {seen.attention}")
+            self._object(
+                "witness.other-label", f"it is labelled {asked} attention, and the model called {seen.attention}"
+            )
 
     def _formulas(self) -> None:
         """Every column is what its definition makes of the chain's own logits."""
@@ -199,17 +207,19 @@ class Witness:
             if wrong.any():
                 row = int(wrong.argmax())
                 self._object(
+                    "witness.other-formula",
                     f"column {name} at position {rows['position'][row]} is {found[row]:.9g}, and its logits make"
-                    f" {expected[row]:.9g}"
+                    f" {expected[row]:.9g}",
                 )
 
-    def _logits(self, when: str, theirs: np.ndarray, own: Passed) -> float:
+    def _logits(self, when: str, theirs: np.ndarray, own: PlainPass) -> float:
         """The chain's probabilities are the witness's."""
         kl = float(divergence(own.log_p, theirs).mean())
         if not kl <= LOGITS[self.claim.cell.dtype]:
             self._object(
+                "witness.other-logits",
                 f"it predicts {when} KL {kl:.2e} nats per token from a plain forward; {self.claim.cell.dtype} allows"
-                f" {LOGITS[self.claim.cell.dtype]:.0e}"
+                f" {LOGITS[self.claim.cell.dtype]:.0e}",
             )
         return kl
 
@@ -225,7 +235,8 @@ class Witness:
             worst = max(worst, self._same(found, due, f"K and V that came to the codec: layer {layer} {part}"))
             coded = self._coded_tokens
             if found.shape[1] != coded:
-                self._object(f"it codes {found.shape[1]} tokens of layer {layer} {part}, and {coded} are due")
+                line = f"it codes {found.shape[1]} tokens of layer {layer} {part}, and {coded} are due"
+                self._object("witness.other-shape", line)
         return worst
 
     @property
@@ -241,9 +252,11 @@ class Witness:
             if not torch.equal(found, own[layer, part]):
                 error = relative(found, own[layer, part])
                 if not (found.is_cuda and error <= TENSORS["float32"]):
-                    self._object(f"layer {layer} {part}: what left the codec is {error:.1e} from what the codec says")
+                    line = f"layer {layer} {part}: what left the codec is {error:.1e} from what the codec says"
+                    self._object("witness.other-codec", line)
         if nbytes != claim.nbytes:
-            self._object(f"it counts {claim.nbytes} coded bytes, and the files of its codecs hold {nbytes}")
+            line = f"it counts {claim.nbytes} coded bytes, and the files of its codecs hold {nbytes}"
+            self._object("witness.other-bytes", line)
 
     def _said_by_codecs(self) -> tuple[Tensors, int]:
         """What codecs make of what they were given, and their bytes; of a file of a whole cache, what is in it."""
@@ -267,27 +280,30 @@ class Witness:
             found = self._at(seen.tensors, (layer, part), "was read by attention")
             due = self._coded.read[layer, part]
             if found.shape != due.shape:
-                self._object(f"layer {layer} {part}: attention read {list(found.shape)}, and {list(due.shape)} are due")
+                line = f"layer {layer} {part}: attention read {list(found.shape)}, and {list(due.shape)} are due"
+                self._object("witness.other-shape", line)
             worst = max(worst, self._same(found, due, f"K and V that attention read: layer {layer} {part}"))
             effects += 1
         return effects, worst
 
     def _at(self, tensors: Tensors, place: tuple[int, str], what: str) -> Tensor:
         if place not in tensors:
-            self._object(f"layer {place[0]} {place[1]}: nothing {what}")
+            self._object("witness.nothing-read", f"layer {place[0]} {place[1]}: nothing {what}")
         return tensors[place]
 
     def _same(self, found: Tensor, due: Tensor, what: str) -> float:
         error, allowed = relative(found, due), TENSORS[self.claim.cell.dtype]
         if not error <= allowed:
-            self._object(f"{what} are {error:.1e} (relative) from a plain forward's; allowed: {allowed:.0e}")
+            line = f"{what} are {error:.1e} (relative) from a plain forward's; allowed: {allowed:.0e}"
+            self._object("witness.other-tensors", line)
         return error
 
-    def _object(self, what: str) -> NoReturn:
+    def _object(self, code: str, what: str) -> NoReturn:
         cell = self.claim.cell
         raise WitnessDisagrees(
             f"the witness disagrees on cell {cell.label!r} ({cell.engine}, {cell.dtype}, {cell.protocol},"
-            f" {cell.placement}), window {self.claim.number}: {what}"
+            f" {cell.placement}), window {self.claim.number}: {what}",
+            code=code,
         )
 
 

@@ -14,9 +14,9 @@ from kvlab.cli.flags import (
     Most,
     all_there_are,
     model_folder,
+    most_windows,
     number,
     path,
-    wanted,
     whole,
     window_count,
     word,
@@ -86,7 +86,7 @@ def _measured(args: SimpleNamespace, named: list, text: str) -> dict:
     from kvlab_mechanisms.decoding.law import Sampling
 
     info = info_of(args.model)
-    most, exactly = wanted(args.windows, "--windows")
+    most, exactly = most_windows(args.windows, "--windows")
     prompts = windows_of([text], load_tokenizer(info), args.context, most, str(args.text), exactly=exactly).tolist()
     stored = load_calibration(args.calibration, info) if args.calibration else None
     own, rows = Sampling(args.temperature, seed=args.seed), []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvlab.cli.commands import Made, Verbs
+from kvlab.cli.commands import FromFlags, Verbs
 from kvlab.cli.flags import (
     FITTED,
     CaptureFile,
@@ -43,7 +43,7 @@ CHOICE = "what `kvlab step choose` wrote; needed by the mitigations"
 Choice = Annotated[Path | None, path(CHOICE)]
 ChoiceIfAny = Annotated[Path | None, path(CHOICE, metavar="[FILE]")]
 Store = Annotated[Path | None, result("folder of what was measured before; without one everything is measured")]
-IfCoded = Annotated[Any, Made(fitted_of)]
+IfCoded = Annotated[Any, FromFlags(fitted_of)]
 
 
 def _with_archive(sigma: SigmaFile, components: ComponentsFile, archive: ArchiveFile = None):
@@ -53,7 +53,7 @@ def _with_archive(sigma: SigmaFile, components: ComponentsFile, archive: Archive
     return FittedFiles(sigma, components=components, archive=archive)
 
 
-WithArchive = Annotated[Any, Made(_with_archive)]
+WithArchive = Annotated[Any, FromFlags(_with_archive)]
 
 
 def _by_origin(**given: list[Path]) -> dict:
@@ -66,8 +66,8 @@ def _by_origin(**given: list[Path]) -> dict:
 
 
 # one of each fitted file for every engine whose capture calibrates a cell
-ByOrigin = Annotated[dict, Made(_by_origin, lambda: several(FITTED))]
-ByOriginIfAny = Annotated[dict, Made(_by_origin, lambda: several(FITTED, "[FILE ...]"))]
+ByOrigin = Annotated[dict, FromFlags(_by_origin, lambda: several(FITTED))]
+ByOriginIfAny = Annotated[dict, FromFlags(_by_origin, lambda: several(FITTED, "[FILE ...]"))]
 
 
 def _choice(params, file: Path | None):

@@ -6,7 +6,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Annotated
 
-from kvlab.cli.commands import Made
+from kvlab.cli.commands import FromFlags
 from kvlab.cli.flags import path, place, several
 from kvlab.cli.given import OfParams
 from kvlab.core.params import Params
@@ -30,7 +30,7 @@ def _flags() -> list[Parameter]:
 def witness_verb(
     params: OfParams,
     result: Annotated[Path, place("a job's .json or .parquet, as results/factors/MODEL/hf-float32-0.json")],
-    fitted: Annotated[dict[str, list[Path]], Made(dict, _flags)],
+    fitted: Annotated[dict[str, list[Path]], FromFlags(dict, _flags)],
     windows: Annotated[Path | None, path("what `kvlab step corpus` wrote; else that of calib/")] = None,
 ) -> None:
     """Compute a result again, by other code.

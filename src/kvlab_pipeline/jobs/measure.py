@@ -32,7 +32,7 @@ from kvlab.engines.capability import check_protocol
 from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.engines import Engines, Visit, Which, device
 from kvlab.measure.loop import Subject, walk
-from kvlab.measure.store import Found, Store
+from kvlab.measure.store import Found, ResultStore
 from kvlab.measure.subjects import CellSubject, Memos, Probe, probed, probes_of, table_of
 from kvlab.measure.windows import Window, windows_for
 from kvlab.measure.witnessing import WitnessSubject, chosen, witnessed_of
@@ -62,7 +62,7 @@ class Lab:
     windows: corpus.TokenWindows
     calibrated: dict[str, Calibrated]
     engines: Engines
-    store: Store
+    store: ResultStore
     windows_path: Path
     memos: Memos = field(default_factory=Memos)
     _plain: PlainModel | None = None
@@ -92,7 +92,7 @@ class Lab:
         own = (info.model_hash, windows.corpus_hash, info)
         calibrated = {origin: calibration.load(files, *own) for origin, files in fitted.items()}
         engines = Engines(info, max_tokens=max(windows.test.shape[1], longest))
-        store = Store(folder, engines.identity(), code.state if folder else None)
+        store = ResultStore(folder, engines.identity(), code.state if folder else None)
         return cls(params, info, windows, calibrated, engines, store, Path(windows_path))
 
     def visit(self, window: Window) -> Visit:

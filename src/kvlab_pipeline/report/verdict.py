@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvlab.core.errors import MissingResult, StaleResult
-from kvlab.core.params import Params, Verdict
+from kvlab.core.params import Params, VerdictSection
 from kvlab.core.recipe import digest
 from kvlab.core.records import CANARY_MIN
 from kvlab.stats.bootstrap import USUAL_CONFIDENCE
@@ -71,7 +71,7 @@ def judged_cells(metrics: dict) -> list[dict]:
 # ------------------------------------------------------------------------------------- verdicts
 
 
-def verdict_entry(thresholds: Verdict, cell: dict) -> dict:
+def verdict_entry(thresholds: VerdictSection, cell: dict) -> dict:
     """One cell's word, the windows that an open one needs, and what it rests on."""
     word = decide(thresholds, cell["ppl_ratio"], cell["top1_agreement"])
     needed = None
@@ -85,7 +85,7 @@ def verdict_entry(thresholds: Verdict, cell: dict) -> dict:
     }
 
 
-def decide(thresholds: Verdict, ppl_ratio: dict, top1: dict) -> str:
+def decide(thresholds: VerdictSection, ppl_ratio: dict, top1: dict) -> str:
     """ACCEPT, MARGINAL, REJECT or INCONCLUSIVE.
 
     ACCEPT when the whole interval of abs(ppl_ratio - 1) is below `accept_ppl` and the lower bound of
@@ -109,7 +109,7 @@ def change_bounds(ppl_ratio: dict) -> tuple[float, float]:
     return (0.0 if low <= 0 <= high else min(abs(low), abs(high))), max(abs(low), abs(high))
 
 
-def windows_to_settle(thresholds: Verdict, ppl_ratio: dict, top1: dict) -> int | None:
+def windows_to_settle(thresholds: VerdictSection, ppl_ratio: dict, top1: dict) -> int | None:
     """Windows after which the point values, if they stay, earn some other word with a power of 80 %.
 
     The sides of an interval shrink with the root of the number of windows. None when a point value
@@ -140,7 +140,7 @@ def widest_side(estimate: dict) -> float:
     return max(estimate["value"] - estimate["low"], estimate["high"] - estimate["value"])
 
 
-def reasons(thresholds: Verdict, ppl_ratio: dict, top1: dict) -> list[str]:
+def reasons(thresholds: VerdictSection, ppl_ratio: dict, top1: dict) -> list[str]:
     """Where each interval lies against its thresholds, in words."""
     low, high = change_bounds(ppl_ratio)
     change = _place(low, high, thresholds.accept_ppl, thresholds.marginal_ppl)

@@ -128,7 +128,10 @@ def write(
         is written.
     """
     if out.exists():
-        raise StorageError(f"{out} exists, and is not written over; name another file with --out, or move it away")
+        raise StorageError(
+            f"{out} exists, and is not written over; name another file with --out, or move it away",
+            code="storage.exists",
+        )
     for engine in engines:
         if engine not in get_args(Engine):
             raise UnknownName("engine", engine, get_args(Engine))

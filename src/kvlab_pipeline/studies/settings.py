@@ -15,7 +15,7 @@ from kvlab.core.errors import ModelError, ParamsError, suggestion
 from kvlab.core.folders import holding
 from kvlab.core.model import layer_count
 from kvlab.core.paramfile import held_to, overlay, read_yaml, unknown_key
-from kvlab.core.params import Codec, FilePath, Model, ModelEntry, Params, Section, Undeclared, as_far
+from kvlab.core.params import CodecSection, FilePath, Model, ModelEntry, Params, Section, Undeclared, as_far
 from kvlab.core.plain import shown, unfit
 from kvlab.core.strictyaml import from_json
 from kvlab_pipeline.jobs.plan import STUDIES, STUDY_FOLDERS
@@ -252,7 +252,7 @@ def resolved(data: dict) -> dict:
     first = next(iter(models.values()))
     whole = first.model_dump(mode="json", exclude={"model"})
     if all(settings.model.n_layers > 2 for settings in models.values()):
-        whole["codec"]["boundary_layers"] = list(Codec().boundary_layers)
+        whole["codec"]["boundary_layers"] = list(CodecSection().boundary_layers)
     elif any(settings.codec.boundary_layers != first.codec.boundary_layers for settings in models.values()):
         del whole["codec"]["boundary_layers"]  # no one list is the default of a small model and of a large one
     entries = [

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.drawing import after
-from kvlab.attention.latent_svd import Moments, attention_metric, fit, stacked
+from kvlab.attention.latent_svd import LatentMoments, attention_metric, fit, stacked
 from kvlab.core.errors import LayoutMismatch, PoolExhausted, UserError
 from kvlab_mechanisms.attention.latent import LatentCache, LatentWeights, attend_latent, attend_naive, ratio
 
@@ -138,7 +138,7 @@ def test_deepseeks_own_attention_says_the_same():
 
 
 def moments(q, k, v):
-    found = Moments(2)
+    found = LatentMoments(2)
     for part in (slice(100), slice(100, None)):  # in two goes
         found.add(q[:, part], k[:, part], v[:, part])
     return found

@@ -22,7 +22,7 @@ from kvlab.gate.evidence import problems
 from kvlab.measure import engines as lab_engines
 from kvlab.measure import paged
 from kvlab.measure.engines import Engines, Which
-from kvlab.measure.paged_process import Passed, Started
+from kvlab.measure.paged_process import PagedPass, Started
 from kvlab_pipeline.gate_page.measured_rows import rows_of
 from kvlab_pipeline.jobs.measure import Lab
 from kvlab_pipeline.studies.mechanisms import measure as measuring
@@ -112,9 +112,9 @@ def test_a_window_that_was_not_coded_once_and_whole_is_refused(fires, tokens):
     engine = SimpleNamespace(info=SimpleNamespace(n_layers=3), served=DUE, canary_kl=5.0)
     window = SimpleNamespace(ids=tuple(range(96)))
     said = {"seconds": 1.0, "dtype": "float32", "width": 9}
-    engine.passed = Passed(fires=6, tokens=96, **said)
+    engine.passed = PagedPass(fires=6, tokens=96, **said)
     assert passed(engine, window)["fires"] == 6
-    engine.passed = Passed(fires=fires, tokens=tokens, **said)
+    engine.passed = PagedPass(fires=fires, tokens=tokens, **said)
     with pytest.raises(CodecNotActive, match=f"vLLM coded {tokens} tokens {fires} times into its pages"):
         passed(engine, window)
 

@@ -21,7 +21,7 @@ from kvlab.engines import registry
 from kvlab.measure.coding import Coder
 from kvlab.measure.engines import Engines
 from kvlab.measure.loop import walk
-from kvlab.measure.store import ROWS, Found, Store, address
+from kvlab.measure.store import ROWS, Found, ResultStore, address
 from kvlab.measure.subjects import UNDECIDING, CellSubject
 from kvlab.measure.windows import Window
 from kvlab_pipeline.jobs import measure as measuring
@@ -53,7 +53,7 @@ def rows(kl: float) -> pl.DataFrame:
 
 def score(folder, subject, shared=None, window=WINDOW, current=None):
     """The finding of one subject through a store that is opened for it."""
-    store = Store(folder, shared or {"model_hash": "m"}, current)
+    store = ResultStore(folder, shared or {"model_hash": "m"}, current)
     ((_, [(_, found)]),) = walk([window], [subject], lambda _: None, store)
     return found
 
@@ -72,24 +72,24 @@ def test_what_was_measured_is_read_again_to_the_last_bit(tmp_path):
 def test_two_of_one_identity_are_scored_once_and_one_without_is_always(tmp_path):
     twins = [Named({"cell": 1}), Named({"cell": 1}), Named(None), Named(None)]
     for _ in range(2):
-        list(walk([WINDOW], twins, lambda _: None, Store(tmp_path, {})))
+        list(walk([WINDOW], twins, lambda _: None, ResultStore(tmp_path, {})))
     assert [one.scored for one in twins] == [1, 0, 2, 2]
 
 
 def test_nothing_is_begun_where_nothing_is_missing(tmp_path):
     score(tmp_path, Named({"cell": 1}))
     began = []
-    list(walk([WINDOW], [Named({"cell": 1})], began.append, Store(tmp_path, {"model_hash": "m"})))
+    list(walk([WINDOW], [Named({"cell": 1})], began.append, ResultStore(tmp_path, {"model_hash": "m"})))
     assert began == []
 
 
 def test_a_killed_walk_goes_on_where_it_was(tmp_path):
     windows = [replace(WINDOW, number=n) for n in range(4)]
     first, second = Named({"cell": 1}), Named({"cell": 1})
-    walked = walk(windows, [first], lambda _: None, Store(tmp_path, {}))
+    walked = walk(windows, [first], lambda _: None, ResultStore(tmp_path, {}))
     next(walked), next(walked)
     walked.close()
-    list(walk(windows, [second], lambda _: None, Store(tmp_path, {})))
+    list(walk(windows, [second], lambda _: None, ResultStore(tmp_path, {})))
     assert (first.scored, second.scored) == (2, 2)
 
 
@@ -223,7 +223,7 @@ def test_a_codec_of_somebody_else_is_never_taken_from_the_store(tiny_params, mon
 def test_code_that_is_edited_while_it_runs_is_not_kept(tmp_path):
     states = iter(["as it was", "as it was", "edited"])
     windows = [replace(WINDOW, number=n) for n in range(2)]
-    store = Store(tmp_path, {}, lambda: next(states))
+    store = ResultStore(tmp_path, {}, lambda: next(states))
     list(walk(windows, [Named({"cell": 1})], lambda _: None, store))
     assert len(list(tmp_path.rglob("*.json"))) == 1
     score(tmp_path / "unknown", Named({"cell": 1}), current=lambda: None)
@@ -282,7 +282,7 @@ def test_a_codec_that_stays_idle_is_not_kept(tiny_params, tmp_path):
 
     visit = SimpleNamespace(run=lambda _which: Run())
     with pytest.raises(CodecNotActive, match="fired 3 times where 4 were due"):
-        list(walk([WINDOW], [replace_due(CellSubject(one, coder, None))], lambda _: visit, Store(tmp_path, {})))
+        list(walk([WINDOW], [replace_due(CellSubject(one, coder, None))], lambda _: visit, ResultStore(tmp_path, {})))
     assert not list(tmp_path.rglob("*.json"))
 
 

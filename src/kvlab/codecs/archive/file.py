@@ -137,7 +137,9 @@ def refuse_other(file: ArchiveFile, calibration_hash: str, model_hash: str, ids:
             )
     if ids is not None and tuple(ids) != file.ids:
         place = next((i for i, pair in enumerate(zip(ids, file.ids, strict=False)) if pair[0] != pair[1]), "the end")
-        raise StreamError(f"the archive is of other tokens than are given: they differ at {place}")
+        raise StreamError(
+            f"the archive is of other tokens than are given: they differ at {place}", code="stream.other-tokens"
+        )
 
 
 def dump(body: ArchiveBody, header: ArchiveHeader, ids: Sequence[int], key: Key | None = None) -> bytes:

@@ -89,7 +89,7 @@ class LayerCoder:
     def _forward(self) -> Tensor:
         """To components, from whole numbers; only the encoder needs it."""
         if not self.fitted.forward.numel():
-            raise CalibrationMismatch(ENCODES_NOT)
+            raise CalibrationMismatch(ENCODES_NOT, code="calibration.decoder-only")
         return self.fitted.forward.double() * 2.0**self.unit
 
     @cached_property

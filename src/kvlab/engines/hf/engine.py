@@ -225,13 +225,7 @@ class HFEngine(Engine):
 
 
 def _loaded(info: ModelInfo, dtype: str, attention: str) -> PreTrainedModel:
-    """The model with the weights of its files and no others.
-
-    Raises
-    ------
-    ModelError
-        transformers cannot load it, or filled a weight in, or left one out.
-    """
+    """The model with the weights of its files; `ModelError` where transformers filled one in, or left one out."""
     local = {"local_files_only": True, "trust_remote_code": False}
     try:
         # told here, for what config.json names as its attention would prevail over an argument beside it
@@ -246,10 +240,13 @@ def _loaded(info: ModelInfo, dtype: str, attention: str) -> PreTrainedModel:
             **local,
         )
     except LOADING as error:
-        raise ModelError(f"transformers cannot load {info.path}: {reason(error)}") from None
+        raise ModelError(f"transformers cannot load {info.path}: {reason(error)}", code="model.not-loaded") from None
     for kind, entries in found.items():
         if entries:
-            raise ModelError(f"transformers loads {info.path} with {kind}: {', '.join(sorted(map(str, entries))[:3])}")
+            raise ModelError(
+                f"transformers loads {info.path} with {kind}: {', '.join(sorted(map(str, entries))[:3])}",
+                code="model.other-tensors",
+            )
     return model
 
 

@@ -113,5 +113,6 @@ def refuse_missing_gpus(info: ModelInfo) -> None:
     if torch.cuda.is_available() and there < info.tensor_parallel:
         raise CapabilityError(
             f"tensor_parallel of model {info.slug!r} is {info.tensor_parallel}, but {there} GPU"
-            f"{'s are' if there > 1 else ' is'} here; set it to {there} at most, or ask the cluster for more"
+            f"{'s are' if there > 1 else ' is'} here; set it to {there} at most, or ask the cluster for more",
+            code="capability.split",
         )

@@ -20,7 +20,7 @@ BASE = 128  # of the digits in which a place is numbered; whole numbers below it
 
 
 @dataclass(frozen=True)
-class Places:
+class CachePlaces:
     """Where each value of a block lies.
 
     Parameters
@@ -52,7 +52,7 @@ class Places:
             flat[at, :, places[offsets]] = rows.permute(1, 2, 0)
 
 
-def found_out(layer: Any, cache: Tensor) -> Places:
+def found_out(layer: Any, cache: Tensor) -> CachePlaces:
     """Where the backend of a layer puts K and V in a block.
 
     Parameters
@@ -82,10 +82,10 @@ def found_out(layer: Any, cache: Tensor) -> Places:
             f"K and V cannot be read back here: {type(layer.impl).__name__} does not put each value of K and V into one"
             " place of the cache, so they could not be read back"
         )
-    return Places(*order.view(2, tokens, width // 2))
+    return CachePlaces(*order.view(2, tokens, width // 2))
 
 
-def refuse_other(layer: Any, cache: Tensor, places: Places) -> None:
+def refuse_other(layer: Any, cache: Tensor, places: CachePlaces) -> None:
     """`CapabilityError` unless what a layer's backend writes is read back, bit for bit, from these places."""
     heads, tokens, width = cache.shape[1:]
     source = torch.Generator().manual_seed(0)

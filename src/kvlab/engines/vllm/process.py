@@ -112,16 +112,9 @@ class Loaded:
             return self._scored(ids, context, computed=len(ids) - context)
 
     def _scored(self, ids: Sequence[int], first: int, computed: int) -> torch.Tensor | None:
-        """One prompt, of which vLLM computes so many tokens in one step, and the model's logits of some of them.
-
-        vLLM gives away no full-vocabulary logits of a prompt. They are made as it would make them, by the model's own
-        head from what the model returns, of the wanted rows alone.
-
-        Raises
-        ------
-        CodecNotActive
-            vLLM computed another number of tokens, or in several steps.
-        """
+        """The model's logits of a prompt's last rows; `CodecNotActive` unless one step computed `computed` tokens."""
+        # vLLM gives away no full-vocabulary logits of a prompt: they are made as it would make them, by the model's
+        # own head from what the model returns, of the rows that are asked for alone
         rows = slice(first - len(ids), -1)
         found = []
 
@@ -132,7 +125,10 @@ class Loaded:
         with installed([(self.model, head)]):
             self.llm.generate({"prompt_token_ids": list(ids)}, self._sampling, use_tqdm=False)
         if len(found) != 1:
-            raise CodecNotActive(f"vLLM did not compute {computed} tokens of a prompt in one step: nothing measured")
+            raise CodecNotActive(
+                f"vLLM did not compute {computed} tokens of a prompt in one step: nothing measured",
+                code="not-active.several-steps",
+            )
         return found[0]
 
     def _turned(self, attention: torch.nn.Module, k: torch.Tensor) -> torch.Tensor:
@@ -165,7 +161,8 @@ class Loaded:
         native = own and self._asked != "uint8"
         if found != self._asked or (held.element_size() > 1) != native:
             raise CapabilityError(
-                f"vLLM was asked for a cache of {self._asked} and holds {found} in {held.element_size()} bytes a value"
+                f"vLLM was asked for a cache of {self._asked} and holds {found} in {held.element_size()} bytes a value",
+                code="capability.cache-dtype",
             )
         return Storage(found, type(layer.impl).__name__.removesuffix("Impl"), held.element_size())
 

@@ -15,7 +15,7 @@ from vllm.forward_context import get_forward_context
 
 from kvlab.engines.base import Reading
 from kvlab.engines.hooks import installed
-from kvlab.engines.vllm.pages import Places, found_out
+from kvlab.engines.vllm.pages import CachePlaces, found_out
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def reading(layers: Sequence[Any]) -> Iterator[Reading | None]:
         yield seen
 
 
-def _rows(layer: Any, metadata: Any, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(layer: Any, metadata: Any, places: CachePlaces) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of the step's only sequence, [kv_heads, tokens, head_dim] each."""
     size = layer.kv_cache.shape[2]
     positions = torch.arange(int(metadata.seq_lens[0]))

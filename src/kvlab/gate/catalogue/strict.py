@@ -10,7 +10,7 @@ from kvlab.gate.catalogue.values import RowError
 from kvlab.gate.reasons import Reason
 
 MOST_JSON = 1 << 28  # bytes: programs write JSON, of as many rows and items as were measured
-CODES = {"twice": "field_twice", "not_finite": "value_not_finite"}
+CODES = {"params.unreadable.twice": "field_twice", "params.unreadable.not-finite": "value_not_finite"}
 
 
 def read_json(path: Path | str) -> Any:
@@ -48,4 +48,4 @@ def read_yaml(path: Path | str) -> Any:
 
 
 def _row_error(refused: Unreadable, path: Path | str, code: str) -> RowError:
-    return RowError([Reason(code=CODES.get(refused.kind, code), field=str(path), said=refused.said)])
+    return RowError([Reason(code=CODES.get(refused.code, code), field=str(path), said=refused.said)])

@@ -131,16 +131,16 @@ class Plain:
         return (self.cell,)
 
     def due(self, window: Window) -> bool:
-        """See `walk.Subject`."""
+        """See `loop.Subject`."""
         return _compared(window, self.windows)
 
     def identity(self) -> dict:
-        """See `walk.Kept`."""
+        """See `loop.FindingStore`."""
         measuring = code.digest_of(*ENGINES[self.which.name].code, *ENGINES[self.against.name].code, __name__)
         return {"kind": "plain", "engine": list(self.which), "against": list(self.against), "code": measuring}
 
     def score(self, visit: Visit) -> Found:
-        """See `walk.Subject`; an engine that is held against itself runs a second time."""
+        """See `loop.Subject`; an engine that is held against itself runs a second time."""
         reference = visit.run(self.against)
         ours = reference.rerun if self.which == self.against else visit.run(self.which).reference
         return Found({}, reference.rows("", ours).select(ROWS.names()))
@@ -185,11 +185,11 @@ class PeerTrial:
     _identity: dict | None = field(default=None)
 
     def due(self, window: Window) -> bool:
-        """See `walk.Subject`."""
+        """See `loop.Subject`."""
         return _compared(window, self.windows)
 
     def identity(self) -> dict | None:
-        """See `walk.Kept`."""
+        """See `loop.FindingStore`."""
         if self._identity is None:
             measuring = code_of(self.which, self.ours.cell.recipes, *ENGINES[REFERENCE.name].code, __name__)
             if measuring is None:
@@ -201,7 +201,7 @@ class PeerTrial:
         return self._identity
 
     def score(self, visit: Visit) -> Found:
-        """See `walk.Subject`; the rows of all `cells`, one after the other."""
+        """See `loop.Subject`; the rows of all `cells`, one after the other."""
         coders = [coder for coder in (self.theirs, self.ours, self.jittered) if coder is not None]
         for coder in coders:
             coder.tally = Tally()

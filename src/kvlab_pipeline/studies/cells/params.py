@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from kvlab.codecs.catalogue import CONDITIONABLE, LADDERED, Conditioning
 from kvlab.core.errors import ParamsError, suggestion
 from kvlab.core.paramfile import held_to
-from kvlab.core.params import Codec, Params, captured, from_the_start, unknown_layers
+from kvlab.core.params import CodecSection, Params, captured, from_the_start, unknown_layers
 from kvlab.core.recipe import Attention, DType, Engine, Placement, Protocol, Span, Stream
 from kvlab.core.settings import Bits, Frozen
 
@@ -110,7 +110,7 @@ def with_entry(params: Params, entry: CellEntry) -> Params:
     """The parameters with what a cell changes in the studied recipe."""
     changes: dict[str, Any] = {}
     if entry.codec:
-        changes["codec"] = held_to(Codec, params.codec.model_dump() | entry.codec, ("codec",))
+        changes["codec"] = held_to(CodecSection, params.codec.model_dump() | entry.codec, ("codec",))
     if entry.codebooks:
         changes["calibration"] = params.calibration.model_copy(update={"codebooks": entry.codebooks})
     changes |= {name: getattr(entry, name) for name in ("bits", "v_bits") if getattr(entry, name) is not None}
@@ -127,7 +127,7 @@ def problems(params: Params, label: str, entry: CellEntry, cells: Mapping[str, C
     if not isinstance(entry.layers, str):
         yield from unknown_layers(f"{name}.layers", entry.layers, params.model.n_layers)
     try:
-        held_to(Codec, entry.codec, ("cells", label, "codec"))
+        held_to(CodecSection, entry.codec, ("cells", label, "codec"))
     except ParamsError as error:
         yield from error.lines
         return

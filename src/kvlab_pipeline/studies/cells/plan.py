@@ -44,7 +44,8 @@ def _refuse_twin(cell: Cell, names: dict[str, str]) -> None:
     if other != cell.label:
         raise ParamsError(
             f"cells.{other} and cells.{cell.label} are the same cell ({cell.engine}, {cell.protocol});"
-            f" change one of them, or take it out with `{cell.label}: null`"
+            f" change one of them, or take it out with `{cell.label}: null`",
+            code="params.same-cell",
         )
 
 

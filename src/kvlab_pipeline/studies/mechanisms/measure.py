@@ -14,7 +14,7 @@ from statistics import median
 import polars as pl
 import torch
 
-from kvlab.attention.latent_svd import Moments
+from kvlab.attention.latent_svd import LatentMoments
 from kvlab.attention.named import mechanism
 from kvlab.cache.counts import Counts
 from kvlab.calibration.load import FittedFiles
@@ -179,7 +179,7 @@ class MechanismsPart:
         return keeping_coder(asked, cell, lambda: self.lab.engines.get(self.plain), lambda: self._moments, dtype)
 
     @cached_property
-    def _moments(self) -> dict[int, Moments]:
+    def _moments(self) -> dict[int, LatentMoments]:
         """What latents are fitted to: passes over windows of the calibration's text, which nothing is scored on."""
         return moments_of(self.lab.engines.get(self.plain), self.lab.windows.calib[:CALIBRATING].tolist())
 

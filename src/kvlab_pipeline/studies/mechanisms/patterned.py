@@ -32,7 +32,7 @@ class Patterned(VariantSubject):
     _canary: float | None = None
 
     def identity(self) -> dict | None:
-        """See `walk.Kept`: the pattern beside all that a subject is."""
+        """See `loop.FindingStore`: the pattern beside all that a subject is."""
         found = super().identity()
         return found and found | {"pattern": self.variant.pattern}
 

@@ -51,11 +51,11 @@ class VariantSubject:
     _identity: dict | None = None
 
     def due(self, window: Window) -> bool:
-        """See `walk.Subject`."""
+        """See `loop.Subject`."""
         return window.text == TEXTS[self.quality_eval_id]
 
     def identity(self) -> dict | None:
-        """See `walk.Kept`: the eval with its version, the engine, and what is done to K and V."""
+        """See `loop.FindingStore`: the eval with its version, the engine, and what is done to K and V."""
         if self._identity is None:
             cell = self.variant.cell
             own = [type(one).__module__ for one in (self, self.coder) if one is not None]
@@ -70,7 +70,7 @@ class VariantSubject:
         return self._identity
 
     def score(self, visit: Visit) -> Found:
-        """See `walk.Subject`: the eval's metrics, those of the engine as it is, and what it took.
+        """See `loop.Subject`: the eval's metrics, those of the engine as it is, and what it took.
 
         Raises
         ------

@@ -57,16 +57,16 @@ class Writer(VariantSubject):
     judge: Judge | None = None
 
     def due(self, window: Window) -> bool:
-        """See `walk.Subject`."""
+        """See `loop.Subject`."""
         return super().due(window) and self.judge.due(window)
 
     def identity(self) -> dict | None:
-        """See `walk.Kept`."""
+        """See `loop.FindingStore`."""
         known = super().identity()
         return known and known | {"judge": self.judge.identity()}
 
     def score(self, visit: Visit) -> Found:
-        """See `walk.Subject`; the engine as it is is held against itself, token by token against one pass.
+        """See `loop.Subject`; the engine as it is is held against itself, token by token against one pass.
 
         Raises
         ------

@@ -53,11 +53,11 @@ class Way:
         return self.coder.codec.recipe if self.coder.codec else None
 
     def due(self, _window: Window) -> bool:
-        """See `walk.Subject`: every window is stored every way."""
+        """See `loop.Subject`: every window is stored every way."""
         return True
 
     def score(self, here: WindowContext) -> None:
-        """See `walk.Subject`: store the context this way, go on from it, and compare with the first way's words."""
+        """See `loop.Subject`: store the context this way, go on from it, and compare with the first way's words."""
         heard = heard_from(self, here)
         here.golden = here.golden or heard
         labels = torch.tensor(here.row[here.whole + 1 :])

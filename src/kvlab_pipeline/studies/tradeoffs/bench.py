@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvlab.attention.latent_svd import Moments
+from kvlab.attention.latent_svd import LatentMoments
 from kvlab.calibration.load import Calibrated
 from kvlab.core.model import ModelInfo
 from kvlab.core.params import Params
@@ -22,7 +22,7 @@ class Bench:
     ----------
     calibrated : Calibrated
         Of the codecs.
-    moments : dict of int to Moments
+    moments : dict of int to LatentMoments
         That latents are fitted to, of calibration windows.
     """
 
@@ -32,5 +32,5 @@ class Bench:
     windows: list[Window]
     context: int
     calibrated: Calibrated
-    moments: dict[int, Moments]
+    moments: dict[int, LatentMoments]
     plain: Callable[[], PlainModel] | None
