@@ -56,7 +56,10 @@ def audit(out: Path, names: list[str] | None = None) -> None:
     write_json(out.with_suffix(".json"), {"rows": rows})
     write_text(out, page(rows, seconds))
     if silent := [row["name"] for row in rows if not row["caught"] and not row["beyond"]]:
-        raise Fault(f"{len(silent)} of {len(rows)} planted faults reach the page, the first: {silent[0]}; see {out}")
+        raise Fault(
+            f"{len(silent)} of {len(rows)} planted faults reach the page, the first: {silent[0]}; see {out}",
+            code="fault.reached-page",
+        )
 
 
 def trial(workspace: Workspace, name: str) -> dict:

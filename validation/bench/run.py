@@ -188,7 +188,7 @@ def opened(params: Params, out: Path, inputs: Inputs, effort: Effort) -> Opened:
     if len(hashes) > 1:
         raise MixedIdentity({"corpus_hash of --capture and --windows": hashes})
     if inputs.archive and not tokens:
-        raise UserError("--archive is measured on scored windows; name them with --windows")
+        raise UserError("--archive is measured on scored windows; name them with --windows", code="user.no-windows")
     asked = inputs.archive if caches.whole_rungs(params) else None
     archive = caches.opened(asked, info, tokens.corpus_hash) if asked else None
     if not inputs.ladder:

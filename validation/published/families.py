@@ -140,7 +140,7 @@ def json_of(path: Path, name: str) -> object:
     try:
         return read_json(path)
     except StorageError as error:
-        raise StorageError(str(error).replace(str(path), name)) from None
+        raise StorageError(str(error).replace(str(path), name), code=error.code) from None
 
 
 def read_folder(folder: Path, without: Path | None = None) -> list[Source]:
@@ -155,7 +155,9 @@ def read_folder(folder: Path, without: Path | None = None) -> list[Source]:
     """
     if not folder.is_dir():
         reason = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {reason}; give the folder that holds the published JSON files")
+        raise UserError(
+            f"{folder} {reason}; give the folder that holds the published JSON files", code="user.no-published-files"
+        )
     written = None if without is None else without.resolve()
     paths = sorted(
         (
@@ -166,7 +168,10 @@ def read_folder(folder: Path, without: Path | None = None) -> list[Source]:
         key=lambda path: path.relative_to(folder).as_posix(),
     )
     if not any(path.suffix.lower() == ".json" for path in paths):
-        raise UserError(f"{folder} holds no .json file; give the folder that holds the published JSON files")
+        raise UserError(
+            f"{folder} holds no .json file; give the folder that holds the published JSON files",
+            code="user.no-published-files",
+        )
     found = []
     for path in paths:
         name = path.relative_to(folder).as_posix()
@@ -181,5 +186,6 @@ def refuse_foreign(folder: Path, sources: list[Source]) -> None:
         first = next(source for source in sources if source.status == UNKNOWN)
         raise UserError(
             f"{folder} holds no result file of the published study; {first.file} is none: {first.why}. Give the folder "
-            "that holds the published JSON files"
+            "that holds the published JSON files",
+            code="user.no-result-file",
         )

@@ -53,7 +53,9 @@ def build(out: Path, tokens: int, max_minutes: float | None, resume: bool, copyi
         Leave the training on text as it is: take the model at `out`, and train it on copying.
     """
     if tokens < 1 or (max_minutes is not None and max_minutes <= 0):
-        raise ParamsError(f"tokens and minutes must be above zero, not {tokens} and {max_minutes}")
+        raise ParamsError(
+            f"tokens and minutes must be above zero, not {tokens} and {max_minutes}", code="params.not-above-zero"
+        )
     documents = extract()
     build_from(
         documents, describe(documents, PACKAGES), SIZE, Recipe(tokens), COPYING, out, max_minutes, resume, copying_only
@@ -178,11 +180,13 @@ def _trained_on_text(out: Path, corpus: dict) -> tuple:
             tokenizer.init_kwargs.pop(name, None)
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ModelError(f"there is no model at {out} that could go on: {error}") from None
+        raise ModelError(f"there is no model at {out} that could go on: {error}", code="model.none-there") from None
     if run["corpus"]["sha256"] != corpus["sha256"]:
-        raise ModelError(f"the model at {out} was made of another corpus; train it anew")
+        raise ModelError(f"the model at {out} was made of another corpus; train it anew", code="model.other-corpus")
     if "copying" in run:
-        raise ModelError(f"the model at {out} was trained on copying already; train it anew")
+        raise ModelError(
+            f"the model at {out} was trained on copying already; train it anew", code="model.trained-already"
+        )
     return tokenizer, model, {key: run[key] for key in ("recipe", "training", "machine")}
 
 

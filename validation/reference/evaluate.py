@@ -60,7 +60,9 @@ def evaluate(model, tokenizer, texts: Sequence[str], window: int = WINDOW, rows:
         Perplexity, bits per byte and their denominators.
     """
     if not texts:
-        raise CorpusError("there are no held-out documents to score the model on; give more documents")
+        raise CorpusError(
+            "there are no held-out documents to score the model on; give more documents", code="corpus.no-documents"
+        )
     model.eval()
     stream = pack(tokenizer, texts).long()
     nats = 0.0

@@ -84,10 +84,13 @@ class Checkpoint:
     def load(self, model, optimiser) -> Progress:
         """Restore model and optimiser, and return where the run stood."""
         if not self.path.exists():
-            raise ModelError("there is no checkpoint to resume from; start without resume")
+            raise ModelError("there is no checkpoint to resume from; start without resume", code="model.no-checkpoint")
         state = torch.load(self.path, weights_only=True)
         if state["identity"] != self.identity:
-            raise ModelError("the checkpoint belongs to another corpus or recipe; start without resume")
+            raise ModelError(
+                "the checkpoint belongs to another corpus or recipe; start without resume",
+                code="model.other-checkpoint",
+            )
         model.load_state_dict(state["model"])
         optimiser.load_state_dict(state["optimiser"])
         return Progress(**state["progress"])

@@ -131,7 +131,7 @@ class Prefilled:
 def prefill(model: PreTrainedModel, prompt: Sequence[int]) -> Prefilled:
     """Read a prompt in one forward."""
     if not prompt:
-        raise UserError("a prompt has at least one token")
+        raise UserError("a prompt has at least one token", code="user.empty-prompt")
     cache = DynamicCache(config=model.config)
     ids = torch.tensor([list(prompt)], device=model.device)
     logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float().cpu()
@@ -162,7 +162,7 @@ class DecodingWorker:
             Layers are missing, or not as long as one another.
         """
         if sequence in self._caches:
-            raise UserError(f"sequence {sequence!r} is loaded already; unload it first")
+            raise UserError(f"sequence {sequence!r} is loaded already; unload it first", code="user.sequence-loaded")
         layers = self.model.config.num_hidden_layers
         places = {(layer, s) for layer in range(layers) for s in STREAMS}
         if found.keys() != places or len({one.shape[1] for one in found.values()}) > 1:
@@ -205,5 +205,8 @@ class DecodingWorker:
 
     def _known(self, sequence: str) -> DynamicCache:
         if sequence not in self._caches:
-            raise UserError(f"sequence {sequence!r} is not loaded; loaded: {', '.join(self._caches) or 'none'}")
+            raise UserError(
+                f"sequence {sequence!r} is not loaded; loaded: {', '.join(self._caches) or 'none'}",
+                code="user.sequence-not-loaded",
+            )
         return self._caches[sequence]

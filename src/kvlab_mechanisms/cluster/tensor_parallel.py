@@ -59,7 +59,8 @@ def share(heads: int, kv_heads: int, world: int, rank: int) -> Share:
         allowed = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         raise UserError(
             f"{heads} query heads over {kv_heads} KV heads cannot be split between {world} ranks; allowed:"
-            f" {', '.join(map(str, allowed))}"
+            f" {', '.join(map(str, allowed))}",
+            code="user.heads-not-split",
         )
     each, kv_each = heads // world, max(kv_heads // world, 1)
     first = rank * kv_heads // world
@@ -80,7 +81,8 @@ def cut(calibration: StreamCalibration, heads: slice) -> StreamCalibration:
     if calibration.components or calibration.own or calibration.spectra:
         raise CapabilityError(
             "this calibration was fitted over the heads of a layer together, so its codec cannot be cut between ranks;"
-            " code on one rank, or take a codec of single heads: hadamard, int, kivi, nf4, fp8"
+            " code on one rank, or take a codec of single heads: hadamard, int, kivi, nf4, fp8",
+            code="capability.heads-together",
         )
     whiteners = {n: Whitener(one.chol[heads], one.inv_chol[heads]) for n, one in calibration.whiteners.items()}
     outputs = {n: one[heads] for n, one in calibration.outputs.items()}

@@ -127,7 +127,7 @@ def decoded(text: str | bytes, origin: object) -> object:
     try:
         return DECODER.decode(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:
-        raise StorageError(f"{origin} is not JSON: {error}") from None
+        raise StorageError(f"{origin} is not JSON: {error}", code="storage.not-json") from None
 
 
 def read_strictly(path: Path) -> object:
@@ -259,9 +259,12 @@ def _refuse_unread(schema: Mapping | bool) -> None:
     for error in META.iter_errors(schema):
         if error.schema is STRICT["propertyNames"]:
             word, place = error.instance, _place(error) or "the schema"
-            raise ParamsError(f"{place} has {word!r}, which is no word of JSON Schema 2020-12{suggestion(word, WORDS)}")
+            raise ParamsError(
+                f"{place} has {word!r}, which is no word of JSON Schema 2020-12{suggestion(word, WORDS)}",
+                code="params.unread-word",
+            )
         place, said = next(_told(error))
-        raise ParamsError(f"{place or 'the schema'} {said}")
+        raise ParamsError(f"{place or 'the schema'} {said}", code="params.no-schema")
     left = [(REGISTRY.resolver_with_root(root := DRAFT202012.create_resource(schema)), root)]
     while left:
         resolver, part = left.pop()
@@ -269,5 +272,7 @@ def _refuse_unread(schema: Mapping | bool) -> None:
             try:
                 resolver.lookup(part.contents["$ref"])
             except Unresolvable:
-                raise ParamsError(f"{part.contents['$ref']!r} is referred to, and is not in the schema") from None
+                raise ParamsError(
+                    f"{part.contents['$ref']!r} is referred to, and is not in the schema", code="params.reference"
+                ) from None
         left += [(resolver.in_subresource(one), one) for one in part.subresources()]

@@ -223,7 +223,9 @@ class Received:
         raw = self._data[at:]
         self._table = list(PLACE.iter_unpack(raw[TABLE.size : -DIGEST.size]))
         if bytes(raw) != table_bytes(key, self._start, self._table):
-            raise StreamError("the end of the stream is damaged, cut, or of another stream or key")
+            raise StreamError(
+                "the end of the stream is damaged, cut, or of another stream or key", code="stream.digest"
+            )
         self._ends = [*(place for place, _ in self._table[1:]), at]
         if [place for place, _ in self._table[:1]] not in ([], [first]):
             raise StreamError("the first frame is not where the table has it")
@@ -275,7 +277,7 @@ def read(
         fields = FRAME.unpack(begin[: FRAME.size])
         most = math.prod(head.shape()) * DTYPES[head.dtype].itemsize if not head.codec else 1 << 40
         if any(begin[FRAME.size :]) or fields[2] > most:
-            raise StreamError(f"frame {number} is damaged")
+            raise StreamError(f"frame {number} is damaged", code="stream.frame")
         data = taken(source, fields[2])
         if any(taken(source, -fields[2] % ALIGN)):
             raise StreamError(f"frame {number} is followed by something")
@@ -284,7 +286,7 @@ def read(
         place += ALIGN + len(data) + -len(data) % ALIGN
     wanted = table_bytes(key, start, table)
     if taken(source, len(wanted)) != wanted:
-        raise StreamError("the end of the stream is damaged, or of another stream")
+        raise StreamError("the end of the stream is damaged, or of another stream", code="stream.digest")
 
 
 def place_of(number: int) -> tuple[int, str]:
@@ -315,11 +317,13 @@ def head_of(data: memoryview, key: bytes) -> tuple[Head, int, int]:
     if size > MOST_TEXT or len(data) < first or any(data[HEAD.size + size : first]):
         raise StreamError("the head of the stream is damaged or cut")
     if promised != digest(key, HEAD.pack(MAGIC, version, zero, size, 0), text):
-        raise StreamError("the head of the stream is damaged, or was written with another key")
+        raise StreamError("the head of the stream is damaged, or was written with another key", code="stream.digest")
     try:
         head = Head(**json.loads(bytes(text)))
     except (TypeError, ValueError):  # a digest without a key can be computed by anybody
-        raise StreamError("the head of the stream does not say what the stream is of") from None
+        raise StreamError(
+            "the head of the stream does not say what the stream is of", code="stream.head-fields"
+        ) from None
     check_head(head, StreamError)
     return head, promised, first
 
@@ -338,7 +342,7 @@ def payload(head: Head, key: bytes, start: int, number: int, fields: tuple, data
     layer, stream = place_of(number)
     layers_right = fields[:2] == (layer, STREAMS.index(stream)) and fields[3] == promised
     if not layers_right or promised != frame_digest(key, start, number, layer, stream, data):
-        raise StreamError(f"layer {layer} {stream} is damaged, or was written with another key")
+        raise StreamError(f"layer {layer} {stream} is damaged, or was written with another key", code="stream.digest")
     dtype, shape = DTYPES[head.dtype], (len(data),) if head.codec else head.shape()
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise StreamError(f"layer {layer} {stream} has {len(data)} bytes, which is not {list(shape)} {head.dtype}")

@@ -12,6 +12,7 @@ from kvlab.core.errors import ModelError
 from kvlab_mechanisms.decoding.heads import HeadDrafter, Heads, fit_heads, matrices
 from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_mechanisms.decoding.speculate import plain, speculate
+from refusals import refused
 
 PROMPT = list(range(5, 25))
 
@@ -84,5 +85,5 @@ def test_heads_go_through_a_file(trained, tmp_path):
     again = Heads.load(tmp_path / "heads.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), trained[0].parameters(), strict=True))
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ModelError, match="no heads"):
+    with refused(ModelError, "model.no-heads", tmp_path / "other.safetensors"):
         Heads.load(tmp_path / "other.safetensors")

@@ -35,6 +35,7 @@ from kvlab_mechanisms.decoding.sampler import (
     uniforms,
 )
 from kvlab_mechanisms.decoding.speculate import plain
+from refusals import refused
 from tiers import examples
 
 SEEN = torch.tensor([0, 2, 2, 5])
@@ -199,7 +200,7 @@ def test_a_single_finite_logit_is_drawn_and_what_is_no_law_is_refused():
     "wrong", [{"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 1}, {"repetition_penalty": 0}]
 )
 def test_settings_outside_their_range_are_named(wrong):
-    with pytest.raises(ParamsError, match=next(iter(wrong))):
+    with refused(ParamsError, None, *wrong, *wrong.values()):
         Sampling(**wrong)
 
 

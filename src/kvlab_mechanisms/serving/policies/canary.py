@@ -130,7 +130,10 @@ class Canary:
     def _move(self, one: Version, state: State) -> None:
         if state not in TRANSITIONS[one.state]:
             allowed = ", ".join(TRANSITIONS[one.state])
-            raise Refused(f"version {one.name!r} is {one.state} and cannot become {state}; allowed: {allowed}")
+            raise Refused(
+                f"version {one.name!r} is {one.state} and cannot become {state}; allowed: {allowed}",
+                code="canary.transition",
+            )
         one.state = state
 
     def begin(self, name: str) -> None:
@@ -197,7 +200,7 @@ class Canary:
         if one is None or active is None:
             raise Refused("no canary is staged; allowed: to promote one that is")
         if missing := self.missing(one.name):
-            raise Refused(f"version {one.name!r} is not promoted: {'; '.join(missing)}")
+            raise Refused(f"version {one.name!r} is not promoted: {'; '.join(missing)}", code="canary.not-promoted")
         self._move(active, "retired")
         self._move(one, "active")
         self.history.append(active.name)
@@ -206,7 +209,7 @@ class Canary:
     def rollback(self) -> str:
         """Go back to what was active before; as often as there was something."""
         if self.active is None or not self.history:
-            raise Refused("nothing was active before; allowed: to roll a promotion back")
+            raise Refused("nothing was active before; allowed: to roll a promotion back", code="canary.nothing-before")
         before = self.versions[self.history[-1]]
         if missing := evidence_missing(before.claim):
             raise Refused(f"version {before.name!r}: {missing}")

@@ -80,7 +80,7 @@ class SemanticCache:
         """The embedding at length 1; None for one that has no direction."""
         found = np.asarray(embedding, np.float64)
         if found.shape != (self.size,):
-            raise UserError(f"an embedding of {found.shape}; allowed: ({self.size},)")
+            raise UserError(f"an embedding of {found.shape}; allowed: ({self.size},)", code="user.embedding-shape")
         peak = float(np.abs(found).max())
         if not 0 < peak < math.inf:
             return None
@@ -139,5 +139,8 @@ def threshold_for(cosines: Sequence[float], same: Sequence[bool], precision: flo
     ends = np.append(values[1:] != values[:-1], True) if len(values) else np.zeros(0, bool)  # ties stand together
     able = np.flatnonzero(ends & (found >= precision))
     if not len(able):
-        raise UserError(f"no threshold has precision {precision:g} on {len(values)} pairs; label more, or ask for less")
+        raise UserError(
+            f"no threshold has precision {precision:g} on {len(values)} pairs; label more, or ask for less",
+            code="user.no-threshold",
+        )
     return float(values[able[-1]])
