@@ -69,17 +69,15 @@ def of_ladder(params: Params, folder: Path, model_hash: str, corpus_hash: str | 
                 f"{folder} was measured under {name} {found}, here it is {expected}; {AGAIN}", code="stale.other-origin"
             )
     found: Divergences = defaultdict(dict)
-    for measured in (one for one in cells if is_rung(params, one)):
+    labels = dict(rungs(params))
+    for measured in cells:
+        if measured.cell.protocol != "snapshot" or measured.cell.label not in labels:
+            continue  # less a part of the codec, or inside the forward
         means = measured.column("kl", windows).means.tolist()
         bits = measured.record.coding.bits_per_value
         documents = measured.column("kl", windows).documents
         found[measured.cell.label][measured.cell.text] = {"bits": bits, "windows": means, "documents": documents}
     return dict(found)
-
-
-def is_rung(params: Params, measured: Measured) -> bool:
-    """Whether a cell is a codec at its bits over the coded clean cache: neither less a part, nor inside the forward."""
-    return measured.cell.protocol == "snapshot" and measured.cell.label in dict(rungs(params))
 
 
 def read_ladder(params: Params, folder: Path) -> list[Measured]:

@@ -24,7 +24,7 @@ AUTOREGRESSION, FREEDOM = 0.9, 4.0  # of the planted factors: AR(1) coefficient,
 
 
 @dataclass(frozen=True)
-class Sample:
+class StreamSample:
     """One layer's K or V, bfloat16 as a cache holds it.
 
     Parameters
@@ -67,7 +67,7 @@ class Source:
     name: str
     about: str
     metric: str
-    samples: tuple[Sample, ...]
+    samples: tuple[StreamSample, ...]
 
 
 def halves(windows: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def captured(path: Path, info: ModelInfo) -> Source:
         }
         for stream in ("k", "v"):
             x = capture.layer(layer, stream).bfloat16()
-            samples.append(Sample(layer, stream, x[:middle], x[middle:], **weights[stream]))
+            samples.append(StreamSample(layer, stream, x[:middle], x[middle:], **weights[stream]))
     metric = (
         "errors of K are weighed by Σ_q of the scored windows turned by every lag of the context, a lag weighing "
         "1 / (1 + lag), those of V by the layer's output projection, W_oᵀ W_o"
@@ -158,13 +158,13 @@ def published_weights(path: Path, layers: int = 3) -> dict[int, Tensor]:
     return weights
 
 
-def planted_samples(weights: dict[int, Tensor], tokens: int) -> tuple[Sample, ...]:
+def planted_samples(weights: dict[int, Tensor], tokens: int) -> tuple[StreamSample, ...]:
     """One K and one V for every Sigma_q, of its heads and dimensions; two windows each."""
     samples = []
     for layer, weight in weights.items():
         shape = (2, weight.shape[0], tokens, weight.shape[-1])
-        samples.append(Sample(layer, "k", *halves(planted_keys(shape, layer)), weight, weight))
-        samples.append(Sample(layer, "v", *halves(planted_values(shape, layer))))
+        samples.append(StreamSample(layer, "k", *halves(planted_keys(shape, layer)), weight, weight))
+        samples.append(StreamSample(layer, "v", *halves(planted_values(shape, layer))))
     return tuple(samples)
 
 
@@ -228,7 +228,7 @@ def given(folder: Path) -> Source:
         When the folder holds no K or V, or a K without Sigma_q of its shape, or a file is not such an array.
     """
     weights = dict(pair for path in sorted(Path(folder).glob("sigma*.npy")) for pair in weights_in(path))
-    samples: dict[tuple[str, int], Sample] = {}
+    samples: dict[tuple[str, int], StreamSample] = {}
     for path in sorted(Path(folder).glob("[KV]*_L*.npy")):
         sample = sample_in(path, weights)
         if (sample.stream, sample.layer) in samples:
@@ -244,7 +244,7 @@ def given(folder: Path) -> Source:
     return Source("given", about, metric, tuple(samples.values()))
 
 
-def sample_in(path: Path, weights: dict[int, Tensor]) -> Sample:
+def sample_in(path: Path, weights: dict[int, Tensor]) -> StreamSample:
     """One layer's K or V, from the file of one tensor."""
     (layer,), array = layers_in(path, 1), array_in(path)
     if array.ndim != 3 or array.shape[0] < 4 or not array.size:
@@ -265,7 +265,7 @@ def sample_in(path: Path, weights: dict[int, Tensor]) -> Sample:
         )
     whole = torch.from_numpy(array).transpose(0, 1).contiguous().bfloat16()
     parts = halves(torch.stack(whole.split(whole.shape[1] // 2, dim=1)[:2]).contiguous())
-    return Sample(layer, stream, *parts, weight, weight, whole=whole)
+    return StreamSample(layer, stream, *parts, weight, weight, whole=whole)
 
 
 def weights_in(path: Path) -> Iterable[tuple[int, Tensor]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvlab.core.errors import StorageError, UserError
 from kvlab.core.records import read_json
 from validation.published.readers import cells, channels, others, phases
-from validation.published.reading import Refused, has
+from validation.published.reading import FileRefused, has
 from validation.published.rows import Contents
 
 READ, REFUSED, UNKNOWN, NOT_READ = "read", "refused", "not recognised", "not read"
@@ -128,7 +128,7 @@ def read_file(path: Path, name: str) -> Source:
         return Source(name, UNKNOWN, None, nearest(data), Contents())
     try:
         return Source(name, READ, family.name, "", family.read(data, name))
-    except Refused as error:
+    except FileRefused as error:
         return Source(name, REFUSED, family.name, str(error), Contents())
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:  # pydantic's is a ValueError
         why = f"not laid out as {family.name} ({type(error).__name__}: {str(error).splitlines()[0]})"

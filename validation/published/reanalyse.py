@@ -229,13 +229,8 @@ def difference(a: Cell, b: Cell) -> Difference:
         delta_nll=plain_interval(b.windows, nll),
         top1=top1,
         same_text=same_text(a, b),
-        crosses=crossed(a, b),
+        crosses=tuple(name for name in ("engine", "protocol") if getattr(a.facts, name) != getattr(b.facts, name)),
     )
-
-
-def crossed(a: Cell, b: Cell) -> tuple[str, ...]:
-    """What of engine and protocol differs between two cells."""
-    return tuple(name for name in ("engine", "protocol") if getattr(a.facts, name) != getattr(b.facts, name))
 
 
 def plain_interval(windows: Sequence[Window], values: np.ndarray) -> Estimate:

@@ -192,8 +192,8 @@ def phase_context(study: Study, numbers: Numbers) -> dict:
         "saturation": fmt.plain(phases.SATURATION),
         "layers": [layer_context(one, study, numbers) for one in study.gathered("layers")],
         "errors": [tables.layer_errors(one, numbers) for one in study.gathered("errors")],
-        "grids": [grid_context(one, numbers) for one in study.gathered("grids")],
-        "sigmas": [sigma_context(one, numbers) for one in study.gathered("sigmas")],
+        "grids": [grid_context(one) for one in study.gathered("grids")],
+        "sigmas": [sigma_context(one) for one in study.gathered("sigmas")],
     }
 
 
@@ -223,7 +223,7 @@ def hides(row: phases.LayerSums) -> bool:
     return abs(row.interaction) <= joint
 
 
-def grid_context(grid, numbers: Numbers) -> dict:
+def grid_context(grid) -> dict:
     """A grid, and how strong its variance_ratio is."""
     rows = phases.knobs(grid)
     return {
@@ -235,7 +235,7 @@ def grid_context(grid, numbers: Numbers) -> dict:
     }
 
 
-def sigma_context(sigma, numbers: Numbers) -> dict:
+def sigma_context(sigma) -> dict:
     """A Sigma_q sidecar."""
     spreads = phases.sigma_spreads(sigma)
     lines = [[name, *(fmt.number(float(value), 4) for value in given)] for name, given in spreads.items()]

@@ -16,7 +16,7 @@ WINDOW = 1024
 
 
 @dataclass(frozen=True)
-class Score:
+class HeldOutScore:
     """Held-out quality.
 
     Attributes
@@ -37,7 +37,7 @@ class Score:
 
 
 @torch.inference_mode()
-def evaluate(model, tokenizer, texts: Sequence[str], window: int = WINDOW, rows: int = 4) -> Score:
+def evaluate(model, tokenizer, texts: Sequence[str], window: int = WINDOW, rows: int = 4) -> HeldOutScore:
     """Score the model on texts, packed into one stream as in training.
 
     The stream is cut into windows that predict every token once, each from what precedes it in its
@@ -72,7 +72,7 @@ def evaluate(model, tokenizer, texts: Sequence[str], window: int = WINDOW, rows:
     if not math.isfinite(nats):
         raise NonFinite("the loss on the held-out documents is not finite")
     tokens, size = len(stream) - 1, sum(len(text.encode()) for text in texts)
-    return Score(math.exp(nats / tokens), nats / math.log(2) / size, tokens, size)
+    return HeldOutScore(math.exp(nats / tokens), nats / math.log(2) / size, tokens, size)
 
 
 def _loss(model, inputs: torch.Tensor, targets: torch.Tensor, window: int) -> float:

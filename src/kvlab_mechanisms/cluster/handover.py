@@ -23,7 +23,7 @@ from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import StreamError, UserError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Recipe
-from kvlab_mechanisms.memory.wire import STREAMS, Head
+from kvlab_mechanisms.memory.wire import STREAMS, StreamHead
 
 Place = tuple[int, str]  # layer, and "k" or "v"
 
@@ -33,12 +33,12 @@ class Exact:
 
     name = ""
 
-    def head(self, info: ModelInfo, cache: DynamicCache, sequence: str) -> Head:
+    def head(self, info: ModelInfo, cache: DynamicCache, sequence: str) -> StreamHead:
         """What the stream says of itself."""
         keys = cache.layers[0].keys
         dtype = str(keys.dtype).removeprefix("torch.")
         sizes = (len(cache.layers), keys.shape[1], keys.shape[3], keys.shape[2])
-        return Head(info.model_hash, self.name, dtype if not self.name else "uint8", *sizes, sequence, "after")
+        return StreamHead(info.model_hash, self.name, dtype if not self.name else "uint8", *sizes, sequence, "after")
 
     def payloads(self, cache: DynamicCache) -> Iterator[tuple[Place, Tensor]]:
         """Layer by layer, K before V, so that a layer is on its way while the next is made ready."""

@@ -180,7 +180,8 @@ def attention(ranks: Ranks, x: Tensor, weights: Weights, coding: Coding | None =
 
 def partial(x: Tensor, own: Weights, coding: Coding | None = None, layer: int = 0) -> Tensor:
     """What some heads add to attention, [tokens, hidden]; with all heads it is attention itself."""
-    q, k, v = (_heads(F.linear(x, weight), own.head_dim) for weight in (own.q, own.k, own.v))
+    # each [heads, tokens, head_dim]
+    q, k, v = (F.linear(x, weight).unflatten(1, (-1, own.head_dim)).transpose(0, 1) for weight in (own.q, own.k, own.v))
     if coding:
         k, v = (coding(one, Site(0, layer, stream)).to(one.dtype) for one, stream in ((k, "k"), (v, "v")))
     return F.linear(attend(q, k, v).transpose(0, 1).flatten(1), own.o)
@@ -195,8 +196,3 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     rows = torch.arange(q.shape[1], device=q.device)[:, None] + k.shape[1] - q.shape[1]
     mask = torch.arange(k.shape[1], device=q.device)[None] <= rows
     return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
-
-
-def _heads(x: Tensor, head_dim: int) -> Tensor:
-    """[tokens, heads * head_dim] as [heads, tokens, head_dim]."""
-    return x.view(len(x), -1, head_dim).transpose(0, 1)

@@ -142,7 +142,7 @@ class HeadDrafter:
         self.cache = DynamicCache(config=model.config)
         self._hidden: Tensor | None = None
 
-    def heard(self, hidden: Tensor) -> None:
+    def observe(self, hidden: Tensor) -> None:
         """See `speculate.Drafter`."""
         self._hidden = hidden
 

@@ -189,19 +189,6 @@ def non_negative(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, NDArray]:
     return found * scale, directions[rank:].T, scale
 
 
-@dataclass(frozen=True)
-class Latency:
-    """Time to the first token and time per token after it, fitted apart."""
-
-    ttft: FittedTimes
-    tpot: FittedTimes
-
-
-def fit_requests(rows: ArrayLike, ttft: ArrayLike, tpot: ArrayLike, **options) -> Latency:
-    """Fit both on rows of `request_features`; see `fit`."""
-    return Latency(fit(rows, ttft, REQUEST, **options), fit(rows, tpot, REQUEST, **options))
-
-
 class Online:
     """A fit that follows a service as it runs: coefficients of the newest rows, solved when they are asked for.
 

@@ -220,21 +220,17 @@ def read_any(path: Path | str) -> Trace:
     """A trace in any format that is known, told by its first line."""
     first = next((line for line, _ in lines(path)), "")
     if first.lstrip("\ufeff").strip().startswith(AZURE[0]):
-        return read_azure(path)
+        return checked_order(columns(_azure(path)), path)
     if first.lstrip().startswith("{") and "hash_ids" in as_object(first, f"{path}, line 1"):
-        return read_mooncake(path)
+        return checked_order(columns(_mooncake(path)), path)
     return read(path)
 
 
-def read_azure(path: Path | str) -> Trace:
+def _azure(path: Path | str) -> Iterator[tuple[float, int, int, int, int]]:
     """Azure's LLM inference traces (Patel et al. 2024, Splitwise, ISCA): TIMESTAMP, ContextTokens, GeneratedTokens.
 
     An answer of no tokens, of which the trace of 2024 has some, is taken as one of 1: its prompt was read.
     """
-    return checked_order(columns(_azure(path)), path)
-
-
-def _azure(path: Path | str) -> Iterator[tuple[float, int, int, int, int]]:
     begun = None
     for line, where in lines(path):
         cells = [cell.strip() for cell in next(csv.reader([line.lstrip("\ufeff").strip()]))]
@@ -268,16 +264,12 @@ def _digits(text: str, name: str, where: str) -> int:
     return whole(int(text[:12]), name, where, 0, MOST_TOKENS)
 
 
-def read_mooncake(path: Path | str) -> Trace:
+def _mooncake(path: Path | str) -> Iterator[tuple[float, int, int, int, int]]:
     """The traces of Mooncake (Qin et al. 2025, FAST): milliseconds, lengths, and the hash of each block of 512 tokens.
 
     A hash stands for its block and all before it. A request's prefix is the longest that an earlier request had too,
     so the first one of a kind has none.
     """
-    return checked_order(columns(_mooncake(path)), path)
-
-
-def _mooncake(path: Path | str) -> Iterator[tuple[float, int, int, int, int]]:
     seen: set[int] = set()
     for line, where in lines(path):
         found = as_object(line, where)

@@ -18,7 +18,7 @@ from kvlab_mechanisms.cluster import decoding
 from kvlab_mechanisms.cluster.decoding import WAYS, DecodeProcess, Setup
 from kvlab_mechanisms.cluster.handover import CodedWire, DecodingWorker, Exact, prefill
 from kvlab_mechanisms.cluster.transport import LENGTH, PIECE, WireReader, WireWriter
-from kvlab_mechanisms.memory.wire import Head, pack
+from kvlab_mechanisms.memory.wire import StreamHead, pack
 from refusals import refused
 
 PROMPTS = {"one": list(range(5, 45)), "two": list(range(90, 70, -1))}
@@ -104,7 +104,7 @@ class OfAnotherModel(Exact):
     """Says that it is of other weights."""
 
     def head(self, info, cache, sequence):
-        return Head(**(vars(super().head(info, cache, sequence)) | {"model": "f" * 16}))
+        return StreamHead(**(vars(super().head(info, cache, sequence)) | {"model": "f" * 16}))
 
 
 @pytest.mark.parametrize("way", WAYS)

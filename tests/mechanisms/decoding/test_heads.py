@@ -69,7 +69,7 @@ def test_heads_never_change_a_greedy_text(model, trained, chains, which):
 
 def test_sampled_chains_are_draws_of_their_rows(model, trained):
     drafter = HeadDrafter(model, trained[0], Sampling(seed=4), chains=2)
-    drafter.heard(torch.randn(128, generator=torch.Generator().manual_seed(0)))
+    drafter.observe(torch.randn(128, generator=torch.Generator().manual_seed(0)))
     draft = drafter.draft(PROMPT, 5, 0)
     assert [len(chain) for chain in draft.tokens] == [3, 3]  # no longer than there are heads
     assert all(draft.q(h, i)[draft.tokens[h][i]] > 0 for h in range(2) for i in range(3))

@@ -27,7 +27,7 @@ from kvlab_mechanisms.decoding.sampler import (
     MASK,
     TARGET,
     LawProcessor,
-    SamplerProcessor,
+    SamplerLogitsProcessor,
     drawn,
     philox,
     sample,
@@ -262,9 +262,9 @@ def test_a_padded_batch_writes_what_each_prompt_writes_alone(model, do_sample):
     ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
     how = HOW | {"do_sample": do_sample} | ({"top_k": 0} if do_sample else {})
-    written = model.generate(ids, attention_mask=mask, logits_processor=[SamplerProcessor(SETTINGS)], **how)
+    written = model.generate(ids, attention_mask=mask, logits_processor=[SamplerLogitsProcessor(SETTINGS)], **how)
     for row, prompt, own in zip(written, PROMPTS, SETTINGS, strict=True):
-        alone = model.generate(torch.tensor([prompt]), logits_processor=[SamplerProcessor([own])], **how)
+        alone = model.generate(torch.tensor([prompt]), logits_processor=[SamplerLogitsProcessor([own])], **how)
         assert row[width:].tolist() == alone[0, len(prompt) :].tolist() == plain(model, prompt, 20, own)
 
 

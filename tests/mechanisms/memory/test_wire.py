@@ -17,8 +17,8 @@ from kvlab_mechanisms.memory.wire import (
     DTYPES,
     MAGIC,
     VERSION,
-    Head,
     Received,
+    StreamHead,
     digest,
     pack,
     read,
@@ -28,10 +28,10 @@ from kvlab_mechanisms.memory.wire import (
 from kvlab_mechanisms.memory.wire import HEAD as HEAD_FIELDS
 from refusals import refused
 
-HEAD = Head(model="m" * 16, codec="", dtype="float32", layers=2, kv_heads=2, head_dim=4, tokens=3, sequence="one")
+HEAD = StreamHead(model="m" * 16, codec="", dtype="float32", layers=2, kv_heads=2, head_dim=4, tokens=3, sequence="one")
 
 
-def cache(head: Head, seed: int = 0) -> dict[tuple[int, str], torch.Tensor]:
+def cache(head: StreamHead, seed: int = 0) -> dict[tuple[int, str], torch.Tensor]:
     torch.manual_seed(seed)
     sizes = iter(range(5, 99, 7))
     shape = head.shape() if not head.codec else None

@@ -15,7 +15,7 @@ from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.ladder.plan import rungs
 from refusals import refused
 from validation.bench import divergence, run, sources
-from validation.bench.rivals import Library, Rival, Stored
+from validation.bench.rivals import EncodedTensor, Library, LibraryCodec
 from validation.bench.subjects import Roster, Subject, alone
 
 MODEL, CORPUS = "5" * 16, "c" * 16
@@ -159,13 +159,13 @@ def test_a_damaged_record_is_refused_in_one_line(folder, tiny_params, damage):
 
 def halved(bits, head_dim):
     def encode(x):
-        return Stored(x.float() / 2, x.numel() * bits / 8)
+        return EncodedTensor(x.float() / 2, x.numel() * bits / 8)
 
-    return Rival(encode, lambda stored: stored.held, float(bits))
+    return LibraryCodec(encode, lambda stored: stored.held, float(bits))
 
 
 def exact(bits, head_dim):
-    return Rival(lambda x: Stored(x.float(), 2 * x.numel()), lambda stored: stored.held, 16.0)
+    return LibraryCodec(lambda x: EncodedTensor(x.float(), 2 * x.numel()), lambda stored: stored.held, 16.0)
 
 
 def test_rivals_are_scored_on_the_first_windows_of_each_text(tiny_params, tiny_windows, monkeypatch, hf_engine):

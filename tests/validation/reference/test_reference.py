@@ -193,9 +193,9 @@ def test_a_run_of_no_tokens_is_refused(tmp_path):
 
 
 def test_the_schedule_ends_low_by_tokens_or_by_time():
-    from validation.reference.optimise import Progress, Recipe, learning_rate, share_done
+    from validation.reference.optimise import Progress, TrainingRecipe, learning_rate, share_done
 
-    recipe = Recipe(tokens=1000)
+    recipe = TrainingRecipe(tokens=1000)
     assert share_done(recipe, Progress(1, 500, 60.0), max_minutes=None) == 0.5
     assert share_done(recipe, Progress(1, 500, 60.0), max_minutes=1.0) == 1.0
     rates = [learning_rate(recipe, done / 100) for done in range(101)]
@@ -254,10 +254,10 @@ def test_what_stood_in_a_row_of_copying_returns(kind):
 
     import torch
 
-    from validation.reference.copying import Rows
+    from validation.reference.copying import RowDrawer
 
     stream = torch.arange(1, 100_001, dtype=torch.int32)  # no token twice, so what comes twice was brought back
-    row = getattr(Rows(stream, 4096, Random(0)), kind)(400)
+    row = getattr(RowDrawer(stream, 4096, Random(0)), kind)(400)
     assert len(row) == 400
     pairs = list(pairwise(row))
     assert len(set(pairs)) < 0.9 * len(pairs)
@@ -326,11 +326,11 @@ def tiny_description(documents: list[corpus.Document]) -> dict:
 
 def run_tiny(out: Path, resume: bool = False, learning_rate: float = 1e-3, copying_only: bool = False) -> None:
     from validation.reference.build import build_from
-    from validation.reference.optimise import Recipe
+    from validation.reference.optimise import TrainingRecipe
 
     documents = tiny_documents()
-    recipe = Recipe(tokens=3 * 64, shapes=((2, 32),), learning_rate=learning_rate, compiled=False)
-    lessons = Recipe(tokens=10_000, learning_rate=1e-3, compiled=False)
+    recipe = TrainingRecipe(tokens=3 * 64, shapes=((2, 32),), learning_rate=learning_rate, compiled=False)
+    lessons = TrainingRecipe(tokens=10_000, learning_rate=1e-3, compiled=False)
     build_from(
         documents, tiny_description(documents), TINY, recipe, lessons, out, resume=resume, copying_only=copying_only
     )
@@ -345,4 +345,4 @@ def stop_at_step(patch: pytest.MonkeyPatch, last: int) -> None:
         if progress.step == last:
             raise KeyboardInterrupt
 
-    patch.setattr(optimise.Checkpoint, "save_if_due", save_and_stop)
+    patch.setattr(optimise.TrainingCheckpoint, "save_if_due", save_and_stop)

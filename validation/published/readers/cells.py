@@ -6,7 +6,7 @@ import statistics
 
 from validation.published import checks, verdicts
 from validation.published.reading import (
-    Refused,
+    FileRefused,
     count,
     file_name,
     flag,
@@ -44,7 +44,7 @@ def ablation(data: dict, file: str) -> Contents:
     cells, found = [], []
     for name, part in data["cells"].items():
         if not isinstance(part, dict):
-            raise Refused(f"cells.{name} is {part!r}, not an object")
+            raise FileRefused(f"cells.{name} is {part!r}, not an object")
         facts = vllm_facts(data, shared).model_copy(update=whitening_mode(text(part, "qp_mode")))
         identity = text(part, "mode") == "identity"
         cell = Cell(

@@ -11,7 +11,7 @@ import statistics
 
 from validation.published import checks
 from validation.published.readers.cells import counted
-from validation.published.reading import Refused, count, items, layers, optional, perplexity, required, text
+from validation.published.reading import FileRefused, count, items, layers, optional, perplexity, required, text
 from validation.published.rows import Cell, Check, Contents, Facts, Window
 
 PROTOCOLS = {"inforward": "in_forward", "snapshot": "snapshot"}
@@ -28,10 +28,10 @@ def channels(data: dict, file: str) -> Contents:
         if "fatal" in row:
             continue
         if not isinstance(row.get("channel"), str):
-            raise Refused(f"per_passage[{index}].channel is missing")
+            raise FileRefused(f"per_passage[{index}].channel is missing")
         by_channel.setdefault(row["channel"], []).append(row)
     if not by_channel:
-        raise Refused("per_passage holds no row that was measured")
+        raise FileRefused("per_passage holds no row that was measured")
     cells, found = [], []
     for channel, own in by_channel.items():
         cell = channel_cell(data, file, channel, own)
@@ -46,7 +46,7 @@ def channel_cell(data: dict, file: str, channel: str, rows: list[dict]) -> Cell:
     """One channel as a cell."""
     seen = [count(row, "passage", channel) for row in rows]
     if None in seen or len(set(seen)) != len(seen):
-        raise Refused(f"channel {channel} does not name each passage once")
+        raise FileRefused(f"channel {channel} does not name each passage once")
     windows = [
         Window(
             window=passage,

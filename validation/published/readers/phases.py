@@ -7,7 +7,7 @@ import statistics
 from validation.published import checks
 from validation.published.readers.cells import mean_checks, stem, stream_in, whitening_given
 from validation.published.reading import (
-    Refused,
+    FileRefused,
     count,
     file_name,
     items,
@@ -118,7 +118,7 @@ def single_layers(data: dict, file: str) -> Contents:
         for i, row in enumerate(rows)
     )
     if len({one.layer for one in effects}) != len(effects):
-        raise Refused("per_layer names a layer twice")
+        raise FileRefused("per_layer names a layer twice")
     settings = data.get("config") if isinstance(data.get("config"), dict) else {}
     facts = Facts(
         model=text(data, "model_path"),
@@ -151,7 +151,7 @@ def layer_of(row: dict, i: int) -> int:
     """The layer's number."""
     layer = count(row, "layer", f"per_layer[{i}]")
     if layer is None:
-        raise Refused(f"per_layer[{i}].layer is missing")
+        raise FileRefused(f"per_layer[{i}].layer is missing")
     return layer
 
 
