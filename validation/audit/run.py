@@ -15,8 +15,7 @@ from kvlab.core.errors import Fault
 from kvlab.core.records import write_json, write_text
 from kvlab.output.rendering import environment, tidy
 from validation.audit.files import PAGES, TABLES
-from validation.audit.plants import PLANTS
-from validation.audit.trial import NOTHING
+from validation.audit.trial import NOTHING, PLANTS
 from validation.audit.workspace import Workspace
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -113,7 +113,7 @@ class Scorer:
         found["above_db"] = limit.decibels_above(self.spectrum, run.error, run.bits).mean().item()
         return found | asdict(self.split(subject, run))
 
-    def split(self, subject: Subject, run: Run) -> limit.Split:
+    def split(self, subject: Subject, run: Run) -> limit.ExcessBits:
         """Where the bits above the limit go."""
         sample, weight = self.sample, self.sample.weight
         oracle = run

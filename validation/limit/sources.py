@@ -22,24 +22,24 @@ RIDGE = 1e-5  # of each predictor's own variance; heads may be wider together th
 
 
 @dataclass(frozen=True)
-class Sources:
+class ComponentVariances:
     """Variances of the components of every layer's K and V, float64 [width], by layer and stream."""
 
     variances: dict[tuple[int, str], Tensor]
 
 
-def without_prediction(model: ArchiveModel, moments: Sequence[Across]) -> Sources:
+def without_prediction(model: ArchiveModel, moments: Sequence[Across]) -> ComponentVariances:
     """Those of K and V themselves."""
     found = {}
     for layer, stream in model.streams:
         own, _ = _parts(moments[layer], stream, [])
         found[layer, stream] = _eigen(model, layer, stream, own)[0]
-    return Sources(found)
+    return ComponentVariances(found)
 
 
 def predicted(
     model: ArchiveModel, moments: Sequence[Across], noise: Callable[[int, Tensor], Tensor] | None = None
-) -> Sources:
+) -> ComponentVariances:
     """Those of what prediction leaves.
 
     Parameters
@@ -66,7 +66,7 @@ def predicted(
             if noise:
                 own = noise(layer, values).unflatten(0, (len(axes), -1))
                 errors[layer, stream] = torch.block_diag(*(axes.mT @ (own[..., None] * axes)))
-    return Sources(found)
+    return ComponentVariances(found)
 
 
 def _left(moments: Across, layer: int, stream: str, errors: dict) -> Tensor:

@@ -10,7 +10,7 @@ from kvlab.core.errors import Fault
 from refusals import refused
 from validation.audit import run
 from validation.audit.files import PAGES, TABLES
-from validation.audit.plants import PLANTS
+from validation.audit.trial import PLANTS
 from validation.audit.workspace import Workspace
 
 CAUGHT = {"name": "a", "where": "files", "beyond": "", "when": "metrics", "caught": "StaleResult", "words": "it | was"}
