@@ -37,7 +37,8 @@ def build(folder: Path) -> None:
         gguf = read(origin.wheel_file)
     except StorageError as error:
         raise ModelError(
-            f"{error}; name another model under `models` in params.yaml, such as {{path: models/reference}}"
+            f"{error}; name another model under `models` in params.yaml, such as {{path: models/reference}}",
+            code="model.no-wheel",
         ) from None
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         source, made = Path(temporary, "source"), Path(temporary, "made")
@@ -80,5 +81,6 @@ def check_files(made: Path, origin: Origin) -> None:
     if wrong:
         raise ModelError(
             f"{', '.join(wrong)} came out otherwise than {ORIGIN} says, with sha256"
-            f" {', '.join(found[name] for name in wrong)}; use the pinned requirements"
+            f" {', '.join(found[name] for name in wrong)}; use the pinned requirements",
+            code="model.other-files",
         )

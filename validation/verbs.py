@@ -141,9 +141,9 @@ def ranks_verb(
 ) -> None:
     """Hold several processes against one, and measure what is sent -> CLUSTER.md."""
     from kvlab.core.model import resolve
-    from validation.cluster.__main__ import CODECS, TOKENS, written
+    from validation.cluster.__main__ import CODECS, TOKENS, write_page
 
-    written(resolve(params.model).path, CODECS, TOKENS, ranks, True, out)
+    write_page(resolve(params.model).path, CODECS, TOKENS, ranks, True, out)
 
 
 @STEPS.verb
@@ -158,9 +158,9 @@ def micro_verb(
 
     Its rule gives the parameters, as to every step; none is read.
     """
-    from kvlab_mechanisms.micro.__main__ import written
+    from kvlab_mechanisms.micro.__main__ import write_page
 
-    written(rows, rounds, out)
+    write_page(rows, rounds, out)
 
 
 @STEPS.verb

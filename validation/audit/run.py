@@ -15,8 +15,7 @@ from kvlab.core.errors import Fault
 from kvlab.core.records import write_json, write_text
 from kvlab.output.rendering import environment, tidy
 from validation.audit.files import PAGES, TABLES
-from validation.audit.plants import PLANTS
-from validation.audit.trial import NOTHING
+from validation.audit.trial import NOTHING, PLANTS
 from validation.audit.workspace import Workspace
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -56,7 +55,10 @@ def audit(out: Path, names: list[str] | None = None) -> None:
     write_json(out.with_suffix(".json"), {"rows": rows})
     write_text(out, page(rows, seconds))
     if silent := [row["name"] for row in rows if not row["caught"] and not row["beyond"]]:
-        raise Fault(f"{len(silent)} of {len(rows)} planted faults reach the page, the first: {silent[0]}; see {out}")
+        raise Fault(
+            f"{len(silent)} of {len(rows)} planted faults reach the page, the first: {silent[0]}; see {out}",
+            code="fault.reached-page",
+        )
 
 
 def trial(workspace: Workspace, name: str) -> dict:

@@ -8,11 +8,13 @@ import tempfile
 from pathlib import Path
 
 from kvlab.core.errors import KvlabError
+from validation.audit import engine, score, way
 from validation.audit.files import PAGES, TABLES
 from validation.audit.plant import Changes
-from validation.audit.plants import PLANTS
 from validation.audit.workspace import Workspace
 
+PLANTS = way.PLANTS | engine.PLANTS | score.PLANTS
+"""All faults of the running chain."""
 NOTHING = "nothing"
 
 

@@ -43,7 +43,8 @@ def errors(source: dict, stream: str) -> dict[str, tuple[float, float]]:
 
 def divergences(data: dict, text: str) -> dict[str, tuple[float, float]]:
     """Label -> bits and mean KL on a text; bits of the very caches that the KL was measured with."""
-    whole = summary.whole_labels(data)  # which have a table of their own: no model runs with them
+    # codecs of whole caches, measured or not, have a table of their own: no model runs with them
+    whole = {one["label"] for one in data["whole"]} | set(data["whole_unmeasured"])
     given = {label: by_text[text] for label, by_text in data["kl"].items() if text in by_text and label not in whole}
     return {label: (found["bits"], summary.mean(found["windows"])) for label, found in given.items()}
 

@@ -65,9 +65,14 @@ def of_ladder(params: Params, folder: Path, model_hash: str, corpus_hash: str | 
     for name, expected in (("model_hash", model_hash), ("corpus_hash", corpus_hash)):
         found = getattr(cells[0].provenance, name)
         if expected is not None and found != expected:
-            raise StaleResult(f"{folder} was measured under {name} {found}, here it is {expected}; {AGAIN}")
+            raise StaleResult(
+                f"{folder} was measured under {name} {found}, here it is {expected}; {AGAIN}", code="stale.other-origin"
+            )
     found: Divergences = defaultdict(dict)
-    for measured in (one for one in cells if is_rung(params, one)):
+    labels = dict(rungs(params))
+    for measured in cells:
+        if measured.cell.protocol != "snapshot" or measured.cell.label not in labels:
+            continue  # less a part of the codec, or inside the forward
         means = measured.column("kl", windows).means.tolist()
         bits = measured.record.coding.bits_per_value
         documents = measured.column("kl", windows).documents
@@ -75,23 +80,24 @@ def of_ladder(params: Params, folder: Path, model_hash: str, corpus_hash: str | 
     return dict(found)
 
 
-def is_rung(params: Params, measured: Measured) -> bool:
-    """Whether a cell is a codec at its bits over the coded clean cache: neither less a part, nor inside the forward."""
-    return measured.cell.protocol == "snapshot" and measured.cell.label in dict(rungs(params))
-
-
 def read_ladder(params: Params, folder: Path) -> list[Measured]:
     """Every planned cell of the ladder, from exactly the planned jobs."""
     if not folder.is_dir():
-        raise StorageError(f"the ladder's folder {folder} is missing; {AGAIN}")
+        raise StorageError(f"the ladder's folder {folder} is missing; {AGAIN}", code="storage.no-ladder")
     planned = plan.jobs(params, plan.LADDER)
     known = {*planned, "facts", "further"}  # what else `snakemake ladder` leaves there
     unplanned = sorted(path.name for path in folder.glob("*.json") if path.stem not in known)
     if unplanned:
-        raise StaleResult(f"{folder / unplanned[0]} is no job of the ladder these parameters plan; remove it, {AGAIN}")
+        raise StaleResult(
+            f"{folder / unplanned[0]} is no job of the ladder these parameters plan; remove it, {AGAIN}",
+            code="stale.unplanned-job",
+        )
     missing = [job for job in planned if not (folder / f"{job}.json").is_file()]
     if missing:
-        raise StorageError(f"{folder} lacks {', '.join(missing)} of the planned {len(planned)} jobs; {AGAIN}")
+        raise StorageError(
+            f"{folder} lacks {', '.join(missing)} of the planned {len(planned)} jobs; {AGAIN}",
+            code="storage.missing-jobs",
+        )
     return [measured for job, cells in planned.items() for measured in read_cells(cells, folder / f"{job}.json")]
 
 
@@ -103,7 +109,9 @@ def read_cells(planned: list, path: Path) -> list[Measured]:
         gather.refuse_stale(cell, due, path)
     tables = gather.by_cell(tokens, [cell.cell_id for cell in record.cells], path)
     if set(tables) != set(due):
-        raise StaleResult(f"{path} holds {len(tables)} of the {len(due)} cells planned for it; {AGAIN}")
+        raise StaleResult(
+            f"{path} holds {len(tables)} of the {len(due)} cells planned for it; {AGAIN}", code="stale.missing-cells"
+        )
     found = []
     for cell in record.cells:
         name = gather.describe(cell.cell)

@@ -71,7 +71,7 @@ def chosen(policy: str, scores: Tensor, kept: int) -> Tensor:
     return scores.topk(kept, dim=-1).indices.sort(-1).values
 
 
-class Seen:
+class TensorTap:
     """Tap that keeps Q, K and V of the context before the rotary embedding."""
 
     def __init__(self, context: int):
@@ -83,7 +83,7 @@ class Seen:
 
 
 @torch.inference_mode()
-def scores_of(seen: Seen, layers: int, turn: Callable[[Tensor], Tensor]) -> tuple[dict, list[Scores]]:
+def scores_of(seen: TensorTap, layers: int, turn: Callable[[Tensor], Tensor]) -> tuple[dict, list[Scores]]:
     """K and V as attention sees them, and what it gives, layer by layer."""
     cache, found = {}, []
     for layer in range(layers):
@@ -118,9 +118,10 @@ def measure(folder: Path, text: Path, bits: list[float], context: int, scored: i
     budgets = {kept_tokens(one, context, info.head_dim) for one in bits} | {context}
     found: dict[tuple[str, int], list] = {}
     for number, ids in enumerate(windows.tolist()):
-        run, seen = WindowRun(engine, ids, context, number), Seen(context)
+        run, seen = WindowRun(engine, ids, context, number), TensorTap(context)
         engine.score(ids, context, seen)
-        cos, sin = (part[0, :, : info.head_dim // 2] for part in _angles(engine, context))
+        angles = engine.model.base_model.rotary_emb(torch.empty(0), torch.arange(context)[None])
+        cos, sin = (part[0, :, : info.head_dim // 2] for part in angles)
         cache, scores = scores_of(seen, info.n_layers, lambda x, angles=(cos, sin): rotated(x, *angles))
         for kept in sorted(budgets):
             for policy in ("window", "h2o", "snapkv") if kept < context else ("everything",):
@@ -132,10 +133,6 @@ def measure(folder: Path, text: Path, bits: list[float], context: int, scored: i
     engine.close()
     rows = [_row(policy, kept, tables, context, info.head_dim) for (policy, kept), tables in found.items()]
     return {"model": str(folder), "text_hash": sha256(windows.tobytes()), "windows": len(windows), "rows": rows}
-
-
-def _angles(engine, context: int) -> tuple[Tensor, Tensor]:
-    return engine.model.base_model.rotary_emb(torch.empty(0), torch.arange(context)[None])
 
 
 def _row(policy: str, kept: int, tables: list, context: int, head_dim: int) -> dict:

@@ -22,7 +22,7 @@ INSTALL = "pip install --no-deps -r requirements/bench.txt"
 
 
 @dataclass(frozen=True)
-class Stored:
+class EncodedTensor:
     """What a library keeps of one tensor: its own object, and the size of the tensors in it."""
 
     held: object
@@ -30,7 +30,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Rival:
+class LibraryCodec:
     """A library's quantiser at one setting: [heads, tokens, head_dim] there and back.
 
     Parameters
@@ -43,8 +43,8 @@ class Rival:
         False when encoding decodes too and decoding does nothing, so that only the former can be timed.
     """
 
-    encode: Callable[[Tensor], Stored]
-    decode: Callable[[Stored], Tensor]
+    encode: Callable[[Tensor], EncodedTensor]
+    decode: Callable[[EncodedTensor], Tensor]
     index_bits: float
     separate: bool = True
 
@@ -58,7 +58,7 @@ class Library:
 
     distribution: str
     module: str
-    make: Callable[[int, int], Rival]
+    make: Callable[[int, int], LibraryCodec]
 
     @property
     def version(self) -> str | None:
@@ -74,10 +74,10 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def quantized_layer(name: str, axis: int, allowed: tuple[int, ...]) -> Callable[[int, int], Rival]:
+def quantized_layer(name: str, axis: int, allowed: tuple[int, ...]) -> Callable[[int, int], LibraryCodec]:
     """A backend of HF's `QuantizedCache`, by the name of its layer class, grouping along `axis`."""
 
-    def make(bits: int, head_dim: int) -> Rival:
+    def make(bits: int, head_dim: int) -> LibraryCodec:
         """See `Library.make`."""
         import transformers.cache_utils
 
@@ -85,17 +85,17 @@ def quantized_layer(name: str, axis: int, allowed: tuple[int, ...]) -> Callable[
             raise CapabilityError(f"{name} has no {bits} bits for this cache; it has {', '.join(map(str, allowed))}")
         layer = getattr(transformers.cache_utils, name)(nbits=bits, axis_key=axis, axis_value=axis, q_group_size=GROUP)
 
-        def encode(x: Tensor) -> Stored:
+        def encode(x: Tensor) -> EncodedTensor:
             layer.lazy_initialization(x[None], x[None])
             held = layer._quantize(x[None].contiguous(), axis)
-            return Stored(held, nbytes(*kept(held)))
+            return EncodedTensor(held, nbytes(*stored_parts(held)))
 
-        return Rival(encode, lambda stored: layer._dequantize(stored.held)[0].float(), float(bits))
+        return LibraryCodec(encode, lambda stored: layer._dequantize(stored.held)[0].float(), float(bits))
 
     return make
 
 
-def kept(held: object) -> list[Tensor]:
+def stored_parts(held: object) -> list[Tensor]:
     """Codes, scales and zeros of what a backend returned."""
     if isinstance(held, tuple):  # hqq: codes and a dictionary
         codes, meta = held
@@ -103,10 +103,10 @@ def kept(held: object) -> list[Tensor]:
     return [held._data._data, held._scale, held._shift]  # quanto: a tensor subclass around packed codes
 
 
-def lattice(class_name: str) -> Callable[[int, int], Rival]:
+def lattice(class_name: str) -> Callable[[int, int], LibraryCodec]:
     """A lattice of `kakeyalattice`, which stores nothing: its bits are those that it declares."""
 
-    def make(bits: int, head_dim: int) -> Rival:
+    def make(bits: int, head_dim: int) -> LibraryCodec:
         """See `Library.make`."""
         import kakeyalattice
 
@@ -118,10 +118,10 @@ def lattice(class_name: str) -> Callable[[int, int], Rival]:
         codec = fitting[-1]
         declared = codec.bits_per_token_per_head / head_dim
 
-        def encode(x: Tensor) -> Stored:
-            return Stored(codec.roundtrip(x.float()), declared * x.numel() / 8)
+        def encode(x: Tensor) -> EncodedTensor:
+            return EncodedTensor(codec.roundtrip(x.float()), declared * x.numel() / 8)
 
-        return Rival(encode, lambda stored: stored.held, declared - 32 / head_dim, separate=False)
+        return LibraryCodec(encode, lambda stored: stored.held, declared - 32 / head_dim, separate=False)
 
     return make
 

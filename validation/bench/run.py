@@ -87,7 +87,7 @@ class Effort:
         return replace(self, windows=windows)
 
 
-def told(params: Params) -> dict:
+def model_facts(params: Params) -> dict:
     """The model and the scored text in words, and what has to be said of the model's weights."""
     origin, corpus = read_origin(Path(params.model.path)), params.corpus
     names = {"test": corpus.source, "other": corpus.other}
@@ -119,7 +119,7 @@ def bench(params: Params, out: Path, inputs: Inputs, effort: Effort | None = Non
         "machine": machine() | {"cpu": cpu_name(), "threads": list(effort.threads)},
         "versions": versions() | {lib.distribution: lib.version for lib in LIBRARIES.values() if lib.version},
         "rounds": effort.rounds,
-        "model": told(params),
+        "model": model_facts(params),
         "missing": who.missing,
         "install": INSTALL,
         "subjects": [
@@ -188,7 +188,7 @@ def opened(params: Params, out: Path, inputs: Inputs, effort: Effort) -> Opened:
     if len(hashes) > 1:
         raise MixedIdentity({"corpus_hash of --capture and --windows": hashes})
     if inputs.archive and not tokens:
-        raise UserError("--archive is measured on scored windows; name them with --windows")
+        raise UserError("--archive is measured on scored windows; name them with --windows", code="user.no-windows")
     asked = inputs.archive if caches.whole_rungs(params) else None
     archive = caches.opened(asked, info, tokens.corpus_hash) if asked else None
     if not inputs.ladder:
@@ -312,7 +312,7 @@ def own_speeds(source: sources.Source, subjects: list[Subject], ridge: float, ef
     return found
 
 
-def whole_speed(subject: Subject, sample: sources.Sample, fit: StreamCalibration, effort: Effort) -> dict:
+def whole_speed(subject: Subject, sample: sources.StreamSample, fit: StreamCalibration, effort: Effort) -> dict:
     """MB/s of bfloat16 on all tokens at once, bytes included, on all cores that the bench uses."""
     x = sample.whole
     tasks = dict(actions(subject.coder(sample.stream, x.shape[-1], fit), x, sample.layer, sample.stream))

@@ -12,7 +12,7 @@ from kvlab.codecs.klt.components import FLOOR
 from kvlab.codecs.klt.grouping import block_diagonal, heads_together, joined, parted
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import UserError
-from validation.bench.sources import Sample
+from validation.bench.sources import StreamSample
 from validation.bench.subjects import Coder, Subject, calibrate
 from validation.limit import theory as limit
 
@@ -37,7 +37,7 @@ class Run:
     loss: float | None
 
 
-def code(coder: Coder, windows: Tensor, sample: Sample, weight: Tensor | None) -> Run:
+def code(coder: Coder, windows: Tensor, sample: StreamSample, weight: Tensor | None) -> Run:
     """Code windows [windows, heads, tokens, head_dim] one by one."""
     errors, size, index = [], 0.0, 0.0
     half = None if weight is None else limit.root(weight)
@@ -85,7 +85,7 @@ class Scorer:
         Shared by the scorers of a source: what quantisers lose on white Gaussian rows, by codec and shape.
     """
 
-    def __init__(self, sample: Sample, ridge: float, losses: dict | None = None):
+    def __init__(self, sample: StreamSample, ridge: float, losses: dict | None = None):
         self.losses = {} if losses is None else losses
         self.sample, (_, self.heads, _, self.head_dim) = sample, sample.scored.shape
         rows, groups = pooled(sample.scored), groups_of(sample.scored)
@@ -113,7 +113,7 @@ class Scorer:
         found["above_db"] = limit.decibels_above(self.spectrum, run.error, run.bits).mean().item()
         return found | asdict(self.split(subject, run))
 
-    def split(self, subject: Subject, run: Run) -> limit.Split:
+    def split(self, subject: Subject, run: Run) -> limit.ExcessBits:
         """Where the bits above the limit go."""
         sample, weight = self.sample, self.sample.weight
         oracle = run
@@ -171,7 +171,7 @@ def limit_row(scorer: Scorer) -> dict:
     }
 
 
-def whole(subject: Subject, sample: Sample, ridge: float) -> dict:
+def whole(subject: Subject, sample: StreamSample, ridge: float) -> dict:
     """A codec that needs no statistics of the stream, on all tokens at once: as the others' numbers were measured.
 
     Raises

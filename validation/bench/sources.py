@@ -24,7 +24,7 @@ AUTOREGRESSION, FREEDOM = 0.9, 4.0  # of the planted factors: AR(1) coefficient,
 
 
 @dataclass(frozen=True)
-class Sample:
+class StreamSample:
     """One layer's K or V, bfloat16 as a cache holds it.
 
     Parameters
@@ -67,7 +67,7 @@ class Source:
     name: str
     about: str
     metric: str
-    samples: tuple[Sample, ...]
+    samples: tuple[StreamSample, ...]
 
 
 def halves(windows: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def captured(path: Path, info: ModelInfo) -> Source:
         }
         for stream in ("k", "v"):
             x = capture.layer(layer, stream).bfloat16()
-            samples.append(Sample(layer, stream, x[:middle], x[middle:], **weights[stream]))
+            samples.append(StreamSample(layer, stream, x[:middle], x[middle:], **weights[stream]))
     metric = (
         "errors of K are weighed by Σ_q of the scored windows turned by every lag of the context, a lag weighing "
         "1 / (1 + lag), those of V by the layer's output projection, W_oᵀ W_o"
@@ -150,21 +150,21 @@ def published_weights(path: Path, layers: int = 3) -> dict[int, Tensor]:
             chosen = [numbers[(2 * i + 1) * len(numbers) // (2 * layers)] for i in range(layers)] if numbers else []
             weights = {layer: file.get_tensor(f"layer_{layer}_sigma").double() for layer in chosen}
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"cannot read Sigma_q {path}: {error}") from None
+        raise StorageError(f"cannot read Sigma_q {path}: {error}", code="storage.unreadable") from None
     if not weights:
-        raise StorageError(f"{path} holds no layer_<l>_sigma; give a Sigma_q file")
+        raise StorageError(f"{path} holds no layer_<l>_sigma; give a Sigma_q file", code="storage.no-sigma")
     for layer, weight in weights.items():
         check_sigma(weight, f"layer_{layer}_sigma of {path}")
     return weights
 
 
-def planted_samples(weights: dict[int, Tensor], tokens: int) -> tuple[Sample, ...]:
+def planted_samples(weights: dict[int, Tensor], tokens: int) -> tuple[StreamSample, ...]:
     """One K and one V for every Sigma_q, of its heads and dimensions; two windows each."""
     samples = []
     for layer, weight in weights.items():
         shape = (2, weight.shape[0], tokens, weight.shape[-1])
-        samples.append(Sample(layer, "k", *halves(planted_keys(shape, layer)), weight, weight))
-        samples.append(Sample(layer, "v", *halves(planted_values(shape, layer))))
+        samples.append(StreamSample(layer, "k", *halves(planted_keys(shape, layer)), weight, weight))
+        samples.append(StreamSample(layer, "v", *halves(planted_values(shape, layer))))
     return tuple(samples)
 
 
@@ -228,33 +228,44 @@ def given(folder: Path) -> Source:
         When the folder holds no K or V, or a K without Sigma_q of its shape, or a file is not such an array.
     """
     weights = dict(pair for path in sorted(Path(folder).glob("sigma*.npy")) for pair in weights_in(path))
-    samples: dict[tuple[str, int], Sample] = {}
+    samples: dict[tuple[str, int], StreamSample] = {}
     for path in sorted(Path(folder).glob("[KV]*_L*.npy")):
         sample = sample_in(path, weights)
         if (sample.stream, sample.layer) in samples:
-            raise StorageError(f"{path} is layer {sample.layer} of {sample.stream.upper()} a second time; keep one")
+            raise StorageError(
+                f"{path} is layer {sample.layer} of {sample.stream.upper()} a second time; keep one",
+                code="storage.layer-twice",
+            )
         samples[sample.stream, sample.layer] = sample
     if {stream for stream, _ in samples} != {"k", "v"}:
-        raise StorageError(f"{folder} holds no K_L<l>.npy and V_L<l>.npy to bench")
+        raise StorageError(f"{folder} holds no K_L<l>.npy and V_L<l>.npy to bench", code="storage.no-tensors")
     about = "tensors given in a folder: the first half of the tokens calibrates, the second is scored"
     metric = "errors of K are weighed by the given Σ_q, those of V are plain"
     return Source("given", about, metric, tuple(samples.values()))
 
 
-def sample_in(path: Path, weights: dict[int, Tensor]) -> Sample:
+def sample_in(path: Path, weights: dict[int, Tensor]) -> StreamSample:
     """One layer's K or V, from the file of one tensor."""
     (layer,), array = layers_in(path, 1), array_in(path)
     if array.ndim != 3 or array.shape[0] < 4 or not array.size:
-        raise StorageError(f"{path} has shape {array.shape}; expected [tokens, heads, head_dim], four tokens or more")
+        raise StorageError(
+            f"{path} has shape {array.shape}; expected [tokens, heads, head_dim], four tokens or more",
+            code="storage.shape",
+        )
     stream = path.name[0].lower()
     if stream == "k" and layer not in weights:
-        raise StorageError(f"{path.name} has no Sigma_q; put a sigma_q_L{layer:02d}.npy beside it")
+        raise StorageError(
+            f"{path.name} has no Sigma_q; put a sigma_q_L{layer:02d}.npy beside it", code="storage.no-sigma"
+        )
     weight = weights[layer] if stream == "k" else None
     if weight is not None and weight.shape != (array.shape[1], array.shape[2], array.shape[2]):
-        raise StorageError(f"{path} has shape {array.shape}, its Sigma_q {tuple(weight.shape)}; these do not fit")
+        raise StorageError(
+            f"{path} has shape {array.shape}, its Sigma_q {tuple(weight.shape)}; these do not fit",
+            code="storage.sigma-misfit",
+        )
     whole = torch.from_numpy(array).transpose(0, 1).contiguous().bfloat16()
     parts = halves(torch.stack(whole.split(whole.shape[1] // 2, dim=1)[:2]).contiguous())
-    return Sample(layer, stream, *parts, weight, weight, whole=whole)
+    return StreamSample(layer, stream, *parts, weight, weight, whole=whole)
 
 
 def weights_in(path: Path) -> Iterable[tuple[int, Tensor]]:
@@ -270,7 +281,10 @@ def layers_in(path: Path, count: int) -> list[int]:
     """The layers in a file's name, as many as it holds."""
     layers = [int(number) for number in LAYER_OF.findall(path.stem)]
     if len(layers) != count:
-        raise StorageError(f"{path} names {len(layers)} layers and holds {count}; write _L<l> for each into its name")
+        raise StorageError(
+            f"{path} names {len(layers)} layers and holds {count}; write _L<l> for each into its name",
+            code="storage.layer-names",
+        )
     return layers
 
 
@@ -279,15 +293,21 @@ def array_in(path: Path) -> np.ndarray:
     try:
         array = np.load(path)
     except (OSError, ValueError, EOFError) as error:
-        raise StorageError(f"cannot read {path} as .npy: {error}") from None
+        raise StorageError(f"cannot read {path} as .npy: {error}", code="storage.unreadable") from None
     if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or array.dtype.itemsize > 8:
-        raise StorageError(f"{path} holds {getattr(array, 'dtype', type(array).__name__)}; expected a float array")
+        raise StorageError(
+            f"{path} holds {getattr(array, 'dtype', type(array).__name__)}; expected a float array",
+            code="storage.dtype",
+        )
     if not np.isfinite(array).all():
-        raise StorageError(f"{path} holds NaN or infinity")
+        raise StorageError(f"{path} holds NaN or infinity", code="storage.not-finite")
     return array
 
 
 def check_sigma(weight: Tensor, origin: str) -> None:
     """`StorageError` unless this may be a Sigma_q: [heads, n, n], finite."""
     if weight.ndim != 3 or weight.shape[1] != weight.shape[2] or not weight.isfinite().all():
-        raise StorageError(f"{origin} is no Sigma_q: shape {tuple(weight.shape)}, expected finite [heads, n, n]")
+        raise StorageError(
+            f"{origin} is no Sigma_q: shape {tuple(weight.shape)}, expected finite [heads, n, n]",
+            code="storage.sigma-shape",
+        )

@@ -21,8 +21,8 @@ from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, WHOLE, Recipe, StreamRecipe
 from kvlab.core.settings import Conditioned, IdentityStream
 from kvlab_pipeline.studies.ladder.plan import rungs
-from validation.bench.rivals import LIBRARIES, Library, Rival, Stored, usable
-from validation.bench.sources import Sample
+from validation.bench.rivals import LIBRARIES, EncodedTensor, Library, LibraryCodec, usable
+from validation.bench.sources import StreamSample
 from validation.limit import theory as limit
 
 
@@ -149,26 +149,26 @@ class RivalCoder:
 
     serialises = False
 
-    def __init__(self, rival: Rival):
+    def __init__(self, rival: LibraryCodec):
         self.rival, self.decodes = rival, rival.separate
 
-    def encode(self, x: Tensor, site: Site) -> Stored:
+    def encode(self, x: Tensor, site: Site) -> EncodedTensor:
         """See `Coder.encode`."""
         return self.rival.encode(x)
 
-    def decode(self, coded: Stored) -> Tensor:
+    def decode(self, coded: EncodedTensor) -> Tensor:
         """See `Coder.decode`."""
         return self.rival.decode(coded)
 
-    def nbytes(self, coded: Stored) -> float:
+    def nbytes(self, coded: EncodedTensor) -> float:
         """See `Coder.nbytes`."""
         return coded.nbytes
 
-    def index_bits(self, coded: Stored, values: int) -> float:
+    def index_bits(self, coded: EncodedTensor, values: int) -> float:
         """See `Coder.index_bits`."""
         return self.rival.index_bits
 
-    def known_loss(self, coded: Stored) -> None:
+    def known_loss(self, coded: EncodedTensor) -> None:
         """See `Coder.known_loss`."""
 
 
@@ -220,7 +220,7 @@ def nominal(recipe: Recipe) -> int | None:
 # ------------------------------------------------------------------------------------ calibrations
 
 
-def calibrate(rows: Tensor, sample: Sample, weight: Tensor | None, ridge: float) -> StreamCalibration:
+def calibrate(rows: Tensor, sample: StreamSample, weight: Tensor | None, ridge: float) -> StreamCalibration:
     """Everything that can be fitted, from rows [windows, heads, tokens, head_dim] and the metric of their errors.
 
     K is whitened by the sample's Sigma_q, or by the metric where it has none; V never is.

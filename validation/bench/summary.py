@@ -39,11 +39,6 @@ def spread(source: dict, label: str) -> float:
     return max(((rate["high"] - rate["low"]) / 2 / rate["value"] for rate in rates), default=0.0)
 
 
-def whole_labels(data: dict) -> set[str]:
-    """The codecs of whole caches, measured or not."""
-    return {one["label"] for one in data["whole"]} | set(data["whole_unmeasured"])
-
-
 def order(data: dict) -> list[dict]:
     """Subjects by nominal bits, those without any first."""
     return sorted(data["subjects"], key=lambda one: (one["bits"] or 0, one["rival"]))

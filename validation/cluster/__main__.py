@@ -29,12 +29,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     try:
-        written(args.model, args.codec, args.tokens, args.ranks, not args.without_vllm, args.out)
+        write_page(args.model, args.codec, args.tokens, args.ranks, not args.without_vllm, args.out)
     except KvlabError as error:
         parser.error(" ".join(str(error).split()))
 
 
-def written(model: Path, codecs: Sequence[str], tokens: Sequence[int], ranks: int, vllm: bool, out: Path) -> None:
+def write_page(model: Path, codecs: Sequence[str], tokens: Sequence[int], ranks: int, vllm: bool, out: Path) -> None:
     """Measure, and write the page and, beside it, its numbers."""
     from validation.cluster.measure import measure
 

@@ -52,7 +52,7 @@ def measure(folder: Path, codecs: Sequence[str], tokens: Sequence[int], world: i
 def _recipe(asked: str):
     name, _, bits = asked.partition("=")
     if not bits.isdecimal():
-        raise UserError(f"codec {asked!r} is not understood; allowed: NAME=BITS")
+        raise UserError(f"codec {asked!r} is not understood; allowed: NAME=BITS", code="user.codec-not-understood")
     return named_recipe(name, int(bits))
 
 

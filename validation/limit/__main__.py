@@ -20,7 +20,7 @@ from validation.limit.page import write
 ENCYCLOPEDIA = Path("encyclopedia")
 
 
-def written(folder: str) -> Path:
+def encyclopedia_file(folder: str) -> Path:
     """The articles in a file of that name, one after the other."""
     path = Path(folder) / ENCYCLOPEDIA
     path.write_text("\n\n".join(article.text for article in encyclopedia.extract()))
@@ -41,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     asked = [one for codec in args.codec for one in recipes_of(codec, args.bits)]
     with TemporaryDirectory() as folder:
-        text = written(folder) if args.text == ENCYCLOPEDIA else args.text
+        text = encyclopedia_file(folder) if args.text == ENCYCLOPEDIA else args.text
         found = measure(args.model, text, asked, args.context, args.windows, args.calib_windows)
     write_json(args.out / "limit.json", found)
     write(found, args.out)

@@ -41,7 +41,7 @@ from validation.limit.bound import CENTRES, Bound, Scalar, counts
 
 
 @dataclass
-class Tally:
+class ErrorTally:
     """What a codec took and lost so far: bytes, and squared errors in nats, weighed by attention."""
 
     coder: Coder
@@ -59,7 +59,7 @@ class Tally:
 
 
 @dataclass
-class Scored:
+class ScoredText:
     """What is known of the scored text, whatever codes it.
 
     Parameters
@@ -104,7 +104,7 @@ class Limits:
     scored : Scored
     """
 
-    def __init__(self, archive: Archive, scored: Scored):
+    def __init__(self, archive: Archive, scored: ScoredText):
         self.model, self.scored = archive.fitted, scored
         self.scalar = Scalar()
         plain = sources.without_prediction(self.model, scored.moments)
@@ -113,7 +113,7 @@ class Limits:
         self.weighed = self._bound(plain, weighed=True)
         self.full = self._bound(self.left, weighed=True)
 
-    def _bound(self, found: sources.Sources, weighed: bool) -> Bound:
+    def _bound(self, found: sources.ComponentVariances, weighed: bool) -> Bound:
         total = 0
         for layer in range(self.model.layers):
             weights = self.scored.of_layer(layer, self.scored.weights) if weighed else None
@@ -148,7 +148,7 @@ class Limits:
             "fit and shape": nominal - self.full.rate(error) - over_loop,
         }
 
-    def _chosen(self, found: sources.Sources, quality: int) -> tuple[float, float]:
+    def _chosen(self, found: sources.ComponentVariances, quality: int) -> tuple[float, float]:
         """Bits and weighed error of Gaussian sources in the steps that `archive` chooses."""
         bits, error, number = 0.0, 0.0, 0
         for layer in range(self.model.layers):
@@ -197,8 +197,8 @@ def measure(folder: Path, text: Path, asked: Sequence[Named], context: int, most
     recipes = [*(one.recipe for one in asked), named_recipe("archive", 2)]  # whose metric is that of the limit
     calibrated = source.fit(engine, recipes)
     archive, heads = calibrated.archive, info.n_kv_heads
-    tallies: dict[str, Tally] = {}
-    scored = Scored([Across(heads * info.head_dim, layer > 0) for layer in range(info.n_layers)])
+    tallies: dict[str, ErrorTally] = {}
+    scored = ScoredText([Across(heads * info.head_dim, layer > 0) for layer in range(info.n_layers)])
     for number, ids in enumerate(tqdm(windows.tolist(), desc="windows", leave=False)):
         clean = CleanCapture(context)
         engine.score(ids, context, clean)
@@ -221,7 +221,9 @@ def measure(folder: Path, text: Path, asked: Sequence[Named], context: int, most
     }
 
 
-def _tally(one: Named, engine: Engine, windows: int, calibrated: Calibrated, clean: CleanCapture, ids: list) -> Tally:
+def _tally(
+    one: Named, engine: Engine, windows: int, calibrated: Calibrated, clean: CleanCapture, ids: list
+) -> ErrorTally:
     """A codec's. One of whole caches gets the quality that gives the first window its bits: all have the same steps."""
     cell = _cell(one.recipe, engine, windows)
     if one.recipe.k.codec in WHOLE:
@@ -229,7 +231,7 @@ def _tally(one: Named, engine: Engine, windows: int, calibrated: Calibrated, cle
         first.begin(clean, ids, 0)
         stream = ArchiveStream(quality=load(first.stored).header.quality, block_size=one.recipe.k.block_size)
         cell = cell.model_copy(update={"recipe": Recipe(k=stream, v=stream)})
-    return Tally(coder_of(cell, calibrated, judged=False))
+    return ErrorTally(coder_of(cell, calibrated, judged=False))
 
 
 def _cell(recipe: Recipe, engine: Engine, windows: int) -> Cell:
@@ -247,7 +249,7 @@ def _cell(recipe: Recipe, engine: Engine, windows: int) -> Cell:
     )
 
 
-def _row(one: Named, tally: Tally, limits: Limits, info, context: int, windows: int) -> dict:
+def _row(one: Named, tally: ErrorTally, limits: Limits, info, context: int, windows: int) -> dict:
     """A codec's numbers."""
     coding, recipe = tally.coder.coding(info, context, "float32"), tally.coder.cell.recipe
     values = windows * (context - 1) * info.values_per_token

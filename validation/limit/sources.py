@@ -22,24 +22,24 @@ RIDGE = 1e-5  # of each predictor's own variance; heads may be wider together th
 
 
 @dataclass(frozen=True)
-class Sources:
+class ComponentVariances:
     """Variances of the components of every layer's K and V, float64 [width], by layer and stream."""
 
     variances: dict[tuple[int, str], Tensor]
 
 
-def without_prediction(model: ArchiveModel, moments: Sequence[Across]) -> Sources:
+def without_prediction(model: ArchiveModel, moments: Sequence[Across]) -> ComponentVariances:
     """Those of K and V themselves."""
     found = {}
     for layer, stream in model.streams:
-        own, _ = _parts(moments[layer], layer, stream, [])
+        own, _ = _parts(moments[layer], stream, [])
         found[layer, stream] = _eigen(model, layer, stream, own)[0]
-    return Sources(found)
+    return ComponentVariances(found)
 
 
 def predicted(
     model: ArchiveModel, moments: Sequence[Across], noise: Callable[[int, Tensor], Tensor] | None = None
-) -> Sources:
+) -> ComponentVariances:
     """Those of what prediction leaves.
 
     Parameters
@@ -66,13 +66,13 @@ def predicted(
             if noise:
                 own = noise(layer, values).unflatten(0, (len(axes), -1))
                 errors[layer, stream] = torch.block_diag(*(axes.mT @ (own[..., None] * axes)))
-    return Sources(found)
+    return ComponentVariances(found)
 
 
 def _left(moments: Across, layer: int, stream: str, errors: dict) -> Tensor:
     """Covariance of what prediction leaves [width, width], as large as on text that the prediction has not seen."""
     sources = sources_of(layer, stream)
-    own, (clean, cross) = _parts(moments, layer, stream, sources)
+    own, (clean, cross) = _parts(moments, stream, sources)
     if not sources:
         return own
     system = clean + torch.block_diag(*(errors[source] for source in sources))
@@ -81,7 +81,7 @@ def _left(moments: Across, layer: int, stream: str, errors: dict) -> Tensor:
     return (own - cross.mT @ weights) / (1 - min(len(system) / moments.count, 0.5))
 
 
-def _parts(moments: Across, layer: int, stream: str, sources: list) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _parts(moments: Across, stream: str, sources: list) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Covariance of a stream, of its predictors, and of both."""
     width, place = moments.width, STREAMS.index(stream)
     covariance, start = moments.scatter / max(moments.count - 1, 1), len(moments.mean) - (2 - place) * moments.width
@@ -93,11 +93,6 @@ def _eigen(model: ArchiveModel, layer: int, stream: str, left: Tensor) -> tuple[
     """Variances of the components in nats [width], and what takes components to values [groups, width, width]."""
     forward = model.streams[layer, stream].forward.double()  # of values to roots of nats, in other axes
     values, axes = torch.linalg.eigh(forward.mT @ diagonal_blocks(left[None], len(forward)) @ forward)
-    to_values = torch.linalg.solve_triangular(*_triangular(forward @ axes), upper=True)
+    q, r = torch.linalg.qr(forward @ axes)  # its inverse is R^-1 Q^T
+    to_values = torch.linalg.solve_triangular(r, q.mT.contiguous(), upper=True)
     return values.clamp(min=FLOOR).flatten(), to_values
-
-
-def _triangular(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """R and Q^T of each matrix, whose inverse is R^-1 Q^T."""
-    q, r = torch.linalg.qr(matrix)
-    return r, q.mT.contiguous()

@@ -157,7 +157,7 @@ def decibels_above(eigenvalues: Tensor, distortion: Tensor, bits: float | Tensor
 
 
 @dataclass(frozen=True)
-class Split:
+class ExcessBits:
     """A codec's bits above the limit, and the five parts whose sum they are; bits per value.
 
     The parts are the steps of one chain from the bytes down to the limit, each the difference of two
@@ -198,9 +198,9 @@ class Split:
     shape: float
 
 
-def split(real: float, index: float, ideal: float, at_twin: float, at_oracle: float, at_scored: float) -> Split:
-    """The parts from the six numbers of the chain, bits per value; see `Split`."""
-    return Split(
+def split(real: float, index: float, ideal: float, at_twin: float, at_oracle: float, at_scored: float) -> ExcessBits:
+    """The parts from the six numbers of the chain, bits per value; see `ExcessBits`."""
+    return ExcessBits(
         excess=real - at_scored,
         metadata=real - index,
         granular=index - ideal,

@@ -243,15 +243,11 @@ def stage_rows(found):
     for stage, seconds, memory, _ in found:
         stages.setdefault(stage, []).append((seconds, memory))
     stages["**all**"] = [(seconds, memory) for _, seconds, memory, _ in found]
-    return [
-        [name, str(len(jobs)), fixed(sum(s for s, _ in jobs), 0), fixed(max(s for s, _ in jobs), 0), mib(jobs)]
-        for name, jobs in stages.items()
-    ]
-
-
-def mib(jobs):
-    """The largest resident set of some jobs."""
-    return fixed(max(memory for _, memory in jobs), 0)
+    rows = []
+    for name, jobs in stages.items():
+        seconds, memory = zip(*jobs, strict=True)
+        rows.append([name, str(len(jobs)), fixed(sum(seconds), 0), fixed(max(seconds), 0), fixed(max(memory), 0)])
+    return rows
 
 
 def on_the_clock(found):

@@ -40,11 +40,6 @@ def smallest(place, pattern=None):
     return str(min(found, key=lambda path: (path.stat().st_size, path)).relative_to(place))
 
 
-def job_of(place, path):
-    """The job that writes a file."""
-    return next(job for job in outcome.planned_jobs(place, path) if path in job.outputs)
-
-
 def mirror(place, scratch, job):
     """Links to everything in the workspace but the job's own files; results/ is a folder of links."""
     for entry in place.iterdir():
@@ -104,7 +99,7 @@ def main():
     given = arguments.parse_args()
     place = Path(os.path.abspath(given.at))
     path = smallest(place, given.pattern)
-    job = job_of(place, path)
+    job = next(job for job in outcome.planned_jobs(place, path) if path in job.outputs)
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         mirror(place, Path(folder), job)

@@ -36,7 +36,7 @@ JOINT_MEAN = 1.25 * MEAN_KL
 
 
 @dataclass(frozen=True)
-class Law:
+class FactorLaw:
     """Positive factors of mean 1: ``gamma`` of a shape, or ``lognormal`` with a standard deviation of the logarithm."""
 
     name: Literal["gamma", "lognormal"]
@@ -61,8 +61,8 @@ class Distribution:
 
     name: str
     like: str
-    windows: Law
-    tokens: Law
+    windows: FactorLaw
+    tokens: FactorLaw
 
     def to_json(self) -> dict:
         """The fields as plain values."""
@@ -77,9 +77,9 @@ class Distribution:
 # scatter and skewness of window means, and what cells over the same tokens share. Windows scatter like a gamma,
 # since their logarithms are skewed to the left; tokens of the block codec like a lognormal, klt's like a gamma.
 DISTRIBUTIONS = (
-    Distribution("block", "cells of the block codec", Law("gamma", 2.5), Law("lognormal", 1.7)),
-    Distribution("klt", "cells of `klt`", Law("gamma", 80.0), Law("gamma", 0.75)),
-    Distribution("single layers", "one layer coded alone", Law("gamma", 1.2), Law("lognormal", 2.1)),
+    Distribution("block", "cells of the block codec", FactorLaw("gamma", 2.5), FactorLaw("lognormal", 1.7)),
+    Distribution("klt", "cells of `klt`", FactorLaw("gamma", 80.0), FactorLaw("gamma", 0.75)),
+    Distribution("single layers", "one layer coded alone", FactorLaw("gamma", 1.2), FactorLaw("lognormal", 2.1)),
 )
 
 

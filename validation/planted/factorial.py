@@ -38,7 +38,7 @@ from kvlab_pipeline.studies.gather import Results, read_cells, whole
 from kvlab_pipeline.studies.measuring import measure_jobs
 from kvlab_pipeline.studies.settings import Settings
 from validation.planted.claims import ROUNDING, Case, Claim, up_to
-from validation.planted.coverage import Distribution, Law
+from validation.planted.coverage import Distribution, FactorLaw
 from validation.planted.ground import CONTEXT, EVAL, MEASURED
 from validation.planted.page import NAMES
 from validation.planted.shim import ORIGINS, Facts, Planted, PlantedShift, unexamined
@@ -56,7 +56,7 @@ LEVELS = {
     "variance_ratio": (1.0, 0.95),
     "origin": ("hf", "vllm"),
 }
-SCATTER = Distribution("factorial", "nothing that was measured", Law("gamma", 40.0), Law("lognormal", 0.6))
+SCATTER = Distribution("factorial", "nothing that was measured", FactorLaw("gamma", 40.0), FactorLaw("lognormal", 0.6))
 SEED = 21
 STUDY = "factors"
 SHARES = "all files -> `factors_entry` (gap, shares, interactions)"

@@ -141,4 +141,7 @@ def refuse_missed(data: dict) -> None:
     found = missed(data)
     if found:
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise Fault(f"{len(found)} planted truths were not recovered: {'; '.join(found[:SHOWN])}{more}")
+        raise Fault(
+            f"{len(found)} planted truths were not recovered: {'; '.join(found[:SHOWN])}{more}",
+            code="fault.not-recovered",
+        )

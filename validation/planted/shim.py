@@ -228,7 +228,7 @@ class Watch:
             return answer
         self.marks.add(mark)
         if not torch.equal(answer.flatten(1)[:, 4:], x.flatten(1)[:, 4:]):
-            raise Fault(f"layer {layer} {part}: more than the mark came back changed")
+            raise Fault(f"layer {layer} {part}: more than the mark came back changed", code="fault.more-than-the-mark")
         return None
 
 

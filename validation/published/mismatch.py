@@ -17,21 +17,21 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from validation.published.rows import Cell, Facts
+from validation.published.rows import CellFacts, PublishedCell
 
 # What is compared on purpose, what is the same by the grouping, and what is bookkeeping.
 NOT_RECIPE = ("model", "engine", "protocol", "codec", "context", "eval", "n_layers", "inferred")
-RECIPE = tuple(name for name in Facts.model_fields if name not in NOT_RECIPE)
+RECIPE = tuple(name for name in CellFacts.model_fields if name not in NOT_RECIPE)
 EQUAL, DIFFERS, OVERLAPS, NOT_RECORDED = "equal", "differs", "overlaps", "not recorded"
 
 
 @dataclass(frozen=True)
-class Side:
+class CellGroup:
     """The cells of a group on one engine under one protocol."""
 
     engine: str | None
     protocol: str | None
-    cells: tuple[Cell, ...]
+    cells: tuple[PublishedCell, ...]
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class GroupComparison:
     """Two sides of one group, field by field."""
 
     claim: str
-    a: Side
-    b: Side
+    a: CellGroup
+    b: CellGroup
     fields: tuple[Field, ...]
 
     def named(self, verdict: str) -> list[Field]:
@@ -63,33 +63,33 @@ class Comparison:
         return [one for one in self.fields if one.verdict == verdict]
 
 
-def comparisons(cells: Sequence[Cell]) -> list[Comparison]:
+def comparisons(cells: Sequence[PublishedCell]) -> list[GroupComparison]:
     """Every two sides of every group of codec cells."""
     found = []
     for group in groups([cell for cell in cells if cell.role == "codec"]):
         for a, b in itertools.combinations(sides(group), 2):
             fields = tuple(field(name, a, b) for name in RECIPE)
             recorded = tuple(one for one in fields if one.a or one.b)
-            found.append(Comparison(group[0].claim, a, b, recorded))
+            found.append(GroupComparison(group[0].claim, a, b, recorded))
     return found
 
 
-def indistinct(cells: Sequence[Cell]) -> list[list[Cell]]:
+def indistinct(cells: Sequence[PublishedCell]) -> list[list[PublishedCell]]:
     """Codec cells whose recorded recipes are equal but whose numbers are not: what sets them apart is not recorded."""
-    found: dict[tuple, list[Cell]] = {}
+    found: dict[tuple, list[PublishedCell]] = {}
     for cell in cells:
         if cell.role == "codec":
             inferred = dict.fromkeys(cell.facts.inferred)
             key = (cell.claim, cell.facts.model_copy(update={**inferred, "inferred": ()}), len(cell.windows))
             found.setdefault(key, []).append(cell)
 
-    def numbers(cell: Cell) -> tuple:
+    def numbers(cell: PublishedCell) -> tuple:
         return tuple((one.ppl_ref, one.ppl_alt) for one in cell.windows)
 
     return [group for group in found.values() if len({numbers(cell) for cell in group}) > 1]
 
 
-def groups(cells: Sequence[Cell]) -> list[list[Cell]]:
+def groups(cells: Sequence[PublishedCell]) -> list[list[PublishedCell]]:
     """Cells that may be one experiment: same claim and sizes; a cell that names no model or depth joins those that do.
 
     A cell that fits several groups is in each of them.
@@ -105,13 +105,13 @@ def groups(cells: Sequence[Cell]) -> list[list[Cell]]:
     return [group for group in found if len(group) > 1]
 
 
-def identity(cell: Cell) -> tuple:
+def identity(cell: PublishedCell) -> tuple:
     """What cells of one experiment share."""
     facts = cell.facts
     return cell.claim, facts.model, facts.context, facts.eval, facts.n_layers
 
 
-def fits(cell: Cell, key: tuple) -> bool:
+def fits(cell: PublishedCell, key: tuple) -> bool:
     """Whether nothing that the cell records speaks against the key."""
     claim, *rest = identity(cell)
     return claim == key[0] and all(
@@ -119,16 +119,16 @@ def fits(cell: Cell, key: tuple) -> bool:
     )
 
 
-def sides(group: Sequence[Cell]) -> list[Side]:
+def sides(group: Sequence[PublishedCell]) -> list[CellGroup]:
     """The (engine, protocol) of a group, HF first."""
-    found: dict[tuple, list[Cell]] = {}
+    found: dict[tuple, list[PublishedCell]] = {}
     for cell in group:
         found.setdefault((cell.facts.engine, cell.facts.protocol), []).append(cell)
     ordered = sorted(found, key=lambda one: (str(one[0]), one[1] != "snapshot"))
-    return [Side(engine, protocol, tuple(found[engine, protocol])) for engine, protocol in ordered]
+    return [CellGroup(engine, protocol, tuple(found[engine, protocol])) for engine, protocol in ordered]
 
 
-def field(name: str, a: Side, b: Side) -> Field:
+def field(name: str, a: CellGroup, b: CellGroup) -> Field:
     """One recipe field on two sides."""
     counts, absent = [], []
     for side in (a, b):

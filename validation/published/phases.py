@@ -15,7 +15,7 @@ from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Estimate
 from kvlab.stats.slope import log_log_slope
 from validation.published.reanalyse import BOOTSTRAP, plain_column, t_interval
-from validation.published.rows import Cell, Grid, LayerErrors, Layers, Sigma
+from validation.published.rows import LayerErrors, PublishedCell, SettingsGrid, SigmaSidecar, SingleLayers
 
 SATURATION = 1.0  # nats; beyond, the text is as good as unknown
 
@@ -39,7 +39,7 @@ class Slope:
     slope: Estimate | None
 
 
-def slopes(cells: Sequence[Cell]) -> list[Slope]:
+def slopes(cells: Sequence[PublishedCell]) -> list[Slope]:
     """One entry per noise file."""
     found = []
     noisy = [cell for cell in cells if cell.role == "noise"]
@@ -52,7 +52,7 @@ def slopes(cells: Sequence[Cell]) -> list[Slope]:
     return found
 
 
-def responds(cell: Cell) -> bool:
+def responds(cell: PublishedCell) -> bool:
     """Whether noise of this size moves the text without drowning it."""
     values = [one.abs_dlogp for one in cell.windows]
     if cell.sigma <= 0 or len(values) < 2 or not all(value is not None and value > 0 for value in values):
@@ -60,7 +60,7 @@ def responds(cell: Cell) -> bool:
     return statistics.fmean(values) < SATURATION
 
 
-def steepness(cells: Sequence[Cell]) -> Estimate | None:
+def steepness(cells: Sequence[PublishedCell]) -> Estimate | None:
     """Slope on logarithms of abs_dlogp against the size of the noise; None where the sizes do not give one."""
     if len(cells) < 2 or len({tuple(one.window for one in cell.windows) for cell in cells}) > 1:
         return None
@@ -71,7 +71,7 @@ def steepness(cells: Sequence[Cell]) -> Estimate | None:
         return None
 
 
-def engine_differences(cells: Sequence[Cell]) -> list[tuple[float, Cell, Cell, Estimate]]:
+def engine_differences(cells: Sequence[PublishedCell]) -> list[tuple[float, PublishedCell, PublishedCell, Estimate]]:
     """At each size of noise, vLLM's delta_nll minus HF's, paired by window."""
     noisy = [cell for cell in cells if cell.role == "noise"]
     found = []
@@ -94,7 +94,7 @@ class LayerSums:
     would have if that scatter were all noise. `whole` is the cell that codes those layers together.
     """
 
-    layers: Layers
+    layers: SingleLayers
     boundary: tuple[int, ...] | None
     boundary_file: str | None
     boundary_sum: float | None
@@ -104,13 +104,13 @@ class LayerSums:
     scatter: float | None
     noise: float | None
     half_width: float | None
-    whole: Cell | None
+    whole: PublishedCell | None
     whole_change: Estimate | None
     interaction: float | None
     top1_lost: float | None
 
 
-def layer_sums(layers: Layers, cells: Sequence[Cell]) -> LayerSums:
+def layer_sums(layers: SingleLayers, cells: Sequence[PublishedCell]) -> LayerSums:
     """Sums inside and outside the boundary set, which is that of a whole-model cell in the same folder."""
     whole = whole_cell(layers, cells)
     given = layers.facts.boundary_layers
@@ -145,7 +145,7 @@ def layer_sums(layers: Layers, cells: Sequence[Cell]) -> LayerSums:
     )
 
 
-def whole_cell(layers: Layers, cells: Sequence[Cell]) -> Cell | None:
+def whole_cell(layers: SingleLayers, cells: Sequence[PublishedCell]) -> PublishedCell | None:
     """The cell that codes all layers outside a boundary with the recipe of the single layers.
 
     Every recipe field that both record must be equal; of several, the first by file name.
@@ -153,7 +153,7 @@ def whole_cell(layers: Layers, cells: Sequence[Cell]) -> Cell | None:
     names = ("engine", "protocol", "bits_k", "bits_v", "block_size", "calibration", "codebook_k", "codebook_v")
     names += ("outlier_threshold", "v_outlier_threshold", "context", "eval", "n_layers", "variance_ratio")
 
-    def alike(cell: Cell) -> bool:
+    def alike(cell: PublishedCell) -> bool:
         pairs = [(getattr(cell.facts, name), getattr(layers.facts, name)) for name in names]
         same = all(one == two for one, two in pairs if one is not None and two is not None)
         return same and cell.facts.stream == layers.facts.stream and cell.facts.boundary_layers is not None
@@ -195,7 +195,7 @@ class Knob:
     kl_high: float | None
 
 
-def knobs(grid: Grid) -> list[Knob]:
+def knobs(grid: SettingsGrid) -> list[Knob]:
     """For neighbouring variance ratios, by bits and whitening: means over the other settings, paired."""
     ratios = sorted({one.settings["variance_ratio"] for one in grid.rows})
     split = [name for name in ("bit_width", "q_precond") if any(name in one.settings for one in grid.rows)]
@@ -208,7 +208,7 @@ def knobs(grid: Grid) -> list[Knob]:
     return found
 
 
-def paired(grid: Grid, low: float, high: float) -> list[tuple]:
+def paired(grid: SettingsGrid, low: float, high: float) -> list[tuple]:
     """Rows at two variance ratios that agree in everything else.
 
     Raises
@@ -253,7 +253,7 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return min(values), statistics.median(values), max(values)
 
 
-def sigma_spreads(sigma: Sigma) -> dict[str, tuple[float, float, float]]:
+def sigma_spreads(sigma: SigmaSidecar) -> dict[str, tuple[float, float, float]]:
     """Condition numbers, and the largest off-diagonal entry over the mean diagonal."""
     named = {"condition number": sigma.condition, "largest off-diagonal over mean diagonal": sigma.off_diagonal}
     return {name: spread(values) for name, values in named.items() if values}

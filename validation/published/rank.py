@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from validation.published.reading import file_name
-from validation.published.rows import Cell, Sigma
+from validation.published.rows import PublishedCell, SigmaSidecar
 
 DEFAULT_CENTRES = 16
 
 
 @dataclass(frozen=True)
-class Rank:
+class EstimatedRank:
     """The estimated rank of K in one cell: by window, and what it was computed with."""
 
-    cell: Cell
+    cell: PublishedCell
     ranks: tuple[int, ...]
     bytes_per_block: tuple[float, ...]
     full: int
@@ -41,7 +41,7 @@ def block_bytes(d: int, dim: int, block: int, bits: float, centres: int, thresho
     return skeleton + block * (10 + math.ceil(coordinates * bits / 8)) + 4 * share * block * coordinates
 
 
-def ranks(cells: Sequence[Cell], sigmas: Sequence[Sigma]) -> list[Rank]:
+def ranks(cells: Sequence[PublishedCell], sigmas: Sequence[SigmaSidecar]) -> list[EstimatedRank]:
     """The rank in every K-only cell whose calibration's sidecar, which knows heads and head_dim, is in the folder."""
     found = []
     for cell in cells:
@@ -51,14 +51,14 @@ def ranks(cells: Sequence[Cell], sigmas: Sequence[Sigma]) -> list[Rank]:
     return found
 
 
-def matches(cell: Cell, sidecar: Sigma) -> bool:
+def matches(cell: PublishedCell, sidecar: SigmaSidecar) -> bool:
     """Whether the sidecar is the one of the calibration that the cell names, for a model of its depth."""
     calibration = (cell.facts.calibration or "").rsplit(".", 1)[0]
     stem = file_name(sidecar.file).rsplit(".", 1)[0]
     return calibration == stem and cell.facts.n_layers == sidecar.n_layers
 
 
-def rank(cell: Cell, sidecar: Sigma) -> Rank | None:
+def rank(cell: PublishedCell, sidecar: SigmaSidecar) -> EstimatedRank | None:
     """The whole ranks whose bytes come nearest to those of each window; None where a field is missing."""
     facts = cell.facts
     sizes = (facts.block_size, facts.bits_k, facts.boundary_layers, facts.context, facts.eval, facts.n_layers)
@@ -74,4 +74,4 @@ def rank(cell: Cell, sidecar: Sigma) -> Rank | None:
     model = {d: block_bytes(d, *settings) for d in range(1, sidecar.head_dim + 1)}
     means = tuple(one / blocks for one in counts)
     nearest = tuple(min(model, key=lambda d: abs(model[d] - mean)) for mean in means)
-    return Rank(cell, nearest, means, sidecar.head_dim)
+    return EstimatedRank(cell, nearest, means, sidecar.head_dim)

@@ -15,7 +15,7 @@ MOST_TOKENS = 10**9
 LEAST_PERPLEXITY = 1 - 1e-3
 
 
-class Refused(StorageError):
+class FileRefused(StorageError):
     """A file of a known family that lacks, or has unusable, what decides a number."""
 
     code = "storage.published"
@@ -50,14 +50,14 @@ def required(data: dict, key: str, where: str) -> float:
         When it is missing, no number, NaN or infinite.
     """
     if not isinstance(data, dict) or key not in data:
-        raise Refused(f"{where}.{key} is missing".lstrip("."))
+        raise FileRefused(f"{where}.{key} is missing".lstrip("."))
     value = data[key]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Refused(f"{where}.{key} is {value!r}, not a number".lstrip("."))
+        raise FileRefused(f"{where}.{key} is {value!r}, not a number".lstrip("."))
     if not math.isfinite(value):
-        raise Refused(f"{where}.{key} is {value}, not a finite number".lstrip("."))
+        raise FileRefused(f"{where}.{key} is {value}, not a finite number".lstrip("."))
     if abs(value) > LARGEST:
-        raise Refused(f"{where}.{key} is {value}, too large for a measurement".lstrip("."))
+        raise FileRefused(f"{where}.{key} is {value}, too large for a measurement".lstrip("."))
     return value
 
 
@@ -70,7 +70,7 @@ def perplexity(data: dict, key: str, where: str) -> float:
     """As `required`, and one at least (but for rounding): the exponential of a mean of -log(probability)."""
     value = required(data, key, where)
     if value < LEAST_PERPLEXITY:
-        raise Refused(f"{where}.{key} is {value}, a perplexity is 1 at least".lstrip("."))
+        raise FileRefused(f"{where}.{key} is {value}, a perplexity is 1 at least".lstrip("."))
     return value
 
 
@@ -80,7 +80,7 @@ def count(data: dict, key: str, where: str = "") -> int | None:
     if value is None:
         return None
     if value != int(value):
-        raise Refused(f"{where}.{key} is {value}, not a whole number".lstrip("."))
+        raise FileRefused(f"{where}.{key} is {value}, not a whole number".lstrip("."))
     return int(value)
 
 
@@ -88,7 +88,7 @@ def tokens(data: dict, where: str) -> int | None:
     """The number of scored tokens, one at least, or None when it is not recorded."""
     value = count(data, "n_tokens", where)
     if value is not None and not 1 <= value <= MOST_TOKENS:
-        raise Refused(f"{where}.n_tokens is {value}, not a number of scored tokens".lstrip("."))
+        raise FileRefused(f"{where}.n_tokens is {value}, not a number of scored tokens".lstrip("."))
     return value
 
 
@@ -110,7 +110,7 @@ def layers(data: dict, key: str) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in value):
-        raise Refused(f"{key} is {value!r}, not a list of layers")
+        raise FileRefused(f"{key} is {value!r}, not a list of layers")
     return tuple(sorted(value))
 
 
@@ -125,10 +125,10 @@ def items(data: dict, key: str, where: str = "") -> list[dict]:
     value = data.get(key)
     name = f"{where}.{key}".lstrip(".")
     if not isinstance(value, list) or not value:
-        raise Refused(f"{name} is missing or empty")
+        raise FileRefused(f"{name} is missing or empty")
     for index, one in enumerate(value):
         if not isinstance(one, dict):
-            raise Refused(f"{name}[{index}] is {one!r}, not an object")
+            raise FileRefused(f"{name}[{index}] is {one!r}, not an object")
     return value
 
 

@@ -18,7 +18,7 @@ from scipy.special import stdtrit
 
 from kvlab.stats.bootstrap import FEWEST_FOR_BCA, Bootstrap, Column, Estimate, resample_counts
 from validation.published.readers.cells import published_verdict
-from validation.published.rows import Cell, Window
+from validation.published.rows import PassageScores, PublishedCell
 
 BOOTSTRAP = Bootstrap(resamples=10_000, confidence=0.95, seed=0)
 MOST_NATS = 700.0  # exp of more does not fit a float64
@@ -34,7 +34,7 @@ class Figures:
     would not bring to zero either: it is biased upwards by noise).
     """
 
-    cell: Cell
+    cell: PublishedCell
     n_windows: int
     n_tokens: int
     change: float
@@ -50,7 +50,7 @@ class Figures:
     published_verdict: str | None
 
 
-def figures(cell: Cell) -> Figures:
+def figures(cell: PublishedCell) -> Figures:
     """All estimates of one cell."""
     windows = cell.windows
     changes = [one.change for one in windows]
@@ -84,36 +84,36 @@ def known(values: Sequence[float | None]) -> list[float] | None:
     return None if any(value is None for value in values) else list(values)
 
 
-def tokens_of(windows: Sequence[Window]) -> int:
+def tokens_of(windows: Sequence[PassageScores]) -> int:
     """Scored tokens, 0 where not recorded."""
     counts = known([one.n_tokens for one in windows])
     return sum(counts) if counts else 0
 
 
-def weights(windows: Sequence[Window]) -> np.ndarray:
+def weights(windows: Sequence[PassageScores]) -> np.ndarray:
     """Tokens by window, ones where not recorded, float64 [windows]."""
     counts = known([one.n_tokens for one in windows])
     return np.array(counts, dtype=np.float64) if counts else np.ones(len(windows))
 
 
-def made(windows: Sequence[Window], sums: np.ndarray, counts: np.ndarray) -> Column:
+def made(windows: Sequence[PassageScores], sums: np.ndarray, counts: np.ndarray) -> Column:
     """A column over windows; two columns are paired when their windows have the same numbers."""
     numbers = tuple(one.window for one in windows)
     return Column(sums, counts, numbers, repr(numbers), tokens_of(windows))
 
 
-def plain_column(windows: Sequence[Window], values: Sequence[float]) -> Column:
+def plain_column(windows: Sequence[PassageScores], values: Sequence[float]) -> Column:
     """Every window counts once."""
     return made(windows, np.asarray(values, dtype=np.float64), np.ones(len(windows)))
 
 
-def token_column(windows: Sequence[Window], values: Sequence[float]) -> Column:
+def token_column(windows: Sequence[PassageScores], values: Sequence[float]) -> Column:
     """Means per window, every token counts once."""
     counts = weights(windows)
     return made(windows, np.asarray(values, dtype=np.float64) * counts, counts)
 
 
-def delta_column(windows: Sequence[Window]) -> Column:
+def delta_column(windows: Sequence[PassageScores]) -> Column:
     """delta_nll."""
     return token_column(windows, [one.delta_nll for one in windows])
 
@@ -150,7 +150,7 @@ def bootstrap_interval(column: Column) -> Estimate:
     return Estimate(value, float(low), float(high), n, column.n_tokens, float(high - low) / 2, "percentile")
 
 
-def ratio_of(windows: Sequence[Window], delta: Estimate) -> Estimate | None:
+def ratio_of(windows: Sequence[PassageScores], delta: Estimate) -> Estimate | None:
     """exp(mean delta_nll): BCa from eight windows on; below, exp of the t interval, made where scatter is symmetric.
 
     None where a bound is too large for a number.
@@ -163,7 +163,7 @@ def ratio_of(windows: Sequence[Window], delta: Estimate) -> Estimate | None:
     return replace(delta, value=value, low=low, high=high, resolvable=(high - low) / 2)
 
 
-def agreement(windows: Sequence[Window]) -> Estimate | None:
+def agreement(windows: Sequence[PassageScores]) -> Estimate | None:
     """Top-1 agreement over tokens."""
     values = known([one.top1 for one in windows])
     if values is None:
@@ -173,7 +173,7 @@ def agreement(windows: Sequence[Window]) -> Estimate | None:
     return BOOTSTRAP.rate(replace(column, n_tokens=column.n_tokens or len(windows)))
 
 
-def weighted(windows: Sequence[Window], values: list[float] | None) -> Estimate | None:
+def weighted(windows: Sequence[PassageScores], values: list[float] | None) -> Estimate | None:
     """Mean over tokens of a quantity that may not be recorded."""
     return BOOTSTRAP.mean(token_column(windows, values)) if values and len(windows) > 1 else None
 
@@ -182,15 +182,15 @@ def weighted(windows: Sequence[Window], values: list[float] | None) -> Estimate 
 
 
 @dataclass(frozen=True)
-class Difference:
+class CellDifference:
     """What one cell costs more than another, paired by window.
 
     `same_text` says that both have the same reference perplexities, hence the same passages on the same engine;
     otherwise they are paired by their number alone. `crosses` names what of engine and protocol differs.
     """
 
-    a: Cell
-    b: Cell
+    a: PublishedCell
+    b: PublishedCell
     change: Estimate
     delta_nll: Estimate
     top1: Estimate | None
@@ -198,7 +198,7 @@ class Difference:
     crosses: tuple[str, ...]
 
 
-def comparable(a: Cell, b: Cell) -> bool:
+def comparable(a: PublishedCell, b: PublishedCell) -> bool:
     """Whether two cells answer one question: same claim, windows, sizes, and no two models or depths named."""
     if a.claim != b.claim or [one.window for one in a.windows] != [one.window for one in b.windows]:
         return False
@@ -207,14 +207,14 @@ def comparable(a: Cell, b: Cell) -> bool:
     return len(a.windows) > 1 and all(one is None or two is None or one == two for one, two in pairs)
 
 
-def same_text(a: Cell, b: Cell) -> bool:
+def same_text(a: PublishedCell, b: PublishedCell) -> bool:
     """Whether both have the same reference perplexities, window by window."""
     return all(
         math.isclose(one.ppl_ref, two.ppl_ref, rel_tol=SAME_TEXT) for one, two in zip(a.windows, b.windows, strict=True)
     )
 
 
-def difference(a: Cell, b: Cell) -> Difference:
+def difference(a: PublishedCell, b: PublishedCell) -> CellDifference:
     """`b` minus `a`, paired by window."""
     change = np.array([one.change for one in b.windows]) - np.array([one.change for one in a.windows])
     nll = np.array([one.delta_nll for one in b.windows]) - np.array([one.delta_nll for one in a.windows])
@@ -222,29 +222,24 @@ def difference(a: Cell, b: Cell) -> Difference:
     top1 = None
     if all(agreements):
         top1 = plain_interval(b.windows, np.array(agreements[1]) - np.array(agreements[0]))
-    return Difference(
+    return CellDifference(
         a=a,
         b=b,
         change=plain_interval(b.windows, change),
         delta_nll=plain_interval(b.windows, nll),
         top1=top1,
         same_text=same_text(a, b),
-        crosses=crossed(a, b),
+        crosses=tuple(name for name in ("engine", "protocol") if getattr(a.facts, name) != getattr(b.facts, name)),
     )
 
 
-def crossed(a: Cell, b: Cell) -> tuple[str, ...]:
-    """What of engine and protocol differs between two cells."""
-    return tuple(name for name in ("engine", "protocol") if getattr(a.facts, name) != getattr(b.facts, name))
-
-
-def plain_interval(windows: Sequence[Window], values: np.ndarray) -> Estimate:
+def plain_interval(windows: Sequence[PassageScores], values: np.ndarray) -> Estimate:
     """BCa from eight windows on, t below; every window counts once."""
     column = plain_column(windows, values)
     return BOOTSTRAP.mean(column) if len(windows) >= FEWEST_FOR_BCA else t_interval(column)
 
 
-def differences(cells: Sequence[Cell]) -> list[Difference]:
+def differences(cells: Sequence[PublishedCell]) -> list[CellDifference]:
     """Every pair of comparable cells, once for cells that hold the same numbers (`copies`).
 
     Channels of one file differ on purpose and are many; they carry different claims, so they are not paired here.
@@ -254,9 +249,9 @@ def differences(cells: Sequence[Cell]) -> list[Difference]:
     return [difference(*ordered(a, b)) for a, b in itertools.combinations(coded, 2) if comparable(a, b)]
 
 
-def copies(cells: Sequence[Cell]) -> list[list[Cell]]:
+def copies(cells: Sequence[PublishedCell]) -> list[list[PublishedCell]]:
     """Codec cells of one engine with the same perplexities throughout: one run twice, or a setting without effect."""
-    found: dict[tuple, list[Cell]] = {}
+    found: dict[tuple, list[PublishedCell]] = {}
     for cell in cells:
         if cell.role == "codec":
             numbers = tuple((one.window, one.ppl_ref, one.ppl_alt) for one in cell.windows)
@@ -264,10 +259,10 @@ def copies(cells: Sequence[Cell]) -> list[list[Cell]]:
     return [group for group in found.values() if len(group) > 1]
 
 
-def ordered(a: Cell, b: Cell) -> tuple[Cell, Cell]:
+def ordered(a: PublishedCell, b: PublishedCell) -> tuple[PublishedCell, PublishedCell]:
     """The pair with HF before vLLM and snapshot before in-forward, as the study subtracts them."""
 
-    def rank(cell: Cell) -> tuple[bool, bool]:
+    def rank(cell: PublishedCell) -> tuple[bool, bool]:
         return cell.facts.engine == "vllm", cell.facts.protocol == "in_forward"
 
     return (a, b) if rank(a) <= rank(b) else (b, a)

@@ -11,11 +11,11 @@ from kvlab.output.rendering import environment, listing, tidy
 from kvlab.stats.bootstrap import FEWEST_FOR_BCA
 from kvlab_pipeline.pages.parts import needing, resolution
 from validation.published import phases, rank, tables
-from validation.published.families import READ, REFUSED, UNKNOWN, Source
-from validation.published.mismatch import DIFFERS, NOT_RECORDED, Comparison, comparisons, indistinct
+from validation.published.families import READ, REFUSED, UNKNOWN, SourceFile
+from validation.published.mismatch import DIFFERS, NOT_RECORDED, GroupComparison, comparisons, indistinct
 from validation.published.own import answer
-from validation.published.reanalyse import BOOTSTRAP, Difference, Figures, copies, differences, figures
-from validation.published.rows import Cell, Check
+from validation.published.reanalyse import BOOTSTRAP, CellDifference, Figures, copies, differences, figures
+from validation.published.rows import Check, PublishedCell
 from validation.published.tables import Numbers, code, plain, points, printed
 from validation.published.verdicts import RULES
 
@@ -28,15 +28,15 @@ MOST_WRONG = 20
 class Study:
     """The folder, read and estimated."""
 
-    sources: list[Source]
-    cells: list[Cell]
+    sources: list[SourceFile]
+    cells: list[PublishedCell]
     checks: list[Check]
     figures: list[Figures]
-    differences: list[Difference]
-    comparisons: list[Comparison]
+    differences: list[CellDifference]
+    comparisons: list[GroupComparison]
 
     @classmethod
-    def of(cls, sources: list[Source]) -> Study:
+    def of(cls, sources: list[SourceFile]) -> Study:
         """Everything that the sources allow."""
         cells = [cell for source in sources for cell in source.contents.cells]
         checks = [check for source in sources for check in source.contents.checks]
@@ -110,7 +110,7 @@ def reproduced(study: Study, numbers: Numbers) -> dict:
     }
 
 
-def mismatch(one: Comparison, numbers: Numbers) -> dict:
+def mismatch(one: GroupComparison, numbers: Numbers) -> dict:
     """Two sides of a comparison in words."""
     crosses = [name for name in ("engine", "protocol") if getattr(one.a, name) != getattr(one.b, name)]
     return {
@@ -125,7 +125,7 @@ def mismatch(one: Comparison, numbers: Numbers) -> dict:
     }
 
 
-def difference_in_words(field, comparison: Comparison) -> str:
+def difference_in_words(field, comparison: GroupComparison) -> str:
     """``name`` (value against value)."""
     values = [tables.values(field, which, comparison) for which in (0, 1)]
     return f"{code(field.name)} ({values[0]} against {values[1]})"
@@ -164,7 +164,7 @@ def difference_context(study: Study, numbers: Numbers) -> dict:
     }
 
 
-def rank_context(one: rank.Rank, numbers: Numbers) -> dict:
+def rank_context(one: rank.EstimatedRank, numbers: Numbers) -> dict:
     """An estimated rank in words."""
     blocks = [size / 1e3 for size in one.bytes_per_block]
     return {
@@ -192,8 +192,8 @@ def phase_context(study: Study, numbers: Numbers) -> dict:
         "saturation": fmt.plain(phases.SATURATION),
         "layers": [layer_context(one, study, numbers) for one in study.gathered("layers")],
         "errors": [tables.layer_errors(one, numbers) for one in study.gathered("errors")],
-        "grids": [grid_context(one, numbers) for one in study.gathered("grids")],
-        "sigmas": [sigma_context(one, numbers) for one in study.gathered("sigmas")],
+        "grids": [grid_context(one) for one in study.gathered("grids")],
+        "sigmas": [sigma_context(one) for one in study.gathered("sigmas")],
     }
 
 
@@ -223,7 +223,7 @@ def hides(row: phases.LayerSums) -> bool:
     return abs(row.interaction) <= joint
 
 
-def grid_context(grid, numbers: Numbers) -> dict:
+def grid_context(grid) -> dict:
     """A grid, and how strong its variance_ratio is."""
     rows = phases.knobs(grid)
     return {
@@ -235,7 +235,7 @@ def grid_context(grid, numbers: Numbers) -> dict:
     }
 
 
-def sigma_context(sigma, numbers: Numbers) -> dict:
+def sigma_context(sigma) -> dict:
     """A Sigma_q sidecar."""
     spreads = phases.sigma_spreads(sigma)
     lines = [[name, *(fmt.number(float(value), 4) for value in given)] for name, given in spreads.items()]
@@ -262,7 +262,7 @@ def open_questions(study: Study, numbers: Numbers) -> list[str]:
     return [line for line in lines if line]
 
 
-def confounded(one: Comparison) -> str:
+def confounded(one: GroupComparison) -> str:
     """Two sides that differ in more than what they compare."""
     named = listing([difference_in_words(field, one) for field in one.named(DIFFERS)])
     return (
@@ -271,7 +271,7 @@ def confounded(one: Comparison) -> str:
     )
 
 
-def unknown(one: Comparison) -> str:
+def unknown(one: GroupComparison) -> str:
     """Fields that one side never records."""
     named = listing([code(field.name) for field in one.named(NOT_RECORDED)])
     return (
@@ -280,12 +280,12 @@ def unknown(one: Comparison) -> str:
     )
 
 
-def closest(rows: Sequence[Difference]) -> list[Difference]:
+def closest(rows: Sequence[CellDifference]) -> list[CellDifference]:
     """The differences that cross engine or protocol and are not told from zero, at most one table's worth."""
     return [one for one in rows if one.crosses and fmt.contains_zero(one.change.to_json())][:MOST_DIFFERENCES]
 
 
-def undecided(one: Difference, numbers: Numbers) -> str:
+def undecided(one: CellDifference, numbers: Numbers) -> str:
     """A difference whose interval holds zero."""
     found = resolution(one.change.to_json())
     return (
@@ -294,7 +294,7 @@ def undecided(one: Difference, numbers: Numbers) -> str:
     )
 
 
-def other_ways(one: Difference) -> str:
+def other_ways(one: CellDifference) -> str:
     """What the same two cells do differ in, where their mean changes do not."""
     units = {"delta_nll": (one.delta_nll, 1.0, "nats per token"), "top-1 agreement": (one.top1, 100.0, "points")}
     clear = [
@@ -305,7 +305,7 @@ def other_ways(one: Difference) -> str:
     return f" They do differ in {listing(clear)}." if clear else ""
 
 
-def streams_line(one: Difference, numbers: Numbers) -> str | None:
+def streams_line(one: CellDifference, numbers: Numbers) -> str | None:
     """Which of K and V costs more."""
     if {one.a.facts.stream, one.b.facts.stream} != {"k", "v"} or not fmt.contains_zero(one.change.to_json()):
         return None

@@ -42,7 +42,7 @@ WINDOWS = pl.Schema(
 Role = Literal["codec", "identity", "engine", "noise"]
 
 
-class Facts(Frozen):
+class CellFacts(Frozen):
     """How a cell was made, as its file says; None is "not recorded", never a default.
 
     `engine` and `protocol` may follow from the family (the harness that writes such files knew only one);
@@ -79,7 +79,7 @@ class Facts(Frozen):
     inferred: tuple[str, ...] = ()
 
 
-class Window(Frozen):
+class PassageScores(Frozen):
     """One passage of one cell. Perplexities are finite; the rest is None where not recorded."""
 
     window: int
@@ -117,14 +117,14 @@ class Check(Frozen):
     printed: bool
 
 
-class Cell(Frozen):
+class PublishedCell(Frozen):
     """A setting that was measured, window by window."""
 
     file: str
     name: str
     role: Role
-    facts: Facts
-    windows: tuple[Window, ...]
+    facts: CellFacts
+    windows: tuple[PassageScores, ...]
     kl_kind: Literal["full", "top_k"] | None = None
     stored_verdict: str | None = None
     rule: Literal["accept", "pass"] = "accept"
@@ -140,12 +140,12 @@ class LayerEffect(Frozen):
     top1: float | None
 
 
-class Layers(Frozen):
+class SingleLayers(Frozen):
     """A file of single layers (phase 3)."""
 
     file: str
     n_windows: int | None
-    facts: Facts
+    facts: CellFacts
     effects: tuple[LayerEffect, ...]
 
 
@@ -166,7 +166,7 @@ class GridRow(Frozen):
     top1: float | None
 
 
-class Grid(Frozen):
+class SettingsGrid(Frozen):
     """A file of means by setting, without passages."""
 
     file: str
@@ -174,7 +174,7 @@ class Grid(Frozen):
     rows: tuple[GridRow, ...]
 
 
-class Sigma(Frozen):
+class SigmaSidecar(Frozen):
     """A Sigma_q sidecar: the shape of the model and diagnostics by (layer, KV head)."""
 
     file: str
@@ -188,16 +188,16 @@ class Sigma(Frozen):
 class Contents(Frozen):
     """Everything read from one file."""
 
-    cells: tuple[Cell, ...] = ()
-    layers: tuple[Layers, ...] = ()
+    cells: tuple[PublishedCell, ...] = ()
+    layers: tuple[SingleLayers, ...] = ()
     errors: tuple[LayerErrors, ...] = ()
-    grids: tuple[Grid, ...] = ()
-    sigmas: tuple[Sigma, ...] = ()
+    grids: tuple[SettingsGrid, ...] = ()
+    sigmas: tuple[SigmaSidecar, ...] = ()
     checks: tuple[Check, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def table(cells: list[Cell]) -> pl.DataFrame:
+def table(cells: list[PublishedCell]) -> pl.DataFrame:
     """All windows of all cells in the schema `WINDOWS`."""
     rows = [
         {

@@ -10,11 +10,11 @@ from kvlab.stats.bootstrap import Estimate
 from kvlab_pipeline.pages.parts import reading, resolution
 from kvlab_pipeline.report.verdict import decide, windows_to_settle
 from validation.published import verdicts
-from validation.published.families import Source
-from validation.published.mismatch import Comparison, Field
+from validation.published.families import SourceFile
+from validation.published.mismatch import Field, GroupComparison
 from validation.published.phases import Knob, LayerSums, Slope, layer_ratio
-from validation.published.reanalyse import Difference, Figures
-from validation.published.rows import Cell, Check, LayerErrors
+from validation.published.reanalyse import CellDifference, Figures
+from validation.published.rows import Check, LayerErrors, PublishedCell
 
 PRINTED = 2  # decimals of a per cent in the published tables
 ACCEPT, MARGINAL = verdicts.RULES["accept"]
@@ -27,10 +27,10 @@ THRESHOLDS = VerdictSection(
 class Numbers:
     """Files by their number in the report, so that a table can say where a cell comes from."""
 
-    def __init__(self, sources: Sequence[Source]):
+    def __init__(self, sources: Sequence[SourceFile]):
         self.of = {source.file: index for index, source in enumerate(sources, 1)}
 
-    def cell(self, cell: Cell) -> str:
+    def cell(self, cell: PublishedCell) -> str:
         """A cell's name with its file's number."""
         return f"{plain(cell.name)} [{self.of[cell.file]}]"
 
@@ -60,7 +60,7 @@ def interval(given: Estimate | None, scale: float = 100.0) -> str:
     return points(given, scale).partition(" ")[2] or fmt.DASH
 
 
-def files(sources: Sequence[Source]) -> str:
+def files(sources: Sequence[SourceFile]) -> str:
     """Every file, what it is and what was found in it."""
     lines = []
     for index, source in enumerate(sources, 1):
@@ -99,7 +99,7 @@ def exact(value: float | str) -> str:
 # -------------------------------------------------------------------------------------------- recipes
 
 
-def fields(comparison: Comparison) -> str:
+def fields(comparison: GroupComparison) -> str:
     """Every recipe field of two sides, differences first."""
     order = {name: index for index, name in enumerate(("differs", "overlaps", "not recorded", "equal"))}
     lines = [
@@ -120,7 +120,7 @@ def emphasised(verdict: str) -> str:
     return f"**{verdict}**" if verdict == "differs" else verdict
 
 
-def values(one: Field, which: int, comparison: Comparison) -> str:
+def values(one: Field, which: int, comparison: GroupComparison) -> str:
     """The values of a field on one side, and in how many cells it is recorded."""
     found = one.b if which else one.a
     cells = len((comparison.b if which else comparison.a).cells)
@@ -218,7 +218,7 @@ def divergences(rows: Sequence[Figures], numbers: Numbers) -> str:
     return fmt.table(["cell [file]", "KL over", "mean", "with interval, nats per token"], lines) if lines else ""
 
 
-def differences(rows: Sequence[Difference], numbers: Numbers) -> str:
+def differences(rows: Sequence[CellDifference], numbers: Numbers) -> str:
     """What one cell costs more than another."""
     lines = [
         [

@@ -55,7 +55,10 @@ def named(asked: str, bits: list[float]) -> list[Named]:
     """
     found = ASKED.fullmatch(asked)
     if not found:
-        raise UserError(f"codec {asked!r} is not understood; allowed: NAME, NAME=BITS,BITS, NAME[setting=value]=BITS")
+        raise UserError(
+            f"codec {asked!r} is not understood; allowed: NAME, NAME=BITS,BITS, NAME[setting=value]=BITS",
+            code="user.codec-not-understood",
+        )
     name, settings, own = found["name"], found["settings"], found["bits"]
     widths = [float(one) for one in own.split(",")] if own else bits
     if not settings:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -13,17 +15,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from kvlab.core.errors import ModelError, ParamsError
+from kvlab.core.machine import cpu_name
 from kvlab.text.docstrings import PACKAGES, Document, describe, extract, split
 from validation.reference import copying, publish
 from validation.reference.card import model_card
 from validation.reference.evaluate import WINDOW, evaluate
-from validation.reference.machine import machine_class, software
-from validation.reference.optimise import Checkpoint, Progress, Recipe, line_logger, optimise
+from validation.reference.optimise import Progress, TrainingCheckpoint, TrainingRecipe, line_logger, optimise
 from validation.reference.stream import batch, pack
 from validation.reference.tokenizer import train_tokenizer
 
 THREADS = 2
-COPYING = Recipe(tokens=5_000_000, learning_rate=1e-3, shapes=(*copying.FIRST, *copying.THEN), compiled=False)
+RECORDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")  # packages that made the model
+COPYING = TrainingRecipe(tokens=5_000_000, learning_rate=1e-3, shapes=(*copying.FIRST, *copying.THEN), compiled=False)
 TEXT_SHARE = 0.75  # of the minutes of a run with a ceiling
 SIZE = {
     "vocab_size": 4096,
@@ -53,10 +56,20 @@ def build(out: Path, tokens: int, max_minutes: float | None, resume: bool, copyi
         Leave the training on text as it is: take the model at `out`, and train it on copying.
     """
     if tokens < 1 or (max_minutes is not None and max_minutes <= 0):
-        raise ParamsError(f"tokens and minutes must be above zero, not {tokens} and {max_minutes}")
+        raise ParamsError(
+            f"tokens and minutes must be above zero, not {tokens} and {max_minutes}", code="params.not-above-zero"
+        )
     documents = extract()
     build_from(
-        documents, describe(documents, PACKAGES), SIZE, Recipe(tokens), COPYING, out, max_minutes, resume, copying_only
+        documents,
+        describe(documents, PACKAGES),
+        SIZE,
+        TrainingRecipe(tokens),
+        COPYING,
+        out,
+        max_minutes,
+        resume,
+        copying_only,
     )
 
 
@@ -64,8 +77,8 @@ def build_from(
     documents: list[Document],
     corpus: dict,
     size: dict,
-    recipe: Recipe,
-    lessons: Recipe,
+    recipe: TrainingRecipe,
+    lessons: TrainingRecipe,
     out: Path,
     max_minutes: float | None = None,
     resume: bool = False,
@@ -116,7 +129,10 @@ def build_from(
     run |= {"copying": phase.run(model, partial, minutes, resume), "corpus": corpus}
     model_folder = partial / "model"
     finished = _finish(model, tokenizer, texts["test"], model_folder)
-    _write_records(model_folder, finished | run)
+    run = finished | run
+    (model_folder / "corpus.json").write_text(json.dumps(run["corpus"], indent=1) + "\n")
+    (model_folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+    (model_folder / "README.md").write_text(model_card(run))
     publish.replace(model_folder, out)
     shutil.rmtree(partial)
 
@@ -127,7 +143,7 @@ class Phase:
 
     name: str
     identity: dict
-    recipe: Recipe
+    recipe: TrainingRecipe
     batch: Callable
 
     def run(self, model, partial: Path, max_minutes: float | None, resume: bool) -> dict:
@@ -140,20 +156,20 @@ class Phase:
         """
         path, log = partial / f"checkpoint-{self.name}.pt", partial / f"progress-{self.name}.jsonl"
         begun = path.exists() or not any(partial.glob("checkpoint-*.pt"))
-        checkpoint = Checkpoint(path, self.identity)
+        checkpoint = TrainingCheckpoint(path, self.identity)
         logged = line_logger(log)
         progress = optimise(model, self.batch, self.recipe, max_minutes, checkpoint, resume and begun, logged)
         numbers = _training_numbers(progress, self.recipe, log)
-        return {"recipe": asdict(self.recipe), "training": numbers, "machine": machine_class(THREADS)}
+        return {"recipe": asdict(self.recipe), "training": numbers, "machine": f"{THREADS} CPU threads ({cpu_name()})"}
 
 
-def _text_phase(stream: Tensor, identity: dict, recipe: Recipe) -> Phase:
+def _text_phase(stream: Tensor, identity: dict, recipe: TrainingRecipe) -> Phase:
     """Training on the corpus' texts."""
     known = identity | {"recipe": asdict(recipe)}
     return Phase("text", known, recipe, lambda at, _: batch(stream, at.step, at.seen, recipe.shapes))
 
 
-def _copying_phase(stream: Tensor, vocabulary: int, identity: dict, lessons: Recipe) -> Phase:
+def _copying_phase(stream: Tensor, vocabulary: int, identity: dict, lessons: TrainingRecipe) -> Phase:
     """Training on copying, in texts of the corpus."""
 
     def lesson(at: Progress, done: float) -> Tensor:
@@ -178,11 +194,13 @@ def _trained_on_text(out: Path, corpus: dict) -> tuple:
             tokenizer.init_kwargs.pop(name, None)
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ModelError(f"there is no model at {out} that could go on: {error}") from None
+        raise ModelError(f"there is no model at {out} that could go on: {error}", code="model.none-there") from None
     if run["corpus"]["sha256"] != corpus["sha256"]:
-        raise ModelError(f"the model at {out} was made of another corpus; train it anew")
+        raise ModelError(f"the model at {out} was made of another corpus; train it anew", code="model.other-corpus")
     if "copying" in run:
-        raise ModelError(f"the model at {out} was trained on copying already; train it anew")
+        raise ModelError(
+            f"the model at {out} was trained on copying already; train it anew", code="model.trained-already"
+        )
     return tokenizer, model, {key: run[key] for key in ("recipe", "training", "machine")}
 
 
@@ -210,7 +228,7 @@ def _finish(model, tokenizer, test: list[str], folder: Path) -> dict:
     return {
         "model": _model_numbers(model.config, parameters),
         "test": {"window": WINDOW, "trained": asdict(trained), "stored": asdict(stored)},
-        "software": software(),
+        "software": {"python": platform.python_version()} | {name: version(name) for name in RECORDED},
         "files": publish.file_hashes(folder),
     }
 
@@ -230,7 +248,7 @@ def _model_numbers(config: Qwen2Config, parameters: int) -> dict:
     }
 
 
-def _training_numbers(progress: Progress, recipe: Recipe, log: Path) -> dict:
+def _training_numbers(progress: Progress, recipe: TrainingRecipe, log: Path) -> dict:
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     spent = progress.seen >= recipe.tokens
     losses = {line["tokens"]: line["loss"] for line in lines}  # a resumed run repeats some steps
@@ -241,9 +259,3 @@ def _training_numbers(progress: Progress, recipe: Recipe, log: Path) -> dict:
         "ended": "its tokens were spent" if spent else "its time was up",
         "curve": [list(point) for point in losses.items()],
     }
-
-
-def _write_records(folder: Path, run: dict) -> None:
-    (folder / "corpus.json").write_text(json.dumps(run["corpus"], indent=1) + "\n")
-    (folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
-    (folder / "README.md").write_text(model_card(run))

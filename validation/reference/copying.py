@@ -41,12 +41,12 @@ def batch(stream: torch.Tensor, vocabulary: int, step: int, done: float, seed: i
     """
     shapes = FIRST if done < FIRST_SHARE else THEN
     rows, length = shapes[step % len(shapes)]
-    draw = Rows(stream, vocabulary, Random(f"{seed}:{step}"))
+    draw = RowDrawer(stream, vocabulary, Random(f"{seed}:{step}"))
     tokens = torch.tensor([draw.row(length + 1) for _ in range(rows)])
     return tokens[:, :-1], tokens[:, 1:]
 
 
-class Rows:
+class RowDrawer:
     """Draws rows of token ids.
 
     Parameters

@@ -16,7 +16,7 @@ WINDOW = 1024
 
 
 @dataclass(frozen=True)
-class Score:
+class HeldOutScore:
     """Held-out quality.
 
     Attributes
@@ -37,7 +37,7 @@ class Score:
 
 
 @torch.inference_mode()
-def evaluate(model, tokenizer, texts: Sequence[str], window: int = WINDOW, rows: int = 4) -> Score:
+def evaluate(model, tokenizer, texts: Sequence[str], window: int = WINDOW, rows: int = 4) -> HeldOutScore:
     """Score the model on texts, packed into one stream as in training.
 
     The stream is cut into windows that predict every token once, each from what precedes it in its
@@ -60,7 +60,9 @@ def evaluate(model, tokenizer, texts: Sequence[str], window: int = WINDOW, rows:
         Perplexity, bits per byte and their denominators.
     """
     if not texts:
-        raise CorpusError("there are no held-out documents to score the model on; give more documents")
+        raise CorpusError(
+            "there are no held-out documents to score the model on; give more documents", code="corpus.no-documents"
+        )
     model.eval()
     stream = pack(tokenizer, texts).long()
     nats = 0.0
@@ -70,7 +72,7 @@ def evaluate(model, tokenizer, texts: Sequence[str], window: int = WINDOW, rows:
     if not math.isfinite(nats):
         raise NonFinite("the loss on the held-out documents is not finite")
     tokens, size = len(stream) - 1, sum(len(text.encode()) for text in texts)
-    return Score(math.exp(nats / tokens), nats / math.log(2) / size, tokens, size)
+    return HeldOutScore(math.exp(nats / tokens), nats / math.log(2) / size, tokens, size)
 
 
 def _loss(model, inputs: torch.Tensor, targets: torch.Tensor, window: int) -> float:

@@ -21,7 +21,7 @@ LOG_EVERY = 25
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """How the model is trained; a checkpoint continues only under the recipe it began with."""
 
     tokens: int
@@ -45,7 +45,7 @@ class Progress:
     seconds: float = 0.0
 
 
-class Checkpoint:
+class TrainingCheckpoint:
     """One file that holds all a run needs to go on.
 
     Parameters
@@ -84,16 +84,19 @@ class Checkpoint:
     def load(self, model, optimiser) -> Progress:
         """Restore model and optimiser, and return where the run stood."""
         if not self.path.exists():
-            raise ModelError("there is no checkpoint to resume from; start without resume")
+            raise ModelError("there is no checkpoint to resume from; start without resume", code="model.no-checkpoint")
         state = torch.load(self.path, weights_only=True)
         if state["identity"] != self.identity:
-            raise ModelError("the checkpoint belongs to another corpus or recipe; start without resume")
+            raise ModelError(
+                "the checkpoint belongs to another corpus or recipe; start without resume",
+                code="model.other-checkpoint",
+            )
         model.load_state_dict(state["model"])
         optimiser.load_state_dict(state["optimiser"])
         return Progress(**state["progress"])
 
 
-def make_optimiser(model, recipe: Recipe) -> torch.optim.Optimizer:
+def make_optimiser(model, recipe: TrainingRecipe) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only."""
     matrices = [weight for weight in model.parameters() if weight.dim() > 1]
     vectors = [weight for weight in model.parameters() if weight.dim() <= 1]
@@ -104,7 +107,7 @@ def make_optimiser(model, recipe: Recipe) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, fused=True)
 
 
-def learning_rate(recipe: Recipe, done: float) -> float:
+def learning_rate(recipe: TrainingRecipe, done: float) -> float:
     """Linear warm-up, then a cosine down to a small fraction.
 
     Parameters
@@ -121,7 +124,7 @@ def learning_rate(recipe: Recipe, done: float) -> float:
     return recipe.learning_rate * (recipe.final_fraction + (1 - recipe.final_fraction) * cosine)
 
 
-def share_done(recipe: Recipe, progress: Progress, max_minutes: float | None) -> float:
+def share_done(recipe: TrainingRecipe, progress: Progress, max_minutes: float | None) -> float:
     """Share of the tokens or of the time, whichever is further on: a slow machine anneals too."""
     by_tokens = progress.seen / recipe.tokens
     by_time = progress.seconds / (60 * max_minutes) if max_minutes else 0.0
@@ -131,9 +134,9 @@ def share_done(recipe: Recipe, progress: Progress, max_minutes: float | None) ->
 def optimise(
     model,
     batch: Callable[[Progress, float], tuple[torch.Tensor, torch.Tensor]],
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     max_minutes: float | None,
-    checkpoint: Checkpoint,
+    checkpoint: TrainingCheckpoint,
     resume: bool,
     log: Callable[[dict], None],
 ) -> Progress:
@@ -199,7 +202,7 @@ def train_step(model, forward, optimiser, inputs, targets, clip: float) -> float
 class Meter:
     """Reports loss, speed and remaining time, to a person on a terminal and to a log."""
 
-    def __init__(self, recipe: Recipe, progress: Progress, max_minutes: float | None, log):
+    def __init__(self, recipe: TrainingRecipe, progress: Progress, max_minutes: float | None, log):
         self.recipe, self.progress, self.max_minutes, self.log = recipe, progress, max_minutes, log
         self.bar = tqdm(total=recipe.tokens, initial=progress.seen, unit="tok", unit_scale=True, disable=None)
         self.losses: list[float] = []

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvlab.core.errors import ModelError, NonFinite, StorageError
-from validation.reference.evaluate import Score, evaluate
+from validation.reference.evaluate import HeldOutScore, evaluate
 
 MAX_BYTES = 14_000_000
 TOLERANCE = 0.01
@@ -26,7 +26,7 @@ def write_model(model, tokenizer, folder: Path) -> None:
         path.chmod(0o644)  # safetensors writes files that only their owner may read
 
 
-def verify(folder: Path, tokenizer, texts: Sequence[str], trained: Score) -> Score:
+def verify(folder: Path, tokenizer, texts: Sequence[str], trained: HeldOutScore) -> HeldOutScore:
     """Read the model back as a user would, and refuse it when it is not what was trained.
 
     Parameters

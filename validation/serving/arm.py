@@ -98,9 +98,9 @@ def returning(llm: Any, task: dict) -> dict:
 
 def crowd(llm: Any, task: dict) -> dict:
     """More requests at once than bf16's cache holds."""
-    from validation.serving.soak import Served
+    from validation.serving.soak import SteppedEngine
 
-    served = Served(llm)
+    served = SteppedEngine(llm)
     seconds, _ = generate(llm, task["crowd"], task["crowd_tokens"])
     return {"seconds": seconds, "preemptions": served.preemptions}
 

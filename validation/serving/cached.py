@@ -49,7 +49,7 @@ def measured(model, caches: dict[str, Cache], prompts: Tensor, steps: int) -> li
     for step in range(WARM + steps):
         for name, cache in caches.items():
             times[name].append(timed(model, cache, prompts[:, step : step + 1]))
-    return [Line(name, times[name][WARM:], prefill[name], *held(cache)) for name, cache in caches.items()]
+    return [Line(name, times[name][WARM:], prefill[name], *cache_bytes(cache)) for name, cache in caches.items()]
 
 
 def timed(model, cache: Cache, ids: Tensor) -> float:
@@ -59,7 +59,7 @@ def timed(model, cache: Cache, ids: Tensor) -> float:
     return time.process_time() - start
 
 
-def held(cache: Cache) -> tuple[int, int, int]:
+def cache_bytes(cache: Cache) -> tuple[int, int, int]:
     """Bytes as stored, of what is decoded beside them, and of what codes them."""
     if isinstance(cache, KVCache):
         return cache.nbytes, cache.working_bytes, cache.tables_bytes

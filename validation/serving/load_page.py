@@ -83,9 +83,9 @@ def context(data: dict) -> dict:
             handover(data["arms"]),
         ),
         "sent": f"{SENT:,}",
-        "held": [fmt.table(COMPARED, held(one)) for one in data["held"].values()],
+        "held": [fmt.table(COMPARED, comparison_rows(one)) for one in data["held"].values()],
         "served": [
-            {"table": fmt.table((COMPARED[0], "vllm serve", *COMPARED[2:]), held(one))} | paced(one)
+            {"table": fmt.table((COMPARED[0], "vllm serve", *COMPARED[2:]), comparison_rows(one))} | paced(one)
             for one in data["served"]
         ],
         "facts": [
@@ -184,7 +184,7 @@ def off(one: dict, name: str) -> float:
     return found / engine - 1
 
 
-def held(one: dict) -> Iterator[tuple[str, ...]]:
+def comparison_rows(one: dict) -> Iterator[tuple[str, ...]]:
     """The engine beside the simulator."""
     for name, text in WORDS.items():
         allowed = f"{100 * TARGETS[name]:.0f}" if name in TARGETS else "–"

@@ -64,20 +64,17 @@ def held_against_server(model: Path) -> list[dict]:
     """
     with tempfile.TemporaryDirectory() as folder, server(model, Path(folder) / "log") as address:
         arm, found = arm_of(asyncio.run(steps(address)), MEMORY, capacity(address), PAGE), []
-        rate = busy_rate(arm)
+        rate = min(RATES, key=lambda rate: abs(simulated(at_rate(rate), arm).busy - BUSY))
         for times in LOADS:
             trace = at_rate(times * rate)
             seen = asyncio.run(served(address, trace, arm))
-            refuse_failed(seen)
+            if seen.failed:
+                number, why = seen.failed[0]
+                raise Fault(
+                    f"vllm serve failed {len(seen.failed)} of {len(seen.came)} requests, the first is {number}: {why}"
+                )
             found.append(compared(trace, seen, simulated(replace(trace, t=seen.came), arm), arm))
     return found
-
-
-def refuse_failed(seen: ClientTimes) -> None:
-    """`Fault` where the server failed a request."""
-    if seen.failed:
-        number, said = seen.failed[0]
-        raise Fault(f"vllm serve failed {len(seen.failed)} of {len(seen.came)} requests, the first is {number}: {said}")
 
 
 # ------------------------------------------------------------------------------ the server
@@ -222,11 +219,6 @@ def drawn(chance: np.random.Generator, tokens: int) -> list[int]:
 
 
 # ------------------------------------------------------------------------------ the load, and who paces it
-
-
-def busy_rate(arm: ServedVariant) -> float:
-    """Requests per second that keep a worker as busy as is asked."""
-    return min(RATES, key=lambda rate: abs(simulated(at_rate(rate), arm).busy - BUSY))
 
 
 def at_rate(rate: float) -> Trace:

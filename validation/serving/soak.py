@@ -32,7 +32,7 @@ TIE = 1e-4  # nats between the two first tokens, below which rounding may choose
 
 
 @dataclass(frozen=True)
-class Asked:
+class SoakRequest:
     """A request: its prompt, the tokens to generate, and after how many steps it is cancelled, None for never."""
 
     name: str
@@ -42,7 +42,7 @@ class Asked:
 
 
 @dataclass
-class Found:
+class SoakResult:
     """What a run of requests showed.
 
     Parameters
@@ -67,7 +67,7 @@ class Found:
     leaked: int = 0
 
 
-def requests(text: Sequence[int], count: int, seed: int = 0) -> list[Asked]:
+def requests(text: Sequence[int], count: int, seed: int = 0) -> list[SoakRequest]:
     """Requests cut from a text's tokens; many begin alike, one in eight is cancelled."""
     chance = random.Random(seed)
 
@@ -82,11 +82,11 @@ def requests(text: Sequence[int], count: int, seed: int = 0) -> list[Asked]:
         shared = chance.randint(0, length) if chance.random() < 0.7 else 0
         ids = chance.choice(stems)[:shared] + cut(length - shared)
         cancelled = chance.randint(1, 20) if chance.random() < 0.125 else None
-        found.append(Asked(f"{number}", tuple(ids), chance.randint(1, MOST), cancelled))
+        found.append(SoakRequest(f"{number}", tuple(ids), chance.randint(1, MOST), cancelled))
     return found
 
 
-class Served:
+class SteppedEngine:
     """A vLLM engine in this process, stepped by hand."""
 
     def __init__(self, llm: Any):
@@ -101,7 +101,7 @@ class Served:
 
         self.scheduler._preempt_request = counted
 
-    def add(self, asked: Asked, logprobs: int | None = None) -> None:
+    def add(self, asked: SoakRequest, logprobs: int | None = None) -> None:
         """Put a request into the engine's queue."""
         from vllm import SamplingParams
 
@@ -116,7 +116,7 @@ class Served:
         self.shared += sum(output.num_cached_tokens or 0 for output in finished.values())
         return finished
 
-    def alone(self, asked: Asked) -> Any:
+    def alone(self, asked: SoakRequest) -> Any:
         """The answer to one request, with nothing cached and no one beside it."""
         if not self.engine.reset_prefix_cache():
             raise CodecNotActive(
@@ -133,7 +133,7 @@ class Served:
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
 
-def together(served: Served, asked: list[Asked], seed: int = 0) -> dict[str, Any]:
+def together(served: SteppedEngine, asked: list[SoakRequest], seed: int = 0) -> dict[str, Any]:
     """The answers to requests that come at random times and are cancelled when they say so."""
     chance, waiting, since, answers = random.Random(seed), list(reversed(asked)), {}, {}
     while waiting or since:
@@ -156,9 +156,9 @@ def together(served: Served, asked: list[Asked], seed: int = 0) -> dict[str, Any
     return answers
 
 
-def compare(served: Served, asked: list[Asked], answers: dict[str, Any]) -> Found:
+def compare(served: SteppedEngine, asked: list[SoakRequest], answers: dict[str, Any]) -> SoakResult:
     """Each answer held against that of the request alone."""
-    found = Found(preemptions=served.preemptions, shared=served.shared, leaked=served.leaked())
+    found = SoakResult(preemptions=served.preemptions, shared=served.shared, leaked=served.leaked())
     for one in asked:
         if one.name not in answers:
             found.cancelled += 1
@@ -181,7 +181,7 @@ def compare(served: Served, asked: list[Asked], answers: dict[str, Any]) -> Foun
     return found
 
 
-def main_soak(model: Path, recipe: Path | None, text: Path, count: int, seed: int = 0) -> Found:
+def main_soak(model: Path, recipe: Path | None, text: Path, count: int, seed: int = 0) -> SoakResult:
     """Start vLLM in this process, with coded pages where there is a recipe, and soak it with requests cut from a text.
 
     Raises
@@ -202,10 +202,10 @@ def main_soak(model: Path, recipe: Path | None, text: Path, count: int, seed: in
     return soak(llm, tokens, count, seed)
 
 
-def soak(llm: Any, text: Sequence[int], count: int, seed: int = 0) -> Found:
+def soak(llm: Any, text: Sequence[int], count: int, seed: int = 0) -> SoakResult:
     """Serve `count` random requests, and each of them alone."""
-    served, asked = Served(llm), requests(text, count, seed)
+    served, asked = SteppedEngine(llm), requests(text, count, seed)
     answers = together(served, asked, seed)
     if served.leaked():
-        return Found(leaked=served.leaked())
+        return SoakResult(leaked=served.leaked())
     return compare(served, asked, answers)

@@ -150,7 +150,9 @@ def _split(q: Tensor, cache: Tensor, weights: LatentWeights) -> tuple[Tensor, Te
     """Latents and rotated keys (batch, 1, tokens, .), and both parts of the queries."""
     heads, latent, head_dim = weights.up_k.shape
     if not cache.shape[1] or cache.shape[2] != weights.width or q.shape[1::2] != (heads, head_dim + weights.rope):
-        raise LayoutMismatch(f"queries {tuple(q.shape)} cannot read a latent cache of {tuple(cache.shape)}")
+        raise LayoutMismatch(
+            f"queries {tuple(q.shape)} cannot read a latent cache of {tuple(cache.shape)}", code="layout.latent-queries"
+        )
     parts = cache[:, None].split([latent, weights.rope], dim=-1)
     return (*parts, *q.split([head_dim, weights.rope], dim=-1))
 

@@ -72,7 +72,7 @@ def simulate_verb(
         from kvlab.core.records import write_json
 
         write_json(json, {"trace": trace, "memory": held, "chunk": chunk, "arms": found})
-    print("\n".join(said(args, arrived, found)))
+    print("\n".join(report_lines(args, arrived, found)))
 
 
 def requested(args: SimpleNamespace):
@@ -138,7 +138,7 @@ def size(text: str) -> int:
     return int(float(parts[1]) * UNITS[parts[2]])
 
 
-def said(args: SimpleNamespace, trace, found: dict) -> Iterator[str]:
+def report_lines(args: SimpleNamespace, trace, found: dict) -> Iterator[str]:
     """What was found, for people."""
     workers = "1 worker" if args.workers == 1 else f"{args.workers} workers"
     yield f"{args.trace}: {len(trace)} requests, {trace.rate:.4g} a second, on {workers} with {args.memory} of KV each"

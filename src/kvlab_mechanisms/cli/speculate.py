@@ -71,7 +71,7 @@ def speculate_verb(
         from kvlab.core.records import write_json
 
         write_json(json, found)
-    print("\n".join(said(found)))
+    print("\n".join(report_lines(found)))
 
 
 def _measured(args: SimpleNamespace, named: list, text: str) -> dict:
@@ -121,7 +121,7 @@ def _measured(args: SimpleNamespace, named: list, text: str) -> dict:
     return facts | {"versions": versions(), "rows": rows}
 
 
-def said(found: dict) -> Iterator[str]:
+def report_lines(found: dict) -> Iterator[str]:
     """What was found, for people."""
     short = all_there_are(found["prompts"], found["prompts_wanted"])
     yield (

@@ -111,7 +111,7 @@ class DecodeProcess:
             except BaseException as error:
                 self.close()
                 if isinstance(error, TimeoutError):
-                    raise StreamError("the process that decodes did not come") from None
+                    raise StreamError("the process that decodes did not come", code="stream.did-not-come") from None
                 raise
         self._writers = {"pipe": WireWriter(_Whole(self._pipe)), "tcp": WireWriter(ends_of(self._connection))}
 
@@ -220,11 +220,14 @@ class DecodeProcess:
             came = self._said.poll(PATIENCE)
             if not came:
                 self._give_up()
-                raise StreamError(f"the process that decodes has not answered within {PATIENCE:g} s, and was ended")
+                raise StreamError(
+                    f"the process that decodes has not answered within {PATIENCE:g} s, and was ended",
+                    code="stream.no-answer",
+                )
             answer, error = pickle.loads(self._said.recv_bytes())
         if error is not None:
-            name, words = error
-            raise REFUSALS.get(name, UserError)(words)
+            name, words, code = error
+            raise REFUSALS.get(name, UserError)(words, code=code)
         return answer
 
 
@@ -234,7 +237,7 @@ def _there() -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError):
-        raise StreamError("the process that decodes is gone") from None
+        raise StreamError("the process that decodes is gone", code="stream.gone") from None
 
 
 class _Whole:
@@ -271,10 +274,10 @@ def serve(setup: Setup, said: Connection, pipe: Connection, port: int) -> None:
         try:
             _tell(said, getattr(worker, verb)(*words))
         except KvlabError as error:
-            _tell(said, None, (type(error).__name__, str(error)))
+            _tell(said, None, (type(error).__name__, str(error), error.code))
 
 
-def _tell(said: Connection, answer: Any, error: tuple[str, str] | None = None) -> None:
+def _tell(said: Connection, answer: Any, error: tuple[str, str, str] | None = None) -> None:
     """Answer, as bytes: a tensor that is shared would have to be fetched from a process that may have gone."""
     said.send_bytes(pickle.dumps((answer, error)))
 
@@ -311,7 +314,7 @@ class _Worker:
     def answer(self, sequence: str, tokens: int) -> Sequence[int]:
         """See `DecodeProcess.answer`."""
         if tokens < 0:
-            raise UserError(f"{tokens} tokens are asked for; allowed: 0 or more")
+            raise UserError(f"{tokens} tokens are asked for; allowed: 0 or more", code="user.token-count")
         return [self._decoder.step(sequence)[0] for _ in range(tokens)]
 
     def loaded(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from kvlab.codecs.stream.bitstream import frame_bytes, read_frame
 from kvlab.core.errors import StreamError, UserError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import Recipe
-from kvlab_mechanisms.memory.wire import STREAMS, Head
+from kvlab_mechanisms.memory.wire import STREAMS, StreamHead
 
 Place = tuple[int, str]  # layer, and "k" or "v"
 
@@ -33,12 +33,12 @@ class Exact:
 
     name = ""
 
-    def head(self, info: ModelInfo, cache: DynamicCache, sequence: str) -> Head:
+    def head(self, info: ModelInfo, cache: DynamicCache, sequence: str) -> StreamHead:
         """What the stream says of itself."""
         keys = cache.layers[0].keys
         dtype = str(keys.dtype).removeprefix("torch.")
         sizes = (len(cache.layers), keys.shape[1], keys.shape[3], keys.shape[2])
-        return Head(info.model_hash, self.name, dtype if not self.name else "uint8", *sizes, sequence, "after")
+        return StreamHead(info.model_hash, self.name, dtype if not self.name else "uint8", *sizes, sequence, "after")
 
     def payloads(self, cache: DynamicCache) -> Iterator[tuple[Place, Tensor]]:
         """Layer by layer, K before V, so that a layer is on its way while the next is made ready."""
@@ -131,7 +131,7 @@ class Prefilled:
 def prefill(model: PreTrainedModel, prompt: Sequence[int]) -> Prefilled:
     """Read a prompt in one forward."""
     if not prompt:
-        raise UserError("a prompt has at least one token")
+        raise UserError("a prompt has at least one token", code="user.empty-prompt")
     cache = DynamicCache(config=model.config)
     ids = torch.tensor([list(prompt)], device=model.device)
     logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float().cpu()
@@ -162,7 +162,7 @@ class DecodingWorker:
             Layers are missing, or not as long as one another.
         """
         if sequence in self._caches:
-            raise UserError(f"sequence {sequence!r} is loaded already; unload it first")
+            raise UserError(f"sequence {sequence!r} is loaded already; unload it first", code="user.sequence-loaded")
         layers = self.model.config.num_hidden_layers
         places = {(layer, s) for layer in range(layers) for s in STREAMS}
         if found.keys() != places or len({one.shape[1] for one in found.values()}) > 1:
@@ -205,5 +205,8 @@ class DecodingWorker:
 
     def _known(self, sequence: str) -> DynamicCache:
         if sequence not in self._caches:
-            raise UserError(f"sequence {sequence!r} is not loaded; loaded: {', '.join(self._caches) or 'none'}")
+            raise UserError(
+                f"sequence {sequence!r} is not loaded; loaded: {', '.join(self._caches) or 'none'}",
+                code="user.sequence-not-loaded",
+            )
         return self._caches[sequence]

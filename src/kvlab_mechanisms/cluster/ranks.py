@@ -132,7 +132,7 @@ def run(world: int, work: Callable[..., Any], *arguments: Any, seconds: float = 
         There are to be fewer than one.
     """
     if world < 1:
-        raise UserError(f"{world} ranks cannot do anything; allowed: 1 or more")
+        raise UserError(f"{world} ranks cannot do anything; allowed: 1 or more", code="user.no-ranks")
     context = mp.get_context("forkserver" if not torch.cuda.is_available() else "spawn")
     with tempfile.TemporaryDirectory(prefix="kvlab-ranks-") as folder:
         context.set_forkserver_preload([__name__])  # imported once for all ranks
@@ -172,7 +172,7 @@ def _collected(said, processes, seconds: float) -> dict[int, Any]:
                 raise Fault(f"{why}; {len(found)} of {len(processes)} had answered") from None
             continue
         if error:
-            raise Fault(f"rank {rank} failed: {error}")
+            raise Fault(f"rank {rank} failed: {error}", code="fault.rank-failed")
         found[rank] = pickle.loads(answer)
     return found
 

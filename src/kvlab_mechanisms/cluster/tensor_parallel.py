@@ -59,7 +59,8 @@ def share(heads: int, kv_heads: int, world: int, rank: int) -> Share:
         allowed = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         raise UserError(
             f"{heads} query heads over {kv_heads} KV heads cannot be split between {world} ranks; allowed:"
-            f" {', '.join(map(str, allowed))}"
+            f" {', '.join(map(str, allowed))}",
+            code="user.heads-not-split",
         )
     each, kv_each = heads // world, max(kv_heads // world, 1)
     first = rank * kv_heads // world
@@ -80,7 +81,8 @@ def cut(calibration: StreamCalibration, heads: slice) -> StreamCalibration:
     if calibration.components or calibration.own or calibration.spectra:
         raise CapabilityError(
             "this calibration was fitted over the heads of a layer together, so its codec cannot be cut between ranks;"
-            " code on one rank, or take a codec of single heads: hadamard, int, kivi, nf4, fp8"
+            " code on one rank, or take a codec of single heads: hadamard, int, kivi, nf4, fp8",
+            code="capability.heads-together",
         )
     whiteners = {n: Whitener(one.chol[heads], one.inv_chol[heads]) for n, one in calibration.whiteners.items()}
     outputs = {n: one[heads] for n, one in calibration.outputs.items()}
@@ -178,7 +180,8 @@ def attention(ranks: Ranks, x: Tensor, weights: Weights, coding: Coding | None =
 
 def partial(x: Tensor, own: Weights, coding: Coding | None = None, layer: int = 0) -> Tensor:
     """What some heads add to attention, [tokens, hidden]; with all heads it is attention itself."""
-    q, k, v = (_heads(F.linear(x, weight), own.head_dim) for weight in (own.q, own.k, own.v))
+    # each [heads, tokens, head_dim]
+    q, k, v = (F.linear(x, weight).unflatten(1, (-1, own.head_dim)).transpose(0, 1) for weight in (own.q, own.k, own.v))
     if coding:
         k, v = (coding(one, Site(0, layer, stream)).to(one.dtype) for one, stream in ((k, "k"), (v, "v")))
     return F.linear(attend(q, k, v).transpose(0, 1).flatten(1), own.o)
@@ -193,8 +196,3 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     rows = torch.arange(q.shape[1], device=q.device)[:, None] + k.shape[1] - q.shape[1]
     mask = torch.arange(k.shape[1], device=q.device)[None] <= rows
     return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]
-
-
-def _heads(x: Tensor, head_dim: int) -> Tensor:
-    """[tokens, heads * head_dim] as [heads, tokens, head_dim]."""
-    return x.view(len(x), -1, head_dim).transpose(0, 1)

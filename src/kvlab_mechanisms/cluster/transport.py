@@ -82,7 +82,7 @@ class WireReader:
             return b""
         data = self._ends.read(min(size, self._left))
         if not data:
-            raise StreamError("the other process is gone")
+            raise StreamError("the other process is gone", code="stream.gone")
         self._left -= len(data)
         return data
 
@@ -96,7 +96,7 @@ class WireReader:
         while len(data) < size:
             part = self._ends.read(size - len(data))
             if not part:
-                raise StreamError("the other process is gone")
+                raise StreamError("the other process is gone", code="stream.gone")
             data += part
         return data
 

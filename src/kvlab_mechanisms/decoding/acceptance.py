@@ -175,5 +175,5 @@ class CompressedKVDrafter:
             chain += ids
         return Draft([chain], lambda _chain, depth: rows[depth])
 
-    def heard(self, hidden: Tensor) -> None:
+    def observe(self, hidden: Tensor) -> None:
         """Nothing: the cache is all that it goes by."""

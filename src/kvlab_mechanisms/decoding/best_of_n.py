@@ -183,7 +183,8 @@ def candidates(logits: Tensor, n: int, own: Sampling, step: int = 0, *, replacem
             continue
         if np.count_nonzero(p) < n:
             raise ParamsError(
-                f"{n} different candidates of {np.count_nonzero(p)} that the filters leave; ask for fewer"
+                f"{n} different candidates of {np.count_nonzero(p)} that the filters leave; ask for fewer",
+                code="params.too-few-candidates",
             )
         ids, p = ids[p > 0], p[p > 0]
         with np.errstate(divide="ignore"):
@@ -228,7 +229,9 @@ class SharedLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: samples only grow."""
-        raise CapabilityError("parallel samples cannot be cropped; begin anew from the prefix")
+        raise CapabilityError(
+            "parallel samples cannot be cropped; begin anew from the prefix", code="capability.no-crop"
+        )
 
     @property
     def own_bytes(self) -> int:
@@ -248,7 +251,9 @@ class SharedPrefixCache(Cache):
 
     def __init__(self, layers: list[tuple[Tensor, Tensor]]):
         if any(len(k) != 1 for k, _ in layers):
-            raise CapabilityError("a shared prefix is one row; take it from a cache of one text")
+            raise CapabilityError(
+                "a shared prefix is one row; take it from a cache of one text", code="capability.prefix-rows"
+            )
         super().__init__(layers=[SharedLayer(k, v) for k, v in layers])
 
     @classmethod

@@ -87,7 +87,7 @@ class Heads(nn.Module):
         """What `save` wrote; `ModelError` for a file that holds no heads."""
         state = load_file(path)
         if "layers.0.bias" not in state:
-            raise ModelError(f"{path} holds no heads; write them with Heads.save")
+            raise ModelError(f"{path} holds no heads; write them with Heads.save", code="model.no-heads")
         heads = cls(len(state["layers.0.bias"]), len(state) // 2)
         heads.load_state_dict(state)
         return heads
@@ -142,7 +142,7 @@ class HeadDrafter:
         self.cache = DynamicCache(config=model.config)
         self._hidden: Tensor | None = None
 
-    def heard(self, hidden: Tensor) -> None:
+    def observe(self, hidden: Tensor) -> None:
         """See `speculate.Drafter`."""
         self._hidden = hidden
 

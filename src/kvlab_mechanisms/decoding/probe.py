@@ -53,7 +53,10 @@ class LinearProbe:
             The features are not those of the training.
         """
         if x.shape[-1] != self.weight.shape[1]:
-            raise CalibrationMismatch(f"the probe reads {self.weight.shape[1]} features, {x.shape[-1]} were given")
+            raise CalibrationMismatch(
+                f"the probe reads {self.weight.shape[1]} features, {x.shape[-1]} were given",
+                code="calibration.other-features",
+            )
         return (x.to(self.weight) @ self.weight.T + self.bias) / self.temperature
 
     def of_tokens(self, ids: Tensor) -> Tensor:
@@ -91,7 +94,9 @@ class LinearProbe:
                     return cls(weight, bias, about["temperature"], about["data"])
         except (OSError, SafetensorError, ValueError, AttributeError):
             pass
-        raise StorageError(f"{path} is no trained probe; train one with fit_probe and LinearProbe.save")
+        raise StorageError(
+            f"{path} is no trained probe; train one with fit_probe and LinearProbe.save", code="storage.no-probe"
+        )
 
 
 def fit_probe(x: Tensor, y: Tensor, ridge: float = 1.0, held: tuple[Tensor, Tensor] | None = None) -> LinearProbe:
@@ -115,7 +120,10 @@ def fit_probe(x: Tensor, y: Tensor, ridge: float = 1.0, held: tuple[Tensor, Tens
     x, y = x.to(torch.float64), y.to(torch.int64)
     counts = torch.bincount(y) if len(y) else y
     if len(counts) < 2 or not counts.all():
-        raise Fault(f"a probe needs samples of each of at least two classes; counts are {counts.tolist()}")
+        raise Fault(
+            f"a probe needs samples of each of at least two classes; counts are {counts.tolist()}",
+            code="fault.too-few-classes",
+        )
     weight = torch.zeros(len(counts), x.shape[1], dtype=torch.float64)
     bias = torch.zeros(len(counts), dtype=torch.float64)
 

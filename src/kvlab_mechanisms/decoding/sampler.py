@@ -111,12 +111,13 @@ def drawn(found: Law, u: np.ndarray) -> np.ndarray:
     return np.take_along_axis(found.ids, (up_to <= at).sum(axis=1, keepdims=True), axis=1)[:, 0]
 
 
-class SamplerProcessor(LogitsProcessor):
+class SamplerLogitsProcessor(LogitsProcessor):
     """The sampler in transformers' `generate`.
 
     It draws each row's token itself and leaves it as the only one, so that `generate`, sampling or not, takes it.
 
-        model.generate(ids, do_sample=False, logits_processor=[SamplerProcessor([Sampling(0.8, top_k=50, seed=7)])])
+        processor = SamplerLogitsProcessor([Sampling(0.8, top_k=50, seed=7)])
+        model.generate(ids, do_sample=False, logits_processor=[processor])
 
     A processor serves one call of `generate`: what is there at the first token is the prompt. With padding on the left
     a row's tokens are what they are alone, but for the penalty, which transformers too lets see the padding.

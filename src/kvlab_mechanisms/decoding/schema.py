@@ -109,7 +109,10 @@ def tokens(texts: list[bytes | None], ends: list[int]) -> TokenizerInfo:
         An end is not of the vocabulary.
     """
     if not ends or any(not 0 <= end < len(texts) for end in ends):
-        raise ParamsError(f"tokens {ends} are to end texts; allowed: from 0 to {len(texts) - 1}, at least one")
+        raise ParamsError(
+            f"tokens {ends} are to end texts; allowed: from 0 to {len(texts) - 1}, at least one",
+            code="params.end-tokens",
+        )
     plain = [b"" if text is None or CONTROL.search(text) else text for text in texts]
     return _library().TokenizerInfo(plain, vocab_size=len(texts), stop_token_ids=ends)
 
@@ -121,7 +124,9 @@ def compiled(schema: Mapping | bool, info: TokenizerInfo) -> CompiledGrammar:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
         types = f"; allowed: {', '.join(READ)}" if list(error.path)[-1:] == ["type"] else ""
-        raise ParamsError(f"{error.json_path.replace('$', '#', 1)} is no schema: {error.message}{types}") from None
+        raise ParamsError(
+            f"{error.json_path.replace('$', '#', 1)} is no schema: {error.message}{types}", code="params.no-schema"
+        ) from None
     refuse_unread(schema)
     try:
         found = xgrammar.GrammarCompiler(info).compile_json_schema(
@@ -129,7 +134,7 @@ def compiled(schema: Mapping | bool, info: TokenizerInfo) -> CompiledGrammar:
         )
     except RuntimeError as error:
         said = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", " ".join(str(error).split()))
-        raise ParamsError(f"xgrammar does not read the schema: {said}") from None
+        raise ParamsError(f"xgrammar does not read the schema: {said}", code="params.grammar") from None
     Steps(found).mask()
     return found
 
@@ -185,12 +190,18 @@ class Steps:
             return
         self._matcher.fill_next_token_bitmask(self._bits)
         if not self._words.any():
-            raise CapabilityError("no token may follow: the schema allows no text, or the vocabulary lacks its bytes")
+            raise CapabilityError(
+                "no token may follow: the schema allows no text, or the vocabulary lacks its bytes",
+                code="capability.no-token",
+            )
 
     def advance(self, token: int) -> None:
         """Write a token; `ParamsError`, and nothing is written, for one that leaves the schema."""
         if not 0 <= token < self.size or self.ended or not self._matcher.accept_token(token):
-            raise ParamsError(f"token {token} is not allowed here; allowed: those whose bit `mask` sets")
+            raise ParamsError(
+                f"token {token} is not allowed here; allowed: those whose bit `mask` sets",
+                code="params.token-not-allowed",
+            )
 
     def back(self, count: int = 1) -> None:
         """Take back the tokens that were written last, as a verifier of drafts does."""
@@ -207,7 +218,8 @@ def _library():
         import xgrammar
     except ModuleNotFoundError:
         raise CapabilityError(
-            "this needs the package xgrammar; install it with: pip install 'kvlab[mechanisms]'"
+            "this needs the package xgrammar; install it with: pip install 'kvlab[mechanisms]'",
+            code="capability.missing-package",
         ) from None
     return xgrammar
 
@@ -225,17 +237,22 @@ def refuse_unread(schema: Mapping | bool, place: str = "#") -> None:
     if whole := sorted(said & WHOLE):
         if len(said) > 1 or (types and not said <= {"enum", "const"}):
             together = ", ".join(sorted(schema.keys() - NOTES))
-            raise ParamsError(f"{place} has {together} together; allowed: {whole[0]} alone")
+            raise ParamsError(
+                f"{place} has {together} together; allowed: {whole[0]} alone", code="params.words-together"
+            )
         ref = schema.get("$ref", "#")
         if ref != "#" and not ref.startswith(("#/$defs/", "#/definitions/")):  # all else would be looked at by nobody
-            raise ParamsError(f"{place} refers to {ref!r}; allowed: #, #/$defs/NAME, #/definitions/NAME")
+            raise ParamsError(
+                f"{place} refers to {ref!r}; allowed: #, #/$defs/NAME, #/definitions/NAME", code="params.reference"
+            )
         _refuse_listed(schema, types, place)
     else:
         known = set().union(*(READ[one] for one in types))
         for word in sorted(said - known):
             raise ParamsError(
                 f"{place} has {word!r}, which is not kept; allowed with type {' or '.join(types) or 'none'}:"
-                f" {', '.join(sorted(known)) or 'nothing'}{suggestion(word, known)}"
+                f" {', '.join(sorted(known)) or 'nothing'}{suggestion(word, known)}",
+                code="params.unread-word",
             )
         _refuse_string(schema, place)
         _refuse_object(schema, place)
@@ -248,7 +265,9 @@ def _refuse_listed(schema: Mapping, types: list[str], place: str) -> None:
     values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
     for value in values if types else ():
         if not Draft202012Validator({"type": types}).is_valid(value):
-            raise ParamsError(f"{place} lists {value!r}; allowed: values of type {' or '.join(types)}")
+            raise ParamsError(
+                f"{place} lists {value!r}; allowed: values of type {' or '.join(types)}", code="params.listed-value"
+            )
 
 
 def _refuse_string(schema: Mapping, place: str) -> None:
@@ -257,15 +276,20 @@ def _refuse_string(schema: Mapping, place: str) -> None:
     if source is None:
         return
     if schema.keys() & {"minLength", "maxLength"}:
-        raise ParamsError(f"{place} has a pattern and a length; write the length into the pattern")
+        raise ParamsError(
+            f"{place} has a pattern and a length; write the length into the pattern", code="params.pattern-and-length"
+        )
     if not PATTERN.fullmatch(source):
         raise ParamsError(
             f"{place} has the pattern {source!r}; allowed: no quotes, backslashes or control characters, anchors at the"
-            " two ends alone, groups, classes, and \\d \\w \\s outside of what is excluded"
+            " two ends alone, groups, classes, and \\d \\w \\s outside of what is excluded",
+            code="params.pattern",
         )
     counts = [int(n) for pair in re.findall(r"\{(\d+)(?:,(\d*))?\}", source) for n in pair if n]
     if max(counts, default=0) > MOST_REPEATS:
-        raise ParamsError(f"{place} has the pattern {source!r}; allowed: at most {MOST_REPEATS} times")
+        raise ParamsError(
+            f"{place} has the pattern {source!r}; allowed: at most {MOST_REPEATS} times", code="params.pattern-repeats"
+        )
 
 
 def _refuse_object(schema: Mapping, place: str) -> None:
@@ -273,9 +297,15 @@ def _refuse_object(schema: Mapping, place: str) -> None:
     properties = schema.get("properties", {})
     for name in schema.get("required", ()):
         if name not in properties:
-            raise ParamsError(f"{place} requires {name!r}, which is no property of it{suggestion(name, properties)}")
+            raise ParamsError(
+                f"{place} requires {name!r}, which is no property of it{suggestion(name, properties)}",
+                code="params.required-property",
+            )
     if properties and schema.get("additionalProperties", False) is not False:
-        raise ParamsError(f"{place} may have any properties beside its own; allowed: additionalProperties false")
+        raise ParamsError(
+            f"{place} may have any properties beside its own; allowed: additionalProperties false",
+            code="params.other-properties",
+        )
 
 
 def _inner(schema: Mapping, place: str) -> Iterator[tuple[str, object]]:

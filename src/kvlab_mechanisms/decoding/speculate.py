@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache
 
 from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_mechanisms.decoding.sampler import sample
-from kvlab_mechanisms.decoding.verify import Draft, Rows, Verified, draws_of, verify
+from kvlab_mechanisms.decoding.verify import Draft, TargetLogits, Verified, draws_of, verify
 
 
 class Drafter(Protocol):
@@ -29,7 +29,7 @@ class Drafter(Protocol):
     def draft(self, text: Sequence[int], tokens: int, step: int) -> Draft:
         """Chains of so many tokens after a text whose last token is not yet in the cache."""
 
-    def heard(self, hidden: Tensor) -> None:
+    def observe(self, hidden: Tensor) -> None:
         """The target's last hidden state [width] where its call ended."""
 
 
@@ -77,7 +77,7 @@ class SpeculationReport:
 
 
 @dataclass
-class Written:
+class SpeculatedText:
     """Tokens that follow a prompt, and how they came."""
 
     tokens: list[int]
@@ -87,7 +87,7 @@ class Written:
 @torch.no_grad()
 def speculate(
     model: nn.Module, drafter: Drafter, prompt: Sequence[int], tokens: int, draft: int, own: Sampling, *, measure=False
-) -> Written:
+) -> SpeculatedText:
     """Tokens after a prompt, drafted and verified.
 
     Parameters
@@ -107,26 +107,26 @@ def speculate(
     """
     text, report, cache = list(prompt), SpeculationReport(), drafter.cache
     end = len(text) + tokens
-    drafter.heard(_forward(model, [text[:-1]], cache)[1][0, -1])
+    drafter.observe(_forward(model, [text[:-1]], cache)[1][0, -1])
     while len(text) < end:
         step = len(text) - len(prompt)
         offer = drafter.draft(text, min(draft, end - len(text) - 1), step)
         found, rows, hidden = _call(model, cache, text, offer, own, step)
         report.add(offer, found, _overlaps(offer, rows, found) if measure else ())
-        drafter.heard(hidden)
+        drafter.observe(hidden)
         text += found.tokens
-    return Written(text[len(prompt) :], report)
+    return SpeculatedText(text[len(prompt) :], report)
 
 
 def _call(
     model: nn.Module, cache: Cache, text: Sequence[int], offer: Draft, own: Sampling, step: int
-) -> tuple[Verified, Rows, Tensor]:
+) -> tuple[Verified, TargetLogits, Tensor]:
     """One forward of the target; its cache then ends before the last token that was made."""
     chains, drafted = offer.tokens, len(offer.tokens[0])
     if len(chains) > 1:
         cache.batch_repeat_interleave(len(chains))
     logits, hidden = _forward(model, [[text[-1], *chain] for chain in chains], cache)
-    rows = Rows(logits, own, text, chains)
+    rows = TargetLogits(logits, own, text, chains)
     found = verify(offer, rows, draws_of(own.seed, step))
     if len(chains) > 1:
         cache.batch_select_indices(torch.tensor([found.chain], device=logits.device))
@@ -142,7 +142,7 @@ def _forward(model: nn.Module, ids: list[list[int]], cache: Cache) -> tuple[Tens
     return output.logits, output.hidden_states[-1]
 
 
-def _overlaps(offer: Draft, rows: Rows, found: Verified) -> list[float]:
+def _overlaps(offer: Draft, rows: TargetLogits, found: Verified) -> list[float]:
     if offer.q is None:
         return []
     places = range(min(found.accepted + 1, len(offer.tokens[0])))

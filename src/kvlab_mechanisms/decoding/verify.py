@@ -127,7 +127,7 @@ def draws_of(seed: int, step: int) -> Iterator[float]:
 
 
 @dataclass
-class Rows:
+class TargetLogits:
     """The target as logits under a request's settings; a row is normalised when it is first visited.
 
     Parameters

@@ -20,7 +20,7 @@ from kvlab.core.errors import ParamsError, suggestion
 from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_mechanisms.decoding.sampler import sample
 
-ASKED = "kvlab_sampling"
+EXTRA_ARG = "kvlab_sampling"
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class SampledRequest:
     written: list[int]
 
 
-def asked(params: SamplingParams) -> Sampling | None:
+def sampling_of(params: SamplingParams) -> Sampling | None:
     """What a request asks for; `ParamsError` for a setting that there is not."""
-    said = (params.extra_args or {}).get(ASKED)
+    said = (params.extra_args or {}).get(EXTRA_ARG)
     if said is None:
         return None
     known = Sampling.__dataclass_fields__
     wrong = [
-        f"{ASKED} has {name!r}, which is no setting{suggestion(name, known)}" for name in said if name not in known
+        f"{EXTRA_ARG} has {name!r}, which is no setting{suggestion(name, known)}" for name in said if name not in known
     ]
     if wrong:
         raise ParamsError(*wrong)
@@ -56,7 +56,7 @@ class SamplerProcessor(LogitsProcessor):
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Refuse wrong settings where the request is made; vLLM asks for a ValueError."""
         try:
-            asked(sampling_params)
+            sampling_of(sampling_params)
         except ParamsError as error:
             raise ValueError("; ".join(error.lines)) from None
 
@@ -72,7 +72,7 @@ class SamplerProcessor(LogitsProcessor):
             self.requests.pop(row, None)
         for row, params, prompt, written in batch_update.added:
             self.requests.pop(row, None)
-            if (own := asked(params)) is not None:
+            if (own := sampling_of(params)) is not None:
                 self.requests[row] = SampledRequest(own, prompt or [], written)
         for a, b, direction in batch_update.moved:
             first, second = self.requests.pop(a, None), self.requests.pop(b, None)

@@ -150,7 +150,9 @@ class PermutationWatermark(Watermark):
     def __post_init__(self):
         super().__post_init__()
         if self.width != 1 or self.secure:
-            raise ParamsError("lists by permutation are of width 1 and have no secure hash")
+            raise ParamsError(
+                "lists by permutation are of width 1 and have no secure hash", code="params.permutation-lists"
+            )
 
     def contexts(self, ids: np.ndarray) -> np.ndarray:
         """Seeds of the generator that permutes, uint64."""

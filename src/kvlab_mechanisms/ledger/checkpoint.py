@@ -74,7 +74,7 @@ class Checkpoint:
         """`LedgerBroken` unless it was signed with this key."""
         wanted = key.signature(_purpose(self.size), bytes.fromhex(self.root)).hex()
         if not hmac.compare_digest(wanted, self.signature):
-            raise LedgerBroken("the checkpoint is not signed with this key")
+            raise LedgerBroken("the checkpoint is not signed with this key", code="ledger.signature")
 
 
 def _purpose(size: int) -> bytes:
@@ -93,11 +93,15 @@ def verify(found: ReadLog, checkpoint: Checkpoint | None) -> Tree:
     """
     tree = found.tree()
     if checkpoint and len(tree) < checkpoint.size:
-        raise LedgerBroken(f"{found.path} has {len(tree)} entries, the checkpoint {checkpoint.size}: its end was cut")
+        raise LedgerBroken(
+            f"{found.path} has {len(tree)} entries, the checkpoint {checkpoint.size}: its end was cut",
+            code="ledger.cut",
+        )
     if checkpoint and tree.root(checkpoint.size).hex() != checkpoint.root:
         raise LedgerBroken(
             f"the first {checkpoint.size} entries of {found.path} are not those of the checkpoint: an entry was"
-            " changed, moved, put in or taken out; look for the log of then in backups and other clones"
+            " changed, moved, put in or taken out; look for the log of then in backups and other clones",
+            code="ledger.other-entries",
         )
     found.entries()
     return tree
@@ -106,5 +110,8 @@ def verify(found: ReadLog, checkpoint: Checkpoint | None) -> Tree:
 def advance(found: ReadLog, old: Checkpoint | None, key: Key | None = None) -> Checkpoint:
     """The checkpoint of a log as it is, which goes on from the old one; raises as `verify` does."""
     if found.torn:
-        raise UserError(f"{found.path} ends amid a line, of {found.torn} bytes; the next job that ends takes it away")
+        raise UserError(
+            f"{found.path} ends amid a line, of {found.torn} bytes; the next job that ends takes it away",
+            code="user.torn-line",
+        )
     return Checkpoint.of(verify(found, old), key)

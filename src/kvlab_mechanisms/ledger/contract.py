@@ -100,7 +100,7 @@ class Contract:
     def faults(self, value: object) -> list[Fault]:
         """All that is wrong, each with its place in the value; empty where it holds."""
         try:
-            found = [fault for error in self._check.iter_errors(value) for fault in _told(error)]
+            found = [fault for error in self._check.iter_errors(value) for fault in _faults_of(error)]
             return list(dict.fromkeys([*found, *_not_finite(value)]))
         except RecursionError:
             return [("", "lies too deep, or its schema leads in a circle")]
@@ -127,7 +127,7 @@ def decoded(text: str | bytes, origin: object) -> object:
     try:
         return DECODER.decode(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:
-        raise StorageError(f"{origin} is not JSON: {error}") from None
+        raise StorageError(f"{origin} is not JSON: {error}", code="storage.not-json") from None
 
 
 def read_strictly(path: Path) -> object:
@@ -178,7 +178,7 @@ Checked = extend(
 META = Draft202012Validator(STRICT, format_checker=Draft202012Validator.FORMAT_CHECKER)
 
 
-def _told(error: ValidationError) -> Iterator[Fault]:
+def _faults_of(error: ValidationError) -> Iterator[Fault]:
     """What jsonschema found, with a place for each name that is missing or too much."""
     place, word, said, value = _place(error), error.validator, error.validator_value, error.instance
     if word == "required":
@@ -190,7 +190,7 @@ def _told(error: ValidationError) -> Iterator[Fault]:
         }
         yield from ((_at(place, name), "is not known") for name in value if name not in known)
     elif nearest := _nearest(error):
-        yield from (fault for one in nearest for fault in _told(one))
+        yield from (fault for one in nearest for fault in _faults_of(one))
     else:
         yield place, f"is {shown(value)}, allowed: {_allowed(error)}"
 
@@ -259,9 +259,12 @@ def _refuse_unread(schema: Mapping | bool) -> None:
     for error in META.iter_errors(schema):
         if error.schema is STRICT["propertyNames"]:
             word, place = error.instance, _place(error) or "the schema"
-            raise ParamsError(f"{place} has {word!r}, which is no word of JSON Schema 2020-12{suggestion(word, WORDS)}")
-        place, said = next(_told(error))
-        raise ParamsError(f"{place or 'the schema'} {said}")
+            raise ParamsError(
+                f"{place} has {word!r}, which is no word of JSON Schema 2020-12{suggestion(word, WORDS)}",
+                code="params.unread-word",
+            )
+        place, said = next(_faults_of(error))
+        raise ParamsError(f"{place or 'the schema'} {said}", code="params.no-schema")
     left = [(REGISTRY.resolver_with_root(root := DRAFT202012.create_resource(schema)), root)]
     while left:
         resolver, part = left.pop()
@@ -269,5 +272,7 @@ def _refuse_unread(schema: Mapping | bool) -> None:
             try:
                 resolver.lookup(part.contents["$ref"])
             except Unresolvable:
-                raise ParamsError(f"{part.contents['$ref']!r} is referred to, and is not in the schema") from None
+                raise ParamsError(
+                    f"{part.contents['$ref']!r} is referred to, and is not in the schema", code="params.reference"
+                ) from None
         left += [(resolver.in_subresource(one), one) for one in part.subresources()]

@@ -81,8 +81,14 @@ def number_of(entries: list[LogEntry], path: str) -> int:
     """The last entry that wrote a file as it is now; `UserError` where there is none."""
     found = latest(entries)
     if path not in found:
-        raise UserError(f"no entry of the ledger wrote {path}; it names files as the rules do, from the study's folder")
+        raise UserError(
+            f"no entry of the ledger wrote {path}; it names files as the rules do, from the study's folder",
+            code="user.not-in-ledger",
+        )
     number, told = found[path]
     if digest_of(path) != told:
-        raise UserError(f"{path} is not what entry {number} wrote: it was changed after, or made by no rule")
+        raise UserError(
+            f"{path} is not what entry {number} wrote: it was changed after, or made by no rule",
+            code="user.changed-output",
+        )
     return number

@@ -64,7 +64,9 @@ def encoded(entry: LogEntry) -> bytes:
     """The bytes of an entry, without the end of the line; `UserError` where a digest is none."""
     for path, digest in [*entry.inputs.items(), *entry.outputs.items(), ("the parameters", entry.params)]:
         if not SHA256.fullmatch(digest):
-            raise UserError(f"the digest of {path} is {digest!r}; allowed: 64 hexadecimal digits of a sha256")
+            raise UserError(
+                f"the digest of {path} is {digest!r}; allowed: 64 hexadecimal digits of a sha256", code="user.no-digest"
+            )
     return ENCODER.encode(vars(entry)).encode()
 
 
@@ -77,7 +79,10 @@ def decoded(line: bytes, place: str) -> LogEntry:
     except (ValueError, RecursionError, ValidationError, UserError):
         right = False
     if not right:
-        raise StorageError(f"{place} is no entry as the ledger writes them: it was changed, or is of another program")
+        raise StorageError(
+            f"{place} is no entry as the ledger writes them: it was changed, or is of another program",
+            code="storage.no-entry",
+        )
     return entry
 
 
@@ -112,7 +117,9 @@ def read(path: Path | str = LOG) -> ReadLog:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise StorageError(f"cannot read the ledger {path}: {error.strerror}; any rule that runs begins one") from None
+        raise StorageError(
+            f"cannot read the ledger {path}: {error.strerror}; any rule that runs begins one", code="storage.no-ledger"
+        ) from None
     *lines, rest = data.split(END)
     return ReadLog(Path(path), tuple(lines), len(rest))
 

@@ -59,7 +59,7 @@ class Tree:
         size = len(self) if size is None else size
         self._refuse_beyond(size)
         if not 0 <= index < size:
-            raise UserError(f"a log of {size} entries has no entry {index}")
+            raise UserError(f"a log of {size} entries has no entry {index}", code="user.no-entry")
         low, high, found = 0, size, []
         while high - low > 1:
             middle = low + _left(high - low)
@@ -72,7 +72,7 @@ class Tree:
         size = len(self) if size is None else size
         self._refuse_beyond(size)
         if not 0 <= old <= size:
-            raise UserError(f"a log of {size} entries has no beginning of {old}")
+            raise UserError(f"a log of {size} entries has no beginning of {old}", code="user.no-beginning")
         if old in (0, size):
             return []
         low, high, found, whole = 0, size, [], True
@@ -97,7 +97,7 @@ class Tree:
 
     def _refuse_beyond(self, size: int) -> None:
         if not 0 <= size <= len(self):
-            raise UserError(f"the log has {len(self)} entries, not {size}")
+            raise UserError(f"the log has {len(self)} entries, not {size}", code="user.log-size")
 
 
 def _left(size: int) -> int:

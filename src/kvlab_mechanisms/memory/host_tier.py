@@ -98,7 +98,10 @@ class HostTier:
         """
         size, page = page.nbytes, page.detach() if page.requires_grad else page
         if size > self.budget:
-            raise PoolExhausted(f"a page of {size} bytes is larger than the budget of {self.budget}")
+            raise PoolExhausted(
+                f"a page of {size} bytes is larger than the budget of {self.budget}",
+                code="pool-exhausted.page-too-large",
+            )
         held = self._held.get(key)
         if held is not None and self._in_place(key, held, page):
             held.page.copy_(page)
@@ -168,7 +171,7 @@ class HostTier:
     def _known(self, key: Hashable) -> HeldPages:
         held = self._held.get(key)
         if held is None:
-            raise PagerError(f"no page {key!r} is in host memory")
+            raise PagerError(f"no page {key!r} is in host memory", code="pager.no-page")
         return held
 
     def _buffer(self, size: int) -> Tensor:

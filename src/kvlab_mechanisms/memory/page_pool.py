@@ -177,7 +177,7 @@ class PagePool:
 
     def _known(self, sequence: Hashable) -> PageTable:
         if sequence not in self.tables:
-            raise PagerError(f"the pool holds no sequence {sequence!r}")
+            raise PagerError(f"the pool holds no sequence {sequence!r}", code="pager.no-sequence")
         return self.tables[sequence]
 
     def _take(self, sequence: Hashable) -> int:

@@ -3,7 +3,7 @@
 All integers are little-endian; every part begins at a multiple of 64 bytes, with zeros before it.
 
     stream := head, frame * (2 * layers), table
-    head   := magic "KVLABKVW", u16 version, u16 0, u32 bytes of the text, u64 digest, text (canonical JSON, see `Head`)
+    head   := magic "KVLABKVW", u16 version, u16 0, u32 bytes of the text, u64 digest, canonical JSON of a `StreamHead`
     frame  := u32 layer, u32 stream (0: K, 1: V), u64 bytes, u64 digest, payload
     table  := magic "KVLABEND", u32 frames, u32 0, (u64 offset of the frame, u64 digest) * frames, u64 digest
 
@@ -47,7 +47,7 @@ ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
-class Head:
+class StreamHead:
     """What the stream is of.
 
     Parameters
@@ -80,7 +80,7 @@ class Head:
         return self.kv_heads, self.tokens, self.head_dim
 
 
-def pack(head: Head, cache: Mapping[tuple[int, str], Tensor], key: bytes = b"") -> bytearray:
+def pack(head: StreamHead, cache: Mapping[tuple[int, str], Tensor], key: bytes = b"") -> bytearray:
     """The stream of a whole cache, by layer and stream; see `write` for what is refused."""
     sink = Sink()
     write(sink, head, (((layer, s), cache[layer, s]) for layer in range(head.layers) for s in STREAMS), key)
@@ -88,7 +88,7 @@ def pack(head: Head, cache: Mapping[tuple[int, str], Tensor], key: bytes = b"") 
 
 
 def write(
-    out: BinaryIO | Sink, head: Head, payloads: Iterable[tuple[tuple[int, str], Tensor]], key: bytes = b""
+    out: BinaryIO | Sink, head: StreamHead, payloads: Iterable[tuple[tuple[int, str], Tensor]], key: bytes = b""
 ) -> None:
     """Write payloads as they come, layers rising, K before V.
 
@@ -153,14 +153,14 @@ def table_bytes(key: bytes, start: int, table: list[tuple[int, int]]) -> bytes:
     return raw + DIGEST.pack(digest(key, DIGEST.pack(start), raw))
 
 
-def fits(head: Head, payload: Tensor) -> bool:
+def fits(head: StreamHead, payload: Tensor) -> bool:
     """Whether a payload is what the head says: any bytes of a codec, or exact K and V."""
     if payload.dtype != DTYPES[head.dtype]:
         return False
     return payload.dim() == 1 if head.codec else tuple(payload.shape) == head.shape()
 
 
-def check_head(head: Head, error: type[Exception]) -> None:
+def check_head(head: StreamHead, error: type[Exception]) -> None:
     """`error` unless the head can be of a stream."""
     sizes = (head.layers, head.kv_heads, head.head_dim, head.tokens)
     if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
@@ -223,7 +223,9 @@ class Received:
         raw = self._data[at:]
         self._table = list(PLACE.iter_unpack(raw[TABLE.size : -DIGEST.size]))
         if bytes(raw) != table_bytes(key, self._start, self._table):
-            raise StreamError("the end of the stream is damaged, cut, or of another stream or key")
+            raise StreamError(
+                "the end of the stream is damaged, cut, or of another stream or key", code="stream.digest"
+            )
         self._ends = [*(place for place, _ in self._table[1:]), at]
         if [place for place, _ in self._table[:1]] not in ([], [first]):
             raise StreamError("the first frame is not where the table has it")
@@ -263,28 +265,28 @@ def read(
 
     The last `next` raises `StreamError` where the stream was cut: what came before was right, and not all.
     """
-    raw = taken(source, HEAD.size)
+    raw = read_exactly(source, HEAD.size)
     if raw[: len(MAGIC)] == MAGIC:  # else `head_of` says what is wrong
-        raw += taken(source, min(HEAD.unpack(raw)[3], MOST_TEXT))
-        raw += taken(source, -len(raw) % ALIGN)
+        raw += read_exactly(source, min(HEAD.unpack(raw)[3], MOST_TEXT))
+        raw += read_exactly(source, -len(raw) % ALIGN)
     head, start, _ = head_of(memoryview(raw), key)
     refuse_other(head, model, codec)
     table, place = [], len(raw)
     for number in range(2 * head.layers):
-        begin = taken(source, ALIGN)
+        begin = read_exactly(source, ALIGN)
         fields = FRAME.unpack(begin[: FRAME.size])
         most = math.prod(head.shape()) * DTYPES[head.dtype].itemsize if not head.codec else 1 << 40
         if any(begin[FRAME.size :]) or fields[2] > most:
-            raise StreamError(f"frame {number} is damaged")
-        data = taken(source, fields[2])
-        if any(taken(source, -fields[2] % ALIGN)):
+            raise StreamError(f"frame {number} is damaged", code="stream.frame")
+        data = read_exactly(source, fields[2])
+        if any(read_exactly(source, -fields[2] % ALIGN)):
             raise StreamError(f"frame {number} is followed by something")
         yield place_of(number), payload(head, key, start, number, fields, memoryview(data), fields[3])
         table.append((place, fields[3]))
         place += ALIGN + len(data) + -len(data) % ALIGN
     wanted = table_bytes(key, start, table)
-    if taken(source, len(wanted)) != wanted:
-        raise StreamError("the end of the stream is damaged, or of another stream")
+    if read_exactly(source, len(wanted)) != wanted:
+        raise StreamError("the end of the stream is damaged, or of another stream", code="stream.digest")
 
 
 def place_of(number: int) -> tuple[int, str]:
@@ -292,7 +294,7 @@ def place_of(number: int) -> tuple[int, str]:
     return number // 2, STREAMS[number % 2]
 
 
-def taken(source: BinaryIO, size: int) -> bytearray:
+def read_exactly(source: BinaryIO, size: int) -> bytearray:
     """Exactly so many bytes, however they come; memory grows with what has come, not with what was promised."""
     data = bytearray()
     while len(data) < size:
@@ -303,7 +305,7 @@ def taken(source: BinaryIO, size: int) -> bytearray:
     return data
 
 
-def head_of(data: memoryview, key: bytes) -> tuple[Head, int, int]:
+def head_of(data: memoryview, key: bytes) -> tuple[StreamHead, int, int]:
     """The head, its digest, and where the first frame begins."""
     if len(data) < HEAD.size or bytes(data[:8]) != MAGIC:
         raise StreamError("this is no stream of K and V: it does not begin as one")
@@ -315,16 +317,18 @@ def head_of(data: memoryview, key: bytes) -> tuple[Head, int, int]:
     if size > MOST_TEXT or len(data) < first or any(data[HEAD.size + size : first]):
         raise StreamError("the head of the stream is damaged or cut")
     if promised != digest(key, HEAD.pack(MAGIC, version, zero, size, 0), text):
-        raise StreamError("the head of the stream is damaged, or was written with another key")
+        raise StreamError("the head of the stream is damaged, or was written with another key", code="stream.digest")
     try:
-        head = Head(**json.loads(bytes(text)))
+        head = StreamHead(**json.loads(bytes(text)))
     except (TypeError, ValueError):  # a digest without a key can be computed by anybody
-        raise StreamError("the head of the stream does not say what the stream is of") from None
+        raise StreamError(
+            "the head of the stream does not say what the stream is of", code="stream.head-fields"
+        ) from None
     check_head(head, StreamError)
     return head, promised, first
 
 
-def refuse_other(head: Head, model: str | None, codec: str | None) -> None:
+def refuse_other(head: StreamHead, model: str | None, codec: str | None) -> None:
     """`CalibrationMismatch` where a stream is of something else than is wanted."""
     for name, wanted, found in (("model", model, head.model), ("codec", codec, head.codec)):
         if wanted is not None and wanted != found:
@@ -333,12 +337,14 @@ def refuse_other(head: Head, model: str | None, codec: str | None) -> None:
             )
 
 
-def payload(head: Head, key: bytes, start: int, number: int, fields: tuple, data: memoryview, promised: int) -> Tensor:
+def payload(
+    head: StreamHead, key: bytes, start: int, number: int, fields: tuple, data: memoryview, promised: int
+) -> Tensor:
     """A frame's payload; `StreamError` unless it is what stood there when it was written."""
     layer, stream = place_of(number)
     layers_right = fields[:2] == (layer, STREAMS.index(stream)) and fields[3] == promised
     if not layers_right or promised != frame_digest(key, start, number, layer, stream, data):
-        raise StreamError(f"layer {layer} {stream} is damaged, or was written with another key")
+        raise StreamError(f"layer {layer} {stream} is damaged, or was written with another key", code="stream.digest")
     dtype, shape = DTYPES[head.dtype], (len(data),) if head.codec else head.shape()
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise StreamError(f"layer {layer} {stream} has {len(data)} bytes, which is not {list(shape)} {head.dtype}")

@@ -26,12 +26,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     try:
-        written(args.rows, args.rounds, args.out)
+        write_page(args.rows, args.rounds, args.out)
     except UserError as error:
         parser.error(str(error))
 
 
-def written(rows: Sequence[str], rounds: int, out: Path) -> None:
+def write_page(rows: Sequence[str], rounds: int, out: Path) -> None:
     """Check and time rows, all where none is named, and write the page.
 
     Raises

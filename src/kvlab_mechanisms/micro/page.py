@@ -68,8 +68,9 @@ def context(found: dict) -> dict:
 
 def counts(rows: list[dict]) -> list[list[str]]:
     """A line for each half of the modules, and one for all: what is there, and what is ahead of what."""
-    halves = [("attention, decoding, memory", FIRST), ("ranks, service, log", published_modules() - FIRST)]
-    lines = [_counted(name, [row for row in rows if _module(row) in modules]) for name, modules in halves]
+    modules = {row["module"] for row in published().values()}
+    halves = [("attention, decoding, memory", FIRST), ("ranks, service, log", modules - FIRST)]
+    lines = [_counted(name, [row for row in rows if _published(row)["module"] in half]) for name, half in halves]
     return [*lines, _counted("all", rows)]
 
 
@@ -90,17 +91,13 @@ def _counted(name: str, rows: list[dict]) -> list[str]:
     ]
 
 
-def published_modules() -> set[str]:
-    """Names of all modules."""
-    return {row["module"] for row in published().values()}
-
-
-def _module(row: dict) -> str:
-    return published()[row["id"].partition("-")[0]]["module"]
+def _published(row: dict) -> dict[str, str]:
+    """What was published of a row, or of the one that it is a sibling of."""
+    return published()[row["id"].partition("-")[0]]
 
 
 def _time(row: dict) -> list[str]:
-    seed = published()[row["id"].partition("-")[0]]
+    seed = _published(row)
     rival = row["rival_us"] is not None
     value, low, high = row["ratio"] if rival else (None, None, None)
     return [
@@ -118,7 +115,7 @@ def _time(row: dict) -> list[str]:
 
 
 def _value(row: dict) -> list[str]:
-    seed = published()[row["id"].partition("-")[0]]
+    seed = _published(row)
     orig = seed["orig_here"] if row["id"] in published() else "–"
     return [row["id"], seed["module"], seed["op"], row["shape"], fmt.number(row["value"]), orig, row["note"]]
 

@@ -35,7 +35,9 @@ class Memory:
 
     def __init__(self, pages: int, page: int):
         if pages < 1 or page < 1:
-            raise UserError(f"{pages} pages of {page} tokens; allowed: at least 1 of each; give more memory")
+            raise UserError(
+                f"{pages} pages of {page} tokens; allowed: at least 1 of each; give more memory", code="user.no-memory"
+            )
         self.pages, self.page = pages, page
         self.free = pages  # of pages that nothing lies in; kept beginnings lie in theirs
         self.idle = 0  # pages of beginnings that nobody reads

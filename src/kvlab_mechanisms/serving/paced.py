@@ -145,7 +145,7 @@ async def pace(
         No worker, or no room on one.
     """
     if workers < 1 or slots < 1:
-        raise UserError(f"{workers} workers with {slots} slots; allowed: at least 1 of each")
+        raise UserError(f"{workers} workers with {slots} slots; allowed: at least 1 of each", code="user.no-slots")
     count, began, router = len(trace), clock(), router or RoundRobin(workers)
     run = _Run(trace, ask, slots, router, clock, began, [math.nan] * count, [math.nan] * count)
     came, denied = np.empty(count), np.zeros(count, bool)

@@ -114,7 +114,10 @@ class FittedTimes:
         """One row [f] or [1, f]; quickest for a tuple."""
         row = features if type(features) is tuple else np.asarray(features, float).ravel().tolist()
         if len(row) != len(self.names):
-            raise Unfitted(f"a row of {len(row)} numbers; allowed: {len(self.names)}, one for each of {self.names}")
+            raise Unfitted(
+                f"a row of {len(row)} numbers; allowed: {len(self.names)}, one for each of {self.names}",
+                code="unfitted.row-length",
+            )
         value, half = sum(map(mul, row, self._numbers)), self.half_width
         low, determined = value - half, self._sees_all or self._determined(np.array(row))
         return PredictedSeconds(value, low if low > 0 else 0.0, value + half, determined)
@@ -152,11 +155,19 @@ def fit(
     """
     x, y = np.asarray(features, float), np.asarray(seconds, float)
     if x.ndim != 2 or x.shape[1] != len(names) or len(x) != len(y):
-        raise Unfitted(f"rows of {x.shape} and {y.shape} numbers; allowed: [n, {len(names)}] and [n]")
+        raise Unfitted(
+            f"rows of {x.shape} and {y.shape} numbers; allowed: [n, {len(names)}] and [n]", code="unfitted.shapes"
+        )
     if not (np.isfinite(x).all() and np.isfinite(y).all() and (x >= 0).all() and (y >= 0).all()):
-        raise Unfitted("a measured row holds a number that is negative or not finite; measure it again")
+        raise Unfitted(
+            "a measured row holds a number that is negative or not finite; measure it again",
+            code="unfitted.impossible-number",
+        )
     if len(x) < 2 * len(names):
-        raise Unfitted(f"{len(x)} measured rows; allowed: at least {2 * len(names)}, for {len(names)} coefficients")
+        raise Unfitted(
+            f"{len(x)} measured rows; allowed: at least {2 * len(names)}, for {len(names)} coefficients",
+            code="unfitted.too-few-rows",
+        )
     order = np.random.default_rng(seed).permutation(len(x))
     held = order[: len(x) // 3]
     kept = np.setdiff1d(order, held)
@@ -176,19 +187,6 @@ def non_negative(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, NDArray]:
     rank = int((values > RANK * max(values.max(initial=0), 1e-300)).sum())
     found, _ = nnls(scaled, y)
     return found * scale, directions[rank:].T, scale
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Time to the first token and time per token after it, fitted apart."""
-
-    ttft: FittedTimes
-    tpot: FittedTimes
-
-
-def fit_requests(rows: ArrayLike, ttft: ArrayLike, tpot: ArrayLike, **options) -> Latency:
-    """Fit both on rows of `request_features`; see `fit`."""
-    return Latency(fit(rows, ttft, REQUEST, **options), fit(rows, tpot, REQUEST, **options))
 
 
 class Online:
@@ -231,7 +229,10 @@ class Online:
             scaled = self._products * np.outer(scale, scale)
             values, vectors = np.linalg.eigh(scaled)
             if self.rows < len(self.names) or values[0] < 1e-12 * max(values[-1], 1e-300):
-                raise Unfitted(f"{self.rows} rows do not determine {len(self.names)} coefficients; record others")
+                raise Unfitted(
+                    f"{self.rows} rows do not determine {len(self.names)} coefficients; record others",
+                    code="unfitted.undetermined",
+                )
             root = np.sqrt(values)[:, None] * vectors.T  # root.T @ root is `scaled`
             target = (vectors.T @ (self._answers * scale)) / np.sqrt(values)
             if negative:

@@ -163,7 +163,7 @@ def simulate(
         A worker came to rest with requests that it had not served.
     """
     if not workers:
-        raise UserError("0 workers; allowed: at least 1")
+        raise UserError("0 workers; allowed: at least 1", code="user.no-workers")
     count, router = len(trace), router or RoundRobin(len(workers))
     first, last = [math.nan] * count, [math.nan] * count
     rows = zip(*(getattr(trace, name).tolist() for name in ("t", "prompt", "output", "prefix", "shared")), strict=True)
@@ -203,7 +203,10 @@ def simulate(
     run_until(math.inf)
     left = sum(len(one.waiting) + len(one.running) + len(one.filling) for one in workers)
     if left:
-        raise Fault(f"{left} of {count} requests were neither served nor turned away; no figure of this run holds")
+        raise Fault(
+            f"{left} of {count} requests were neither served nor turned away; no figure of this run holds",
+            code="fault.requests-left",
+        )
     return _served(trace, workers, np.array(first), np.array(last), denied, refused)
 
 

@@ -86,7 +86,9 @@ class Trace:
         if not last <= MOST_SECONDS:
             enough = 1.01 * self.rate * float(self.t[-1]) / MOST_SECONDS  # so that its three digits are taken
             least = f"at least {enough:.3g} requests per second"
-            raise TraceError(f"rate {rate:g}: the last request would come at {last:g} s; allowed: {least}")
+            raise TraceError(
+                f"rate {rate:g}: the last request would come at {last:g} s; allowed: {least}", code="trace.rate"
+            )
         return Trace(self.t * factor, self.prompt, self.output, self.prefix, self.shared)
 
 
@@ -117,13 +119,18 @@ def lines(path: Path | str) -> Iterator[tuple[str, str]]:
                 number += 1
                 where = f"{path}, line {number}"
                 if len(line) > MOST_LINE:
-                    raise TraceError(f"{where} is too long; allowed: at most {MOST_LINE} characters")
+                    raise TraceError(
+                        f"{where} is too long; allowed: at most {MOST_LINE} characters", code="trace.long-line"
+                    )
                 if number > MOST_REQUESTS:
-                    raise TraceError(f"{path} has more than {MOST_REQUESTS} lines; allowed: at most so many")
+                    raise TraceError(
+                        f"{path} has more than {MOST_REQUESTS} lines; allowed: at most so many",
+                        code="trace.too-many-lines",
+                    )
                 if line.strip():
                     yield line, where
     except UnicodeDecodeError:
-        raise TraceError(f"{path} is no text in UTF-8, so it is no trace") from None
+        raise TraceError(f"{path} is no text in UTF-8, so it is no trace", code="trace.not-text") from None
     except OSError as error:
         raise TraceError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
@@ -131,19 +138,21 @@ def lines(path: Path | str) -> Iterator[tuple[str, str]]:
 def checked_order(trace: Trace, path: Path | str) -> Trace:
     """The trace; `TraceError` if it is empty or goes back in time."""
     if not len(trace):
-        raise TraceError(f"{path} holds no request; allowed: at least 1")
+        raise TraceError(f"{path} holds no request; allowed: at least 1", code="trace.empty")
     back = np.flatnonzero(np.diff(trace.t) < 0)
     if len(back):
         at = int(back[0]) + 1
         late = f"request {at + 1} comes at {trace.t[at]:g} s, after one at {trace.t[at - 1]:g} s"
-        raise TraceError(f"{path}, {late}; allowed: in the order of arrival")
+        raise TraceError(f"{path}, {late}; allowed: in the order of arrival", code="trace.order")
     return trace
 
 
 def whole(value: object, name: str, where: str, least: int, most: int) -> int:
     """A whole number within limits, or a `TraceError`."""
     if type(value) is not int or not least <= value <= most:
-        raise TraceError(f"{where}: {name} {value!r:.40}; allowed: a whole number from {least} to {most}")
+        raise TraceError(
+            f"{where}: {name} {value!r:.40}; allowed: a whole number from {least} to {most}", code="trace.number"
+        )
     return value
 
 
@@ -151,7 +160,7 @@ def time(value: object, where: str, name: str = "t", unit: str = "seconds") -> f
     """Seconds within limits, of a number of `unit`, or a `TraceError`."""
     most = MOST_SECONDS * UNITS[unit]
     if type(value) not in (int, float) or not 0 <= value <= most:  # before dividing: an int may be above any float
-        raise TraceError(f"{where}: {name} {value!r:.40}; allowed: {unit} from 0 to {most:g}")
+        raise TraceError(f"{where}: {name} {value!r:.40}; allowed: {unit} from 0 to {most:g}", code="trace.time")
     return value / UNITS[unit]
 
 
@@ -161,15 +170,15 @@ def as_object(line: str, where: str) -> dict:
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise TraceError(f"{where} gives a key twice; give it once")
+            raise TraceError(f"{where} gives a key twice; give it once", code="trace.key-twice")
         return found
 
     try:
         found = json.loads(line, object_pairs_hook=once)
     except (ValueError, RecursionError):
-        raise TraceError(f"{where} is not JSON: {line.strip()[:40]!r}") from None
+        raise TraceError(f"{where} is not JSON: {line.strip()[:40]!r}", code="trace.not-json") from None
     if not isinstance(found, dict):
-        raise TraceError(f"{where} is no object of JSON: {line.strip()[:40]!r}")
+        raise TraceError(f"{where} is no object of JSON: {line.strip()[:40]!r}", code="trace.no-object")
     return found
 
 
@@ -178,16 +187,19 @@ def _request(line: str, where: str) -> tuple[float, int, int, int, int]:
     for key in found:
         if key not in KEYS:
             allowed = ", ".join(KEYS) + suggestion(key, KEYS)
-            raise TraceError(f"{where}: key {key!r:.40} is not known; allowed: {allowed}")
+            raise TraceError(f"{where}: key {key!r:.40} is not known; allowed: {allowed}", code="trace.unknown-key")
     for key in NEEDED:
         if key not in found:
-            raise TraceError(f"{where} has no {key!r}; needed: {', '.join(NEEDED)}")
+            raise TraceError(f"{where} has no {key!r}; needed: {', '.join(NEEDED)}", code="trace.missing-key")
     prompt = whole(found["prompt"], "prompt", where, 1, MOST_TOKENS)
     output = whole(found["output"], "output", where, 1, MOST_TOKENS)
     prefix = whole(found.get("prefix", NONE), "prefix", where, NONE, MOST_PREFIX)
     shared = whole(found.get("shared", 0), "shared", where, 0, prompt)
     if (prefix == NONE) != (shared == 0):
-        raise TraceError(f"{where}: prefix {prefix} with shared {shared}; a prefix has tokens, and tokens a prefix")
+        raise TraceError(
+            f"{where}: prefix {prefix} with shared {shared}; a prefix has tokens, and tokens a prefix",
+            code="trace.prefix",
+        )
     return time(found["t"], where), prompt, output, prefix, shared
 
 
@@ -208,28 +220,24 @@ def read_any(path: Path | str) -> Trace:
     """A trace in any format that is known, told by its first line."""
     first = next((line for line, _ in lines(path)), "")
     if first.lstrip("\ufeff").strip().startswith(AZURE[0]):
-        return read_azure(path)
+        return checked_order(columns(_azure(path)), path)
     if first.lstrip().startswith("{") and "hash_ids" in as_object(first, f"{path}, line 1"):
-        return read_mooncake(path)
+        return checked_order(columns(_mooncake(path)), path)
     return read(path)
 
 
-def read_azure(path: Path | str) -> Trace:
+def _azure(path: Path | str) -> Iterator[tuple[float, int, int, int, int]]:
     """Azure's LLM inference traces (Patel et al. 2024, Splitwise, ISCA): TIMESTAMP, ContextTokens, GeneratedTokens.
 
     An answer of no tokens, of which the trace of 2024 has some, is taken as one of 1: its prompt was read.
     """
-    return checked_order(columns(_azure(path)), path)
-
-
-def _azure(path: Path | str) -> Iterator[tuple[float, int, int, int, int]]:
     begun = None
     for line, where in lines(path):
         cells = [cell.strip() for cell in next(csv.reader([line.lstrip("\ufeff").strip()]))]
         if begun is None and tuple(cells) == AZURE:
             continue
         if len(cells) != len(AZURE):
-            raise TraceError(f"{where} has {len(cells)} cells; allowed: {', '.join(AZURE)}")
+            raise TraceError(f"{where} has {len(cells)} cells; allowed: {', '.join(AZURE)}", code="trace.cells")
         at = _moment(cells[0], where)
         begun = at if begun is None else begun
         prompt, output = (_digits(cell, name, where) for cell, name in zip(cells[1:], AZURE[1:], strict=True))
@@ -243,35 +251,37 @@ def _moment(text: str, where: str) -> float:
     try:
         return datetime.fromisoformat(f"{whole[:19]}+00:00").timestamp() + float(f"0.{digits or 0}")
     except ValueError:
-        raise TraceError(f"{where}: {AZURE[0]} {text!r:.40}; allowed: such as 2023-11-16 18:15:46.6805900") from None
+        raise TraceError(
+            f"{where}: {AZURE[0]} {text!r:.40}; allowed: such as 2023-11-16 18:15:46.6805900", code="trace.time"
+        ) from None
 
 
 def _digits(text: str, name: str, where: str) -> int:
     if not (text.isascii() and text.isdecimal()):
-        raise TraceError(f"{where}: {name} {text!r:.40}; allowed: a whole number from 0 to {MOST_TOKENS}")
+        raise TraceError(
+            f"{where}: {name} {text!r:.40}; allowed: a whole number from 0 to {MOST_TOKENS}", code="trace.number"
+        )
     return whole(int(text[:12]), name, where, 0, MOST_TOKENS)
 
 
-def read_mooncake(path: Path | str) -> Trace:
+def _mooncake(path: Path | str) -> Iterator[tuple[float, int, int, int, int]]:
     """The traces of Mooncake (Qin et al. 2025, FAST): milliseconds, lengths, and the hash of each block of 512 tokens.
 
     A hash stands for its block and all before it. A request's prefix is the longest that an earlier request had too,
     so the first one of a kind has none.
     """
-    return checked_order(columns(_mooncake(path)), path)
-
-
-def _mooncake(path: Path | str) -> Iterator[tuple[float, int, int, int, int]]:
     seen: set[int] = set()
     for line, where in lines(path):
         found = as_object(line, where)
         if missing := [key for key in MOONCAKE if key not in found]:
-            raise TraceError(f"{where} has no {missing[0]!r}; needed: {', '.join(MOONCAKE)}")
+            raise TraceError(f"{where} has no {missing[0]!r}; needed: {', '.join(MOONCAKE)}", code="trace.missing-key")
         prompt = whole(found["input_length"], "input_length", where, 1, MOST_TOKENS)
         output = whole(found["output_length"], "output_length", where, 0, MOST_TOKENS)
         hashes = found["hash_ids"]
         if not isinstance(hashes, list) or len(hashes) > MOST_BLOCKS:
-            raise TraceError(f"{where}: hash_ids; allowed: a list of at most {MOST_BLOCKS} whole numbers")
+            raise TraceError(
+                f"{where}: hash_ids; allowed: a list of at most {MOST_BLOCKS} whole numbers", code="trace.hash-ids"
+            )
         for one in hashes:
             whole(one, "hash_ids", where, 0, MOST_PREFIX)
         known = 0

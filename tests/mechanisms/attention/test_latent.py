@@ -11,6 +11,7 @@ from attention.drawing import after
 from kvlab.attention.latent_svd import LatentMoments, attention_metric, fit, stacked
 from kvlab.core.errors import LayoutMismatch, PoolExhausted, UserError
 from kvlab_mechanisms.attention.latent import LatentCache, LatentWeights, attend_latent, attend_naive, ratio
+from refusals import refused
 
 
 def drawn(seed=0, tokens=20, heads=4, d=16, latent=24, rope=0, queries=3, scale=1.0):
@@ -80,15 +81,15 @@ def test_tokens_one_by_one_are_tokens_at_once(lengths):
 def test_a_cache_refuses_what_does_not_fit_and_forgets():
     cache = LatentCache(8, capacity=3)
     cache.append(torch.ones(1, 2, 8))
-    with pytest.raises(PoolExhausted, match="4 latents do not fit into a cache of 3"):
+    with refused(PoolExhausted, None, 4, 3):
         cache.append(torch.ones(1, 2, 8))
     assert cache.tokens == 2
-    with pytest.raises(LayoutMismatch, match=r"allowed: \(1, tokens, 8\)"):
+    with refused(LayoutMismatch, None, (1, 1, 9), "(1, tokens, 8)"):
         cache.append(torch.ones(1, 1, 9))
     cache.reset()
     assert cache.tokens == cache.nbytes == 0
     q, _, weights = drawn()
-    with pytest.raises(LayoutMismatch, match="cannot read a latent cache"):
+    with refused(LayoutMismatch, "layout.latent-queries", tuple(q.shape), (2, 0, 24)):
         attend_latent(q, LatentCache(24, 2).rows, weights)
 
 
@@ -201,7 +202,7 @@ def test_the_plain_map_is_the_truncated_svd_of_the_weights_on_whitened_inputs():
 
 def test_a_rank_is_of_the_heads_numbers():
     q, k, v = captured()
-    with pytest.raises(UserError, match="allowed: 1 to 32"):
+    with refused(UserError, None, 33, "1 to 32"):
         fit(moments(q, k, v), 33)
     with pytest.raises(LayoutMismatch):
         stacked(k, v[:1])

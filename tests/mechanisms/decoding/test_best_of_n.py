@@ -17,6 +17,7 @@ from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab_mechanisms.decoding.best_of_n import SharedPrefixCache, best_of_n, best_token, candidates, ranked
 from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_mechanisms.decoding.speculate import plain
+from refusals import refused
 
 PROMPT = list(range(30, 70))
 OWN = Sampling(0.9, 40, seed=10)
@@ -75,9 +76,9 @@ def test_samples_go_on_from_a_coded_prefix(model, found):
     near = best_of_n(model, PROMPT, 6, 3, OWN, cache=coded)
     assert {tuple(one.tokens) for one in near.samples} & {tuple(one.tokens[:3]) for one in found.samples}
     assert coded.nbytes < near.prefix_bytes
-    with pytest.raises(CapabilityError, match="cropped"):
+    with refused(CapabilityError, "capability.no-crop"):
         SharedPrefixCache.of(coded).crop(-1)
-    with pytest.raises(CapabilityError, match="one row"):
+    with refused(CapabilityError, "capability.prefix-rows"):
         SharedPrefixCache([(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))])
     with pytest.raises(ParamsError):
         best_of_n(model, PROMPT[:1], 2, 3, OWN)
@@ -122,7 +123,7 @@ def test_candidates_without_replacement_are_drawn_one_after_the_other():
     counts = np.array([((drawn == pair).all(1)).sum() for pair in pairs])
     assert counts.sum() == rows
     assert stats.chisquare(counts, rows * want).pvalue > 1e-3
-    with pytest.raises(ParamsError, match="2 that the filters leave"):
+    with refused(ParamsError, "params.too-few-candidates", 3, 2):
         candidates(torch.zeros(1, 5) + torch.arange(5.0), 3, Sampling(top_k=2), replacement=False)
 
 

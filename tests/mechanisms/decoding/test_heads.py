@@ -12,6 +12,7 @@ from kvlab.core.errors import ModelError
 from kvlab_mechanisms.decoding.heads import HeadDrafter, Heads, fit_heads, matrices
 from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_mechanisms.decoding.speculate import plain, speculate
+from refusals import refused
 
 PROMPT = list(range(5, 25))
 
@@ -68,7 +69,7 @@ def test_heads_never_change_a_greedy_text(model, trained, chains, which):
 
 def test_sampled_chains_are_draws_of_their_rows(model, trained):
     drafter = HeadDrafter(model, trained[0], Sampling(seed=4), chains=2)
-    drafter.heard(torch.randn(128, generator=torch.Generator().manual_seed(0)))
+    drafter.observe(torch.randn(128, generator=torch.Generator().manual_seed(0)))
     draft = drafter.draft(PROMPT, 5, 0)
     assert [len(chain) for chain in draft.tokens] == [3, 3]  # no longer than there are heads
     assert all(draft.q(h, i)[draft.tokens[h][i]] > 0 for h in range(2) for i in range(3))
@@ -84,5 +85,5 @@ def test_heads_go_through_a_file(trained, tmp_path):
     again = Heads.load(tmp_path / "heads.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), trained[0].parameters(), strict=True))
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ModelError, match="no heads"):
+    with refused(ModelError, "model.no-heads", tmp_path / "other.safetensors"):
         Heads.load(tmp_path / "other.safetensors")

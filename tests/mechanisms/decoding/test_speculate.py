@@ -38,7 +38,7 @@ class Wrong:
     def draft(self, text, tokens, step):
         return Draft([chain[:tokens] for chain in self.chains])
 
-    def heard(self, hidden):
+    def observe(self, hidden):
         self.states.append(hidden)
 
 

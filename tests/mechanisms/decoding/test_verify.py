@@ -15,7 +15,7 @@ from scipy import stats
 from kvlab.core.errors import NonFinite
 from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_mechanisms.decoding.sampler import DRAFTER, uniforms
-from kvlab_mechanisms.decoding.verify import Draft, Rows, draws_of, inverse, residual, verify
+from kvlab_mechanisms.decoding.verify import Draft, TargetLogits, draws_of, inverse, residual, verify
 from tiers import examples
 
 VOCABULARY, DEPTH = 4, 2
@@ -156,7 +156,7 @@ def test_a_call_makes_one_to_n_plus_one_tokens(chains, depth, vocabulary, seed, 
         logits[chain, i] = of_prefix.setdefault(tuple(tokens[chain][:i]), row)
     q = 2 * torch.randn(chains, max(depth, 1), vocabulary, generator=chance).double().softmax(-1)
     own = [Sampling(), Sampling(0), Sampling(0.7, 3, 0.9, 0.05, 1.2)][seed % 3]
-    rows = Rows(logits, own, chains=tokens)
+    rows = TargetLogits(logits, own, chains=tokens)
     found = verify(Draft(tokens, (lambda *place: q[place]) if sampled else None), rows, draws_of(seed, 0))
     assert len(found.tokens) == found.accepted + 1 <= depth + 1
     assert found.tokens[: found.accepted] == tokens[found.chain][: found.accepted]
@@ -170,17 +170,17 @@ def test_without_temperature_only_the_greedy_path_comes_out():
     chains = [[best[0][0] ^ 1, 0], [best[0][0], best[1][1] ^ 1], [best[0][0], best[2][1]]]
     logits[2, 1] = logits[1, 1]
     chains[2][1] = best[1][1]
-    found = verify(Draft(chains), Rows(logits, Sampling(0), chains=chains), draws_of(0, 0))
+    found = verify(Draft(chains), TargetLogits(logits, Sampling(0), chains=chains), draws_of(0, 0))
     assert found.tokens == [best[0][0], best[1][1], int(logits[2, 2].argmax())]
     assert (found.chain, found.accepted) == (2, 2)
 
 
 def test_rows_agree_with_themselves_and_see_the_draft_in_their_penalty():
     logits = torch.randn(1, 3, 50, generator=torch.Generator().manual_seed(1))
-    plain = Rows(logits, Sampling(0.7))
+    plain = TargetLogits(logits, Sampling(0.7))
     assert all(plain.at(0, 1, x) == pytest.approx(float(plain.row(0, 1)[x]), rel=1e-12) for x in range(50))
     own = Sampling(repetition_penalty=1.5)
-    free, held = Rows(logits, own), Rows(logits, own, text=[3], chains=[[7, 8]])
+    free, held = TargetLogits(logits, own), TargetLogits(logits, own, text=[3], chains=[[7, 8]])
     assert torch.equal(free.row(0, 0), plain.row(0, 0)) is False
     assert held.row(0, 0)[7] / held.row(0, 0)[9] == pytest.approx(float(free.row(0, 0)[7] / free.row(0, 0)[9]))
     assert held.row(0, 1)[7] < free.row(0, 1)[7]
@@ -197,4 +197,4 @@ def test_logits_that_are_no_law_are_refused():
     for broken in ([-torch.inf, -torch.inf], [0.0, torch.nan], [0.0, torch.inf]):
         for own in (Sampling(), Sampling(top_k=1)):
             with pytest.raises(NonFinite):
-                verify(Draft([[]]), Rows(torch.tensor([[broken]]), own), draws_of(0, 0))
+                verify(Draft([[]]), TargetLogits(torch.tensor([[broken]]), own), draws_of(0, 0))

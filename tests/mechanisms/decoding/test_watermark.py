@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, WatermarkLogitsProcessor
 from kvlab.core.errors import ParamsError
 from kvlab_mechanisms.decoding.sampler import uniforms
 from kvlab_mechanisms.decoding.watermark import Detection, PermutationWatermark, Watermark, WatermarkProcessor, mixed
+from refusals import refused
 from tiers import examples
 
 VOCABULARY = 8192
@@ -158,5 +159,5 @@ def test_lists_by_permutation_are_those_of_transformers():
     row = ids[0].tolist()
     greens = [bool(theirs(torch.tensor([[a]]), torch.zeros(1, 300))[0, b] > 0) for a, b in itertools.pairwise(row)]
     assert ours.detect(row).green.tolist() == greens
-    with pytest.raises(ParamsError, match="width"):
+    with refused(ParamsError, "params.permutation-lists"):
         PermutationWatermark(key=1, width=2)

@@ -12,7 +12,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
 from kvlab_mechanisms.decoding.law import Sampling, law
 from kvlab_mechanisms.decoding.sampler import sample
-from kvlab_mechanisms.decoding.verify import Draft, Rows, verify
+from kvlab_mechanisms.decoding.verify import Draft, TargetLogits, verify
 
 
 def filtered(z: torch.Tensor, own: Sampling) -> torch.Tensor:
@@ -43,7 +43,9 @@ def rejections(runs: int = 300, depth: int = 4, size: int = 6) -> tuple[int, int
         u = torch.rand(depth, generator=chance)
         draws = iter([*u.tolist(), 0.5])
         exact = q.double()
-        found = verify(Draft([tokens.tolist()], lambda _chain, i, q=exact: q[i]), Rows(logits, Sampling()), draws)
+        found = verify(
+            Draft([tokens.tolist()], lambda _chain, i, q=exact: q[i]), TargetLogits(logits, Sampling()), draws
+        )
         out = torch.full((1, depth + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int64)
         torch.ops._C.rejection_random_sample_kernel_impl(
             out, torch.tensor([depth]), tokens, q.contiguous(), logits[0, :-1].softmax(-1).contiguous(),

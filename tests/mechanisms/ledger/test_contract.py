@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvlab.core.errors import ParamsError, StorageError
 from kvlab_mechanisms.ledger.contract import Contract, ContractBroken, decoded, read_strictly
 from mechanisms.decoding.test_schema import PERSON
+from refusals import refused
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = st.sampled_from(["a", "b", "ab", "n"])
@@ -87,23 +88,23 @@ def test_a_schema_may_refer_to_itself():
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "code", "data"),
     [
-        ({"minimun": 1}, r"the schema has 'minimun', which is no word of .*; did you mean 'minimum'\?"),
-        ({"properties": {"minimun": {"ifs": {}}}}, r"properties\.minimun has 'ifs', which is no word"),
-        ({"items": {"type": "int"}}, r"items\.type is 'int', allowed: array, boolean"),
-        ({"anyOf": [{"$ref": "#/$defs/x"}]}, r"'#/\$defs/x' is referred to, and is not in the schema"),
-        ({"$ref": "http://elsewhere"}, r"'http://elsewhere' is referred to"),
-        ({"items": 3}, r"items is 3, allowed: object or boolean"),
-        ({"pattern": "("}, r"pattern is '\(', allowed: format 'regex'"),
-        ({"$schema": "draft-9"}, r"is 'draft-9', allowed: https"),
-        ({"minimum": "1"}, r"minimum is '1', allowed: number"),
+        ({"minimun": 1}, "params.unread-word", ("the schema", "'minimun'", "'minimum'")),
+        ({"properties": {"minimun": {"ifs": {}}}}, "params.unread-word", ("properties.minimun", "'ifs'")),
+        ({"items": {"type": "int"}}, "params.no-schema", ("items.type", "'int'", "array, boolean")),
+        ({"anyOf": [{"$ref": "#/$defs/x"}]}, "params.reference", ("'#/$defs/x'",)),
+        ({"$ref": "http://elsewhere"}, "params.reference", ("'http://elsewhere'",)),
+        ({"items": 3}, "params.no-schema", ("items ", "3", "object or boolean")),
+        ({"pattern": "("}, "params.no-schema", ("pattern ", "'('", "'regex'")),
+        ({"$schema": "draft-9"}, "params.no-schema", ("'draft-9'", "https")),
+        ({"minimum": "1"}, "params.no-schema", ("minimum ", "'1'", "number")),
     ],
 )
-def test_a_word_that_is_not_read_is_refused_in_one_line(schema, said):
-    with pytest.raises(ParamsError, match=said) as refused:
+def test_a_word_that_is_not_read_is_refused_in_one_line(schema, code, data):
+    with refused(ParamsError, code, *data) as caught:
         Contract(schema)
-    assert len(refused.value.lines) == 1
+    assert len(caught.value.lines) == 1
 
 
 def test_what_is_no_json_is_refused():
@@ -113,7 +114,7 @@ def test_what_is_no_json_is_refused():
         assert not Contract({}).holds([{"a": value}]) and Contract(True).holds(1)
     for text in ("NaN", "[Infinity]", "1e999", '{"a":1,"a":1}', "{", "[" * 100_000, b"\xff"):
         assert not Contract({}).reads(text)
-        with pytest.raises(StorageError, match=r"^a\.json is not JSON: "):
+        with refused(StorageError, "storage.not-json", "a.json"):
             decoded(text, "a.json")
     assert Contract({"items": {}}).faults([1, {"a": [math.nan]}]) == [("[1].a[0]", "is nan, which JSON does not have")]
     assert Contract({"type": "integer"}).holds(1.0) and not Contract({"type": "integer"}).holds(True)
@@ -129,12 +130,12 @@ def test_all_faults_are_told_each_in_a_line_with_its_place():
         ("tags[1]", "is 'z', allowed: a, b, 1, None, {'x': [True]}"),
         ("no", "is not known"),
     }
-    with pytest.raises(ContractBroken) as refused:
+    with pytest.raises(ContractBroken) as caught:
         person.refuse(wrong, "people.json")
-    assert len(refused.value.lines) == 5 and all(line.startswith("people.json: ") for line in refused.value.lines)
-    with pytest.raises(ContractBroken) as refused:
+    assert len(caught.value.lines) == 5 and all(line.startswith("people.json: ") for line in caught.value.lines)
+    with pytest.raises(ContractBroken) as caught:
         Contract({"items": {"type": "null"}}).refuse([1] * 50, "x")
-    assert refused.value.lines[-1] == "x: 30 more things are wrong"
+    assert caught.value.lines[-1] == "x: 30 more things are wrong"
     person.refuse({"name": "a", "tags": ["a"]}, "people.json")
 
 
@@ -184,7 +185,7 @@ def test_the_shipped_files_keep_their_contracts():
     assert held(ROOT / "params.yaml") == "params"
     for name in ("mechanisms", "evals"):
         assert held(ROOT / "src" / "kvlab" / "gate" / "registry" / f"{name}.yaml") == name
-    with pytest.raises(ContractBroken, match=r"params\.yaml: bits"):
+    with refused(ContractBroken, None, "params.yaml: bits"):
         hold("params", yaml.safe_load((ROOT / "params.yaml").read_text()) | {"bits": "many"}, "params.yaml")
 
 
@@ -193,13 +194,13 @@ def test_a_json_file_is_read_strictly(tmp_path):
 
     path = tmp_path / "results" / "gap" / "metrics" / "m.json"
     path.parent.mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"cannot read .*m\.json: No such file"):
+    with refused(StorageError, None, path, "No such file"):
         read_strictly(path)
     path.write_text('{"cells": [], "cells": []}')
-    with pytest.raises(StorageError, match=r"m\.json is not JSON: the key 'cells' is there twice"):
+    with refused(StorageError, "storage.not-json", path, "'cells'"):
         held(path)
     path.write_text('{"cells": []}')
-    with pytest.raises(ContractBroken, match=r"m\.json: identity is missing"):
+    with refused(ContractBroken, None, f"{path}: identity"):
         held(path)
 
 
@@ -209,7 +210,7 @@ def test_the_rows_of_the_pipeline_keep_their_contract():
     from kvlab_pipeline.cli.contracts import hold
 
     hold("rows", rows(GOOD), "m.json")
-    with pytest.raises(ContractBroken, match=r"m\.json: \[0\]\.bitz is not known"):
+    with refused(ContractBroken, None, "m.json: [0].bitz"):
         hold("rows", [{"bitz": 1}], "m.json")
 
 
@@ -217,5 +218,6 @@ def test_a_file_without_a_contract_is_told(tmp_path):
     from kvlab.core.errors import UserError
     from kvlab_pipeline.cli.contracts import held
 
-    with pytest.raises(UserError, match=r"other.json has no contract; files that have one: params.yaml"):
+    with pytest.raises(UserError) as caught:
         held(tmp_path / "other.json")
+    assert all(part in str(caught.value) for part in (str(tmp_path / "other.json"), "params.yaml"))

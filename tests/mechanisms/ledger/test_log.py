@@ -10,12 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvlab.codecs.stream.seal import Key
-from kvlab.core.errors import KvlabError, StorageError, UserError
+from kvlab.core.errors import StorageError, UserError
 from kvlab.core.recipe import canonical
 from kvlab_mechanisms.ledger.checkpoint import Checkpoint, LedgerBroken, advance, verify
 from kvlab_mechanisms.ledger.jobs import digest_of, enter, entry_of, number_of, others
 from kvlab_mechanisms.ledger.log import LogEntry, ReadLog, append, decoded, encoded, read
 from kvlab_mechanisms.ledger.merkle import Tree
+from refusals import refused
 
 
 def entry(n: int, **changes) -> LogEntry:
@@ -76,14 +77,15 @@ def test_whatever_is_done_to_the_past_is_found(count, how, data):
         changed[at] = bytes(flipped)
     assume(changed != whole)
     later = lines(20)[count : count + data.draw(st.integers(0, 5))]
-    with pytest.raises(LedgerBroken, match=r"its end was cut|not those of the checkpoint"):
+    with pytest.raises(LedgerBroken) as caught:
         verify(ReadLog("log", (*changed, *later), 0), checkpoint)
+    assert caught.value.code == ("ledger.cut" if len(changed) + len(later) < count else "ledger.other-entries")
     assert len(verify(ReadLog("log", (*whole, *later), 0), checkpoint)) == count + len(later)
 
 
 @given(st.binary(max_size=40) | st.text(max_size=40).map(str.encode))
 def test_a_line_is_what_the_ledger_writes_or_it_is_refused(junk):
-    with pytest.raises(StorageError, match="line 1 is no entry"):
+    with refused(StorageError, "storage.no-entry", "line 1"):
         decoded(junk, "line 1")
 
 
@@ -96,7 +98,7 @@ def test_one_entry_has_one_spelling():
     for line in wrong:
         with pytest.raises(StorageError):
             decoded(line, "here")
-    with pytest.raises(UserError, match="the digest of results/0 is 'abc'; allowed: 64 hexadecimal digits"):
+    with refused(UserError, "user.no-digest", "results/0", "'abc'", "64 hexadecimal digits"):
         encoded(entry(0, outputs={"results/0": "abc"}))
 
 
@@ -115,7 +117,7 @@ def test_a_torn_last_line_is_told_and_taken_away(tmp_path_factory, kept):
     path.write_bytes(data + torn)
     found = read(path)
     assert (len(found.lines), found.torn) == (1, kept)
-    with pytest.raises(UserError, match=f"ends amid a line, of {kept} bytes"):
+    with refused(UserError, "user.torn-line", path, f"{kept} bytes"):
         advance(found, None)
     assert append([entry(1)], path) == kept
     assert read(path).entries() == [entry(0), entry(1)]
@@ -151,9 +153,10 @@ def test_writers_at_once_lose_nothing(path):
 
 def test_a_log_that_cannot_be_written_is_told_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"cannot write .*log\.jsonl: File exists"):
+    with pytest.raises(StorageError) as caught:
         append([entry(0)], tmp_path / "file" / "log.jsonl")
-    with pytest.raises(StorageError, match="cannot read the ledger"):
+    assert all(part in str(caught.value) for part in (str(tmp_path / "file" / "log.jsonl"), "File exists"))
+    with refused(StorageError, "storage.no-ledger", tmp_path / "none"):
         read(tmp_path / "none")
 
 
@@ -166,7 +169,7 @@ def test_a_checkpoint_goes_on_from_the_last_one(path, tmp_path):
     second = advance(read(path), first)
     assert second.size == 3 and second.root != first.root
     path.write_bytes(b"".join(one + b"\n" for one in lines(5)[1:]))
-    with pytest.raises(LedgerBroken, match="not those of the checkpoint"):
+    with refused(LedgerBroken, "ledger.other-entries", path):
         advance(read(path), second)
 
 
@@ -176,12 +179,13 @@ def test_a_signed_checkpoint_is_of_one_key_size_and_root(tmp_path):
     signed.refuse_unsigned(key)
     forged = [Checkpoint(2, signed.root, signed.signature), Checkpoint(3, "0" * 64, signed.signature)]
     for wrong, with_key in [(one, key) for one in (*forged, Checkpoint.of(tree))] + [(signed, Key(b"l" * 32))]:
-        with pytest.raises(LedgerBroken, match="not signed with this key"):
+        with refused(LedgerBroken, "ledger.signature"):
             wrong.refuse_unsigned(with_key)
     for text in ("{}", "[]", '{"size": 1, "root": "x"}', '{"size": -1, "root": "%s"}' % ("0" * 64), "{"):
         (tmp_path / "c.json").write_text(text)
-        with pytest.raises(KvlabError, match=r"c\.json"):
+        with pytest.raises(StorageError) as caught:
             Checkpoint.read(tmp_path / "c.json")
+        assert str(tmp_path / "c.json") in str(caught.value)
 
 
 def test_the_entry_of_a_job_is_the_same_whenever_it_is_made(tmp_path, monkeypatch):
@@ -196,9 +200,9 @@ def test_the_entry_of_a_job_is_the_same_whenever_it_is_made(tmp_path, monkeypatc
     assert enter([made]) == (1, 0) and enter([made]) == (0, 0), "work that came out as before"
     (tmp_path / "out/b/c").write_text("other")
     assert others(read().entries()) == ["out"]
-    with pytest.raises(UserError, match="out is not what entry 0 wrote"):
+    with refused(UserError, "user.changed-output", "out ", "entry 0"):
         number_of(read().entries(), "out")
     assert enter([entry_of("job", ["in"], ["out"], [])]) == (1, 0)
     assert others(read().entries()) == [] and number_of(read().entries(), "out") == 1
-    with pytest.raises(UserError, match="no entry of the ledger wrote in;"):
+    with refused(UserError, "user.not-in-ledger", " in;"):
         number_of(read().entries(), "in")

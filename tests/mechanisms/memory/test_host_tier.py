@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvlab.core.errors import PagerError, PoolExhausted
 from kvlab_mechanisms.memory.host_tier import HostTier
+from refusals import refused
 
 
 def page(number: int, size: int = 16, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -56,7 +57,7 @@ def test_a_page_that_is_on_its_way_back_may_go(tier):
     tier.offload("b", page(2))
     assert torch.equal(tier.fetch("b"), page(2))
     for call in (tier.fetch, tier.prefetch, tier.evict):
-        with pytest.raises(PagerError, match="'a'"):
+        with refused(PagerError, "pager.no-page", "'a'"):
             call("a")
 
 
@@ -84,7 +85,7 @@ def test_a_page_that_was_asked_for_does_not_go_next():
 
 def test_a_page_beyond_the_budget_is_refused_and_nothing_goes(tier):
     tier.offload("a", page(1))
-    with pytest.raises(PoolExhausted, match="1200 bytes"):
+    with refused(PoolExhausted, "pool-exhausted.page-too-large", "1200 bytes"):
         tier.offload("a", page(1, 300))
     assert torch.equal(tier.fetch("a"), page(1))
 

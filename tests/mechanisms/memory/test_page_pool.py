@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvlab.core.errors import PagerError, ParamsError, PoolExhausted
 from kvlab_mechanisms.memory.page_pool import PagePool
+from refusals import refused
 
 TOKENS, LAYERS = 4, (3, 5)
 
@@ -150,7 +151,7 @@ def test_layers_lie_in_a_page_one_after_the_other():
 
 @pytest.mark.parametrize("call", [lambda p: p.release("x"), lambda p: p.slots("x"), lambda p: p.fork("x", "y")])
 def test_an_unknown_sequence_is_named(call):
-    with pytest.raises(PagerError, match="'x'"):
+    with refused(PagerError, "pager.no-sequence", "'x'"):
         call(PagePool(1, 1, [1]))
 
 

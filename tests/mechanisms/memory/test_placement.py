@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvlab.core.errors import ParamsError
 from kvlab_mechanisms.memory.placement import Demand, disables_pool, place
+from refusals import refused
 from tiers import examples
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -140,7 +141,7 @@ def test_what_does_not_fit_leaves_nothing_and_is_never_hot():
 @pytest.mark.parametrize("name", ["kv_bytes_per_tok", "max_ctx", "gpu_total", "core"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_zero_and_negative_sizes_are_refused(name, value):
-    with pytest.raises(ParamsError, match=f"{name} is {value}; it has to be a whole number from 1"):
+    with refused(ParamsError, None, f"{name} is {value}", "from 1"):
         replace(PUBLISHED, **{name: value})
 
 
@@ -148,10 +149,10 @@ def test_zero_and_negative_sizes_are_refused(name, value):
 def test_negative_amounts_are_refused(name):
     replace(PUBLISHED, **{name: 0})
     for value in (-1, 1.5, True, None, "3"):
-        with pytest.raises(ParamsError, match=name):
+        with refused(ParamsError, None, f"{name} is {value!r}"):
             replace(PUBLISHED, **{name: value})
 
 
 def test_a_negative_count_of_cold_experts_is_refused():
-    with pytest.raises(ParamsError, match="cold_experts is -1"):
+    with refused(ParamsError, None, "cold_experts", -1):
         disables_pool(published(65536, 49152), active=True, cold_experts=-1)

@@ -10,8 +10,9 @@ import pytest
 from kvlab.gate import registry
 from kvlab.gate.check import Claim, check
 from kvlab.gate.rules import Context
-from kvlab_mechanisms.serving.policies.canary import TRANSITIONS, Canary, Refused, Terms, evidence_missing
+from kvlab_mechanisms.serving.policies.canary import TRANSITIONS, Canary, CanaryRefused, Terms, evidence_missing
 from kvlab_pipeline.gate_page.audit.mutations import TODAY, as_row, valid_case
+from refusals import refused
 
 
 def claim(word="pass", earned="supported", **more) -> Claim:
@@ -53,16 +54,16 @@ def test_a_canary_with_failing_evidence_is_never_promoted(bad):
     own = running(bad)
     serve(own, "exact", 1000)
     serve(own, "klt2", 1000)
-    with pytest.raises(Refused, match="not promoted"):
+    with refused(CanaryRefused, "canary.not-promoted", "klt2"):
         own.promote()
     other = Canary()
     other.register("klt2", bad)
-    with pytest.raises(Refused):
+    with pytest.raises(CanaryRefused):
         other.begin("klt2")
     own.judge("klt2", GOOD)
     assert own.promote() == "klt2"
     own.judge("exact", bad)
-    with pytest.raises(Refused):
+    with pytest.raises(CanaryRefused):
         own.rollback()
 
 
@@ -85,7 +86,7 @@ def test_no_life_makes_a_variant_with_failing_evidence_active(seed):
                 getattr(own, act)(name)
             elif act != "judge":
                 getattr(own, act)()
-        except Refused:
+        except CanaryRefused:
             pass
         assert own.active is None or evidence_missing(own.active.claim) is None
         assert sum(one.state == "active" for one in own.versions.values()) <= 1
@@ -107,17 +108,17 @@ def test_errors_slowness_and_few_requests_each_keep_it_back():
     own = running(GOOD)
     serve(own, "exact", 500, 5)
     serve(own, "klt2", 49)
-    with pytest.raises(Refused, match="49 requests of 50"):
+    with refused(CanaryRefused, "canary.not-promoted", 49, 50):
         own.promote()
     own = running(GOOD, good=0.1, bad=0.9)
     serve(own, "exact", 500, 5)
     serve(own, "klt2", 96, 8)
-    with pytest.raises(Refused, match=r"8\.33 % errors, 1 % before"):
+    with refused(CanaryRefused, "canary.not-promoted", "8.33 %", "1 %"):
         own.promote()
     own = running(GOOD, slowest=0.5)
     serve(own, "exact", 100)
     serve(own, "klt2", 100, seconds=0.6)
-    with pytest.raises(Refused, match="99th percentile"):
+    with refused(CanaryRefused, "canary.not-promoted", "99th", 0.5):
         own.promote()
 
 
@@ -126,7 +127,7 @@ def test_a_canary_that_fails_always_is_taken_back_early():
     serve(own, "exact", 100)
     serve(own, "klt2", 5, 5)
     assert own.canary is None
-    with pytest.raises(Refused):
+    with pytest.raises(CanaryRefused):
         own.promote()
 
 
@@ -138,7 +139,7 @@ def test_a_promotion_is_undone_by_a_rollback():
     assert (own.active.name, own.versions["exact"].state) == ("klt2", "retired")
     assert own.rollback() == "exact"
     assert own.versions["klt2"].state == "retired"
-    with pytest.raises(Refused, match="nothing was active before"):
+    with refused(CanaryRefused, "canary.nothing-before"):
         own.rollback()
 
 
@@ -148,7 +149,7 @@ def test_what_is_no_transition_is_refused(state):
         own = Canary()
         one = own.register("a", GOOD)
         one.state = state
-        with pytest.raises(Refused, match="cannot become"):
+        with refused(CanaryRefused, "canary.transition", state, target):
             own._move(one, target)
 
 

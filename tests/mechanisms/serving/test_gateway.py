@@ -14,6 +14,7 @@ from kvlab_mechanisms.serving.arrivals import AZURE_CONV, made, scaled
 from kvlab_mechanisms.serving.policies.gateway import POINTS, STALE, Gateway
 from kvlab_mechanisms.serving.simulate import simulate
 from kvlab_mechanisms.serving.worker import Costs, Worker, WorkerShape
+from refusals import refused
 
 
 def gateway(count: int, policy="least", capacity=1 << 30, **more) -> Gateway:
@@ -130,11 +131,11 @@ def test_failures_in_a_row_break_the_circuit():
 
 def test_mistakes_are_refused():
     own = gateway(1)
-    with pytest.raises(UserError, match="holds none"):
+    with refused(UserError, "user.no-request", 0):
         own.complete(0)
-    with pytest.raises(UserError, match="a new one"):
+    with refused(UserError, "user.worker-or-capacity", 0):
         own.register(0)
-    with pytest.raises(UnknownName, match="did you mean 'prefix'"):
+    with refused(UnknownName, None, "policy", "prefixes", repr("prefix")):
         Gateway("prefixes")
     with pytest.raises(UnknownName):
         own.complete(5)

@@ -8,6 +8,7 @@ import pytest
 
 from kvlab.core.errors import UserError
 from kvlab_mechanisms.serving.memory import Memory
+from refusals import refused
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -58,5 +59,5 @@ def test_a_beginning_stays_until_its_pages_are_needed():
     memory.release(7)
     assert memory.take(9)
     assert memory.lookup(7, 40) == 0
-    with pytest.raises(UserError, match="give more memory"):
+    with refused(UserError, "user.no-memory", 0, 16):
         Memory(0, 16)

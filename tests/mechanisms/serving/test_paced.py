@@ -19,6 +19,7 @@ from kvlab_mechanisms.serving.policies.ratelimit import NANO, RateLimit
 from kvlab_mechanisms.serving.simulate import simulate
 from kvlab_mechanisms.serving.trace import Trace, columns
 from kvlab_mechanisms.serving.worker import Costs, Worker, WorkerShape, first_come
+from refusals import refused
 
 COSTS = Costs(step=0.0, prefill=2e-3, pair=0.0, decode=0.05, read=0.0)
 SHAPE = WorkerShape(1 << 30, 1.0, 16, chunk=100_000, most=1, prefixes=False)
@@ -152,5 +153,5 @@ def test_a_router_that_takes_nobody_denies_all():
 
 @pytest.mark.parametrize("wrong", [{"workers": 0}, {"slots": 0}])
 def test_there_has_to_be_room(wrong):
-    with pytest.raises(UserError, match="allowed: at least 1 of each"):
+    with refused(UserError, "user.no-slots", *(f"{value} {name}" for name, value in wrong.items())):
         run(columns([(0.0, 1, 1, -1, 0)]), **wrong)

@@ -18,6 +18,7 @@ from kvlab_mechanisms.serving.policies.batches import Batches, BatchReason
 from kvlab_mechanisms.serving.policies.profiler import Histogram, Profiler
 from kvlab_mechanisms.serving.policies.ratelimit import NANO, RateLimit
 from kvlab_mechanisms.serving.policies.semantic import SemanticCache, Space, threshold_for
+from refusals import refused
 
 # ------------------------------------------------------------------------------ rate limits
 
@@ -86,9 +87,9 @@ def test_tenants_are_apart_and_forgetting_one_fills_no_bucket():
     assert not own.consume("c", 1, 0).allowed  # neither bucket is full, so nobody is forgotten
     assert own.consume("c", 1, 5 * NANO).allowed
     assert not own.consume("b", 5, 0).allowed or own.tokens("b", 0) == 0
-    with pytest.raises(UserError, match=r"rate 0\.5"):
+    with refused(UserError, None, "rate 0.5"):
         RateLimit(0.5, 1)
-    with pytest.raises(UserError, match="-1 tokens"):
+    with refused(UserError, None, "-1 tokens"):
         own.consume("a", -1, 0)
 
 
@@ -141,7 +142,7 @@ def test_a_merge_is_the_union():
     other.ingest(values[1700:])
     one.merge(other)
     assert (one.counts, one.total, one.low, one.high) == (whole.counts, whole.total, whole.low, whole.high)
-    with pytest.raises(UserError, match="as many"):
+    with refused(UserError, "user.histogram-bits", 4):
         one.merge(Histogram(4))
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(UserError):
@@ -251,7 +252,7 @@ def test_an_answer_over_a_coded_cache_is_never_an_exact_one():
     for nothing in (np.zeros(4), np.full(4, np.nan)):
         own.store(CODED, nothing, "no", 0.0)
         assert own.lookup(CODED, nothing, 0.0) is None
-    with pytest.raises(UserError, match="allowed: \\(4,\\)"):
+    with refused(UserError, "user.embedding-shape", (5,), (4,)):
         own.lookup(CODED, np.ones(5), 0.0)
 
 
@@ -259,7 +260,7 @@ def test_the_threshold_is_the_lowest_that_is_precise_enough():
     cosines, same = [0.99, 0.95, 0.9, 0.9, 0.8], [True, True, True, False, True]
     assert threshold_for(cosines, same, 1.0) == 0.95
     assert threshold_for(cosines, same, 0.8) == 0.8
-    with pytest.raises(UserError, match="label more"):
+    with refused(UserError, "user.no-threshold"):
         threshold_for([0.9], [False])
 
 

@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from kvlab.core.errors import Fault
+from refusals import refused
 from validation.audit import run
 from validation.audit.files import PAGES, TABLES
-from validation.audit.plants import PLANTS
+from validation.audit.trial import PLANTS
 from validation.audit.workspace import Workspace
 
 CAUGHT = {"name": "a", "where": "files", "beyond": "", "when": "metrics", "caught": "StaleResult", "words": "it | was"}
@@ -34,7 +35,7 @@ def test_a_fault_that_reaches_the_page_ends_the_audit(monkeypatch, tmp_path, row
     monkeypatch.setattr(Workspace, "prepare", lambda self: None)
     monkeypatch.setattr(run, "trial", lambda _workspace, _name: row)
     if ends:
-        with pytest.raises(Fault, match="1 of 1 planted faults reach the page, the first: b"):
+        with refused(Fault, "fault.reached-page", "1 of 1", ": b;"):
             run.audit(tmp_path / "AUDIT.md", ["b"])
     else:
         run.audit(tmp_path / "AUDIT.md", ["b"])

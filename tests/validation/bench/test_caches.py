@@ -7,6 +7,7 @@ import pytest
 from kvlab.core.errors import MixedIdentity, UserError
 from kvlab.core.model import resolve
 from kvlab.text import corpus
+from refusals import refused
 from validation.bench import caches, contest, page, run
 
 
@@ -45,5 +46,5 @@ def test_it_has_a_table_of_its_own_and_is_in_no_contest(found):
 def test_a_codec_beside_other_windows_is_refused(tiny_params, tiny_calibration, tmp_path):
     with pytest.raises(MixedIdentity):
         caches.opened(tiny_calibration["archive"], resolve(tiny_params.model), "0" * 16)
-    with pytest.raises(UserError, match="name them with --windows"):
+    with refused(UserError, "user.no-windows", "--archive", "--windows"):
         run.opened(tiny_params, tmp_path, run.Inputs(archive=tiny_calibration["archive"]), run.Effort(windows=2))

@@ -13,8 +13,9 @@ from kvlab.core.records import TOKENS, CellRecord, Coding, JobRecord, Provenance
 from kvlab.text import corpus
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.ladder.plan import rungs
+from refusals import refused
 from validation.bench import divergence, run, sources
-from validation.bench.rivals import Library, Rival, Stored
+from validation.bench.rivals import EncodedTensor, Library, LibraryCodec
 from validation.bench.subjects import Roster, Subject, alone
 
 MODEL, CORPUS = "5" * 16, "c" * 16
@@ -96,16 +97,16 @@ def test_kl_and_bits_of_every_cell_by_window(whole, tiny_params):
 
 
 def test_a_folder_that_is_missing_or_not_whole_names_the_command(folder, tiny_params):
-    with pytest.raises(StorageError, match="snakemake ladder"):
+    with refused(StorageError, "storage.no-ladder", folder / "none", "snakemake ladder"):
         read(tiny_params, folder / "none")
     (folder / "hf-float32-0.json").unlink()
-    with pytest.raises(StorageError, match=r"hf-float32-0 .*snakemake ladder"):
+    with refused(StorageError, "storage.missing-jobs", "hf-float32-0 ", "snakemake ladder"):
         read(tiny_params, folder)
 
 
 def test_a_job_that_is_not_planned_is_refused(folder, tiny_params):
     shutil.copy(folder / "hf-float32-0.json", folder / "hf-float32-99.json")
-    with pytest.raises(StaleResult, match=r"hf-float32-99.*snakemake ladder"):
+    with refused(StaleResult, "stale.unplanned-job", "hf-float32-99", "snakemake ladder"):
         read(tiny_params, folder)
 
 
@@ -120,21 +121,21 @@ def test_a_job_that_lacks_a_cell_is_refused(folder, tiny_params):
     kept = made.cells[:-1]
     left = tokens.filter(pl.col("cell_id").is_in([cell.cell_id for cell in kept]))
     write_job(folder / "hf-float32-0.json", made.model_copy(update={"cells": kept}), left)
-    with pytest.raises(StaleResult, match="snakemake ladder"):
+    with refused(StaleResult, "stale.missing-cells", folder / "hf-float32-0", "snakemake ladder"):
         read(tiny_params, folder)
 
 
 @pytest.mark.parametrize("field", ["model_hash", "corpus_hash"])
 def test_a_ladder_of_another_origin_is_refused(folder, tiny_params, field):
     rewrite(folder / "hf-float32-0.json", provenance=origin(**{field: "other"}))
-    with pytest.raises(StaleResult, match=f"under {field} other"):
+    with refused(StaleResult, "stale.other-origin", f"{field} other"):
         divergence.of_ladder(tiny_params, folder, MODEL, CORPUS, 2)
 
 
 def test_another_model_or_other_windows_are_refused(whole, tiny_params):
-    with pytest.raises(StaleResult, match=r"model_hash.*snakemake ladder"):
+    with refused(StaleResult, "stale.other-origin", "model_hash", "snakemake ladder"):
         read(tiny_params, whole, model_hash="6" * 16)
-    with pytest.raises(StaleResult, match=r"corpus_hash.*snakemake ladder"):
+    with refused(StaleResult, "stale.other-origin", "corpus_hash", "snakemake ladder"):
         read(tiny_params, whole, corpus_hash="d" * 16)
     assert read(tiny_params, whole, corpus_hash=None)
 
@@ -158,13 +159,13 @@ def test_a_damaged_record_is_refused_in_one_line(folder, tiny_params, damage):
 
 def halved(bits, head_dim):
     def encode(x):
-        return Stored(x.float() / 2, x.numel() * bits / 8)
+        return EncodedTensor(x.float() / 2, x.numel() * bits / 8)
 
-    return Rival(encode, lambda stored: stored.held, float(bits))
+    return LibraryCodec(encode, lambda stored: stored.held, float(bits))
 
 
 def exact(bits, head_dim):
-    return Rival(lambda x: Stored(x.float(), 2 * x.numel()), lambda stored: stored.held, 16.0)
+    return LibraryCodec(lambda x: EncodedTensor(x.float(), 2 * x.numel()), lambda stored: stored.held, 16.0)
 
 
 def test_rivals_are_scored_on_the_first_windows_of_each_text(tiny_params, tiny_windows, monkeypatch, hf_engine):

@@ -9,8 +9,9 @@ import embedded
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
 from kvlab.codecs.klt import KltStream
-from kvlab.core.errors import CapabilityError, KvlabError, StorageError, UserError
+from kvlab.core.errors import CapabilityError, MixedIdentity, StorageError, UserError
 from kvlab.core.recipe import IDENTITY, Recipe
+from refusals import refused
 from validation.bench import page, published, run, sources, subjects
 from validation.bench.subjects import Roster, Subject
 
@@ -95,7 +96,7 @@ def test_kl_has_intervals_and_is_compared_on_the_same_windows(benched, tmp_path)
     )
     assert "over the same 12 windows" in text and "| 0.00200 [0.001" in text
     data["kl"]["hadamard 2"]["test"]["windows"].pop()
-    with pytest.raises(KvlabError, match="scored windows"):
+    with refused(MixedIdentity, None, "scored windows"):
         page.write(data, tmp_path)
 
 

@@ -12,7 +12,7 @@ from kvlab.codecs.klt import KltStream
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import IDENTITY, Recipe
 from validation.bench import clock, sources, subjects
-from validation.bench.rivals import Library, Rival, Stored, usable
+from validation.bench.rivals import EncodedTensor, Library, LibraryCodec, usable
 from validation.bench.score import Scorer, limit_row, whole
 from validation.bench.subjects import Subject
 from validation.limit import theory as limit
@@ -34,10 +34,10 @@ def noisy(bits, nbytes_per_value, variance):
 
     def encode(x):
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) * math.sqrt(variance)
-        return Stored(x.float() + noise, x.numel() * nbytes_per_value)
+        return EncodedTensor(x.float() + noise, x.numel() * nbytes_per_value)
 
     return Subject(
-        "noisy", 4, library=Library("none", "math", lambda b, d: Rival(encode, lambda stored: stored.held, bits))
+        "noisy", 4, library=Library("none", "math", lambda b, d: LibraryCodec(encode, lambda stored: stored.held, bits))
     )
 
 

@@ -7,6 +7,7 @@ from kvlab.calibration.capture import Captured
 from kvlab.calibration.metrics import ErrorMetrics
 from kvlab.core.errors import StorageError, UserError
 from kvlab.core.model import resolve
+from refusals import refused
 from validation.bench import sources
 from validation.limit import theory as limit
 
@@ -51,7 +52,7 @@ def test_real_sigma_is_read_by_layer(tmp_path):
     assert first_of(source, "k").scored.shape == (1, 2, 64, 16)
     assert torch.equal(first_of(source, "k").weight, 2 * torch.eye(16).double().expand(2, 16, 16))
     save_file({"other": torch.zeros(1)}, tmp_path / "o.safetensors")
-    with pytest.raises(StorageError, match="no layer_"):
+    with refused(StorageError, "storage.no-sigma", tmp_path / "o.safetensors"):
         sources.planted_with(tmp_path / "o.safetensors")
 
 
@@ -69,7 +70,7 @@ def test_given_tensors_find_their_sigma(tmp_path):
     assert torch.equal(torch.cat((sample.calib[0], sample.scored[0]), dim=1), sample.whole)
     assert sample.whole.shape == (2, 40, 8)
     np.save(tmp_path / "K_L20.npy", rows)
-    with pytest.raises(StorageError, match="K_L20"):
+    with refused(StorageError, "storage.no-sigma", "K_L20"):
         sources.given(tmp_path)
 
 
@@ -83,38 +84,38 @@ def full(path, changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "code", "data"),
     [
-        ({"K_L05": np.ones((8, 2))}, r"shape \(8, 2\)"),
-        ({"K_L05": np.ones((8, 2, 6))}, "do not fit"),
-        ({"K_L05": np.ones((8, 2, 4), dtype=int)}, "int64"),
-        ({"K_L05": np.array([{}])}, "cannot read"),
-        ({"V_L05": np.full((8, 2, 4), np.nan)}, "NaN"),
-        ({"V_L05": np.ones((3, 2, 4))}, "four tokens"),
-        ({"V_L05": None}, "no K_L<l>.npy and V_L<l>.npy"),
-        ({"V_L05": None, "V_Lfive": np.ones((8, 2, 4))}, "names 0 layers"),
-        ({"V2_L05": np.ones((8, 2, 4))}, "second time"),
-        ({"sigma_q_L05": None}, "has no Sigma_q"),
-        ({"sigma_q_L05": None, "sigma": np.stack([np.eye(4)] * 2)}, "names 0 layers"),
-        ({"sigma_q_L05": np.ones((2, 4, 3))}, "is no Sigma_q"),
-        ({"sigma_q_L05": np.ones((2, 2, 4, 4))}, "names 1 layers and holds 2"),
+        ({"K_L05": np.ones((8, 2))}, "storage.shape", ("K_L05.npy", (8, 2))),
+        ({"K_L05": np.ones((8, 2, 6))}, "storage.sigma-misfit", ("K_L05.npy", (8, 2, 6), (2, 4, 4))),
+        ({"K_L05": np.ones((8, 2, 4), dtype=int)}, "storage.dtype", ("K_L05.npy", "int64")),
+        ({"K_L05": np.array([{}])}, "storage.unreadable", ("K_L05.npy",)),
+        ({"V_L05": np.full((8, 2, 4), np.nan)}, "storage.not-finite", ("V_L05.npy", "NaN")),
+        ({"V_L05": np.ones((3, 2, 4))}, "storage.shape", ("V_L05.npy", (3, 2, 4))),
+        ({"V_L05": None}, "storage.no-tensors", ("K_L<l>.npy", "V_L<l>.npy")),
+        ({"V_L05": None, "V_Lfive": np.ones((8, 2, 4))}, "storage.layer-names", ("V_Lfive.npy", "0 layers")),
+        ({"V2_L05": np.ones((8, 2, 4))}, "storage.layer-twice", ("layer 5 of V",)),
+        ({"sigma_q_L05": None}, "storage.no-sigma", ("K_L05.npy", "sigma_q_L05.npy")),
+        ({"sigma_q_L05": None, "sigma": np.stack([np.eye(4)] * 2)}, "storage.layer-names", ("sigma.npy", "0 layers")),
+        ({"sigma_q_L05": np.ones((2, 4, 3))}, "storage.sigma-shape", ("sigma_q_L05.npy",)),
+        ({"sigma_q_L05": np.ones((2, 2, 4, 4))}, "storage.layer-names", ("sigma_q_L05.npy", "1 layers", "2;")),
     ],
 )
-def test_a_tensor_that_cannot_be_is_refused_in_one_line(tmp_path, changes, said):
-    with pytest.raises(StorageError, match=said) as raised:
+def test_a_tensor_that_cannot_be_is_refused_in_one_line(tmp_path, changes, code, data):
+    with refused(StorageError, code, *data) as raised:
         sources.given(full(tmp_path, changes))
     assert len(str(raised.value).splitlines()) == 1
 
 
 def test_a_file_that_is_no_array_is_refused(tmp_path):
     (full(tmp_path, {}) / "K_L06.npy").write_bytes(b"")
-    with pytest.raises(StorageError, match="K_L06"):
+    with refused(StorageError, "storage.unreadable", "K_L06"):
         sources.given(tmp_path)
 
 
 def test_a_published_sigma_of_another_shape_is_refused(tmp_path):
     save_file({"layer_0_sigma": torch.zeros(2, 3, 4), "layer_x_sigma": torch.zeros(1)}, tmp_path / "s.safetensors")
-    with pytest.raises(StorageError, match="layer_0_sigma"):
+    with refused(StorageError, "storage.sigma-shape", "layer_0_sigma"):
         sources.published_weights(tmp_path / "s.safetensors")
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvlab.core.errors import Fault, NonFinite, UserError
 from kvlab.output import format as fmt
+from refusals import refused
 from validation.cluster import page
 from validation.cluster.measure import _recipe
 
@@ -45,11 +46,12 @@ def test_a_codec_pays_below_what_it_saves_over_what_it_takes():
 
 
 def test_a_codec_that_is_not_understood_is_told():
-    with pytest.raises(UserError, match="codec 'int' is not understood; allowed: NAME=BITS"):
+    with refused(UserError, "user.codec-not-understood", "'int'", "NAME=BITS"):
         _recipe("int")
 
 
 def test_a_table_whose_rows_are_not_of_its_headers_is_refused():
-    with pytest.raises(Fault, match=r"2 headers \['a', 'b'\] has rows of 3 cells"):
+    with pytest.raises(Fault) as caught:
         fmt.table(("a", "b"), [("1", "2", "3")])
+    assert all(part in str(caught.value) for part in ("2 headers ['a', 'b']", "3 cells"))
     assert fmt.table(("a", "b"), []).count("\n") == 1

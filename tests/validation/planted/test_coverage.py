@@ -6,13 +6,13 @@ from scipy.special import stdtrit
 
 from kvlab.stats.bootstrap import Bootstrap, Column
 from validation.planted import coverage
-from validation.planted.coverage import DISTRIBUTIONS, Law, Statistic, Table, measure, share, statistics
+from validation.planted.coverage import DISTRIBUTIONS, FactorLaw, Statistic, Table, measure, share, statistics
 from validation.planted.ground import window_column
 
 BLOCK, KLT, _ = DISTRIBUTIONS
 
 
-@pytest.mark.parametrize("law", [Law("gamma", 2.5), Law("gamma", 0.75), Law("lognormal", 0.8)])
+@pytest.mark.parametrize("law", [FactorLaw("gamma", 2.5), FactorLaw("gamma", 0.75), FactorLaw("lognormal", 0.8)])
 def test_factors_have_mean_one_and_share_their_scatter(law):
     drawn = law.draw(np.random.default_rng(0), (400, 100), 2)
     assert drawn.mean((1, 2)) == pytest.approx([1, 1], abs=0.03)
@@ -23,7 +23,7 @@ def test_factors_have_mean_one_and_share_their_scatter(law):
 
 def test_truths_are_those_of_large_tables():
     """Every statistic's truth against one table with many windows: the estimate is within its own interval."""
-    table = Table(replace(KLT, tokens=Law("gamma", 4.0)), np.random.default_rng(1), 500)
+    table = Table(replace(KLT, tokens=FactorLaw("gamma", 4.0)), np.random.default_rng(1), 500)
     boot = Bootstrap(200, 0.9999, 0)
     for statistic in statistics():
         found = statistic.estimate(boot, table)

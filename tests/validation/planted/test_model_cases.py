@@ -7,6 +7,7 @@ from kvlab.codecs.shared import whitening
 from kvlab.core.errors import Fault
 from kvlab.core.recipe import Recipe
 from kvlab.stats.bootstrap import Bootstrap
+from refusals import refused
 from validation.planted import identity, noise, rescaling, shim
 from validation.planted.claims import recover
 
@@ -64,7 +65,7 @@ def test_a_tensor_that_is_changed_beside_its_mark_is_refused():
         marked[1, 3, 5] += 1
         return marked
 
-    with pytest.raises(Fault, match="more than the mark"):
+    with refused(Fault, "fault.more-than-the-mark", "layer 0 k"):
         shim.Watch(tap)(0, "k", torch.zeros(2, 4, 8))
 
 

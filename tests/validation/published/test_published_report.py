@@ -13,6 +13,7 @@ from kvlab.cli.main import main
 from kvlab.core.errors import MissingResult, NonFinite, StorageError, UserError
 from kvlab_pipeline.report.schema import VERSION
 from pipeline.report.example_metrics import build
+from refusals import refused
 from tests.validation.published import making
 from validation.published.main import published
 from validation.published.rows import WINDOWS
@@ -161,7 +162,7 @@ def test_nothing_is_written_when_a_file_is_broken(tmp_path):
 
 
 def test_an_empty_folder_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"holds no \.json file"):
+    with refused(UserError, "user.no-published-files", tmp_path):
         published(tmp_path, tmp_path / "out")
 
 
@@ -212,9 +213,9 @@ def test_metrics_of_another_shape_are_one_line(tmp_path, metrics):
     making.write(tmp_path, "a.json", making.vllm())
     path = tmp_path / "metrics.txt"
     path.write_text(json.dumps({"schema_version": VERSION} | metrics if isinstance(metrics, dict) else metrics))
-    with pytest.raises((StorageError, MissingResult), match="metrics") as caught:
+    with pytest.raises((StorageError, MissingResult)) as caught:
         published(tmp_path, tmp_path / "out", path)
-    assert "\n" not in str(caught.value)
+    assert "metrics" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_metrics_that_are_not_finite_are_refused(every, tmp_path):

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from kvlab.core.errors import StorageError, UserError
+from refusals import refused
 from tests.validation.published import making
 from validation.published.families import NOT_READ, READ, REFUSED, UNKNOWN, read_folder
 
@@ -132,8 +133,9 @@ def test_a_file_that_is_laid_out_otherwise_is_refused(tmp_path, make, spoil):
 def test_broken_json_stops_with_one_line_that_names_the_file(tmp_path, text):
     making.write(tmp_path, "good.json", making.vllm())
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(StorageError, match=r"^bad\.json is not JSON") as caught:
+    with pytest.raises(StorageError) as caught:
         read_folder(tmp_path)
+    assert str(caught.value).startswith("bad.json ")
     assert "\n" not in str(caught.value) and str(tmp_path) not in str(caught.value)
 
 
@@ -152,7 +154,7 @@ def test_files_come_in_the_order_of_their_names(every):
 def test_a_folder_without_json_is_named(tmp_path, prepare):
     folder = tmp_path / "nothing"
     prepare(folder)
-    with pytest.raises(UserError, match="nothing"):
+    with refused(UserError, "user.no-published-files", folder):
         read_folder(folder)
 
 

@@ -9,7 +9,7 @@ from scipy import stats
 from tests.validation.published import making
 from validation.published import phases, rank, reanalyse
 from validation.published.families import read_folder
-from validation.published.rows import Sigma, Window
+from validation.published.rows import PassageScores, SigmaSidecar
 
 
 def cells(folder, **files):
@@ -63,8 +63,8 @@ def test_ratio_is_exp_of_the_mean_and_of_the_bounds(tmp_path):
 
 def test_tokens_weigh_alike():
     windows = [
-        Window(window=0, ppl_ref=1, ppl_alt=math.e, n_tokens=10),
-        Window(window=1, ppl_ref=1, ppl_alt=1, n_tokens=30),
+        PassageScores(window=0, ppl_ref=1, ppl_alt=math.e, n_tokens=10),
+        PassageScores(window=1, ppl_ref=1, ppl_alt=1, n_tokens=30),
     ]
     assert reanalyse.delta_column(windows).sums.sum() / 40 == pytest.approx(0.25)
 
@@ -119,12 +119,8 @@ def test_a_planted_rank_is_recovered_from_the_bytes(tmp_path, planted):
 def test_no_rank_without_the_sidecar_of_the_calibration_that_the_cell_names(tmp_path):
     given = cells(tmp_path, a=making.vllm(model_name="toy_k_only"), another_q_calib=making.sigma())
     assert rank.ranks(given, sources(tmp_path, "sigmas")) == []
-    assert (
-        rank.ranks(
-            given, [Sigma(file="toy_q_calib.json", n_layers=9, kv_heads=2, head_dim=128, condition=(), off_diagonal=())]
-        )
-        == []
-    )
+    toy = SigmaSidecar(file="toy_q_calib.json", n_layers=9, kv_heads=2, head_dim=128, condition=(), off_diagonal=())
+    assert rank.ranks(given, [toy]) == []
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])

@@ -8,6 +8,7 @@ import pytest
 
 from kvlab.cli.checked import recipes_of
 from kvlab.core.errors import UserError
+from refusals import refused
 from validation.rates import compare, page
 from validation.rates.__main__ import named
 from validation.rates.measure import measure
@@ -72,7 +73,7 @@ def test_a_codec_may_have_bits_of_its_own():
     assert [one.label for one in named("klt", [2, 4])] == ["klt 2", "klt 4"]
     (grouped,) = named("kivi[group=32]=3", [2])
     assert grouped.label == "kivi (group 32) 3" and grouped.recipe.k.group == 32
-    with pytest.raises(UserError, match="is not understood"):
+    with refused(UserError, "user.codec-not-understood", "kivi[group]=3"):
         named("kivi[group]=3", [2])
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvlab.core.errors import CorpusError, ModelError, ParamsError
 from kvlab.text import docstrings as corpus
+from refusals import refused
 
 MODEL = Path(__file__).parents[3] / "models" / "reference"
 PROSE = "It explains at length what happens when the values are given, and what happens when they are not. " * 3
@@ -101,26 +102,30 @@ def test_a_local_version_tag_is_not_part_of_the_version(package):
 def test_another_version_is_named(package, tmp_path):
     expected = record(tmp_path)
     write_package(package, "1.1", [f"Topic dogs is first. {PROSE}"])
-    with pytest.raises(CorpusError, match=r"toylib 1\.1 is installed, 1\.0 is pinned") as caught:
+    with pytest.raises(CorpusError) as caught:
         corpus.load_checked(expected)
+    assert all(part in str(caught.value) for part in ("toylib 1.1", "1.0"))
     assert "\n" not in str(caught.value)
 
 
 def test_other_text_under_the_same_version_is_named(package, tmp_path):
     expected = record(tmp_path)
     write_package(package, "1.0", [f"Topic dogs is first. {PROSE}"])
-    with pytest.raises(CorpusError, match=r"toylib 1\.0 has other text"):
+    with pytest.raises(CorpusError) as caught:
         corpus.load_checked(expected)
+    assert "toylib 1.0 " in str(caught.value)
 
 
 def test_a_missing_package_and_an_unreadable_record_are_corpus_errors(tmp_path):
-    with pytest.raises(CorpusError, match="no_such_package_here is not installed"):
+    with pytest.raises(CorpusError) as caught:
         corpus.extract(["no_such_package_here"])
-    with pytest.raises(CorpusError, match=r"corpus\.json"):
-        corpus.load_checked(tmp_path / "corpus.json")
-    (tmp_path / "corpus.json").write_text("[]")
-    with pytest.raises(CorpusError, match="recorded corpus"):
-        corpus.load_checked(tmp_path / "corpus.json")
+    assert "no_such_package_here" in str(caught.value)
+    for text in (None, "[]"):
+        if text:
+            (tmp_path / "corpus.json").write_text(text)
+        with pytest.raises(CorpusError) as caught:
+            corpus.load_checked(tmp_path / "corpus.json")
+        assert str(tmp_path / "corpus.json") in str(caught.value)
 
 
 def test_installed_torch_gives_the_recorded_docstrings():
@@ -160,7 +165,7 @@ def test_a_killed_run_leaves_the_old_model_and_can_go_on(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run_tiny(out)
     assert [(path.name, path.read_bytes()) for path in out.iterdir()] == [("model.safetensors", b"old")]
-    with pytest.raises(ModelError, match="another corpus or recipe"):
+    with refused(ModelError, "model.other-checkpoint"):
         run_tiny(out, resume=True, learning_rate=1e-4)
     run_tiny(out, resume=True)
     assert json.loads((out / "run.json").read_text())["training"]["steps"] == 3
@@ -176,21 +181,21 @@ def test_a_kill_between_the_two_renames_is_mended(tmp_path):
 
 
 def test_resuming_without_a_checkpoint_says_so(tmp_path):
-    with pytest.raises(ModelError, match="no checkpoint"):
+    with refused(ModelError, "model.no-checkpoint"):
         run_tiny(tmp_path / "reference", resume=True)
 
 
 def test_a_run_of_no_tokens_is_refused(tmp_path):
     from validation.reference import main_train
 
-    with pytest.raises(ParamsError, match="above zero"):
+    with refused(ParamsError, "params.not-above-zero", 0):
         main_train(tmp_path / "reference", 0)
 
 
 def test_the_schedule_ends_low_by_tokens_or_by_time():
-    from validation.reference.optimise import Progress, Recipe, learning_rate, share_done
+    from validation.reference.optimise import Progress, TrainingRecipe, learning_rate, share_done
 
-    recipe = Recipe(tokens=1000)
+    recipe = TrainingRecipe(tokens=1000)
     assert share_done(recipe, Progress(1, 500, 60.0), max_minutes=None) == 0.5
     assert share_done(recipe, Progress(1, 500, 60.0), max_minutes=1.0) == 1.0
     rates = [learning_rate(recipe, done / 100) for done in range(101)]
@@ -209,9 +214,9 @@ def test_a_model_of_text_goes_on_with_copying_alone_and_only_once(tmp_path):
     assert (run["training"], run["recipe"]) == (whole["training"], whole["recipe"])
     assert run["copying"]["training"]["tokens"] >= 10_000
     assert run["files"]["model.safetensors"] != whole["files"]["model.safetensors"]
-    with pytest.raises(ModelError, match="trained on copying already"):
+    with refused(ModelError, "model.trained-already", out):
         run_tiny(out, copying_only=True)
-    with pytest.raises(ModelError, match="no model at"):
+    with refused(ModelError, "model.none-there", tmp_path / "none"):
         run_tiny(tmp_path / "none", copying_only=True)
 
 
@@ -249,10 +254,10 @@ def test_what_stood_in_a_row_of_copying_returns(kind):
 
     import torch
 
-    from validation.reference.copying import Rows
+    from validation.reference.copying import RowDrawer
 
     stream = torch.arange(1, 100_001, dtype=torch.int32)  # no token twice, so what comes twice was brought back
-    row = getattr(Rows(stream, 4096, Random(0)), kind)(400)
+    row = getattr(RowDrawer(stream, 4096, Random(0)), kind)(400)
     assert len(row) == 400
     pairs = list(pairwise(row))
     assert len(set(pairs)) < 0.9 * len(pairs)
@@ -283,7 +288,7 @@ def test_the_score_does_not_depend_on_how_many_windows_are_taken_at_once():
     scores = [evaluate(model, tokenizer, texts, window=32, rows=rows) for rows in (1, 4)]
     assert scores[0].perplexity == pytest.approx(scores[1].perplexity, rel=1e-5)
     assert scores[0].bytes == sum(len(text.encode()) for text in texts)
-    with pytest.raises(CorpusError, match="no held-out documents"):
+    with refused(CorpusError, "corpus.no-documents"):
         evaluate(model, tokenizer, [])
 
 
@@ -321,11 +326,11 @@ def tiny_description(documents: list[corpus.Document]) -> dict:
 
 def run_tiny(out: Path, resume: bool = False, learning_rate: float = 1e-3, copying_only: bool = False) -> None:
     from validation.reference.build import build_from
-    from validation.reference.optimise import Recipe
+    from validation.reference.optimise import TrainingRecipe
 
     documents = tiny_documents()
-    recipe = Recipe(tokens=3 * 64, shapes=((2, 32),), learning_rate=learning_rate, compiled=False)
-    lessons = Recipe(tokens=10_000, learning_rate=1e-3, compiled=False)
+    recipe = TrainingRecipe(tokens=3 * 64, shapes=((2, 32),), learning_rate=learning_rate, compiled=False)
+    lessons = TrainingRecipe(tokens=10_000, learning_rate=1e-3, compiled=False)
     build_from(
         documents, tiny_description(documents), TINY, recipe, lessons, out, resume=resume, copying_only=copying_only
     )
@@ -340,4 +345,4 @@ def stop_at_step(patch: pytest.MonkeyPatch, last: int) -> None:
         if progress.step == last:
             raise KeyboardInterrupt
 
-    patch.setattr(optimise.Checkpoint, "save_if_due", save_and_stop)
+    patch.setattr(optimise.TrainingCheckpoint, "save_if_due", save_and_stop)

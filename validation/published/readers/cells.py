@@ -6,7 +6,7 @@ import statistics
 
 from validation.published import checks, verdicts
 from validation.published.reading import (
-    Refused,
+    FileRefused,
     count,
     file_name,
     flag,
@@ -17,7 +17,7 @@ from validation.published.reading import (
     text,
     tokens,
 )
-from validation.published.rows import Cell, Check, Contents, Facts, Window
+from validation.published.rows import CellFacts, Check, Contents, PassageScores, PublishedCell
 
 STREAM_IN_NAME = (("k_only", "k"), ("v_only", "v"))
 STREAMS = {"k": "k", "v": "v", "kv": "kv"}
@@ -27,7 +27,7 @@ def vllm_cell(data: dict, file: str) -> Contents:
     """One vLLM cell: production, k-only, v-only, other calibrations, snapshot mode."""
     name = text(data, "model_name") or file
     facts = vllm_facts(data, name)
-    cell = Cell(
+    cell = PublishedCell(
         file=file,
         name=name,
         role="codec",
@@ -44,10 +44,10 @@ def ablation(data: dict, file: str) -> Contents:
     cells, found = [], []
     for name, part in data["cells"].items():
         if not isinstance(part, dict):
-            raise Refused(f"cells.{name} is {part!r}, not an object")
+            raise FileRefused(f"cells.{name} is {part!r}, not an object")
         facts = vllm_facts(data, shared).model_copy(update=whitening_mode(text(part, "qp_mode")))
         identity = text(part, "mode") == "identity"
-        cell = Cell(
+        cell = PublishedCell(
             file=file,
             name=f"{shared}: {name}",
             role="identity" if identity else "codec",
@@ -73,7 +73,7 @@ def whitening_given(data: dict) -> str | None:
     return ("on" if data["q_calib"] else "none") if "q_calib" in data else None
 
 
-def vllm_facts(data: dict, name: str) -> Facts:
+def vllm_facts(data: dict, name: str) -> CellFacts:
     """The recipe fields of a vLLM file."""
     snapshot = "snapshot" in (text(data, "recipe") or "").lower()
     protocol = "snapshot" if snapshot else "in_forward"
@@ -82,7 +82,7 @@ def vllm_facts(data: dict, name: str) -> Facts:
     stream = STREAMS.get((given or "").lower()) or stream_in(name)
     if stream and not given:
         inferred.append("stream")
-    return Facts(
+    return CellFacts(
         model=text(data, "model_path"),
         engine=text(data, "engine"),
         protocol=protocol,
@@ -128,7 +128,7 @@ def stream_in(name: str) -> str | None:
     return next((stream for part, stream in STREAM_IN_NAME if part in name.lower()), None)
 
 
-def metric_windows(data: dict, n_eval: int | None, where: str = "") -> tuple[Window, ...]:
+def metric_windows(data: dict, n_eval: int | None, where: str = "") -> tuple[PassageScores, ...]:
     """Windows of ``per_passage[].metrics``."""
     windows = []
     for index, passage in enumerate(items(data, "per_passage", where)):
@@ -136,7 +136,7 @@ def metric_windows(data: dict, n_eval: int | None, where: str = "") -> tuple[Win
         metrics = passage.get("metrics")
         metrics = metrics if isinstance(metrics, dict) else {}
         windows.append(
-            Window(
+            PassageScores(
                 window=index,
                 ppl_ref=perplexity(metrics, "ppl_ref", place),
                 ppl_alt=perplexity(metrics, "ppl_alt", place),
@@ -150,7 +150,7 @@ def metric_windows(data: dict, n_eval: int | None, where: str = "") -> tuple[Win
     return counted(windows, n_eval)
 
 
-def counted(windows: list[Window], n_eval: int | None) -> tuple[Window, ...]:
+def counted(windows: list[PassageScores], n_eval: int | None) -> tuple[PassageScores, ...]:
     """The windows with their number of scored tokens, where the file leaves it out but its shares betray it.
 
     The two-pass harness scores one token less than `n_eval`, the others score all: the agreements are whole shares
@@ -164,7 +164,7 @@ def counted(windows: list[Window], n_eval: int | None) -> tuple[Window, ...]:
     return tuple(windows)
 
 
-def window_checks(data: dict, cell: Cell, key: str = "ppl_delta_rel") -> list[Check]:
+def window_checks(data: dict, cell: PublishedCell, key: str = "ppl_delta_rel") -> list[Check]:
     """The relative change of every passage, from its two perplexities."""
     found = []
     for one, passage in zip(cell.windows, data["per_passage"], strict=True):
@@ -177,7 +177,7 @@ def window_checks(data: dict, cell: Cell, key: str = "ppl_delta_rel") -> list[Ch
     return found
 
 
-def mean_checks(data: dict, cell: Cell, names: dict[str, str]) -> list[Check]:
+def mean_checks(data: dict, cell: PublishedCell, names: dict[str, str]) -> list[Check]:
     """Stored means: name of the mean -> name of the field per passage."""
     found = []
     for mean, field in names.items():
@@ -188,13 +188,13 @@ def mean_checks(data: dict, cell: Cell, names: dict[str, str]) -> list[Check]:
     return found
 
 
-def cell_checks(data: dict, cell: Cell) -> list[Check]:
+def cell_checks(data: dict, cell: PublishedCell) -> list[Check]:
     """The summary of a cell: means, number of passages, verdict."""
     names = {"mean_ppl_delta_rel": "ppl_delta_rel", "mean_top1_agreement": "top1_agreement"}
     return [*mean_checks(data, cell, names), *count_checks(data, cell), *verdict_checks(cell)]
 
 
-def count_checks(data: dict, cell: Cell) -> list[Check]:
+def count_checks(data: dict, cell: PublishedCell) -> list[Check]:
     """The number of passages."""
     found = []
     for key in ("n_passages", "n_passages_total"):
@@ -204,7 +204,7 @@ def count_checks(data: dict, cell: Cell) -> list[Check]:
     return found
 
 
-def verdict_checks(cell: Cell) -> list[Check]:
+def verdict_checks(cell: PublishedCell) -> list[Check]:
     """The verdict, by the study's own rule."""
     if cell.stored_verdict is None or any(one.top1 is None for one in cell.windows):
         return []
@@ -212,7 +212,7 @@ def verdict_checks(cell: Cell) -> list[Check]:
     return [checks.word(cell.file, cell.name, "verdict", cell.stored_verdict, ours)]
 
 
-def published_verdict(cell: Cell) -> str | None:
+def published_verdict(cell: PublishedCell) -> str | None:
     """What the study's rule says of the cell's means; None where an agreement is not recorded."""
     if any(one.top1 is None for one in cell.windows):
         return None
@@ -230,7 +230,7 @@ def hf_two_pass(data: dict, file: str) -> Contents:
     stats = [one.get("stats") or {} for one in items(data, "per_passage")]
     whitened = flag(settings, "q_precond")
     shared = flag(settings, "share_basis")
-    facts = Facts(
+    facts = CellFacts(
         model=text(data, "model_path"),
         engine="hf",
         protocol="snapshot",
@@ -256,7 +256,7 @@ def hf_two_pass(data: dict, file: str) -> Contents:
     windows = metric_windows(data, n_eval)
     name = text(data, "model_name") or ""
     name = stem(file) if stem(file).startswith(name) else f"{name} ({stem(file)})"
-    cell = Cell(file=file, name=name, role="codec", facts=facts, windows=windows, kl_kind="full")
+    cell = PublishedCell(file=file, name=name, role="codec", facts=facts, windows=windows, kl_kind="full")
     names = {
         "mean_ppl_delta_rel": "ppl_delta_rel",
         "mean_top1_agreement": "top1_agreement",
@@ -306,7 +306,7 @@ def snapshot_qwen3(data: dict, file: str) -> Contents:
         }
     )
     windows = [
-        Window(
+        PassageScores(
             window=index,
             ppl_ref=perplexity(one, "ppl_ref", f"per_passage[{index}]"),
             ppl_alt=perplexity(one, "ppl_alt", f"per_passage[{index}]"),
@@ -316,7 +316,7 @@ def snapshot_qwen3(data: dict, file: str) -> Contents:
         )
         for index, one in enumerate(passages)
     ]
-    cell = Cell(
+    cell = PublishedCell(
         file=file,
         name=name,
         role="codec",

@@ -11,8 +11,8 @@ import statistics
 
 from validation.published import checks
 from validation.published.readers.cells import counted
-from validation.published.reading import Refused, count, items, layers, optional, perplexity, required, text
-from validation.published.rows import Cell, Check, Contents, Facts, Window
+from validation.published.reading import FileRefused, count, items, layers, optional, perplexity, required, text
+from validation.published.rows import CellFacts, Check, Contents, PassageScores, PublishedCell
 
 PROTOCOLS = {"inforward": "in_forward", "snapshot": "snapshot"}
 STREAMS = {"k": "k", "v": "v", "kv": "kv", "k+v": "kv"}
@@ -28,10 +28,10 @@ def channels(data: dict, file: str) -> Contents:
         if "fatal" in row:
             continue
         if not isinstance(row.get("channel"), str):
-            raise Refused(f"per_passage[{index}].channel is missing")
+            raise FileRefused(f"per_passage[{index}].channel is missing")
         by_channel.setdefault(row["channel"], []).append(row)
     if not by_channel:
-        raise Refused("per_passage holds no row that was measured")
+        raise FileRefused("per_passage holds no row that was measured")
     cells, found = [], []
     for channel, own in by_channel.items():
         cell = channel_cell(data, file, channel, own)
@@ -42,13 +42,13 @@ def channels(data: dict, file: str) -> Contents:
     return Contents(cells=tuple(cells), checks=tuple(found), notes=notes)
 
 
-def channel_cell(data: dict, file: str, channel: str, rows: list[dict]) -> Cell:
+def channel_cell(data: dict, file: str, channel: str, rows: list[dict]) -> PublishedCell:
     """One channel as a cell."""
     seen = [count(row, "passage", channel) for row in rows]
     if None in seen or len(set(seen)) != len(seen):
-        raise Refused(f"channel {channel} does not name each passage once")
+        raise FileRefused(f"channel {channel} does not name each passage once")
     windows = [
-        Window(
+        PassageScores(
             window=passage,
             ppl_ref=perplexity(row, "ppl_ref", f"{channel}, passage {passage}"),
             ppl_alt=perplexity(row, "ppl_alt", f"{channel}, passage {passage}"),
@@ -57,7 +57,7 @@ def channel_cell(data: dict, file: str, channel: str, rows: list[dict]) -> Cell:
         for passage, row in sorted(zip(seen, rows, strict=True), key=lambda pair: pair[0])
     ]
     kind = text(rows[0], "kind") or ("bf16" if channel.startswith("bf16") else None)
-    return Cell(
+    return PublishedCell(
         file=file,
         name=f"{text(data, 'model_name') or text(data, 'model') or file}: {channel}",
         role="identity" if kind == "bf16" else "codec",
@@ -67,7 +67,7 @@ def channel_cell(data: dict, file: str, channel: str, rows: list[dict]) -> Cell:
     )
 
 
-def channel_facts(data: dict, channel: str, kind: str | None, row: dict) -> Facts:
+def channel_facts(data: dict, channel: str, kind: str | None, row: dict) -> CellFacts:
     """The recipe fields of a channel; bits are per vector in the file and per coordinate here."""
     head = count(data, "head_dim")
     stream = STREAMS.get((text(row, "kv_mode") or channel.rsplit("_", 1)[-1]).lower())
@@ -75,7 +75,7 @@ def channel_facts(data: dict, channel: str, kind: str | None, row: dict) -> Fact
     for name in ("k", "v"):
         given = optional(row, f"{name}_bits", channel) or optional(row, f"{name}_bits_per_tok_per_head", channel)
         sizes[name] = given / head if given and head else None
-    return Facts(
+    return CellFacts(
         model=text(data, "model"),
         engine="vllm",
         protocol=PROTOCOLS.get(text(data, "mode") or ""),
@@ -91,7 +91,7 @@ def channel_facts(data: dict, channel: str, kind: str | None, row: dict) -> Fact
     )
 
 
-def change_checks(cell: Cell, rows: list[dict]) -> list[Check]:
+def change_checks(cell: PublishedCell, rows: list[dict]) -> list[Check]:
     """The relative change of every passage, from its two perplexities."""
     found, by_passage = [], {int(row["passage"]): row for row in rows}
     for one in cell.windows:
@@ -111,7 +111,7 @@ def summary_of(data: dict, channel: str) -> dict | None:
     return one if isinstance(one, dict) else None
 
 
-def summary_checks(data: dict, cell: Cell, channel: str, rows: list[dict]) -> list[Check]:
+def summary_checks(data: dict, cell: PublishedCell, channel: str, rows: list[dict]) -> list[Check]:
     """Every mean, deviation and half-width of the summary that is about a field of the rows, and its bytes."""
     summary = summary_of(data, channel)
     if summary is None:
@@ -147,7 +147,7 @@ def statistic(kind: str, values: list[float]) -> float:
     return checks.published_half_width(values)
 
 
-def byte_checks(data: dict, cell: Cell, summary: dict) -> list[Check]:
+def byte_checks(data: dict, cell: PublishedCell, summary: dict) -> list[Check]:
     """The bytes that the file claims for a long context, from bits, layers and heads.
 
     Only for models whose layers are all alike: others would need their shapes by layer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from validation.published import checks
 from validation.published.reading import count, items, optional, required, text
-from validation.published.rows import Contents, Grid, GridRow, Sigma
+from validation.published.rows import Contents, GridRow, SettingsGrid, SigmaSidecar
 
 MEASURED = ("ppl_delta", "kl", "top1", "seconds")
 
@@ -19,7 +19,7 @@ def grid(data: dict, file: str) -> Contents:
         change = required(row, "ppl_delta", place)
         kl, top1 = optional(row, "kl", place), optional(row, "top1", place)
         rows.append(GridRow(settings=settings, change=change, kl=kl, top1=top1))
-    return Contents(grids=(Grid(file=file, model=text(data, "model_name") or file, rows=tuple(rows)),))
+    return Contents(grids=(SettingsGrid(file=file, model=text(data, "model_name") or file, rows=tuple(rows)),))
 
 
 def sigma(data: dict, file: str) -> Contents:
@@ -37,7 +37,7 @@ def sigma(data: dict, file: str) -> Contents:
         trace = optional(row, "sigma_trace", place)
         if trace is not None and mean is not None and head:
             found.append(checks.number(file, "Sigma_q", f"{place}.sigma_trace", trace, mean * head, 0.0))
-    made = Sigma(
+    made = SigmaSidecar(
         file=file,
         n_layers=count(data, "num_layers"),
         kv_heads=count(data, "num_kv_heads"),

@@ -7,7 +7,7 @@ import statistics
 from validation.published import checks
 from validation.published.readers.cells import mean_checks, stem, stream_in, whitening_given
 from validation.published.reading import (
-    Refused,
+    FileRefused,
     count,
     file_name,
     items,
@@ -18,7 +18,16 @@ from validation.published.reading import (
     text,
     tokens,
 )
-from validation.published.rows import Cell, Check, Contents, Facts, LayerEffect, LayerErrors, Layers, Window
+from validation.published.rows import (
+    CellFacts,
+    Check,
+    Contents,
+    LayerEffect,
+    LayerErrors,
+    PassageScores,
+    PublishedCell,
+    SingleLayers,
+)
 
 MODES = {"both": "kv", "k": "k", "v": "v"}
 STATISTICS = {"min": min, "max": max, "mean": statistics.fmean, "median": statistics.median}
@@ -30,7 +39,7 @@ def engines(data: dict, file: str) -> Contents:
     for index, one in enumerate(items(data, "per_passage")):
         place = f"per_passage[{index}]"
         windows.append(
-            Window(
+            PassageScores(
                 window=index,
                 ppl_ref=perplexity(one, "ppl_hf", place),
                 ppl_alt=perplexity(one, "ppl_vllm", place),
@@ -40,9 +49,9 @@ def engines(data: dict, file: str) -> Contents:
                 abs_dlogp=optional(one, "mean_abs_dlogp_true", place),
             )
         )
-    facts = Facts(model=text(data, "model_path"), context=count(data, "ctx_len"), eval=count(data, "n_eval"))
+    facts = CellFacts(model=text(data, "model_path"), context=count(data, "ctx_len"), eval=count(data, "n_eval"))
     name = f"{text(data, 'model_name') or stem(file)}: vllm against hf, no codec"
-    cell = Cell(file=file, name=name, role="engine", facts=facts, windows=tuple(windows), kl_kind="top_k")
+    cell = PublishedCell(file=file, name=name, role="engine", facts=facts, windows=tuple(windows), kl_kind="top_k")
     names = {
         "mean_ppl_rel_gap": "ppl_rel_gap",
         "mean_top1_agreement": "top1_agreement",
@@ -53,7 +62,7 @@ def engines(data: dict, file: str) -> Contents:
     return Contents(cells=(cell,), checks=(*found, *passage_count(data, cell)))
 
 
-def change_checks(rows: list[dict], cell: Cell, key: str) -> list[Check]:
+def change_checks(rows: list[dict], cell: PublishedCell, key: str) -> list[Check]:
     """The relative change of every passage, from its two perplexities."""
     found = []
     for one, row in zip(cell.windows, rows, strict=True):
@@ -64,7 +73,7 @@ def change_checks(rows: list[dict], cell: Cell, key: str) -> list[Check]:
     return found
 
 
-def passage_count(data: dict, cell: Cell) -> list[Check]:
+def passage_count(data: dict, cell: PublishedCell) -> list[Check]:
     """The number of passages."""
     stored = count(data, "n_passages")
     return [] if stored is None else [checks.number(cell.file, cell.name, "n_passages", stored, len(cell.windows), 0.0)]
@@ -79,7 +88,7 @@ def noise(data: dict, file: str) -> Contents:
         sigma = required(part, "sigma", place)
         rows = items(part, "per_passage", place)
         windows = [
-            Window(
+            PassageScores(
                 window=i,
                 ppl_ref=perplexity(row, "ppl_ref", f"{place}.per_passage[{i}]"),
                 ppl_alt=perplexity(row, "ppl_alt", f"{place}.per_passage[{i}]"),
@@ -88,7 +97,7 @@ def noise(data: dict, file: str) -> Contents:
             )
             for i, row in enumerate(rows)
         ]
-        facts = Facts(
+        facts = CellFacts(
             engine=text(data, "engine"),
             protocol="in_forward",
             stream=MODES.get(mode or ""),
@@ -98,7 +107,7 @@ def noise(data: dict, file: str) -> Contents:
             inferred=("protocol",),
         )
         name = f"{text(data, 'model_name') or stem(file)}: noise {sigma:g} on {text(data, 'engine') or 'an engine'}"
-        cell = Cell(file=file, name=name, role="noise", facts=facts, windows=tuple(windows), sigma=sigma)
+        cell = PublishedCell(file=file, name=name, role="noise", facts=facts, windows=tuple(windows), sigma=sigma)
         cells.append(cell)
         names = {"mean_ppl_delta_rel": "ppl_delta_rel", "mean_abs_dlogp": "mean_abs_dlogp_true"}
         found += [*change_checks(rows, cell, "ppl_delta_rel"), *mean_checks(part, cell, names)]
@@ -118,9 +127,9 @@ def single_layers(data: dict, file: str) -> Contents:
         for i, row in enumerate(rows)
     )
     if len({one.layer for one in effects}) != len(effects):
-        raise Refused("per_layer names a layer twice")
+        raise FileRefused("per_layer names a layer twice")
     settings = data.get("config") if isinstance(data.get("config"), dict) else {}
-    facts = Facts(
+    facts = CellFacts(
         model=text(data, "model_path"),
         engine=text(data, "engine"),
         protocol="in_forward",
@@ -141,7 +150,7 @@ def single_layers(data: dict, file: str) -> Contents:
         n_layers=count(data, "num_layers"),
         inferred=("protocol",),
     )
-    made = Layers(file=file, n_windows=count(data, "n_passages"), facts=facts, effects=effects)
+    made = SingleLayers(file=file, n_windows=count(data, "n_passages"), facts=facts, effects=effects)
     stored = count(data, "num_layers")
     found = () if stored is None else (checks.number(file, "layers", "num_layers", stored, len(effects), 0.0),)
     return Contents(layers=(made,), checks=found)
@@ -151,7 +160,7 @@ def layer_of(row: dict, i: int) -> int:
     """The layer's number."""
     layer = count(row, "layer", f"per_layer[{i}]")
     if layer is None:
-        raise Refused(f"per_layer[{i}].layer is missing")
+        raise FileRefused(f"per_layer[{i}].layer is missing")
     return layer
 
 

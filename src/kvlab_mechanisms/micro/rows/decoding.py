@@ -28,7 +28,7 @@ from kvlab_mechanisms.decoding.law import Sampling, law
 from kvlab_mechanisms.decoding.probe import LinearProbe, counted, expected
 from kvlab_mechanisms.decoding.sampler import sample
 from kvlab_mechanisms.decoding.schema import Steps, compiled, tokens
-from kvlab_mechanisms.decoding.verify import Draft, Rows, draws_of, verify
+from kvlab_mechanisms.decoding.verify import Draft, TargetLogits, draws_of, verify
 from kvlab_mechanisms.decoding.watermark import Watermark
 from kvlab_mechanisms.micro.row import BenchRow, hold
 
@@ -118,7 +118,7 @@ def drafts_over(name: str, vocabulary: int) -> BenchRow:
     for layer in heads.layers:
         torch.nn.init.normal_(layer.weight, std=0.02)
     found = HeadDrafter(LlamaForCausalLM(config).eval(), heads, Sampling(0.0))
-    found.heard(hidden)
+    found.observe(hidden)
     states = torch.randn(4, 256)
 
     def ours() -> list[int]:
@@ -151,12 +151,12 @@ def verifier() -> Iterator[BenchRow]:
     chains = torch.randint(8192, (4, 5), generator=torch.Generator().manual_seed(1)).tolist()
 
     def ours():
-        return verify(Draft(chains), Rows(z, own, chains=chains), draws_of(0, 0))
+        return verify(Draft(chains), TargetLogits(z, own, chains=chains), draws_of(0, 0))
 
     def check() -> None:
         best = z.argmax(-1)
         chain = [int(best[0, depth]) for depth in range(5)]
-        certain = verify(Draft([chain]), Rows(1e4 * z[:1], own, chains=[chain]), draws_of(0, 0))
+        certain = verify(Draft([chain]), TargetLogits(1e4 * z[:1], own, chains=[chain]), draws_of(0, 0))
         hold(certain.accepted == 5 and len(certain.tokens) == 6, "a draft that is certain is not accepted")
 
     yield BenchRow(

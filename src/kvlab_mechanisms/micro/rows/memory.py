@@ -15,7 +15,7 @@ from kvlab.codecs.registry import build
 from kvlab.codecs.stream.bitstream import frame_bytes
 from kvlab_mechanisms.memory.host_tier import HostTier
 from kvlab_mechanisms.memory.page_pool import PagePool
-from kvlab_mechanisms.memory.wire import Head, pack, unpack
+from kvlab_mechanisms.memory.wire import StreamHead, pack, unpack
 from kvlab_mechanisms.micro.row import BenchRow, hold
 
 PAGE = 2 * 8 * 16 * 64 * 4  # bytes of a page of K and V: 8 heads, 16 tokens of 64 numbers, float32
@@ -233,7 +233,7 @@ def coded(bits: int) -> Iterator[BenchRow]:
     for stream in ("k", "v"):
         frame = frame_bytes(codec.encode(torch.randn(3, 4096, 64), Site(0, 0, stream)))
         one[stream] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-    head = Head("0123", "hadamard", "uint8", 30, 3, 64, 4096)
+    head = StreamHead("0123", "hadamard", "uint8", 30, 3, 64, 4096)
     cache = {(layer, stream): payload.clone() for layer in range(head.layers) for stream, payload in one.items()}
     ids = (f"r39-{bits} bits", f"r40-{bits} bits", f"r41-{bits} bits")
     yield from both_ways(head, cache, *ids, f"30 layers, K and V [3, 4096, 64], hadamard at {bits} bits")
@@ -242,12 +242,12 @@ def coded(bits: int) -> Iterator[BenchRow]:
 def exact(heads: int, tokens: int, dim: int, layers: int, packing: str, unpacking: str, size: str, shape: str):
     """Exact K and V written and read, beside safetensors."""
     torch.manual_seed(0)
-    head = Head("0123", "", "float32", layers, heads, dim, tokens)
+    head = StreamHead("0123", "", "float32", layers, heads, dim, tokens)
     cache = {(layer, s): torch.randn(heads, tokens, dim) for layer in range(layers) for s in ("k", "v")}
     yield from both_ways(head, cache, packing, unpacking, size, shape)
 
 
-def both_ways(head: Head, cache: dict, packing: str, unpacking: str, size: str, shape: str) -> Iterator[BenchRow]:
+def both_ways(head: StreamHead, cache: dict, packing: str, unpacking: str, size: str, shape: str) -> Iterator[BenchRow]:
     """Payloads written, read and weighed, beside safetensors."""
     data = pack(head, cache)
     save, load, stored = safetensors_of(cache)

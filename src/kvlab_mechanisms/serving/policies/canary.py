@@ -29,7 +29,7 @@ TRANSITIONS: dict[State, tuple[State, ...]] = {
 SUPPORTED = "supported"
 
 
-class Refused(UserError):
+class CanaryRefused(UserError):
     """A variant may not do this; the message says what is missing."""
 
     code = "canary"
@@ -130,23 +130,26 @@ class Canary:
     def _move(self, one: Version, state: State) -> None:
         if state not in TRANSITIONS[one.state]:
             allowed = ", ".join(TRANSITIONS[one.state])
-            raise Refused(f"version {one.name!r} is {one.state} and cannot become {state}; allowed: {allowed}")
+            raise CanaryRefused(
+                f"version {one.name!r} is {one.state} and cannot become {state}; allowed: {allowed}",
+                code="canary.transition",
+            )
         one.state = state
 
     def begin(self, name: str) -> None:
         """Have a variant serve the first keys, where nothing serves yet; it has to be what the gate lets through."""
         one = self._known(name)
         if self.active:
-            raise Refused(f"version {self.active.name!r} is active; stage {name!r} instead")
+            raise CanaryRefused(f"version {self.active.name!r} is active; stage {name!r} instead")
         if missing := evidence_missing(one.claim):
-            raise Refused(f"version {name!r}: {missing}")
+            raise CanaryRefused(f"version {name!r}: {missing}")
         self._move(one, "active")
 
     def stage(self, name: str) -> None:
         """Try a variant on a share of the keys."""
         one = self._known(name)
         if self.canary or not self.active:
-            raise Refused(f"version {name!r} cannot be staged; allowed: one canary beside an active version")
+            raise CanaryRefused(f"version {name!r} cannot be staged; allowed: one canary beside an active version")
         self._move(one, "canary")
         one.served = one.errors = 0
         one.latency, one.llr = Histogram(), 0.0
@@ -160,7 +163,7 @@ class Canary:
             elif one.state == "canary":
                 canary = one
         if active is None:
-            raise Refused("no version is active; begin with one")
+            raise CanaryRefused("no version is active; begin with one")
         if canary and h64(self.salt, key) < self.fraction * 2**64:
             return canary.name
         return active.name
@@ -195,9 +198,11 @@ class Canary:
         """Make the canary the active version, if nothing is missing."""
         one, active = self.canary, self.active
         if one is None or active is None:
-            raise Refused("no canary is staged; allowed: to promote one that is")
+            raise CanaryRefused("no canary is staged; allowed: to promote one that is")
         if missing := self.missing(one.name):
-            raise Refused(f"version {one.name!r} is not promoted: {'; '.join(missing)}")
+            raise CanaryRefused(
+                f"version {one.name!r} is not promoted: {'; '.join(missing)}", code="canary.not-promoted"
+            )
         self._move(active, "retired")
         self._move(one, "active")
         self.history.append(active.name)
@@ -206,10 +211,12 @@ class Canary:
     def rollback(self) -> str:
         """Go back to what was active before; as often as there was something."""
         if self.active is None or not self.history:
-            raise Refused("nothing was active before; allowed: to roll a promotion back")
+            raise CanaryRefused(
+                "nothing was active before; allowed: to roll a promotion back", code="canary.nothing-before"
+            )
         before = self.versions[self.history[-1]]
         if missing := evidence_missing(before.claim):
-            raise Refused(f"version {before.name!r}: {missing}")
+            raise CanaryRefused(f"version {before.name!r}: {missing}")
         self.history.pop()
         self._move(self.active, "retired")
         self._move(before, "active")

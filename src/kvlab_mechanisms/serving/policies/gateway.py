@@ -62,7 +62,10 @@ class Gateway:
     def register(self, worker: int, capacity: int = 1 << 30, version: str = "") -> None:
         """A worker that takes so many requests at once."""
         if worker in self.load or capacity < 1:
-            raise UserError(f"worker {worker} with capacity {capacity}; allowed: a new one, at least 1")
+            raise UserError(
+                f"worker {worker} with capacity {capacity}; allowed: a new one, at least 1",
+                code="user.worker-or-capacity",
+            )
         self.load[worker], self.capacity[worker], self.version[worker] = 0, capacity, version
         self._heaps.setdefault(version, [])
         self._most = STALE * len(self.load) + POINTS
@@ -110,7 +113,7 @@ class Gateway:
         """A worker has done one; several failures in a row mark it unhealthy."""
         self._known(worker)
         if not self.load[worker]:
-            raise UserError(f"worker {worker} completes a request, and holds none")
+            raise UserError(f"worker {worker} completes a request, and holds none", code="user.no-request")
         self.load[worker] -= 1
         self._total -= 1
         if not ok:

@@ -72,7 +72,10 @@ class Histogram:
     def merge(self, other: Histogram) -> None:
         """Count what another counted too."""
         if other.bits != self.bits:
-            raise UserError(f"a histogram of {other.bits} bits into one of {self.bits}; allowed: as many")
+            raise UserError(
+                f"a histogram of {other.bits} bits into one of {self.bits}; allowed: as many",
+                code="user.histogram-bits",
+            )
         with self._lock:
             for name, count in other.counts.items():
                 self.counts[name] = self.counts.get(name, 0) + count

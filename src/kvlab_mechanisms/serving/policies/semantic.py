@@ -36,7 +36,7 @@ class Space:
     sampling: Hashable = ()
 
 
-class _Kept:
+class _StoredAnswers:
     def __init__(self, capacity: int, size: int):
         self.rows = np.zeros((capacity, size), np.float32)
         self.used = np.full(capacity, -1, np.int64)  # by the counter; -1: empty, and its row is zero
@@ -73,39 +73,39 @@ class SemanticCache:
                 f"size {size}, capacity {capacity}, threshold {threshold:g}; allowed: 1 or more, and 0 to 1"
             )
         self.size, self.threshold, self.capacity, self.keep = size, threshold, capacity, keep
-        self.spaces: dict[Space, _Kept] = {}
+        self.spaces: dict[Space, _StoredAnswers] = {}
         self.hits = self.misses = self._counter = 0
 
     def _direction(self, embedding: ArrayLike) -> NDArray | None:
         """The embedding at length 1; None for one that has no direction."""
         found = np.asarray(embedding, np.float64)
         if found.shape != (self.size,):
-            raise UserError(f"an embedding of {found.shape}; allowed: ({self.size},)")
+            raise UserError(f"an embedding of {found.shape}; allowed: ({self.size},)", code="user.embedding-shape")
         peak = float(np.abs(found).max())
         if not 0 < peak < math.inf:
             return None
         found = found / peak  # no square of it is too large or too small
         return (found / math.sqrt(found @ found)).astype(np.float32)
 
-    def _nearest(self, kept: _Kept, direction: NDArray, now: float) -> tuple[int, float]:
-        kept.forget(now)
-        cosine = kept.rows @ direction  # of an empty place 0, which is below any threshold
+    def _nearest(self, stored: _StoredAnswers, direction: NDArray, now: float) -> tuple[int, float]:
+        stored.forget(now)
+        cosine = stored.rows @ direction  # of an empty place 0, which is below any threshold
         at = int(cosine.argmax())
         return at, float(cosine[at])
 
-    def _touch(self, kept: _Kept, at: int) -> None:
+    def _touch(self, stored: _StoredAnswers, at: int) -> None:
         self._counter += 1
-        kept.used[at] = self._counter
+        stored.used[at] = self._counter
 
     def lookup(self, space: Space, embedding: ArrayLike, now: float) -> str | None:
         """The answer to the nearest question of this space, if it is near enough."""
-        kept, direction = self.spaces.get(space), self._direction(embedding)
-        if kept is not None and direction is not None:
-            at, cosine = self._nearest(kept, direction, now)
+        stored, direction = self.spaces.get(space), self._direction(embedding)
+        if stored is not None and direction is not None:
+            at, cosine = self._nearest(stored, direction, now)
             if cosine >= self.threshold:
                 self.hits += 1
-                self._touch(kept, at)
-                return kept.answers[at]
+                self._touch(stored, at)
+                return stored.answers[at]
         self.misses += 1
         return None
 
@@ -113,16 +113,16 @@ class SemanticCache:
         """Keep an answer; it takes the place of one to nearly the same question."""
         if (direction := self._direction(embedding)) is None:
             return
-        kept = self.spaces.setdefault(space, _Kept(self.capacity, self.size))
-        at, cosine = self._nearest(kept, direction, now)
+        stored = self.spaces.setdefault(space, _StoredAnswers(self.capacity, self.size))
+        at, cosine = self._nearest(stored, direction, now)
         if cosine < self.threshold:
-            at = int(kept.used.argmin())
-        kept.rows[at], kept.answers[at], kept.until[at] = direction, answer, now + self.keep
-        kept.soonest = min(kept.soonest, now + self.keep)
-        self._touch(kept, at)
+            at = int(stored.used.argmin())
+        stored.rows[at], stored.answers[at], stored.until[at] = direction, answer, now + self.keep
+        stored.soonest = min(stored.soonest, now + self.keep)
+        self._touch(stored, at)
 
     def __len__(self) -> int:
-        return sum(int((kept.used >= 0).sum()) for kept in self.spaces.values())
+        return sum(int((stored.used >= 0).sum()) for stored in self.spaces.values())
 
 
 def threshold_for(cosines: Sequence[float], same: Sequence[bool], precision: float = 0.99) -> float:
@@ -139,5 +139,8 @@ def threshold_for(cosines: Sequence[float], same: Sequence[bool], precision: flo
     ends = np.append(values[1:] != values[:-1], True) if len(values) else np.zeros(0, bool)  # ties stand together
     able = np.flatnonzero(ends & (found >= precision))
     if not len(able):
-        raise UserError(f"no threshold has precision {precision:g} on {len(values)} pairs; label more, or ask for less")
+        raise UserError(
+            f"no threshold has precision {precision:g} on {len(values)} pairs; label more, or ask for less",
+            code="user.no-threshold",
+        )
     return float(values[able[-1]])
