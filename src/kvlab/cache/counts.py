@@ -37,7 +37,8 @@ def counts(cache: KVCache, calls: Sequence[int]) -> Counts:
         if entry.fires != due:
             raise CodecNotActive(
                 f"the codec of layer {entry.layer} {entry.stream} fired {entry.fires} times in {len(calls)} calls,"
-                f" {due} were due"
+                f" {due} were due",
+                code="not-active.fires",
             )
         fires, expected = fires + entry.fires, expected + due
     return Counts(fires, expected, cache.nbytes, values)

@@ -23,6 +23,7 @@ from kvlab.kvstore.snapshot.write import save
 from kvstore.snapshot import making
 from kvstore.snapshot.forging import Parts
 from kvstore.snapshot.making import CHUNKS, GEOMETRY
+from refusals import refused
 
 ROOM = 256 << 10  # bytes of memory that Python and pydantic need to say no, whatever the file
 
@@ -336,8 +337,9 @@ def test_damage_after_a_prefix(good, tmp_path):
     (tmp_path / "bad").write_bytes(flipped(good, 8 * (header.digest_at - 1)))
     with read.open(tmp_path / "bad") as snapshot:
         assert making.same(snapshot.chunks(8, whole=False), making.chunks(2))
-        with pytest.raises(SnapshotRefused, match="chunk 5 is not the one that was saved"):
+        with refused(SnapshotRefused, None, "chunk 5") as caught:
             list(snapshot.chunks(8))
+    assert caught.value.codes == (Code.CHUNK_CHECKSUM,)
 
 
 def test_every_damage_is_named(good, tmp_path):
@@ -368,7 +370,7 @@ def test_a_disk_that_fails_is_no_damage(good, tmp_path, monkeypatch):
 
     with read.open(tmp_path / "s") as snapshot:
         monkeypatch.setattr(os, "pread", failing)
-        with pytest.raises(StorageError, match=r"cannot read .*: Input/output error"):
+        with refused(StorageError, "storage.cannot-read", tmp_path / "s", "Input/output error"):
             snapshot.load()
 
 

@@ -161,7 +161,9 @@ class ArchiveCodec:
         best = min(tried.values(), key=lambda one: abs(one.nbytes - due), default=None)
         if best is None or abs(best.nbytes - due) > 0.01 * nbytes:
             nearest = f"the nearest are {best.nbytes + beside}, at quality {best.quality}" if best else "none are near"
-            raise CapabilityError(f"{nbytes:.0f} bytes cannot be met within 1 %: {nearest}")
+            raise CapabilityError(
+                f"{nbytes:.0f} bytes cannot be met within 1 %: {nearest}", code="capability.unmet-bits"
+            )
         return best
 
     @torch.no_grad()

@@ -56,7 +56,7 @@ def compare(cold: PagedRun, warm: PagedRun, steps: int) -> Comparison:
     """
     counted("steps", steps, least=1)
     if cold.tokens != warm.tokens or cold.logits is None or warm.logits is None:
-        raise UserError("only runs after the same prefilled tokens can be compared")
+        raise UserError("only runs after the same prefilled tokens can be compared", code="user.other-tokens")
     steps = min(steps, 1 + cold.model.info.max_positions - len(cold.tokens))
     noise, same_pool = 0.0, True
     for step in range(steps):

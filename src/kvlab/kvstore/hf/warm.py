@@ -39,7 +39,7 @@ def files(snapshots: Path | str | Sequence[Path] | None) -> list[Path]:
     try:
         return sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+        raise StorageError(f"cannot read {path}: {error.strerror}", code="storage.cannot-read") from None
 
 
 @contextmanager

@@ -211,5 +211,7 @@ def staying(config: PagerConfig, entries: Sequence[ChunkEntry]) -> set[int]:
 def needed(policy: str, name: str, value):
     """What a policy cannot do without."""
     if value is None:
-        raise CapabilityError(f"the residency policy {policy!r} needs the {name} of a decode step")
+        raise CapabilityError(
+            f"the residency policy {policy!r} needs the {name} of a decode step", code="capability.policy-input"
+        )
     return value

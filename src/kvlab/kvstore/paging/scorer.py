@@ -169,7 +169,10 @@ class Scorer:
         for chunk, payload in enumerate(payloads):
             if chunk >= len(chain):
                 self.keep(())
-                raise LayoutMismatch(f"the chain names {len(chain)} chunks, and there are more payloads than these")
+                raise LayoutMismatch(
+                    f"the chain names {len(chain)} chunks, and there are more payloads than these",
+                    code="layout.payload-count",
+                )
             if payload is not None:
                 self.add(chain[chunk], payload)
         self._seed(chain, ledger)
@@ -218,10 +221,11 @@ class Scorer:
         shape = tuple(queries.shape)
         if len(shape) != 3 or (shape[0], shape[2]) != (layers, dim) or shape[1] % heads or not shape[1]:
             raise LayoutMismatch(
-                f"queries are [{layers}, a multiple of {heads}, {dim}] for this model; given was {list(shape)}"
+                f"queries are [{layers}, a multiple of {heads}, {dim}] for this model; given was {list(shape)}",
+                code="layout.queries",
             )
         if not bool(torch.isfinite(queries).all()):
-            raise NonFinite("a query is NaN or infinite; no chunk can be scored by it")
+            raise NonFinite("a query is NaN or infinite; no chunk can be scored by it", code="non-finite.query")
         return unit(queries.cpu()).unflatten(1, (heads, -1))
 
     def _fits(self, queries: Tensor, known: Sequence[Identity]) -> list[float]:

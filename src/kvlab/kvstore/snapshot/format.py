@@ -107,7 +107,7 @@ class Header:
         try:
             raw = HEADER.pack(MAGIC, VERSION, self.SIZE, *sizes, *crcs)
         except struct.error as error:
-            raise UserError(f"{self} does not fit a snapshot's header: {error}") from None
+            raise UserError(f"{self} does not fit a snapshot's header: {error}", code="user.too-large") from None
         return raw + U32.pack(google_crc32c.value(raw))
 
     @classmethod
@@ -196,7 +196,7 @@ class Record(NamedTuple):
         try:
             return RECORD.pack(self.link, self.digest, self.nbytes, entry.last_use, score, flags)
         except struct.error as error:
-            raise UserError(f"{entry} does not fit the index of a snapshot: {error}") from None
+            raise UserError(f"{entry} does not fit the index of a snapshot: {error}", code="user.too-large") from None
 
 
 def read_index(data: bytes | memoryview, clock: int) -> Iterator[Record]:

@@ -142,12 +142,15 @@ def identity_of(
     config = read_json(info.path / "config.json")
     files = [name for name in TOKENIZER_FILES if (info.path / name).is_file()]
     if not files:
-        raise ModelError(f"{info.path} has no tokenizer, so whose tokens a snapshot holds could not be said")
+        raise ModelError(
+            f"{info.path} has no tokenizer, so whose tokens a snapshot holds could not be said",
+            code="model.no-tokenizer",
+        )
     rest = {name: value for name, value in config.items() if name not in (*ROPE_FIELDS, *IDLE_FIELDS)}
     try:
         config_hash = digest(rest)
     except ValueError:
-        raise ModelError(f"{info.path / 'config.json'} holds NaN or infinity") from None
+        raise ModelError(f"{info.path / 'config.json'} holds NaN or infinity", code="model.config-not-finite") from None
     return Identity(
         model_hash=info.model_hash,
         config_hash=config_hash,

@@ -63,7 +63,7 @@ class Manifest(Frozen):
             if read_manifest(data) != self:
                 raise UserError("it would be read back as another")
         except (ValueError, KvlabError) as error:
-            raise UserError(f"this manifest cannot be written: {error}") from None
+            raise UserError(f"this manifest cannot be written: {error}", code="user.manifest") from None
         return data
 
 
@@ -72,7 +72,7 @@ def build(**content) -> Manifest:
     try:
         return Manifest(**content)
     except ValidationError as error:
-        raise UserError(f"this cannot be the manifest of a snapshot: {_first(error)}") from None
+        raise UserError(f"this cannot be the manifest of a snapshot: {_first(error)}", code="user.manifest") from None
 
 
 def read_manifest(data: bytes) -> Manifest:

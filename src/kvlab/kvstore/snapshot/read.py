@@ -56,10 +56,10 @@ def open(path: Path | str, key: Key | None = None) -> Snapshot:
     path = Path(path)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise StorageError(f"cannot read {path}: it is no file")
+            raise StorageError(f"cannot read {path}: it is no file", code="storage.no-file")
         file = path.open("rb", buffering=0)
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+        raise StorageError(f"cannot read {path}: {error.strerror}", code="storage.cannot-read") from None
     try:
         return Snapshot(path, file, key)
     except SnapshotRefused as error:
@@ -227,7 +227,9 @@ class Snapshot:
         if upto is None:
             return len(self.records)
         if not 0 <= upto <= self.length:
-            raise UserError(f"{upto} tokens cannot be read; {self.path} holds {self.length}")
+            raise UserError(
+                f"{upto} tokens cannot be read; {self.path} holds {self.length}", code="user.too-many-tokens"
+            )
         return upto // self.geometry.chunk_tokens
 
     def _fitting(self, coder: ChunkCoder | None) -> ChunkCoder:
@@ -272,7 +274,7 @@ class Snapshot:
                 parts.append(part)
                 left -= len(part)
         except OSError as error:
-            raise StorageError(f"cannot read {self.path}: {error.strerror}") from None
+            raise StorageError(f"cannot read {self.path}: {error.strerror}", code="storage.cannot-read") from None
         if left:
             line = f"the file ends {left} bytes before it should; it has shrunk since it was opened"
             raise SnapshotRefused([Reason(Code.TRUNCATED, line)], self.path)

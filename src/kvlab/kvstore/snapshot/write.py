@@ -130,7 +130,8 @@ def save(
     if not length:
         raise UserError(
             f"{_length(source.tokens, upto)} tokens do not fill one chunk of {geometry.chunk_tokens};"
-            " a snapshot of them would restore nothing and was not written"
+            " a snapshot of them would restore nothing and was not written",
+            code="user.too-few-tokens",
         )
     manifest = build(
         identity=source.identity.coded(coder.codec),
@@ -150,7 +151,7 @@ def _length(tokens: Sequence[int], upto: int | None) -> int:
     if upto is None:
         return len(tokens)
     if not 0 <= upto <= len(tokens):
-        raise UserError(f"{upto} tokens cannot be saved; the context has {len(tokens)}")
+        raise UserError(f"{upto} tokens cannot be saved; the context has {len(tokens)}", code="user.too-many-tokens")
     return upto
 
 
@@ -190,7 +191,10 @@ def _whole(payloads: Iterable[Tensor | None], chunks: int) -> Iterator[Tensor]:
     found = zip(range(chunks), joined(payloads, repeat(None)), strict=False)
     for number, payload in found:
         if payload is None:
-            raise UserError(f"chunk {number} of the {chunks} to be saved was never written; save the tokens before it")
+            raise UserError(
+                f"chunk {number} of the {chunks} to be saved was never written; save the tokens before it",
+                code="user.unwritten-chunk",
+            )
         yield payload
 
 
@@ -216,7 +220,8 @@ def _sync_folder(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise StorageError(
-                f"{path} is in place and whole, but the disk does not promise to keep it: {error.strerror}; save again"
+                f"{path} is in place and whole, but the disk does not promise to keep it: {error.strerror}; save again",
+                code="storage.not-durable",
             ) from error
 
 

@@ -69,7 +69,10 @@ class Mover:
         geometry = self.context.identity.geometry
         names = sorted(caches, key=extract_layer_index)
         if [extract_layer_index(name) for name in names] != list(range(geometry.layers)):
-            raise CapabilityError(f"snapshots cannot be used here: the cache is of layers {', '.join(names)}")
+            raise CapabilityError(
+                f"snapshots cannot be used here: the cache is of layers {', '.join(names)}",
+                code="capability.cache-layers",
+            )
         layers = config.compilation_config.static_forward_context
         self._rows = PagedRows([caches[name] for name in names], [layers[name] for name in names], geometry)
         backend = layers[names[0]].get_attn_backend().get_name()
@@ -237,5 +240,7 @@ class PagedRows:
         if not plain or tuple(cache.shape[1:]) != due or cache.dtype != geometry.torch_dtype:
             raise CapabilityError(
                 f"snapshots cannot be used here: a layer's cache is {list(cache.shape)} {named(cache.dtype)} on"
-                f" {cache.device}, needed is [blocks, {', '.join(map(str, due))}] {geometry.dtype} on the CPU, in order"
+                f" {cache.device}, needed is [blocks, {', '.join(map(str, due))}] {geometry.dtype} on the CPU, in"
+                " order",
+                code="capability.cache-layout",
             )
