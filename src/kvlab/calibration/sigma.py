@@ -180,7 +180,10 @@ def load_whiteners(path: Path, model_hash: str) -> dict[int, Whitener]:
     """
     sidecar = read_sidecar(path)
     if sidecar["model_hash"] != model_hash:
-        raise CalibrationMismatch(f"{path} was fitted on model {sidecar['model_hash']}, this model is {model_hash}")
+        raise CalibrationMismatch(
+            f"{path} was fitted on model {sidecar['model_hash']}, this model is {model_hash}",
+            code="calibration.other-model",
+        )
     try:
         whiteners = read_sigma(path).whiteners
     except StreamError as error:

@@ -96,7 +96,10 @@ def _known(codec: str, params: Params | None) -> tuple[str, str]:
     if condition not in CONDITIONS:
         raise UnknownName("what stands in front of a codec", condition, [one or "none" for one in CONDITIONS])
     if condition and (name == STUDIED or not issubclass(settings_of(name), Conditioned)):
-        raise ParamsError(f"codec {name!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}")
+        raise ParamsError(
+            f"codec {name!r} cannot be conditioned; allowed: {', '.join(CONDITIONABLE)}",
+            code="params.not-conditionable",
+        )
     return name, condition
 
 
@@ -112,7 +115,10 @@ def _described(name: str, bits: int | None, v_bits: int | None, params: Params) 
 def _published(name: str, bits: float | None, v_bits: float | None, settings: dict[str, Any]) -> Recipe:
     """The recipe of a codec as published, but for `settings`."""
     if name not in PUBLISHED:
-        raise ParamsError(f"codec {name.partition('+')[0]!r} is as published, and cannot be conditioned")
+        raise ParamsError(
+            f"codec {name.partition('+')[0]!r} is as published, and cannot be conditioned",
+            code="params.not-conditionable",
+        )
     if bits is None:
         raise ParamsError(f"codec {name!r} needs bits; give for example bits=4")
     try:

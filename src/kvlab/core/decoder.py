@@ -209,7 +209,10 @@ def slides(config: dict, architecture: str) -> bool:
 
 def _refuse_windows(config: dict, architecture: str, path: Path) -> None:
     if slides(config, architecture):
-        raise ModelError(f"{path} uses sliding-window attention, whose cache is not a whole prefix; not supported")
+        raise ModelError(
+            f"{path} uses sliding-window attention, whose cache is not a whole prefix; not supported",
+            code="model.sliding-window",
+        )
 
 
 def rope_of(config: Mapping) -> dict:
