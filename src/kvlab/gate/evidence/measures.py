@@ -125,14 +125,19 @@ def paired(
 def _is_rate(rate: bool | None, *scores: np.ndarray) -> bool:
     possible = bool(np.isin(scores, (0, 1)).all())
     if rate and not all(((score >= 0) & (score <= 1)).all() for score in scores):
-        raise NonFinite("an item of a rate is answered, or not, or in part; its score is from 0 to 1")
+        raise NonFinite(
+            "an item of a rate is answered, or not, or in part; its score is from 0 to 1", code="non-finite.rate"
+        )
     return possible if rate is None else rate
 
 
 def _finite(scores) -> np.ndarray:
     scores = np.asarray(scores, dtype=np.float64)
     if scores.ndim != 1 or not scores.size or not np.isfinite(scores).all():
-        raise NonFinite(f"scores must be a row of finite numbers, one per item, not of shape {scores.shape}")
+        raise NonFinite(
+            f"scores must be a row of finite numbers, one per item, not of shape {scores.shape}",
+            code="non-finite.scores",
+        )
     return scores
 
 

@@ -133,11 +133,15 @@ def _recognised_version(connection: sqlite3.Connection) -> int:
     version, application = (_pragma(connection, name) for name in ("user_version", "application_id"))
     if version > len(MIGRATIONS):
         raise StorageError(
-            f"the database has schema {version}, this kvlab knows up to {len(MIGRATIONS)}; use the kvlab that wrote it"
+            f"the database has schema {version}, this kvlab knows up to {len(MIGRATIONS)}; use the kvlab that wrote it",
+            code="storage.newer-schema",
         )
     known = application == APPLICATION if version else not _tables(connection) or _has_published_table(connection)
     if version < 0 or not known:
-        raise StorageError("the database is another program's, neither a store of kvlab nor the published study's")
+        raise StorageError(
+            "the database is another program's, neither a store of kvlab nor the published study's",
+            code="storage.other-program",
+        )
     return version
 
 

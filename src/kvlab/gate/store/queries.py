@@ -86,7 +86,9 @@ def query(
     wanted, values = condition(where or {}, certified_only)
     if best in UNJUDGED:
         raise CapabilityError(
-            f"{best} is not judged: no evidence says what it is, so nothing is chosen by it; allowed: {', '.join(BEST)}"
+            f"{best} is not judged: no evidence says what it is, so nothing is chosen by it;"
+            f" allowed: {', '.join(BEST)}",
+            code="capability.unjudged",
         )
     if names and best is None:
         return _grouped(store, names, wanted, values)
@@ -109,7 +111,9 @@ def export(store: Store, path: Path | str, where: Mapping[str, object] | None = 
     """
     own = store.path.resolve()
     if Path(path).resolve() in [own.with_name(own.name + ending) for ending in OWN_FILES]:
-        raise StorageError(f"{path} is the store itself, or a part of it; choose another file to export to")
+        raise StorageError(
+            f"{path} is the store itself, or a part of it; choose another file to export to", code="storage.own-file"
+        )
     table = query(store, where)
     write_table(path, table)
     return table
