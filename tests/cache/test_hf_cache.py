@@ -602,11 +602,11 @@ def test_a_cache_serves_the_model_that_it_was_made_for(model):
 @pytest.mark.parametrize(
     "calibration, code, data",
     [
-        (None, None, ["whitener", "layer 0"]),
-        (Fitted(k=whiteners(layers=2)), None, ["whitener", "layer 2"]),
+        (None, "calibration.missing", ["whitener", "layer 0"]),
+        (Fitted(k=whiteners(layers=2)), "calibration.missing", ["whitener", "layer 2"]),
         (Fitted(k=whiteners(layers=4)), "calibration.more-layers", ["layer 3", "3 layers"]),
-        (Fitted(k=whiteners(heads=4)), None, ["4 KV heads"]),
-        (Fitted(k=whiteners(head_dim=16)), None, ["16 dimensions"]),
+        (Fitted(k=whiteners(heads=4)), "calibration.other-shape", ["4 KV heads"]),
+        (Fitted(k=whiteners(head_dim=16)), "calibration.other-shape", ["16 dimensions"]),
     ],
 )
 def test_a_calibration_of_another_model_is_refused_before_the_first_token(model, calibration, code, data):

@@ -116,7 +116,7 @@ def test_a_recipe_file_of_other_layers_does_not_decode(tiny_params, tiny_calibra
         tiny_params.model, write_recipe_file(path, PLAIN, layers=[1, 2]), tmp_path / "c.kvls", tmp_path / "x"
     )
     (tmp_path / "x").unlink()
-    with refused(StreamError, None, "recipe", "layers"):
+    with refused(StreamError, "stream.other-identity", "recipe_id", "layers"):
         streams.decode(
             tiny_params.model, write_recipe_file(path, PLAIN, layers=other), tmp_path / "c.kvls", tmp_path / "x"
         )

@@ -211,9 +211,11 @@ def test_a_codec_that_let_go_codes_as_before_and_moves_to_other_devices(heads, c
     x[1, ::11, 7] += 1e4
     due = codec.encode(x, site)
     codec.let_go()
-    with refused(CalibrationMismatch, None, "components", f"layer {LAYER + 1}"):
+    with refused(CalibrationMismatch, "calibration.missing", "components", f"layer {LAYER + 1}"):
         codec.plan(LAYER + 1, x.shape, CPU)
-    with refused(CalibrationMismatch, None, f"{heads} KV heads of 64 dimensions", f"layer {LAYER}"):
+    with refused(
+        CalibrationMismatch, "calibration.other-shape", f"{heads} KV heads of 64 dimensions", f"layer {LAYER}"
+    ):
         codec.plan(LAYER, (heads, 1, 32), CPU)
     again._plans[LAYER, CPU] = codec.plan(LAYER, x.shape, CPU).to(CPU)  # as to another device
     again.let_go()

@@ -545,5 +545,5 @@ def test_a_record_names_its_table_and_its_witness(tmp_path):
     with refused(StaleResult, "stale.other-table"):
         read_mechanisms(out)
     write_mechanisms(out, record(rows=(BASE, GOOD), witnessed=()), table(BASE, GOOD))
-    with refused(WitnessDisagrees, "witness.missing"):
+    with refused(WitnessDisagrees, "witness.none"):
         read_mechanisms(out)

@@ -118,7 +118,8 @@ class Calibrated:
         if {"components", "own"} & {*due} and (which, placement) == ("k", "post_rope"):
             raise CalibrationMismatch(
                 f"codec {recipe.codec!r} reads components of K, which are fitted pre_rope only; with placement"
-                " post_rope use a codec without them, such as block, or int without center"
+                " post_rope use a codec without them, such as block, or int without center",
+                code="calibration.pre-rope-only",
             )
         return StreamCalibration(
             whiteners=self.metric(placement) if "whitener" in due else {},

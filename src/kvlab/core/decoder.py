@@ -35,6 +35,8 @@ NUMBERS = (
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
 MISSING_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}  # as transformers says
+VALUE = "model.config-value"  # code of a value that is none by itself
+MISFIT = "model.config-misfit"  # code of one that does not go with the others, or with what is supported
 MISSING_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 
 
@@ -86,7 +88,11 @@ class Decoder:
             A value is none that the model can have, or engines would take it otherwise than it is read here.
         """
         architecture = known_architecture(config, path)
-        _refuse_windows(config, architecture, path)
+        if slides(config, architecture):
+            raise ModelError(
+                f"{path} uses sliding-window attention, whose cache is not a whole prefix; not supported",
+                code="model.sliding-window",
+            )
         heads, hidden = _whole(config, "num_attention_heads", path), _whole(config, "hidden_size", path)
         bias = _switch(config, "attention_bias", path) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         found = cls(
@@ -115,27 +121,34 @@ class Decoder:
         """`ModelError` for numbers that do not go together."""
         where = f"in config.json of {path}"
         if self.n_layers > MOST_LAYERS:
-            raise ModelError(f"num_hidden_layers {where} is {self.n_layers}; allowed: at most {MOST_LAYERS}")
+            raise ModelError(
+                f"num_hidden_layers {where} is {self.n_layers}; allowed: at most {MOST_LAYERS}", code=MISFIT
+            )
         kinds = config.get("layer_types")
         if kinds is not None and kinds != ["full_attention"] * self.n_layers:
             raise ModelError(
-                f"layer_types {where} is {shown(kinds)}; allowed: 'full_attention' for each of {self.n_layers} layers"
+                f"layer_types {where} is {shown(kinds)}; allowed: 'full_attention' for each of {self.n_layers} layers",
+                code=MISFIT,
             )
         if self.n_heads % self.n_kv_heads:
             raise ModelError(
                 f"num_key_value_heads {where} is {self.n_kv_heads}; allowed: what divides the {self.n_heads} of"
-                " num_attention_heads"
+                " num_attention_heads",
+                code=MISFIT,
             )
         if self.head_dim % 2:
-            raise ModelError(f"head_dim {where} is {self.head_dim}; allowed: an even number, which can be rotated")
+            raise ModelError(
+                f"head_dim {where} is {self.head_dim}; allowed: an even number, which can be rotated", code=MISFIT
+            )
         pad = config.get("pad_token_id")
         if pad is not None and (type(pad) is not int or not -self.vocab_size <= pad < self.vocab_size):
-            raise ModelError(f"pad_token_id {where} is {shown(pad)}; allowed: null, or below vocab_size")
+            raise ModelError(f"pad_token_id {where} is {shown(pad)}; allowed: null, or below vocab_size", code=MISFIT)
         for name in LISTS:
             if self.rope["rope_type"] == "longrope" and len(self.rope[name]) != self.head_dim // 2:
                 raise ModelError(
                     f"{name} of the rotary embedding {where} has {len(self.rope[name])} numbers; allowed:"
-                    f" {self.head_dim // 2}, one for each pair of dimensions"
+                    f" {self.head_dim // 2}, one for each pair of dimensions",
+                    code=MISFIT,
                 )
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -182,14 +195,20 @@ def known_architecture(config: dict, path: Path) -> str:
     if architecture not in ARCHITECTURES:
         near = nearest(architecture, ARCHITECTURES)
         hint = f"; did you mean {near}?" if near else ""
-        raise ModelError(f"architecture {architecture!r} is not supported; allowed: {', '.join(ARCHITECTURES)}{hint}")
+        raise ModelError(
+            f"architecture {architecture!r} is not supported; allowed: {', '.join(ARCHITECTURES)}{hint}",
+            code="model.architecture",
+        )
     kind, expected = config.get("model_type"), architecture.removesuffix("ForCausalLM").lower()
     if kind != expected:
         code = "; code that a model brings (auto_map) is never run" if "auto_map" in config else ""
-        raise ModelError(f"model_type of {path} is {kind!r}; allowed for {architecture}: {expected!r}{code}")
+        raise ModelError(
+            f"model_type of {path} is {kind!r}; allowed for {architecture}: {expected!r}{code}", code="model.type"
+        )
     if "transformers_weights" in config:
         raise ModelError(
-            f"config.json of {path} has transformers_weights, a file that vLLM would not load; remove the key"
+            f"config.json of {path} has transformers_weights, a file that vLLM would not load; remove the key",
+            code="model.other-weights",
         )
     return architecture
 
@@ -205,14 +224,6 @@ def slides(config: dict, architecture: str) -> bool:
     always_on = architecture == "MistralForCausalLM"
     window = config.get("sliding_window", 4096 if always_on else None)
     return window is not None and bool(config.get("use_sliding_window", always_on))
-
-
-def _refuse_windows(config: dict, architecture: str, path: Path) -> None:
-    if slides(config, architecture):
-        raise ModelError(
-            f"{path} uses sliding-window attention, whose cache is not a whole prefix; not supported",
-            code="model.sliding-window",
-        )
 
 
 def rope_of(config: Mapping) -> dict:
@@ -241,37 +252,51 @@ def _rope(config: dict, path: Path) -> dict:
     given = {name: config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, dict):
-            raise ModelError(f"{name} {where} is {shown(value)}; allowed: null, or a mapping with rope_type")
+            raise ModelError(
+                f"{name} {where} is {shown(value)}; allowed: null, or a mapping with rope_type", code=VALUE
+            )
         if layered := next((key for key, entry in value.items() if isinstance(entry, dict)), None):
-            raise ModelError(f"{name} {where} has a mapping for {shown(layered)}; allowed: one for all layers")
+            raise ModelError(
+                f"{name} {where} has a mapping for {shown(layered)}; allowed: one for all layers", code=MISFIT
+            )
     if len({shown(sorted(value.items())) for value in given.values() if value}) > 1:
-        raise ModelError(f"rope_parameters and rope_scaling {where} say different things; remove one of them")
+        raise ModelError(
+            f"rope_parameters and rope_scaling {where} say different things; remove one of them", code=MISFIT
+        )
     if "rope_theta" in config:
         _number(config, "rope_theta", path)
     found = rope_of(config)
     kind = found["rope_type"]
     if not isinstance(kind, str) or kind not in ROPES:
         hint = suggestion(kind, ROPES) if isinstance(kind, str) else ""
-        raise ModelError(f"rope_type {where} is {shown(kind)}; allowed: {', '.join(ROPES)}{hint}")
+        raise ModelError(f"rope_type {where} is {shown(kind)}; allowed: {', '.join(ROPES)}{hint}", code=VALUE)
     if TRAINED in ROPES[kind] and config.get(TRAINED) is not None:
         found[TRAINED] = config[TRAINED]  # it wins, see
     if kind == "proportional":
         found.setdefault("factor", 1.0)
     lacking = [name for name in ROPES[kind] if found.get(name) is None]  # transformers.modeling_rope_utils
     if lacking:
-        raise ModelError(f"the rotary embedding {where} is {kind!r} and has no {lacking[0]}; give it a number")
+        raise ModelError(
+            f"the rotary embedding {where} is {kind!r} and has no {lacking[0]}; give it a number",
+            code="model.config-missing",
+        )
     for name in ("rope_theta", *NUMBERS):
         if name == "rope_theta" or found.get(name) is not None:
             _number(found, name, path)
     for name in LISTS:
         if kind == "longrope" and not (isinstance(found[name], list) and all(map(_is_number, found[name]))):
-            raise ModelError(f"{name} of the rotary embedding {where} is {shown(found[name])}; allowed: numbers")
+            raise ModelError(
+                f"{name} of the rotary embedding {where} is {shown(found[name])}; allowed: numbers", code=VALUE
+            )
     if kind == "llama3" and found["low_freq_factor"] >= found["high_freq_factor"]:
-        raise ModelError(f"low_freq_factor {where} is {found['low_freq_factor']}; allowed: below high_freq_factor")
+        raise ModelError(
+            f"low_freq_factor {where} is {found['low_freq_factor']}; allowed: below high_freq_factor", code=MISFIT
+        )
     if found.get("partial_rotary_factor", 1) != 1:
         raise ModelError(
             f"partial_rotary_factor {where} is {shown(found['partial_rotary_factor'])}; allowed: 1, as these"
-            " architectures rotate whole heads"
+            " architectures rotate whole heads",
+            code=MISFIT,
         )
     return found
 
@@ -281,7 +306,9 @@ def _whole(config: dict, key: str, path: Path, default: int | None = None) -> in
     found = config.get(key)
     found = default if found is None else found
     if type(found) is not int or found < 1:
-        raise ModelError(f"{key} in config.json of {path} is {shown(found)}; allowed: a whole number from 1")
+        raise ModelError(
+            f"{key} in config.json of {path} is {shown(found)}; allowed: a whole number from 1", code=VALUE
+        )
     return found
 
 
@@ -289,7 +316,7 @@ def _number(config: dict, key: str, path: Path, default: float | None = None) ->
     """A number that config.json holds, above 0; the default where it is missing."""
     found = config.get(key, default)
     if not _is_number(found) or found <= 0:
-        raise ModelError(f"{key} in config.json of {path} is {shown(found)}; allowed: a number above 0")
+        raise ModelError(f"{key} in config.json of {path} is {shown(found)}; allowed: a number above 0", code=VALUE)
     return found
 
 
@@ -301,14 +328,16 @@ def _switch(config: dict, key: str, path: Path) -> bool:
     """What config.json turns on; off where it is missing."""
     found = config.get(key, False)
     if type(found) is not bool:
-        raise ModelError(f"{key} in config.json of {path} is {shown(found)}; allowed: true, false")
+        raise ModelError(f"{key} in config.json of {path} is {shown(found)}; allowed: true, false", code=VALUE)
     return found
 
 
 def _activation(config: dict, path: Path) -> str:
     found = config.get("hidden_act", "silu")
     if found not in ACTIVATIONS:
-        raise ModelError(f"hidden_act in config.json of {path} is {shown(found)}; allowed: {', '.join(ACTIVATIONS)}")
+        raise ModelError(
+            f"hidden_act in config.json of {path} is {shown(found)}; allowed: {', '.join(ACTIVATIONS)}", code=VALUE
+        )
     return found
 
 
@@ -325,11 +354,13 @@ def _head_dim(config: dict, architecture: str, path: Path, hidden: int, heads: i
     if "head_dim" in config and given is None and not takes_null:
         raise ModelError(
             f"head_dim in config.json of {path} is null, which engines read differently; remove the key, or give the"
-            " size of a head"
+            " size of a head",
+            code="model.config-null",
         )
     if hidden % heads and (given is None or architecture == "LlamaForCausalLM"):
         raise ModelError(
             f"hidden_size in config.json of {path} is {hidden}; allowed: a multiple of the {heads} of"
-            " num_attention_heads"
+            " num_attention_heads",
+            code=MISFIT,
         )
     return hidden // heads if given is None else _whole(config, "head_dim", path, given)

@@ -115,7 +115,7 @@ def test_a_missing_or_foreign_calibration_is_refused(tiny_model, tiny_calibratio
 def test_a_head_size_that_vllm_gets_wrong_is_refused(recipe_file, tmp_path):
     recipe_file()
     model = tiny.write_model(tmp_path / "model", kind="qwen3", head_dim=48)
-    with refused(CapabilityError, None, "head size 48"):
+    with refused(CapabilityError, "capability.head-size", "head size 48"):
         worker.prepare(config(model))
 
 

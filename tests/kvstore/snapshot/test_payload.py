@@ -183,7 +183,7 @@ def test_what_a_payload_needs_is_asked_for(tmp_path):
 
 
 def test_k_after_its_rotary_embedding_has_no_components():
-    with refused(CalibrationMismatch, None, "pre_rope"):
+    with refused(CalibrationMismatch, "calibration.pre-rope-only", "pre_rope"):
         coding.coder("klt", placement="post_rope")
     klt_of_v = Recipe(k=IntStream(bits=4, group=8), v=KltStream(bits=4, block_size=32))
     CodedChunks(GEOMETRY, klt_of_v, coding.calibrated(), placement="post_rope")

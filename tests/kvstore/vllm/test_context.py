@@ -155,7 +155,7 @@ def test_layers_of_another_kind_are_refused(config, context_of, cache):
 
 def test_a_folder_that_is_no_model_is_refused(config, context_of, cache, tmp_path):
     config.model_config.model = str(tmp_path)
-    with refused(ModelError, None, tmp_path, "config.json"):
+    with refused(ModelError, "model.no-config", tmp_path, "config.json"):
         context_of(config, cache(), OWN)
 
 

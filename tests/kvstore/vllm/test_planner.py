@@ -8,10 +8,10 @@ import pytest
 
 from kvlab.codecs.fp8 import Fp8Stream
 from kvlab.core.recipe import Recipe
+from kvlab.kvstore.snapshot.numerics import COMPUTED, DECODED, PREFILL
 from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.kvstore.vllm.computed import COMPUTED, DECODED, PREFILL
 from kvlab.kvstore.vllm.miss_reasons import Cold
 from kvlab.kvstore.vllm.settings import ConnectorSettings
 from kvlab.kvstore.vllm.snapshot_index import Shelf

@@ -197,7 +197,8 @@ class BlockCodec:
         if layer not in self.whiteners:
             raise CalibrationMismatch(
                 f"the recipe whitens layer {layer} but the calibration has no whitener for it; "
-                f"calibrate this model, or add layer {layer} to whiten_skip_layers"
+                f"calibrate this model, or add layer {layer} to whiten_skip_layers",
+                code="calibration.missing",
             )
         return self.whiteners[layer]
 

@@ -221,7 +221,8 @@ class KltCodec:
 def _other_shape(layer: int, have: tuple[int, int], shape: tuple[int, int, int]) -> CalibrationMismatch:
     return CalibrationMismatch(
         f"the components of layer {layer} are for {have[0]} KV heads of {have[1]} dimensions, the tensor has"
-        f" {shape[0]} of {shape[2]}; calibrate this model"
+        f" {shape[0]} of {shape[2]}; calibrate this model",
+        code="calibration.other-shape",
     )
 
 

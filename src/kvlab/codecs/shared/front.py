@@ -74,6 +74,7 @@ def needed(found: dict, layer: int, setting: str, what: str):
     if layer not in found:
         raise CalibrationMismatch(
             f"the recipe asks for `{setting}`, and the calibration has no {what} for layer {layer}; calibrate this"
-            " model with `kvlab calibrate --model DIR --codec NAME --bits N --out FILE.kv`, and give that file"
+            " model with `kvlab calibrate --model DIR --codec NAME --bits N --out FILE.kv`, and give that file",
+            code="calibration.missing",
         )
     return found[layer]

@@ -54,7 +54,8 @@ class Whitener:
         if (shape[0], shape[2]) != tuple(self.chol.shape[:2]):
             raise CalibrationMismatch(
                 f"the whitener is for {self.chol.shape[0]} KV heads of {self.chol.shape[1]} dimensions, the model "
-                f"has {shape[0]} of {shape[2]}; calibrate this model"
+                f"has {shape[0]} of {shape[2]}; calibrate this model",
+                code="calibration.other-shape",
             )
 
 

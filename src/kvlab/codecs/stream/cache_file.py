@@ -346,7 +346,8 @@ class CacheCodec:
             coded, given = getattr(header, name), getattr(self, name)
             if coded != given:
                 raise StreamError(
-                    f"the stream was coded with {name} {coded}, given is {given}; decode it with {wanted}"
+                    f"the stream was coded with {name} {coded}, given is {given}; decode it with {wanted}",
+                    code="stream.other-identity",
                 )
 
     def decode(self, reader: CacheReader, layer: int, stream: Literal["k", "v"]) -> torch.Tensor:

@@ -84,7 +84,7 @@ def from_config(mapping: Mapping[str, object]) -> dict[str, Value]:
 
 
 def flags(groups: tuple[Group, ...] = DECLARED) -> list[Parameter]:
-    """A parameter of a verb of the command line for each column of `groups`; `given` reads their values."""
+    """A parameter of a verb of the command line for each column of `groups`; `from_flags` reads their values."""
     from typer import Option
 
     found = []
@@ -102,7 +102,7 @@ def flags(groups: tuple[Group, ...] = DECLARED) -> list[Parameter]:
     return found
 
 
-def given(values: Mapping[str, Value]) -> dict[str, Value]:
+def from_flags(values: Mapping[str, Value]) -> dict[str, Value]:
     """The fields that flags declared; an empty one declares nothing."""
     return {name: value for name, value in values.items() if name in BY_NAME and value is not None}
 
@@ -125,7 +125,7 @@ class _Config(Frozen):
     model_config = ConfigDict(alias_generator=lambda name: name.replace("_", "-"), populate_by_name=True)
 
 
-def _held(column: Column, value: object) -> Value:
+def _validated(column: Column, value: object) -> Value:
     """`checked` as pydantic calls it."""
     found = checked(column, value)
     if isinstance(found, Reason):
@@ -155,7 +155,7 @@ MechanismConfig = create_model(
     **{
         column.name: (
             Annotated[
-                column.kind | None, BeforeValidator(partial(_held, column)), WithJsonSchema(column_schema(column))
+                column.kind | None, BeforeValidator(partial(_validated, column)), WithJsonSchema(column_schema(column))
             ],
             None,
         )

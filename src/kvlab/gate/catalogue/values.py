@@ -62,7 +62,9 @@ def checked(column: Column, value: object) -> Value | Reason:
     if value is None or (isinstance(value, str) and not value):
         return None
     if column.kind is float and type(value) is int:
-        return _whole_as_number(column, value)
+        if abs(value) > MOST_EXACT:
+            return _refused("value_out_of_range", column, value, f"a number; whole ones up to {MOST_EXACT}")
+        return _number(column, float(value))
     if not isinstance(value, column.kind) or (column.kind is not bool and isinstance(value, bool)):
         return _refused("value_kind", column, value, _allowed(column))
     if column.kind is str:
@@ -93,12 +95,6 @@ def bounds(column: Column) -> tuple[float | None, float | None]:
     if column.kind is not int:
         return column.low, column.high
     return -MOST_WHOLE if column.low is None else column.low, MOST_WHOLE if column.high is None else column.high
-
-
-def _whole_as_number(column: Column, value: int) -> Value | Reason:
-    if abs(value) > MOST_EXACT:
-        return _refused("value_out_of_range", column, value, f"a number; whole ones up to {MOST_EXACT}")
-    return _number(column, float(value))
 
 
 def _number(column: Column, value: float) -> Value | Reason:

@@ -20,11 +20,11 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import ConfigDict, Field
-from scipy.special import betaincinv, ndtri, stdtrit
+from scipy.special import betaincinv, ndtri
 
 from kvlab.core.errors import MixedIdentity, NonFinite
 from kvlab.core.settings import Frozen
-from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
+from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.skewed import upper_means
 
 ALPHA = 0.025  # how often either end of an interval may be wrong: the level at which a loss is certified
@@ -56,12 +56,6 @@ class Measure(Frozen):
     highs: Ends = ()
     gained: float | None = None
     lost: float | None = None
-
-    @classmethod
-    def of_estimate(cls, estimate: Estimate) -> Measure:
-        """From an interval over windows; the standard error is read off its half-width by Student's t."""
-        se = estimate.resolvable / float(stdtrit(max(1, estimate.n_windows - 1), 0.5 + CONFIDENCE / 2))
-        return cls(value=estimate.value, low=estimate.low, high=estimate.high, se=se, n=estimate.n_windows)
 
 
 def measured(

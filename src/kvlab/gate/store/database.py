@@ -62,12 +62,12 @@ class Store:
         StorageError
             When the disk is full, the file may only be read, or the like.
         """
-        with _told(self.path, self.timeout), migrations.transaction(self.connection):
+        with _errors_in_one_line(self.path, self.timeout), migrations.transaction(self.connection):
             yield self.connection
 
     def select(self, statement: str, values: Sequence = ()) -> list[tuple]:
         """All rows that a statement gives, as of one moment."""
-        with _told(self.path, self.timeout):
+        with _errors_in_one_line(self.path, self.timeout):
             return self.connection.execute(statement, values).fetchall()
 
 
@@ -93,7 +93,7 @@ def open_store(path: Path | str, timeout: float = TIMEOUT, create: bool = False)
         The database is left as it was.
     """
     path = Path(path)
-    with _told(path, timeout), closing(_connect(path, timeout, create)) as connection:
+    with _errors_in_one_line(path, timeout), closing(_connect(path, timeout, create)) as connection:
         try:
             migrations.upgrade(connection)
         except StorageError as error:
@@ -149,7 +149,7 @@ def _log_ahead(connection: sqlite3.Connection, patience: float) -> None:
 
 
 @contextmanager
-def _told(path: Path, timeout: float) -> Iterator[None]:
+def _errors_in_one_line(path: Path, timeout: float) -> Iterator[None]:
     """A failure of the file or the disk in one line; mistakes of this program stay what they are."""
     try:
         yield

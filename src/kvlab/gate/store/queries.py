@@ -195,8 +195,8 @@ def _changes(old: Mapping | None, new: Mapping | None) -> Iterable[tuple]:
     if old is None or new is None:
         return [(*head, "added" if old is None else "gone", None, None, None)]
     changed = [name for name in row if name != "run" and old[name] != new[name]]
-    return [(*head, "changed", name, _told(old[name]), _told(new[name])) for name in changed]
+    return [(*head, "changed", name, _json(old[name]), _json(new[name])) for name in changed]
 
 
-def _told(value: object) -> str | None:
+def _json(value: object) -> str | None:
     return None if value is None else json.dumps(value)

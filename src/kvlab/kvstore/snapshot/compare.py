@@ -99,18 +99,14 @@ def _shared_tokens(first: Snapshot, second: Snapshot) -> int:
 
 
 def _chunks(first: Snapshot, second: Snapshot, count: int) -> Iterator[ChunkDifference]:
-    comparable = _stored_alike(first, second)
+    one, two = first.manifest.identity, second.manifest.identity
+    comparable = (one.geometry, one.codec) == (two.geometry, two.codec)
     for number in range(count):
         mine, other = first.stored(number), second.stored(number)
         if not comparable or len(mine) != len(other):
             yield ChunkDifference(number, None, 8 * len(mine))
         elif mine != other:
             yield ChunkDifference(number, _bits(mine, other), 8 * len(mine))
-
-
-def _stored_alike(first: Snapshot, second: Snapshot) -> bool:
-    one, other = first.manifest.identity, second.manifest.identity
-    return (one.geometry, one.codec) == (other.geometry, other.codec)
 
 
 def _bits(mine: bytes, other: bytes) -> int:

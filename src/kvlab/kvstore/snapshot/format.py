@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -218,11 +218,6 @@ def read_index(data: bytes | memoryview, clock: int) -> Iterator[Record]:
                 f"the index says of chunk {number}: flags {flags:#x}, score {score}, last use {last_use} of {clock}",
             )
         yield Record(link, digest, nbytes, ChunkEntry(bool(flags & RESIDENT), score if scored else None, last_use))
-
-
-def index_bytes(records: Iterable[Record]) -> bytes:
-    """The index of a snapshot."""
-    return b"".join(record.pack() for record in records)
 
 
 def chunk_digest(identity: bytes, link: bytes, data: bytes) -> bytes:

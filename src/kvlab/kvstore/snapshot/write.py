@@ -31,7 +31,7 @@ from kvlab.core.records import storage_error, versions
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot.archive import Rows
 from kvlab.kvstore.snapshot.chain import links, token_bytes
-from kvlab.kvstore.snapshot.format import PURPOSE, Header, Record, chunk_digest, index_bytes
+from kvlab.kvstore.snapshot.format import PURPOSE, Header, Record, chunk_digest
 from kvlab.kvstore.snapshot.identity import Identity
 from kvlab.kvstore.snapshot.manifest import Manifest, build
 from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks
@@ -171,7 +171,7 @@ def _written(
         _put(file, data)
         digest = chunk_digest(identity, chain[number], data)
         records.append(Record(chain[number], digest, len(data), source.ledger.entry(number)))
-    index = index_bytes(records)
+    index = b"".join(record.pack() for record in records)
     payload_bytes = sum(record.nbytes for record in records)
     names = ("manifest_crc", "index_crc", "tokens_crc")
     crcs = dict(zip(names, map(google_crc32c.value, (said, index, ids)), strict=True))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvlab.kvstore.snapshot.numerics import PREFILL
 from kvlab.kvstore.snapshot.reasons import Reason
-from kvlab.kvstore.vllm.computed import PREFILL
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Save:
     """Write the K and V of a request's first tokens, whole chunks; the fields are those of `Load`.
 
     `computed` goes into the manifest, see
-    `kvlab.kvstore.vllm.computed`. `last` is set where vLLM keeps the blocks of a request that has
+    `kvlab.kvstore.snapshot.numerics`. `last` is set where vLLM keeps the blocks of a request that has
     ended until they have been read.
     """
 

@@ -12,8 +12,8 @@ from vllm.v1.request import RequestStatus
 from kvlab.core.recipe import digest
 from kvlab.kvstore.snapshot import chain
 from kvlab.kvstore.snapshot.identity import Identity
+from kvlab.kvstore.snapshot.numerics import DECODED, PREFILL
 from kvlab.kvstore.snapshot.reasons import Reason
-from kvlab.kvstore.vllm.computed import DECODED, PREFILL
 from kvlab.kvstore.vllm.context import EngineContext
 from kvlab.kvstore.vllm.jobs import JobOutcome, Load, Outcomes, Save, StepJobs
 from kvlab.kvstore.vllm.miss_reasons import DAMAGE, Cold
@@ -129,7 +129,7 @@ class Planner:
         answer = self.context.settings.save == "answer" and request.status in ENDED
         late = self._due(course, request.num_computed_tokens, block_ids, last=True) if answer else None
         self._late += [late] if late else []
-        return late is not None, {OURS: _said(course)}
+        return late is not None, {OURS: _answer(course)}
 
     def _course(self, request: Request) -> _Course:
         name = request.request_id
@@ -230,7 +230,7 @@ def _plain(request: Request) -> bool:
     )
 
 
-def _said(course: _Course) -> dict[str, Any]:
+def _answer(course: _Course) -> dict[str, Any]:
     """What a request's answer says: plain values, for they may leave the process.
 
     A request that ends in the step that loads or saves does so before the worker could be heard: `restored` is then

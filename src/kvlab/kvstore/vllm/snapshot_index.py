@@ -11,8 +11,8 @@ from typing import NamedTuple
 from kvlab.core.errors import SnapshotRefused, StorageError
 from kvlab.kvstore.snapshot import chain, read
 from kvlab.kvstore.snapshot.identity import Identity, differences
+from kvlab.kvstore.snapshot.numerics import COMPUTED, PREFILL
 from kvlab.kvstore.snapshot.reasons import Code, Reason
-from kvlab.kvstore.vllm.computed import COMPUTED, PREFILL
 from kvlab.kvstore.vllm.miss_reasons import reasons_of
 
 Signature = tuple[int, int, int]  # inode, time of the last change in ns, bytes
@@ -42,7 +42,7 @@ class Match(NamedTuple):
     tokens : int
         Of the prompt's first ones, whole chunks.
     decoded : bool
-        Whether some of its tokens may have been computed one at a time, see `kvlab.kvstore.vllm.computed`.
+        Whether some of its tokens may have been computed one at a time, see `kvlab.kvstore.snapshot.numerics`.
     lossy : bool
         Whether its K and V are other numbers than those that were computed.
     """

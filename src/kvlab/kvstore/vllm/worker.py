@@ -16,10 +16,9 @@ from kvlab.engines.vllm.pages import found_out, refuse_other
 from kvlab.kvstore.paging.geometry import Geometry, named
 from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.snapshot import read
-from kvlab.kvstore.snapshot.numerics import mixed
+from kvlab.kvstore.snapshot.numerics import COMPUTED, PREFILL, mixed
 from kvlab.kvstore.snapshot.reasons import Code, Reason
 from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.kvstore.vllm.computed import COMPUTED, PREFILL
 from kvlab.kvstore.vllm.context import EngineContext
 from kvlab.kvstore.vllm.jobs import JobOutcome, Load, Outcomes, Save, StepJobs, WorkerCounts
 from kvlab.kvstore.vllm.miss_reasons import Cold, reasons_of
