@@ -131,7 +131,7 @@ name = "kvlab.gate.catalogue.columns"
 spec = importlib.util.spec_from_file_location(name, sys.argv[1])
 columns = sys.modules[name] = importlib.util.module_from_spec(spec)  # before what is made of it
 spec.loader.exec_module(columns)
-new = columns.Column("is_warm", bool, "identity", "whether 100% of it was warm", groupable=True)
+new = columns.RowColumn("is_warm", bool, "identity", "whether 100% of it was warm", groupable=True)
 columns.COLUMNS += (new,)
 columns.BY_NAME[new.name] = new
 from kvlab.gate import catalogue as c

@@ -25,10 +25,10 @@ from kvlab.kvstore.paging import chunks
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.restore import MODES, restore
 from kvlab.kvstore.snapshot import read
-from kvlab.kvstore.snapshot.format import Header
+from kvlab.kvstore.snapshot.format import SnapshotHeader
 from kvlab.kvstore.snapshot.payload import CodedChunks
 from kvlab.kvstore.snapshot.reasons import Code
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.hf.prompts import prompt, run_after
 from refusals import refused
 
@@ -123,8 +123,8 @@ class TestChoice:
     def test_one_pool_whatever_the_candidates(self, model, roomy, tmp_path, monkeypatch):
         for name, length in {"a": 24, "b": 48, "c": 64}.items():
             run_after(OLD[:length], model, roomy).save(tmp_path / name)
-        made, pool = [], chunks.Pool
-        monkeypatch.setattr(chunks, "Pool", lambda *args: made.append(args) or pool(*args))
+        made, pool = [], chunks.BlockPool
+        monkeypatch.setattr(chunks, "BlockPool", lambda *args: made.append(args) or pool(*args))
         assert restore(model, NEW, tmp_path, roomy, "qk").report.prefix_len == 64 and len(made) == 1
         flip(tmp_path / "c", -80)  # of the payload, before the seal
         assert restore(model, NEW, tmp_path, roomy, mode="verify").report.prefix_len == 48
@@ -237,7 +237,7 @@ class TestRefused:
     )
     def test_damaged_ones(self, model, roomy, file, cold, where, code):
         data = file.read_bytes()
-        header = Header.read(data)
+        header = SnapshotHeader.read(data)
         if where == "cut":
             file.write_bytes(data[:-1])
         elif where == "longer":
@@ -357,7 +357,7 @@ class TestNumerics:
 
     def test_one_that_does_not_say(self, model, roomy, tmp_path):
         run = run_after(OLD, model, roomy)
-        source = Source(model.identity(8), map(run.pager.payload, range(8)), Ledger((), 0), OLD)
+        source = SnapshotSource(model.identity(8), map(run.pager.payload, range(8)), Ledger((), 0), OLD)
         found = restore(model, NEW, save(tmp_path / "s", source).path, roomy)
         assert found.report.consumed and "engine" in found.report.other_numerics and found.run.exact == 0
 
@@ -370,7 +370,7 @@ class TestComparison:
         run = run_after(OLD, model, roomy)
         payloads = [run.pager.payload(chunk) for chunk in range(8)]
         change(payloads)
-        source = Source(model.identity(8), payloads, Ledger((), 0), OLD)
+        source = SnapshotSource(model.identity(8), payloads, Ledger((), 0), OLD)
         return restore(model, NEW, save(tmp_path / "forged", source).path, roomy, mode="verify", decode=20)
 
     def test_a_planted_difference(self, model, roomy, tmp_path):

@@ -33,7 +33,7 @@ from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.payload import CodedChunks, RawChunks, coder_for
 from kvlab.kvstore.snapshot.reasons import Code
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.snapshot import coding, making
 from kvstore.snapshot.coding import CHUNKS, GEOMETRY, LENGTH, payload
 from kvstore.snapshot.forging import Parts
@@ -222,7 +222,7 @@ def test_what_is_no_number_is_not_coded(tmp_path, value):
     bad = payload(1)
     bad[1, 1, 0, 3, 2] = value
     context = making.source(LENGTH, GEOMETRY, payload)
-    source = Source(context.identity, [payload(0), bad, payload(2)], context.ledger, context.tokens)
+    source = SnapshotSource(context.identity, [payload(0), bad, payload(2)], context.ledger, context.tokens)
     with refused(NonFinite, None, "layer 1 v", "window 1"):
         save(tmp_path / "s", source, coder=coding.coder("int"))
     assert list(tmp_path.iterdir()) == []

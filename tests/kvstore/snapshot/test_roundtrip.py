@@ -19,7 +19,7 @@ from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.chain import links
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.snapshot import making
 from kvstore.snapshot.making import CHUNKS, GEOMETRY
 from refusals import refused
@@ -56,7 +56,7 @@ def contexts(draw):
 def test_any_context_comes_back_upto_the_chunk_that_its_tokens_fill(folder, context, data):
     geometry, tokens, payloads, ledger = context
     upto = data.draw(st.integers(geometry.chunk_tokens, len(tokens)) | st.none())
-    source = Source(making.identity(geometry), iter(payloads), ledger, tokens)
+    source = SnapshotSource(making.identity(geometry), iter(payloads), ledger, tokens)
     saved = save(folder / "any", source, upto=upto)
     count = (len(tokens) if upto is None else upto) // geometry.chunk_tokens
     with read.open(folder / "any") as snapshot:
@@ -95,7 +95,7 @@ def test_every_prefix_is_read(folder, upto, whole):
 def test_what_was_read_is_written_again_as_the_same_bytes(tmp_path):
     making.written(tmp_path / "one", made={"engine": "hf"})
     with read.open(tmp_path / "one") as snapshot:
-        again = Source(snapshot.manifest.identity, snapshot.chunks(), snapshot.ledger, snapshot.tokens)
+        again = SnapshotSource(snapshot.manifest.identity, snapshot.chunks(), snapshot.ledger, snapshot.tokens)
         save(tmp_path / "two", again, made={"engine": "hf"})
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
@@ -168,7 +168,7 @@ def test_one_chunk_is_alive_at_a_time(tmp_path):
             yield payload
             del payload
 
-    save(tmp_path / "s", Source(making.identity(), payloads(), making.ledger(CHUNKS), making.tokens(LENGTH)))
+    save(tmp_path / "s", SnapshotSource(making.identity(), payloads(), making.ledger(CHUNKS), making.tokens(LENGTH)))
     assert most <= 2, "the one before may still be on its way out"
 
 
@@ -204,7 +204,9 @@ def test_two_readers_of_one_snapshot_do_not_disturb_each_other(tmp_path):
 def not_written(tmp_path, code, *data, error=UserError, **changes):
     context = vars(making.source(LENGTH)) | {k: v for k, v in changes.items() if k not in ("upto", "evidence")}
     with refused(error, code, *data):
-        save(tmp_path / "s", Source(**context), **{k: v for k, v in changes.items() if k in ("upto", "evidence")})
+        save(
+            tmp_path / "s", SnapshotSource(**context), **{k: v for k, v in changes.items() if k in ("upto", "evidence")}
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -224,7 +226,7 @@ def test_chunks_after_the_boundary_are_not_asked_for(tmp_path):
 
     save(
         tmp_path / "s",
-        Source(making.identity(), payloads(), making.ledger(9), making.tokens(LENGTH)),
+        SnapshotSource(making.identity(), payloads(), making.ledger(9), making.tokens(LENGTH)),
         upto=2 * SIZE + 1,
     )
     with read.open(tmp_path / "s") as snapshot:

@@ -13,7 +13,7 @@ from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.v1 import read_published
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.snapshot import making
 from refusals import refused
 
@@ -94,7 +94,7 @@ def test_a_chunk_that_was_never_written_stays_a_hole(tmp_path):
 
 def test_it_becomes_a_snapshot_once_somebody_vouches_for_it(tmp_path):
     old, tokens = opened(tmp_path, blob(3)), making.tokens(3 * 64)
-    save(tmp_path / "v2", Source(making.identity(GEOMETRY), old.chunks(), old.ledger, tokens))
+    save(tmp_path / "v2", SnapshotSource(making.identity(GEOMETRY), old.chunks(), old.ledger, tokens))
     with read.open(tmp_path / "v2") as new:
         assert making.same(new.chunks(), (making.chunk(n, GEOMETRY) for n in range(3)))
         assert new.ledger == old.ledger

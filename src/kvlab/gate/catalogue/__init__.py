@@ -10,7 +10,7 @@ from kvlab.gate.catalogue.columns import (
     SPECULATIVE,
     STATUSES,
     TIERS,
-    Column,
+    RowColumn,
 )
 from kvlab.gate.catalogue.generated import (
     SCHEMA,
@@ -43,9 +43,9 @@ __all__ = [
     "SPECULATIVE",
     "STATUSES",
     "TIERS",
-    "Column",
     "MechanismConfig",
     "Row",
+    "RowColumn",
     "RowError",
     "checked_row",
     "column_schema",

@@ -34,7 +34,7 @@ class StoreLocked(StorageError):
 
 
 @dataclass(frozen=True)
-class Store:
+class RowStore:
     """An open store.
 
     Parameters
@@ -72,7 +72,7 @@ class Store:
 
 
 @contextmanager
-def open_store(path: Path | str, timeout: float = TIMEOUT, create: bool = False) -> Iterator[Store]:
+def open_store(path: Path | str, timeout: float = TIMEOUT, create: bool = False) -> Iterator[RowStore]:
     """Open a store and close it again; an older database is upgraded in place first.
 
     Parameters
@@ -99,7 +99,7 @@ def open_store(path: Path | str, timeout: float = TIMEOUT, create: bool = False)
         except StorageError as error:
             raise StorageError(f"cannot use {path}: {error}", code=error.code) from None
         _log_ahead(connection, min(timeout, PATIENCE))
-        yield Store(path, connection, timeout)
+        yield RowStore(path, connection, timeout)
 
 
 def _connect(path: Path, timeout: float, create: bool) -> sqlite3.Connection:

@@ -21,7 +21,7 @@ from kvlab.gate.catalogue.values import RowError, checked, shown
 from kvlab.gate.check import Claim, GateReport
 from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.reasons import Reason
-from kvlab.gate.store.database import Store
+from kvlab.gate.store.database import RowStore
 from kvlab.gate.store.migrations import PUBLISHED_TABLE, quoted
 
 # What the store keeps of a claim of the gate: what it was judged against, the tier, the status, the reasons, and how
@@ -167,12 +167,12 @@ def prepared(rows: Sequence[Row], report: GateReport, run: str | None = None) ->
     return Batch(entries, _claims(report, entries))
 
 
-def ingest(store: Store, batch: Batch, replace: bool = False) -> Ingested:
+def ingest(store: RowStore, batch: Batch, replace: bool = False) -> Ingested:
     """Put rows into an open store, and what the gate claims of them, in one transaction.
 
     Parameters
     ----------
-    store : Store
+    store : RowStore
     batch : Batch
     replace : bool
         Whether other content under the same run and `row_id`, or another claim, is replaced.
@@ -356,7 +356,7 @@ def _put_claims(connection: sqlite3.Connection, claims: Mapping[Place, ClaimReco
 # -------------------------------------------------------------------------------------- back out
 
 
-def stored_rows(store: Store, run: str) -> list[Row]:
+def stored_rows(store: RowStore, run: str) -> list[Row]:
     """A run's rows as they were ingested, by `row_id`, for the gate to judge again; none when there is no such run.
 
     The store does not tell a mechanism that was null from one that was absent: both come back absent, which declares

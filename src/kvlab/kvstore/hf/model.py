@@ -20,7 +20,7 @@ from kvlab.engines.hf.engine import HFEngine
 from kvlab.engines.hooks import attention_layers
 from kvlab.kvstore.hf.queries import LastQueries
 from kvlab.kvstore.paging.geometry import DTYPES, Geometry, named
-from kvlab.kvstore.snapshot.identity import Identity, identity_of, rope_of
+from kvlab.kvstore.snapshot.identity import ContextIdentity, identity_of, rope_of
 
 
 class PagedModel:
@@ -95,12 +95,12 @@ class PagedModel:
         info = self.info
         return Geometry(info.n_layers, info.n_kv_heads, info.head_dim, self.dtype, chunk_tokens)
 
-    def identity(self, chunk_tokens: int = 64, salt: str = "") -> Identity:
+    def identity(self, chunk_tokens: int = 64, salt: str = "") -> ContextIdentity:
         """Whose K and V these are, with the rotary embedding that runs, whatever config.json says."""
         return self._identity.model_copy(update={"geometry": self.geometry(chunk_tokens), "salt": salt})
 
     @cached_property
-    def _identity(self) -> Identity:
+    def _identity(self) -> ContextIdentity:
         """As the files were when it was first asked for."""
         return identity_of(self.info, self.dtype, rope=rope_of(self.model.config.to_dict()))
 

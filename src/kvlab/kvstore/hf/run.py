@@ -25,7 +25,7 @@ from kvlab.kvstore.snapshot.manifest import Manifest
 from kvlab.kvstore.snapshot.numerics import differing, mixed
 from kvlab.kvstore.snapshot.payload import ChunkCoder
 from kvlab.kvstore.snapshot.read import Snapshot
-from kvlab.kvstore.snapshot.write import Saved, Source, save
+from kvlab.kvstore.snapshot.write import Saved, SnapshotSource, save
 
 __all__ = ["Decoded", "PagedRun"]
 
@@ -116,7 +116,7 @@ class PagedRun(Forwards):
                 code=code,
             )
         chunks = upto // geometry.chunk_tokens
-        source = Source(
+        source = SnapshotSource(
             identity=self.model.identity(geometry.chunk_tokens, self.salts[upto > self._complete]),
             payloads=(self.pager.payload(chunk) for chunk in range(chunks)),
             ledger=untouched(chunks) if self.by_hand else self.pager.ledger(chunks),

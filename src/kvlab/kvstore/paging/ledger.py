@@ -51,7 +51,7 @@ class Ledger:
 
     Parameters
     ----------
-    entries : tuple of Entry
+    entries : tuple of ChunkEntry
     clock : int
         Counts every time a chunk was asked for; no `last_use` is above it.
 

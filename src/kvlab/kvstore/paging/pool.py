@@ -30,7 +30,7 @@ class Gathered:
     positions: Tensor
 
 
-class Pool:
+class BlockPool:
     """Blocks of one chunk each.
 
     What a free block holds is never read: rows are addressed by the chunks that lie in the pool.

@@ -59,7 +59,7 @@ MAX_MANIFEST = 1 << 20  # bytes; a recipe takes less than a thousand
 
 
 @dataclass(frozen=True)
-class Header:
+class SnapshotHeader:
     """The first bytes of a snapshot: what follows, and the checksums of all that is neither payload nor seal."""
 
     manifest_bytes: int
@@ -111,7 +111,7 @@ class Header:
         return raw + U32.pack(google_crc32c.value(raw))
 
     @classmethod
-    def read(cls, data: bytes) -> Header:
+    def read(cls, data: bytes) -> SnapshotHeader:
         """The header at the front of a file, which may be shorter than a header.
 
         Raises
@@ -179,7 +179,7 @@ class Record(NamedTuple):
         `chunk_digest` of its bytes in the payload.
     nbytes : int
         Length of these.
-    entry : Entry
+    entry : ChunkEntry
         What the ledger knew of it.
     """
 

@@ -32,7 +32,7 @@ from kvlab.core.recipe import WHOLE, Placement, Recipe, StreamRecipe
 from kvlab.core.settings import IdentityStream
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.archive import ArchiveChunks, Rows
-from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity
+from kvlab.kvstore.snapshot.identity import CodecIdentity, ContextIdentity
 
 
 class ChunkCoder(Protocol):
@@ -63,7 +63,7 @@ class ChunkCoder(Protocol):
         """
 
 
-class Calibration(Protocol):
+class ModelCalibration(Protocol):
     """What was fitted for the model; `kvlab.calibration.load.Calibrated` is one."""
 
     calibration_hash: str
@@ -123,7 +123,7 @@ class CodedChunks(Chunkwise):
         Of the chunks.
     recipe : Recipe
         What is done to K and to V.
-    calibration : Calibration or None
+    calibration : ModelCalibration or None
         For a recipe that reads one.
     layers : iterable of int, optional
         The coded ones; all of them when left out. The others are stored as they are.
@@ -147,7 +147,7 @@ class CodedChunks(Chunkwise):
         self,
         geometry: Geometry,
         recipe: Recipe,
-        calibration: Calibration | None = None,
+        calibration: ModelCalibration | None = None,
         layers: Iterable[int] | None = None,
         placement: Placement = "pre_rope",
         turn: Turn | None = None,
@@ -244,7 +244,7 @@ class CodedChunks(Chunkwise):
 _AS_IT_IS = IdentityCodec(IdentityStream())
 
 
-def _built(recipe: Recipe, stream: str, placement: Placement, calibration: Calibration | None) -> Codec:
+def _built(recipe: Recipe, stream: str, placement: Placement, calibration: ModelCalibration | None) -> Codec:
     own = getattr(recipe, stream)
     return build(own, calibration.stream(own, stream, placement) if calibration else None)
 
@@ -280,7 +280,7 @@ def _refuse(codec: CodecIdentity, geometry: Geometry) -> None:
 def recipe_coder(
     geometry: Geometry,
     recipe: Recipe,
-    calibration: Calibration | None = None,
+    calibration: ModelCalibration | None = None,
     layers: Iterable[int] | None = None,
     placement: Placement = "pre_rope",
     turn: Turn | None = None,
@@ -300,7 +300,9 @@ def recipe_coder(
     return ArchiveChunks(geometry, recipe, calibration.archive if calibration else None, turn)
 
 
-def coder_for(identity: Identity, calibration: Calibration | None = None, turn: Turn | None = None) -> ChunkCoder:
+def coder_for(
+    identity: ContextIdentity, calibration: ModelCalibration | None = None, turn: Turn | None = None
+) -> ChunkCoder:
     """What decodes the payload of a snapshot of this identity, its recipe taken from there.
 
     Raises

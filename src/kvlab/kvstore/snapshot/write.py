@@ -31,19 +31,19 @@ from kvlab.core.records import storage_error, versions
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot.archive import Rows
 from kvlab.kvstore.snapshot.chain import links, token_bytes
-from kvlab.kvstore.snapshot.format import PURPOSE, Header, Record, chunk_digest
-from kvlab.kvstore.snapshot.identity import Identity
+from kvlab.kvstore.snapshot.format import PURPOSE, Record, SnapshotHeader, chunk_digest
+from kvlab.kvstore.snapshot.identity import ContextIdentity
 from kvlab.kvstore.snapshot.manifest import Manifest, build
 from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks
 
 
 @dataclass(frozen=True)
-class Source:
+class SnapshotSource:
     """What there is to save.
 
     Parameters
     ----------
-    identity : Identity
+    identity : ContextIdentity
         Whose context it is; its codec counts for nothing, the coder's does.
     payloads : iterable of Tensor or None
         The context's chunks from the first on, at least those that are saved; None for one that was never written.
@@ -56,7 +56,7 @@ class Source:
         that it need not hold all payloads.
     """
 
-    identity: Identity
+    identity: ContextIdentity
     payloads: Iterable[Tensor | None]
     ledger: Ledger
     tokens: Sequence[int]
@@ -88,7 +88,7 @@ class Saved:
 
 def save(
     path: Path | str,
-    source: Source,
+    source: SnapshotSource,
     *,
     upto: int | None = None,
     coder: ChunkCoder | None = None,
@@ -102,7 +102,7 @@ def save(
     ----------
     path : Path
         The file; replaced in one step when there is one.
-    source : Source
+    source : SnapshotSource
         What to save.
     upto : int, optional
         How many tokens, all when left out; a chunk that they do not fill is left out.
@@ -156,14 +156,14 @@ def _length(tokens: Sequence[int], upto: int | None) -> int:
 
 
 def _written(
-    file: BinaryIO, path: Path, manifest: Manifest, source: Source, coder: ChunkCoder, key: Key | None
+    file: BinaryIO, path: Path, manifest: Manifest, source: SnapshotSource, coder: ChunkCoder, key: Key | None
 ) -> Saved:
     """The payload first, for its length and digests show only then; then what stands before it; then the seal."""
     geometry, said = manifest.identity.geometry, manifest.pack()
     tokens = source.tokens[: manifest.length]
     chain = links(tokens, geometry.chunk_tokens, manifest.identity.salt)
     ids = token_bytes(tokens)
-    blank = Header(len(said), len(chain), geometry.chunk_tokens, 0, 0, 0, 0)
+    blank = SnapshotHeader(len(said), len(chain), geometry.chunk_tokens, 0, 0, 0, 0)
     file.seek(blank.payload_at)
     identity, records = manifest.identity.fingerprint, []
     coded = coder.encoded(_whole(source.payloads, len(chain)), tokens, source.rows)

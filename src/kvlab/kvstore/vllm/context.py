@@ -21,7 +21,7 @@ from kvlab.core.model import ModelInfo, layer_count, locate, resolve
 from kvlab.core.params import Model, ModelEntry
 from kvlab.core.recipe import RECIPE_VARIABLE, canonical
 from kvlab.kvstore.paging.geometry import named
-from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, Identity, identity_of, rope_of
+from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, ContextIdentity, identity_of, rope_of
 from kvlab.kvstore.snapshot.payload import ChunkCoder, recipe_coder
 from kvlab.kvstore.vllm.settings import ConnectorSettings
 
@@ -40,7 +40,7 @@ class EngineContext:
     Parameters
     ----------
     settings : Settings
-    identity : Identity
+    identity : ContextIdentity
         Of a request that brings no salt of its own.
     block_tokens : int
         Tokens of a block of vLLM's paged cache.
@@ -51,12 +51,12 @@ class EngineContext:
     """
 
     settings: ConnectorSettings
-    identity: Identity
+    identity: ContextIdentity
     block_tokens: int
     made: dict[str, str]
     coder: ChunkCoder | None = None
 
-    def identity_for(self, request_salt: str | None) -> Identity:
+    def identity_for(self, request_salt: str | None) -> ContextIdentity:
         """The identity of a request's context; vLLM's ``cache_salt`` keeps contexts apart here too."""
         if not request_salt:
             return self.identity
@@ -68,8 +68,8 @@ def salt_of(settings: ConnectorSettings) -> str:
     """The salt that keeps this engine's K and V apart from other engines', unless they are to be shared.
 
     A snapshot promises that a warm run is the cold run. Between engines, and between their devices, that does not
-    hold: the same tokens have K and V that agree up to rounding. `Identity` knows of the model and not of the engine,
-    so that it is the salt that says it, and transformers refuses what vLLM saved, and the other way round.
+    hold: the same tokens have K and V that agree up to rounding. `ContextIdentity` knows of the model and not of the
+    engine, so that it is the salt that says it, and transformers refuses what vLLM saved, and the other way round.
     """
     if settings.across_engines:
         return settings.salt
@@ -116,7 +116,7 @@ def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
     return EngineContext(settings, identity.coded(coder.codec if coder else None), spec.block_size, made, coder)
 
 
-def _coder(settings: ConnectorSettings, config: ModelConfig, identity: Identity) -> ChunkCoder | None:
+def _coder(settings: ConnectorSettings, config: ModelConfig, identity: ContextIdentity) -> ChunkCoder | None:
     """What the settings' recipe stores K and V by."""
     if not settings.recipe:
         return None
@@ -183,7 +183,7 @@ def _rope(config: ModelConfig) -> str:
 
 
 @lru_cache(maxsize=4)
-def _identity(model: str, revision: str | None, dtype: str, chunk_tokens: int, rope: str, salt: str) -> Identity:
+def _identity(model: str, revision: str | None, dtype: str, chunk_tokens: int, rope: str, salt: str) -> ContextIdentity:
     """Made once for both halves: the files of the model are read for it."""
     return identity_of(_info(model, revision), dtype, chunk_tokens, rope=json.loads(rope), salt=salt)
 
