@@ -22,6 +22,7 @@ from kvlab.core.recipe import RECIPE_VARIABLE, Recipe
 from kvlab.engines.registry import start
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.payload import CodedChunks
+from refusals import refused
 
 IDS = torch.randint(1, 320, (1, 40), generator=torch.Generator().manual_seed(3))
 SINK, RECENT = 3, 5
@@ -91,7 +92,7 @@ def test_kivi_as_published_waits_for_whole_runs_of_k(model):
 
 def test_vllm_refuses_tokens_at_the_ends(tmp_path, monkeypatch):
     monkeypatch.setenv(RECIPE_VARIABLE, str(write_recipe_file(tmp_path / "r.json", ended())))
-    with pytest.raises(CapabilityError, match=r"sink 3, recent 5"):
+    with refused(CapabilityError, "capability.ends", "sink 3, recent 5"):
         vllm_worker.read_recipe()
     path = write_recipe_file(tmp_path / "r.json", ended(sink=0, recent=0))
     assert vllm_worker.read_recipe().recipe.rotary == "after" and path.exists()
@@ -99,16 +100,16 @@ def test_vllm_refuses_tokens_at_the_ends(tmp_path, monkeypatch):
 
 def test_chunks_refuse_tokens_at_the_ends_and_another_place_of_k():
     geometry = Geometry(layers=1, kv_heads=2, head_dim=8, chunk_tokens=8, dtype="float32")
-    with pytest.raises(CapabilityError, match="leave sink and recent out"):
+    with refused(CapabilityError, "capability.ends", "sink", "recent"):
         CodedChunks(geometry, ended(), placement="post_rope")
-    with pytest.raises(CapabilityError, match="placement post_rope"):
+    with refused(CapabilityError, "capability.rotary", "post_rope"):
         CodedChunks(geometry, ended(sink=0, recent=0))
     CodedChunks(geometry, ended(sink=0, recent=0), placement="post_rope")
 
 
 def test_a_capture_holds_no_k_after_its_rotary_embedding(tiny_params, tiny_calibration, tmp_path):
     path = write_recipe_file(tmp_path / "r.json", ended())
-    with pytest.raises(CapabilityError, match="rotary: before"):
+    with refused(CapabilityError, "capability.rotary", "rotary: before"):
         streams.encode(tiny_params.model, path, tiny_calibration["capture"], 0, tmp_path / "a.kvls")
 
 

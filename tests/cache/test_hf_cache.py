@@ -43,6 +43,7 @@ from kvlab.core.params import Model
 from kvlab.core.recipe import IDENTITY, Recipe
 from kvlab.core.settings import IdentityStream
 from kvlab.engines.registry import start
+from refusals import refused
 
 IDS = torch.randint(1, 320, (1, 40), generator=torch.Generator().manual_seed(3))
 BLOCK = 8
@@ -216,7 +217,7 @@ def test_serving_sees_the_running_call_exactly(model):
     plain = logits(model, DynamicCache(), IDS)
     cache = KVCache(model, hadamard(1), semantics="serving")
     assert torch.equal(logits(model, cache, IDS), plain)
-    with pytest.raises(CodecNotActive, match="no attention has read"):
+    with refused(CodecNotActive, "not-active.not-read", "semantics='in_forward'"):
         cache.check()
     in_two = logits(model, KVCache(model, hadamard(1), semantics="serving"), IDS[:, :20], IDS[:, 20:])
     assert torch.equal(in_two[:, :20], plain[:, :20])
@@ -341,7 +342,7 @@ def test_tokens_of_an_unfinished_block_are_exact(model):
     k = cache.layers[0].rows["k"][0]
     assert (k.coded, k.waiting) == (0, BLOCK - 1)
     assert torch.equal(cache.decoded(0)[0], plain.layers[0].keys)
-    with pytest.raises(CodecNotActive, match="a block has 8"):
+    with refused(CodecNotActive, "not-active.nothing-coded", BLOCK, BLOCK - 1):
         cache.check()
     logits(model, cache, IDS[:, BLOCK - 1 : 2 * BLOCK + 3])
     k = cache.layers[0].rows["k"][0]
@@ -542,19 +543,39 @@ SMALL = {
 }
 DYNAMIC = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0}
 MODELS = {
-    "sliding windows": (lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)), "sliding_attention"),
-    "part of the head": (lambda: StableLmForCausalLM(StableLmConfig(**SMALL)), "8 of 32 dimensions"),
-    "interleaved pairs": (lambda: CohereForCausalLM(CohereConfig(**SMALL)), "another convention"),
-    "changing frequencies": (lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=DYNAMIC)), "'dynamic'"),
-    "no rotary": (lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=64)), "0 rotary"),
+    "sliding windows": (
+        lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)),
+        "capability.layer-kinds",
+        "sliding_attention",
+    ),
+    "part of the head": (
+        lambda: StableLmForCausalLM(StableLmConfig(**SMALL)),
+        "capability.partial-rope",
+        "8 of 32 dimensions",
+    ),
+    "interleaved pairs": (
+        lambda: CohereForCausalLM(CohereConfig(**SMALL)),
+        "capability.rope-convention",
+        "CohereRotaryEmbedding",
+    ),
+    "changing frequencies": (
+        lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=DYNAMIC)),
+        "capability.moving-rope",
+        "'dynamic'",
+    ),
+    "no rotary": (
+        lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=64)),
+        "capability.rotary-modules",
+        "0 rotary",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_would_be_got_wrong_are_refused(name):
-    make, message = MODELS[name]
+    make, code, data = MODELS[name]
     other = make().eval()
-    with pytest.raises(CapabilityError, match=message):
+    with refused(CapabilityError, code, data):
         KVCache(other, hadamard())
     if name == "sliding windows":
         return
@@ -567,48 +588,48 @@ def test_models_that_would_be_got_wrong_are_refused(name):
 
 def test_a_cache_serves_the_model_that_it_was_made_for(model):
     other = LlamaForCausalLM(LlamaConfig(**SMALL | {"hidden_size": 128, "num_attention_heads": 4})).eval()
-    with pytest.raises(CapabilityError, match="that it was made for: from another model"):
+    with refused(CapabilityError, "capability.other-forward"):
         logits(other, KVCache(model, hadamard()), IDS % 64)
     other = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
-    with pytest.raises(CapabilityError, match="K of shape"):
+    with refused(CapabilityError, "capability.other-shape", [1, 3, 2, 32]):
         KVCache(model, hadamard()).update(torch.zeros(1, 3, 2, 32), torch.zeros(1, 3, 2, 32), 0)
     cache = KVCache(model, hadamard())
     logits(model, cache, IDS)
-    with pytest.raises(CapabilityError, match="holds 1 rows, the call has 2"):
+    with refused(CapabilityError, "capability.batch", "1 rows", 2):
         logits(model, cache, BATCH["input_ids"])
 
 
 @pytest.mark.parametrize(
-    "calibration, message",
+    "calibration, code, data",
     [
-        (None, "no whitener for layer 0"),
-        (Fitted(k=whiteners(layers=2)), "no whitener for layer 2"),
-        (Fitted(k=whiteners(layers=4)), "has a layer 3"),
-        (Fitted(k=whiteners(heads=4)), "4 KV heads"),
-        (Fitted(k=whiteners(head_dim=16)), "16 dimensions"),
+        (None, "calibration.missing", ["whitener", "layer 0"]),
+        (Fitted(k=whiteners(layers=2)), "calibration.missing", ["whitener", "layer 2"]),
+        (Fitted(k=whiteners(layers=4)), "calibration.more-layers", ["layer 3", "3 layers"]),
+        (Fitted(k=whiteners(heads=4)), "calibration.other-shape", ["4 KV heads"]),
+        (Fitted(k=whiteners(head_dim=16)), "calibration.other-shape", ["16 dimensions"]),
     ],
 )
-def test_a_calibration_of_another_model_is_refused_before_the_first_token(model, calibration, message):
+def test_a_calibration_of_another_model_is_refused_before_the_first_token(model, calibration, code, data):
     recipe = Recipe(k=HadamardStream(bits=2, whiten=True), v=IdentityStream())
-    with pytest.raises(CalibrationMismatch, match=message):
+    with refused(CalibrationMismatch, code, *data):
         KVCache(model, recipe, calibration)
 
 
 def test_unknown_semantics_controls_and_training_are_refused(model):
-    with pytest.raises(UnknownName, match="in_forward"):
+    with refused(UnknownName, None, "inforward", "in_forward"):
         KVCache(model, IDENTITY, semantics="inforward")
-    with pytest.raises(UnknownName, match="post_rope"):
+    with refused(UnknownName, None, "postrope", "post_rope"):
         KVCache(model, IDENTITY, placement="postrope")
     for control in (NoiseStream(sigma=0.1, seed=0), CastStream(), IsotropicStream(of=KltStream(bits=2), seed=0)):
-        with pytest.raises(CapabilityError, match=f"'{control.codec}' writes no codes"):
+        with refused(CapabilityError, "capability.no-codes", f"'{control.codec}'"):
             KVCache(model, Recipe(k=control, v=IdentityStream()))
-    with pytest.raises(CapabilityError, match="gradients"), torch.enable_grad():
+    with refused(CapabilityError, "capability.gradients"), torch.enable_grad():
         model(IDS, past_key_values=KVCache(model, hadamard()))
 
 
 @pytest.mark.parametrize("mask", [torch.ones(1, 1, 40, 40, dtype=torch.bool).tril(), {"full_attention": None}])
 def test_masks_that_do_not_show_padding_are_refused_while_a_row_is_new(model, mask):
-    with pytest.raises(CapabilityError, match=r"attention mask came (of shape|as dict)"):
+    with refused(CapabilityError, "capability.mask", list(mask.shape) if isinstance(mask, torch.Tensor) else "dict"):
         logits(model, KVCache(model, hadamard()), IDS, attention_mask=mask)
     cache = KVCache(model, hadamard(), semantics="in_forward")
     logits(model, cache, IDS)
@@ -627,5 +648,5 @@ def test_an_empty_cache_is_reordered_and_selected_as_the_ordinary_one(model):
 
 
 def test_a_cache_that_no_token_reached_is_not_active(model):
-    with pytest.raises(CodecNotActive, match="layer 0 k: nothing was coded"):
+    with refused(CodecNotActive, "not-active.nothing-coded", "layer 0 k"):
         KVCache(model, hadamard()).check()

@@ -28,6 +28,7 @@ from kvlab.codecs.shared.apart import disturbed
 from kvlab.codecs.shared.quantizer import gaussian_table
 from kvlab.codecs.shared.transform import kept_probe
 from kvlab.core.errors import CapabilityError
+from refusals import refused
 
 CPU = torch.device("cpu")
 KEPT = {
@@ -141,7 +142,7 @@ def test_a_forward_that_is_given_nothing_is_not_a_cache_s_that_has_gone():
     del cache
     gc.collect()
     entered(own.model, (), {"input_ids": IDS, "past_key_values": None})
-    with pytest.raises(CapabilityError, match="no forward of the model"):
+    with refused(CapabilityError, "capability.other-forward"):
         watch.taken()
 
 
@@ -156,7 +157,7 @@ def test_a_hook_that_torch_calls_without_keyword_arguments_does_nothing():
         (rotary._forward_hooks, (rotary, (), None)),
     ):
         assert [hook(*given) for hook in hooks.values()] == [None]
-    with pytest.raises(CapabilityError, match="no forward of the model"):
+    with refused(CapabilityError, "capability.other-forward"):
         cache._watch.taken()
 
 
@@ -196,7 +197,7 @@ def test_what_ended_a_forward_is_forgotten_with_it():
         generated(own, cache)
     handle.remove()
     generated(own, DynamicCache())
-    with pytest.raises(CapabilityError, match="no forward of the model"):
+    with refused(CapabilityError, "capability.other-forward"):
         cache._watch.taken()
     assert torch.equal(generated(own, cache), generated(own, DynamicCache()))  # no layer had anything of it
 
@@ -223,7 +224,7 @@ def test_the_cache_is_found_whatever_its_argument_is_called():
         lambda: decoder(IDS, mask, cache=owner),
     ):
         assert call().mask is mask
-    with pytest.raises(CapabilityError, match="no forward of the model"):
+    with refused(CapabilityError, "capability.other-forward"):
         decoder(IDS, mask, cache=Owner())
 
 
@@ -284,16 +285,16 @@ def test_a_codec_alone_codes_the_same(codec, surrounding):
 
 
 @pytest.mark.parametrize(
-    "found, message",
+    "found, code, data",
     [
-        (None, "did not ask the model's rotary module"),
-        (torch.zeros(3, 2, 5), r"positions of shape \[3, 2, 5\] to 2 rows of 5 tokens"),
-        (torch.zeros(3, 5), r"positions of shape \[3, 5\] to 2 rows"),
+        (None, "capability.no-positions", "rotary_emb"),
+        (torch.zeros(3, 2, 5), "capability.positions", "[3, 2, 5] to 2 rows of 5 tokens"),
+        (torch.zeros(3, 5), "capability.positions", "[3, 5] to 2 rows"),
     ],
 )
-def test_positions_that_turn_nothing_back_are_named(found, message):
+def test_positions_that_turn_nothing_back_are_named(found, code, data):
     from kvlab.cache import hf_cache as hf_given
 
-    with pytest.raises(CapabilityError, match=message):
+    with refused(CapabilityError, code, data):
         hf_given.positions(found, 2, 5)
     assert hf_given.positions(torch.arange(5)[None], 2, 5).tolist() == [[0, 1, 2, 3, 4]] * 2

@@ -189,12 +189,12 @@ def test_diff_counts_bits_chunk_by_chunk(run, planted, tmp_path):
 
 
 def test_diff_names_other_identities_and_how_far_the_tokens_go(run, planted, tmp_path):
-    from kvlab.kvstore.snapshot.write import Source, save
+    from kvlab.kvstore.snapshot.write import SnapshotSource, save
 
     theirs = making.tokens(24)
     theirs[10] = 4000
     payloads = (making.chunk(number) for number in range(6))
-    other = Source(making.identity(salt="t", rope={"rope_theta": 5.0}), payloads, making.ledger(6), theirs)
+    other = SnapshotSource(making.identity(salt="t", rope={"rope_theta": 5.0}), payloads, making.ledger(6), theirs)
     save(tmp_path / "b", other)
     code, out, _ = run("diff", planted, tmp_path / "b")
     assert code == 1 and "tokens: 10 shared of 24 and 24" in out and "[salt]" in out and "[rope]" in out
@@ -316,10 +316,10 @@ def test_settings_are_those_of_the_snapshot_that_serves_the_prompt(run, saved, r
 )
 def test_verify_mode_exits_by_every_bit_that_is_promised(change, code):
     from kvlab.cli.snapshot import verified
-    from kvlab.kvstore.hf.comparison import Comparison
+    from kvlab.kvstore.hf.comparison import RunComparison
     from kvlab.kvstore.restore import RestoreReport
 
-    same = Comparison(True, 0.0, None, None, True, 4)
+    same = RunComparison(True, 0.0, None, None, True, 4)
     took = {"load_ms": 1.0, "prefill_ms": 1.0, "bytes_read": 1, "page_outs": 0, "page_ins": 0}
     report = RestoreReport("verify", True, 8, 1, **took, comparison=replace(same, **change), lossless=True)
     assert verified(report) == code

@@ -6,7 +6,7 @@ import re
 
 from hypothesis import strategies as st
 
-from kvlab.gate.catalogue.columns import COLUMNS, MOST_WHOLE, Column
+from kvlab.gate.catalogue.columns import COLUMNS, MOST_WHOLE, RowColumn
 from kvlab.gate.catalogue.values import CONTROL
 
 WORDS = {
@@ -18,7 +18,7 @@ WORDS = {
 }
 
 
-def sentinel(column: Column):
+def sentinel(column: RowColumn):
     """A value of this column that no other column's sentinel equals."""
     number = COLUMNS.index(column)
     if column.choices:
@@ -33,7 +33,7 @@ def plain_text():
     )
 
 
-def value_of(column: Column):
+def value_of(column: RowColumn):
     """Strategy of everything that the column takes, but for null and the empty text."""
     if column.choices:
         return st.sampled_from(column.choices)

@@ -65,7 +65,7 @@ def said(*words):
     found = {}
 
     def verb(**values):
-        found.update(catalogue.given(values))
+        found.update(catalogue.from_flags(values))
 
     verb.__signature__ = inspect.Signature(flags())
     app = typer.Typer(add_completion=False)
@@ -131,7 +131,7 @@ name = "kvlab.gate.catalogue.columns"
 spec = importlib.util.spec_from_file_location(name, sys.argv[1])
 columns = sys.modules[name] = importlib.util.module_from_spec(spec)  # before what is made of it
 spec.loader.exec_module(columns)
-new = columns.Column("is_warm", bool, "identity", "whether 100% of it was warm", groupable=True)
+new = columns.RowColumn("is_warm", bool, "identity", "whether 100% of it was warm", groupable=True)
 columns.COLUMNS += (new,)
 columns.BY_NAME[new.name] = new
 from kvlab.gate import catalogue as c
@@ -139,7 +139,7 @@ flag = c.flags()[-1]
 assert flag.name == "is_warm" and "100%" in flag.annotation.__metadata__[0].help
 assert flag.annotation.__metadata__[0].parser("false") is False
 assert c.from_config({"is-warm": True}) == c.environment({"KVLAB_ROW_IS_WARM": "true"}) == {"is_warm": True}
-assert c.given({"is_warm": False, "out": 1}) == {"is_warm": False}
+assert c.from_flags({"is_warm": False, "out": 1}) == {"is_warm": False}
 assert c.MechanismConfig(is_warm=False).is_warm is False
 assert c.checked_row({"is_warm": True})["is_warm"] is True
 assert c.sql_columns()[-1] == ("is_warm", "INTEGER") and c.groupable()[-1] == "is_warm"

@@ -18,6 +18,7 @@ from kvlab.gate.store.ingest import ClaimRecord, Ingested, prepared, stored_rows
 from kvlab.gate.store.ingest import ingest as put
 from kvlab.gate.store.queries import query
 from kvlab.gate.store.selection import QUALITY
+from refusals import refused
 
 NASTY = (
     "'; DROP TABLE rows; --",
@@ -45,10 +46,10 @@ def store(path):
         yield store
 
 
-def refused(store, match, *arguments, error=UserError, **options):
+def not_put(store, code, data, *arguments, error=UserError, **options):
     """Nothing is changed by what is refused in one line."""
     before = store.connection.total_changes
-    with pytest.raises(error, match=match) as found:
+    with refused(error, code, *data) as found:
         ingest(store, *arguments, **options)
     assert "\n" not in str(found.value)
     assert store.connection.total_changes == before
@@ -67,14 +68,15 @@ def test_the_same_again_changes_nothing(store):
 @pytest.mark.parametrize("other", [{"throughput_tok_s": 7}, {"kl": 0.1}, {"mechanism": None}])
 def test_other_content_is_refused_whole(store, other):
     ingest(store, [row(1), row(2)], "a")
-    refused(store, "row 'r2' of run 'a' .* other content; .*--replace", [row(3), row(2, **other)], "a")
+    data = ["row 'r2' of run 'a'", "--replace"]
+    not_put(store, "user.other-content", data, [row(3), row(2, **other)], "a")
     assert len(query(store)) == 2
 
 
 @pytest.mark.parametrize("extra", [{"evidence": [{"n": 2}]}, {"embedded": {"issues": []}}])
 def test_evidence_and_the_embedded_record_are_content(store, extra):
     ingest(store, [row(1, evidence=[{"n": 1}])], "a")
-    refused(store, "other content", [row(1, **extra)], "a")
+    not_put(store, "user.other-content", ["'r1'"], [row(1, **extra)], "a")
 
 
 def test_what_is_replaced_loses_its_claim_and_its_evidence(store):
@@ -88,9 +90,8 @@ def test_what_is_replaced_loses_its_claim_and_its_evidence(store):
 def test_a_claim_is_replaced_only_when_that_is_asked_for(store):
     ingest(store, [row(1), row(2)], "a", [claim(1)])
     other = [claim(1, earned="gated", status="failed", loss=None)]
-    refused(
-        store, "'r1' of run 'a' .* earned_tier is 'supported' there and 'gated' here.*--replace", [row(1)], "a", other
-    )
+    data = ["'r1' of run 'a'", "earned_tier is 'supported' there and 'gated' here", "--replace"]
+    not_put(store, "user.other-judgement", data, [row(1)], "a", other)
     done = ingest(store, [row(1), row(2)], "a", other, replace=True)
     assert done == Ingested(added=0, replaced=0, same=2, rejudged=1)
     quality = query(store).select("earned_tier", "derived_status", "loss").rows()
@@ -110,31 +111,32 @@ def test_a_row_that_was_not_judged_may_be_later(store):
         ({"registry": "r2", "current": "c1"}, "registry_digest is 'r1' there and 'r2' here;"),
         ({"registry": "r1", "current": "c2"}, "current_digest is 'c1' there and 'c2' here;"),
         ({"registry": "r1", "current": None}, "current_digest is 'c1' there and None here;"),
-        ({"registry": "r2", "current": None}, "registry_digest is 'r1' .* current_digest is 'c1'"),
+        ({"registry": "r2", "current": None}, "registry_digest is 'r1' there and 'r2' here, current_digest is 'c1'"),
     ],
 )
 def test_what_was_judged_against_something_else_is_no_silent_upgrade(store, basis, differs):
     ingest(store, [row(1), row(2)], "a", [claim(1), claim(2)], registry="r1", current="c1")
-    refused(store, f"'r1' of run 'a' .* {differs}", [row(3), row(1)], "a", [claim(3), claim(1)], **basis)
-    refused(store, "; so are 1 more; ", [row(1), row(2)], "a", [claim(1), claim(2)], **basis)
+    code = "user.other-judgement"
+    not_put(store, code, ["'r1' of run 'a'", differs], [row(3), row(1)], "a", [claim(3), claim(1)], **basis)
+    not_put(store, code, ["1 more"], [row(1), row(2)], "a", [claim(1), claim(2)], **basis)
     assert ingest(store, [row(1), row(2)], "a", [claim(1)], replace=True, **basis).rejudged == 1
     kept = query(store).select("registry_digest", "current_digest").rows()
     assert kept == [(basis["registry"], basis["current"]), ("r1", "c1")]
 
 
 @pytest.mark.parametrize(
-    ("claims", "match", "error"),
+    ("claims", "error", "code", "data"),
     [
-        ([claim(9)], "of row 'r9' of run None, which is not among these rows", UserError),
-        ([claim(1, run="a")], "of row 'r1' of run 'a', which is not among", UserError),
-        ([claim(1), claim(1, earned="gated")], "two claims of row 'r1' of run None differ", UserError),
-        ([claim(1, earned="suported")], "did you mean 'supported'", UnknownName),
-        ([claim(1, loss=float("nan"))], "loss of kl of row 'r1' is nan", NonFinite),
-        ([claim(1, loss=float("inf"))], "loss of kl of row 'r1' is inf", NonFinite),
+        ([claim(9)], UserError, "user.claim-of-no-row", ["row 'r9' of run None"]),
+        ([claim(1, run="a")], UserError, "user.claim-of-no-row", ["row 'r1' of run 'a'"]),
+        ([claim(1), claim(1, earned="gated")], UserError, "user.claim-twice", ["row 'r1' of run None"]),
+        ([claim(1, earned="suported")], UnknownName, None, ["suported", "'supported'"]),
+        ([claim(1, loss=float("nan"))], NonFinite, "non-finite.loss", ["kl of row 'r1' is nan"]),
+        ([claim(1, loss=float("inf"))], NonFinite, "non-finite.loss", ["kl of row 'r1' is inf"]),
     ],
 )
-def test_a_claim_that_is_none_stops_the_rows_too(store, claims, match, error):
-    refused(store, match, [row(1), row(2)], "a", claims, error=error)
+def test_a_claim_that_is_none_stops_the_rows_too(store, claims, error, code, data):
+    not_put(store, code, data, [row(1), row(2)], "a", claims, error=error)
 
 
 def test_a_claim_is_of_the_row_that_the_gate_saw(store):
@@ -192,20 +194,21 @@ def test_rows_are_kept_under_the_run_that_is_given_and_remember_their_own(store)
 
 
 def test_a_row_without_a_run_is_refused(store):
-    refused(store, "row 2 names no run; give one with --run", [row(1, run="a"), row(2)])
-    refused(store, "names no run", [row(2)], "")
-    refused(store, "run is 'a\\\\nb'", [row(2)], "a\nb", error=RowError)
-    refused(store, "published study's table", [row(2)], "benchmark_runs")
+    not_put(store, "user.no-run", ["row 2", "--run"], [row(1, run="a"), row(2)])
+    not_put(store, "user.no-run", ["row 2"], [row(2)], "")
+    not_put(store, None, ["run is 'a\\nb'"], [row(2)], "a\nb", error=RowError)
+    not_put(store, "user.published-run", ["benchmark_runs"], [row(2)], "benchmark_runs")
 
 
 def test_two_rows_in_one_place_are_refused_even_to_replace(store):
-    refused(store, "row 1 are both row 'r1' of run 'a'", [row(1), row(1, kl=1)], "a", replace=True)
+    not_put(store, "user.row-twice", ["row 'r1' of run 'a'"], [row(1), row(1, kl=1)], "a", replace=True)
 
 
 def test_a_row_that_is_none_stops_all(store):
-    refused(store, "throughput_tok_s is -1", [row(1), Row({"throughput_tok_s": -1})], "a", error=RowError)
-    refused(store, "troughput", [row(1), Row({"troughput": 1})], "a", error=RowError)
-    refused(store, "evidence of row 1 is no JSON", [row(1, evidence=[{"x": float("nan")}])], "a", error=NonFinite)
+    not_put(store, None, ["throughput_tok_s is -1"], [row(1), Row({"throughput_tok_s": -1})], "a", error=RowError)
+    not_put(store, None, ["troughput"], [row(1), Row({"troughput": 1})], "a", error=RowError)
+    evidence = [{"x": float("nan")}]
+    not_put(store, "non-finite.json", ["evidence of row 1"], [row(1, evidence=evidence)], "a", error=NonFinite)
 
 
 # ----------------------------------------------------------------------------------------- files
@@ -368,7 +371,7 @@ def test_a_disk_that_is_full_anywhere_in_an_ingest_changes_nothing(path):
                 ingest(store, wide, "b", [claim(i) for i in range(9)])
                 break
             except StorageError as error:
-                assert "the disk is full" in str(error)
+                assert error.code == "storage.disk-full"
                 assert query(store).select("run", "row_id", "earned_tier").rows() == [("a", "r1", "supported")]
                 failed += 1
         assert failed > 5 and len(query(store)) == 10

@@ -9,6 +9,7 @@ from kvlab.gate.evidence.quality import judge
 from kvlab.gate.registry import load
 from kvlab.gate.registry.entries import Metric
 from kvlab_pipeline.gate_page.power import NOMINAL, detection_curve, false_alarm, items_needed, repeated, words
+from refusals import refused
 from tiers import examples
 
 SAID = {"unit": "share of items", "why": "made up"}
@@ -96,14 +97,14 @@ def test_words_are_those_of_the_gate(counts, margin, floor):
 
 @pytest.mark.parametrize("items", [[], [1.5], [float("nan")], [[0.5]]])
 def test_chances_are_chances(items):
-    with pytest.raises(UserError, match="chances in"):
+    with refused(UserError, "user.no-chances"):
         false_alarm(RECALL, items)
 
 
 def test_what_cannot_be_planted_is_refused():
-    with pytest.raises(UserError, match="cannot be"):
+    with refused(UserError, "user.impossible-loss", 0.95):
         detection_curve(RECALL, losses=(0.95,))
-    with pytest.raises(UserError, match="better when lower"):
+    with refused(UserError, "user.direction", "kl"):
         detection_curve(Metric(key="kl", direction="lower", margin=0.1, **SAID))
 
 

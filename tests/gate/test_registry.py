@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.codecs.catalogue import KEPT_WHOLE, LADDERED, UNSTORED
-from kvlab.core.errors import UserError
 from kvlab.core.recipe import CODECS
 from kvlab.gate.catalogue.columns import MECHANISMS
 from kvlab.gate.evidence.measures import measured, paired
@@ -17,6 +16,7 @@ from kvlab.gate.evidence.quality import judge
 from kvlab.gate.reasons import REGISTRY_REASONS
 from kvlab.gate.registry import SHIPPED, Registry, RegistryError, load, parse, problems
 from kvlab.text import needles
+from refusals import refused
 from tiers import examples
 
 PUBLISHED_PAIRS = {
@@ -378,9 +378,9 @@ def test_what_is_planted_is_found_under_its_own_code(code, field, spoil):
     spoil(data)
     found = problems(*data)
     assert (code, True) in {(reason.code, reason.field.endswith(field)) for reason in found}
-    with pytest.raises(RegistryError) as refused:
+    with pytest.raises(RegistryError) as caught:
         parse(*data)
-    assert list(refused.value.reasons) == found
+    assert list(caught.value.reasons) == found
 
 
 def test_every_code_is_planted():
@@ -420,9 +420,9 @@ def test_a_slip_names_what_was_probably_meant_and_where():
 
 
 def test_a_refusal_is_one_line_for_a_person():
-    with pytest.raises(UserError, match="no_baseline_entry") as refused:
+    with refused(RegistryError, None, "no_baseline_entry") as caught:
         parse({"schema_version": 2, "mechanisms": [variant(files()[0], "kivi")]}, {})
-    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
 
 
 def test_no_control_of_a_measurement_may_be_called_a_codec():
@@ -460,16 +460,16 @@ def test_any_value_anywhere_is_read_or_refused_with_reasons_and_never_crashes(wh
 def test_a_file_that_is_no_yaml_is_refused_by_its_name(tmp_path, content):
     path = tmp_path / "evals.yaml"
     path.write_bytes(content)
-    with pytest.raises(RegistryError) as refused:
+    with pytest.raises(RegistryError) as caught:
         load(evals=path)
-    assert [reason.code for reason in refused.value.reasons] == ["file_not_yaml"]
-    assert "evals.yaml" in str(refused.value) and "\n" not in str(refused.value)
+    assert [reason.code for reason in caught.value.reasons] == ["file_not_yaml"]
+    assert "evals.yaml" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_both_files_that_are_missing_are_named(tmp_path):
-    with pytest.raises(RegistryError) as refused:
+    with pytest.raises(RegistryError) as caught:
         load(tmp_path / "a.yaml", tmp_path / "b.yaml")
-    found = [(reason.code, reason.field) for reason in refused.value.reasons]
+    found = [(reason.code, reason.field) for reason in caught.value.reasons]
     assert found == [("registry_unreadable", "a.yaml"), ("registry_unreadable", "b.yaml")]
 
 
@@ -477,9 +477,9 @@ def test_a_key_given_twice_is_refused_not_overwritten(tmp_path):
     path = tmp_path / "mechanisms.yaml"
     text = (SHIPPED / "mechanisms.yaml").read_text()
     path.write_text(text.replace("    lossless: false\n", "    lossless: true\n    lossless: false\n", 1))
-    with pytest.raises(RegistryError) as refused:
+    with pytest.raises(RegistryError) as caught:
         load(mechanisms=path)
-    (reason,) = refused.value.reasons
+    (reason,) = caught.value.reasons
     assert reason.code == "field_twice" and "lossless" in str(reason)
 
 

@@ -10,6 +10,7 @@ from kvlab_pipeline.report.metrics import build
 from kvlab_pipeline.report.verdict import decide, judge, reasons, windows_to_settle
 from kvlab_pipeline.studies.settings import read_params
 from pipeline.report.synthetic import Effects, small_params, write_results
+from refusals import refused
 
 LIMITS = VerdictSection(accept_ppl=0.01, accept_top1=0.95, marginal_ppl=0.03, marginal_top1=0.85)
 EXACT = VerdictSection(accept_ppl=0.25, accept_top1=0.75, marginal_ppl=0.5, marginal_top1=0.5)  # exact in binary
@@ -199,5 +200,5 @@ def coded(metrics):
 def test_nothing_to_judge_is_said(whole):
     metrics = copy.deepcopy(whole)
     metrics["cells"] = [cell for cell in metrics["cells"] if cell["role"] != "codec"]
-    with pytest.raises(MissingResult, match="no codec cell"):
+    with refused(MissingResult, "missing-result.codec-cell"):
         judge(small_params(), metrics)

@@ -12,6 +12,7 @@ from kvlab.kvstore.paging.ledger import ChunkEntry
 from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import MAKERS, AttentionSeen, build, staying, worst_first
 from kvstore.paging import append, chunk_of, filled, numbers, saved
+from refusals import refused
 
 ENTRIES = [ChunkEntry(True, score, used) for score, used in ((0.5, 9), (None, 1), (-1.0, 4), (0.5, 2), (0.1, 7))]
 CHAIN = tuple(bytes([number]) for number in range(20))
@@ -39,7 +40,7 @@ def test_of_equals_the_first_one_goes(geometry, name):
 
 
 def test_an_unknown_policy_is_refused(geometry):
-    with pytest.raises(UnknownName, match="did you mean 'oracle'"):
+    with refused(UnknownName, None, "orakel", "oracle"):
         build("orakel", geometry)
 
 
@@ -67,7 +68,7 @@ def test_random_depends_on_its_seed(geometry):
 def test_oracle_needs_mass_and_qk_queries(geometry):
     assert build("oracle", geometry).scores(AttentionSeen(mass=(0.25, 0.75))) == [0.25, 0.75]
     for name, missing in (("oracle", "mass"), ("qk", "queries"), ("sign_bit", "queries")):
-        with pytest.raises(CapabilityError, match=missing):
+        with refused(CapabilityError, "capability.policy-input", name, missing):
             build(name, geometry).scores(AttentionSeen(chain=CHAIN))
     for name in ("lru", "random"):
         assert build(name, geometry).scores(AttentionSeen()) is None

@@ -98,7 +98,7 @@ def read_archive(path: Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+        raise StorageError(f"cannot read {path}: {error.strerror}", code="storage.cannot-read") from None
 
 
 def _archive(path: Path, info: ModelInfo) -> tuple[Archive, Recipe]:
@@ -108,9 +108,12 @@ def _archive(path: Path, info: ModelInfo) -> tuple[Archive, Recipe]:
     ):  # the only one whose files say what they are of
         raise CapabilityError(
             f"{path} is not of `archive`, and this is an archive or is to be one; give the file that `kvlab calibrate"
-            " --codec archive --out archive.kv` writes"
+            " --codec archive --out archive.kv` writes",
+            code="capability.no-archive",
         )
     found = load_calibration(path, info)
     if found is None or found.archive is None:
-        raise CalibrationMismatch(f"{path} holds no fitted archive; write it again with `kvlab calibrate`")
+        raise CalibrationMismatch(
+            f"{path} holds no fitted archive; write it again with `kvlab calibrate`", code="calibration.missing"
+        )
     return found.archive, recipe

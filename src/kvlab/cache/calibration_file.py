@@ -201,12 +201,16 @@ def read_file(path: Path | str) -> CalibrationFile:
     with _opened(path) as file:
         header, names = _header(path, file.metadata()), set(file.keys())
         if strange := sorted(names ^ header.tensors.keys()):
-            raise StorageError(f"{path} is damaged: its header and its tensors differ in {strange[0]}; {AGAIN}")
+            raise StorageError(
+                f"{path} is damaged: its header and its tensors differ in {strange[0]}; {AGAIN}", code="storage.damaged"
+            )
         # copies: what comes out of the file is mapped, all of it as long as a part is held, and would change with it
         tensors = {name: file.get_tensor(name).clone() for name in header.tensors}
     for name, tensor in tensors.items():
         if fingerprint(tensor.numpy()) != header.tensors[name]:
-            raise StorageError(f"{path} is damaged: tensor {name} is not the one that was written; {AGAIN}")
+            raise StorageError(
+                f"{path} is damaged: tensor {name} is not the one that was written; {AGAIN}", code="storage.damaged"
+            )
     return CalibrationFile(header, tensors)
 
 
@@ -231,10 +235,11 @@ def load_calibration(path: Path | str, info: ModelInfo, identity: str | None = N
     """
     header, tensors = read_file(path)
     if identity not in (None, header.identity):
-        raise StorageError(f"{path} was replaced while it was read; read it again")
+        raise StorageError(f"{path} was replaced while it was read; read it again", code="storage.replaced")
     if header.model != (own := ModelShape.of(info)):
         raise CalibrationMismatch(
-            f"{path} was calibrated for model {_said(header.model)}; this is model {_said(own)}; calibrate this model"
+            f"{path} was calibrated for model {_said(header.model)}; this is model {_said(own)}; calibrate this model",
+            code="calibration.other-model",
         )
     if not tensors:
         return None
@@ -274,12 +279,16 @@ def _named(recipe: StreamRecipe, stream: str, own: StreamCalibration, layers: It
     for kind, by_layer in (("whitener", own.whiteners), ("components", own.components), ("own", own.own)):
         for layer in layers if kind in due else ():
             if layer not in by_layer:
-                raise CalibrationMismatch(f"the calibration has no {kind} of {stream.upper()} for layer {layer}")
+                raise CalibrationMismatch(
+                    f"the calibration has no {kind} of {stream.upper()} for layer {layer}", code="calibration.missing"
+                )
             for name, tensor in vars(by_layer[layer]).items():
                 found[f"{stream}/{kind}/{layer}/{name}"] = tensor
     for layer in layers if "outputs" in due else ():
         if layer not in own.outputs:
-            raise CalibrationMismatch(f"the calibration has no second moment of outputs for layer {layer}")
+            raise CalibrationMismatch(
+                f"the calibration has no second moment of outputs for layer {layer}", code="calibration.missing"
+            )
         found[f"{stream}/outputs/{layer}"] = own.outputs[layer]
     found |= {f"{of}/spectra/{layer}": variance.clone() for (of, layer), variance in own.spectra.items()}
     if own.centroids is not None:
@@ -307,7 +316,7 @@ def _by_layer(path: Path | str, tensors: dict[str, Tensor], stream: str, kind: s
             for layer in layers
         }
     except KeyError as error:
-        raise CalibrationMismatch(f"{path} has no {error.args[0]}; {AGAIN}") from None
+        raise CalibrationMismatch(f"{path} has no {error.args[0]}; {AGAIN}", code="calibration.missing") from None
 
 
 @contextmanager
@@ -318,26 +327,34 @@ def _opened(path: Path | str) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"{path} is damaged, or no calibration file: {error}") from None
+        raise StorageError(f"{path} is damaged, or no calibration file: {error}", code="storage.damaged") from None
 
 
 def _header(path: Path | str, metadata: dict[str, str] | None) -> Header:
     try:
         said = from_header(metadata)
     except ValueError:
-        raise StorageError(f"{path} is damaged: its header is no JSON; {AGAIN}") from None
+        raise StorageError(f"{path} is damaged: its header is no JSON; {AGAIN}", code="storage.damaged") from None
     if not isinstance(said, dict) or said.pop("format", None) != FORMAT:
-        raise CalibrationMismatch(f"{path} is not what `kvlab calibrate` writes; give such a file, or a recipe file")
+        raise CalibrationMismatch(
+            f"{path} is not what `kvlab calibrate` writes; give such a file, or a recipe file",
+            code="calibration.other-file",
+        )
     if (version := said.pop("version", None)) != VERSION:
-        raise CalibrationMismatch(f"{path} is of format version {version}, this kvlab reads {VERSION}; {AGAIN}")
+        raise CalibrationMismatch(
+            f"{path} is of format version {version}, this kvlab reads {VERSION}; {AGAIN}",
+            code="calibration.other-version",
+        )
     if said.pop("digest", None) != digest(said):
-        raise StorageError(f"{path} is damaged: its header is not the one that was written; {AGAIN}")
+        raise StorageError(
+            f"{path} is damaged: its header is not the one that was written; {AGAIN}", code="storage.damaged"
+        )
     try:
         return Header.model_validate(said)
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
-        raise CalibrationMismatch(f"{path}: {where}: {problem['msg']}; {AGAIN}") from None
+        raise CalibrationMismatch(f"{path}: {where}: {problem['msg']}; {AGAIN}", code="calibration.header") from None
 
 
 def _said(model: ModelShape) -> str:

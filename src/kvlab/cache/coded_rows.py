@@ -65,7 +65,8 @@ class StreamCoder:
         if recipe.codec in UNSTORED:
             raise CapabilityError(
                 f"codec {recipe.codec!r} writes no codes that a cache could hold; allowed: "
-                + ", ".join(name for name in TENSORWISE if name not in UNSTORED)
+                + ", ".join(name for name in TENSORWISE if name not in UNSTORED),
+                code="capability.no-codes",
             )
         self.joiner = joiner(codec, site, heads, head_dim)
         strewing = on_cpu and isinstance(codec, KltCodec)

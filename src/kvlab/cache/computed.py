@@ -34,7 +34,9 @@ def cache_of(
     """
     ids = load_tokenizer(info)(text)["input_ids"]
     if not FEWEST <= len(ids) < info.max_positions:
-        raise ModelError(f"the text has {len(ids)} tokens; allowed: {FEWEST} to {info.max_positions - 1}")
+        raise ModelError(
+            f"the text has {len(ids)} tokens; allowed: {FEWEST} to {info.max_positions - 1}", code="model.text-length"
+        )
     kept: dict[tuple[int, str], Tensor] = {}
 
     def tap(layer: int, part: Part, x: Tensor) -> None:

@@ -127,7 +127,10 @@ class KVCache(Cache):
             they ask for gradients; or a forward before did not end, or runs in another thread.
         """
         if key_states.requires_grad or value_states.requires_grad:
-            raise CapabilityError("gradients do not pass through a coded cache; run the model under torch.no_grad()")
+            raise CapabilityError(
+                "gradients do not pass through a coded cache; run the model under torch.no_grad()",
+                code="capability.gradients",
+            )
         refuse_other_shape(key_states, value_states, layer_idx, self.shape)
         refuse_other_kind(key_states, self.layers[layer_idx], self._on_cpu)
         if layer_idx == 0:
@@ -135,7 +138,8 @@ class KVCache(Cache):
         if self._call is None:
             raise CapabilityError(
                 f"layer {layer_idx} gave K and V to the cache without layer 0 before it; a cache is filled by forwards "
-                "that go through all layers of its model, each of them once"
+                "that go through all layers of its model, each of them once",
+                code="capability.layer-order",
             )
         seen = self.layers[layer_idx].update(key_states, value_states, self._call)
         if layer_idx == len(self.layers) - 1:
@@ -148,7 +152,9 @@ class KVCache(Cache):
         if not self._busy.acquire(blocking=False):
             raise CapabilityError(
                 "a forward with this cache ended before its last layer, or still runs in another thread, so that its "
-                "layers hold different tokens; call reset() and give the text again, and each thread a cache of its own"
+                "layers hold different tokens; call reset() and give the text again, and each thread a cache of its "
+                "own",
+                code="capability.half-forward",
             )
         try:
             self._call = self._began(k)
@@ -163,7 +169,8 @@ class KVCache(Cache):
         if seen.held != length:
             raise CapabilityError(
                 f"the cache held {seen.held} tokens when this forward began and holds {length} now: another thread used"
-                " it in between; give each thread a cache of its own"
+                " it in between; give each thread a cache of its own",
+                code="capability.threads",
             )
         rows = rows or [TokenRow()] * batch
         # asked only while a row has no token yet: on an accelerator the question waits for the device
@@ -306,7 +313,8 @@ class KVCache(Cache):
             if entry.read_back == 0:
                 raise CodecNotActive(
                     f"{place}: tokens were coded but no attention has read them, so that no output shows the codec; "
-                    "score in several calls, or with semantics='in_forward'"
+                    "score in several calls, or with semantics='in_forward'",
+                    code="not-active.not-read",
                 )
         return entries
 
@@ -316,7 +324,8 @@ class KVCache(Cache):
         if self._call is not None:
             raise CapabilityError(
                 "a forward with this cache ended before its last layer, or still runs in another thread; a copy would "
-                "hold half of it; call reset() and give the text again"
+                "hold half of it; call reset() and give the text again",
+                code="capability.half-forward",
             )
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
@@ -332,7 +341,8 @@ class KVCache(Cache):
         """Refused: a cache goes with its model's object in this process."""
         raise CapabilityError(
             "a Cache cannot be pickled or saved: it watches its model in this process; copy it with copy.deepcopy, or "
-            "keep a text's K and V in a file with `kvlab snapshot save`"
+            "keep a text's K and V in a file with `kvlab snapshot save`",
+            code="capability.pickle",
         )
 
 
@@ -340,12 +350,16 @@ def shape_of(model: nn.Module) -> LayerShape:
     """The shape of a model's cache; `CapabilityError` for one that is not all full attention over text."""
     config = getattr(model, "config", None)
     if config is None or config.is_encoder_decoder or config.get_text_config() is not config:
-        raise CapabilityError(f"{type(model).__name__} is no decoder-only text model; only those are supported")
+        raise CapabilityError(
+            f"{type(model).__name__} is no decoder-only text model; only those are supported",
+            code="capability.architecture",
+        )
     kinds, _ = get_layer_types_and_kwargs(config)
     if len(kinds) != config.num_hidden_layers or set(kinds) != {"full_attention"}:
         raise CapabilityError(
             f"{type(model).__name__} has {len(kinds)} cache layers of the kinds {', '.join(sorted(set(kinds)))} for "
-            f"{config.num_hidden_layers} layers; only full_attention in every layer is supported"
+            f"{config.num_hidden_layers} layers; only full_attention in every layer is supported",
+            code="capability.layer-kinds",
         )
     heads = config.num_attention_heads
     return LayerShape(
@@ -440,26 +454,33 @@ def refuse_other_shape(k: Tensor, v: Tensor, layer: int, shape: LayerShape) -> N
         raise CapabilityError(
             f"layer {layer} has K of shape {list(k.shape)} and V of shape {list(v.shape)}; this cache is for "
             f"{shape.layers} layers of {want[0]} KV heads of {want[1]} dimensions, as its model had when it was made; "
-            "make one for the model that runs, with all its heads in this process"
+            "make one for the model that runs, with all its heads in this process",
+            code="capability.other-shape",
         )
 
 
 def refuse_other_kind(k: Tensor, held: CodecLayer, on_cpu: bool) -> None:
     """`CapabilityError` unless K is as many rows as a layer holds, of its dtype, and where the cache can code it."""
     if k.is_meta:
-        raise CapabilityError("the model is on the meta device, where it has no numbers; load its weights first")
+        raise CapabilityError(
+            "the model is on the meta device, where it has no numbers; load its weights first",
+            code="capability.meta-device",
+        )
     if on_cpu and k.device.type != "cpu":
         raise CapabilityError(
-            f"K is on {k.device}, and this cache was made while its model was on the CPU; make one after it was moved"
+            f"K is on {k.device}, and this cache was made while its model was on the CPU; make one after it was moved",
+            code="capability.moved",
         )
     if held.batch_size and held.batch_size != k.shape[0]:
         raise CapabilityError(
-            f"the cache holds {held.batch_size} rows, the call has {k.shape[0]}; call reset() for a new batch"
+            f"the cache holds {held.batch_size} rows, the call has {k.shape[0]}; call reset() for a new batch",
+            code="capability.batch",
         )
     if held.is_initialized and (held.dtype, held.device) != (k.dtype, k.device):
         raise CapabilityError(
             f"the cache holds K in {held.dtype} on {held.device}, and this call has {k.dtype} on {k.device}: the model "
-            "was moved, or autocast begun or ended, in the middle of a text; call reset() and give the text again"
+            "was moved, or autocast begun or ended, in the middle of a text; call reset() and give the text again",
+            code="capability.moved",
         )
 
 
@@ -468,12 +489,14 @@ def positions(found: Tensor | None, batch: int, tokens: int) -> Tensor:
     if found is None:
         raise CapabilityError(
             "the forward did not ask the model's rotary module (rotary_emb), so that K cannot be turned back; "
-            'use placement="post_rope", which codes K as the cache is handed it'
+            'use placement="post_rope", which codes K as the cache is handed it',
+            code="capability.no-positions",
         )
     if found.dim() != 2 or found.shape[0] not in (1, batch) or found.shape[1] != tokens:
         raise CapabilityError(
             f"this forward gives positions of shape {list(found.shape)} to {batch} rows of {tokens} tokens; K is turned"
-            f' back by one position for each token, shape [{batch}, {tokens}]; use placement="post_rope"'
+            f' back by one position for each token, shape [{batch}, {tokens}]; use placement="post_rope"',
+            code="capability.positions",
         )
     return found.to(torch.int32).expand(batch, tokens)
 
@@ -485,7 +508,8 @@ def refuse_other_frequencies(before: Sequence[Tensor], now: Sequence[Tensor]) ->
     if not all(a.dtype == b.dtype and a.device == b.device and torch.equal(a, b) for a, b in others):
         raise CapabilityError(
             "the model's rotary frequencies are others than those that turned the tokens in the cache, as after "
-            "model.to() to another dtype and back; call reset() and give the text again"
+            "model.to() to another dtype and back; call reset() and give the text again",
+            code="capability.other-rope",
         )
 
 
@@ -495,7 +519,8 @@ def shown(mask: object) -> Tensor:
         return mask
     given = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"as {type(mask).__name__}"
     raise CapabilityError(
-        f"the attention mask came {given}, padding can only be read from one [rows, tokens]; give that, or none"
+        f"the attention mask came {given}, padding can only be read from one [rows, tokens]; give that, or none",
+        code="capability.mask",
     )
 
 

@@ -246,7 +246,9 @@ class CodecLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Refused: a coded cache is small and stays where it is."""
-        raise CapabilityError("a coded cache cannot be offloaded; pass no cache_implementation beside it")
+        raise CapabilityError(
+            "a coded cache cannot be offloaded; pass no cache_implementation beside it", code="capability.offload"
+        )
 
     prefetch = offload
 

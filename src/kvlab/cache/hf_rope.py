@@ -132,27 +132,42 @@ def find_rotary(model: nn.Module, head_dim: int) -> nn.Module:
     """
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
     if len(found) != 1:
-        raise CapabilityError(f"the model has {len(found)} rotary modules, K can be turned back for one; {REMEDY}")
+        raise CapabilityError(
+            f"the model has {len(found)} rotary modules, K can be turned back for one; {REMEDY}",
+            code="capability.rotary-modules",
+        )
     rotary = found[0]
     kind = getattr(rotary, "rope_type", "default")
     if kind in CHANGING:
-        raise CapabilityError(f"rope type {kind!r} changes its frequencies while the cache grows; {REMEDY}")
+        raise CapabilityError(
+            f"rope type {kind!r} changes its frequencies while the cache grows; {REMEDY}", code="capability.moving-rope"
+        )
     x = torch.randn(1, 1, len(PROBED_POSITIONS), head_dim, generator=generator("rotary probe"), dtype=torch.float32)
     x = x.to(next(rotary.buffers(), x).device)
     if x.is_meta:
-        raise CapabilityError("the model is on the meta device, where it has no numbers; load its weights first")
+        raise CapabilityError(
+            "the model is on the meta device, where it has no numbers; load its weights first",
+            code="capability.meta-device",
+        )
     try:
         cos, sin = rotary(x, torch.tensor([PROBED_POSITIONS], device=x.device))
         if cos.shape[-1] != head_dim:
-            raise CapabilityError(f"{type(rotary).__name__} turns {cos.shape[-1]} of {head_dim} dimensions; {REMEDY}")
+            raise CapabilityError(
+                f"{type(rotary).__name__} turns {cos.shape[-1]} of {head_dim} dimensions; {REMEDY}",
+                code="capability.partial-rope",
+            )
         theirs = sys.modules[type(rotary).__module__].apply_rotary_pos_emb(x, x, cos, sin)[1]
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CapabilityError(
-            f"{type(rotary).__name__} cannot be asked for its rotation ({type(error).__name__}: {error}); {REMEDY}"
+            f"{type(rotary).__name__} cannot be asked for its rotation ({type(error).__name__}: {error}); {REMEDY}",
+            code="capability.unknown-rope",
         ) from None
     ours = rotate(x[0], cos[0], sin[0])
     if not torch.allclose(ours, theirs[0].float(), atol=TOLERANCE):
-        raise CapabilityError(f"{type(rotary).__name__} turns K in another convention than by halves; {REMEDY}")
+        raise CapabilityError(
+            f"{type(rotary).__name__} turns K in another convention than by halves; {REMEDY}",
+            code="capability.rope-convention",
+        )
     refuse_lossy(RopeTurn(cos[0], sin[0]), ours)
     return rotary
 
@@ -162,7 +177,9 @@ def refuse_lossy(turn: RopeTurn, k: Tensor) -> None:
     again = turn.redo(turn.undo(k, 0), 0)
     # written so that NaN is refused too
     if not (again - k.float()).abs().max() <= TOLERANCE * (1 + k.float().abs().max()):
-        raise CapabilityError(f"this model's rotary embedding cannot be turned back; {REMEDY}")
+        raise CapabilityError(
+            f"this model's rotary embedding cannot be turned back; {REMEDY}", code="capability.lossy-rope"
+        )
 
 
 @dataclass
@@ -230,7 +247,8 @@ class Watch:
         if seen is not None and decoder is self._decoder() and output is not None:  # None: it raised
             raise CapabilityError(
                 "the model was given this cache and handed it no K and V, as in training mode with gradient "
-                "checkpointing; call model.eval(), or give the cache to the model whose attention uses it"
+                "checkpointing; call model.eval(), or give the cache to the model whose attention uses it",
+                code="capability.no-k-and-v",
             )
 
     def taken(self) -> ForwardSeen:
@@ -244,7 +262,8 @@ class Watch:
         if (seen := self._seen) is None:
             raise CapabilityError(
                 "K and V came to the cache from no forward of the model that it was made for: from another model (a "
-                "copy is one), or past the hooks, by .forward(); make a Cache for the model that runs, and call that"
+                "copy is one), or past the hooks, by .forward(); make a Cache for the model that runs, and call that",
+                code="capability.other-forward",
             )
         self._running.seen = None
         return seen

@@ -79,13 +79,18 @@ def prepared(file: RecipeFile, info: ModelInfo, whole: bool = False) -> Prepared
     layers = tuple(range(info.n_layers)) if file.layers is None else file.layers
     beyond = [layer for layer in layers if not 0 <= layer < info.n_layers]
     if beyond:
-        raise ParamsError(f"the recipe file codes layer {beyond[0]}; the model has 0 to {info.n_layers - 1}")
+        raise ParamsError(
+            f"the recipe file codes layer {beyond[0]}; the model has 0 to {info.n_layers - 1}",
+            code="params.no-such-layer",
+        )
     ready = Prepared(file.recipe, layers, info.n_layers, _calibrated(file, info))
     if not (whole and file.recipe.k.codec in WHOLE):
         for stream in ("k", "v"):
             ready.codec(stream)
     elif ready.calibration is None or ready.calibration.archive is None:
-        raise CalibrationMismatch(f"no fitted {file.recipe.k.codec} is given; write one with `kvlab calibrate`")
+        raise CalibrationMismatch(
+            f"no fitted {file.recipe.k.codec} is given; write one with `kvlab calibrate`", code="calibration.missing"
+        )
     return ready
 
 
@@ -139,7 +144,9 @@ def at_bits(ready: Prepared, bits: float | None) -> Prepared:
     if bits is None:
         return ready
     if own.codec not in WHOLE:
-        raise ParamsError(f"bits are {bits:g}, and those of codec {own.codec!r} are its recipe's; leave them out")
+        raise ParamsError(
+            f"bits are {bits:g}, and those of codec {own.codec!r} are its recipe's; leave them out", code="params.bits"
+        )
     return replace(ready, recipe=named_recipe(own.codec, bits, block_size=own.block_size))
 
 
@@ -155,7 +162,8 @@ def _calibrated(file: RecipeFile, info: ModelInfo) -> Calibrated | None:
         raise CalibrationMismatch(
             f"recipe {file.recipe.recipe_id} ({_codecs(file.recipe)}) needs {' and '.join(missing)} of a calibration;"
             f" name them: kvlab recipe {' '.join(f'--{name} FILE' for name in missing)}, or make one file of everything"
-            " with kvlab calibrate"
+            " with kvlab calibrate",
+            code="calibration.missing",
         )
     refuse_missing(file.calibration)
     return load(FittedFiles(**files), info.model_hash)
@@ -165,7 +173,7 @@ def refuse_missing(files: CalibrationFiles) -> None:
     """`StorageError` names the first file of a calibration that is not there."""
     for name, path in files:
         if path is not None and not Path(path).is_file():
-            raise StorageError(f"cannot read {path}: no such file; run `kvlab step {name}`")
+            raise StorageError(f"cannot read {path}: no such file; run `kvlab step {name}`", code="storage.cannot-read")
 
 
 def _codecs(recipe: Recipe) -> str:

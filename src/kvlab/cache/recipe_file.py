@@ -68,9 +68,12 @@ def read_recipe_file(path: Path | str) -> RecipeFile:
     try:
         found = RecipeFile.model_validate(recipe_json(path))
     except ValidationError as error:
-        raise ParamsError(f"{path}: {_first_problem(error)}") from None
+        raise ParamsError(f"{path}: {_first_problem(error)}", code="params.recipe") from None
     if found.layers is not None and (not found.layers or len(set(found.layers)) < len(found.layers)):
-        raise ParamsError(f"{path}: layers is {list(found.layers)}; give each layer once, or null for all of them")
+        raise ParamsError(
+            f"{path}: layers is {list(found.layers)}; give each layer once, or null for all of them",
+            code="params.layers",
+        )
     _refuse_controls(found.recipe, path)
     if found.calibration is None:
         return found
@@ -110,7 +113,8 @@ def _refuse_controls(recipe: Recipe, path: Path | str) -> None:
         if chosen.codec in UNSTORED:
             able = ", ".join(name for name in TENSORWISE if name not in UNSTORED)
             raise CapabilityError(
-                f"{path}: codec {chosen.codec!r} of stream {stream} writes no codes to store; allowed: {able}"
+                f"{path}: codec {chosen.codec!r} of stream {stream} writes no codes to store; allowed: {able}",
+                code="capability.no-codes",
             )
 
 

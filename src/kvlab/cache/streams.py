@@ -60,12 +60,16 @@ def encode(
     if file.recipe.rotary == "after":
         raise CapabilityError(
             f"recipe {file.recipe.recipe_id} codes K after its rotary embedding, and {capture_path} holds it before;"
-            " give a recipe with rotary: before"
+            " give a recipe with rotary: before",
+            code="capability.rotary",
         )
     captured = Captured(capture_path, info.model_hash)
     kept = len(captured.sampled)
     if not 0 <= window < kept:
-        raise UserError(f"{capture_path} keeps {kept} windows, there is no window {window}; allowed: 0..{kept - 1}")
+        raise UserError(
+            f"{capture_path} keeps {kept} windows, there is no window {window}; allowed: 0..{kept - 1}",
+            code="user.no-such-window",
+        )
     source = Source(captured.context, SAMPLE_DTYPE, partial(captured.window, place=window), window)
     return _written(info, cache_codec(file, info), source, out, key)
 
@@ -137,9 +141,14 @@ def decode(model: Model, recipe_path: Path, stream_path: Path, out: Path, key: K
     info, reader = resolve(model), CacheReader(stream_path, key)
     header = reader.header
     if header.model_hash != info.model_hash:
-        raise CalibrationMismatch(f"{stream_path} is a cache of model {header.model_hash}, this is {info.model_hash}")
+        raise CalibrationMismatch(
+            f"{stream_path} is a cache of model {header.model_hash}, this is {info.model_hash}",
+            code="calibration.other-model",
+        )
     if (header.layers, header.heads, header.head_dim) != (info.n_layers, info.n_kv_heads, info.head_dim):
-        raise StreamError(f"{stream_path} does not have the layers, heads and dimensions of its own model")
+        raise StreamError(
+            f"{stream_path} does not have the layers, heads and dimensions of its own model", code="stream.other-shape"
+        )
     file = read_recipe_file(recipe_path)
     codec = cache_codec(file, info)
     codec.check(header)

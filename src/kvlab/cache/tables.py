@@ -142,7 +142,8 @@ def refuse_more_layers(fitted: StreamCalibration | None, layers: int) -> None:
     known = {*fitted.whiteners, *fitted.components} if fitted else set()
     if known and max(known) >= layers:
         raise CalibrationMismatch(
-            f"the calibration has a layer {max(known)}, the model has {layers} layers; calibrate this model"
+            f"the calibration has a layer {max(known)}, the model has {layers} layers; calibrate this model",
+            code="calibration.more-layers",
         )
 
 

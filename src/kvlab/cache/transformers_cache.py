@@ -58,7 +58,10 @@ class Cache(KVCache):
     ):
         if not isinstance(recipe, Recipe):
             if calibration is not None:
-                raise ParamsError(f"{recipe} names its calibration itself; give a recipe beside a calibration")
+                raise ParamsError(
+                    f"{recipe} names its calibration itself; give a recipe beside a calibration",
+                    code="params.two-calibrations",
+                )
             recipe, calibration = from_file(model, recipe)
         super().__init__(model, recipe, calibration, semantics, **options)
 
@@ -69,10 +72,16 @@ def from_file(model: nn.Module, path: Path | str) -> tuple[Recipe, FromFile | No
     Caches that are made of it, now or later, share what the codecs hold, as long as the file says the same.
     """
     if (name := str(path).partition("+")[0]) in STREAMS and not Path(path).exists():
-        raise ParamsError(f"there is no file {str(path)!r}; a codec is named with kvlab.recipe({name!r}, bits=4)")
+        raise ParamsError(
+            f"there is no file {str(path)!r}; a codec is named with kvlab.recipe({name!r}, bits=4)",
+            code="params.codec-name",
+        )
     file = read_recipe_file(path)
     if file.layers is not None:
-        raise CapabilityError(f"{path} codes layers {list(file.layers)}; a transformers cache codes all, set null")
+        raise CapabilityError(
+            f"{path} codes layers {list(file.layers)}; a transformers cache codes all, set null",
+            code="capability.some-layers",
+        )
     if not isinstance(file, CalibratedRecipeFile) and not needed_files(file.recipe):
         return file.recipe, None  # then the model need not be one whose weights are known
     config = model.config

@@ -64,7 +64,8 @@ def _chosen() -> ModuleType | None:
     recipe, pages = (os.environ.get(variable) for variable in (RECIPE_VARIABLE, PAGES_VARIABLE))
     if recipe and pages:
         raise CapabilityError(
-            f"{RECIPE_VARIABLE} and {PAGES_VARIABLE} are both set, and K and V would be coded twice; unset one of them"
+            f"{RECIPE_VARIABLE} and {PAGES_VARIABLE} are both set, and K and V would be coded twice; unset one of them",
+            code="capability.coded-twice",
         )
     if pages:
         from kvlab.cache.pages import worker
@@ -179,7 +180,8 @@ def status(llm) -> Status:
         raise CodecNotActive(
             f"no recipe is active in this vLLM ({error}); set {RECIPE_VARIABLE} or {PAGES_VARIABLE} before the first"
             " engine of the process, or call kvlab.cache.vllm_plugin.activate; if VLLM_PLUGINS is set, it must name"
-            " kvlab"
+            " kvlab",
+            code="not-active.no-recipe",
         ) from None
     return Status.from_answer(answers[0])
 
@@ -226,7 +228,10 @@ def _around_init_device(init_device: Callable, wrapper):
 def _around_cache(initialize: Callable, wrapper, *given, **named):
     chosen = _chosen()
     if chosen is not None and not hasattr(wrapper.worker, STATUS_METHOD):
-        raise CodecNotActive("vLLM loaded its model past the hooks of kvlab's recipe; it would be served uncoded")
+        raise CodecNotActive(
+            "vLLM loaded its model past the hooks of kvlab's recipe; it would be served uncoded",
+            code="not-active.no-hooks",
+        )
     answer = initialize(wrapper, *given, **named)
     if chosen is not None:
         chosen.confirm(wrapper.worker)
@@ -241,7 +246,8 @@ def _wrap(owner: type, name: str, around: Callable) -> None:
 
         raise CapabilityError(
             f"vLLM {__version__} has no {owner.__name__}.{name}, which kvlab's plugin needs; it knows vLLM 0.32;"
-            f" unset {RECIPE_VARIABLE} and {PAGES_VARIABLE}, or install that version"
+            f" unset {RECIPE_VARIABLE} and {PAGES_VARIABLE}, or install that version",
+            code="capability.vllm-version",
         )
     if getattr(method, "kvlab", False):
         return

@@ -55,7 +55,9 @@ def refuse_settings(rules: Iterable[Rule], variable: str) -> None:
     """`CapabilityError` names the first of vLLM's settings under which the cache would not be what was asked for."""
     for allowed, reason in rules:
         if not allowed:
-            raise CapabilityError(f"{variable} cannot be honoured: {reason}, or unset {variable}")
+            raise CapabilityError(
+                f"{variable} cannot be honoured: {reason}, or unset {variable}", code="capability.vllm-setting"
+            )
 
 
 def fit_cache(config: VllmConfig) -> None:

@@ -45,7 +45,7 @@ def read_recipe(variable: str = RECIPE_VARIABLE) -> RecipeFile:
     try:
         found = read_recipe_file(path)
     except (StorageError, ParamsError) as error:  # whoever starts vLLM sees no flag that the file could be of
-        raise type(error)(f"{variable}: {error}") from None
+        raise type(error)(f"{variable}: {error}", code=error.code) from None
     refuse_mixed(found.recipe, path)
     return found
 
@@ -58,12 +58,14 @@ def refuse_mixed(recipe: Recipe, path: str) -> None:
             able = [other for other in TENSORWISE if other not in UNSTORED and codec_class(other).per_token]
             raise CapabilityError(
                 f"{path}: codec {chosen.codec!r} of stream {stream} codes tokens together, and vLLM mixes tokens of"
-                f" several requests in one pass; allowed: {', '.join(able)}"
+                f" several requests in one pass; allowed: {', '.join(able)}",
+                code="capability.tokens-together",
             )
         if ExactTokens.of(chosen):
             raise CapabilityError(
                 f"{path}: stream {stream} keeps tokens at the ends of a sequence as they are (sink {chosen.sink},"
-                f" recent {chosen.recent}), and a pass of vLLM does not say where its tokens stand; leave both out"
+                f" recent {chosen.recent}), and a pass of vLLM does not say where its tokens stand; leave both out",
+                code="capability.ends",
             )
 
 
@@ -161,7 +163,8 @@ class ServingTap:
         ]
         if missed:
             raise CodecNotActive(
-                f"recipe {self.served.recipe.recipe_id} was not active in this pass: {'; '.join(missed)}"
+                f"recipe {self.served.recipe.recipe_id} was not active in this pass: {'; '.join(missed)}",
+                code="not-active.pass",
             )
         self.steps += 1
         self.tokens += tokens

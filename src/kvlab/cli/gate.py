@@ -234,13 +234,13 @@ def ingest_verb(
     the row is refused. A row that is there already with the same content is left alone; with other content, or judged
     against another registry or another --current, it is refused unless it is to be replaced.
     """
-    from kvlab.gate.catalogue import given
+    from kvlab.gate.catalogue import from_flags
     from kvlab.gate.check import check
     from kvlab.gate.inputs import filled
     from kvlab.gate.store import open_store
     from kvlab.gate.store.ingest import ingest, prepared
 
-    rows = [filled(row, given(columns)) for row in rows]
+    rows = [filled(row, from_flags(columns)) for row in rows]
     report = check(rows, context, strict)
     if strict and report.exit_code:
         print("\n".join([*_summary(report), f"nothing was put into {db}"]), file=sys.stderr)

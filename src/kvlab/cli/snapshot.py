@@ -172,7 +172,7 @@ def verify_verb(
 
 def _damages(file: Path, info, ready, key) -> list:
     """Everything that is wrong with one file; nothing of it keeps the next one from being looked at."""
-    from kvlab.kvstore.snapshot.reasons import Code, Reason
+    from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
 
     try:
         inputs.refuse_missing(file)
@@ -184,12 +184,12 @@ def _damages(file: Path, info, ready, key) -> list:
     except SnapshotRefused as error:
         return list(error.reasons)
     except StorageError as error:
-        return [Reason(Code.UNREADABLE, str(error))]
+        return [SnapshotReason(Code.UNREADABLE, str(error))]
 
 
 def _verified(snapshot, info, ready) -> list:
     """What is wrong with an open snapshot; its chunks are decoded when they are coded and a model is given."""
-    from kvlab.kvstore.snapshot.reasons import Code, Reason
+    from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
 
     codec = snapshot.manifest.identity.codec
     strange = inputs.strangeness(snapshot.manifest.identity, info) if info else []
@@ -203,7 +203,7 @@ def _verified(snapshot, info, ready) -> list:
         raise
     except UserError as error:
         code = Code.CODEC if codec.calibration_hash is None else Code.CALIBRATION
-        return [Reason(code, f"the payload cannot be decoded by what was given: {error}"), *snapshot.verify()]
+        return [SnapshotReason(code, f"the payload cannot be decoded by what was given: {error}"), *snapshot.verify()]
 
 
 @SNAPSHOT.verb

@@ -60,7 +60,8 @@ def recipe_json(path: Path | str) -> dict:
     said = read_json(path)
     if not isinstance(said, dict) or "recipe" not in said:
         raise ParamsError(
-            f"{path} is no recipe file, it has no `recipe`; `kvlab recipe` or `kvlab calibrate` writes one"
+            f"{path} is no recipe file, it has no `recipe`; `kvlab recipe` or `kvlab calibrate` writes one",
+            code="params.no-recipe",
         )
     return said
 

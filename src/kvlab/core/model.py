@@ -183,7 +183,9 @@ def local_folder(model: ModelEntry) -> Path | None:
         if not (path / "config.json").is_file():
             gguf = next((file for file in sorted(path.iterdir()) if file.suffix == GGUF), path)
             raise ModelError(
-                f"model directory {model.path!r} has no config.json; give a Hugging Face model directory{of_gguf(gguf)}"
+                f"model directory {model.path!r} has no config.json; give a Hugging Face model directory"
+                f"{of_gguf(gguf)}",
+                code="model.no-config",
             )
         return path
     if not reads_as_id(model.path):

@@ -77,7 +77,8 @@ def check(
         near = min(able.cpu_head_dims, key=lambda size: abs(size - info.head_dim))
         raise CapabilityError(
             f"{engine} cannot run head size {info.head_dim}; allowed: {', '.join(map(str, able.cpu_head_dims))}"
-            f" (nearest: {near}); set engines to hf alone to measure this model"
+            f" (nearest: {near}); set engines to hf alone to measure this model",
+            code="capability.head-size",
         )
     if on_cpu and cache_dtype != AUTO:
         _refuse_fp8(cache_dtype, info)

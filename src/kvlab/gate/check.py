@@ -188,7 +188,8 @@ def claim_of(case: Case) -> Claim:
     judged = bool(case.names or findings)
     status = case.derived.status if judged else None
     return Claim(
-        source=_printable(case.row.source),
+        # a file's name may hold bytes that are no text; a report is text
+        source=case.row.source.encode("utf-8", "backslashreplace").decode(),
         row={name: case.get(name) for name in REFERENCE},
         claimed=claimed,
         earned=_earned(claimed, findings) if judged else None,
@@ -200,11 +201,6 @@ def claim_of(case: Case) -> Claim:
         p=case.standing and case.standing.p,
         adjusted_p=case.standing and case.standing.adjusted,
     )
-
-
-def _printable(path: str) -> str:
-    """A file's name may hold bytes that are no text; a report is text."""
-    return path.encode("utf-8", "backslashreplace").decode()
 
 
 def _finding(criterion: Criterion, case: Case, claimed: str | None) -> Finding | None:

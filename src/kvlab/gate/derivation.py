@@ -1,7 +1,7 @@
 """Every number of a row, held against its evidence: what follows from none of it is refused.
 
 A row is typed by somebody, evidence is written by what measured. So nothing that evidence can say is believed because
-a row says it. Times and memory no evidence vouches for; they are not judged (`Column.judged`).
+a row says it. Times and memory no evidence vouches for; they are not judged (`RowColumn.judged`).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def attached(rows: Sequence[Row], evidence: Mapping[str, Evidence]) -> list[Row]
     for name, piece in evidence.items():
         owners = [number for number, row in enumerate(rows) if not _differences(piece, row)]
         if not owners:
-            raise UserError(_of_nobody(name, piece, rows))
+            raise UserError(_of_nobody(name, piece, rows), code="user.no-row")
         content = piece.model_dump(mode="json")
         for number in owners:
             if content not in held[number]:

@@ -31,10 +31,11 @@ SCALES = {"": (1, 1), "k": (1000, 1024), "m": (1000**2, 1024**2)}  # both are me
 
 def ran_declared(case: Case) -> Iterator[Reason]:
     """Nothing lossy ran that was not declared."""
-    if not _compression_declared(case):
+    # a compression that is not registered is declared too: its fault is another
+    if not case.compresses and all(name in ("baseline", "speculative_decoding") for name in case.names):
         yield from _undeclared_compression(case)
     ran = case.get("spec_decoding")
-    if ran not in NONE and not _speculation_declared(case):
+    if ran not in NONE and "speculative_decoding" not in case.names:
         yield _undeclared("undeclared_speculation", "spec_decoding", f"is {ran!r}")
 
 
@@ -56,15 +57,6 @@ def _undeclared_compression(case: Case) -> Iterator[Reason]:
 
 def _undeclared(code: str, field: str, said: str) -> Reason:
     return Reason(code=code, field=field, said=f"{said}, and nothing of the kind is declared")
-
-
-def _compression_declared(case: Case) -> bool:
-    """An unregistered one is declared too: its fault is another."""
-    return case.compresses or any(name not in ("baseline", "speculative_decoding") for name in case.names)
-
-
-def _speculation_declared(case: Case) -> bool:
-    return "speculative_decoding" in case.names
 
 
 # ------------------------------------------------------------------------- what was declared ran

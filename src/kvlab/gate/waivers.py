@@ -107,26 +107,30 @@ def parse(data: object, waivable: Collection[str], origin: str = "waivers") -> t
     if data is None:
         return ()
     if not isinstance(data, list):
-        raise WaiverError(f"{origin} must hold a list of waivers, not {type(data).__name__}")
+        raise WaiverError(f"{origin} must hold a list of waivers, not {type(data).__name__}", code="waiver.no-list")
     found = {_waiver(entry, waivable, f"{origin}, waiver {number}") for number, entry in enumerate(data, start=1)}
     return tuple(sorted(found, key=Waiver.model_dump_json))
 
 
 def _waiver(entry: object, waivable: Collection[str], origin: str) -> Waiver:
     if not isinstance(entry, dict):
-        raise WaiverError(f"{origin} must be a mapping, not {type(entry).__name__}")
+        raise WaiverError(f"{origin} must be a mapping, not {type(entry).__name__}", code="waiver.no-mapping")
     for key in entry:
         if key not in Waiver.model_fields:
             hint = suggestion(str(key), Waiver.model_fields)
-            raise WaiverError(f"{origin} has the key {key!r}; allowed: {', '.join(Waiver.model_fields)}{hint}")
+            raise WaiverError(
+                f"{origin} has the key {key!r}; allowed: {', '.join(Waiver.model_fields)}{hint}",
+                code="waiver.unknown-key",
+            )
     try:
         waiver = Waiver.model_validate(entry)
     except ValidationError as error:
-        raise WaiverError(f"{origin}: {_first(error)}") from None
+        raise WaiverError(f"{origin}: {_first(error)}", code="waiver.value") from None
     if waiver.criterion not in waivable:
         hint = suggestion(waiver.criterion, waivable)
         raise WaiverError(
-            f"{origin} waives {waiver.criterion!r}; what may be waived: {', '.join(sorted(waivable))}{hint}"
+            f"{origin} waives {waiver.criterion!r}; what may be waived: {', '.join(sorted(waivable))}{hint}",
+            code="waiver.criterion",
         )
     return waiver
 

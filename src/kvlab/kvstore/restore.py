@@ -17,14 +17,14 @@ from torch import Tensor
 
 from kvlab.codecs.stream.seal import Key
 from kvlab.core.errors import SnapshotRefused, UnknownName
-from kvlab.kvstore.hf.comparison import Comparison, compare
+from kvlab.kvstore.hf.comparison import RunComparison, compare
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.hf.warm import PendingRun, RestoreRequest, files
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.residency import Policy
 from kvlab.kvstore.snapshot.payload import ChunkCoder
-from kvlab.kvstore.snapshot.reasons import Reason
+from kvlab.kvstore.snapshot.reasons import SnapshotReason
 
 MODES = ("auto", "consume", "recompute", "verify")
 
@@ -53,9 +53,9 @@ class RestoreReport:
         Chunks that left the pool and came back, since it was filled.
     from_keys, from_seed, missing : int or None
         See `scorer.Rebuilt`; None for a policy that keeps no keys, or without a snapshot.
-    reasons : tuple of Reason
+    reasons : tuple of SnapshotReason
         Why no snapshot was restored; empty when one was, or when none was to be.
-    comparison : Comparison or None
+    comparison : RunComparison or None
         Of the cold run with the warm one, under ``verify``.
     snapshot : Path or None
         The one that was restored.
@@ -78,8 +78,8 @@ class RestoreReport:
     from_keys: int | None = None
     from_seed: int | None = None
     missing: int | None = None
-    reasons: tuple[Reason, ...] = ()
-    comparison: Comparison | None = None
+    reasons: tuple[SnapshotReason, ...] = ()
+    comparison: RunComparison | None = None
     snapshot: Path | None = None
     lossless: bool | None = None
     other_numerics: tuple[str, ...] = ()

@@ -89,7 +89,10 @@ def current_of(windows: dict, needles: dict, ruler: dict, code: str) -> dict[str
         hashes = {windows["model_hash"], needles["model_hash"], ruler["model_hash"]}
         corpus_hash = texts_hash(windows["corpus_hash"], needles["needles_hash"], ruler["items_hash"])
     except (KeyError, TypeError) as error:
-        raise StorageError(f"the records of windows and needles do not say {error}; run both stages again") from None
+        raise StorageError(
+            f"the records of windows and needles do not say {error}; run both stages again",
+            code="storage.missing-field",
+        ) from None
     if len(hashes) != 1:
         raise MixedIdentity({"model_hash": hashes})
     return {"model_hash": hashes.pop(), "corpus_hash": corpus_hash, "code": code}
@@ -102,7 +105,10 @@ def items_of(windows: dict, needles: dict, ruler: dict) -> dict[str, int]:
         passed = {FIDELITY: test, NEEDLE: needles["n"], GREEDY: min(test, ruler["greedy"])}
         return passed | {name: tasks.get(task, 0) for name, task in TASKS.items()}
     except (KeyError, TypeError) as error:
-        raise StorageError(f"the records of windows and needles do not say {error}; run both stages again") from None
+        raise StorageError(
+            f"the records of windows and needles do not say {error}; run both stages again",
+            code="storage.missing-field",
+        ) from None
 
 
 def refuse_other_items(path: Path, record: MechanismsRecord, there: dict[str, int]) -> None:
@@ -113,7 +119,8 @@ def refuse_other_items(path: Path, record: MechanismsRecord, there: dict[str, in
         if scored != due or len(scored) != len(row.evals):
             raise StorageError(
                 f"{path}: {row.label!r} has items {scored}, those that there are: {due};"
-                " run `kvlab step mechanisms` again"
+                " run `kvlab step mechanisms` again",
+                code="storage.other-items",
             )
 
 
@@ -324,7 +331,9 @@ def scores_of(record: MechanismsRecord, row: MechanismRow, run: EvalRun, scores:
     label, alike = row.label, [other.label for other in record.rows if other.protocol == row.protocol]
     asked = run.quality_eval_id
     if asked not in METRICS:
-        raise StorageError(f"no eval {asked!r} is known here; allowed: {', '.join(METRICS)}")
+        raise StorageError(
+            f"no eval {asked!r} is known here; allowed: {', '.join(METRICS)}", code="storage.unknown-eval"
+        )
     of_eval = scores.filter(pl.col("label").is_in(alike), quality_eval_id=asked)
     return {
         metric: _scores(f"{metric} of {label!r}", label, run, of_eval.filter(metric=metric))
@@ -338,12 +347,14 @@ def _scores(place: str, label: str, run: EvalRun, scores: pl.DataFrame) -> Score
     if mine["item"].to_list() != list(range(run.items)):
         raise StorageError(
             f"{place} has {len(mine)} scores of {mine['item'].n_unique()} items; asked were {run.items}, counted from"
-            " zero, each once; run `kvlab step mechanisms` again"
+            " zero, each once; run `kvlab step mechanisms` again",
+            code="storage.scores-missing",
         )
     held = scores.group_by("item").agg(pl.col("baseline").n_unique())
     if held["baseline"].max() > 1:
         raise StorageError(
-            f"{place} is held against another baseline than other rows; run `kvlab step mechanisms` again"
+            f"{place} is held against another baseline than other rows; run `kvlab step mechanisms` again",
+            code="storage.other-baseline",
         )
     return Scores(mine["variant"].to_numpy(), mine["baseline"].to_numpy())
 

@@ -49,7 +49,7 @@ def false_alarm(metric: Metric, items: Sequence[float], resamples: int = 200, se
     """
     chances = np.asarray(items, dtype=np.float64)
     if chances.ndim != 1 or not chances.size or not ((chances >= 0) & (chances <= 1)).all():
-        raise UserError(f"items must be chances in [0, 1], one per item, not {items!r:.80}")
+        raise UserError(f"items must be chances in [0, 1], one per item, not {items!r:.80}", code="user.no-chances")
     rng, n = np.random.default_rng(seed), chances.size
     drawn = chances[rng.integers(0, n, (resamples, n))]
     first, second = (rng.random(drawn.shape) < drawn for _ in range(2))
@@ -194,7 +194,8 @@ def words(metric: Metric, hits, gained, lost, n: int) -> dict[str, np.ndarray]:
     """
     if metric.direction != "higher":
         raise UserError(
-            f"{metric.key} is better when lower; items that are answered or not need a metric of the other kind"
+            f"{metric.key} is better when lower; items that are answered or not need a metric of the other kind",
+            code="user.direction",
         )
     low, high = change_bounds(gained, lost, n)
     within, beyond = is_within(-low, metric.margin), is_beyond(-high, metric.margin)
@@ -209,7 +210,10 @@ def _play(metric: Metric, loss: float, n: int, resamples: int, seed: int, base_r
     gained, lost = churn / 2, churn / 2 + loss
     shares = np.array([base_rate - lost, lost, gained, 1 - base_rate - gained])
     if (shares < -1e-12).any() or loss < 0 or churn < 0:
-        raise UserError(f"losing {loss} with {churn} of all items changing anyway cannot be at a rate of {base_rate}")
+        raise UserError(
+            f"losing {loss} with {churn} of all items changing anyway cannot be at a rate of {base_rate}",
+            code="user.impossible-loss",
+        )
     drawn = np.random.default_rng([seed, n]).multinomial(n, np.clip(shares, 0, 1), size=resamples)
     kept, lost_items, gained_items, _ = drawn.T
     return words(metric, kept + lost_items, gained_items, lost_items, n)

@@ -100,7 +100,10 @@ def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None
     report = check(rows, context)
     claims = {(claim.row["run"], claim.row["row_id"]): claim for claim in report.claims}
     if len(claims) != len(rows):
-        raise UserError(f"{len(rows) - len(claims)} rows are there twice, with the same run and row_id; give each once")
+        raise UserError(
+            f"{len(rows) - len(claims)} rows are there twice, with the same run and row_id; give each once",
+            code="user.row-twice",
+        )
     lines = sorted((_line(row, claims[_place(row)], rows, context, samples) for row in rows), key=_order)
     earned = [line.earned for line in lines]
     return report, Summary(
@@ -160,7 +163,8 @@ def _measures(row: Row, context: Context, sampled: Sampled | None) -> tuple[dict
     times = Counter(key for piece in evidence for key in piece.metrics)
     if twice := sorted(key for key, number in times.items() if number > 1):
         raise UserError(
-            f"row {row.values.get('row_id')!r} has more than one piece of evidence on {', '.join(twice)}; give one"
+            f"row {row.values.get('row_id')!r} has more than one piece of evidence on {', '.join(twice)}; give one",
+            code="user.evidence-twice",
         )
     if row.values.get("mechanism") == BASELINE and sampled and _is_current(row, context):
         repeats = sorted(sampled.repeats, key=lambda repeat: repeat.metric)

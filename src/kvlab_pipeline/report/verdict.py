@@ -43,7 +43,10 @@ def judge(params: Params, metrics: dict) -> dict:
     """
     cells = judged_cells(metrics)
     if not cells:
-        raise MissingResult("the metrics hold no codec cell in the dtype of the gap; nothing can be judged")
+        raise MissingResult(
+            "the metrics hold no codec cell in the dtype of the gap; nothing can be judged",
+            code="missing-result.codec-cell",
+        )
     conditions = preconditions(metrics, cells)
     agreement = metrics["agreement"]
     return {

@@ -12,6 +12,7 @@ from kvlab.codecs.base import Site
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.registry import build
 from kvlab.core.errors import CodecNotActive
+from refusals import refused
 
 HEADS, DIM, BLOCK = 2, 32, 4
 
@@ -40,5 +41,5 @@ def test_what_is_written_is_read_from_its_slots():
 @pytest.mark.parametrize("shape", [(3, 1, BLOCK, 7), (3, HEADS, BLOCK, 40)])
 def test_pages_of_another_size_are_not_written(shape):
     own = layer_pages()
-    with pytest.raises(CodecNotActive, match=f"a token takes {own.bytes} bytes"):
+    with refused(CodecNotActive, "not-active.page-shape", f"{own.bytes} bytes", list(shape)):
         own.write(some(1, 0), some(1, 1), torch.zeros(shape, dtype=torch.uint8), torch.tensor([0]), torch.tensor([0]))

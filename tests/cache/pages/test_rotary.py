@@ -10,6 +10,7 @@ from torch import nn
 
 from kvlab.cache.pages.rotary import rotation_of
 from kvlab.core.errors import CapabilityError
+from refusals import refused
 
 DIM, POSITIONS = 16, 128
 
@@ -47,14 +48,14 @@ def test_what_was_turned_is_turned_back(dtype, scale):
 
 
 @pytest.mark.parametrize(
-    ("rotary", "said"),
+    ("rotary", "code", "data"),
     [
-        (None, "holds no table"),
-        (Rotary(turned=DIM // 2), r"for 16 dimensions .*shape \[128, 8\]"),
-        (Rotary(by_pairs=True), "another way than by halves"),
-        (Rotary(scale=0.0), "cannot be turned back"),
+        (None, "unknown-rope", "none"),
+        (Rotary(turned=DIM // 2), "unknown-rope", [128, 8]),
+        (Rotary(by_pairs=True), "rope-convention", "Rotary"),
+        (Rotary(scale=0.0), "lossy-rope", ""),
     ],
 )
-def test_what_cannot_be_turned_back_is_refused(rotary, said):
-    with pytest.raises(CapabilityError, match=said):
+def test_what_cannot_be_turned_back_is_refused(rotary, code, data):
+    with refused(CapabilityError, f"capability.{code}", data):
         rotation_of(attention(rotary), DIM)

@@ -18,6 +18,7 @@ from kvlab.codecs.kivi import KiviStream
 from kvlab.codecs.klt import KltStream
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, CodecNotActive, ModelError, NonFinite
 from kvlab.core.recipe import PAGES_VARIABLE, Recipe
+from refusals import refused
 
 LOSSY = Recipe(k=HadamardStream(bits=4), v=HadamardStream(bits=4))
 HEADS, DIM, BLOCK = 2, 32, 4
@@ -62,22 +63,22 @@ def recipe_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "data"),
     [
-        ({"device_type": "cuda"}, "runs on cuda"),
-        ({"backend": SimpleNamespace(name="TRITON_ATTN")}, "attention backend TRITON_ATTN was asked for"),
+        ({"device_type": "cuda"}, "cuda"),
+        ({"backend": SimpleNamespace(name="TRITON_ATTN")}, "attention backend TRITON_ATTN"),
         ({"backend_per_kind": {"full_attention": "FLEX_ATTENTION"}}, "attention backend FLEX_ATTENTION"),
         ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
-        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size above 1"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size above 1"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
     ],
 )
-def test_settings_that_coded_pages_cannot_serve_are_refused(tiny_model, recipe_file, changes, said):
+def test_settings_that_coded_pages_cannot_serve_are_refused(tiny_model, recipe_file, changes, data):
     recipe_file()
-    with pytest.raises(CapabilityError, match=said) as refused:
+    with refused(CapabilityError, "capability.vllm-setting", PAGES_VARIABLE, data) as caught:
         worker.prepare(config(tiny_model, **changes))
-    assert PAGES_VARIABLE in str(refused.value) and "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_plain_settings_pass_and_need_no_eager_mode(tiny_model, recipe_file):
@@ -87,13 +88,13 @@ def test_plain_settings_pass_and_need_no_eager_mode(tiny_model, recipe_file):
 
 def test_layers_left_out_are_refused(tiny_model, recipe_file):
     recipe_file(layers=[1, 2])
-    with pytest.raises(CapabilityError, match=r"codes 2 of 3 layers.*leave `layers` out"):
+    with refused(CapabilityError, "capability.some-layers", "2 of 3 layers", "`layers`"):
         worker.prepare(config(tiny_model))
 
 
 def test_codecs_without_bytes_for_each_token_are_refused(tiny_model, recipe_file):
     recipe_file(Recipe(k=KiviStream(bits=2, axis="channel"), v=HadamardStream(bits=4)))
-    with pytest.raises(CapabilityError, match="codes tokens together"):
+    with refused(CapabilityError, "capability.tokens-together", "'kivi' of stream k"):
         worker.prepare(config(tiny_model))
 
 
@@ -114,14 +115,14 @@ def test_a_missing_or_foreign_calibration_is_refused(tiny_model, tiny_calibratio
 def test_a_head_size_that_vllm_gets_wrong_is_refused(recipe_file, tmp_path):
     recipe_file()
     model = tiny.write_model(tmp_path / "model", kind="qwen3", head_dim=48)
-    with pytest.raises(CapabilityError, match="head size 48"):
+    with refused(CapabilityError, "capability.head-size", "head size 48"):
         worker.prepare(config(model))
 
 
 def test_a_sliding_window_is_refused(recipe_file, tmp_path):
     recipe_file()
     model = tiny.write_model(tmp_path / "model", use_sliding_window=True, sliding_window=16, max_window_layers=0)
-    with pytest.raises(ModelError, match="sliding-window attention"):
+    with refused(ModelError, "model.sliding-window", model):
         worker.prepare(config(model))
 
 
@@ -143,7 +144,7 @@ def test_a_step_whose_tokens_are_all_in_the_pages_is_counted():
 
 @pytest.mark.parametrize("counts", [(4, 9), (0, 0), (5, 0), (10, 9)])
 def test_a_step_that_left_pages_out_does_not_return(counts):
-    with pytest.raises(CodecNotActive, match=r"layer 1 \(\d+ of 5 tokens written"):
+    with refused(CodecNotActive, "not-active.pass", f"layer 1 ({counts[0]} of 5 tokens written, {counts[1]} read"):
         watch((5, 9), counts).check(5)
 
 
@@ -165,25 +166,25 @@ def served_worker(monkeypatch, shape, **kwargs) -> SimpleNamespace:
 
 
 def test_several_groups_of_caches_are_refused(monkeypatch):
-    with pytest.raises(CapabilityError, match="2 groups of KV caches"):
+    with refused(CapabilityError, "capability.cache-groups", "2 groups", PAGES_VARIABLE):
         worker.confirm(served_worker(monkeypatch, (3, 1, BLOCK, 68), groups=2))
 
 
 @pytest.mark.parametrize("shape", [(3, 1, BLOCK, 67), (2, 1, BLOCK, 72), (3, HEADS, BLOCK, 64)])
 def test_pages_that_vllm_made_otherwise_are_not_served_from(monkeypatch, shape):
-    with pytest.raises(CodecNotActive, match="layer 0: vLLM's pages are"):
+    with refused(CodecNotActive, "not-active.page-shape", "layer 0"):
         worker.confirm(served_worker(monkeypatch, shape))
 
 
 @pytest.mark.parametrize(
-    ("over", "zeroed", "error", "said"),
+    ("over", "zeroed", "error", "code"),
     [
-        (0.0, 0.0, CodecNotActive, "not what is read"),
-        (3.0, 5.0, CodecNotActive, "differs by KL .* from one pass"),
-        (float("nan"), 5.0, NonFinite, "NaN"),
+        (0.0, 0.0, CodecNotActive, "not-active.canary-unread"),
+        (3.0, 5.0, CodecNotActive, "not-active.canary-differs"),
+        (float("nan"), 5.0, NonFinite, None),
     ],
 )
-def test_a_canary_that_is_not_heard_stops_the_start(monkeypatch, over, zeroed, error, said):
+def test_a_canary_that_is_not_heard_stops_the_start(monkeypatch, over, zeroed, error, code):
     logits = iter([torch.tensor([[0.0, first]]) for first in (0.0, over, zeroed)])
     monkeypatch.setattr(canary.PageTrial, "last_logits", lambda self, first: next(logits))
     attention = SimpleNamespace(layer_name="a", kv_cache=torch.zeros(3, 1, BLOCK, 8, dtype=torch.uint8))
@@ -194,5 +195,5 @@ def test_a_canary_that_is_not_heard_stops_the_start(monkeypatch, over, zeroed, e
         kv_cache_config=SimpleNamespace(num_blocks=3),
         input_ids=SimpleNamespace(gpu=torch.zeros(1, dtype=torch.int32)),
     )
-    with pytest.raises(error, match=said):
+    with refused(error, code):
         canary.canary_kl(made, [attention], BLOCK)

@@ -18,6 +18,7 @@ from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.snapshot.identity import differences
 from kvlab.kvstore.snapshot.reasons import Code
 from kvstore.hf.prompts import prompt
+from refusals import refused
 
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama"])
@@ -66,36 +67,36 @@ def test_positions_are_those_of_the_whole_context_not_of_the_pool(model, small, 
 
 class TestRefusals:
     def test_another_model_than_the_folder_says(self, model, info):
-        with pytest.raises(CapabilityError, match="4 of 2 of 32"):
+        with refused(CapabilityError, "capability.other-model", "4 of 2 of 32"):
             PagedModel(model.model, replace(info, n_layers=4))
-        with pytest.raises(CapabilityError, match="LlamaForCausalLM"):
+        with refused(CapabilityError, "capability.other-model", "LlamaForCausalLM"):
             PagedModel(model.model, replace(info, architecture="LlamaForCausalLM"))
 
     def test_a_sliding_window(self, info):
         config = MistralConfig(**tiny.SHAPE, sliding_window=32)
-        with pytest.raises(CapabilityError, match="sliding_attention"):
+        with refused(CapabilityError, "capability.layer-kinds", "sliding_attention"):
             PagedModel(MistralForCausalLM(config).eval(), replace(info, architecture="MistralForCausalLM"))
 
     def test_a_rotary_embedding_that_changes_with_the_length(self, tmp_path):
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         folder = tiny.write_model(tmp_path, rope_parameters=rope)
-        with pytest.raises(CapabilityError, match="'dynamic' changes its frequencies"):
+        with refused(CapabilityError, "capability.moving-rope", "'dynamic'"):
             PagedModel.load(resolve(Model(path=str(folder), n_layers=3)))
 
     def test_attention_that_takes_no_mask(self, info):
         loaded = AutoModelForCausalLM.from_pretrained(info.path, attn_implementation="flex_attention")
-        with pytest.raises(CapabilityError, match="'flex_attention' takes no mask"):
+        with refused(CapabilityError, "capability.no-mask", "'flex_attention'"):
             PagedModel(loaded.eval(), info)
-        with pytest.raises(UnknownName, match="flash_attention_2"):
+        with refused(UnknownName, None, "flash_attention_2"):
             PagedModel.load(info, attention="flash_attention_2")
 
     def test_dropout_and_an_unknown_dtype(self, info):
         loaded = AutoModelForCausalLM.from_pretrained(info.path)
-        with pytest.raises(CapabilityError, match="training mode"):
+        with refused(CapabilityError, "capability.training"):
             PagedModel(loaded.train(), info)
-        with pytest.raises(CapabilityError, match="float64"):
+        with refused(CapabilityError, "capability.dtype", "float64"):
             PagedModel(loaded.eval().double(), info)
-        with pytest.raises(UnknownName, match="float8"):
+        with refused(UnknownName, None, "float8"):
             PagedModel.load(info, "float8")
 
     def test_weights_that_are_not_those_of_the_files(self, info):
@@ -113,16 +114,16 @@ class TestRefusals:
         layer = loaded.model.layers[1].mlp
         plain = layer.up_proj
         layer.up_proj = LoraLinear(plain)
-        with pytest.raises(CapabilityError, match=r"layers\.1\.mlp\.up_proj is a .*LoraLinear of another library"):
+        with refused(CapabilityError, "capability.other-layers", "layers.1.mlp.up_proj", "LoraLinear"):
             PagedModel(loaded, info)
         layer.up_proj = plain
         weight, plain.weight = plain.weight, torch.nn.Parameter(plain.weight.to(torch.int8), requires_grad=False)
-        with pytest.raises(CapabilityError, match=r"up_proj\.weight is int8"):
+        with refused(CapabilityError, "capability.other-weights", "up_proj.weight is int8"):
             PagedModel(loaded, info)
         plain.weight = weight
         PagedModel(loaded, info)
         loaded.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-        with pytest.raises(CapabilityError, match="quantised"):
+        with refused(CapabilityError, "capability.quantised"):
             PagedModel(loaded, info)
 
     def test_numbers_that_are_none(self, info, roomy):
@@ -130,14 +131,14 @@ class TestRefusals:
         with torch.no_grad():
             broken.model.model.norm.weight[3] = torch.nan
         run = PagedRun(broken, roomy)
-        with pytest.raises(NonFinite, match="tokens 0 to 8"):
+        with refused(NonFinite, "non-finite.logit", "tokens 0 to 8"):
             run.extend(prompt(10))
 
     def test_a_folder_without_a_tokenizer_has_no_identity(self, model, info, tmp_path):
         for file in info.path.iterdir():
             if "token" not in file.name:
                 (tmp_path / file.name).write_bytes(file.read_bytes())
-        with pytest.raises(ModelError, match="tokenizer"):
+        with refused(ModelError, "model.no-tokenizer", tmp_path):
             PagedModel(model.model, replace(info, path=tmp_path)).identity()
 
 

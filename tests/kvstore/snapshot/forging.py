@@ -11,7 +11,7 @@ import google_crc32c
 from kvlab.codecs.stream import tree
 from kvlab.codecs.stream.seal import Key, Seal
 from kvlab.core.recipe import canonical
-from kvlab.kvstore.snapshot.format import HEADER, MAGIC, PURPOSE, RECORD, U32, VERSION, Header, chunk_digest
+from kvlab.kvstore.snapshot.format import HEADER, MAGIC, PURPOSE, RECORD, U32, VERSION, SnapshotHeader, chunk_digest
 
 FIELDS = ("link", "digest", "nbytes", "last_use", "score", "flags")
 
@@ -28,7 +28,7 @@ class Parts:
 
     @classmethod
     def of(cls, data: bytes) -> Parts:
-        header = Header.read(data[: Header.SIZE])
+        header = SnapshotHeader.read(data[: SnapshotHeader.SIZE])
         sections = [data[span] for span in header.spans]
         return cls(*sections, data[header.payload_at : -Seal.SIZE], {})
 
@@ -70,7 +70,7 @@ class Parts:
         """The file, its root and every crc made anew."""
         fields = {
             "version": VERSION,
-            "size": Header.SIZE,
+            "size": SnapshotHeader.SIZE,
             "manifest_bytes": len(self.said),
             "chunks": len(self.index) // RECORD.size,
             "chunk_tokens": len(self.ids) // U32.size // max(1, len(self.index) // RECORD.size),

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
-from kvlab.kvstore.snapshot.identity import Identity
-from kvlab.kvstore.snapshot.write import Saved, Source, save
+from kvlab.kvstore.snapshot.identity import ContextIdentity
+from kvlab.kvstore.snapshot.write import Saved, SnapshotSource, save
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, dtype="float32", chunk_tokens=4)
 CHUNKS = 6
 
 
-def identity(geometry: Geometry = GEOMETRY, **changes) -> Identity:
+def identity(geometry: Geometry = GEOMETRY, **changes) -> ContextIdentity:
     fields = {
         "model_hash": "0123456789abcdef",
         "config_hash": "0123456789ab",
@@ -25,7 +25,7 @@ def identity(geometry: Geometry = GEOMETRY, **changes) -> Identity:
         "rope": {"rope_theta": 10000.0, "rope_type": "default"},
         "geometry": geometry,
     }
-    return Identity(**fields | changes)
+    return ContextIdentity(**fields | changes)
 
 
 def chunk(number: int, geometry: Geometry = GEOMETRY) -> Tensor:
@@ -50,11 +50,11 @@ def ledger(chunks: int) -> Ledger:
     return Ledger(tuple(entries), clock=40)
 
 
-def source(length: int, geometry: Geometry = GEOMETRY, make=chunk, **changes) -> Source:
+def source(length: int, geometry: Geometry = GEOMETRY, make=chunk, **changes) -> SnapshotSource:
     """A context of `length` tokens; the payloads come one by one, as a pager gives them."""
     count = length // geometry.chunk_tokens
     payloads = (make(number, geometry) for number in range(count))
-    return Source(identity(geometry, **changes), payloads, ledger(count), tokens(length))
+    return SnapshotSource(identity(geometry, **changes), payloads, ledger(count), tokens(length))
 
 
 def written(path: Path, chunks: int = CHUNKS, **settings) -> Saved:

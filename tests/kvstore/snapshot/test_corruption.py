@@ -17,12 +17,13 @@ from kvlab.core.errors import SnapshotRefused, StorageError
 from kvlab.core.recipe import canonical
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot import read
-from kvlab.kvstore.snapshot.format import Header
+from kvlab.kvstore.snapshot.format import SnapshotHeader
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.write import save
 from kvstore.snapshot import making
 from kvstore.snapshot.forging import Parts
 from kvstore.snapshot.making import CHUNKS, GEOMETRY
+from refusals import refused
 
 ROOM = 256 << 10  # bytes of memory that Python and pydantic need to say no, whatever the file
 
@@ -70,7 +71,7 @@ def test_what_is_not_touched_is_right(good, parts):
 
 
 def test_every_bit_of_every_byte_of_the_header(good, refusal):
-    found = [refusal(flipped(good, bit)) for bit in range(8 * Header.SIZE)]
+    found = [refusal(flipped(good, bit)) for bit in range(8 * SnapshotHeader.SIZE)]
     assert set(found[: 8 * 8]) == {Code.NOT_A_SNAPSHOT}
     assert set(found[8 * 8 : 8 * 10]) == {Code.UNKNOWN_VERSION}
     assert set(found[8 * 10 :]) == {Code.HEADER_CHECKSUM}
@@ -78,13 +79,13 @@ def test_every_bit_of_every_byte_of_the_header(good, refusal):
 
 @pytest.mark.parametrize("value", [0x00, 0xFF])
 def test_every_byte_of_the_header_overwritten(good, refusal, value):
-    for at in range(Header.SIZE):
+    for at in range(SnapshotHeader.SIZE):
         if good[at] != value:
             refusal(good[:at] + bytes([value]) + good[at + 1 :])
 
 
 def test_every_bit_of_what_follows_the_header(good, refusal):
-    header = Header.read(good)
+    header = SnapshotHeader.read(good)
     codes = (Code.MANIFEST_CHECKSUM, Code.INDEX_CHECKSUM, Code.TOKENS_CHECKSUM)
     chance = random.Random(0)
     for span, code in zip(header.spans, codes, strict=True):
@@ -95,7 +96,7 @@ def test_every_bit_of_what_follows_the_header(good, refusal):
 
 
 def test_a_thousand_bits_of_the_payload(good, tmp_path):
-    header, chance = Header.read(good), random.Random(1)
+    header, chance = SnapshotHeader.read(good), random.Random(1)
     for bit in chance.sample(range(8 * header.payload_at, 8 * header.digest_at), 1000):
         (tmp_path / "bad").write_bytes(flipped(good, bit))
         damaged, had = (bit // 8 - header.payload_at) // GEOMETRY.chunk_bytes, []
@@ -106,11 +107,15 @@ def test_a_thousand_bits_of_the_payload(good, tmp_path):
 
 
 def test_fifty_truncations(good, refusal):
-    header = Header.read(good)
-    for size in (*range(0, Header.SIZE, 4), *random.Random(2).sample(range(Header.SIZE, len(good)), 40), len(good) - 1):
-        expected = Code.HEADER_SHORT if size < Header.SIZE else Code.TRUNCATED
+    header = SnapshotHeader.read(good)
+    for size in (
+        *range(0, SnapshotHeader.SIZE, 4),
+        *random.Random(2).sample(range(SnapshotHeader.SIZE, len(good)), 40),
+        len(good) - 1,
+    ):
+        expected = Code.HEADER_SHORT if size < SnapshotHeader.SIZE else Code.TRUNCATED
         assert refusal(good[:size]) == expected
-    for size in (header.payload_at, header.digest_at, Header.SIZE):
+    for size in (header.payload_at, header.digest_at, SnapshotHeader.SIZE):
         assert refusal(good[:size]) == Code.TRUNCATED
 
 
@@ -124,7 +129,7 @@ def test_a_whole_snapshot_appended(good, refusal):
 
 
 def test_bytes_put_in_between(good, refusal):
-    at = Header.read(good).payload_at + 10
+    at = SnapshotHeader.read(good).payload_at + 10
     assert refusal(good[:at] + b"\0" + good[at:]) == Code.TRAILING_BYTES
     assert refusal(good[:at] + good[at + 1 :]) == Code.TRUNCATED
 
@@ -147,7 +152,7 @@ COUNTS = {
     "chunks": [0, (1 << 24) + 1, 1 << 31, (1 << 32) - 1],
     "chunk_tokens": [0, (1 << 16) + 1, (1 << 32) - 1],
     "manifest_bytes": [0, (1 << 20) + 1, (1 << 32) - 1],
-    "size": [0, Header.SIZE - 1, Header.SIZE + 1, 65535],
+    "size": [0, SnapshotHeader.SIZE - 1, SnapshotHeader.SIZE + 1, 65535],
 }
 
 
@@ -312,12 +317,12 @@ def test_sizes_are_checked_before_anything_is_read(parts, tmp_path, monkeypatch)
     (tmp_path / "bad").write_bytes(parts.counting(chunks=1 << 24).sealed())
     with pytest.raises(SnapshotRefused):
         read.open(tmp_path / "bad")
-    assert sizes == [Header.SIZE]
+    assert sizes == [SnapshotHeader.SIZE]
 
 
 def test_who_has_the_last_chunk_has_an_undamaged_file(good, tmp_path):
     """Even a consumer that counts its chunks and never asks the iterator for one more."""
-    (tmp_path / "bad").write_bytes(flipped(good, 8 * (Header.read(good).digest_at - 1)))
+    (tmp_path / "bad").write_bytes(flipped(good, 8 * (SnapshotHeader.read(good).digest_at - 1)))
     before = CHUNKS - 1
     with read.open(tmp_path / "bad") as snapshot:
         had = []
@@ -332,16 +337,17 @@ def test_who_has_the_last_chunk_has_an_undamaged_file(good, tmp_path):
 
 
 def test_damage_after_a_prefix(good, tmp_path):
-    header = Header.read(good)
+    header = SnapshotHeader.read(good)
     (tmp_path / "bad").write_bytes(flipped(good, 8 * (header.digest_at - 1)))
     with read.open(tmp_path / "bad") as snapshot:
         assert making.same(snapshot.chunks(8, whole=False), making.chunks(2))
-        with pytest.raises(SnapshotRefused, match="chunk 5 is not the one that was saved"):
+        with refused(SnapshotRefused, None, "chunk 5") as caught:
             list(snapshot.chunks(8))
+    assert caught.value.codes == (Code.CHUNK_CHECKSUM,)
 
 
 def test_every_damage_is_named(good, tmp_path):
-    header, bad = Header.read(good), good
+    header, bad = SnapshotHeader.read(good), good
     for chunk in (1, 4):
         bad = flipped(bad, 8 * (header.payload_at + chunk * GEOMETRY.chunk_bytes))
     (tmp_path / "bad").write_bytes(bad)
@@ -368,7 +374,7 @@ def test_a_disk_that_fails_is_no_damage(good, tmp_path, monkeypatch):
 
     with read.open(tmp_path / "s") as snapshot:
         monkeypatch.setattr(os, "pread", failing)
-        with pytest.raises(StorageError, match=r"cannot read .*: Input/output error"):
+        with refused(StorageError, "storage.cannot-read", tmp_path / "s", "Input/output error"):
             snapshot.load()
 
 

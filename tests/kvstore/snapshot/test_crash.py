@@ -112,7 +112,7 @@ def test_an_error_at_any_step(tmp_path, steps, wanted, name, old):
         assert [p.name for p in tmp_path.iterdir()] == (["s"] if path.exists() else [])
         if name != "interrupted":
             assert os.strerror(ERRORS[name]().errno).lower() in str(caught.value).lower() or name == "full"
-            assert ("is in place and whole" in str(caught.value)) == (stop == len(steps) - 1)
+            assert (caught.value.code == "storage.not-durable") == (stop == len(steps) - 1)
 
 
 def test_a_file_system_that_cannot_sync_folders_is_no_error(tmp_path, steps):
@@ -193,7 +193,7 @@ def test_who_else_saves_under_the_name_is_not_disturbed(tmp_path, wanted, monkey
             yield making.chunk(number)
 
     source = making.source(OLD * making.GEOMETRY.chunk_tokens)
-    write.save(path, write.Source(source.identity, payloads(), source.ledger, source.tokens))
+    write.save(path, write.SnapshotSource(source.identity, payloads(), source.ledger, source.tokens))
     assert path.read_bytes() == wanted[OLD] and [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
@@ -263,6 +263,6 @@ def test_a_source_that_fails_midway(tmp_path, wanted, missing):
 
     source = making.source(NEW * making.GEOMETRY.chunk_tokens)
     with pytest.raises(RuntimeError):
-        write.save(path, write.Source(source.identity, payloads(), source.ledger, source.tokens))
+        write.save(path, write.SnapshotSource(source.identity, payloads(), source.ledger, source.tokens))
     assert not path.exists() if missing else path.read_bytes() == wanted[OLD]
     assert [p.name for p in tmp_path.iterdir()] == ([] if missing else ["s"])

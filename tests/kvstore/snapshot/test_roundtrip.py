@@ -19,9 +19,10 @@ from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.chain import links
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.snapshot import making
 from kvstore.snapshot.making import CHUNKS, GEOMETRY
+from refusals import refused
 from tiers import examples
 
 SIZE = GEOMETRY.chunk_tokens
@@ -55,7 +56,7 @@ def contexts(draw):
 def test_any_context_comes_back_upto_the_chunk_that_its_tokens_fill(folder, context, data):
     geometry, tokens, payloads, ledger = context
     upto = data.draw(st.integers(geometry.chunk_tokens, len(tokens)) | st.none())
-    source = Source(making.identity(geometry), iter(payloads), ledger, tokens)
+    source = SnapshotSource(making.identity(geometry), iter(payloads), ledger, tokens)
     saved = save(folder / "any", source, upto=upto)
     count = (len(tokens) if upto is None else upto) // geometry.chunk_tokens
     with read.open(folder / "any") as snapshot:
@@ -74,7 +75,7 @@ def test_any_context_comes_back_upto_the_chunk_that_its_tokens_fill(folder, cont
 def test_every_length_is_cut_to_its_last_whole_chunk_or_refused(tmp_path, upto):
     context = making.source(LENGTH)
     if upto < SIZE:
-        with pytest.raises(UserError, match=f"{upto} tokens do not fill one chunk of {SIZE}"):
+        with refused(UserError, "user.too-few-tokens", upto, SIZE):
             save(tmp_path / "s", context, upto=upto)
         assert list(tmp_path.iterdir()) == []
         return
@@ -94,7 +95,7 @@ def test_every_prefix_is_read(folder, upto, whole):
 def test_what_was_read_is_written_again_as_the_same_bytes(tmp_path):
     making.written(tmp_path / "one", made={"engine": "hf"})
     with read.open(tmp_path / "one") as snapshot:
-        again = Source(snapshot.manifest.identity, snapshot.chunks(), snapshot.ledger, snapshot.tokens)
+        again = SnapshotSource(snapshot.manifest.identity, snapshot.chunks(), snapshot.ledger, snapshot.tokens)
         save(tmp_path / "two", again, made={"engine": "hf"})
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
@@ -167,7 +168,7 @@ def test_one_chunk_is_alive_at_a_time(tmp_path):
             yield payload
             del payload
 
-    save(tmp_path / "s", Source(making.identity(), payloads(), making.ledger(CHUNKS), making.tokens(LENGTH)))
+    save(tmp_path / "s", SnapshotSource(making.identity(), payloads(), making.ledger(CHUNKS), making.tokens(LENGTH)))
     assert most <= 2, "the one before may still be on its way out"
 
 
@@ -200,20 +201,22 @@ def test_two_readers_of_one_snapshot_do_not_disturb_each_other(tmp_path):
 # -- what is not written
 
 
-def refused(tmp_path, match, error=UserError, **changes):
+def not_written(tmp_path, code, *data, error=UserError, **changes):
     context = vars(making.source(LENGTH)) | {k: v for k, v in changes.items() if k not in ("upto", "evidence")}
-    with pytest.raises(error, match=match):
-        save(tmp_path / "s", Source(**context), **{k: v for k, v in changes.items() if k in ("upto", "evidence")})
+    with refused(error, code, *data):
+        save(
+            tmp_path / "s", SnapshotSource(**context), **{k: v for k, v in changes.items() if k in ("upto", "evidence")}
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_hole_is_not_filled_with_zeros(tmp_path):
     chunks = making.chunks(CHUNKS)
-    refused(tmp_path, "chunk 3 of the 6 to be saved was never written", payloads=[*chunks[:3], None, *chunks[4:]])
+    not_written(tmp_path, "user.unwritten-chunk", "chunk 3", 6, payloads=[*chunks[:3], None, *chunks[4:]])
 
 
 def test_chunks_that_do_not_come_are_missed(tmp_path):
-    refused(tmp_path, "chunk 5 of the 6 to be saved was never written", payloads=making.chunks(5))
+    not_written(tmp_path, "user.unwritten-chunk", "chunk 5", 6, payloads=making.chunks(5))
 
 
 def test_chunks_after_the_boundary_are_not_asked_for(tmp_path):
@@ -223,7 +226,7 @@ def test_chunks_after_the_boundary_are_not_asked_for(tmp_path):
 
     save(
         tmp_path / "s",
-        Source(making.identity(), payloads(), making.ledger(9), making.tokens(LENGTH)),
+        SnapshotSource(making.identity(), payloads(), making.ledger(9), making.tokens(LENGTH)),
         upto=2 * SIZE + 1,
     )
     with read.open(tmp_path / "s") as snapshot:
@@ -231,37 +234,37 @@ def test_chunks_after_the_boundary_are_not_asked_for(tmp_path):
 
 
 def test_more_tokens_than_there_are(tmp_path):
-    refused(tmp_path, f"25 tokens cannot be saved; the context has {LENGTH}", upto=25)
-    refused(tmp_path, "-1 tokens cannot be saved", upto=-1)
+    not_written(tmp_path, "user.too-many-tokens", 25, LENGTH, upto=25)
+    not_written(tmp_path, "user.too-many-tokens", -1, upto=-1)
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 0.5, "a", None])
 def test_what_is_no_token(tmp_path, token):
-    refused(tmp_path, "token ids are whole numbers from 0 to 4294967295", tokens=[token] * LENGTH)
+    not_written(tmp_path, "user.no-such-token", 4294967295, tokens=[token] * LENGTH)
 
 
 @pytest.mark.parametrize(
-    "payload",
+    "payload, code, given",
     [
-        making.chunk(0).half(),
-        making.chunk(0)[:1],
-        making.chunk(0).transpose(2, 3),
-        making.chunk(0)[..., :4],
-        torch.zeros(GEOMETRY.chunk_shape, device="meta"),
+        (making.chunk(0).half(), "layout.chunk", "float16"),
+        (making.chunk(0)[:1], "layout.chunk", list(making.chunk(0)[:1].shape)),
+        (making.chunk(0).transpose(2, 3), "layout.chunk", list(making.chunk(0).transpose(2, 3).shape)),
+        (making.chunk(0)[..., :4], "layout.chunk", list(making.chunk(0)[..., :4].shape)),
+        (torch.zeros(GEOMETRY.chunk_shape, device="meta"), "layout.memory", "meta"),
     ],
 )
-def test_a_payload_of_another_layout(tmp_path, payload):
-    refused(tmp_path, "given was", LayoutMismatch, payloads=[payload] * CHUNKS)
+def test_a_payload_of_another_layout(tmp_path, payload, code, given):
+    not_written(tmp_path, code, given, error=LayoutMismatch, payloads=[payload] * CHUNKS)
 
 
 def test_evidence_has_an_id(tmp_path):
-    refused(tmp_path, "evidence", evidence=["trust me"])
+    not_written(tmp_path, "user.manifest", "evidence", evidence=["trust me"])
 
 
 def test_a_folder_is_no_snapshot(tmp_path):
-    with pytest.raises(StorageError, match="is no file"):
+    with refused(StorageError, "storage.no-file", tmp_path):
         read.open(tmp_path)
-    with pytest.raises(StorageError, match="No such file"):
+    with refused(StorageError, "storage.cannot-read", tmp_path / "none", "No such file"):
         read.open(tmp_path / "none")
 
 
@@ -269,5 +272,5 @@ def test_more_than_there_is_cannot_be_read(tmp_path):
     making.written(tmp_path / "s")
     with read.open(tmp_path / "s") as snapshot:
         for upto in (-1, LENGTH + 1):
-            with pytest.raises(UserError, match=f"{upto} tokens cannot be read"):
+            with refused(UserError, "user.too-many-tokens", upto, LENGTH):
                 snapshot.chunks(upto)

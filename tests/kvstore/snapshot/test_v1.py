@@ -13,8 +13,9 @@ from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code
 from kvlab.kvstore.snapshot.v1 import read_published
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.snapshot import making
+from refusals import refused
 
 # The geometry of the published tests, whose blobs have known sizes.
 GEOMETRY = Geometry(layers=1, kv_heads=2, head_dim=4, dtype="float16", chunk_tokens=64)
@@ -51,7 +52,7 @@ def opened(tmp_path, data: bytes, geometry: Geometry = GEOMETRY):
     return read_published(tmp_path / "v1", geometry)
 
 
-def refused(tmp_path, data: bytes, geometry: Geometry = GEOMETRY) -> str:
+def code_of(tmp_path, data: bytes, geometry: Geometry = GEOMETRY) -> str:
     with pytest.raises(SnapshotRefused) as caught:
         opened(tmp_path, data, geometry)
     (code,) = caught.value.codes
@@ -93,7 +94,7 @@ def test_a_chunk_that_was_never_written_stays_a_hole(tmp_path):
 
 def test_it_becomes_a_snapshot_once_somebody_vouches_for_it(tmp_path):
     old, tokens = opened(tmp_path, blob(3)), making.tokens(3 * 64)
-    save(tmp_path / "v2", Source(making.identity(GEOMETRY), old.chunks(), old.ledger, tokens))
+    save(tmp_path / "v2", SnapshotSource(making.identity(GEOMETRY), old.chunks(), old.ledger, tokens))
     with read.open(tmp_path / "v2") as new:
         assert making.same(new.chunks(), (making.chunk(n, GEOMETRY) for n in range(3)))
         assert new.ledger == old.ledger
@@ -113,50 +114,50 @@ OTHERS = {
 @pytest.mark.parametrize("field", OTHERS)
 def test_another_layout_is_refused_by_its_own_name(tmp_path, field):
     code, value = OTHERS[field]
-    assert refused(tmp_path, blob(2, **{field: value})) == code
-    assert refused(tmp_path, blob(2, **{field: 0xFFFFFFFF})) == code
+    assert code_of(tmp_path, blob(2, **{field: value})) == code
+    assert code_of(tmp_path, blob(2, **{field: 0xFFFFFFFF})) == code
 
 
 def test_what_it_does_not_say_must_still_fit(tmp_path):
     """Layers and head_dim are not in the file; the bytes of a chunk and of a head give them away."""
-    assert refused(tmp_path, blob(2), Geometry(2, 2, 4, "float16", 64)) == Code.V1_CHUNK_BYTES
-    assert refused(tmp_path, blob(2), Geometry(1, 2, 8, "float16", 64)) == Code.V1_K_SEGMENT
-    assert refused(tmp_path, blob(2), Geometry(1, 2, 4, "bfloat16", 64)) == Code.V1_DTYPE
+    assert code_of(tmp_path, blob(2), Geometry(2, 2, 4, "float16", 64)) == Code.V1_CHUNK_BYTES
+    assert code_of(tmp_path, blob(2), Geometry(1, 2, 8, "float16", 64)) == Code.V1_K_SEGMENT
+    assert code_of(tmp_path, blob(2), Geometry(1, 2, 4, "bfloat16", 64)) == Code.V1_DTYPE
 
 
 @pytest.mark.parametrize("chunks", [0, (1 << 24) + 1, 1 << 31, 0xFFFFFFFF])
 def test_counts_without_end(tmp_path, chunks):
-    assert refused(tmp_path, blob(2, chunks=chunks)) == Code.V1_COUNT
+    assert code_of(tmp_path, blob(2, chunks=chunks)) == Code.V1_COUNT
 
 
 def test_a_chunk_of_no_bytes(tmp_path):
-    assert refused(tmp_path, header(1 << 24, chunk_bytes=0)) == Code.V1_CHUNK_BYTES
+    assert code_of(tmp_path, header(1 << 24, chunk_bytes=0)) == Code.V1_CHUNK_BYTES
 
 
 def test_every_truncation(tmp_path):
     data = blob(1)
     for size in range(0, len(data), 13):
-        assert refused(tmp_path, data[:size]) == (Code.V1_HEADER_SHORT if size < 40 else Code.V1_TRUNCATED)
-    assert refused(tmp_path, data[:-1]) == Code.V1_TRUNCATED
+        assert code_of(tmp_path, data[:size]) == (Code.V1_HEADER_SHORT if size < 40 else Code.V1_TRUNCATED)
+    assert code_of(tmp_path, data[:-1]) == Code.V1_TRUNCATED
 
 
 @pytest.mark.parametrize("tail", [b"\0", bytes(8), b"x" * 3000])
 def test_bytes_after_the_ledger(tmp_path, tail):
-    assert refused(tmp_path, blob(2) + tail) == Code.V1_TRAILING_BYTES
+    assert code_of(tmp_path, blob(2) + tail) == Code.V1_TRAILING_BYTES
 
 
 def test_other_magics(tmp_path):
-    assert refused(tmp_path, blob(2, magic=0x4B56464C41534830)) == Code.V1_MAGIC, "the layout before the ledger"
-    assert refused(tmp_path, blob(2, order=">")) == Code.V1_BYTE_ORDER
-    assert refused(tmp_path, b"no snapshot at all") == Code.V1_MAGIC
+    assert code_of(tmp_path, blob(2, magic=0x4B56464C41534830)) == Code.V1_MAGIC, "the layout before the ledger"
+    assert code_of(tmp_path, blob(2, order=">")) == Code.V1_BYTE_ORDER
+    assert code_of(tmp_path, b"no snapshot at all") == Code.V1_MAGIC
     making.written(tmp_path / "v2")
-    assert refused(tmp_path, (tmp_path / "v2").read_bytes()) == Code.V1_MAGIC
+    assert code_of(tmp_path, (tmp_path / "v2").read_bytes()) == Code.V1_MAGIC
 
 
 @pytest.mark.parametrize("entry", [(2, 0.0), (255, 0.0), (1, float("nan")), (0, float("inf"))])
 def test_a_ledger_that_is_none(tmp_path, entry):
     entries = [struct.pack("<B3xf", 1, 0.0), struct.pack("<B3xf", *entry)]
-    assert refused(tmp_path, blob(2, entries=entries)) == Code.V1_LEDGER
+    assert code_of(tmp_path, blob(2, entries=entries)) == Code.V1_LEDGER
 
 
 def test_every_byte_of_the_header_counts(tmp_path):
@@ -166,11 +167,11 @@ def test_every_byte_of_the_header_counts(tmp_path):
         for bit in range(8):
             bad = bytearray(data)
             bad[at] ^= 1 << bit
-            refused(tmp_path, bytes(bad))
+            code_of(tmp_path, bytes(bad))
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(StorageError, match="No such file"):
+    with refused(StorageError, "storage.cannot-read", tmp_path / "none", "No such file"):
         read_published(tmp_path / "none", GEOMETRY)
 
 

@@ -9,9 +9,9 @@ import pytest
 from kvlab.codecs.stream.seal import Key, Seal
 from kvlab.core.errors import SnapshotRefused
 from kvlab.kvstore.snapshot import read
-from kvlab.kvstore.snapshot.format import Header
+from kvlab.kvstore.snapshot.format import SnapshotHeader
 from kvlab.kvstore.snapshot.reasons import Code
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.snapshot import making
 from kvstore.snapshot.forging import Parts
 from kvstore.snapshot.making import CHUNKS, GEOMETRY
@@ -21,14 +21,14 @@ LENGTH = CHUNKS * SIZE
 KEY, OTHER = Key(b"a shared secret of enough bytes" * 2), Key(b"o" * 32)
 
 
-def context(seed: int, tokens: list[int] | None = None, **changes) -> Source:
+def context(seed: int, tokens: list[int] | None = None, **changes) -> SnapshotSource:
     """Contexts of equal shape, whose payloads differ."""
     payloads = (making.chunk(100 * seed + number) for number in range(CHUNKS))
     tokens = making.tokens(LENGTH) if tokens is None else tokens
-    return Source(making.identity(**changes), payloads, making.ledger(CHUNKS), tokens)
+    return SnapshotSource(making.identity(**changes), payloads, making.ledger(CHUNKS), tokens)
 
 
-def taken(path, source: Source, key: Key | None = None) -> Parts:
+def taken(path, source: SnapshotSource, key: Key | None = None) -> Parts:
     save(path, source, key=key)
     return Parts.of(path.read_bytes())
 
@@ -90,7 +90,7 @@ def test_one_chunk_of_another_snapshot_is_refused_and_those_before_it_are_read(t
 
 def test_equal_chunks_at_two_places_have_two_digests(tmp_path):
     payloads = [making.chunk(0)] * CHUNKS
-    save(tmp_path / "s", Source(making.identity(), payloads, making.ledger(CHUNKS), [5] * LENGTH))
+    save(tmp_path / "s", SnapshotSource(making.identity(), payloads, making.ledger(CHUNKS), [5] * LENGTH))
     with read.open(tmp_path / "s") as snapshot:
         assert len({record.digest for record in snapshot.records}) == CHUNKS
         assert len({snapshot.stored(number) for number in range(CHUNKS)}) == 1
@@ -148,5 +148,5 @@ def test_what_is_tampered_with_is_refused_whatever_is_made_anew(two, tmp_path):
     for part in (ours.saying(clock=41), ours.indexed(1, last_use=3)):
         assert refusal(tmp_path / "x", part.sealed()[: -Seal.SIZE] + good[-Seal.SIZE :], KEY) == Code.FILE_HASH
     payload = replace(ours, payload=theirs.payload).sealed(KEY)
-    assert payload[Header.read(good).digest_at :] == good[-Seal.SIZE :]
+    assert payload[SnapshotHeader.read(good).digest_at :] == good[-Seal.SIZE :]
     assert refusal(tmp_path / "x", payload, KEY) == Code.CHUNK_CHECKSUM, "what is signed names every chunk"

@@ -12,8 +12,8 @@ from kvlab.kvstore.paging.geometry import Geometry, same_bits
 from kvlab.kvstore.paging.pager import Pager
 from kvlab.kvstore.paging.residency import build
 from kvlab.kvstore.snapshot import read
-from kvlab.kvstore.snapshot.format import Header
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.format import SnapshotHeader
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore import paging
 from kvstore.snapshot import making
 from tiers import examples
@@ -22,9 +22,9 @@ GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=4, dtype="float32", chunk_tok
 CONFIG = PagerConfig(pool_tokens=32, chunk_tokens=4)
 
 
-def source(pager: Pager) -> Source:
+def source(pager: Pager) -> SnapshotSource:
     payloads, ledger, _ = paging.saved(pager)
-    return Source(making.identity(pager.geometry), payloads, ledger, making.tokens(pager.length))
+    return SnapshotSource(making.identity(pager.geometry), payloads, ledger, making.tokens(pager.length))
 
 
 def restored(snapshot: read.Snapshot, pool_tokens: int = 32) -> Pager:
@@ -68,7 +68,7 @@ def test_a_refused_snapshot_changes_nothing_of_a_live_pager(tmp_path, where):
     live = paging.filled(rows, GEOMETRY, CONFIG)
     save(tmp_path / "s", source(live))
     data = bytearray((tmp_path / "s").read_bytes())
-    header = Header.read(bytes(data))
+    header = SnapshotHeader.read(bytes(data))
     data[{"payload": header.payload_at, "last chunk": header.digest_at - 1, "digest": -1}[where]] ^= 1
     (tmp_path / "s").write_bytes(data)
     before, bits = paging.state(live), live.chunks.pool.data.clone()

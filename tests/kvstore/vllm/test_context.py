@@ -13,6 +13,7 @@ from kvlab.core.errors import CapabilityError, ModelError
 from kvlab.core.recipe import RECIPE_VARIABLE
 from kvlab.kvstore.snapshot.identity import differences, identity_of
 from kvlab.kvstore.vllm.settings import ConnectorSettings, transfer_config
+from refusals import refused
 
 OWN = ConnectorSettings("folder", chunk_tokens=16)
 SHARED = replace(OWN, across_engines=True)
@@ -101,55 +102,60 @@ def changed(config, path: str, value) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "code", "data"),
     [
-        ("parallel_config.world_size", 2, "split over 2 processes"),
-        ("speculative_config", object(), "speculative"),
-        ("load_config.load_format", "dummy", "load_format dummy.*allowed: auto, hf, safetensors"),
-        ("load_config.load_format", "a plugin's", "load_format a plugin's"),
-        ("model_config.quantization", "fp8", r"quantised \(fp8\)"),
-        ("model_config.hf_overrides", {"rms_norm_eps": 1.0}, "rms_norm_eps"),
-        ("model_config.hf_overrides", lambda config: config, "a function"),
-        ("model_config.hf_config.rope_parameters", {"rope_type": "dynamic", "rope_theta": 1e4}, "dynamic"),
+        ("parallel_config.world_size", 2, "processes", [2]),
+        ("speculative_config", object(), "speculation", []),
+        ("load_config.load_format", "dummy", "load-format", ["dummy", "auto, hf, safetensors"]),
+        ("load_config.load_format", "a plugin's", "load-format", ["a plugin's"]),
+        ("model_config.quantization", "fp8", "quantised", ["fp8"]),
+        ("model_config.hf_overrides", {"rms_norm_eps": 1.0}, "overrides", ["rms_norm_eps"]),
+        ("model_config.hf_overrides", lambda config: config, "overrides-function", ["hf_overrides"]),
+        (
+            "model_config.hf_config.rope_parameters",
+            {"rope_type": "dynamic", "rope_theta": 1e4},
+            "moving-rope",
+            ["dynamic"],
+        ),
     ],
 )
-def test_engines_whose_cache_is_not_the_models_are_refused(config, context_of, cache, path, value, said):
+def test_engines_whose_cache_is_not_the_models_are_refused(config, context_of, cache, path, value, code, data):
     changed(config, path, value)
-    with pytest.raises(CapabilityError, match=said):
+    with refused(CapabilityError, f"capability.{code}", *data):
         context_of(config, cache(), OWN)
 
 
 @pytest.mark.parametrize(
-    ("given", "layers", "said"),
+    ("given", "layers", "code", "data"),
     [
-        (({}, {}), 6, "2 groups"),
-        (({"sliding_window": 64},), 6, "window"),
-        (({"dtype": torch.uint8},), 6, "uint8"),
-        (({"num_kv_heads": 1},), 6, "KV heads"),
-        (({},), 5, r"\(5, 2, 64, 'float32'\)"),
+        (({}, {}), 6, "cache-groups", "2 groups"),
+        (({"sliding_window": 64},), 6, "window", ""),
+        (({"dtype": torch.uint8},), 6, "cache-shape", "(6, 2, 64, 'uint8')"),
+        (({"num_kv_heads": 1},), 6, "cache-shape", "(6, 1, 64, 'float32')"),
+        (({},), 5, "cache-shape", "(5, 2, 64, 'float32')"),
     ],
 )
-def test_caches_that_hold_something_else_are_refused(config, context_of, cache, given, layers, said):
-    with pytest.raises(CapabilityError, match=said):
+def test_caches_that_hold_something_else_are_refused(config, context_of, cache, given, layers, code, data):
+    with refused(CapabilityError, f"capability.{code}", data):
         context_of(config, cache(*given, layers=layers), OWN)
 
 
 def test_a_gpu_and_coded_passes_are_refused(config, module, cache, monkeypatch):
     monkeypatch.setenv(RECIPE_VARIABLE, "recipe.json")
     monkeypatch.setattr(module, "current_platform", SimpleNamespace(device_type="cuda"))
-    with pytest.raises(CapabilityError, match=r"KVLAB_RECIPE is set.*lies on cuda"):
+    with refused(CapabilityError, "capability.coded-twice", "KVLAB_RECIPE", "cuda"):
         module.context_of(config, cache(), OWN)
 
 
 def test_layers_of_another_kind_are_refused(config, context_of, cache):
     found = cache({"sliding_window": 64}, kind="SlidingWindowSpec")
-    with pytest.raises(CapabilityError, match="SlidingWindowSpec"):
+    with refused(CapabilityError, "capability.layer-kinds", "SlidingWindowSpec"):
         context_of(config, found, OWN)
 
 
 def test_a_folder_that_is_no_model_is_refused(config, context_of, cache, tmp_path):
     config.model_config.model = str(tmp_path)
-    with pytest.raises(ModelError, match=r"config\.json"):
+    with refused(ModelError, "model.no-config", tmp_path, "config.json"):
         context_of(config, cache(), OWN)
 
 

@@ -13,7 +13,7 @@ from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.restore import restore
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.identity import identity_of
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.vllm.conftest import CHUNK, whole
 
 pytestmark = pytest.mark.engine
@@ -51,7 +51,9 @@ def test_vllm_goes_on_from_what_transformers_saved(engine, model, identity, prom
         cold, cache, length = engine.cold(prompt, n=STEPS), DynamicCache(), whole(prompt)
         assert greedy(model, prompt, cache) == cold["tokens"][0]
         count = length // CHUNK
-        source = Source(identity, chunks_of(cache, length), Ledger((ChunkEntry(True, None, 0),) * count, 0), prompt)
+        source = SnapshotSource(
+            identity, chunks_of(cache, length), Ledger((ChunkEntry(True, None, 0),) * count, 0), prompt
+        )
         save(engine.folder / "from transformers", source, upto=length, made={"engine": "transformers"})
         warm = engine.generate(prompt, n=STEPS)
         assert warm["said"][0]["snapshot"] == "from transformers" and warm["said"][0]["reasons"] == []

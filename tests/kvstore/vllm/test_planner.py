@@ -8,19 +8,19 @@ import pytest
 
 from kvlab.codecs.fp8 import Fp8Stream
 from kvlab.core.recipe import Recipe
+from kvlab.kvstore.snapshot.numerics import COMPUTED, DECODED, PREFILL
 from kvlab.kvstore.snapshot.payload import CodedChunks
-from kvlab.kvstore.snapshot.reasons import Code, Reason
-from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.kvstore.vllm.computed import COMPUTED, DECODED, PREFILL
-from kvlab.kvstore.vllm.miss_reasons import Cold
+from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
+from kvlab.kvstore.vllm.miss_reasons import MissReason
 from kvlab.kvstore.vllm.settings import ConnectorSettings
-from kvlab.kvstore.vllm.snapshot_index import Shelf
+from kvlab.kvstore.vllm.snapshot_index import SnapshotIndex
 from kvstore.snapshot import making
 
 SIZE = making.GEOMETRY.chunk_tokens
 PROMPT = making.tokens(2 * SIZE + 1)
-BROKEN = Reason(Code.CHUNK_CHECKSUM, "damaged")
-BUSY = Reason(Cold.STORAGE, "too many open files")
+BROKEN = SnapshotReason(Code.CHUNK_CHECKSUM, "damaged")
+BUSY = SnapshotReason(MissReason.STORAGE, "too many open files")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def step(planner, *requests):
 
 def put(folder, count: int = 2, **made):
     chunks = [making.chunk(number) for number in range(count)]
-    source = Source(making.identity(), chunks, making.ledger(count), making.tokens(count * SIZE))
+    source = SnapshotSource(making.identity(), chunks, making.ledger(count), making.tokens(count * SIZE))
     return save(folder / f"{count}", source, made=made).path
 
 
@@ -104,7 +104,7 @@ def test_equal_prompts_whose_save_has_to_wait_are_planned_again(planner, vllm):
     for one in requests:
         begun(planner, one)
     (only,) = step(planner, *requests).saves
-    waiting = vllm.JobOutcome.failed(only.path, (Reason(Cold.LOAD_FAILED, "once more"),))
+    waiting = vllm.JobOutcome.failed(only.path, (SnapshotReason(MissReason.LOAD_FAILED, "once more"),))
     planner.learned(vllm.Outcomes(saves={only.request: waiting}))
     assert len(step(planner, requests[1]).saves) == 1
 
@@ -121,14 +121,14 @@ def test_damage_spoils_a_file_and_a_busy_disk_does_not(planner, vllm, tmp_path, 
 
 
 def test_a_waiting_request_looks_again_only_when_the_folder_has_changed(planner, tmp_path, monkeypatch):
-    looks, plain = [], Shelf.find
-    monkeypatch.setattr(Shelf, "find", lambda *given: looks.append(1) or plain(*given))
+    looks, plain = [], SnapshotIndex.find
+    monkeypatch.setattr(SnapshotIndex, "find", lambda *given: looks.append(1) or plain(*given))
     put(tmp_path, 1)
     one = request()
     assert [planner.matched(one, 0) for _ in range(3)] == 3 * [SIZE] and len(looks) == 1
     put(tmp_path, 2)
     assert [planner.matched(one, 0) for _ in range(3)] == 3 * [2 * SIZE] and len(looks) == 2
-    planner.shelf.spoil(tmp_path / "2", [BROKEN])
+    planner.index.spoil(tmp_path / "2", [BROKEN])
     assert planner.matched(one, 0) == SIZE and len(looks) == 3
 
 
@@ -166,7 +166,7 @@ class TestLossy:
     @pytest.fixture
     def path(self, planner, tmp_path):
         chunks = [making.gaussian(number, making.GEOMETRY) for number in range(2)]
-        source = Source(making.identity(), chunks, making.ledger(2), making.tokens(2 * SIZE))
+        source = SnapshotSource(making.identity(), chunks, making.ledger(2), making.tokens(2 * SIZE))
         return save(tmp_path / "lossy", source, coder=planner.context.coder).path
 
     def codes(self, planner, one, vllm) -> list[str]:

@@ -10,9 +10,9 @@ import pytest
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.core.recipe import Recipe
 from kvlab.kvstore.snapshot import read
-from kvlab.kvstore.snapshot.format import Header
+from kvlab.kvstore.snapshot.format import SnapshotHeader
 from kvlab.kvstore.snapshot.payload import CodedChunks
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.vllm.conftest import CHUNK, whole
 
 pytestmark = pytest.mark.engine
@@ -29,11 +29,11 @@ def saved(engine, prompts):
 
 def changed(path: Path, change) -> None:
     data = bytearray(path.read_bytes())
-    path.write_bytes(change(data, Header.read(bytes(data))) or data)
+    path.write_bytes(change(data, SnapshotHeader.read(bytes(data))) or data)
 
 
 def flipped(at):
-    def change(data: bytearray, header: Header) -> None:
+    def change(data: bytearray, header: SnapshotHeader) -> None:
         data[at(header)] ^= 4
 
     return change
@@ -105,7 +105,7 @@ def test_a_foreign_snapshot_is_no_match(engine, saved, code):
     other = identity.model_copy(update=change)
     size, dtype = other.geometry.chunk_tokens, other.geometry.torch_dtype
     chunks = [chunk[:, :, :, :size].to(dtype).contiguous() for chunk in chunks]
-    save(path, Source(other, chunks, ledger, tokens[: len(chunks) * size]))
+    save(path, SnapshotSource(other, chunks, ledger, tokens[: len(chunks) * size]))
     again = engine.generate(prompt, n=16)
     assert again["tokens"] == cold["tokens"] and again["counts"]["loads"] == 0
     assert [c for c, _ in again["said"][0]["reasons"]] == [code]
@@ -115,7 +115,7 @@ def test_a_foreign_snapshot_is_no_match(engine, saved, code):
 def test_a_coded_snapshot_is_no_match(engine, saved, evidence, codes):
     prompt, cold, path = saved
     with read.open(path) as snapshot:
-        source = Source(snapshot.manifest.identity, snapshot.load(), snapshot.ledger, snapshot.tokens)
+        source = SnapshotSource(snapshot.manifest.identity, snapshot.load(), snapshot.ledger, snapshot.tokens)
     recipe = Recipe(k=HadamardStream(bits=4), v=HadamardStream(bits=4))
     coder = CodedChunks(source.identity.geometry, recipe, placement="post_rope")
     save(path, source, coder=coder, evidence=evidence)

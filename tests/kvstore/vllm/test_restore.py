@@ -7,8 +7,8 @@ import torch
 
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot import read
-from kvlab.kvstore.snapshot.identity import Identity
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.identity import ContextIdentity
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvstore.vllm.conftest import CHUNK, whole
 
 pytestmark = pytest.mark.engine
@@ -76,7 +76,7 @@ def test_attention_reads_what_was_loaded(engine, prompts):
     (path,) = engine.files()
     with read.open(path) as snapshot:
         chunks = [chunk.flip(2).contiguous() for chunk in snapshot.load()]
-        source = Source(snapshot.manifest.identity, chunks, snapshot.ledger, snapshot.tokens)
+        source = SnapshotSource(snapshot.manifest.identity, chunks, snapshot.ledger, snapshot.tokens)
     save(path, source)
     warm = engine.generate(prompt)
     assert warm["counts"]["loads"] == 1 and warm["said"][0]["reasons"] == []
@@ -155,7 +155,7 @@ def test_what_the_manifest_says(engine, prompts):
     assert made["engine"].endswith("vllm") and "cpu" in made["device"] and "vllm" in made
     assert made["computed"] == "prefill"
     assert made["block_tokens"] == "32" and made["across_engines"] == "yes" and "CPU_ATTN" in made["attention"]
-    assert isinstance(identity, Identity) and identity.salt == "" and identity.geometry.chunk_tokens == CHUNK
+    assert isinstance(identity, ContextIdentity) and identity.salt == "" and identity.geometry.chunk_tokens == CHUNK
 
 
 def test_the_cache_cannot_be_reset_while_snapshots_serve_it(engine):

@@ -14,7 +14,7 @@ from kvlab.kvstore.hf.run import PagedRun
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.reasons import Code, refusal
-from kvlab.kvstore.snapshot.write import Source, save
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvlab_pipeline.studies.restore.arms import ARMS, CONSUME, DAMAGED, FOREIGN, OFF, Doubt, VariantRun
 from kvlab_pipeline.studies.restore.runner import PagedAttempt, conduct, flipped
 from kvstore.snapshot import making
@@ -31,7 +31,7 @@ def own(tmp_path) -> Path:
 @pytest.fixture
 def foreign(tmp_path) -> Path:
     payloads = (making.chunk(number) for number in range(2))
-    return save(tmp_path / "foreign", Source(making.identity(), payloads, making.ledger(2), [5] * 8)).path
+    return save(tmp_path / "foreign", SnapshotSource(making.identity(), payloads, making.ledger(2), [5] * 8)).path
 
 
 @dataclass

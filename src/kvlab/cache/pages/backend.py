@@ -60,7 +60,10 @@ class PagesBackend(CPUAttentionBackend):
             They were not set: the model was loaded past the plugin.
         """
         if spec.state_content_bytes is None:
-            raise CodecNotActive("a layer of the model has no coded pages, so its cache would hold something else")
+            raise CodecNotActive(
+                "a layer of the model has no coded pages, so its cache would hold something else",
+                code="not-active.no-pages",
+            )
         return spec
 
 
@@ -88,7 +91,9 @@ class PagesBuilder(AttentionMetadataBuilder[ServerStep]):
         found = getattr(common, SHARED, None)
         if found is None:
             if common.causal is not True:
-                raise CapabilityError("attention over coded pages is causal, and vLLM asked for another")
+                raise CapabilityError(
+                    "attention over coded pages is causal, and vLLM asked for another", code="capability.causal"
+                )
             sequences = common.num_reqs
             found = ServerStep.of(
                 common.query_start_loc[: sequences + 1].tolist(),
@@ -131,7 +136,7 @@ class PagesImpl(AttentionImpl):
         }
         for what, found in refused.items():
             if found:
-                raise CapabilityError(f"coded pages cannot serve a layer with {what}")
+                raise CapabilityError(f"coded pages cannot serve a layer with {what}", code="capability.attention")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
         self.kv_cache_dtype, self.sliding_window = kv_cache_dtype, -1
         self.pages: LayerPages | None = None
@@ -159,7 +164,7 @@ class PagesImpl(AttentionImpl):
     ) -> Tensor:
         """Attend from queries [tokens, heads, head_dim] to their sequences' pages, into `output`."""
         if output_scale is not None or output_block_scale is not None:
-            raise CapabilityError("coded pages cannot give an output that is quantised")
+            raise CapabilityError("coded pages cannot give an output that is quantised", code="capability.quantised")
         if attn_metadata is None:  # vLLM's warm-up, which holds no one's tokens
             return output.zero_()
         pages, step = self._pages(), attn_metadata
@@ -172,5 +177,8 @@ class PagesImpl(AttentionImpl):
 
     def _pages(self) -> LayerPages:
         if self.pages is None:
-            raise CodecNotActive("a layer was called before its pages were made ready; its cache would hold nothing")
+            raise CodecNotActive(
+                "a layer was called before its pages were made ready; its cache would hold nothing",
+                code="not-active.no-pages",
+            )
         return self.pages

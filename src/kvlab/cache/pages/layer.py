@@ -75,7 +75,8 @@ class LayerPages:
         if pages.dim() != 4 or pages.shape[1] != 1 or pages.shape[3] != self.bytes or pages.element_size() != 1:
             raise CodecNotActive(
                 f"layer {self.layer}: a token takes {self.bytes} bytes, and vLLM's pages are {list(pages.shape)} of"
-                f" {pages.dtype}"
+                f" {pages.dtype}",
+                code="not-active.page-shape",
             )
         return pages.view(-1, self.bytes)
 

@@ -66,7 +66,8 @@ def rotation_of(attention: nn.Module, head_dim: int) -> Rotation:
         held = "none" if table is None else f"one of shape {list(table.shape)}"
         raise CapabilityError(
             f"K is coded before its rotary embedding, and {type(rotary).__name__} holds no table of cosines and sines"
-            f" for {head_dim} dimensions that could turn it back (found {held}); {REMEDY}"
+            f" for {head_dim} dimensions that could turn it back (found {held}); {REMEDY}",
+            code="capability.unknown-rope",
         )
     found = Rotation(table)
     positions = torch.tensor(PROBED)
@@ -74,6 +75,9 @@ def rotation_of(attention: nn.Module, head_dim: int) -> Rotation:
     theirs = rotary(positions, k[0].clone(), k[0].clone())[1][None].float()
     ours = found.redo(k, positions)
     if not (ours - theirs).abs().max() <= TOLERANCE[table.dtype] * k.abs().max():  # NaN is refused too
-        raise CapabilityError(f"{type(rotary).__name__} turns K in another way than by halves; {REMEDY}")
+        raise CapabilityError(
+            f"{type(rotary).__name__} turns K in another way than by halves; {REMEDY}",
+            code="capability.rope-convention",
+        )
     refuse_lossy(RopeTurn(found.cos[positions], found.sin[positions]), ours)
     return found

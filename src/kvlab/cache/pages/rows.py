@@ -70,7 +70,8 @@ class LaidOut:
         if layout is None:
             raise CapabilityError(
                 f"codec {codec.recipe.codec!r} does not give each token of layer {site.layer} ({heads} heads of"
-                f" {head_dim}) whole bytes of its own, so no page can hold it; give klt, or another number of bits"
+                f" {head_dim}) whole bytes of its own, so no page can hold it; give klt, or another number of bits",
+                code="capability.no-rows",
             )
         self.like = whole
         self.parts = [

@@ -77,7 +77,8 @@ def prepare(config: VllmConfig) -> ReadyRecipe:
     if len(found.layers) != info.n_layers:
         raise CapabilityError(
             f"{PAGES_VARIABLE} cannot be honoured: the recipe codes {len(found.layers)} of {info.n_layers} layers, and"
-            " coded pages are those of all; leave `layers` out"
+            " coded pages are those of all; leave `layers` out",
+            code="capability.some-layers",
         )
     for stream in STREAMS:
         rows_of(found.codecs[stream], Site(0, 0, stream), info.n_kv_heads, info.head_dim)
@@ -101,7 +102,9 @@ class PagesWatch:
         ]
         self.forget()
         if missed:
-            raise CodecNotActive(f"coded pages were not what this pass used: {'; '.join(missed)}")
+            raise CodecNotActive(
+                f"coded pages were not what this pass used: {'; '.join(missed)}", code="not-active.pass"
+            )
         self.steps += 1
         self.tokens += tokens
 
@@ -176,7 +179,8 @@ def give_pages(model: torch.nn.Module, served: ReadyRecipe) -> list[LayerPages]:
         if not isinstance(impl, PagesImpl):
             raise CodecNotActive(
                 f"layer {layer} was loaded with {type(impl).__name__}, so its pages would not be coded;"
-                f" {PAGES_VARIABLE} must be set before the model is loaded"
+                f" {PAGES_VARIABLE} must be set before the model is loaded",
+                code="not-active.no-pages",
             )
         rows = [
             rows_of(served.codecs[stream], Site(0, layer, stream), info.n_kv_heads, info.head_dim, device)
@@ -210,7 +214,8 @@ def confirm(worker) -> None:
     if len(groups) != 1:
         raise CapabilityError(
             f"vLLM made {len(groups)} groups of KV caches of this model, and coded pages know one; this model cannot be"
-            f" served with {PAGES_VARIABLE}"
+            f" served with {PAGES_VARIABLE}",
+            code="capability.cache-groups",
         )
     watch.blocks = runner.kv_cache_config.num_blocks
     watch.block_size = groups[0].kv_cache_spec.block_size
@@ -218,7 +223,10 @@ def confirm(worker) -> None:
     for pages, attention in zip(watch.layers, attentions, strict=True):
         held, due = tuple(attention.kv_cache.shape), (watch.blocks, 1, watch.block_size, pages.bytes)
         if held != due or attention.kv_cache.element_size() != 1:
-            raise CodecNotActive(f"layer {pages.layer}: vLLM's pages are {held}, coded ones are {due} bytes")
+            raise CodecNotActive(
+                f"layer {pages.layer}: vLLM's pages are {held}, coded ones are {due} bytes",
+                code="not-active.page-shape",
+            )
     watch.canary = canary_kl(runner, attentions, watch.block_size)
     watch.forget()
     _say(watch)
@@ -281,10 +289,14 @@ def canary_kl(runner, attentions: Sequence[nn.Module], block_size: int) -> float
     allowed = max(TWO_PASSES[str(config.model_config.dtype).removeprefix("torch.")], SHARE * moved)
     if not apart <= allowed:
         raise CodecNotActive(
-            f"a token over coded pages differs by KL {apart:.1e} nats from one pass; allowed: {allowed:.0e}, rounding"
+            f"a token over coded pages differs by KL {apart:.1e} nats from one pass; allowed: {allowed:.0e}, rounding",
+            code="not-active.canary-differs",
         )
     if not moved >= CANARY_MIN:
-        raise CodecNotActive(f"zeroed pages move the logits by KL {moved:.1e} nats only; they are not what is read")
+        raise CodecNotActive(
+            f"zeroed pages move the logits by KL {moved:.1e} nats only; they are not what is read",
+            code="not-active.canary-unread",
+        )
     return moved
 
 

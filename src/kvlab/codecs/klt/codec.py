@@ -78,7 +78,8 @@ class KltCodec:
         if not isinstance(plan, Plan):
             raise CalibrationMismatch(
                 f"the calibration holds what decodes layer {site.layer} alone, and a tensor is to be encoded; give the"
-                " whole file that `kvlab calibrate` wrote"
+                " whole file that `kvlab calibrate` wrote",
+                code="calibration.decoder-only",
             )
         size, blocks, escaped = self.recipe.block_size, [], 0
         for start, stop in self._strips(x.shape[1]):
@@ -175,7 +176,8 @@ class KltCodec:
             return Plan.made(found, self.recipe, self.totals(layer, found), device)
         if float(found.bits) != self.recipe.bits:
             raise CalibrationMismatch(
-                f"the decoder's file is not for klt at {self.recipe.bits:g} bits; give the one that was written for it"
+                f"the decoder's file is not for klt at {self.recipe.bits:g} bits; give the one that was written for it",
+                code="calibration.other-bits",
             )
         return Synthesis(found, device)
 

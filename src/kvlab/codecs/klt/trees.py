@@ -39,7 +39,8 @@ class Trees:
         if len(values) != int(ends[-1]):
             raise CalibrationMismatch(
                 f"the decoder's tables hold {len(values)} values where their widths ask for {int(ends[-1])};"
-                " write the file again with `kvlab calibrate`"
+                " write the file again with `kvlab calibrate`",
+                code="calibration.table-size",
             )
         self.widths, self.values = widths, values.to(device)
         self.first = (ends - (1 << widths.flatten())).view_as(widths).to(device)

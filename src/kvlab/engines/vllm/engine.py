@@ -28,7 +28,10 @@ class VLLMEngine(Engine):
         super().__init__(info, dtype)
         for variable in (RECIPE_VARIABLE, PAGES_VARIABLE):
             if os.environ.get(variable):
-                raise CapabilityError(f"{variable} is set, so vLLM would code every pass once more; unset it")
+                raise CapabilityError(
+                    f"{variable} is set, so vLLM would code every pass once more; unset it",
+                    code="capability.coded-twice",
+                )
         self._loaded, self._followers = None, None
         if info.tensor_parallel == 1:
             self._loaded = Loaded(info, dtype, max_tokens, cache_dtype)

@@ -80,7 +80,8 @@ def found_out(layer: Any, cache: Tensor) -> CachePlaces:
     if not torch.equal(arrived[0][order], numbers) or not torch.equal(arrived, arrived[:1].expand_as(arrived)):
         raise CapabilityError(
             f"K and V cannot be read back here: {type(layer.impl).__name__} does not put each value of K and V into one"
-            " place of the cache, so they could not be read back"
+            " place of the cache, so they could not be read back",
+            code="capability.cache-places",
         )
     return CachePlaces(*order.view(2, tokens, width // 2))
 
@@ -94,7 +95,10 @@ def refuse_other(layer: Any, cache: Tensor, places: CachePlaces) -> None:
     one = torch.ones(tokens, dtype=torch.int64)
     for found, given in zip(places.read(blocks, one, torch.arange(tokens)), (k, v), strict=True):
         if not _same_bits(found, given.transpose(0, 1)):
-            raise CapabilityError("K and V cannot be read back here: the layers keep K and V in different places")
+            raise CapabilityError(
+                "K and V cannot be read back here: the layers keep K and V in different places",
+                code="capability.layers-differ",
+            )
 
 
 def _written(layer: Any, cache: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ MOST_EXACT = 2**53  # up to here a float holds every whole number
 
 
 @dataclass(frozen=True)
-class Column:
+class RowColumn:
     """One field of a row.
 
     Parameters
@@ -89,26 +89,26 @@ class Column:
         return self.name.upper() if self.group == "mechanism" else PREFIX + self.name.upper()
 
 
-def _mechanism(name: str, kind: type, text: str, **rest) -> Column:
-    return Column(name, kind, "mechanism", text, **rest)
+def _mechanism(name: str, kind: type, text: str, **rest) -> RowColumn:
+    return RowColumn(name, kind, "mechanism", text, **rest)
 
 
-def _identity(name: str, kind: type, text: str, **rest) -> Column:
-    return Column(name, kind, "identity", text, **rest)
+def _identity(name: str, kind: type, text: str, **rest) -> RowColumn:
+    return RowColumn(name, kind, "identity", text, **rest)
 
 
-def _measured(name: str, kind: type, text: str, **rest) -> Column:
-    return Column(name, kind, "measured", text, **rest)
+def _measured(name: str, kind: type, text: str, **rest) -> RowColumn:
+    return RowColumn(name, kind, "measured", text, **rest)
 
 
-def _observed(name: str, kind: type, text: str, **rest) -> Column:
-    return Column(name, kind, "observed", text, **rest)
+def _observed(name: str, kind: type, text: str, **rest) -> RowColumn:
+    return RowColumn(name, kind, "observed", text, **rest)
 
 
 # `keyed` names a configuration. Digests of model, corpus and code are left out: when one of them changes the row is
 # the same row, now stale, and a comparison of two runs shows it as changed instead of as gone and new. `run` and
 # `support_status` say where a row was kept and what is claimed of it, not what was measured.
-COLUMNS: tuple[Column, ...] = (
+COLUMNS: tuple[RowColumn, ...] = (
     # ---------------------------------------------------- published
     _mechanism(
         "mechanism",
@@ -212,4 +212,4 @@ QUANTITIES = tuple(
     or column.name in ("compression_ratio", "bits", "stored_span")
 )
 """What a row that has evidence may say only as its evidence says it."""
-BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}
+BY_NAME: dict[str, RowColumn] = {column.name: column for column in COLUMNS}

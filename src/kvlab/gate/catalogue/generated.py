@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, ConfigDict, WithJsonSchema, create_model
 
 from kvlab.core.settings import Frozen
-from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS, DECLARED, MOST_CHARACTERS, Column, Group
+from kvlab.gate.catalogue.columns import BY_NAME, COLUMNS, DECLARED, MOST_CHARACTERS, Group, RowColumn
 from kvlab.gate.catalogue.rows import EMBEDDED, EVIDENCE, fields
 from kvlab.gate.catalogue.strict import read_yaml
 from kvlab.gate.catalogue.values import CONTROL, OUTER_SPACE, RowError, Value, bounds, checked, parsed, shown
@@ -22,7 +22,7 @@ SQL_TYPES = {str: "TEXT", int: "INTEGER", bool: "INTEGER", float: "REAL"}
 JSON_TYPES = {str: "string", int: "integer", bool: "boolean", float: "number"}
 
 
-def declared(groups: tuple[Group, ...] = DECLARED) -> tuple[Column, ...]:
+def declared(groups: tuple[Group, ...] = DECLARED) -> tuple[RowColumn, ...]:
     """The columns of some groups; by default those that a person may state."""
     return tuple(column for column in COLUMNS if column.group in groups)
 
@@ -84,7 +84,7 @@ def from_config(mapping: Mapping[str, object]) -> dict[str, Value]:
 
 
 def flags(groups: tuple[Group, ...] = DECLARED) -> list[Parameter]:
-    """A parameter of a verb of the command line for each column of `groups`; `given` reads their values."""
+    """A parameter of a verb of the command line for each column of `groups`; `from_flags` reads their values."""
     from typer import Option
 
     found = []
@@ -102,12 +102,12 @@ def flags(groups: tuple[Group, ...] = DECLARED) -> list[Parameter]:
     return found
 
 
-def given(values: Mapping[str, Value]) -> dict[str, Value]:
+def from_flags(values: Mapping[str, Value]) -> dict[str, Value]:
     """The fields that flags declared; an empty one declares nothing."""
     return {name: value for name, value in values.items() if name in BY_NAME and value is not None}
 
 
-def _flag(column: Column) -> Callable[[str], Value]:
+def _flag(column: RowColumn) -> Callable[[str], Value]:
     from typer import BadParameter
 
     def value(text: str) -> Value:
@@ -125,7 +125,7 @@ class _Config(Frozen):
     model_config = ConfigDict(alias_generator=lambda name: name.replace("_", "-"), populate_by_name=True)
 
 
-def _held(column: Column, value: object) -> Value:
+def _validated(column: RowColumn, value: object) -> Value:
     """`checked` as pydantic calls it."""
     found = checked(column, value)
     if isinstance(found, Reason):
@@ -133,7 +133,7 @@ def _held(column: Column, value: object) -> Value:
     return found
 
 
-def column_schema(column: Column) -> dict:
+def column_schema(column: RowColumn) -> dict:
     """JSON schema of one column's values; null and the empty text say nothing, whatever the column's kind."""
     told = {"description": column.text + (f" [{column.unit}]" if column.unit else "")}
     if column.kind is not str:
@@ -155,7 +155,7 @@ MechanismConfig = create_model(
     **{
         column.name: (
             Annotated[
-                column.kind | None, BeforeValidator(partial(_held, column)), WithJsonSchema(column_schema(column))
+                column.kind | None, BeforeValidator(partial(_validated, column)), WithJsonSchema(column_schema(column))
             ],
             None,
         )

@@ -123,15 +123,12 @@ def read_rows(path: Path | str) -> list[Row]:
         try:
             rows.append(_row(entry, f"{path} row {number}"))
         except RowError as error:
-            reasons += [_numbered(number, reason) for reason in error.reasons]
+            for reason in error.reasons:
+                field = f"row {number}, {reason.field}" if reason.field else f"row {number}"
+                reasons.append(reason.model_copy(update={"field": field}))
     if reasons:
         raise RowError(reasons, str(path))
     return rows
-
-
-def _numbered(number: int, reason: Reason) -> Reason:
-    field = f"row {number}" + (f", {reason.field}" if reason.field else "")
-    return Reason(code=reason.code, field=field, said=reason.said)
 
 
 def _row(entry: object, source: str) -> Row:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from kvlab.core.errors import UserError, suggestion
-from kvlab.gate.catalogue.columns import MOST_CHARACTERS, MOST_EXACT, MOST_WHOLE, Column
+from kvlab.gate.catalogue.columns import MOST_CHARACTERS, MOST_EXACT, MOST_WHOLE, RowColumn
 from kvlab.gate.reasons import Reason
 
 Value = str | int | float | bool | None
@@ -54,7 +54,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
-def checked(column: Column, value: object) -> Value | Reason:
+def checked(column: RowColumn, value: object) -> Value | Reason:
     """The value as a row holds it, or the reason why a row cannot hold it.
 
     None and the empty text say nothing and are None. A whole number is a number too; nothing else changes its kind.
@@ -62,7 +62,9 @@ def checked(column: Column, value: object) -> Value | Reason:
     if value is None or (isinstance(value, str) and not value):
         return None
     if column.kind is float and type(value) is int:
-        return _whole_as_number(column, value)
+        if abs(value) > MOST_EXACT:
+            return _refused("value_out_of_range", column, value, f"a number; whole ones up to {MOST_EXACT}")
+        return _number(column, float(value))
     if not isinstance(value, column.kind) or (column.kind is not bool and isinstance(value, bool)):
         return _refused("value_kind", column, value, _allowed(column))
     if column.kind is str:
@@ -70,7 +72,7 @@ def checked(column: Column, value: object) -> Value | Reason:
     return value if column.kind is bool else _number(column, value)
 
 
-def parsed(column: Column, text: str) -> Value | Reason:
+def parsed(column: RowColumn, text: str) -> Value | Reason:
     """What a text from the environment or the command line stands for, or why it stands for nothing."""
     if text == "" or column.kind is str:
         return checked(column, text)
@@ -88,20 +90,14 @@ def parsed(column: Column, text: str) -> Value | Reason:
     return checked(column, int(text))
 
 
-def bounds(column: Column) -> tuple[float | None, float | None]:
+def bounds(column: RowColumn) -> tuple[float | None, float | None]:
     """Inclusive bounds of a number; a whole one fits a database's column anyway."""
     if column.kind is not int:
         return column.low, column.high
     return -MOST_WHOLE if column.low is None else column.low, MOST_WHOLE if column.high is None else column.high
 
 
-def _whole_as_number(column: Column, value: int) -> Value | Reason:
-    if abs(value) > MOST_EXACT:
-        return _refused("value_out_of_range", column, value, f"a number; whole ones up to {MOST_EXACT}")
-    return _number(column, float(value))
-
-
-def _number(column: Column, value: float) -> Value | Reason:
+def _number(column: RowColumn, value: float) -> Value | Reason:
     if isinstance(value, float) and not math.isfinite(value):
         return _refused("value_not_finite", column, value, _allowed(column))
     low, high = bounds(column)
@@ -110,7 +106,7 @@ def _number(column: Column, value: float) -> Value | Reason:
     return column.kind(value)
 
 
-def _text(column: Column, value: str) -> Value | Reason:
+def _text(column: RowColumn, value: str) -> Value | Reason:
     if len(value) > MOST_CHARACTERS:
         return _refused("value_too_long", column, value, f"at most {MOST_CHARACTERS} characters")
     if re.search(CONTROL, value):
@@ -123,7 +119,7 @@ def _text(column: Column, value: str) -> Value | Reason:
     return value
 
 
-def _allowed(column: Column) -> str:
+def _allowed(column: RowColumn) -> str:
     if column.choices:
         return ", ".join(column.choices) + (", or several joined by +" if column.joined else "")
     told = [_KINDS[column.kind]]
@@ -131,5 +127,5 @@ def _allowed(column: Column) -> str:
     return " ".join(told) + (f" ({column.unit})" if column.unit else "")
 
 
-def _refused(code: str, column: Column, value: object, allowed: str) -> Reason:
+def _refused(code: str, column: RowColumn, value: object, allowed: str) -> Reason:
     return Reason(code=code, field=column.name, said=f"is {shown(value)}; allowed: {allowed}")

@@ -20,11 +20,11 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import ConfigDict, Field
-from scipy.special import betaincinv, ndtri, stdtrit
+from scipy.special import betaincinv, ndtri
 
 from kvlab.core.errors import MixedIdentity, NonFinite
 from kvlab.core.settings import Frozen
-from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
+from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.skewed import upper_means
 
 ALPHA = 0.025  # how often either end of an interval may be wrong: the level at which a loss is certified
@@ -56,12 +56,6 @@ class Measure(Frozen):
     highs: Ends = ()
     gained: float | None = None
     lost: float | None = None
-
-    @classmethod
-    def of_estimate(cls, estimate: Estimate) -> Measure:
-        """From an interval over windows; the standard error is read off its half-width by Student's t."""
-        se = estimate.resolvable / float(stdtrit(max(1, estimate.n_windows - 1), 0.5 + CONFIDENCE / 2))
-        return cls(value=estimate.value, low=estimate.low, high=estimate.high, se=se, n=estimate.n_windows)
 
 
 def measured(
@@ -125,14 +119,19 @@ def paired(
 def _is_rate(rate: bool | None, *scores: np.ndarray) -> bool:
     possible = bool(np.isin(scores, (0, 1)).all())
     if rate and not all(((score >= 0) & (score <= 1)).all() for score in scores):
-        raise NonFinite("an item of a rate is answered, or not, or in part; its score is from 0 to 1")
+        raise NonFinite(
+            "an item of a rate is answered, or not, or in part; its score is from 0 to 1", code="non-finite.rate"
+        )
     return possible if rate is None else rate
 
 
 def _finite(scores) -> np.ndarray:
     scores = np.asarray(scores, dtype=np.float64)
     if scores.ndim != 1 or not scores.size or not np.isfinite(scores).all():
-        raise NonFinite(f"scores must be a row of finite numbers, one per item, not of shape {scores.shape}")
+        raise NonFinite(
+            f"scores must be a row of finite numbers, one per item, not of shape {scores.shape}",
+            code="non-finite.scores",
+        )
     return scores
 
 

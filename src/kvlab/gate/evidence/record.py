@@ -159,7 +159,10 @@ def build(**content) -> Evidence:
     unnamed = parse(content | {"evidence_id": ""})
     content_id = unnamed.content_id()
     if content_id is None:
-        raise NonFinite(f"evidence of {unnamed.quality_eval_id} would hold NaN or infinity and was not made")
+        raise NonFinite(
+            f"evidence of {unnamed.quality_eval_id} would hold NaN or infinity and was not made",
+            code="non-finite.evidence",
+        )
     return unnamed.model_copy(update={"evidence_id": content_id})
 
 
@@ -176,7 +179,7 @@ def parse(data: object) -> Evidence:
     try:
         return Evidence.model_validate(data)
     except ValidationError as error:
-        raise EvidenceError(f"this is no evidence: {_complaints(error)}") from None
+        raise EvidenceError(f"this is no evidence: {_complaints(error)}", code="evidence.fields") from None
 
 
 def well_formed(pieces: Iterable[object]) -> tuple[Evidence, ...]:
@@ -203,7 +206,7 @@ def read(path: Path | str) -> Evidence:
     try:
         return parse(read_json(path))
     except EvidenceError as error:
-        raise EvidenceError(f"{path}: {error}") from None
+        raise EvidenceError(f"{path}: {error}", code=error.code) from None
 
 
 def _complaints(error: ValidationError) -> str:

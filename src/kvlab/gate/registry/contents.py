@@ -38,7 +38,9 @@ class Registry:
     def describe(self) -> dict[str, list[dict]]:
         """Tables to print: ``mechanisms``, ``evals`` and ``metrics``, flat rows in the order of the files."""
         return {
-            "mechanisms": [_mechanism_row(entry) for entry in self.mechanisms.values()],
+            "mechanisms": [
+                {name: _cell(value) for name, value in entry.model_dump().items()} for entry in self.mechanisms.values()
+            ],
             "evals": [_eval_row(entry) for entry in self.evals.values()],
             "metrics": [
                 {"quality_eval_id": entry.quality_eval_id} | metric.model_dump()
@@ -46,10 +48,6 @@ class Registry:
                 for metric in entry.metrics
             ],
         }
-
-
-def _mechanism_row(entry: Mechanism) -> dict:
-    return {name: _cell(value) for name, value in entry.model_dump().items()}
 
 
 def _eval_row(entry: Eval) -> dict:

@@ -145,7 +145,10 @@ class _Checked:
             try:
                 yield place, model.model_validate(data)
             except ValidationError as error:
-                self._say(place, [_translated(problem, model) for problem in error.errors() if not _echo(problem)])
+                for problem in error.errors():
+                    # a list that is too short because its entries are refused: those are named already
+                    if problem["type"] != "too_short" or not problem["input"]:
+                        self._say(place, [_translated(problem, model)])
 
     def _repeated(self, raw: list, keys: tuple[str, ...], code: str) -> None:
         first: dict[tuple[str, ...], int] = {}
@@ -182,11 +185,6 @@ CODE_OF_FIELD = {
     "floor": "bad_margin",
     "band": "bad_band",
 }
-
-
-def _echo(problem: dict) -> bool:
-    """Whether pydantic only says that a list is too short because the entries in it, named already, are refused."""
-    return problem["type"] == "too_short" and bool(problem["input"])
 
 
 def _translated(problem: dict, model: type[RegistryEntry]) -> tuple[str, str, str]:

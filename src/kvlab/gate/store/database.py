@@ -18,12 +18,12 @@ PATIENCE = 1.0  # seconds at most to wait for the write-ahead log, which can do 
 # SQLite's primary result codes (sqlite.org/rescode.html)
 ERROR, BUSY, LOCKED, READONLY, IOERR, CORRUPT, FULL, CANTOPEN, NOTADB = 1, 5, 6, 8, 10, 11, 13, 14, 26
 REASONS = {
-    FULL: "the disk is full",
-    IOERR: "the disk cannot be read or written",
-    READONLY: "it may only be read",
-    CANTOPEN: "it cannot be opened",
-    NOTADB: "it is no SQLite database",
-    CORRUPT: "it is damaged",
+    FULL: ("storage.disk-full", "the disk is full"),
+    IOERR: ("storage.disk", "the disk cannot be read or written"),
+    READONLY: ("storage.read-only", "it may only be read"),
+    CANTOPEN: ("storage.cannot-read", "it cannot be opened"),
+    NOTADB: ("storage.no-database", "it is no SQLite database"),
+    CORRUPT: ("storage.damaged", "it is damaged"),
 }
 
 
@@ -34,7 +34,7 @@ class StoreLocked(StorageError):
 
 
 @dataclass(frozen=True)
-class Store:
+class RowStore:
     """An open store.
 
     Parameters
@@ -62,17 +62,17 @@ class Store:
         StorageError
             When the disk is full, the file may only be read, or the like.
         """
-        with _told(self.path, self.timeout), migrations.transaction(self.connection):
+        with _errors_in_one_line(self.path, self.timeout), migrations.transaction(self.connection):
             yield self.connection
 
     def select(self, statement: str, values: Sequence = ()) -> list[tuple]:
         """All rows that a statement gives, as of one moment."""
-        with _told(self.path, self.timeout):
+        with _errors_in_one_line(self.path, self.timeout):
             return self.connection.execute(statement, values).fetchall()
 
 
 @contextmanager
-def open_store(path: Path | str, timeout: float = TIMEOUT, create: bool = False) -> Iterator[Store]:
+def open_store(path: Path | str, timeout: float = TIMEOUT, create: bool = False) -> Iterator[RowStore]:
     """Open a store and close it again; an older database is upgraded in place first.
 
     Parameters
@@ -93,24 +93,26 @@ def open_store(path: Path | str, timeout: float = TIMEOUT, create: bool = False)
         The database is left as it was.
     """
     path = Path(path)
-    with _told(path, timeout), closing(_connect(path, timeout, create)) as connection:
+    with _errors_in_one_line(path, timeout), closing(_connect(path, timeout, create)) as connection:
         try:
             migrations.upgrade(connection)
         except StorageError as error:
-            raise StorageError(f"cannot use {path}: {error}") from None
+            raise StorageError(f"cannot use {path}: {error}", code=error.code) from None
         _log_ahead(connection, min(timeout, PATIENCE))
-        yield Store(path, connection, timeout)
+        yield RowStore(path, connection, timeout)
 
 
 def _connect(path: Path, timeout: float, create: bool) -> sqlite3.Connection:
     if create:
         _make_folder(path.parent)
     elif (why := absence(path)) is not None:
-        raise StorageError(f"there is no store at {path}: {why}; `kvlab gate ingest` makes one")
+        raise StorageError(
+            f"there is no store at {path}: {why}; `kvlab gate ingest` makes one", code="storage.no-store"
+        )
     if path.is_dir():
-        raise StorageError(f"cannot use {path}: it is a folder; name the store's file")
+        raise StorageError(f"cannot use {path}: it is a folder; name the store's file", code="storage.no-file")
     if not create and path.is_file() and not path.stat().st_size:  # SQLite would take it, and write into it
-        raise StorageError(f"cannot use {path}: it is empty; `kvlab gate ingest` makes a store")
+        raise StorageError(f"cannot use {path}: it is empty; `kvlab gate ingest` makes a store", code="storage.empty")
     address = f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
     connection = sqlite3.connect(address, uri=True, timeout=timeout, isolation_level=None)
     connection.execute("PRAGMA foreign_keys = ON")
@@ -122,7 +124,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"cannot make {folder}: {error.strerror}") from None
+        raise StorageError(f"cannot make {folder}: {error.strerror}", code="storage.cannot-write") from None
 
 
 def _log_ahead(connection: sqlite3.Connection, patience: float) -> None:
@@ -147,7 +149,7 @@ def _log_ahead(connection: sqlite3.Connection, patience: float) -> None:
 
 
 @contextmanager
-def _told(path: Path, timeout: float) -> Iterator[None]:
+def _errors_in_one_line(path: Path, timeout: float) -> Iterator[None]:
     """A failure of the file or the disk in one line; mistakes of this program stay what they are."""
     try:
         yield
@@ -158,8 +160,8 @@ def _told(path: Path, timeout: float) -> Iterator[None]:
             raise StoreLocked(
                 f"{path} is locked by another process, {timeout:g} s were not enough; nothing was changed, try again"
             ) from error
-        reason = REASONS.get(_code(error), str(error))
-        raise StorageError(f"cannot use {path}: {reason}; nothing was changed") from error
+        code, reason = REASONS.get(_code(error), ("storage.sqlite", str(error)))
+        raise StorageError(f"cannot use {path}: {reason}; nothing was changed", code=code) from error
 
 
 def _code(error: sqlite3.Error) -> int:

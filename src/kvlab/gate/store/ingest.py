@@ -21,7 +21,7 @@ from kvlab.gate.catalogue.values import RowError, checked, shown
 from kvlab.gate.check import Claim, GateReport
 from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.reasons import Reason
-from kvlab.gate.store.database import Store
+from kvlab.gate.store.database import RowStore
 from kvlab.gate.store.migrations import PUBLISHED_TABLE, quoted
 
 # What the store keeps of a claim of the gate: what it was judged against, the tier, the status, the reasons, and how
@@ -79,7 +79,10 @@ def recorded(claim: Claim, report: GateReport) -> ClaimRecord:
         return ClaimRecord(*said, None, None, None, reasons)
     worst = max(judged, key=_share)
     if not (math.isfinite(_share(worst)) and math.isfinite(worst.loss)):
-        raise NonFinite(f"the loss of {worst.key} of row {claim.row['row_id']!r} is {worst.loss}, up to {worst.high}")
+        raise NonFinite(
+            f"the loss of {worst.key} of row {claim.row['row_id']!r} is {worst.loss}, up to {worst.high}",
+            code="non-finite.loss",
+        )
     return ClaimRecord(*said, worst.key, worst.loss, _share(worst), reasons)
 
 
@@ -164,12 +167,12 @@ def prepared(rows: Sequence[Row], report: GateReport, run: str | None = None) ->
     return Batch(entries, _claims(report, entries))
 
 
-def ingest(store: Store, batch: Batch, replace: bool = False) -> Ingested:
+def ingest(store: RowStore, batch: Batch, replace: bool = False) -> Ingested:
     """Put rows into an open store, and what the gate claims of them, in one transaction.
 
     Parameters
     ----------
-    store : Store
+    store : RowStore
     batch : Batch
     replace : bool
         Whether other content under the same run and `row_id`, or another claim, is replaced.
@@ -188,9 +191,9 @@ def ingest(store: Store, batch: Batch, replace: bool = False) -> Ingested:
         other = [entry for place, entry in batch.entries.items() if known.get(place, entry.digest) != entry.digest]
         disagreeing = _disagreements(connection, batch.claims)
         if other and not replace:
-            raise UserError(_refusal(other))
+            raise UserError(_refusal(other), code="user.other-content")
         if disagreeing and not replace:
-            raise UserError(_refusal_of_claims(disagreeing))
+            raise UserError(_refusal_of_claims(disagreeing), code="user.other-judgement")
         _remove(connection, other)
         _add(connection, [*new, *other])
         written = _put_claims(connection, batch.claims)
@@ -218,9 +221,11 @@ def _run_name(run: object, source: str) -> str:
     if isinstance(name, Reason):
         raise RowError([name], source)
     if name is None:
-        raise UserError(f"{source or 'a row'} names no run; give one with --run")
+        raise UserError(f"{source or 'a row'} names no run; give one with --run", code="user.no-run")
     if name == PUBLISHED_TABLE:
-        raise UserError(f"the run {name!r} is that of the published study's table; choose another name")
+        raise UserError(
+            f"the run {name!r} is that of the published study's table; choose another name", code="user.published-run"
+        )
     return name
 
 
@@ -228,7 +233,7 @@ def _json(value: object, what: str) -> str:
     try:
         return canonical(value)
     except (ValueError, TypeError) as error:
-        raise NonFinite(f"{what} is no JSON: {error}") from None
+        raise NonFinite(f"{what} is no JSON: {error}", code="non-finite.json") from None
 
 
 def _by_place(entries: list[StoredRow]) -> dict[Place, StoredRow]:
@@ -239,7 +244,8 @@ def _by_place(entries: list[StoredRow]) -> dict[Place, StoredRow]:
         if first.digest != entry.digest:
             raise UserError(
                 f"{entry.source or 'a row'} and {first.source or 'another'} are both row {entry.place[1]!r} of run "
-                f"{entry.place[0]!r} and differ; give each a row_id of its own, or one only"
+                f"{entry.place[0]!r} and differ; give each a row_id of its own, or one only",
+                code="user.row-twice",
             )
     return found
 
@@ -274,10 +280,15 @@ def _claims(report: GateReport, entries: Mapping[Place, StoredRow]) -> dict[Plac
     for claim in report.claims:
         name = claim.row["run"], claim.row["row_id"]
         if name not in places:
-            raise UserError(f"a claim is of row {name[1]!r} of run {name[0]!r}, which is not among these rows")
+            raise UserError(
+                f"a claim is of row {name[1]!r} of run {name[0]!r}, which is not among these rows",
+                code="user.claim-of-no-row",
+            )
         record = recorded(claim, report)
         if found.setdefault(places[name], record) != record:
-            raise UserError(f"two claims of row {name[1]!r} of run {name[0]!r} differ; give one")
+            raise UserError(
+                f"two claims of row {name[1]!r} of run {name[0]!r} differ; give one", code="user.claim-twice"
+            )
     return found
 
 
@@ -345,7 +356,7 @@ def _put_claims(connection: sqlite3.Connection, claims: Mapping[Place, ClaimReco
 # -------------------------------------------------------------------------------------- back out
 
 
-def stored_rows(store: Store, run: str) -> list[Row]:
+def stored_rows(store: RowStore, run: str) -> list[Row]:
     """A run's rows as they were ingested, by `row_id`, for the gate to judge again; none when there is no such run.
 
     The store does not tell a mechanism that was null from one that was absent: both come back absent, which declares

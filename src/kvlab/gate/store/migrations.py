@@ -130,14 +130,20 @@ def _up_to_date(connection: sqlite3.Connection) -> bool:
 
 def _recognised_version(connection: sqlite3.Connection) -> int:
     """The schema's version; databases that this program must not touch are refused."""
-    version, application = (_pragma(connection, name) for name in ("user_version", "application_id"))
+    version, application = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id")
+    )
     if version > len(MIGRATIONS):
         raise StorageError(
-            f"the database has schema {version}, this kvlab knows up to {len(MIGRATIONS)}; use the kvlab that wrote it"
+            f"the database has schema {version}, this kvlab knows up to {len(MIGRATIONS)}; use the kvlab that wrote it",
+            code="storage.newer-schema",
         )
     known = application == APPLICATION if version else not _tables(connection) or _has_published_table(connection)
     if version < 0 or not known:
-        raise StorageError("the database is another program's, neither a store of kvlab nor the published study's")
+        raise StorageError(
+            "the database is another program's, neither a store of kvlab nor the published study's",
+            code="storage.other-program",
+        )
     return version
 
 
@@ -176,10 +182,6 @@ def _has_published_table(connection: sqlite3.Connection) -> bool:
 def _tables(connection: sqlite3.Connection) -> set[str]:
     query = "SELECT lower(name) FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
     return {name for (name,) in connection.execute(query)}
-
-
-def _pragma(connection: sqlite3.Connection, name: str) -> int:
-    return connection.execute(f"PRAGMA {name}").fetchone()[0]
 
 
 def quoted(name: str) -> str:

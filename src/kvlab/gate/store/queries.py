@@ -12,7 +12,7 @@ import polars as pl
 from kvlab.core.errors import CapabilityError, StorageError, UnknownName
 from kvlab.core.records import write_table
 from kvlab.gate.catalogue.columns import COLUMNS
-from kvlab.gate.store.database import Store
+from kvlab.gate.store.database import RowStore
 from kvlab.gate.store.migrations import PUBLISHED_TABLE, quoted
 from kvlab.gate.store.selection import CERTIFIED, condition, everything, groups, listed, published_columns, schema
 
@@ -44,7 +44,7 @@ SUMMARIES = {
 
 
 def query(
-    store: Store,
+    store: RowStore,
     where: Mapping[str, object] | None = None,
     group_by: Sequence[str] = (),
     best: str | None = None,
@@ -54,7 +54,7 @@ def query(
 
     Parameters
     ----------
-    store : Store
+    store : RowStore
         Open.
     where : mapping
         Column to value, to a list of values, or to None for rows that do not say; a text is read as the column's kind.
@@ -64,8 +64,8 @@ def query(
         A measure: of each group (of everything, without `group_by`) the one row where it is best, whole. Rows without
         it take no part; of equals the first by run and `row_id`.
     certified_only : bool
-        Whether only rows that have earned the tier ``supported`` are looked at. What is not judged (`Column.judged`) is
-        left out of them: it is not certified with the rest.
+        Whether only rows that have earned the tier ``supported`` are looked at. What is not judged (`RowColumn.judged`)
+        is left out of them: it is not certified with the rest.
 
     Returns
     -------
@@ -86,7 +86,9 @@ def query(
     wanted, values = condition(where or {}, certified_only)
     if best in UNJUDGED:
         raise CapabilityError(
-            f"{best} is not judged: no evidence says what it is, so nothing is chosen by it; allowed: {', '.join(BEST)}"
+            f"{best} is not judged: no evidence says what it is, so nothing is chosen by it;"
+            f" allowed: {', '.join(BEST)}",
+            code="capability.unjudged",
         )
     if names and best is None:
         return _grouped(store, names, wanted, values)
@@ -99,7 +101,7 @@ def query(
     return found.drop(UNJUDGED) if certified else found
 
 
-def export(store: Store, path: Path | str, where: Mapping[str, object] | None = None) -> pl.DataFrame:
+def export(store: RowStore, path: Path | str, where: Mapping[str, object] | None = None) -> pl.DataFrame:
     """Write all rows, or those that `where` names, as parquet; what was written.
 
     Raises
@@ -109,18 +111,20 @@ def export(store: Store, path: Path | str, where: Mapping[str, object] | None = 
     """
     own = store.path.resolve()
     if Path(path).resolve() in [own.with_name(own.name + ending) for ending in OWN_FILES]:
-        raise StorageError(f"{path} is the store itself, or a part of it; choose another file to export to")
+        raise StorageError(
+            f"{path} is the store itself, or a part of it; choose another file to export to", code="storage.own-file"
+        )
     table = query(store, where)
     write_table(path, table)
     return table
 
 
-def diff(store: Store, run_a: str, run_b: str) -> pl.DataFrame:
+def diff(store: RowStore, run_a: str, run_b: str) -> pl.DataFrame:
     """What changed from one run to another.
 
     Parameters
     ----------
-    store : Store
+    store : RowStore
         Open.
     run_a, run_b : str
         Before and after.
@@ -147,7 +151,7 @@ def diff(store: Store, run_a: str, run_b: str) -> pl.DataFrame:
     return pl.DataFrame(list(lines), schema=dict.fromkeys(shown, pl.String()), orient="row")
 
 
-def runs(store: Store) -> list[str]:
+def runs(store: RowStore) -> list[str]:
     """Names of the runs in the store; the published study's table is one."""
     found = [name for (name,) in store.select("SELECT run FROM runs ORDER BY run")]
     return [*found, PUBLISHED_TABLE] if published_columns(store) else found
@@ -156,7 +160,7 @@ def runs(store: Store) -> list[str]:
 # ----------------------------------------------------------------------------------------- parts
 
 
-def _best(store: Store, names: Sequence[str], best: str, wanted: str, values: Sequence) -> pl.DataFrame:
+def _best(store: RowStore, names: Sequence[str], best: str, wanted: str, values: Sequence) -> pl.DataFrame:
     if best not in BEST:
         raise UnknownName("measure that can be best", best, BEST)
     each = f"PARTITION BY {listed(names)} " if names else ""
@@ -170,7 +174,7 @@ def _best(store: Store, names: Sequence[str], best: str, wanted: str, values: Se
     return _frame(store, statement, values, schema())
 
 
-def _grouped(store: Store, names: Sequence[str], wanted: str, values: Sequence) -> pl.DataFrame:
+def _grouped(store: RowStore, names: Sequence[str], wanted: str, values: Sequence) -> pl.DataFrame:
     keys = list(dict.fromkeys([*names, *QUALITY_KEYS]))
     summaries = ", ".join(f"{function}(e.{quoted(name)})" for function, name in SUMMARIES.values())
     statement = (
@@ -181,7 +185,7 @@ def _grouped(store: Store, names: Sequence[str], wanted: str, values: Sequence) 
     return _frame(store, statement, values, kinds)
 
 
-def _frame(store: Store, statement: str, values: Sequence, kinds: Mapping[str, pl.DataType]) -> pl.DataFrame:
+def _frame(store: RowStore, statement: str, values: Sequence, kinds: Mapping[str, pl.DataType]) -> pl.DataFrame:
     return pl.DataFrame(store.select(statement, values), schema=dict(kinds), orient="row")
 
 
@@ -191,8 +195,8 @@ def _changes(old: Mapping | None, new: Mapping | None) -> Iterable[tuple]:
     if old is None or new is None:
         return [(*head, "added" if old is None else "gone", None, None, None)]
     changed = [name for name in row if name != "run" and old[name] != new[name]]
-    return [(*head, "changed", name, _told(old[name]), _told(new[name])) for name in changed]
+    return [(*head, "changed", name, _json(old[name]), _json(new[name])) for name in changed]
 
 
-def _told(value: object) -> str | None:
+def _json(value: object) -> str | None:
     return None if value is None else json.dumps(value)

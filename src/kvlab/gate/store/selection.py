@@ -15,7 +15,7 @@ from kvlab.core.errors import UnknownName
 from kvlab.gate.catalogue import BY_NAME, PUBLISHED_NAMES, STATUSES, TIERS, groupable, sql_columns
 from kvlab.gate.catalogue.values import RowError, Value, checked, parsed
 from kvlab.gate.reasons import Reason
-from kvlab.gate.store.database import Store
+from kvlab.gate.store.database import RowStore
 from kvlab.gate.store.migrations import PUBLISHED_TABLE, columns, quoted
 
 CERTIFIED = TIERS[0]
@@ -48,7 +48,7 @@ def listed(names: Iterable[str]) -> str:
 # ---------------------------------------------------------------------------------- all the rows
 
 
-def everything(store: Store) -> str:
+def everything(store: RowStore) -> str:
     """Both tables of rows as one, for a FROM clause, under the alias ``e``."""
     wanted = [f"r.{quoted(name)}" for name, _ in sql_columns()] + [f"c.{quoted(name)}" for name, _ in QUALITY]
     own = f"SELECT {', '.join(wanted)} FROM rows r LEFT JOIN claims c ON c.run = r.run AND c.row_id = r.row_id"
@@ -56,7 +56,7 @@ def everything(store: Store) -> str:
     return f"({own} UNION ALL {_published(present)}) e" if present else f"({own}) e"
 
 
-def published_columns(store: Store) -> set[str]:
+def published_columns(store: RowStore) -> set[str]:
     """The columns of the published study's table, in lower case; empty in a store that does not hold it."""
     return columns(store.connection, PUBLISHED_TABLE)
 

@@ -12,7 +12,7 @@ from kvlab.kvstore.hf.run import PagedRun
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """In what a warm run differs from the cold one.
 
     Attributes
@@ -39,7 +39,7 @@ class Comparison:
     steps: int
 
 
-def compare(cold: PagedRun, warm: PagedRun, steps: int) -> Comparison:
+def compare(cold: PagedRun, warm: PagedRun, steps: int) -> RunComparison:
     """Decode both greedily and look at every step; both runs go on by that.
 
     Parameters
@@ -56,18 +56,18 @@ def compare(cold: PagedRun, warm: PagedRun, steps: int) -> Comparison:
     """
     counted("steps", steps, least=1)
     if cold.tokens != warm.tokens or cold.logits is None or warm.logits is None:
-        raise UserError("only runs after the same prefilled tokens can be compared")
+        raise UserError("only runs after the same prefilled tokens can be compared", code="user.other-tokens")
     steps = min(steps, 1 + cold.model.info.max_positions - len(cold.tokens))
     noise, same_pool = 0.0, True
     for step in range(steps):
         noise = max(noise, float((cold.logits - warm.logits).abs().max()))
         same_pool = same_pool and cold.pager.resident == warm.pager.resident
         if int(cold.logits.argmax()) != int(warm.logits.argmax()):
-            return Comparison(False, noise, step, margin(cold.logits), same_pool, step + 1)
+            return RunComparison(False, noise, step, margin(cold.logits), same_pool, step + 1)
         if step + 1 < steps:
             cold.decode(1)
             warm.decode(1)
-    return Comparison(True, noise, None, None, same_pool, steps)
+    return RunComparison(True, noise, None, None, same_pool, steps)
 
 
 def margin(logits: Tensor) -> float:

@@ -18,7 +18,7 @@ from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.paging.residency import Policy
-from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity
+from kvlab.kvstore.snapshot.identity import CodecIdentity, ContextIdentity
 from kvlab.kvstore.snapshot.manifest import Manifest
 from kvlab.kvstore.snapshot.read import Snapshot
 
@@ -58,7 +58,7 @@ def pool_salt(salt: str, config: PagerConfig, policy: Policy, every: int) -> str
 
 def expected(
     snapshot: Snapshot, model: PagedModel, config: PagerConfig, own: tuple[str, str], codec: CodecIdentity | None
-) -> Identity:
+) -> ContextIdentity:
     """The identity that a snapshot has to have for a run to go on from it.
 
     Parameters

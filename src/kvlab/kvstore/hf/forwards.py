@@ -170,7 +170,7 @@ class Forwards:
             When the model has too few positions.
         """
         if self._last is None:
-            raise UserError("there are no logits to decode from; prefill at least one token")
+            raise UserError("there are no logits to decode from; prefill at least one token", code="user.no-logits")
         self._refuse_broken()
         refuse_length(self.model, len(self.tokens) + counted("n", n, least=1))
         written, logits = [], []
@@ -213,7 +213,9 @@ class Forwards:
 
     def _refuse_broken(self) -> None:
         if self.pager.length != len(self.tokens):
-            raise PagerError("a forward of this run has failed midway, and it cannot go on; begin another")
+            raise PagerError(
+                "a forward of this run has failed midway, and it cannot go on; begin another", code="pager.broken-run"
+            )
 
     def _parts(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         """What each forward takes: what is missing of a chunk, then a chunk at a time."""
@@ -322,7 +324,7 @@ class PagedCache(Cache):
         """
         batch, _, n, _ = key_states.shape
         if batch != 1:
-            raise CapabilityError(f"a paged cache holds one sequence; the forward has {batch}")
+            raise CapabilityError(f"a paged cache holds one sequence; the forward has {batch}", code="capability.batch")
         self.pager.write(layer_idx, self.pager.length - n, key_states[0], value_states[0])
         rows = self.pager.gather(layer_idx, self.order)
         return rows.k[None], rows.v[None]

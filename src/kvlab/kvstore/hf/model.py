@@ -20,7 +20,7 @@ from kvlab.engines.hf.engine import HFEngine
 from kvlab.engines.hooks import attention_layers
 from kvlab.kvstore.hf.queries import LastQueries
 from kvlab.kvstore.paging.geometry import DTYPES, Geometry, named
-from kvlab.kvstore.snapshot.identity import Identity, identity_of, rope_of
+from kvlab.kvstore.snapshot.identity import ContextIdentity, identity_of, rope_of
 
 
 class PagedModel:
@@ -95,12 +95,12 @@ class PagedModel:
         info = self.info
         return Geometry(info.n_layers, info.n_kv_heads, info.head_dim, self.dtype, chunk_tokens)
 
-    def identity(self, chunk_tokens: int = 64, salt: str = "") -> Identity:
+    def identity(self, chunk_tokens: int = 64, salt: str = "") -> ContextIdentity:
         """Whose K and V these are, with the rotary embedding that runs, whatever config.json says."""
         return self._identity.model_copy(update={"geometry": self.geometry(chunk_tokens), "salt": salt})
 
     @cached_property
-    def _identity(self) -> Identity:
+    def _identity(self) -> ContextIdentity:
         """As the files were when it was first asked for."""
         return identity_of(self.info, self.dtype, rope=rope_of(self.model.config.to_dict()))
 
@@ -170,7 +170,9 @@ class PagedModel:
             )
         logits = output.logits[0].float()
         if not bool(torch.isfinite(logits).all()):
-            raise NonFinite(f"a logit after tokens {start} to {start + len(tokens)} is NaN or infinite")
+            raise NonFinite(
+                f"a logit after tokens {start} to {start + len(tokens)} is NaN or infinite", code="non-finite.logit"
+            )
         return logits
 
 
@@ -197,16 +199,18 @@ def refuse_tokens(model: PagedModel, tokens: Sequence[int], earlier: int = 0) ->
         They are more than the model has positions for.
     """
     if not len(tokens):
-        raise UserError("no tokens were given; a forward takes at least one")
+        raise UserError("no tokens were given; a forward takes at least one", code="user.no-tokens")
     if bad := [token for token in tokens if not 0 <= token < model.info.vocab_size]:
-        raise UserError(f"token {bad[0]} is none of the model's {model.info.vocab_size}")
+        raise UserError(f"token {bad[0]} is none of the model's {model.info.vocab_size}", code="user.no-such-token")
     refuse_length(model, earlier + len(tokens))
 
 
 def refuse_length(model: PagedModel, length: int) -> None:
     """`ModelError` when a context would be longer than the model has positions for."""
     if length > model.info.max_positions:
-        raise ModelError(f"{length} tokens are more than the model's {model.info.max_positions} positions")
+        raise ModelError(
+            f"{length} tokens are more than the model's {model.info.max_positions} positions", code="model.too-long"
+        )
 
 
 # Which loaded models may be paged, and their K and V saved as those of their files.
@@ -229,37 +233,48 @@ def refuse_unfit(model: nn.Module, info: ModelInfo) -> None:
         raise CapabilityError(
             f"the loaded model is {type(model).__name__} with {found.layers} layers of {found.heads} KV heads of "
             f"{found.head_dim}, {info.path} is {info.architecture} with {wanted.layers} of {wanted.heads} of "
-            f"{wanted.head_dim}; give the folder that it was loaded from"
+            f"{wanted.head_dim}; give the folder that it was loaded from",
+            code="capability.other-model",
         )
     attention, kind = model.config._attn_implementation, rope_of(model.config.to_dict())["rope_type"]
     if attention not in MASKABLE:
         raise CapabilityError(
             f"attention {attention!r} takes no mask of its own for every row, which a paged cache needs;"
-            f" allowed: {', '.join(MASKABLE)}"
+            f" allowed: {', '.join(MASKABLE)}",
+            code="capability.no-mask",
         )
     if kind in CHANGING:
         raise CapabilityError(
             f"rope type {kind!r} changes its frequencies with the length, so that a stored K is no longer what the"
-            " model would compute; it cannot be paged"
+            " model would compute; it cannot be paged",
+            code="capability.moving-rope",
         )
     if model.training:
-        raise CapabilityError("the model is in training mode, where dropout may change what it computes; call eval()")
-    if named(model.dtype) not in DTYPES:
-        raise CapabilityError(f"the model computes in {named(model.dtype)}; allowed: {', '.join(DTYPES)}")
-    if others := list(_other_weights(model)):
         raise CapabilityError(
-            f"{others[0]}, so that what it computes is not what the files of {info.path} say; load the model as they"
-            " are, and merge an adapter into files of its own"
+            "the model is in training mode, where dropout may change what it computes; call eval()",
+            code="capability.training",
+        )
+    if named(model.dtype) not in DTYPES:
+        raise CapabilityError(
+            f"the model computes in {named(model.dtype)}; allowed: {', '.join(DTYPES)}", code="capability.dtype"
+        )
+    if found := next(_other_weights(model), None):
+        code, sign = found
+        raise CapabilityError(
+            f"{sign}, so that what it computes is not what the files of {info.path} say; load the model as they are,"
+            " and merge an adapter into files of its own",
+            code=code,
         )
 
 
-def _other_weights(model: nn.Module) -> Iterator[str]:
-    """Signs that the model does not compute by the weights of its files, as they are."""
+def _other_weights(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Signs that the model does not compute by the weights of its files, as they are: a code, and in words."""
     if getattr(model.config, "quantization_config", None) is not None:
-        yield "the model is quantised, as its configuration says"
+        yield "capability.quantised", "the model is quantised, as its configuration says"
     for name, module in model.named_modules():
         if not f"{type(module).__module__}.".startswith(OWN):
-            yield f"layer {name or 'the whole'} is a {type(module).__qualname__} of another library"
+            sign = f"layer {name or 'the whole'} is a {type(module).__qualname__} of another library"
+            yield "capability.other-layers", sign
     for name, weight in model.named_parameters():
         if not weight.is_floating_point():
-            yield f"the weight {name} is {named(weight.dtype)}"
+            yield "capability.other-weights", f"the weight {name} is {named(weight.dtype)}"

@@ -74,7 +74,9 @@ class LastQueries:
         """
         missing = [layer for layer, seen in enumerate(self._seen) if seen is None]
         if missing:
-            raise CapabilityError(f"layer {missing[0]} has shown no query; nothing can be scored by it")
+            raise CapabilityError(
+                f"layer {missing[0]} has shown no query; nothing can be scored by it", code="capability.no-query"
+            )
         queries = torch.stack(self._seen)
         turn = turns(self._rotary, torch.tensor([[position]], device=queries.device), queries)[0]
         return turn.redo(queries.flatten(0, 1)[:, None], 0).view(queries.shape).cpu()
@@ -111,7 +113,7 @@ def attention_mass(queries: Tensor, keys: Tensor, chunk_tokens: int, scaling: fl
     """
     layers, heads, tokens, dim = keys.shape
     if queries.shape[0] != layers or queries.shape[2] != dim or queries.shape[1] % heads or not tokens:
-        raise LayoutMismatch(f"queries {list(queries.shape)} do not fit keys {list(keys.shape)}")
+        raise LayoutMismatch(f"queries {list(queries.shape)} do not fit keys {list(keys.shape)}", code="layout.queries")
     grouped = queries.double().unflatten(1, (heads, -1))
     scores = grouped @ keys.double().transpose(-1, -2) * scaling
     mass = scores.softmax(-1).mean((0, 1, 2))

@@ -25,7 +25,7 @@ from kvlab.kvstore.snapshot.manifest import Manifest
 from kvlab.kvstore.snapshot.numerics import differing, mixed
 from kvlab.kvstore.snapshot.payload import ChunkCoder
 from kvlab.kvstore.snapshot.read import Snapshot
-from kvlab.kvstore.snapshot.write import Saved, Source, save
+from kvlab.kvstore.snapshot.write import Saved, SnapshotSource, save
 
 __all__ = ["Decoded", "PagedRun"]
 
@@ -110,12 +110,13 @@ class PagedRun(Forwards):
         asked = len(self.tokens) if upto is None else counted("upto", upto)
         upto = self.exact if upto is None else geometry.floor(upto)
         if upto > self.exact or (self.chain and not self.exact):
+            code, why = self._inexact()
             raise UserError(
-                f"{asked} tokens cannot be saved, at most {self.exact}: {self._inexact()}; prefill them in a run of"
-                " their own"
+                f"{asked} tokens cannot be saved, at most {self.exact}: {why}; prefill them in a run of their own",
+                code=code,
             )
         chunks = upto // geometry.chunk_tokens
-        source = Source(
+        source = SnapshotSource(
             identity=self.model.identity(geometry.chunk_tokens, self.salts[upto > self._complete]),
             payloads=(self.pager.payload(chunk) for chunk in range(chunks)),
             ledger=untouched(chunks) if self.by_hand else self.pager.ledger(chunks),
@@ -203,15 +204,17 @@ class PagedRun(Forwards):
             self._complete = min(upto, config.pool_tokens) if own else upto
             self._exact = same_as_cold(manifest, upto, config, self.policy, self.every, self.salt)
 
-    def _inexact(self) -> str:
-        """Why no more can be saved."""
+    def _inexact(self) -> tuple[str, str]:
+        """Why no more can be saved: a code, and in words."""
         if self._lossy:
-            return "they follow a snapshot whose payload is lossy"
+            return "user.after-lossy", "they follow a snapshot whose payload is lossy"
         if self.other_numerics:
-            return f"they follow a snapshot that was made with another {', '.join(self.other_numerics)}"
+            others = ", ".join(self.other_numerics)
+            return "user.after-other-numerics", f"they follow a snapshot that was made with another {others}"
         return (
+            "user.inexact",
             "what stands after them was decoded, not prefilled in whole chunks, or read or changed by hand what a"
-            " cold run would not"
+            " cold run would not",
         )
 
 
@@ -219,4 +222,7 @@ def _refuse_length(snapshot: Snapshot, upto: int) -> None:
     """`UserError` unless so many tokens are whole chunks of a snapshot."""
     size = snapshot.geometry.chunk_tokens
     if counted("upto", upto, least=1) % size or upto > snapshot.length:
-        raise UserError(f"{upto} tokens cannot be restored: allowed are multiples of {size} up to {snapshot.length}")
+        raise UserError(
+            f"{upto} tokens cannot be restored: allowed are multiples of {size} up to {snapshot.length}",
+            code="user.not-restorable",
+        )

@@ -24,7 +24,7 @@ from kvlab.kvstore.snapshot import read
 from kvlab.kvstore.snapshot.identity import CodecIdentity
 from kvlab.kvstore.snapshot.numerics import differing
 from kvlab.kvstore.snapshot.payload import ChunkCoder, coder_for
-from kvlab.kvstore.snapshot.reasons import Code, Reason, refusal
+from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason, refusal
 
 
 def files(snapshots: Path | str | Sequence[Path] | None) -> list[Path]:
@@ -39,18 +39,18 @@ def files(snapshots: Path | str | Sequence[Path] | None) -> list[Path]:
     try:
         return sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+        raise StorageError(f"cannot read {path}: {error.strerror}", code="storage.cannot-read") from None
 
 
 @contextmanager
-def _noting(path: Path, reasons: list[Reason]) -> Iterator[None]:
+def _noting(path: Path, reasons: list[SnapshotReason]) -> Iterator[None]:
     """What keeps a file from being used goes to the reasons, under its name."""
     try:
         yield
     except SnapshotRefused as error:
-        reasons += [Reason(code, f"{path.name}: {line}") for code, line in error.reasons]
+        reasons += [SnapshotReason(code, f"{path.name}: {line}") for code, line in error.reasons]
     except StorageError as error:
-        reasons.append(Reason(Code.UNREADABLE, str(error)))
+        reasons.append(SnapshotReason(Code.UNREADABLE, str(error)))
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ class RestoreRequest:
             return build(self.policy, self.model.geometry(self.config.chunk_tokens), self.seed)
         return copy.deepcopy(self.policy)
 
-    def warm(self, paths: Sequence[Path]) -> tuple[PendingRun | None, tuple[Reason, ...]]:
+    def warm(self, paths: Sequence[Path]) -> tuple[PendingRun | None, tuple[SnapshotReason, ...]]:
         """A run after the longest prefix there is, or every reason why there is none.
 
         Of equal prefixes one without loss comes first, then one of the numerics of this run.
         """
         if not paths:
-            return None, (Reason(Code.NO_SNAPSHOT, "there is no snapshot to be restored"),)
+            return None, (SnapshotReason(Code.NO_SNAPSHOT, "there is no snapshot to be restored"),)
         began, reasons, usable = self.now(), [], []
         for path in paths:
             with _noting(path, reasons), read.open(path, self.key) as snapshot:

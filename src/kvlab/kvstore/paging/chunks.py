@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvlab.kvstore.paging.geometry import Geometry, same_bits
 from kvlab.kvstore.paging.ledger import ChunkEntry
-from kvlab.kvstore.paging.pool import Pool
+from kvlab.kvstore.paging.pool import BlockPool
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Chunk:
     host : Tensor or None
         Its payload. One that was recalled keeps it, and leaves again without being copied.
     score, last_use
-        See `ledger.Entry`.
+        See `ledger.ChunkEntry`.
     """
 
     block: int | None = None
@@ -62,7 +62,7 @@ class Chunks:
         Chunks that the pool holds.
     device : str
     order : sequence of int or None
-        See `Pool`.
+        See `BlockPool`.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class Chunks:
     """
 
     def __init__(self, geometry: Geometry, blocks: int, device: str, order: Sequence[int] | None = None):
-        self.geometry, self.pool = geometry, Pool(geometry, blocks, device, order)
+        self.geometry, self.pool = geometry, BlockPool(geometry, blocks, device, order)
         self.items: list[Chunk] = []
         self.epoch = self.clock = self.page_outs = self.page_ins = self.moved_bytes = 0
 

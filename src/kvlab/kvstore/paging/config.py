@@ -40,7 +40,10 @@ class PagerConfig:
         for name in ("pool_tokens", "sink_chunks", "tail_chunks"):
             counted(name, getattr(self, name))
         if self.pool_tokens % self.chunk_tokens:
-            raise ParamsError(f"pool_tokens is {self.pool_tokens}, no multiple of the chunk's {self.chunk_tokens}")
+            raise ParamsError(
+                f"pool_tokens is {self.pool_tokens}, no multiple of the chunk's {self.chunk_tokens}",
+                code="params.partial-chunk",
+            )
         if self.pool_tokens < self.floor_tokens:
             raise PoolTooSmall(
                 f"pool_tokens is {self.pool_tokens}; {self.sink_chunks} sink and {self.tail_chunks} tail chunks, the "

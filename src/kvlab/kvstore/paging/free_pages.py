@@ -23,7 +23,10 @@ class FreePages:
 
     def __init__(self, order: Sequence[int]):
         if sorted(order) != list(range(len(order))):
-            raise ParamsError(f"the order of the pages has to name each of 0..{len(order) - 1} once, not {list(order)}")
+            raise ParamsError(
+                f"the order of the pages has to name each of 0..{len(order) - 1} once, not {list(order)}",
+                code="params.no-permutation",
+            )
         self.stack = list(order)[::-1]
         self._live = bytearray(len(order))  # find() and rfind() run over it at the speed of memory
 

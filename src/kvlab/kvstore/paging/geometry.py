@@ -83,20 +83,27 @@ class Geometry:
         """`LayoutMismatch` unless this has the shape and dtype of a chunk, wherever it lies."""
         if tuple(chunk.shape) != self.chunk_shape or chunk.dtype != self.torch_dtype:
             wanted = f"{list(self.chunk_shape)} {self.dtype}"
-            raise LayoutMismatch(f"a chunk is {wanted}; given was {list(chunk.shape)} {named(chunk.dtype)}")
+            raise LayoutMismatch(
+                f"a chunk is {wanted}; given was {list(chunk.shape)} {named(chunk.dtype)}", code="layout.chunk"
+            )
 
     def check_payload(self, payload: Tensor) -> None:
         """`LayoutMismatch` unless this is a payload of this geometry."""
         self.check_chunk(payload)
         if payload.device.type != "cpu" or not payload.is_contiguous():
-            raise LayoutMismatch(f"a payload is contiguous on the CPU; given was a strided one or on {payload.device}")
+            raise LayoutMismatch(
+                f"a payload is contiguous on the CPU; given was a strided one or on {payload.device}",
+                code="layout.memory",
+            )
 
     def check_rows(self, rows: Tensor) -> None:
         """`LayoutMismatch` unless this is K or V of one layer, [kv_heads, n, head_dim]."""
         shape = tuple(rows.shape)
         if len(shape) != 3 or (shape[0], shape[2], rows.dtype) != (self.kv_heads, self.head_dim, self.torch_dtype):
             wanted = f"[{self.kv_heads}, n, {self.head_dim}] {self.dtype}"
-            raise LayoutMismatch(f"K and V of one layer are {wanted}; given was {list(shape)} {named(rows.dtype)}")
+            raise LayoutMismatch(
+                f"K and V of one layer are {wanted}; given was {list(shape)} {named(rows.dtype)}", code="layout.rows"
+            )
 
 
 def named(dtype: torch.dtype) -> str:

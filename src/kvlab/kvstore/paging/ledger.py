@@ -37,7 +37,9 @@ class ChunkEntry:
     def __post_init__(self) -> None:
         counted("last_use", self.last_use)
         if self.score is not None and not math.isfinite(self.score):
-            raise NonFinite(f"the score of a chunk is {self.score}; a chunk without a score has None")
+            raise NonFinite(
+                f"the score of a chunk is {self.score}; a chunk without a score has None", code="non-finite.score"
+            )
 
 
 UNKNOWN = ChunkEntry(resident=False, score=None, last_use=0)
@@ -49,7 +51,7 @@ class Ledger:
 
     Parameters
     ----------
-    entries : tuple of Entry
+    entries : tuple of ChunkEntry
     clock : int
         Counts every time a chunk was asked for; no `last_use` is above it.
 
@@ -67,7 +69,10 @@ class Ledger:
         late = [chunk for chunk, entry in enumerate(self.entries) if entry.last_use > self.clock]
         if late:
             used = self.entries[late[0]].last_use
-            raise ParamsError(f"chunk {late[0]} was last used at {used}, and the ledger's clock is at {self.clock}")
+            raise ParamsError(
+                f"chunk {late[0]} was last used at {used}, and the ledger's clock is at {self.clock}",
+                code="params.ledger-clock",
+            )
 
     def __len__(self) -> int:
         return len(self.entries)

@@ -71,7 +71,9 @@ class Pager(Residents):
         """
         self._known(chunk)
         if chunk >= self.sealed:
-            raise PagerError(f"chunk {chunk} is still filling; the first {self.sealed} chunks are sealed")
+            raise PagerError(
+                f"chunk {chunk} is still filling; the first {self.sealed} chunks are sealed", code="pager.not-sealed"
+            )
         return self.chunks.payload(chunk)
 
     def rows(self, layer: int, chunks: int) -> Tensor:
@@ -84,7 +86,9 @@ class Pager(Residents):
         """
         self._check_layer(layer)
         if chunks > self.sealed:
-            raise PagerError(f"{chunks} chunks are not there yet; the first {self.sealed} chunks are sealed")
+            raise PagerError(
+                f"{chunks} chunks are not there yet; the first {self.sealed} chunks are sealed", code="pager.not-sealed"
+            )
         return torch.cat([self.chunks.rows(number, layer) for number in range(chunks)], dim=2)
 
     # Appending and reading
@@ -108,12 +112,18 @@ class Pager(Residents):
         """
         counted("n", n, least=1)
         if start != self.length:
-            raise PagerError(f"tokens are appended one after the other: the next one is {self.length}, not {start}")
+            raise PagerError(
+                f"tokens are appended one after the other: the next one is {self.length}, not {start}",
+                code="pager.not-next",
+            )
         first, head = start // self.geometry.chunk_tokens, (start + n - 1) // self.geometry.chunk_tokens
         blocks = head + 1 - len(self.chunks)
         if blocks > len(self.chunks.pool.free) and n > self.room:
             pool = self.config.pool_tokens
-            raise PoolExhausted(f"{n} tokens have no place: at most {self.room} can follow now, in a pool of {pool}")
+            raise PoolExhausted(
+                f"{n} tokens have no place: at most {self.room} can follow now, in a pool of {pool}",
+                code="pool-exhausted.span",
+            )
         self._free(blocks, head)
         while len(self.chunks) <= head:
             self.chunks.begin()
@@ -223,7 +233,9 @@ class Pager(Residents):
         """
         pager = cls(geometry, config, policy, device, block_order=block_order)
         if geometry.floor(counted("length", length)) != length:
-            raise LayoutMismatch(f"{length} tokens are no whole number of chunks of {geometry.chunk_tokens}")
+            raise LayoutMismatch(
+                f"{length} tokens are no whole number of chunks of {geometry.chunk_tokens}", code="layout.partial-chunk"
+            )
         entries = [ledger.entry(number) for number in range(length // geometry.chunk_tokens)]
         pager._admit(payloads, entries)
         pager.length, pager._written, pager.chunks.clock = length, [length] * geometry.layers, ledger.clock
@@ -246,10 +258,15 @@ class Pager(Residents):
         stays, number = staying(self.config, entries), -1
         for number, payload in enumerate(payloads):
             if number == len(entries):
-                raise LayoutMismatch(f"there are more payloads than the {len(entries)} chunks that the length says")
+                raise LayoutMismatch(
+                    f"there are more payloads than the {len(entries)} chunks that the length says",
+                    code="layout.payload-count",
+                )
             self.chunks.admit(payload, entries[number], number in stays)
         if number + 1 < len(entries):
-            raise LayoutMismatch(f"there are {number + 1} payloads for {len(entries)} chunks")
+            raise LayoutMismatch(
+                f"there are {number + 1} payloads for {len(entries)} chunks", code="layout.payload-count"
+            )
 
     def _placed(self, end: int, order: str) -> list[tuple[int, int]]:
         """(chunk, block) of each resident chunk that begins below a position."""
@@ -259,18 +276,25 @@ class Pager(Residents):
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.geometry.layers:
-            raise PagerError(f"there is no layer {layer}; {self.geometry.layers} layers are paged")
+            raise PagerError(
+                f"there is no layer {layer}; {self.geometry.layers} layers are paged", code="pager.no-such-layer"
+            )
 
     def _check_write(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
         self._check_layer(layer)
         self.geometry.check_rows(k)
         self.geometry.check_rows(v)
         if k.shape != v.shape:
-            raise LayoutMismatch(f"K has {k.shape[1]} rows, V has {v.shape[1]}")
+            raise LayoutMismatch(f"K has {k.shape[1]} rows, V has {v.shape[1]}", code="layout.k-and-v")
         if start != self._written[layer]:
-            raise PagerError(f"the next row of layer {layer} is {self._written[layer]}, not {start}")
+            raise PagerError(
+                f"the next row of layer {layer} is {self._written[layer]}, not {start}", code="pager.not-next"
+            )
         if start + k.shape[1] > self.length:
-            raise PagerError(f"rows {start} to {start + k.shape[1]} have no place yet; `alloc_span` made {self.length}")
+            raise PagerError(
+                f"rows {start} to {start + k.shape[1]} have no place yet; `alloc_span` made {self.length}",
+                code="pager.no-place",
+            )
 
     def _check_chunk(self, number: int) -> list[str]:
         chunk, why, faults = self.chunks[number], self.protection(number), []

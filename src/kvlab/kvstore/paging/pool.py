@@ -30,7 +30,7 @@ class Gathered:
     positions: Tensor
 
 
-class Pool:
+class BlockPool:
     """Blocks of one chunk each.
 
     What a free block holds is never read: rows are addressed by the chunks that lie in the pool.
@@ -54,7 +54,9 @@ class Pool:
     def __init__(self, geometry: Geometry, blocks: int, device: str, order: Sequence[int] | None = None):
         order = range(blocks) if order is None else order
         if len(order) != blocks:
-            raise ParamsError(f"the order of {blocks} blocks has to name each once, not {list(order)}")
+            raise ParamsError(
+                f"the order of {blocks} blocks has to name each once, not {list(order)}", code="params.no-permutation"
+            )
         self.geometry, self.blocks = geometry, blocks
         self.data = torch.empty(blocks, *geometry.chunk_shape, dtype=geometry.torch_dtype, device=device)
         self._pages = FreePages(order)

@@ -19,7 +19,7 @@ from kvlab.core.errors import CapabilityError, UnknownName
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import ChunkEntry
-from kvlab.kvstore.paging.scorer import MEAN, SIGNS, Identity, Scorer
+from kvlab.kvstore.paging.scorer import MEAN, SIGNS, ChunkLink, Scorer
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class AttentionSeen:
     queries : Tensor or None
         [layers, q_heads, head_dim], after the rotary embedding, in the basis of the stored K.
     chain : sequence of bytes
-        Identity of each sealed chunk: the hash of all its tokens and of those before it.
+        Link of each sealed chunk: the hash of all its tokens and of those before it.
     mass : sequence of float or None
         Attention mass that each sealed chunk really has; only the oracle may look at it.
     """
 
     queries: Tensor | None = None
-    chain: Sequence[Identity] = ()
+    chain: Sequence[ChunkLink] = ()
     mass: Sequence[float] | None = None
 
 
@@ -211,5 +211,7 @@ def staying(config: PagerConfig, entries: Sequence[ChunkEntry]) -> set[int]:
 def needed(policy: str, name: str, value):
     """What a policy cannot do without."""
     if value is None:
-        raise CapabilityError(f"the residency policy {policy!r} needs the {name} of a decode step")
+        raise CapabilityError(
+            f"the residency policy {policy!r} needs the {name} of a decode step", code="capability.policy-input"
+        )
     return value

@@ -68,7 +68,8 @@ class Residents:
     ):
         if geometry.chunk_tokens != config.chunk_tokens:
             raise LayoutMismatch(
-                f"a chunk is {geometry.chunk_tokens} tokens in the geometry and {config.chunk_tokens} in the config"
+                f"a chunk is {geometry.chunk_tokens} tokens in the geometry and {config.chunk_tokens} in the config",
+                code="layout.chunk-size",
             )
         self.geometry, self.config, self.policy = geometry, config, policy
         self.chunks = Chunks(geometry, config.blocks, device, block_order)
@@ -115,10 +116,10 @@ class Residents:
             When a score is NaN or infinite.
         """
         if len(scores) > len(self.chunks):
-            raise PagerError(f"{len(scores)} scores were given for {len(self.chunks)} chunks")
+            raise PagerError(f"{len(scores)} scores were given for {len(self.chunks)} chunks", code="pager.score-count")
         given = {number: float(score) for number, score in enumerate(scores) if score is not None}
         if bad := [number for number, score in given.items() if not math.isfinite(score)]:
-            raise NonFinite(f"the score of chunk {bad[0]} is {given[bad[0]]}")
+            raise NonFinite(f"the score of chunk {bad[0]} is {given[bad[0]]}", code="non-finite.score")
         for number, score in given.items():
             self.chunks[number].score = score
 
@@ -128,7 +129,7 @@ class Residents:
         if self.chunks[chunk].block is None:
             return
         if why := self.protection(chunk):
-            raise PagerError(f"chunk {chunk} may not leave the pool: {why}")
+            raise PagerError(f"chunk {chunk} may not leave the pool: {why}", code="pager.protected")
         self.chunks.page_out(chunk)
 
     def page_in(self, chunk: int) -> None:
@@ -190,7 +191,8 @@ class Residents:
         if pins is None or sum(chunk >= sinks for chunk in pins) > most:
             raise PinRefused(
                 f"positions {lo} to {hi} are not pinned: {most} chunks may be pinned beside {sinks} sink and "
-                f"{self.config.tail_chunks} tail chunks in a pool of {self.config.blocks}"
+                f"{self.config.tail_chunks} tail chunks in a pool of {self.config.blocks}",
+                code="pin.too-many",
             )
         return self._pin(pins)
 
@@ -227,7 +229,8 @@ class Residents:
         if missing > len(loose):
             raise PoolExhausted(
                 f"{blocks} blocks are needed: {blocks - missing} of {self.config.blocks} are free, and {len(loose)} "
-                "chunks may go"
+                "chunks may go",
+                code="pool-exhausted.blocks",
             )
         victims = worst_first(self.policy, self.chunks.entries(loose))[:missing]
         for victim in victims:
@@ -241,11 +244,14 @@ class Residents:
             moves = self._free(len(ins), self._head)
         except PoolExhausted as error:
             self.pins = before
-            raise PinRefused(f"nothing is pinned while a span is being filled: {error}") from error
+            raise PinRefused(f"nothing is pinned while a span is being filled: {error}", code="pin.filling") from error
         for number in ins:
             self.chunks.page_in(number)
         return Moves(moves.outs, ins)
 
     def _known(self, chunk: int) -> None:
         if not 0 <= chunk < len(self.chunks):
-            raise PagerError(f"there is no chunk {chunk}; {len(self.chunks)} chunks hold {self.length} tokens")
+            raise PagerError(
+                f"there is no chunk {chunk}; {len(self.chunks)} chunks hold {self.length} tokens",
+                code="pager.no-such-chunk",
+            )

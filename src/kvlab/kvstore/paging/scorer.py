@@ -26,10 +26,10 @@ EPS = 1e-6  # a key or a query shorter than this has no direction
 MISSING = -2.0  # below every score there is, so that a chunk without keys outranks none that has them
 AT_ONCE = 1 << 20  # products held at a time while scoring
 
-Identity = bytes
+ChunkLink = bytes  # of the token chain: the hash of the tokens of a chunk and of all before them
 
 
-class Summary(Protocol):
+class KeySummary(Protocol):
     """How the K rows of a chunk are summarised."""
 
     name: str
@@ -96,16 +96,16 @@ class Scorer:
     ----------
     geometry : Geometry
         Of the payloads.
-    summary : Summary
+    summary : KeySummary
         `MEAN` for the mean key of a chunk, `SIGNS` for the signs of all its keys.
     """
 
-    def __init__(self, geometry: Geometry, summary: Summary = MEAN):
+    def __init__(self, geometry: Geometry, summary: KeySummary = MEAN):
         self.geometry, self.summary = geometry, summary
-        self.keys: dict[Identity, Tensor] = {}
-        self.seeds: dict[Identity, float] = {}
+        self.keys: dict[ChunkLink, Tensor] = {}
+        self.seeds: dict[ChunkLink, float] = {}
 
-    def add(self, identity: Identity, payload: Tensor) -> bool:
+    def add(self, identity: ChunkLink, payload: Tensor) -> bool:
         """Summarise a sealed chunk, in place of what was known under this identity.
 
         Parameters
@@ -134,21 +134,21 @@ class Scorer:
         self.keys[identity] = self.summary.make(keys).cpu()
         return True
 
-    def keep(self, chain: Iterable[Identity]) -> None:
+    def keep(self, chain: Iterable[ChunkLink]) -> None:
         """Forget every chunk that is not of this chain."""
         kept = set(chain)
         self.keys = {identity: key for identity, key in self.keys.items() if identity in kept}
         self.seeds = {identity: seed for identity, seed in self.seeds.items() if identity in kept}
 
     def rebuild(
-        self, chain: Sequence[Identity], payloads: Iterable[Tensor | None], ledger: Ledger | None = None
+        self, chain: Sequence[ChunkLink], payloads: Iterable[Tensor | None], ledger: Ledger | None = None
     ) -> Rebuilt:
         """Forget everything, and know a restored chain.
 
         Parameters
         ----------
         chain : sequence of bytes
-            Identity of each sealed chunk.
+            Link of each sealed chunk.
         payloads : iterable of Tensor or None
             Their payloads in logical order; None, or no more payloads, where there is none.
         ledger : Ledger or None
@@ -169,20 +169,23 @@ class Scorer:
         for chunk, payload in enumerate(payloads):
             if chunk >= len(chain):
                 self.keep(())
-                raise LayoutMismatch(f"the chain names {len(chain)} chunks, and there are more payloads than these")
+                raise LayoutMismatch(
+                    f"the chain names {len(chain)} chunks, and there are more payloads than these",
+                    code="layout.payload-count",
+                )
             if payload is not None:
                 self.add(chain[chunk], payload)
         self._seed(chain, ledger)
         known = len(self.keys), len(self.seeds)
         return Rebuilt(*known, missing=len(chain) - sum(known))
 
-    def _seed(self, chain: Sequence[Identity], ledger: Ledger | None) -> None:
+    def _seed(self, chain: Sequence[ChunkLink], ledger: Ledger | None) -> None:
         for chunk, identity in enumerate(chain):
             score = ledger.entry(chunk).score if ledger else None
             if identity not in self.keys and score is not None:
                 self.seeds[identity] = score
 
-    def scores(self, queries: Tensor, chain: Sequence[Identity]) -> list[float]:
+    def scores(self, queries: Tensor, chain: Sequence[ChunkLink]) -> list[float]:
         """How well the queries fit each chunk.
 
         The mean over layers of the best fit of a layer: max over query heads and directions of the chunk of
@@ -193,7 +196,7 @@ class Scorer:
         queries : Tensor
             [layers, q_heads, head_dim] of one position; q_heads is a multiple of kv_heads.
         chain : sequence of bytes
-            Identity of each sealed chunk.
+            Link of each sealed chunk.
 
         Returns
         -------
@@ -218,13 +221,14 @@ class Scorer:
         shape = tuple(queries.shape)
         if len(shape) != 3 or (shape[0], shape[2]) != (layers, dim) or shape[1] % heads or not shape[1]:
             raise LayoutMismatch(
-                f"queries are [{layers}, a multiple of {heads}, {dim}] for this model; given was {list(shape)}"
+                f"queries are [{layers}, a multiple of {heads}, {dim}] for this model; given was {list(shape)}",
+                code="layout.queries",
             )
         if not bool(torch.isfinite(queries).all()):
-            raise NonFinite("a query is NaN or infinite; no chunk can be scored by it")
+            raise NonFinite("a query is NaN or infinite; no chunk can be scored by it", code="non-finite.query")
         return unit(queries.cpu()).unflatten(1, (heads, -1))
 
-    def _fits(self, queries: Tensor, known: Sequence[Identity]) -> list[float]:
+    def _fits(self, queries: Tensor, known: Sequence[ChunkLink]) -> list[float]:
         """Scores of chunks that have keys, a few chunks at a time."""
         if not known:
             return []

@@ -61,16 +61,20 @@ class ArchiveChunks:
     def __init__(self, geometry: Geometry, recipe: Recipe, archive: Archive | None, turn: Turn | None):
         if archive is None:
             raise CalibrationMismatch(
-                f"codec {recipe.k.codec!r} reads what was fitted by `kvlab calibrate`; give the file that it wrote"
+                f"codec {recipe.k.codec!r} reads what was fitted by `kvlab calibrate`; give the file that it wrote",
+                code="calibration.missing",
             )
         if turn is None:
-            raise ParamsError("K is archived before its rotary embedding; give the model's own turn")
+            raise ParamsError(
+                "K is archived before its rotary embedding; give the model's own turn", code="params.no-turn"
+            )
         own = archive.fitted.streams[0, "k"]
         found = (archive.fitted.layers, own.heads, own.first.shape[1])
         if found != (due := (geometry.layers, geometry.kv_heads, geometry.head_dim)):
             raise CalibrationMismatch(
                 f"the calibration is for layers, KV heads and dimensions {found}, the chunks have {due}; calibrate this"
-                " model"
+                " model",
+                code="calibration.other-shape",
             )
         self.geometry, self.archive, self._turn = geometry, archive, turn
         self._codec = archive.codec(geometry.chunk_tokens)
@@ -112,12 +116,12 @@ class ArchiveChunks:
         except StreamError:
             raise
         except UserError as error:  # whoever decodes chose neither the tokens nor what is written
-            raise StreamError(f"chunk {number} cannot be decoded: {error}") from None
+            raise StreamError(f"chunk {number} cannot be decoded: {error}", code="stream.undecodable") from None
 
     def _body(self, data: bytes, number: int) -> ArchiveBody:
         """A chunk as an archive of one block; the context's first chunk begins its text."""
         if len(data) < QUALITY.size or QUALITY.unpack_from(data)[0] not in QUALITIES:
-            raise StreamError(f"chunk {number} names no quality of an archive")
+            raise StreamError(f"chunk {number} names no quality of an archive", code="stream.quality")
         parts = parts_of(data[QUALITY.size :], self.geometry.layers, number)
         size = self.geometry.chunk_tokens
         return ArchiveBody(QUALITY.unpack_from(data)[0], size, size, number == 0, (parts,))
@@ -128,7 +132,9 @@ class ArchiveChunks:
             chunk[layer, 0] = self._turn.redo(k, number * self.geometry.chunk_tokens)
             chunk[layer, 1] = v
             if not all_finite(chunk[layer]):
-                raise StreamError(f"layer {layer} of chunk {number} does not fit {self.geometry.dtype}")
+                raise StreamError(
+                    f"layer {layer} of chunk {number} does not fit {self.geometry.dtype}", code="stream.too-large"
+                )
         return chunk
 
 

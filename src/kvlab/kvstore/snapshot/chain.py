@@ -58,7 +58,9 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     try:
         return _little(array(TOKEN, tokens)).tobytes()
     except (OverflowError, TypeError) as error:
-        raise UserError(f"token ids are whole numbers from 0 to {2**32 - 1}: {error}") from None
+        raise UserError(
+            f"token ids are whole numbers from 0 to {2**32 - 1}: {error}", code="user.no-such-token"
+        ) from None
 
 
 def read_tokens(data: bytes | memoryview) -> array:

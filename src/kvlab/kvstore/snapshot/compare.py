@@ -9,7 +9,7 @@ import numpy as np
 
 from kvlab.kvstore.snapshot.identity import differences
 from kvlab.kvstore.snapshot.read import Snapshot
-from kvlab.kvstore.snapshot.reasons import Reason
+from kvlab.kvstore.snapshot.reasons import SnapshotReason
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class ChunkDifference:
 
 
 @dataclass(frozen=True)
-class Compared:
+class SnapshotComparison:
     """The second snapshot held against the first.
 
     Parameters
     ----------
-    identity : tuple of Reason
+    identity : tuple of SnapshotReason
         What keeps either from being used for the other.
     lengths : tuple of int
         Tokens of each.
@@ -52,7 +52,7 @@ class Compared:
         Fields of the manifests that differ and decide nothing: what wrote them, the evidence, the clock.
     """
 
-    identity: tuple[Reason, ...]
+    identity: tuple[SnapshotReason, ...]
     lengths: tuple[int, int]
     shared_tokens: int
     compared_chunks: int
@@ -67,7 +67,7 @@ class Compared:
         return whole and not (self.identity or self.chunks or self.ledger)
 
 
-def compare(first: Snapshot, second: Snapshot) -> Compared:
+def compare(first: Snapshot, second: Snapshot) -> SnapshotComparison:
     """Hold a snapshot against another, chunk by chunk.
 
     Chunks are compared as far as the tokens are the same and the chunks as long. Of payloads that are coded
@@ -81,7 +81,7 @@ def compare(first: Snapshot, second: Snapshot) -> Compared:
     tokens = _shared_tokens(first, second)
     size = first.geometry.chunk_tokens
     common = tokens // size if size == second.geometry.chunk_tokens else 0
-    return Compared(
+    return SnapshotComparison(
         identity=tuple(differences(first.manifest.identity, second.manifest.identity)),
         lengths=(first.length, second.length),
         shared_tokens=tokens,
@@ -99,18 +99,14 @@ def _shared_tokens(first: Snapshot, second: Snapshot) -> int:
 
 
 def _chunks(first: Snapshot, second: Snapshot, count: int) -> Iterator[ChunkDifference]:
-    comparable = _stored_alike(first, second)
+    one, two = first.manifest.identity, second.manifest.identity
+    comparable = (one.geometry, one.codec) == (two.geometry, two.codec)
     for number in range(count):
         mine, other = first.stored(number), second.stored(number)
         if not comparable or len(mine) != len(other):
             yield ChunkDifference(number, None, 8 * len(mine))
         elif mine != other:
             yield ChunkDifference(number, _bits(mine, other), 8 * len(mine))
-
-
-def _stored_alike(first: Snapshot, second: Snapshot) -> bool:
-    one, other = first.manifest.identity, second.manifest.identity
-    return (one.geometry, one.codec) == (other.geometry, other.codec)
 
 
 def _bits(mine: bytes, other: bytes) -> int:

@@ -80,7 +80,7 @@ def is_published(path: Path | str) -> bool:
         with Path(path).open("rb") as file:
             return file.read(len(PUBLISHED_MAGIC)) == PUBLISHED_MAGIC
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+        raise StorageError(f"cannot read {path}: {error.strerror}", code="storage.cannot-read") from None
 
 
 def published_data(path: Path | str) -> dict:

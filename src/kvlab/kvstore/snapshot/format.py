@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -59,7 +59,7 @@ MAX_MANIFEST = 1 << 20  # bytes; a recipe takes less than a thousand
 
 
 @dataclass(frozen=True)
-class Header:
+class SnapshotHeader:
     """The first bytes of a snapshot: what follows, and the checksums of all that is neither payload nor seal."""
 
     manifest_bytes: int
@@ -107,11 +107,11 @@ class Header:
         try:
             raw = HEADER.pack(MAGIC, VERSION, self.SIZE, *sizes, *crcs)
         except struct.error as error:
-            raise UserError(f"{self} does not fit a snapshot's header: {error}") from None
+            raise UserError(f"{self} does not fit a snapshot's header: {error}", code="user.too-large") from None
         return raw + U32.pack(google_crc32c.value(raw))
 
     @classmethod
-    def read(cls, data: bytes) -> Header:
+    def read(cls, data: bytes) -> SnapshotHeader:
         """The header at the front of a file, which may be shorter than a header.
 
         Raises
@@ -179,7 +179,7 @@ class Record(NamedTuple):
         `chunk_digest` of its bytes in the payload.
     nbytes : int
         Length of these.
-    entry : Entry
+    entry : ChunkEntry
         What the ledger knew of it.
     """
 
@@ -196,7 +196,7 @@ class Record(NamedTuple):
         try:
             return RECORD.pack(self.link, self.digest, self.nbytes, entry.last_use, score, flags)
         except struct.error as error:
-            raise UserError(f"{entry} does not fit the index of a snapshot: {error}") from None
+            raise UserError(f"{entry} does not fit the index of a snapshot: {error}", code="user.too-large") from None
 
 
 def read_index(data: bytes | memoryview, clock: int) -> Iterator[Record]:
@@ -218,11 +218,6 @@ def read_index(data: bytes | memoryview, clock: int) -> Iterator[Record]:
                 f"the index says of chunk {number}: flags {flags:#x}, score {score}, last use {last_use} of {clock}",
             )
         yield Record(link, digest, nbytes, ChunkEntry(bool(flags & RESIDENT), score if scored else None, last_use))
-
-
-def index_bytes(records: Iterable[Record]) -> bytes:
-    """The index of a snapshot."""
-    return b"".join(record.pack() for record in records)
 
 
 def chunk_digest(identity: bytes, link: bytes, data: bytes) -> bytes:

@@ -20,7 +20,7 @@ from kvlab.core.recipe import WHOLE, Placement, Recipe, canonical, digest
 from kvlab.core.records import file_hash, read_json
 from kvlab.core.settings import Frozen, IdentityStream
 from kvlab.kvstore.paging.geometry import Geometry
-from kvlab.kvstore.snapshot.reasons import Code, Reason
+from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -72,7 +72,7 @@ class CodecIdentity(Frozen):
         return not self.layers or all(isinstance(stream, IdentityStream) for stream in (self.recipe.k, self.recipe.v))
 
 
-class Identity(Frozen):
+class ContextIdentity(Frozen):
     """The compatibility identity of a snapshot.
 
     Parameters
@@ -106,7 +106,7 @@ class Identity(Frozen):
         """SHA-256 of the canonical JSON, 32 bytes."""
         return hashlib.sha256(canonical(self).encode()).digest()
 
-    def coded(self, codec: CodecIdentity | None) -> Identity:
+    def coded(self, codec: CodecIdentity | None) -> ContextIdentity:
         """The same context under another codec."""
         return self.model_copy(update={"codec": codec})
 
@@ -118,7 +118,7 @@ def identity_of(
     *,
     rope: Mapping[str, JsonValue] | None = None,
     salt: str = "",
-) -> Identity:
+) -> ContextIdentity:
     """The identity of a context of a model.
 
     Parameters
@@ -132,7 +132,7 @@ def identity_of(
     rope : mapping, optional
         `rope_of` the configuration that really runs, when that may be another than config.json's.
     salt : str
-        See `Identity`.
+        See `ContextIdentity`.
 
     Raises
     ------
@@ -142,13 +142,16 @@ def identity_of(
     config = read_json(info.path / "config.json")
     files = [name for name in TOKENIZER_FILES if (info.path / name).is_file()]
     if not files:
-        raise ModelError(f"{info.path} has no tokenizer, so whose tokens a snapshot holds could not be said")
+        raise ModelError(
+            f"{info.path} has no tokenizer, so whose tokens a snapshot holds could not be said",
+            code="model.no-tokenizer",
+        )
     rest = {name: value for name, value in config.items() if name not in (*ROPE_FIELDS, *IDLE_FIELDS)}
     try:
         config_hash = digest(rest)
     except ValueError:
-        raise ModelError(f"{info.path / 'config.json'} holds NaN or infinity") from None
-    return Identity(
+        raise ModelError(f"{info.path / 'config.json'} holds NaN or infinity", code="model.config-not-finite") from None
+    return ContextIdentity(
         model_hash=info.model_hash,
         config_hash=config_hash,
         tokenizer_hash=digest({name: file_hash(info.path / name) for name in files}),
@@ -158,12 +161,12 @@ def identity_of(
     )
 
 
-def differences(found: Identity, expected: Identity) -> list[Reason]:
+def differences(found: ContextIdentity, expected: ContextIdentity) -> list[SnapshotReason]:
     """Everything that keeps a snapshot of one identity from being used under another; empty when nothing does."""
     return [*_of_model(found, expected), *_of_layout(found.geometry, expected.geometry), *_of_codec(found, expected)]
 
 
-def _of_model(found: Identity, expected: Identity) -> Iterator[Reason]:
+def _of_model(found: ContextIdentity, expected: ContextIdentity) -> Iterator[SnapshotReason]:
     fields = {
         "model_hash": (Code.MODEL, "model"),
         "config_hash": (Code.CONFIG, "configuration"),
@@ -174,33 +177,33 @@ def _of_model(found: Identity, expected: Identity) -> Iterator[Reason]:
     for field, (code, what) in fields.items():
         ours, theirs = getattr(found, field), getattr(expected, field)
         if ours != theirs:
-            yield Reason(code, f"the snapshot is of {what} {_shown(ours)}, needed is {_shown(theirs)}")
+            yield SnapshotReason(code, f"the snapshot is of {what} {_shown(ours)}, needed is {_shown(theirs)}")
 
 
 def _shown(value: str | dict) -> str:
     return canonical(value) if isinstance(value, dict) else repr(value)
 
 
-def _of_layout(found: Geometry, expected: Geometry) -> Iterator[Reason]:
+def _of_layout(found: Geometry, expected: Geometry) -> Iterator[SnapshotReason]:
     if found.dtype != expected.dtype:
-        yield Reason(Code.DTYPE, f"the snapshot holds {found.dtype}, needed is {expected.dtype}")
+        yield SnapshotReason(Code.DTYPE, f"the snapshot holds {found.dtype}, needed is {expected.dtype}")
     other = [
         f"{name} {getattr(found, name)} instead of {getattr(expected, name)}"
         for name in ("layers", "kv_heads", "head_dim", "chunk_tokens")
         if getattr(found, name) != getattr(expected, name)
     ]
     if other:
-        yield Reason(Code.LAYOUT, f"the snapshot's chunks have {', '.join(other)}")
+        yield SnapshotReason(Code.LAYOUT, f"the snapshot's chunks have {', '.join(other)}")
 
 
-def _of_codec(found: Identity, expected: Identity) -> Iterator[Reason]:
+def _of_codec(found: ContextIdentity, expected: ContextIdentity) -> Iterator[SnapshotReason]:
     ours, theirs = found.codec, expected.codec
     if ours == theirs:
         return
     if ours is None or theirs is None or _how(ours) != _how(theirs):
-        yield Reason(Code.CODEC, f"the payload is {_coded(ours)}, needed is one that is {_coded(theirs)}")
+        yield SnapshotReason(Code.CODEC, f"the payload is {_coded(ours)}, needed is one that is {_coded(theirs)}")
     elif ours.calibration_hash != theirs.calibration_hash:
-        yield Reason(
+        yield SnapshotReason(
             Code.CALIBRATION,
             f"the payload was coded with calibration {ours.calibration_hash}, given is {theirs.calibration_hash}",
         )

@@ -14,8 +14,8 @@ from kvlab.core.errors import KvlabError, UserError
 from kvlab.core.recipe import ID_LENGTH, canonical
 from kvlab.core.settings import Frozen
 from kvlab.kvstore.snapshot.format import MAX_MANIFEST
-from kvlab.kvstore.snapshot.identity import Identity
-from kvlab.kvstore.snapshot.reasons import Code, Reason, refusal
+from kvlab.kvstore.snapshot.identity import ContextIdentity
+from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason, refusal
 
 EvidenceId = Annotated[str, Field(pattern=f"^[0-9a-f]{{{ID_LENGTH}}}$")]
 
@@ -25,7 +25,7 @@ class Manifest(Frozen):
 
     Parameters
     ----------
-    identity : Identity
+    identity : ContextIdentity
         Whose K and V it holds, and how they are stored.
     length : int
         Tokens, whole chunks only.
@@ -38,7 +38,7 @@ class Manifest(Frozen):
         from being used, and says whether what follows it is a cold run's to the bit, see `numerics`.
     """
 
-    identity: Identity
+    identity: ContextIdentity
     length: int = Field(ge=1)
     clock: int = Field(ge=0)
     evidence: tuple[EvidenceId, ...] = ()
@@ -49,12 +49,16 @@ class Manifest(Frozen):
         """Whether the payload gives back the very bits that attention read."""
         return self.identity.codec is None or self.identity.codec.lossless
 
-    def unproven(self) -> list[Reason]:
+    def unproven(self) -> list[SnapshotReason]:
         """A reason when the payload is lossy and names no evidence of what that costs."""
         if self.lossless or self.evidence:
             return []
         recipe_id = self.identity.codec.recipe_id
-        return [Reason(Code.UNPROVEN, f"the payload is lossy, coded by recipe {recipe_id}, and names no gate evidence")]
+        return [
+            SnapshotReason(
+                Code.UNPROVEN, f"the payload is lossy, coded by recipe {recipe_id}, and names no gate evidence"
+            )
+        ]
 
     def pack(self) -> bytes:
         """Canonical JSON; `UserError` when it could not be read back as what it is."""
@@ -63,7 +67,7 @@ class Manifest(Frozen):
             if read_manifest(data) != self:
                 raise UserError("it would be read back as another")
         except (ValueError, KvlabError) as error:
-            raise UserError(f"this manifest cannot be written: {error}") from None
+            raise UserError(f"this manifest cannot be written: {error}", code="user.manifest") from None
         return data
 
 
@@ -72,7 +76,7 @@ def build(**content) -> Manifest:
     try:
         return Manifest(**content)
     except ValidationError as error:
-        raise UserError(f"this cannot be the manifest of a snapshot: {_first(error)}") from None
+        raise UserError(f"this cannot be the manifest of a snapshot: {_first(error)}", code="user.manifest") from None
 
 
 def read_manifest(data: bytes) -> Manifest:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-NUMERICS = ("engine", "attention", "device", "threads", "order", "computed", "torch")
+COMPUTED = "computed"  # the name under which `made` says how the tokens went through the model
+NUMERICS = ("engine", "attention", "device", "threads", "order", COMPUTED, "torch")
 """Names in `made`; the engine's own version, under the engine's name, is one more."""
-UNSAID = {"order": "logical", "computed": "prefill"}  # what a manifest means that does not speak of it
+PREFILL = "prefill"  # many tokens a forward
+DECODED = "prefill, decode"  # one token a forward for some of them, or for what is not known to be prefilled
+UNSAID = {"order": "logical", COMPUTED: PREFILL}  # what a manifest means that does not speak of it
 THEN = ", then "
 
 
@@ -26,7 +29,7 @@ def differing(was: Mapping[str, str], here: Mapping[str, str]) -> tuple[str, ...
     """
     runs = here.get("engine", "").split(THEN)[-1]
     names = (*NUMERICS, runs) if runs else NUMERICS
-    return tuple(name for name in names if _said(was, name) != _said(here, name))
+    return tuple(name for name in names if _value_of(was, name) != _value_of(here, name))
 
 
 def mixed(was: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
@@ -37,10 +40,10 @@ def mixed(was: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
     was, here : mapping
         See `differing`; `here` may be mixed already.
     """
-    return dict(here) | {name: _joined(_said(was, name), _said(here, name)) for name in differing(was, here)}
+    return dict(here) | {name: _joined(_value_of(was, name), _value_of(here, name)) for name in differing(was, here)}
 
 
-def _said(made: Mapping[str, str], name: str) -> str:
+def _value_of(made: Mapping[str, str], name: str) -> str:
     return made.get(name, UNSAID.get(name, "unknown"))
 
 

@@ -32,7 +32,7 @@ from kvlab.core.recipe import WHOLE, Placement, Recipe, StreamRecipe
 from kvlab.core.settings import IdentityStream
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.snapshot.archive import ArchiveChunks, Rows
-from kvlab.kvstore.snapshot.identity import CodecIdentity, Identity
+from kvlab.kvstore.snapshot.identity import CodecIdentity, ContextIdentity
 
 
 class ChunkCoder(Protocol):
@@ -63,7 +63,7 @@ class ChunkCoder(Protocol):
         """
 
 
-class Calibration(Protocol):
+class ModelCalibration(Protocol):
     """What was fitted for the model; `kvlab.calibration.load.Calibrated` is one."""
 
     calibration_hash: str
@@ -105,7 +105,9 @@ class RawChunks(Chunkwise):
     def decode(self, data: bytes, number: int, ids: Sequence[int] = ()) -> Tensor:
         """See `ChunkCoder`; `StreamError` when there are more or fewer bytes than a chunk has."""
         if len(data) != self.geometry.chunk_bytes:
-            raise StreamError(f"chunk {number} has {len(data)} bytes where {self.geometry.chunk_bytes} are due")
+            raise StreamError(
+                f"chunk {number} has {len(data)} bytes where {self.geometry.chunk_bytes} are due", code="stream.length"
+            )
         words = np.frombuffer(data, self._words).astype(self._words.newbyteorder("="))
         return torch.from_numpy(words).view(self.geometry.torch_dtype).view(self.geometry.chunk_shape)
 
@@ -121,7 +123,7 @@ class CodedChunks(Chunkwise):
         Of the chunks.
     recipe : Recipe
         What is done to K and to V.
-    calibration : Calibration or None
+    calibration : ModelCalibration or None
         For a recipe that reads one.
     layers : iterable of int, optional
         The coded ones; all of them when left out. The others are stored as they are.
@@ -145,7 +147,7 @@ class CodedChunks(Chunkwise):
         self,
         geometry: Geometry,
         recipe: Recipe,
-        calibration: Calibration | None = None,
+        calibration: ModelCalibration | None = None,
         layers: Iterable[int] | None = None,
         placement: Placement = "pre_rope",
         turn: Turn | None = None,
@@ -170,7 +172,8 @@ class CodedChunks(Chunkwise):
         if turn is None:
             raise ParamsError(
                 "K is coded before its rotary embedding, and no turn was given that takes it there; give the"
-                " model's own, or code with placement post_rope"
+                " model's own, or code with placement post_rope",
+                code="params.no-turn",
             )
         return turn
 
@@ -200,7 +203,7 @@ class CodedChunks(Chunkwise):
             parts.append(self._tensor(view[at : at + header.length], number, layer, stream))
             at += header.length
         if at != len(view):
-            raise StreamError(f"{len(view) - at} bytes follow the last frame of chunk {number}")
+            raise StreamError(f"{len(view) - at} bytes follow the last frame of chunk {number}", code="stream.length")
         return torch.stack(parts).view(self.geometry.chunk_shape)
 
     def _due(self, view: memoryview, layer: int, stream: str) -> FrameHeader:
@@ -208,9 +211,12 @@ class CodedChunks(Chunkwise):
         header, geometry = FrameHeader.read(view), self.geometry
         found = (header.layer, header.stream, header.shape)
         if found != (layer, stream, (geometry.kv_heads, geometry.chunk_tokens, geometry.head_dim)):
-            raise StreamError(f"a frame of {found} stands where layer {layer} {stream} of a chunk should be")
+            raise StreamError(
+                f"a frame of {found} stands where layer {layer} {stream} of a chunk should be",
+                code="stream.other-frame",
+            )
         if not FrameHeader.SIZE <= header.length <= len(view):
-            raise StreamError(f"the frame of layer {layer} {stream} is cut short")
+            raise StreamError(f"the frame of layer {layer} {stream} is cut short", code="stream.length")
         return header
 
     def _tensor(self, view: memoryview, number: int, layer: int, stream: str) -> Tensor:
@@ -219,7 +225,9 @@ class CodedChunks(Chunkwise):
             x = self._turn.redo(x, number * self.geometry.chunk_tokens)
         x = x.to(self.geometry.torch_dtype)
         if not all_finite(x):
-            raise StreamError(f"layer {layer} {stream} of chunk {number} does not fit {self.geometry.dtype}")
+            raise StreamError(
+                f"layer {layer} {stream} of chunk {number} does not fit {self.geometry.dtype}", code="stream.too-large"
+            )
         return x
 
     def _parts(self) -> Iterator[tuple[int, int, str]]:
@@ -236,7 +244,7 @@ class CodedChunks(Chunkwise):
 _AS_IT_IS = IdentityCodec(IdentityStream())
 
 
-def _built(recipe: Recipe, stream: str, placement: Placement, calibration: Calibration | None) -> Codec:
+def _built(recipe: Recipe, stream: str, placement: Placement, calibration: ModelCalibration | None) -> Codec:
     own = getattr(recipe, stream)
     return build(own, calibration.stream(own, stream, placement) if calibration else None)
 
@@ -247,23 +255,32 @@ def _refuse(codec: CodecIdentity, geometry: Geometry) -> None:
         own = getattr(codec.recipe, stream)
         if own.codec in UNSTORED:
             able = ", ".join(name for name in TENSORWISE if name not in UNSTORED)
-            raise CapabilityError(f"codec {own.codec!r} of stream {stream} writes no codes to store; allowed: {able}")
+            raise CapabilityError(
+                f"codec {own.codec!r} of stream {stream} writes no codes to store; allowed: {able}",
+                code="capability.no-codes",
+            )
         if ExactTokens.of(own):
             raise CapabilityError(
                 f"stream {stream} keeps tokens at the ends of a cache as they are, and a chunk does not say whether it"
-                " is one; leave sink and recent out of the recipe"
+                " is one; leave sink and recent out of the recipe",
+                code="capability.ends",
             )
     if codec.recipe.rotary == "after" and codec.placement != "post_rope":
-        raise CapabilityError("the recipe codes K after its rotary embedding; store it with placement post_rope")
+        raise CapabilityError(
+            "the recipe codes K after its rotary embedding; store it with placement post_rope", code="capability.rotary"
+        )
     beyond = [layer for layer in codec.layers if not 0 <= layer < geometry.layers]
     if beyond:
-        raise ParamsError(f"layer {beyond[0]} cannot be coded; the chunks have layers 0 to {geometry.layers - 1}")
+        raise ParamsError(
+            f"layer {beyond[0]} cannot be coded; the chunks have layers 0 to {geometry.layers - 1}",
+            code="params.no-such-layer",
+        )
 
 
 def recipe_coder(
     geometry: Geometry,
     recipe: Recipe,
-    calibration: Calibration | None = None,
+    calibration: ModelCalibration | None = None,
     layers: Iterable[int] | None = None,
     placement: Placement = "pre_rope",
     turn: Turn | None = None,
@@ -276,11 +293,16 @@ def recipe_coder(
         return CodedChunks(geometry, recipe, calibration, layers, placement, turn)
     every = tuple(range(geometry.layers))
     if placement != "pre_rope" or tuple(every if layers is None else sorted(layers)) != every:
-        raise CapabilityError(f"codec {recipe.k.codec!r} codes K and V of all layers, K before its rotary embedding")
+        raise CapabilityError(
+            f"codec {recipe.k.codec!r} codes K and V of all layers, K before its rotary embedding",
+            code="capability.whole-cache",
+        )
     return ArchiveChunks(geometry, recipe, calibration.archive if calibration else None, turn)
 
 
-def coder_for(identity: Identity, calibration: Calibration | None = None, turn: Turn | None = None) -> ChunkCoder:
+def coder_for(
+    identity: ContextIdentity, calibration: ModelCalibration | None = None, turn: Turn | None = None
+) -> ChunkCoder:
     """What decodes the payload of a snapshot of this identity, its recipe taken from there.
 
     Raises
@@ -294,6 +316,7 @@ def coder_for(identity: Identity, calibration: Calibration | None = None, turn: 
     coder = recipe_coder(identity.geometry, codec.recipe, calibration, codec.layers, codec.placement, turn)
     if coder.codec != codec:
         raise UserError(
-            f"the payload was coded with calibration {codec.calibration_hash}, given is {coder.codec.calibration_hash}"
+            f"the payload was coded with calibration {codec.calibration_hash}, given is {coder.codec.calibration_hash}",
+            code="user.other-calibration",
         )
     return coder

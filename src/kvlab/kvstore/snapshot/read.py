@@ -29,11 +29,11 @@ from kvlab.core.errors import SnapshotRefused, StorageError, StreamError, UserEr
 from kvlab.kvstore.paging.geometry import Geometry
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot import chain
-from kvlab.kvstore.snapshot.format import PURPOSE, Header, Record, chunk_digest, read_index
-from kvlab.kvstore.snapshot.identity import Identity, differences
+from kvlab.kvstore.snapshot.format import PURPOSE, Record, SnapshotHeader, chunk_digest, read_index
+from kvlab.kvstore.snapshot.identity import ContextIdentity, differences
 from kvlab.kvstore.snapshot.manifest import Manifest, read_manifest
 from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks
-from kvlab.kvstore.snapshot.reasons import Code, Reason, refusal
+from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason, refusal
 
 
 def open(path: Path | str, key: Key | None = None) -> Snapshot:
@@ -56,10 +56,10 @@ def open(path: Path | str, key: Key | None = None) -> Snapshot:
     path = Path(path)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise StorageError(f"cannot read {path}: it is no file")
+            raise StorageError(f"cannot read {path}: it is no file", code="storage.no-file")
         file = path.open("rb", buffering=0)
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+        raise StorageError(f"cannot read {path}: {error.strerror}", code="storage.cannot-read") from None
     try:
         return Snapshot(path, file, key)
     except SnapshotRefused as error:
@@ -84,7 +84,7 @@ class Snapshot:
 
     Attributes
     ----------
-    header : Header
+    header : SnapshotHeader
     seal : Seal
         Digest of the whole, and its signature.
     manifest : Manifest
@@ -99,10 +99,10 @@ class Snapshot:
     def __init__(self, path: Path, file: BinaryIO, key: Key | None = None):
         self.path, self._file = path, file
         self.nbytes = os.fstat(file.fileno()).st_size
-        first = self._read(0, min(Header.SIZE, self.nbytes))
-        self.header = Header.read(first)
+        first = self._read(0, min(SnapshotHeader.SIZE, self.nbytes))
+        self.header = SnapshotHeader.read(first)
         self.header.refuse_length(self.nbytes)
-        front = first + self._read(Header.SIZE, self.header.payload_at - Header.SIZE)
+        front = first + self._read(SnapshotHeader.SIZE, self.header.payload_at - SnapshotHeader.SIZE)
         said, index, ids = (front[span] for span in self.header.spans)
         _refuse_damage(self.header, said, index, ids)
         self.seal = _sealed(self._read(self.header.digest_at, Seal.SIZE), front, key)
@@ -144,12 +144,14 @@ class Snapshot:
         theirs = chain.links(tokens[: self.length], size, self.manifest.identity.salt)
         return chain.shared(self.chain, theirs) * size
 
-    def check(self, expected: Identity, tokens: Sequence[int] | None = None, *, unproven: bool = False) -> list[Reason]:
+    def check(
+        self, expected: ContextIdentity, tokens: Sequence[int] | None = None, *, unproven: bool = False
+    ) -> list[SnapshotReason]:
         """Everything that speaks against using this snapshot here; empty when nothing does.
 
         Parameters
         ----------
-        expected : Identity
+        expected : ContextIdentity
             What is needed. Its codec is that of the coder that will read the payload, None for raw.
         tokens : sequence of int, optional
             The prompt; one that shares no chunk with the snapshot is a reason.
@@ -160,7 +162,7 @@ class Snapshot:
         reasons += [] if unproven else self.manifest.unproven()
         if tokens is not None and not self.usable_prefix(tokens):
             line = f"the first {self.geometry.chunk_tokens} tokens of the prompt are not the snapshot's; none is reused"
-            reasons.append(Reason(Code.PREFIX, line))
+            reasons.append(SnapshotReason(Code.PREFIX, line))
         return reasons
 
     def chunks(
@@ -198,10 +200,10 @@ class Snapshot:
         data = self._read(self._places[number], record.nbytes)
         if chunk_digest(self._identity, record.link, data) != record.digest:
             line = f"chunk {number} is not the one that was saved; the snapshot is damaged, or mixed of several"
-            raise SnapshotRefused([Reason(Code.CHUNK_CHECKSUM, line)], self.path)
+            raise SnapshotRefused([SnapshotReason(Code.CHUNK_CHECKSUM, line)], self.path)
         return data
 
-    def verify(self, coder: ChunkCoder | None = None) -> list[Reason]:
+    def verify(self, coder: ChunkCoder | None = None) -> list[SnapshotReason]:
         """Read everything and name every damage, not the first alone; empty when the file is what was written.
 
         Parameters
@@ -227,7 +229,9 @@ class Snapshot:
         if upto is None:
             return len(self.records)
         if not 0 <= upto <= self.length:
-            raise UserError(f"{upto} tokens cannot be read; {self.path} holds {self.length}")
+            raise UserError(
+                f"{upto} tokens cannot be read; {self.path} holds {self.length}", code="user.too-many-tokens"
+            )
         return upto // self.geometry.chunk_tokens
 
     def _fitting(self, coder: ChunkCoder | None) -> ChunkCoder:
@@ -246,7 +250,7 @@ class Snapshot:
                     self.stored(later)
             yield chunk
 
-    def _wrong(self, number: int, coder: ChunkCoder | None) -> Sequence[Reason]:
+    def _wrong(self, number: int, coder: ChunkCoder | None) -> Sequence[SnapshotReason]:
         """What is wrong with a chunk: its bytes, or that a coder, if there is one, cannot read them."""
         try:
             data = self.stored(number)
@@ -262,7 +266,7 @@ class Snapshot:
             return coder.decode(data, number, self.tokens[number * size : (number + 1) * size])
         except StreamError as error:
             line = f"chunk {number} is not what its codec writes: {error}"
-            raise SnapshotRefused([Reason(Code.CHUNK_UNDECODABLE, line)], self.path) from None
+            raise SnapshotRefused([SnapshotReason(Code.CHUNK_UNDECODABLE, line)], self.path) from None
 
     def _read(self, at: int, size: int) -> bytes:
         """So many bytes from a place on, which were there when the snapshot was opened."""
@@ -272,14 +276,14 @@ class Snapshot:
                 parts.append(part)
                 left -= len(part)
         except OSError as error:
-            raise StorageError(f"cannot read {self.path}: {error.strerror}") from None
+            raise StorageError(f"cannot read {self.path}: {error.strerror}", code="storage.cannot-read") from None
         if left:
             line = f"the file ends {left} bytes before it should; it has shrunk since it was opened"
-            raise SnapshotRefused([Reason(Code.TRUNCATED, line)], self.path)
+            raise SnapshotRefused([SnapshotReason(Code.TRUNCATED, line)], self.path)
         return b"".join(parts)
 
 
-def _refuse_damage(header: Header, said: bytes, index: bytes, ids: bytes) -> None:
+def _refuse_damage(header: SnapshotHeader, said: bytes, index: bytes, ids: bytes) -> None:
     """`SnapshotRefused` unless every section before the payload has its checksum."""
     sections = (
         (said, header.manifest_crc, Code.MANIFEST_CHECKSUM, "manifest"),
@@ -287,7 +291,7 @@ def _refuse_damage(header: Header, said: bytes, index: bytes, ids: bytes) -> Non
         (ids, header.tokens_crc, Code.TOKENS_CHECKSUM, "tokens"),
     )
     reasons = [
-        Reason(code, f"the checksum of the {what} is wrong; the snapshot is damaged")
+        SnapshotReason(code, f"the checksum of the {what} is wrong; the snapshot is damaged")
         for data, crc, code, what in sections
         if google_crc32c.value(data) != crc
     ]

@@ -66,7 +66,7 @@ class Code(StrEnum):
     V1_TRAILING_BYTES = "v1_trailing_bytes"
 
 
-class Reason(NamedTuple):
+class SnapshotReason(NamedTuple):
     """One thing that speaks against using a snapshot."""
 
     code: Code
@@ -75,4 +75,4 @@ class Reason(NamedTuple):
 
 def refusal(code: Code, message: str) -> SnapshotRefused:
     """The error of a single reason, to be raised."""
-    return SnapshotRefused([Reason(code, message)])
+    return SnapshotRefused([SnapshotReason(code, message)])

@@ -178,7 +178,7 @@ def _opened(path: Path):
     try:
         return path.open("rb")
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+        raise StorageError(f"cannot read {path}: {error.strerror}", code="storage.cannot-read") from None
 
 
 def _ledger(data: bytes) -> Ledger:

@@ -31,19 +31,19 @@ from kvlab.core.records import storage_error, versions
 from kvlab.kvstore.paging.ledger import Ledger
 from kvlab.kvstore.snapshot.archive import Rows
 from kvlab.kvstore.snapshot.chain import links, token_bytes
-from kvlab.kvstore.snapshot.format import PURPOSE, Header, Record, chunk_digest, index_bytes
-from kvlab.kvstore.snapshot.identity import Identity
+from kvlab.kvstore.snapshot.format import PURPOSE, Record, SnapshotHeader, chunk_digest
+from kvlab.kvstore.snapshot.identity import ContextIdentity
 from kvlab.kvstore.snapshot.manifest import Manifest, build
 from kvlab.kvstore.snapshot.payload import ChunkCoder, RawChunks
 
 
 @dataclass(frozen=True)
-class Source:
+class SnapshotSource:
     """What there is to save.
 
     Parameters
     ----------
-    identity : Identity
+    identity : ContextIdentity
         Whose context it is; its codec counts for nothing, the coder's does.
     payloads : iterable of Tensor or None
         The context's chunks from the first on, at least those that are saved; None for one that was never written.
@@ -56,7 +56,7 @@ class Source:
         that it need not hold all payloads.
     """
 
-    identity: Identity
+    identity: ContextIdentity
     payloads: Iterable[Tensor | None]
     ledger: Ledger
     tokens: Sequence[int]
@@ -88,7 +88,7 @@ class Saved:
 
 def save(
     path: Path | str,
-    source: Source,
+    source: SnapshotSource,
     *,
     upto: int | None = None,
     coder: ChunkCoder | None = None,
@@ -102,7 +102,7 @@ def save(
     ----------
     path : Path
         The file; replaced in one step when there is one.
-    source : Source
+    source : SnapshotSource
         What to save.
     upto : int, optional
         How many tokens, all when left out; a chunk that they do not fill is left out.
@@ -130,7 +130,8 @@ def save(
     if not length:
         raise UserError(
             f"{_length(source.tokens, upto)} tokens do not fill one chunk of {geometry.chunk_tokens};"
-            " a snapshot of them would restore nothing and was not written"
+            " a snapshot of them would restore nothing and was not written",
+            code="user.too-few-tokens",
         )
     manifest = build(
         identity=source.identity.coded(coder.codec),
@@ -150,19 +151,19 @@ def _length(tokens: Sequence[int], upto: int | None) -> int:
     if upto is None:
         return len(tokens)
     if not 0 <= upto <= len(tokens):
-        raise UserError(f"{upto} tokens cannot be saved; the context has {len(tokens)}")
+        raise UserError(f"{upto} tokens cannot be saved; the context has {len(tokens)}", code="user.too-many-tokens")
     return upto
 
 
 def _written(
-    file: BinaryIO, path: Path, manifest: Manifest, source: Source, coder: ChunkCoder, key: Key | None
+    file: BinaryIO, path: Path, manifest: Manifest, source: SnapshotSource, coder: ChunkCoder, key: Key | None
 ) -> Saved:
     """The payload first, for its length and digests show only then; then what stands before it; then the seal."""
     geometry, said = manifest.identity.geometry, manifest.pack()
     tokens = source.tokens[: manifest.length]
     chain = links(tokens, geometry.chunk_tokens, manifest.identity.salt)
     ids = token_bytes(tokens)
-    blank = Header(len(said), len(chain), geometry.chunk_tokens, 0, 0, 0, 0)
+    blank = SnapshotHeader(len(said), len(chain), geometry.chunk_tokens, 0, 0, 0, 0)
     file.seek(blank.payload_at)
     identity, records = manifest.identity.fingerprint, []
     coded = coder.encoded(_whole(source.payloads, len(chain)), tokens, source.rows)
@@ -170,7 +171,7 @@ def _written(
         _put(file, data)
         digest = chunk_digest(identity, chain[number], data)
         records.append(Record(chain[number], digest, len(data), source.ledger.entry(number)))
-    index = index_bytes(records)
+    index = b"".join(record.pack() for record in records)
     payload_bytes = sum(record.nbytes for record in records)
     names = ("manifest_crc", "index_crc", "tokens_crc")
     crcs = dict(zip(names, map(google_crc32c.value, (said, index, ids)), strict=True))
@@ -190,7 +191,10 @@ def _whole(payloads: Iterable[Tensor | None], chunks: int) -> Iterator[Tensor]:
     found = zip(range(chunks), joined(payloads, repeat(None)), strict=False)
     for number, payload in found:
         if payload is None:
-            raise UserError(f"chunk {number} of the {chunks} to be saved was never written; save the tokens before it")
+            raise UserError(
+                f"chunk {number} of the {chunks} to be saved was never written; save the tokens before it",
+                code="user.unwritten-chunk",
+            )
         yield payload
 
 
@@ -216,7 +220,8 @@ def _sync_folder(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise StorageError(
-                f"{path} is in place and whole, but the disk does not promise to keep it: {error.strerror}; save again"
+                f"{path} is in place and whole, but the disk does not promise to keep it: {error.strerror}; save again",
+                code="storage.not-durable",
             ) from error
 
 

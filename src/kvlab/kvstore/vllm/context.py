@@ -21,7 +21,7 @@ from kvlab.core.model import ModelInfo, layer_count, locate, resolve
 from kvlab.core.params import Model, ModelEntry
 from kvlab.core.recipe import RECIPE_VARIABLE, canonical
 from kvlab.kvstore.paging.geometry import named
-from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, Identity, identity_of, rope_of
+from kvlab.kvstore.snapshot.identity import ROPE_FIELDS, ContextIdentity, identity_of, rope_of
 from kvlab.kvstore.snapshot.payload import ChunkCoder, recipe_coder
 from kvlab.kvstore.vllm.settings import ConnectorSettings
 
@@ -40,7 +40,7 @@ class EngineContext:
     Parameters
     ----------
     settings : Settings
-    identity : Identity
+    identity : ContextIdentity
         Of a request that brings no salt of its own.
     block_tokens : int
         Tokens of a block of vLLM's paged cache.
@@ -51,12 +51,12 @@ class EngineContext:
     """
 
     settings: ConnectorSettings
-    identity: Identity
+    identity: ContextIdentity
     block_tokens: int
     made: dict[str, str]
     coder: ChunkCoder | None = None
 
-    def identity_for(self, request_salt: str | None) -> Identity:
+    def identity_for(self, request_salt: str | None) -> ContextIdentity:
         """The identity of a request's context; vLLM's ``cache_salt`` keeps contexts apart here too."""
         if not request_salt:
             return self.identity
@@ -68,8 +68,8 @@ def salt_of(settings: ConnectorSettings) -> str:
     """The salt that keeps this engine's K and V apart from other engines', unless they are to be shared.
 
     A snapshot promises that a warm run is the cold run. Between engines, and between their devices, that does not
-    hold: the same tokens have K and V that agree up to rounding. `Identity` knows of the model and not of the engine,
-    so that it is the salt that says it, and transformers refuses what vLLM saved, and the other way round.
+    hold: the same tokens have K and V that agree up to rounding. `ContextIdentity` knows of the model and not of the
+    engine, so that it is the salt that says it, and transformers refuses what vLLM saved, and the other way round.
     """
     if settings.across_engines:
         return settings.salt
@@ -90,7 +90,8 @@ def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
     """
     reasons = [*_of_engine(vllm_config), *_of_model(vllm_config.model_config), *_of_cache(kv_cache_config)]
     if reasons:
-        raise CapabilityError(f"snapshots cannot be used here: {'; '.join(reasons)}")
+        lines = "; ".join(line for _, line in reasons)
+        raise CapabilityError(f"snapshots cannot be used here: {lines}", code=reasons[0][0])
     spec, config = kv_cache_config.kv_cache_groups[0].kv_cache_spec, vllm_config.model_config
     identity = _identity(
         str(config.model), config.revision, named(config.dtype), settings.chunk_tokens, _rope(config), salt_of(settings)
@@ -101,7 +102,8 @@ def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
     if found != said:
         raise CapabilityError(
             f"snapshots cannot be used here: vLLM's cache has layers, KV heads, head size and dtype {found},"
-            f" the model {said}; leave kv_cache_dtype at auto"
+            f" the model {said}; leave kv_cache_dtype at auto",
+            code="capability.cache-shape",
         )
     coder = _coder(settings, config, identity)
     made = {
@@ -114,7 +116,7 @@ def context_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings
     return EngineContext(settings, identity.coded(coder.codec if coder else None), spec.block_size, made, coder)
 
 
-def _coder(settings: ConnectorSettings, config: ModelConfig, identity: Identity) -> ChunkCoder | None:
+def _coder(settings: ConnectorSettings, config: ModelConfig, identity: ContextIdentity) -> ChunkCoder | None:
     """What the settings' recipe stores K and V by."""
     if not settings.recipe:
         return None
@@ -129,43 +131,51 @@ def _prepared(recipe: str, bits: float | None, model: str, revision: str | None)
     return at_bits(prepared(read_recipe_file(recipe), _info(model, revision), whole=True), bits)
 
 
-def _of_engine(config: VllmConfig) -> Iterator[str]:
+def _of_engine(config: VllmConfig) -> Iterator[tuple[str, str]]:
     if os.environ.get(RECIPE_VARIABLE):
-        yield f"{RECIPE_VARIABLE} is set, so the cache holds coded K and V and not the model's; unset it"
+        line = f"{RECIPE_VARIABLE} is set, so the cache holds coded K and V and not the model's; unset it"
+        yield "capability.coded-twice", line
     if current_platform.device_type != "cpu":
-        yield f"the cache lies on {current_platform.device_type}; the connector is made for vLLM on the CPU"
+        line = f"the cache lies on {current_platform.device_type}; the connector is made for vLLM on the CPU"
+        yield "capability.device", line
     if config.parallel_config.world_size != 1:
-        yield f"the model is split over {config.parallel_config.world_size} processes, each with a part of K and V"
+        line = f"the model is split over {config.parallel_config.world_size} processes, each with a part of K and V"
+        yield "capability.processes", line
     if (form := str(config.load_config.load_format)) not in PLAIN_FORMATS:
         allowed = ", ".join(PLAIN_FORMATS)
-        yield f"weights of load_format {form} need not be those of the model's files; allowed: {allowed}"
+        line = f"weights of load_format {form} need not be those of the model's files; allowed: {allowed}"
+        yield "capability.load-format", line
     if config.speculative_config is not None:
-        yield "with speculative decoding, K and V of rejected tokens lie in the cache"
+        yield "capability.speculation", "with speculative decoding, K and V of rejected tokens lie in the cache"
 
 
-def _of_model(config: ModelConfig) -> Iterator[str]:
+def _of_model(config: ModelConfig) -> Iterator[tuple[str, str]]:
     if config.quantization is not None:
-        yield f"the weights are quantised ({config.quantization}), which a snapshot's identity does not know of"
+        line = f"the weights are quantised ({config.quantization}), which a snapshot's identity does not know of"
+        yield "capability.quantised", line
     overrides = config.hf_overrides
     if callable(overrides):
-        yield "hf_overrides is a function, and what it does to K and V cannot be said"
+        yield "capability.overrides-function", "hf_overrides is a function, and what it does to K and V cannot be said"
     elif others := sorted(set(overrides) - set(ROPE_FIELDS)):
-        yield f"hf_overrides changes {', '.join(others)}, which a snapshot's identity takes from config.json"
+        line = f"hf_overrides changes {', '.join(others)}, which a snapshot's identity takes from config.json"
+        yield "capability.overrides", line
     kind = rope_of(config.hf_config.to_dict())["rope_type"]
     if kind in MOVING_ROPE:
-        yield f"the rotary embedding is {kind}, whose angles depend on the longest context that the engine allows"
+        line = f"the rotary embedding is {kind}, whose angles depend on the longest context that the engine allows"
+        yield "capability.moving-rope", line
 
 
-def _of_cache(config: KVCacheConfig) -> Iterator[str]:
+def _of_cache(config: KVCacheConfig) -> Iterator[tuple[str, str]]:
     groups = config.kv_cache_groups
     if len(groups) != 1:
-        yield f"the cache has {len(groups)} groups of layers; only a model of full-attention layers alone is supported"
+        line = f"the cache has {len(groups)} groups of layers; only a model of full-attention layers alone is supported"
+        yield "capability.cache-groups", line
         return
     spec = groups[0].kv_cache_spec
     if type(spec) is not FullAttentionSpec:
-        yield f"the layers keep {type(spec).__name__} and not K and V of all tokens"
+        yield "capability.layer-kinds", f"the layers keep {type(spec).__name__} and not K and V of all tokens"
     elif spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        yield "the layers attend to a window only"
+        yield "capability.window", "the layers attend to a window only"
 
 
 def _rope(config: ModelConfig) -> str:
@@ -173,7 +183,7 @@ def _rope(config: ModelConfig) -> str:
 
 
 @lru_cache(maxsize=4)
-def _identity(model: str, revision: str | None, dtype: str, chunk_tokens: int, rope: str, salt: str) -> Identity:
+def _identity(model: str, revision: str | None, dtype: str, chunk_tokens: int, rope: str, salt: str) -> ContextIdentity:
     """Made once for both halves: the files of the model are read for it."""
     return identity_of(_info(model, revision), dtype, chunk_tokens, rope=json.loads(rope), salt=salt)
 

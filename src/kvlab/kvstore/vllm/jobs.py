@@ -10,8 +10,8 @@ from pathlib import Path
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvlab.kvstore.snapshot.reasons import Reason
-from kvlab.kvstore.vllm.computed import PREFILL
+from kvlab.kvstore.snapshot.numerics import PREFILL
+from kvlab.kvstore.snapshot.reasons import SnapshotReason
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ class Load:
 class Save:
     """Write the K and V of a request's first tokens, whole chunks; the fields are those of `Load`.
 
-    `computed` goes into the manifest, see
-    `kvlab.kvstore.vllm.computed`. `last` is set where vLLM keeps the blocks of a request that has
-    ended until they have been read.
+    `computed` goes into the manifest, see `kvlab.kvstore.snapshot.numerics`. `last` is set where vLLM keeps the blocks
+    of a request that has ended until they have been read.
     """
 
     request: str
@@ -82,7 +81,7 @@ class JobOutcome:
         Of the file; None when it failed.
     ms : float or None
         Milliseconds; None when it failed.
-    reasons : tuple of Reason
+    reasons : tuple of SnapshotReason
         Why it failed, empty when it did not.
     """
 
@@ -90,10 +89,10 @@ class JobOutcome:
     tokens: int
     nbytes: int | None
     ms: float | None
-    reasons: tuple[Reason, ...] = ()
+    reasons: tuple[SnapshotReason, ...] = ()
 
     @classmethod
-    def failed(cls, path: Path, reasons: tuple[Reason, ...]) -> JobOutcome:
+    def failed(cls, path: Path, reasons: tuple[SnapshotReason, ...]) -> JobOutcome:
         """That of a job which changed nothing that counts."""
         return cls(path, 0, None, None, reasons)
 

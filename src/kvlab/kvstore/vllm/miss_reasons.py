@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, KvlabError, NonFinite, SnapshotRefused
-from kvlab.kvstore.snapshot.reasons import Code, Reason
+from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
 
 
-class Cold(StrEnum):
+class MissReason(StrEnum):
     """Why a request is computed from its first token on, beside what speaks against a snapshot."""
 
     UNWANTED = "unwanted"
@@ -32,9 +32,9 @@ DAMAGE = frozenset({
 """What a file that was good when it was chosen shows when its bytes have changed: the next load will fail too."""
 
 
-def reasons_of(error: KvlabError) -> tuple[Reason, ...]:
+def reasons_of(error: KvlabError) -> tuple[SnapshotReason, ...]:
     """The reasons that an error carries, or the error itself as one."""
     if isinstance(error, SnapshotRefused):
         return error.reasons
     of_coder = isinstance(error, CapabilityError | CalibrationMismatch | NonFinite)
-    return (Reason(Cold.UNCODED if of_coder else Cold.STORAGE, str(error)),)
+    return (SnapshotReason(MissReason.UNCODED if of_coder else MissReason.STORAGE, str(error)),)

@@ -11,14 +11,14 @@ from vllm.v1.request import RequestStatus
 
 from kvlab.core.recipe import digest
 from kvlab.kvstore.snapshot import chain
-from kvlab.kvstore.snapshot.identity import Identity
-from kvlab.kvstore.snapshot.reasons import Reason
-from kvlab.kvstore.vllm.computed import DECODED, PREFILL
+from kvlab.kvstore.snapshot.identity import ContextIdentity
+from kvlab.kvstore.snapshot.numerics import DECODED, PREFILL
+from kvlab.kvstore.snapshot.reasons import SnapshotReason
 from kvlab.kvstore.vllm.context import EngineContext
 from kvlab.kvstore.vllm.jobs import JobOutcome, Load, Outcomes, Save, StepJobs
-from kvlab.kvstore.vllm.miss_reasons import DAMAGE, Cold
+from kvlab.kvstore.vllm.miss_reasons import DAMAGE, MissReason
 from kvlab.kvstore.vllm.settings import OURS, Wish
-from kvlab.kvstore.vllm.snapshot_index import Match, Shelf
+from kvlab.kvstore.vllm.snapshot_index import Match, SnapshotIndex
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,9 +32,12 @@ ENDED = (
     RequestStatus.FINISHED_ABORTED,  # so vLLM ends a request at a stop string, which its frontend finds
 )
 
-HANDED_ON = Reason(Cold.LOSSY, "vLLM's own cache holds its beginning, and may have it from a lossy snapshot")
-NOT_ITS_OWN = Reason(
-    Cold.LOSSY, "it began with K and V of a lossy snapshot, and what follows them is not the model's own: not saved"
+HANDED_ON = SnapshotReason(
+    MissReason.LOSSY, "vLLM's own cache holds its beginning, and may have it from a lossy snapshot"
+)
+NOT_ITS_OWN = SnapshotReason(
+    MissReason.LOSSY,
+    "it began with K and V of a lossy snapshot, and what follows them is not the model's own: not saved",
 )
 
 
@@ -44,15 +47,15 @@ class _Course:
 
     request: Request
     wish: Wish
-    identity: Identity
+    identity: ContextIdentity
     match: Match | None = None
     begin: int = 0
     restored: int | None = 0  # None from the promise on until the worker has said what came of it
     lossy: bool = False  # whether its first K and V may be those of a lossy snapshot
     saved: int = 0  # tokens that a save was planned for
     path: Path | None = None  # of the last snapshot that was written
-    cold: list[Reason] = field(default_factory=list)  # why nothing was restored when it was last begun
-    failed: list[Reason] = field(default_factory=list)  # loads and saves, however often it was begun
+    cold: list[SnapshotReason] = field(default_factory=list)  # why nothing was restored when it was last begun
+    failed: list[SnapshotReason] = field(default_factory=list)  # loads and saves, however often it was begun
     seen: tuple | None = None  # the folder's state and the tokens at the last look, and what was found
 
 
@@ -66,7 +69,7 @@ class Planner:
     """
 
     def __init__(self, context: EngineContext):
-        self.context, self.shelf = context, Shelf(Path(context.settings.folder), context.settings.unproven)
+        self.context, self.index = context, SnapshotIndex(Path(context.settings.folder), context.settings.unproven)
         self._lossy = False  # whether lossy K and V were ever loaded, which vLLM's own cache may hand on
         self._courses: dict[str, _Course] = {}
         self._loads: list[Load] = []
@@ -81,7 +84,7 @@ class Planner:
         match, course.cold = self._looked_up(course)
         if match is not None and match.tokens <= local:
             line = f"vLLM's own cache holds {local} tokens, the snapshot no more"
-            course.cold = [Reason(Cold.PREFIX_CACHED, line)]
+            course.cold = [SnapshotReason(MissReason.PREFIX_CACHED, line)]
         elif match is not None:
             course.match, course.cold = match, []
             return match.tokens - local
@@ -111,7 +114,7 @@ class Planner:
         """What came of a step's jobs."""
         for name, outcome in outcomes.loads.items():
             if any(reason.code in DAMAGE for reason in outcome.reasons):
-                self.shelf.spoil(outcome.path, outcome.reasons)
+                self.index.spoil(outcome.path, outcome.reasons)
             if course := self._courses.get(name):
                 course.restored = outcome.tokens
                 course.failed += outcome.reasons
@@ -129,7 +132,7 @@ class Planner:
         answer = self.context.settings.save == "answer" and request.status in ENDED
         late = self._due(course, request.num_computed_tokens, block_ids, last=True) if answer else None
         self._late += [late] if late else []
-        return late is not None, {OURS: _said(course)}
+        return late is not None, {OURS: _answer(course)}
 
     def _course(self, request: Request) -> _Course:
         name = request.request_id
@@ -138,30 +141,34 @@ class Planner:
             self._courses[name] = _Course(request, wish, identity)
         return self._courses[name]
 
-    def _looked_up(self, course: _Course) -> tuple[Match | None, list[Reason]]:
+    def _looked_up(self, course: _Course) -> tuple[Match | None, list[SnapshotReason]]:
         """The snapshot for a request, or why there is none."""
         if refused := self._refused(course):
             return None, [refused]
         request = course.request
         whole = course.identity.geometry.floor(request.num_tokens - 1)  # the last token's logits are what is asked for
         if not whole:
-            return None, [Reason(Cold.TOO_SHORT, f"{request.num_tokens} tokens hold no chunk and one token more")]
-        state = self.shelf.state(), whole
+            return None, [
+                SnapshotReason(MissReason.TOO_SHORT, f"{request.num_tokens} tokens hold no chunk and one token more")
+            ]
+        state = self.index.state(), whole
         if course.seen is None or course.seen[0] != state:  # vLLM asks at every step while it has no blocks for it
-            course.seen = state, self.shelf.find(course.identity, request.all_token_ids[:whole])
+            course.seen = state, self.index.find(course.identity, request.all_token_ids[:whole])
         match, reasons = course.seen[1]
         if match is None and not reasons:
-            reasons = [Reason(Cold.NO_SNAPSHOT, "there is no snapshot in the folder")]
+            reasons = [SnapshotReason(MissReason.NO_SNAPSHOT, "there is no snapshot in the folder")]
         return match, reasons
 
-    def _refused(self, course: _Course) -> Reason | None:
+    def _refused(self, course: _Course) -> SnapshotReason | None:
         """Why a request is not restored, whatever lies in the folder."""
         if not (self.context.settings.restore and course.wish.restore):
-            return Reason(Cold.UNWANTED, "the settings or the request say that nothing be restored")
+            return SnapshotReason(MissReason.UNWANTED, "the settings or the request say that nothing be restored")
         if not _plain(course.request):
-            return Reason(Cold.NOT_TOKENS, "its K and V are not the model's for its token ids alone")
+            return SnapshotReason(MissReason.NOT_TOKENS, "its K and V are not the model's for its token ids alone")
         if course.request.skip_reading_prefix_cache:
-            return Reason(Cold.PROMPT_LOGPROBS, "vLLM computes the whole prompt, as a rule for its log-probabilities")
+            return SnapshotReason(
+                MissReason.PROMPT_LOGPROBS, "vLLM computes the whole prompt, as a rule for its log-probabilities"
+            )
         return None
 
     def _save(self, name: str, scheduled: int, output: SchedulerOutput) -> Save | None:
@@ -187,11 +194,11 @@ class Planner:
             return None
         course.saved = length
         tokens = list(request.all_token_ids[:length])
-        path = self.shelf.folder / file_name(identity, tokens)
+        path = self.index.folder / file_name(identity, tokens)
         if path in self._writing:  # the same tokens of another request
             self._writing[path].append(course)
             return None
-        match, _ = self.shelf.find(identity, tokens)
+        match, _ = self.index.find(identity, tokens)
         if match is not None and match.tokens == length:
             return None
         self._writing[path] = [course]
@@ -201,13 +208,13 @@ class Planner:
     def _keep(course: _Course, outcome: JobOutcome) -> None:
         if not outcome.reasons:
             course.path = outcome.path
-        elif any(reason.code == Cold.LOAD_FAILED for reason in outcome.reasons):
+        elif any(reason.code == MissReason.LOAD_FAILED for reason in outcome.reasons):
             course.saved = 0
         else:
             course.failed += outcome.reasons
 
 
-def file_name(identity: Identity, tokens: Sequence[int]) -> str:
+def file_name(identity: ContextIdentity, tokens: Sequence[int]) -> str:
     """Of a snapshot of these tokens: equal contexts get equal names, and others never."""
     link = chain.links(tokens, identity.geometry.chunk_tokens, identity.salt)[-1]
     return f"{link.hex()[:32]}-{digest(identity)}{SUFFIX}"
@@ -230,7 +237,7 @@ def _plain(request: Request) -> bool:
     )
 
 
-def _said(course: _Course) -> dict[str, Any]:
+def _answer(course: _Course) -> dict[str, Any]:
     """What a request's answer says: plain values, for they may leave the process.
 
     A request that ends in the step that loads or saves does so before the worker could be heard: `restored` is then

@@ -64,16 +64,27 @@ class ConnectorSettings:
     def __post_init__(self) -> None:
         counted("chunk_tokens", self.chunk_tokens, least=1)
         if self.chunk_tokens > MAX_CHUNK_TOKENS:
-            raise ParamsError(f"chunk_tokens is {self.chunk_tokens}; a snapshot allows {MAX_CHUNK_TOKENS} at most")
+            raise ParamsError(
+                f"chunk_tokens is {self.chunk_tokens}; a snapshot allows {MAX_CHUNK_TOKENS} at most",
+                code="params.chunk-too-long",
+            )
         kinds = {"folder": str, "salt": str, "across_engines": bool, "restore": bool, "recipe": str, "unproven": bool}
         for name, kind in kinds.items():
             given = getattr(self, name)
             if not isinstance(given, kind):
-                raise ParamsError(f"{name} of the snapshot connector is {given!r}, which is no {kind.__name__}")
+                raise ParamsError(
+                    f"{name} of the snapshot connector is {given!r}, which is no {kind.__name__}", code="params.kind"
+                )
         if self.bits is not None and not (self.recipe and isinstance(self.bits, int | float)):
-            raise ParamsError(f"bits of the snapshot connector is {self.bits!r}; it is a number, and goes with recipe")
+            raise ParamsError(
+                f"bits of the snapshot connector is {self.bits!r}; it is a number, and goes with recipe",
+                code="params.bits",
+            )
         if not self.folder:
-            raise ParamsError("the snapshot connector needs a folder; give `folder` in kv_connector_extra_config")
+            raise ParamsError(
+                "the snapshot connector needs a folder; give `folder` in kv_connector_extra_config",
+                code="params.no-folder",
+            )
         if self.save not in get_args(Save):
             raise UnknownName("save of the snapshot connector", self.save, get_args(Save))
 

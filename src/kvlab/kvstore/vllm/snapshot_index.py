@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from kvlab.core.errors import SnapshotRefused, StorageError
 from kvlab.kvstore.snapshot import chain, read
-from kvlab.kvstore.snapshot.identity import Identity, differences
-from kvlab.kvstore.snapshot.reasons import Code, Reason
-from kvlab.kvstore.vllm.computed import COMPUTED, PREFILL
+from kvlab.kvstore.snapshot.identity import ContextIdentity, differences
+from kvlab.kvstore.snapshot.numerics import COMPUTED, PREFILL
+from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
 from kvlab.kvstore.vllm.miss_reasons import reasons_of
 
 Signature = tuple[int, int, int]  # inode, time of the last change in ns, bytes
@@ -26,9 +26,9 @@ class _Book:
     """
 
     signature: Signature | None
-    identity: Identity | None
+    identity: ContextIdentity | None
     chain: tuple[bytes, ...]
-    unusable: tuple[Reason, ...]
+    unusable: tuple[SnapshotReason, ...]
     decoded: bool = False
     lossy: bool = False
 
@@ -42,7 +42,7 @@ class Match(NamedTuple):
     tokens : int
         Of the prompt's first ones, whole chunks.
     decoded : bool
-        Whether some of its tokens may have been computed one at a time, see `kvlab.kvstore.vllm.computed`.
+        Whether some of its tokens may have been computed one at a time, see `kvlab.kvstore.snapshot.numerics`.
     lossy : bool
         Whether its K and V are other numbers than those that were computed.
     """
@@ -53,7 +53,7 @@ class Match(NamedTuple):
     lossy: bool = False
 
 
-class Shelf:
+class SnapshotIndex:
     """A folder of snapshots. Each is opened once, and again when its file has changed.
 
     Parameters
@@ -67,19 +67,19 @@ class Shelf:
     def __init__(self, folder: Path, unproven: bool = False):
         self.folder, self.unproven, self._books, self._spoilt = folder, unproven, {}, 0
 
-    def find(self, identity: Identity, tokens: Sequence[int]) -> tuple[Match | None, list[Reason]]:
+    def find(self, identity: ContextIdentity, tokens: Sequence[int]) -> tuple[Match | None, list[SnapshotReason]]:
         """The snapshot with the longest usable prefix of these tokens, and what speaks against the others.
 
         Parameters
         ----------
-        identity : Identity
+        identity : ContextIdentity
             What is needed.
         tokens : sequence of int
             Of the prompt.
 
         Returns
         -------
-        tuple of (Match or None, list of Reason)
+        tuple of (Match or None, list of SnapshotReason)
             Each kind of reason once.
         """
         size, best, reasons = identity.geometry.chunk_tokens, None, {}
@@ -89,14 +89,14 @@ class Shelf:
             shared = 0 if against else chain.shared(book.chain, links) * size
             if not against and not shared:
                 line = f"the first {size} tokens of the prompt are not those of {path.name}"
-                against = [Reason(Code.PREFIX, line)]
+                against = [SnapshotReason(Code.PREFIX, line)]
             for reason in against:
-                reasons.setdefault(reason.code, Reason(reason.code, f"{path.name}: {reason.message}"))
+                reasons.setdefault(reason.code, SnapshotReason(reason.code, f"{path.name}: {reason.message}"))
             if shared > (best.tokens if best else 0):
                 best = Match(path, shared, book.decoded, book.lossy)
         return best, list(reasons.values())
 
-    def spoil(self, path: Path, reasons: Sequence[Reason]) -> None:
+    def spoil(self, path: Path, reasons: Sequence[SnapshotReason]) -> None:
         """Offer a snapshot no more that was found damaged when it was loaded, until its file is another."""
         book = self._books.get(path)
         if book is not None:

@@ -16,13 +16,12 @@ from kvlab.engines.vllm.pages import found_out, refuse_other
 from kvlab.kvstore.paging.geometry import Geometry, named
 from kvlab.kvstore.paging.ledger import ChunkEntry, Ledger
 from kvlab.kvstore.snapshot import read
-from kvlab.kvstore.snapshot.numerics import mixed
-from kvlab.kvstore.snapshot.reasons import Code, Reason
-from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.kvstore.vllm.computed import COMPUTED, PREFILL
+from kvlab.kvstore.snapshot.numerics import COMPUTED, PREFILL, mixed
+from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvlab.kvstore.vllm.context import EngineContext
 from kvlab.kvstore.vllm.jobs import JobOutcome, Load, Outcomes, Save, StepJobs, WorkerCounts
-from kvlab.kvstore.vllm.miss_reasons import Cold, reasons_of
+from kvlab.kvstore.vllm.miss_reasons import MissReason, reasons_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,7 +68,10 @@ class Mover:
         geometry = self.context.identity.geometry
         names = sorted(caches, key=extract_layer_index)
         if [extract_layer_index(name) for name in names] != list(range(geometry.layers)):
-            raise CapabilityError(f"snapshots cannot be used here: the cache is of layers {', '.join(names)}")
+            raise CapabilityError(
+                f"snapshots cannot be used here: the cache is of layers {', '.join(names)}",
+                code="capability.cache-layers",
+            )
         layers = config.compilation_config.static_forward_context
         self._rows = PagedRows([caches[name] for name in names], [layers[name] for name in names], geometry)
         backend = layers[names[0]].get_attn_backend().get_name()
@@ -89,7 +91,7 @@ class Mover:
         for job in jobs.saves:
             if self._failed.intersection(self._blocks(job)):
                 line = "its K and V could not be loaded and are computed once more; it is saved then"
-                outcome = JobOutcome.failed(job.path, (Reason(Cold.LOAD_FAILED, line),))
+                outcome = JobOutcome.failed(job.path, (SnapshotReason(MissReason.LOAD_FAILED, line),))
             else:
                 outcome = self._timed(self._saved, job)
                 self.counts.saved(outcome)
@@ -127,7 +129,7 @@ class Mover:
             unproven, coder = self.context.settings.unproven, self.context.coder
             reasons = snapshot.check(self.context.identity_for(job.salt), unproven=unproven)
             if snapshot.usable_prefix(job.tokens) < len(job.tokens):
-                reasons.append(Reason(Code.PREFIX, "the file is another than the one that was chosen"))
+                reasons.append(SnapshotReason(Code.PREFIX, "the file is another than the one that was chosen"))
             if reasons:
                 raise SnapshotRefused(reasons, job.path)
             for number, chunk in enumerate(snapshot.chunks(len(job.tokens), coder)):
@@ -146,7 +148,7 @@ class Mover:
     def _saved(self, job: Save) -> tuple[int, int]:
         rows = partial(self._rows.layer, block_ids=job.block_ids, tokens=len(job.tokens))
         identity, ledger = self.context.identity_for(job.salt), _ledger(self._count(job))
-        source = Source(identity, self._chunks(job), ledger, job.tokens, rows)
+        source = SnapshotSource(identity, self._chunks(job), ledger, job.tokens, rows)
         saved = save(job.path, source, coder=self.context.coder, made=self._made | {COMPUTED: job.computed})
         return saved.manifest.length, saved.nbytes
 
@@ -237,5 +239,7 @@ class PagedRows:
         if not plain or tuple(cache.shape[1:]) != due or cache.dtype != geometry.torch_dtype:
             raise CapabilityError(
                 f"snapshots cannot be used here: a layer's cache is {list(cache.shape)} {named(cache.dtype)} on"
-                f" {cache.device}, needed is [blocks, {', '.join(map(str, due))}] {geometry.dtype} on the CPU, in order"
+                f" {cache.device}, needed is [blocks, {', '.join(map(str, due))}] {geometry.dtype} on the CPU, in"
+                " order",
+                code="capability.cache-layout",
             )

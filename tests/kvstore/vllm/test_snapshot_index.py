@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kvlab.core.errors import StorageError
 from kvlab.kvstore.snapshot import read
-from kvlab.kvstore.snapshot.reasons import Code, Reason
-from kvlab.kvstore.snapshot.write import Source, save
-from kvlab.kvstore.vllm.miss_reasons import Cold
-from kvlab.kvstore.vllm.snapshot_index import Match, Shelf
+from kvlab.kvstore.snapshot.reasons import Code, SnapshotReason
+from kvlab.kvstore.snapshot.write import SnapshotSource, save
+from kvlab.kvstore.vllm.miss_reasons import MissReason
+from kvlab.kvstore.vllm.snapshot_index import Match, SnapshotIndex
 from kvstore.snapshot import making
 from tiers import examples
 
@@ -24,7 +24,7 @@ IDENTITY = making.identity()
 def put(path, tokens: list[int], **changes) -> None:
     count = len(tokens) // SIZE
     chunks = [making.chunk(number) for number in range(count)]
-    save(path, Source(making.identity(**changes), chunks, making.ledger(count), tokens))
+    save(path, SnapshotSource(making.identity(**changes), chunks, making.ledger(count), tokens))
 
 
 def common(ours: list[int], theirs: list[int]) -> int:
@@ -38,7 +38,7 @@ def test_no_snapshot_of_the_folder_holds_more(tmp_path_factory, contexts, data):
     for number, tokens in enumerate(contexts):
         put(folder / str(number), tokens)
     prompt = data.draw(st.one_of(st.sampled_from(contexts), st.lists(st.integers(0, 1), max_size=24)))
-    found, reasons = Shelf(folder).find(IDENTITY, prompt)
+    found, reasons = SnapshotIndex(folder).find(IDENTITY, prompt)
     longest = max(common(prompt, tokens[: len(tokens) // SIZE * SIZE]) // SIZE * SIZE for tokens in contexts)
     assert (found.tokens if found else 0) == longest
     assert found is not None or [reason.code for reason in reasons] == [Code.PREFIX]
@@ -47,7 +47,7 @@ def test_no_snapshot_of_the_folder_holds_more(tmp_path_factory, contexts, data):
 def test_a_file_is_opened_once_and_again_when_it_is_another(tmp_path, monkeypatch):
     opened, plain = [], read.open
     monkeypatch.setattr(read, "open", lambda path: opened.append(path.name) or plain(path))
-    shelf = Shelf(tmp_path)
+    shelf = SnapshotIndex(tmp_path)
     put(tmp_path / "a", making.tokens(12))
     put(tmp_path / "b", making.tokens(20))
     for _ in range(3):
@@ -61,10 +61,10 @@ def test_a_file_is_opened_once_and_again_when_it_is_another(tmp_path, monkeypatc
 
 
 def test_what_was_found_damaged_is_not_offered_until_it_is_another_file(tmp_path):
-    shelf, tokens = Shelf(tmp_path), making.tokens(12)
+    shelf, tokens = SnapshotIndex(tmp_path), making.tokens(12)
     put(tmp_path / "a", tokens)
     assert shelf.find(IDENTITY, tokens)[0]
-    shelf.spoil(tmp_path / "a", [Reason(Code.CHUNK_CHECKSUM, "damaged")])
+    shelf.spoil(tmp_path / "a", [SnapshotReason(Code.CHUNK_CHECKSUM, "damaged")])
     match, reasons = shelf.find(IDENTITY, tokens)
     assert match is None and [reason.code for reason in reasons] == [Code.CHUNK_CHECKSUM]
     put(tmp_path / "a", tokens)
@@ -72,12 +72,12 @@ def test_what_was_found_damaged_is_not_offered_until_it_is_another_file(tmp_path
 
 
 def test_a_disk_that_does_not_answer_hides_a_file_for_that_moment_alone(tmp_path, monkeypatch):
-    shelf, tokens = Shelf(tmp_path), making.tokens(12)
+    shelf, tokens = SnapshotIndex(tmp_path), making.tokens(12)
     put(tmp_path / "a", tokens)
     with monkeypatch.context() as busy:
         busy.setattr(read, "open", Mock(side_effect=StorageError("too many open files")))
         match, reasons = shelf.find(IDENTITY, tokens)
-    assert match is None and [reason.code for reason in reasons] == [Cold.STORAGE]
+    assert match is None and [reason.code for reason in reasons] == [MissReason.STORAGE]
     assert shelf.find(IDENTITY, tokens)[0] == Match(tmp_path / "a", 12)
 
 
@@ -87,7 +87,7 @@ def test_every_kind_of_reason_is_given_once(tmp_path):
         put(tmp_path / f"salt{number}", making.tokens(8), salt="another")
         (tmp_path / f"text{number}").write_text("nothing")
         put(tmp_path / f"other{number}", [9] * 8)
-    match, reasons = Shelf(tmp_path).find(IDENTITY, making.tokens(8))
+    match, reasons = SnapshotIndex(tmp_path).find(IDENTITY, making.tokens(8))
     codes = {Code.MODEL, Code.SALT, Code.NOT_A_SNAPSHOT, Code.PREFIX}
     assert match is None and {reason.code for reason in reasons} == codes and len(reasons) == len(codes)
 
@@ -96,5 +96,5 @@ def test_hidden_files_and_folders_and_no_folder_are_nothing(tmp_path):
     (tmp_path / ".half.1.tmp").mkdir()
     (tmp_path / ".hidden").write_text("nothing")
     (tmp_path / "folder").mkdir()
-    assert Shelf(tmp_path).find(IDENTITY, making.tokens(8)) == (None, [])
-    assert Shelf(tmp_path / "nowhere").find(IDENTITY, making.tokens(8)) == (None, [])
+    assert SnapshotIndex(tmp_path).find(IDENTITY, making.tokens(8)) == (None, [])
+    assert SnapshotIndex(tmp_path / "nowhere").find(IDENTITY, making.tokens(8)) == (None, [])
