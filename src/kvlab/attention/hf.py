@@ -72,7 +72,8 @@ class Effect:
             raise CodecNotActive(f"attention ran a plan's patterns {ran} times by layer; due: {passes} in each")
         if self.spared <= 0:
             raise CodecNotActive(
-                f"{plan[-1].name} leaves out nothing of so few tokens; give a longer --context, or what reads less"
+                f"{plan[-1].name} leaves out nothing of so few tokens; give a longer --context, or what reads less",
+                code="not-active.nothing-left-out",
             )
 
     def read(self, last: int) -> float:

@@ -217,7 +217,7 @@ class Engine(ABC):
         Fault
             The engine cannot write over a given cache.
         """
-        raise Fault(f"{self.name} does not write over a given cache")
+        raise Fault(f"{self.name} does not write over a given cache", code="fault.no-writing")
 
     def score_heard(
         self, ids: Sequence[int], first: int, tap: Tap | None = None, placement: Placement = "pre_rope"

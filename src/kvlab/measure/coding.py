@@ -184,7 +184,8 @@ class Coder:
         if tally.fires != self.expected_fires():
             raise CodecNotActive(
                 f"cell {self.cell.label!r} ({self.cell.engine}, {self.cell.protocol}): its codec fired {tally.fires}"
-                f" times where {self.expected_fires()} were due"
+                f" times where {self.expected_fires()} were due",
+                code="not-active.fires",
             )
 
     def fitted(self) -> dict[str, str]:

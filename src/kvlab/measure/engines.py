@@ -162,7 +162,8 @@ def refuse_impostor(name: str, proof: Proof, others: Mapping[str, Proof]) -> Non
     if own and (proof.library != own.library or own.paged != bool(proof.cache_blocks)):
         raise Fault(
             f"what runs as {name} is {proof.model} of {proof.library}, with {proof.cache_blocks or 'no'} blocks of"
-            f" cache: another engine under its name"
+            f" cache: another engine under its name",
+            code="fault.other-engine",
         )
     same = [other for other, known in others.items() if other != name and known == proof]
     if same:

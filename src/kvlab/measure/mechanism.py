@@ -111,11 +111,15 @@ def refuse_unheard(name: str, floor: float, canary: float, dtype: str) -> None:
         Mean KL of everything and of next to nothing, nats per token.
     """
     if not floor <= SAME[dtype]:
-        raise Fault(f"{name}: what keeps and reads everything moves the logits by KL {floor:.1e} nats per token")
+        raise Fault(
+            f"{name}: what keeps and reads everything moves the logits by KL {floor:.1e} nats per token",
+            code="fault.floor",
+        )
     if not canary >= CANARY_MIN:
         raise CodecNotActive(
             f"{name}: next to nothing in its place moves the logits by KL {canary:.1e} nats only: either it does not"
-            " reach the attention, or the predictions do not hang on the context"
+            " reach the attention, or the predictions do not hang on the context",
+            code="not-active.canary",
         )
 
 
@@ -348,13 +352,16 @@ def computed_again(
     for place, x in run.clean["pre_rope"].kept.items():
         due = own[place][:, : run.context].to(x.device)
         if not float((x.float() - due).norm() / due.norm()) <= TENSORS[dtype]:
-            raise WitnessDisagrees(f"{name}: K or V of {place} is not that of a plain forward")
+            raise WitnessDisagrees(
+                f"{name}: K or V of {place} is not that of a plain forward", code="witness.other-cache"
+            )
     first = context_of(held)
     passed = model.forward(run.ids[: first + 1 + len(logits)], first, held, first, rotated, attend)
     kl = float(divergence(passed.log_p, log_softmax(logits.to("cpu", torch.float64).numpy())).mean())
     if not kl <= AGREE[dtype]:
         raise WitnessDisagrees(
             f"{name}, window {run.number}: a plain forward's logits are KL {kl:.1e} nats per token away; allowed:"
-            f" {AGREE[dtype]:.0e}"
+            f" {AGREE[dtype]:.0e}",
+            code="witness.other-logits",
         )
     return kl

@@ -226,7 +226,8 @@ def heard_kl(run: WindowRun, protocol: str, placement: str, stream: str) -> floa
         raise CodecNotActive(
             f"a one-bit codec on {stream.upper()} moves the logits of {run.engine.name} ({protocol}, {placement}) by KL"
             f" {kl:.1e} nats only: either what is coded does not reach the attention, or the predictions in window"
-            f" {run.number} do not hang on its context, as where it is one token over and over"
+            f" {run.number} do not hang on its context, as where it is one token over and over",
+            code="not-active.canary",
         )
     return kl
 
@@ -244,6 +245,7 @@ def floor_kl(run: WindowRun, protocol: str, placement: str) -> float:
     if not kl <= allowed:
         raise Fault(
             f"the identity codec moves the logits of {run.engine.name} in {run.engine.dtype} ({protocol}, {placement})"
-            f" by KL {kl:.1e} nats; allowed: {allowed:.0e}, its rounding"
+            f" by KL {kl:.1e} nats; allowed: {allowed:.0e}, its rounding",
+            code="fault.floor",
         )
     return kl

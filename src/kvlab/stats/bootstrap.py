@@ -219,7 +219,7 @@ class Bootstrap:
         counts = np.stack([column.counts for column in clusters], axis=1)
         n = len(sums)
         if n < 2:
-            raise Fault("an interval over windows needs at least 2 windows")
+            raise Fault("an interval over windows needs at least 2 windows", code="fault.too-few-windows")
         first = columns[0]
         known = set(first.documents or ())
         documents = len(known) if len(known) > 1 else None  # windows of a single one are what is resampled

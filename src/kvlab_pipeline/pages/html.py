@@ -67,7 +67,7 @@ def body(text: str, figure: Callable[[str, str], str]) -> Body:
     tokens = folds(parser.parse(text))
     titles = [plain(inline) for opening, inline in pairwise(tokens) if opening.tag == "h1" and opening.nesting > 0]
     if not titles:
-        raise Fault("the findings have no title; a page without one was not written")
+        raise Fault("the findings have no title; a page without one was not written", code="fault.no-title")
     sections = named(tokens)
     html = parser.renderer.render(regions(sectioned(unwrapped(tokens))), parser.options, {})
     return Body(titles[0], tuple(sections), html)
@@ -77,7 +77,9 @@ def picture(token: Token, figure: Callable[[str, str], str]) -> str:
     """The figure that a picture stands for."""
     found = PICTURE.fullmatch(token.attrGet("src") or "")
     if not found:
-        raise Fault(f"the findings show {token.attrGet('src')!r}, which is no figure of the report")
+        raise Fault(
+            f"the findings show {token.attrGet('src')!r}, which is no figure of the report", code="fault.unknown-figure"
+        )
     return figure(found[1], token.content)
 
 
@@ -149,7 +151,7 @@ def folds(tokens: list[Token]) -> list[Token]:
         done.append(fold_of(opening) if opening else raw(f"{UNFOLD}\n", step=-1))
         index += 3
     if depth:
-        raise Fault("the findings open a fold that they do not close")
+        raise Fault("the findings open a fold that they do not close", code="fault.open-fold")
     return done
 
 

@@ -119,7 +119,10 @@ def themed(text: str) -> str:
     """
     unknown = set(re.findall(r"#[0-9a-f]{6}\b", text)) - DARK.keys()
     if unknown:
-        raise Fault(f"a figure has colours without a counterpart on the dark theme: {', '.join(sorted(unknown))}")
+        raise Fault(
+            f"a figure has colours without a counterpart on the dark theme: {', '.join(sorted(unknown))}",
+            code="fault.no-dark-colour",
+        )
     text = re.sub(r"#([0-9a-f]{6})\b", r"var(--c-\1)", text)
     return text.replace("'DejaVu Sans'", "var(--letters)")
 

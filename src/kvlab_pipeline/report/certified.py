@@ -49,7 +49,9 @@ def context(claims: dict | None, model: str | None, page: str) -> dict | None:
 def checked(claims: dict | None) -> dict | None:
     """The claims themselves; `UserError` where they are none, or of another version."""
     if claims is not None and (not isinstance(claims, dict) or claims.get("schema_version") != SCHEMA_VERSION):
-        raise UserError("--claims names no claims.json of this version; run `kvlab gate report` again")
+        raise UserError(
+            "--claims names no claims.json of this version; run `kvlab gate report` again", code="user.no-claims"
+        )
     return claims
 
 

@@ -74,7 +74,9 @@ def page(text: str, metrics: dict) -> str:
 def figure(name: str, alt: str, metrics: dict, level: str, taken: set[str]) -> str:
     """One figure: caption, drawing for wide and for narrow windows, what its marks say, the drawn numbers."""
     if name not in figures.FIGURES or not figures.drawable(name, metrics):
-        raise Fault(f"the findings show the figure {name!r}, which these metrics do not draw")
+        raise Fault(
+            f"the findings show the figure {name!r}, which these metrics do not draw", code="fault.unknown-figure"
+        )
     table = figures.FIGURES[name].table(metrics)
     drawn = figures.described(name, table)
     anchor = unique(f"figure-{name}", taken)

@@ -76,7 +76,7 @@ def seconds_of(benchmarks: Path, model: str) -> dict[str, Any]:
     """
     each = {str(path.relative_to(benchmarks).with_suffix("")): _seconds(path) for path in benchmarks.rglob("*.tsv")}
     if not each:
-        raise StorageError(f"{benchmarks} holds no benchmarks; run `make findings`")
+        raise StorageError(f"{benchmarks} holds no benchmarks; run `make findings`", code="storage.no-benchmarks")
     names = {study: list(_expanded(pattern.replace("MODEL", model))) for study, pattern in STUDIES.items()}
     jobs = {study: [job for job in each if any(fnmatch(job, one) for one in some)] for study, some in names.items()}
     return {

@@ -150,7 +150,8 @@ def refuse_other_version(data: object, origin: str) -> None:
     if version != VERSION:
         found = "has no schema_version" if version is None else f"is of schema_version {version!r}"
         raise MissingResult(
-            f"{origin} {found}, this kvlab reads metrics of version {VERSION}; run `kvlab step metrics` again"
+            f"{origin} {found}, this kvlab reads metrics of version {VERSION}; run `kvlab step metrics` again",
+            code="missing-result.other-version",
         )
 
 
@@ -165,7 +166,8 @@ def checked(data: object, origin: str) -> Metrics:
         more = f" (and {count - 1} more)" if count > 1 else ""
         raise MissingResult(
             f"{origin} is no metrics of version {VERSION}: {place}: {first['msg']}{more};"
-            " run `kvlab step metrics` again"
+            " run `kvlab step metrics` again",
+            code="missing-result.no-metrics",
         ) from None
 
 

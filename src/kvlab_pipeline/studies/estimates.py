@@ -56,7 +56,9 @@ def claim(
         When not two things are compared, or one of them is empty.
     """
     if len(compared) != 2 or not all(compared):
-        raise Fault(f"a claim compares two things, not {[len(side) for side in compared]} ({subject})")
+        raise Fault(
+            f"a claim compares two things, not {[len(side) for side in compared]} ({subject})", code="fault.two-sides"
+        )
     if of_engine is None:
         of_engine = engines_of(compared[0]) != engines_of(compared[1])
     words = {"about": about, "subject": subject, "up": up, "down": down, "null": null, "unit": unit}

@@ -56,7 +56,10 @@ class Table:
     def __post_init__(self) -> None:
         wrong = [row for row in self.rows if len(row) != len(self.header)]
         if wrong:
-            raise Fault(f"a row of {self.title!r} has {len(wrong[0])} cells under {len(self.header)} headings: {wrong}")
+            raise Fault(
+                f"a row of {self.title!r} has {len(wrong[0])} cells under {len(self.header)} headings: {wrong}",
+                code="fault.ragged-table",
+            )
 
 
 def estimate(given: Interval | None, scale: float = 1.0, signed: bool = False) -> str:

@@ -15,6 +15,7 @@ from kvlab_pipeline.report import figures, findings, use
 from kvlab_pipeline.report.certified import context, sentence
 from pipeline.report.example_metrics import build, verdict
 from pipeline.report.shipped import shipped
+from refusals import refused
 
 MEASURED = {"value": 0.00234, "low": 0.00213, "high": 0.00255, "n": 32}
 NEEDLES = {"value": 0.875, "low": 0.825, "high": 0.915, "n": 200}
@@ -206,7 +207,7 @@ def test_the_section_stands_after_the_verdict(written):
 
 @pytest.mark.parametrize("given", [[], {}, {"schema_version": 0}, "claims"])
 def test_what_is_no_claims_is_refused(given, written, tmp_path):
-    with pytest.raises(UserError, match="--claims"):
+    with refused(UserError, "user.no-claims", "--claims"):
         written(given)
     assert not (tmp_path / "results/gap/FINDINGS.md").exists()
 
@@ -214,7 +215,7 @@ def test_what_is_no_claims_is_refused(given, written, tmp_path):
 def test_a_number_that_is_none_is_refused(written, metrics):
     given = claims(metrics["identity"]["slug"])
     given["rows"][1]["bits_per_value"] = float("nan")
-    with pytest.raises(NonFinite, match="claims"):
+    with refused(NonFinite, None, "claims"):
         written(given)
 
 

@@ -18,6 +18,7 @@ from kvlab_pipeline.studies.policy import record as records
 from kvlab_pipeline.studies.policy.asking import WatchedRun, ask, planted_chunks
 from kvlab_pipeline.studies.policy.measure import arms, blocks_of, thirds
 from kvlab_pipeline.studies.policy.record import FORESIGHT, Asked
+from refusals import refused
 
 POLICIES = ("lru", "qk", "oracle", "random", "sign_bit")
 
@@ -172,18 +173,18 @@ def test_the_tables_name_every_arm(record):
     found = tables.tables(record)
     assert [len(table.rows) for table in found] == [11, 13, 8, 10, 23]
     assert found[1].rows[-1][2] == "foresight" and found[0].rows[0][:3] == ("all", "11", "everything in the pool")
-    with pytest.raises(StorageError, match="holds no fifo"):
+    with refused(StorageError, "storage.no-arm", "fifo"):
         record.arm("fifo", 0.5, "bounded")
 
 
 def test_more_needles_than_there_are_are_refused(asks, planted, tmp_path):
     many = asks.kvstore.policy.model_copy(update={"needles": 99})
     params = asks.model_copy(update={"kvstore": asks.kvstore.model_copy(update={"policy": many})})
-    with pytest.raises(ParamsError, match="99 needles are asked for, and there are 4"):
+    with refused(ParamsError, "params.too-few-needles", 99, 4):
         measure.measure(params, planted, tmp_path / "out.json")
 
 
 def test_another_file_is_no_record(tmp_path):
     write_json(tmp_path / "other.json", {})
-    with pytest.raises(StorageError, match="no record of the study of policies"):
+    with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
         records.read(tmp_path / "other.json")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Estimate
 from kvlab_pipeline.studies.table import Interval, Table, estimate, spread
+from refusals import refused
 
 
 def test_a_ragged_table_is_no_table():
     assert Table("t", "", ("a", "b"), (("1", "2"),)).rows == (("1", "2"),)
-    with pytest.raises(Fault, match="3 cells under 2 headings"):
+    with refused(Fault, "fault.ragged-table", 3, 2):
         Table("t", "", ("a", "b"), (("1", "2"), ("1", "2", "3")))
 
 

@@ -16,6 +16,7 @@ from kvlab.measure.windows import Window
 from kvlab.text.ruler import Item, Ruler
 from kvlab_pipeline.studies.mechanisms import items, plan
 from kvlab_pipeline.studies.mechanisms.written import CHECKED, DRAFT, GREEDY_TOKENS, Answers, Greedy, agreement, prompt
+from refusals import refused
 
 CONTEXT = 40
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
@@ -77,7 +78,7 @@ def test_an_answer_ends_before_the_token_that_stops_it(run, hf_engine, ids):
 
 
 def test_an_engine_that_cannot_begin_there_refuses():
-    with pytest.raises(Fault, match="toy does not write"):
+    with refused(Fault, "fault.no-writing", "toy"):
         Engine.write_over(SimpleNamespace(name="toy"), [1], {}, 1)
 
 

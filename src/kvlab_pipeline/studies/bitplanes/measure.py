@@ -100,9 +100,14 @@ def places(settings: BitplanesStudy, windows: corpus.TokenWindows) -> tuple[int,
     """Positions of the queries: the first and the last token after the context, and others evenly between them."""
     available = len(windows.test)
     if settings.windows > available:
-        raise ParamsError(f"{settings.windows} windows are asked for, and there are {available}")
+        raise ParamsError(
+            f"{settings.windows} windows are asked for, and there are {available}", code="params.too-few-windows"
+        )
     if settings.queries > windows.eval:
-        raise ParamsError(f"{settings.queries} positions are asked for, and a window has {windows.eval}")
+        raise ParamsError(
+            f"{settings.queries} positions are asked for, and a window has {windows.eval}",
+            code="params.too-few-positions",
+        )
     last = windows.test.shape[1] - 1
     return tuple(np.linspace(windows.context, last, settings.queries).round().astype(int).tolist())
 

@@ -112,4 +112,6 @@ def read(path: Path | str) -> BitplanesRecord:
     try:
         return BitplanesRecord.model_validate(read_json(path))
     except ValidationError as error:
-        raise StorageError(f"{path} is no record of the study of bit planes: {error.errors()[0]}") from None
+        raise StorageError(
+            f"{path} is no record of the study of bit planes: {error.errors()[0]}", code="storage.no-record"
+        ) from None

@@ -48,7 +48,7 @@ class Sums:
         every = [[[row[part] for row in self.rows[w, layer]] for layer in range(layers)] for w in range(windows)]
         stacked = torch.stack([torch.stack([torch.stack(one) for one in window]) for window in every]).numpy()
         if not np.isfinite(stacked).all():
-            raise NonFinite("attention or a ranking of its keys holds NaN or infinity")
+            raise NonFinite("attention or a ranking of its keys holds NaN or infinity", code="non-finite.ranking")
         return stacked
 
 

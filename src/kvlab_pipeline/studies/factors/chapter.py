@@ -168,7 +168,10 @@ def reconcile(measure: dict) -> None:
     largest = max(abs(measure[name]["value"]) for name in ("low", "high", "gap"))
     allowed = 1e-9 * max(largest, *(abs(part["share"]["value"]) for part in measure["parts"]))
     if abs(total - gap) > allowed or abs(corners - gap) > allowed:
-        raise Fault(f"the shares add up to {total!r} and the corners differ by {corners!r}, the gap is {gap!r}")
+        raise Fault(
+            f"the shares add up to {total!r} and the corners differ by {corners!r}, the gap is {gap!r}",
+            code="fault.shares",
+        )
 
 
 def of_gap(share: dict, gap: dict) -> str:

@@ -33,7 +33,10 @@ def further_entries(params: Params, path: Path | None, results: Results, boot: B
     if not wanted_further(params):
         return []
     if path is None:
-        raise MissingResult("ladder.growth and ladder.contexts ask for more; run `kvlab step ladder_further`")
+        raise MissingResult(
+            "ladder.growth and ladder.contexts ask for more; run `kvlab step ladder_further`",
+            code="missing-result.further",
+        )
     record = read_further(path)
     refuse_other(record, results)
     refuse_incomplete(params, record, path)
@@ -57,21 +60,25 @@ def refuse_incomplete(params: Params, record: Further, path: Path) -> None:
     if there != due:
         raise MissingResult(
             f"{path} has contexts with tokens of calibration {sorted(there)}, asked for are {sorted(due)};"
-            " run `kvlab step ladder_further` again"
+            " run `kvlab step ladder_further` again",
+            code="missing-result.other-contexts",
         )
 
 
 def refuse_unwitnessed(record: Further, path: Path) -> None:
     """`WitnessDisagrees` where nothing was computed a second time, or what is written is not what was seen."""
     if record.scores and not record.witnessed:
-        raise WitnessDisagrees(f"{path}: no witness computed any of its codecs again; measure again")
+        raise WitnessDisagrees(
+            f"{path}: no witness computed any of its codecs again; measure again", code="witness.none"
+        )
     for one in record.witnessed:
         written = [score.kl_sum / score.tokens for score in record.scores if score.window == one.window]
         apart = min((abs(kl - one.kl) for kl in written), default=math.inf)
         if apart > WITNESSED * (1 + one.kl) or one.effects != one.expected_effects:
             raise WitnessDisagrees(
                 f"{path}: a witness saw KL {one.kl:.6g} on window {one.window}, with {one.effects} of"
-                f" {one.expected_effects} tensors that reached attention, and no score says so; measure again"
+                f" {one.expected_effects} tensors that reached attention, and no score says so; measure again",
+                code="witness.other-numbers",
             )
 
 

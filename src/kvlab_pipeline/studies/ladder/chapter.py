@@ -279,7 +279,8 @@ def entries(measured: ChapterInputs) -> dict[str, list[dict]]:
     params, boot = measured.params, measured.boot
     if measured.sources.ladder is None:
         raise MissingResult(
-            "the ladder's calibrations are not weighed; run `kvlab step ladder`, and name it with --ladder"
+            "the ladder's calibrations are not weighed; run `kvlab step ladder`, and name it with --ladder",
+            code="missing-result.no-facts",
         )
     facts, rungs = read_facts(measured.sources.ladder), rungs_of(params, measured.results)
     refuse_other(facts, measured.results)

@@ -148,7 +148,8 @@ def long_windows(params: Params, info: ModelInfo, context: int, documents: Path 
         if len(ids) < count * body:
             raise CorpusError(
                 f"the {text} text has {len(ids)} tokens, and {count} windows of {length} need {count * body};"
-                " ask for a shorter context in ladder.contexts, or for fewer ladder.context_windows"
+                " ask for a shorter context in ladder.contexts, or for fewer ladder.context_windows",
+                code="corpus.too-short",
             )
         head = np.tile(np.array(prefix, dtype=np.int32), (count, 1))
         found[place :: len(texts)] = np.concatenate([head, ids[: count * body].reshape(count, body)], axis=1)

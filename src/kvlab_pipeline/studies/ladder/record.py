@@ -174,4 +174,6 @@ def _read(path: Path | str, kind: type[Record], step: str) -> Record:
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
-        raise StorageError(f"{path} is no record of `kvlab step {step}`: {place}: {problem['msg']}") from None
+        raise StorageError(
+            f"{path} is no record of `kvlab step {step}`: {place}: {problem['msg']}", code="storage.no-record"
+        ) from None

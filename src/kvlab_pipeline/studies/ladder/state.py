@@ -88,7 +88,8 @@ def state_entries(params: Params, facts: Facts, rungs: Sequence[Rung]) -> list[d
     due, given = {one.recipe_id for one in calibrated_rungs(params)}, {one.recipe_id for one in facts.artefacts}
     if due != given:
         raise MissingResult(
-            f"the ladder's facts weigh {len(given)} calibrations where {len(due)} are planned; run `kvlab step ladder`"
+            f"the ladder's facts weigh {len(given)} calibrations where {len(due)} are planned; run `kvlab step ladder`",
+            code="missing-result.other-calibrations",
         )
     plain = [one for one in rungs if one.plain]
     text = "other" if any(one.text == "other" for one in plain) else "test"

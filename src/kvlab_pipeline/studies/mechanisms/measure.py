@@ -129,7 +129,8 @@ class MechanismsPart:
         if self.planted.context != windows.context:
             raise CorpusError(
                 f"{self.needles_path} has contexts of {self.planted.context} tokens, the windows of {windows.context};"
-                " run `kvlab step needles` again"
+                " run `kvlab step needles` again",
+                code="corpus.other-context",
             )
         self.protocols = protocols(lab.params, self.engine)
         for protocol in self.protocols:
@@ -380,7 +381,8 @@ def own_canary(variant: Variant, found: dict[tuple[str, str], list[tuple[Window,
     if kl <= least:
         raise CodecNotActive(
             f"a cache of {variant.cache_dtype or variant.label} leaves every logit of the engine as it is; attention"
-            " does not read what is stored"
+            " does not read what is stored",
+            code="not-active.unread",
         )
     return found[variant.label, FIDELITY][0][1].note["canary"] if variant.paged else kl
 

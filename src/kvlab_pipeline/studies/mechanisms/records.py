@@ -164,12 +164,16 @@ def read_mechanisms(path: Path | str) -> tuple[MechanismsRecord, pl.DataFrame]:
         table = pl.read_parquet(path.with_suffix(".parquet"))
     except ValidationError as error:
         raise StorageError(
-            f"{path.with_suffix('.json')} is no record of `kvlab step mechanisms`: {error.errors()[0]}"
+            f"{path.with_suffix('.json')} is no record of `kvlab step mechanisms`: {error.errors()[0]}",
+            code="storage.no-record",
         ) from None
     except (OSError, pl.exceptions.PolarsError) as error:
         raise StorageError(f"cannot read {path.with_suffix('.parquet')}: {error}") from None
     if table.schema != SCORES:
-        raise StorageError(f"{path.with_suffix('.parquet')} has columns {dict(table.schema)}, expected {dict(SCORES)}")
+        raise StorageError(
+            f"{path.with_suffix('.parquet')} has columns {dict(table.schema)}, expected {dict(SCORES)}",
+            code="storage.columns",
+        )
     table = finite(table, path)
     if record.table != file_hash(path.with_suffix(".parquet")):
         raise StaleResult(f"{path} does not name the table beside it, which is another; measure again")
@@ -197,7 +201,7 @@ def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
         if bool(row.pattern) != (row.read_bytes is not None) or (row.pattern and row.canary_kl is None):
             raise Fault(f"{path}: {row.label} says what was read, or by which pattern, and not both and its canary")
         if (row.pattern or row.protocol == SERVED) and row.fires and row.witnessed_kl is None:
-            raise WitnessDisagrees(f"{path}: no witness computed {row.label} again; measure again")
+            raise WitnessDisagrees(f"{path}: no witness computed {row.label} again; measure again", code="witness.none")
         for run in row.evals:
             stored = 8 * run.kv_bytes / run.kv_values
             if row.pool and run.kv_bytes * row.pool.block_values != run.kv_values * row.pool.block_bytes:
@@ -212,6 +216,10 @@ def refuse_impossible(record: MechanismsRecord, path: Path) -> None:
                 )
     beside = [row for row in record.rows if row.codec and not row.served and row.protocol != SERVED]
     if beside and not record.witnessed:
-        raise WitnessDisagrees(f"{path}: no witness computed any of its codecs again; measure again")
+        raise WitnessDisagrees(
+            f"{path}: no witness computed any of its codecs again; measure again", code="witness.none"
+        )
     if any(one.effects != one.expected_effects for one in record.witnessed):
-        raise WitnessDisagrees(f"{path}: not all that its codecs answered reached attention; measure again")
+        raise WitnessDisagrees(
+            f"{path}: not all that its codecs answered reached attention; measure again", code="witness.other-numbers"
+        )

@@ -150,7 +150,8 @@ def passed(engine: Engine, window: Window) -> dict:
     if (found.fires, found.tokens) != due:
         raise CodecNotActive(
             f"vLLM coded {found.tokens} tokens {found.fires} times into its pages, of a window of {due[1]} tokens, each"
-            f" of whose layers and streams is coded once: {due[0]} times"
+            f" of whose layers and streams is coded once: {due[0]} times",
+            code="not-active.other-window",
         )
     told = {"served": engine.served.model_dump(), "canary": engine.canary_kl}
     return told | {"fires": found.fires, "seconds": found.seconds}
@@ -177,5 +178,6 @@ def refuse_unread(device: str, cache_dtype: str) -> None:
     if device != "cpu":
         raise CapabilityError(
             f"a cache of {cache_dtype} on {device} is not scored in a prompt's own pass, which may not read what it"
-            " stores; measure it by decoding: kvlab eval --cache-dtype"
+            " stores; measure it by decoding: kvlab eval --cache-dtype",
+            code="capability.unread",
         )

@@ -103,7 +103,10 @@ def panels_of(params: Params, results: Results, choice: ChoiceRecord) -> list[Pa
         for arm in plan.arms(params, chosen):
             cell = plan.cell_of(arm, params, engine, protocol, params.mitigations.windows)
             if cell.cell_id not in cells:
-                raise MissingResult(f"{describe(cell)} is missing; run `kvlab step measure --study mitigations`")
+                raise MissingResult(
+                    f"{describe(cell)} is missing; run `kvlab step measure --study mitigations`",
+                    code="missing-result.cell",
+                )
             arms[arm.name] = cells[cell.cell_id]
         comparable(arms.values(), SPENT)
         panels.append(Panel(engine, protocol, arms))
@@ -152,7 +155,9 @@ def arm_entries(results: Results, boot: Bootstrap, panel: Panel, choice: ChoiceR
     for name, measured in panel.arms.items():
         floor = identity_of(results, measured)
         if floor is None:
-            raise MissingResult(f"{describe(measured.cell)} has no identity cell beside it")
+            raise MissingResult(
+                f"{describe(measured.cell)} has no identity cell beside it", code="missing-result.identity"
+            )
         kl = measured.column("kl")
         row = {
             "engine": panel.engine,
@@ -200,7 +205,8 @@ def refuse_unequal(arm: Measured, uniform: Measured) -> None:
     if abs(bits[0] / bits[1] - 1) > plan.EQUAL_BYTES:
         raise Fault(
             f"{describe(arm.cell)} takes {bits[0]:.4g} bits per value where uniform spending takes {bits[1]:.4g};"
-            " they may only be compared at equal bytes"
+            " they may only be compared at equal bytes",
+            code="fault.unequal-bytes",
         )
 
 

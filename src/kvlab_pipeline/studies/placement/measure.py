@@ -79,7 +79,10 @@ def measure(params: Params, windows_path: Path, out: Path) -> None:
     settings, info = params.kvstore.placement, resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
     if settings.windows > len(windows.test):
-        raise ParamsError(f"{settings.windows} windows are asked for, and there are {len(windows.test)}")
+        raise ParamsError(
+            f"{settings.windows} windows are asked for, and there are {len(windows.test)}",
+            code="params.too-few-windows",
+        )
     check_window(info, windows.context + settings.decode)
     forget(out)
     model = PagedModel.load(info, params.kvstore.dtype)
@@ -252,7 +255,9 @@ def shifted(model: PagedModel, seam: int, by: int = 1) -> Iterator[None]:
     def shift(_module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         places = kwargs.get("position_ids")
         if places is None:
-            raise CapabilityError("the model is not told its positions, so that none can be shifted")
+            raise CapabilityError(
+                "the model is not told its positions, so that none can be shifted", code="capability.no-positions"
+            )
         return args, kwargs | {"position_ids": places + by * (places >= seam)}
 
     handle = model.model.base_model.register_forward_pre_hook(shift, with_kwargs=True)

@@ -115,4 +115,6 @@ def read(path: Path | str) -> PlacementRecord:
     try:
         return PlacementRecord.model_validate(read_json(path))
     except ValidationError as error:
-        raise StorageError(f"{path} is no record of the study of placement: {error.errors()[0]}") from None
+        raise StorageError(
+            f"{path} is no record of the study of placement: {error.errors()[0]}", code="storage.no-record"
+        ) from None

@@ -43,7 +43,9 @@ def judge(reference: Tensor, other: Tensor, limit: float, fixed: int) -> Verdict
         When the runs have not as many rows, or there are none.
     """
     if reference.shape != other.shape or not len(reference):
-        raise Fault(f"{list(reference.shape)} logits cannot be held against {list(other.shape)}")
+        raise Fault(
+            f"{list(reference.shape)} logits cannot be held against {list(other.shape)}", code="fault.other-shape"
+        )
     flipped = flips(reference, other)
     end = comparable(flipped, fixed)
     moved = float((reference[:end].double() - other[:end].double()).abs().max())

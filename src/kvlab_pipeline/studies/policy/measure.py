@@ -70,7 +70,10 @@ def measure(params: Params, needles_path: Path, out: Path) -> None:
     settings, info = params.kvstore.policy, resolve(params.model)
     planted = needles.load(needles_path, info.model_hash)
     if settings.needles > len(planted.items):
-        raise ParamsError(f"{settings.needles} needles are asked for, and there are {len(planted.items)}")
+        raise ParamsError(
+            f"{settings.needles} needles are asked for, and there are {len(planted.items)}",
+            code="params.too-few-needles",
+        )
     items = planted.items[: settings.needles]
     longest = max(len(needles.sequence(item)[0]) for item in items)
     check_window(info, longest)

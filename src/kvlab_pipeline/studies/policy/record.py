@@ -96,7 +96,7 @@ class PolicyRecord(Frozen):
         for arm in self.arms:
             if (arm.policy, arm.pool, arm.prefill) == (policy, pool, prefill):
                 return arm
-        raise StorageError(f"the record holds no {policy} in a pool of {pool}, {prefill}")
+        raise StorageError(f"the record holds no {policy} in a pool of {pool}, {prefill}", code="storage.no-arm")
 
 
 def read(path: Path | str) -> PolicyRecord:
@@ -104,4 +104,6 @@ def read(path: Path | str) -> PolicyRecord:
     try:
         return PolicyRecord.model_validate(read_json(path))
     except ValidationError as error:
-        raise StorageError(f"{path} is no record of the study of policies: {error.errors()[0]}") from None
+        raise StorageError(
+            f"{path} is no record of the study of policies: {error.errors()[0]}", code="storage.no-record"
+        ) from None

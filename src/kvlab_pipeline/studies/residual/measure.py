@@ -66,7 +66,8 @@ def residual(params: Params, capture_path: Path, fitted: Fitted, out: Path) -> N
     if calibrated.origin != params.calibration.origin:
         raise CalibrationMismatch(
             f"{fitted.sigma} was fitted on the capture of {calibrated.origin!r}, calibration.origin is"
-            f" {params.calibration.origin!r}; give that one's"
+            f" {params.calibration.origin!r}; give that one's",
+            code="calibration.other-origin",
         )
     planned = recipes(params)
     found = list(coded(captured, planned, calibrated))

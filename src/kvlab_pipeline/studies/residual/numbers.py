@@ -109,14 +109,17 @@ def read_residuals(params: Params, paths: Sequence[Path], measured: Provenance |
     for path in paths:
         record, rows = read_residual(path)
         if record.engine in found:
-            raise StaleResult(f"{path}: a second residual study of engine {record.engine!r}; remove one")
+            raise StaleResult(
+                f"{path}: a second residual study of engine {record.engine!r}; remove one", code="stale.twice"
+            )
         refuse_unplanned(params, record, path)
         found[record.engine] = Residual(record, on_grid(record, rows, path))
         refuse_other_ranks(found[record.engine], path)
     for engine in params.calibration.engines:
         if engine not in found:
             raise MissingResult(
-                f"the residual study of engine {engine!r} is missing; run `kvlab step residual` on its capture"
+                f"the residual study of engine {engine!r} is missing; run `kvlab step residual` on its capture",
+                code="missing-result.engine",
             )
     refuse_mixed([one.record for one in found.values()], measured)
     return {engine: found[engine] for engine in params.calibration.engines}
@@ -137,7 +140,8 @@ def refuse_unplanned(params: Params, record: ResidualRecord, path: Path) -> None
         if not holds:
             raise StaleResult(
                 f"{path}: {name} {given} is not planned by these parameters;"
-                " run `kvlab step residual` on the capture again"
+                " run `kvlab step residual` on the capture again",
+                code="stale.not-planned",
             )
 
 
@@ -150,7 +154,8 @@ def on_grid(record: ResidualRecord, rows: pl.DataFrame, path: Path) -> pl.DataFr
     if rows.select(order).rows() != due:
         raise StaleResult(
             f"{path} has {rows.height} rows where {len(due)} are due, one for each of {len(ratios)} variance ratios,"
-            f" K and V, {record.windows} windows and {record.n_layers} layers; run `kvlab step residual` again"
+            f" K and V, {record.windows} windows and {record.n_layers} layers; run `kvlab step residual` again",
+            code="stale.other-rows",
         )
     return rows
 
@@ -164,13 +169,15 @@ def refuse_other_ranks(found: Residual, path: Path) -> None:
         nothing = np.zeros(found.record.windows, dtype=int)
         if any(counts.shape != nothing.shape for counts in blocks.values()):
             raise StaleResult(
-                f"{path}: its histograms are not of {nothing.size} windows; run `kvlab step residual` again"
+                f"{path}: its histograms are not of {nothing.size} windows; run `kvlab step residual` again",
+                code="stale.other-histograms",
             )
         counted = [sum(blocks.values(), nothing), sum((rank * n for rank, n in blocks.items()), nothing)]
         if [given.tolist() for given in counted] != due:
             raise StaleResult(
                 f"{path}: layer {layer} {stream} at variance_ratio {ratio:g} has other blocks or ranks in the"
-                " record than in the table; run `kvlab step residual` again"
+                " record than in the table; run `kvlab step residual` again",
+                code="stale.other-histograms",
             )
 
 

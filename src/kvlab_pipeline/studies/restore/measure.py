@@ -88,7 +88,8 @@ def refuse_too_long(settings: Settings, info: ModelInfo) -> None:
     longest = max(settings.prompt_tokens, *settings.lengths, *settings.shorter) + settings.decode
     if longest > info.max_positions:
         raise ParamsError(
-            f"prompts with their answers have up to {longest} tokens; {info.slug} has {info.max_positions} positions"
+            f"prompts with their answers have up to {longest} tokens; {info.slug} has {info.max_positions} positions",
+            code="params.too-few-positions",
         )
 
 

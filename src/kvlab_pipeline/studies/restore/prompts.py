@@ -24,7 +24,10 @@ def joined(windows: Sequence[Sequence[int]], first: int, length: int) -> list[in
     """
     count, width = len(windows), len(windows[0])
     if length > count * width:
-        raise ParamsError(f"a prompt of {length} tokens was asked for; the test windows have {count * width}")
+        raise ParamsError(
+            f"a prompt of {length} tokens was asked for; the test windows have {count * width}",
+            code="params.too-few-tokens",
+        )
     needed = -(-length // width)
     return [int(token) for n in range(needed) for token in windows[(first + n) % count]][:length]
 
@@ -42,7 +45,10 @@ def shared_tokens(length: int, suffix: int, chunk_tokens: int) -> int:
     """
     whole = (length - min(suffix, length // 2)) // chunk_tokens * chunk_tokens
     if not 0 < (found := max(whole, chunk_tokens)) < length:
-        raise ParamsError(f"a prompt of {length} tokens shares no whole chunk of {chunk_tokens} and leaves something")
+        raise ParamsError(
+            f"a prompt of {length} tokens shares no whole chunk of {chunk_tokens} and leaves something",
+            code="params.no-shared-chunk",
+        )
     return found
 
 

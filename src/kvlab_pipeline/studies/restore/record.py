@@ -247,4 +247,6 @@ def read(path: Path | str) -> RestoreRecord:
     try:
         return RestoreRecord.model_validate(read_json(path))
     except ValidationError as error:
-        raise StorageError(f"{path} is no record of the study of restoring: {error.errors()[0]}") from None
+        raise StorageError(
+            f"{path} is no record of the study of restoring: {error.errors()[0]}", code="storage.no-record"
+        ) from None

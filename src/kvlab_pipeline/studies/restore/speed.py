@@ -73,5 +73,5 @@ def whole(model: PagedModel, prompt: Sequence[int]) -> float:
 def timed(value: float | None) -> float:
     """A time that has to be there; `Fault` when it was not taken, for none is not zero."""
     if value is None:
-        raise Fault("a restore did not say how long it took, so no ratio of times can be given")
+        raise Fault("a restore did not say how long it took, so no ratio of times can be given", code="fault.untimed")
     return value

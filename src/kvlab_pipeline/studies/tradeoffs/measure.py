@@ -57,7 +57,8 @@ def refuse(params: Params) -> None:
     if WARM + steps > scored:
         raise UserError(
             f"tradeoffs.steps is {steps}; allowed: at most {scored - WARM}, as windows.eval is {scored} and the"
-            f" first {WARM} steps are not timed"
+            f" first {WARM} steps are not timed",
+            code="user.too-many-steps",
         )
 
 

@@ -102,4 +102,6 @@ def read(path: Path | str) -> TradeoffsRecord:
     try:
         return TradeoffsRecord.model_validate(read_json(path))
     except ValidationError as error:
-        raise StorageError(f"{path} is no record of the study of tradeoffs: {error.errors()[0]}") from None
+        raise StorageError(
+            f"{path} is no record of the study of tradeoffs: {error.errors()[0]}", code="storage.no-record"
+        ) from None
