@@ -65,7 +65,8 @@ def write(
         As in `judged`.
     """
     report, summary = judged(rows, context, samples)
-    answered = {answered for line in summary.rows for answered in _answered(line)}
+    asked = [line.baseline[NEEDLES] for line in summary.rows if NEEDLES in line.baseline]
+    answered = {(measure.value, measure.n) for measure in asked}
     found = trust(context.registry, answered, _repeats(summary, samples or {}))
     beside = reasons_of(out)
     told = {model: said for model, said in (disclosures or {}).items() if any(r.model == model for r in summary.rows)}
@@ -87,12 +88,6 @@ def write(
 def reasons_of(out: Path) -> Path:
     """Where the reasons of a page lie."""
     return out.with_name(f"{out.stem}-reasons{out.suffix}")
-
-
-def _answered(line: Line) -> Iterator[tuple[float, int]]:
-    """The share of needles that the row's baseline found, and how many there were."""
-    if measure := line.baseline.get(NEEDLES):
-        yield measure.value, measure.n
 
 
 def _repeats(summary: Summary, samples: Samples) -> Iterator[tuple[str, Repeat]]:
@@ -205,22 +200,17 @@ def place(lines: list[Line]) -> dict[str, Any]:
     """One engine's table of one way of coding, and what stands under it."""
     first, coded = lines[0], [line for line in lines if line.mechanism != BASELINE]
     way = lines[-1].protocol, lines[-1].stored_span
+    context = f"{first.context_tokens} tokens of context" if first.context_tokens else None
     return {
         "title": ways.title(way, first.engine or "") if coded else "The engine as it is",
         "note": ways.NOTES.get(way) if coded else None,
         "model": first.model,
         "engine": first.engine,
-        "on": on_what(first),
+        "on": ", ".join(filter(None, (first.device, first.dtype, context))),
         "n": {metric: span(line.metrics[metric].n for line in lines if metric in line.metrics) for metric in METRICS},
         "lines": [table_line(line) for line in lines],
         "written": written_table(lines) if written_table(coded) else None,
     }
-
-
-def on_what(line: Line) -> str:
-    """What was measured on: device, dtype and context."""
-    said = (line.device, line.dtype, f"{line.context_tokens} tokens of context" if line.context_tokens else None)
-    return ", ".join(filter(None, said))
 
 
 def span(counts: Iterator[int]) -> str | None:

@@ -15,7 +15,7 @@ from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import BY_NAME, TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.check import Claim, GateReport, check
-from kvlab.gate.evidence import Evidence, Measure, measured, paired, parse, problems
+from kvlab.gate.evidence import Measure, measured, paired, parse, problems
 from kvlab.gate.reasons import Reason
 from kvlab_pipeline.gate_page.recommendation import Recommendation, answers
 from kvlab_pipeline.gate_page.row_summary import BASELINE, CERTIFIED, Line, Ratio
@@ -156,7 +156,8 @@ def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples
 
 def _measures(row: Row, context: Context, sampled: Sampled | None) -> tuple[dict[str, Measure], ...]:
     """The metrics of a row, of what it is held against, of a baseline its own first run, and of their difference."""
-    evidence = list(_sound(row, context))
+    sound = (p for p in row.evidence if not problems(p, row.values, context.registry, context.current))
+    evidence = list(map(parse, sound))
     times = Counter(key for piece in evidence for key in piece.metrics)
     if twice := sorted(key for key, number in times.items() if number > 1):
         raise UserError(
@@ -174,12 +175,6 @@ def _measures(row: Row, context: Context, sampled: Sampled | None) -> tuple[dict
 
 def _merged(parts: Iterable[Mapping[str, Measure]]) -> dict[str, Measure]:
     return {key: measure for part in parts for key, measure in sorted(part.items())}
-
-
-def _sound(row: Row, context: Context) -> Iterator[Evidence]:
-    for piece in row.evidence:
-        if not problems(piece, row.values, context.registry, context.current):
-            yield parse(piece)
 
 
 def _is_current(row: Row, context: Context) -> bool:

@@ -172,7 +172,9 @@ def regions(tokens: list[Token]) -> list[Token]:
         if token.type == "th_open":
             token.attrSet("scope", "col")
         if token.type in ("th_open", "td_open"):
-            aligned(token)
+            style = token.attrs.pop("style", None)  # of a column of numbers; a class takes its place
+            if style == "text-align:right":
+                token.attrSet("class", "number")
         if token.type == "table_open":
             done.append(raw(region(unique(f"Table: {heading}", taken))))
         done.append(token)
@@ -186,12 +188,6 @@ def region(label: str) -> str:
     from markupsafe import escape
 
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">\n'
-
-
-def aligned(token: Token) -> None:
-    """A class in place of the style by which a column of numbers is set flush right."""
-    if token.attrs.pop("style", None) == "text-align:right":
-        token.attrSet("class", "number")
 
 
 def raw(html: str, **meta) -> Token:

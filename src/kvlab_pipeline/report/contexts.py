@@ -8,7 +8,8 @@ from kvlab.core.params import Params
 from kvlab.output import format as fmt
 from kvlab_pipeline.pages import parts as tables
 from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.report import certified, claims, front, models, verdict_tables
+from kvlab_pipeline.report import certified, claims, front, models
+from kvlab_pipeline.studies.cells.tables import name as cell_name
 from kvlab_pipeline.studies.chapter import Section
 from kvlab_pipeline.studies.register import chapters
 
@@ -50,7 +51,8 @@ def report_context(
         measured |= chapter.context(metrics, basis)
     told = claims.derived(metrics)
     told += comparison["claims"] if several else []
-    sentences = claims_context(told)
+    sentences: dict[str, list[str]] = {name: [] for name in sections()}
+    sentences |= {group["about"]: group["sentences"] for group in claims.sections(told)}
     return {
         "title": params.report.title,
         "sections": {name: section.folded for name, section in sections().items()},
@@ -82,11 +84,6 @@ def report_context(
 def by_chance(count: int, confidence: float) -> str:
     """How many of so many effects would be resolved if there were none."""
     return fmt.number(float(round((1 - confidence) * count, 1)), 2)
-
-
-def claims_context(found: list[dict] | None) -> dict[str, list[str]]:
-    """The sentences of each section that makes claims."""
-    return {name: [] for name in sections()} | {group["about"]: group["sentences"] for group in claims.sections(found)}
 
 
 def calibration_context(metrics: dict) -> dict:
@@ -121,9 +118,33 @@ def verdict_context(verdict: dict) -> dict:
     cells, conditions = verdict.get("cells"), verdict.get("preconditions")
     return {
         "publishable": verdict["publishable"],
-        "cells": verdict_tables.verdicts(cells) if cells else None,
-        "preconditions": verdict_tables.preconditions(conditions) if conditions else None,
+        "cells": verdicts(cells) if cells else None,
+        "preconditions": preconditions(conditions) if conditions else None,
     }
+
+
+def verdicts(rows: list[dict]) -> str:
+    """The words, what they rest on, and what would settle an open one."""
+    lines = [
+        [
+            *cell_name(row)[:2],
+            f"`{row['engine']}`",
+            f"`{row['dtype']}`",
+            cell_name(row)[2],
+            f"**{row['verdict']}**",
+            fmt.whole(row["windows_needed"]),
+            "; ".join(row["reasons"]) or fmt.DASH,
+        ]
+        for row in rows
+    ]
+    headers = ["cell", "protocol", "engine", "dtype", "`variance_ratio`", "verdict", "windows needed", "reasons"]
+    return fmt.table(headers, lines)
+
+
+def preconditions(rows: list[dict]) -> str:
+    """What had to hold before any number was worth a verdict."""
+    lines = [[row["name"], "yes" if row["holds"] else "**no**", row["detail"] or fmt.DASH] for row in rows]
+    return fmt.table(["condition", "holds", "detail"], lines)
 
 
 def asked() -> dict[str, str]:

@@ -78,6 +78,8 @@ def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> d
     `corpus_hash`, calibration and test are the two splits of one file, which are disjoint by its making.
     """
     recipes = {r.recipe_id: r.model_dump(mode="json") for m in results.cells for r in m.cell.recipes}
+    corpus = params.corpus
+    scored = [corpus.other if text == "other" else corpus.source for text in corpus.scored]
     return results.provenance.model_dump() | {
         "calibration_corpus_hash": codebooks[0]["corpus_hash"] if codebooks else None,
         "calibration_origin": params.calibration.origin,
@@ -85,14 +87,9 @@ def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> d
         "recipes": recipes,
         "slug": params.model.slug,
         "model": params.model.path,
-        "corpus": " and ".join(scored_sources(params)),
+        "corpus": " and ".join(scored),
         "disclosure": disclosure(params),
     }
-
-
-def scored_sources(params: Params) -> list[str]:
-    """The texts that are scored, as params.yaml names them."""
-    return [params.corpus.other if text == "other" else params.corpus.source for text in params.corpus.scored]
 
 
 def disclosure(params: Params) -> str | None:

@@ -80,6 +80,7 @@ def figure(name: str, alt: str, metrics: dict, level: str, taken: set[str]) -> s
     table = figures.FIGURES[name].table(metrics)
     drawn = figures.described(name, table)
     anchor = unique(f"figure-{name}", taken)
+    csv = base64.b64encode(table.write_csv().encode()).decode()
     return template("figure.html.j2").render(
         id=anchor,
         name=name,
@@ -93,7 +94,7 @@ def figure(name: str, alt: str, metrics: dict, level: str, taken: set[str]) -> s
         columns=table.columns,
         rows=[[shown(value) for value in row] for row in table.iter_rows()],
         numeric=[kind.is_numeric() for kind in table.dtypes],
-        csv=data_url("text/csv", table.write_csv().encode()),
+        csv=f"data:text/csv;base64,{csv}",
     )
 
 
@@ -113,11 +114,6 @@ def as_json(data: object) -> str:
     """JSON that may stand inside a script element: nothing in it can end one."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def data_url(kind: str, content: bytes) -> str:
-    """Content as an address that holds it."""
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def digest(code: str) -> str:

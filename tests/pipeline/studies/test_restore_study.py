@@ -11,7 +11,7 @@ import torch
 
 from kvlab.core.errors import Fault, ParamsError, StorageError
 from kvlab_pipeline.studies.restore import measure as measuring
-from kvlab_pipeline.studies.restore.promises import unmet
+from kvlab_pipeline.studies.restore.promises import promises
 from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens
 from kvlab_pipeline.studies.restore.record import RestoreRecord, Settings, Speed, break_even, read
 from kvlab_pipeline.studies.restore.speed import timed, turns
@@ -212,6 +212,10 @@ def test_the_tables_hold_every_row_and_a_dash_for_what_was_not_seen(record):
     assert found["As they are against coded"].rows[0][:3] == (RAW, "1536", "32.0")
     never = record.model_copy(update={"speeds": (speed(200, 1.0, 1.0, 5.0, whole=1.0),)})
     assert [row[1] for row in next(t for t in tables(never) if t.title == "Where restoring pays").rows] == ["–", "–"]
+
+
+def unmet(record):
+    return [line for promise in promises(record) for line in promise.lines]
 
 
 def test_promises_that_are_not_kept_are_said(record):

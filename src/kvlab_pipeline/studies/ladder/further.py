@@ -59,9 +59,10 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
     plain = cache(partial(PlainModel, info.path))
     with closing(start(asked.engine, info, "float32", max_tokens=longest)) as engine:
         runs = [*grown(params, engine, windows, calibrated, plain)] if asked.growth else []
+        codecs = [codec for codec in CONTEXT_CODECS if codec in params.ladder.codecs]
         for context in contexts:
             rows = long_windows(params, info, context, documents)
-            subjects = [NamedCodec(*cheapest(params, codec), calibrated) for codec in context_codecs(params)]
+            subjects = [NamedCodec(*cheapest(params, codec), calibrated) for codec in codecs]
             found = score(engine, rows, context, subjects, PROTOCOL, plain)
             runs.append(ContextRun(context, len(windows.calib) * windows.context, found))
     record = Further(
@@ -81,11 +82,6 @@ class ContextRun(NamedTuple):
     context: int
     tokens: int
     found: list[ScoredCodec]
-
-
-def context_codecs(params: Params) -> list[str]:
-    """The codecs that are measured at longer contexts."""
-    return [codec for codec in CONTEXT_CODECS if codec in params.ladder.codecs]
 
 
 def grown(

@@ -108,11 +108,6 @@ def longest(params: Params, needles_path: Path) -> int:
     return max(len(window.ids) for window in retrievals(needles.load(needles_path, resolve(params.model).model_hash)))
 
 
-def ruler_of(needles_path: Path) -> Path:
-    """Where RULER's items lie: beside the needles."""
-    return needles_path.with_name("ruler.parquet")
-
-
 @dataclass
 class MechanismsPart:
     """Everything that the gate judges on one engine."""
@@ -136,7 +131,7 @@ class MechanismsPart:
         for protocol in self.protocols:
             capability.check_protocol(self.engine, protocol)
         self.plain = Which.of(self.engine, lab.params.mechanisms.dtype)
-        self.texts = ruler.load(ruler_of(self.needles_path), lab.info.model_hash)
+        self.texts = ruler.load(self.needles_path.with_name("ruler.parquet"), lab.info.model_hash)
         self.scored = self._items(lab.params.mechanisms.greedy)
         self.windows = list(dict.fromkeys(window for listed in self.scored.values() for window in listed))
         self.missing: list[Missing] = []

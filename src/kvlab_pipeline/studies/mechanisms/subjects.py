@@ -87,7 +87,10 @@ class VariantSubject:
         logits = note.pop("logits", run.reference)[first:].to(reference.logits.device)
         note |= {"variant": judge(reference, logits), "baseline": judge(reference, reference.logits)}
         engine = visit.engines.get(self.which)
-        return Found(note | {"storage": asdict(engine.storage)} | ({} if self.coder else own_of(engine)))
+        note["storage"] = asdict(engine.storage)
+        if not self.coder:  # the engine's own cache, and how large it is by its own count
+            note |= {"backend": engine.proof.attention, "pool": engine.pool and engine.pool.model_dump()}
+        return Found(note)
 
     def _held_against(self, run: WindowRun) -> torch.Tensor:
         """Logits of the engine as it is, in the passes that all rows of this one's protocol are held against.
@@ -131,11 +134,6 @@ class VariantSubject:
             return
         run = visit.run(self.plain)
         self.coder.warm_up(run.clean["pre_rope"], run.ids[: run.context], run.number)
-
-
-def own_of(engine: Engine) -> dict:
-    """The engine's own cache as plain data: what computes attention over it, and how large it is by its own count."""
-    return {"backend": engine.proof.attention, "pool": engine.pool and engine.pool.model_dump()}
 
 
 def passed(engine: Engine, window: Window) -> dict:

@@ -221,7 +221,7 @@ def comparison(boot: Bootstrap, panel: Panel, name: str, choice: ChoiceRecord) -
         "layers": list(plan.favoured(choice.choice, name)),
         "against": rival.name,
         "beyond": rival.beyond,
-        "same": is_same(arm, rival),
+        "same": [arm.record.cell_id] == [measured.record.cell_id for measured in rival.cells],
         "bits_per_value": bits_of(arm),
         "against_bits_per_value": rival.bits_per_value,
         "difference": difference.to_json(),
@@ -249,11 +249,6 @@ def against(boot: Bootstrap, arm: Measured, rival: Rival) -> tuple[Estimate, Est
     ends = {end: math.exp(getattr(log_ratio, end)) for end in ENDS}
     ratio = replace(log_ratio, **ends, resolvable=(ends["high"] - ends["low"]) / 2)
     return difference, log_ratio, ratio
-
-
-def is_same(arm: Measured, rival: Rival) -> bool:
-    """Whether an arm and its rival are one cell."""
-    return [arm.record.cell_id] == [measured.record.cell_id for measured in rival.cells]
 
 
 def generalisation(params: Params, boot: Bootstrap, panels: list[Panel], choice: ChoiceRecord) -> list[dict]:

@@ -6,7 +6,6 @@ is where KL is quadratic in the noise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -269,7 +268,7 @@ def structure_entries(params: Params, results: Results, boot: Bootstrap) -> list
     entries = []
     for codec, control in controls(results):
         columns = [net_kl(results, measured) for measured in (codec, control)]
-        ratio = structure_ratio(boot, columns)
+        ratio = boot.ratio(*columns) if divides(boot, columns[1]) else None
         entry = {
             "engine": codec.cell.engine,
             "stream": codec.cell.stream,
@@ -291,8 +290,3 @@ def controls(results: Results) -> list[tuple[Measured, Measured]]:
             comparable([codec, control], {"recipe"})
             found.append((codec, control))
     return found
-
-
-def structure_ratio(boot: Bootstrap, columns: Sequence[Column]) -> Estimate | None:
-    """The codec's KL over the control's; None where the control's cannot be told from zero."""
-    return boot.ratio(*columns) if divides(boot, columns[1]) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
@@ -88,7 +88,8 @@ def ask(
     """
     seen, before = WatchedRun(run, reference, ahead), run.pager.stats.page_ins
     written = [seen.forward(token) for token in needle.question][-1:]
-    held = share_held(run, needle, seen.resident)
+    chunks = planted_chunks(needle, run.pager.geometry.chunk_tokens)
+    held = len(chunks & set(seen.resident)) / len(chunks)
     while len(written) < len(needle.answer):
         written.append(seen.forward(written[-1]))
     asked = len(needle.question)
@@ -100,12 +101,6 @@ def ask(
         page_ins=run.pager.stats.page_ins - before,
     )
     return answer, seen.reference
-
-
-def share_held(run: PagedRun, needle: Needle, resident: Iterable[int]) -> float:
-    """Share of the chunks with the planted line that are among the resident ones."""
-    chunks = planted_chunks(needle, run.pager.geometry.chunk_tokens)
-    return len(chunks & set(resident)) / len(chunks)
 
 
 def planted_chunks(needle: Needle, chunk_tokens: int) -> set[int]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,11 +32,6 @@ class SharedPrompt(NamedTuple):
 
     prompt: tuple[int, ...]
     snapshot: Path
-
-
-def new_process() -> Executor:
-    """A process that begins anew and inherits nothing; use it in a ``with`` block."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def agreements(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from kvlab.core.params import Params
 from kvlab.core.records import Provenance, forget, machine, versions, write_json
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.text import corpus
-from kvlab_pipeline.studies.restore.identity import agreements, evicted, new_process
+from kvlab_pipeline.studies.restore.identity import agreements, evicted
 from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens, snapshot_of
 from kvlab_pipeline.studies.restore.record import Agreement, Harness, RestoreRecord, Settings
 from kvlab_pipeline.studies.restore.runner import PagedAttempt, conduct
@@ -55,7 +56,7 @@ def measure(params: Params, settings: Settings, windows_path: Path, fitted: Fitt
     prompts = [joined(rows, number, settings.prompt_tokens) for number in range(settings.prompts)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with new_process() as other:
+        with ProcessPoolExecutor(1, get_context("spawn")) as other:  # which begins anew and inherits nothing
             low = low_agreements(info, prompts, settings, folder, other)
             model = PagedModel.load(info, DTYPE)
             same = agreements(model, prompts, settings, folder, other)

@@ -50,11 +50,6 @@ def promises(record: RestoreRecord) -> list[Promise]:
     ]
 
 
-def unmet(record: RestoreRecord) -> list[str]:
-    """What of the study's own promises this record does not show, a line each; empty when it shows all."""
-    return [line for promise in promises(record) for line in promise.lines]
-
-
 def table(record: RestoreRecord) -> Table:
     """The promises, and before them in one sentence whether all are kept."""
     found = promises(record)

@@ -134,7 +134,9 @@ def ways(
     geometry, turn = model.geometry(settings.codec_chunk_tokens), model.turn(tokens)
     found, missing = [Way(RAW, RawChunks(geometry))], []
     for codec, bits in choices(settings):
-        recipe, label = stored_recipe(codec, bits, params), codec if bits is None else f"{codec} {bits}"
+        # As on the ladder, or by a codec of whole caches.
+        recipe = named_recipe(codec, bits, params=None if codec in WHOLE else params)
+        label = codec if bits is None else f"{codec} {bits}"
         if lacking := unfitted(recipe, calibrated):
             missing.append(Unstored(label=label, reason=f"it needs {' and '.join(lacking)} of a calibration"))
             continue
@@ -143,11 +145,6 @@ def ways(
         except CapabilityError as error:
             missing.append(Unstored(label=label, reason=str(error)))
     return found, missing
-
-
-def stored_recipe(codec: str, bits: int | None, params: Params) -> Recipe:
-    """What is done to K and V: as on the ladder, or by a codec of whole caches."""
-    return named_recipe(codec, bits) if codec in WHOLE else named_recipe(codec, bits, params=params)
 
 
 def unfitted(recipe: Recipe, calibrated: Calibrated | None) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
@@ -16,14 +17,14 @@ from tqdm import tqdm
 from transformers import Cache
 
 from kvlab.attention.hf import attending
-from kvlab.attention.latent_svd import LatentMap, attention_metric, fit
+from kvlab.attention.latent_svd import LatentMap, Moments, attention_metric, fit
 from kvlab.attention.named import Latent
 from kvlab.cache.hf_cache import KVCache
 from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Calibrated, Fitted
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CapabilityError, UserError
-from kvlab.core.model import check_window, resolve
+from kvlab.core.model import ModelInfo, check_window, resolve
 from kvlab.core.params import Params
 from kvlab.core.records import Provenance, forget, machine, versions, write_json
 from kvlab.engines.base import ContextCache
@@ -33,7 +34,7 @@ from kvlab.measure import quick_run
 from kvlab.measure.latent import CALIBRATING, moments_of
 from kvlab.measure.mechanism import IN_16_BITS, Applied, read_of
 from kvlab.measure.scoring import WindowRun
-from kvlab.measure.windows import windows_of
+from kvlab.measure.windows import Window, windows_of
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.text import corpus, needles
 from kvlab.text.needles import Needle
@@ -42,11 +43,32 @@ from kvlab_mechanisms.decoding.acceptance import acceptance, plain_texts
 from kvlab_mechanisms.decoding.law import Sampling
 from kvlab_pipeline.studies.table import Interval
 from kvlab_pipeline.studies.tradeoffs.arms import CacheShape, TradeoffVariant, arms
-from kvlab_pipeline.studies.tradeoffs.bench import Bench
 from kvlab_pipeline.studies.tradeoffs.record import ArmFound, Drafted, TradeoffsRecord
 
 DTYPE = "float32"
 FIRST_NEEDLE = 1000  # their numbers begin here: no window of the text has them
+
+
+@dataclass
+class Bench:
+    """What arms are measured with.
+
+    Parameters
+    ----------
+    calibrated : Calibrated
+        Of the codecs.
+    moments : dict of int to Moments
+        That latents are fitted to, of calibration windows.
+    """
+
+    params: Params
+    info: ModelInfo
+    engine: HFEngine
+    windows: list[Window]
+    context: int
+    calibrated: Calibrated
+    moments: dict[int, Moments]
+    plain: Callable[[], PlainModel] | None
 
 
 def refuse(params: Params) -> None:
@@ -216,19 +238,20 @@ def asked(
 
 def timed(bench: Bench, listed: Sequence[TradeoffVariant], others: dict[str, Applied]) -> dict[str, float]:
     """Tokens per second, by name, of the rounded cache's too; an arm without a form that runs here is left out."""
-    steps, window = bench.params.tradeoffs.steps, bench.windows[0]
-    run = WindowRun(bench.engine, list(window.ids), bench.context, window.number)
-    given, found = (bench.engine, run), {quick_run.ROUNDING: of_exact(bench.engine, run, steps)}
+    engine, steps, window = bench.engine, bench.params.tradeoffs.steps, bench.windows[0]
+    run = WindowRun(engine, list(window.ids), bench.context, window.number)
+    over = partial(stepped, engine, run.ids, run.context, steps=steps)
+    found = {quick_run.ROUNDING: over(cache=engine.filled(run.clean["pre_rope"].kept))}
     for arm in listed:
         if arm.family == "codec":
-            found[arm.name] = of_codec(*given, arm, bench.calibrated, steps)
+            found[arm.name] = of_codec(engine, run, arm, bench.calibrated, steps)
         elif arm.family == "eviction":
-            found[arm.name] = of_eviction(*given, others[arm.name], steps)
+            found[arm.name] = over(cache=engine.filled(others[arm.name].keeps(run)))
         elif arm.family == "sparse reading":
-            found[arm.name] = of_pattern(*given, arm, steps)
+            found[arm.name] = of_pattern(engine, run, arm, steps)
         elif arm.family == "latent":
             maps = {layer: fit(one, arm.asked.rank, attention_metric(one)) for layer, one in bench.moments.items()}
-            found[arm.name] = of_latents(*given, maps, steps)
+            found[arm.name] = of_latents(engine, run, maps, steps)
     return found
 
 
@@ -319,22 +342,12 @@ def stepped(engine: HFEngine, ids: Sequence[int], context: int, cache: Cache, st
     return 1 / median(took[WARM:])
 
 
-def of_exact(engine: HFEngine, run: WindowRun, steps: int) -> float:
-    """Over the untouched cache."""
-    return stepped(engine, run.ids, run.context, engine.filled(run.clean["pre_rope"].kept), steps)
-
-
 def of_codec(engine: HFEngine, run: WindowRun, arm: TradeoffVariant, calibrated: Calibrated, steps: int) -> float:
     """Over `KVCache`, which decodes what is coded in each step."""
     cache = KVCache(engine.model, arm.recipe, calibrated, "serving")
     with torch.inference_mode():
         engine.model(torch.tensor([run.ids[: run.context]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
     return stepped(engine, run.ids, run.context, cache, steps)
-
-
-def of_eviction(engine: HFEngine, run: WindowRun, subject: Applied, steps: int) -> float:
-    """Over what is left."""
-    return stepped(engine, run.ids, run.context, engine.filled(subject.keeps(run)), steps)
 
 
 def of_pattern(engine: HFEngine, run: WindowRun, arm: TradeoffVariant, steps: int) -> float:
