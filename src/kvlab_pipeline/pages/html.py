@@ -27,7 +27,7 @@ MARKUP = re.compile(r"&lt;(code|b|strong|em)&gt;(.*?)&lt;/\1&gt;")  # what a sum
 
 
 @dataclass(frozen=True)
-class Body:
+class PageBody:
     """The text as HTML.
 
     Parameters
@@ -45,7 +45,7 @@ class Body:
     html: str
 
 
-def body(text: str, figure: Callable[[str, str], str]) -> Body:
+def body(text: str, figure: Callable[[str, str], str]) -> PageBody:
     """Turn Markdown into the page's body.
 
     Parameters
@@ -70,7 +70,7 @@ def body(text: str, figure: Callable[[str, str], str]) -> Body:
         raise Fault("the findings have no title; a page without one was not written", code="fault.no-title")
     sections = named(tokens)
     html = parser.renderer.render(regions(sectioned(unwrapped(tokens))), parser.options, {})
-    return Body(titles[0], tuple(sections), html)
+    return PageBody(titles[0], tuple(sections), html)
 
 
 def picture(token: Token, figure: Callable[[str, str], str]) -> str:

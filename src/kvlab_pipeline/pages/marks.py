@@ -9,7 +9,7 @@ import polars as pl
 from kvlab.output import format as fmt
 from kvlab_pipeline.pages.figure import (
     Figure,
-    Key,
+    LegendKey,
     Look,
     Mark,
     Panel,
@@ -96,5 +96,5 @@ def by_row(
 
     values = log_axis(lines, axis, labelled or any(line["value"] <= 0 for line in lines))
     panel = Panel(named_axis(names), values, tuple(map(placed, lines)), across=True)
-    keys = [Key(engine, engine_look(engines, engine)) for engine in engines] if len(engines) > 1 else []
+    keys = [LegendKey(engine, engine_look(engines, engine)) for engine in engines] if len(engines) > 1 else []
     return Figure(title, note, (panel,), keys=tuple(keys), height=30 if shared else 25)

@@ -15,7 +15,7 @@ from kvlab.core.params import Params
 from kvlab.core.records import file_hash, fingerprint, read_json
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab_pipeline.studies.baselines import LEVELS
-from kvlab_pipeline.studies.gather import Results
+from kvlab_pipeline.studies.measured import Results
 
 
 def read_codebooks(paths: Sequence[Path], params: Params, results: Results) -> list[dict]:

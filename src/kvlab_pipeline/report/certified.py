@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvlab.core.errors import UserError
 from kvlab.output import format as fmt
 from kvlab.output.markdown import cell
-from kvlab_pipeline.gate_page.summary import BASELINE, CERTIFIED, SCHEMA_VERSION
+from kvlab_pipeline.gate_page.row_summary import BASELINE, CERTIFIED
+from kvlab_pipeline.gate_page.summary import SCHEMA_VERSION
 from kvlab_pipeline.pages.parts import KL_UNIT
 
 

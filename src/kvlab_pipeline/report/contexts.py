@@ -10,21 +10,21 @@ from kvlab_pipeline.pages import parts as tables
 from kvlab_pipeline.pages.basis import Basis
 from kvlab_pipeline.report import certified, claims, front, models
 from kvlab_pipeline.studies.cells.tables import name as cell_name
-from kvlab_pipeline.studies.chapter import Section
+from kvlab_pipeline.studies.chapter import PageSection
 from kvlab_pipeline.studies.register import chapters
 
 # The sections that no study brings, among those of the studies.
 OWN = {
-    "models": Section(30, "Further models beside the first", asks="further models beside the first"),
-    "calibration": Section(1000, "What the codec was fitted on"),
-    "verdict": Section(1010, "A word for each cell, and what it rests on"),
-    "certified": Section(1020, "The rows that the gate certifies"),
-    "limits": Section(1030, "The smallest effects that this run can tell from none"),
-    "identity": Section(1040, "Model, text, versions and recipes"),
+    "models": PageSection(30, "Further models beside the first", asks="further models beside the first"),
+    "calibration": PageSection(1000, "What the codec was fitted on"),
+    "verdict": PageSection(1010, "A word for each cell, and what it rests on"),
+    "certified": PageSection(1020, "The rows that the gate certifies"),
+    "limits": PageSection(1030, "The smallest effects that this run can tell from none"),
+    "identity": PageSection(1040, "Model, text, versions and recipes"),
 }
 
 
-def sections() -> dict[str, Section]:
+def sections() -> dict[str, PageSection]:
     """The sections of the page in their order."""
     found = OWN | {name: section for chapter in chapters().values() for name, section in chapter.sections.items()}
     return dict(sorted(found.items(), key=lambda item: item[1].place))
@@ -70,7 +70,7 @@ def report_context(
         "thresholds": thresholds(params),
         "verdict": verdict_context(verdict),
         "certified": certified.context(claims_file, identity.get("slug"), gate_page),
-        "front": front.context(metrics, claims_file, told, asked()),
+        "front": front.context(metrics, claims_file, told, questions()),
         "limits": limits(metrics),
         "open_questions": open_questions(told, verdict),
         "identity": identity_context(identity),
@@ -147,7 +147,7 @@ def preconditions(rows: list[dict]) -> str:
     return fmt.table(["condition", "holds", "detail"], lines)
 
 
-def asked() -> dict[str, str]:
+def questions() -> dict[str, str]:
     """What the claims of each section are about, in words."""
     return {name: section.asks for name, section in sections().items() if section.asks}
 

@@ -12,7 +12,7 @@ import polars as pl
 from kvlab.core.errors import StorageError
 from kvlab.output import format as fmt
 from kvlab_pipeline.gate_page import ways
-from kvlab_pipeline.gate_page.summary import BASELINE
+from kvlab_pipeline.gate_page.row_summary import BASELINE
 from kvlab_pipeline.pages import parts as tables
 from kvlab_pipeline.pages.templates import render
 from kvlab_pipeline.report.certified import checked

@@ -173,10 +173,10 @@ def checked(data: object, origin: str) -> Metrics:
 
 def load(path: Path) -> dict:
     """The metrics in a file as pages and programs read them; as `read`."""
-    return told(read(path))
+    return plain_json(read(path))
 
 
-def told(metrics: Metrics) -> dict:
+def plain_json(metrics: Metrics) -> dict:
     """Metrics as the JSON that pages and programs read; a part that does not apply to one engine is left out."""
     data = metrics.model_dump(mode="json")
     data["sigma"] = {name: part for name, part in data["sigma"].items() if part is not None or name == "drift"}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvlab.core.errors import MissingResult
 from kvlab.stats.bootstrap import Bootstrap, Column, refuse_unpaired
 from kvlab_pipeline.studies.baselines import identity_of
-from kvlab_pipeline.studies.gather import Measured, Results
+from kvlab_pipeline.studies.measured import Measured, Results
 
 
 def net_kl(results: Results, measured: Measured) -> Column:

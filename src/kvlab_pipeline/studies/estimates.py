@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Estimate
 from kvlab.stats.power import windows_for_sign
-from kvlab_pipeline.studies.gather import Measured
+from kvlab_pipeline.studies.measured import Measured
 
 UNIT = "nats per token"
 ENDS = ("value", "low", "high")

@@ -15,7 +15,8 @@ from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.pages.templates import render
 from kvlab_pipeline.studies.baseline import tables as baseline_tables
 from kvlab_pipeline.studies.baseline.numbers import baseline_entry, peer_entries
-from kvlab_pipeline.studies.gather import Results, read_baselines
+from kvlab_pipeline.studies.gather import read_baselines
+from kvlab_pipeline.studies.measured import Results
 from pipeline.report.example_metrics import Maker
 from pipeline.report.example_studies import peer_rows
 from pipeline.report.synthetic import Effects, Text, small_params, with_table, write_baseline

@@ -10,7 +10,8 @@ import pytest
 
 from kvlab.core.errors import NonFinite, UserError
 from kvlab.gate.catalogue.columns import TIERS
-from kvlab_pipeline.gate_page.summary import SCHEMA_VERSION, Line
+from kvlab_pipeline.gate_page.row_summary import RowSummary
+from kvlab_pipeline.gate_page.summary import SCHEMA_VERSION
 from kvlab_pipeline.report import figures, findings, use
 from kvlab_pipeline.report.certified import context, sentence
 from pipeline.report.example_metrics import build, verdict
@@ -25,7 +26,7 @@ LOSING = {"word": "fail", "codes": ["quality_open", "quality_beyond"], "open": [
 
 
 def row(row_id, model, earned, mechanism="kv_compression", variant="klt", **changed):
-    told = dict.fromkeys(Line.model_fields)
+    told = dict.fromkeys(RowSummary.model_fields)
     told |= {"row_id": row_id, "model": model, "engine": "hf", "mechanism": mechanism, "mechanism_variant": variant}
     told |= {"bits": 4, "bits_per_value": 4.19, "throughput_tok_s": 1234.5, "measured": True}
     told |= {"throughput_ratio": {"value": 0.247, "low": 0.243, "high": 0.252, "n": 32}, "protocol": "snapshot"}

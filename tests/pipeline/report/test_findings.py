@@ -105,7 +105,7 @@ def uncounted(text: str) -> str:
     return kept
 
 
-COUNTED = tuple(f"| {study} |" for study in contexts.asked().values())
+COUNTED = tuple(f"| {study} |" for study in contexts.questions().values())
 # The scale of a KL, the power at which numbers of windows are told, and the lengths at which bits of whole caches are.
 DEFINED = (
     kl_scale.legend(),

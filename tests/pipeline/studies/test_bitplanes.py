@@ -18,7 +18,7 @@ from kvlab.engines.registry import start
 from kvlab.text import corpus
 from kvlab_pipeline.studies.bitplanes import measure, planes, recall, tables
 from kvlab_pipeline.studies.bitplanes import record as records
-from kvlab_pipeline.studies.bitplanes.measure import asked, layers, places
+from kvlab_pipeline.studies.bitplanes.measure import layers, places, ranked_variants
 from refusals import refused
 from tiers import examples
 
@@ -259,7 +259,7 @@ def test_asking_for_more_than_there_is_is_refused(asks, tiny_windows, hf_engine,
     with refused(ParamsError, "params.too-few-positions", 33):
         places(few.model_copy(update={"queries": 33}), windows)
     assert places(few, windows) == (64, 74, 85, 95)
-    assert sum(one.control for one in asked(few)) == 3
+    assert sum(one.control for one in ranked_variants(few)) == 3
 
 
 def test_another_file_is_no_record(tmp_path):

@@ -21,8 +21,8 @@ from kvlab_pipeline.studies.restore.arms import (
     Control,
     Doubt,
     RestoreVariant,
+    RestoreVerdict,
     VariantRun,
-    Verdict,
 )
 from kvlab_pipeline.studies.restore.decision import combined, judge
 from refusals import refused
@@ -46,7 +46,7 @@ def controls(**changes) -> dict[str, Control]:
     return {name: control for name, control in found.items() if control is not None}
 
 
-def verdict(of: dict | None = None, beside: dict | None = None) -> Verdict:
+def verdict(of: dict | None = None, beside: dict | None = None) -> RestoreVerdict:
     return judge(of or arms(), controls() if beside is None else beside, PREFIX)
 
 

@@ -17,7 +17,7 @@ from kvlab.text import corpus
 from kvlab_pipeline.studies.placement import measure, tables
 from kvlab_pipeline.studies.placement import record as records
 from kvlab_pipeline.studies.placement.measure import Runs, Text, control, orders, shift, shifted, tied
-from kvlab_pipeline.studies.placement.record import Control, Verdict
+from kvlab_pipeline.studies.placement.record import PlantedControl, RunVerdict
 from kvlab_pipeline.studies.placement.verdict import Binned, comparable, judge, leads
 from refusals import refused
 from tiers import examples
@@ -35,7 +35,7 @@ def rows(*leads_of: float) -> torch.Tensor:
 
 def test_equal_runs_are_the_same():
     found = judge(rows(1.0, 0.5), rows(1.0, 0.5), LIMIT, fixed=2)
-    assert found == Verdict(kind="same", flips=0, first=None, margin=None, widest=None, largest=0.0)
+    assert found == RunVerdict(kind="same", flips=0, first=None, margin=None, widest=None, largest=0.0)
 
 
 def test_noise_without_a_flip_is_the_same():
@@ -93,10 +93,10 @@ def test_leads_and_flips_are_counted_by_bin():
 
 
 def test_a_control_without_a_flip_proves_nothing():
-    calm = Verdict(kind="same", flips=0, first=None, margin=None, widest=None, largest=0.0)
-    tied_up = Verdict(kind="near tie", flips=1, first=0, margin=0.1, widest=0.1, largest=0.1)
+    calm = RunVerdict(kind="same", flips=0, first=None, margin=None, widest=None, largest=0.0)
+    tied_up = RunVerdict(kind="near tie", flips=1, first=0, margin=0.1, widest=0.1, largest=0.1)
     assert not control("tie", "near tie", [calm, calm]).passed
-    assert control("tie", "near tie", [calm, tied_up]) == Control(
+    assert control("tie", "near tie", [calm, tied_up]) == PlantedControl(
         name="tie", expected="near tie", runs=2, flipped=1, right=1, lead=0.1
     )
     assert not control("shift", "seam bug", [tied_up]).passed
@@ -148,7 +148,7 @@ def test_a_shift_of_nothing_is_judged_the_same(model, ids, tiny_params, monkeypa
     monkeypatch.setattr(
         "kvlab_pipeline.studies.placement.measure.shifted", lambda model, seam: shifted(model, seam, by=0)
     )
-    assert shift(runs, [text], 1e-4) == Control(
+    assert shift(runs, [text], 1e-4) == PlantedControl(
         name="shift", expected="seam bug", runs=1, flipped=0, right=0, lead=None
     )
 

@@ -17,7 +17,7 @@ from kvlab_pipeline.studies.policy import measure, tables
 from kvlab_pipeline.studies.policy import record as records
 from kvlab_pipeline.studies.policy.asking import WatchedRun, ask, planted_chunks
 from kvlab_pipeline.studies.policy.measure import arms, blocks_of, thirds
-from kvlab_pipeline.studies.policy.record import FORESIGHT, Asked
+from kvlab_pipeline.studies.policy.record import FORESIGHT, NeedleResult
 from refusals import refused
 
 POLICIES = ("lru", "qk", "oracle", "random", "sign_bit")
@@ -122,7 +122,7 @@ def test_pools_are_shares_of_the_context(asks):
 
 
 def test_needles_are_counted_by_the_third_that_they_stand_in():
-    asked = [Asked(found=hit, question=0, answer=0, held=0, page_ins=0) for hit in (True, False, True, True)]
+    asked = [NeedleResult(found=hit, question=0, answer=0, held=0, page_ins=0) for hit in (True, False, True, True)]
     found = thirds(asked, [0.0, 0.3, 0.34, 0.999])
     assert [(one.items, one.found) for one in found] == [(2, 1), (1, 1), (1, 1)]
 

@@ -13,13 +13,13 @@ from kvlab.core.errors import Fault, ParamsError, StorageError
 from kvlab_pipeline.studies.restore import measure as measuring
 from kvlab_pipeline.studies.restore.promises import promises
 from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens
-from kvlab_pipeline.studies.restore.record import RestoreRecord, Settings, Speed, break_even, read
+from kvlab_pipeline.studies.restore.record import RestoreRecord, RestoreSettings, Speed, break_even, read
 from kvlab_pipeline.studies.restore.speed import timed, turns
 from kvlab_pipeline.studies.restore.stored import RAW, common
 from kvlab_pipeline.studies.restore.tables import tables
 from refusals import refused
 
-SMALL = Settings(
+SMALL = RestoreSettings(
     prompts=2,
     prompt_tokens=96,
     decode=4,
@@ -281,7 +281,7 @@ def test_threads_are_those_of_the_parameters(record):
 
 
 def test_the_parameters_of_the_default_run_are_what_is_asked_for(tiny_params):
-    asked, found = tiny_params.kvstore.restore, Settings.of(tiny_params)
+    asked, found = tiny_params.kvstore.restore, RestoreSettings.of(tiny_params)
     assert (found.lengths, found.suffix, found.rounds) == (asked.lengths, asked.suffix, asked.repeats)
     assert found.prompt_tokens == tiny_params.windows.context and found.windows == tiny_params.windows.test
     assert all(2 * found.chunk_tokens <= length < min(found.lengths) for length in found.shorter)

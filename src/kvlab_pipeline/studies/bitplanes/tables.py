@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from kvlab.output.format import number, percent
-from kvlab_pipeline.studies.bitplanes.record import ArmRecord, Basis, BitplanesRecord, Difference, Measured
+from kvlab_pipeline.studies.bitplanes.record import ArmQuantity, ArmRecord, Basis, BitplanesRecord, Difference
 from kvlab_pipeline.studies.table import Table, estimate, spread
 
-Part = Callable[[ArmRecord], tuple[Measured, ...]]
+Part = Callable[[ArmRecord], tuple[ArmQuantity, ...]]
 NEAREST = 0.1  # the budget at which heads are compared, or the one next to it
 WHAT = {
     "spearman": "rank correlation",
@@ -85,7 +85,7 @@ def planes(record: BitplanesRecord) -> Table:
     return Table("What a few bits of a key say", text, header, tuple(rows))
 
 
-def recalls(record: BitplanesRecord, title: str, part: Part, text: str, ceiling: Sequence[Measured] | None) -> Table:
+def recalls(record: BitplanesRecord, title: str, part: Part, text: str, ceiling: Sequence[ArmQuantity] | None) -> Table:
     """Mass at every budget, per cent; `ceiling` is the best that any choice can do."""
     rows = [(arm.label, *(estimate(one.overall, 100) for one in part(arm))) for arm in of(record, "rotated")]
     if ceiling:
@@ -211,7 +211,7 @@ def nearest(record: BitplanesRecord) -> int:
     return min(range(len(budgets)), key=lambda i: abs(budgets[i] - NEAREST))
 
 
-def worst_first(measured: Measured, scale: float = 1.0) -> tuple[str, str, str]:
+def worst_first(measured: ArmQuantity, scale: float = 1.0) -> tuple[str, str, str]:
     """The least, the median and the greatest of all heads."""
     return spread([scale * head for layer in measured.heads for head in layer])
 

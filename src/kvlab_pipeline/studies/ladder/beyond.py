@@ -13,10 +13,10 @@ from kvlab.core.errors import MissingResult, WitnessDisagrees
 from kvlab.core.params import Params
 from kvlab.stats.bootstrap import Bootstrap, Column, documents_of
 from kvlab_pipeline.studies.checks import WITNESSED
-from kvlab_pipeline.studies.gather import Results
 from kvlab_pipeline.studies.ladder.numbers import FEWEST
-from kvlab_pipeline.studies.ladder.record import Further, Score, parts, read_further, wanted_further
+from kvlab_pipeline.studies.ladder.record import Further, WindowScore, parts, read_further, wanted_further
 from kvlab_pipeline.studies.ladder.state import refuse_other
+from kvlab_pipeline.studies.measured import Results
 
 Series = tuple[str, int, int]
 """Label, context and calibration tokens."""
@@ -83,7 +83,7 @@ def refuse_unwitnessed(record: Further, path: Path) -> None:
 
 
 def entries(
-    boot: Bootstrap, what: str, scores: Sequence[Score], first, documents: Sequence[int] | None = None
+    boot: Bootstrap, what: str, scores: Sequence[WindowScore], first, documents: Sequence[int] | None = None
 ) -> list[dict]:
     """An entry for each series and text; `first` of all series is what the others are held against.
 
@@ -94,7 +94,7 @@ def entries(
     for text, count in Counter(text for text, _ in sorted(windows)).items():
         if count < FEWEST:
             continue
-        series: dict[Series, list[Score]] = {}
+        series: dict[Series, list[WindowScore]] = {}
         for one in (one for one in scores if one.text == text):
             series.setdefault((one.label, one.context, one.calibration_tokens), []).append(one)
         against = first(list(series))
@@ -118,7 +118,7 @@ def entries(
     return found
 
 
-def column(scores: Sequence[Score], name: str, documents: Sequence[int] | None) -> Column:
+def column(scores: Sequence[WindowScore], name: str, documents: Sequence[int] | None) -> Column:
     """A sum of every window as a column."""
     ordered = sorted(scores, key=lambda one: one.window)
     windows, counts = tuple(one.window for one in ordered), np.array([float(one.tokens) for one in ordered])

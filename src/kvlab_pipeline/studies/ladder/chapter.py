@@ -18,7 +18,7 @@ from kvlab_pipeline.pages.figure import (
     UP,
     Axis,
     Figure,
-    Key,
+    LegendKey,
     Line,
     Look,
     Panel,
@@ -26,7 +26,7 @@ from kvlab_pipeline.pages.figure import (
     shape_of,
 )
 from kvlab_pipeline.pages.parts import KL_UNIT
-from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section, estimates_of
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.ladder.beyond import further_entries
@@ -213,7 +213,7 @@ def ladder(table: pl.DataFrame) -> Figure:
         " value that is not above zero.",
         panels,
         columns=2,
-        keys=tuple(Key(one, look(series, one), Line((), (), look(series, one).colour, 1.0)) for one in series),
+        keys=tuple(LegendKey(one, look(series, one), Line((), (), look(series, one).colour, 1.0)) for one in series),
         height=260,
     )
 
@@ -301,7 +301,7 @@ CHAPTER = Chapter(
         "ladder_further": tuple[FurtherEntry, ...],
     },
     entries=entries,
-    sections={"ladder": Section(5, "Which codec to use at how many bits", asks="codecs beside one another")},
+    sections={"ladder": PageSection(5, "Which codec to use at how many bits", asks="codecs beside one another")},
     context=context,
     claims=claims,
     figures={"ladder": Drawn(ladder_table, ladder)},

@@ -28,7 +28,7 @@ from kvlab.witness.plain import PlainModel
 from kvlab_pipeline.jobs.measure import provenance
 from kvlab_pipeline.studies.ladder.params import CONTEXT_CODECS
 from kvlab_pipeline.studies.ladder.plan import cheapest
-from kvlab_pipeline.studies.ladder.record import Further, Score, parts
+from kvlab_pipeline.studies.ladder.record import Further, WindowScore, parts
 
 PROTOCOL = "snapshot"
 
@@ -108,13 +108,13 @@ def grown(
     yield ContextRun(context, len(calib) * context, found)
 
 
-def scores(params: Params, run: ContextRun) -> Iterator[Score]:
+def scores(params: Params, run: ContextRun) -> Iterator[WindowScore]:
     """A run's sums, window by window; window i is of the text that the i-th scored one is of."""
     for found in run.found:
         agrees = (pl.col("top1_ref") == pl.col("top1_alt")).sum().alias("agreeing")
         sums = found.tokens.group_by("window", maintain_order=True).agg(pl.col("kl").sum(), agrees, pl.len())
         for window, kl, agreeing, count in sums.iter_rows():
-            yield Score(
+            yield WindowScore(
                 label=found.subject.label,
                 text=params.corpus.text_of(window),
                 context=run.context,

@@ -13,9 +13,9 @@ from kvlab.core.errors import MissingResult, MixedIdentity
 from kvlab.core.params import Params
 from kvlab.core.recipe import Recipe
 from kvlab.stats.bootstrap import Bootstrap, Column
-from kvlab_pipeline.studies.gather import Results
 from kvlab_pipeline.studies.ladder.numbers import FEWEST, Rung
 from kvlab_pipeline.studies.ladder.record import Facts, Further, calibrated_rungs, gain_windows
+from kvlab_pipeline.studies.measured import Results
 
 LENGTHS = (1024, 8192, 32768, 131072)  # tokens of a cache
 EXACT_BITS = 16  # of a value that is kept as it is

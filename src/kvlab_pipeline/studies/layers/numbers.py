@@ -18,7 +18,8 @@ from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_p, sign_flip_two_sided_p
 from kvlab_pipeline.studies.columns import added, divides, net_kl, subtracted
 from kvlab_pipeline.studies.estimates import sides
-from kvlab_pipeline.studies.gather import Measured, Results, comparable
+from kvlab_pipeline.studies.gather import comparable
+from kvlab_pipeline.studies.measured import Measured, Results
 
 ONLY, BUT = "only", "but"
 

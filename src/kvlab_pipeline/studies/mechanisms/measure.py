@@ -49,8 +49,8 @@ from kvlab_pipeline.studies.mechanisms.plan import (
     PASSED,
     TASKS,
     Variant,
-    asked,
     protocols,
+    scored_items,
     variants,
 )
 from kvlab_pipeline.studies.mechanisms.records import (
@@ -150,14 +150,15 @@ class MechanismsPart:
         there = {FIDELITY: test, NEEDLE: retrievals(self.planted), GREEDY: test[:greedy]} | tasks(self.texts)
         counts = {name: len(listed) for name, listed in there.items()}
         due = [
-            asked(counts, self.engine, one.protocol(self.protocols)) for one in variants(self.lab.params, self.engine)
+            scored_items(counts, self.engine, one.protocol(self.protocols))
+            for one in variants(self.lab.params, self.engine)
         ]
         return {name: there[name] for name in there if any(name in one for one in due)}
 
     def _asked(self, variant: Variant) -> list[str]:
         """The evals that a variant is asked."""
         counts = {name: len(listed) for name, listed in self.scored.items()}
-        return list(asked(counts, self.engine, variant.protocol(self.protocols)))
+        return list(scored_items(counts, self.engine, variant.protocol(self.protocols)))
 
     def _subject(self, name: str, *given) -> VariantSubject:
         variant = given[0]

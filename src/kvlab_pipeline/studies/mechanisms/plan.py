@@ -197,7 +197,7 @@ def _stored(dtype: str) -> Variant:
     return Variant(dtype, "kv_quantization", dtype, method=dtype, scope="kv_cache", cache_dtype=dtype)
 
 
-def asked(items: Mapping[str, int], engine: str, protocol: str) -> dict[str, int]:
+def scored_items(items: Mapping[str, int], engine: str, protocol: str) -> dict[str, int]:
     """Of the items that there are, those that a row of an engine and a protocol is asked, by eval.
 
     Tokens are written over a stored context, and by an engine that can begin there.

@@ -12,9 +12,9 @@ from kvlab.core.recipe import DType, Engine, Protocol
 from kvlab.output import format as fmt
 from kvlab_pipeline.pages import marks
 from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.pages.figure import INK, Axis, Figure, Key, Line, Look, Panel, colour_of, log_axis
+from kvlab_pipeline.pages.figure import INK, Axis, Figure, LegendKey, Line, Look, Panel, colour_of, log_axis
 from kvlab_pipeline.pages.parts import KL_UNIT, not_resolved
-from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.mitigations.numbers import mitigation_entries
@@ -141,8 +141,8 @@ def mitigations(table: pl.DataFrame) -> Figure:
     panels = [
         panel([line for line in lines if line["protocol"] == one], engines, places, values, one) for one in protocols
     ]
-    keys = [Key(one, line=Line((), (), colour_of(one), 2.0)) for one in engines if len(engines) > 1]
-    keys += [Key(MARKS[kind][1], look(kind, INK)) for kind in kinds]
+    keys = [LegendKey(one, line=Line((), (), colour_of(one), 2.0)) for one in engines if len(engines) > 1]
+    keys += [LegendKey(MARKS[kind][1], look(kind, INK)) for kind in kinds]
     return Figure(
         "Where bytes are spent: uniformly (line), or on favoured layers",
         "The line is uniform spending on the studied codec; between its points it is read as it is drawn. "
@@ -218,7 +218,7 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
 CHAPTER = Chapter(
     parts={"mitigations": Mitigations},
     entries=entries,
-    sections={"mitigations": Section(100, "Where bytes are best spent", asks="ways to spend bytes")},
+    sections={"mitigations": PageSection(100, "Where bytes are best spent", asks="ways to spend bytes")},
     context=context,
     claims=claimed,
     figures={"mitigations": Drawn(mitigations_table, mitigations)},

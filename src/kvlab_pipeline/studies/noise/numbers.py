@@ -20,7 +20,8 @@ from kvlab_pipeline.jobs.plan import baseline_runs
 from kvlab_pipeline.studies.baselines import identity_of
 from kvlab_pipeline.studies.columns import divides, net_kl
 from kvlab_pipeline.studies.estimates import sides
-from kvlab_pipeline.studies.gather import Measured, Results, comparable
+from kvlab_pipeline.studies.gather import comparable
+from kvlab_pipeline.studies.measured import Measured, Results
 from kvlab_pipeline.studies.noise.plan import layer_groups
 
 CLOSURE_FACTOR = 1.5  # a prediction this close to what was measured, interval included, is a good one

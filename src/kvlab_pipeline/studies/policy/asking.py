@@ -12,7 +12,7 @@ from kvlab.engines.hooks import installed
 from kvlab.kvstore.hf.queries import LastQueries, attention_mass
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.text.needles import Needle
-from kvlab_pipeline.studies.policy.record import Asked
+from kvlab_pipeline.studies.policy.record import NeedleResult
 
 
 class WatchedRun:
@@ -67,7 +67,7 @@ class WatchedRun:
 
 def ask(
     run: PagedRun, needle: Needle, reference: Sequence[Tensor] | None = None, ahead: bool = False
-) -> tuple[Asked, Sequence[Tensor]]:
+) -> tuple[NeedleResult, Sequence[Tensor]]:
     """Ask a run that stands after the context.
 
     The answer is found when greedy decoding writes all of its tokens. The pool is chosen anew as the run's policy and
@@ -93,7 +93,7 @@ def ask(
     while len(written) < len(needle.answer):
         written.append(seen.forward(written[-1]))
     asked = len(needle.question)
-    answer = Asked(
+    answer = NeedleResult(
         found=written == list(needle.answer),
         question=fmean(seen.shares[:asked]),
         answer=fmean(seen.shares[asked - 1 :]),  # the question's last token computes the first of the answer
@@ -110,7 +110,7 @@ def planted_chunks(needle: Needle, chunk_tokens: int) -> set[int]:
     return set(range(first // chunk_tokens, last // chunk_tokens + 1))
 
 
-def columns(items: Sequence[Asked]) -> dict[str, np.ndarray]:
+def columns(items: Sequence[NeedleResult]) -> dict[str, np.ndarray]:
     """Every number of the items, float64 [items]."""
     return {
         name: np.array([getattr(item, name) for item in items], dtype=np.float64)

@@ -39,7 +39,7 @@ MEASURES = {"k": ("raw", "whitened"), "v": ("raw",)}  # Sigma_q is a metric of K
 
 
 @dataclass(frozen=True, eq=False)
-class Residual:
+class ResidualResult:
     """One engine's result; `rows` sorted by variance ratio, stream, window and layer."""
 
     record: ResidualRecord
@@ -88,7 +88,7 @@ class ResidualGroup:
 # --------------------------------------------------------------------------------------- reading
 
 
-def read_residuals(params: Params, paths: Sequence[Path], measured: Provenance | None) -> dict[str, Residual]:
+def read_residuals(params: Params, paths: Sequence[Path], measured: Provenance | None) -> dict[str, ResidualResult]:
     """Every captured engine's result, each once, whole and of one identity.
 
     Parameters
@@ -105,7 +105,7 @@ def read_residuals(params: Params, paths: Sequence[Path], measured: Provenance |
     MixedIdentity
         Results of several models, windows, calibrations, versions or devices.
     """
-    found: dict[str, Residual] = {}
+    found: dict[str, ResidualResult] = {}
     for path in paths:
         record, rows = read_residual(path)
         if record.engine in found:
@@ -113,7 +113,7 @@ def read_residuals(params: Params, paths: Sequence[Path], measured: Provenance |
                 f"{path}: a second residual study of engine {record.engine!r}; remove one", code="stale.twice"
             )
         refuse_unplanned(params, record, path)
-        found[record.engine] = Residual(record, on_grid(record, rows, path))
+        found[record.engine] = ResidualResult(record, on_grid(record, rows, path))
         refuse_other_ranks(found[record.engine], path)
     for engine in params.calibration.engines:
         if engine not in found:
@@ -160,7 +160,7 @@ def on_grid(record: ResidualRecord, rows: pl.DataFrame, path: Path) -> pl.DataFr
     return rows
 
 
-def refuse_other_ranks(found: Residual, path: Path) -> None:
+def refuse_other_ranks(found: ResidualResult, path: Path) -> None:
     """`StaleResult` unless the record's histograms count the table's blocks and ranks."""
     for recipe, stream, layer in product(found.record.recipes, STREAMS, range(found.record.n_layers)):
         ratio = recipe.variance_ratio
@@ -266,7 +266,9 @@ def place_entry(params: Params, ratio: float, stream: str, group: ResidualGroup)
     return place | {"boundary": boundary}
 
 
-def row_entry(params: Params, boot: Bootstrap, found: Residual, recipe, stream: str, group: ResidualGroup) -> dict:
+def row_entry(
+    params: Params, boot: Bootstrap, found: ResidualResult, recipe, stream: str, group: ResidualGroup
+) -> dict:
     """One engine's errors, ranks, outliers and bytes of a layer or a group.
 
     Of a group, errors are the mean of its layers' relative errors and ``frame_bytes`` the sum of its frames, per
@@ -291,7 +293,7 @@ def row_entry(params: Params, boot: Bootstrap, found: Residual, recipe, stream: 
     )
 
 
-def share_entries(boot: Bootstrap, found: Residual, blocks: dict[int, np.ndarray]) -> list[dict]:
+def share_entries(boot: Bootstrap, found: ResidualResult, blocks: dict[int, np.ndarray]) -> list[dict]:
     """The histogram of kept ranks with intervals: each rank's blocks, and their share of all."""
     total = found.column(sum(blocks.values(), np.zeros(found.record.windows)))
     shares = []
@@ -324,7 +326,7 @@ def estimates(means: np.ndarray, n_layers: int) -> np.ndarray:
 
 
 def ratio_entries(
-    params: Params, boot: Bootstrap, found: dict[str, Residual], groups: list[ResidualGroup]
+    params: Params, boot: Bootstrap, found: dict[str, ResidualResult], groups: list[ResidualGroup]
 ) -> list[dict]:
     """Squared error on one engine's capture over that on the other's, paired by window; none with one engine.
 

@@ -55,7 +55,7 @@ class RatioRecipe(Frozen):
         return self.recipe.k if which == "k" else self.recipe.v
 
 
-class Ranks(Frozen):
+class RankCounts(Frozen):
     """Blocks of one layer's K or V, counted by kept rank: rank -> how many in each window."""
 
     variance_ratio: float
@@ -93,7 +93,7 @@ class ResidualRecord(Frozen):
     n_layers: int = Field(ge=1)
     boundary_layers: tuple[int, ...]
     recipes: tuple[RatioRecipe, ...]
-    d_eff: tuple[Ranks, ...]
+    d_eff: tuple[RankCounts, ...]
 
 
 def recipes(params: Params) -> tuple[RatioRecipe, ...]:

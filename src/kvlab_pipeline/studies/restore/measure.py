@@ -21,7 +21,7 @@ from kvlab.kvstore.hf.model import PagedModel
 from kvlab.text import corpus
 from kvlab_pipeline.studies.restore.identity import agreements, evicted
 from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens, snapshot_of
-from kvlab_pipeline.studies.restore.record import Agreement, Harness, RestoreRecord, Settings
+from kvlab_pipeline.studies.restore.record import Harness, RestoreRecord, RestoreSettings, RunAgreement
 from kvlab_pipeline.studies.restore.runner import PagedAttempt, conduct
 from kvlab_pipeline.studies.restore.speed import speeds
 from kvlab_pipeline.studies.restore.stored import stored
@@ -29,7 +29,7 @@ from kvlab_pipeline.studies.restore.stored import stored
 DTYPE, LOW_DTYPE = "float32", "bfloat16"
 
 
-def measure(params: Params, settings: Settings, windows_path: Path, fitted: Fitted | None, out: Path) -> None:
+def measure(params: Params, settings: RestoreSettings, windows_path: Path, fitted: Fitted | None, out: Path) -> None:
     """Measure everything that RESTORE.md says.
 
     Parameters
@@ -84,7 +84,7 @@ def measure(params: Params, settings: Settings, windows_path: Path, fitted: Fitt
     write_json(out, record.model_dump(mode="json"))
 
 
-def refuse_too_long(settings: Settings, info: ModelInfo) -> None:
+def refuse_too_long(settings: RestoreSettings, info: ModelInfo) -> None:
     """`ParamsError` when a prompt with its answer has no positions."""
     longest = max(settings.prompt_tokens, *settings.lengths, *settings.shorter) + settings.decode
     if longest > info.max_positions:
@@ -95,15 +95,15 @@ def refuse_too_long(settings: Settings, info: ModelInfo) -> None:
 
 
 def low_agreements(
-    info: ModelInfo, prompts: Sequence[Sequence[int]], settings: Settings, folder: Path, other: Executor
-) -> tuple[Agreement, Agreement]:
+    info: ModelInfo, prompts: Sequence[Sequence[int]], settings: RestoreSettings, folder: Path, other: Executor
+) -> tuple[RunAgreement, RunAgreement]:
     """The same comparison in the dtype that is served, with a model that is gone before the next one comes."""
     found = agreements(PagedModel.load(info, LOW_DTYPE), prompts, settings, folder, other)
     gc.collect()
     return found
 
 
-def harness(model: PagedModel, rows: Sequence[Sequence[int]], settings: Settings, folder: Path) -> Harness:
+def harness(model: PagedModel, rows: Sequence[Sequence[int]], settings: RestoreSettings, folder: Path) -> Harness:
     """The verdict on the middle one of the reported lengths; the control is the snapshot of another window."""
     length = sorted(settings.lengths)[len(settings.lengths) // 2]
     prompt, size = joined(rows, 0, length), settings.chunk_tokens

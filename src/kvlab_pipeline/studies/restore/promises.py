@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvlab.output.format import DASH, number, percent
-from kvlab_pipeline.studies.restore.record import Agreement, Evicted, RestoreRecord, Speed
+from kvlab_pipeline.studies.restore.record import Evicted, RestoreRecord, RunAgreement, Speed
 from kvlab_pipeline.studies.table import Table
 
 LEAST_SHARE = 0.7  # of the ideal ratio, which a restore of 90 % of a prompt has to reach
@@ -67,7 +67,7 @@ def _promise(text: str, lines: Iterable[str], measured: Sequence = (True,), miss
     return Promise(text, BROKEN if lines else KEPT, lines)
 
 
-def _equal(agreements: Iterable[Agreement]) -> Iterable[str]:
+def _equal(agreements: Iterable[RunAgreement]) -> Iterable[str]:
     for one in agreements:
         due = {"answers": one.tokens_equal} | ({"logits": one.logits_equal} if one.dtype == "float32" else {})
         for what, count in due.items():

@@ -53,7 +53,7 @@ def shared_tokens(length: int, suffix: int, chunk_tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Made:
+class TimedSnapshot:
     """A snapshot, and milliseconds of writing it."""
 
     saved: Saved
@@ -65,15 +65,17 @@ class Made:
         return self.saved.path
 
 
-def snapshot_of(model: PagedModel, tokens: Sequence[int], config: PagerConfig, path: Path, policy: str = "lru") -> Made:
+def snapshot_of(
+    model: PagedModel, tokens: Sequence[int], config: PagerConfig, path: Path, policy: str = "lru"
+) -> TimedSnapshot:
     """Prefill tokens, which are whole chunks, in a run of their own, and save them."""
     run = PagedRun(model, config, policy)
     run.extend(tokens)
     return timed_save(run, path)
 
 
-def timed_save(run: PagedRun, path: Path, **how) -> Made:
+def timed_save(run: PagedRun, path: Path, **how) -> TimedSnapshot:
     """Save a run, on the clock."""
     begun = time.perf_counter()
     saved = run.save(path, **how)
-    return Made(saved, 1e3 * (time.perf_counter() - begun))
+    return TimedSnapshot(saved, 1e3 * (time.perf_counter() - begun))

@@ -28,8 +28,8 @@ from kvlab_pipeline.studies.restore.arms import (
     VERIFY,
     Control,
     RestoreVariant,
+    RestoreVerdict,
     VariantRun,
-    Verdict,
 )
 from kvlab_pipeline.studies.restore.decision import judge
 
@@ -56,7 +56,7 @@ class Conducted:
 
     arms: Mapping[str, RestoreVariant]
     controls: Mapping[str, Control]
-    verdict: Verdict
+    verdict: RestoreVerdict
     expected_prefix: int
 
 

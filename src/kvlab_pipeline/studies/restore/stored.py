@@ -27,9 +27,9 @@ from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.divergences import token_record
 from kvlab.text import corpus
 from kvlab_pipeline.studies.restore.prompts import pool_of, timed_save
-from kvlab_pipeline.studies.restore.record import Settings, Stored, Unstored
+from kvlab_pipeline.studies.restore.record import RestoreSettings, StorageResult, Unstored
 from kvlab_pipeline.studies.restore.speed import timed
-from kvlab_pipeline.studies.table import Interval
+from kvlab_pipeline.studies.table import EstimateRecord
 
 RAW = "as they are"
 
@@ -107,9 +107,9 @@ def stored(
     model: PagedModel,
     windows: corpus.TokenWindows,
     calibrated: Calibrated | None,
-    settings: Settings,
+    settings: RestoreSettings,
     folder: Path,
-) -> tuple[list[Stored], list[Unstored]]:
+) -> tuple[list[StorageResult], list[Unstored]]:
     """Every way over the same windows, each against the restore from K and V as they are."""
     size, context = settings.codec_chunk_tokens, windows.context
     config = pool_of(size, windows.test.shape[1] + settings.decode)
@@ -128,7 +128,7 @@ def stored(
 
 
 def ways(
-    params: Params, model: PagedModel, calibrated: Calibrated | None, settings: Settings, tokens: int
+    params: Params, model: PagedModel, calibrated: Calibrated | None, settings: RestoreSettings, tokens: int
 ) -> tuple[list[Way], list[Unstored]]:
     """K and V as they are, then every codec that is asked for, and those that cannot be had here."""
     geometry, turn = model.geometry(settings.codec_chunk_tokens), model.turn(tokens)
@@ -154,7 +154,7 @@ def unfitted(recipe: Recipe, calibrated: Calibrated | None) -> list[str]:
     return [] if calibrated else needed_files(recipe)
 
 
-def choices(settings: Settings) -> list[tuple[str, int | None]]:
+def choices(settings: RestoreSettings) -> list[tuple[str, int | None]]:
     """Codecs with their bits; None for one that has none to choose."""
     return [(codec, bits) for codec in settings.codecs for bits in (settings.bits if has_bits(codec) else (None,))]
 
@@ -186,10 +186,10 @@ def common(golden: Sequence[int], other: Sequence[int]) -> int:
     return next((number for number, (one, two) in enumerate(pairs) if one != two), len(golden))
 
 
-def summary(way: Way, model: PagedModel, tokens: int, settings: Settings, bootstrap: Bootstrap) -> Stored:
+def summary(way: Way, model: PagedModel, tokens: int, settings: RestoreSettings, bootstrap: Bootstrap) -> StorageResult:
     """What was found of one way, over all windows."""
     kl, same = columns(way)
-    return Stored(
+    return StorageResult(
         label=way.label,
         recipe=way.recipe,
         lossless=way.coder.codec is None or way.coder.codec.lossless,
@@ -198,8 +198,8 @@ def summary(way: Way, model: PagedModel, tokens: int, settings: Settings, bootst
         values=tokens * model.info.values_per_token,
         save_ms=tuple(way.save_ms),
         load_ms=tuple(way.load_ms),
-        kl=Interval.of(bootstrap.mean(kl), lowest=0.0),
-        top1_agreement=Interval.of(bootstrap.rate(same), 0.0, 1.0),
+        kl=EstimateRecord.of(bootstrap.mean(kl), lowest=0.0),
+        top1_agreement=EstimateRecord.of(bootstrap.rate(same), 0.0, 1.0),
         greedy=sum(way.greedy) / len(way.greedy),
         decode=settings.decode,
     )

@@ -6,7 +6,7 @@ import statistics
 
 from kvlab.output.format import DASH, number, percent
 from kvlab_pipeline.studies.restore import promises
-from kvlab_pipeline.studies.restore.record import RestoreRecord, Stored, break_even
+from kvlab_pipeline.studies.restore.record import RestoreRecord, StorageResult, break_even
 from kvlab_pipeline.studies.table import Table, estimate
 
 TITLE = "Restoring a context from a snapshot"
@@ -173,7 +173,7 @@ def _stored(record: RestoreRecord) -> Table:
     return Table("As they are against coded", text, header, tuple(_stored_row(way) for way in ordered))
 
 
-def _stored_row(way: Stored) -> tuple[str, ...]:
+def _stored_row(way: StorageResult) -> tuple[str, ...]:
     return (
         way.label,
         number(way.bytes_per_token, 4),

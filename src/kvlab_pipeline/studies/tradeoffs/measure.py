@@ -41,7 +41,7 @@ from kvlab.text.needles import Needle
 from kvlab.witness.plain import PlainModel
 from kvlab_mechanisms.decoding.acceptance import acceptance, plain_texts
 from kvlab_mechanisms.decoding.law import Sampling
-from kvlab_pipeline.studies.table import Interval
+from kvlab_pipeline.studies.table import EstimateRecord
 from kvlab_pipeline.studies.tradeoffs.arms import CacheShape, TradeoffVariant, arms
 from kvlab_pipeline.studies.tradeoffs.record import ArmFound, Drafted, TradeoffsRecord
 
@@ -158,15 +158,15 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
     bytes_of |= {name: (one.stored, float(np.mean(one.read))) for name, one in others.items()}
     seen = {name: one.witnessed.alternative_kl if one.witnessed else None for name, one in coded.items()}
     seen |= {name: one.witnessed for name, one in others.items()}
-    answers = asked(bench, planted, codecs, others)
+    answers = needles_found(bench, planted, codecs, others)
     columns = {name: columns_of(table) for name, table in tables.items()}
     arms_found = [
         ArmFound(
             name=arm.name,
             family=arm.family,
             recipe_id=arm.recipe.recipe_id if arm.recipe else None,
-            kl=Interval.of(bootstrap.mean(columns[arm.name][0]), 0.0),
-            top1=Interval.of(bootstrap.rate(columns[arm.name][1])),
+            kl=EstimateRecord.of(bootstrap.mean(columns[arm.name][0]), 0.0),
+            top1=EstimateRecord.of(bootstrap.rate(columns[arm.name][1])),
             found=rate(bootstrap, answers[arm.name]),
             stored=bytes_of[arm.name][0],
             read=bytes_of[arm.name][1],
@@ -187,7 +187,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
         values=info.values_per_token,
         text=bench.windows[0].text,
         confidence=params.stats.confidence,
-        rounding=Interval.of(bootstrap.mean(columns_of(floor.tokens)[0]), 0.0),
+        rounding=EstimateRecord.of(bootstrap.mean(columns_of(floor.tokens)[0]), 0.0),
         full_read=read_of(full, context, len(bench.windows[0].ids), info.values_per_token),
         exact_found=rate(bootstrap, answers[quick_run.ROUNDING]),
         exact_per_second=speeds[quick_run.ROUNDING],
@@ -219,7 +219,7 @@ def spent(bench: Bench, one: quick_run.ScoredCodec) -> tuple[float, float]:
     return stored, read_of(stored, bench.context, len(bench.windows[0].ids), values)
 
 
-def asked(
+def needles_found(
     bench: Bench, planted: Sequence[Needle], codecs: Sequence[quick_run.NamedCodec], others: dict[str, Applied]
 ) -> dict[str, list[bool]]:
     """Which needles each arm finds, and the rounded cache: every token of the answer is the most likely one."""
@@ -262,10 +262,10 @@ def columns_of(tokens: pl.DataFrame) -> tuple[Column, Column]:
     return Column.of(*where, tokens["kl"].to_numpy()), Column.of(*where, same)
 
 
-def rate(bootstrap: Bootstrap, answers: Sequence[bool]) -> Interval:
+def rate(bootstrap: Bootstrap, answers: Sequence[bool]) -> EstimateRecord:
     """The share of the items, an item a window."""
     place = np.arange(len(answers))
-    return Interval.of(bootstrap.rate(Column.of(place, place, np.array(answers, dtype=np.float64))))
+    return EstimateRecord.of(bootstrap.rate(Column.of(place, place, np.array(answers, dtype=np.float64))))
 
 
 def held_against(
@@ -277,7 +277,7 @@ def held_against(
         return one
     rival = max(able, key=lambda rival: rival.stored)
     difference = bootstrap.difference(columns[one.name][0], columns[rival.name][0])
-    return one.model_copy(update={"rival": rival.name, "against": Interval.of(difference)})
+    return one.model_copy(update={"rival": rival.name, "against": EstimateRecord.of(difference)})
 
 
 # Self-speculation: the model drafts over its coded cache, and the exact cache decides what is written.
@@ -314,7 +314,7 @@ def drafted(bench: Bench, bootstrap: Bootstrap) -> Iterator[Drafted]:
             yield Drafted(
                 name=f"{codec} {bits}",
                 recipe_id=recipe.recipe_id,
-                accepted=Interval.of(bootstrap.mean(Column.of(place, place, shares)), 0.0, 1.0),
+                accepted=EstimateRecord.of(bootstrap.mean(Column.of(place, place, shares)), 0.0, 1.0),
                 tokens_per_call=written / sum(len(one.report.accepted) for one in runs),
                 draft=settings.draft,
                 coded=float(np.mean([one.bits_per_value for one in runs])) * bench.info.values_per_token / 8,
