@@ -93,12 +93,10 @@ class VariantSubject:
         return Found(note)
 
     def _held_against(self, run: WindowRun) -> torch.Tensor:
-        """Logits of the engine as it is, in the passes that all rows of this one's protocol are held against.
-
-        Its own row of text tells what a second pass of the same kind costs, so that is held against one pass.
-        """
+        """Logits of the engine as it is, in the passes that all rows of this one's protocol are held against."""
         if self.coder:
             return run.reference_of(self.variant.cell)
+        # The engine's own row of text tells what a second pass of the same kind costs: it is held against one pass.
         protocol = self.variant.protocol(protocols(self.lab.params, self.plain.name))
         return run.over_clean if protocol == "snapshot" and not self._reruns else run.reference
 
