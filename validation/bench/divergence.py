@@ -24,8 +24,8 @@ from kvlab.stats.bootstrap import documents_of
 from kvlab.text.corpus import TokenWindows
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies import gather
-from kvlab_pipeline.studies.gather import Measured
 from kvlab_pipeline.studies.ladder.plan import rungs
+from kvlab_pipeline.studies.measured import Measured
 from validation.bench.subjects import Subject
 
 Divergences = dict[str, dict[str, dict]]

@@ -14,7 +14,7 @@ from kvlab_pipeline.pages.figure import (
     PALE,
     Axis,
     Figure,
-    Key,
+    LegendKey,
     Line,
     Look,
     Mark,
@@ -83,7 +83,7 @@ def distance(given: pl.DataFrame) -> Figure:
             lines = line.sort("bits").to_dicts()
             look = replace(by_family[lines[0]["family"]], open=bool(lines[0]["conditioning"]))
             curves.append(curve(lines, look.colour))
-            keys[name] = Key(name, look, curves[-1])
+            keys[name] = LegendKey(name, look, curves[-1])
             drawn += [point(line, look) for line in lines]
         panels.append(Panel(places, values, tuple(drawn), tuple(curves), title=stream.upper()))
     return Figure(
@@ -149,7 +149,7 @@ def speed(given: pl.DataFrame) -> Figure:
         "Speed on K; kvlab's codecs with their bytes",
         "The axis is logarithmic.",
         (Panel(named_axis(line["label"] for line in lines), values, tuple(drawn), tuple(guides), across=True),),
-        keys=(Key("encode", Look(size=1.45, open=True)), Key("decode", Look())),
+        keys=(LegendKey("encode", Look(size=1.45, open=True)), LegendKey("decode", Look())),
         height=20,
     )
 

@@ -34,7 +34,8 @@ from kvlab.text import corpus
 from kvlab.text.corpus import TokenWindows
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.factors.numbers import factorial, factors_entry, gap_entry, gap_levels
-from kvlab_pipeline.studies.gather import Results, read_cells, whole
+from kvlab_pipeline.studies.gather import read_cells, whole
+from kvlab_pipeline.studies.measured import Results
 from kvlab_pipeline.studies.measuring import measure_jobs
 from kvlab_pipeline.studies.settings import Settings
 from validation.planted.claims import ROUNDING, Case, Claim, up_to

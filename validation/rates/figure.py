@@ -14,7 +14,7 @@ from kvlab_pipeline.pages.figure import (
     UP,
     Axis,
     Figure,
-    Key,
+    LegendKey,
     Line,
     Look,
     Panel,
@@ -47,7 +47,7 @@ def figure(one: dict) -> Figure:
         "Left and down is better. A line joins the settings of one codec.",
         panels,
         columns=2,
-        keys=tuple(Key(one, look(codecs, one), Line((), (), look(codecs, one).colour, 1.0)) for one in codecs),
+        keys=tuple(LegendKey(one, look(codecs, one), Line((), (), look(codecs, one).colour, 1.0)) for one in codecs),
         height=300,
     )
 

@@ -122,10 +122,10 @@ def read_stages(rules):
 def section_modules():
     """The module of each study's section of params.yaml: what the file leaves out, the defaults there decide."""
     sys.path.insert(0, str(Path("src").resolve()))
-    from kvlab_pipeline.studies.cells.params import CellEntry
+    from kvlab_pipeline.studies.cells.params import CellSettings
     from kvlab_pipeline.studies.settings import Settings
 
-    kinds = {key: field.annotation for key, field in Settings.model_fields.items()} | {"cells": CellEntry}
+    kinds = {key: field.annotation for key, field in Settings.model_fields.items()} | {"cells": CellSettings}
     return {
         key: kind.__module__ for key, kind in kinds.items() if kind.__module__.startswith("kvlab_pipeline.studies.")
     }

@@ -126,7 +126,9 @@ class PagedEngine(Engine):
             return act(*what)
         except (EOFError, OSError):
             said = f"vLLM with coded pages has ended with code {self._process.wait()}; what it said stands above"
-            raise (CodecNotActive if self._started else CapabilityError)(said) from None
+            if self._started:
+                raise CodecNotActive(said, code="not-active.process-ended") from None
+            raise CapabilityError(said, code="capability.process-ended") from None
 
     def close(self) -> None:
         """End the process: a closed pipe is its sign."""
@@ -172,5 +174,6 @@ def refuse_other(started: Started, due: Served, file: Path) -> None:
     if found != (due.recipe_id, calibration):
         raise CodecNotActive(
             f"vLLM says that it codes by recipe {found[0]} and calibration {found[1]}; it was given {due.recipe_id} and"
-            f" {calibration}"
+            f" {calibration}",
+            code="not-active.other-recipe",
         )

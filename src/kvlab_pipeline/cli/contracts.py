@@ -45,12 +45,6 @@ def _metrics() -> dict:
     return json_schema()
 
 
-def _job() -> dict:
-    from kvlab.core.records import JobRecord
-
-    return JobRecord.model_json_schema(mode="serialization")
-
-
 CONTRACTS: dict[str, tuple[str, Callable[[], dict]]] = {
     "params": ("params.yaml", _params),
     "mechanisms": ("registry/mechanisms.yaml", lambda: _registry("mechanisms")),

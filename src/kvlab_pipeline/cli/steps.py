@@ -355,9 +355,9 @@ def rows_verb(
 def restore_verb(params: OfParams, windows: WindowsFile, fitted: WithArchive, out: Out) -> None:
     """Measure whether a restored context says the same to the bit, and what restoring it saves."""
     from kvlab_pipeline.studies.restore.measure import measure
-    from kvlab_pipeline.studies.restore.record import Settings
+    from kvlab_pipeline.studies.restore.record import RestoreSettings
 
-    measure(params, Settings.of(params), windows, fitted, out)
+    measure(params, RestoreSettings.of(params), windows, fitted, out)
 
 
 @STEPS.runs("kvlab_pipeline.studies.policy.measure:measure")

@@ -8,7 +8,20 @@ import polars as pl
 
 from kvlab.output import format as fmt
 from kvlab_pipeline.pages import svg
-from kvlab_pipeline.pages.figure import DOWN, GREY, OTHER, UP, Axis, Figure, Key, Line, Look, Mark, Panel, shape_of
+from kvlab_pipeline.pages.figure import (
+    DOWN,
+    GREY,
+    OTHER,
+    UP,
+    Axis,
+    Figure,
+    LegendKey,
+    Line,
+    Look,
+    Mark,
+    Panel,
+    shape_of,
+)
 
 COLOURS = (GREY, OTHER, DOWN, UP)
 NONE = "No eval is registered that losses are planted in."
@@ -53,7 +66,9 @@ def figure(table: pl.DataFrame) -> Figure:
         "Share of repeats in which a planted loss is certified, and in which it is found, by the number of items.",
         tuple(panels),
         columns=len(PANELS),
-        keys=tuple(Key(f"loses {fmt.percent(loss)}", look, curve([], "", look.colour)) for loss, look in looks.items()),
+        keys=tuple(
+            LegendKey(f"loses {fmt.percent(loss)}", look, curve([], "", look.colour)) for loss, look in looks.items()
+        ),
     )
 
 

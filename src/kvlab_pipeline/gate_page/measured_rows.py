@@ -23,7 +23,7 @@ from kvlab.gate.catalogue import EVIDENCE, checked_row
 from kvlab.gate.catalogue.columns import MOST_CHARACTERS
 from kvlab.gate.evidence import BASELINE_RECIPE, Evidence, build, measured, paired
 from kvlab.output.terminal import printable
-from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, METRICS, NEEDLE, TASKS, asked
+from kvlab_pipeline.studies.mechanisms.plan import BASELINE, FIDELITY, GREEDY, METRICS, NEEDLE, TASKS, scored_items
 from kvlab_pipeline.studies.mechanisms.records import EvalRun, MechanismRow, MechanismsRecord, Missing, read_mechanisms
 
 UNMEASURED = "unsupported"
@@ -115,7 +115,7 @@ def refuse_other_items(path: Path, record: MechanismsRecord, there: dict[str, in
     """`StorageError` where a variant was not asked all items: what was left out may be what it lost."""
     for row in record.rows:
         scored = {run.quality_eval_id: run.items for run in row.evals}
-        due = asked(there, record.engine, row.protocol)
+        due = scored_items(there, record.engine, row.protocol)
         if scored != due or len(scored) != len(row.evals):
             raise StorageError(
                 f"{path}: {row.label!r} has items {scored}, those that there are: {due};"

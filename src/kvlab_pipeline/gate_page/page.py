@@ -14,15 +14,17 @@ from kvlab.gate.catalogue.columns import TIERS, TOO_LOSSY
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.evidence import Measure
 from kvlab.gate.evidence.measures import CONFIDENCE
+from kvlab.gate.render import p_value
 from kvlab.output import format as fmt
 from kvlab.output import markdown
 from kvlab_pipeline.gate_page import ways
 from kvlab_pipeline.gate_page.audit.trust import trust
 from kvlab_pipeline.gate_page.detection import picture, table
-from kvlab_pipeline.gate_page.reasons import p_value, reasons
+from kvlab_pipeline.gate_page.reasons import reasons
 from kvlab_pipeline.gate_page.recommendation import Recommendation
+from kvlab_pipeline.gate_page.row_summary import BASELINE, CERTIFIED, Ratio, RowSummary
 from kvlab_pipeline.gate_page.samples import Repeat, Samples
-from kvlab_pipeline.gate_page.summary import BASELINE, CERTIFIED, Best, Line, Ratio, Summary, judged
+from kvlab_pipeline.gate_page.summary import Best, GateSummary, judged
 from kvlab_pipeline.gate_page.written_table import WORDS, written_table
 
 TEMPLATE, REASONS = (Path(__file__).parent / "templates" / f"{name}.md.j2" for name in ("page", "reasons"))
@@ -44,7 +46,7 @@ def write(
     claims: Path | None = None,
     samples: Samples | None = None,
     disclosures: Mapping[str, str] | None = None,
-) -> Summary:
+) -> GateSummary:
     """Judge rows, and write the page, and to `claims` what it says as JSON.
 
     Beside the page lie its reasons (``GATE-reasons.md`` of ``GATE.md``) and their figure (SVG and CSV).
@@ -65,7 +67,8 @@ def write(
         As in `judged`.
     """
     report, summary = judged(rows, context, samples)
-    answered = {answered for line in summary.rows for answered in _answered(line)}
+    asked = [line.baseline[NEEDLES] for line in summary.rows if NEEDLES in line.baseline]
+    answered = {(measure.value, measure.n) for measure in asked}
     found = trust(context.registry, answered, _repeats(summary, samples or {}))
     beside = reasons_of(out)
     told = {model: said for model, said in (disclosures or {}).items() if any(r.model == model for r in summary.rows)}
@@ -78,7 +81,7 @@ def write(
     with atomic(out.with_name(f"{FIGURE}.svg")) as temporary:
         picture(numbers, temporary)
     if claims:
-        write_json(claims, summary.told())
+        write_json(claims, summary.to_json())
     write_text(beside, why)
     write_text(out, text)
     return summary
@@ -89,13 +92,7 @@ def reasons_of(out: Path) -> Path:
     return out.with_name(f"{out.stem}-reasons{out.suffix}")
 
 
-def _answered(line: Line) -> Iterator[tuple[float, int]]:
-    """The share of needles that the row's baseline found, and how many there were."""
-    if measure := line.baseline.get(NEEDLES):
-        yield measure.value, measure.n
-
-
-def _repeats(summary: Summary, samples: Samples) -> Iterator[tuple[str, Repeat]]:
+def _repeats(summary: GateSummary, samples: Samples) -> Iterator[tuple[str, Repeat]]:
     """Every metric of every baseline that is told and was scored twice, with its `row_id`."""
     for line in summary.rows:
         if line.mechanism == BASELINE and line.metrics and (line.run, line.row_id) in samples:
@@ -105,7 +102,7 @@ def _repeats(summary: Summary, samples: Samples) -> Iterator[tuple[str, Repeat]]
 # ----------------------------------------------------------------------------------------- the page
 
 
-def page(summary: Summary) -> dict[str, Any]:
+def page(summary: GateSummary) -> dict[str, Any]:
     """Everything that the template of the page names, as text ready to print."""
     measured = [line for line in summary.rows if line.measured]
     return {
@@ -127,7 +124,7 @@ def page(summary: Summary) -> dict[str, Any]:
     }
 
 
-def answer_line(answer: Recommendation, summary: Summary) -> dict[str, Any]:
+def answer_line(answer: Recommendation, summary: GateSummary) -> dict[str, Any]:
     """What may be claimed of one group of rows, at which bytes and quality."""
     line = next((line for line in summary.rows if line.row_id == answer.row_id and answer.row_id), None)
     plain = next((one for one in summary.rows if line and one.mechanism == BASELINE and one.place == line.place), None)
@@ -143,20 +140,20 @@ def answer_line(answer: Recommendation, summary: Summary) -> dict[str, Any]:
     }
 
 
-def _not_yet(line: Line, summary: Summary) -> str:
+def _not_yet(line: RowSummary, summary: GateSummary) -> str:
     """Why a preview is none yet: which metrics are open, or how many rows were tested beside it."""
     if line.open:
         return f"{', '.join(WORDS_OF.get(name, name) for name in line.open)} open"
     return f"not sure enough as one of {summary.tested} rows tested"
 
 
-def count_line(tier: str, count: int, summary: Summary) -> dict[str, Any]:
+def count_line(tier: str, count: int, summary: GateSummary) -> dict[str, Any]:
     """How many rows earned a tier, and how many of them are measured and compress."""
     compressed = sum(line.compresses for line in summary.rows if line.earned == tier)
     return {"tier": tier, "rows": count, "compressed": compressed}
 
 
-def best_line(best: Best, summary: Summary) -> dict[str, str]:
+def best_line(best: Best, summary: GateSummary) -> dict[str, str]:
     """The smallest certified row of an engine and protocol, or that there is none, or no single one."""
     line = next((line for line in summary.rows if line.row_id == best.row_id and best.row_id), None)
     return {
@@ -169,7 +166,7 @@ def best_line(best: Best, summary: Summary) -> dict[str, str]:
     }
 
 
-def _no_best(best: Best, summary: Summary) -> str:
+def _no_best(best: Best, summary: GateSummary) -> str:
     tied = [named(line) for line in summary.rows if line.row_id in best.tied and line.engine == best.engine]
     return f"not told apart: {', '.join(tied)}" if tied else "none is certified"
 
@@ -181,12 +178,12 @@ def ratio(found: Ratio | None) -> str:
     return fmt.estimate(found.model_dump()).replace(", ", f",{NO_BREAK}")
 
 
-def named(line: Line) -> str:
+def named(line: RowSummary) -> str:
     """A row's mechanism, with the bits that were asked for."""
     return line.name + (f" at {line.bits} bits" if line.bits else "")
 
 
-def apart(measured: Iterable[Line]) -> Iterator[list[Line]]:
+def apart(measured: Iterable[RowSummary]) -> Iterator[list[RowSummary]]:
     """The lines of each engine and way of coding, after that of the engine as it is."""
     for _, lines in groupby(measured, key=lambda line: line.place):
         plain, coded = [], {}
@@ -201,26 +198,21 @@ def apart(measured: Iterable[Line]) -> Iterator[list[Line]]:
             yield plain
 
 
-def place(lines: list[Line]) -> dict[str, Any]:
+def place(lines: list[RowSummary]) -> dict[str, Any]:
     """One engine's table of one way of coding, and what stands under it."""
     first, coded = lines[0], [line for line in lines if line.mechanism != BASELINE]
     way = lines[-1].protocol, lines[-1].stored_span
+    context = f"{first.context_tokens} tokens of context" if first.context_tokens else None
     return {
         "title": ways.title(way, first.engine or "") if coded else "The engine as it is",
         "note": ways.NOTES.get(way) if coded else None,
         "model": first.model,
         "engine": first.engine,
-        "on": on_what(first),
+        "on": ", ".join(filter(None, (first.device, first.dtype, context))),
         "n": {metric: span(line.metrics[metric].n for line in lines if metric in line.metrics) for metric in METRICS},
         "lines": [table_line(line) for line in lines],
         "written": written_table(lines) if written_table(coded) else None,
     }
-
-
-def on_what(line: Line) -> str:
-    """What was measured on: device, dtype and context."""
-    said = (line.device, line.dtype, f"{line.context_tokens} tokens of context" if line.context_tokens else None)
-    return ", ".join(filter(None, said))
 
 
 def span(counts: Iterator[int]) -> str | None:
@@ -229,7 +221,7 @@ def span(counts: Iterator[int]) -> str | None:
     return fmt.span(counts) if counts else None
 
 
-def table_line(line: Line) -> dict[str, Any]:
+def table_line(line: RowSummary) -> dict[str, Any]:
     """The cells of one row; the baseline's quality is that of a second run, held against the first."""
     return {
         "name": line.name,

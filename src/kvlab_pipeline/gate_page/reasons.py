@@ -11,10 +11,11 @@ from kvlab.gate.render import left, p_value
 from kvlab.gate.rules import CRITERIA, PUBLISHED, Criterion
 from kvlab.output import format as fmt
 from kvlab_pipeline.gate_page.power import WORDS
-from kvlab_pipeline.gate_page.summary import Line, Summary
+from kvlab_pipeline.gate_page.row_summary import RowSummary
+from kvlab_pipeline.gate_page.summary import GateSummary
 
 
-def reasons(report: GateReport, summary: Summary, found: dict[str, Any]) -> dict[str, Any]:
+def reasons(report: GateReport, summary: GateSummary, found: dict[str, Any]) -> dict[str, Any]:
     """Everything that the template of the reasons names but its links, as text ready to print."""
     return {
         "details": [detail(line, report) for line in summary.rows if line.measured],
@@ -30,7 +31,7 @@ def reasons(report: GateReport, summary: Summary, found: dict[str, Any]) -> dict
 # -------------------------------------------------------------------------------- what a claim rests on
 
 
-def detail(line: Line, report: GateReport) -> dict[str, Any]:
+def detail(line: RowSummary, report: GateReport) -> dict[str, Any]:
     """Everything that the gate found of one row."""
     claim = next(c for c in report.claims if (c.row["run"], c.row["row_id"]) == (line.run, line.row_id))
     return {

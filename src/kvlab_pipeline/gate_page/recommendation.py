@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from kvlab.core.settings import Frozen
-from kvlab_pipeline.gate_page.row_summary import CERTIFIED, Line
+from kvlab_pipeline.gate_page.row_summary import CERTIFIED, RowSummary
 from kvlab_pipeline.gate_page.ways import order
 
 KL = "kl"
@@ -46,9 +46,9 @@ class Recommendation(Frozen):
     certified: int
 
 
-def answers(lines: Iterable[Line]) -> Iterator[Recommendation]:
+def answers(lines: Iterable[RowSummary]) -> Iterator[Recommendation]:
     """One answer for each group, engine by engine: what is served first, codecs of whole caches last."""
-    groups: dict[tuple, list[Line]] = {}
+    groups: dict[tuple, list[RowSummary]] = {}
     for line in lines:
         if line.compresses:
             groups.setdefault((*line.place, line.protocol or "", line.stored_span, line.whole), []).append(line)
@@ -71,18 +71,18 @@ def answers(lines: Iterable[Line]) -> Iterator[Recommendation]:
         )
 
 
-def is_preview(line: Line) -> bool:
+def is_preview(line: RowSummary) -> bool:
     """Whether nothing but open metrics, KL none of them, or the number of rows tested keeps a row from support."""
     return set(line.codes) in ({OPEN}, {FAMILY}) and KL in line.metrics and KL not in line.open
 
 
-def smallest(lines: list[Line]) -> Line | None:
+def smallest(lines: list[RowSummary]) -> RowSummary | None:
     """The row that stores least; of equals the one with the lower KL."""
     held = [line for line in lines if line.bits_per_value is not None]
     return min(held, key=lambda line: (line.bits_per_value, mean_kl(line), line.row_id), default=None)
 
 
-def mean_kl(line: Line) -> float:
+def mean_kl(line: RowSummary) -> float:
     """A row's KL; infinite where no evidence shows it."""
     measure = line.metrics.get(KL)
     return measure.value if measure else float("inf")

@@ -20,7 +20,7 @@ class Ratio(Frozen):
     n: int | None = None
 
 
-class Line(Frozen):
+class RowSummary(Frozen):
     """One row as it is told.
 
     Parameters

@@ -15,10 +15,10 @@ from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import BY_NAME, TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.check import Claim, GateReport, check
-from kvlab.gate.evidence import Evidence, Measure, measured, paired, parse, problems
+from kvlab.gate.evidence import Measure, measured, paired, parse, problems
 from kvlab.gate.reasons import Reason
 from kvlab_pipeline.gate_page.recommendation import Recommendation, answers
-from kvlab_pipeline.gate_page.row_summary import BASELINE, CERTIFIED, Line, Ratio
+from kvlab_pipeline.gate_page.row_summary import BASELINE, CERTIFIED, Ratio, RowSummary
 from kvlab_pipeline.gate_page.samples import Sampled, Samples, speed
 
 SCHEMA_VERSION = 4
@@ -58,7 +58,7 @@ class Best(Frozen):
     tried: int
 
 
-class Summary(Frozen):
+class GateSummary(Frozen):
     """All lines in a fixed order, how many earned each tier, what may be claimed, and the best of the certified.
 
     `tested` rows are certified together, by p-values that are adjusted for their number and at most `alpha`.
@@ -72,15 +72,15 @@ class Summary(Frozen):
     tested: int
     answers: tuple[Recommendation, ...]
     best: tuple[Best, ...]
-    rows: tuple[Line, ...]
+    rows: tuple[RowSummary, ...]
 
-    def told(self) -> dict:
+    def to_json(self) -> dict:
         """As JSON for programs: of a metric its value, interval and number of items."""
         measures = {"metrics": {"__all__": {"se", "lows", "highs", "gained", "lost"}}, "paired": True, "baseline": True}
         return self.model_dump(mode="json", exclude={"rows": {"__all__": measures}})
 
 
-def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None) -> tuple[GateReport, Summary]:
+def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None) -> tuple[GateReport, GateSummary]:
     """The gate's report on rows, and what may be said of each.
 
     Parameters
@@ -106,7 +106,7 @@ def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None
         )
     lines = sorted((_line(row, claims[_place(row)], rows, context, samples) for row in rows), key=_order)
     earned = [line.earned for line in lines]
-    return report, Summary(
+    return report, GateSummary(
         registry=report.registry,
         current=report.current,
         counts={tier: earned.count(tier) for tier in TIERS},
@@ -122,19 +122,19 @@ def _place(row: Row) -> tuple:
     return row.values.get("run"), row.values.get("row_id")
 
 
-def _order(line: Line) -> tuple:
+def _order(line: RowSummary) -> tuple:
     """By engine; there the baseline first, then by tier, and the smallest first in each."""
     tier = TIERS.index(line.earned) if line.earned else len(TIERS)
     held = float("inf") if line.bits_per_value is None else line.bits_per_value
     return (*line.place, line.mechanism != BASELINE, not line.measured, tier, held, line.name, line.row_id)
 
 
-def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples: Samples) -> Line:
+def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples: Samples) -> RowSummary:
     metrics, baseline, differences = _measures(row, context, samples.get(_place(row)))
     was_measured = any(
         row.values.get(name) is not None for name, column in BY_NAME.items() if column.group == "measured"
     )
-    return Line(
+    return RowSummary(
         **{name: row.values.get(name) for name in TOLD},
         throughput_ratio=_ratio(row, rows, samples),
         capacity_ratio=_capacity(row, rows),
@@ -159,7 +159,8 @@ def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples
 
 def _measures(row: Row, context: Context, sampled: Sampled | None) -> tuple[dict[str, Measure], ...]:
     """The metrics of a row, of what it is held against, of a baseline its own first run, and of their difference."""
-    evidence = list(_sound(row, context))
+    sound = (p for p in row.evidence if not problems(p, row.values, context.registry, context.current))
+    evidence = list(map(parse, sound))
     times = Counter(key for piece in evidence for key in piece.metrics)
     if twice := sorted(key for key, number in times.items() if number > 1):
         raise UserError(
@@ -178,12 +179,6 @@ def _measures(row: Row, context: Context, sampled: Sampled | None) -> tuple[dict
 
 def _merged(parts: Iterable[Mapping[str, Measure]]) -> dict[str, Measure]:
     return {key: measure for part in parts for key, measure in sorted(part.items())}
-
-
-def _sound(row: Row, context: Context) -> Iterator[Evidence]:
-    for piece in row.evidence:
-        if not problems(piece, row.values, context.registry, context.current):
-            yield parse(piece)
 
 
 def _is_current(row: Row, context: Context) -> bool:
@@ -253,9 +248,9 @@ def _why(claim: Claim) -> str:
     return "; ".join([*told, *others])
 
 
-def _best(lines: Iterable[Line]) -> Iterator[Best]:
+def _best(lines: Iterable[RowSummary]) -> Iterator[Best]:
     """Of each engine and protocol the smallest certified row; speed is not judged, so nothing is the fastest."""
-    groups: dict[tuple, list[Line]] = {}
+    groups: dict[tuple, list[RowSummary]] = {}
     for line in lines:
         if line.compresses:
             groups.setdefault((*line.place, line.protocol or ""), []).append(line)
@@ -273,7 +268,7 @@ def _best(lines: Iterable[Line]) -> Iterator[Best]:
         )
 
 
-def _smallest(lines: list[Line]) -> list[str]:
+def _smallest(lines: list[RowSummary]) -> list[str]:
     """The smallest rows; bytes are counted, so two are alike or they are not."""
     least = min((line.bits_per_value for line in lines), default=None)
     return sorted(line.row_id for line in lines if line.bits_per_value == least)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvlab.gate.evidence import Measure
 from kvlab.output import format as fmt
-from kvlab_pipeline.gate_page.row_summary import BASELINE, Line
+from kvlab_pipeline.gate_page.row_summary import BASELINE, RowSummary
 from kvlab_pipeline.studies.mechanisms.plan import GREEDY, GREEDY_TOKENS, METRICS, TASKS
 
 WORDS = {
@@ -23,7 +23,7 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 UNTOLD = "cannot tell"
 
 
-def written_table(lines: Sequence[Line]) -> dict[str, Any] | None:
+def written_table(lines: Sequence[RowSummary]) -> dict[str, Any] | None:
     """Columns and rows of one engine's table; None where nothing was written there."""
     there = [metric for metric in (*TASKS.values(), *METRICS[GREEDY]) if any(metric in line.metrics for line in lines)]
     if not there:
@@ -40,12 +40,12 @@ def written_table(lines: Sequence[Line]) -> dict[str, Any] | None:
     }
 
 
-def label(line: Line) -> str:
+def label(line: RowSummary) -> str:
     """As the other tables name a row."""
     return " ".join(filter(None, (line.mechanism_variant or line.mechanism, line.bits and str(line.bits))))
 
 
-def cell(metric: str, line: Line) -> str:
+def cell(metric: str, line: RowSummary) -> str:
     """Of a task the score and, but for the baseline, its paired change; of greedy decoding the score alone."""
     measure, change = line.metrics.get(metric), line.paired.get(metric)
     if measure is None or line.mechanism == BASELINE or metric in METRICS[GREEDY] or change is None:

@@ -155,7 +155,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Key:
+class LegendKey:
     """An entry of the legend: its words, its mark (None for none), and its line (its `places` are not read)."""
 
     text: str
@@ -177,7 +177,7 @@ class Figure:
         Row by row from the top.
     columns : int
         Panels in a row, where there is room.
-    keys : tuple of Key
+    keys : tuple of LegendKey
         The legend.
     height : float
         Points of a row of panels, or of each named place in it.
@@ -187,7 +187,7 @@ class Figure:
     note: str
     panels: tuple[Panel, ...]
     columns: int = 1
-    keys: tuple[Key, ...] = ()
+    keys: tuple[LegendKey, ...] = ()
     height: float = 175.0
 
     @property

@@ -27,7 +27,7 @@ MARKUP = re.compile(r"&lt;(code|b|strong|em)&gt;(.*?)&lt;/\1&gt;")  # what a sum
 
 
 @dataclass(frozen=True)
-class Body:
+class PageBody:
     """The text as HTML.
 
     Parameters
@@ -45,7 +45,7 @@ class Body:
     html: str
 
 
-def body(text: str, figure: Callable[[str, str], str]) -> Body:
+def body(text: str, figure: Callable[[str, str], str]) -> PageBody:
     """Turn Markdown into the page's body.
 
     Parameters
@@ -67,17 +67,19 @@ def body(text: str, figure: Callable[[str, str], str]) -> Body:
     tokens = folds(parser.parse(text))
     titles = [plain(inline) for opening, inline in pairwise(tokens) if opening.tag == "h1" and opening.nesting > 0]
     if not titles:
-        raise Fault("the findings have no title; a page without one was not written")
+        raise Fault("the findings have no title; a page without one was not written", code="fault.no-title")
     sections = named(tokens)
     html = parser.renderer.render(regions(sectioned(unwrapped(tokens))), parser.options, {})
-    return Body(titles[0], tuple(sections), html)
+    return PageBody(titles[0], tuple(sections), html)
 
 
 def picture(token: Token, figure: Callable[[str, str], str]) -> str:
     """The figure that a picture stands for."""
     found = PICTURE.fullmatch(token.attrGet("src") or "")
     if not found:
-        raise Fault(f"the findings show {token.attrGet('src')!r}, which is no figure of the report")
+        raise Fault(
+            f"the findings show {token.attrGet('src')!r}, which is no figure of the report", code="fault.unknown-figure"
+        )
     return figure(found[1], token.content)
 
 
@@ -149,7 +151,7 @@ def folds(tokens: list[Token]) -> list[Token]:
         done.append(fold_of(opening) if opening else raw(f"{UNFOLD}\n", step=-1))
         index += 3
     if depth:
-        raise Fault("the findings open a fold that they do not close")
+        raise Fault("the findings open a fold that they do not close", code="fault.open-fold")
     return done
 
 
@@ -170,7 +172,9 @@ def regions(tokens: list[Token]) -> list[Token]:
         if token.type == "th_open":
             token.attrSet("scope", "col")
         if token.type in ("th_open", "td_open"):
-            aligned(token)
+            style = token.attrs.pop("style", None)  # of a column of numbers; a class takes its place
+            if style == "text-align:right":
+                token.attrSet("class", "number")
         if token.type == "table_open":
             done.append(raw(region(unique(f"Table: {heading}", taken))))
         done.append(token)
@@ -184,12 +188,6 @@ def region(label: str) -> str:
     from markupsafe import escape
 
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">\n'
-
-
-def aligned(token: Token) -> None:
-    """A class in place of the style by which a column of numbers is set flush right."""
-    if token.attrs.pop("style", None) == "text-align:right":
-        token.attrSet("class", "number")
 
 
 def raw(html: str, **meta) -> Token:

@@ -9,7 +9,7 @@ import polars as pl
 from kvlab.output import format as fmt
 from kvlab_pipeline.pages.figure import (
     Figure,
-    Key,
+    LegendKey,
     Look,
     Mark,
     Panel,
@@ -60,11 +60,6 @@ def engine_look(engines: Sequence[str], engine: str, **more) -> Look:
     return Look(colour_of(engine), shape_of(list(engines).index(engine)), **more)
 
 
-def engine_keys(engines: Sequence[str]) -> list[Key]:
-    """The legend of engines; none where there is nothing to tell apart."""
-    return [Key(engine, engine_look(engines, engine)) for engine in engines] if len(engines) > 1 else []
-
-
 def by_row(
     table: pl.DataFrame,
     name: Callable[[dict], str],
@@ -101,4 +96,5 @@ def by_row(
 
     values = log_axis(lines, axis, labelled or any(line["value"] <= 0 for line in lines))
     panel = Panel(named_axis(names), values, tuple(map(placed, lines)), across=True)
-    return Figure(title, note, (panel,), keys=tuple(engine_keys(engines)), height=30 if shared else 25)
+    keys = [LegendKey(engine, engine_look(engines, engine)) for engine in engines] if len(engines) > 1 else []
+    return Figure(title, note, (panel,), keys=tuple(keys), height=30 if shared else 25)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvlab.core.errors import Fault
 from kvlab.output import format as fmt
-from kvlab_pipeline.pages.figure import DARK, GREY, INK, PALE, PAPER, Axis, Figure, Key, Look, Mark, Panel
+from kvlab_pipeline.pages.figure import DARK, GREY, INK, PALE, PAPER, Axis, Figure, LegendKey, Look, Mark, Panel
 
 WIDE, NARROW = 525.6, 252.0  # points; 700 and 336 pixels of a browser
 LETTER, HEAD = 5.2, 6.4  # points that a letter takes on average, of the text and of the title
@@ -119,7 +119,10 @@ def themed(text: str) -> str:
     """
     unknown = set(re.findall(r"#[0-9a-f]{6}\b", text)) - DARK.keys()
     if unknown:
-        raise Fault(f"a figure has colours without a counterpart on the dark theme: {', '.join(sorted(unknown))}")
+        raise Fault(
+            f"a figure has colours without a counterpart on the dark theme: {', '.join(sorted(unknown))}",
+            code="fault.no-dark-colour",
+        )
     text = re.sub(r"#([0-9a-f]{6})\b", r"var(--c-\1)", text)
     return text.replace("'DejaVu Sans'", "var(--letters)")
 
@@ -241,7 +244,7 @@ def label(axis, mark: Mark, panel: Panel, reach: float) -> None:
 # -------------------------------------------------------------------------------- title and legend
 
 
-def head_of(canvas, title: str, keys: tuple[Key, ...], width: float) -> None:
+def head_of(canvas, title: str, keys: tuple[LegendKey, ...], width: float) -> None:
     """Title and legend, flush left above everything."""
     from matplotlib.lines import Line2D
 
@@ -267,13 +270,13 @@ def head_of(canvas, title: str, keys: tuple[Key, ...], width: float) -> None:
     )
 
 
-def legend_columns(keys: tuple[Key, ...], width: float) -> int:
+def legend_columns(keys: tuple[LegendKey, ...], width: float) -> int:
     """How many entries of the legend stand in a row."""
     widest = max((34 + LETTER * len(key.text) for key in keys), default=width)
     return max(1, min(len(keys), int(width / widest)))
 
 
-def legend_rows(keys: tuple[Key, ...], width: float) -> int:
+def legend_rows(keys: tuple[LegendKey, ...], width: float) -> int:
     """How many rows the legend takes."""
     return -(-len(keys) // legend_columns(keys, width)) if keys else 0
 

@@ -15,7 +15,7 @@ from kvlab.core.params import Params
 from kvlab.core.records import file_hash, fingerprint, read_json
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab_pipeline.studies.baselines import LEVELS
-from kvlab_pipeline.studies.gather import Results
+from kvlab_pipeline.studies.measured import Results
 
 
 def read_codebooks(paths: Sequence[Path], params: Params, results: Results) -> list[dict]:
@@ -36,7 +36,8 @@ def read_codebooks(paths: Sequence[Path], params: Params, results: Results) -> l
         if codebooks.get("layers") != layers:
             raise StaleResult(
                 f"{path} was fitted on layers {codebooks.get('layers')}, these parameters code {layers};"
-                " run `kvlab step codebooks` and measure again"
+                " run `kvlab step codebooks` and measure again",
+                code="stale.other-layers",
             )
     texts = {codebooks["corpus_hash"] for _, codebooks in found}
     if len(texts) > 1:
@@ -58,13 +59,21 @@ def codebook_entries(several: list[dict], results: Results) -> list[dict]:
             found = {"origin": codebooks["origin"]} | table
             key = tuple(found[name] for name in ("origin", "stream", "placement", "stream_recipe_id"))
             if tables.setdefault(key, found) is not found:
-                raise StaleResult(f"table {'/'.join(key)} stands in two codebooks; name one of each origin")
+                raise StaleResult(
+                    f"table {'/'.join(key)} stands in two codebooks; name one of each origin", code="stale.table-twice"
+                )
     for key, made in sorted(used_tables(results).items()):
         if key not in tables:
             name = "/".join(key)
-            raise StaleResult(f"no codebook holds table {name}, which measured cells used; run `kvlab step codebooks`")
+            raise StaleResult(
+                f"no codebook holds table {name}, which measured cells used; run `kvlab step codebooks`",
+                code="stale.no-table",
+            )
         if fingerprint(np.array(tables[key]["centroids"], np.float32)) != made:
-            raise StaleResult(f"table {'/'.join(key)} is not the one that measured cells used; measure them again")
+            raise StaleResult(
+                f"table {'/'.join(key)} is not the one that measured cells used; measure them again",
+                code="stale.other-table",
+            )
     return list(tables.values())
 
 
@@ -92,7 +101,7 @@ def sigma_entry(paths: Sequence[Path], results: Results, boot: Bootstrap) -> dic
     for path in paths:
         sidecar = read_sigma_sidecar(path, results)
         if (engine := sidecar["calibration_source"]) in sidecars:
-            raise StaleResult(f"{path}: a second Sigma_q of engine {engine!r}; remove one")
+            raise StaleResult(f"{path}: a second Sigma_q of engine {engine!r}; remove one", code="stale.twice")
         sidecars[engine] = sidecar
     entries = {engine: sigma_summary(sidecar["diagnostics"]) for engine, sidecar in sidecars.items()}
     return entries | {"drift": sigma_drift(sidecars, boot)}
@@ -113,7 +122,7 @@ def read_sigma_sidecar(path: Path, results: Results) -> dict:
         refuse_other_sigma(sidecar.get("file_hash"), engine, path, results)
     beside = path.with_suffix(".safetensors")
     if beside.exists() and file_hash(beside) != sidecar.get("file_hash"):
-        raise StaleResult(f"{path} is not about {beside.name}; run `kvlab step sigma`")
+        raise StaleResult(f"{path} is not about {beside.name}; run `kvlab step sigma`", code="stale.other-sigma")
     return sidecar
 
 

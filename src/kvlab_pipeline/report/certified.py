@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvlab.core.errors import UserError
 from kvlab.output import format as fmt
 from kvlab.output.markdown import cell
-from kvlab_pipeline.gate_page.summary import BASELINE, CERTIFIED, SCHEMA_VERSION
+from kvlab_pipeline.gate_page.row_summary import BASELINE, CERTIFIED
+from kvlab_pipeline.gate_page.summary import SCHEMA_VERSION
 from kvlab_pipeline.pages.parts import KL_UNIT
 
 
@@ -49,7 +50,9 @@ def context(claims: dict | None, model: str | None, page: str) -> dict | None:
 def checked(claims: dict | None) -> dict | None:
     """The claims themselves; `UserError` where they are none, or of another version."""
     if claims is not None and (not isinstance(claims, dict) or claims.get("schema_version") != SCHEMA_VERSION):
-        raise UserError("--claims names no claims.json of this version; run `kvlab gate report` again")
+        raise UserError(
+            "--claims names no claims.json of this version; run `kvlab gate report` again", code="user.no-claims"
+        )
     return claims
 
 

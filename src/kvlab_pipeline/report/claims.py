@@ -27,10 +27,10 @@ def derived(metrics: dict) -> list[dict]:
     """
     found = [claim for chapter in chapters().values() for claim in chapter.claims(metrics)]
     agreement = undecided(metrics)
-    return [held(claim, agreement) if agreement and claim["of_engine"] else claim for claim in found]
+    return [while_engines_open(claim, agreement) if agreement and claim["of_engine"] else claim for claim in found]
 
 
-def held(claim: dict, *agreements: dict) -> dict:
+def while_engines_open(claim: dict, *agreements: dict) -> dict:
     """A claim on the engine where it is open whether the engines agree: its number is told, but not as resolved."""
     counts = [one["windows_needed"] for one in (claim, *agreements)]
     needed = None if None in counts else max(counts)

@@ -20,7 +20,7 @@ from kvlab.stats.independent import difference
 from kvlab.stats.shapley import shapley
 from kvlab_pipeline.pages.withheld import crosses, undecided, withheld_because
 from kvlab_pipeline.report import across
-from kvlab_pipeline.report.claims import held
+from kvlab_pipeline.report.claims import while_engines_open
 from kvlab_pipeline.report.schema import load
 from kvlab_pipeline.report.seal import refuse_broken
 from kvlab_pipeline.studies.estimates import UNIT, claim
@@ -270,7 +270,7 @@ def model_claims(other: dict, first: dict, differences: dict[str, Estimate]) -> 
         of_engine = name == f"kl.share.{ENGINE}"
         told = claim("models", subject, apart.to_json(), compared, up="rises", down="falls", of_engine=of_engine)
         open_ = [agreement for one in (other, first) if (agreement := undecided(one))]
-        yield held(told, *open_) if of_engine and open_ else told
+        yield while_engines_open(told, *open_) if of_engine and open_ else told
 
 
 def reference(metrics: dict, cell: dict) -> dict:

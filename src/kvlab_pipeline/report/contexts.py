@@ -8,22 +8,23 @@ from kvlab.core.params import Params
 from kvlab.output import format as fmt
 from kvlab_pipeline.pages import parts as tables
 from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.report import certified, claims, front, models, verdict_tables
-from kvlab_pipeline.studies.chapter import Section
+from kvlab_pipeline.report import certified, claims, front, models
+from kvlab_pipeline.studies.cells.tables import name as cell_name
+from kvlab_pipeline.studies.chapter import PageSection
 from kvlab_pipeline.studies.register import chapters
 
 # The sections that no study brings, among those of the studies.
 OWN = {
-    "models": Section(30, "Further models beside the first", asks="further models beside the first"),
-    "calibration": Section(1000, "What the codec was fitted on"),
-    "verdict": Section(1010, "A word for each cell, and what it rests on"),
-    "certified": Section(1020, "The rows that the gate certifies"),
-    "limits": Section(1030, "The smallest effects that this run can tell from none"),
-    "identity": Section(1040, "Model, text, versions and recipes"),
+    "models": PageSection(30, "Further models beside the first", asks="further models beside the first"),
+    "calibration": PageSection(1000, "What the codec was fitted on"),
+    "verdict": PageSection(1010, "A word for each cell, and what it rests on"),
+    "certified": PageSection(1020, "The rows that the gate certifies"),
+    "limits": PageSection(1030, "The smallest effects that this run can tell from none"),
+    "identity": PageSection(1040, "Model, text, versions and recipes"),
 }
 
 
-def sections() -> dict[str, Section]:
+def sections() -> dict[str, PageSection]:
     """The sections of the page in their order."""
     found = OWN | {name: section for chapter in chapters().values() for name, section in chapter.sections.items()}
     return dict(sorted(found.items(), key=lambda item: item[1].place))
@@ -50,7 +51,8 @@ def report_context(
         measured |= chapter.context(metrics, basis)
     told = claims.derived(metrics)
     told += comparison["claims"] if several else []
-    sentences = claims_context(told)
+    sentences: dict[str, list[str]] = {name: [] for name in sections()}
+    sentences |= {group["about"]: group["sentences"] for group in claims.sections(told)}
     return {
         "title": params.report.title,
         "sections": {name: section.folded for name, section in sections().items()},
@@ -68,7 +70,7 @@ def report_context(
         "thresholds": thresholds(params),
         "verdict": verdict_context(verdict),
         "certified": certified.context(claims_file, identity.get("slug"), gate_page),
-        "front": front.context(metrics, claims_file, told, asked()),
+        "front": front.context(metrics, claims_file, told, questions()),
         "limits": limits(metrics),
         "open_questions": open_questions(told, verdict),
         "identity": identity_context(identity),
@@ -82,11 +84,6 @@ def report_context(
 def by_chance(count: int, confidence: float) -> str:
     """How many of so many effects would be resolved if there were none."""
     return fmt.number(float(round((1 - confidence) * count, 1)), 2)
-
-
-def claims_context(found: list[dict] | None) -> dict[str, list[str]]:
-    """The sentences of each section that makes claims."""
-    return {name: [] for name in sections()} | {group["about"]: group["sentences"] for group in claims.sections(found)}
 
 
 def calibration_context(metrics: dict) -> dict:
@@ -121,12 +118,36 @@ def verdict_context(verdict: dict) -> dict:
     cells, conditions = verdict.get("cells"), verdict.get("preconditions")
     return {
         "publishable": verdict["publishable"],
-        "cells": verdict_tables.verdicts(cells) if cells else None,
-        "preconditions": verdict_tables.preconditions(conditions) if conditions else None,
+        "cells": verdicts(cells) if cells else None,
+        "preconditions": preconditions(conditions) if conditions else None,
     }
 
 
-def asked() -> dict[str, str]:
+def verdicts(rows: list[dict]) -> str:
+    """The words, what they rest on, and what would settle an open one."""
+    lines = [
+        [
+            *cell_name(row)[:2],
+            f"`{row['engine']}`",
+            f"`{row['dtype']}`",
+            cell_name(row)[2],
+            f"**{row['verdict']}**",
+            fmt.whole(row["windows_needed"]),
+            "; ".join(row["reasons"]) or fmt.DASH,
+        ]
+        for row in rows
+    ]
+    headers = ["cell", "protocol", "engine", "dtype", "`variance_ratio`", "verdict", "windows needed", "reasons"]
+    return fmt.table(headers, lines)
+
+
+def preconditions(rows: list[dict]) -> str:
+    """What had to hold before any number was worth a verdict."""
+    lines = [[row["name"], "yes" if row["holds"] else "**no**", row["detail"] or fmt.DASH] for row in rows]
+    return fmt.table(["condition", "holds", "detail"], lines)
+
+
+def questions() -> dict[str, str]:
     """What the claims of each section are about, in words."""
     return {name: section.asks for name, section in sections().items() if section.asks}
 

@@ -68,7 +68,7 @@ def described(name: str, table: pl.DataFrame) -> figure.Figure:
     found = FIGURES[name].describe(table)
     rows = sorted(mark.row for mark in found.marks)
     if rows != list(range(len(table))):
-        raise Fault(f"the figure {name!r} draws rows {rows} of a table of {len(table)}")
+        raise Fault(f"the figure {name!r} draws rows {rows} of a table of {len(table)}", code="fault.other-rows")
     return found
 
 

@@ -50,7 +50,7 @@ def context(metrics: dict, claimed: dict | None, told: list[dict], asked: dict[s
         "scale": scale(metrics, found, floor),
         "words": {"rounding": kl_scale.ROUNDING, "legend": kl_scale.legend()},
         "gap": gap_context(metrics.get("gap"), undecided(metrics) is not None),
-        "kept": kept(metrics),
+        "kept": rank_and_bits(metrics),
         "open": open_table(told, asked),
         "engine": FACTORS["engine"],
     }
@@ -142,7 +142,7 @@ def gap_context(gap: dict | None, held: bool = False) -> dict | None:
     }
 
 
-def kept(metrics: dict) -> str | None:
+def rank_and_bits(metrics: dict) -> str | None:
     """What each setting really keeps: directions of K and of V, and bits; None where its PCA is not measured."""
     cells = [corner_cell(metrics, end) for end in ("low", "high")]
     share = ((metrics.get("settings") or {}).get("codec") or {}).get("rank_fraction")

@@ -16,10 +16,11 @@ from kvlab.output.format import refuse_non_finite
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.report.calibration import codebook_entries, read_codebooks, sigma_entry
-from kvlab_pipeline.report.schema import OPTIONAL, VERSION, checked, told
+from kvlab_pipeline.report.schema import OPTIONAL, VERSION, checked, plain_json
 from kvlab_pipeline.report.seal import DIGEST, sealed
 from kvlab_pipeline.studies.chapter import ChapterInputs, Sources
-from kvlab_pipeline.studies.gather import Results, gather
+from kvlab_pipeline.studies.gather import gather
+from kvlab_pipeline.studies.measured import Results
 from kvlab_pipeline.studies.mitigations.plan import read_choice
 from kvlab_pipeline.studies.register import chapters
 
@@ -67,7 +68,7 @@ def build(params: Params, sources: Sources) -> dict:
         made = chapter.entries(ChapterInputs(params, results, boot, sources)) if asked else dict.fromkeys(chapter.parts)
         found |= made
     refuse_non_finite(found, "metrics")
-    return sealed(told(checked(found | {DIGEST: ""}, "what was measured")))
+    return sealed(plain_json(checked(found | {DIGEST: ""}, "what was measured")))
 
 
 def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> dict:
@@ -78,6 +79,8 @@ def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> d
     `corpus_hash`, calibration and test are the two splits of one file, which are disjoint by its making.
     """
     recipes = {r.recipe_id: r.model_dump(mode="json") for m in results.cells for r in m.cell.recipes}
+    corpus = params.corpus
+    scored = [corpus.other if text == "other" else corpus.source for text in corpus.scored]
     return results.provenance.model_dump() | {
         "calibration_corpus_hash": codebooks[0]["corpus_hash"] if codebooks else None,
         "calibration_origin": params.calibration.origin,
@@ -85,14 +88,9 @@ def identity_entry(params: Params, results: Results, codebooks: list[dict]) -> d
         "recipes": recipes,
         "slug": params.model.slug,
         "model": params.model.path,
-        "corpus": " and ".join(scored_sources(params)),
+        "corpus": " and ".join(scored),
         "disclosure": disclosure(params),
     }
-
-
-def scored_sources(params: Params) -> list[str]:
-    """The texts that are scored, as params.yaml names them."""
-    return [params.corpus.other if text == "other" else params.corpus.source for text in params.corpus.scored]
 
 
 def disclosure(params: Params) -> str | None:

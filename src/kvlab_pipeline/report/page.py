@@ -74,10 +74,13 @@ def page(text: str, metrics: dict) -> str:
 def figure(name: str, alt: str, metrics: dict, level: str, taken: set[str]) -> str:
     """One figure: caption, drawing for wide and for narrow windows, what its marks say, the drawn numbers."""
     if name not in figures.FIGURES or not figures.drawable(name, metrics):
-        raise Fault(f"the findings show the figure {name!r}, which these metrics do not draw")
+        raise Fault(
+            f"the findings show the figure {name!r}, which these metrics do not draw", code="fault.unknown-figure"
+        )
     table = figures.FIGURES[name].table(metrics)
     drawn = figures.described(name, table)
     anchor = unique(f"figure-{name}", taken)
+    csv = base64.b64encode(table.write_csv().encode()).decode()
     return template("figure.html.j2").render(
         id=anchor,
         name=name,
@@ -91,7 +94,7 @@ def figure(name: str, alt: str, metrics: dict, level: str, taken: set[str]) -> s
         columns=table.columns,
         rows=[[shown(value) for value in row] for row in table.iter_rows()],
         numeric=[kind.is_numeric() for kind in table.dtypes],
-        csv=data_url("text/csv", table.write_csv().encode()),
+        csv=f"data:text/csv;base64,{csv}",
     )
 
 
@@ -111,11 +114,6 @@ def as_json(data: object) -> str:
     """JSON that may stand inside a script element: nothing in it can end one."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def data_url(kind: str, content: bytes) -> str:
-    """Content as an address that holds it."""
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def digest(code: str) -> str:

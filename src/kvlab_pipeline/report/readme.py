@@ -195,7 +195,8 @@ def split(text: str, readme: Path, name: str = HEADLINE) -> tuple[str, str, str]
     begin, end = marks(name)
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise StorageError(
-            f"{readme} has no place for the {name}; put the lines {begin} and {end} where it belongs, once"
+            f"{readme} has no place for the {name}; put the lines {begin} and {end} where it belongs, once",
+            code="storage.no-markers",
         )
     before, _, rest = text.partition(begin)
     found, _, after = rest.partition(end)

@@ -12,7 +12,7 @@ import polars as pl
 from kvlab.core.errors import StorageError
 from kvlab.output import format as fmt
 from kvlab_pipeline.gate_page import ways
-from kvlab_pipeline.gate_page.summary import BASELINE
+from kvlab_pipeline.gate_page.row_summary import BASELINE
 from kvlab_pipeline.pages import parts as tables
 from kvlab_pipeline.pages.templates import render
 from kvlab_pipeline.report.certified import checked
@@ -76,7 +76,7 @@ def seconds_of(benchmarks: Path, model: str) -> dict[str, Any]:
     """
     each = {str(path.relative_to(benchmarks).with_suffix("")): _seconds(path) for path in benchmarks.rglob("*.tsv")}
     if not each:
-        raise StorageError(f"{benchmarks} holds no benchmarks; run `make findings`")
+        raise StorageError(f"{benchmarks} holds no benchmarks; run `make findings`", code="storage.no-benchmarks")
     names = {study: list(_expanded(pattern.replace("MODEL", model))) for study, pattern in STUDIES.items()}
     jobs = {study: [job for job in each if any(fnmatch(job, one) for one in some)] for study, some in names.items()}
     return {

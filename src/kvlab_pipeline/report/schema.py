@@ -150,7 +150,8 @@ def refuse_other_version(data: object, origin: str) -> None:
     if version != VERSION:
         found = "has no schema_version" if version is None else f"is of schema_version {version!r}"
         raise MissingResult(
-            f"{origin} {found}, this kvlab reads metrics of version {VERSION}; run `kvlab step metrics` again"
+            f"{origin} {found}, this kvlab reads metrics of version {VERSION}; run `kvlab step metrics` again",
+            code="missing-result.other-version",
         )
 
 
@@ -165,16 +166,17 @@ def checked(data: object, origin: str) -> Metrics:
         more = f" (and {count - 1} more)" if count > 1 else ""
         raise MissingResult(
             f"{origin} is no metrics of version {VERSION}: {place}: {first['msg']}{more};"
-            " run `kvlab step metrics` again"
+            " run `kvlab step metrics` again",
+            code="missing-result.no-metrics",
         ) from None
 
 
 def load(path: Path) -> dict:
     """The metrics in a file as pages and programs read them; as `read`."""
-    return told(read(path))
+    return plain_json(read(path))
 
 
-def told(metrics: Metrics) -> dict:
+def plain_json(metrics: Metrics) -> dict:
     """Metrics as the JSON that pages and programs read; a part that does not apply to one engine is left out."""
     data = metrics.model_dump(mode="json")
     data["sigma"] = {name: part for name, part in data["sigma"].items() if part is not None or name == "drift"}

@@ -27,4 +27,6 @@ def sealed(data: dict) -> dict:
 def refuse_broken(data: dict, origin: str, command: str) -> None:
     """`StaleResult`, which names `origin` and the `command` that makes it, unless the digest is that of the content."""
     if data.get(DIGEST) != digest_of(data):
-        raise StaleResult(f"{origin} is not as it was written: its digest is another's; run `{command}` again")
+        raise StaleResult(
+            f"{origin} is not as it was written: its digest is another's; run `{command}` again", code="stale.changed"
+        )

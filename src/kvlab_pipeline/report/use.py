@@ -66,7 +66,8 @@ def _use(answer: dict, rows: list[dict], state: Mapping[str, dict]) -> dict[str,
     ]
     group.sort(key=lambda row: (row["bits_per_value"] is None, row["bits_per_value"], row["row_id"]))
     row = next((row for row in group if row["row_id"] == answer["row_id"]), None)
-    nearest = min((row for row in group if "kl" in row["metrics"]), key=_mean_kl, default=None)
+    scored = [row for row in group if "kl" in row["metrics"]]
+    nearest = min(scored, key=lambda row: row["metrics"]["kl"]["value"], default=None)
     title = ways.title(way, safe(answer["engine"]))
     return {
         "way": way,
@@ -83,10 +84,6 @@ def _use(answer: dict, rows: list[dict], state: Mapping[str, dict]) -> dict[str,
         "greedy": fmt.number(GREEDY_TOKENS),
         "chosen": chosen(row or nearest, plain) if row or nearest else None,
     }
-
-
-def _mean_kl(row: dict) -> float:
-    return row["metrics"]["kl"]["value"]
 
 
 def chosen(row: dict, plain: dict | None) -> dict:

@@ -41,7 +41,8 @@ def judge(params: Params, metrics: dict) -> dict:
     MissingResult
         When the metrics hold no codec cell in the dtype of the gap.
     """
-    cells = judged_cells(metrics)
+    dtype = metrics["gap"]["dtype"]
+    cells = [cell for cell in metrics["cells"] if cell["role"] == "codec" and cell["dtype"] == dtype]
     if not cells:
         raise MissingResult(
             "the metrics hold no codec cell in the dtype of the gap; nothing can be judged",
@@ -63,12 +64,6 @@ def refuse_other_verdict(params: Params, metrics: dict, verdict: object) -> None
         raise StaleResult(
             "the verdict is not what params.yaml's thresholds make of these metrics; run `kvlab step verdict` again"
         )
-
-
-def judged_cells(metrics: dict) -> list[dict]:
-    """Codec cells in the dtype of the gap."""
-    dtype = metrics["gap"]["dtype"]
-    return [cell for cell in metrics["cells"] if cell["role"] == "codec" and cell["dtype"] == dtype]
 
 
 # ------------------------------------------------------------------------------------- verdicts

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvlab.codecs.block.studied import studied_recipe
 from kvlab.core.errors import MissingResult
 from kvlab.core.params import Params
-from kvlab_pipeline.studies.gather import Measured, Results, comparable
+from kvlab_pipeline.studies.gather import comparable
+from kvlab_pipeline.studies.measured import Measured, Results
 
 # Low level first: the corner of the published HF study, and of the published vLLM study.
 LEVELS = {"engine": ("hf", "vllm"), "protocol": ("snapshot", "in_forward")}

@@ -16,7 +16,7 @@ from kvlab.core.params import Params
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.pages.basis import Basis
 from kvlab_pipeline.pages.figure import Figure
-from kvlab_pipeline.studies.gather import Results
+from kvlab_pipeline.studies.measured import Results
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ChapterInputs:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A section of FINDINGS.md; its template is ``NAME.md.j2`` in the study's folder.
 
     Parameters
@@ -110,7 +110,7 @@ class Chapter:
         Its parts of ``metrics.json``, as pydantic declares fields.
     entries : callable
         `ChapterInputs` -> those parts.
-    sections : dict of str to Section
+    sections : dict of str to PageSection
         By the name of the template.
     context : callable
         ``(metrics, basis) -> dict``: what its templates name, as text ready to print.
@@ -123,7 +123,7 @@ class Chapter:
 
     parts: dict[str, Any]
     entries: Callable[[ChapterInputs], dict]
-    sections: dict[str, Section]
+    sections: dict[str, PageSection]
     context: Callable[[dict, Basis], dict]
     claims: Callable[[dict], list[dict]] = _nothing
     figures: dict[str, Drawn] = field(default_factory=dict)

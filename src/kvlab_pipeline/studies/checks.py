@@ -36,11 +36,15 @@ def refuse_stale(record: CellRecord, planned: dict, path: Path) -> None:
     for name in ("cell_id", "recipe_id"):
         written, content = getattr(record, name), getattr(record.cell, name)
         if written != content:
-            raise StaleResult(f"{path}: {name} {written} is not that of its content, {content}; measure it again")
+            raise StaleResult(
+                f"{path}: {name} {written} is not that of its content, {content}; measure it again",
+                code="stale.forged-id",
+            )
     if record.cell_id not in planned:
         raise StaleResult(
             f"{path}: {describe(record.cell)} is not planned by these parameters; "
-            "it was measured under others, measure the job again"
+            "it was measured under others, measure the job again",
+            code="stale.not-planned",
         )
 
 
@@ -49,7 +53,8 @@ def by_cell(tokens: pl.DataFrame, cell_ids: list[str], path: Path) -> dict[str, 
     tables = {key[0]: rows for key, rows in tokens.partition_by("cell_id", as_dict=True).items()}
     if len(set(cell_ids)) != len(cell_ids) or set(tables) != set(cell_ids):
         raise StaleResult(
-            f"{path}: the record names cells {sorted(cell_ids)} and the table {sorted(tables)}; measure the job again"
+            f"{path}: the record names cells {sorted(cell_ids)} and the table {sorted(tables)}; measure the job again",
+            code="stale.other-cells",
         )
     return tables
 
@@ -75,7 +80,10 @@ def on_grid(rows: pl.DataFrame, windows: int, context: int, n_eval: int, name: s
             fields[title] = [f"{name}: {_span(got)}", f"expected: {_span(due)}"]
         raise MixedIdentity(fields)
     if (rows["kl"] < 0).any():
-        raise Fault(f"{name} has a negative KL ({rows['kl'].min()}); its log-probabilities are not normalised")
+        raise Fault(
+            f"{name} has a negative KL ({rows['kl'].min()}); its log-probabilities are not normalised",
+            code="fault.negative-kl",
+        )
     return rows
 
 
@@ -96,13 +104,15 @@ def refuse_stale_comparison(record: BaselineRecord, cell: BaselineCell, peer: st
     if cell.reference != reference:
         raise StaleResult(
             f"{path}: {cell.what!r} of run {record.run!r} is against {cell.reference!r}, and these parameters plan"
-            f" {repr(reference) if reference else 'no such comparison'}; measure it again"
+            f" {repr(reference) if reference else 'no such comparison'}; measure it again",
+            code="stale.other-reference" if reference else "stale.no-reference",
         )
     made = (record.run, record.engine, record.dtype, record.attention)
     expected = BaselineCell.of(*made, cell.what, cell.protocol, reference)
     if cell != expected:
         raise StaleResult(
-            f"{path}: cell_id {cell.cell_id} is not that of its content, {expected.cell_id}; measure it again"
+            f"{path}: cell_id {cell.cell_id} is not that of its content, {expected.cell_id}; measure it again",
+            code="stale.forged-id",
         )
 
 
@@ -135,12 +145,14 @@ def refuse_inactive(measured: Measured) -> None:
     if not coding.fires == coding.expected_fires == due or idle:
         raise CodecNotActive(
             f"{describe(cell)}: the codec fired {coding.fires} times, expected {due}"
-            + (", but a codec has to fire" if idle else "")
+            + (", but a codec has to fire" if idle else ""),
+            code="not-active.idle" if idle else "not-active.fires",
         )
     if cell.layers and not (canary or 0.0) >= CANARY_MIN:
         raise CodecNotActive(
             f"{describe(cell)}: a one-bit codec moved the logits by KL {canary or 0.0:.2g} only;"
-            f" at least {CANARY_MIN:g} is expected"
+            f" at least {CANARY_MIN:g} is expected",
+            code="not-active.canary",
         )
 
 
@@ -218,7 +230,8 @@ def refuse_unwitnessed(job: JobRecord, tables: Mapping[str, pl.DataFrame], path:
     for cell in cells.values():
         if cell.family and cell.family not in seen:
             raise WitnessDisagrees(
-                f"{path}: no witness computed a cell like {describe(cell)} again; measure the job again"
+                f"{path}: no witness computed a cell like {describe(cell)} again; measure the job again",
+                code="witness.none",
             )
     for one in witnessed:
         rows = tables[one.cell_id].filter(pl.col("window") == one.window)
@@ -226,7 +239,8 @@ def refuse_unwitnessed(job: JobRecord, tables: Mapping[str, pl.DataFrame], path:
         if not abs(kl - one.kl) <= WITNESSED * (1 + one.kl) or one.effects != one.expected_effects:
             raise WitnessDisagrees(
                 f"{path}: {describe(cells[one.cell_id])} has KL {kl:.6g} on window {one.window}, and the witness saw"
-                f" {one.kl:.6g}, with {one.effects} of {one.expected_effects} tensors that reached attention"
+                f" {one.kl:.6g}, with {one.effects} of {one.expected_effects} tensors that reached attention",
+                code="witness.other-numbers",
             )
 
 
@@ -239,7 +253,8 @@ def refuse_one_engine(jobs: Iterable[JobRecord]) -> None:
             if names.setdefault(proof, engine) != engine or proof.library != ENGINES[engine].library:
                 raise EnginesDisagree(
                     f"what ran as {engine} left the proof of another engine: {proof.model} of {proof.library}"
-                    f" {proof.version}, {proof.cache_blocks or 'no'} blocks of cache"
+                    f" {proof.version}, {proof.cache_blocks or 'no'} blocks of cache",
+                    code="engines-disagree.other-engine",
                 )
 
 

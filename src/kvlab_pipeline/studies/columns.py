@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvlab.core.errors import MissingResult
 from kvlab.stats.bootstrap import Bootstrap, Column, refuse_unpaired
 from kvlab_pipeline.studies.baselines import identity_of
-from kvlab_pipeline.studies.gather import Measured, Results
+from kvlab_pipeline.studies.measured import Measured, Results
 
 
 def net_kl(results: Results, measured: Measured) -> Column:
@@ -22,7 +22,8 @@ def net_kl(results: Results, measured: Measured) -> Column:
     floor, cell = identity_of(results, measured), measured.cell
     if floor is None:
         raise MissingResult(
-            f"cell {cell.label!r} has no identity cell of {cell.engine}, {cell.dtype}, {cell.protocol} beside it"
+            f"cell {cell.label!r} has no identity cell of {cell.engine}, {cell.dtype}, {cell.protocol} beside it",
+            code="missing-result.identity",
         )
     return subtracted(measured.column("kl"), floor.column("kl", cell.windows))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Estimate
 from kvlab.stats.power import windows_for_sign
-from kvlab_pipeline.studies.gather import Measured
+from kvlab_pipeline.studies.measured import Measured
 
 UNIT = "nats per token"
 ENDS = ("value", "low", "high")
@@ -56,7 +56,9 @@ def claim(
         When not two things are compared, or one of them is empty.
     """
     if len(compared) != 2 or not all(compared):
-        raise Fault(f"a claim compares two things, not {[len(side) for side in compared]} ({subject})")
+        raise Fault(
+            f"a claim compares two things, not {[len(side) for side in compared]} ({subject})", code="fault.two-sides"
+        )
     if of_engine is None:
         of_engine = engines_of(compared[0]) != engines_of(compared[1])
     words = {"about": about, "subject": subject, "up": up, "down": down, "null": null, "unit": unit}

@@ -107,7 +107,9 @@ def read_cells(params: Params, paths: Sequence[Path], choice: Choice | None = No
         for record in job.cells:
             refuse_stale(record, planned, path)
             if record.cell_id in found:
-                raise StaleResult(f"{describe(record.cell)} is there twice, the second time in {path}; remove one")
+                raise StaleResult(
+                    f"{describe(record.cell)} is there twice, the second time in {path}; remove one", code="stale.twice"
+                )
             rows = on_grid(tables[record.cell_id], record.cell.windows, job.context, job.eval, describe(record.cell))
             documents = job.documents.get(record.cell.text)
             found[record.cell_id] = Measured(record, job.provenance, job.context, job.eval, rows, documents)
@@ -116,7 +118,10 @@ def read_cells(params: Params, paths: Sequence[Path], choice: Choice | None = No
     refuse_one_engine(read)
     for cell_id, (study, job, cell) in planned.items():
         if cell_id not in found:
-            raise MissingResult(f"{describe(cell)} is missing; run `kvlab step measure --study {study} --job {job}`")
+            raise MissingResult(
+                f"{describe(cell)} is missing; run `kvlab step measure --study {study} --job {job}`",
+                code="missing-result.cell",
+            )
         refuse_unnamed_calibration(found[cell_id], study, job)
     refuse_other_calibration(found.values(), {cell_id: f"{place[0]}/{place[1]}" for cell_id, place in planned.items()})
     return [found[cell_id] for cell_id in planned]
@@ -128,7 +133,8 @@ def refuse_unnamed_calibration(measured: Measured, study: str, job: str) -> None
     if due != named:
         raise StaleResult(
             f"{describe(measured.cell)}: its record and its recipe do not name the same fitted material"
-            f" ({sorted(due ^ named)[0]}); run `kvlab step measure --study {study} --job {job}` again"
+            f" ({sorted(due ^ named)[0]}); run `kvlab step measure --study {study} --job {job}` again",
+            code="stale.other-calibration",
         )
 
 
@@ -182,7 +188,9 @@ def read_baselines(
             tables[record.run, cell.what, cell.protocol] = grid
     for run in planned:
         if run not in found:
-            raise MissingResult(f"baseline run {run!r} is missing; run `kvlab step baseline --run {run}`")
+            raise MissingResult(
+                f"baseline run {run!r} is missing; run `kvlab step baseline --run {run}`", code="missing-result.run"
+            )
     return {run: found[run] for run in planned}, tables
 
 

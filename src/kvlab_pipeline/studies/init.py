@@ -138,9 +138,10 @@ def write(
     entry = {"path": model} | ({"revision": revision} if revision else {})
     listed = {"models": [entry], "engines": list(engines), "windows": {"test": windows, "other": windows}}
     (settings,) = by_model(listed).values()
+    scalar = yaml.safe_dump(source).removesuffix("...\n").strip()
     text = TEMPLATE.substitute(
         models=_flow([entry]),
-        source=f"{_scalar(source):<10}",
+        source=f"{scalar:<10}",
         context=f"{_context(settings.model, settings.windows):<3}",
         test=f"{windows:<2}",
         other=f"{windows:<2}",
@@ -177,7 +178,3 @@ def _section(section: type[Section], said: dict) -> str:
 
 def _flow(value: list) -> str:
     return yaml.safe_dump(value, sort_keys=False).rstrip()
-
-
-def _scalar(value: str) -> str:
-    return yaml.safe_dump(value).removesuffix("...\n").strip()

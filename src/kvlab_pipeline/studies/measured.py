@@ -90,7 +90,8 @@ class Results:
         if (run, what, protocol) not in self.run_tokens:
             raise MissingResult(
                 f"baseline run {run!r} holds no {what!r} comparison under protocol {protocol};"
-                f" run `kvlab step baseline --run {run}` with --sigma and --codebooks"
+                f" run `kvlab step baseline --run {run}` with --sigma and --codebooks",
+                code="missing-result.comparison",
             )
         return column(self.run_tokens[run, what, protocol], quantity, windows, self.runs[run].documents.get("test"))
 

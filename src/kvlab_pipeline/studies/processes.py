@@ -31,7 +31,8 @@ def units(params: Params) -> dict[str, Contents]:
 def by_dtype(params: Params) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Study, dtype and its jobs there, of everything but the mechanisms and the ladder."""
     runs = {BASELINE: list(plan.baseline_runs(params))}
-    for study, jobs in (runs | {study: plan.job_names(params, study) for study in of_engines(params)}).items():
+    runs |= {study: plan.job_names(params, study) for study in plan.studies(params) if study != plan.LADDER}
+    for study, jobs in runs.items():
         for dtype in dict.fromkeys(job.split("-")[1] for job in jobs):
             yield study, dtype, tuple(job for job in jobs if job.split("-")[1] == dtype)
 
@@ -39,11 +40,6 @@ def by_dtype(params: Params) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 def engines_of(contents: Contents) -> list[str]:
     """The engines on which a unit measures, each once; a job's name begins with its own."""
     return sorted({job.partition("-")[0] for jobs in contents.values() for job in jobs})
-
-
-def of_engines(params: Params) -> list[str]:
-    """The studies whose cells share processes: all but the ladder, which has one of its own."""
-    return [study for study in plan.studies(params) if study != plan.LADDER]
 
 
 def origins(params: Params, contents: Contents) -> list[str]:

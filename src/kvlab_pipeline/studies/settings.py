@@ -20,7 +20,7 @@ from kvlab.core.plain import shown, unfit
 from kvlab.core.strictyaml import from_json
 from kvlab_pipeline.jobs.plan import STUDIES, STUDY_FOLDERS
 from kvlab_pipeline.studies.cells import params as cells_params
-from kvlab_pipeline.studies.cells.params import CELLS, CellEntry
+from kvlab_pipeline.studies.cells.params import CELLS, CellSettings
 from kvlab_pipeline.studies.cells.plan import repeated
 from kvlab_pipeline.studies.kvstore_params import KVStore
 
@@ -71,7 +71,7 @@ class Settings(Sections):
     studies: tuple[Study, ...] | None = Field(
         default=None, description="studies of the report beside the engine baseline and the factorial; null: all"
     )
-    cells: dict[CellName, CellEntry] = Field(default={})
+    cells: dict[CellName, CellSettings] = Field(default={})
     kvstore: KVStore = KVStore()
 
     @classmethod

@@ -12,7 +12,7 @@ from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Estimate
 
 
-class Interval(Frozen):
+class EstimateRecord(Frozen):
     """An `Estimate` as a record keeps it: the value, its two-sided interval, and over how many windows or items."""
 
     value: float
@@ -22,7 +22,7 @@ class Interval(Frozen):
     method: str
 
     @classmethod
-    def of(cls, estimate: Estimate, lowest: float = -math.inf, highest: float = math.inf) -> Interval:
+    def of(cls, estimate: Estimate, lowest: float = -math.inf, highest: float = math.inf) -> EstimateRecord:
         """The same, its interval cut to what the quantity can be."""
         cut = estimate.within(lowest, highest)
         return cls(value=cut.value, low=cut.low, high=cut.high, n=cut.n_windows, method=cut.method)
@@ -56,10 +56,13 @@ class Table:
     def __post_init__(self) -> None:
         wrong = [row for row in self.rows if len(row) != len(self.header)]
         if wrong:
-            raise Fault(f"a row of {self.title!r} has {len(wrong[0])} cells under {len(self.header)} headings: {wrong}")
+            raise Fault(
+                f"a row of {self.title!r} has {len(wrong[0])} cells under {len(self.header)} headings: {wrong}",
+                code="fault.ragged-table",
+            )
 
 
-def estimate(given: Interval | None, scale: float = 1.0, signed: bool = False) -> str:
+def estimate(given: EstimateRecord | None, scale: float = 1.0, signed: bool = False) -> str:
     """An interval as ``value [low, high]``, see `pages.format.estimate`; None as a dash."""
     if given is None:
         return fmt.DASH

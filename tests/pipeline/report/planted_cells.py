@@ -12,7 +12,7 @@ from kvlab.core.recipe import IDENTITY, Cell, digest
 from kvlab.core.records import BaselineCell, BaselineRecord, CellRecord, Coding, Provenance
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.jobs.plan import baseline_runs, study_cells
-from kvlab_pipeline.studies.gather import Measured, Results
+from kvlab_pipeline.studies.measured import Measured, Results
 from pipeline.report.shipped import shipped
 
 BOOT = Bootstrap(400, 0.95, 0)

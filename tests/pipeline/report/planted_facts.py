@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvlab.core.params import Params
 from kvlab.core.records import Provenance, write_json
-from kvlab_pipeline.studies.ladder.record import Artefact, Facts, Fitted, Gain, calibrated_rungs, gain_windows
+from kvlab_pipeline.studies.ladder.record import Artefact, Facts, FittedGain, Gain, calibrated_rungs, gain_windows
 
 GAIN = {"k": 6.02, "v": 3.01}
 
@@ -24,7 +24,7 @@ def write_facts(folder: Path, params: Params, provenance: Provenance) -> Path:
             Artefact(recipe_id=one.recipe_id, whole_bytes=4 * weighs, decoder_bytes=weighs // 2, resident_bytes=weighs)
             for one in calibrated_rungs(params)
         ),
-        fitted=tuple(Fitted(stream=s, over_even=GAIN[s] + 1, over_plain=GAIN[s] + 2) for s in "kv"),
+        fitted=tuple(FittedGain(stream=s, over_even=GAIN[s] + 1, over_plain=GAIN[s] + 2) for s in "kv"),
         gains=tuple(
             Gain(stream=s, window=w, tokens=tokens, over_even=GAIN[s] + 0.01 * (w % 3), over_plain=GAIN[s] + 1)
             for w in range(gain_windows(params))

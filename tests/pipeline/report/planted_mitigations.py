@@ -10,7 +10,7 @@ import polars as pl
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, Cell
 from kvlab.core.records import TOKENS, CellRecord, Coding, Provenance
-from kvlab_pipeline.studies.gather import Measured, Results
+from kvlab_pipeline.studies.measured import Measured, Results
 from kvlab_pipeline.studies.mitigations import plan
 from kvlab_pipeline.studies.mitigations.plan import Choice, ChoiceRecord, Step
 from pipeline.report.shipped import shipped

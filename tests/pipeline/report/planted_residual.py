@@ -10,7 +10,14 @@ import polars as pl
 
 from kvlab.core.params import Params
 from kvlab.core.records import Provenance
-from kvlab_pipeline.studies.residual.record import RESIDUAL, STREAMS, Ranks, ResidualRecord, recipes, write_residual
+from kvlab_pipeline.studies.residual.record import (
+    RESIDUAL,
+    STREAMS,
+    RankCounts,
+    ResidualRecord,
+    recipes,
+    write_residual,
+)
 
 HEADS, HEAD_DIM = 2, 64
 RELATIVE = {"k": 0.02, "v": 0.06}
@@ -32,7 +39,7 @@ def planted_provenance(params: Params, **changes) -> Provenance:
     return Provenance(**values | changes)
 
 
-def planted_record(params: Params, engine: str, d_eff: tuple[Ranks, ...], **changes) -> ResidualRecord:
+def planted_record(params: Params, engine: str, d_eff: tuple[RankCounts, ...], **changes) -> ResidualRecord:
     """The record of one engine."""
     values = {
         "provenance": planted_provenance(params),
@@ -86,13 +93,13 @@ def planted_rows(
     return pl.DataFrame(rows, schema=RESIDUAL)
 
 
-def planted_ranks(rows: pl.DataFrame) -> tuple[Ranks, ...]:
+def planted_ranks(rows: pl.DataFrame) -> tuple[RankCounts, ...]:
     """The histograms of a table in which both blocks of a tensor keep the same rank."""
     windows, found = 1 + rows["window"].max(), {}
     for row in rows.iter_rows(named=True):
         blocks = found.setdefault((row["variance_ratio"], row["layer"], row["stream"]), {})
         blocks.setdefault(row["d_eff_sum"] // HEADS, [0] * windows)[row["window"]] += HEADS
-    return tuple(Ranks(variance_ratio=r, layer=n, stream=s, blocks=b) for (r, n, s), b in found.items())
+    return tuple(RankCounts(variance_ratio=r, layer=n, stream=s, blocks=b) for (r, n, s), b in found.items())
 
 
 def write_residuals(folder: Path, params: Params, vllm: pl.DataFrame | None = None, **changes) -> list[Path]:

@@ -15,10 +15,12 @@ from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.pages.templates import render
 from kvlab_pipeline.studies.baseline import tables as baseline_tables
 from kvlab_pipeline.studies.baseline.numbers import baseline_entry, peer_entries
-from kvlab_pipeline.studies.gather import Results, read_baselines
+from kvlab_pipeline.studies.gather import read_baselines
+from kvlab_pipeline.studies.measured import Results
 from pipeline.report.example_metrics import Maker
 from pipeline.report.example_studies import peer_rows
 from pipeline.report.synthetic import Effects, Text, small_params, with_table, write_baseline
+from refusals import refused
 
 RUN, PEER = "vllm-bfloat16-default", "hf-bfloat16-sdpa"
 KL = 0.02  # large enough that some top tokens change
@@ -92,7 +94,7 @@ def test_no_peer_no_rows(params, changes, tmp_path):
 def test_a_run_measured_without_its_peer_is_named(params, paths):
     forge(paths[RUN], 1, None)
     results = collected(params, paths.values())
-    with pytest.raises(MissingResult, match=f"{RUN}.*'peer'"):
+    with refused(MissingResult, "missing-result.comparison", RUN, "'peer'"):
         peer_entries(params, results, BOOT)
 
 
@@ -100,25 +102,25 @@ def test_a_run_measured_without_its_peer_is_named(params, paths):
 def test_a_peer_of_another_run_is_refused(params, paths, reference):
     """Its id is right for what it says; what it says is not the plan."""
     forge(paths[RUN], 1, BaselineCell.of(RUN, "vllm", "bfloat16", "default", "peer", None, reference))
-    with pytest.raises(StaleResult, match=f"against '{reference}', and these parameters plan '{PEER}'"):
+    with refused(StaleResult, "stale.other-reference", f"'{reference}'", f"'{PEER}'"):
         read_baselines(params, paths.values())
 
 
 def test_a_peer_that_is_not_planned_is_refused(params, paths):
-    with pytest.raises(StaleResult, match=f"against '{PEER}', and these parameters plan no such comparison"):
+    with refused(StaleResult, "stale.no-reference", f"'{PEER}'"):
         read_baselines(small_params(baseline={"hf_attention": ["eager"]}), [paths["hf-float32-eager"], paths[RUN]])
 
 
 def test_a_peer_passed_off_as_the_truth_is_refused(params, paths):
     forge(paths[RUN], 0, BaselineCell.of(RUN, "vllm", "bfloat16", "default", "plain", None, PEER))
-    with pytest.raises(StaleResult, match=r"'plain'.*plan 'truth'"):
+    with refused(StaleResult, "stale.other-reference", "'plain'", "'truth'"):
         read_baselines(params, paths.values())
 
 
 def test_a_forged_id_is_refused(params, paths):
     cell = read_baseline(paths[RUN])[0].cells[1]
     forge(paths[RUN], 1, cell.model_copy(update={"cell_id": "f" * 12}))
-    with pytest.raises(StaleResult, match="not that of its content"):
+    with refused(StaleResult, "stale.forged-id", "f" * 12):
         read_baselines(params, paths.values())
 
 

@@ -10,11 +10,13 @@ import pytest
 
 from kvlab.core.errors import NonFinite, UserError
 from kvlab.gate.catalogue.columns import TIERS
-from kvlab_pipeline.gate_page.summary import SCHEMA_VERSION, Line
+from kvlab_pipeline.gate_page.row_summary import RowSummary
+from kvlab_pipeline.gate_page.summary import SCHEMA_VERSION
 from kvlab_pipeline.report import figures, findings, use
 from kvlab_pipeline.report.certified import context, sentence
 from pipeline.report.example_metrics import build, verdict
 from pipeline.report.shipped import shipped
+from refusals import refused
 
 MEASURED = {"value": 0.00234, "low": 0.00213, "high": 0.00255, "n": 32}
 NEEDLES = {"value": 0.875, "low": 0.825, "high": 0.915, "n": 200}
@@ -24,7 +26,7 @@ LOSING = {"word": "fail", "codes": ["quality_open", "quality_beyond"], "open": [
 
 
 def row(row_id, model, earned, mechanism="kv_compression", variant="klt", **changed):
-    told = dict.fromkeys(Line.model_fields)
+    told = dict.fromkeys(RowSummary.model_fields)
     told |= {"row_id": row_id, "model": model, "engine": "hf", "mechanism": mechanism, "mechanism_variant": variant}
     told |= {"bits": 4, "bits_per_value": 4.19, "throughput_tok_s": 1234.5, "measured": True}
     told |= {"throughput_ratio": {"value": 0.247, "low": 0.243, "high": 0.252, "n": 32}, "protocol": "snapshot"}
@@ -206,7 +208,7 @@ def test_the_section_stands_after_the_verdict(written):
 
 @pytest.mark.parametrize("given", [[], {}, {"schema_version": 0}, "claims"])
 def test_what_is_no_claims_is_refused(given, written, tmp_path):
-    with pytest.raises(UserError, match="--claims"):
+    with refused(UserError, "user.no-claims", "--claims"):
         written(given)
     assert not (tmp_path / "results/gap/FINDINGS.md").exists()
 
@@ -214,7 +216,7 @@ def test_what_is_no_claims_is_refused(given, written, tmp_path):
 def test_a_number_that_is_none_is_refused(written, metrics):
     given = claims(metrics["identity"]["slug"])
     given["rows"][1]["bits_per_value"] = float("nan")
-    with pytest.raises(NonFinite, match="claims"):
+    with refused(NonFinite, None, "claims"):
         written(given)
 
 

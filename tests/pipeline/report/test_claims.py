@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Estimate
 from kvlab_pipeline.report import claims
 from kvlab_pipeline.studies.estimates import claim
+from refusals import refused
 
 EVIDENCE = re.compile(r"\((\d+) windows, (\d+) tokens; (cells? `\w+`.*) against (cells? `\w+`.*)\)\.$")
 SIDES = [[{"cell_id": "a" * 12, "engine": "hf"}], [{"cell_id": "b" * 12, "engine": "hf"}]]
@@ -56,5 +56,5 @@ def test_many_cells_are_counted():
 def test_a_claim_compares_two_things():
     effect = Estimate(1.0, 0.5, 1.5, 32, 4064, 0.5, "bca").to_json()
     for sides in ([], [[], []], [[], [], []]):
-        with pytest.raises(Fault, match="compares two things"):
+        with refused(Fault, "fault.two-sides"):
             claim("gap", "`x`", effect, sides)

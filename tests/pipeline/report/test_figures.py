@@ -20,6 +20,7 @@ from kvlab_pipeline.pages.svg import tick_name
 from kvlab_pipeline.report import figures
 from pipeline.report.drawings import assert_drawn, read
 from pipeline.report.example_metrics import build
+from refusals import refused
 
 SOURCE = Path(__file__).parents[3] / "src"
 
@@ -147,7 +148,7 @@ def test_words_of_the_metrics_are_words_in_the_drawing():
 
 def test_a_colour_without_a_counterpart_on_the_dark_theme_is_refused():
     mark = Mark(0, 0, 1, 1, 1, ("a",), Look("#123456"))
-    with pytest.raises(Fault, match="#123456"):
+    with refused(Fault, "fault.no-dark-colour", "#123456"):
         svg.inline(Figure("t", "n", (Panel(Axis((-1, 1)), Axis((0, 2)), (mark,)),)), "a", svg.WIDE)
 
 
@@ -182,12 +183,12 @@ def test_a_figure_that_leaves_a_number_out_is_refused(monkeypatch, kept):
     whole = figures.FIGURES["baseline"]
     short = figures.Drawn(whole.table, lambda table: whole.describe(table[kept]))
     monkeypatch.setitem(figures.FIGURES, "baseline", short)
-    with pytest.raises(Fault, match="baseline"):
+    with refused(Fault, "fault.other-rows", "'baseline'"):
         described("baseline", build())
 
 
 def test_an_unknown_figure_is_refused_with_the_nearest_name(tmp_path):
-    with pytest.raises(UnknownName, match="did you mean 'layers'"):
+    with refused(UnknownName, None, "'layer'", "'layers'"):
         figures.write("layer", build(), tmp_path)
 
 

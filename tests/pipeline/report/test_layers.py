@@ -20,6 +20,7 @@ from kvlab_pipeline.studies.layers.chapter import layers, layers_table
 from kvlab_pipeline.studies.layers.numbers import additivity_entries, layer_entries, standing_out
 from pipeline.report.planted_cells import BOOT, WINDOWS, plain_basis, planted_params, planted_results, rows
 from pipeline.report.shipped import shipped
+from refusals import refused
 
 LAYER = {"k": (0.030, 0.004, 0.003, 0.002, 0.0015, 0.020), "v": (0.012, 0.003, 0.002, 0.001, 0.0005, 0.009)}
 
@@ -225,10 +226,10 @@ def test_cells_of_other_conditions_are_refused(params, additive):
         return replace(additive, cells=tuple(cells) + additive.cells[30:])
 
     for role in ("identity", "codec"):
-        with pytest.raises(MixedIdentity, match=r"device: cpu \| other"):
+        with refused(MixedIdentity, None, "device: cpu | other"):
             layer_entries(params, changed(role), BOOT)
     bare = replace(additive, cells=tuple(m for m in additive.cells if m.role != "identity"))
-    with pytest.raises(MissingResult, match="no identity cell"):
+    with refused(MissingResult, "missing-result.identity"):
         additivity_entries(params, bare, BOOT)
 
 

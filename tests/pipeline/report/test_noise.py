@@ -28,6 +28,7 @@ from kvlab_pipeline.studies.noise.numbers import (
     structure_entries,
 )
 from pipeline.report.planted_cells import BOOT, FLOOR, WINDOWS, plain_basis, planted_params, planted_results
+from refusals import refused
 
 SIGMA = relative_rounding("bfloat16")
 C = {"k": 0.5, "v": 0.3}
@@ -88,7 +89,7 @@ def test_the_size_of_a_rounding_is_the_derived_one():
     square = np.mean(2.0 ** (-2 * 8) / (3 * m**2))
     assert relative_rounding("bfloat16") == pytest.approx(math.sqrt(square), rel=1e-6)
     assert relative_rounding("bfloat16") ** 2 * 2**16 == pytest.approx(0.180, abs=5e-4)
-    with pytest.raises(UnknownName, match="did you mean 'bfloat16'"):
+    with refused(UnknownName, None, "'bfloat'", "'bfloat16'"):
         relative_rounding("bfloat")
 
 
@@ -305,10 +306,10 @@ def test_cells_of_other_conditions_are_refused(params, results):
         ("isotropic", structure_entries),
         ("noise", closure_entries),
     ):
-        with pytest.raises(MixedIdentity, match=r"device: cpu \| other"):
+        with refused(MixedIdentity, None, "device: cpu | other"):
             compare(params, changed(role), BOOT)
     bare = replace(results, cells=tuple(m for m in results.cells if m.role != "identity"))
-    with pytest.raises(MissingResult, match="no identity cell"):
+    with refused(MissingResult, "missing-result.identity"):
         noise_entries(params, bare, BOOT)
 
 

@@ -27,6 +27,7 @@ from pipeline.report.example_metrics import Maker
 from pipeline.report.example_residual import residual_part
 from pipeline.report.planted_residual import RELATIVE, WHITENED, planted_provenance, planted_rows, write_residuals
 from pipeline.report.shipped import shipped
+from refusals import refused
 
 BOOT = Bootstrap(600, 0.95, 0)
 FIGURES = {"residual": (residual_table, residual), "d_eff": (d_eff_table, d_eff)}
@@ -210,21 +211,21 @@ def test_results_of_several_identities_are_refused(params, tmp_path):
     others = {
         "model_hash": {"provenance": planted_provenance(params, model_hash="6" * 16)},
         "corpus_hash": {"provenance": planted_provenance(params, corpus_hash="d" * 16)},
-        r"calibration\.hf": {"provenance": planted_provenance(params, calibration={"hf": "b" * 16})},
+        "calibration.hf": {"provenance": planted_provenance(params, calibration={"hf": "b" * 16})},
         "versions": {"provenance": planted_provenance(params, versions={"kvlab": "0.2.0"})},
         "device": {"provenance": planted_provenance(params, device="cuda")},
         "versions of the captures": {"captured_with": {"kvlab": "0.2.0"}},
         "dtype of the captures": {"dtype": "bfloat16"},
     }
     for name, changes in others.items():
-        with pytest.raises(MixedIdentity, match=name):
+        with refused(MixedIdentity, None, name):
             entries(params, tmp_path, **changes)
 
 
 def test_results_of_another_run_than_the_cells_are_refused(params, tmp_path):
     cells = planted_provenance(params, calibration={"hf": "a" * 16, "vllm": "e" * 16})
     assert entries(params, tmp_path, measured=cells)["rows"]
-    with pytest.raises(MixedIdentity, match="corpus_hash"):
+    with refused(MixedIdentity, None, "corpus_hash"):
         entries(params, tmp_path, measured=planted_provenance(params, corpus_hash="d" * 16))
 
 
@@ -233,20 +234,20 @@ def test_results_of_another_run_than_the_cells_are_refused(params, tmp_path):
     [{"origin": "vllm"}, {"recipes": ()}, {"context": 65}, {"windows": 11}, {"n_layers": 5}, {"boundary_layers": ()}],
 )
 def test_a_result_of_other_parameters_is_refused(params, tmp_path, changes):
-    with pytest.raises(StaleResult, match=next(iter(changes))):
+    with refused(StaleResult, "stale.not-planned", next(iter(changes))):
         entries(params, tmp_path, **changes)
 
 
 def test_missing_twofold_and_cut_results_are_refused(params, tmp_path):
     paths = write_residuals(tmp_path, params)
-    with pytest.raises(MissingResult, match="vllm"):
+    with refused(MissingResult, "missing-result.engine", "vllm"):
         residual_entries(params, paths[:1], None, BOOT)
-    with pytest.raises(StaleResult, match="second residual study"):
+    with refused(StaleResult, "stale.twice", paths[0]):
         residual_entries(params, [*paths, paths[0]], None, BOOT)
     rows = planted_rows(params)
     for wrong in (rows.filter(pl.col("layer") != 3), rows.head(-1), pl.concat([rows, rows.head(1)])):
         wrong.write_parquet(paths[1].with_suffix(".parquet"))
-        with pytest.raises(StaleResult, match="rows where"):
+        with refused(StaleResult, "stale.other-rows", wrong.height, rows.height):
             residual_entries(params, paths, None, BOOT)
 
 
@@ -254,13 +255,13 @@ def test_values_that_are_no_numbers_are_refused(params, tmp_path):
     paths = write_residuals(tmp_path, params)
     rows = planted_rows(params)
     rows.with_columns(raw_error_sq=pl.lit(float("nan"))).write_parquet(paths[0].with_suffix(".parquet"))
-    with pytest.raises(NonFinite, match="raw_error_sq"):
+    with refused(NonFinite, None, "raw_error_sq"):
         residual_entries(params, paths, None, BOOT)
     rows.with_columns(bytes=pl.lit(None, pl.Int64)).write_parquet(paths[0].with_suffix(".parquet"))
-    with pytest.raises(StorageError, match="empty fields"):
+    with refused(StorageError, "storage.empty-fields"):
         residual_entries(params, paths, None, BOOT)
     rows.drop("bytes").write_parquet(paths[0].with_suffix(".parquet"))
-    with pytest.raises(StorageError, match="columns"):
+    with refused(StorageError, "storage.columns"):
         residual_entries(params, paths, None, BOOT)
 
 
@@ -271,13 +272,13 @@ def test_histograms_that_do_not_count_the_table_are_refused(params, tmp_path):
     for blocks, named in wrong:
         record["d_eff"][0]["blocks"] = blocks
         write_json(paths[0], record)
-        with pytest.raises(StaleResult, match=named):
+        with refused(StaleResult, "stale.other-histograms", named):
             residual_entries(params, paths, None, BOOT)
 
 
 def test_one_window_gives_no_interval(params, tmp_path):
     single = params.model_copy(update={"windows": params.windows.model_copy(update={"calib": 1})})
-    with pytest.raises(Fault, match="at least 2 windows"):
+    with refused(Fault, "fault.too-few-windows"):
         entries(single, tmp_path)
 
 

@@ -20,6 +20,7 @@ from kvlab_pipeline.report.metrics import build
 from kvlab_pipeline.report.schema import VERSION, Metrics, checked, json_schema, load, read
 from kvlab_pipeline.report.seal import sealed
 from pipeline.report.synthetic import small_params, write_results
+from refusals import refused
 
 PUBLISHED = Path(__file__).parents[3] / "docs" / "metrics.schema.json"
 
@@ -45,25 +46,24 @@ def test_what_is_built_is_read_back_the_same(metrics, tmp_path):
 def test_what_is_built_keeps_its_contract(metrics):
     """That of docs/metrics.schema.json, which `kvlab step metrics` holds it against before it writes it."""
     hold("metrics", metrics, "m.json")
-    with pytest.raises(ContractBroken, match=f"m.json: schema_version is '3', allowed: {VERSION}"):
+    with refused(ContractBroken, None, "m.json: schema_version", "'3'", VERSION):
         hold("metrics", metrics | {"schema_version": "3"}, "m.json")
 
 
 @given(version=st.none() | st.integers().filter(lambda n: n != VERSION) | st.text(max_size=5))
 def test_another_version_is_refused_in_one_line(version):
-    with pytest.raises(
-        MissingResult, match=r"(?s)^a\.json (has no|is of) schema_version.*run `kvlab step metrics` again$"
-    ) as said:
+    data = ("a.json", "schema_version", "`kvlab step metrics`")
+    with refused(MissingResult, "missing-result.other-version", *data) as caught:
         checked({"schema_version": version}, "a.json")
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("part", sorted(Metrics.model_fields))
 def test_a_part_that_is_missing_or_unknown_is_named(metrics, part):
     if part not in ("schema_version",):
-        with pytest.raises(MissingResult, match=f"a.json is no metrics of version {VERSION}: {part}: Field required"):
+        with refused(MissingResult, "missing-result.no-metrics", "a.json", VERSION, f": {part}: Field required"):
             checked({name: value for name, value in metrics.items() if name != part}, "a.json")
-    with pytest.raises(MissingResult, match="claims: Extra inputs are not permitted"):
+    with refused(MissingResult, "missing-result.no-metrics", ": claims: Extra inputs are not permitted"):
         checked(metrics | {"claims": []}, "a.json")
 
 
@@ -83,7 +83,7 @@ def test_metrics_changed_by_hand_are_refused(metrics, tmp_path):
     changed = deepcopy(metrics)
     changed["identity"]["model_hash"] = "f" * 16
     write_json(path, changed)
-    with pytest.raises(StaleResult, match="is not as it was written: its digest is another's"):
+    with refused(StaleResult, "stale.changed", path):
         read(path)
 
 
@@ -91,5 +91,5 @@ def test_a_value_outside_its_own_interval_is_refused(metrics, tmp_path):
     path, changed = tmp_path / "metrics.json", deepcopy(metrics)
     changed["gap"]["measures"]["kl"]["gap"]["value"] = 1e6
     write_json(path, sealed(changed))
-    with pytest.raises(MissingResult, match="outside its own interval"):
+    with refused(MissingResult, "missing-result.no-metrics", "gap.measures.kl.gap", "1e+06"):
         read(path)

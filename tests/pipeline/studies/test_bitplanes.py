@@ -18,7 +18,8 @@ from kvlab.engines.registry import start
 from kvlab.text import corpus
 from kvlab_pipeline.studies.bitplanes import measure, planes, recall, tables
 from kvlab_pipeline.studies.bitplanes import record as records
-from kvlab_pipeline.studies.bitplanes.measure import asked, layers, places
+from kvlab_pipeline.studies.bitplanes.measure import layers, places, ranked_variants
+from refusals import refused
 from tiers import examples
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -91,7 +92,7 @@ def test_norms_are_stored_in_float16_and_counted():
 
 def test_a_group_ends_where_the_key_does():
     assert planes.width_of(128, 256) == 128 and planes.width_of(128, 64) == 64
-    with pytest.raises(CapabilityError, match="no whole number of groups of 32"):
+    with refused(CapabilityError, "capability.group", 80, 32):
         planes.width_of(32, 80)
 
 
@@ -104,7 +105,7 @@ def test_products_are_the_same_in_every_basis():
     a, b = GAUSS[:5], GAUSS[5:12]
     assert torch.allclose(planes.turned(a, "rotated") @ planes.turned(b, "rotated").T, a @ b.T, atol=1e-12)
     assert not torch.allclose(planes.turned(a, "rotated"), a)
-    with pytest.raises(CapabilityError, match="power of two"):
+    with refused(CapabilityError, "capability.no-power-of-two", 48):
         planes.turned(torch.zeros(2, 48), "rotated")
 
 
@@ -253,17 +254,17 @@ def test_the_tables_hold_every_arm(record):
 def test_asking_for_more_than_there_is_is_refused(asks, tiny_windows, hf_engine, tmp_path):
     windows = corpus.load(tiny_windows, hf_engine.info.model_hash)
     few = asks.kvstore.bitplanes
-    with pytest.raises(ParamsError, match="99 windows are asked for, and there are 4"):
+    with refused(ParamsError, "params.too-few-windows", 99, 4):
         places(few.model_copy(update={"windows": 99}), windows)
-    with pytest.raises(ParamsError, match="33 positions"):
+    with refused(ParamsError, "params.too-few-positions", 33):
         places(few.model_copy(update={"queries": 33}), windows)
     assert places(few, windows) == (64, 74, 85, 95)
-    assert sum(one.control for one in asked(few)) == 3
+    assert sum(one.control for one in ranked_variants(few)) == 3
 
 
 def test_another_file_is_no_record(tmp_path):
     write_json(tmp_path / "other.json", {"arms": []})
-    with pytest.raises(StorageError, match="no record of the study of bit planes"):
+    with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
         records.read(tmp_path / "other.json")
 
 
@@ -273,5 +274,5 @@ def test_a_ranking_that_ranks_nothing_is_no_number(record):
     sums = Sums(1)
     flat = recall.spearman(torch.zeros(1, 4, 8), torch.rand(4, 8))[..., None]
     sums.add(0, 0, (flat, flat, flat))
-    with pytest.raises(NonFinite, match="ranking"):
+    with refused(NonFinite, "non-finite.ranking"):
         sums.stacked(0)

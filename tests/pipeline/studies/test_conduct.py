@@ -18,6 +18,7 @@ from kvlab.kvstore.snapshot.write import SnapshotSource, save
 from kvlab_pipeline.studies.restore.arms import ARMS, CONSUME, DAMAGED, FOREIGN, OFF, Doubt, VariantRun
 from kvlab_pipeline.studies.restore.runner import PagedAttempt, conduct, flipped
 from kvstore.snapshot import making
+from refusals import refused
 
 PROMPT = [*making.tokens(24), 1, 2, 3]
 ANSWER = (8, 9)
@@ -87,7 +88,7 @@ def test_an_honest_reader_passes_and_the_arms_take_turns(own, foreign):
 def test_no_more_is_expected_than_leaves_a_token_to_compute(own, foreign):
     found = conduct(Leaving(), own, foreign, PROMPT[:24])
     assert (found.verdict.outcome, found.expected_prefix) == ("pass", 20)
-    with pytest.raises(UserError, match="none that leave one to compute"):
+    with refused(UserError, "user.nothing-to-compute"):
         conduct(Reader(), own, foreign, PROMPT[:4])
 
 
@@ -175,11 +176,11 @@ def test_why_nothing_was_restored_is_said(own, foreign):
 
 
 def test_a_control_that_is_none_is_refused_beforehand(own, foreign):
-    with pytest.raises(UserError, match="shares tokens with the prompt, so it is no control"):
+    with refused(UserError, "user.no-control", own):
         conduct(Reader(), own, own, PROMPT)
-    with pytest.raises(UserError, match="nothing could be restored from it"):
+    with refused(UserError, "user.no-shared-chunk", foreign):
         conduct(Reader(), foreign, foreign, PROMPT)
-    with pytest.raises(ParamsError, match="repeats is 2"):
+    with refused(ParamsError, None, "repeats is 2"):
         conduct(Reader(), own, foreign, PROMPT, repeats=2)
 
 
@@ -229,5 +230,5 @@ def test_a_model_passes(model, tmp_path):
     assert {trial.prefix_len for trial in found.arms[CONSUME].trials} == {64}
     ran = found.arms[OFF].trials[0].setting
     assert ran["model_hash"] == model.info.model_hash and {"threads", "attention", "policy"} <= set(ran)
-    with pytest.raises(ParamsError, match="decode is 0"):
+    with refused(ParamsError, None, "decode is 0"):
         replace(attempt, decode=0)

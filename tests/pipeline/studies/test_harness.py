@@ -21,10 +21,11 @@ from kvlab_pipeline.studies.restore.arms import (
     Control,
     Doubt,
     RestoreVariant,
+    RestoreVerdict,
     VariantRun,
-    Verdict,
 )
 from kvlab_pipeline.studies.restore.decision import combined, judge
+from refusals import refused
 
 PREFIX = 64
 ANSWER = (5, 6, 7)
@@ -45,7 +46,7 @@ def controls(**changes) -> dict[str, Control]:
     return {name: control for name, control in found.items() if control is not None}
 
 
-def verdict(of: dict | None = None, beside: dict | None = None) -> Verdict:
+def verdict(of: dict | None = None, beside: dict | None = None) -> RestoreVerdict:
     return judge(of or arms(), controls() if beside is None else beside, PREFIX)
 
 
@@ -149,7 +150,7 @@ def test_where_the_arm_without_repeats_nothing_the_others_are_not_held_against_i
 
 
 def test_nothing_expected_is_nothing_proven():
-    with pytest.raises(ParamsError, match="expected_prefix is 0"):
+    with refused(ParamsError, None, "expected_prefix is 0"):
         judge(arms(), controls(), 0)
 
 

@@ -16,6 +16,7 @@ from kvlab_pipeline.studies.mechanisms import measure as measuring
 from kvlab_pipeline.studies.mechanisms import plan, records
 from pipeline.studies.mechanism_rows import asking, measurer
 from pipeline.studies.test_mechanisms import engine_of, row, scores, tiny_needles
+from refusals import refused
 
 __all__ = ["engine_of", "tiny_needles"]  # fixtures
 EVICTED, LATENT, WINDOW = "attention:percent=50,sinks=2,recent=8", "latent:rank=64", "sinks:percent=25"
@@ -110,7 +111,7 @@ def test_a_witness_computes_one_window_of_each_again(on_hf, tmp_path):
     for name in (EVICTED, LATENT, WINDOW):
         assert 0 <= row(record, name).witnessed_kl < 1e-4
     silent = [one.model_copy(update={"witnessed_kl": None}) for one in record.rows]
-    with pytest.raises(WitnessDisagrees, match=f"no witness computed {EVICTED} again"):
+    with refused(WitnessDisagrees, "witness.none", EVICTED):
         records.refuse_impossible(record.model_copy(update={"rows": tuple(silent)}), tmp_path)
 
 
@@ -124,7 +125,7 @@ def test_a_cache_that_was_not_read_is_what_a_witness_finds(measured, monkeypatch
         return logits, held
 
     monkeypatch.setattr(keeping, "over_kept", other)
-    with pytest.raises(WitnessDisagrees, match="nats per token away"):
+    with refused(WitnessDisagrees, "witness.other-logits", WINDOW):
         measured("hf", WINDOW)
 
 
@@ -141,10 +142,10 @@ def test_what_would_leave_out_nothing_is_told(measured, hf_engine):
 def test_a_way_that_changes_what_keeps_everything_is_refused(measured, monkeypatch, name):
     right = keeping.extremes
     monkeypatch.setattr(keeping, "extremes", lambda *given: right(*given)[::-1])
-    with pytest.raises(Fault, match="what keeps and reads everything moves the logits"):
+    with refused(Fault, "fault.floor", name):
         measured("hf", name)
     monkeypatch.setattr(keeping, "extremes", lambda *given: right(*given)[:1] * 2)
-    with pytest.raises(CodecNotActive, match="does not reach the attention"):
+    with refused(CodecNotActive, "not-active.canary", name):
         measured("hf", name)
 
 

@@ -18,6 +18,7 @@ from kvlab_pipeline.studies.ladder.beyond import further_entries, refuse_unwitne
 from kvlab_pipeline.studies.ladder.record import Further, calibrated_rungs, read_facts, read_further
 from kvlab_pipeline.studies.settings import Settings
 from pipeline.report.synthetic import provenance, small_params, vouched
+from refusals import refused
 
 BOOT = Bootstrap(200, 0.95, 0)
 
@@ -83,8 +84,8 @@ def test_every_calibration_and_context_is_witnessed_and_what_was_not_is_refused(
     refuse_unwitnessed(measured, tmp_path)
     refuse_unwitnessed(measured.model_copy(update={"scores": (), "witnessed": ()}), tmp_path)  # too long for the model
     scores = [one.model_copy(update={"kl_sum": 1.1 * one.kl_sum}) for one in measured.scores]
-    for changes in ({"witnessed": ()}, {"scores": tuple(scores)}):
-        with pytest.raises(WitnessDisagrees, match="measure again"):
+    for changes, code in (({"witnessed": ()}, "witness.none"), ({"scores": tuple(scores)}, "witness.other-numbers")):
+        with refused(WitnessDisagrees, code, tmp_path):
             refuse_unwitnessed(measured.model_copy(update=changes), tmp_path)
 
 
@@ -105,7 +106,7 @@ def test_long_windows_hold_documents_of_the_test_split_alone(params):
 
 
 def test_a_text_that_is_too_short_is_refused_with_what_to_ask_for(params):
-    with pytest.raises(CorpusError, match=r"ladder\.context_windows"):
+    with refused(CorpusError, "corpus.too-short", "ladder.context_windows"):
         further.long_windows(params, resolve(params.model), 10**6, None)
 
 
@@ -143,8 +144,8 @@ def test_planted_ratios_are_found_on_each_text(tmp_path):
     beyond = small_params(ladder={"contexts": [128, 256]}, **shared)  # which the model has no positions for
     assert len(further_entries(beyond, tmp_path / "few.json", results, BOOT)) == 4
     other = small_params(ladder={"contexts": [256]}, **shared)
-    with pytest.raises(MissingResult, match="ladder_further"):
+    with refused(MissingResult, "missing-result.other-contexts", "`kvlab step ladder_further`"):
         further_entries(other, tmp_path / "further.json", results, BOOT)
-    with pytest.raises(MissingResult, match="ladder_further"):
+    with refused(MissingResult, "missing-result.further", "`kvlab step ladder_further`"):
         further_entries(params, None, results, BOOT)
     assert further_entries(small_params(), None, results, BOOT) == []

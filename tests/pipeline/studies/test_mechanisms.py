@@ -32,6 +32,7 @@ from kvlab_pipeline.jobs.measure import Lab
 from kvlab_pipeline.studies.mechanisms import cached, items, plan, records, subjects
 from kvlab_pipeline.studies.mechanisms import measure as measuring
 from kvlab_pipeline.studies.mechanisms.params import Mechanisms
+from refusals import refused
 
 AVX512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM reads an fp8 cache with AVX-512 only"
@@ -271,7 +272,7 @@ def test_what_a_machine_cannot_run_is_said(
 
 def test_on_an_accelerator_an_engines_own_cache_is_not_scored_in_a_prompts_pass():
     subjects.refuse_unread("cpu", "fp8_e4m3")
-    with pytest.raises(CapabilityError, match="fp8_e4m3 on NVIDIA X is not scored"):
+    with refused(CapabilityError, "capability.unread", "fp8_e4m3", "NVIDIA X"):
         subjects.refuse_unread("NVIDIA X", "fp8_e4m3")
 
 
@@ -334,7 +335,7 @@ def test_in_the_cache_each_scored_token_reads_what_was_stored(
         assert found.canary_kl > CANARY_MIN and found.witnessed_kl < 1e-5
         assert min(scores(table, label, "kl")) > 0
     unseen = tuple(one.model_copy(update={"witnessed_kl": None}) for one in record.rows)
-    with pytest.raises(WitnessDisagrees, match="no witness computed klt 2 served again"):
+    with refused(WitnessDisagrees, "witness.none", "klt 2 served"):
         records.refuse_impossible(record.model_copy(update={"rows": unseen}), out)
 
 
@@ -381,8 +382,8 @@ def test_a_cache_that_is_not_read_or_adds_a_loss_of_its_own_is_no_measurement(
     monkeypatch.setattr(cached, "logits", faulty)
     monkeypatch.setattr(registry, "start", engine_of)
     given = tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", tmp_path / "x.parquet"
-    error, said = {"deaf": (CodecNotActive, "does not read what it"), "lossy": (Fault, "stores all as it is")}[fault]
-    with pytest.raises(error, match=said):
+    error, code = {"deaf": (CodecNotActive, "not-active.canary"), "lossy": (Fault, "fault.floor")}[fault]
+    with refused(error, code):
         measuring.mechanisms(serving(tiny_params), "hf", *given)
     assert not list(tmp_path.iterdir())
 
@@ -454,7 +455,7 @@ def test_a_cache_that_attention_does_not_read_is_no_measurement(
 ):
     monkeypatch.setattr(registry, "start", lambda *_args, **_named: Lent(hf_engine))
     monkeypatch.setattr(lab_engines, "refuse_impostor", lambda *_: None)
-    with pytest.raises(CodecNotActive, match="a cache of fp8_e4m3 leaves every logit of the engine as it is"):
+    with refused(CodecNotActive, "not-active.unread", "fp8_e4m3"):
         measuring.mechanisms(
             tiny_params, "vllm", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", tmp_path / "x.parquet"
         )
@@ -470,7 +471,7 @@ def test_needles_of_another_context_are_refused(
 
     load = needles.load
     monkeypatch.setattr(measuring.needles, "load", lambda *args: replace(load(*args), context=63))
-    with pytest.raises(CorpusError, match=r"contexts of 63 tokens.*of 64; run `kvlab step needles` again"):
+    with refused(CorpusError, "corpus.other-context", 63, 64, "`kvlab step needles`"):
         measuring.mechanisms(
             tiny_params, "hf", tiny_windows, tiny_needles, {"hf": tiny_fitted}, "code", tmp_path / "x.parquet"
         )
@@ -481,11 +482,11 @@ def test_a_damaged_result_is_refused(measured, tmp_path):
     out = tmp_path / "hf.parquet"
     records.write_mechanisms(out, record, table)
     table.drop("item").write_parquet(out)
-    with pytest.raises(StorageError, match="has columns"):
+    with refused(StorageError, "storage.columns"):
         records.read_mechanisms(out)
     table.with_columns(variant=pl.lit(float("nan"))).write_parquet(out)
-    with pytest.raises(NonFinite, match="variant"):
+    with refused(NonFinite, None, "variant"):
         records.read_mechanisms(out)
     out.with_suffix(".json").write_text("{}")
-    with pytest.raises(StorageError, match="is no record of `kvlab step mechanisms`"):
+    with refused(StorageError, "storage.no-record"):
         records.read_mechanisms(out)

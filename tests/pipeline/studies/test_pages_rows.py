@@ -29,6 +29,7 @@ from kvlab_pipeline.studies.mechanisms import measure as measuring
 from kvlab_pipeline.studies.mechanisms import plan, records
 from kvlab_pipeline.studies.mechanisms.subjects import passed
 from pipeline.studies.test_mechanisms import Lent, engine_of, row, scores, tiny_needles
+from refusals import refused
 
 __all__ = ["engine_of", "tiny_needles"]  # fixtures
 BACKEND = "kvlab.cache.pages.backend.PagesImpl"
@@ -89,7 +90,7 @@ STARTED = Started(
 @pytest.mark.parametrize("other", [{"recipe_id": "another"}, {"calibration_hash": "another fit"}])
 def test_an_engine_that_codes_by_something_else_is_refused(tmp_path, other):
     paged.refuse_other(STARTED, DUE, tmp_path / "coded.json")
-    with pytest.raises(CodecNotActive, match="vLLM says that it codes by recipe"):
+    with refused(CodecNotActive, "not-active.other-recipe", *other.values()):
         paged.refuse_other(STARTED.model_copy(update=other), DUE, tmp_path / "coded.json")
 
 
@@ -101,7 +102,7 @@ def test_the_calibration_is_named_as_a_row_names_it(tiny_fitted, hf_engine, tiny
     told = paged.read_header(file)
     started = STARTED.model_copy(update={"recipe_id": due.recipe_id, "calibration_hash": told.calibration_hash})
     paged.refuse_other(started, due, file)
-    with pytest.raises(CodecNotActive, match="calibration another fit"):
+    with refused(CodecNotActive, "not-active.other-recipe", "another fit"):
         paged.refuse_other(started.model_copy(update={"calibration_hash": "another fit"}), due, file)
     plain, own = paged.written(tmp_path, Recipe(k=HadamardStream(bits=4), v=HadamardStream(bits=4)), None, None)
     assert plain.suffix == ".json" and own.calibration is None
@@ -115,7 +116,7 @@ def test_a_window_that_was_not_coded_once_and_whole_is_refused(fires, tokens):
     engine.passed = PagedPass(fires=6, tokens=96, **said)
     assert passed(engine, window)["fires"] == 6
     engine.passed = PagedPass(fires=fires, tokens=tokens, **said)
-    with pytest.raises(CodecNotActive, match=f"vLLM coded {tokens} tokens {fires} times into its pages"):
+    with refused(CodecNotActive, "not-active.other-window", tokens, fires):
         passed(engine, window)
 
 
@@ -208,5 +209,5 @@ def test_a_process_that_has_ended_is_told_in_one_line(started, error):
     other.close()
     engine._process, engine._started = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]), started
     for ask in (lambda: engine._asked({}), lambda: engine._over_the_pipe(engine._pipe.recv_bytes)):
-        with pytest.raises(error, match="has ended with code 3"):
+        with refused(error, f"{error.code}.process-ended", 3):
             ask()

@@ -16,6 +16,7 @@ from kvlab_pipeline.studies.mechanisms import measure as measuring
 from kvlab_pipeline.studies.mechanisms import patterned, plan
 from pipeline.studies.mechanism_rows import asking, measurer
 from pipeline.studies.test_mechanisms import engine_of, row, scores, tiny_needles
+from refusals import refused
 
 __all__ = ["engine_of", "tiny_needles"]  # fixtures
 NAME, WINDOW = "block_sparse:block=8,top_k=1,window=8,sinks=0", "window:window=12"
@@ -101,19 +102,19 @@ def test_a_pattern_that_would_leave_nothing_out_is_told_and_one_that_does_is_ref
     assert [one.label for one in record.missing] == ["window:window=4096"] and row(record, WINDOW).read_bytes
     assert "leaves out nothing of 64 tokens" in record.missing[0].reason
     monkeypatch.setattr(measuring, "refuse_needless", lambda *_: None)
-    with pytest.raises(CodecNotActive, match="leaves out nothing of so few tokens"):
+    with refused(CodecNotActive, "not-active.nothing-left-out"):
         measured("hf", "window:window=4096")
 
 
 def test_a_way_that_changes_what_reads_everything_is_refused(measured, monkeypatch):
     monkeypatch.setattr(patterned, "Full", lambda: SlidingWindow(1))
-    with pytest.raises(Fault, match="what keeps and reads everything moves the logits"):
+    with refused(Fault, "fault.floor", NAME):
         measured("hf", NAME)
 
 
 def test_a_pattern_that_does_not_reach_the_attention_is_refused(measured, monkeypatch):
     monkeypatch.setattr(patterned, "SlidingWindow", lambda _: Full())
-    with pytest.raises(CodecNotActive, match="does not reach the attention"):
+    with refused(CodecNotActive, "not-active.canary", NAME):
         measured("hf", NAME)
 
 

@@ -17,8 +17,9 @@ from kvlab.text import corpus
 from kvlab_pipeline.studies.placement import measure, tables
 from kvlab_pipeline.studies.placement import record as records
 from kvlab_pipeline.studies.placement.measure import Runs, Text, control, orders, shift, shifted, tied
-from kvlab_pipeline.studies.placement.record import Control, Verdict
+from kvlab_pipeline.studies.placement.record import PlantedControl, RunVerdict
 from kvlab_pipeline.studies.placement.verdict import Binned, comparable, judge, leads
+from refusals import refused
 from tiers import examples
 
 LIMIT = 1e-3
@@ -34,7 +35,7 @@ def rows(*leads_of: float) -> torch.Tensor:
 
 def test_equal_runs_are_the_same():
     found = judge(rows(1.0, 0.5), rows(1.0, 0.5), LIMIT, fixed=2)
-    assert found == Verdict(kind="same", flips=0, first=None, margin=None, widest=None, largest=0.0)
+    assert found == RunVerdict(kind="same", flips=0, first=None, margin=None, widest=None, largest=0.0)
 
 
 def test_noise_without_a_flip_is_the_same():
@@ -76,7 +77,7 @@ def test_rounding_within_the_limit_is_never_a_seam_bug(seed, noise, fixed):
 
 
 def test_runs_of_different_lengths_are_not_judged():
-    with pytest.raises(Fault, match="cannot be held against"):
+    with refused(Fault, "fault.other-shape"):
         judge(rows(1.0), rows(1.0, 2.0), LIMIT, fixed=1)
 
 
@@ -92,10 +93,10 @@ def test_leads_and_flips_are_counted_by_bin():
 
 
 def test_a_control_without_a_flip_proves_nothing():
-    calm = Verdict(kind="same", flips=0, first=None, margin=None, widest=None, largest=0.0)
-    tied_up = Verdict(kind="near tie", flips=1, first=0, margin=0.1, widest=0.1, largest=0.1)
+    calm = RunVerdict(kind="same", flips=0, first=None, margin=None, widest=None, largest=0.0)
+    tied_up = RunVerdict(kind="near tie", flips=1, first=0, margin=0.1, widest=0.1, largest=0.1)
     assert not control("tie", "near tie", [calm, calm]).passed
-    assert control("tie", "near tie", [calm, tied_up]) == Control(
+    assert control("tie", "near tie", [calm, tied_up]) == PlantedControl(
         name="tie", expected="near tie", runs=2, flipped=1, right=1, lead=0.1
     )
     assert not control("shift", "seam bug", [tied_up]).passed
@@ -135,7 +136,7 @@ def test_a_shift_begins_at_its_seam_and_ends_with_its_block(model, ids):
         off = scored(model, ids)
     assert torch.equal(off[:40], plain[:40]) and float((off[40:] - plain[40:]).abs().max()) > 1e-3
     assert torch.equal(scored(model, ids), plain)
-    with shifted(model, 40), pytest.raises(CapabilityError, match="not told its positions"):
+    with shifted(model, 40), refused(CapabilityError, "capability.no-positions"):
         model.model(torch.tensor([ids]))
 
 
@@ -147,7 +148,7 @@ def test_a_shift_of_nothing_is_judged_the_same(model, ids, tiny_params, monkeypa
     monkeypatch.setattr(
         "kvlab_pipeline.studies.placement.measure.shifted", lambda model, seam: shifted(model, seam, by=0)
     )
-    assert shift(runs, [text], 1e-4) == Control(
+    assert shift(runs, [text], 1e-4) == PlantedControl(
         name="shift", expected="seam bug", runs=1, flipped=0, right=0, lead=None
     )
 
@@ -215,12 +216,12 @@ def test_orders_are_permutations_and_always_the_same():
 def test_more_windows_than_there_are_are_refused(asks, tiny_windows, tmp_path):
     many = asks.kvstore.placement.model_copy(update={"windows": 99})
     params = asks.model_copy(update={"kvstore": asks.kvstore.model_copy(update={"placement": many})})
-    with pytest.raises(ParamsError, match="99 windows"):
+    with refused(ParamsError, "params.too-few-windows", 99):
         measure.measure(params, tiny_windows, tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
 
 
 def test_another_file_is_no_record(tmp_path):
     write_json(tmp_path / "other.json", {})
-    with pytest.raises(StorageError, match="no record of the study of placement"):
+    with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
         records.read(tmp_path / "other.json")

@@ -19,6 +19,7 @@ from kvlab_pipeline.jobs import measure
 from kvlab_pipeline.studies import gather
 from kvlab_pipeline.studies.factors import numbers
 from kvlab_pipeline.studies.settings import Settings
+from refusals import refused
 from validation.planted import factorial, relabelled
 from validation.planted.claims import recover
 
@@ -121,11 +122,11 @@ def test_an_engine_under_anothers_name_is_found_out(write, start, hf_engine):
     """The job of vLLM runs transformers: refused at its start, by what it leaves behind, and by the numbers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "start", lambda *given, **named: hf_engine)
-        with pytest.raises(Fault, match="what runs as vllm is transformers"):
+        with refused(Fault, "fault.other-engine", "vllm", "transformers"):
             other(write, patch, hf_engine)
         patch.setattr(engines, "refuse_impostor", lambda *_: None)
         files = other(write, patch, hf_engine)
-        with pytest.raises(EnginesDisagree, match="what ran as vllm left the proof of another engine"):
+        with refused(EnginesDisagree, "engines-disagree.other-engine", "vllm"):
             factorial.case(files)
         patch.setattr(gather, "refuse_one_engine", lambda *_: None)
         assert "share of `engine`" in missed(factorial.case(other(write, patch, hf_engine)).claims)

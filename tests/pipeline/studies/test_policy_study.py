@@ -17,7 +17,8 @@ from kvlab_pipeline.studies.policy import measure, tables
 from kvlab_pipeline.studies.policy import record as records
 from kvlab_pipeline.studies.policy.asking import WatchedRun, ask, planted_chunks
 from kvlab_pipeline.studies.policy.measure import arms, blocks_of, thirds
-from kvlab_pipeline.studies.policy.record import FORESIGHT, Asked
+from kvlab_pipeline.studies.policy.record import FORESIGHT, NeedleResult
+from refusals import refused
 
 POLICIES = ("lru", "qk", "oracle", "random", "sign_bit")
 
@@ -121,7 +122,7 @@ def test_pools_are_shares_of_the_context(asks):
 
 
 def test_needles_are_counted_by_the_third_that_they_stand_in():
-    asked = [Asked(found=hit, question=0, answer=0, held=0, page_ins=0) for hit in (True, False, True, True)]
+    asked = [NeedleResult(found=hit, question=0, answer=0, held=0, page_ins=0) for hit in (True, False, True, True)]
     found = thirds(asked, [0.0, 0.3, 0.34, 0.999])
     assert [(one.items, one.found) for one in found] == [(2, 1), (1, 1), (1, 1)]
 
@@ -172,18 +173,18 @@ def test_the_tables_name_every_arm(record):
     found = tables.tables(record)
     assert [len(table.rows) for table in found] == [11, 13, 8, 10, 23]
     assert found[1].rows[-1][2] == "foresight" and found[0].rows[0][:3] == ("all", "11", "everything in the pool")
-    with pytest.raises(StorageError, match="holds no fifo"):
+    with refused(StorageError, "storage.no-arm", "fifo"):
         record.arm("fifo", 0.5, "bounded")
 
 
 def test_more_needles_than_there_are_are_refused(asks, planted, tmp_path):
     many = asks.kvstore.policy.model_copy(update={"needles": 99})
     params = asks.model_copy(update={"kvstore": asks.kvstore.model_copy(update={"policy": many})})
-    with pytest.raises(ParamsError, match="99 needles are asked for, and there are 4"):
+    with refused(ParamsError, "params.too-few-needles", 99, 4):
         measure.measure(params, planted, tmp_path / "out.json")
 
 
 def test_another_file_is_no_record(tmp_path):
     write_json(tmp_path / "other.json", {})
-    with pytest.raises(StorageError, match="no record of the study of policies"):
+    with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
         records.read(tmp_path / "other.json")

@@ -27,6 +27,7 @@ from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab_pipeline.studies.residual.measure import code, histograms, residual, table
 from kvlab_pipeline.studies.residual.record import RESIDUAL, read_residual, recipes
 from kvlab_pipeline.studies.settings import Settings
+from refusals import refused
 
 HEADS, TOKENS, DIM = 2, 96, 8
 
@@ -183,6 +184,6 @@ def test_it_is_the_codec_of_the_cells(tiny_params, tiny_calibration, fitted, cod
 def test_a_calibration_on_another_capture_is_refused(tiny_params, tiny_calibration, fitted, tmp_path):
     changes = {"calibration": {"engines": ["hf", "vllm"], "origin": "vllm"}}
     other = Settings.complete(overlay(tiny_params.model_dump(mode="json"), changes))
-    with pytest.raises(CalibrationMismatch, match=r"calibration\.origin is 'vllm'"):
+    with refused(CalibrationMismatch, "calibration.other-origin", "calibration.origin", "'vllm'"):
         residual(other, tiny_calibration["capture"], fitted, tmp_path / "hf.parquet")
     assert list(tmp_path.iterdir()) == []

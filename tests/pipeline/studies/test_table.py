@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvlab.core.errors import Fault
 from kvlab.stats.bootstrap import Estimate
-from kvlab_pipeline.studies.table import Interval, Table, estimate, spread
+from kvlab_pipeline.studies.table import EstimateRecord, Table, estimate, spread
+from refusals import refused
 
 
 def test_a_ragged_table_is_no_table():
     assert Table("t", "", ("a", "b"), (("1", "2"),)).rows == (("1", "2"),)
-    with pytest.raises(Fault, match="3 cells under 2 headings"):
+    with refused(Fault, "fault.ragged-table", 3, 2):
         Table("t", "", ("a", "b"), (("1", "2"), ("1", "2", "3")))
 
 
@@ -20,7 +19,7 @@ def test_what_is_not_there_is_a_dash():
 
 
 def test_an_interval_ends_where_the_quantity_does():
-    found = Interval.of(Estimate(0.95, 0.8, 1.1, 12, 99, 0.15, "bca"), 0.0, 1.0)
+    found = EstimateRecord.of(Estimate(0.95, 0.8, 1.1, 12, 99, 0.15, "bca"), 0.0, 1.0)
     assert (found.value, found.low, found.high, found.n, found.method) == (0.95, 0.8, 1.0, 12, "bca")
     assert estimate(found, 100) == "95 [80, 100]"
     assert estimate(found, signed=True) == "+0.95 [+0.80, +1.00]"

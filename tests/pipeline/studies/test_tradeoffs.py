@@ -14,6 +14,7 @@ from kvlab_pipeline.studies.tradeoffs import tables
 from kvlab_pipeline.studies.tradeoffs.arms import FULL, CacheShape, arms, kept_at, rank_at, recipes_of
 from kvlab_pipeline.studies.tradeoffs.measure import measure, refuse
 from kvlab_pipeline.studies.tradeoffs.params import Tradeoffs
+from refusals import refused
 from text.test_needles import with_changes
 
 SHAPE = CacheShape(layers=3, kv_heads=2, head_dim=32, context=64)
@@ -71,12 +72,12 @@ class TestRefusals:
     @pytest.mark.parametrize(("steps", "scored"), [(200, 128), (12, 8)])
     def test_steps_that_no_window_can_time(self, tiny_params, steps, scored):
         asked = with_changes(tiny_params, tradeoffs={"steps": steps}, windows={"eval": scored})
-        with pytest.raises(UserError, match=rf"tradeoffs\.steps is {steps}; allowed: at most {scored - 2}, as"):
+        with refused(UserError, "user.too-many-steps", "tradeoffs.steps", steps, scored - 2):
             refuse(asked)
 
     def test_sinks_that_leave_no_other_token(self, tiny_params):
         context = tiny_params.windows.context
-        with pytest.raises(ParamsError, match=rf"tradeoffs\.sinks is {context}; allowed: at most {context - 1}"):
+        with refused(ParamsError, None, "tradeoffs.sinks", context, context - 1):
             with_changes(tiny_params, tradeoffs={"sinks": context})
 
 
@@ -130,5 +131,5 @@ class TestARun:
         other = read_json(written)
         del other["arms"]
         write_json(tmp_path / "other.json", other)
-        with pytest.raises(StorageError, match="no record of the study of tradeoffs"):
+        with refused(StorageError, "storage.no-record", tmp_path / "other.json"):
             records.read(tmp_path / "other.json")

@@ -15,7 +15,9 @@ from kvlab.measure.scoring import WindowRun
 from kvlab.measure.windows import Window
 from kvlab.text.ruler import Ruler, RulerItem
 from kvlab_pipeline.studies.mechanisms import items, plan
-from kvlab_pipeline.studies.mechanisms.written import CHECKED, DRAFT, GREEDY_TOKENS, Answers, Greedy, agreement, prompt
+from kvlab_pipeline.studies.mechanisms.plan import GREEDY_TOKENS
+from kvlab_pipeline.studies.mechanisms.written import CHECKED, DRAFT, Answers, Greedy, agreement, prompt
+from refusals import refused
 
 CONTEXT = 40
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
@@ -77,7 +79,7 @@ def test_an_answer_ends_before_the_token_that_stops_it(run, hf_engine, ids):
 
 
 def test_an_engine_that_cannot_begin_there_refuses():
-    with pytest.raises(Fault, match="toy does not write"):
+    with refused(Fault, "fault.no-writing", "toy"):
         Engine.write_over(SimpleNamespace(name="toy"), [1], {}, 1)
 
 
@@ -158,6 +160,6 @@ def test_items_are_windows_cut_where_the_question_begins(ids):
 
 def test_only_an_engine_that_writes_is_asked_and_only_over_a_snapshot():
     there = dict.fromkeys(plan.METRICS, 3) | {"ruler_vt": 0}
-    assert plan.asked(there, "hf", "snapshot") == {name: 3 for name in plan.METRICS if name != "ruler_vt"}
+    assert plan.scored_items(there, "hf", "snapshot") == {name: 3 for name in plan.METRICS if name != "ruler_vt"}
     for engine, protocol in (("hf", "in_forward"), ("vllm", "snapshot")):
-        assert plan.asked(there, engine, protocol) == dict.fromkeys(plan.PASSED, 3)
+        assert plan.scored_items(there, engine, protocol) == dict.fromkeys(plan.PASSED, 3)

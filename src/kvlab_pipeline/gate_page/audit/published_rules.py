@@ -60,7 +60,7 @@ def published_fields(environment: Mapping[str, str]) -> dict:
     """
     fields: dict = {name: environment.get(name.upper()) or None for name in TEXTS}
     fields |= {name: _number(environment.get(name.upper()), float) for name in FLOATS}
-    fields |= {name: _number(environment.get(name.upper()), _truncated) for name in INTS}
+    fields |= {name: _number(environment.get(name.upper()), lambda text: math.trunc(float(text))) for name in INTS}
     return fields | {"mechanism": fields["mechanism"] or "baseline"}
 
 
@@ -69,10 +69,6 @@ def _number(text: str | None, read: Callable[[str], float]) -> float | None:
         return read(text) if text else None
     except (ValueError, OverflowError):
         return None
-
-
-def _truncated(text: str) -> int:
-    return math.trunc(float(text))
 
 
 def published_record(

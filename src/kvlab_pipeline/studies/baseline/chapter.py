@@ -14,7 +14,7 @@ from kvlab_pipeline.pages.figure import Figure
 from kvlab_pipeline.pages.parts import KL_UNIT
 from kvlab_pipeline.studies.baseline.numbers import agreement_entry, baseline_entry, floor_entry, peer_entries
 from kvlab_pipeline.studies.baseline.tables import context
-from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section, estimates_of
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 
@@ -180,8 +180,8 @@ CHAPTER = Chapter(
     },
     entries=entries,
     sections={
-        "baseline": Section(40, "Each engine and number format against the float32 truth"),
-        "agreement": Section(
+        "baseline": PageSection(40, "Each engine and number format against the float32 truth"),
+        "agreement": PageSection(
             50, "Whether numbers of two engines may stand side by side", asks="the engines against each other"
         ),
     },

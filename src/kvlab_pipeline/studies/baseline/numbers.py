@@ -15,7 +15,8 @@ from kvlab_pipeline.jobs.plan import baseline_runs
 from kvlab_pipeline.studies.baseline.truth import own_jitter, peer_of
 from kvlab_pipeline.studies.baselines import LEVELS, corner_cell
 from kvlab_pipeline.studies.estimates import sides
-from kvlab_pipeline.studies.gather import Results, comparable
+from kvlab_pipeline.studies.gather import comparable
+from kvlab_pipeline.studies.measured import Results
 
 AGREEMENT_KL = 1e-6  # nats per token; fp32 engines without a codec may differ by rounding only
 JITTER_MULTIPLE = 10  # two roundings differ in size, and what grows from them scatters; a bug is far larger

@@ -59,12 +59,6 @@ def agreement(given: dict) -> str:
     return fmt.table(headers, lines)
 
 
-def floor_context(floors: dict | None, basis: Basis) -> dict | None:
-    """The engines' own noise."""
-    found = [given for row in (floors or {}).values() for given in row.values() if given]
-    return {"table": floor(floors), "basis": basis(found)} if found else None
-
-
 def agreement_context(found: dict | None, basis: Basis) -> dict | None:
     """The float32 check of the engines."""
     if not found:
@@ -87,9 +81,11 @@ def agreement_context(found: dict | None, basis: Basis) -> dict | None:
 
 def context(metrics: dict, basis: Basis) -> dict:
     """What ``baseline.md.j2`` and ``agreement.md.j2`` name."""
+    floors = metrics.get("floor") or {}
+    noise = [given for row in floors.values() for given in row.values() if given]
     return {
         "baseline": basis.under(metrics.get("baseline"), baseline, "kl"),
         "peers": basis.under(metrics.get("baseline_peers"), peers, "kl"),
-        "floor": floor_context(metrics.get("floor"), basis),
+        "floor": {"table": floor(floors), "basis": basis(noise)} if noise else None,
         "agreement": agreement_context(metrics.get("agreement"), basis),
     }

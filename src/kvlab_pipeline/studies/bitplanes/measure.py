@@ -61,7 +61,7 @@ def measure(params: Params, windows_path: Path, out: Path) -> None:
     torch.set_num_threads(params.jobs.threads)
     settings, info = params.kvstore.bitplanes, resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
-    positions, given = places(settings, windows), asked(settings)
+    positions, given = places(settings, windows), ranked_variants(settings)
     forget(out)
     sums = Sums(len(given))
     with closing(start("hf", info, params.kvstore.dtype, max_tokens=windows.test.shape[1])) as engine:
@@ -88,7 +88,7 @@ def measure(params: Params, windows_path: Path, out: Path) -> None:
     write_json(out, record.model_dump(mode="json"))
 
 
-def asked(settings: BitplanesStudy) -> list[RankedVariant]:
+def ranked_variants(settings: BitplanesStudy) -> list[RankedVariant]:
     """Every arm in every basis in which it differs, then the controls."""
     found = [RankedVariant(arm, "rotated") for arm in arms(settings.groups, FULL_BITS)]
     raw = [RankedVariant(one.arm, "raw") for one in found if one.arm.name not in ("random", "full")]
@@ -100,9 +100,14 @@ def places(settings: BitplanesStudy, windows: corpus.TokenWindows) -> tuple[int,
     """Positions of the queries: the first and the last token after the context, and others evenly between them."""
     available = len(windows.test)
     if settings.windows > available:
-        raise ParamsError(f"{settings.windows} windows are asked for, and there are {available}")
+        raise ParamsError(
+            f"{settings.windows} windows are asked for, and there are {available}", code="params.too-few-windows"
+        )
     if settings.queries > windows.eval:
-        raise ParamsError(f"{settings.queries} positions are asked for, and a window has {windows.eval}")
+        raise ParamsError(
+            f"{settings.queries} positions are asked for, and a window has {windows.eval}",
+            code="params.too-few-positions",
+        )
     last = windows.test.shape[1] - 1
     return tuple(np.linspace(windows.context, last, settings.queries).round().astype(int).tolist())
 

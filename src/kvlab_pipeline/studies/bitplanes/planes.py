@@ -96,7 +96,10 @@ def turned(x: Tensor, basis: Basis) -> Tensor:
     if basis == "raw":
         return x.double()
     if width & (width - 1):
-        raise CapabilityError(f"keys of {width} numbers cannot be rotated; their number has to be a power of two")
+        raise CapabilityError(
+            f"keys of {width} numbers cannot be rotated; their number has to be a power of two",
+            code="capability.no-power-of-two",
+        )
     return rotate(x.double(), ROTATION_SEED) * width**-0.5
 
 
@@ -110,7 +113,9 @@ def width_of(group: int, head_dim: int) -> int:
     """
     width = min(group, head_dim)
     if head_dim % width:
-        raise CapabilityError(f"a key of {head_dim} numbers is no whole number of groups of {group}")
+        raise CapabilityError(
+            f"a key of {head_dim} numbers is no whole number of groups of {group}", code="capability.group"
+        )
     return width
 
 

@@ -11,18 +11,18 @@ from kvlab.core.errors import StorageError
 from kvlab.core.records import Provenance, read_json
 from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
-from kvlab_pipeline.studies.table import Interval
+from kvlab_pipeline.studies.table import EstimateRecord
 
 Basis = Literal["rotated", "raw"]
 
 
-class Measured(Frozen):
+class ArmQuantity(Frozen):
     """One quantity of one arm: its mean over queries with an interval over windows, and the means of each head.
 
     `heads` is [layers][query heads].
     """
 
-    overall: Interval
+    overall: EstimateRecord
     heads: tuple[tuple[float, ...], ...]
 
 
@@ -41,11 +41,11 @@ class ArmRecord(Frozen):
     width: int | None
     bits_per_key: float | None
     saturated: float | None
-    spearman: Measured
-    token: tuple[Measured, ...]
-    chunk: tuple[Measured, ...]
-    forced: tuple[Measured, ...]
-    needed: Measured
+    spearman: ArmQuantity
+    token: tuple[ArmQuantity, ...]
+    chunk: tuple[ArmQuantity, ...]
+    forced: tuple[ArmQuantity, ...]
+    needed: ArmQuantity
 
     @property
     def label(self) -> str:
@@ -62,10 +62,10 @@ class Difference(Frozen):
     b: str
     basis: Basis
     other_basis: Basis
-    difference: Interval
+    difference: EstimateRecord
 
 
-class Spent(Frozen):
+class BudgetUse(Frozen):
     """What the variant with forced tokens keeps at a budget: mean tokens, and what the published code kept.
 
     `slipped` is the mean number of tokens where an empty remainder is taken for all of them, as it was there.
@@ -95,9 +95,9 @@ class BitplanesRecord(Frozen):
     confidence: float
     arms: tuple[ArmRecord, ...]
     controls: tuple[ArmRecord, ...]
-    ceiling: tuple[Measured, ...]
+    ceiling: tuple[ArmQuantity, ...]
     differences: tuple[Difference, ...]
-    spent: tuple[Spent, ...]
+    spent: tuple[BudgetUse, ...]
     entropy: float
     largest: float
 
@@ -112,4 +112,6 @@ def read(path: Path | str) -> BitplanesRecord:
     try:
         return BitplanesRecord.model_validate(read_json(path))
     except ValidationError as error:
-        raise StorageError(f"{path} is no record of the study of bit planes: {error.errors()[0]}") from None
+        raise StorageError(
+            f"{path} is no record of the study of bit planes: {error.errors()[0]}", code="storage.no-record"
+        ) from None

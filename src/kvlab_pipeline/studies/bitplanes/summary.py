@@ -13,8 +13,8 @@ from kvlab.core.errors import NonFinite
 from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab_pipeline.studies.bitplanes.params import BitplanesStudy
 from kvlab_pipeline.studies.bitplanes.planes import PlanesVariant
-from kvlab_pipeline.studies.bitplanes.record import ArmRecord, Basis, Difference, Measured
-from kvlab_pipeline.studies.table import Interval
+from kvlab_pipeline.studies.bitplanes.record import ArmQuantity, ArmRecord, Basis, Difference
+from kvlab_pipeline.studies.table import EstimateRecord
 
 DIGITS = 6  # of means that have no interval
 COMPARED = 0.1  # the budget, or the nearest to it, at which arms are held against each other
@@ -48,7 +48,7 @@ class Sums:
         every = [[[row[part] for row in self.rows[w, layer]] for layer in range(layers)] for w in range(windows)]
         stacked = torch.stack([torch.stack([torch.stack(one) for one in window]) for window in every]).numpy()
         if not np.isfinite(stacked).all():
-            raise NonFinite("attention or a ranking of its keys holds NaN or infinity")
+            raise NonFinite("attention or a ranking of its keys holds NaN or infinity", code="non-finite.ranking")
         return stacked
 
 
@@ -64,10 +64,10 @@ class Means:
         self.bootstrap = bootstrap
         self.overall = bootstrap.combine_many(self.columns, lambda means: means)
 
-    def measured(self, column: int, lowest: float = 0.0) -> Measured:
+    def measured(self, column: int, lowest: float = 0.0) -> ArmQuantity:
         """One column: its interval, and its mean in every layer and head."""
         heads = self.values[..., column].mean((0, 2)).round(DIGITS)
-        return Measured(overall=Interval.of(self.overall[column], lowest, 1.0), heads=heads.tolist())
+        return ArmQuantity(overall=EstimateRecord.of(self.overall[column], lowest, 1.0), heads=heads.tolist())
 
     def difference(self, a: int, b: int) -> Estimate:
         """Column a minus column b, paired."""
@@ -148,7 +148,7 @@ def differences(
                     b=label(b[0]),
                     basis=a[1],
                     other_basis=b[1],
-                    difference=Interval.of(estimate),
+                    difference=EstimateRecord.of(estimate),
                 )
             )
     return found

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from kvlab.output.format import number, percent
-from kvlab_pipeline.studies.bitplanes.record import ArmRecord, Basis, BitplanesRecord, Difference, Measured
+from kvlab_pipeline.studies.bitplanes.record import ArmQuantity, ArmRecord, Basis, BitplanesRecord, Difference
 from kvlab_pipeline.studies.table import Table, estimate, spread
 
-Part = Callable[[ArmRecord], tuple[Measured, ...]]
+Part = Callable[[ArmRecord], tuple[ArmQuantity, ...]]
 NEAREST = 0.1  # the budget at which heads are compared, or the one next to it
 WHAT = {
     "spearman": "rank correlation",
@@ -28,11 +28,21 @@ published study with its mistakes mended, which are made once more on purpose in
 
 def tables(record: BitplanesRecord) -> list[Table]:
     """Every table of the page, in order."""
+    settings = record.settings
+    tokens = "Per cent of a query's attention on the tokens that an arm ranks first, by the share of tokens kept."
+    chunks = (
+        f"The same for chunks of {settings.chunk_tokens} tokens, each ranked by its best token: what a pool "
+        "that holds chunks can do for one head at a time."
+    )
+    forced = (
+        f"The first {settings.sinks} and the last {settings.recent} tokens are kept whatever an arm "
+        "says, and the rest of the budget goes to those that it ranks first."
+    )
     return [
         planes(record),
-        recalls(record, "Mass on the tokens that are kept", lambda arm: arm.token, of_tokens(record), None),
-        recalls(record, "Mass on the chunks that are kept", lambda arm: arm.chunk, of_chunks(record), record.ceiling),
-        recalls(record, "With the first and the last tokens kept", lambda arm: arm.forced, of_forced(record), None),
+        recalls(record, "Mass on the tokens that are kept", lambda arm: arm.token, tokens, None),
+        recalls(record, "Mass on the chunks that are kept", lambda arm: arm.chunk, chunks, record.ceiling),
+        recalls(record, "With the first and the last tokens kept", lambda arm: arm.forced, forced, None),
         spent(record),
         across(record),
         by_layer(record),
@@ -75,33 +85,12 @@ def planes(record: BitplanesRecord) -> Table:
     return Table("What a few bits of a key say", text, header, tuple(rows))
 
 
-def recalls(record: BitplanesRecord, title: str, part: Part, text: str, ceiling: Sequence[Measured] | None) -> Table:
+def recalls(record: BitplanesRecord, title: str, part: Part, text: str, ceiling: Sequence[ArmQuantity] | None) -> Table:
     """Mass at every budget, per cent; `ceiling` is the best that any choice can do."""
     rows = [(arm.label, *(estimate(one.overall, 100) for one in part(arm))) for arm in of(record, "rotated")]
     if ceiling:
         rows.append(("the best chunks", *(estimate(one.overall, 100) for one in ceiling)))
     return Table(title, text, ("arm", *(percent(share, 0) for share in record.settings.kept)), tuple(rows))
-
-
-def of_tokens(record: BitplanesRecord) -> str:
-    """What the table of tokens shows."""
-    return "Per cent of a query's attention on the tokens that an arm ranks first, by the share of tokens kept."
-
-
-def of_chunks(record: BitplanesRecord) -> str:
-    """What the table of chunks shows."""
-    return (
-        f"The same for chunks of {record.settings.chunk_tokens} tokens, each ranked by its best token: what a pool "
-        "that holds chunks can do for one head at a time."
-    )
-
-
-def of_forced(record: BitplanesRecord) -> str:
-    """What the variant with forced tokens shows."""
-    return (
-        f"The first {record.settings.sinks} and the last {record.settings.recent} tokens are kept whatever an arm "
-        "says, and the rest of the budget goes to those that it ranks first."
-    )
 
 
 def spent(record: BitplanesRecord) -> Table:
@@ -222,7 +211,7 @@ def nearest(record: BitplanesRecord) -> int:
     return min(range(len(budgets)), key=lambda i: abs(budgets[i] - NEAREST))
 
 
-def worst_first(measured: Measured, scale: float = 1.0) -> tuple[str, str, str]:
+def worst_first(measured: ArmQuantity, scale: float = 1.0) -> tuple[str, str, str]:
     """The least, the median and the greatest of all heads."""
     return spread([scale * head for layer in measured.heads for head in layer])
 

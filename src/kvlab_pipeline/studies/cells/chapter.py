@@ -13,7 +13,7 @@ from kvlab_pipeline.pages.figure import Figure
 from kvlab_pipeline.pages.parts import KL_UNIT
 from kvlab_pipeline.studies.cells.numbers import cell_entries
 from kvlab_pipeline.studies.cells.tables import context
-from kvlab_pipeline.studies.chapter import Chapter, Drawn, Section, estimates_of
+from kvlab_pipeline.studies.chapter import Chapter, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
 
@@ -157,7 +157,7 @@ CHAPTER = Chapter(
     parts={"cells": tuple[CellEntry, ...]},
     entries=lambda measured: {"cells": cell_entries(measured.params, measured.results, measured.boot)},
     sections={
-        "cells": Section(
+        "cells": PageSection(
             60, "Bits, KL, perplexity and top token of every cell", asks="one change of the codec at a time"
         )
     },

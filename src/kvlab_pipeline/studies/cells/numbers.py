@@ -14,7 +14,8 @@ from kvlab.stats.multiple import benjamini_hochberg, sign_flip_two_sided_p
 from kvlab.stats.power import effective_tokens, predicted_standard_error
 from kvlab_pipeline.studies.baselines import corner_cell, identity_of
 from kvlab_pipeline.studies.estimates import sides
-from kvlab_pipeline.studies.gather import Measured, Results, comparable
+from kvlab_pipeline.studies.gather import comparable
+from kvlab_pipeline.studies.measured import Measured, Results
 
 PERCENTILES = ("50", "95", "99", "99.9")
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)

@@ -67,7 +67,7 @@ def reads_components(rung: str) -> bool:
 Rung = Annotated[str, AfterValidator(_rung), Field(json_schema_extra={"enum": list(RUNGS)})]
 
 
-class CellEntry(Frozen):
+class CellSettings(Frozen):
     """One entry of `cells`: what it changes in the studied recipe, where it is measured, and what it is held against.
 
     Without `engines`, `protocols` and `dtype` it is measured on every engine and under every protocol of the run,
@@ -92,7 +92,7 @@ class CellEntry(Frozen):
     codec: dict[str, Any] = Field(default={}, description="any leaves of `codec`")
     rung: Rung | None = Field(default=None, description="another codec, as on the ladder; null: the studied one")
 
-    def fitted(self, params: Params) -> CellEntry:
+    def fitted(self, params: Params) -> CellSettings:
         """The entry with layers counted from the start."""
         n = params.model.n_layers
         codec = {key: _counted(value, n) if key.endswith("_layers") else value for key, value in self.codec.items()}
@@ -106,7 +106,7 @@ def _counted(layers: Any, n_layers: int) -> Any:
     return layers
 
 
-def with_entry(params: Params, entry: CellEntry) -> Params:
+def with_entry(params: Params, entry: CellSettings) -> Params:
     """The parameters with what a cell changes in the studied recipe."""
     changes: dict[str, Any] = {}
     if entry.codec:
@@ -117,7 +117,7 @@ def with_entry(params: Params, entry: CellEntry) -> Params:
     return params.model_copy(update=changes)
 
 
-def problems(params: Params, label: str, entry: CellEntry, cells: Mapping[str, CellEntry]) -> Iterator[str]:
+def problems(params: Params, label: str, entry: CellSettings, cells: Mapping[str, CellSettings]) -> Iterator[str]:
     """One line for each thing that an entry asks for and cannot have."""
     name = f"cells.{label}"
     yield from _impossible(name, entry)
@@ -135,7 +135,7 @@ def problems(params: Params, label: str, entry: CellEntry, cells: Mapping[str, C
     yield from with_entry(params, entry).codec.problems(params, f"{name}.codec", leaves)
 
 
-def _impossible(name: str, entry: CellEntry) -> Iterator[str]:
+def _impossible(name: str, entry: CellSettings) -> Iterator[str]:
     """Where an entry contradicts itself."""
     if entry.rung and (entry.codec or entry.codebooks):
         yield f"{name} names a rung, so it can change neither codec nor codebooks"
@@ -153,7 +153,7 @@ def _impossible(name: str, entry: CellEntry) -> Iterator[str]:
         yield f"{name}.layers is empty, so nothing is coded; allowed: `coded`, `all`, or a list"
 
 
-def _against(params: Params, label: str, entry: CellEntry, cells: Mapping[str, CellEntry]) -> Iterator[str]:
+def _against(params: Params, label: str, entry: CellSettings, cells: Mapping[str, CellSettings]) -> Iterator[str]:
     """The entry's counterpart is another entry, measured wherever it is."""
     if entry.against is None:
         return

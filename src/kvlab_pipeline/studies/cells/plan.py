@@ -10,7 +10,7 @@ from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import ParamsError
 from kvlab.core.params import Params
 from kvlab.core.recipe import IDENTITY, Cell, Recipe
-from kvlab_pipeline.studies.cells.params import CellEntry, with_entry
+from kvlab_pipeline.studies.cells.params import CellSettings, with_entry
 
 READS = ("windows", "engines", "protocols", "gap", "cells")  # of params.yaml, beside what every codec reads
 
@@ -65,26 +65,26 @@ def repeated(params: Params, unasked: Collection[str]) -> list[str]:
     return found
 
 
-def recipe(params: Params, entry: CellEntry) -> Recipe:
+def recipe(params: Params, entry: CellSettings) -> Recipe:
     """The recipe of an entry."""
     changed = with_entry(params, entry)
     return named_recipe(entry.rung, params=changed) if entry.rung else studied_recipe(changed)
 
 
-def _layers(params: Params, entry: CellEntry) -> tuple[int, ...]:
+def _layers(params: Params, entry: CellSettings) -> tuple[int, ...]:
     if entry.layers == "all":
         return tuple(range(params.model.n_layers))
     return coded_layers(with_entry(params, entry)) if entry.layers == "coded" else tuple(sorted(set(entry.layers)))
 
 
-def _identity(params: Params, entry: CellEntry, engine: str, protocol: str) -> Cell:
+def _identity(params: Params, entry: CellSettings, engine: str, protocol: str) -> Cell:
     everything = tuple(range(params.model.n_layers))
-    plain = CellEntry(attention=entry.attention, placement=entry.placement, dtype=entry.dtype)
+    plain = CellSettings(attention=entry.attention, placement=entry.placement, dtype=entry.dtype)
     return _cell(params, plain, engine, protocol, "identity", everything, IDENTITY)
 
 
 def _cell(
-    params: Params, entry: CellEntry, engine: str, protocol: str, label: str, layers: tuple[int, ...], recipe: Recipe
+    params: Params, entry: CellSettings, engine: str, protocol: str, label: str, layers: tuple[int, ...], recipe: Recipe
 ) -> Cell:
     return Cell(
         study="cells",

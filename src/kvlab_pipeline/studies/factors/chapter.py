@@ -15,7 +15,7 @@ from kvlab_pipeline.pages.basis import Basis
 from kvlab_pipeline.pages.figure import DOWN, GREY, UP, Figure, Line, Look, Mark, Panel, linear_axis, named_axis
 from kvlab_pipeline.pages.parts import KL_UNIT, reading, resolution
 from kvlab_pipeline.pages.withheld import settling, undecided
-from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.factors.numbers import factors_entry, gap_entry, text_entries
@@ -168,7 +168,10 @@ def reconcile(measure: dict) -> None:
     largest = max(abs(measure[name]["value"]) for name in ("low", "high", "gap"))
     allowed = 1e-9 * max(largest, *(abs(part["share"]["value"]) for part in measure["parts"]))
     if abs(total - gap) > allowed or abs(corners - gap) > allowed:
-        raise Fault(f"the shares add up to {total!r} and the corners differ by {corners!r}, the gap is {gap!r}")
+        raise Fault(
+            f"the shares add up to {total!r} and the corners differ by {corners!r}, the gap is {gap!r}",
+            code="fault.shares",
+        )
 
 
 def of_gap(share: dict, gap: dict) -> str:
@@ -427,8 +430,10 @@ CHAPTER = Chapter(
     parts={"gap": Gap, "gap_by_text": tuple[OnText, ...], "factors": Decomposition},
     entries=entries,
     sections={
-        "gap": Section(10, "Shares of every factor, corners and interactions", asks="the published gap and its shares"),
-        "factors": Section(
+        "gap": PageSection(
+            10, "Shares of every factor, corners and interactions", asks="the published gap and its shares"
+        ),
+        "factors": PageSection(
             20,
             "The same over all factors, number formats and calibrations included",
             asks="every factor at once",

@@ -12,7 +12,8 @@ from kvlab.stats.power import windows_for_sign
 from kvlab.stats.shapley import corner_index, interactions, pairs, shapley
 from kvlab_pipeline.studies.baselines import LEVELS, corner_cell
 from kvlab_pipeline.studies.estimates import sides
-from kvlab_pipeline.studies.gather import Measured, Results, comparable
+from kvlab_pipeline.studies.gather import comparable
+from kvlab_pipeline.studies.measured import Measured, Results
 
 QUANTITIES = ("kl", "delta_nll")
 

@@ -13,7 +13,7 @@ from kvlab.core.recipe import DType, Engine
 Ratio = Annotated[float, Field(gt=0, le=1)]
 
 
-class Gap(Section):
+class GapSection(Section):
     """The factors of the decomposition; each has a level of low and one of high distortion, in that order."""
 
     key = "gap"
@@ -36,7 +36,7 @@ class Gap(Section):
         default="bfloat16", description="of the published corners, and of the cells; default: the last of gap.dtypes"
     )
 
-    def fitted(self, params: Params) -> Gap:
+    def fitted(self, params: Params) -> GapSection:
         """Origins that are captured, and a dtype among the levels."""
         return self.unsaid(origins=tuple(dict.fromkeys(params.calibration.engines)), dtype=self.dtypes[-1])
 

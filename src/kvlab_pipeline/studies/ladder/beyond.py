@@ -13,10 +13,10 @@ from kvlab.core.errors import MissingResult, WitnessDisagrees
 from kvlab.core.params import Params
 from kvlab.stats.bootstrap import Bootstrap, Column, documents_of
 from kvlab_pipeline.studies.checks import WITNESSED
-from kvlab_pipeline.studies.gather import Results
 from kvlab_pipeline.studies.ladder.numbers import FEWEST
-from kvlab_pipeline.studies.ladder.record import Further, Score, parts, read_further, wanted_further
+from kvlab_pipeline.studies.ladder.record import Further, WindowScore, parts, read_further, wanted_further
 from kvlab_pipeline.studies.ladder.state import refuse_other
+from kvlab_pipeline.studies.measured import Results
 
 Series = tuple[str, int, int]
 """Label, context and calibration tokens."""
@@ -33,7 +33,10 @@ def further_entries(params: Params, path: Path | None, results: Results, boot: B
     if not wanted_further(params):
         return []
     if path is None:
-        raise MissingResult("ladder.growth and ladder.contexts ask for more; run `kvlab step ladder_further`")
+        raise MissingResult(
+            "ladder.growth and ladder.contexts ask for more; run `kvlab step ladder_further`",
+            code="missing-result.further",
+        )
     record = read_further(path)
     refuse_other(record, results)
     refuse_incomplete(params, record, path)
@@ -57,26 +60,30 @@ def refuse_incomplete(params: Params, record: Further, path: Path) -> None:
     if there != due:
         raise MissingResult(
             f"{path} has contexts with tokens of calibration {sorted(there)}, asked for are {sorted(due)};"
-            " run `kvlab step ladder_further` again"
+            " run `kvlab step ladder_further` again",
+            code="missing-result.other-contexts",
         )
 
 
 def refuse_unwitnessed(record: Further, path: Path) -> None:
     """`WitnessDisagrees` where nothing was computed a second time, or what is written is not what was seen."""
     if record.scores and not record.witnessed:
-        raise WitnessDisagrees(f"{path}: no witness computed any of its codecs again; measure again")
+        raise WitnessDisagrees(
+            f"{path}: no witness computed any of its codecs again; measure again", code="witness.none"
+        )
     for one in record.witnessed:
         written = [score.kl_sum / score.tokens for score in record.scores if score.window == one.window]
         apart = min((abs(kl - one.kl) for kl in written), default=math.inf)
         if apart > WITNESSED * (1 + one.kl) or one.effects != one.expected_effects:
             raise WitnessDisagrees(
                 f"{path}: a witness saw KL {one.kl:.6g} on window {one.window}, with {one.effects} of"
-                f" {one.expected_effects} tensors that reached attention, and no score says so; measure again"
+                f" {one.expected_effects} tensors that reached attention, and no score says so; measure again",
+                code="witness.other-numbers",
             )
 
 
 def entries(
-    boot: Bootstrap, what: str, scores: Sequence[Score], first, documents: Sequence[int] | None = None
+    boot: Bootstrap, what: str, scores: Sequence[WindowScore], first, documents: Sequence[int] | None = None
 ) -> list[dict]:
     """An entry for each series and text; `first` of all series is what the others are held against.
 
@@ -87,7 +94,7 @@ def entries(
     for text, count in Counter(text for text, _ in sorted(windows)).items():
         if count < FEWEST:
             continue
-        series: dict[Series, list[Score]] = {}
+        series: dict[Series, list[WindowScore]] = {}
         for one in (one for one in scores if one.text == text):
             series.setdefault((one.label, one.context, one.calibration_tokens), []).append(one)
         against = first(list(series))
@@ -111,7 +118,7 @@ def entries(
     return found
 
 
-def column(scores: Sequence[Score], name: str, documents: Sequence[int] | None) -> Column:
+def column(scores: Sequence[WindowScore], name: str, documents: Sequence[int] | None) -> Column:
     """A sum of every window as a column."""
     ordered = sorted(scores, key=lambda one: one.window)
     windows, counts = tuple(one.window for one in ordered), np.array([float(one.tokens) for one in ordered])

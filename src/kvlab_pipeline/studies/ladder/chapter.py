@@ -18,7 +18,7 @@ from kvlab_pipeline.pages.figure import (
     UP,
     Axis,
     Figure,
-    Key,
+    LegendKey,
     Line,
     Look,
     Panel,
@@ -26,7 +26,7 @@ from kvlab_pipeline.pages.figure import (
     shape_of,
 )
 from kvlab_pipeline.pages.parts import KL_UNIT
-from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section, estimates_of
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.ladder.beyond import further_entries
@@ -213,7 +213,7 @@ def ladder(table: pl.DataFrame) -> Figure:
         " value that is not above zero.",
         panels,
         columns=2,
-        keys=tuple(Key(one, look(series, one), Line((), (), look(series, one).colour, 1.0)) for one in series),
+        keys=tuple(LegendKey(one, look(series, one), Line((), (), look(series, one).colour, 1.0)) for one in series),
         height=260,
     )
 
@@ -279,7 +279,8 @@ def entries(measured: ChapterInputs) -> dict[str, list[dict]]:
     params, boot = measured.params, measured.boot
     if measured.sources.ladder is None:
         raise MissingResult(
-            "the ladder's calibrations are not weighed; run `kvlab step ladder`, and name it with --ladder"
+            "the ladder's calibrations are not weighed; run `kvlab step ladder`, and name it with --ladder",
+            code="missing-result.no-facts",
         )
     facts, rungs = read_facts(measured.sources.ladder), rungs_of(params, measured.results)
     refuse_other(facts, measured.results)
@@ -300,7 +301,7 @@ CHAPTER = Chapter(
         "ladder_further": tuple[FurtherEntry, ...],
     },
     entries=entries,
-    sections={"ladder": Section(5, "Which codec to use at how many bits", asks="codecs beside one another")},
+    sections={"ladder": PageSection(5, "Which codec to use at how many bits", asks="codecs beside one another")},
     context=context,
     claims=claims,
     figures={"ladder": Drawn(ladder_table, ladder)},

@@ -84,11 +84,11 @@ def artefacts(params: Params, calibrated: Calibrated, info: ModelInfo) -> Iterat
 # -------------------------------------------------------------------------------------- coding gain
 
 
-def on_calibration(calibrated: Calibrated) -> Iterator[record.Fitted]:
+def on_calibration(calibrated: Calibrated) -> Iterator[record.FittedGain]:
     """The gain by the calibration's own moments: components' variances as expected out of sample."""
     for stream in STREAMS:
         decibels = torch.stack([of_fit(one) for one in calibrated.components[stream].values()]).mean((0, 2))
-        yield record.Fitted(stream=stream, over_even=float(decibels[0]), over_plain=float(decibels[1]))
+        yield record.FittedGain(stream=stream, over_even=float(decibels[0]), over_plain=float(decibels[1]))
 
 
 def of_fit(components: Components) -> Tensor:

@@ -28,7 +28,7 @@ from kvlab.witness.plain import PlainModel
 from kvlab_pipeline.jobs.measure import provenance
 from kvlab_pipeline.studies.ladder.params import CONTEXT_CODECS
 from kvlab_pipeline.studies.ladder.plan import cheapest
-from kvlab_pipeline.studies.ladder.record import Further, Score, parts
+from kvlab_pipeline.studies.ladder.record import Further, WindowScore, parts
 
 PROTOCOL = "snapshot"
 
@@ -59,9 +59,10 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
     plain = cache(partial(PlainModel, info.path))
     with closing(start(asked.engine, info, "float32", max_tokens=longest)) as engine:
         runs = [*grown(params, engine, windows, calibrated, plain)] if asked.growth else []
+        codecs = [codec for codec in CONTEXT_CODECS if codec in params.ladder.codecs]
         for context in contexts:
             rows = long_windows(params, info, context, documents)
-            subjects = [NamedCodec(*cheapest(params, codec), calibrated) for codec in context_codecs(params)]
+            subjects = [NamedCodec(*cheapest(params, codec), calibrated) for codec in codecs]
             found = score(engine, rows, context, subjects, PROTOCOL, plain)
             runs.append(ContextRun(context, len(windows.calib) * windows.context, found))
     record = Further(
@@ -81,11 +82,6 @@ class ContextRun(NamedTuple):
     context: int
     tokens: int
     found: list[ScoredCodec]
-
-
-def context_codecs(params: Params) -> list[str]:
-    """The codecs that are measured at longer contexts."""
-    return [codec for codec in CONTEXT_CODECS if codec in params.ladder.codecs]
 
 
 def grown(
@@ -112,13 +108,13 @@ def grown(
     yield ContextRun(context, len(calib) * context, found)
 
 
-def scores(params: Params, run: ContextRun) -> Iterator[Score]:
+def scores(params: Params, run: ContextRun) -> Iterator[WindowScore]:
     """A run's sums, window by window; window i is of the text that the i-th scored one is of."""
     for found in run.found:
         agrees = (pl.col("top1_ref") == pl.col("top1_alt")).sum().alias("agreeing")
         sums = found.tokens.group_by("window", maintain_order=True).agg(pl.col("kl").sum(), agrees, pl.len())
         for window, kl, agreeing, count in sums.iter_rows():
-            yield Score(
+            yield WindowScore(
                 label=found.subject.label,
                 text=params.corpus.text_of(window),
                 context=run.context,
@@ -148,7 +144,8 @@ def long_windows(params: Params, info: ModelInfo, context: int, documents: Path 
         if len(ids) < count * body:
             raise CorpusError(
                 f"the {text} text has {len(ids)} tokens, and {count} windows of {length} need {count * body};"
-                " ask for a shorter context in ladder.contexts, or for fewer ladder.context_windows"
+                " ask for a shorter context in ladder.contexts, or for fewer ladder.context_windows",
+                code="corpus.too-short",
             )
         head = np.tile(np.array(prefix, dtype=np.int32), (count, 1))
         found[place :: len(texts)] = np.concatenate([head, ids[: count * body].reshape(count, body)], axis=1)

@@ -14,9 +14,9 @@ from kvlab.core.params import Params
 from kvlab.core.recipe import WHOLE
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab_pipeline.studies.estimates import sides
-from kvlab_pipeline.studies.gather import Measured, Results, comparable
+from kvlab_pipeline.studies.gather import comparable
 from kvlab_pipeline.studies.ladder.plan import ablations
-from kvlab_pipeline.studies.measured import column
+from kvlab_pipeline.studies.measured import Measured, Results, column
 
 CHANGED = {"recipe", "placement"}  # all that two rungs may differ in; where K is coded belongs to the codec
 PLAIN = ("snapshot", "context")

@@ -58,7 +58,7 @@ class Gain(Frozen):
     over_plain: float
 
 
-class Fitted(Frozen):
+class FittedGain(Frozen):
     """The same on the text that was calibrated on, by the calibration's own moments; from them alone, no interval."""
 
     stream: Literal["k", "v"]
@@ -81,7 +81,7 @@ class Facts(Frozen):
         Tokens of a window that the gain is measured on.
     artefacts : tuple of Artefact
         Of every rung that reads a calibration.
-    fitted : tuple of Fitted
+    fitted : tuple of FittedGain
     gains : tuple of Gain
     """
 
@@ -91,11 +91,11 @@ class Facts(Frozen):
     values_per_token: int
     context: int
     artefacts: tuple[Artefact, ...]
-    fitted: tuple[Fitted, ...]
+    fitted: tuple[FittedGain, ...]
     gains: tuple[Gain, ...]
 
 
-class Score(Frozen):
+class WindowScore(Frozen):
     """One codec on one window: sums over its scored tokens.
 
     Parameters
@@ -130,7 +130,7 @@ class Further(Frozen):
     origin: Engine
     eval: int
     left_out: tuple[int, ...] = ()
-    scores: tuple[Score, ...]
+    scores: tuple[WindowScore, ...]
     witnessed: tuple[Testimony, ...]
 
 
@@ -174,4 +174,6 @@ def _read(path: Path | str, kind: type[Record], step: str) -> Record:
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
-        raise StorageError(f"{path} is no record of `kvlab step {step}`: {place}: {problem['msg']}") from None
+        raise StorageError(
+            f"{path} is no record of `kvlab step {step}`: {place}: {problem['msg']}", code="storage.no-record"
+        ) from None

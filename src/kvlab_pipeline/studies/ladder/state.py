@@ -13,9 +13,9 @@ from kvlab.core.errors import MissingResult, MixedIdentity
 from kvlab.core.params import Params
 from kvlab.core.recipe import Recipe
 from kvlab.stats.bootstrap import Bootstrap, Column
-from kvlab_pipeline.studies.gather import Results
 from kvlab_pipeline.studies.ladder.numbers import FEWEST, Rung
 from kvlab_pipeline.studies.ladder.record import Facts, Further, calibrated_rungs, gain_windows
+from kvlab_pipeline.studies.measured import Results
 
 LENGTHS = (1024, 8192, 32768, 131072)  # tokens of a cache
 EXACT_BITS = 16  # of a value that is kept as it is
@@ -88,7 +88,8 @@ def state_entries(params: Params, facts: Facts, rungs: Sequence[Rung]) -> list[d
     due, given = {one.recipe_id for one in calibrated_rungs(params)}, {one.recipe_id for one in facts.artefacts}
     if due != given:
         raise MissingResult(
-            f"the ladder's facts weigh {len(given)} calibrations where {len(due)} are planned; run `kvlab step ladder`"
+            f"the ladder's facts weigh {len(given)} calibrations where {len(due)} are planned; run `kvlab step ladder`",
+            code="missing-result.other-calibrations",
         )
     plain = [one for one in rungs if one.plain]
     text = "other" if any(one.text == "other" for one in plain) else "test"

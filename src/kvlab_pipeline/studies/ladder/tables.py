@@ -43,11 +43,12 @@ def context(metrics: dict, basis: Basis) -> dict:
         return {"ladder": None}
     answers = metrics.get("ladder_answers") or []
     use, keep = ([row for row in answers if row["whole"] == whole] for whole in (False, True))
+    whole = dict.fromkeys(code(row["codec"]) for row in rows if row["whole"])
     return {
         "ladder": {
             "use": [sentence(limit, list(found), metrics) for limit, found in by_limit(use)],
             "keep": [sentence(limit, list(found), metrics) for limit, found in by_limit(keep)],
-            "whole": whole_codecs(rows),
+            "whole": listing(whole) if whole else None,
             "tried": fmt.span(row["tried"] for row in answers) if answers else None,
             "gain": gain_sentence(metrics),
             "ablations": ablations(metrics),
@@ -63,12 +64,6 @@ def context(metrics: dict, basis: Basis) -> dict:
             "basis": basis([row["kl"] for row in rows]),
         }
     }
-
-
-def whole_codecs(rows: list[dict]) -> str | None:
-    """The codecs of whole caches among some rows."""
-    names = dict.fromkeys(code(row["codec"]) for row in rows if row["whole"])
-    return listing(names) if names else None
 
 
 def by_text(rows: list[dict]) -> list[tuple[str, list[dict]]]:

@@ -12,7 +12,7 @@ from kvlab_pipeline.pages import marks
 from kvlab_pipeline.pages.figure import (
     Axis,
     Figure,
-    Key,
+    LegendKey,
     Look,
     Mark,
     Panel,
@@ -23,7 +23,7 @@ from kvlab_pipeline.pages.figure import (
     whole_axis,
 )
 from kvlab_pipeline.pages.parts import KL_UNIT
-from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section, estimates_of
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.layers.numbers import additivity_entries, layer_entries
@@ -102,7 +102,7 @@ def layers(table: pl.DataFrame) -> Figure:
         mine = [line for line in lines if line["kind"] == kind]
         values = linear_axis((line[key] for line in mine for key in ("value", "low", "high")), f"KL, {KL_UNIT}")
         panels += [panel([line for line in mine if line["stream"] == one], series, places, values) for one in streams]
-    keys = [Key(", ".join(one), look(series, one)) for one in series] if len(series) > 1 else []
+    keys = [LegendKey(", ".join(one), look(series, one)) for one in series] if len(series) > 1 else []
     return Figure(
         "What each layer costs, coded alone or left out",
         "An open mark is a layer that is not told from zero after the correction for looking at many layers; "
@@ -202,7 +202,7 @@ CHAPTER = Chapter(
     parts={"layers": tuple[LayerEntry, ...], "additivity": tuple[AdditivityEntry, ...]},
     entries=entries,
     sections={
-        "layers": Section(70, "What each layer costs alone and on top of the others", asks="whether layers add up")
+        "layers": PageSection(70, "What each layer costs alone and on top of the others", asks="whether layers add up")
     },
     context=lambda metrics, basis: {"layers": context(metrics, basis)},
     claims=lambda metrics: claims(metrics.get("additivity") or []),

@@ -18,7 +18,8 @@ from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
 from kvlab.stats.multiple import benjamini_hochberg, sign_flip_p, sign_flip_two_sided_p
 from kvlab_pipeline.studies.columns import added, divides, net_kl, subtracted
 from kvlab_pipeline.studies.estimates import sides
-from kvlab_pipeline.studies.gather import Measured, Results, comparable
+from kvlab_pipeline.studies.gather import comparable
+from kvlab_pipeline.studies.measured import Measured, Results
 
 ONLY, BUT = "only", "but"
 
@@ -168,20 +169,18 @@ def additivity_entries(params: Params, results: Results, boot: Bootstrap) -> lis
 
 
 def together(boot: Bootstrap, joint: Column, parts: Sequence[Column]) -> dict:
-    """Joint cost, sum of the parts, their ratio (None where there is none) and their difference."""
-    ratio = additivity_ratio(boot, joint, parts)
+    """Joint cost, sum of the parts, their ratio and their difference.
+
+    No ratio where the sum cannot be told from zero (`net.divides`).
+    """
+    total = added(parts)
+    ratio = boot.ratio(joint, total) if divides(boot, total) else None
     return {
         "joint": boot.mean(joint).to_json(),
-        "sum": boot.mean(added(parts)).to_json(),
+        "sum": boot.mean(total).to_json(),
         "ratio": ratio and ratio.to_json(),
-        "interaction": boot.difference(joint, added(parts)).to_json(),
+        "interaction": boot.difference(joint, total).to_json(),
     }
-
-
-def additivity_ratio(boot: Bootstrap, joint: Column, parts: Sequence[Column]) -> Estimate | None:
-    """Joint cost over the sum of the parts; None where that sum cannot be told from zero (`net.divides`)."""
-    total = added(parts)
-    return boot.ratio(joint, total) if divides(boot, total) else None
 
 
 def streams_together(results: Results, k: StreamCells, v: StreamCells) -> tuple[Measured, list[Measured]]:

@@ -128,11 +128,13 @@ def _probed(engine: HFEngine, window: Window, request: NextTokens, reference: Re
     if not (own := moved(IDENTITY)) <= TWO_PASSES[engine.dtype]:
         raise Fault(
             f"the Cache moves the logits by KL {own:.1e} nats per token where it stores all as it is; allowed in"
-            f" {engine.dtype}: {TWO_PASSES[engine.dtype]:.0e}"
+            f" {engine.dtype}: {TWO_PASSES[engine.dtype]:.0e}",
+            code="fault.floor",
         )
     if (least := min(map(moved, ONE_BIT))) < CANARY_MIN:
         raise CodecNotActive(
-            f"one bit in the Cache moves the logits by KL {least:.1e} nats only: attention does not read what it holds"
+            f"one bit in the Cache moves the logits by KL {least:.1e} nats only: attention does not read what it holds",
+            code="not-active.canary",
         )
     return least
 

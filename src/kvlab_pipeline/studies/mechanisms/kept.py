@@ -36,21 +36,11 @@ class KeptLess(VariantSubject):
     _canary: float | None = None
 
     def _coded(self, visit: Visit) -> dict:
-        """See `VariantSubject`; and what next to nothing does in its place, and a witness's KL of the last text window.
-
-        Raises
-        ------
-        CodecNotActive
-            It was not given each layer and stream, or next to nothing in its place does not move the logits.
-        Fault
-            Keeping everything moves them.
-        WitnessDisagrees
-            A forward that is written out comes to other logits over what is kept.
-        """
+        """See `VariantSubject`; with what next to nothing does in its place, and a witness's KL of the last window."""
         run, text = visit.run(self.plain), self.quality_eval_id == FIDELITY
         if text and self._canary is None:
             self.warm_up(visit)
-            self._canary = self._probed(run)
+            self._canary = self._probed(run)  # refuses a way that does not reach attention
         logits, held = over_kept(run, self.coder)
         note = {"canary": self._canary, "pattern": mechanism(self.variant.kept).told}
         if text and visit.window.number == len(self.lab.windows.test) - 1:

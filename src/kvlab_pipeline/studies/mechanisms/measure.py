@@ -49,8 +49,8 @@ from kvlab_pipeline.studies.mechanisms.plan import (
     PASSED,
     TASKS,
     Variant,
-    asked,
     protocols,
+    scored_items,
     variants,
 )
 from kvlab_pipeline.studies.mechanisms.records import (
@@ -108,11 +108,6 @@ def longest(params: Params, needles_path: Path) -> int:
     return max(len(window.ids) for window in retrievals(needles.load(needles_path, resolve(params.model).model_hash)))
 
 
-def ruler_of(needles_path: Path) -> Path:
-    """Where RULER's items lie: beside the needles."""
-    return needles_path.with_name("ruler.parquet")
-
-
 @dataclass
 class MechanismsPart:
     """Everything that the gate judges on one engine."""
@@ -129,13 +124,14 @@ class MechanismsPart:
         if self.planted.context != windows.context:
             raise CorpusError(
                 f"{self.needles_path} has contexts of {self.planted.context} tokens, the windows of {windows.context};"
-                " run `kvlab step needles` again"
+                " run `kvlab step needles` again",
+                code="corpus.other-context",
             )
         self.protocols = protocols(lab.params, self.engine)
         for protocol in self.protocols:
             capability.check_protocol(self.engine, protocol)
         self.plain = Which.of(self.engine, lab.params.mechanisms.dtype)
-        self.texts = ruler.load(ruler_of(self.needles_path), lab.info.model_hash)
+        self.texts = ruler.load(self.needles_path.with_name("ruler.parquet"), lab.info.model_hash)
         self.scored = self._items(lab.params.mechanisms.greedy)
         self.windows = list(dict.fromkeys(window for listed in self.scored.values() for window in listed))
         self.missing: list[Missing] = []
@@ -154,14 +150,15 @@ class MechanismsPart:
         there = {FIDELITY: test, NEEDLE: retrievals(self.planted), GREEDY: test[:greedy]} | tasks(self.texts)
         counts = {name: len(listed) for name, listed in there.items()}
         due = [
-            asked(counts, self.engine, one.protocol(self.protocols)) for one in variants(self.lab.params, self.engine)
+            scored_items(counts, self.engine, one.protocol(self.protocols))
+            for one in variants(self.lab.params, self.engine)
         ]
         return {name: there[name] for name in there if any(name in one for one in due)}
 
     def _asked(self, variant: Variant) -> list[str]:
         """The evals that a variant is asked."""
         counts = {name: len(listed) for name, listed in self.scored.items()}
-        return list(asked(counts, self.engine, variant.protocol(self.protocols)))
+        return list(scored_items(counts, self.engine, variant.protocol(self.protocols)))
 
     def _subject(self, name: str, *given) -> VariantSubject:
         variant = given[0]
@@ -380,7 +377,8 @@ def own_canary(variant: Variant, found: dict[tuple[str, str], list[tuple[Window,
     if kl <= least:
         raise CodecNotActive(
             f"a cache of {variant.cache_dtype or variant.label} leaves every logit of the engine as it is; attention"
-            " does not read what is stored"
+            " does not read what is stored",
+            code="not-active.unread",
         )
     return found[variant.label, FIDELITY][0][1].note["canary"] if variant.paged else kl
 

@@ -116,9 +116,11 @@ def variants(params: Params, engine: str) -> list[Variant]:
     found = [Variant(BASELINE, BASELINE, "none")]
     settings = params.mechanisms
     if engine in CACHED:
-        found += [_cached(params, engine, codec, bits) for codec, bits in _each(settings.caches, settings)]
+        for codec, bits in _each(settings.caches, settings):
+            found.append(_coded(params, engine, codec, bits, "snapshot", SERVED)._replace(cached=True))
     for protocol in (there := protocols(params, engine)):
-        found += [_coded(params, engine, codec, bits, protocol) for codec, bits in _choices(settings, protocol)]
+        codecs = settings.in_forward if protocol == "in_forward" else settings.codecs
+        found += [_coded(params, engine, codec, bits, protocol) for codec, bits in _each(codecs, settings)]
     if engine == "vllm":
         found += [_stored(dtype) for dtype in settings.cache_dtypes]
     if ENGINES[engine].paged:
@@ -139,10 +141,6 @@ def protocols(params: Params, engine: str) -> tuple[str, ...]:
     return tuple(one for one in params.mechanisms.protocols if one not in left_out)
 
 
-def _choices(settings: Mechanisms, protocol: str) -> list[tuple[str, int | None]]:
-    return _each(settings.in_forward if protocol == "in_forward" else settings.codecs, settings)
-
-
 def _each(codecs: Sequence[str], settings: Mechanisms) -> list[tuple[str, int | None]]:
     """Codecs at each of their bits; some have none."""
     return [(codec, one) for codec in codecs for one in rates(codec, settings.bits, settings.whole_bits)]
@@ -158,10 +156,6 @@ def _paged(params: Params, engine: str, codec: str, bits: int) -> Variant:
     label, name = f"{codec} {bits} pages", f"{codec}_pages"
     cell = _cell(params, engine, codec, bits, "in_forward", label)
     return Variant(label, _mechanism(codec), name, method=name, scope="kv_cache", bits=bits, cell=cell, paged=True)
-
-
-def _cached(params: Params, engine: str, codec: str, bits: int | None) -> Variant:
-    return _coded(params, engine, codec, bits, "snapshot", SERVED)._replace(cached=True)
 
 
 def _mechanism(codec: str) -> str:
@@ -203,7 +197,7 @@ def _stored(dtype: str) -> Variant:
     return Variant(dtype, "kv_quantization", dtype, method=dtype, scope="kv_cache", cache_dtype=dtype)
 
 
-def asked(items: Mapping[str, int], engine: str, protocol: str) -> dict[str, int]:
+def scored_items(items: Mapping[str, int], engine: str, protocol: str) -> dict[str, int]:
     """Of the items that there are, those that a row of an engine and a protocol is asked, by eval.
 
     Tokens are written over a stored context, and by an engine that can begin there.

@@ -87,15 +87,16 @@ class VariantSubject:
         logits = note.pop("logits", run.reference)[first:].to(reference.logits.device)
         note |= {"variant": judge(reference, logits), "baseline": judge(reference, reference.logits)}
         engine = visit.engines.get(self.which)
-        return Found(note | {"storage": asdict(engine.storage)} | ({} if self.coder else own_of(engine)))
+        note["storage"] = asdict(engine.storage)
+        if not self.coder:  # the engine's own cache, and how large it is by its own count
+            note |= {"backend": engine.proof.attention, "pool": engine.pool and engine.pool.model_dump()}
+        return Found(note)
 
     def _held_against(self, run: WindowRun) -> torch.Tensor:
-        """Logits of the engine as it is, in the passes that all rows of this one's protocol are held against.
-
-        Its own row of text tells what a second pass of the same kind costs, so that is held against one pass.
-        """
+        """Logits of the engine as it is, in the passes that all rows of this one's protocol are held against."""
         if self.coder:
             return run.reference_of(self.variant.cell)
+        # The engine's own row of text tells what a second pass of the same kind costs: it is held against one pass.
         protocol = self.variant.protocol(protocols(self.lab.params, self.plain.name))
         return run.over_clean if protocol == "snapshot" and not self._reruns else run.reference
 
@@ -133,11 +134,6 @@ class VariantSubject:
         self.coder.warm_up(run.clean["pre_rope"], run.ids[: run.context], run.number)
 
 
-def own_of(engine: Engine) -> dict:
-    """The engine's own cache as plain data: what computes attention over it, and how large it is by its own count."""
-    return {"backend": engine.proof.attention, "pool": engine.pool and engine.pool.model_dump()}
-
-
 def passed(engine: Engine, window: Window) -> dict:
     """What an engine of coded pages did with a window, by its own account.
 
@@ -150,7 +146,8 @@ def passed(engine: Engine, window: Window) -> dict:
     if (found.fires, found.tokens) != due:
         raise CodecNotActive(
             f"vLLM coded {found.tokens} tokens {found.fires} times into its pages, of a window of {due[1]} tokens, each"
-            f" of whose layers and streams is coded once: {due[0]} times"
+            f" of whose layers and streams is coded once: {due[0]} times",
+            code="not-active.other-window",
         )
     told = {"served": engine.served.model_dump(), "canary": engine.canary_kl}
     return told | {"fires": found.fires, "seconds": found.seconds}
@@ -177,5 +174,6 @@ def refuse_unread(device: str, cache_dtype: str) -> None:
     if device != "cpu":
         raise CapabilityError(
             f"a cache of {cache_dtype} on {device} is not scored in a prompt's own pass, which may not read what it"
-            " stores; measure it by decoding: kvlab eval --cache-dtype"
+            " stores; measure it by decoding: kvlab eval --cache-dtype",
+            code="capability.unread",
         )

@@ -31,7 +31,7 @@ from kvlab_pipeline.studies.mechanisms.subjects import VariantSubject
 DRAFT, CHECKED = "draft", "checked"  # what a run keeps: written token by token, and as one pass has it
 
 
-class Judge(Protocol):
+class WrittenEval(Protocol):
     """What one eval makes of what is written."""
 
     def identity(self) -> dict:
@@ -54,7 +54,7 @@ class Judge(Protocol):
 class Writer(VariantSubject):
     """One variant whose engine writes over the stored context; `judge` says what, and what that is worth."""
 
-    judge: Judge | None = None
+    judge: WrittenEval | None = None
 
     def due(self, window: Window) -> bool:
         """See `loop.Subject`."""
@@ -108,19 +108,19 @@ class Answers:
         self._items: dict[int, RulerItem] = {item.number: item for item in items.items if item.task == self._task}
 
     def identity(self) -> dict:
-        """See `Judge`: the answers are no part of a window."""
+        """See `WrittenEval`: the answers are no part of a window."""
         return {"items": self._hash}
 
     def due(self, window: Window) -> bool:
-        """See `Judge`."""
+        """See `WrittenEval`."""
         return window.number in self._items
 
     def draft(self, run: WindowRun) -> list[int]:
-        """See `Judge`."""
+        """See `WrittenEval`."""
         return self._write(run, run.clean["pre_rope"].kept, "pre_rope", [])
 
     def written(self, run: WindowRun, cache: ContextCache, placement: str) -> list[int]:
-        """See `Judge`."""
+        """See `WrittenEval`."""
         return self._write(run, cache, placement, run.kept[DRAFT])
 
     def _write(self, run: WindowRun, cache: ContextCache, placement: str, draft: list[int]) -> list[int]:
@@ -128,7 +128,7 @@ class Answers:
         return run.engine.write_over(run.ids, cache, self._items[run.number].written, draft, stop, placement)
 
     def scores(self, run: WindowRun, written: list[int]) -> dict[str, float]:
-        """See `Judge`: RULER's share of the answers that are found."""
+        """See `WrittenEval`: RULER's share of the answers that are found."""
         return {self._task: score(self._tokenizer.decode(written), self._items[run.number].answers)}
 
 
@@ -148,24 +148,24 @@ class Greedy:
         self._windows = windows
 
     def identity(self) -> dict:
-        """See `Judge`."""
+        """See `WrittenEval`."""
         return {"tokens": GREEDY_TOKENS}
 
     def due(self, window: Window) -> bool:
-        """See `Judge`."""
+        """See `WrittenEval`."""
         return window.number < self._windows
 
     def draft(self, run: WindowRun) -> list[int]:
-        """See `Judge`; a token that ends texts is one among others here."""
+        """See `WrittenEval`; a token that ends texts is one among others here."""
         return run.engine.write_over(prompt(run), run.clean["pre_rope"].kept, GREEDY_TOKENS)
 
     def written(self, run: WindowRun, cache: ContextCache, placement: str) -> list[int]:
-        """See `Judge`: the most likely token at each place of the draft, the draft's own tokens before it."""
+        """See `WrittenEval`: the most likely token at each place of the draft, the draft's own tokens before it."""
         rows: torch.Tensor = run.engine.score_over([*prompt(run), *run.kept[DRAFT]], cache, placement)
         return rows.argmax(-1).tolist()
 
     def scores(self, run: WindowRun, written: list[int]) -> dict[str, float]:
-        """See `Judge`."""
+        """See `WrittenEval`."""
         return agreement(run.kept[CHECKED], written)
 
 

@@ -12,9 +12,9 @@ from kvlab.core.recipe import DType, Engine, Protocol
 from kvlab.output import format as fmt
 from kvlab_pipeline.pages import marks
 from kvlab_pipeline.pages.basis import Basis
-from kvlab_pipeline.pages.figure import INK, Axis, Figure, Key, Line, Look, Mark, Panel, colour_of, log_axis
+from kvlab_pipeline.pages.figure import INK, Axis, Figure, LegendKey, Line, Look, Panel, colour_of, log_axis
 from kvlab_pipeline.pages.parts import KL_UNIT, not_resolved
-from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.mitigations.numbers import mitigation_entries
@@ -141,8 +141,8 @@ def mitigations(table: pl.DataFrame) -> Figure:
     panels = [
         panel([line for line in lines if line["protocol"] == one], engines, places, values, one) for one in protocols
     ]
-    keys = [Key(one, line=Line((), (), colour_of(one), 2.0)) for one in engines if len(engines) > 1]
-    keys += [Key(MARKS[kind][1], look(kind, INK)) for kind in kinds]
+    keys = [LegendKey(one, line=Line((), (), colour_of(one), 2.0)) for one in engines if len(engines) > 1]
+    keys += [LegendKey(MARKS[kind][1], look(kind, INK)) for kind in kinds]
     return Figure(
         "Where bytes are spent: uniformly (line), or on favoured layers",
         "The line is uniform spending on the studied codec; between its points it is read as it is drawn. "
@@ -159,16 +159,14 @@ def panel(lines: list[dict], engines: list[str], places: Axis, values: Axis, tit
     drawn, curves = [], []
     for engine in engines:
         mine, scale = [line for line in lines if line["engine"] == engine], smaller(engines, engine)
-        drawn += [arm_mark(line, scale) for line in mine]
-        curve = curve_of([line for line in mine if line["value"] > 0])
+        for line in mine:
+            arm = look(line["kind"], colour_of(engine), scale)
+            drawn.append(marks.mark(line, line["bits_per_value"], words(line), arm))
+        curve = [line for line in mine if line["kind"] == "uniform" and line["value"] > 0]
+        curve.sort(key=lambda line: line["bits_per_value"])
         ends = (tuple(line[key] for line in curve) for key in ("bits_per_value", "value"))
         curves.append(Line(*ends, colour_of(engine), 1.6 * scale))
     return Panel(places, values, tuple(drawn), tuple(curves), title=title)
-
-
-def arm_mark(line: dict, scale: float) -> Mark:
-    """One way to spend."""
-    return marks.mark(line, line["bits_per_value"], words(line), look(line["kind"], colour_of(line["engine"]), scale))
 
 
 def look(kind: str, colour: str, scale: float = 1.0) -> Look:
@@ -179,11 +177,6 @@ def look(kind: str, colour: str, scale: float = 1.0) -> Look:
 def smaller(engines: list[str], engine: str) -> float:
     """By how much an engine's marks are scaled: each engine's are drawn over the last one's, which stay seen."""
     return (1.5, 0.9, 0.6)[min(engines.index(engine), 2)] if len(engines) > 1 else 1.0
-
-
-def curve_of(lines: list[dict]) -> list[dict]:
-    """The points of uniform spending on the studied codec, fewest bytes first."""
-    return sorted((line for line in lines if line["kind"] == "uniform"), key=lambda line: line["bits_per_value"])
 
 
 def words(line: dict) -> list[str]:
@@ -225,7 +218,7 @@ def limits(metrics: dict) -> list[tuple[str, list[dict]]]:
 CHAPTER = Chapter(
     parts={"mitigations": Mitigations},
     entries=entries,
-    sections={"mitigations": Section(100, "Where bytes are best spent", asks="ways to spend bytes")},
+    sections={"mitigations": PageSection(100, "Where bytes are best spent", asks="ways to spend bytes")},
     context=context,
     claims=claimed,
     figures={"mitigations": Drawn(mitigations_table, mitigations)},

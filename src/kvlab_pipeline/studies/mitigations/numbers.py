@@ -17,8 +17,10 @@ from kvlab.core.records import Provenance
 from kvlab.stats.bootstrap import Bootstrap, Estimate
 from kvlab.stats.curve import between
 from kvlab_pipeline.studies.baselines import identity_of
+from kvlab_pipeline.studies.checks import describe
 from kvlab_pipeline.studies.estimates import sides, windows_to_settle
-from kvlab_pipeline.studies.gather import Measured, Results, comparable, describe
+from kvlab_pipeline.studies.gather import comparable
+from kvlab_pipeline.studies.measured import Measured, Results
 from kvlab_pipeline.studies.mitigations import plan
 from kvlab_pipeline.studies.mitigations.plan import ChoiceRecord, Step
 
@@ -29,7 +31,7 @@ ENDS = ("value", "low", "high")
 
 
 @dataclass(frozen=True, eq=False)
-class Panel:
+class ArmGroup:
     """The arms of one engine under one protocol, by name."""
 
     engine: str
@@ -92,7 +94,7 @@ def mitigation_entries(params: Params, results: Results, boot: Bootstrap, choice
 # ------------------------------------------------------------------------------------- what there is
 
 
-def panels_of(params: Params, results: Results, choice: ChoiceRecord) -> list[Panel]:
+def panels_of(params: Params, results: Results, choice: ChoiceRecord) -> list[ArmGroup]:
     """Every engine and protocol with its arms, found by their cells' ids: two arms may be one cell."""
     refuse_foreign(results, choice)
     chosen = plan.current(params, choice)
@@ -103,10 +105,13 @@ def panels_of(params: Params, results: Results, choice: ChoiceRecord) -> list[Pa
         for arm in plan.arms(params, chosen):
             cell = plan.cell_of(arm, params, engine, protocol, params.mitigations.windows)
             if cell.cell_id not in cells:
-                raise MissingResult(f"{describe(cell)} is missing; run `kvlab step measure --study mitigations`")
+                raise MissingResult(
+                    f"{describe(cell)} is missing; run `kvlab step measure --study mitigations`",
+                    code="missing-result.cell",
+                )
             arms[arm.name] = cells[cell.cell_id]
         comparable(arms.values(), SPENT)
-        panels.append(Panel(engine, protocol, arms))
+        panels.append(ArmGroup(engine, protocol, arms))
     return panels
 
 
@@ -146,13 +151,15 @@ def choice_entry(choice: ChoiceRecord) -> dict:
     }
 
 
-def arm_entries(results: Results, boot: Bootstrap, panel: Panel, choice: ChoiceRecord) -> list[dict]:
+def arm_entries(results: Results, boot: Bootstrap, panel: ArmGroup, choice: ChoiceRecord) -> list[dict]:
     """What each arm costs."""
     rows = []
     for name, measured in panel.arms.items():
         floor = identity_of(results, measured)
         if floor is None:
-            raise MissingResult(f"{describe(measured.cell)} has no identity cell beside it")
+            raise MissingResult(
+                f"{describe(measured.cell)} has no identity cell beside it", code="missing-result.identity"
+            )
         kl = measured.column("kl")
         row = {
             "engine": panel.engine,
@@ -169,7 +176,7 @@ def arm_entries(results: Results, boot: Bootstrap, panel: Panel, choice: ChoiceR
     return rows
 
 
-def rival_of(panel: Panel, name: str) -> Rival:
+def rival_of(panel: ArmGroup, name: str) -> Rival:
     """Uniform spending at the bytes of an arm.
 
     For the studied codec it is read from the curve of uniform arms, linear in log KL over bits per value; the
@@ -200,11 +207,12 @@ def refuse_unequal(arm: Measured, uniform: Measured) -> None:
     if abs(bits[0] / bits[1] - 1) > plan.EQUAL_BYTES:
         raise Fault(
             f"{describe(arm.cell)} takes {bits[0]:.4g} bits per value where uniform spending takes {bits[1]:.4g};"
-            " they may only be compared at equal bytes"
+            " they may only be compared at equal bytes",
+            code="fault.unequal-bytes",
         )
 
 
-def comparison(boot: Bootstrap, panel: Panel, name: str, choice: ChoiceRecord) -> dict:
+def comparison(boot: Bootstrap, panel: ArmGroup, name: str, choice: ChoiceRecord) -> dict:
     """An arm against uniform spending; `same` says that both are one cell. See `against` for the estimates."""
     arm, rival = panel.arms[name], rival_of(panel, name)
     difference, log_ratio, ratio = against(boot, arm, rival)
@@ -215,7 +223,7 @@ def comparison(boot: Bootstrap, panel: Panel, name: str, choice: ChoiceRecord) -
         "layers": list(plan.favoured(choice.choice, name)),
         "against": rival.name,
         "beyond": rival.beyond,
-        "same": is_same(arm, rival),
+        "same": [arm.record.cell_id] == [measured.record.cell_id for measured in rival.cells],
         "bits_per_value": bits_of(arm),
         "against_bits_per_value": rival.bits_per_value,
         "difference": difference.to_json(),
@@ -245,12 +253,7 @@ def against(boot: Bootstrap, arm: Measured, rival: Rival) -> tuple[Estimate, Est
     return difference, log_ratio, ratio
 
 
-def is_same(arm: Measured, rival: Rival) -> bool:
-    """Whether an arm and its rival are one cell."""
-    return [arm.record.cell_id] == [measured.record.cell_id for measured in rival.cells]
-
-
-def generalisation(params: Params, boot: Bootstrap, panels: list[Panel], choice: ChoiceRecord) -> list[dict]:
+def generalisation(params: Params, boot: Bootstrap, panels: list[ArmGroup], choice: ChoiceRecord) -> list[dict]:
     """By how much each chosen arm lowers KL on the split that chose it, and on the test split.
 
     The drop is 1 - KL / KL of the studied recipe (for `klt`: of its uniform arm), on the engine and under the

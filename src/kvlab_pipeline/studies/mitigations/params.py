@@ -12,7 +12,7 @@ from kvlab.core.recipe import Protocol
 from kvlab.core.settings import Bits
 
 
-class Mitigations(Section):
+class MitigationsSection(Section):
     """Where to spend bytes: chosen on the calibration split, judged on the test split at equal bytes."""
 
     key = "mitigations"
@@ -35,7 +35,7 @@ class Mitigations(Section):
     )
     klt_bits: float = Field(default=4.0, gt=0, le=8, description="bits per value of the klt arms, of the whole cache")
 
-    def fitted(self, params: Params) -> Mitigations:
+    def fitted(self, params: Params) -> MitigationsSection:
         """The protocols of the run, and as many windows as there are."""
         return self.unsaid(protocols=params.protocols, windows=min(self.windows, params.windows.test))
 

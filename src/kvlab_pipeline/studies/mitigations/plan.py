@@ -153,12 +153,14 @@ def current(params: Params, record: ChoiceRecord) -> Choice:
         if getattr(record, name) != value:
             raise StaleResult(
                 f"the choice of layers was made with {name} {getattr(record, name)}, these parameters say {value};"
-                " run `kvlab step choose` again"
+                " run `kvlab step choose` again",
+                code="stale.other-choice",
             )
     if record.search_id != search_id(params):
         raise StaleResult(
             f"the choice of layers was made under other parameters ({record.search_id}) than these"
-            f" ({search_id(params)}): bits, codec, calibration or mitigations; run `kvlab step choose` again"
+            f" ({search_id(params)}): bits, codec, calibration or mitigations; run `kvlab step choose` again",
+            code="stale.other-choice",
         )
     refuse_stale(params, record.choice)
     return record.choice
@@ -171,7 +173,8 @@ def refuse_stale(params: Params, choice: Choice) -> None:
     if unknown or not klt_affords_boundary(params, boundary) or not klt_affords_hot(params, hot_layers):
         named = f"names layer {min(unknown)} of {params.model.n_layers}" if unknown else "takes more bytes than it may"
         raise StaleResult(
-            f"the choice of layers {named}: it was made under other parameters; run `kvlab step choose` again"
+            f"the choice of layers {named}: it was made under other parameters; run `kvlab step choose` again",
+            code="stale.no-layer" if unknown else "stale.too-many-bytes",
         )
 
 
@@ -305,5 +308,6 @@ def read_choice(path: Path) -> ChoiceRecord:
         return ChoiceRecord.model_validate(read_json(path))
     except ValidationError as error:
         raise StorageError(
-            f"{path} is no choice of layers: {error.errors()[0]['msg']}; run `kvlab step choose`"
+            f"{path} is no choice of layers: {error.errors()[0]['msg']}; run `kvlab step choose`",
+            code="storage.no-record",
         ) from None

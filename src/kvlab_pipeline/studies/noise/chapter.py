@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvlab.core.recipe import DType, Engine, Protocol, Stream
-from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section, estimates_of
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection, estimates_of
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.noise.figure import noise, noise_table
@@ -132,7 +132,7 @@ CHAPTER = Chapter(
     },
     entries=entries,
     sections={
-        "noise": Section(
+        "noise": PageSection(
             80, "How KL grows with an error, and what rounding costs", asks="rounding and the direction of the error"
         )
     },

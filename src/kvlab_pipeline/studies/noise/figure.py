@@ -8,7 +8,7 @@ import polars as pl
 
 from kvlab.output import format as fmt
 from kvlab_pipeline.pages import marks
-from kvlab_pipeline.pages.figure import Axis, Figure, Key, Line, Look, Panel, colour_of, log_axis, shape_of
+from kvlab_pipeline.pages.figure import Axis, Figure, LegendKey, Line, Look, Panel, colour_of, log_axis, shape_of
 from kvlab_pipeline.pages.parts import KL_UNIT
 
 GROUPS = {"all": "all layers", "coded": "coded layers", "boundary": "boundary layers"}
@@ -57,10 +57,10 @@ def noise(table: pl.DataFrame) -> Figure:
     for stream, group in ((stream, group) for stream in streams for group in groups):
         mine = [line for line in lines if (line["stream"], line["group"]) == (stream, group)]
         panels.append(panel(mine, engines, places, values, f"{stream.upper()}, {GROUPS[group]}"))
-    keys = [Key(one, look(engines, one, NOISE), Line((), (), colour_of(one), 1.4)) for one in engines]
-    keys.append(Key("fitted slope", line=Line((), (), width=1.0, dash="dashed")))
+    keys = [LegendKey(one, look(engines, one, NOISE), Line((), (), colour_of(one), 1.4)) for one in engines]
+    keys.append(LegendKey("fitted slope", line=Line((), (), width=1.0, dash="dashed")))
     if CAST in table["what"]:
-        keys.append(Key("rounding", Look(shape="diamond", size=1.2, open=True)))
+        keys.append(LegendKey("rounding", Look(shape="diamond", size=1.2, open=True)))
     return Figure(
         "How fast KL grows with plain Gaussian noise",
         "Both axes are logarithmic; a dashed line is the fitted power law over the range that it was fitted to, its "

@@ -6,7 +6,6 @@ is where KL is quadratic in the noise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,7 +20,8 @@ from kvlab_pipeline.jobs.plan import baseline_runs
 from kvlab_pipeline.studies.baselines import identity_of
 from kvlab_pipeline.studies.columns import divides, net_kl
 from kvlab_pipeline.studies.estimates import sides
-from kvlab_pipeline.studies.gather import Measured, Results, comparable
+from kvlab_pipeline.studies.gather import comparable
+from kvlab_pipeline.studies.measured import Measured, Results
 from kvlab_pipeline.studies.noise.plan import layer_groups
 
 CLOSURE_FACTOR = 1.5  # a prediction this close to what was measured, interval included, is a good one
@@ -269,7 +269,7 @@ def structure_entries(params: Params, results: Results, boot: Bootstrap) -> list
     entries = []
     for codec, control in controls(results):
         columns = [net_kl(results, measured) for measured in (codec, control)]
-        ratio = structure_ratio(boot, columns)
+        ratio = boot.ratio(*columns) if divides(boot, columns[1]) else None
         entry = {
             "engine": codec.cell.engine,
             "stream": codec.cell.stream,
@@ -291,8 +291,3 @@ def controls(results: Results) -> list[tuple[Measured, Measured]]:
             comparable([codec, control], {"recipe"})
             found.append((codec, control))
     return found
-
-
-def structure_ratio(boot: Bootstrap, columns: Sequence[Column]) -> Estimate | None:
-    """The codec's KL over the control's; None where the control's cannot be told from zero."""
-    return boot.ratio(*columns) if divides(boot, columns[1]) else None

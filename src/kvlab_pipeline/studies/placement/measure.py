@@ -23,7 +23,7 @@ from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.paging.geometry import same_bits
 from kvlab.text import corpus
 from kvlab_pipeline.studies.placement.params import PlacementStudy
-from kvlab_pipeline.studies.placement.record import Control, Logical, PlacementRecord, Verdict
+from kvlab_pipeline.studies.placement.record import Logical, PlacementRecord, PlantedControl, RunVerdict
 from kvlab_pipeline.studies.placement.verdict import FACTOR, Binned, comparable, flips, judge, leads
 
 SEED = 0
@@ -79,7 +79,10 @@ def measure(params: Params, windows_path: Path, out: Path) -> None:
     settings, info = params.kvstore.placement, resolve(params.model)
     windows = corpus.load(windows_path, info.model_hash)
     if settings.windows > len(windows.test):
-        raise ParamsError(f"{settings.windows} windows are asked for, and there are {len(windows.test)}")
+        raise ParamsError(
+            f"{settings.windows} windows are asked for, and there are {len(windows.test)}",
+            code="params.too-few-windows",
+        )
     check_window(info, windows.context + settings.decode)
     forget(out)
     model = PagedModel.load(info, params.kvstore.dtype)
@@ -155,7 +158,7 @@ def counted(found: Sequence[tuple[float, bool]]) -> Logical:
     )
 
 
-def tie(runs: Runs, text: Text, limit: float) -> Control:
+def tie(runs: Runs, text: Text, limit: float) -> PlantedControl:
     """A text's last token all but tied with one that the text does not hold, read as the blocks lie."""
     ids, fixed = text.ids, len(text.ids)
     with hidden_states(runs.model) as seen:
@@ -170,7 +173,7 @@ def tie(runs: Runs, text: Text, limit: float) -> Control:
     return control("tie", "near tie", verdicts)
 
 
-def shift(runs: Runs, texts: Sequence[Text], limit: float) -> Control:
+def shift(runs: Runs, texts: Sequence[Text], limit: float) -> PlantedControl:
     """Each text with its second half's positions one too many."""
     verdicts = []
     for text in texts:
@@ -179,10 +182,10 @@ def shift(runs: Runs, texts: Sequence[Text], limit: float) -> Control:
     return control("shift", "seam bug", verdicts)
 
 
-def control(name: str, expected: str, verdicts: Sequence[Verdict]) -> Control:
+def control(name: str, expected: str, verdicts: Sequence[RunVerdict]) -> PlantedControl:
     """What became of a control; runs in which nothing flipped are no evidence of anything."""
     flipped = [verdict for verdict in verdicts if verdict.flips]
-    return Control(
+    return PlantedControl(
         name=name,
         expected=expected,
         runs=len(verdicts),
@@ -252,7 +255,9 @@ def shifted(model: PagedModel, seam: int, by: int = 1) -> Iterator[None]:
     def shift(_module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         places = kwargs.get("position_ids")
         if places is None:
-            raise CapabilityError("the model is not told its positions, so that none can be shifted")
+            raise CapabilityError(
+                "the model is not told its positions, so that none can be shifted", code="capability.no-positions"
+            )
         return args, kwargs | {"position_ids": places + by * (places >= seam)}
 
     handle = model.model.base_model.register_forward_pre_hook(shift, with_kwargs=True)

@@ -16,7 +16,7 @@ Kind = Literal["same", "near tie", "seam bug"]
 KINDS: tuple[Kind, ...] = ("same", "near tie", "seam bug")
 
 
-class Verdict(Frozen):
+class RunVerdict(Frozen):
     """One run held against another of the same tokens; see `verdict.judge`.
 
     Attributes
@@ -60,7 +60,7 @@ class Logical(Frozen):
     largest: float
 
 
-class Control(Frozen):
+class PlantedControl(Frozen):
     """Something of which it is known what the verdict has to be, and what it was.
 
     `flipped` counts the runs in which a token flipped at all: without one there was nothing to judge. `lead` is the
@@ -99,10 +99,10 @@ class PlacementRecord(Frozen):
     calibrated: int
     logical: Logical
     slot: Logical
-    judged: tuple[Verdict, ...]
+    judged: tuple[RunVerdict, ...]
     margins: tuple[Margins, ...]
     least_margin: float
-    controls: tuple[Control, ...]
+    controls: tuple[PlantedControl, ...]
 
     @property
     def model(self) -> str:
@@ -115,4 +115,6 @@ def read(path: Path | str) -> PlacementRecord:
     try:
         return PlacementRecord.model_validate(read_json(path))
     except ValidationError as error:
-        raise StorageError(f"{path} is no record of the study of placement: {error.errors()[0]}") from None
+        raise StorageError(
+            f"{path} is no record of the study of placement: {error.errors()[0]}", code="storage.no-record"
+        ) from None

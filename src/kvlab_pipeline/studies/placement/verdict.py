@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from kvlab.core.errors import Fault
-from kvlab_pipeline.studies.placement.record import Margins, Verdict
+from kvlab_pipeline.studies.placement.record import Margins, RunVerdict
 
 FACTOR = 4.0  # times the noise that was seen: two runs may each be off by it, and it was seen a few times only
 EDGES = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # of leads, in logits
 
 
-def judge(reference: Tensor, other: Tensor, limit: float, fixed: int) -> Verdict:
+def judge(reference: Tensor, other: Tensor, limit: float, fixed: int) -> RunVerdict:
     """What to call the difference of two runs.
 
     A ``seam bug`` is a flip of a token that led by more than the limit, or a logit that is off by more than the limit
@@ -43,14 +43,16 @@ def judge(reference: Tensor, other: Tensor, limit: float, fixed: int) -> Verdict
         When the runs have not as many rows, or there are none.
     """
     if reference.shape != other.shape or not len(reference):
-        raise Fault(f"{list(reference.shape)} logits cannot be held against {list(other.shape)}")
+        raise Fault(
+            f"{list(reference.shape)} logits cannot be held against {list(other.shape)}", code="fault.other-shape"
+        )
     flipped = flips(reference, other)
     end = comparable(flipped, fixed)
     moved = float((reference[:end].double() - other[:end].double()).abs().max())
     where = flipped[:end].nonzero()[:, 0].tolist()
     margins = [float(lead) for lead in leads(reference[where])] if where else []
     bug = moved > limit or any(margin > limit for margin in margins)
-    return Verdict(
+    return RunVerdict(
         kind="seam bug" if bug else "near tie" if where else "same",
         flips=len(where),
         first=where[0] if where else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
@@ -12,7 +12,7 @@ from kvlab.engines.hooks import installed
 from kvlab.kvstore.hf.queries import LastQueries, attention_mass
 from kvlab.kvstore.hf.run import PagedRun
 from kvlab.text.needles import Needle
-from kvlab_pipeline.studies.policy.record import Asked
+from kvlab_pipeline.studies.policy.record import NeedleResult
 
 
 class WatchedRun:
@@ -67,7 +67,7 @@ class WatchedRun:
 
 def ask(
     run: PagedRun, needle: Needle, reference: Sequence[Tensor] | None = None, ahead: bool = False
-) -> tuple[Asked, Sequence[Tensor]]:
+) -> tuple[NeedleResult, Sequence[Tensor]]:
     """Ask a run that stands after the context.
 
     The answer is found when greedy decoding writes all of its tokens. The pool is chosen anew as the run's policy and
@@ -88,11 +88,12 @@ def ask(
     """
     seen, before = WatchedRun(run, reference, ahead), run.pager.stats.page_ins
     written = [seen.forward(token) for token in needle.question][-1:]
-    held = share_held(run, needle, seen.resident)
+    chunks = planted_chunks(needle, run.pager.geometry.chunk_tokens)
+    held = len(chunks & set(seen.resident)) / len(chunks)
     while len(written) < len(needle.answer):
         written.append(seen.forward(written[-1]))
     asked = len(needle.question)
-    answer = Asked(
+    answer = NeedleResult(
         found=written == list(needle.answer),
         question=fmean(seen.shares[:asked]),
         answer=fmean(seen.shares[asked - 1 :]),  # the question's last token computes the first of the answer
@@ -102,12 +103,6 @@ def ask(
     return answer, seen.reference
 
 
-def share_held(run: PagedRun, needle: Needle, resident: Iterable[int]) -> float:
-    """Share of the chunks with the planted line that are among the resident ones."""
-    chunks = planted_chunks(needle, run.pager.geometry.chunk_tokens)
-    return len(chunks & set(resident)) / len(chunks)
-
-
 def planted_chunks(needle: Needle, chunk_tokens: int) -> set[int]:
     """Chunks that hold the planted key or its value; the line's end after them is left out."""
     first = round(needle.depth * len(needle.context))
@@ -115,7 +110,7 @@ def planted_chunks(needle: Needle, chunk_tokens: int) -> set[int]:
     return set(range(first // chunk_tokens, last // chunk_tokens + 1))
 
 
-def columns(items: Sequence[Asked]) -> dict[str, np.ndarray]:
+def columns(items: Sequence[NeedleResult]) -> dict[str, np.ndarray]:
     """Every number of the items, float64 [items]."""
     return {
         name: np.array([getattr(item, name) for item in items], dtype=np.float64)

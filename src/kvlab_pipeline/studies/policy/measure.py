@@ -33,13 +33,13 @@ from kvlab_pipeline.studies.policy.record import (
     FORESIGHT,
     REFERENCE,
     Against,
-    Asked,
+    NeedleResult,
     PolicyArm,
     PolicyRecord,
     Prefill,
     Third,
 )
-from kvlab_pipeline.studies.table import Interval
+from kvlab_pipeline.studies.table import EstimateRecord
 
 THIRDS = 3
 NEVER = 1 << 40  # tokens between two choices of the pool, where it is chosen from outside
@@ -70,14 +70,17 @@ def measure(params: Params, needles_path: Path, out: Path) -> None:
     settings, info = params.kvstore.policy, resolve(params.model)
     planted = needles.load(needles_path, info.model_hash)
     if settings.needles > len(planted.items):
-        raise ParamsError(f"{settings.needles} needles are asked for, and there are {len(planted.items)}")
+        raise ParamsError(
+            f"{settings.needles} needles are asked for, and there are {len(planted.items)}",
+            code="params.too-few-needles",
+        )
     items = planted.items[: settings.needles]
     longest = max(len(needles.sequence(item)[0]) for item in items)
     check_window(info, longest)
     forget(out)
     model = PagedModel.load(info, params.kvstore.dtype)
     given = arms(settings, planted.context, longest)
-    answers: dict[PolicyVariant, list[Asked]] = {arm: [] for arm in given}
+    answers: dict[PolicyVariant, list[NeedleResult]] = {arm: [] for arm in given}
     for number, item in enumerate(tqdm(items, desc="policies", unit="needle")):
         for arm, asked in asked_of(model, settings, given, number, item):
             answers[arm].append(asked)
@@ -130,7 +133,7 @@ def config(settings: PolicyStudy, blocks: int) -> PagerConfig:
 
 def asked_of(
     model: PagedModel, settings: PolicyStudy, given: Sequence[PolicyVariant], number: int, needle: Needle
-) -> Iterator[tuple[PolicyVariant, Asked]]:
+) -> Iterator[tuple[PolicyVariant, NeedleResult]]:
     """One needle under every arm, the one with room for everything first: it is the reference of all others.
 
     One prefill of the whole context serves all that are restored.
@@ -164,7 +167,7 @@ def standing(
 
 
 def summary(
-    arm: PolicyVariant, answers: dict[PolicyVariant, list[Asked]], depths: Sequence[float], bootstrap: Bootstrap
+    arm: PolicyVariant, answers: dict[PolicyVariant, list[NeedleResult]], depths: Sequence[float], bootstrap: Bootstrap
 ) -> PolicyArm:
     """An arm's means with their intervals over needles, and its differences to the reference policy."""
     mine = by_item(answers[arm])
@@ -173,26 +176,26 @@ def summary(
     if arm.policy not in (None, REFERENCE) and reference in answers:
         theirs = by_item(answers[reference])
         against = Against(
-            **{name: Interval.of(bootstrap.difference(mine[name], theirs[name])) for name in Against.model_fields}
+            **{name: EstimateRecord.of(bootstrap.difference(mine[name], theirs[name])) for name in Against.model_fields}
         )
     return PolicyArm(
         **arm._asdict(),
         items=answers[arm],
-        found=Interval.of(bootstrap.rate(mine["found"])),
-        **{name: Interval.of(bootstrap.mean(mine[name]), 0.0, 1.0) for name in ("question", "answer", "held")},
+        found=EstimateRecord.of(bootstrap.rate(mine["found"])),
+        **{name: EstimateRecord.of(bootstrap.mean(mine[name]), 0.0, 1.0) for name in ("question", "answer", "held")},
         page_ins=float(mine["page_ins"].means.mean()),
         thirds=thirds(answers[arm], depths),
         against=against,
     )
 
 
-def by_item(asked: Sequence[Asked]) -> dict[str, Column]:
+def by_item(asked: Sequence[NeedleResult]) -> dict[str, Column]:
     """Numbers of the items as columns, an item a window: each has a text of its own."""
     place = np.arange(len(asked))
     return {name: Column.of(place, place, values) for name, values in columns(asked).items()}
 
 
-def thirds(asked: Sequence[Asked], depths: Sequence[float]) -> tuple[Third, ...]:
+def thirds(asked: Sequence[NeedleResult], depths: Sequence[float]) -> tuple[Third, ...]:
     """Needles found, by the third of the context that they stand in."""
     where = [min(int(depth * THIRDS), THIRDS - 1) for depth in depths]
     found = []

@@ -11,14 +11,14 @@ from kvlab.core.errors import StorageError
 from kvlab.core.records import read_json
 from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.policy.params import PolicyStudy
-from kvlab_pipeline.studies.table import Interval
+from kvlab_pipeline.studies.table import EstimateRecord
 
 Prefill = Literal["bounded", "restored"]
 REFERENCE = "lru"  # the policy that the others are held against
 FORESIGHT = "foresight"  # no policy: the pool is what attention is about to look at
 
 
-class Asked(Frozen):
+class NeedleResult(Frozen):
     """One needle under one policy.
 
     `question` and `answer` are the shares of attention that lay on chunks in the pool while the question was read and
@@ -46,9 +46,9 @@ class Third(Frozen):
 class Against(Frozen):
     """Paired differences to the reference policy in the same pool."""
 
-    found: Interval
-    question: Interval
-    answer: Interval
+    found: EstimateRecord
+    question: EstimateRecord
+    answer: EstimateRecord
 
 
 class PolicyArm(Frozen):
@@ -65,11 +65,11 @@ class PolicyArm(Frozen):
     pool: float | None
     blocks: int
     prefill: Prefill
-    items: tuple[Asked, ...]
-    found: Interval
-    question: Interval
-    answer: Interval
-    held: Interval
+    items: tuple[NeedleResult, ...]
+    found: EstimateRecord
+    question: EstimateRecord
+    answer: EstimateRecord
+    held: EstimateRecord
     page_ins: float
     thirds: tuple[Third, ...]
     against: Against | None
@@ -96,7 +96,7 @@ class PolicyRecord(Frozen):
         for arm in self.arms:
             if (arm.policy, arm.pool, arm.prefill) == (policy, pool, prefill):
                 return arm
-        raise StorageError(f"the record holds no {policy} in a pool of {pool}, {prefill}")
+        raise StorageError(f"the record holds no {policy} in a pool of {pool}, {prefill}", code="storage.no-arm")
 
 
 def read(path: Path | str) -> PolicyRecord:
@@ -104,4 +104,6 @@ def read(path: Path | str) -> PolicyRecord:
     try:
         return PolicyRecord.model_validate(read_json(path))
     except ValidationError as error:
-        raise StorageError(f"{path} is no record of the study of policies: {error.errors()[0]}") from None
+        raise StorageError(
+            f"{path} is no record of the study of policies: {error.errors()[0]}", code="storage.no-record"
+        ) from None

@@ -14,7 +14,7 @@ from kvlab_pipeline.pages.basis import METHODS, Basis
 from kvlab_pipeline.pages.figure import (
     GREY,
     Figure,
-    Key,
+    LegendKey,
     Look,
     Panel,
     beside,
@@ -26,7 +26,7 @@ from kvlab_pipeline.pages.figure import (
 )
 from kvlab_pipeline.pages.withheld import undecided
 from kvlab_pipeline.studies.baselines import LEVELS
-from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, Section
+from kvlab_pipeline.studies.chapter import Chapter, ChapterInputs, Drawn, PageSection
 from kvlab_pipeline.studies.entries import Entry, Interval, PValue
 from kvlab_pipeline.studies.estimates import claim
 from kvlab_pipeline.studies.residual import tables
@@ -137,11 +137,11 @@ def residual(table: pl.DataFrame) -> Figure:
     )
 
 
-def keys(engines: list[str], ratios: list[float], look: Callable[[int], Look]) -> list[Key]:
+def keys(engines: list[str], ratios: list[float], look: Callable[[int], Look]) -> list[LegendKey]:
     """The legend: engines by colour, and the variance ratios, if there are several, by `look` of their place."""
-    found = [Key(engine, Look(colour_of(engine))) for engine in engines] if len(engines) > 1 else []
+    found = [LegendKey(engine, Look(colour_of(engine))) for engine in engines] if len(engines) > 1 else []
     if len(ratios) > 1:
-        found += [Key(f"variance_ratio {fmt.plain(ratio)}", look(order)) for order, ratio in enumerate(ratios)]
+        found += [LegendKey(f"variance_ratio {fmt.plain(ratio)}", look(order)) for order, ratio in enumerate(ratios)]
     return found
 
 
@@ -248,7 +248,7 @@ CHAPTER = Chapter(
     parts={"residual": Residual},
     entries=entries,
     sections={
-        "residual": Section(
+        "residual": PageSection(
             90, "Error, rank and bytes by layer, without a model", asks="the codec's error on each engine's capture"
         )
     },

@@ -36,7 +36,7 @@ from kvlab.measure.coding import squares
 from kvlab_pipeline.studies.residual.record import (
     RESIDUAL,
     STREAMS,
-    Ranks,
+    RankCounts,
     RatioRecipe,
     ResidualRecord,
     recipes,
@@ -66,7 +66,8 @@ def residual(params: Params, capture_path: Path, fitted: FittedFiles, out: Path)
     if calibrated.origin != params.calibration.origin:
         raise CalibrationMismatch(
             f"{fitted.sigma} was fitted on the capture of {calibrated.origin!r}, calibration.origin is"
-            f" {params.calibration.origin!r}; give that one's"
+            f" {params.calibration.origin!r}; give that one's",
+            code="calibration.other-origin",
         )
     planned = recipes(params)
     found = list(coded(captured, planned, calibrated))
@@ -162,7 +163,7 @@ def table(found: list[CodedTensor]) -> pl.DataFrame:
     return pl.DataFrame([one.row for one in found], schema=RESIDUAL)
 
 
-def histograms(found: list[CodedTensor]) -> tuple[Ranks, ...]:
+def histograms(found: list[CodedTensor]) -> tuple[RankCounts, ...]:
     """Blocks by kept rank and window, per variance ratio, layer and stream."""
     windows = 1 + max(one.row["window"] for one in found)
     counts: dict[tuple, dict[int, list[int]]] = {}
@@ -171,6 +172,6 @@ def histograms(found: list[CodedTensor]) -> tuple[Ranks, ...]:
         for rank in one.d_eff:
             place.setdefault(rank, [0] * windows)[one.row["window"]] += 1
     return tuple(
-        Ranks(variance_ratio=ratio, layer=layer, stream=stream, blocks=dict(sorted(blocks.items())))
+        RankCounts(variance_ratio=ratio, layer=layer, stream=stream, blocks=dict(sorted(blocks.items())))
         for (ratio, layer, stream), blocks in counts.items()
     )

@@ -39,7 +39,7 @@ MEASURES = {"k": ("raw", "whitened"), "v": ("raw",)}  # Sigma_q is a metric of K
 
 
 @dataclass(frozen=True, eq=False)
-class Residual:
+class ResidualResult:
     """One engine's result; `rows` sorted by variance ratio, stream, window and layer."""
 
     record: ResidualRecord
@@ -88,7 +88,7 @@ class ResidualGroup:
 # --------------------------------------------------------------------------------------- reading
 
 
-def read_residuals(params: Params, paths: Sequence[Path], measured: Provenance | None) -> dict[str, Residual]:
+def read_residuals(params: Params, paths: Sequence[Path], measured: Provenance | None) -> dict[str, ResidualResult]:
     """Every captured engine's result, each once, whole and of one identity.
 
     Parameters
@@ -105,18 +105,21 @@ def read_residuals(params: Params, paths: Sequence[Path], measured: Provenance |
     MixedIdentity
         Results of several models, windows, calibrations, versions or devices.
     """
-    found: dict[str, Residual] = {}
+    found: dict[str, ResidualResult] = {}
     for path in paths:
         record, rows = read_residual(path)
         if record.engine in found:
-            raise StaleResult(f"{path}: a second residual study of engine {record.engine!r}; remove one")
+            raise StaleResult(
+                f"{path}: a second residual study of engine {record.engine!r}; remove one", code="stale.twice"
+            )
         refuse_unplanned(params, record, path)
-        found[record.engine] = Residual(record, on_grid(record, rows, path))
+        found[record.engine] = ResidualResult(record, on_grid(record, rows, path))
         refuse_other_ranks(found[record.engine], path)
     for engine in params.calibration.engines:
         if engine not in found:
             raise MissingResult(
-                f"the residual study of engine {engine!r} is missing; run `kvlab step residual` on its capture"
+                f"the residual study of engine {engine!r} is missing; run `kvlab step residual` on its capture",
+                code="missing-result.engine",
             )
     refuse_mixed([one.record for one in found.values()], measured)
     return {engine: found[engine] for engine in params.calibration.engines}
@@ -137,7 +140,8 @@ def refuse_unplanned(params: Params, record: ResidualRecord, path: Path) -> None
         if not holds:
             raise StaleResult(
                 f"{path}: {name} {given} is not planned by these parameters;"
-                " run `kvlab step residual` on the capture again"
+                " run `kvlab step residual` on the capture again",
+                code="stale.not-planned",
             )
 
 
@@ -150,12 +154,13 @@ def on_grid(record: ResidualRecord, rows: pl.DataFrame, path: Path) -> pl.DataFr
     if rows.select(order).rows() != due:
         raise StaleResult(
             f"{path} has {rows.height} rows where {len(due)} are due, one for each of {len(ratios)} variance ratios,"
-            f" K and V, {record.windows} windows and {record.n_layers} layers; run `kvlab step residual` again"
+            f" K and V, {record.windows} windows and {record.n_layers} layers; run `kvlab step residual` again",
+            code="stale.other-rows",
         )
     return rows
 
 
-def refuse_other_ranks(found: Residual, path: Path) -> None:
+def refuse_other_ranks(found: ResidualResult, path: Path) -> None:
     """`StaleResult` unless the record's histograms count the table's blocks and ranks."""
     for recipe, stream, layer in product(found.record.recipes, STREAMS, range(found.record.n_layers)):
         ratio = recipe.variance_ratio
@@ -164,13 +169,15 @@ def refuse_other_ranks(found: Residual, path: Path) -> None:
         nothing = np.zeros(found.record.windows, dtype=int)
         if any(counts.shape != nothing.shape for counts in blocks.values()):
             raise StaleResult(
-                f"{path}: its histograms are not of {nothing.size} windows; run `kvlab step residual` again"
+                f"{path}: its histograms are not of {nothing.size} windows; run `kvlab step residual` again",
+                code="stale.other-histograms",
             )
         counted = [sum(blocks.values(), nothing), sum((rank * n for rank, n in blocks.items()), nothing)]
         if [given.tolist() for given in counted] != due:
             raise StaleResult(
                 f"{path}: layer {layer} {stream} at variance_ratio {ratio:g} has other blocks or ranks in the"
-                " record than in the table; run `kvlab step residual` again"
+                " record than in the table; run `kvlab step residual` again",
+                code="stale.other-histograms",
             )
 
 
@@ -259,7 +266,9 @@ def place_entry(params: Params, ratio: float, stream: str, group: ResidualGroup)
     return place | {"boundary": boundary}
 
 
-def row_entry(params: Params, boot: Bootstrap, found: Residual, recipe, stream: str, group: ResidualGroup) -> dict:
+def row_entry(
+    params: Params, boot: Bootstrap, found: ResidualResult, recipe, stream: str, group: ResidualGroup
+) -> dict:
     """One engine's errors, ranks, outliers and bytes of a layer or a group.
 
     Of a group, errors are the mean of its layers' relative errors and ``frame_bytes`` the sum of its frames, per
@@ -284,7 +293,7 @@ def row_entry(params: Params, boot: Bootstrap, found: Residual, recipe, stream: 
     )
 
 
-def share_entries(boot: Bootstrap, found: Residual, blocks: dict[int, np.ndarray]) -> list[dict]:
+def share_entries(boot: Bootstrap, found: ResidualResult, blocks: dict[int, np.ndarray]) -> list[dict]:
     """The histogram of kept ranks with intervals: each rank's blocks, and their share of all."""
     total = found.column(sum(blocks.values(), np.zeros(found.record.windows)))
     shares = []
@@ -317,7 +326,7 @@ def estimates(means: np.ndarray, n_layers: int) -> np.ndarray:
 
 
 def ratio_entries(
-    params: Params, boot: Bootstrap, found: dict[str, Residual], groups: list[ResidualGroup]
+    params: Params, boot: Bootstrap, found: dict[str, ResidualResult], groups: list[ResidualGroup]
 ) -> list[dict]:
     """Squared error on one engine's capture over that on the other's, paired by window; none with one engine.
 

@@ -55,7 +55,7 @@ class RatioRecipe(Frozen):
         return self.recipe.k if which == "k" else self.recipe.v
 
 
-class Ranks(Frozen):
+class RankCounts(Frozen):
     """Blocks of one layer's K or V, counted by kept rank: rank -> how many in each window."""
 
     variance_ratio: float
@@ -93,7 +93,7 @@ class ResidualRecord(Frozen):
     n_layers: int = Field(ge=1)
     boundary_layers: tuple[int, ...]
     recipes: tuple[RatioRecipe, ...]
-    d_eff: tuple[Ranks, ...]
+    d_eff: tuple[RankCounts, ...]
 
 
 def recipes(params: Params) -> tuple[RatioRecipe, ...]:
@@ -132,14 +132,18 @@ def read_residual(path: Path | str) -> tuple[ResidualRecord, pl.DataFrame]:
     try:
         record = ResidualRecord.model_validate(read_json(path.with_suffix(".json")))
     except ValidationError as error:
-        raise StorageError(f"{path.with_suffix('.json')} is not a residual record: {error.errors()[0]}") from None
+        raise StorageError(
+            f"{path.with_suffix('.json')} is not a residual record: {error.errors()[0]}", code="storage.no-record"
+        ) from None
     table = path.with_suffix(".parquet")
     try:
         rows = pl.read_parquet(table)
     except (OSError, pl.exceptions.PolarsError) as error:
         raise StorageError(f"cannot read {table}: {error}") from None
     if rows.schema != RESIDUAL:
-        raise StorageError(f"{table} has columns {dict(rows.schema)}, expected {dict(RESIDUAL)}")
+        raise StorageError(
+            f"{table} has columns {dict(rows.schema)}, expected {dict(RESIDUAL)}", code="storage.columns"
+        )
     if sum(rows.null_count().row(0)):
-        raise StorageError(f"{table} has empty fields; run `kvlab step residual` again")
+        raise StorageError(f"{table} has empty fields; run `kvlab step residual` again", code="storage.empty-fields")
     return record, finite(rows, table)

@@ -102,7 +102,7 @@ class Doubt(StrEnum):
 BROKEN = frozenset(list(Doubt)[: list(Doubt).index(Doubt.NO_SUCH_ARM)])
 
 
-class Finding(NamedTuple):
+class Objection(NamedTuple):
     """One thing that keeps a run from passing, in one line."""
 
     code: Doubt
@@ -110,13 +110,13 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestoreVerdict:
     """What may be said of restoring.
 
     Parameters
     ----------
     outcome : {"pass", "fail", "inconclusive"}
-    reasons : tuple of Finding
+    reasons : tuple of Objection
         Everything that keeps it from passing; empty when it passes.
     speedup : float or None
         Median prefill time of the arm without over that of the consuming arm, load time apart. None unless the
@@ -124,7 +124,7 @@ class Verdict:
     """
 
     outcome: Outcome
-    reasons: tuple[Finding, ...]
+    reasons: tuple[Objection, ...]
     speedup: float | None
 
     @property

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.paging.config import PagerConfig
 from kvlab.kvstore.restore import Restored, restore
 from kvlab_pipeline.studies.restore.prompts import pool_of, shared_tokens, snapshot_of
-from kvlab_pipeline.studies.restore.record import Agreement, Evicted, Settings
+from kvlab_pipeline.studies.restore.record import Evicted, RestoreSettings, RunAgreement
 
 
 class Answer(NamedTuple):
@@ -35,14 +34,9 @@ class SharedPrompt(NamedTuple):
     snapshot: Path
 
 
-def new_process() -> Executor:
-    """A process that begins anew and inherits nothing; use it in a ``with`` block."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-
-
 def agreements(
-    model: PagedModel, prompts: Sequence[Sequence[int]], settings: Settings, folder: Path, other: Executor
-) -> tuple[Agreement, Agreement]:
+    model: PagedModel, prompts: Sequence[Sequence[int]], settings: RestoreSettings, folder: Path, other: Executor
+) -> tuple[RunAgreement, RunAgreement]:
     """Cold against warm, in this process and in `other`, which knows nothing but the files."""
     size, length = settings.chunk_tokens, len(prompts[0])
     config = pool_of(size, length + settings.decode)
@@ -62,11 +56,11 @@ def agreements(
 
 
 def agreement(
-    process: str, dtype: str, settings: Settings, cold: Sequence[Answer], warm: Sequence[Answer]
-) -> Agreement:
+    process: str, dtype: str, settings: RestoreSettings, cold: Sequence[Answer], warm: Sequence[Answer]
+) -> RunAgreement:
     """How many warm answers are the cold ones."""
     pairs = list(zip(cold, warm, strict=True))
-    return Agreement(
+    return RunAgreement(
         process=process,
         dtype=dtype,
         prompts=len(pairs),
@@ -108,7 +102,9 @@ def answered(done: Restored, decode: int) -> Answer:
     return Answer(decoded.tokens, logits_digest(torch.cat([done.logits[None], decoded.logits])), done.report.prefix_len)
 
 
-def evicted(model: PagedModel, prompts: Sequence[Sequence[int]], settings: Settings, folder: Path) -> list[Evicted]:
+def evicted(
+    model: PagedModel, prompts: Sequence[Sequence[int]], settings: RestoreSettings, folder: Path
+) -> list[Evicted]:
     """Cold against warm where chunks have to go, policy by policy, by the restore that does both."""
     size, length = settings.chunk_tokens, len(prompts[0])
     config = pool_of(size, int(length * settings.pool))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -18,9 +19,9 @@ from kvlab.core.params import Params
 from kvlab.core.records import Provenance, forget, machine, versions, write_json
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.text import corpus
-from kvlab_pipeline.studies.restore.identity import agreements, evicted, new_process
+from kvlab_pipeline.studies.restore.identity import agreements, evicted
 from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens, snapshot_of
-from kvlab_pipeline.studies.restore.record import Agreement, Harness, RestoreRecord, Settings
+from kvlab_pipeline.studies.restore.record import Harness, RestoreRecord, RestoreSettings, RunAgreement
 from kvlab_pipeline.studies.restore.runner import PagedAttempt, conduct
 from kvlab_pipeline.studies.restore.speed import speeds
 from kvlab_pipeline.studies.restore.stored import stored
@@ -28,7 +29,7 @@ from kvlab_pipeline.studies.restore.stored import stored
 DTYPE, LOW_DTYPE = "float32", "bfloat16"
 
 
-def measure(params: Params, settings: Settings, windows_path: Path, fitted: FittedFiles | None, out: Path) -> None:
+def measure(params: Params, settings: RestoreSettings, windows_path: Path, fitted: FittedFiles | None, out: Path) -> None:
     """Measure everything that RESTORE.md says.
 
     Parameters
@@ -55,7 +56,7 @@ def measure(params: Params, settings: Settings, windows_path: Path, fitted: Fitt
     prompts = [joined(rows, number, settings.prompt_tokens) for number in range(settings.prompts)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with new_process() as other:
+        with ProcessPoolExecutor(1, get_context("spawn")) as other:  # which begins anew and inherits nothing
             low = low_agreements(info, prompts, settings, folder, other)
             model = PagedModel.load(info, DTYPE)
             same = agreements(model, prompts, settings, folder, other)
@@ -83,25 +84,26 @@ def measure(params: Params, settings: Settings, windows_path: Path, fitted: Fitt
     write_json(out, record.model_dump(mode="json"))
 
 
-def refuse_too_long(settings: Settings, info: ModelInfo) -> None:
+def refuse_too_long(settings: RestoreSettings, info: ModelInfo) -> None:
     """`ParamsError` when a prompt with its answer has no positions."""
     longest = max(settings.prompt_tokens, *settings.lengths, *settings.shorter) + settings.decode
     if longest > info.max_positions:
         raise ParamsError(
-            f"prompts with their answers have up to {longest} tokens; {info.slug} has {info.max_positions} positions"
+            f"prompts with their answers have up to {longest} tokens; {info.slug} has {info.max_positions} positions",
+            code="params.too-few-positions",
         )
 
 
 def low_agreements(
-    info: ModelInfo, prompts: Sequence[Sequence[int]], settings: Settings, folder: Path, other: Executor
-) -> tuple[Agreement, Agreement]:
+    info: ModelInfo, prompts: Sequence[Sequence[int]], settings: RestoreSettings, folder: Path, other: Executor
+) -> tuple[RunAgreement, RunAgreement]:
     """The same comparison in the dtype that is served, with a model that is gone before the next one comes."""
     found = agreements(PagedModel.load(info, LOW_DTYPE), prompts, settings, folder, other)
     gc.collect()
     return found
 
 
-def harness(model: PagedModel, rows: Sequence[Sequence[int]], settings: Settings, folder: Path) -> Harness:
+def harness(model: PagedModel, rows: Sequence[Sequence[int]], settings: RestoreSettings, folder: Path) -> Harness:
     """The verdict on the middle one of the reported lengths; the control is the snapshot of another window."""
     length = sorted(settings.lengths)[len(settings.lengths) // 2]
     prompt, size = joined(rows, 0, length), settings.chunk_tokens

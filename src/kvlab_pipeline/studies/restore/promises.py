@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvlab.output.format import DASH, number, percent
-from kvlab_pipeline.studies.restore.record import Agreement, Evicted, RestoreRecord, Speed
+from kvlab_pipeline.studies.restore.record import Evicted, RestoreRecord, RunAgreement, Speed
 from kvlab_pipeline.studies.table import Table
 
 LEAST_SHARE = 0.7  # of the ideal ratio, which a restore of 90 % of a prompt has to reach
@@ -50,11 +50,6 @@ def promises(record: RestoreRecord) -> list[Promise]:
     ]
 
 
-def unmet(record: RestoreRecord) -> list[str]:
-    """What of the study's own promises this record does not show, a line each; empty when it shows all."""
-    return [line for promise in promises(record) for line in promise.lines]
-
-
 def table(record: RestoreRecord) -> Table:
     """The promises, and before them in one sentence whether all are kept."""
     found = promises(record)
@@ -72,7 +67,7 @@ def _promise(text: str, lines: Iterable[str], measured: Sequence = (True,), miss
     return Promise(text, BROKEN if lines else KEPT, lines)
 
 
-def _equal(agreements: Iterable[Agreement]) -> Iterable[str]:
+def _equal(agreements: Iterable[RunAgreement]) -> Iterable[str]:
     for one in agreements:
         due = {"answers": one.tokens_equal} | ({"logits": one.logits_equal} if one.dtype == "float32" else {})
         for what, count in due.items():

@@ -24,7 +24,10 @@ def joined(windows: Sequence[Sequence[int]], first: int, length: int) -> list[in
     """
     count, width = len(windows), len(windows[0])
     if length > count * width:
-        raise ParamsError(f"a prompt of {length} tokens was asked for; the test windows have {count * width}")
+        raise ParamsError(
+            f"a prompt of {length} tokens was asked for; the test windows have {count * width}",
+            code="params.too-few-tokens",
+        )
     needed = -(-length // width)
     return [int(token) for n in range(needed) for token in windows[(first + n) % count]][:length]
 
@@ -42,12 +45,15 @@ def shared_tokens(length: int, suffix: int, chunk_tokens: int) -> int:
     """
     whole = (length - min(suffix, length // 2)) // chunk_tokens * chunk_tokens
     if not 0 < (found := max(whole, chunk_tokens)) < length:
-        raise ParamsError(f"a prompt of {length} tokens shares no whole chunk of {chunk_tokens} and leaves something")
+        raise ParamsError(
+            f"a prompt of {length} tokens shares no whole chunk of {chunk_tokens} and leaves something",
+            code="params.no-shared-chunk",
+        )
     return found
 
 
 @dataclass(frozen=True)
-class Made:
+class TimedSnapshot:
     """A snapshot, and milliseconds of writing it."""
 
     saved: Saved
@@ -59,15 +65,17 @@ class Made:
         return self.saved.path
 
 
-def snapshot_of(model: PagedModel, tokens: Sequence[int], config: PagerConfig, path: Path, policy: str = "lru") -> Made:
+def snapshot_of(
+    model: PagedModel, tokens: Sequence[int], config: PagerConfig, path: Path, policy: str = "lru"
+) -> TimedSnapshot:
     """Prefill tokens, which are whole chunks, in a run of their own, and save them."""
     run = PagedRun(model, config, policy)
     run.extend(tokens)
     return timed_save(run, path)
 
 
-def timed_save(run: PagedRun, path: Path, **how) -> Made:
+def timed_save(run: PagedRun, path: Path, **how) -> TimedSnapshot:
     """Save a run, on the clock."""
     begun = time.perf_counter()
     saved = run.save(path, **how)
-    return Made(saved, 1e3 * (time.perf_counter() - begun))
+    return TimedSnapshot(saved, 1e3 * (time.perf_counter() - begun))

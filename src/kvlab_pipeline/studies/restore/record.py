@@ -16,7 +16,7 @@ from kvlab.core.recipe import Recipe
 from kvlab.core.records import Provenance, read_json
 from kvlab.core.settings import Frozen
 from kvlab_pipeline.studies.restore.params import Storable
-from kvlab_pipeline.studies.table import Interval
+from kvlab_pipeline.studies.table import EstimateRecord
 
 SHORTER = (64, 128, 256)
 CODED_WINDOWS, CODED_CHUNK = 8, 64
@@ -25,7 +25,7 @@ Times = Annotated[tuple[float, ...], Field(min_length=1)]
 """Milliseconds, one a round."""
 
 
-class Settings(Frozen):
+class RestoreSettings(Frozen):
     """What is measured.
 
     Parameters
@@ -76,7 +76,7 @@ class Settings(Frozen):
     repeats: int = Field(default=3, ge=3)
 
     @classmethod
-    def of(cls, params: Params) -> Settings:
+    def of(cls, params: Params) -> RestoreSettings:
         """What `params.kvstore.restore` asks for; prompts whose answers are compared are as long as a context."""
         asked, windows = params.kvstore.restore, params.windows
         common = asked.model_dump(include={"prompts", "decode", "chunk_tokens", "suffix", "lengths", "codecs", "bits"})
@@ -91,7 +91,7 @@ class Settings(Frozen):
         )
 
 
-class Agreement(Frozen):
+class RunAgreement(Frozen):
     """How many of so many prompts gave the same, cold and warm; in this process or in a new one."""
 
     process: Literal["this", "new"]
@@ -172,7 +172,7 @@ def break_even(speeds: Iterable[Speed], rival: Literal["cold", "whole"]) -> int 
     return found
 
 
-class Stored(Frozen):
+class StorageResult(Frozen):
     """One way to store K and V: its size, its times, and what a restore from it does to the next tokens.
 
     `kl` (nats per token) and `top1_agreement` are against the restore from K and V as they are, teacher-forced.
@@ -187,8 +187,8 @@ class Stored(Frozen):
     values: int
     save_ms: Times
     load_ms: Times
-    kl: Interval
-    top1_agreement: Interval
+    kl: EstimateRecord
+    top1_agreement: EstimateRecord
     greedy: float
     decode: int
 
@@ -228,11 +228,11 @@ class RestoreRecord(Frozen):
     machine: dict[str, str | int]
     threads: int
     attention: str
-    settings: Settings
-    agreements: tuple[Agreement, ...]
+    settings: RestoreSettings
+    agreements: tuple[RunAgreement, ...]
     evicted: tuple[Evicted, ...]
     speeds: tuple[Speed, ...]
-    stored: tuple[Stored, ...]
+    stored: tuple[StorageResult, ...]
     unstored: tuple[Unstored, ...]
     harness: Harness
 
@@ -247,4 +247,6 @@ def read(path: Path | str) -> RestoreRecord:
     try:
         return RestoreRecord.model_validate(read_json(path))
     except ValidationError as error:
-        raise StorageError(f"{path} is no record of the study of restoring: {error.errors()[0]}") from None
+        raise StorageError(
+            f"{path} is no record of the study of restoring: {error.errors()[0]}", code="storage.no-record"
+        ) from None

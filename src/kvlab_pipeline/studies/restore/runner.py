@@ -28,8 +28,8 @@ from kvlab_pipeline.studies.restore.arms import (
     VERIFY,
     Control,
     RestoreVariant,
+    RestoreVerdict,
     VariantRun,
-    Verdict,
 )
 from kvlab_pipeline.studies.restore.decision import judge
 
@@ -56,7 +56,7 @@ class Conducted:
 
     arms: Mapping[str, RestoreVariant]
     controls: Mapping[str, Control]
-    verdict: Verdict
+    verdict: RestoreVerdict
     expected_prefix: int
 
 
@@ -91,7 +91,10 @@ def conduct(
     with read.open(foreign) as opened:
         shared = opened.usable_prefix(prompt)
     if shared:
-        raise UserError(f"{foreign} shares tokens with the prompt, so it is no control; give one of another prompt")
+        raise UserError(
+            f"{foreign} shares tokens with the prompt, so it is no control; give one of another prompt",
+            code="user.no-control",
+        )
     trials: dict[str, list[VariantRun]] = {name: [] for name in ARMS}
     for turn in range(repeats):
         for name in ARMS[turn % len(ARMS) :] + ARMS[: turn % len(ARMS)]:  # another begins each time
@@ -106,12 +109,16 @@ def _expected(attempt: Attempt, snapshot: Path, prompt: Sequence[int]) -> int:
     with read.open(snapshot) as opened:
         size, shared = opened.geometry.chunk_tokens, opened.usable_prefix(prompt)
         if not shared:
-            raise UserError(f"{snapshot} shares no chunk with the prompt, so nothing could be restored from it")
+            raise UserError(
+                f"{snapshot} shares no chunk with the prompt, so nothing could be restored from it",
+                code="user.no-shared-chunk",
+            )
         found = attempt.reach(opened, min(shared, (len(prompt) - 1) // size * size))
     if not found:
         raise UserError(
             f"{snapshot} shares {shared} tokens with the prompt, but none that leave one to compute and fit the pool as"
-            " a cold run would have it; give a longer prompt or a larger pool"
+            " a cold run would have it; give a longer prompt or a larger pool",
+            code="user.nothing-to-compute",
         )
     return found
 

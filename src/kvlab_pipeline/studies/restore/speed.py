@@ -13,16 +13,16 @@ from kvlab.core.errors import Fault
 from kvlab.kvstore.hf.model import PagedModel
 from kvlab.kvstore.restore import RestoreReport, restore
 from kvlab_pipeline.studies.restore.prompts import joined, pool_of, shared_tokens, snapshot_of
-from kvlab_pipeline.studies.restore.record import Settings, Speed
+from kvlab_pipeline.studies.restore.record import RestoreSettings, Speed
 
 
-def speeds(model: PagedModel, windows: Sequence[Sequence[int]], settings: Settings, folder: Path) -> list[Speed]:
+def speeds(model: PagedModel, windows: Sequence[Sequence[int]], settings: RestoreSettings, folder: Path) -> list[Speed]:
     """Every length, the shortest first."""
     lengths = tqdm(sorted({*settings.lengths, *settings.shorter}), desc="prefill", unit="length")
     return [speed(model, joined(windows, 0, length), settings, folder / f"length-{length}") for length in lengths]
 
 
-def speed(model: PagedModel, prompt: Sequence[int], settings: Settings, path: Path) -> Speed:
+def speed(model: PagedModel, prompt: Sequence[int], settings: RestoreSettings, path: Path) -> Speed:
     """One prompt: the ways take turns, another one first each round, after a round that does not count."""
     size, length = settings.chunk_tokens, len(prompt)
     config, shared = pool_of(size, length), shared_tokens(length, settings.suffix, size)
@@ -73,5 +73,5 @@ def whole(model: PagedModel, prompt: Sequence[int]) -> float:
 def timed(value: float | None) -> float:
     """A time that has to be there; `Fault` when it was not taken, for none is not zero."""
     if value is None:
-        raise Fault("a restore did not say how long it took, so no ratio of times can be given")
+        raise Fault("a restore did not say how long it took, so no ratio of times can be given", code="fault.untimed")
     return value

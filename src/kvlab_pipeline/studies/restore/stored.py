@@ -28,9 +28,9 @@ from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.stats.divergences import token_record
 from kvlab.text import corpus
 from kvlab_pipeline.studies.restore.prompts import pool_of, timed_save
-from kvlab_pipeline.studies.restore.record import Settings, Stored, Unstored
+from kvlab_pipeline.studies.restore.record import RestoreSettings, StorageResult, Unstored
 from kvlab_pipeline.studies.restore.speed import timed
-from kvlab_pipeline.studies.table import Interval
+from kvlab_pipeline.studies.table import EstimateRecord
 
 RAW = "as they are"
 
@@ -108,9 +108,9 @@ def stored(
     model: PagedModel,
     windows: corpus.TokenWindows,
     calibrated: Calibrated | None,
-    settings: Settings,
+    settings: RestoreSettings,
     folder: Path,
-) -> tuple[list[Stored], list[Unstored]]:
+) -> tuple[list[StorageResult], list[Unstored]]:
     """Every way over the same windows, each against the restore from K and V as they are."""
     size, context = settings.codec_chunk_tokens, windows.context
     config = pool_of(size, windows.test.shape[1] + settings.decode)
@@ -129,13 +129,15 @@ def stored(
 
 
 def ways(
-    params: Params, model: PagedModel, calibrated: Calibrated | None, settings: Settings, tokens: int
+    params: Params, model: PagedModel, calibrated: Calibrated | None, settings: RestoreSettings, tokens: int
 ) -> tuple[list[Way], list[Unstored]]:
     """K and V as they are, then every codec that is asked for, and those that cannot be had here."""
     geometry, turn = model.geometry(settings.codec_chunk_tokens), model.turn(tokens)
     found, missing = [Way(RAW, RawChunks(geometry))], []
     for codec, bits in choices(settings):
-        recipe, label = stored_recipe(codec, bits, params), codec if bits is None else f"{codec} {bits}"
+        # As on the ladder, or by a codec of whole caches.
+        recipe = named_recipe(codec, bits, params=None if codec in WHOLE else params)
+        label = codec if bits is None else f"{codec} {bits}"
         if lacking := unfitted(recipe, calibrated):
             missing.append(Unstored(label=label, reason=f"it needs {' and '.join(lacking)} of a calibration"))
             continue
@@ -146,11 +148,6 @@ def ways(
     return found, missing
 
 
-def stored_recipe(codec: str, bits: int | None, params: Params) -> Recipe:
-    """What is done to K and V: as on the ladder, or by a codec of whole caches."""
-    return named_recipe(codec, bits) if codec in WHOLE else named_recipe(codec, bits, params=params)
-
-
 def unfitted(recipe: Recipe, calibrated: Calibrated | None) -> list[str]:
     """What a recipe reads that was not fitted here, by the names of its files."""
     if recipe.k.codec in WHOLE:
@@ -158,7 +155,7 @@ def unfitted(recipe: Recipe, calibrated: Calibrated | None) -> list[str]:
     return [] if calibrated else needed_files(recipe)
 
 
-def choices(settings: Settings) -> list[tuple[str, int | None]]:
+def choices(settings: RestoreSettings) -> list[tuple[str, int | None]]:
     """Codecs with their bits; None for one that has none to choose."""
     return [(codec, bits) for codec in settings.codecs for bits in (settings.bits if has_bits(codec) else (None,))]
 
@@ -190,10 +187,10 @@ def common(golden: Sequence[int], other: Sequence[int]) -> int:
     return next((number for number, (one, two) in enumerate(pairs) if one != two), len(golden))
 
 
-def summary(way: Way, model: PagedModel, tokens: int, settings: Settings, bootstrap: Bootstrap) -> Stored:
+def summary(way: Way, model: PagedModel, tokens: int, settings: RestoreSettings, bootstrap: Bootstrap) -> StorageResult:
     """What was found of one way, over all windows."""
     kl, same = columns(way)
-    return Stored(
+    return StorageResult(
         label=way.label,
         recipe=way.recipe,
         lossless=way.coder.codec is None or way.coder.codec.lossless,
@@ -202,8 +199,8 @@ def summary(way: Way, model: PagedModel, tokens: int, settings: Settings, bootst
         values=tokens * model.info.values_per_token,
         save_ms=tuple(way.save_ms),
         load_ms=tuple(way.load_ms),
-        kl=Interval.of(bootstrap.mean(kl), lowest=0.0),
-        top1_agreement=Interval.of(bootstrap.rate(same), 0.0, 1.0),
+        kl=EstimateRecord.of(bootstrap.mean(kl), lowest=0.0),
+        top1_agreement=EstimateRecord.of(bootstrap.rate(same), 0.0, 1.0),
         greedy=sum(way.greedy) / len(way.greedy),
         decode=settings.decode,
     )

@@ -6,7 +6,7 @@ import statistics
 
 from kvlab.output.format import DASH, number, percent
 from kvlab_pipeline.studies.restore import promises
-from kvlab_pipeline.studies.restore.record import RestoreRecord, Speed, Stored, break_even
+from kvlab_pipeline.studies.restore.record import RestoreRecord, StorageResult, break_even
 from kvlab_pipeline.studies.table import Table, estimate
 
 TITLE = "Restoring a context from a snapshot"
@@ -29,7 +29,10 @@ def tables(record: RestoreRecord) -> list[Table]:
         _break_even(record),
     ]
     found.append(_stored(record))
-    return [*found, _unstored(record)] if record.unstored else found
+    if record.unstored:
+        rows = tuple((one.label, one.reason) for one in record.unstored)
+        found.append(Table("Not measured", "", ("codec", "why"), rows))
+    return found
 
 
 def _harness(record: RestoreRecord) -> Table:
@@ -88,10 +91,6 @@ def _evicted(record: RestoreRecord) -> Table:
     return Table("In a small pool", text, header, rows)
 
 
-def _reported(record: RestoreRecord) -> list[Speed]:
-    return [speed for speed in record.speeds if speed.length in record.settings.lengths]
-
-
 def _prefill(record: RestoreRecord) -> Table:
     text = (
         "Cold over warm, medians of the rounds, loading left out; the ideal is 1 / (1 - reuse), as if every token"
@@ -110,7 +109,8 @@ def _prefill(record: RestoreRecord) -> Table:
             number(speed.ideal),
             percent(speed.ratio / speed.ideal, 0),
         )
-        for speed in _reported(record)
+        for speed in record.speeds
+        if speed.length in record.settings.lengths
     )
     return Table("Prefill", text, header, rows)
 
@@ -173,7 +173,7 @@ def _stored(record: RestoreRecord) -> Table:
     return Table("As they are against coded", text, header, tuple(_stored_row(way) for way in ordered))
 
 
-def _stored_row(way: Stored) -> tuple[str, ...]:
+def _stored_row(way: StorageResult) -> tuple[str, ...]:
     return (
         way.label,
         number(way.bytes_per_token, 4),
@@ -184,8 +184,3 @@ def _stored_row(way: Stored) -> tuple[str, ...]:
         f"{estimate(way.top1_agreement, scale=100)} %",
         number(way.greedy),
     )
-
-
-def _unstored(record: RestoreRecord) -> Table:
-    rows = tuple((one.label, one.reason) for one in record.unstored)
-    return Table("Not measured", "", ("codec", "why"), rows)

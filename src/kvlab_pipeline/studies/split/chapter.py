@@ -8,11 +8,12 @@ from kvlab.output import format as fmt
 from kvlab.stats.bootstrap import Bootstrap
 from kvlab_pipeline.pages.basis import Basis
 from kvlab_pipeline.pages.parts import KL_UNIT, reading, resolution
-from kvlab_pipeline.studies.chapter import Chapter, Section, estimates_of
+from kvlab_pipeline.studies.chapter import Chapter, PageSection, estimates_of
 from kvlab_pipeline.studies.columns import net_kl, subtracted
 from kvlab_pipeline.studies.entries import Compared, Entry, Interval
 from kvlab_pipeline.studies.estimates import claim, sides
-from kvlab_pipeline.studies.gather import Measured, Results, comparable
+from kvlab_pipeline.studies.gather import comparable
+from kvlab_pipeline.studies.measured import Measured, Results
 from kvlab_pipeline.studies.split.plan import divided, divisions
 
 # What each division of a codec's bits between K and V costs, and what it costs beside the most even one.
@@ -110,7 +111,7 @@ def context(metrics: dict, basis: Basis) -> dict:
 CHAPTER = Chapter(
     parts={"split": tuple[SplitEntry, ...]},
     entries=lambda measured: {"split": split_entries(measured.params, measured.results, measured.boot)},
-    sections={"split": Section(110, "Bits divided between K and V at equal bytes", asks="bits for K or for V")},
+    sections={"split": PageSection(110, "Bits divided between K and V at equal bytes", asks="bits for K or for V")},
     context=context,
     claims=lambda metrics: claims(metrics.get("split") or []),
     limits=lambda metrics: [("bits for K or for V, KL", estimates_of(metrics, "split", "difference"))],

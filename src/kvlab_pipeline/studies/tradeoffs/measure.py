@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
@@ -16,14 +17,14 @@ from tqdm import tqdm
 from transformers import Cache
 
 from kvlab.attention.hf import attending
-from kvlab.attention.latent_svd import LatentMap, attention_metric, fit
+from kvlab.attention.latent_svd import LatentMap, LatentMoments, attention_metric, fit
 from kvlab.attention.named import Latent
 from kvlab.cache.hf_cache import KVCache
 from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Calibrated, FittedFiles
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CapabilityError, UserError
-from kvlab.core.model import check_window, resolve
+from kvlab.core.model import ModelInfo, check_window, resolve
 from kvlab.core.params import Params
 from kvlab.core.records import Provenance, forget, machine, versions, write_json
 from kvlab.engines.base import ContextCache
@@ -33,20 +34,41 @@ from kvlab.measure import quick_run
 from kvlab.measure.latent import CALIBRATING, moments_of
 from kvlab.measure.mechanism import IN_16_BITS, Applied, read_of
 from kvlab.measure.scoring import WindowRun
-from kvlab.measure.windows import windows_of
+from kvlab.measure.windows import Window, windows_of
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.text import corpus, needles
 from kvlab.text.needles import Needle
 from kvlab.witness.plain import PlainModel
 from kvlab_mechanisms.decoding.acceptance import acceptance, plain_texts
 from kvlab_mechanisms.decoding.law import Sampling
-from kvlab_pipeline.studies.table import Interval
+from kvlab_pipeline.studies.table import EstimateRecord
 from kvlab_pipeline.studies.tradeoffs.arms import CacheShape, TradeoffVariant, arms
-from kvlab_pipeline.studies.tradeoffs.bench import Bench
 from kvlab_pipeline.studies.tradeoffs.record import ArmFound, Drafted, TradeoffsRecord
 
 DTYPE = "float32"
 FIRST_NEEDLE = 1000  # their numbers begin here: no window of the text has them
+
+
+@dataclass
+class Bench:
+    """What arms are measured with.
+
+    Parameters
+    ----------
+    calibrated : Calibrated
+        Of the codecs.
+    moments : dict of int to LatentMoments
+        That latents are fitted to, of calibration windows.
+    """
+
+    params: Params
+    info: ModelInfo
+    engine: HFEngine
+    windows: list[Window]
+    context: int
+    calibrated: Calibrated
+    moments: dict[int, LatentMoments]
+    plain: Callable[[], PlainModel] | None
 
 
 def refuse(params: Params) -> None:
@@ -57,7 +79,8 @@ def refuse(params: Params) -> None:
     if WARM + steps > scored:
         raise UserError(
             f"tradeoffs.steps is {steps}; allowed: at most {scored - WARM}, as windows.eval is {scored} and the"
-            f" first {WARM} steps are not timed"
+            f" first {WARM} steps are not timed",
+            code="user.too-many-steps",
         )
 
 
@@ -135,15 +158,15 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
     bytes_of |= {name: (one.stored, float(np.mean(one.read))) for name, one in others.items()}
     seen = {name: one.witnessed.alternative_kl if one.witnessed else None for name, one in coded.items()}
     seen |= {name: one.witnessed for name, one in others.items()}
-    answers = asked(bench, planted, codecs, others)
+    answers = needles_found(bench, planted, codecs, others)
     columns = {name: columns_of(table) for name, table in tables.items()}
     arms_found = [
         ArmFound(
             name=arm.name,
             family=arm.family,
             recipe_id=arm.recipe.recipe_id if arm.recipe else None,
-            kl=Interval.of(bootstrap.mean(columns[arm.name][0]), 0.0),
-            top1=Interval.of(bootstrap.rate(columns[arm.name][1])),
+            kl=EstimateRecord.of(bootstrap.mean(columns[arm.name][0]), 0.0),
+            top1=EstimateRecord.of(bootstrap.rate(columns[arm.name][1])),
             found=rate(bootstrap, answers[arm.name]),
             stored=bytes_of[arm.name][0],
             read=bytes_of[arm.name][1],
@@ -164,7 +187,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
         values=info.values_per_token,
         text=bench.windows[0].text,
         confidence=params.stats.confidence,
-        rounding=Interval.of(bootstrap.mean(columns_of(floor.tokens)[0]), 0.0),
+        rounding=EstimateRecord.of(bootstrap.mean(columns_of(floor.tokens)[0]), 0.0),
         full_read=read_of(full, context, len(bench.windows[0].ids), info.values_per_token),
         exact_found=rate(bootstrap, answers[quick_run.ROUNDING]),
         exact_per_second=speeds[quick_run.ROUNDING],
@@ -196,7 +219,7 @@ def spent(bench: Bench, one: quick_run.ScoredCodec) -> tuple[float, float]:
     return stored, read_of(stored, bench.context, len(bench.windows[0].ids), values)
 
 
-def asked(
+def needles_found(
     bench: Bench, planted: Sequence[Needle], codecs: Sequence[quick_run.NamedCodec], others: dict[str, Applied]
 ) -> dict[str, list[bool]]:
     """Which needles each arm finds, and the rounded cache: every token of the answer is the most likely one."""
@@ -215,19 +238,20 @@ def asked(
 
 def timed(bench: Bench, listed: Sequence[TradeoffVariant], others: dict[str, Applied]) -> dict[str, float]:
     """Tokens per second, by name, of the rounded cache's too; an arm without a form that runs here is left out."""
-    steps, window = bench.params.tradeoffs.steps, bench.windows[0]
-    run = WindowRun(bench.engine, list(window.ids), bench.context, window.number)
-    given, found = (bench.engine, run), {quick_run.ROUNDING: of_exact(bench.engine, run, steps)}
+    engine, steps, window = bench.engine, bench.params.tradeoffs.steps, bench.windows[0]
+    run = WindowRun(engine, list(window.ids), bench.context, window.number)
+    over = partial(stepped, engine, run.ids, run.context, steps=steps)
+    found = {quick_run.ROUNDING: over(cache=engine.filled(run.clean["pre_rope"].kept))}
     for arm in listed:
         if arm.family == "codec":
-            found[arm.name] = of_codec(*given, arm, bench.calibrated, steps)
+            found[arm.name] = of_codec(engine, run, arm, bench.calibrated, steps)
         elif arm.family == "eviction":
-            found[arm.name] = of_eviction(*given, others[arm.name], steps)
+            found[arm.name] = over(cache=engine.filled(others[arm.name].keeps(run)))
         elif arm.family == "sparse reading":
-            found[arm.name] = of_pattern(*given, arm, steps)
+            found[arm.name] = of_pattern(engine, run, arm, steps)
         elif arm.family == "latent":
             maps = {layer: fit(one, arm.asked.rank, attention_metric(one)) for layer, one in bench.moments.items()}
-            found[arm.name] = of_latents(*given, maps, steps)
+            found[arm.name] = of_latents(engine, run, maps, steps)
     return found
 
 
@@ -238,10 +262,10 @@ def columns_of(tokens: pl.DataFrame) -> tuple[Column, Column]:
     return Column.of(*where, tokens["kl"].to_numpy()), Column.of(*where, same)
 
 
-def rate(bootstrap: Bootstrap, answers: Sequence[bool]) -> Interval:
+def rate(bootstrap: Bootstrap, answers: Sequence[bool]) -> EstimateRecord:
     """The share of the items, an item a window."""
     place = np.arange(len(answers))
-    return Interval.of(bootstrap.rate(Column.of(place, place, np.array(answers, dtype=np.float64))))
+    return EstimateRecord.of(bootstrap.rate(Column.of(place, place, np.array(answers, dtype=np.float64))))
 
 
 def held_against(
@@ -253,7 +277,7 @@ def held_against(
         return one
     rival = max(able, key=lambda rival: rival.stored)
     difference = bootstrap.difference(columns[one.name][0], columns[rival.name][0])
-    return one.model_copy(update={"rival": rival.name, "against": Interval.of(difference)})
+    return one.model_copy(update={"rival": rival.name, "against": EstimateRecord.of(difference)})
 
 
 # Self-speculation: the model drafts over its coded cache, and the exact cache decides what is written.
@@ -290,7 +314,7 @@ def drafted(bench: Bench, bootstrap: Bootstrap) -> Iterator[Drafted]:
             yield Drafted(
                 name=f"{codec} {bits}",
                 recipe_id=recipe.recipe_id,
-                accepted=Interval.of(bootstrap.mean(Column.of(place, place, shares)), 0.0, 1.0),
+                accepted=EstimateRecord.of(bootstrap.mean(Column.of(place, place, shares)), 0.0, 1.0),
                 tokens_per_call=written / sum(len(one.report.accepted) for one in runs),
                 draft=settings.draft,
                 coded=float(np.mean([one.bits_per_value for one in runs])) * bench.info.values_per_token / 8,
@@ -318,22 +342,12 @@ def stepped(engine: HFEngine, ids: Sequence[int], context: int, cache: Cache, st
     return 1 / median(took[WARM:])
 
 
-def of_exact(engine: HFEngine, run: WindowRun, steps: int) -> float:
-    """Over the untouched cache."""
-    return stepped(engine, run.ids, run.context, engine.filled(run.clean["pre_rope"].kept), steps)
-
-
 def of_codec(engine: HFEngine, run: WindowRun, arm: TradeoffVariant, calibrated: Calibrated, steps: int) -> float:
     """Over `KVCache`, which decodes what is coded in each step."""
     cache = KVCache(engine.model, arm.recipe, calibrated, "serving")
     with torch.inference_mode():
         engine.model(torch.tensor([run.ids[: run.context]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
     return stepped(engine, run.ids, run.context, cache, steps)
-
-
-def of_eviction(engine: HFEngine, run: WindowRun, subject: Applied, steps: int) -> float:
-    """Over what is left."""
-    return stepped(engine, run.ids, run.context, engine.filled(subject.keeps(run)), steps)
 
 
 def of_pattern(engine: HFEngine, run: WindowRun, arm: TradeoffVariant, steps: int) -> float:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from kvlab.core.errors import StorageError
 from kvlab.core.records import Provenance, read_json
 from kvlab.core.settings import Frozen
-from kvlab_pipeline.studies.table import Interval
+from kvlab_pipeline.studies.table import EstimateRecord
 from kvlab_pipeline.studies.tradeoffs.params import Tradeoffs
 
 
@@ -25,15 +25,15 @@ class ArmFound(Frozen):
     name: str
     family: str
     recipe_id: str | None
-    kl: Interval
-    top1: Interval
-    found: Interval
+    kl: EstimateRecord
+    top1: EstimateRecord
+    found: EstimateRecord
     stored: float
     read: float
     per_second: float | None
     witnessed: float | None
     rival: str | None = None
-    against: Interval | None = None
+    against: EstimateRecord | None = None
 
 
 class Drafted(Frozen):
@@ -46,7 +46,7 @@ class Drafted(Frozen):
 
     name: str
     recipe_id: str
-    accepted: Interval
+    accepted: EstimateRecord
     tokens_per_call: float
     draft: int
     coded: float
@@ -79,9 +79,9 @@ class TradeoffsRecord(Frozen):
     values: int
     text: str = "other"
     confidence: float
-    rounding: Interval
+    rounding: EstimateRecord
     full_read: float
-    exact_found: Interval
+    exact_found: EstimateRecord
     exact_per_second: float
     arms: tuple[ArmFound, ...]
     drafted: tuple[Drafted, ...]
@@ -102,4 +102,6 @@ def read(path: Path | str) -> TradeoffsRecord:
     try:
         return TradeoffsRecord.model_validate(read_json(path))
     except ValidationError as error:
-        raise StorageError(f"{path} is no record of the study of tradeoffs: {error.errors()[0]}") from None
+        raise StorageError(
+            f"{path} is no record of the study of tradeoffs: {error.errors()[0]}", code="storage.no-record"
+        ) from None

@@ -6,7 +6,21 @@ import re
 
 from kvlab.output import format as fmt
 from kvlab.output.format import DASH, number, percent
-from kvlab_pipeline.pages.figure import DOWN, GREY, INK, OTHER, UP, Axis, Figure, Key, Line, Look, Mark, Panel, log_axis
+from kvlab_pipeline.pages.figure import (
+    DOWN,
+    GREY,
+    INK,
+    OTHER,
+    UP,
+    Axis,
+    Figure,
+    LegendKey,
+    Line,
+    Look,
+    Mark,
+    Panel,
+    log_axis,
+)
 from kvlab_pipeline.pages.parts import KL_UNIT
 from kvlab_pipeline.studies.table import Table, estimate
 from kvlab_pipeline.studies.tradeoffs.record import ArmFound, TradeoffsRecord
@@ -24,10 +38,10 @@ calibrations, which all texts share, are not. A step reads the stored context an
 
 def tables(record: TradeoffsRecord) -> list[Table]:
     """What it costs, by family; against the leading codec; the drafters; and what vouches for it."""
-    return [said(record), costs(record), against(record), drafts(record), vouched(record)]
+    return [conclusions(record), costs(record), against(record), drafts(record), vouched(record)]
 
 
-def said(record: TradeoffsRecord) -> Table:
+def conclusions(record: TradeoffsRecord) -> Table:
     """The sentences that a reader decides by; every number is the record's."""
     lead = record.settings.codecs[0]
     told = [one for one in record.arms if one.against is not None]
@@ -240,12 +254,12 @@ def curve(record: TradeoffsRecord, codec: str, what: str, scale: float) -> Line 
     return Line(places, tuple(one.kl.value for one in mine), look(record, mine[0]).colour, 1.2)
 
 
-def keys(record: TradeoffsRecord) -> list[Key]:
+def keys(record: TradeoffsRecord) -> list[LegendKey]:
     """The legend."""
     found = {}
     for one in record.arms:
         name = kind(one) if kind(one) in (one.family, *NAMES.values()) else f"{one.family} {kind(one)}"
-        found[name] = Key(name.replace("_", " "), look(record, one))
+        found[name] = LegendKey(name.replace("_", " "), look(record, one))
     if record.drafted:
-        found["self-speculation"] = Key("self-speculation (no loss)", DRAFTED)
-    return [*found.values(), Key("16 bits", line=Line((), (), GREY, 0.8, "dotted"))]
+        found["self-speculation"] = LegendKey("self-speculation (no loss)", DRAFTED)
+    return [*found.values(), LegendKey("16 bits", line=Line((), (), GREY, 0.8, "dotted"))]
