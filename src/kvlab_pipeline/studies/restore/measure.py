@@ -29,7 +29,9 @@ from kvlab_pipeline.studies.restore.stored import stored
 DTYPE, LOW_DTYPE = "float32", "bfloat16"
 
 
-def measure(params: Params, settings: RestoreSettings, windows_path: Path, fitted: FittedFiles | None, out: Path) -> None:
+def measure(
+    params: Params, settings: RestoreSettings, windows_path: Path, fitted: FittedFiles | None, out: Path
+) -> None:
     """Measure everything that RESTORE.md says.
 
     Parameters
