@@ -44,7 +44,7 @@ from kvlab.core.recipe import Recipe, StreamRecipe, canonical, digest
 from kvlab.core.records import atomic, fingerprint, from_header, sha256, to_header, versions
 from kvlab.core.settings import Frozen
 
-FORMAT, VERSION = "kvlab-calibration", 2
+FORMAT, VERSION = "kvlab-calibration", 3
 AGAIN = "write it again with `kvlab calibrate`"
 
 

@@ -6,8 +6,6 @@ the components are summed by attention's weights, and one product for each query
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -20,6 +18,7 @@ from kvlab.cache.held_blocks import TokenRow, Turn
 from kvlab.cache.hf_rope import RopeTurn
 from kvlab.codecs.klt import columns_numba
 from kvlab.codecs.klt.grouping import parted
+from kvlab.codecs.klt.halves import scratch
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.codecs.klt.planes import Planes
 from kvlab.codecs.klt.reading import refuse
@@ -27,10 +26,10 @@ from kvlab.codecs.klt.reading_numba import escapes_of, values_of
 
 
 class KltColumns:
-    """Reads what one coder coded; see `stored.Reader`. The matrices are views of the plan's own."""
+    """Reads what one coder coded; see `stored.Reader`."""
 
     def __init__(self, coder: StreamCoder):
-        plan = coder.token_rows.plan
+        self.plan = plan = coder.token_rows.plan
         self.heads, self.groups, self.width = plan.heads, plan.groups, plan.width
         self.per, self.head_dim = self.heads // self.groups, coder.shape[1]
         self.places, self.escapes = places_of(plan.planes), escapes_of(plan)
@@ -39,25 +38,23 @@ class KltColumns:
         # components before the last one that has bits: those after it are zeros in usual vectors
         self.coded = int(((~constant) * torch.arange(1, self.width + 1)).max())
         usual = torch.where(constant, plan.trees.of(plan.trees.first, 0), 0.0)
-        mean = torch.baddbmm(plan.mean, usual[:, None], plan.inverse[:, : self.width])
-        # the last row is added where the last component is 1
-        self.to_keys, self.mean_key = plan.inverse.mT, mean.mT
-        self.to_values = plan.inverse.unflatten(2, (self.per, -1)).transpose(1, 2)  # [groups, per, width + 1, head_dim]
-        self.mean_value = parted(mean, self.heads)
+        mean = torch.baddbmm(plan.mean, usual[:, None], plan.back.full())
+        self.mean_key, self.mean_value = mean.mT, parted(mean, self.heads)
 
     def scores(self, rows: Sequence[TokenRow], turns: Sequence[Turn], q: Tensor, first: int, out: Tensor) -> None:
         """See `stored.Reader`."""
+        to_keys = self.plan.inverse.mT
         for index, (row, turn) in enumerate(zip(rows, turns, strict=True)):
             for column, z, escaped in self._parts(row, first):
-                k = self._keys(z, escaped).view(self.heads, self.head_dim, -1)
+                k = self._keys(to_keys, z, escaped).view(self.heads, self.head_dim, -1)
                 out[index, :, :, column : column + z.shape[2]] = scored(k, q[index], turn, column)
 
-    def _keys(self, z: Tensor, escaped: Tensor) -> Tensor:
+    def _keys(self, to_keys: Tensor, z: Tensor, escaped: Tensor) -> Tensor:
         """Keys [groups, per * head_dim, n]: of usual vectors the components that have bits say all."""
         k = scratch("k", self.groups, self.per * self.head_dim, z.shape[2])
-        torch.baddbmm(self.mean_key, self.to_keys[..., : self.coded], z[:, : self.coded], out=k)
+        torch.baddbmm(self.mean_key, to_keys[..., : self.coded], z[:, : self.coded], out=k)
         if len(escaped):
-            k.index_add_(2, escaped, self.to_keys[..., self.coded :] @ z[:, self.coded :].index_select(2, escaped))
+            k.index_add_(2, escaped, to_keys[..., self.coded :] @ z[:, self.coded :].index_select(2, escaped))
         return k
 
     def mixed(self, rows: Sequence[TokenRow], weights: Tensor, first: int, out: Tensor) -> None:
@@ -68,8 +65,9 @@ class KltColumns:
             for column, z, _ in self._parts(row, first):
                 found[index].baddbmm_(shared[index, :, :, column : column + z.shape[2]], z.mT)
         components = found.view(len(rows), self.groups, self.per, -1, self.width + 1)
+        to_values = self.plan.inverse.unflatten(2, (self.per, -1)).transpose(1, 2)
         share = weights[..., first:].sum(-1, keepdim=True)
-        out += (components @ self.to_values).flatten(1, 2) + share * self.mean_value
+        out += (components @ to_values).flatten(1, 2) + share * self.mean_value
 
     def _parts(self, row: TokenRow, first: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Components of columns from `first` on, a part at a time: see `columns_numba.components`.
@@ -89,19 +87,6 @@ class KltColumns:
             )
             refuse(fault)
             yield column, z, escaped.nonzero()[:, 0]
-
-
-_HELD = threading.local()
-
-
-def scratch(name: str, *shape: int) -> Tensor:
-    """A float32 array that whoever asks next in this thread is given again: new memory costs more than its use."""
-    size = math.prod(shape)
-    held = getattr(_HELD, name, None)
-    if held is None or held.numel() < size:
-        held = torch.empty(size, dtype=torch.float32)
-        setattr(_HELD, name, held)
-    return held[:size].view(shape)
 
 
 def gathered(row: TokenRow) -> tuple[np.ndarray, np.ndarray]:

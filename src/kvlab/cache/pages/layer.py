@@ -97,7 +97,7 @@ def quick(rows: Rows) -> Components | None:
     """The compiled way to read rows where they are; None where their codec has none, or nothing compiles it."""
     if not isinstance(rows, KltRows):
         return None
-    device = rows.plan.inverse.device
+    device = rows.plan.mean.device
     if by_triton(device):
         from kvlab.codecs.klt.reading_triton import TritonLoop
 

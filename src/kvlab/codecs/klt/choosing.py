@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvlab.codecs.klt.escapes import Spent, Tails, lost_bits, merged
 from kvlab.codecs.klt.fields import Said
+from kvlab.codecs.klt.halves import HalfMatrix
 from kvlab.codecs.klt.scales import LOUD, NEAR, PLAIN, SCALES, steps_down, steps_up
 from kvlab.codecs.shared.products import product
 
@@ -95,15 +96,15 @@ class Chooser:
         What the bits of each group are worth.
     tails : Tails
         Where escapes lie.
-    forward : Tensor
-        Tokens to standardised components, float32 [groups, width, width].
+    forward : HalfMatrix
+        Tokens to standardised components [groups, width, width].
     shift : Tensor
         From the first mean to the second, float32 [groups, 1, width].
     """
 
-    def __init__(self, worth: Worth, tails: Tails, forward: Tensor, shift: Tensor):
+    def __init__(self, worth: Worth, tails: Tails, forward: HalfMatrix, shift: Tensor):
         self.tails, self.trees, self.forward, self.shift = tails, tails.trees, forward, shift
-        device, energy = forward.device, worth.energy
+        device, energy = shift.device, worth.energy
         prices = torch.nn.functional.pad(worth.prices[:, 1:], (1, 0))
         least = prices.diff(dim=1).amin(1) if tails.room else torch.full_like(prices[:, 0], torch.inf)
         reach = (least[:, None] / energy).sqrt().float().to(device)
@@ -116,7 +117,7 @@ class Chooser:
         plain = torch.tensor([own.expected for own in tails.plain], dtype=torch.float32, device=device)
         self.expected = plain * self.energy.sum(1) if tails.plain else plain
         share = self.energy / self.energy.sum(1, keepdim=True)
-        sink = product(shift, forward.mT)
+        sink = product(shift, forward.full().mT)
         self.share, self.toward_sink = share[:, None], 2 * share[:, None] * sink
         self.sink_square = (share * sink[:, 0].square()).sum(1, keepdim=True)
         self.scales = SCALES.to(device)
@@ -156,7 +157,7 @@ class Chooser:
 
     def _own(self, group: Tensor, number: int) -> Tensor | slice:
         """Which vectors are of one group."""
-        return (group == number).nonzero().flatten() if len(self.forward) > 1 else slice(None)
+        return (group == number).nonzero().flatten() if len(self.shift) > 1 else slice(None)
 
     def _level(self, group: Tensor, z: Tensor) -> Tensor:
         """Levels of vectors z [v, width], row by row the same numbers however many there are [v]."""
@@ -179,7 +180,7 @@ class Chooser:
     def _about_sink(self, group: Tensor, level: Tensor, centred: Tensor) -> ScaleTrial:
         """Vectors without the first mean [v, width], tried about the second one where that brings their level down."""
         z = torch.empty_like(centred)
-        for number, matrix in enumerate(self.forward):
+        for number, matrix in enumerate(self.forward.full()):
             at = self._own(group, number)
             z[at] = product(centred[at] - self.shift[number], matrix.mT)
         left = self._level(group, z)
@@ -226,7 +227,7 @@ class Chooser:
     def _symbols(self, group: Tensor, z: Tensor) -> Tensor:
         """What the tables make of vectors z, uint8 [v, width]."""
         symbols = torch.empty_like(z, dtype=torch.uint8)
-        for number in range(len(self.forward)):
+        for number in range(len(self.shift)):
             at = self._own(group, number)
             symbols[at] = self.trees.nearest(number, z[at].mT.contiguous()).mT
         return symbols

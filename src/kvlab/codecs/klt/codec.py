@@ -36,6 +36,7 @@ from kvlab.codecs.klt.choosing import Chooser, Worth
 from kvlab.codecs.klt.components import FLOOR, TINY, Components
 from kvlab.codecs.klt.escapes import Spent, last_spent
 from kvlab.codecs.klt.grouping import block_diagonal, centred
+from kvlab.codecs.klt.halves import HalfMatrix, scratch
 from kvlab.codecs.klt.marginal import MAX_WIDTH, Marginals, gaussian_sketch
 from kvlab.codecs.klt.synthesis import Decoding, Synthesis
 from kvlab.codecs.shared.apart import apart
@@ -258,13 +259,19 @@ class Plan(Synthesis):
 
     def __init__(self, decoding: Decoding, forward: Tensor, worth: Worth | None, device: torch.device):
         super().__init__(decoding, device)
-        self.forward, self.worth = forward.to(device), worth
+        self.forward, self.worth = HalfMatrix.of(forward, device), worth
         if worth is not None:
             self.choose = Chooser(worth, self.tails, self.forward, self.shift)
 
+    @property
+    def ahead(self) -> Tensor:
+        """The way there, float32 [groups, width, width]; see `scratch` for how long."""
+        shape = self.forward.values.shape
+        return self.forward.full(scratch("forward", *shape, device=self.shift.device))
+
     def to(self, device: torch.device) -> Plan:
         """See `Synthesis.to`."""
-        return Plan(self.decoding, self.forward.cpu(), self.worth, device)
+        return Plan(self.decoding, self.forward.full().cpu(), self.worth, device)
 
     @classmethod
     def made(cls, components: Components, recipe: KltStream, totals: list[int], device: torch.device) -> Plan:
@@ -327,7 +334,7 @@ class Plan(Synthesis):
         tokens = vectors.shape[1]
         if tokens < FEW:
             vectors = torch.nn.functional.pad(vectors, (0, 0, 0, FEW - tokens))
-        return torch.bmm(self.forward, vectors.mT)[..., :tokens]
+        return torch.bmm(self.ahead, vectors.mT)[..., :tokens]
 
 
 def vector_bits(recipe: KltStream, heads: int, head_dim: int) -> int:

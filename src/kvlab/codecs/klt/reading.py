@@ -43,18 +43,17 @@ class Components:
     """
 
     def __init__(self, plan: Synthesis, read: Loop):
-        self.heads, self.groups, self.read = plan.heads, plan.groups, read
-        self.inverse, self.mean = plan.inverse, plan.mean  # the last row is added where the last column is 1
+        self.heads, self.groups, self.plan, self.read = plan.heads, plan.groups, plan, read
 
     def tokens(self, components: Tensor) -> Tensor:
         """The tokens float32 [heads, n, head_dim] of components."""
-        return parted(torch.baddbmm(self.mean, components, self.inverse), self.heads)
+        return parted(torch.baddbmm(self.plan.mean, components, self.plan.inverse), self.heads)
 
     def finished(self, mixed: Tensor) -> Tensor:
         """Sums of components by weights that add up to 1 [heads, ..., width + 1], as sums of tokens [heads, ..., d]."""
         per = self.heads // self.groups
-        inverse = self.inverse.unflatten(2, (per, -1)).transpose(1, 2).flatten(0, 1)
-        mean = parted(self.mean, self.heads)
+        inverse = self.plan.inverse.unflatten(2, (per, -1)).transpose(1, 2).flatten(0, 1)
+        mean = parted(self.plan.mean, self.heads)
         return torch.baddbmm(mean, mixed.flatten(1, -2), inverse).unflatten(1, mixed.shape[1:-1])
 
 

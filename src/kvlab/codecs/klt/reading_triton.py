@@ -30,8 +30,8 @@ class TritonLoop:
         self.groups, self.width = plan.groups, plan.width
         places, self.digits = bits_of(plan.planes)
         tensors, self.numbers = tables_of(plan, places)
-        self.tensors = [part.to(plan.inverse.device).contiguous() for part in tensors]
-        self.digits = self.digits[:, :, : plan.rows].to(plan.inverse.device).contiguous()
+        self.tensors = [part.to(plan.mean.device).contiguous() for part in tensors]
+        self.digits = self.digits[:, :, : plan.rows].to(plan.mean.device).contiguous()
         self.escaping = plan.escaping
 
     def __call__(self, rows: Tensor, slots: Tensor, first: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvlab.codecs.klt.escapes import Tails, heap
 from kvlab.codecs.klt.grouping import joined, parted
+from kvlab.codecs.klt.halves import HalfMatrix, scratch
 from kvlab.codecs.klt.planes import Planes
 from kvlab.codecs.klt.trees import Trees
 from kvlab.codecs.shared.products import FEW
@@ -98,9 +99,10 @@ class Synthesis:
         Their tables.
     mean : Tensor
         float32 [groups, 1, width].
-    inverse : Tensor
-        Standardised components as rows to tokens, float32 [groups, width + 1, width]; the last row, after those of the
-        components, is what lies from the mean to the second one.
+    shift : Tensor
+        From the mean to the second one, float32 [groups, 1, width].
+    back : HalfMatrix
+        Standardised components as rows to tokens [groups, width, width].
     """
 
     def __init__(self, decoding: Decoding, device: torch.device):
@@ -114,9 +116,9 @@ class Synthesis:
         self.trees, self.deviation = Trees(decoding.trees, self.widths, device), decoding.deviation
         if self.escaping:
             self.tails = Tails(decoding.tails, self.trees, self.deviation)
-        self.mean, shift = (joined(part[:, None], self.groups) for part in (decoding.mean, decoding.shift))
-        self.mean = self.mean.to(device)
-        self.inverse = torch.cat((decoding.inverse, shift), dim=1).to(device)
+        means = (joined(part[:, None], self.groups).to(device) for part in (decoding.mean, decoding.shift))
+        self.mean, self.shift = means
+        self.back = HalfMatrix.of(decoding.inverse, device)
 
     def to(self, device: torch.device) -> Synthesis:
         """The same for symbols on another device."""
@@ -128,9 +130,12 @@ class Synthesis:
         return self.heads, self.rows // self.heads
 
     @property
-    def shift(self) -> Tensor:
-        """From the mean to the second one, float32 [groups, 1, width]; a view."""
-        return self.inverse[:, self.width :]
+    def inverse(self) -> Tensor:
+        """The way back with `shift` as a last row, float32 [groups, width + 1, width]; see `scratch` for how long."""
+        out = scratch("inverse", self.groups, self.width + 1, self.width, device=self.shift.device)
+        self.back.full(out[:, : self.width])
+        out[:, self.width :] = self.shift
+        return out
 
     @property
     def decoding(self) -> Decoding:
@@ -140,7 +145,7 @@ class Synthesis:
             bits=self.bits,
             mean=mean.cpu(),
             shift=shift.cpu(),
-            inverse=self.inverse[:, : self.width].cpu(),
+            inverse=self.back.full().cpu(),
             deviation=self.deviation,
             widths=self.widths.to(torch.uint8),
             tails=self.tails.component.cpu() if self.escaping else torch.empty(self.groups, 0, dtype=torch.int16),

@@ -39,7 +39,7 @@ from kvlab.core import filekind
 from kvlab.core.errors import StorageError, StreamError, UserError
 from kvlab.core.settings import IdentityStream
 
-MAGIC, VERSION = filekind.CODED, 2
+MAGIC, VERSION = filekind.CODED, 3
 PURPOSE = b"kvlab coded cache 2\n"  # of signatures
 HEADER = struct.Struct("<4sHHHHIBB6s8s8s")
 DTYPES = ("float32", "bfloat16", "float16")

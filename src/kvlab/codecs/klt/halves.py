@@ -1,0 +1,64 @@
+"""Matrices held in half precision: what a codec keeps in memory for as long as a cache lives."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HalfMatrix:
+    """A matrix in float16, its columns and then its rows divided by powers of two, so that no entry is above 1.
+
+    An entry is off by at most 2**-12 of itself, or 2**-25 of its row's largest: what that adds to the error of a token
+    is some 78 dB below the token, where 4 bits leave 30 to 40 dB. The rounded matrix is what the codec is, on every
+    device; in which units a channel is given makes no difference, as long as they differ by powers of two.
+
+    Parameters
+    ----------
+    values : Tensor
+        float16 [..., rows, columns].
+    row, column : Tensor
+        Powers of two, float32 [..., rows, 1] and [..., 1, columns].
+    """
+
+    values: Tensor
+    row: Tensor
+    column: Tensor
+
+    @classmethod
+    def of(cls, matrix: Tensor, device: torch.device) -> HalfMatrix:
+        """A matrix float32 [..., rows, columns]; of one that was rounded before, nothing changes."""
+        column = power_above(matrix, -2)
+        row = power_above(matrix / column, -1)
+        return cls((matrix / column / row).half().to(device), row.to(device), column.to(device))
+
+    def full(self, out: Tensor | None = None) -> Tensor:
+        """The matrix float32; in `out` where that is given."""
+        out = torch.empty_like(self.values, dtype=torch.float32) if out is None else out
+        return out.copy_(self.values).mul_(self.row).mul_(self.column)  # torch multiplies mixed types slowly
+
+
+def power_above(matrix: Tensor, axis: int) -> Tensor:
+    """The least powers of two above what is largest along an axis, float32; that axis stays, of length 1."""
+    largest = matrix.abs().amax(axis, keepdim=True)
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+
+
+_LENT = threading.local()
+
+
+def scratch(name: str, *shape: int, device: torch.device | None = None) -> Tensor:
+    """A float32 array that whoever asks next in this thread is given again: new memory costs more than its use."""
+    if device is not None and device.type != "cpu":
+        return torch.empty(shape, dtype=torch.float32, device=device)
+    size = math.prod(shape)
+    lent = getattr(_LENT, name, None)
+    if lent is None or lent.numel() < size:
+        lent = torch.empty(size, dtype=torch.float32)
+        setattr(_LENT, name, lent)
+    return lent[:size].view(shape)
