@@ -7,11 +7,11 @@ import torch
 
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
-from kvlab.cache.attention_view import SCRATCH, BlockReader
-from kvlab.cache.coded_rows import StreamCoder
-from kvlab.cache.held_blocks import Straight, TokenRow
-from kvlab.cache.hf_rope import RopeTurn
-from kvlab.cache.klt_columns import KltColumns
+from kvlab.cache.hf.attention_view import SCRATCH, BlockReader
+from kvlab.cache.hf.coder import StreamCoder
+from kvlab.cache.hf.klt_columns import KltColumns
+from kvlab.cache.hf.rope import RopeTurn
+from kvlab.cache.hf.rows import Straight, TokenRow
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.rows import KltRows

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvlab import Cache, recipe
-from kvlab.cache.calibration_file import load_calibration, read_header, write_calibration
-from kvlab.cache.prepared import prepared
-from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
+from kvlab.cache.files.calibration import load_calibration, read_header, write_calibration
+from kvlab.cache.files.prepared import prepared
+from kvlab.cache.files.recipe import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
 from kvlab.codecs.base import Site
 from kvlab.codecs.block.studied import studied_recipe
 from kvlab.codecs.klt import KltStream

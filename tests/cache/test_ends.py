@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from kvlab.cache import streams, vllm_worker
-from kvlab.cache.calibration_file import load_calibration, write_calibration
-from kvlab.cache.hf_cache import KVCache
-from kvlab.cache.recipe_file import write_recipe_file
+from kvlab.cache.files import coded as streams
+from kvlab.cache.files.calibration import load_calibration, write_calibration
+from kvlab.cache.files.recipe import write_recipe_file
+from kvlab.cache.hf.kv_cache import KVCache
+from kvlab.cache.vllm import worker as vllm_worker
 from kvlab.calibration.calibrate import calibrate
 from kvlab.codecs.base import Site
 from kvlab.codecs.hadamard import HadamardStream

@@ -23,10 +23,10 @@ from transformers import (
 )
 
 import tiny
-from kvlab.cache.decoded_window import GRAIN
-from kvlab.cache.hf_cache import KVCache
-from kvlab.cache.hf_layer import STREAMS
-from kvlab.cache.hf_rope import rotate, unrotate
+from kvlab.cache.hf.decoded_window import GRAIN
+from kvlab.cache.hf.kv_cache import KVCache
+from kvlab.cache.hf.layer import STREAMS
+from kvlab.cache.hf.rope import rotate, unrotate
 from kvlab.codecs.base import Site, StreamCalibration
 from kvlab.codecs.cast import CastStream
 from kvlab.codecs.hadamard import HadamardStream
@@ -351,7 +351,7 @@ def test_tokens_of_an_unfinished_block_are_exact(model):
 
 def test_codes_that_cannot_be_joined_are_kept_as_they_came(model, monkeypatch):
     """As those of a token that ends inside a byte; here made so by hand."""
-    monkeypatch.setattr("kvlab.cache.coded_rows.joiner", lambda *_: None)
+    monkeypatch.setattr("kvlab.cache.hf.coder.joiner", lambda *_: None)
     loose = KVCache(model, hadamard(2), semantics="in_forward")
     monkeypatch.undo()
     joined = KVCache(model, hadamard(2), semantics="in_forward")

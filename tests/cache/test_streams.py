@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from kvlab.cache import streams
-from kvlab.cache.prepared import prepared
-from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
+from kvlab.cache.files import coded as streams
+from kvlab.cache.files.prepared import prepared
+from kvlab.cache.files.recipe import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
 from kvlab.cache.transformers_cache import Cache
 from kvlab.calibration import load as calibration
 from kvlab.calibration.capture import Captured
@@ -169,7 +169,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from kvlab_pipeline.studies.settings import read_params
-from kvlab.cache import streams
+from kvlab.cache.files import coded as streams
 
 for case in json.loads(sys.argv[1]):
     params, folder = read_params(json.dumps(case["params"])), Path(case["folder"])

@@ -16,7 +16,7 @@ import kvlab.codecs
 from cache import surroundings
 from cache.surroundings import CASES, CODECS, IDS, SAME, Fitted, cached, generated
 from kvlab import Cache, recipe
-from kvlab.cache.hf_rope import Watch
+from kvlab.cache.hf.rope import Watch
 from kvlab.codecs.aquakv.codec import spreading
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream, marginal, plain
@@ -293,7 +293,7 @@ def test_a_codec_alone_codes_the_same(codec, surrounding):
     ],
 )
 def test_positions_that_turn_nothing_back_are_named(found, code, data):
-    from kvlab.cache import hf_cache as hf_given
+    from kvlab.cache.hf import kv_cache as hf_given
 
     with refused(CapabilityError, code, data):
         hf_given.positions(found, 2, 5)

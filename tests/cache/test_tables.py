@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM
 from codec import ladder_making
 from codec.ladder_making import LAYER, planted
 from kvlab import Cache, recipe
-from kvlab.cache import prepared, tables
-from kvlab.cache.calibration_file import write_calibration
-from kvlab.cache.hf_cache import KVCache
-from kvlab.cache.recipe_file import CalibrationFiles, read_recipe_file, write_recipe_file
-from kvlab.cache.vllm_worker import _try_out
+from kvlab.cache.files import prepared
+from kvlab.cache.files.calibration import write_calibration
+from kvlab.cache.files.recipe import CalibrationFiles, read_recipe_file, write_recipe_file
+from kvlab.cache.hf import tables
+from kvlab.cache.hf.kv_cache import KVCache
+from kvlab.cache.vllm.worker import _try_out
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream
 from kvlab.codecs.klt.trees import MANY, Nearest, Trees

@@ -16,8 +16,10 @@ from torch import nn
 
 import tiny
 from cache.vllm_user import CHUNK, PROMPTS
-from kvlab.cache import vllm_plugin, vllm_settings, vllm_worker
-from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
+from kvlab.cache import vllm_plugin
+from kvlab.cache.files.recipe import CalibrationFiles, RecipeFile, read_recipe_file, write_recipe_file
+from kvlab.cache.vllm import settings as vllm_settings
+from kvlab.cache.vllm import worker as vllm_worker
 from kvlab.calibration.load import FittedFiles, load
 from kvlab.codecs.base import Site
 from kvlab.codecs.cast import CastStream
@@ -409,7 +411,7 @@ def test_vllm_finds_the_plugin():
 def test_without_the_variable_it_touches_nothing():
     program = (
         "import sys; from kvlab.cache.vllm_plugin import register; register();"
-        "print(sorted({'torch', 'vllm', 'polars', 'numpy', 'kvlab.cache.vllm_worker'} & set(sys.modules)))"
+        "print(sorted({'torch', 'vllm', 'polars', 'numpy', 'kvlab.cache.vllm.worker'} & set(sys.modules)))"
     )
     clean = {name: value for name, value in os.environ.items() if name not in (RECIPE_VARIABLE, PAGES_VARIABLE)}
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=clean)

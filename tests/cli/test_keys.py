@@ -48,7 +48,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_a_coded_cache_is_signed_and_decoded_with_the_key_alone(run, keys, tiny_params, tiny_calibration, tmp_path):
-    from kvlab.cache.recipe_file import write_recipe_file
+    from kvlab.cache.files.recipe import write_recipe_file
     from kvlab.codecs.fp8 import Fp8Stream
     from kvlab.core.recipe import Recipe
 

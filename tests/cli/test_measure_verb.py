@@ -193,7 +193,7 @@ def test_calibrate_leaves_one_file_and_no_capture(calibrated):
 
 
 def test_the_file_that_calibrate_writes_is_a_recipe_file(calibrated):
-    from kvlab.cache.recipe_file import read_recipe_file
+    from kvlab.cache.files.recipe import read_recipe_file
 
     file = read_recipe_file(calibrated)
     assert (file.recipe.k.codec, file.recipe.k.bits, file.layers) == ("klt", 4, None)

@@ -352,7 +352,7 @@ def test_a_text_is_tokenised_by_the_model(run, tiny_model, tmp_path):
 
 
 def test_a_lossy_payload_needs_its_evidence_or_whoever_asks_for_it(run, restored, tiny_model, ids, tmp_path):
-    from kvlab.cache.recipe_file import write_recipe_file
+    from kvlab.cache.files.recipe import write_recipe_file
     from kvlab.codecs.fp8 import Fp8Stream
     from kvlab.core.recipe import Recipe
 
@@ -377,7 +377,7 @@ def test_a_lossy_payload_needs_its_evidence_or_whoever_asks_for_it(run, restored
 
 def evidence(out: Path, model: Path, recipe: Path, **other) -> Path:
     """Evidence of a recipe on a model, or of others."""
-    from kvlab.cache.recipe_file import read_recipe_file
+    from kvlab.cache.files.recipe import read_recipe_file
     from kvlab.gate.catalogue.rows import EVIDENCE
     from kvlab.gate.evidence import build
     from kvlab_pipeline.gate_page.audit.passing_case import valid_case
@@ -392,7 +392,7 @@ def evidence(out: Path, model: Path, recipe: Path, **other) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    from kvlab.cache.recipe_file import write_recipe_file
+    from kvlab.cache.files.recipe import write_recipe_file
     from kvlab.codecs.fp8 import Fp8Stream
     from kvlab.core.recipe import Recipe
 
@@ -400,7 +400,7 @@ def recipe(tmp_path) -> Path:
 
 
 def test_verify_with_another_recipe_says_that_it_could_not_decode(run, tiny_model, ids, tmp_path, recipe):
-    from kvlab.cache.recipe_file import write_recipe_file
+    from kvlab.cache.files.recipe import write_recipe_file
     from kvlab.codecs.fp8 import Fp8Stream
     from kvlab.core.recipe import Recipe
     from kvlab.core.settings import IdentityStream

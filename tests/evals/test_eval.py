@@ -15,7 +15,7 @@ import pytest
 import embedded
 from cli.test_cli import flags_of
 from evals import local
-from kvlab.cache.recipe_file import write_recipe_file
+from kvlab.cache.files.recipe import write_recipe_file
 from kvlab.cli import evals as eval_verb
 from kvlab.cli import gate as importing
 from kvlab.cli import main as cli

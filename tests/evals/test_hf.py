@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvlab.cache.counts import expected_fires
-from kvlab.cache.hf_cache import KVCache
+from kvlab.cache.hf.counts import expected_fires
+from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.codecs.fp8 import Fp8Stream
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
@@ -159,7 +159,7 @@ def test_fires_that_are_due_are_counted_from_the_calls_alone():
 
 
 def test_a_codec_that_fires_otherwise_is_no_measurement(coded, monkeypatch):
-    monkeypatch.setattr("kvlab.cache.counts.expected_fires", lambda *_: 99)
+    monkeypatch.setattr("kvlab.cache.hf.counts.expected_fires", lambda *_: 99)
     with refused(CodecNotActive, "not-active.fires", "99 were due"):
         coded.score([ScoreRequest(CONTEXT, ANSWER)])
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from install.plugin import documented, forget, install
 from kvlab import Cache, recipe
-from kvlab.cache.calibration_file import write_calibration
-from kvlab.cache.prepared import prepared
-from kvlab.cache.recipe_file import read_recipe_file, write_recipe_file
+from kvlab.cache.files.calibration import write_calibration
+from kvlab.cache.files.prepared import prepared
+from kvlab.cache.files.recipe import read_recipe_file, write_recipe_file
 from kvlab.calibration import load as calibration
 from kvlab.codecs import plugins
 from kvlab.codecs.registry import build

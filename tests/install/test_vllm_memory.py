@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvlab.cache import vllm_settings
+from kvlab.cache.vllm import settings as vllm_settings
 
 GIB = 1 << 30
 

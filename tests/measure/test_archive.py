@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.cache.calibration_file import load_calibration, write_calibration
+from kvlab.cache.files.calibration import load_calibration, write_calibration
 from kvlab.calibration.across import expected_attention
 from kvlab.calibration.calibrate import calibrate
 from kvlab.calibration.metrics import ErrorMetrics

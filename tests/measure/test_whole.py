@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.cache.calibration_file import load_calibration, write_calibration
+from kvlab.cache.files.calibration import load_calibration, write_calibration
 from kvlab.calibration.calibrate import calibrate, looked_at
 from kvlab.calibration.joint import JointTap, outputs
 from kvlab.calibration.metrics import ErrorMetrics

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvlab.cache.calibration_file import read_header
+from kvlab.cache.files.calibration import read_header
 from kvlab.calibration.load import load
 from kvlab.core.errors import MixedIdentity, NonFinite
 from refusals import refused

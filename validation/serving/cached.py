@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
 
-from kvlab.cache.hf_cache import KVCache
+from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.cache.transformers_cache import from_file
 from kvlab.core.errors import ParamsError
 

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvlab.cache.calibration_file import write_calibration
+from kvlab.cache.files.calibration import write_calibration
 from kvlab.calibration.load import FittedFiles, load
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.model import resolve

@@ -81,8 +81,8 @@ def measured(model: Path, recipe: Path, texts: list[list[int]], dtype: str) -> d
     """Losses of each window, hooks first, then pages in a process of their own."""
     import torch
 
-    from kvlab.cache.prepared import prepared
-    from kvlab.cache.recipe_file import read_recipe_file
+    from kvlab.cache.files.prepared import prepared
+    from kvlab.cache.files.recipe import read_recipe_file
     from kvlab.codecs.base import Site
     from kvlab.core.model import resolve
     from kvlab.core.params import Model

@@ -60,7 +60,7 @@ print(f"{{cache.bits_per_value:.2f}} bits per value from {{kvlab.__file__}}")
 VLLM = """
 import os, sys
 from kvlab import recipe
-from kvlab.cache.recipe_file import write_recipe_file
+from kvlab.cache.files.recipe import write_recipe_file
 from kvlab.cache.vllm_plugin import status
 
 os.environ["KVLAB_RECIPE"] = str(write_recipe_file("recipe.json", recipe("hadamard", bits=4, block_size=16)))

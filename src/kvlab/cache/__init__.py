@@ -1,1 +1,1 @@
-"""The codecs in use: `kvlab.Cache` (`hf_cache.py`, `hf_*`), the vLLM plugin (`vllm_*`, `pages/`), codec files."""
+"""The codecs in use: `kvlab.Cache` (`hf/`), the vLLM plugin (`vllm/`, coded `pages/`), calibrations as `files/`."""

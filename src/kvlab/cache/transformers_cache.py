@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
-from kvlab.cache.hf_cache import Calibration, KVCache, Semantics
-from kvlab.cache.prepared import FromFile
-from kvlab.cache.recipe_file import CalibratedRecipeFile, read_recipe_file
+from kvlab.cache.files.prepared import FromFile
+from kvlab.cache.files.recipe import CalibratedRecipeFile, read_recipe_file
+from kvlab.cache.hf.kv_cache import Calibration, KVCache, Semantics
 from kvlab.calibration.needs import needed_files
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.core.model import resolve

@@ -60,7 +60,7 @@ def register() -> None:
 
 
 def _chosen() -> ModuleType | None:
-    """What serves the variable that is set: `vllm_worker` beside vLLM's cache, `pages.worker` inside it."""
+    """What serves the variable that is set: `vllm.worker` beside vLLM's cache, `pages.worker` inside it."""
     recipe, pages = (os.environ.get(variable) for variable in (RECIPE_VARIABLE, PAGES_VARIABLE))
     if recipe and pages:
         raise CapabilityError(
@@ -72,7 +72,7 @@ def _chosen() -> ModuleType | None:
 
         return worker
     if recipe:
-        from kvlab.cache import vllm_worker
+        from kvlab.cache.vllm import worker as vllm_worker
 
         return vllm_worker
     return None
@@ -190,7 +190,7 @@ def _after_config(create: Callable, args, *given, **named):
     config = create(args, *given, **named)
     place_backend()  # or away, where the variable has been unset since
     if (chosen := _chosen()) is not None:
-        from kvlab.cache import vllm_settings
+        from kvlab.cache.vllm import settings as vllm_settings
 
         chosen.prepare(config)  # a refusal here reaches the person as it is, one in the worker only its log
         vllm_settings.fit_cache(config)

@@ -104,7 +104,7 @@ def _unfitted(args: SimpleNamespace, recipe) -> str:
 
 def _write(args: SimpleNamespace, recipe, calibrated, info, tokens: int) -> None:
     """The file, and that of a decoder where one is asked for."""
-    from kvlab.cache.calibration_file import write_calibration
+    from kvlab.cache.files.calibration import write_calibration
 
     write_calibration(args.out, recipe, calibrated, info, n_tokens=tokens)
     if args.decoder:

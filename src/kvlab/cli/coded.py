@@ -64,8 +64,8 @@ def recipe_verb(
     given, files = {"sigma": sigma, "codebooks": codebooks, "components": components}, None
     _refuse_uncalibrated(given, recipe)
 
-    from kvlab.cache.prepared import prepared
-    from kvlab.cache.recipe_file import CalibrationFiles, RecipeFile, write_recipe_file
+    from kvlab.cache.files.prepared import prepared
+    from kvlab.cache.files.recipe import CalibrationFiles, RecipeFile, write_recipe_file
     from kvlab.core.model import resolve
 
     if fitted_of(**given):
@@ -149,7 +149,7 @@ def encode_verb(
         _encode_text(model, recipe, text, bits, dtype, out, key)
         return
 
-    from kvlab.cache.streams import describe, encode
+    from kvlab.cache.files.coded import describe, encode
 
     reader = encode(model, recipe, capture, window or 0, out, key)
     print("\n".join(describe(reader)))
@@ -161,8 +161,9 @@ def _encode_text(model: Model, recipe: Path, file: Path, bits: float | None, dty
 
     text = read_text(file)
 
-    from kvlab.cache import archived, streams
-    from kvlab.cache.recipe_file import read_recipe_file
+    from kvlab.cache.files import archived
+    from kvlab.cache.files import coded as streams
+    from kvlab.cache.files.recipe import read_recipe_file
     from kvlab.codecs.archive.file import load
     from kvlab.core.recipe import WHOLE
 
@@ -187,12 +188,12 @@ def decode_verb(model: OfModel, recipe: Recipe, stream: Stream, out: Out, key: K
     archive = is_archive(stream)
     key = key_of(key)
     if archive:
-        from kvlab.cache.archived import decode_archive
+        from kvlab.cache.files.archived import decode_archive
 
         decode_archive(model, recipe, stream, out, key)
         return
 
-    from kvlab.cache.streams import decode
+    from kvlab.cache.files.coded import decode
 
     decode(model, recipe, stream, out, key)
 
@@ -205,12 +206,12 @@ def inspect_verb(stream: Stream, model: AnyModel = None, params: IfListed = DEFA
     archive = is_archive(stream)
     key = key_of(key)
     if archive:
-        from kvlab.cache.archived import described
+        from kvlab.cache.files.archived import described
 
         print("\n".join(described(stream, key)))
         return
 
-    from kvlab.cache.streams import describe
+    from kvlab.cache.files.coded import describe
     from kvlab.codecs.stream.cache_file import CacheReader
 
     print("\n".join(describe(CacheReader(stream, key))))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kvlab.cache.coded_rows import StreamCoder
+from kvlab.cache.hf.coder import StreamCoder
 from kvlab.cache.pages.rows import rows_of
-from kvlab.cache.vllm_worker import refuse_mixed
+from kvlab.cache.vllm.worker import refuse_mixed
 from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Site
 from kvlab.codecs.catalogue import UNSTORED

@@ -142,7 +142,7 @@ def _recipe(args: SimpleNamespace, params: Params | None) -> Path | None:
         return args.recipe
     coded = _coded(args, params)  # first: a name that is none is refused before torch is loaded
 
-    from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
+    from kvlab.cache.files.recipe import CalibrationFiles, write_recipe_file
 
     files = None
     if args.sigma:

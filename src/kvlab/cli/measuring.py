@@ -13,8 +13,8 @@ import polars as pl
 import torch
 
 from kvlab.attention.named import Latent, Mechanism
-from kvlab.cache.calibration_file import load_calibration
-from kvlab.cache.tables import resident_bytes
+from kvlab.cache.files.calibration import load_calibration
+from kvlab.cache.hf.tables import resident_bytes
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import needs_calibration, reads
 from kvlab.cli import costs

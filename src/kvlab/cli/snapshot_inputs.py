@@ -128,8 +128,8 @@ def recipe_of(file: Path | None, info, bits: float | None = None):
 
     `bits` are others than the recipe's, of a codec of whole caches, whose calibration serves all of them.
     """
-    from kvlab.cache.prepared import at_bits, prepared
-    from kvlab.cache.recipe_file import read_recipe_file
+    from kvlab.cache.files.prepared import at_bits, prepared
+    from kvlab.cache.files.recipe import read_recipe_file
 
     if file is None:
         if bits is not None:

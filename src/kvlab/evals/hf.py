@@ -18,8 +18,8 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
-from kvlab.cache.counts import counts
-from kvlab.cache.hf_cache import Calibration, KVCache
+from kvlab.cache.hf.counts import counts
+from kvlab.cache.hf.kv_cache import Calibration, KVCache
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import Recipe
 from kvlab.engines.hf.engine import HFEngine

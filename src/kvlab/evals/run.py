@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvlab.cache.prepared import Prepared, prepared
-from kvlab.cache.recipe_file import read_recipe_file
+from kvlab.cache.files.prepared import Prepared, prepared
+from kvlab.cache.files.recipe import read_recipe_file
 from kvlab.calibration.load import Calibrated
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.core.model import ModelInfo, load_tokenizer

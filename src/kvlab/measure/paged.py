@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from kvlab.cache.calibration_file import read_header, write_calibration
-from kvlab.cache.recipe_file import write_recipe_file
+from kvlab.cache.files.calibration import read_header, write_calibration
+from kvlab.cache.files.recipe import write_recipe_file
 from kvlab.calibration.load import Calibrated
 from kvlab.core.errors import CapabilityError, CodecNotActive, ModelError
 from kvlab.core.model import ModelInfo

@@ -76,7 +76,7 @@ def speculate_verb(
 
 def _measured(args: SimpleNamespace, named: list, text: str) -> dict:
     """Plain texts, then each codec's acceptance; for programs."""
-    from kvlab.cache.calibration_file import load_calibration
+    from kvlab.cache.files.calibration import load_calibration
     from kvlab.cli.checked import info_of
     from kvlab.core.model import load_tokenizer
     from kvlab.core.records import versions

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvlab.cache.hf_rope import RopeTurn, turn_of
+from kvlab.cache.hf.rope import RopeTurn, turn_of
 from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Codec, Site
 from kvlab.codecs.registry import build

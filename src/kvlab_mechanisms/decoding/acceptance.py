@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from kvlab.cache.hf_cache import Calibration, KVCache
+from kvlab.cache.hf.kv_cache import Calibration, KVCache
 from kvlab.core.errors import Fault
 from kvlab.core.recipe import Recipe
 from kvlab_mechanisms.decoding.law import Sampling, law

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cache.pages.pages_user import BLOCKS, PROMPTS, REQUESTS
+from kvlab.cache.files.recipe import CalibrationFiles, write_recipe_file
 from kvlab.cache.pages.rows import rows_of
-from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
 from kvlab.calibration.load import FittedFiles, load
 from kvlab.codecs.base import Site
 from kvlab.codecs.hadamard import HadamardStream

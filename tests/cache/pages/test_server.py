@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cache.pages.test_in_vllm import CODED
-from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
+from kvlab.cache.files.recipe import CalibrationFiles, write_recipe_file
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import tiny
+from kvlab.cache.files.recipe import CalibrationFiles, write_recipe_file
 from kvlab.cache.pages import worker
 from kvlab.cache.pages import worker as canary
-from kvlab.cache.recipe_file import CalibrationFiles, write_recipe_file
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.kivi import KiviStream
 from kvlab.codecs.klt import KltStream

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.cache.hf_rope import turn_of
+from kvlab.cache.hf.rope import turn_of
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.load import Calibrated
 from kvlab.codecs.archive.file import load

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvlab.cache.calibration_file import load_calibration
+from kvlab.cache.files.calibration import load_calibration
 from kvlab.cli import main as cli
 from kvlab.codecs.recipes import named_recipe
 from kvlab.kvstore.hf.model import PagedModel

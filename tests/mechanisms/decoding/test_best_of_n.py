@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from kvlab.cache.hf_cache import KVCache
+from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab_mechanisms.decoding.best_of_n import SharedPrefixCache, best_of_n, best_token, candidates, ranked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlab.cache.calibration_file import write_calibration
+from kvlab.cache.files.calibration import write_calibration
 from kvlab.calibration import load as calibration
 from kvlab.core.errors import CorpusError, MissingResult, WitnessDisagrees
 from kvlab.core.model import load_tokenizer, resolve

@@ -353,7 +353,7 @@ def test_a_window_is_asked_token_by_token_and_a_question_at_once():
 
 def test_what_the_cache_says_is_what_generate_writes(tiny_params, hf_engine):
     """The most likely tokens of the calls are those that transformers' own loop writes with the same cache."""
-    from kvlab.cache.hf_cache import KVCache
+    from kvlab.cache.hf.kv_cache import KVCache
 
     recipe = Recipe(k=HadamardStream(bits=3), v=HadamardStream(bits=3))
     prompt, steps = list(range(5, 45)), 6

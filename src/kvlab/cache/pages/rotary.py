@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvlab.cache.hf_rope import RopeTurn, refuse_lossy, rotate, unrotate
+from kvlab.cache.hf.rope import RopeTurn, refuse_lossy, rotate, unrotate
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import CapabilityError
 

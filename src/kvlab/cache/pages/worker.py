@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvlab.cache import vllm_worker
+from kvlab.cache.files.recipe import RecipeFile
 from kvlab.cache.pages.attention import ServerStep
 from kvlab.cache.pages.layer import LayerPages
 from kvlab.cache.pages.rotary import Unturned, rotation_of
 from kvlab.cache.pages.rows import rows_of
-from kvlab.cache.recipe_file import RecipeFile
-from kvlab.cache.vllm_settings import Rule, common, logger, own_dtype, refuse_settings
-from kvlab.cache.vllm_worker import STREAMS, ReadyRecipe
+from kvlab.cache.vllm import worker as vllm_worker
+from kvlab.cache.vllm.settings import Rule, common, logger, own_dtype, refuse_settings
+from kvlab.cache.vllm.worker import STREAMS, ReadyRecipe
 from kvlab.codecs.base import Site
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.core.recipe import PAGES_VARIABLE
@@ -31,7 +31,7 @@ OURS = "CPU_ATTN"  # the name that the backend stands under
 
 
 def read_recipe() -> RecipeFile:
-    """The file that ``KVLAB_PAGES`` names; raises as `vllm_worker.read_recipe`."""
+    """The file that ``KVLAB_PAGES`` names; raises as `vllm.worker.read_recipe`."""
     return vllm_worker.read_recipe(PAGES_VARIABLE)
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kvlab.cache.hf_rope import turns
+from kvlab.cache.hf.rope import turns
 from kvlab.core.errors import CapabilityError, LayoutMismatch
 from kvlab.core.model import ModelInfo
 from kvlab.engines.hooks import attention_layers, installed

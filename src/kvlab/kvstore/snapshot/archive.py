@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvlab.cache.held_blocks import Turn
+from kvlab.cache.hf.rows import Turn
 from kvlab.calibration.archive import Archive
 from kvlab.codecs.archive.codec import ArchiveBody
 from kvlab.codecs.archive.file import parts_of, record_of
@@ -48,7 +48,7 @@ class ArchiveChunks:
     archive : Archive or None
         The fitted codec.
     turn : Turn or None
-        The rotary embedding at the context's positions 0, 1, ..; `kvlab.cache.hf_rope.turns` makes one.
+        The rotary embedding at the context's positions 0, 1, ..; `kvlab.cache.hf.rope.turns` makes one.
 
     Raises
     ------

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.cache.held_blocks import Straight, Turn
+from kvlab.cache.hf.rows import Straight, Turn
 from kvlab.calibration.archive import Archive
 from kvlab.calibration.needs import needs_calibration
 from kvlab.codecs.base import Codec, Site, StreamCalibration, all_finite
@@ -131,7 +131,7 @@ class CodedChunks(Chunkwise):
         Whether K is turned back before it is coded. Calibrated components are those of K before the rotary
         embedding, so that ``klt`` needs ``pre_rope``.
     turn : Turn or None
-        The rotary embedding at the context's positions 0, 1, ..; `kvlab.cache.hf_rope.turns` makes one.
+        The rotary embedding at the context's positions 0, 1, ..; `kvlab.cache.hf.rope.turns` makes one.
 
     Raises
     ------

@@ -13,9 +13,9 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvlab.cache.hf_rope import turn_of
-from kvlab.cache.prepared import Prepared, at_bits, prepared
-from kvlab.cache.recipe_file import read_recipe_file
+from kvlab.cache.files.prepared import Prepared, at_bits, prepared
+from kvlab.cache.files.recipe import read_recipe_file
+from kvlab.cache.hf.rope import turn_of
 from kvlab.core.errors import CapabilityError
 from kvlab.core.model import ModelInfo, layer_count, locate, resolve
 from kvlab.core.params import Model, ModelEntry

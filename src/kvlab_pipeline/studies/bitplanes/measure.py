@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvlab.cache.hf_rope import find_rotary, turns
+from kvlab.cache.hf.rope import find_rotary, turns
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import ParamsError
 from kvlab.core.model import resolve

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvlab.cache.calibration_file import write_calibration
-from kvlab.cache.tables import resident_bytes
+from kvlab.cache.files.calibration import write_calibration
+from kvlab.cache.hf.tables import resident_bytes
 from kvlab.calibration import load as calibration
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.load import Calibrated, FittedFiles

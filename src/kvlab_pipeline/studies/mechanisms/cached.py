@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from transformers import Cache, DynamicCache
 
-from kvlab.cache.counts import counts
-from kvlab.cache.hf_cache import KVCache
+from kvlab.cache.hf.counts import counts
+from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.codecs.int import IntStream
 from kvlab.core.errors import CodecNotActive, Fault
 from kvlab.core.recipe import IDENTITY, Recipe

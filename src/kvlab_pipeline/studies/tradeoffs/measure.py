@@ -19,7 +19,7 @@ from transformers import Cache
 from kvlab.attention.hf import attending
 from kvlab.attention.latent_svd import LatentMap, LatentMoments, attention_metric, fit
 from kvlab.attention.named import Latent
-from kvlab.cache.hf_cache import KVCache
+from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Calibrated, FittedFiles
 from kvlab.codecs.recipes import named_recipe

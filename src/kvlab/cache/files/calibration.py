@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvlab.cache.decoder_form import STREAMS, completed, decoding_tensors, spectra_of
+from kvlab.cache.files.decoder_form import STREAMS, completed, decoding_tensors, spectra_of
 from kvlab.calibration import whole
 from kvlab.calibration.archive import Archive, filed
 from kvlab.calibration.load import Calibrated

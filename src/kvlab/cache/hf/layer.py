@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvlab.cache.attention_view import Reader, Stored
-from kvlab.cache.coded_rows import StreamCoder
-from kvlab.cache.decoded_window import DecodedColumns, Grant
-from kvlab.cache.held_blocks import Straight, TokenRow, Turn
+from kvlab.cache.hf.attention_view import Reader, Stored
+from kvlab.cache.hf.coder import StreamCoder
+from kvlab.cache.hf.decoded_window import DecodedColumns, Grant
+from kvlab.cache.hf.rows import Straight, TokenRow, Turn
 from kvlab.codecs.klt.joining import arrays_of
 from kvlab.core.errors import CapabilityError
 
@@ -89,7 +89,7 @@ class CodecLayer(CacheLayerMixin):
     turned : frozenset of str
         Streams that the codec sees before the rotary embedding.
     semantics : {"in_forward", "serving"}
-        See `hf_cache`.
+        See `kv_cache`.
     readers : dict of str to Reader
         What reads the coded tokens of each stream.
     layer_bytes : int or None

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvlab.cache.attention_view import BlockReader, Reader
-from kvlab.cache.coded_rows import StreamCoder
-from kvlab.cache.decoder_form import read_of
-from kvlab.cache.hf_layer import STREAMS
+from kvlab.cache.files.decoder_form import read_of
+from kvlab.cache.hf.attention_view import BlockReader, Reader
+from kvlab.cache.hf.coder import StreamCoder
+from kvlab.cache.hf.layer import STREAMS
 from kvlab.cache.pages.layer import compiled as compiles
 from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Site, StreamCalibration
@@ -151,7 +151,7 @@ def reader_of(coder: StreamCoder, quick: bool) -> Reader:
     """What reads a stream of a layer: `klt` by compiled loops where they are to be had; then it codes by such too."""
     if coder.token_rows is None or not quick:
         return BlockReader(coder)
-    from kvlab.cache.klt_columns import KltColumns
+    from kvlab.cache.hf.klt_columns import KltColumns
     from kvlab.codecs.klt.writing_numba import QuickRows
 
     coder.token_rows = QuickRows(coder.token_rows)

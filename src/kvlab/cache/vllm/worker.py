@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvlab.cache.prepared import prepared
-from kvlab.cache.recipe_file import RecipeFile, read_recipe_file
-from kvlab.cache.vllm_settings import common, compiled, logger, own_dtype, refuse_settings
+from kvlab.cache.files.prepared import prepared
+from kvlab.cache.files.recipe import RecipeFile, read_recipe_file
+from kvlab.cache.vllm.settings import common, compiled, logger, own_dtype, refuse_settings
 from kvlab.codecs.base import Codec, Site
 from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
 from kvlab.codecs.klt.codec import KltCodec

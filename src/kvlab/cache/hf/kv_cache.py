@@ -30,11 +30,11 @@ from transformers import AttentionInterface, Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvlab.cache.attention_view import Stored
-from kvlab.cache.held_blocks import Straight, TokenRow
-from kvlab.cache.hf_layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
-from kvlab.cache.hf_rope import Watch, find_rotary, refuse_lossy, turns
-from kvlab.cache.tables import Calibration, LayerShape, tables_of
+from kvlab.cache.hf.attention_view import Stored
+from kvlab.cache.hf.layer import Call, CodecLayer, StreamCoding, chosen, kept, repeated
+from kvlab.cache.hf.rope import Watch, find_rotary, refuse_lossy, turns
+from kvlab.cache.hf.rows import Straight, TokenRow
+from kvlab.cache.hf.tables import Calibration, LayerShape, tables_of
 from kvlab.codecs.shared.apart import apart
 from kvlab.core.errors import CapabilityError, CodecNotActive, UnknownName
 from kvlab.core.recipe import Placement, Recipe

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvlab.cache.computed import cache_of
-from kvlab.cache.prepared import prepared
-from kvlab.cache.recipe_file import RecipeFile, read_recipe_file
+from kvlab.cache.files.computed import cache_of
+from kvlab.cache.files.prepared import prepared
+from kvlab.cache.files.recipe import RecipeFile, read_recipe_file
 from kvlab.calibration.capture import SAMPLE_DTYPE, Captured
 from kvlab.codecs.base import Site
 from kvlab.codecs.stream.bitstream import STREAMS

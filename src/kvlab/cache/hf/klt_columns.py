@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.cache.attention_view import SCRATCH
-from kvlab.cache.coded_rows import StreamCoder
-from kvlab.cache.held_blocks import TokenRow, Turn
-from kvlab.cache.hf_rope import RopeTurn
+from kvlab.cache.hf.attention_view import SCRATCH
+from kvlab.cache.hf.coder import StreamCoder
+from kvlab.cache.hf.rope import RopeTurn
+from kvlab.cache.hf.rows import TokenRow, Turn
 from kvlab.codecs.klt import columns_numba
 from kvlab.codecs.klt.grouping import parted
 from kvlab.codecs.klt.halves import scratch
@@ -26,7 +26,7 @@ from kvlab.codecs.klt.reading_numba import escapes_of, values_of
 
 
 class KltColumns:
-    """Reads what one coder coded; see `stored.Reader`."""
+    """Reads what one coder coded; see `attention_view.Reader`."""
 
     def __init__(self, coder: StreamCoder):
         self.plan = plan = coder.token_rows.plan
@@ -42,7 +42,7 @@ class KltColumns:
         self.mean_key, self.mean_value = mean.mT, parted(mean, self.heads)
 
     def scores(self, rows: Sequence[TokenRow], turns: Sequence[Turn], q: Tensor, first: int, out: Tensor) -> None:
-        """See `stored.Reader`."""
+        """See `attention_view.Reader`."""
         to_keys = self.plan.inverse.mT
         for index, (row, turn) in enumerate(zip(rows, turns, strict=True)):
             for column, z, escaped in self._parts(row, first):
@@ -58,7 +58,7 @@ class KltColumns:
         return k
 
     def mixed(self, rows: Sequence[TokenRow], weights: Tensor, first: int, out: Tensor) -> None:
-        """See `stored.Reader`."""
+        """See `attention_view.Reader`."""
         shared = weights.unflatten(1, (self.groups, self.per)).flatten(2, 3)
         found = weights.new_zeros(len(rows), self.groups, shared.shape[2], self.width + 1)
         for index, row in enumerate(rows):

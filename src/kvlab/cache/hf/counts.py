@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvlab.cache.coded_rows import StreamCoder
-from kvlab.cache.hf_cache import KVCache
+from kvlab.cache.hf.coder import StreamCoder
+from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.core.errors import CodecNotActive
 from kvlab.core.settings import IdentityStream
 

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvlab.cache.coded_rows import StreamCoder
-from kvlab.cache.held_blocks import TokenRow, Turn
+from kvlab.cache.hf.coder import StreamCoder
+from kvlab.cache.hf.rows import TokenRow, Turn
 from kvlab.codecs.shared.apart import apart
 
 SCRATCH = 1008  # tokens that are decoded at once

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from kvlab.cache.calibration_file import load_calibration
-from kvlab.cache.recipe_file import CalibratedRecipeFile, CalibrationFiles, RecipeFile
+from kvlab.cache.files.calibration import load_calibration
+from kvlab.cache.files.recipe import CalibratedRecipeFile, CalibrationFiles, RecipeFile
 from kvlab.calibration.load import Calibrated, FittedFiles, load
 from kvlab.calibration.needs import needed_files
 from kvlab.codecs.base import Codec

@@ -1,7 +1,7 @@
 """The file that `encode`, `decode` and the drop-ins take: a recipe, the layers, the calibration's files.
 
 It is JSON that names the files, as `kvlab recipe` writes it, or one file that holds everything, as `kvlab calibrate`
-writes it (`calibration_file`). Which of both a file is is seen from its content.
+writes it (`calibration`). Which of both a file is is seen from its content.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from kvlab.cache.calibration_file import read_header
+from kvlab.cache.files.calibration import read_header
 from kvlab.codecs.catalogue import TENSORWISE, UNSTORED
 from kvlab.core.errors import CapabilityError, ParamsError
 from kvlab.core.filekind import is_calibration_file, recipe_json

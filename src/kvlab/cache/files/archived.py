@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from kvlab.cache.calibration_file import load_calibration, read_header
-from kvlab.cache.computed import cache_of
+from kvlab.cache.files.calibration import load_calibration, read_header
+from kvlab.cache.files.computed import cache_of
 from kvlab.calibration.archive import Archive
 from kvlab.codecs.archive.file import ArchiveFile, load
 from kvlab.codecs.archive.model import STREAMS
