@@ -31,7 +31,7 @@ class LayerPages:
     """
 
     def __init__(self, layer: int, k: Rows, v: Rows, rotation: Rotation | Unturned):
-        self.layer, self.k, self.v, self.rotation = layer, k, v, rotation
+        self.layer, self.k, self.v, self.rotation = layer, writer(k), writer(v), rotation
         self.quick = quick(k), quick(v)
         self.written = self.read_back = 0
 
@@ -91,6 +91,15 @@ def by_triton(device: torch.device) -> bool:
     """Whether rows on a device are read by Triton: those on a GPU; on a CPU where its interpreter was asked for."""
     asked = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     return asked and importlib.util.find_spec("triton") is not None
+
+
+def writer(rows: Rows) -> Rows:
+    """What writes rows: the compiled loops of `klt` where there are any, the same bytes sooner."""
+    if not isinstance(rows, KltRows) or rows.plan.mean.device.type != "cpu" or not compiled():
+        return rows
+    from kvlab.codecs.klt.writing_numba import QuickRows
+
+    return QuickRows(rows)
 
 
 def quick(rows: Rows) -> Components | None:

@@ -22,6 +22,7 @@ from kvlab.codecs.klt.scales import LOUD, NEAR
 
 HALF = np.float32(0.5)
 SLACK = 1.02  # more than the chooser's own: what it would look at is looked at
+FEW = 128  # tokens up to which a loop over each is sooner than torch over all
 NARROW = 1e-4  # of the range that the chooser does not look at, which rounds it otherwise
 
 
@@ -37,6 +38,8 @@ class QuickRows(KltRows):
     def encode(self, x: Tensor) -> Tensor:
         """See `pages.rows.Rows`."""
         plan, x = self.plan, x.float()
+        if x.shape[1] > FEW:
+            return super().encode(x)
         z = plan._components(centred(x, plan.mean)).contiguous()
         if not all_finite(z):
             return super().encode(x)  # which says so
