@@ -63,11 +63,11 @@ def one_thread():
 @pytest.fixture(autouse=True, scope="session")
 def torch_alone():
     """Caches read `klt` by torch alone: a process that holds numba cannot start vLLM 0.32 on a CPU after it."""
-    from kvlab.cache.hf import tables
+    from kvlab.cache.hf import codec_tables
 
     with pytest.MonkeyPatch.context() as patch:
         if not os.environ.get(COMPILED):
-            patch.setattr(tables, "compiles", lambda: False)
+            patch.setattr(codec_tables, "compiles", lambda: False)
         yield
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from cache.test_ends import ended
 from cache.test_hf_cache import BATCH, IDS, PER_TOKEN, WAYS, fitted, generated, hadamard, kivi, positions  # noqa: F401
-from kvlab.cache.hf import kv_cache as hf_attention
+from kvlab.cache.hf import attention as hf_attention
 from kvlab.cache.hf import kv_cache as hf_cache
 from kvlab.cache.hf.attention_view import Stored
 from kvlab.cache.hf.kv_cache import KVCache

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvlab.cache.hf.counts import expected_fires
+from kvlab.cache.hf.expected_fires import expected_fires
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.codecs.fp8 import Fp8Stream
 from kvlab.codecs.hadamard import HadamardStream
@@ -159,7 +159,7 @@ def test_fires_that_are_due_are_counted_from_the_calls_alone():
 
 
 def test_a_codec_that_fires_otherwise_is_no_measurement(coded, monkeypatch):
-    monkeypatch.setattr("kvlab.cache.hf.counts.expected_fires", lambda *_: 99)
+    monkeypatch.setattr("kvlab.cache.hf.expected_fires.expected_fires", lambda *_: 99)
     with refused(CodecNotActive, "not-active.fires", "99 were due"):
         coded.score([ScoreRequest(CONTEXT, ANSWER)])
 

@@ -25,7 +25,7 @@ from kvlab.core.errors import Fault
 from kvlab.core.testimony import Proof, Testimony
 from kvlab.engines.base import ContextCache, Engine, Part, Storage, Tap
 from kvlab.measure.scoring import CANARY_STREAM
-from kvlab.witness.testimony import CellClaim
+from kvlab.witness.testify import CellClaim
 
 HALVINGS = 80
 SIGN = 2.0**14  # first number of a mark; exact in bfloat16, as the others are

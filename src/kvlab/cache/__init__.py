@@ -1,1 +1,1 @@
-"""The codecs in use: `kvlab.Cache` (`hf/`), the vLLM plugin (`vllm/`, coded `pages/`), calibrations as `files/`."""
+"""The codecs in use: `kvlab.Cache` (`hf/`); in vLLM a tap on attention (`vllm/`) or its own `pages/` coded; `files/`."""

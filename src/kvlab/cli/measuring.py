@@ -14,7 +14,7 @@ import torch
 
 from kvlab.attention.named import Latent, Mechanism
 from kvlab.cache.files.calibration import load_calibration
-from kvlab.cache.hf.tables import resident_bytes
+from kvlab.cache.hf.codec_tables import resident_bytes
 from kvlab.calibration.load import Calibrated
 from kvlab.calibration.needs import needs_calibration, reads
 from kvlab.cli import costs

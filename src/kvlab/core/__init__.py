@@ -1,1 +1,1 @@
-"""What all else rests on: errors, recipes, parameters and their messages, records, the model on disk. Nothing heavy."""
+"""What all else rests on: errors and their codes, recipes, parameters, records, the model on disk. Nothing heavy."""

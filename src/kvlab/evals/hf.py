@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
-from kvlab.cache.hf.counts import counts
+from kvlab.cache.hf.expected_fires import counts
 from kvlab.cache.hf.kv_cache import Calibration, KVCache
 from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import Recipe

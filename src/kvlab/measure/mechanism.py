@@ -39,7 +39,7 @@ from kvlab.measure.scoring import WindowRun
 from kvlab.witness.plain import PlainModel
 from kvlab.witness.reading import Attend, reader, reader_of_kept
 from kvlab.witness.scores import divergence, log_softmax
-from kvlab.witness.testimony import TENSORS
+from kvlab.witness.testify import TENSORS
 
 ITEMSIZE = 2  # bytes of a number that no codec codes
 IN_16_BITS = Recipe(k=CastStream(), v=CastStream())

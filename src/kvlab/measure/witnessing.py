@@ -23,9 +23,9 @@ from kvlab.measure.tensor_recorder import Overheard
 from kvlab.measure.windows import Window
 from kvlab.witness import reading as corpus
 from kvlab.witness.plain import PlainModel
-from kvlab.witness.testimony import CellClaim, testify
+from kvlab.witness.testify import CellClaim, testify
 
-MODULES = ("kvlab.witness.testimony", __name__)
+MODULES = ("kvlab.witness.testify", __name__)
 TWICE = {"cpu": 1e-9, "gpu": 0.25}
 """Relative, of a number that an engine computes twice; a GPU may add in another order, and then a codec jumps."""
 

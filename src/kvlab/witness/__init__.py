@@ -1,1 +1,1 @@
-"""A second computation of what the measuring chain claims, by code that shares nothing with it but the codec."""
+"""What the chain claims, computed again by other code: `plain.py` is the model, `testify.py` the comparison."""

@@ -1,1 +1,1 @@
-"""metrics.json, whether engines may be compared (`verdict.py`), FINDINGS.md, report.html; never imports torch."""
+"""metrics.json, ACCEPT or REJECT between engines (`verdict.py`), FINDINGS.md, report.html; never imports torch."""

@@ -15,7 +15,7 @@ from codec import ladder_making
 from codec.ladder_making import LAYER, planted
 from kvlab.cache.pages import layer
 from kvlab.cache.pages.layer import LayerPages, quick
-from kvlab.cache.pages.rotary import Rotation
+from kvlab.cache.pages.rope import Rotation
 from kvlab.cache.pages.rows import rows_of
 from kvlab.codecs.base import Site
 from kvlab.codecs.klt import KltStream, rows_numba

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvlab.cache.pages.layer import LayerPages
-from kvlab.cache.pages.rotary import Unturned
+from kvlab.cache.pages.rope import Unturned
 from kvlab.cache.pages.rows import rows_of
 from kvlab.codecs.base import Site
 from kvlab.codecs.hadamard import HadamardStream

@@ -58,7 +58,7 @@ def half_turned(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RopeTurn:
-    """The rotation of every token of one row; see `row.Turn`."""
+    """The rotation of every token of one row; see `rows.Turn`."""
 
     cos: Tensor
     sin: Tensor
@@ -80,7 +80,7 @@ class RopeTurn:
         return tuple(table[:, :half].T.contiguous().numpy() for table in (self.cos, self.sin))
 
     def along(self, spans: list[tuple[RopeTurn, int, int]]) -> RopeTurn:
-        """See `row.Turn`."""
+        """See `rows.Turn`."""
         cos, sin = ([getattr(turn, name)[first : first + n] for turn, first, n in spans] for name in ("cos", "sin"))
         return RopeTurn(torch.cat(cos), torch.cat(sin))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab.cache.pages.attention import Keys
-from kvlab.cache.pages.rotary import Rotation, Unturned
+from kvlab.cache.pages.rope import Rotation, Unturned
 from kvlab.cache.pages.rows import Rows
 from kvlab.codecs.klt.reading import Components
 from kvlab.codecs.klt.rows import KltRows

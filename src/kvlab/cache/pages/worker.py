@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvlab.cache.files.recipe import RecipeFile
 from kvlab.cache.pages.attention import ServerStep
 from kvlab.cache.pages.layer import LayerPages
-from kvlab.cache.pages.rotary import Unturned, rotation_of
+from kvlab.cache.pages.rope import Unturned, rotation_of
 from kvlab.cache.pages.rows import rows_of
 from kvlab.cache.vllm import worker as vllm_worker
 from kvlab.cache.vllm.settings import Rule, common, logger, own_dtype, refuse_settings

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from kvlab.cache.hf.codec_tables import LayerShape
 from kvlab.cache.hf.kv_cache import shape_of
 from kvlab.cache.hf.rope import CHANGING, RopeTurn, find_rotary, turns
-from kvlab.cache.hf.tables import LayerShape
 from kvlab.core.errors import CapabilityError, ModelError, NonFinite, UserError
 from kvlab.core.model import ModelInfo
 from kvlab.engines.capability import check

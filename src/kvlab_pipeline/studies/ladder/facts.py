@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvlab.cache.files.calibration import write_calibration
-from kvlab.cache.hf.tables import resident_bytes
+from kvlab.cache.hf.codec_tables import resident_bytes
 from kvlab.calibration import load as calibration
 from kvlab.calibration.facts import read_facts
 from kvlab.calibration.load import Calibrated, FittedFiles

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from transformers import Cache, DynamicCache
 
-from kvlab.cache.hf.counts import counts
+from kvlab.cache.hf.expected_fires import counts
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.codecs.int import IntStream
 from kvlab.core.errors import CodecNotActive, Fault

@@ -16,7 +16,7 @@ import torch
 
 from kvlab.attention.latent_svd import LatentMoments
 from kvlab.attention.named import mechanism
-from kvlab.cache.hf.counts import Counts
+from kvlab.cache.hf.expected_fires import Counts
 from kvlab.calibration.load import FittedFiles
 from kvlab.core.errors import CapabilityError, CodecNotActive, CorpusError, ModelError
 from kvlab.core.model import ModelInfo, load_tokenizer, resolve

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvlab.cache.pages.rotary import rotation_of
+from kvlab.cache.pages.rope import rotation_of
 from kvlab.core.errors import CapabilityError
 from refusals import refused
 

@@ -19,7 +19,7 @@ from kvlab import Cache, recipe
 from kvlab.cache.files import prepared
 from kvlab.cache.files.calibration import write_calibration
 from kvlab.cache.files.recipe import CalibrationFiles, read_recipe_file, write_recipe_file
-from kvlab.cache.hf import tables
+from kvlab.cache.hf import codec_tables
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.cache.vllm.worker import _try_out
 from kvlab.codecs.base import Site
@@ -115,7 +115,7 @@ def test_a_layer_of_klt_holds_two_matrices_and_its_tables(escape):
     codec.let_go()
     plan = codec.plan(LAYER, x.shape, CPU)
     needed = 2 * (heads * dim) ** 2 * 2 + plan.trees.values.nbytes
-    assert needed < tables.bytes_of(codec) < 1.1 * needed + 30_000
+    assert needed < codec_tables.bytes_of(codec) < 1.1 * needed + 30_000
 
 
 def test_caches_of_one_file_share_all_and_the_last_one_takes_it_along(model, klt4):
