@@ -10,6 +10,7 @@ import pytest
 from kvlab.cli import main as cli
 from kvlab.core.errors import ParamsError, StorageError, UnknownName
 from kvlab.core.paramfile import read_yaml
+from kvlab.core.recipe import ENGINES
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies import init
 from kvlab_pipeline.studies.settings import by_model
@@ -50,7 +51,7 @@ def test_it_fits_the_model_the_engines_and_the_windows(model, tmp_path, engines)
 @pytest.mark.parametrize(
     ("changes", "error", "data"),
     [
-        ({"engines": ("hff",)}, UnknownName, ("engine 'hff'", "hf, vllm", "did you mean 'hf'")),
+        ({"engines": ("hff",)}, UnknownName, ("engine 'hff'", ", ".join(ENGINES), "did you mean 'hf'")),
         ({"windows": 1}, ParamsError, ("'windows.test' is 1", "greater than or equal to 2")),
         ({"model": "no/such/model"}, ParamsError, ("directory 'no/such/model'",)),
         ({"model": "a/hub-id"}, ParamsError, ("'a/hub-id'", "`revision`")),

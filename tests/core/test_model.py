@@ -43,7 +43,7 @@ def test_a_missing_folder_names_its_nearest_neighbour(tiny_model):
 
 
 def test_a_folder_without_a_model(tmp_path):
-    with refused(ModelError, None, tmp_path, "no config.json"):
+    with refused(ModelError, "model.no-config", tmp_path, "no config.json"):
         resolve(model(tmp_path))
 
 
@@ -273,7 +273,7 @@ def test_the_hash_follows_the_weights(tiny_model, tmp_path):
 
 def test_a_head_size_that_vllm_gets_wrong(tmp_path):
     info = resolve(model(tiny.write_model(tmp_path / "copy", head_dim=48)))
-    with refused(CapabilityError, None, "head size 48", "32, 64", "nearest: 32"):
+    with refused(CapabilityError, "capability.head-size", "head size 48", "32, 64", "nearest: 32"):
         check("vllm", "float32", "default", info)
     check("hf", "float32", "eager", info)
     check("vllm", "float32", "default", info, on_cpu=False)

@@ -16,6 +16,7 @@ from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import ParamsError, UnknownName
 from kvlab.core.paramfile import assignment, overlay, preset, read_yaml
 from kvlab.core.params import Undeclared
+from kvlab.core.recipe import STREAMS
 from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies.cells.params import CELLS, RUNGS, reads_components
 from kvlab_pipeline.studies.settings import Settings, by_model, judged, left_out, one_of, read_params, resolved
@@ -194,8 +195,9 @@ def test_the_ladder_runs_on_its_own_engine_and_scores_every_rung_on_every_text(b
     assert names["test"] == names["other"] and len(set(names["test"])) == len(names["test"])
     assert {"klt 2", "kivi+center 4", "hadamard+center+whiten 2", "fp8", "block 4"} <= set(names["test"])
     assert "oscar+center+weigh 4" in names["test"]
-    with_bits, without = 8 * 2 + 6 * 3 * 2, 2 * (1 + 3)  # fp8 and nf4 have one rate
-    assert len({cell.cell_id for cell in cells}) == len(cells) == 2 * (with_bits + without)
+    rates = {name: 2 if "bits" in STREAMS[name].model_fields else 1 for name in LADDERED}  # fp8 and nf4 have one rate
+    rungs = sum(rates.values()) + sum(3 * rates[name] for name in CONDITIONABLE)
+    assert len({cell.cell_id for cell in cells}) == len(cells) == 2 * rungs
 
 
 def test_rungs_condition_k_and_v_as_they_say(base_params):

@@ -297,11 +297,16 @@ def doubled_metric(data):
     metrics.append(dict(metrics[0]))
 
 
+FURTHER = f"mechanisms[{len(load().mechanisms)}]"
 PLANTED = {
     "list instead of a mapping": ("registry_shape", "mechanisms", replace(0, [])),
     "an empty file is no empty registry": ("registry_shape", "evals", replace(1, None)),
     "entries as a mapping": ("registry_shape", "evals", lambda data: data[1].update(evals={"ruler_v1": {}})),
-    "entry that is a word": ("registry_shape", "mechanisms[31]", lambda data: data[0]["mechanisms"].append("fp8")),
+    "entry that is a word": (
+        "registry_shape",
+        FURTHER,
+        lambda data: data[0]["mechanisms"].append("fp8"),
+    ),
     "other schema": ("registry_version", "schema_version", lambda data: data[0].update(schema_version=1)),
     "schema as text": ("registry_version", "schema_version", lambda data: data[1].update(schema_version="3")),
     "key of the file": ("unknown_registry_key", "evls", lambda data: data[1].update(evls=[])),

@@ -138,7 +138,7 @@ def on_logits(change, engine: str):
 
             for name in ("score", "score_over"):
                 changes.around(HFEngine, name, scored(change))
-        else:
+        if engine == "vllm":
             from kvlab.engines.vllm.engine import VLLMEngine
 
             changes.around(VLLMEngine, "_words", scored(change))

@@ -60,7 +60,8 @@ def eval_verb(
     """
     args = SimpleNamespace(**locals())  # what was asked for, for the functions below
 
-    from kvlab.engines.capability import AUTO, check_cache_dtype
+    from kvlab.core.engines import AUTO
+    from kvlab.engines.capability import check_cache_dtype
     from kvlab.evals.tasks import harness_eval
     from kvlab.gate import registry
 

@@ -4,6 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What an engine computes correctly; all else is refused before it runs (`kvlab.engines.capability`).
+
+    Parameters
+    ----------
+    attentions : tuple of str
+        Implementations of attention.
+    dtypes : tuple of str
+        What it computes in.
+    protocols : tuple of str
+        How the tokens that are scored see the cache.
+    cache_dtypes : tuple of str
+        What its own cache may be told to store K and V in, ``auto`` being the model's dtype.
+    cpu_head_dims : tuple of int, optional
+        Head sizes of its CPU kernel; any where not given.
+    splits : bool
+        Whether it puts a model whose `tensor_parallel` is above 1 into as many processes; others keep it whole.
+    """
+
+    attentions: tuple[str, ...]
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    protocols: tuple[str, ...] = ("in_forward", "snapshot")
+    cache_dtypes: tuple[str, ...] = (AUTO,)
+    cpu_head_dims: tuple[int, ...] | None = None
+    splits: bool = False
+
 
 @dataclass(frozen=True)
 class EngineInfo:
@@ -19,6 +49,8 @@ class EngineInfo:
         The package that the class of its live model is from.
     attention : str
         What its cells run with where none is named.
+    able : Capability
+        What it computes correctly.
     modules : tuple of str
         Further code of it that is loaded by name or in a process of its own: what it measured hangs on that too.
     paged : bool
@@ -29,6 +61,7 @@ class EngineInfo:
     title: str
     library: str
     attention: str
+    able: Capability
     modules: tuple[str, ...] = ()
     paged: bool = False
 

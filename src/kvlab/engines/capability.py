@@ -1,57 +1,17 @@
-"""What each engine can do right; everything else is refused before it runs.
+"""Everything that an engine would not do right is refused before it runs (`EngineInfo.able` says what it can).
 
-An engine that gets a setting silently wrong is worse than one that fails. The rows below were found by
-running the engines: vLLM on CPU accepts many cache dtypes and then computes garbage with all but the ones
-listed, and its CPU attention kernel knows a fixed list of head sizes.
+An engine that gets a setting silently wrong is worse than one that fails.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from kvlab.core.engines import AUTO, Capability
 from kvlab.core.errors import CapabilityError, UnknownName
 from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import ENGINES
 
-
-@dataclass(frozen=True)
-class Capability:
-    """What an engine computes correctly; `cpu_head_dims` are those of its CPU kernel, None means any.
-
-    One that `splits` puts a model whose `tensor_parallel` is above 1 into as many processes; others keep it whole.
-    `cache_dtypes` are what its own cache may be told to store K and V in, ``auto`` being the model's dtype.
-    """
-
-    dtypes: tuple[str, ...]
-    protocols: tuple[str, ...]
-    attentions: tuple[str, ...]
-    cache_dtypes: tuple[str, ...]
-    cpu_head_dims: tuple[int, ...] | None
-    splits: bool
-
-
-AUTO = "auto"
 CODED = "coded"  # in place of a cache dtype: pages of coded bytes, by `kvlab.cache.pages`
 FP8_STEP = 32  # of the head size, in the CPU kernel for an fp8 cache
-
-CAPABILITIES = {
-    "hf": Capability(
-        dtypes=("bfloat16", "float32"),
-        protocols=("in_forward", "snapshot"),
-        attentions=("eager", "sdpa"),
-        cache_dtypes=(AUTO,),
-        cpu_head_dims=None,
-        splits=False,
-    ),
-    # vllm/v1/attention/backends/cpu_attn.py, 0.32.0
-    "vllm": Capability(
-        dtypes=("bfloat16", "float32"),
-        protocols=("in_forward", "snapshot"),
-        attentions=("default",),
-        cache_dtypes=(AUTO, "fp8_e4m3", "fp8_e5m2"),  # its `fp8` is e4m3 under another name
-        cpu_head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
-        splits=True,
-    ),
-}
 
 
 def check(
@@ -125,9 +85,9 @@ def check_protocol(engine: str, protocol: str) -> None:
 
 
 def _row(engine: str) -> Capability:
-    if engine not in CAPABILITIES:
-        raise UnknownName("engine", engine, CAPABILITIES)
-    return CAPABILITIES[engine]
+    if engine not in ENGINES:
+        raise UnknownName("engine", engine, ENGINES)
+    return ENGINES[engine].able
 
 
 def _refuse_unlisted(kind: str, given: str, allowed: tuple[str, ...]) -> None:

@@ -6,11 +6,12 @@ from importlib import import_module
 
 import torch
 
+from kvlab.core.engines import AUTO
 from kvlab.core.errors import UnknownName
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import ENGINES
 from kvlab.engines.base import Engine
-from kvlab.engines.capability import AUTO, check
+from kvlab.engines.capability import check
 
 
 def start(

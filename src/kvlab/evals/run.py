@@ -182,6 +182,10 @@ def started(
     asked: EvalRequest, info: ModelInfo, ready: Prepared | None, limit: int, tokenizer
 ) -> tuple[Sides, str, str]:
     """Both sides and the canaries on an engine, the protocol in which they see a cache, and the device in words."""
+    if asked.engine not in ("hf", "vllm"):
+        raise CapabilityError(
+            f"`kvlab eval` runs tasks on hf and vllm, not on {asked.engine}", code="capability.no-evals"
+        )
     ends = end_tokens(info, tokenizer)
     if asked.engine == "hf":
         from kvlab.evals import hf

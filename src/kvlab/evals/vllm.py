@@ -27,10 +27,10 @@ from kvlab.cache import vllm_plugin
 from kvlab.cache.vllm_plugin import Status
 from kvlab.codecs.base import Codec, Site
 from kvlab.codecs.registry import build
+from kvlab.core.engines import AUTO
 from kvlab.core.errors import CapabilityError, CodecNotActive, ModelError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import RECIPE_VARIABLE, Recipe
-from kvlab.engines.capability import AUTO
 from kvlab.engines.hooks import attention_layers, fused_projection, installed
 from kvlab.evals.backend import CacheUse, Kind, ScoreRequest, ScoreResult, Side, Sides, WriteRequest, WriteResult
 from kvlab.evals.canary import ONE_BIT

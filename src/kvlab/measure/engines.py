@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from kvlab.calibration.load import Calibrated
+from kvlab.core.engines import AUTO
 from kvlab.core.errors import Fault
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import ENGINES, Recipe, digest
@@ -18,7 +19,6 @@ from kvlab.core.records import sha256, versions
 from kvlab.core.testimony import Proof
 from kvlab.engines import registry
 from kvlab.engines.base import Engine
-from kvlab.engines.capability import AUTO
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.windows import Window
 

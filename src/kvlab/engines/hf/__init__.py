@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from kvlab.core.engines import EngineInfo
+from kvlab.core.engines import Capability, EngineInfo
 
-ENGINE = EngineInfo("kvlab.engines.hf.engine:HFEngine", "transformers", "transformers", attention="sdpa")
+ENGINE = EngineInfo(
+    "kvlab.engines.hf.engine:HFEngine",
+    "transformers",
+    "transformers",
+    attention="sdpa",
+    able=Capability(attentions=("eager", "sdpa")),
+)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from kvlab.core.engines import EngineInfo
+from kvlab.core.engines import AUTO, Capability, EngineInfo
 
 ENGINE = EngineInfo(
     "kvlab.engines.vllm.engine:VLLMEngine",
     "vLLM",
     "vllm",
     attention="default",
+    # found by running it: on a CPU it accepts many cache dtypes, and computes garbage with all but these; its `fp8` is
+    # e4m3 under another name. Head sizes: vllm/v1/attention/backends/cpu_attn.py, 0.32.0
+    able=Capability(
+        attentions=("default",),
+        cache_dtypes=(AUTO, "fp8_e4m3", "fp8_e5m2"),
+        cpu_head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+        splits=True,
+    ),
     modules=("kvlab.engines.vllm.follower",),
     paged=True,
 )

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from kvlab.core.engines import AUTO
 from kvlab.core.errors import CapabilityError
 from kvlab.core.model import ModelInfo
 from kvlab.core.recipe import PAGES_VARIABLE, RECIPE_VARIABLE, Placement
 from kvlab.core.testimony import Pool, Proof
 from kvlab.engines.base import ContextCache, Engine, Reading, Storage, Tap, refuse_unknown_placement
-from kvlab.engines.capability import AUTO
 from kvlab.engines.vllm.process import Loaded, WholeTap, executor
 from kvlab.engines.vllm.ranks import Followers
 

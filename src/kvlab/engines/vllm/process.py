@@ -35,6 +35,7 @@ import torch  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
+from kvlab.core.engines import AUTO  # noqa: E402
 from kvlab.core.errors import CapabilityError, CodecNotActive, ModelError  # noqa: E402
 from kvlab.core.model import ModelInfo  # noqa: E402
 from kvlab.core.recipe import Placement  # noqa: E402
@@ -49,7 +50,7 @@ from kvlab.engines.base import (  # noqa: E402
     proof_of,
     refuse_broken_weights,
 )
-from kvlab.engines.capability import AUTO, CODED  # noqa: E402
+from kvlab.engines.capability import CODED  # noqa: E402
 from kvlab.engines.hooks import attention_inputs, attention_layers, fused_projection, installed  # noqa: E402
 from kvlab.engines.vllm import prefix, reading  # noqa: E402
 
