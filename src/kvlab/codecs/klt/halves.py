@@ -14,8 +14,8 @@ from torch import Tensor
 class HalfMatrix:
     """A matrix in float16, its columns and then its rows divided by powers of two, so that no entry is above 1.
 
-    An entry is off by at most 2**-12 of itself, or 2**-25 of its row's largest: what that adds to the error of a token
-    is some 78 dB below the token, where 4 bits leave 30 to 40 dB. The rounded matrix is what the codec is, on every
+    An entry is off by at most 2**-11 of itself, or where it is tiny by 2**-25 of its row's and column's powers: what
+    that adds to the error of a token is more than 70 dB below the token, where 4 bits leave 30 to 40 dB. The rounded matrix is what the codec is, on every
     device; in which units a channel is given makes no difference, as long as they differ by powers of two.
 
     Parameters
@@ -59,6 +59,7 @@ def scratch(name: str, *shape: int, device: torch.device | None = None) -> Tenso
     size = math.prod(shape)
     lent = getattr(_LENT, name, None)
     if lent is None or lent.numel() < size:
-        lent = torch.empty(size, dtype=torch.float32)
+        with torch.inference_mode(False):  # one made in that mode could not be written to outside of it
+            lent = torch.empty(size, dtype=torch.float32)
         setattr(_LENT, name, lent)
     return lent[:size].view(shape)
