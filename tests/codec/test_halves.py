@@ -1,4 +1,4 @@
-"""Matrices in half precision: off by their rounding alone, the same whatever the units, and lent memory stays usable."""
+"""Matrices in half precision: off by their rounding alone, the same in whatever units; memory that is lent."""
 
 from __future__ import annotations
 

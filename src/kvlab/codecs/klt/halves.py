@@ -15,8 +15,9 @@ class HalfMatrix:
     """A matrix in float16, its columns and then its rows divided by powers of two, so that no entry is above 1.
 
     An entry is off by at most 2**-11 of itself, or where it is tiny by 2**-25 of its row's and column's powers: what
-    that adds to the error of a token is more than 70 dB below the token, where 4 bits leave 30 to 40 dB. The rounded matrix is what the codec is, on every
-    device; in which units a channel is given makes no difference, as long as they differ by powers of two.
+    that adds to the error of a token is more than 70 dB below the token, where 4 bits leave 30 to 40 dB. The rounded
+    matrix is what the codec is, on every device; in which units a channel is given makes no difference, as long as
+    they differ by powers of two.
 
     Parameters
     ----------
