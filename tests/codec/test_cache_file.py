@@ -372,7 +372,7 @@ def test_a_file_of_version_one_is_refused_in_one_line(tmp_path):
     raw = bytearray(header().pack()[: HEADER.size])
     raw[4:6] = b"\1\0"
     (tmp_path / "old").write_bytes(bytes(raw) + U32.pack(google_crc32c.value(bytes(raw))) + bytes(1000))
-    with refused(StreamError, "stream.other-version", "version 1", "version 2", "`kvlab encode`"):
+    with refused(StreamError, "stream.other-version", "version 1", "version 3", "`kvlab encode`"):
         CacheReader(tmp_path / "old")
 
 
