@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,10 +23,13 @@ from kvlab.cli import main as cli
 from kvlab.codecs.fp8 import Fp8Stream
 from kvlab.codecs.hadamard import HadamardStream
 from kvlab.codecs.int import IntStream
+from kvlab.core.errors import CapabilityError
 from kvlab.core.recipe import Recipe
 from kvlab.core.settings import IdentityStream
 from kvlab.evals.evidence import MEASURING
+from kvlab.evals.run import started
 from kvlab.gate import registry
+from refusals import refused
 
 CODED = "--codec hadamard --bits 2"
 
@@ -162,6 +166,11 @@ def test_a_task_that_cannot_be_run_is_one_line(here, changes, task, words):
     local.write(Path("toy"), **changes)
     code, out, err = here(asked(task))
     assert (code, out) == (2, "") and all(word in err for word in words), err
+
+
+def test_an_engine_that_no_eval_knows_is_refused():
+    with refused(CapabilityError, "capability.no-evals", "third", "hf and vllm"):
+        started(SimpleNamespace(engine="third"), None, None, 0, None)
 
 
 def test_an_unregistered_pair_of_codecs_has_no_row(here):

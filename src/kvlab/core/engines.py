@@ -28,8 +28,8 @@ class Capability:
     """
 
     attentions: tuple[str, ...]
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    protocols: tuple[str, ...] = ("in_forward", "snapshot")
+    dtypes: tuple[str, ...]
+    protocols: tuple[str, ...]
     cache_dtypes: tuple[str, ...] = (AUTO,)
     cpu_head_dims: tuple[int, ...] | None = None
     splits: bool = False

@@ -265,7 +265,7 @@ class Plan(Synthesis):
 
     @property
     def ahead(self) -> Tensor:
-        """The way there, float32 [groups, width, width]; see `scratch` for how long."""
+        """`forward` as float32 [groups, width, width], in memory that the next call in this thread is given too."""
         shape = self.forward.values.shape
         return self.forward.full(scratch("forward", *shape, device=self.shift.device))
 

@@ -131,7 +131,10 @@ class Synthesis:
 
     @property
     def inverse(self) -> Tensor:
-        """The way back with `shift` as a last row, float32 [groups, width + 1, width]; see `scratch` for how long."""
+        """The way back with `shift` as a last row, float32 [groups, width + 1, width].
+
+        In memory that the next call in this thread is given too: use it at once, or copy it.
+        """
         out = scratch("inverse", self.groups, self.width + 1, self.width, device=self.shift.device)
         self.back.full(out[:, : self.width])
         out[:, self.width :] = self.shift

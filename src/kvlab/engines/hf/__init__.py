@@ -9,5 +9,9 @@ ENGINE = EngineInfo(
     "transformers",
     "transformers",
     attention="sdpa",
-    able=Capability(attentions=("eager", "sdpa")),
+    able=Capability(
+        attentions=("eager", "sdpa"),
+        dtypes=("bfloat16", "float32"),
+        protocols=("in_forward", "snapshot"),
+    ),
 )

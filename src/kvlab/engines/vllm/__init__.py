@@ -13,6 +13,8 @@ ENGINE = EngineInfo(
     # e4m3 under another name. Head sizes: vllm/v1/attention/backends/cpu_attn.py, 0.32.0
     able=Capability(
         attentions=("default",),
+        dtypes=("bfloat16", "float32"),
+        protocols=("in_forward", "snapshot"),
         cache_dtypes=(AUTO, "fp8_e4m3", "fp8_e5m2"),
         cpu_head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         splits=True,
