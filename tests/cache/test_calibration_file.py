@@ -152,7 +152,7 @@ def rewritten(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "error", "code", "data"),
     [
-        ({"version": 1}, CalibrationMismatch, "calibration.other-version", ["version 1", 2]),
+        ({"version": 1}, CalibrationMismatch, "calibration.other-version", ["version 1", "reads 3"]),
         ({"format": "gguf"}, CalibrationMismatch, "calibration.other-file", []),
         ({"origin": 3}, CalibrationMismatch, "calibration.header", ["origin", "string"]),
         ({"tensors": {}}, StorageError, "storage.damaged", ["k/components/0/covariance"]),
