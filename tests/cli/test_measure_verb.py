@@ -20,6 +20,7 @@ from kvlab.cli import main as cli
 from kvlab.codecs.base import Site
 from kvlab.codecs.registry import build
 from kvlab.core.errors import CorpusError
+from kvlab.core.recipe import Cell
 from kvlab.measure import quick_run
 from kvlab.stats import kl_scale
 from kvlab.stats.bootstrap import Estimate
@@ -337,7 +338,7 @@ def test_a_snapshot_s_figures_are_told_to_be_the_least(run, tmp_path):
 def rounded(x: torch.Tensor) -> torch.Tensor:
     """`x` as the rounding row sees it."""
     subject = quick_run.rounding(str(x.dtype).removeprefix("torch."))
-    cell = quick_run.Cell(
+    cell = Cell(
         study="cells",
         label=subject.label,
         engine="hf",

@@ -47,9 +47,9 @@ def window(calib_windows) -> list[int]:
 
 
 def cell_of(engine, recipe=RECIPE, protocol: str = "snapshot", **changes):
-    from kvlab.measure.quick_run import _cell
+    from kvlab.measure.scoring import cell_of_all_layers
 
-    cell = _cell(NamedCodec("archive", recipe), engine, 1, protocol)
+    cell = cell_of_all_layers("archive", engine, protocol, recipe)
     return cell.model_copy(update=changes)
 
 
@@ -106,15 +106,15 @@ def test_it_is_measured_and_witnessed(hf_engine, calibrated, calib_windows):
     plain = cache(partial(PlainModel, hf_engine.info.path))
     coarse, fine, _ = score(hf_engine, windows, CONTEXT, subjects, "snapshot", plain)
     assert coarse.tokens["kl"].mean() > fine.tokens["kl"].mean()
-    assert coarse.coding.bits_per_value < fine.coding.bits_per_value
+    assert coarse.cost.coding.bits_per_value < fine.cost.coding.bits_per_value
     assert [one.witnessed is not None for one in (coarse, fine)] == [True, False]  # one of a family, the coarsest
-    assert fine.coding.fires == fine.coding.expected_fires
+    assert fine.cost.coding.fires == fine.cost.coding.expected_fires
 
 
 def test_bits_count_the_whole_file(hf_engine, calibrated, calib_windows):
     recipe, windows = named_recipe("archive", 6.0), np.asarray(calib_windows.test[:2])
     (found,) = score(hf_engine, windows, CONTEXT, [NamedCodec("archive", recipe, calibrated)], "snapshot", None)
-    assert found.coding.bits_per_value == pytest.approx(6.0, rel=0.01)
+    assert found.cost.coding.bits_per_value == pytest.approx(6.0, rel=0.01)
 
 
 def test_no_layer_below_is_there_inside_a_forward(hf_engine, calibrated):

@@ -11,7 +11,8 @@ from kvlab.core.recipe import IDENTITY, Cell
 from kvlab.engines.base import Engine, Left, gone_from
 from kvlab.measure import mechanism as mechanisms
 from kvlab.measure.eviction import EvictingCoder, last_attention
-from kvlab.measure.mechanism import Applied, extremes, over_kept
+from kvlab.measure.mechanism import extremes, mechanism_variant, over_kept
+from kvlab.measure.quick_run import score
 from kvlab.measure.scoring import WindowRun
 from kvlab.text import corpus
 from kvlab.witness.plain import PlainModel
@@ -102,12 +103,14 @@ def test_an_engine_that_computes_every_token_says_so(run, hf_engine):
 def test_it_is_measured_and_computed_again(hf_engine, tiny_windows, policy):
     windows = corpus.load(tiny_windows, hf_engine.info.model_hash)
     asked = mechanism(f"{policy}:percent=50,sinks=2" + (",recent=8" if policy != "sinks" else ""))
-    subject = Applied(
-        asked, hf_engine, "snapshot", windows.context, plain=lambda: PlainModel(hf_engine.info.path), last=0
-    )
-    rows = subject.score(WindowRun(hf_engine, windows.test[0].tolist(), windows.context, 0))
-    assert rows["kl"].mean() > 0 and subject.witnessed < 1e-5
-    assert subject.stored == pytest.approx(hf_engine.info.values_per_token, rel=0.05)  # half of two bytes a number
+    rows = windows.test[:1]
+    (found,) = score(
+        hf_engine, rows, windows.context, [], "snapshot", lambda: PlainModel(hf_engine.info.path),
+        [mechanism_variant(asked, hf_engine, "snapshot")],
+    )  # fmt: skip
+    assert found.tokens["kl"].mean() > 0 and found.witnessed == found.witnessed_kl < 1e-5
+    half = pytest.approx(hf_engine.info.values_per_token, rel=0.05)  # of two bytes a number
+    assert found.cost.stored == half and found.cost.coding is None
 
 
 def test_one_that_keeps_everything_or_does_not_reach_attention_is_refused(hf_engine, tiny_windows, monkeypatch):
@@ -118,13 +121,13 @@ def test_one_that_keeps_everything_or_does_not_reach_attention_is_refused(hf_eng
     for pair, error, code in caught:
         monkeypatch.setattr(mechanisms, "extremes", lambda *_, pair=pair: pair)
         with refused(error, code, "sinks:kept=8"):
-            Applied(mechanism("sinks:kept=8"), hf_engine, "snapshot", windows.context).score(run)
+            mechanism_variant(mechanism("sinks:kept=8"), hf_engine, "snapshot").canary(run)
 
 
 def test_it_is_of_finished_contexts_on_transformers(hf_engine):
     assert "no pattern" not in mechanisms.not_run(mechanism("sinks:kept=8"), "vllm", "snapshot")
     with refused(CapabilityError, "capability.not-run", "attention:kept=8", "in_forward"):
-        Applied(mechanism("attention:kept=8"), hf_engine, "in_forward", 16)
+        mechanism_variant(mechanism("attention:kept=8"), hf_engine, "in_forward")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from kvlab.codecs.recipes import named_recipe
 from kvlab.core.errors import CalibrationMismatch, CapabilityError, ParamsError, StreamError, WitnessDisagrees
 from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import CleanCapture
-from kvlab.measure.quick_run import NamedCodec, _cell, score
+from kvlab.measure.quick_run import NamedCodec, score
+from kvlab.measure.scoring import cell_of_all_layers
 from kvlab.witness.plain import PlainModel
 from refusals import refused
 
@@ -38,7 +39,7 @@ def begun(hf_engine, calibrated, recipe, ids, protocol="snapshot", **changes):
     """A coder that was told of a window's clean cache."""
     clean = CleanCapture(CONTEXT)
     hf_engine.score(ids, CONTEXT, clean)
-    cell = _cell(NamedCodec("whole", recipe), hf_engine, 1, protocol).model_copy(update=changes)
+    cell = cell_of_all_layers("whole", hf_engine, protocol, recipe, **changes)
     coder = coder_of(cell, calibrated)
     coder.begin(clean, ids[:CONTEXT], 0)
     return coder, clean
@@ -54,8 +55,8 @@ def test_they_are_measured_and_witnessed_and_more_bits_cost_less(hf_engine, cali
     found = score(hf_engine, windows, CONTEXT, subjects, "snapshot", plain)
     for coarse, fine in (found[:2], found[2:4]):
         assert coarse.tokens["kl"].mean() > fine.tokens["kl"].mean()
-        assert coarse.coding.bits_per_value < fine.coding.bits_per_value
-        assert coarse.witnessed and coarse.coding.fires == coarse.coding.expected_fires
+        assert coarse.cost.coding.bits_per_value < fine.cost.coding.bits_per_value
+        assert coarse.witnessed and coarse.cost.coding.fires == coarse.cost.coding.expected_fires
     assert found[4].witnessed
 
 

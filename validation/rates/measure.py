@@ -72,7 +72,7 @@ def measure(
     }
 
 
-def _row(text: str, one: Named, found: quick_run.ScoredCodec, documents: list[int] | None) -> dict:
+def _row(text: str, one: Named, found: quick_run.Scored, documents: list[int] | None) -> dict:
     """A codec on a text; sums over the tokens of each window."""
     by_window = (
         found.tokens.group_by("window", maintain_order=True)
@@ -89,7 +89,7 @@ def _row(text: str, one: Named, found: quick_run.ScoredCodec, documents: list[in
         "nominal": one.bits,
         "label": one.label,
         "recipe_id": one.recipe.recipe_id,
-        "bits": found.coding.bits_per_value,
+        "bits": found.cost.bits_per_value,
         "documents": documents,
         **{name: by_window[name].to_list() for name in ("kl", "same", "tokens")},
     }

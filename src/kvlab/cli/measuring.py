@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
-import polars as pl
 import torch
 
 from kvlab.attention.named import Latent, Mechanism
@@ -28,8 +27,9 @@ from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
 from kvlab.measure import quick_run
 from kvlab.measure.latent import moments_of
-from kvlab.measure.mechanism import Applied, not_run, read_of
-from kvlab.stats.bootstrap import Bootstrap, Column, Estimate
+from kvlab.measure.mechanism import mechanism_variant, not_run
+from kvlab.measure.variant import Variant, read_of
+from kvlab.stats.bootstrap import Bootstrap, Estimate
 from kvlab.stats.kl_scale import span_in_words
 from kvlab.text.excerpts import refuse_overlap, windows_of
 from kvlab.witness.plain import PlainModel
@@ -113,16 +113,17 @@ def measured(
     engine = start(args.engine, info, args.dtype, max_tokens=length)
     try:
         calibrated, lines = _calibrated(args, named, stored, engine, windows, calib_text, mechanisms)
-        subjects = [quick_run.rounding(args.dtype)]
-        subjects += [quick_run.NamedCodec(one.label, one.recipe, calibrated.get(one.label)) for one in named]
+        codecs = [quick_run.rounding(args.dtype)]
+        codecs += [quick_run.NamedCodec(one.label, one.recipe, calibrated.get(one.label)) for one in named]
         plain = None if args.no_witness else cache(partial(PlainModel, info.path))
-        applied, untried = _applied(args, mechanisms, engine, windows, calib_text, lines, plain)
-        scored = quick_run.score(engine, windows, args.context, subjects, args.protocol, plain, applied)
+        variants, untried = _variants(args, mechanisms, engine, windows, calib_text, lines)
+        scored = quick_run.score(engine, windows, args.context, codecs, args.protocol, plain, variants)
+        coded, others = scored[: len(codecs)], scored[len(codecs) :]
         device = engine.device
     finally:
         engine.close()
-    rows = _rows(named, scored, calibrated, info, (args.context, length))
-    rows += _read_rows(applied, rows[0].kl.value, info.values_per_token)
+    rows = _rows(named, coded, calibrated, info, (args.context, length))
+    rows += tuple(_row((one.variant.name, None, None), one, rows[0].kl.value) for one in others)
     count, short = len(windows), all_there_are(len(windows), most)
     about = (
         f"{args.model}: {info.n_layers} layers, {info.n_kv_heads} KV heads of {info.head_dim} dimensions;"
@@ -130,9 +131,9 @@ def measured(
         f"{count} windows of {args.context} coded and {args.eval} predicted tokens of {args.text}{short}",
         *lines,
         "one window of each codec was computed a second time, by other code, and agrees"
-        if any(one.witnessed for one in scored)
+        if any(one.witnessed for one in coded)
         else "nothing was computed a second time, as --no-witness asks",
-        *map(_vouched, applied),
+        *map(_vouched, others),
         *(f"{name}: not_run, {why}" for name, why in untried.items()),
     )
     facts = {
@@ -148,21 +149,21 @@ def measured(
         "context": args.context,
         "eval": args.eval,
         "calibration": list(lines),
-        "witnessed": [one.witnessed.model_dump(mode="json") for one in scored if one.witnessed],
+        "witnessed": [one.witnessed.model_dump(mode="json") for one in coded if one.witnessed],
         "not_run": untried,
-        "mechanisms_witnessed": {one.asked.name: one.witnessed for one in applied},
+        "mechanisms_witnessed": {one.variant.name: one.witnessed for one in others},
         "device": device,
         "threads": torch.get_num_threads(),
         "speed": "tokens of a context stored and read back per second: coded, packed, unpacked, decoded, all layers",
         "versions": versions(),
     }
-    return Measurement(facts, about, rows, _differences(args.against, named, scored), bool(mechanisms))
+    return Measurement(facts, about, rows, _differences(args.against, named, coded), bool(mechanisms))
 
 
-def _vouched(one: Applied) -> str:
+def _vouched(one: quick_run.Scored) -> str:
     """What speaks for a mechanism's row, in a line."""
     seen = "not computed a second time" if one.witnessed is None else "one window computed a second time agrees"
-    return f"{one.asked.name}: ran in every layer, left something out, moves the logits; {seen}"
+    return f"{one.variant.name}: ran in every layer, left something out, moves the logits; {seen}"
 
 
 def _calibrated(
@@ -224,7 +225,7 @@ def covers(stored: Calibrated, recipe) -> bool:
 
 def _rows(
     named: Sequence[Named],
-    scored: Sequence[quick_run.ScoredCodec],
+    scored: Sequence[quick_run.Scored],
     calibrated: dict[str, Calibrated],
     info: ModelInfo,
     lengths: tuple[int, int],
@@ -232,20 +233,14 @@ def _rows(
     """Of codecs; `lengths` are tokens of a context and of a window."""
     floor, *others = scored
     values = info.values_per_token
-    rounding = _estimates(floor.tokens)
+    rounding = _estimates(floor)
     words = "what storing K and V in 16 bits costs"
     first = 2.0 * values
     rows = [CostRow(quick_run.ROUNDING, None, None, 16.0, *rounding, words, first, read_of(first, *lengths, values))]
     for one, found in zip(named, others, strict=True):
-        kl, top1 = _estimates(found.tokens)
-        words = span_in_words(kl.low, kl.high, rounding[0].value)
-        per_value = found.coding.bits_per_value
-        stored = per_value * values / 8
-        read = read_of(stored, *lengths, values)
-        row = CostRow(one.codec, one.bits, one.recipe.recipe_id, per_value, kl, top1, words, stored, read)
         fitted = calibrated.get(one.label)
         row = replace(
-            row,
+            _row((one.codec, one.bits, one.recipe.recipe_id), found, rounding[0].value),
             table_bytes=resident_bytes(one.recipe, fitted, info) if fitted else 0,
             tokens_per_second=costs.tokens_per_second(lengths[0], found.seconds),
             places=costs.places(one.recipe, fitted, info),
@@ -254,25 +249,21 @@ def _rows(
     return tuple(rows)
 
 
-def _read_rows(applied: Sequence[Applied], floor: float, values: int) -> tuple[CostRow, ...]:
-    """Of mechanisms."""
-    rows = []
-    for one in applied:
-        kl, top1 = _estimates(pl.concat(one.tables))
-        words, read = span_in_words(kl.low, kl.high, floor), sum(one.read) / len(one.read)
-        rows.append(CostRow(one.asked.name, None, None, 8 * one.stored / values, kl, top1, words, one.stored, read))
-    return tuple(rows)
+def _row(names: tuple, found: quick_run.Scored, floor: float) -> CostRow:
+    """A row with its first three columns given; `floor` is the KL of rounding, by which it is put into words."""
+    kl, top1 = _estimates(found)
+    cost, words = found.cost, span_in_words(kl.low, kl.high, floor)
+    return CostRow(*names, cost.bits_per_value, kl, top1, words, cost.stored, cost.read)
 
 
-def _applied(
+def _variants(
     args: SimpleNamespace,
     mechanisms: Sequence[Mechanism],
     engine: Engine,
     windows: np.ndarray,
     calib_text: str | None,
     lines: list[str],
-    plain: Callable[[], PlainModel] | None,
-) -> tuple[list[Applied], dict[str, str]]:
+) -> tuple[list[Variant], dict[str, str]]:
     """The mechanisms that can be measured, latents fitted, and why the others cannot."""
     untried = {one.name: why for one in mechanisms if (why := not_run(one, args.engine, args.protocol))}
     able, moments = [one for one in mechanisms if one.name not in untried], {}
@@ -281,12 +272,11 @@ def _applied(
         refuse_overlap(windows, source.windows, (str(args.text), source.name))
         moments = moments_of(engine, source.windows.tolist())
         lines.append(f"latents {source.about(engine)}")
-    last = len(windows) - 1
-    return [Applied(one, engine, args.protocol, args.context, moments, plain, last) for one in able], untried
+    return [mechanism_variant(one, engine, args.protocol, moments) for one in able], untried
 
 
 def _differences(
-    against: str | None, named: Sequence[Named], scored: Sequence[quick_run.ScoredCodec]
+    against: str | None, named: Sequence[Named], scored: Sequence[quick_run.Scored]
 ) -> tuple[CodecDifference, ...]:
     """Every codec minus that of --against, at the same bits or where one of both has no choice."""
     found = list(zip(named, scored[1:], strict=True))
@@ -294,20 +284,13 @@ def _differences(
     pairs = []
     for (one, ours), (other, theirs) in product([pair for pair in found if pair[0].codec != against], others):
         if one.bits == other.bits or None in (one.bits, other.bits):
-            columns = zip(_columns(ours.tokens), _columns(theirs.tokens), strict=True)
-            kl, top1 = (BOOTSTRAP.difference(a, b) for a, b in columns)
+            kl, top1 = (BOOTSTRAP.difference(a, b) for a, b in zip(ours.columns, theirs.columns, strict=True))
             bits = one.bits if other.bits is None else other.bits
             pairs.append(CodecDifference(one.codec, other.codec, bits, kl, top1))
     return tuple(pairs)
 
 
-def _estimates(tokens: pl.DataFrame) -> tuple[Estimate, Estimate]:
+def _estimates(found: quick_run.Scored) -> tuple[Estimate, Estimate]:
     """Of the KL divergence and of the top-1 agreement."""
-    kl, top1 = _columns(tokens)
+    kl, top1 = found.columns
     return BOOTSTRAP.divergence(kl), BOOTSTRAP.rate(top1)
-
-
-def _columns(tokens: pl.DataFrame) -> tuple[Column, Column]:
-    where = tokens["window"].to_numpy(), tokens["position"].to_numpy()
-    same = (tokens["top1_ref"] == tokens["top1_alt"]).to_numpy()
-    return Column.of(*where, tokens["kl"].to_numpy()), Column.of(*where, same)

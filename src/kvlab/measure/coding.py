@@ -8,7 +8,7 @@ and the evaluation tokens alone are computed over that cache (`Engine.score_over
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import product
 from time import perf_counter
@@ -47,6 +47,28 @@ class Tally:
     signal_sq: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STREAMS, 0.0))
     encode_seconds: float = field(default=0.0, compare=False)  # no two runs take the same
     decode_seconds: float = field(default=0.0, compare=False)
+
+    def to_json(self) -> dict:
+        """Plain data."""
+        data = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
+        return data | {"d_eff": {s: {str(rank): n for rank, n in counts.items()} for s, counts in self.d_eff.items()}}
+
+    @classmethod
+    def total(cls, notes: Iterable[dict]) -> Tally:
+        """The sum of tallies, given as `to_json` has them, in their order."""
+        found = cls()
+        for note in notes:
+            for name, value in note.items():
+                if name == "d_eff":
+                    for stream, counts in value.items():
+                        found.d_eff[stream] += Counter({int(rank): n for rank, n in counts.items()})
+                elif isinstance(value, dict):
+                    sums = getattr(found, name)
+                    for stream, amount in value.items():
+                        sums[stream] += amount
+                else:
+                    setattr(found, name, getattr(found, name) + value)
+        return found
 
 
 @dataclass(frozen=True)
@@ -174,17 +196,23 @@ class Coder:
         tally.error_sq[stream] += coded.error_sq
         tally.signal_sq[stream] += coded.signal_sq
 
-    def expected_fires(self) -> int:
-        """Layers times streams times windows."""
-        return self.cell.windows * len(self._recipes)
+    def expected_fires(self, windows: int | None = None) -> int:
+        """Layers times streams times windows, by default those of the cell."""
+        return (self.cell.windows if windows is None else windows) * len(self._recipes)
 
-    def refuse_idle(self) -> None:
-        """`CodecNotActive` unless the codec fired on every layer, stream and window that it should have."""
-        tally = self.tally
-        if tally.fires != self.expected_fires():
+    def refuse_idle(self, windows: int | None = None) -> None:
+        """`CodecNotActive` unless the codec fired on every layer, stream and window that it should have.
+
+        Parameters
+        ----------
+        windows : int, optional
+            That the tally is of; by default those of the cell.
+        """
+        tally, due = self.tally, self.expected_fires(windows)
+        if tally.fires != due:
             raise CodecNotActive(
                 f"cell {self.cell.label!r} ({self.cell.engine}, {self.cell.protocol}): its codec fired {tally.fires}"
-                f" times where {self.expected_fires()} were due",
+                f" times where {due} were due",
                 code="not-active.fires",
             )
 

@@ -14,7 +14,7 @@ from kvlab.calibration.load import Calibrated
 from kvlab.core.engines import AUTO
 from kvlab.core.errors import Fault
 from kvlab.core.model import ModelInfo
-from kvlab.core.recipe import ENGINES, Recipe, digest
+from kvlab.core.recipe import ENGINES, Cell, Recipe, digest
 from kvlab.core.records import sha256, versions
 from kvlab.core.testimony import Proof
 from kvlab.engines import registry
@@ -51,6 +51,11 @@ class Which(NamedTuple):
         """With the attention that is meant by ``default``."""
         attention = ENGINES[name].attention if attention == "default" and name in ENGINES else attention
         return cls(name, dtype, attention, cache_dtype)
+
+    @classmethod
+    def of_cell(cls, cell: Cell) -> Which:
+        """The one that a cell runs on."""
+        return cls.of(cell.engine, cell.dtype, cell.attention)
 
 
 @dataclass

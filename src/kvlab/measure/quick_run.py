@@ -1,7 +1,7 @@
 """A few codecs on one model and one text, without params.yaml: what `kvlab measure` runs.
 
-Windows, cells, coders, scores and the loop are those of the studies (`walk`, `scoring.WindowRun`, `coding.Coder`); only
-the bookkeeping of a study (jobs, records, tables on disk) is left out.
+Windows, variants, coders, scores and the loop are those of the studies (`loop.walk`, `scoring.WindowRun`, `variant`,
+`coding.Coder`); only the bookkeeping of a study (jobs, records, tables on disk) is left out.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from kvlab.calibration.load import Calibrated
 from kvlab.codecs.base import Site
 from kvlab.codecs.cast import CastStream
 from kvlab.codecs.shared.seeding import generator
-from kvlab.core.recipe import Cell, Recipe
-from kvlab.core.records import Coding
+from kvlab.core.model import ModelInfo
+from kvlab.core.recipe import Recipe
 from kvlab.core.settings import IdentityStream
 from kvlab.core.testimony import Testimony
 from kvlab.engines.base import Engine
 from kvlab.measure.cache_codecs import coder_of
 from kvlab.measure.coding import STREAMS, Coded, Coder
 from kvlab.measure.loop import walk
-from kvlab.measure.mechanism import Applied
-from kvlab.measure.scoring import WindowRun, heard_kl
-from kvlab.measure.witnessing import chosen, examined, witnessed_of
+from kvlab.measure.scoring import WindowRun, cell_of_all_layers, heard_kl
+from kvlab.measure.variant import CacheCost, CodecVariant, Variant
+from kvlab.measure.witnessing import chosen
+from kvlab.stats.bootstrap import Column
 from kvlab.witness.plain import PlainModel
 
 ROUNDING = "rounding to bfloat16"
@@ -44,26 +45,39 @@ class NamedCodec:
 
 
 @dataclass(frozen=True)
-class ScoredCodec:
-    """What was found of a subject.
+class Scored:
+    """What was found of a variant.
 
     Parameters
     ----------
     tokens : polars.DataFrame
         A row per scored token (`records.TOKENS`).
-    coding : Coding
-        What its codec wrote.
-    witnessed : Testimony or None
-        What a second computation of the last window came to; None without one, and of what is no codec.
+    cost : CacheCost
+        What it stored and read.
+    witnessed : Testimony, float or None
+        What a second computation of the last window came to; see `Variant.compute_again`.
     seconds : tuple of float
-        What storing a context and reading it back took, window by window: coding, packing, unpacking, decoding.
+        What storing a context and reading it back took, window by window: coding, packing, unpacking, decoding. Empty
+        where nothing is coded.
     """
 
-    subject: NamedCodec
+    variant: Variant
     tokens: pl.DataFrame
-    coding: Coding
-    witnessed: Testimony | None = None
+    cost: CacheCost
+    witnessed: Testimony | float | None = None
     seconds: tuple[float, ...] = ()
+
+    @property
+    def columns(self) -> tuple[Column, Column]:
+        """Of each token the KL, nats, and whether the most probable one stays."""
+        where = self.tokens["window"].to_numpy(), self.tokens["position"].to_numpy()
+        same = (self.tokens["top1_ref"] == self.tokens["top1_alt"]).to_numpy()
+        return Column.of(*where, self.tokens["kl"].to_numpy()), Column.of(*where, same)
+
+    @property
+    def witnessed_kl(self) -> float | None:
+        """KL from the witness's logits to those of the last window, nats per token."""
+        return self.witnessed.alternative_kl if isinstance(self.witnessed, Testimony) else self.witnessed
 
 
 class RoundingCoder(Coder):
@@ -91,12 +105,12 @@ def score(
     engine: Engine,
     windows: np.ndarray,
     context: int,
-    subjects: Sequence[NamedCodec],
+    codecs: Sequence[NamedCodec],
     protocol: str,
     plain: Callable[[], PlainModel] | None,
-    mechanisms: Sequence[Applied] = (),
-) -> list[ScoredCodec]:
-    """Measure subjects on windows; each window's clean pass is made once for all of them.
+    mechanisms: Sequence[Variant] = (),
+) -> list[Scored]:
+    """Measure codecs, then mechanisms, on windows; each window's clean pass is made once for all of them.
 
     Parameters
     ----------
@@ -105,25 +119,29 @@ def score(
     windows : numpy.ndarray of int, shape (windows, context + scored)
     context : int
         Tokens whose K and V are coded; the others are scored, but for the first (see `corpus.TokenWindows.labels`).
-    subjects : sequence of Subject
+    codecs : sequence of NamedCodec
     protocol : str
         ``snapshot`` or ``in_forward``; see `coding`.
     plain : callable or None
-        Gives the model by which a witness computes each codec's last window again; None for no witness.
-    mechanisms : sequence of Applied
-        Scored on the same windows, after the subjects; each keeps what was found of it.
+        Gives the model by which a witness computes the last window again, of one codec of each family and of every
+        mechanism; None for no witness.
+    mechanisms : sequence of Variant
+        See `mechanism.mechanism_variant`.
 
     Raises
     ------
     CodecNotActive
-        A one-bit codec does not move the logits, or a codec fired less often than it should have.
+        A one-bit codec does not move the logits, a codec fired less often than it should have, or a mechanism is not
+        at work.
+    Fault
+        A mechanism that keeps and reads everything moves the logits.
     WitnessDisagrees
         The witness comes to something else.
     """
-    tried = [tried_on(subject, engine, len(windows), protocol) for subject in subjects]
-    if plain:
-        for one in chosen(one for one in tried if one.subject.label != ROUNDING):  # which is the engine's own
-            one.plain = plain
+    coded = [codec_variant(one, engine, protocol, len(windows)) for one in codecs]
+    again = [*chosen(one for one in coded if one.name != ROUNDING), *mechanisms]  # rounding is the engine's own
+    last = len(windows) - 1
+    subjects = [VariantSubject(one, last, plain if one in again else None) for one in (*coded, *mechanisms)]
 
     # K and V of blank lines are all alike: whether a codec is heard is asked where the tokens differ most
     varied = int(np.argmax([np.unique(row[:context]).size for row in windows]))
@@ -135,25 +153,14 @@ def score(
                 heard_kl(run, protocol, "pre_rope", stream)
         return run
 
-    tables: list[list[pl.DataFrame]] = [[] for _ in subjects]
-    for _, found in walk(range(len(windows)), [*tried, *mechanisms], visit, title="measure"):
-        for rows, (_, table) in zip(tables, found, strict=False):  # those of mechanisms come last
-            rows.append(table)
-    return [
-        ScoredCodec(
-            one.subject,
-            pl.concat(rows),
-            one.coder.coding(engine.info, context, engine.dtype),
-            one.witnessed,
-            tuple(one.seconds),
-        )
-        for one, rows in zip(tried, tables, strict=True)
-    ]
+    for _ in walk(range(len(windows)), subjects, visit, title="measure"):
+        pass
+    return [one.scored(engine.info, context, windows.shape[1]) for one in subjects]
 
 
 @dataclass(eq=False)
-class Tried:
-    """A subject's cell on every window, as the measuring loop scores it (`loop.Subject`).
+class VariantSubject:
+    """A variant on every window, as the measuring loop scores it (`loop.Subject`).
 
     Parameters
     ----------
@@ -161,66 +168,40 @@ class Tried:
         The window that a witness computes again.
     plain : callable or None
         Gives the witness's model; None where nothing is computed again.
-    witnessed : Testimony or None
-        What it came to.
-    seconds : list of float
-        As of `ScoredCodec`.
     """
 
-    subject: NamedCodec
-    coder: Coder
+    variant: Variant
     last: int
-    plain: Callable[[], PlainModel] | None = None
-    witnessed: Testimony | None = None
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def cell(self) -> Cell:
-        """What its coder codes."""
-        return self.coder.cell
-
-    @property
-    def _coded(self) -> float:
-        """Seconds of coding and decoding up to now."""
-        return self.coder.tally.encode_seconds + self.coder.tally.decode_seconds
+    plain: Callable[[], PlainModel] | None
+    _tables: list[pl.DataFrame] = field(default_factory=list)
+    _notes: list[dict] = field(default_factory=list)
+    _witnessed: Testimony | float | None = None
 
     def due(self, _window: int) -> bool:
         """On every window."""
         return True
 
-    def score(self, run: WindowRun) -> pl.DataFrame:
-        """Its token rows."""
-        before = self._coded
-        rows = run.measured(self.cell, self.coder)
-        self.seconds.append(self._coded - before)
+    def score(self, run: WindowRun) -> None:
+        """See `loop.Subject`; what is found is kept here."""
+        if run.number == 0:
+            self.variant.canary(run)
+        outcome = self.variant.measure(run)
+        rows = run.rows(self.variant.name, outcome.logits, outcome.reference)
+        self._tables.append(rows)
+        self._notes.append(outcome.note)
         if self.plain and run.number == self.last:
-            again = _coder(self.cell, self.subject)
-            seen = examined(self.plain(), run, self.cell, again, self.subject.calibrated, run.ids)
-            self.witnessed = witnessed_of(seen, self.cell, rows)
-        return rows
+            self._witnessed = self.variant.compute_again(self.plain(), run, outcome, rows)
+
+    def scored(self, info: ModelInfo, context: int, tokens: int) -> Scored:
+        """What was found on all windows of so many tokens."""
+        tallies = [note["tally"] for note in self._notes if "tally" in note]
+        seconds = tuple(one["encode_seconds"] + one["decode_seconds"] for one in tallies)
+        cost = self.variant.cost(self._notes, info, context, tokens)
+        return Scored(self.variant, pl.concat(self._tables), cost, self._witnessed, seconds)
 
 
-def tried_on(subject: NamedCodec, engine: Engine, windows: int, protocol: str) -> Tried:
-    """A subject on the first so many windows, of which the last is a witness's."""
-    return Tried(subject, _coder(_cell(subject, engine, windows, protocol), subject), windows - 1)
-
-
-def _cell(subject: NamedCodec, engine: Engine, windows: int, protocol: str) -> Cell:
-    return Cell(
-        study="cells",
-        label=subject.label,
-        engine=engine.name,
-        dtype=engine.dtype,
-        protocol=protocol,
-        origin=subject.calibrated.origin if subject.calibrated else engine.name,
-        stream="kv",
-        layers=tuple(range(engine.info.n_layers)),
-        windows=windows,
-        recipe=subject.recipe,
-    )
-
-
-def _coder(cell: Cell, subject: NamedCodec) -> Coder:
-    if subject.label == ROUNDING:
-        return RoundingCoder(cell, None)
-    return coder_of(cell, subject.calibrated)
+def codec_variant(codec: NamedCodec, engine: Engine, protocol: str, windows: int = 1) -> CodecVariant:
+    """A codec on a running engine, on so many windows."""
+    origin = codec.calibrated.origin if codec.calibrated else engine.name
+    cell = cell_of_all_layers(codec.label, engine, protocol, codec.recipe, origin=origin, windows=windows)
+    return CodecVariant(RoundingCoder(cell, None) if codec.label == ROUNDING else coder_of(cell, codec.calibrated))

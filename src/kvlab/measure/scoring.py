@@ -196,21 +196,16 @@ def logits_key(cell: Cell, coder: Coder) -> tuple:
     return cell.model_dump_json(exclude=UNDECIDING), type(coder), coder.calibrated is not None, coder.judged
 
 
+def cell_of_all_layers(label: str, engine: Engine, protocol: str, recipe: Recipe, **other) -> Cell:
+    """A recipe on K and V of all layers of a running engine, on one window; `other` are further fields of `Cell`."""
+    where = {"engine": engine.name, "dtype": engine.dtype, "origin": engine.name, "protocol": protocol}
+    what = {"stream": "kv", "layers": tuple(range(engine.info.n_layers)), "windows": 1, "recipe": recipe}
+    return Cell(study="cells", label=label, **where | what | other)
+
+
 def probe_kl(run: WindowRun, protocol: str, placement: str, stream: str, recipe: Recipe) -> float:
     """Mean KL of a codec on every layer of a stream, on its way through everything that cells go through."""
-    cell = Cell(
-        study="cells",
-        label="probe",
-        engine=run.engine.name,
-        dtype=run.engine.dtype,
-        protocol=protocol,
-        placement=placement,
-        origin=run.engine.name,
-        stream=stream,
-        layers=tuple(range(run.engine.info.n_layers)),
-        windows=1,
-        recipe=recipe,
-    )
+    cell = cell_of_all_layers("probe", run.engine, protocol, recipe, placement=placement, stream=stream)
     return float(run.measured(cell, Coder(cell, None))["kl"].mean())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -81,7 +80,7 @@ class CellSubject:
     @property
     def which(self) -> Which:
         """The engine that it runs on."""
-        return Which.of(self.cell.engine, self.cell.dtype, self.cell.attention)
+        return Which.of_cell(self.cell)
 
     def due(self, window: Window) -> bool:
         """See `loop.Subject`."""
@@ -107,12 +106,12 @@ class CellSubject:
         self.coder.tally = Tally()
         run = visit.run(self.which)
         rows = run.measured(self.cell, self.coder)
-        refuse_idle(self.coder)
-        return Found(noted(self.coder.tally), rows.select(ROWS.names()))
+        self.coder.refuse_idle(windows=1)
+        return Found(self.coder.tally.to_json(), rows.select(ROWS.names()))
 
     def coding(self, notes: Iterable[dict], info: ModelInfo, tokens: int) -> Coding:
         """The record of what the codec did on all windows; see `Coder.coding`."""
-        self.coder.tally = total(notes)
+        self.coder.tally = Tally.total(notes)
         return self.coder.coding(info, tokens, self.cell.dtype)
 
     def table(self, found: Iterable[tuple[Window, Found]]) -> pl.DataFrame:
@@ -160,7 +159,7 @@ def probes_of(cells: Iterable[Cell], on: Window) -> list[ProbeSubject]:
 
     K and V apart: together they would hide that one hook is dead.
     """
-    used = {(Which.of(c.engine, c.dtype, c.attention), c.protocol, c.placement) for c in cells if c.layers}
+    used = {(Which.of_cell(c), c.protocol, c.placement) for c in cells if c.layers}
     return [ProbeSubject(*place, stream, on) for place in sorted(used) for stream in (None, *STREAMS)]
 
 
@@ -197,42 +196,6 @@ def code_of(which: Which, recipes: Iterable[Recipe], *modules: str) -> str | Non
     run = [IDENTITY, *recipes]  # the floor runs everywhere
     whole = [WHOLE_MODULE] if any(recipe.k.codec in WHOLE for recipe in run) else []
     return None if foreign_codecs(run) else code.digest_of(*which.modules, *codec_modules(run), *whole, *modules)
-
-
-# --------------------------------------------------------------------------------------------------- tallies
-
-
-def noted(tally: Tally) -> dict:
-    """A tally as plain data."""
-    kept = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(tally).items()}
-    return kept | {"d_eff": {s: {str(rank): n for rank, n in counts.items()} for s, counts in tally.d_eff.items()}}
-
-
-def total(notes: Iterable[dict]) -> Tally:
-    """The sum of tallies, in the order given."""
-    found = Tally()
-    for note in notes:
-        for name, value in note.items():
-            if name == "d_eff":
-                for stream, counts in value.items():
-                    found.d_eff[stream] += Counter({int(rank): n for rank, n in counts.items()})
-            elif isinstance(value, dict):
-                held = getattr(found, name)
-                for stream, amount in value.items():
-                    held[stream] += amount
-            else:
-                setattr(found, name, getattr(found, name) + value)
-    return found
-
-
-def refuse_idle(coder: Coder) -> None:
-    """`CodecNotActive` unless a coder whose tally is that of one window fired everywhere on it."""
-    cell = coder.cell
-    try:
-        coder.cell = cell.model_copy(update={"windows": 1})
-        coder.refuse_idle()
-    finally:
-        coder.cell = cell
 
 
 def table_of(cell_id: str, window: Window, found: Found) -> pl.DataFrame:

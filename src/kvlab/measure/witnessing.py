@@ -10,7 +10,6 @@ from typing import NoReturn, Protocol, TypeVar
 
 import polars as pl
 
-from kvlab.calibration.load import Calibrated
 from kvlab.core.errors import WitnessDisagrees
 from kvlab.core.recipe import Cell
 from kvlab.core.testimony import Testimony
@@ -18,7 +17,7 @@ from kvlab.measure.coding import STREAMS, Coder, Tally
 from kvlab.measure.engines import Visit, Which, device
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.store import ROWS, Found
-from kvlab.measure.subjects import code_of, deciding, refuse_idle
+from kvlab.measure.subjects import code_of, deciding
 from kvlab.measure.tensor_recorder import Overheard
 from kvlab.measure.windows import Window
 from kvlab.witness import reading as corpus
@@ -36,10 +35,8 @@ class WitnessSubject:
 
     Parameters
     ----------
-    cell : Cell
-    calibrated : Calibrated or None
     coder : Coder
-        A second one of that cell, with the same memo: its tensors are those that the cell is scored with.
+        A second one of the cell, with the same memo: its tensors are those that the cell is scored with.
     on : Window
     model : callable
         The witness's own model, loaded when first asked for.
@@ -49,8 +46,6 @@ class WitnessSubject:
         That it took; 0 where what it found was kept from before.
     """
 
-    cell: Cell
-    calibrated: Calibrated | None
     coder: Coder
     on: Window
     model: Callable[[], PlainModel]
@@ -58,9 +53,14 @@ class WitnessSubject:
     seconds: float = 0.0
 
     @property
+    def cell(self) -> Cell:
+        """What is computed again."""
+        return self.coder.cell
+
+    @property
     def which(self) -> Which:
         """The engine that it runs on."""
-        return Which.of(self.cell.engine, self.cell.dtype, self.cell.attention)
+        return Which.of_cell(self.cell)
 
     def due(self, window: Window) -> bool:
         """See `loop.Subject`."""
@@ -69,7 +69,7 @@ class WitnessSubject:
     def identity(self) -> dict | None:
         """See `CellSubject.identity`."""
         measuring = code_of(self.which, self.cell.recipes, *MODULES)
-        return measuring and {"kind": "witness", "code": measuring} | deciding(self.cell, self.calibrated)
+        return measuring and {"kind": "witness", "code": measuring} | deciding(self.cell, self.coder.calibrated)
 
     def score(self, visit: Visit) -> Found:
         """See `loop.Subject`: the testimony, and the rows that it is of.
@@ -81,18 +81,18 @@ class WitnessSubject:
         """
         began = perf_counter()
         ids = corpus.window(self.windows_path, self.on.text, self.on.number)
-        found = examined(self.model(), visit.run(self.which), self.cell, self.coder, self.calibrated, ids)
+        found = examined(self.model(), visit.run(self.which), self.coder, ids)
         self.seconds = perf_counter() - began
         return found
 
 
-def examined(
-    model: PlainModel, run: WindowRun, cell: Cell, coder: Coder, calibrated: Calibrated | None, ids: list[int]
-) -> Found:
+def examined(model: PlainModel, run: WindowRun, coder: Coder, ids: list[int]) -> Found:
     """A cell on one window, scored once more while everything is overheard, and computed again by a witness.
 
     Parameters
     ----------
+    coder : Coder
+        Of the cell.
     ids : list of int
         The window's tokens, as the witness has them.
 
@@ -106,10 +106,10 @@ def examined(
     WitnessDisagrees
         The witness comes to something else.
     """
-    coder.tally = Tally()
+    cell, coder.tally = coder.cell, Tally()
     heard = Overheard(run.context if cell.span == "context" else len(run.ids))
     alternative, reference = run.logits(cell, coder, heard), run.reference_of(cell)
-    refuse_idle(coder)
+    coder.refuse_idle(windows=1)
     rows = run.rows(cell.cell_id, alternative, reference)
     claim = CellClaim(
         cell=cell,
@@ -126,7 +126,7 @@ def examined(
         engine=run.engine.proof,
         stored=getattr(coder, "stored", b""),
     )
-    testimony = testify(model, claim, calibrated)
+    testimony = testify(model, claim, coder.calibrated)
     return Found(testimony.model_dump(mode="json"), rows.select(ROWS.names()))
 
 

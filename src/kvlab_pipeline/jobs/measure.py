@@ -105,7 +105,7 @@ class Lab:
         """A cell at work."""
         check_protocol(cell.engine, cell.protocol)
         calibrated = calibrated_for(cell, self.calibrated)
-        memo = self.memos.get(Which.of(cell.engine, cell.dtype, cell.attention))
+        memo = self.memos.get(Which.of_cell(cell))
         return CellSubject(cell, coder_of(cell, calibrated, memo), calibrated)
 
     def witnesses(
@@ -116,9 +116,7 @@ class Lab:
         for subject in chosen(subjects):
             if due := [window for window in windows if subject.due(window)]:
                 coder = coder_of(subject.cell, subject.calibrated, self.memos.get(subject.which), judged)
-                found.append(
-                    WitnessSubject(subject.cell, subject.calibrated, coder, due[-1], self.plain, self.windows_path)
-                )
+                found.append(WitnessSubject(coder, due[-1], self.plain, self.windows_path))
         return found
 
     def plain(self) -> PlainModel:

@@ -9,9 +9,9 @@ from kvlab.core.records import CANARY_MIN
 from kvlab.gate import registry as gate_registry
 from kvlab.gate.catalogue import EVIDENCE
 from kvlab.gate.evidence import problems, status
+from kvlab.measure import mechanism as keeping
 from kvlab_pipeline.gate_page.measured_rows import rows_of
 from kvlab_pipeline.jobs.measure import Lab
-from kvlab_pipeline.studies.mechanisms import kept as keeping
 from kvlab_pipeline.studies.mechanisms import measure as measuring
 from kvlab_pipeline.studies.mechanisms import plan, records
 from pipeline.studies.mechanism_rows import asking, measurer
@@ -70,7 +70,7 @@ def test_a_store_keeps_every_row_apart_also_those_without_a_coder(
     with Lab.open(asked, tiny_windows, {"hf": tiny_fitted}) as lab:
         part = measuring.MechanismsPart(lab, "hf", tiny_needles, "code", tmp_path / "hf.parquet")
         found = [str(subject.identity()) for subject in part.subjects]
-    assert {subject.variant.label for subject in part.subjects} >= {"baseline", EVICTED, LATENT, "window:window=12"}
+    assert {subject.planned.label for subject in part.subjects} >= {"baseline", EVICTED, LATENT, "window:window=12"}
     assert "None" not in found and len(set(found)) == len(found)
 
 

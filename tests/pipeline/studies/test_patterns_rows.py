@@ -11,9 +11,10 @@ from kvlab.core.records import CANARY_MIN
 from kvlab.gate import registry as gate_registry
 from kvlab.gate.catalogue import EVIDENCE
 from kvlab.gate.evidence import problems, status
+from kvlab.measure import mechanism
 from kvlab_pipeline.gate_page.measured_rows import rows_of
 from kvlab_pipeline.studies.mechanisms import measure as measuring
-from kvlab_pipeline.studies.mechanisms import patterned, plan
+from kvlab_pipeline.studies.mechanisms import plan
 from pipeline.studies.mechanism_rows import asking, measurer
 from pipeline.studies.test_mechanisms import engine_of, row, scores, tiny_needles
 from refusals import refused
@@ -107,13 +108,13 @@ def test_a_pattern_that_would_leave_nothing_out_is_told_and_one_that_does_is_ref
 
 
 def test_a_way_that_changes_what_reads_everything_is_refused(measured, monkeypatch):
-    monkeypatch.setattr(patterned, "Full", lambda: SlidingWindow(1))
+    monkeypatch.setattr(mechanism, "Full", lambda: SlidingWindow(1))
     with refused(Fault, "fault.floor", NAME):
         measured("hf", NAME)
 
 
 def test_a_pattern_that_does_not_reach_the_attention_is_refused(measured, monkeypatch):
-    monkeypatch.setattr(patterned, "SlidingWindow", lambda _: Full())
+    monkeypatch.setattr(mechanism, "SlidingWindow", lambda _: Full())
     with refused(CodecNotActive, "not-active.canary", NAME):
         measured("hf", NAME)
 

@@ -28,7 +28,7 @@ from kvlab.core.records import BaselineCell, BaselineRecord, write_job
 from kvlab.measure.coding import Coded, Coder, Tally
 from kvlab.measure.engines import Visit, Which
 from kvlab.measure.store import ROWS, Found
-from kvlab.measure.subjects import Memos, code_of, deciding, refuse_idle, table_of
+from kvlab.measure.subjects import Memos, code_of, deciding, table_of
 from kvlab.measure.windows import Window, windows_of
 from kvlab_pipeline.jobs.measure import Findings, Lab, Probes, run
 from kvlab_pipeline.jobs.plan import baseline_runs
@@ -211,13 +211,13 @@ class PeerTrial:
         if self.jittered is not None:
             found.append(reference.logits(self.jittered.cell, self.jittered))
         for coder in coders:
-            refuse_idle(coder)
+            coder.refuse_idle(windows=1)
         rows = [reference.rows("", logits, expected) for logits in found]
         for pair in self.again:
             for engine, coder in zip((reference, ours), pair, strict=True):
                 coder.tally = Tally()
                 rows.append(engine.measured(coder.cell, coder, ""))
-                refuse_idle(coder)
+                coder.refuse_idle(windows=1)
         return Found({}, pl.concat(rows).select(ROWS.names()))
 
     def tables(self, window: Window, found: Found) -> list[pl.DataFrame]:

@@ -22,7 +22,7 @@ from kvlab.core.params import Params
 from kvlab.core.records import write_json
 from kvlab.engines.base import Engine
 from kvlab.engines.registry import start
-from kvlab.measure.quick_run import NamedCodec, ScoredCodec, score
+from kvlab.measure.quick_run import NamedCodec, Scored, score
 from kvlab.text import corpus
 from kvlab.witness.plain import PlainModel
 from kvlab_pipeline.jobs.measure import provenance
@@ -62,8 +62,8 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
         codecs = [codec for codec in CONTEXT_CODECS if codec in params.ladder.codecs]
         for context in contexts:
             rows = long_windows(params, info, context, documents)
-            subjects = [NamedCodec(*cheapest(params, codec), calibrated) for codec in codecs]
-            found = score(engine, rows, context, subjects, PROTOCOL, plain)
+            named = [NamedCodec(*cheapest(params, codec), calibrated) for codec in codecs]
+            found = score(engine, rows, context, named, PROTOCOL, plain)
             runs.append(ContextRun(context, len(windows.calib) * windows.context, found))
     record = Further(
         provenance=provenance(info, windows, {calibrated.origin: calibrated}),
@@ -77,11 +77,11 @@ def further(params: Params, windows_path: Path, documents: Path | None, fitted: 
 
 
 class ContextRun(NamedTuple):
-    """What was found of some subjects at a context, their calibration having seen so many tokens."""
+    """What was found of some codecs at a context, their calibration having seen so many tokens."""
 
     context: int
     tokens: int
-    found: list[ScoredCodec]
+    found: list[Scored]
 
 
 def grown(
@@ -115,11 +115,11 @@ def scores(params: Params, run: ContextRun) -> Iterator[WindowScore]:
         sums = found.tokens.group_by("window", maintain_order=True).agg(pl.col("kl").sum(), agrees, pl.len())
         for window, kl, agreeing, count in sums.iter_rows():
             yield WindowScore(
-                label=found.subject.label,
+                label=found.variant.name,
                 text=params.corpus.text_of(window),
                 context=run.context,
                 calibration_tokens=run.tokens,
-                bits_per_value=found.coding.bits_per_value,
+                bits_per_value=found.cost.bits_per_value,
                 window=window,
                 kl_sum=kl,
                 agreeing=agreeing,

@@ -24,14 +24,14 @@ from kvlab.core.settings import IdentityStream
 from kvlab.engines.base import ContextCache, Storage
 from kvlab.engines.hf.engine import HFEngine
 from kvlab.measure.engines import Visit
-from kvlab.measure.mechanism import computed_again
 from kvlab.measure.store import Found
+from kvlab.measure.variant import computed_again
 from kvlab.measure.windows import Window
 from kvlab.stats.divergences import ReferenceLogits
 from kvlab_pipeline.jobs.measure import calibrated_for
 from kvlab_pipeline.studies.mechanisms.items import SCORERS, fidelity
 from kvlab_pipeline.studies.mechanisms.plan import FIDELITY
-from kvlab_pipeline.studies.mechanisms.subjects import VariantSubject
+from kvlab_pipeline.studies.mechanisms.subjects import EvalSubject
 
 # what a run keeps for all rows: logits of the same calls with transformers' own cache, and what one bit does in ours
 PLAIN, ONE_BIT_KL = "plain calls", "one bit in the Cache"
@@ -54,7 +54,7 @@ def request_of(window: Window, tokens: int) -> NextTokens:
 
 
 @dataclass(eq=False)
-class Cached(VariantSubject):
+class Cached(EvalSubject):
     """One recipe in the Cache on the windows of one eval.
 
     Parameters
@@ -65,15 +65,14 @@ class Cached(VariantSubject):
 
     tokens: int = 16
     _cache: KVCache | None = None
-    _canary: float | None = None
 
     def identity(self) -> dict | None:
-        """See `VariantSubject.identity`."""
+        """See `EvalSubject.identity`."""
         known = super().identity()
         return known and known | {"tokens": self.tokens}
 
     def score(self, visit: Visit) -> Found:
-        """See `VariantSubject.score`.
+        """See `EvalSubject.score`.
 
         Raises
         ------
@@ -101,7 +100,7 @@ class Cached(VariantSubject):
             if visit.window.number == len(self.lab.windows.test) - 1:
                 contents = _contents(cache, cache.get_seq_length() - 1), rows[-1:]
                 note["witnessed"] = computed_again(
-                    self.lab.plain(), run, *contents, None, self.variant.label, rotated=True
+                    self.lab.plain(), run, *contents, None, self.planned.label, rotated=True
                 )
         found = counts(cache, [visit.window.context, *map(len, request.calls)])
         storage = Storage(engine.dtype, type(cache).__name__, engine.storage.itemsize)
@@ -111,7 +110,7 @@ class Cached(VariantSubject):
     def _empty(self, engine: HFEngine) -> KVCache:
         """The Cache without tokens. It may hold all of itself decoded, which changes only how long a step takes."""
         if self._cache is None:
-            cell = self.variant.cell
+            cell = self.planned.cell
             calibrated = calibrated_for(cell, self.lab.calibrated)
             self._cache = KVCache(engine.model, cell.recipe, calibrated, window_bytes=None, compiled=False)
         self._cache.reset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from statistics import median
 
@@ -26,29 +27,25 @@ from kvlab.core.records import Coding
 from kvlab.core.testimony import Pool, Testimony
 from kvlab.engines import capability
 from kvlab.measure.cache_codecs import coder_of
-from kvlab.measure.coding import Coder
+from kvlab.measure.coding import Coder, Tally
 from kvlab.measure.engines import Which, device
-from kvlab.measure.eviction import KeepingCoder
 from kvlab.measure.latent import CALIBRATING, moments_of
-from kvlab.measure.mechanism import Keeping, keeping_coder, refuse_needless
+from kvlab.measure.mechanism import ReducedCache, SparseReading, numbers_beside, refuse_needless
 from kvlab.measure.store import Found
-from kvlab.measure.subjects import total
+from kvlab.measure.variant import CodecVariant, Variant
 from kvlab.measure.windows import Window, windows_of
 from kvlab.measure.witnessing import WitnessSubject, witnessed_mean_of
 from kvlab.text import needles, ruler
 from kvlab_pipeline.jobs.measure import Findings, Lab, Probes, calibrated_for, run
 from kvlab_pipeline.studies.mechanisms.cached import Cached
 from kvlab_pipeline.studies.mechanisms.items import VERSIONS, retrievals, tasks
-from kvlab_pipeline.studies.mechanisms.kept import KeptLess
-from kvlab_pipeline.studies.mechanisms.patterned import Patterned, read_counts
 from kvlab_pipeline.studies.mechanisms.plan import (
     BASELINE,
     FIDELITY,
     GREEDY,
     NEEDLE,
-    PASSED,
     TASKS,
-    Variant,
+    PlannedVariant,
     protocols,
     scored_items,
     variants,
@@ -62,7 +59,14 @@ from kvlab_pipeline.studies.mechanisms.records import (
     Missing,
     write_mechanisms,
 )
-from kvlab_pipeline.studies.mechanisms.subjects import Seconds, VariantSubject, refuse_unread, score_rows, storage_of
+from kvlab_pipeline.studies.mechanisms.subjects import (
+    EvalSubject,
+    OwnCache,
+    Seconds,
+    refuse_unread,
+    score_rows,
+    storage_of,
+)
 from kvlab_pipeline.studies.mechanisms.written import Answers, Greedy, Writer
 
 
@@ -135,12 +139,12 @@ class MechanismsPart:
         self.scored = self._items(lab.params.mechanisms.greedy)
         self.windows = list(dict.fromkeys(window for listed in self.scored.values() for window in listed))
         self.missing: list[Missing] = []
-        self.variants: list[Variant] = []
-        self.by_eval: dict[tuple[str, str], VariantSubject] = {}
-        for variant in variants(lab.params, self.engine):
-            self._add(variant)
+        self.variants: list[PlannedVariant] = []
+        self.by_eval: dict[tuple[str, str], EvalSubject] = {}
+        for planned in variants(lab.params, self.engine):
+            self._add(planned)
         self.subjects = list(self.by_eval.values())
-        self.cells: list[Cell] = [variant.cell for variant in self.variants if variant.tapped and variant.codec]
+        self.cells: list[Cell] = [one.cell for one in self.variants if one.tapped and one.codec]
         cells = [lab.subject(cell) for cell in self.cells]
         self.witnesses = lab.witnesses(cells, self.scored.get(FIDELITY, ()), judged=False)
 
@@ -155,71 +159,74 @@ class MechanismsPart:
         ]
         return {name: there[name] for name in there if any(name in one for one in due)}
 
-    def _asked(self, variant: Variant) -> list[str]:
+    def _asked(self, planned: PlannedVariant) -> list[str]:
         """The evals that a variant is asked."""
         counts = {name: len(listed) for name, listed in self.scored.items()}
-        return list(scored_items(counts, self.engine, variant.protocol(self.protocols)))
+        return list(scored_items(counts, self.engine, planned.protocol(self.protocols)))
 
-    def _subject(self, name: str, *given) -> VariantSubject:
-        variant = given[0]
-        if variant.cached:
-            return Cached(name, *given, tokens=self.lab.params.mechanisms.cached_tokens)
-        if name in PASSED and variant.kept:
-            return KeptLess(name, *given, keeper=lambda asked: self._keeping(asked, variant.cell, None))
-        if name in PASSED:
-            return (Patterned if variant.pattern else VariantSubject)(name, *given)
+    def _subject(self, name: str, planned: PlannedVariant, which: Which, variant: Variant | None) -> EvalSubject:
+        given = name, planned, self.lab, which, self.plain, variant
+        if planned.cached:
+            return Cached(*given, tokens=self.lab.params.mechanisms.cached_tokens)
         if name == GREEDY:
-            return Writer(name, *given, judge=Greedy(len(self.scored[name])))
-        return Writer(name, *given, judge=Answers(name, self.texts, self.tokenizer))
+            return Writer(*given, judge=Greedy(len(self.scored[name])))
+        if name in TASKS:
+            return Writer(*given, judge=Answers(name, self.texts, self.tokenizer))
+        return EvalSubject(*given)
 
-    def _keeping(self, asked: Keeping, cell: Cell, dtype: torch.dtype | None) -> KeepingCoder:
-        return keeping_coder(asked, cell, lambda: self.lab.engines.get(self.plain), lambda: self._moments, dtype)
+    def _variant(self, planned: PlannedVariant, which: Which) -> Variant | None:
+        """What is at work in a plan's place; the Cache is that of `Cached`."""
+        engines = self.lab.engines
+        if planned.cached:
+            return None
+        if planned.pattern:
+            return SparseReading(mechanism(planned.pattern))
+        if planned.kept:
+            dtype = getattr(torch, self.lab.params.mechanisms.dtype)
+            plain, moments = (lambda: engines.get(self.plain)), (lambda: self._moments)
+            return ReducedCache(mechanism(planned.kept), planned.cell, plain, moments, dtype)
+        if planned.tapped:
+            calibrated = calibrated_for(planned.cell, self.lab.calibrated)
+            return CodecVariant(coder_of(planned.cell, calibrated, self.lab.memos.get(self.plain), judged=False))
+        return OwnCache(planned.label, lambda: engines.get(which), planned.paged)
 
     @cached_property
     def _moments(self) -> dict[int, LatentMoments]:
         """What latents are fitted to: passes over windows of the calibration's text, which nothing is scored on."""
         return moments_of(self.lab.engines.get(self.plain), self.lab.windows.calib[:CALIBRATING].tolist())
 
-    def _coder(self, variant: Variant) -> Coder | None:
-        """What runs beside the engine's own cache."""
-        if not variant.tapped:
-            return None
-        if variant.kept:
-            dtype = getattr(torch, self.lab.params.mechanisms.dtype)
-            return self._keeping(mechanism(variant.kept), variant.cell, dtype)
-        calibrated = calibrated_for(variant.cell, self.lab.calibrated)
-        return coder_of(variant.cell, calibrated, self.lab.memos.get(self.plain), judged=False)
-
     @cached_property
     def tokenizer(self):
         """The model's."""
         return load_tokenizer(self.lab.info)
 
-    def _add(self, variant: Variant) -> None:
+    def _add(self, planned: PlannedVariant) -> None:
         """A variant among those that run, or, where its engine cannot be had here, among those that are missing."""
-        lab, cell = self.lab, variant.cell
-        which = self.plain._replace(cache_dtype=variant.cache_dtype or capability.AUTO)
-        if variant.paged:
+        lab, cell = self.lab, planned.cell
+        which = self.plain._replace(cache_dtype=planned.cache_dtype or capability.AUTO)
+        if planned.paged:
             which = lab.engines.coding(which, cell.recipe, calibrated_for(cell, lab.calibrated))
-        given = (variant, lab, which, self.plain, self._coder(variant))
-        subjects = [self._subject(name, *given) for name in self._asked(variant)]
+        variant, subjects = self._variant(planned, which), []
+        for name in self._asked(planned):
+            answered = planned.label == BASELINE and name != FIDELITY  # in the clean pass
+            subjects.append(self._subject(name, planned, which, None if answered else variant))
         try:
-            if named := variant.pattern or variant.kept:
-                protocol = variant.protocol(self.protocols)
+            if named := planned.pattern or planned.kept:
+                protocol = planned.protocol(self.protocols)
                 refuse_needless(mechanism(named), self.engine, protocol, lab.info, lab.windows.context)
             if which != self.plain:
-                self._start(variant, subjects)
+                self._start(planned, subjects)
         except (CapabilityError, ModelError) as error:
-            names = {"label": variant.label, "mechanism": variant.mechanism, "mechanism_variant": variant.variant}
+            names = {"label": planned.label, "mechanism": planned.mechanism, "mechanism_variant": planned.variant}
             self.missing.append(Missing(**names, reason=str(error)))
             return
-        self.variants.append(variant)
-        self.by_eval |= {(variant.label, subject.quality_eval_id): subject for subject in subjects}
+        self.variants.append(planned)
+        self.by_eval |= {(planned.label, subject.quality_eval_id): subject for subject in subjects}
 
-    def _start(self, variant: Variant, subjects: list[VariantSubject]) -> None:
+    def _start(self, planned: PlannedVariant, subjects: list[EvalSubject]) -> None:
         """Start an engine with a cache of its own now, unless all that it could say is known: it may refuse."""
-        if variant.cache_dtype:
-            refuse_unread(device(), variant.cache_dtype)
+        if planned.cache_dtype:
+            refuse_unread(device(), planned.cache_dtype)
         store, engines = self.lab.store, self.lab.engines
         wanted = [(store.key(subject), w) for subject in subjects for w in self.scored[subject.quality_eval_id]]
         if any(store.get(key, window) is None for key, window in wanted):
@@ -240,7 +247,7 @@ class MechanismsPart:
             context=lab.windows.context,
             eval=lab.windows.eval,
             documents=lab.windows.documents.get("test"),
-            rows=tuple(self._row(variant, found, probes) for variant in self.variants),
+            rows=tuple(self._row(planned, found, probes) for planned in self.variants),
             missing=tuple(self.missing),
             witnessed=tuple(self._testimony(one, findings) for one in self.witnesses),
         )
@@ -250,38 +257,38 @@ class MechanismsPart:
 
     def _testimony(self, witness: WitnessSubject, findings: Findings) -> Testimony:
         """What was witnessed of one variant, if that is what is written of it."""
-        label = next(variant.label for variant in self.variants if variant.cell == witness.cell)
+        label = next(planned.label for planned in self.variants if planned.cell == witness.cell)
         ((window, seen),) = findings[id(witness)]
         means = dict(findings[id(self.by_eval[label, FIDELITY])])[window].note["variant"]
         return witnessed_mean_of(seen, witness.cell, means)
 
-    def _row(self, variant: Variant, found: dict, probes: Probes) -> MechanismRow:
-        windows, cell = self.lab.windows, variant.cell
-        runs = tuple(self._eval_run(variant, name, found[variant.label, name]) for name in self._asked(variant))
-        took = [] if variant.cached else seconds(found[variant.label, FIDELITY], found[BASELINE, FIDELITY])
-        note, last = (found[variant.label, FIDELITY][place][1].note for place in (0, -1))
-        storage, tapped = storage_of(note), variant.tapped
+    def _row(self, planned: PlannedVariant, found: dict, probes: Probes) -> MechanismRow:
+        windows, cell = self.lab.windows, planned.cell
+        runs = tuple(self._eval_run(planned, name, found[planned.label, name]) for name in self._asked(planned))
+        took = [] if planned.cached else seconds(found[planned.label, FIDELITY], found[BASELINE, FIDELITY])
+        note, last = (found[planned.label, FIDELITY][place][1].note for place in (0, -1))
+        storage, tapped = storage_of(note), planned.tapped
         return MechanismRow(
-            label=variant.label,
-            mechanism=variant.mechanism,
-            mechanism_variant=variant.variant,
-            method=variant.method,
-            scope=variant.scope,
-            bits=variant.bits,
-            protocol=variant.protocol(self.protocols),
-            span=variant.span,
-            recipe_id=variant.recipe_id,
+            label=planned.label,
+            mechanism=planned.mechanism,
+            mechanism_variant=planned.variant,
+            method=planned.method,
+            scope=planned.scope,
+            bits=planned.bits,
+            protocol=planned.protocol(self.protocols),
+            span=planned.span,
+            recipe_id=planned.recipe_id,
             kv_cache_dtype=storage.dtype,
             cache_class=storage.cache,
-            codec=variant.codec,
+            codec=planned.codec,
             throughput_tok_s=windows.test.shape[1] / median(one.whole for one in took) if took else None,
             seconds=tuple(one.whole for one in took),
             compression_overhead_ms=1e3 * median(one.encode for one in took) if tapped else None,
             decompression_overhead_ms=1e3 * median(one.decode for one in took) if tapped else None,
             canary_kl=(
                 probes[self.plain, cell.protocol, cell.placement].canary
-                if tapped and not variant.kept
-                else own_canary(variant, found)
+                if tapped and not planned.kept
+                else own_canary(planned, found)
             ),
             **{name: note.get(name) for name in ("backend", "pool", "served", "pattern")},
             witnessed_kl=last.get("witnessed"),
@@ -289,25 +296,25 @@ class MechanismsPart:
             evals=runs,
         )
 
-    def _eval_run(self, variant: Variant, name: str, found: list[tuple[Window, Found]]) -> EvalRun:
+    def _eval_run(self, planned: PlannedVariant, name: str, found: list[tuple[Window, Found]]) -> EvalRun:
         """What ran while an eval was scored; refused when a codec did not fire as often as it should have."""
         info, items = self.lab.info, len(found)
         own = max(item.length for item in self.texts.items if item.task == TASKS[name]) if name in TASKS else None
         which = {"quality_eval_id": name, "version": VERSIONS[name], "items": items, "context": own}
-        if variant.paged:
+        if planned.paged:
             return EvalRun(**which, **paged_counts(found, info))
-        if variant.cached:
+        if planned.cached:
             return EvalRun(**which, **{key: sum(one.note[key] for _, one in found) for key in Counts._fields})
-        if variant.pattern:
+        if planned.pattern:
             itemsize = storage_of(found[0][1].note).itemsize
-            return EvalRun(**which, **read_counts(variant.pattern, found, info, itemsize))
-        if variant.cell is None:
+            return EvalRun(**which, **read_counts(planned.pattern, found, info, itemsize))
+        if planned.cell is None:
             values = sum(window.context for window, _ in found) * info.values_per_token
             held = values * storage_of(found[0][1].note).itemsize
             return EvalRun(**which, fires=0, expected_fires=0, kv_bytes=held, kv_values=values)
-        coder = self.by_eval[variant.label, name].coder
-        lengths = dict.fromkeys(stored(variant, window) for window, _ in found)
-        codings = [self._coding(variant, coder, tokens, found) for tokens in lengths]
+        coder = self.by_eval[planned.label, name].coder
+        lengths = dict.fromkeys(stored(planned, window) for window, _ in found)
+        codings = [self._coding(planned, coder, tokens, found) for tokens in lengths]
         held = sum(coding.coded_bytes + coding.raw_bytes for coding in codings)
         return EvalRun(
             **which,
@@ -315,14 +322,14 @@ class MechanismsPart:
             expected_fires=sum(coding.expected_fires for coding in codings),
             kv_bytes=held,
             kv_values=sum(coding.values for coding in codings),
-            read_bytes=held if variant.kept else None,  # a step reads all that is kept
+            read_bytes=held if planned.kept else None,  # a step reads all that is kept
         )
 
-    def _coding(self, variant: Variant, coder: Coder, tokens: int, found: list[tuple[Window, Found]]) -> Coding:
+    def _coding(self, planned: PlannedVariant, coder: Coder, tokens: int, found: list[tuple[Window, Found]]) -> Coding:
         """What ran on the windows of which so many tokens are stored."""
-        notes = [one.note["tally"] for window, one in found if stored(variant, window) == tokens]
-        coder.cell = variant.cell.model_copy(update={"windows": len(notes)})
-        coder.tally = total(notes)
+        notes = [one.note["tally"] for window, one in found if stored(planned, window) == tokens]
+        coder.cell = planned.cell.model_copy(update={"windows": len(notes)})
+        coder.tally = Tally.total(notes)
         return coder.coding(self.lab.info, tokens, self.plain.dtype)
 
 
@@ -338,9 +345,22 @@ def paged_counts(found: list[tuple[Window, Found]], info: ModelInfo) -> dict[str
     }
 
 
-def stored(variant: Variant, window: Window) -> int:
+def read_counts(pattern: str, found: list[tuple[Window, Found]], info: ModelInfo, itemsize: int) -> dict[str, int]:
+    """What was stored and read of the contexts: K and V of every token, and the numbers that a pattern chooses by."""
+    tokens = sum(window.context for window, _ in found)
+    values, plan = tokens * info.values_per_token, mechanism(pattern).plan(info.n_layers, 0)
+    return {
+        "fires": 0,
+        "expected_fires": 0,
+        "kv_bytes": (values + ceil(tokens * numbers_beside(plan, info))) * itemsize,
+        "kv_values": values,
+        "read_bytes": ceil(sum(one.note["read"] for _, one in found)),
+    }
+
+
+def stored(planned: PlannedVariant, window: Window) -> int:
     """Tokens of a window that a variant stores."""
-    return window.context if variant.span == "context" else len(window.ids)
+    return window.context if planned.span == "context" else len(window.ids)
 
 
 def seconds(found: list[tuple[Window, Found]], plain: list[tuple[Window, Found]]) -> list[Seconds]:
@@ -361,7 +381,7 @@ def seconds(found: list[tuple[Window, Found]], plain: list[tuple[Window, Found]]
     return took
 
 
-def own_canary(variant: Variant, found: dict[tuple[str, str], list[tuple[Window, Found]]]) -> float | None:
+def own_canary(planned: PlannedVariant, found: dict[tuple[str, str], list[tuple[Window, Found]]]) -> float | None:
     """What an engine's own cache does to the logits, coded pages when they were zeroed; None of the engine as it is.
 
     Raises
@@ -369,18 +389,18 @@ def own_canary(variant: Variant, found: dict[tuple[str, str], list[tuple[Window,
     CodecNotActive
         It does no more than a second run of the engine as it is: the pass did not read what the cache stores.
     """
-    if variant.pattern or variant.kept or variant.cached:
-        return found[variant.label, FIDELITY][0][1].note["canary"]
-    if variant.cache_dtype is None and not variant.paged:
+    if planned.pattern or planned.kept or planned.cached:
+        return found[planned.label, FIDELITY][0][1].note["canary"]
+    if planned.cache_dtype is None and not planned.paged:
         return None
-    kl, least = (mean_kl(found[label, FIDELITY]) for label in (variant.label, BASELINE))
+    kl, least = (mean_kl(found[label, FIDELITY]) for label in (planned.label, BASELINE))
     if kl <= least:
         raise CodecNotActive(
-            f"a cache of {variant.cache_dtype or variant.label} leaves every logit of the engine as it is; attention"
+            f"a cache of {planned.cache_dtype or planned.label} leaves every logit of the engine as it is; attention"
             " does not read what is stored",
             code="not-active.unread",
         )
-    return found[variant.label, FIDELITY][0][1].note["canary"] if variant.paged else kl
+    return found[planned.label, FIDELITY][0][1].note["canary"] if planned.paged else kl
 
 
 def mean_kl(found: list[tuple[Window, Found]]) -> float:

@@ -33,7 +33,7 @@ KEEPING = {"latent": "latent_lowrank"} | dict.fromkeys(EVICTIONS, "eviction")
 TRANSFORMING = ("klt", "block", *KEPT_WHOLE)  # registered as kv_compression; the others as kv_quantization
 
 
-class Variant(NamedTuple):
+class PlannedVariant(NamedTuple):
     """Something that is measured on one engine beside the engine as it is.
 
     Parameters
@@ -111,9 +111,9 @@ class Variant(NamedTuple):
         return "snapshot" if "snapshot" in known else "in_forward"
 
 
-def variants(params: Params, engine: str) -> list[Variant]:
+def variants(params: Params, engine: str) -> list[PlannedVariant]:
     """Everything that is measured on one engine, the engine as it is first."""
-    found = [Variant(BASELINE, BASELINE, "none")]
+    found = [PlannedVariant(BASELINE, BASELINE, "none")]
     settings = params.mechanisms
     if engine in CACHED:
         for codec, bits in _each(settings.caches, settings):
@@ -146,16 +146,18 @@ def _each(codecs: Sequence[str], settings: Mechanisms) -> list[tuple[str, int | 
     return [(codec, one) for codec in codecs for one in rates(codec, settings.bits, settings.whole_bits)]
 
 
-def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: str, word: str = "") -> Variant:
+def _coded(params: Params, engine: str, codec: str, bits: int | None, protocol: str, word: str = "") -> PlannedVariant:
     label = " ".join(filter(None, (codec, str(bits or ""), word or protocol)))
     cell = _cell(params, engine, codec, bits, protocol, label)
-    return Variant(label, _mechanism(codec), codec, method=codec, scope="kv_cache", bits=bits, cell=cell)
+    return PlannedVariant(label, _mechanism(codec), codec, method=codec, scope="kv_cache", bits=bits, cell=cell)
 
 
-def _paged(params: Params, engine: str, codec: str, bits: int) -> Variant:
+def _paged(params: Params, engine: str, codec: str, bits: int) -> PlannedVariant:
     label, name = f"{codec} {bits} pages", f"{codec}_pages"
     cell = _cell(params, engine, codec, bits, "in_forward", label)
-    return Variant(label, _mechanism(codec), name, method=name, scope="kv_cache", bits=bits, cell=cell, paged=True)
+    return PlannedVariant(
+        label, _mechanism(codec), name, method=name, scope="kv_cache", bits=bits, cell=cell, paged=True
+    )
 
 
 def _mechanism(codec: str) -> str:
@@ -182,19 +184,19 @@ def _of_all_layers(params: Params, engine: str, recipe: Recipe, protocol: str, l
     )
 
 
-def _keeping(params: Params, engine: str, name: str) -> Variant:
+def _keeping(params: Params, engine: str, name: str) -> PlannedVariant:
     variant = KEEPING[name.partition(":")[0]]
     cell = _of_all_layers(params, engine, IDENTITY, "snapshot", name)
-    return Variant(name, "kv_compression", variant, method=variant, scope="kv_cache", cell=cell, kept=name)
+    return PlannedVariant(name, "kv_compression", variant, method=variant, scope="kv_cache", cell=cell, kept=name)
 
 
-def _patterned(name: str) -> Variant:
+def _patterned(name: str) -> PlannedVariant:
     variant = READING[name.partition(":")[0]]
-    return Variant(name, "compressed_attention", variant, method=variant, scope="attention", pattern=name)
+    return PlannedVariant(name, "compressed_attention", variant, method=variant, scope="attention", pattern=name)
 
 
-def _stored(dtype: str) -> Variant:
-    return Variant(dtype, "kv_quantization", dtype, method=dtype, scope="kv_cache", cache_dtype=dtype)
+def _stored(dtype: str) -> PlannedVariant:
+    return PlannedVariant(dtype, "kv_quantization", dtype, method=dtype, scope="kv_cache", cache_dtype=dtype)
 
 
 def scored_items(items: Mapping[str, int], engine: str, protocol: str) -> dict[str, int]:

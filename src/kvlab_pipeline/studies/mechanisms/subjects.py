@@ -1,7 +1,8 @@
-"""Mechanisms at work: a codec as a tap, or an engine's own cache, on the windows of one eval."""
+"""Mechanisms at work on the windows of one eval: any variant of the library, or an engine with a cache of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -9,15 +10,16 @@ import torch
 
 from kvlab.core.errors import CapabilityError, CodecNotActive
 from kvlab.engines.base import Engine, Storage
-from kvlab.measure.coding import Coder, Tally, now
+from kvlab.measure.coding import Coder, now
 from kvlab.measure.engines import Visit, Which
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.store import Found
-from kvlab.measure.subjects import code_of, deciding, noted, refuse_idle
+from kvlab.measure.subjects import code_of, deciding
+from kvlab.measure.variant import Outcome, Variant
 from kvlab.measure.windows import Window
 from kvlab_pipeline.jobs.measure import Lab, calibrated_for
 from kvlab_pipeline.studies.mechanisms.items import SCORERS, TEXTS, VERSIONS
-from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, METRICS, Variant, protocols
+from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, METRICS, PlannedVariant, protocols
 
 
 class Seconds(NamedTuple):
@@ -29,26 +31,61 @@ class Seconds(NamedTuple):
 
 
 @dataclass(eq=False)
-class VariantSubject:
-    """One variant on the windows of one eval, held against the same engine as it is.
+class OwnCache(Variant):
+    """An engine with a cache of its own, or the engine as it is once more: a second pass, timed.
 
     Parameters
     ----------
-    coder : Coder or None
-        Of a codec that runs beside the engine's own cache; the evals of a variant share it, as its tally is that of the
-        window in hand.
+    engine : callable
+        Gives it, started when first asked for.
+    paged : bool
+        Whether it codes its own pages.
+    """
+
+    name: str
+    engine: Callable[[], Engine]
+    paged: bool
+
+    def measure(self, run: WindowRun) -> Outcome:
+        """See `Variant`."""
+        engine, began = self.engine(), now(run.reference)
+        logits = engine.score(run.ids, run.context)
+        note = {"seconds": now(logits) - began} | (passed(engine, run) if self.paged else {})
+        return Outcome(logits, run.reference, note)
+
+    def warm_up(self, run: WindowRun) -> None:
+        """See `Variant`."""
+        self.engine().score(run.ids, run.context)
+
+
+@dataclass(eq=False)
+class EvalSubject:
+    """One variant on the windows of one eval, held against the same engine as it is (`loop.Subject`).
+
+    Parameters
+    ----------
+    planned : PlannedVariant
     which, plain : Which
         The engine that it runs on, and that engine as it is.
+    variant : Variant or None
+        At work, shared by the evals that are scored in passes; None where that is somebody else's (`cached`) and where
+        the clean pass has the answer already: a needle, asked of the engine as it is.
     """
 
     quality_eval_id: str
-    variant: Variant
+    planned: PlannedVariant
     lab: Lab
     which: Which
     plain: Which
-    coder: Coder | None
+    variant: Variant | None
+    _canary: float | None = None
     _warm: bool = False
     _identity: dict | None = None
+
+    @property
+    def coder(self) -> Coder | None:
+        """What runs beside the engine's own cache; its tally is that of the window in hand."""
+        return self.variant and self.variant.coder
 
     def due(self, window: Window) -> bool:
         """See `loop.Subject`."""
@@ -57,15 +94,17 @@ class VariantSubject:
     def identity(self) -> dict | None:
         """See `loop.FindingStore`: the eval with its version, the engine, and what is done to K and V."""
         if self._identity is None:
-            cell = self.variant.cell
-            own = [type(one).__module__ for one in (self, self.coder) if one is not None]
+            planned, cell = self.planned, self.planned.cell
+            own = [type(one).__module__ for one in (self, self.variant, self.coder) if one is not None]
             measuring = code_of(self.which, cell.recipes if cell else (), __name__, *own)
             if measuring is None:
                 return None
             done = deciding(cell, calibrated_for(cell, self.lab.calibrated)) if cell else {}
             named = {"kind": "mechanism", "eval": self.quality_eval_id, "version": VERSIONS[self.quality_eval_id]}
-            if self.variant.kept:  # latents are fitted to the text of the calibration
-                done |= {"kept": self.variant.kept, "corpus": self.lab.windows.corpus_hash}
+            if planned.pattern:
+                done |= {"pattern": planned.pattern}
+            if planned.kept:  # latents are fitted to the text of the calibration
+                done |= {"kept": planned.kept, "corpus": self.lab.windows.corpus_hash}
             self._identity = named | {"engine": list(self.which), "code": measuring} | done
         return self._identity
 
@@ -75,66 +114,40 @@ class VariantSubject:
         Raises
         ------
         CodecNotActive
-            The codec did not fire as often as it should have on this window.
+            The variant is not at work: on the first window of text, or on this one.
+        Fault
+            What keeps and reads everything moves the logits.
+        WitnessDisagrees
+            A witness of the last window of text comes to something else.
         """
-        run, first = visit.run(self.plain), visit.window.first
-        reference = run.comparable(self._held_against(run), first)
-        judge, note = SCORERS[self.quality_eval_id], {}
-        if self.coder:
-            note = self._coded(visit)
-        elif self._reruns:
-            note = self._scored(visit)
-        logits = note.pop("logits", run.reference)[first:].to(reference.logits.device)
-        note |= {"variant": judge(reference, logits), "baseline": judge(reference, reference.logits)}
+        run, window = visit.run(self.plain), visit.window
+        text, judge = self.quality_eval_id == FIDELITY, SCORERS[self.quality_eval_id]
+        if text and not self._warm:
+            self._warm = True
+            self.variant.warm_up(run)
+            self._canary = self.variant.canary(run)
+        outcome = self.variant.measure(run) if self.variant else Outcome(run.reference, self._as_it_is(run), {})
+        reference = run.comparable(outcome.reference, window.first)
+        logits = outcome.logits[window.first :].to(reference.logits.device)
+        note = outcome.note | {"variant": judge(reference, logits), "baseline": judge(reference, reference.logits)}
+        if text and self._canary is not None:
+            note["canary"] = self._canary
+        if text and window.number == len(self.lab.windows.test) - 1 and outcome.read is not None:
+            note["witnessed"] = self.variant.compute_again(self.lab.plain(), run, outcome)
         engine = visit.engines.get(self.which)
         note["storage"] = asdict(engine.storage)
-        if not self.coder:  # the engine's own cache, and how large it is by its own count
+        if not self.coder and not self.planned.pattern:  # the engine's own cache, and how large it is by its own count
             note |= {"backend": engine.proof.attention, "pool": engine.pool and engine.pool.model_dump()}
         return Found(note)
 
-    def _held_against(self, run: WindowRun) -> torch.Tensor:
-        """Logits of the engine as it is, in the passes that all rows of this one's protocol are held against."""
-        if self.coder:
-            return run.reference_of(self.variant.cell)
-        # The engine's own row of text tells what a second pass of the same kind costs: it is held against one pass.
-        protocol = self.variant.protocol(protocols(self.lab.params, self.plain.name))
-        return run.over_clean if protocol == "snapshot" and not self._reruns else run.reference
-
-    @property
-    def _reruns(self) -> bool:
-        """Whether the engine is run again: the engine as it is has answered a needle in the clean pass already."""
-        return self.quality_eval_id == FIDELITY or self.which != self.plain
-
-    def _coded(self, visit: Visit) -> dict:
-        run, cell = visit.run(self.plain), self.variant.cell
-        if not self._warm and self.quality_eval_id == FIDELITY:
-            self.warm_up(visit)
-        self.coder.tally = Tally()
-        logits = run.logits(cell, self.coder)
-        refuse_idle(self.coder)
-        return {"logits": logits, "tally": noted(self.coder.tally)}
-
-    def _scored(self, visit: Visit) -> dict:
-        """A pass of the engine, timed."""
-        engine, window = visit.engines.get(self.which), visit.window
-        if not self._warm:
-            self.warm_up(visit)
-        began = now(visit.run(self.plain).reference)
-        logits = engine.score(list(window.ids), window.context)
-        took = {"logits": logits, "seconds": now(logits) - began}
-        return took | passed(engine, window) if self.variant.paged else took
-
-    def warm_up(self, visit: Visit) -> None:
-        """Work for nothing once: first calls load kernels and fill tables, which no request pays for."""
-        self._warm = True
-        if self.coder is None:
-            visit.engines.get(self.which).score(list(visit.window.ids), visit.window.context)
-            return
-        run = visit.run(self.plain)
-        self.coder.warm_up(run.clean["pre_rope"], run.ids[: run.context], run.number)
+    def _as_it_is(self, run: WindowRun) -> torch.Tensor:
+        """Logits of the engine as it is, in the passes that the rows of its protocol are held against."""
+        # its row of text tells what a second pass of the same kind costs, and is held against one pass
+        protocol = self.planned.protocol(protocols(self.lab.params, self.plain.name))
+        return run.over_clean if protocol == "snapshot" else run.reference
 
 
-def passed(engine: Engine, window: Window) -> dict:
+def passed(engine: Engine, run: WindowRun) -> dict:
     """What an engine of coded pages did with a window, by its own account.
 
     Raises
@@ -142,7 +155,7 @@ def passed(engine: Engine, window: Window) -> dict:
     CodecNotActive
         It did not code K and V of each layer once, or other tokens than the window's.
     """
-    found, due = engine.passed, (2 * engine.info.n_layers, len(window.ids))
+    found, due = engine.passed, (2 * engine.info.n_layers, len(run.ids))
     if (found.fires, found.tokens) != due:
         raise CodecNotActive(
             f"vLLM coded {found.tokens} tokens {found.fires} times into its pages, of a window of {due[1]} tokens, each"
@@ -158,12 +171,12 @@ def storage_of(note: dict) -> Storage:
     return Storage(**note["storage"])
 
 
-def score_rows(subject: VariantSubject, found: list[tuple[Window, Found]]) -> list[dict]:
+def score_rows(subject: EvalSubject, found: list[tuple[Window, Found]]) -> list[dict]:
     """What was found, as rows of `records.SCORES`."""
     rows = []
     for window, one in found:
         for metric in METRICS[subject.quality_eval_id]:
-            place = {"label": subject.variant.label, "quality_eval_id": subject.quality_eval_id, "metric": metric}
+            place = {"label": subject.planned.label, "quality_eval_id": subject.quality_eval_id, "metric": metric}
             values = {name: one.note[name][metric] for name in ("variant", "baseline")}
             rows.append(place | {"item": window.number} | values)
     return rows

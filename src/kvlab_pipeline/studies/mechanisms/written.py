@@ -22,11 +22,10 @@ from kvlab.measure.coding import Tally
 from kvlab.measure.engines import Visit
 from kvlab.measure.scoring import WindowRun
 from kvlab.measure.store import Found
-from kvlab.measure.subjects import noted, refuse_idle
 from kvlab.measure.windows import Window
 from kvlab.text.ruler import Ruler, RulerItem, score
 from kvlab_pipeline.studies.mechanisms.plan import GREEDY_TOKENS, TASKS
-from kvlab_pipeline.studies.mechanisms.subjects import VariantSubject
+from kvlab_pipeline.studies.mechanisms.subjects import EvalSubject
 
 DRAFT, CHECKED = "draft", "checked"  # what a run keeps: written token by token, and as one pass has it
 
@@ -51,7 +50,7 @@ class WrittenEval(Protocol):
 
 
 @dataclass(eq=False)
-class Writer(VariantSubject):
+class Writer(EvalSubject):
     """One variant whose engine writes over the stored context; `judge` says what, and what that is worth."""
 
     judge: WrittenEval | None = None
@@ -77,10 +76,10 @@ class Writer(VariantSubject):
         checked = self._checked(run)
         written = run.kept[DRAFT]
         if self.coder:
-            self.coder.tally, cell = Tally(), self.variant.cell
+            self.coder.tally, cell = Tally(), self.coder.cell
             written = self.judge.written(run, run.snapshot(cell, self.coder), cell.placement)
-            refuse_idle(self.coder)
-            note = {"tally": noted(self.coder.tally)}
+            self.coder.refuse_idle(windows=1)
+            note = {"tally": self.coder.tally.to_json()}
         note |= {"variant": self.judge.scores(run, written), "baseline": self.judge.scores(run, checked)}
         return Found(note | {"storage": asdict(visit.engines.get(self.which).storage)})
 

@@ -18,7 +18,6 @@ from transformers import Cache
 
 from kvlab.attention.hf import attending
 from kvlab.attention.latent_svd import LatentMap, LatentMoments, attention_metric, fit
-from kvlab.attention.named import Latent
 from kvlab.cache.hf.kv_cache import KVCache
 from kvlab.calibration import load as calibration
 from kvlab.calibration.load import Calibrated, FittedFiles
@@ -32,8 +31,9 @@ from kvlab.engines.hf.engine import HFEngine
 from kvlab.engines.registry import start
 from kvlab.measure import quick_run
 from kvlab.measure.latent import CALIBRATING, moments_of
-from kvlab.measure.mechanism import IN_16_BITS, Applied, read_of
+from kvlab.measure.mechanism import IN_16_BITS, mechanism_variant
 from kvlab.measure.scoring import WindowRun
+from kvlab.measure.variant import Variant, read_of
 from kvlab.measure.windows import Window, windows_of
 from kvlab.stats.bootstrap import Bootstrap, Column
 from kvlab.text import corpus, needles
@@ -96,7 +96,7 @@ def measure(params: Params, windows_path: Path, documents: Path, fitted: FittedF
     UserError
         Windows score too few tokens to time as many steps.
     CodecNotActive, Fault, WitnessDisagrees
-        See `measure.quick_run`, `measure.mechanism` and `evicted`.
+        See `measure.quick_run`, and `acceptance`.
     """
     refuse(params)
     torch.set_num_threads(params.jobs.threads)
@@ -144,22 +144,15 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
     bootstrap = Bootstrap(**params.stats.model_dump())
     rounding = quick_run.rounding(DTYPE)
     codecs = [quick_run.NamedCodec(arm.name, arm.recipe, bench.calibrated) for arm in listed if arm.family == "codec"]
-    others = subjects_of(bench, listed)
+    others = variants_of(bench, listed)
     rows = np.array([window.ids for window in bench.windows])
     speeds, drafts = timed(bench, listed, others), tuple(drafted(bench, bootstrap))
-    scored = quick_run.score(
+    floor, *scored = quick_run.score(
         bench.engine, rows, context, [rounding, *codecs], "snapshot", bench.plain, list(others.values())
     )
-    floor, coded = scored[0], {one.subject.label: one for one in scored[1:]}
-    tables = {name: one.tokens for name, one in coded.items()} | {
-        name: pl.concat(one.tables) for name, one in others.items()
-    }
-    bytes_of = {name: spent(bench, one) for name, one in coded.items()}
-    bytes_of |= {name: (one.stored, float(np.mean(one.read))) for name, one in others.items()}
-    seen = {name: one.witnessed.alternative_kl if one.witnessed else None for name, one in coded.items()}
-    seen |= {name: one.witnessed for name, one in others.items()}
+    found = dict(zip([*(one.label for one in codecs), *others], scored, strict=True))
     answers = needles_found(bench, planted, codecs, others)
-    columns = {name: columns_of(table) for name, table in tables.items()}
+    columns = {name: one.columns for name, one in found.items()}
     arms_found = [
         ArmFound(
             name=arm.name,
@@ -168,10 +161,10 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
             kl=EstimateRecord.of(bootstrap.mean(columns[arm.name][0]), 0.0),
             top1=EstimateRecord.of(bootstrap.rate(columns[arm.name][1])),
             found=rate(bootstrap, answers[arm.name]),
-            stored=bytes_of[arm.name][0],
-            read=bytes_of[arm.name][1],
+            stored=found[arm.name].cost.stored,
+            read=found[arm.name].cost.read,
             per_second=speeds.get(arm.name),
-            witnessed=seen[arm.name],
+            witnessed=found[arm.name].witnessed_kl,
         )
         for arm in listed
     ]
@@ -187,7 +180,7 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
         values=info.values_per_token,
         text=bench.windows[0].text,
         confidence=params.stats.confidence,
-        rounding=EstimateRecord.of(bootstrap.mean(columns_of(floor.tokens)[0]), 0.0),
+        rounding=EstimateRecord.of(bootstrap.mean(floor.columns[0]), 0.0),
         full_read=read_of(full, context, len(bench.windows[0].ids), info.values_per_token),
         exact_found=rate(bootstrap, answers[quick_run.ROUNDING]),
         exact_per_second=speeds[quick_run.ROUNDING],
@@ -196,47 +189,37 @@ def recorded(bench: Bench, planted: Sequence[Needle], provenance: Provenance) ->
     )
 
 
-def subjects_of(bench: Bench, listed: Sequence[TradeoffVariant]) -> dict[str, Applied]:
-    """All arms but the codecs, as the measuring loop scores them, by name."""
-    last, found = len(bench.windows) - 1, {}
-    for arm in listed:
-        if arm.asked:
-            latent = isinstance(arm.asked, Latent)
-            found[arm.name] = Applied(
-                *(arm.asked, bench.engine, "snapshot", bench.context),
-                bench.moments if latent else {},
-                *(bench.plain, last),
-                recipe=arm.recipe or IN_16_BITS,
-                calibrated=None if latent else bench.calibrated,
-            )
-    return found
-
-
-def spent(bench: Bench, one: quick_run.ScoredCodec) -> tuple[float, float]:
-    """Bytes that a codec's token stores, and that a step reads."""
-    values = bench.info.values_per_token
-    stored = one.coding.bits_per_value * values / 8
-    return stored, read_of(stored, bench.context, len(bench.windows[0].ids), values)
+def variants_of(bench: Bench, listed: Sequence[TradeoffVariant]) -> dict[str, Variant]:
+    """All arms but the codecs, at work, by name."""
+    return {
+        arm.name: mechanism_variant(
+            arm.asked, bench.engine, "snapshot", bench.moments, arm.recipe or IN_16_BITS, bench.calibrated
+        )
+        for arm in listed
+        if arm.asked
+    }
 
 
 def needles_found(
-    bench: Bench, planted: Sequence[Needle], codecs: Sequence[quick_run.NamedCodec], others: dict[str, Applied]
+    bench: Bench, planted: Sequence[Needle], codecs: Sequence[quick_run.NamedCodec], others: dict[str, Variant]
 ) -> dict[str, list[bool]]:
     """Which needles each arm finds, and the rounded cache: every token of the answer is the most likely one."""
-    tried = {
-        one.label: quick_run.tried_on(one, bench.engine, 1, "snapshot") for one in (quick_run.rounding(DTYPE), *codecs)
+    variants = {
+        one.label: quick_run.codec_variant(one, bench.engine, "snapshot")
+        for one in (quick_run.rounding(DTYPE), *codecs)
     } | others
-    found: dict[str, list[bool]] = {name: [] for name in tried}
+    found: dict[str, list[bool]] = {name: [] for name in variants}
     for number, item in enumerate(tqdm(planted, desc="needles", unit="needle")):
         ids, place = needles.sequence(item)
         run = WindowRun(bench.engine, ids, len(item.context), FIRST_NEEDLE + number)
-        for name, subject in tried.items():
-            rows = subject.score(run).filter(pl.col("position") >= place)
+        for name, variant in variants.items():
+            outcome = variant.measure(run)
+            rows = run.rows(name, outcome.logits, outcome.reference).filter(pl.col("position") >= place)
             found[name].append(bool((rows["label"] == rows["top1_alt"]).all()))
     return found
 
 
-def timed(bench: Bench, listed: Sequence[TradeoffVariant], others: dict[str, Applied]) -> dict[str, float]:
+def timed(bench: Bench, listed: Sequence[TradeoffVariant], others: dict[str, Variant]) -> dict[str, float]:
     """Tokens per second, by name, of the rounded cache's too; an arm without a form that runs here is left out."""
     engine, steps, window = bench.engine, bench.params.tradeoffs.steps, bench.windows[0]
     run = WindowRun(engine, list(window.ids), bench.context, window.number)
@@ -246,20 +229,14 @@ def timed(bench: Bench, listed: Sequence[TradeoffVariant], others: dict[str, App
         if arm.family == "codec":
             found[arm.name] = of_codec(engine, run, arm, bench.calibrated, steps)
         elif arm.family == "eviction":
-            found[arm.name] = over(cache=engine.filled(others[arm.name].keeps(run)))
+            coder = others[arm.name].coder
+            found[arm.name] = over(cache=engine.filled(run.snapshot(coder.cell, coder)))
         elif arm.family == "sparse reading":
             found[arm.name] = of_pattern(engine, run, arm, steps)
         elif arm.family == "latent":
             maps = {layer: fit(one, arm.asked.rank, attention_metric(one)) for layer, one in bench.moments.items()}
             found[arm.name] = of_latents(engine, run, maps, steps)
     return found
-
-
-def columns_of(tokens: pl.DataFrame) -> tuple[Column, Column]:
-    """KL, and whether the most probable token stays."""
-    where = tokens["window"].to_numpy(), tokens["position"].to_numpy()
-    same = (tokens["top1_ref"] == tokens["top1_alt"]).to_numpy()
-    return Column.of(*where, tokens["kl"].to_numpy()), Column.of(*where, same)
 
 
 def rate(bootstrap: Bootstrap, answers: Sequence[bool]) -> EstimateRecord:
