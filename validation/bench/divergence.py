@@ -26,7 +26,7 @@ from kvlab_pipeline.jobs import plan
 from kvlab_pipeline.studies import gather
 from kvlab_pipeline.studies.ladder.plan import rungs
 from kvlab_pipeline.studies.measured import Measured
-from validation.bench.subjects import Subject
+from validation.bench.subjects import BenchCodec
 
 Divergences = dict[str, dict[str, dict]]
 """Label -> text (`test` or `other`) -> ``bits`` per value, and ``windows``: nats per token of each window."""
@@ -126,7 +126,7 @@ def read_cells(planned: list, path: Path) -> list[Measured]:
 class OutsideCoder:
     """What `WindowRun.logits` asks of a coder, around a codec without calibration, on every layer."""
 
-    subject: Subject
+    subject: BenchCodec
     head_dim: int
     cell: Cell
     nbytes: float = 0.0
@@ -162,7 +162,7 @@ class OutsideCoder:
 
 
 def of_rivals(
-    params: Params, info: ModelInfo, subjects: Iterable[Subject], tokens: TokenWindows, windows: int
+    params: Params, info: ModelInfo, subjects: Iterable[BenchCodec], tokens: TokenWindows, windows: int
 ) -> Divergences:
     """KL of codecs that need no calibration, under the protocol of the ladder study and on its texts.
 
@@ -171,7 +171,7 @@ def of_rivals(
     params : Params
         Names the engine and the texts.
     info : ModelInfo
-    subjects : iterable of Subject
+    subjects : iterable of BenchCodec
     tokens : TokenWindows
         What the ladder scored.
     windows : int
@@ -206,7 +206,7 @@ def of_rivals(
     return dict(found)
 
 
-def cell_of(params: Params, subject: Subject, text: str, windows: int) -> Cell:
+def cell_of(params: Params, subject: BenchCodec, text: str, windows: int) -> Cell:
     """Where an outside codec sits, as a cell of the ladder; its recipe stands for what the codec does itself."""
     return Cell(
         study="ladder",

@@ -24,7 +24,7 @@ from kvlab.text import corpus
 from validation.bench import caches, clock, divergence, page, published, sources
 from validation.bench.rivals import INSTALL, LIBRARIES
 from validation.bench.score import Scorer, limit_row, whole
-from validation.bench.subjects import Subject, calibrate, roster
+from validation.bench.subjects import BenchCodec, calibrate, roster
 from validation.bench.summary import mean
 
 
@@ -207,7 +207,7 @@ def gather(params: Params, inputs: Inputs) -> Iterable[sources.Source]:
         yield sources.given(inputs.tensors)
 
 
-def measure(source: sources.Source, subjects: tuple[Subject, ...], params: Params, effort: Effort) -> dict:
+def measure(source: sources.Source, subjects: tuple[BenchCodec, ...], params: Params, effort: Effort) -> dict:
     """Everything about one source."""
     ridge = params.calibration.ridge
     scores: dict[str, list[dict]] = {subject.label: [] for subject in subjects}
@@ -242,7 +242,7 @@ def measure(source: sources.Source, subjects: tuple[Subject, ...], params: Param
 # ------------------------------------------------------------------------------------------- speed
 
 
-def speeds(scorers: dict[str, Scorer], subjects: list[Subject], effort: Effort) -> dict:
+def speeds(scorers: dict[str, Scorer], subjects: list[BenchCodec], effort: Effort) -> dict:
     """MB/s of bfloat16 by label, stream and task, with each number of threads; on one window each."""
     tasks, sizes = {}, {}
     for stream, scorer in scorers.items():
@@ -284,7 +284,7 @@ def against_published(source: sources.Source, ridge: float, effort: Effort) -> l
         if len(samples) != len(theirs.places):
             continue
         row = {"label": theirs.name, "stream": theirs.stream, "theirs": theirs.numbers()}
-        subject = Subject(theirs.label, 3, theirs.recipe())
+        subject = BenchCodec(theirs.label, 3, theirs.recipe())
         try:
             ours = [whole(subject, sample, ridge) for sample in samples]
             first = samples[0]
@@ -298,7 +298,7 @@ def against_published(source: sources.Source, ridge: float, effort: Effort) -> l
     return rows
 
 
-def own_speeds(source: sources.Source, subjects: list[Subject], ridge: float, effort: Effort) -> dict:
+def own_speeds(source: sources.Source, subjects: list[BenchCodec], ridge: float, effort: Effort) -> dict:
     """MB/s of `klt` on the tensors that the published codec was timed on, by label and stream."""
     found: dict = {}
     for stream in ("k", "v"):
@@ -312,7 +312,7 @@ def own_speeds(source: sources.Source, subjects: list[Subject], ridge: float, ef
     return found
 
 
-def whole_speed(subject: Subject, sample: sources.StreamSample, fit: StreamCalibration, effort: Effort) -> dict:
+def whole_speed(subject: BenchCodec, sample: sources.StreamSample, fit: StreamCalibration, effort: Effort) -> dict:
     """MB/s of bfloat16 on all tokens at once, bytes included, on all cores that the bench uses."""
     x = sample.whole
     tasks = dict(actions(subject.coder(sample.stream, x.shape[-1], fit), x, sample.layer, sample.stream))

@@ -13,7 +13,7 @@ from kvlab.codecs.klt.grouping import block_diagonal, heads_together, joined, pa
 from kvlab.codecs.shared.seeding import generator
 from kvlab.core.errors import UserError
 from validation.bench.sources import StreamSample
-from validation.bench.subjects import Coder, Subject, calibrate
+from validation.bench.subjects import BenchCodec, BenchCoder, calibrate
 from validation.limit import theory as limit
 
 
@@ -37,7 +37,7 @@ class Run:
     loss: float | None
 
 
-def code(coder: Coder, windows: Tensor, sample: StreamSample, weight: Tensor | None) -> Run:
+def code(coder: BenchCoder, windows: Tensor, sample: StreamSample, weight: Tensor | None) -> Run:
     """Code windows [windows, heads, tokens, head_dim] one by one."""
     errors, size, index = [], 0.0, 0.0
     half = None if weight is None else limit.root(weight)
@@ -98,11 +98,11 @@ class Scorer:
             "twin": calibrate(self.twin, sample, sample.weight, ridge),
         }
 
-    def coder(self, subject: Subject, fit: StreamCalibration | None = None) -> Coder:
+    def coder(self, subject: BenchCodec, fit: StreamCalibration | None = None) -> BenchCoder:
         """The subject's codec, calibrated on the calibration part if on nothing else."""
         return subject.coder(self.sample.stream, self.head_dim, fit or self.fits["calib"])
 
-    def score(self, subject: Subject) -> dict:
+    def score(self, subject: BenchCodec) -> dict:
         """Bits, error and the split of the excess, means over groups of heads; None where there is no error at all."""
         sample, weight = self.sample, self.sample.weight
         run = code(self.coder(subject), sample.scored, sample, weight)
@@ -113,7 +113,7 @@ class Scorer:
         found["above_db"] = limit.decibels_above(self.spectrum, run.error, run.bits).mean().item()
         return found | asdict(self.split(subject, run))
 
-    def split(self, subject: Subject, run: Run) -> limit.ExcessBits:
+    def split(self, subject: BenchCodec, run: Run) -> limit.ExcessBits:
         """Where the bits above the limit go."""
         sample, weight = self.sample, self.sample.weight
         oracle = run
@@ -129,7 +129,7 @@ class Scorer:
             at_scored=self.least(run),
         )
 
-    def white_loss(self, subject: Subject) -> float:
+    def white_loss(self, subject: BenchCodec) -> float:
         """What a quantiser of equal bits loses on white Gaussian rows, bits per value."""
         key = (subject.label, self.sample.stream, self.sample.scored.shape)
         if key not in self.losses:
@@ -171,7 +171,7 @@ def limit_row(scorer: Scorer) -> dict:
     }
 
 
-def whole(subject: Subject, sample: StreamSample, ridge: float) -> dict:
+def whole(subject: BenchCodec, sample: StreamSample, ridge: float) -> dict:
     """A codec that needs no statistics of the stream, on all tokens at once: as the others' numbers were measured.
 
     Raises

@@ -26,7 +26,7 @@ from validation.bench.sources import StreamSample
 from validation.limit import theory as limit
 
 
-class Coder(Protocol):
+class BenchCoder(Protocol):
     """Something that codes [heads, tokens, head_dim] tensors; `write` and `read` are None without a byte format."""
 
     decodes: bool
@@ -49,7 +49,7 @@ class Coder(Protocol):
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchCodec:
     """A codec at one setting.
 
     Parameters
@@ -77,18 +77,18 @@ class Subject:
         """Whether anything that was fitted enters."""
         return self.recipe is not None and bool(reads(self.of(stream), stream))
 
-    def coder(self, stream: str, head_dim: int, calibration: StreamCalibration | None) -> Coder:
+    def coder(self, stream: str, head_dim: int, calibration: StreamCalibration | None) -> BenchCoder:
         """The codec of one stream."""
         recipe = self.of(stream)
         if recipe is None:
             return RivalCoder(self.library.make(self.bits, head_dim))
         return OwnCoder(recipe, build(recipe, calibration if self.calibrated(stream) else None))
 
-    def bare(self) -> Subject:
+    def bare(self) -> BenchCodec:
         """Without mean removal and whitening: as it meets the source that its quantiser was made for."""
         if self.recipe is None:
             return self
-        return Subject(self.label, self.bits, Recipe(k=bare(self.recipe.k), v=bare(self.recipe.v)))
+        return BenchCodec(self.label, self.bits, Recipe(k=bare(self.recipe.k), v=bare(self.recipe.v)))
 
 
 def bare(recipe: StreamRecipe) -> StreamRecipe:
@@ -108,11 +108,11 @@ class OwnCoder:
         self.recipe, self.codec = recipe, codec
 
     def encode(self, x: Tensor, site: Site) -> Encoded:
-        """See `Coder.encode`."""
+        """See `BenchCoder.encode`."""
         return self.codec.encode(x, site)
 
     def decode(self, coded: Encoded) -> Tensor:
-        """See `Coder.decode`."""
+        """See `BenchCoder.decode`."""
         return self.codec.decode(coded)
 
     def write(self, coded: Encoded) -> bytes:
@@ -153,23 +153,23 @@ class RivalCoder:
         self.rival, self.decodes = rival, rival.separate
 
     def encode(self, x: Tensor, site: Site) -> EncodedTensor:
-        """See `Coder.encode`."""
+        """See `BenchCoder.encode`."""
         return self.rival.encode(x)
 
     def decode(self, coded: EncodedTensor) -> Tensor:
-        """See `Coder.decode`."""
+        """See `BenchCoder.decode`."""
         return self.rival.decode(coded)
 
     def nbytes(self, coded: EncodedTensor) -> float:
-        """See `Coder.nbytes`."""
+        """See `BenchCoder.nbytes`."""
         return coded.nbytes
 
     def index_bits(self, coded: EncodedTensor, values: int) -> float:
-        """See `Coder.index_bits`."""
+        """See `BenchCoder.index_bits`."""
         return self.rival.index_bits
 
     def known_loss(self, coded: EncodedTensor) -> None:
-        """See `Coder.known_loss`."""
+        """See `BenchCoder.known_loss`."""
 
 
 # --------------------------------------------------------------------------------------- which ones
@@ -179,15 +179,15 @@ class RivalCoder:
 class Roster:
     """Who takes part, and who could not: label -> reason."""
 
-    subjects: tuple[Subject, ...]
+    subjects: tuple[BenchCodec, ...]
     missing: dict[str, str]
 
 
 def roster(params: Params) -> Roster:
     """Identity, every rung of the ladder that codes one tensor at a time, and every rival that runs here."""
-    subjects = [Subject("identity", None, IDENTITY)]
+    subjects = [BenchCodec("identity", None, IDENTITY)]
     own = [(label, recipe) for label, recipe in rungs(params) if recipe.k.codec not in WHOLE]
-    subjects += [Subject(label, nominal(recipe), alone(recipe)) for label, recipe in own]
+    subjects += [BenchCodec(label, nominal(recipe), alone(recipe)) for label, recipe in own]
     missing = {}
     for name, library in LIBRARIES.items():
         reason = usable(library)
@@ -199,7 +199,7 @@ def roster(params: Params) -> Roster:
                 library.make(bits, 64)
             except CapabilityError:
                 continue
-            subjects.append(Subject(f"{name} {bits}", bits, library=library))
+            subjects.append(BenchCodec(f"{name} {bits}", bits, library=library))
     return Roster(tuple(subjects), missing)
 
 

@@ -10,7 +10,6 @@ import polars as pl
 from kvlab.core.recipe import Cell, Recipe
 from kvlab.engines.base import Engine
 from kvlab.measure.coding import Coder
-from kvlab.measure.loop import walk
 from kvlab.measure.scoring import WindowRun
 from kvlab.stats.bootstrap import Column
 from kvlab.text.corpus import TokenWindows
@@ -68,28 +67,13 @@ class Ground:
         return Cell(label=label, recipe=recipe, **settings | changes)
 
 
-@dataclass(frozen=True)
-class Named:
-    """A coder's cell under a name, as the measuring loop scores it."""
-
-    name: str
-    coder: Coder
-
-    def due(self, _window: int) -> bool:
-        """On every window."""
-        return True
-
-    def score(self, run: WindowRun) -> pl.DataFrame:
-        """Its token rows; their cell_id is its name."""
-        return run.measured(self.coder.cell, self.coder, self.name)
-
-
 def measured(ground: Ground, coders: dict[str, Coder], windows: int, engine: Engine | None = None) -> pl.DataFrame:
     """Token rows of several coders' cells; their cell_id is the coder's name here."""
-    subjects = [Named(name, coder) for name, coder in coders.items()]
-    numbers = range(min(windows, len(ground.test)))
-    found = walk(numbers, subjects, lambda window: ground.run(window, engine))
-    return pl.concat([rows for _, scored in found for _, rows in scored])
+    rows = []
+    for window in range(min(windows, len(ground.test))):
+        run = ground.run(window, engine)
+        rows += [run.measured(coder.cell, coder, name) for name, coder in coders.items()]
+    return pl.concat(rows)
 
 
 def column(rows: pl.DataFrame, name: str, quantity: str = "kl") -> Column:

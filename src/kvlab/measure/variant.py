@@ -119,11 +119,25 @@ class Variant(ABC):
         CodecNotActive
             Next to nothing leaves them alone.
         """
-        kl = [_mean_kl(run, one) for one in self.probes(run)]
+        kl = []
+        for one in self.probes(run):
+            reference = run.comparable(one.reference)
+            kl.append(reference.compare(one.logits.to(reference.logits.device))["kl"].mean().item())
         if not kl:
             return None
-        _refuse_unheard(self.name, *kl, run.engine.dtype)
-        return kl[1]
+        floor, canary = kl
+        if not floor <= SAME[run.engine.dtype]:
+            raise Fault(
+                f"{self.name}: what keeps and reads everything moves the logits by KL {floor:.1e} nats per token",
+                code="fault.floor",
+            )
+        if not canary >= CANARY_MIN:
+            raise CodecNotActive(
+                f"{self.name}: next to nothing in its place moves the logits by KL {canary:.1e} nats only: either it"
+                " does not reach the attention, or the predictions do not hang on the context",
+                code="not-active.canary",
+            )
+        return canary
 
     def warm_up(self, run: WindowRun) -> None:
         """Work for nothing once: first calls load kernels and fill tables."""
@@ -213,30 +227,6 @@ def read_of(stored: float, context: int, tokens: int, values: int) -> float:
         Of the window, and K and V elements of one token.
     """
     return stored * context + ITEMSIZE * values * (tokens - context + 1) / 2
-
-
-def _mean_kl(run: WindowRun, outcome: Outcome) -> float:
-    """Nats per token."""
-    reference = run.comparable(outcome.reference)
-    return reference.compare(outcome.logits.to(reference.logits.device))["kl"].mean().item()
-
-
-def _refuse_unheard(name: str, floor: float, canary: float, dtype: str) -> None:
-    """`Fault` where keeping, or reading, everything moves the logits; `CodecNotActive` where next to nothing does not.
-
-    Both are mean KL, nats per token.
-    """
-    if not floor <= SAME[dtype]:
-        raise Fault(
-            f"{name}: what keeps and reads everything moves the logits by KL {floor:.1e} nats per token",
-            code="fault.floor",
-        )
-    if not canary >= CANARY_MIN:
-        raise CodecNotActive(
-            f"{name}: next to nothing in its place moves the logits by KL {canary:.1e} nats only: either it does not"
-            " reach the attention, or the predictions do not hang on the context",
-            code="not-active.canary",
-        )
 
 
 def computed_again(

@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Ranks:
         """The tensors of all ranks along a dimension; `sizes` says how long each is where they differ."""
         sizes = [x.shape[dim]] * self.world if sizes is None else sizes
         shapes = [[*x.shape[:dim], size, *x.shape[dim + 1 :]] for size in sizes]
-        found = self.exchange([x] * self.world, [_numel(shape) for shape in shapes], "all_gather")
+        found = self.exchange([x] * self.world, [prod(shape) for shape in shapes], "all_gather")
         return torch.cat([part.view(shape) for part, shape in zip(found, shapes, strict=True)], dim)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -106,13 +107,6 @@ def all_to_all_bytes(nbytes: int, world: int) -> int:
 def even(total: int, world: int) -> list[int]:
     """Sizes of parts that differ by one at most, the larger first."""
     return [total // world + (n < total % world) for n in range(world)]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def run(world: int, work: Callable[..., Any], *arguments: Any, seconds: float = PATIENCE) -> list[Any]:

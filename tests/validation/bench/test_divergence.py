@@ -16,7 +16,7 @@ from kvlab_pipeline.studies.ladder.plan import rungs
 from refusals import refused
 from validation.bench import divergence, run, sources
 from validation.bench.rivals import EncodedTensor, Library, LibraryCodec
-from validation.bench.subjects import Roster, Subject, alone
+from validation.bench.subjects import BenchCodec, Roster, alone
 
 MODEL, CORPUS = "5" * 16, "c" * 16
 
@@ -172,7 +172,7 @@ def test_rivals_are_scored_on_the_first_windows_of_each_text(tiny_params, tiny_w
     monkeypatch.setattr(divergence, "start", lambda *_, **__: hf_engine)
     info = resolve(tiny_params.model)
     tokens = corpus.load(tiny_windows, info.model_hash)
-    who = [Subject(f"{make.__name__} 4", 4, library=Library("none", "math", make)) for make in (halved, exact)]
+    who = [BenchCodec(f"{make.__name__} 4", 4, library=Library("none", "math", make)) for make in (halved, exact)]
     found = divergence.of_rivals(tiny_params, info, who, tokens, 2)
     for text in ("test", "other"):
         assert found["halved 4"][text]["bits"] == 4.0 and found["exact 4"][text]["bits"] == 16.0
@@ -193,8 +193,10 @@ def test_a_bench_with_every_input_of_the_model(
         windows=tiny_windows,
         ladder=write_ladder(tmp_path / "ladder", tiny_params, known, tokens.documents),
     )
-    own = [Subject(label, 2, alone(recipe)) for label, recipe in rungs(tiny_params) if label in ("klt 2", "hadamard 2")]
-    rival = Subject("halved 4", 4, library=Library("none", "math", halved))
+    own = [
+        BenchCodec(label, 2, alone(recipe)) for label, recipe in rungs(tiny_params) if label in ("klt 2", "hadamard 2")
+    ]
+    rival = BenchCodec("halved 4", 4, library=Library("none", "math", halved))
     monkeypatch.setattr(run, "roster", lambda params: Roster((*own, rival), {}))
     monkeypatch.setattr(sources, "planted", lambda planted=sources.planted: planted(heads=1, tokens=128, head_dim=16))
     data = run.bench(tiny_params, tmp_path / "out", inputs, run.Effort(rounds=1, threads=(1,), windows=2))

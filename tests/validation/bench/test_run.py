@@ -13,7 +13,7 @@ from kvlab.core.errors import CapabilityError, MixedIdentity, StorageError, User
 from kvlab.core.recipe import IDENTITY, Recipe
 from refusals import refused
 from validation.bench import page, published, run, sources, subjects
-from validation.bench.subjects import Roster, Subject
+from validation.bench.subjects import BenchCodec, Roster
 
 EFFORT = run.Effort(rounds=2, threads=(1,))
 
@@ -24,8 +24,8 @@ def small_roster():
         "hadamard 2": HadamardStream(bits=2),
         "int+center 3": IntStream(bits=3, center=True),
     }
-    own = [Subject(label, int(label.split()[1]), Recipe(k=s, v=s)) for label, s in streams.items()]
-    return Roster((Subject("identity", None, IDENTITY), *own), {"hqq": "hqq: not installed"})
+    own = [BenchCodec(label, int(label.split()[1]), Recipe(k=s, v=s)) for label, s in streams.items()]
+    return Roster((BenchCodec("identity", None, IDENTITY), *own), {"hqq": "hqq: not installed"})
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,10 @@ def test_what_was_measured_stays_when_the_kl_fails(tmp_path, tiny_params, tiny_w
 
 
 def test_a_subject_that_refuses_is_named_and_the_others_go_on(monkeypatch):
-    who = (Subject("klt 2", 2, Recipe(k=KltStream(bits=2), v=KltStream(bits=2))), Subject("identity", None, IDENTITY))
+    who = (
+        BenchCodec("klt 2", 2, Recipe(k=KltStream(bits=2), v=KltStream(bits=2))),
+        BenchCodec("identity", None, IDENTITY),
+    )
     source = sources.planted(heads=1, tokens=128, head_dim=16)
 
     def refuse(self, *_):
@@ -177,8 +180,8 @@ def test_a_subject_that_refuses_is_named_and_the_others_go_on(monkeypatch):
             raise CapabilityError("not on this shape")
         return original(self, *_)
 
-    original = subjects.Subject.coder
-    monkeypatch.setattr(subjects.Subject, "coder", refuse)
+    original = subjects.BenchCodec.coder
+    monkeypatch.setattr(subjects.BenchCodec, "coder", refuse)
     found = run.measure(source, who, embedded.settings(), EFFORT)
     assert found["refused"] == {"klt 2": "not on this shape"}
     assert set(found["scores"]) == set(found["speed"]) == {"identity"}

@@ -14,7 +14,7 @@ from kvlab.core.recipe import IDENTITY, Recipe
 from validation.bench import clock, sources, subjects
 from validation.bench.rivals import EncodedTensor, Library, LibraryCodec, usable
 from validation.bench.score import Scorer, limit_row, whole
-from validation.bench.subjects import Subject
+from validation.bench.subjects import BenchCodec
 from validation.limit import theory as limit
 
 SOURCE = sources.planted(heads=1, tokens=600, head_dim=16)
@@ -36,7 +36,7 @@ def noisy(bits, nbytes_per_value, variance):
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) * math.sqrt(variance)
         return EncodedTensor(x.float() + noise, x.numel() * nbytes_per_value)
 
-    return Subject(
+    return BenchCodec(
         "noisy", 4, library=Library("none", "math", lambda b, d: LibraryCodec(encode, lambda stored: stored.held, bits))
     )
 
@@ -47,7 +47,7 @@ def scorers():
 
 
 def test_identity_has_no_error_and_sixteen_bits(scorers):
-    found = scorers["k"].score(Subject("identity", None, IDENTITY))
+    found = scorers["k"].score(BenchCodec("identity", None, IDENTITY))
     assert found["index_bits"] == 16 and 16 < found["bits"] < 16.5
     assert [found[key] for key in ("nmse_db", "above_db", "excess", *limit.PARTS)] == [None] * 8
 
@@ -74,7 +74,7 @@ def test_errors_of_keys_are_weighed(scorers):
 
 
 def test_rotated_scalar_codec_loses_the_coding_gain(scorers):
-    found = scorers["v"].score(Subject("hadamard 4", 4, both(HadamardStream(bits=4))))
+    found = scorers["v"].score(BenchCodec("hadamard 4", 4, both(HadamardStream(bits=4))))
     assert found["allocation"] == pytest.approx(limit_row(scorers["v"])["coding_gain"], abs=0.15)
     assert found["granular"] == pytest.approx(0.641, abs=0.15)
     assert abs(found["shape"]) < 0.1
@@ -83,7 +83,7 @@ def test_rotated_scalar_codec_loses_the_coding_gain(scorers):
 
 def test_klt_allocates_and_pays_for_mismatch(scorers):
     for stream in ("k", "v"):
-        found = scorers[stream].score(Subject("klt 3", 3, both(KltStream(bits=3))))
+        found = scorers[stream].score(BenchCodec("klt 3", 3, both(KltStream(bits=3))))
         assert found["bits"] <= 3.1
         assert 0 <= found["allocation"] < 0.2
         assert 0.3 < found["granular"] < 0.65
@@ -100,7 +100,7 @@ def test_a_sample_scored_whole(scorers):
 
 
 def test_own_coder_goes_through_bytes():
-    coder = Subject("identity", None, IDENTITY).coder("k", 16, None)
+    coder = BenchCodec("identity", None, IDENTITY).coder("k", 16, None)
     x = first(SOURCE, "k").scored[0]
     coded = coder.encode(x, Site(0, 0, "k"))
     assert torch.equal(coder.decode(coder.read(coder.write(coded))), x.float())

@@ -29,6 +29,7 @@ from kvlab.measure.coding import Coded, Coder, Tally
 from kvlab.measure.engines import Visit, Which
 from kvlab.measure.store import ROWS, Found
 from kvlab.measure.subjects import Memos, code_of, deciding, table_of
+from kvlab.measure.variant import CodecVariant
 from kvlab.measure.windows import Window, windows_of
 from kvlab_pipeline.jobs.measure import Findings, Lab, Probes, run
 from kvlab_pipeline.jobs.plan import baseline_runs
@@ -181,7 +182,7 @@ class PeerTrial:
     ours: Coder
     jittered: Coder | None
     calibrated: Calibrated | None
-    again: tuple[tuple[Coder, Coder], ...] = ()
+    again: tuple[tuple[CodecVariant, CodecVariant], ...] = ()
     _identity: dict | None = field(default=None)
 
     def due(self, window: Window) -> bool:
@@ -214,10 +215,9 @@ class PeerTrial:
             coder.refuse_idle(windows=1)
         rows = [reference.rows("", logits, expected) for logits in found]
         for pair in self.again:
-            for engine, coder in zip((reference, ours), pair, strict=True):
-                coder.tally = Tally()
-                rows.append(engine.measured(coder.cell, coder, ""))
-                coder.refuse_idle(windows=1)
+            for engine, variant in zip((reference, ours), pair, strict=True):
+                outcome = variant.measure(engine)
+                rows.append(engine.rows("", outcome.logits, outcome.reference))
         return Found({}, pl.concat(rows).select(ROWS.names()))
 
     def tables(self, window: Window, found: Found) -> list[pl.DataFrame]:
@@ -245,7 +245,7 @@ def trials(params: Params, which: Which, calibrated: Calibrated | None, memos: M
         hf, other = (cell("kv", protocol, name, recipe, layers) for name in (REFERENCE.name, which.name))
         coders = Coder(hf, calibrated, there), Coder(other, calibrated, here), JitteredCoder(hf, calibrated)
         numbers = range(1, params.baseline.jitters + 1)
-        again = [(JitteredCoder(hf, calibrated, n), JitteredCoder(other, calibrated, n)) for n in numbers]
+        again = [tuple(CodecVariant(JitteredCoder(one, calibrated, n)) for one in (hf, other)) for n in numbers]
         told = ["kv", "jitter", *(own_jitter(name, n) for n in numbers for name in (REFERENCE.name, which.name))]
         cells = tuple(record(what, protocol) for what in told)
         found.append(PeerTrial(cells, which, many, *coders, calibrated, tuple(again)))
