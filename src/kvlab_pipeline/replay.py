@@ -27,6 +27,7 @@ from kvlab.gate.catalogue import EVIDENCE, checked_row
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.catalogue.values import shown
+from kvlab.gate.evidence.faults import OTHER_TEXT
 from kvlab.gate.reasons import Reason
 from kvlab.gate.replay import Replay, ReplayedScore
 from kvlab.measure.windows import Window
@@ -329,17 +330,18 @@ def seen(claimed: MechanismRow, found: MechanismRow, variant: Variant) -> Iterat
 
 
 def counts(claimed: MechanismRow, found: EvalRun, variant: Variant, part: ReplayPart) -> Iterator[tuple[str, Any, Any]]:
-    """Counts of one eval that are not those of the record: each item's share, or, of unlike items, bits per value.
+    """Counts of one eval that are not those of the record: each item's share, or, of unlike items, bytes per value.
 
-    What a codec of whole caches stores and a pattern reads hangs on the text, so that items are alike within `VARYING`.
+    What a codec of whole caches stores and a pattern reads hangs on the text, so that items are alike within `VARYING`;
+    bytes per value of unlike items within what the gate allows two evals of one row.
     """
     name = found.quality_eval_id
     was = next(one for one in claimed.evals if one.quality_eval_id == name)
     alike = len({stored(variant, window) for window in part.every[name]}) == 1
     varying = ("read_bytes", *(["kv_bytes"] if variant.variant in WHOLE else []))
-    for count in COUNTED:
+    for count in COUNTED if alike else ("kv_bytes", "read_bytes"):
         due, now = (share(run, count, alike) for run in (was, found))
-        allowed = VARYING if count in varying or not alike else 0
+        allowed = OTHER_TEXT if not alike else VARYING if count in varying else 0
         if (due is None) != (now is None) or (due is not None and abs(now - due) > allowed * due):
             yield f"{count} of {name}", due, now
 

@@ -248,12 +248,12 @@ def ingest_verb(
     if strict and report.exit_code:
         print("\n".join([*_summary(report), f"nothing was put into {db}"]), file=sys.stderr)
         return report.exit_code
-    put(db, rows, report, kept_under, replace)
+    print(put(db, rows, report, kept_under, replace))
     return 0
 
 
-def put(db: Path, rows: list, report, run: str | None = None, replace: bool = False) -> None:
-    """Put rows and what a report says of them into a store, and print what that did."""
+def put(db: Path, rows: list, report, run: str | None = None, replace: bool = False) -> str:
+    """Put rows and what a report says of them into a store, and say what that did."""
     from kvlab.gate.store import open_store
     from kvlab.gate.store.ingest import ingest, prepared
 
@@ -261,7 +261,7 @@ def put(db: Path, rows: list, report, run: str | None = None, replace: bool = Fa
     with open_store(db, create=True) as store:
         done = ingest(store, batch, replace)
     rejudged = f", {done.rejudged} of them judged anew" if done.rejudged else ""
-    print(f"{db}: {done.added} rows added, {done.replaced} replaced, {done.same} there already{rejudged}")
+    return f"{db}: {done.added} rows added, {done.replaced} replaced, {done.same} there already{rejudged}"
 
 
 @GATE.verb

@@ -111,5 +111,5 @@ def replay_verb(
             said = "certified" if claim.certified else claim.uncertified or "measured again it is not the same"
             print(f"{claim.row['row_id']}: {said}", file=sys.stderr)
     if store:
-        put(store, rows, report, replace=replace)
+        print(put(store, rows, report, replace=replace), file=sys.stderr)
     return tell(report, format, out)
