@@ -14,6 +14,7 @@ from pathlib import Path
 from kvlab.gate.catalogue import Row, checked_row
 from kvlab.gate.check import WORDS, Claim, Finding, GateReport
 from kvlab.gate.evidence.quality import Judgement
+from kvlab.gate.replay import Replay, ReplayedScore
 from kvlab.gate.store.ingest import ingest as put
 from kvlab.gate.store.ingest import prepared
 from kvlab.gate.store.migrations import published_columns
@@ -91,7 +92,17 @@ def row(i, evidence=(), embedded=None, **values):
     return Row(checked_row(base | values), tuple(evidence), embedded, f"row {i}")
 
 
-def claim(i, earned="supported", status="completed", loss=0.25, run=None, reasons=()):
+SCORE = ReplayedScore(quality_eval_id="kv_fidelity", metric="kl", item=7, of="variant", claimed=0.25, found=0.25)
+SAME = Replay(scores=(SCORE,), code="c0de", at="2026-01-01T00:00:00+00:00")
+"""What measuring again says of a row that is what it says."""
+
+
+def confirmed(rows):
+    """Measures again by saying so: for tests of what is told, not of how it is found."""
+    return [SAME] * len(rows)
+
+
+def claim(i, earned="supported", status="completed", loss=0.25, run=None, reasons=(), replay=SAME):
     """What the gate says of `row(i)`."""
     finding = Finding(criterion="x", hard=False, ceiling="gated", counts=True, reasons=tuple(reasons))
     return Claim(
@@ -104,6 +115,7 @@ def claim(i, earned="supported", status="completed", loss=0.25, run=None, reason
         badge="",
         findings=(finding,) if reasons else (),
         judgements=() if loss is None else (judgement("kl", loss),),
+        replay=replay,
     )
 
 

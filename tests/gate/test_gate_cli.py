@@ -416,7 +416,9 @@ def test_rows_go_in_once_with_what_the_gate_says(gate, case):
         name: row["support_status"] for name, row in case.items()
     }
     assert {row["run"] for row in found.values()} == {"one"}
-    assert [row["row_id"] for row in answer(gate, "query rows.db --certified --best compression_ratio")] == ["pages"]
+    best = answer(gate, "query rows.db --where earned_tier=supported --best compression_ratio")
+    assert [row["row_id"] for row in best] == ["pages"]
+    assert answer(gate, "query rows.db --certified") == []  # nobody measured them again
 
 
 def test_another_judgement_is_refused_until_it_is_to_replace(gate, case, here):
@@ -787,7 +789,8 @@ def test_records_become_rows_that_every_verb_takes(gate, planted, here):
     code, out, err = gate("check rows.json --current now.json --out check.md")
     assert (code, err) == (1, "") and "7 rows, of which 6 pass, 0 waived, 1 fail" in out
     assert gate("ingest rows.db rows.json --current now.json")[0] == 0
-    best = answer(gate, "query rows.db --certified --best bits_per_value --where engine=vllm")
+    assert answer(gate, "query rows.db --certified") == []
+    best = answer(gate, "query rows.db --best bits_per_value --where engine=vllm earned_tier=supported")
     assert [row["row_id"] for row in best] == ["reference/vllm/klt-4"]
     kept = {row["row_id"]: row for row in answer(gate, "query rows.db")}
     for row in json.loads((here / "rows.json").read_text()):

@@ -157,9 +157,9 @@ def test_the_metric_nearest_to_its_margin_is_kept(store):
 
 
 def test_what_the_gate_did_not_judge_is_no_claim_to_anything(store):
-    ingest(store, [row(1)], "a", [claim(1, earned=None, status=None, loss=None)])
+    ingest(store, [row(1)], "a", [claim(1, earned=None, status=None, loss=None, replay=None)])
     quality = query(store).select(name for name, _ in QUALITY)
-    assert quality.rows() == [("r1", None, None, None, None, None, None, "[]")]
+    assert quality.rows() == [("r1", None, None, None, None, None, None, "[]", 0, None)]
 
 
 def test_a_query_shows_all_that_is_kept_of_a_claim():

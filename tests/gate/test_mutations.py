@@ -21,6 +21,8 @@ ELSEWHERE = {
     "registry_unreadable",
     "row_not_object",
     "waiver_expired",
+    "record_other",
+    "replay_other",
 }
 
 

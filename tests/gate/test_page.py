@@ -15,12 +15,14 @@ import polars as pl
 import pytest
 from markdown_it import MarkdownIt
 
+from gate.databases import confirmed
 from gate.planted_records import ABSENT, BASE, GOOD, LOSSY, NEEDLES, OWN, WINDOW, WINDOWS, plant, record, seconds, table
 from kvlab.core.errors import UserError
 from kvlab.gate import registry
 from kvlab.gate.cases import Context
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.catalogue.rows import Row, checked_row, read_rows
+from kvlab.gate.replay import NOT_REPLAYED
 from kvlab.gate.rules import CRITERIA
 from kvlab_pipeline.gate_page import samples
 from kvlab_pipeline.gate_page.audit.mutations import MUTATIONS
@@ -106,7 +108,7 @@ def sampled(tmp_path_factory):
 def written(rows, sampled, tmp_path_factory):
     """The folder of a page with everything beside it."""
     folder = tmp_path_factory.mktemp("gate")
-    write(rows, CONTEXT, folder / "GATE.md", folder / "claims.json", sampled)
+    write(rows, CONTEXT, folder / "GATE.md", folder / "claims.json", sampled, replayer=confirmed)
     return folder
 
 
@@ -167,10 +169,10 @@ def test_the_answer_comes_first(page):
 
 def test_without_a_certified_row_the_smallest_that_is_only_open_is_a_preview(tmp_path):
     made = objects()
-    _, summary = judged(read(tmp_path, made), CONTEXT)
+    _, summary = judged(read(tmp_path, made), CONTEXT, replayer=confirmed)
     good = next(line for line in summary.rows if line.row_id == "reference/hf/klt-4")
     lossy = next(line for line in summary.rows if line.row_id == "reference/hf/int-2")
-    waiting = {"earned": "reviewed_preview", "codes": ("quality_open",), "open": ("needle_recall",)}
+    waiting = {"earned": "reviewed_preview", "certified": False, "codes": ("quality_open",), "open": ("needle_recall",)}
     preview = good.model_copy(update=waiting)
     small = preview.model_copy(update={"row_id": "small", "bits_per_value": 1.0})
     unsure = small.model_copy(update={"open": ("kl",)})
@@ -180,6 +182,9 @@ def test_without_a_certified_row_the_smallest_that_is_only_open_is_a_preview(tmp
         return next(answers(lines))
 
     assert (first(good, small).row_id, first(good, small).word) == (good.row_id, "certified")
+    unproven = good.model_copy(update={"certified": False, "replay": None})
+    assert (first(unproven, small).row_id, first(unproven, small).word) == (good.row_id, NOT_REPLAYED)
+    assert (first(unproven).certified, first(good, unproven).word) == (0, "certified")
     assert (first(preview, small, lossy).row_id, first(preview, small, lossy).word) == ("small", "preview")
     assert first(preview, unsure, stale).row_id == preview.row_id
     assert (first(lossy).row_id, first(lossy).word, first(lossy).tried) == (None, "none", 1)
@@ -244,7 +249,7 @@ def best_of(tmp_path, *given):
     write_mechanisms(tmp_path / "vllm", record("vllm", given), scores)
     found = samples.read([tmp_path / "vllm.json"])
     rows = read(tmp_path, rows_of(record("vllm", given), scores, "supported"))
-    summary = write(rows, CONTEXT, tmp_path / "GATE.md", samples=found)
+    summary = write(rows, CONTEXT, tmp_path / "GATE.md", samples=found, replayer=confirmed)
     return summary.best, (tmp_path / "GATE.md").read_text()
 
 
@@ -376,7 +381,7 @@ def test_no_rows_at_all_are_a_page_too(tmp_path):
 
 
 def test_claims_hold_what_a_page_needs(claims):
-    assert claims["schema_version"] == 4 and claims["registry"] == REGISTRY.digest
+    assert claims["schema_version"] == 5 and claims["registry"] == REGISTRY.digest
     assert list(claims["counts"]) == sorted(TIERS) and sum(claims["counts"].values()) == len(claims["rows"])
     good = next(one for one in claims["rows"] if one["row_id"] == "reference/hf/klt-4")
     assert good["earned"] == good["claimed"] == "supported" and good["stored_span"] == "context"
@@ -385,11 +390,18 @@ def test_claims_hold_what_a_page_needs(claims):
 
 
 def test_claims_are_small(written):
-    assert (written / "claims.json").stat().st_size < 2000 * len(objects())
+    assert (written / "claims.json").stat().st_size < 2200 * len(objects())
 
 
 def test_equal_rows_in_any_order_give_equal_bytes(rows, sampled, written, tmp_path):
-    write(rows[::-1], CONTEXT, tmp_path / "GATE.md", tmp_path / "claims.json", dict(reversed(sampled.items())))
+    write(
+        rows[::-1],
+        CONTEXT,
+        tmp_path / "GATE.md",
+        tmp_path / "claims.json",
+        dict(reversed(sampled.items())),
+        replayer=confirmed,
+    )
     for name in ("GATE.md", "GATE-reasons.md", "claims.json", "detection.svg", "detection.csv"):
         assert (tmp_path / name).read_bytes() == (written / name).read_bytes(), name
 

@@ -34,7 +34,10 @@ rule gate_rows:
 
 
 rule gate_report:
-    """GATE.md: what may be claimed of every row of every model; beside it why, and how far the gate can be trusted."""
+    """GATE.md: what may be claimed of every row of every model; beside it why, and how far the gate can be trusted.
+
+    Rows that would be certified are measured again, on a few items; of the default run's none would be.
+    """
     input:
         mechanisms="src/kvlab/gate/registry/mechanisms.yaml",
         evals="src/kvlab/gate/registry/evals.yaml",
@@ -43,6 +46,7 @@ rule gate_report:
         current=expand("results/gate/current/{model}.json", model=JUDGED),
         records=expand("results/mechanisms/{model}/{engine}.json", model=JUDGED, engine=PARAMS.engines),
         scores=expand("results/mechanisms/{model}/{engine}.parquet", model=JUDGED, engine=PARAMS.engines),
+        **replayed_inputs(),
     output:
         page=report("results/gate/GATE.md", caption="../report/gate.rst", category="Verdict"),
         reasons="results/gate/GATE-reasons.md",
@@ -53,12 +57,14 @@ rule gate_report:
         "results/logs/gate/report.log",
     benchmark:
         "results/benchmarks/gate/report.tsv"
+    threads: PARAMS.jobs.threads
     resources:
-        mem_mb=1000,
-        runtime=10,
+        mem_mb=8000,
+        runtime=60,
     params:
-        code=Code("kvlab_pipeline.gate_page.page"),
-        cfg=parameters("model", "engines"),
+        code=Code("kvlab_pipeline.gate_page.page", "kvlab_pipeline.replay"),
+        cfg=parameters(*measured_keys([MECHANISMS])),
+        replay=[Cfg(MODELS[slug].model_dump(mode="json", include=set(measured_keys([MECHANISMS])))) for slug in JUDGED],
         told=DISCLOSURES,
     message:
         "gate: {output.page}"
@@ -69,6 +75,7 @@ rule gate_report:
         " --mechanisms {input.mechanisms:q}"
         " --evals {input.evals:q}"
         " --disclosures {params.told:q}"
+        " --replay {params.replay:q}"
         " --out {output.page:q}"
         " --json {output.claims:q}"
         " > {log:q} 2>&1"

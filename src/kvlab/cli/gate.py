@@ -98,13 +98,18 @@ def check_verb(
     Evidence in files belongs to the rows of the same model, engine, recipe_id, context_tokens, dtype, protocol, device
     and calibration; evidence of no row is refused.
     """
-    from kvlab.core.records import atomic
-    from kvlab.gate import render
     from kvlab.gate.check import check
     from kvlab.gate.rules import WAIVABLE
     from kvlab.gate.waivers import read
 
-    report = check(rows, replace(context, waivers=read(waivers, WAIVABLE) if waivers else ()), strict)
+    return tell(check(rows, replace(context, waivers=read(waivers, WAIVABLE) if waivers else ()), strict), format, out)
+
+
+def tell(report, format: str, out: Path | None) -> int:
+    """Print a report, or write it to a file and print its summary; the exit code that it asks for."""
+    from kvlab.core.records import atomic
+    from kvlab.gate import render
+
     text = getattr(render, f"to_{format}")(report)
     if out:
         with atomic(out) as temporary:
@@ -237,20 +242,26 @@ def ingest_verb(
     from kvlab.gate.catalogue import from_flags
     from kvlab.gate.check import check
     from kvlab.gate.inputs import filled
-    from kvlab.gate.store import open_store
-    from kvlab.gate.store.ingest import ingest, prepared
 
     rows = [filled(row, from_flags(columns)) for row in rows]
     report = check(rows, context, strict)
     if strict and report.exit_code:
         print("\n".join([*_summary(report), f"nothing was put into {db}"]), file=sys.stderr)
         return report.exit_code
-    batch = prepared(rows, report, kept_under)  # before the store, which is not made for what is refused
+    print(put(db, rows, report, kept_under, replace))
+    return 0
+
+
+def put(db: Path, rows: list, report, run: str | None = None, replace: bool = False) -> str:
+    """Put rows and what a report says of them into a store, and say what that did."""
+    from kvlab.gate.store import open_store
+    from kvlab.gate.store.ingest import ingest, prepared
+
+    batch = prepared(rows, report, run)  # before the store, which is not made for what is refused
     with open_store(db, create=True) as store:
         done = ingest(store, batch, replace)
     rejudged = f", {done.rejudged} of them judged anew" if done.rejudged else ""
-    print(f"{db}: {done.added} rows added, {done.replaced} replaced, {done.same} there already{rejudged}")
-    return 0
+    return f"{db}: {done.added} rows added, {done.replaced} replaced, {done.same} there already{rejudged}"
 
 
 @GATE.verb
@@ -259,7 +270,13 @@ def query_verb(
     where: Where = (),
     group_by: Annotated[list[str], word("columns to group by", metavar="COLUMN ...")] = (),
     best: Annotated[str | None, word("the one row of each group where this measure is best", metavar="COLUMN")] = None,
-    certified: Annotated[bool, switch("only rows that have earned the tier `supported`", "--certified")] = False,
+    certified: Annotated[
+        bool,
+        switch(
+            "only rows that earn `supported` and came out the same when `kvlab gate replay` put them here",
+            "--certified",
+        ),
+    ] = False,
     format: Format = FORMATS[0],
 ) -> None:
     """Rows of a store, or groups of rows, or the best row of each group.

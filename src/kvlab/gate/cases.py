@@ -13,6 +13,7 @@ from kvlab.gate.evidence import Derived, Evidence, status, well_formed
 from kvlab.gate.multiple_testing import Standing
 from kvlab.gate.reasons import Reason
 from kvlab.gate.registry import Mechanism, Registry
+from kvlab.gate.replay import Replay
 from kvlab.gate.waivers import Waiver
 
 BASELINE = "baseline"
@@ -55,11 +56,16 @@ class CombinedPart:
 
 @dataclass(frozen=True)
 class Case:
-    """One row in its context; `standing` among the rows that it is judged with, None where it is judged alone."""
+    """One row in its context.
+
+    `standing` is that among the rows that it is judged with, None where it is judged alone; `replay` what measuring
+    again found of it, None where nothing was.
+    """
 
     row: Row
     context: Context
     standing: Standing | None = None
+    replay: Replay | None = None
 
     @cached_property
     def _fields(self) -> tuple[dict[str, Value], list[Reason]]:

@@ -1,8 +1,12 @@
 """The gate: what each row earns of the tier that it claims, with every reason, and one verdict on all rows.
 
-A pure function of its arguments: no clock, no files. The order of the rows does not matter, and equal arguments give
-the same bytes. What is wrong with a row is found of the row by itself; only how sure its certification is hangs on how
-many rows are tested with it (`kvlab.gate.multiple_testing`), so that trying more of them does not certify more by luck.
+A pure function of its arguments, of which one may measure again: no clock, no files. The order of the rows does not
+matter, and equal arguments give the same bytes. What is wrong with a row is found of the row by itself; only how sure
+its certification is hangs on how many rows are tested with it (`kvlab.gate.multiple_testing`), so that trying more of
+them does not certify more by luck.
+
+A row is certified where it earns the best tier and, in the same call, some of its items were measured again and came
+out as it says (`kvlab.gate.replay`). Only rows that earn that tier are measured again, with the baseline of each.
 
 The verdict is ``pass`` when every row that was judged earns what it claims, or is waived; ``fail`` when one does not;
 ``cannot_judge`` when none was judged, because nothing checked is not nothing wrong. Under `strict` every row has to
@@ -19,7 +23,7 @@ from pydantic import computed_field
 
 from kvlab.core.recipe import canonical, digest
 from kvlab.core.settings import Frozen
-from kvlab.gate.cases import Case, Context
+from kvlab.gate.cases import BASELINE, Case, Context
 from kvlab.gate.catalogue.columns import COLUMNS, DECLARED, TIERS
 from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.catalogue.values import Value
@@ -27,6 +31,7 @@ from kvlab.gate.evidence import ALPHA, Status
 from kvlab.gate.evidence.quality import Judgement
 from kvlab.gate.multiple_testing import standings
 from kvlab.gate.reasons import Reason
+from kvlab.gate.replay import NOT_REPLAYED, Replay, Replayer
 from kvlab.gate.rules import CRITERIA, Criterion
 from kvlab.gate.waivers import Waiver
 
@@ -35,7 +40,9 @@ Verdict = Literal["pass", "fail", "cannot_judge"]
 WORDS: tuple[Word, ...] = ("pass", "waived", "fail", "not_applicable")
 EXIT_CODES: dict[Verdict, int] = {"pass": 0, "fail": 1, "cannot_judge": 2}
 BEST_WAIVED = "reviewed_preview"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+BESIDE = ("run", "model", "engine")
+"""Fields in which a row that is measured again and its baseline are equal."""
 
 REFERENCE = tuple(column.name for column in COLUMNS if column.group in DECLARED and column.judged)
 """What a report says of which row it speaks: everything that is declared of it, but what is not judged."""
@@ -85,6 +92,8 @@ class Claim(Frozen):
         Every criterion that it fails, in the order of `kvlab.gate.rules.CRITERIA`.
     judgements : tuple of Judgement
         The words on the metrics of its evidence.
+    replay : Replay or None
+        What measuring again found; None where nothing was measured again.
     p, adjusted_p : float or None
         p-value of "some metric loses its margin or more" (`Derived.p`), and the same adjusted for all rows that were
         tested (Holm); None of a row without evidence, and of the baseline.
@@ -101,6 +110,21 @@ class Claim(Frozen):
     judgements: tuple[Judgement, ...]
     p: float | None = None
     adjusted_p: float | None = None
+    replay: Replay | None = None
+
+    @computed_field
+    @property
+    def certified(self) -> bool:
+        """Whether it earns the best tier and came out the same when it was measured again."""
+        return self.earned == TIERS[0] and self.replay is not None and self.replay.agrees
+
+    @property
+    def uncertified(self) -> str | None:
+        """Why it is not certified although it earns the best tier; None where that is not so."""
+        if self.earned != TIERS[0] or self.certified:
+            return None
+        lacking = self.replay and self.replay.lacking
+        return f"{NOT_REPLAYED}: {lacking}" if lacking else NOT_REPLAYED
 
     @computed_field
     @property
@@ -134,7 +158,7 @@ class GateReport(Frozen):
     claims: tuple[Claim, ...]
 
 
-def check(rows: Iterable[Row], context: Context, strict: bool = False) -> GateReport:
+def check(rows: Iterable[Row], context: Context, strict: bool = False, replayer: Replayer | None = None) -> GateReport:
     """Judge rows.
 
     Parameters
@@ -143,6 +167,8 @@ def check(rows: Iterable[Row], context: Context, strict: bool = False) -> GateRe
     context : Context
     strict : bool
         Whether every row has to earn what it claims by itself.
+    replayer : Replayer, optional
+        Measures items of rows again; without it no row is certified.
 
     Returns
     -------
@@ -152,6 +178,7 @@ def check(rows: Iterable[Row], context: Context, strict: bool = False) -> GateRe
     families = [piece.family for case in cases for piece in case.evidence]
     standing = standings([case.own.p if case.tested else None for case in cases], families)
     placed = (replace(case, standing=found) for case, found in zip(cases, standing, strict=True))
+    placed = _replayed(list(placed), replayer) if replayer else placed
     claims = sorted(map(claim_of, placed), key=_order)
     counts = {word: sum(claim.word == word for claim in claims) for word in WORDS}
     verdict = _verdict(counts, strict)
@@ -165,6 +192,21 @@ def check(rows: Iterable[Row], context: Context, strict: bool = False) -> GateRe
         tested=max((found.tested for found in standing if found is not None), default=0),
         claims=tuple(claims),
     )
+
+
+def _replayed(cases: list[Case], replayer: Replayer) -> list[Case]:
+    """The cases with what measuring again found of those that would be certified, and of their baselines."""
+
+    def beside(case: Case) -> tuple[Value, ...]:
+        return tuple(case.get(name) for name in BESIDE)
+
+    best = [number for number, case in enumerate(cases) if claim_of(case).earned == TIERS[0]]
+    tried = {beside(cases[number]) for number in best if set(cases[number].names) != {BASELINE}}
+    due = [number for number in best if beside(cases[number]) in tried]
+    found = replayer([cases[number].row for number in due]) if due else ()
+    for number, replay in zip(due, found, strict=True):
+        cases[number] = replace(cases[number], replay=replay)
+    return cases
 
 
 def _order(claim: Claim) -> tuple[str, str]:
@@ -200,6 +242,7 @@ def claim_of(case: Case) -> Claim:
         judgements=case.derived.judgements if judged else (),
         p=case.standing and case.standing.p,
         adjusted_p=case.standing and case.standing.adjusted,
+        replay=case.replay,
     )
 
 

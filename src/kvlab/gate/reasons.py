@@ -66,6 +66,8 @@ ROW_REASONS: dict[str, str] = {
     "quality_family": "the loss is inside its margin, but not beyond the luck of testing so many rows",
     "eval_never_decodes": "speculative decoding rests on an eval that decodes nothing",
     "lossless_unproven": "a lossless mechanism was not shown to be so",
+    "record_other": "the row or its evidence is not what its record gives",
+    "replay_other": "what was measured again is not what the record says",
     "waiver_expired": "a waiver covered this until a day that has gone by",
 }
 CONFIG_REASONS: dict[str, str] = {

@@ -119,6 +119,11 @@ def _unsettled(judgement: Judgement) -> Reason:
     return Reason(code=code, field=f"metrics.{judgement.key}", said="; ".join(found) or "has no limit to be held to")
 
 
+def measured_again(case: Case) -> Iterator[Reason]:
+    """What was measured again of the row came out as it says."""
+    yield from case.replay.differs if case.replay else ()
+
+
 def status_derived(case: Case) -> Iterator[Reason]:
     """A status is derived from evidence; one that is typed may not say more.
 
@@ -282,6 +287,13 @@ CRITERIA: tuple[Criterion, ...] = (
         True,
         "altered or borrowed evidence shows nothing about this row",
         evidence_is_the_rows,
+    ),
+    Criterion(
+        "measured again it is the same",
+        "unsupported",
+        True,
+        "numbers that are made up as a whole agree with one another",
+        measured_again,
     ),
     Criterion(
         "quality_eval_status is derived",

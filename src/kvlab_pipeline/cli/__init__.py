@@ -1,1 +1,1 @@
-"""The verbs of a checkout: `kvlab step`, `params`, `init`, `ledger`, `witness`, `gate report`."""
+"""The verbs of a checkout: `kvlab step`, `params`, `init`, `ledger`, `witness`, `gate report` and `replay`."""

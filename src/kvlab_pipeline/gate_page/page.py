@@ -15,6 +15,7 @@ from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.evidence import Measure
 from kvlab.gate.evidence.measures import CONFIDENCE
 from kvlab.gate.render import p_value
+from kvlab.gate.replay import NOT_REPLAYED, Replayer
 from kvlab.output import format as fmt
 from kvlab.output import markdown
 from kvlab_pipeline.gate_page import ways
@@ -22,7 +23,7 @@ from kvlab_pipeline.gate_page.audit.trust import trust
 from kvlab_pipeline.gate_page.detection import picture, table
 from kvlab_pipeline.gate_page.reasons import reasons
 from kvlab_pipeline.gate_page.recommendation import Recommendation
-from kvlab_pipeline.gate_page.row_summary import BASELINE, CERTIFIED, Ratio, RowSummary
+from kvlab_pipeline.gate_page.row_summary import BASELINE, BEST_TIER, Ratio, RowSummary
 from kvlab_pipeline.gate_page.samples import Repeat, Samples
 from kvlab_pipeline.gate_page.summary import Best, GateSummary, judged
 from kvlab_pipeline.gate_page.written_table import WORDS, written_table
@@ -46,6 +47,7 @@ def write(
     claims: Path | None = None,
     samples: Samples | None = None,
     disclosures: Mapping[str, str] | None = None,
+    replayer: Replayer | None = None,
 ) -> GateSummary:
     """Judge rows, and write the page, and to `claims` what it says as JSON.
 
@@ -60,13 +62,15 @@ def write(
         What the rows were made of, as in `judged`.
     disclosures : mapping of str to str, optional
         What has to be told with every number of a model, by model.
+    replayer : Replayer, optional
+        As in `judged`.
 
     Raises
     ------
     UserError
         As in `judged`.
     """
-    report, summary = judged(rows, context, samples)
+    report, summary = judged(rows, context, samples, replayer)
     asked = [line.baseline[NEEDLES] for line in summary.rows if NEEDLES in line.baseline]
     answered = {(measure.value, measure.n) for measure in asked}
     found = trust(context.registry, answered, _repeats(summary, samples or {}))
@@ -107,7 +111,8 @@ def page(summary: GateSummary) -> dict[str, Any]:
     measured = [line for line in summary.rows if line.measured]
     return {
         "claimed": ", ".join(tier for tier in TIERS if any(line.claimed == tier for line in measured)),
-        "best_tier": CERTIFIED,
+        "best_tier": BEST_TIER,
+        "not_replayed": NOT_REPLAYED,
         "too_lossy": TOO_LOSSY,
         "tested": summary.tested,
         "alpha": fmt.percent(summary.alpha, 1),
@@ -141,7 +146,7 @@ def answer_line(answer: Recommendation, summary: GateSummary) -> dict[str, Any]:
 
 
 def _not_yet(line: RowSummary, summary: GateSummary) -> str:
-    """Why a preview is none yet: which metrics are open, or how many rows were tested beside it."""
+    """Why a preview is no more: which metrics are open, or how many rows were tested beside it."""
     if line.open:
         return f"{', '.join(WORDS_OF.get(name, name) for name in line.open)} open"
     return f"not sure enough as one of {summary.tested} rows tested"
@@ -237,7 +242,7 @@ def table_line(line: RowSummary) -> dict[str, Any]:
         "metrics": [short(metric, line.metrics.get(metric)) for metric in METRICS],
         "adjusted_p": p_value(line.adjusted_p),
         "earned": line.earned,
-        "certified": line.earned == CERTIFIED,
+        "certified": line.certified,
         "why": line.why,
     }
 

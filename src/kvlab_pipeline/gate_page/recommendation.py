@@ -1,9 +1,9 @@
 """Which codec may be claimed, engine by engine: one row of each group of comparable rows, or that there is none.
 
 Rows are comparable when they are of one model, engine, protocol and stored span; those of codecs of whole caches, with
-which no model can run, among themselves. Of those that earn support, the one
-that stores least; where none does, the one that stores least among those against which nothing speaks and whose KL is
-shown to be small enough, as a preview.
+which no model can run, among themselves. Of those that are certified, the one that stores least; where none is, of
+those that earn support and were not measured again; where none does, of those against which nothing speaks and whose KL
+is shown to be small enough, as a preview.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from kvlab.core.settings import Frozen
-from kvlab_pipeline.gate_page.row_summary import CERTIFIED, RowSummary
+from kvlab.gate.replay import NOT_REPLAYED
+from kvlab_pipeline.gate_page.row_summary import BEST_TIER, RowSummary
 from kvlab_pipeline.gate_page.ways import order
 
 KL = "kl"
@@ -28,8 +29,8 @@ class Recommendation(Frozen):
         None where no row can be named.
     whole : bool
         Whether its rows are of codecs of whole caches.
-    word : {"certified", "preview", "none"}
-        Whether the row earns support, or only nothing speaks against it.
+    word : {"certified", "not measured again", "preview", "none"}
+        Whether the row is certified, only earns support, or only nothing speaks against it.
     tried, certified : int
         How many rows that compress were measured, and how many of them are certified. The best of many is better by
         luck, too.
@@ -41,7 +42,7 @@ class Recommendation(Frozen):
     stored_span: str | None
     whole: bool = False
     row_id: str | None
-    word: Literal["certified", "preview", "none"]
+    word: Literal["certified", "not measured again", "preview", "none"]
     tried: int
     certified: int
 
@@ -55,9 +56,14 @@ def answers(lines: Iterable[RowSummary]) -> Iterator[Recommendation]:
     places = list(dict.fromkeys(group[:2] for group in groups))
     for group in sorted(groups, key=lambda group: (places.index(group[:2]), group[-1], order(group[2:4]))):
         (model, engine, protocol, span, whole), tried = group, groups[group]
-        certified = [line for line in tried if line.earned == CERTIFIED]
-        previews = [line for line in tried if is_preview(line)]
-        best = smallest(certified) or smallest(previews)
+        certified = [line for line in tried if line.certified]
+        found = {
+            "certified": smallest(certified),
+            NOT_REPLAYED: smallest([line for line in tried if line.earned == BEST_TIER]),
+            "preview": smallest([line for line in tried if is_preview(line)]),
+        }
+        word = next((word for word, line in found.items() if line), "none")
+        best = found.get(word)
         yield Recommendation(
             model=model,
             engine=engine,
@@ -65,7 +71,7 @@ def answers(lines: Iterable[RowSummary]) -> Iterator[Recommendation]:
             stored_span=span,
             whole=whole,
             row_id=best.row_id if best else None,
-            word="none" if best is None else "certified" if certified else "preview",
+            word=word,
             tried=len(tried),
             certified=len(certified),
         )

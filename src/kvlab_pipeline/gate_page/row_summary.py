@@ -6,8 +6,9 @@ from kvlab.core.recipe import WHOLE
 from kvlab.core.settings import Frozen
 from kvlab.gate.catalogue.columns import TIERS
 from kvlab.gate.evidence import Measure
+from kvlab.gate.replay import Replay
 
-CERTIFIED = TIERS[0]
+BEST_TIER = TIERS[0]
 BASELINE = "baseline"
 
 
@@ -40,12 +41,17 @@ class RowSummary(Frozen):
         The metrics of which the baseline is not shown to be better than chance.
     claimed, earned : str or None
         Tiers.
+    certified : bool
+        Whether it earns the best tier and came out the same when it was measured again.
+    replay : Replay or None
+        What measuring again found; None where nothing was measured again.
     open, beyond : tuple of str
         The metrics that keep it from its claim: those that its items do not settle, and those that lose too much.
     p, adjusted_p : float or None
         As in `kvlab.gate.check.Claim`.
     why : str
-        Why it does not earn what it claims, or was not measured, in a few words; empty where nothing is to be said.
+        Why it does not earn what it claims, is not certified or was not measured, in a few words; empty where nothing
+        is to be said.
     """
 
     row_id: str
@@ -80,6 +86,8 @@ class RowSummary(Frozen):
     beyond: tuple[str, ...]
     p: float | None = None
     adjusted_p: float | None = None
+    certified: bool = False
+    replay: Replay | None = None
     why: str
 
     @property

@@ -17,11 +17,12 @@ from kvlab.gate.catalogue.rows import Row
 from kvlab.gate.check import Claim, GateReport, check
 from kvlab.gate.evidence import Measure, measured, paired, parse, problems
 from kvlab.gate.reasons import Reason
+from kvlab.gate.replay import Replayer
 from kvlab_pipeline.gate_page.recommendation import Recommendation, answers
-from kvlab_pipeline.gate_page.row_summary import BASELINE, CERTIFIED, Ratio, RowSummary
+from kvlab_pipeline.gate_page.row_summary import BASELINE, Ratio, RowSummary
 from kvlab_pipeline.gate_page.samples import Sampled, Samples, speed
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 ALIKE = ("run", "model", "engine", "device", "dtype", "context_tokens")
 """Fields in which a row and the baseline that its throughput is held against are equal."""
 
@@ -80,7 +81,9 @@ class GateSummary(Frozen):
         return self.model_dump(mode="json", exclude={"rows": {"__all__": measures}})
 
 
-def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None) -> tuple[GateReport, GateSummary]:
+def judged(
+    rows: Sequence[Row], context: Context, samples: Samples | None = None, replayer: Replayer | None = None
+) -> tuple[GateReport, GateSummary]:
     """The gate's report on rows, and what may be said of each.
 
     Parameters
@@ -89,6 +92,8 @@ def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None
     context : Context
     samples : Samples, optional
         What the rows were made of; without them no throughput has an interval, and no baseline is repeated.
+    replayer : Replayer, optional
+        Measures items of rows again; without it no row is certified.
 
     Raises
     ------
@@ -97,7 +102,7 @@ def judged(rows: Sequence[Row], context: Context, samples: Samples | None = None
         of either.
     """
     samples = samples or {}
-    report = check(rows, context)
+    report = check(rows, context, replayer=replayer)
     claims = {(claim.row["run"], claim.row["row_id"]): claim for claim in report.claims}
     if len(claims) != len(rows):
         raise UserError(
@@ -153,6 +158,8 @@ def _line(row: Row, claim: Claim, rows: Sequence[Row], context: Context, samples
         beyond=_losing(claim, "quality_beyond"),
         p=claim.p,
         adjusted_p=claim.adjusted_p,
+        certified=claim.certified,
+        replay=claim.replay,
         why=_why(claim) if was_measured else str(row.values.get("mechanism_notes") or "not measured"),
     )
 
@@ -238,14 +245,14 @@ def _losing(claim: Claim, code: str) -> tuple[str, ...]:
 
 
 def _why(claim: Claim) -> str:
-    """Which metrics lose too much or are not settled; for everything else the codes."""
+    """Which metrics lose too much or are not settled, and for everything else the codes; why it is not certified."""
     counting = _counting(claim)
     told = []
     for code, word in (("quality_beyond", "beyond"), ("quality_open", "open")):
         keys = _losing(claim, code)
         told += [f"{', '.join(keys)} {word}"] if keys else []
     others = dict.fromkeys(r.code for r in counting if r.code not in ("quality_beyond", "quality_open"))
-    return "; ".join([*told, *others])
+    return "; ".join([*told, *others, *filter(None, [claim.uncertified])])
 
 
 def _best(lines: Iterable[RowSummary]) -> Iterator[Best]:
@@ -255,7 +262,7 @@ def _best(lines: Iterable[RowSummary]) -> Iterator[Best]:
         if line.compresses:
             groups.setdefault((*line.place, line.protocol or ""), []).append(line)
     for (model, engine, protocol), tried in groups.items():
-        certified = [line for line in tried if line.earned == CERTIFIED]
+        certified = [line for line in tried if line.certified]
         tied = _smallest([line for line in certified if line.bits_per_value is not None])
         yield Best(
             model=model,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvlab.core.errors import UserError
+from kvlab.gate.replay import NOT_REPLAYED
 from kvlab.output import format as fmt
 from kvlab.output.markdown import cell
-from kvlab_pipeline.gate_page.row_summary import BASELINE, CERTIFIED
+from kvlab_pipeline.gate_page.row_summary import BASELINE, BEST_TIER
 from kvlab_pipeline.gate_page.summary import SCHEMA_VERSION
 from kvlab_pipeline.pages.parts import KL_UNIT
 
@@ -38,11 +39,12 @@ def context(claims: dict | None, model: str | None, page: str) -> dict | None:
     if not mine:
         return None
     coded = [row for row in mine if row["measured"] and row["mechanism"] != BASELINE]
-    certified = [row for row in coded if row["earned"] == CERTIFIED]
+    certified = [row for row in coded if row["certified"]]
+    only_earned = sum(row["earned"] == BEST_TIER for row in coded) - len(certified)
     return {
         "page": page,
         "counts": tiers(mine, claims["counts"]),
-        "sentence": sentence(len(certified), len(coded), measured_on(coded)),
+        "sentence": sentence(len(certified), len(coded), measured_on(coded), only_earned),
         "table": rows(certified) if certified else None,
     }
 
@@ -62,8 +64,8 @@ def tiers(found: list[dict], order: dict) -> str:
     return fmt.table(["earned", "rows"], [[tier, str(earned.count(tier))] for tier in order if tier in earned])
 
 
-def sentence(certified: int, coded: int, on: str) -> str:
-    """How many rows are certified, of how many, and what they were measured on."""
+def sentence(certified: int, coded: int, on: str, only_earned: int = 0) -> str:
+    """How many rows are certified, of how many, what they were measured on; how many lack a second measurement."""
     verb = "is" if certified == 1 else "are"
     if not coded:
         return "No row that compresses was measured."
@@ -71,8 +73,9 @@ def sentence(certified: int, coded: int, on: str) -> str:
         said = f"The one row that compresses is {'certified' if certified else 'not certified'}"
     else:
         said = f"Of {coded} rows that compress, {fmt.number(certified) if certified else 'none'} {verb} certified"
-    earns = f": {'it earns' if certified == 1 else 'they earn'} `{CERTIFIED}`" if certified else ""
-    return f"{said}{earns}." + (f" Measured on {on}." if on else "")
+    earns = f": {'it earns' if certified == 1 else 'they earn'} `{BEST_TIER}`" if certified else ""
+    lacks = f" `{BEST_TIER}` but {NOT_REPLAYED}: {fmt.number(only_earned)}." if only_earned else ""
+    return f"{said}{earns}.{lacks}" + (f" Measured on {on}." if on else "")
 
 
 def measured_on(found: list[dict]) -> str:

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvlab.core.recipe import WHOLE
+from kvlab.gate.replay import NOT_REPLAYED
 from kvlab.output import format as fmt
 from kvlab.output.markdown import cell as safe
 from kvlab.output.rendering import listing
 from kvlab_pipeline.gate_page import ways
-from kvlab_pipeline.gate_page.row_summary import BASELINE
+from kvlab_pipeline.gate_page.row_summary import BASELINE, BEST_TIER
 from kvlab_pipeline.gate_page.written_table import WORDS
 from kvlab_pipeline.pages import parts as tables
 from kvlab_pipeline.studies.ladder.tables import TOLD, length
@@ -216,7 +217,7 @@ def written(plain: dict | None, rows: list[dict]) -> str | None:
 def standing(row: dict) -> str:
     """What a row may claim, in words."""
     if row["word"] == "pass" and not row["codes"]:
-        return "yes"
+        return NOT_REPLAYED if row["earned"] == BEST_TIER and not row["certified"] else "yes"
     for name in ("beyond", "open"):
         if row[name]:
             found = ", ".join(dict.fromkeys(SHORT.get(key, safe(key)) for key in row[name]))

@@ -33,6 +33,7 @@ def row(row_id, model, earned, mechanism="kv_compression", variant="klt", **chan
     told |= {"stored_span": "context", "device": "cpu", "dtype": "bfloat16", "context_tokens": 512}
     told |= {"word": "pass", "codes": [], "open": [], "untold": [], "beyond": []}
     told |= {"metrics": {"kl": MEASURED, "needle_recall": NEEDLES}, "earned": earned, "claimed": "supported"}
+    told |= {"certified": earned == "supported"}
     return told | changed
 
 

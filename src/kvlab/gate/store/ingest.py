@@ -11,7 +11,7 @@ import json
 import math
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, field, fields
 from datetime import UTC, datetime
 
 from kvlab.core.errors import NonFinite, UnknownName, UserError
@@ -48,6 +48,11 @@ class ClaimRecord:
         The upper end of that loss over the margin; within is at most 1.
     reasons : str
         JSON: every reason, in order.
+    certified : int
+        1 where the row earns the best tier and came out the same when it was measured again in that call, 0 elsewhere.
+    replay : str or None
+        JSON: what measuring again found (`kvlab.gate.replay.Replay`). Each time other items are drawn, so that two
+        claims that differ in nothing else are equal.
     """
 
     registry_digest: str
@@ -58,6 +63,8 @@ class ClaimRecord:
     loss: float | None
     loss_share: float | None
     reasons: str
+    certified: int = 0
+    replay: str | None = field(default=None, compare=False)
 
 
 def recorded(claim: Claim, report: GateReport) -> ClaimRecord:
@@ -74,16 +81,17 @@ def recorded(claim: Claim, report: GateReport) -> ClaimRecord:
         raise UnknownName("earned tier", claim.earned, TIERS)
     reasons = json.dumps([str(reason) for finding in claim.findings for reason in finding.reasons])
     said = report.registry, report.current, claim.earned, claim.status
+    again = int(claim.certified), claim.replay and claim.replay.model_dump_json()
     judged = [judgement for judgement in claim.judgements if judgement.margin and judgement.high is not None]
     if not judged:
-        return ClaimRecord(*said, None, None, None, reasons)
+        return ClaimRecord(*said, None, None, None, reasons, *again)
     worst = max(judged, key=_share)
     if not (math.isfinite(_share(worst)) and math.isfinite(worst.loss)):
         raise NonFinite(
             f"the loss of {worst.key} of row {claim.row['row_id']!r} is {worst.loss}, up to {worst.high}",
             code="non-finite.loss",
         )
-    return ClaimRecord(*said, worst.key, worst.loss, _share(worst), reasons)
+    return ClaimRecord(*said, worst.key, worst.loss, _share(worst), reasons, *again)
 
 
 def _share(judgement: Judgement) -> float:
@@ -94,7 +102,7 @@ def _share(judgement: Judgement) -> float:
 
 Place = tuple[str, str]  # run and row_id
 Disagreement = tuple[Place, ClaimRecord, ClaimRecord]  # what the store holds of a place, and what is said of it now
-CLAIM_COLUMNS = ", ".join(quoted(field.name) for field in fields(ClaimRecord))
+CLAIM_COLUMNS = ", ".join(quoted(one.name) for one in fields(ClaimRecord))
 
 
 @dataclass(frozen=True)
@@ -262,9 +270,9 @@ def _refusal(other: list[StoredRow]) -> str:
 def _refusal_of_claims(found: list[Disagreement]) -> str:
     (run, row_id), before, now = found[0]
     differing = [
-        f"{field.name} is {shown(getattr(before, field.name))} there and {shown(getattr(now, field.name))} here"
-        for field in fields(ClaimRecord)
-        if getattr(before, field.name) != getattr(now, field.name)
+        f"{one.name} is {shown(getattr(before, one.name))} there and {shown(getattr(now, one.name))} here"
+        for one in fields(ClaimRecord)
+        if one.compare and getattr(before, one.name) != getattr(now, one.name)
     ]
     more = f"; so are {len(found) - 1} more" if len(found) > 1 else ""
     return (

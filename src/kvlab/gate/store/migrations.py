@@ -61,7 +61,13 @@ def _tables_of_the_store(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_tables_of_the_store,)
+def _certified_claims(connection: sqlite3.Connection) -> None:
+    """What measuring again found; of a claim that was kept before nothing was."""
+    connection.execute("ALTER TABLE claims ADD COLUMN certified INTEGER NOT NULL DEFAULT 0")
+    connection.execute("ALTER TABLE claims ADD COLUMN replay TEXT")
+
+
+MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (_tables_of_the_store, _certified_claims)
 """Migration number n, counted from 1, makes version n of version n - 1. A released one is never edited."""
 
 

@@ -19,7 +19,7 @@ from kvlab.gate.store.selection import CERTIFIED, condition, everything, groups,
 OWN_FILES = ("", "-wal", "-shm", "-journal")
 """Endings of the store's own files: the database and what SQLite keeps beside it while it is open."""
 
-QUALITY_KEYS = ("earned_tier", "derived_status", "quality_eval_id", "registry_digest")
+QUALITY_KEYS = ("earned_tier", "certified", "derived_status", "quality_eval_id", "registry_digest")
 """Part of every grouping: an average never mixes what is certified with what is not, nor what one registry allows with
 what another does."""
 
@@ -32,6 +32,9 @@ BEST = {
     "compression_ratio": "ASC",
 }
 """What can be best, and which way: the order in which the best comes first. Nothing that is not judged is among it."""
+
+UNCOMPARED = ("run", "replay")
+"""Columns in which two runs always differ: their name, and which items were drawn to be measured again, and when."""
 
 UNJUDGED = tuple(column.name for column in COLUMNS if not column.judged)
 """Times, memory and rates of speculation, which no evidence vouches for."""
@@ -64,7 +67,8 @@ def query(
         A measure: of each group (of everything, without `group_by`) the one row where it is best, whole. Rows without
         it take no part; of equals the first by run and `row_id`.
     certified_only : bool
-        Whether only rows that have earned the tier ``supported`` are looked at. What is not judged (`RowColumn.judged`)
+        Whether only rows are looked at that have earned the tier ``supported`` and came out the same when the gate
+        measured them again, in the call that put them here. What is not judged (`RowColumn.judged`)
         is left out of them: it is not certified with the rest.
 
     Returns
@@ -194,7 +198,7 @@ def _changes(old: Mapping | None, new: Mapping | None) -> Iterable[tuple]:
     head = (row["row_id"], row["model"], row["mechanism"], row["mechanism_variant"])
     if old is None or new is None:
         return [(*head, "added" if old is None else "gone", None, None, None)]
-    changed = [name for name in row if name != "run" and old[name] != new[name]]
+    changed = [name for name in row if name not in UNCOMPARED and old[name] != new[name]]
     return [(*head, "changed", name, _json(old[name]), _json(new[name])) for name in changed]
 
 

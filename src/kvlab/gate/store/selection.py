@@ -28,6 +28,8 @@ QUALITY = (
     ("loss", "REAL"),
     ("loss_share", "REAL"),
     ("reasons", "TEXT"),
+    ("certified", "INTEGER"),
+    ("replay", "TEXT"),
 )
 """What the gate claims of a row (`kvlab.gate.store.ingest.ClaimRecord`); all null where it was never asked."""
 
@@ -104,7 +106,7 @@ def condition(where: Mapping[str, object], certified_only: bool) -> tuple[str, l
     where : mapping
         Column to value, to a list of values, or to None for rows that do not say; a text is read as the column's kind.
     certified_only : bool
-        Whether only rows that have earned the best tier are asked for.
+        Whether only rows are asked for that have earned the best tier and came out the same when measured again.
 
     Raises
     ------
@@ -124,8 +126,7 @@ def condition(where: Mapping[str, object], certified_only: bool) -> tuple[str, l
         parts.append(f"({' OR '.join(options)})")
         values += said
     if certified_only:
-        parts.append("e.earned_tier = ?")
-        values.append(CERTIFIED)
+        parts.append("e.certified = 1")
     return " AND ".join(parts), values
 
 

@@ -1,0 +1,396 @@
+"""The gate measures rows again: true ones of a tiny model are certified, made-up ones are not, however consistent."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from typing import NamedTuple
+
+import polars as pl
+import pytest
+import yaml
+
+import tiny
+from cli.test_cli import run as typed
+from kvlab.calibration.components import fit_components
+from kvlab.calibration.sigma import fit_sigma
+from kvlab.core.recipe import canonical
+from kvlab.core.records import read_json, write_json
+from kvlab.gate import registry
+from kvlab.gate.catalogue.rows import read_rows
+from kvlab.gate.catalogue.values import RowError
+from kvlab.gate.check import check
+from kvlab.gate.evidence import parse
+from kvlab.gate.registry.reading import SHIPPED
+from kvlab.gate.rules import Context
+from kvlab.text import corpus, needles, ruler
+from kvlab_pipeline.gate_page import measured_rows
+from kvlab_pipeline.gate_page.summary import judged
+from kvlab_pipeline.jobs.measure import Lab
+from kvlab_pipeline.replay import ReplayPart, Workspace
+from kvlab_pipeline.studies.mechanisms.measure import longest, mechanisms
+from kvlab_pipeline.studies.mechanisms.plan import FIDELITY, NEEDLE
+from kvlab_pipeline.studies.mechanisms.records import read_mechanisms, write_mechanisms
+
+LABEL, SERVED, LOSSY = "klt 2 snapshot", "klt 2 served", "int 2 snapshot"
+WINDOWS = 34  # enough to certify a row among those that are tried here
+SLUG = "tiny"
+
+
+class Made(NamedTuple):
+    """A workspace of a tiny model, and what its rows are judged against: margins that a random model meets."""
+
+    params: object
+    root: object
+    context: Context
+
+    @property
+    def record(self):
+        return self.root / "results/mechanisms" / SLUG / "hf"
+
+    @property
+    def rows(self):
+        return self.root / "rows.json"
+
+    def written(self, root=None):
+        """Rows of the record as it is now."""
+        root = root or self.root
+        calib = root / "calib"
+        texts = calib / "corpus" / SLUG / "windows.json", calib / "needles" / SLUG / "needles.json"
+        measured_rows.write([self.record], *texts, "c0de", "supported", self.rows, self.root / "now.json")
+        return read_rows(self.rows)
+
+    def replayer(self, items=1):
+        return Workspace({SLUG: self.params}, items, self.root)
+
+    def claims(self, rows, items=1, replayer=...):
+        """Claims by `row_id`."""
+        replayer = self.replayer(items) if replayer is ... else replayer
+        report = check(rows, self.context, replayer=replayer)
+        return {claim.row["row_id"].partition("hf/")[2]: claim for claim in report.claims}
+
+    def of(self, label):
+        return label.replace(" ", "-")
+
+
+@pytest.fixture(scope="module")
+def evals(tmp_path_factory):
+    """The shipped evals with margins and bands that a random model of short contexts meets."""
+    wide = yaml.safe_load((SHIPPED / "evals.yaml").read_text())
+    for one in wide["evals"]:
+        if one["harness"] == "kvlab":
+            one["band"] = [1, 32768]
+            for metric in one["metrics"]:
+                metric.update(margin=500.0)
+                metric.pop("floor", None)
+    out = tmp_path_factory.mktemp("evals") / "evals.yaml"
+    out.write_text(yaml.safe_dump(wide))
+    return out
+
+
+@pytest.fixture(scope="module")
+def origin(tiny_params, evals, tmp_path_factory):
+    """The workspace, made once."""
+    from kvlab.calibration.asked import write_asked
+    from kvlab.calibration.capture import capture
+
+    root = tmp_path_factory.mktemp("workspace")
+    text = tiny.write_text(root / "text.txt", count=700)
+    changed = {
+        "model": tiny_params.model.model_copy(update={"slug": SLUG}),
+        "engines": ("hf",),
+        "corpus": tiny_params.corpus.model_copy(update={"source": str(text)}),
+        "windows": tiny_params.windows.model_copy(update={"test": WINDOWS}),
+        "mechanisms": tiny_params.mechanisms.model_copy(
+            update={
+                "protocols": ("snapshot",),
+                "codecs": ("klt", "int"),
+                "caches": ("klt",),
+                "kept": ("attention:percent=25",),
+                "bits": (2,),
+                "greedy": 0,
+            }
+        ),
+    }
+    params = tiny_params.model_copy(update=changed)
+    calib = root / "calib"
+    windows, found = calib / "corpus" / SLUG / "windows.safetensors", calib / "needles" / SLUG / "needles.parquet"
+    corpus.build(params, windows)
+    needles.build(params, found)
+    ruler.build(params, found.with_name("ruler.parquet"))
+    paths = {name: calib / name / SLUG / "hf.safetensors" for name in ("capture", "sigma", "components")}
+    write_asked([], calib / "asked.json")
+    capture(params, "hf", windows, paths["capture"], calib / "asked.json")
+    fit_sigma(params, paths["capture"], paths["sigma"])
+    fit_components(params, paths["capture"], paths["sigma"], paths["components"])
+    made = Made(params, root, Context(registry.load(None, evals)))
+    fitted = made.replayer()._fitted(params)
+    mechanisms(params, "hf", windows, found, fitted, "c0de", made.record)
+    made.written()
+    return made
+
+
+@pytest.fixture
+def made(origin, tmp_path):
+    """A copy of the workspace that a test may damage."""
+    import shutil
+
+    shutil.copytree(origin.root, tmp_path / "own")
+    return origin._replace(root=tmp_path / "own")
+
+
+def test_true_rows_are_certified_by_measuring_again_and_by_nothing_else(origin):
+    rows = read_rows(origin.rows)
+    without, after = origin.claims(rows, replayer=None), origin.claims(rows)
+    best = {name for name, claim in without.items() if claim.earned == "supported"}
+    assert {origin.of(label) for label in (LABEL, SERVED, "attention:percent=25", "baseline")} <= best
+    assert not any(claim.certified for claim in without.values())
+    wrong = {name: (claim.replay.lacking, claim.replay.differs) for name, claim in after.items() if claim.replay}
+    assert {name for name, claim in after.items() if claim.certified} == best, wrong
+    for name in best:
+        scores = after[name].replay.scores
+        assert all(score.claimed == score.found for score in scores) and after[name].replay.code
+        assert {score.quality_eval_id for score in scores} >= {FIDELITY, NEEDLE}
+    assert {name: claim.earned for name, claim in after.items()} == {n: c.earned for n, c in without.items()}
+    assert without[origin.of(LABEL)].uncertified == "not measured again"
+
+
+def test_a_page_names_what_is_certified_and_what_was_not_measured_again(origin):
+    rows = read_rows(origin.rows)
+    for replayer, word in ((None, "not measured again"), (origin.replayer(), "certified")):
+        _, summary = judged(rows, origin.context, replayer=replayer)
+        assert {answer.word for answer in summary.answers} == {word}
+        assert {line.why for line in summary.rows if line.earned == "supported"} == {"" if replayer else word}
+
+
+def test_where_nothing_would_be_certified_nothing_is_measured(origin):
+    def refuse(rows):
+        raise AssertionError([row.values["row_id"] for row in rows])
+
+    rows = read_rows(origin.rows)
+    shipped = check(rows, Context(registry.load()), replayer=refuse)
+    assert not any(claim.earned == "supported" and claim.row["mechanism"] != "baseline" for claim in shipped.claims)
+    plain = [row for row in rows if row.values["mechanism"] == "baseline"]
+    assert not check(plain, origin.context, replayer=refuse).claims[0].certified
+
+
+# ------------------------------------------------------------------------- a forger of rows and evidence
+
+
+def seal(piece):
+    piece["evidence_id"] = parse(piece).content_id()
+
+
+def forged(origin, row, observed=None, identity=None, piece=None, label=LABEL):
+    """The rows, of which one and all its evidence say something else together, with new ids."""
+    rows = json.loads(origin.rows.read_text())
+    mine = next(one for one in rows if one["row_id"].endswith("/" + origin.of(label)))
+    for one in mine["evidence"]:
+        one["observed"].update({k: v(one["observed"]) if callable(v) else v for k, v in (observed or {}).items()})
+        for who in ("identity", "baseline_identity"):
+            one[who].update(identity or {})
+        (piece or (lambda _: None))(one)
+        seal(one)
+    mine.update({k: v(mine) if callable(v) else v for k, v in row.items()})
+    return [{name: value for name, value in one.items() if value is not ...} for one in rows]
+
+
+def part_of(share):
+    return {name: lambda one, name=name: one[name] * share for name in ("bits_per_value", "compression_ratio")} | {
+        "kv_bytes": lambda one: int(one["kv_bytes"] * share)
+    }
+
+
+def less(share):
+    return {"observed": {"kv_bytes": lambda seen: int(seen["kv_bytes"] * share)}, "row": part_of(share)}
+
+
+INT = {"mechanism": "kv_quantization", "mechanism_variant": "int", "compression_method": "int", "codec": "int"}
+BLOCK = {"mechanism_variant": "block", "compression_method": "block", "codec": "block"}
+FORGERIES = {
+    "bits": {"row": {"bits": 1}, "observed": {"bits": 1.0}},
+    "bytes": less(0.5),
+    "a twentieth of the bytes": less(0.95),
+    "canary": {"row": {}, "observed": {"canary_kl": 0.005}},
+    "calls": {"row": {"fires": 1, "expected_fires": 1}, "observed": {"fires": 1, "expected_fires": 1}},
+    "context": {"row": {"context_tokens": 8192, "context_band": "8k"}, "identity": {"context_tokens": 8192}},
+    "engine": {"row": {"engine": "vllm"}, "identity": {"engine": "vllm"}},
+    "device": {"row": {"device": "cuda"}, "identity": {"device": "cuda"}},
+    "protocol": {
+        "row": {"protocol": "in_forward", "stored_span": "window"},
+        "observed": {"span": "window"},
+        "identity": {"protocol": "in_forward"},
+    },
+    "calibration": {"row": {"calibration": ...}, "identity": {"calibration": None}},
+    "codec int": {"row": INT, "observed": {"codec": "int"}},
+    "codec block": {"row": BLOCK, "observed": {"codec": "block"}},
+    "evals": {"row": {}, "piece": lambda one: one.update(evals=[FIDELITY])},
+    "family": {"row": {}, "piece": lambda one: one["family"].update(tested=1)},
+}
+
+
+def read(tmp_path, rows):
+    path = tmp_path / "forged.json"
+    path.write_text(json.dumps(rows))
+    return read_rows(path)
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_a_row_that_is_forged_with_all_its_evidence_is_not_certified(origin, tmp_path, what):
+    rows = read(tmp_path, forged(origin, **FORGERIES[what]))
+    claim = origin.claims(rows)[origin.of(LABEL)]
+    assert not claim.certified
+    if claim.replay:  # it looks as good as a true one, and is none
+        assert origin.claims(rows, replayer=None)[origin.of(LABEL)].earned == "supported"
+        assert claim.replay.lacking or (claim.earned, claim.codes) == ("unsupported", {"record_other"})
+
+
+def test_a_row_with_the_metrics_of_a_better_one_is_not_certified(origin, tmp_path):
+    rows = json.loads(origin.rows.read_text())
+    lossy, good = (next(r for r in rows if r["row_id"].endswith(origin.of(label))) for label in (LOSSY, LABEL))
+    better = {piece["quality_eval_id"]: piece for piece in good["evidence"]}
+    for piece in lossy["evidence"]:
+        piece |= {name: copy.deepcopy(better[piece["quality_eval_id"]][name]) for name in ("metrics", "paired")}
+        seal(piece)
+    lossy |= {name: good[name] for name in ("kl", "delta_nll", "top1_agreement")}
+    claims = origin.claims(read(tmp_path, rows))
+    assert "record_other" in claims[origin.of(LOSSY)].codes and not claims[origin.of(LOSSY)].certified
+    assert claims[origin.of(LABEL)].certified  # a true row beside it is
+
+
+# -------------------------------------------------------------------------------- a forger of the record
+
+
+def damaged(made, change_row=None, change_scores=None):
+    """Rows of a record in which something was changed; the record, its table and the rows agree."""
+    record, scores = read_mechanisms(made.record)
+    rows = tuple(change_row(row) if change_row and row.label == LABEL else row for row in record.rows)
+    write_mechanisms(made.record, record.model_copy(update={"rows": rows}), (change_scores or (lambda t: t))(scores))
+    return made.written()
+
+
+MINE = pl.col("label") == LABEL
+
+
+def one_score(table):
+    last = MINE & (pl.col("metric") == "kl") & (pl.col("item") == WINDOWS - 1)
+    return table.with_columns(variant=pl.when(last).then(pl.col("variant") * 0.999).otherwise(pl.col("variant")))
+
+
+def every_score(table):
+    return table.with_columns(variant=pl.when(MINE & (pl.col("metric") == "kl")).then(1e-4).otherwise("variant"))
+
+
+def baselines(table):
+    found = pl.col("metric") == "needle_recall"
+    return table.with_columns(**{side: pl.when(found).then(1.0).otherwise(side) for side in ("variant", "baseline")})
+
+
+def runs(change):
+    def changed(row):
+        evals = tuple(run.model_copy(update=change(run)) for run in row.evals)
+        counted = {name: getattr(evals[0], name) for name in ("fires", "expected_fires", "kv_bytes")}
+        return row.model_copy(update=counted | {"evals": evals})
+
+    return changed
+
+
+RECORDS = {
+    "one score": (None, one_score, WINDOWS, "kl of the variant"),
+    "all scores of a metric": (None, every_score, 1, "kl of the variant"),
+    "needles found": (None, baselines, 1, "needle_recall of the variant"),
+    "bytes": (runs(lambda run: {"kv_bytes": int(run.kv_bytes * 0.99)}), None, 1, f"kv_bytes of {FIDELITY}"),
+    "calls": (runs(lambda run: {"fires": 1, "expected_fires": 1}), None, 1, f"fires of {FIDELITY}"),
+    "canary": (lambda row: row.model_copy(update={"canary_kl": row.canary_kl * 2}), None, 1, "canary_kl"),
+    "class": (lambda row: row.model_copy(update={"cache_class": "StaticCache"}), None, 1, "cache_class"),
+    "recipe": (lambda row: row.model_copy(update={"recipe_id": "0123456789ab"}), None, 1, "recipe_id"),
+}
+
+
+@pytest.mark.parametrize("what", RECORDS)
+def test_a_record_that_says_something_else_is_found_by_measuring_again(made, what):
+    *change, items, field = RECORDS[what]
+    rows = damaged(made, *change)
+    assert made.claims(rows, replayer=None)[made.of(LABEL)].earned == "supported"
+    claim = made.claims(rows, items)[made.of(LABEL)]
+    assert (claim.earned, claim.certified, claim.word) == ("unsupported", False, "fail")
+    assert field in [reason.field for reason in claim.replay.differs], claim.replay.differs
+    assert claim.codes == {"replay_other"}
+
+
+def test_a_calibration_that_was_changed_since_certifies_nothing(made):
+    from safetensors.numpy import load_file, save_file
+
+    path = made.root / "calib/components" / SLUG / "hf.safetensors"
+    held = load_file(path)
+    save_file({name: one * 1.01 if one.dtype.kind == "f" else one for name, one in held.items()}, path)
+    sidecar = read_json(path.with_suffix(".json"))
+    write_json(path.with_suffix(".json"), sidecar)
+    claims = made.claims(read_rows(made.rows))
+    assert not claims[made.of(LABEL)].certified and not claims[made.of(SERVED)].certified
+
+
+def test_another_machine_speaks_neither_for_a_row_nor_against_it(made):
+    record, scores = read_mechanisms(made.record)
+    other = record.provenance.model_copy(update={"versions": dict(record.provenance.versions, torch="9")})
+    write_mechanisms(made.record, record.model_copy(update={"provenance": other}), scores)
+    claim = made.claims(made.written())[made.of(LABEL)]
+    assert (claim.earned, claim.certified) == ("supported", False)
+    assert "here versions is" in claim.uncertified and claim.uncertified.startswith("not measured again: ")
+
+
+def test_a_row_that_the_workspace_has_no_record_of_is_told_so(origin, tmp_path):
+    rows = json.loads(origin.rows.read_text())
+    for row in rows:
+        row["row_id"] = f"elsewhere/{row['row_id']}"
+    claims = check(read(tmp_path, rows), origin.context, replayer=origin.replayer()).claims
+    best = [claim for claim in claims if claim.earned == "supported"]
+    assert best and {claim.certified for claim in best} == {False}
+    assert {"the workspace has no record of" in claim.uncertified for claim in best} == {True}
+
+
+# ------------------------------------------------------------------------------------ what is drawn
+
+
+def test_no_seed_decides_which_items_are_drawn(origin):
+    replayer = origin.replayer()
+    windows, found = replayer._texts(SLUG)
+    drawn = set()
+    with Lab.open(
+        origin.params, windows, replayer._fitted(origin.params), longest=longest(origin.params, found)
+    ) as lab:
+        for _ in range(8):
+            random.seed(0)
+            part = ReplayPart(lab, "hf", found, "c0de", origin.root, labels=[LABEL])
+            assert part.scored[FIDELITY][0].number == 0 and len(part.scored[NEEDLE]) == 1
+            drawn.add(tuple(window.number for window in part.scored[FIDELITY]))
+    assert len(drawn) > 1
+
+
+# ------------------------------------------------------------------------------------ as it is typed
+
+
+def test_only_the_verb_that_measures_puts_certified_rows_into_a_store(origin, evals, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(origin.root)
+    db, given = str(tmp_path / "rows.db"), ("--evals", str(evals))
+    query = ("gate", "query", db, "--certified", "--format", "json")
+    assert typed("gate", "ingest", db, "rows.json", *given, capsys=capsys)[0] == 0
+    assert json.loads(typed(*query, capsys=capsys)[1]) == []
+    line = ("gate", "replay", "rows.json", *given, "--params", canonical(origin.params.model_dump(mode="json")))
+    code, _, err = typed(*line, "--store", db, capsys=capsys)
+    assert code == 2 and "certified is 0 there and 1 here" in err  # in silence no row becomes better
+    code, out, err = typed(*line, "--store", db, "--replace", "--format", "json", capsys=capsys)
+    claims = {claim["row"]["row_id"] for claim in json.loads(out)["claims"] if claim["certified"]}
+    assert f"tiny/hf/{origin.of(LABEL)}: certified\n" in err and code == 0
+    stored = json.loads(typed(*query, capsys=capsys)[1])
+    assert {row["row_id"] for row in stored} == claims and json.loads(stored[0]["replay"])["scores"]
+
+
+@pytest.mark.parametrize("field", ["replay", "certified", "replayed"])
+def test_a_row_that_says_itself_that_it_was_measured_again_is_refused(origin, tmp_path, field):
+    rows = json.loads(origin.rows.read_text())
+    rows[1][field] = True
+    with pytest.raises(RowError) as refusal:
+        read(tmp_path, rows)
+    assert [reason.code for reason in refusal.value.reasons] == ["field_unknown"]
