@@ -8,6 +8,7 @@ import re
 import pytest
 
 from kvlab.core.errors import StorageError
+from kvlab.output import format as fmt
 from refusals import refused
 from validation import measured
 
@@ -125,11 +126,31 @@ def typed() -> list:
     return [pytest.param(name, text, id=name) for name, text in found]
 
 
+def columns(lines: list[str]) -> list[list[str]]:
+    """The cells of a table's rows, by column."""
+    return [list(cells) for cells in zip(*([cell.strip() for cell in line.split("|")] for line in lines), strict=False)]
+
+
+def holds_numbers(cells: list[str]) -> bool:
+    """Whether a column is of numbers, or a number in it looks measured."""
+    return fmt.numeric(cells) or any(map(NUMBER.search, cells))
+
+
+@pytest.mark.parametrize(("cell", "found"), [("12", True), ("klt, 2.0", True), ("3 %", True), ("two", False)])
+def test_the_search_finds_a_number_in_a_table(cell, found):
+    (table,) = measured.tables(measured.outside(f"text\n\n| codec |\n|---|\n| {cell} |\n\ntext\n"))
+    assert any(map(holds_numbers, columns(table[2:]))) == found
+
+
+@pytest.mark.parametrize("text", ["a KL of 0.3", "0.02 nats", "[0.1, 0.2]", "KL 1.2e-5", "95 % -0.1 to 0.2"])
+def test_the_search_finds_a_cost_in_prose(text):
+    assert FIGURE.findall(text) == [text.removeprefix("a ")]
+
+
 @pytest.mark.parametrize(("page", "text"), typed())
 def test_no_measured_number_is_typed_into_a_committed_table(page, text):
-    """A table with a decimal number, a share, an interval or a number in thousands is a block, or no measurement."""
-    tables = list(measured.tables(text))
-    loose = {lines[0].strip() for lines in tables if any(NUMBER.search(line) for line in lines[2:])}
+    """A table with a column of numbers, a decimal number, a share or an interval is a block, or no measurement."""
+    loose = {lines[0].strip() for lines in measured.tables(text) if any(map(holds_numbers, columns(lines[2:])))}
     assert loose == {header for name, header in SETTINGS if name == page}
 
 
