@@ -24,6 +24,7 @@ from kvlab_pipeline.report.readme import marks, read, split
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 FOLDER = "measured"
+NO_TABLE = "storage.no-measured-table"
 NAMED = re.compile(r"<!-- (measured/[\w-]+):begin -->")
 
 Cell = str | int | float | tuple[float, float, float]
@@ -87,7 +88,7 @@ def files(docs: Path = DOCS) -> dict[str, Measured]:
         try:
             found[f"{FOLDER}/{path.stem}"] = Measured.model_validate(read_json(path))
         except ValidationError as error:
-            raise StorageError(f"{path}: {error}", code="storage.no-measured-table") from None
+            raise StorageError(f"{path}: {error}", code=NO_TABLE) from None
     return found
 
 
@@ -144,26 +145,23 @@ def problems(docs: Path = DOCS) -> list[str]:
 
 
 def update(docs: Path = DOCS) -> None:
-    """Write every block of docs anew."""
+    """Write every block of docs anew.
+
+    Raises
+    ------
+    StorageError
+        A block's file is not there, or is none; the pages before it are written.
+    """
     known = files(docs)
     for page, text, names in pages(docs):
         for name in names:
+            if name not in known:
+                raise StorageError(f"{page} has a block of {name}.json, which is not there", code=NO_TABLE)
             before, _, after = split(text, page, name)
             begin, end = marks(name)
             text = f"{before}{begin}\n{block(known[name])}{end}{after}"
         if names:
             write_text(page, text)
-
-
-def outside(text: str) -> str:
-    """A page's text without its blocks and its code."""
-    return re.sub(r"<!-- (measured/[\w-]+):begin -->.*?<!-- \1:end -->|^ *```.*?^ *```", "", text, flags=re.M | re.S)
-
-
-def tables(text: str) -> Iterator[list[str]]:
-    """The lines of each Markdown table."""
-    for found in re.findall(r"(?:^ *\|.*\|\n)+", text, re.M):
-        yield found.strip().splitlines()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 
 from kvlab.core.errors import StorageError
 from kvlab.output import format as fmt
+from kvlab.stats import kl_scale
 from refusals import refused
 from validation import measured
 
@@ -39,7 +40,7 @@ SETTINGS = {
     (
         "command-line.md",
         "| less than | is called | what costs that | same top token there |",
-    ): "llama.cpp's",
+    ): "llama.cpp's, as kvlab.stats.kl_scale has them",
     ("rivals.md", "| name | settings | source | what is not here |"): "settings of published codecs, by their papers",
     ("install.md", "| extra | adds | needed by |"): "versions of packages",
 }
@@ -50,6 +51,7 @@ QUOTED = {
     "rivals.md": {"0.01 nats", "KL is 0.0075", "KL is 0.059"},  # AQUA-KV's abstract; rows of the marked tables above
 }
 """What looks like a measured number in running text, and is none, or repeats a marked table of the same page."""
+BLOCK = re.compile(r"<!-- (measured/[\w-]+):begin -->.*?<!-- \1:end -->", re.S)
 NUMBER = re.compile(r"\d\.\d|\d ?%|\[[-+]?[\d.]+, [-+]?[\d.]+\]|\b\d{1,3},\d{3}\b")
 ONE = r"[-+−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 FIGURE = re.compile(rf"KL (?:of |is |at most )?{ONE}|{ONE} nats|\[{ONE}, {ONE}\]|95 % {ONE} to {ONE}")
@@ -92,6 +94,12 @@ def test_whatever_differs_is_found(docs, what):
     assert len(measured.problems(docs)) == 1
 
 
+def test_a_block_of_no_file_is_not_written(docs):
+    (docs / "measured/one.json").unlink()
+    with refused(StorageError, measured.NO_TABLE, "measured/one.json"):
+        measured.update(docs)
+
+
 def test_what_nothing_vouches_for_says_so(docs):
     file = docs / "measured/one.json"
     file.write_text(json.dumps(RECORD | {"untraced": "its output was not kept", "command": ""}))
@@ -112,7 +120,7 @@ def test_what_nothing_vouches_for_says_so(docs):
 )
 def test_a_file_without_its_origin_or_its_numbers_is_refused(docs, change):
     (docs / "measured/one.json").write_text(json.dumps(RECORD | change))
-    with refused(StorageError, "storage.no-measured-table", "one.json"):
+    with refused(StorageError, measured.NO_TABLE, "one.json"):
         measured.files(docs)
 
 
@@ -120,9 +128,19 @@ def test_the_committed_blocks_are_what_their_files_render():
     assert measured.problems() == []
 
 
+def outside(text: str) -> str:
+    """A page's text without its blocks and its code."""
+    return re.sub(r"^ *```.*?^ *```", "", BLOCK.sub("", text), flags=re.M | re.S)
+
+
+def tables(text: str) -> list[list[str]]:
+    """The lines of each Markdown table."""
+    return [found.strip().splitlines() for found in re.findall(r"(?:^ *\|.*\|\n)+", text, re.M)]
+
+
 def typed() -> list:
     """Each page that no command writes whole, with what of it stands outside of blocks and code."""
-    found = [(page.name, measured.outside(text)) for page, text, _ in measured.pages() if page.name not in WRITTEN]
+    found = [(page.name, outside(text)) for page, text, _ in measured.pages() if page.name not in WRITTEN]
     return [pytest.param(name, text, id=name) for name, text in found]
 
 
@@ -138,7 +156,7 @@ def holds_numbers(cells: list[str]) -> bool:
 
 @pytest.mark.parametrize(("cell", "found"), [("12", True), ("klt, 2.0", True), ("3 %", True), ("two", False)])
 def test_the_search_finds_a_number_in_a_table(cell, found):
-    (table,) = measured.tables(measured.outside(f"text\n\n| codec |\n|---|\n| {cell} |\n\ntext\n"))
+    (table,) = tables(outside(f"text\n\n| codec |\n|---|\n| {cell} |\n\ntext\n"))
     assert any(map(holds_numbers, columns(table[2:]))) == found
 
 
@@ -150,7 +168,7 @@ def test_the_search_finds_a_cost_in_prose(text):
 @pytest.mark.parametrize(("page", "text"), typed())
 def test_no_measured_number_is_typed_into_a_committed_table(page, text):
     """A table with a column of numbers, a decimal number, a share or an interval is a block, or no measurement."""
-    loose = {lines[0].strip() for lines in measured.tables(text) if any(map(holds_numbers, columns(lines[2:])))}
+    loose = {lines[0].strip() for lines in tables(text) if any(map(holds_numbers, columns(lines[2:])))}
     assert loose == {header for name, header in SETTINGS if name == page}
 
 
@@ -163,6 +181,10 @@ def test_no_cost_is_typed_into_committed_prose(page, text):
 
 def test_what_was_typed_and_printed_is_a_block_or_run_by_a_test(root):
     for page, text, _ in measured.pages():
-        blocks = re.sub(r"<!-- (measured/[\w-]+):begin -->.*?<!-- \1:end -->", "", text, flags=re.S)
-        assert bool(re.search(r"^\$ ", blocks, re.M)) == (page.name in RUN), page.name
+        assert bool(re.search(r"^\$ ", BLOCK.sub("", text), re.M)) == (page.name in RUN), page.name
     assert all("the_example_of_the_documentation_runs" in (root / test).read_text() for test in RUN.values())
+
+
+def test_the_scale_of_the_command_line_is_that_of_the_code(root):
+    text = (root / "docs/command-line.md").read_text()
+    assert all(f"| {step.kl} | {step.word} | {step.like} |" in text for step in kl_scale.STEPS)
