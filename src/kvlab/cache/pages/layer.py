@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab.cache.pages.attention import Keys
+from kvlab.cache.pages.exact import ExactStore
 from kvlab.cache.pages.rope import Rotation, Unturned
 from kvlab.cache.pages.rows import Rows
 from kvlab.codecs.klt.reading import Components
@@ -28,12 +29,18 @@ class LayerPages:
         How a token's K and V lie; K's bytes come first.
     rotation : Rotation or Unturned
         What stands between K as attention sees it and as it is coded.
+    exact : ExactStore or None
+        Of all layers, where the recipe keeps recent tokens or sinks exact.
     """
 
-    def __init__(self, layer: int, k: Rows, v: Rows, rotation: Rotation | Unturned):
-        self.layer, self.k, self.v, self.rotation = layer, writer(k), writer(v), rotation
+    def __init__(self, layer: int, k: Rows, v: Rows, rotation: Rotation | Unturned, exact: ExactStore | None = None):
+        self.layer, self.k, self.v, self.rotation, self.exact = layer, writer(k), writer(v), rotation, exact
         self.quick = quick(k), quick(v)
-        self.written = self.read_back = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Count from nothing: tokens coded, tokens read coded, queries that read exact tokens."""
+        self.written = self.read_back = self.read_exact = 0
 
     @property
     def bytes(self) -> int:
