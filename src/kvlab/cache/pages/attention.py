@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kvlab.codecs.klt.reading import Looked
 
 SPAN = 1024  # tokens of one sequence that are attended to at once
 FEW = 32  # queries of a sequence, up to which weighing V's components costs less than making V of them
@@ -25,6 +28,9 @@ QUERIES = 512  # queries of one sequence that attend at once
 
 Read = Callable[[Tensor, Tensor, bool], "Keys"]
 """Slots and positions, int64 [n], and whether few queries look at them, to what attention needs of these tokens."""
+
+Quick = Callable[[Looked, Tensor], "Attended"]
+"""Tokens and the queries that look at them, few of each sequence, scaled float32 [n, heads, head_dim], to attention."""
 
 
 class Attended(NamedTuple):
@@ -151,6 +157,22 @@ class ServerStep:
         """Tokens that are read coded, over all sequences."""
         return sum(self.last(row) - first for row, first in enumerate(self.first))
 
+    @cached_property
+    def few(self) -> tuple[Tensor, Looked] | None:
+        """Queries int64 [n] of sequences that have few of them, and what they look at; None where there are none."""
+        ends = list(accumulate(self.lengths))
+        rows = [row for row in range(len(ends)) if self.starts[row + 1] - self.starts[row] <= FEW]
+        rows = [row for row in rows if self.last(row) > self.first[row]]
+        if not rows:
+            return None
+        begins = [ends[row] - self.lengths[row] for row in rows]
+        spans = [(begin + self.first[row], begin + self.last(row)) for begin, row in zip(begins, rows, strict=True)]
+        queries = torch.cat([torch.arange(self.starts[row], self.starts[row + 1]) for row in rows])
+        starts = [0, *accumulate(self.starts[row + 1] - self.starts[row] for row in rows)]
+        slots = torch.cat([self.slots[first:last] for first, last in spans])
+        counts, firsts = [last - first for first, last in spans], [self.first[row] for row in rows]
+        return queries, Looked.at(slots, counts, firsts, starts, self.until[queries])
+
     def own_slots(self) -> Tensor:
         """Where the step's own tokens lie, int64 [tokens]."""
         spans = zip(self.starts, self.starts[1:], accumulate(self.lengths), strict=False)
@@ -251,7 +273,9 @@ class Running:
         return Attended(mean, (self.top + self.weight.log()).permute(2, 0, 1).flatten(1))
 
 
-def attend(query: Tensor, read: Read, step: ServerStep, kv_heads: int, scale: float) -> Attended:
+def attend(
+    query: Tensor, read: Read, step: ServerStep, kv_heads: int, scale: float, quick: Quick | None = None
+) -> Attended:
     """Attention of a step's queries over the coded tokens that each of them reads.
 
     Parameters
@@ -266,10 +290,15 @@ def attend(query: Tensor, read: Read, step: ServerStep, kv_heads: int, scale: fl
         Heads of K and V.
     scale : float
         Of the scores.
+    quick : callable, optional
+        Attends where a sequence has few queries; torch does where it is not given.
     """
     found = nothing(query)
     running: dict[int, Running] = {}
-    for few in (True, False):
+    if quick and step.few:
+        queries, looked = step.few
+        found.mean[queries], found.log_sum[queries] = quick(looked, query[queries].float() * scale)
+    for few in (False,) if quick else (True, False):
         for batch in batches(step, few):
             slots = torch.cat([step.slots[span.offset + span.first : span.offset + span.last] for span in batch])
             places = torch.cat([torch.arange(span.first, span.last) for span in batch])

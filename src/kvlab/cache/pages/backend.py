@@ -16,8 +16,9 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvlab.cache.pages import exact
-from kvlab.cache.pages.attention import Keys, ServerStep, attend, joined
+from kvlab.cache.pages.attention import Attended, Keys, ServerStep, attend, joined
 from kvlab.cache.pages.layer import LayerPages
+from kvlab.codecs.klt.reading import Looked
 from kvlab.core.errors import CapabilityError, CodecNotActive
 
 SHARED = "_kvlab_step"  # where a step's tokens lie, noted on vLLM's own description of it: every layer asks
@@ -176,8 +177,11 @@ class PagesImpl(AttentionImpl):
         def read(slots: Tensor, positions: Tensor, few: bool) -> Keys:
             return pages.read(kv_cache, slots, positions, few)
 
+        def quick(looked: Looked, q: Tensor) -> Attended:
+            return pages.attend(kv_cache, looked, q, query.dtype)
+
         query, own = query[: step.tokens], output[: step.tokens]
-        coded = attend(query, read, step, self.num_kv_heads, self.scale)
+        coded = attend(query, read, step, self.num_kv_heads, self.scale, quick if pages.attention else None)
         if step.exact is None:
             own.copy_(coded.mean)
             return output
