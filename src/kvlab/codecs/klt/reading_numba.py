@@ -60,7 +60,7 @@ class Tables:
         return np.diff(self.active.end, prepend=-2).tolist()
 
     def beside(self, held: Further, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens int64 [count] and groups [count] of what lies beside, and what it adds to each, float32 [count, width]."""
+        """Tokens and groups int64 [count] of what lies beside, and what it adds to each, float32 [count, width]."""
         token, component, value = (torch.from_numpy(part[:count]) for part in held)
         group, own, back = component.long() // self.width, component.long() % self.width, self.plan.back
         more = back.values[group, own].float() * (back.row[group, own] * value[:, None]) * back.column[group, 0]
