@@ -20,12 +20,10 @@ from torch import Tensor
 from kvlab.cache.pages.attention import Attended, ExactStep, Running, ServerStep, nothing
 from kvlab.codecs.shared.exact_tokens import ExactTokens as Ends
 from kvlab.core.errors import CapabilityError, CodecNotActive
-from kvlab.core.recipe import Recipe
+from kvlab.core.recipe import PAGES_EXACT, Recipe
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-
-MOST_SINK, MOST_RECENT = 16, 512  # tokens of a request that pages keep exact
 
 
 def kept_exact(recipe: Recipe, path: str) -> tuple[int, int]:
@@ -44,7 +42,7 @@ def kept_exact(recipe: Recipe, path: str) -> tuple[int, int]:
                 " give ragged: coded",
                 code="capability.ends",
             )
-        for name, most in (("sink", MOST_SINK), ("recent", MOST_RECENT)):
+        for name, most in PAGES_EXACT.items():
             if not 0 <= getattr(own, name) <= most:
                 raise CapabilityError(
                     f"{path}: {name} of stream {stream} is {getattr(own, name)}; allowed in coded pages: 0 to {most}",
