@@ -158,6 +158,20 @@ def test_as_many_recent_tokens_as_there_are_make_it_plain_attention_and_read_no_
     assert [server.step([(one, count)]).coded() for count in (7, 1, 1, 12, 1)] == [0] * 5
 
 
+@pytest.mark.parametrize("counts", [(4, 1), (1, 3, 1, 7)])
+def test_sinks_alone_after_a_prefix_that_was_taken_over_leave_nothing_exact(counts):
+    """The last of four queries is alone in its part, and has no key there: the kernel is not asked about none."""
+    server, one = Server(2, 0), Request("a", 0, BLOCK, 30, 0)
+    slots = torch.arange(BLOCK)
+    server.pages[0][:, slots], server.pages[1][:, slots] = (
+        one.coded_k[:BLOCK].transpose(0, 1),
+        one.coded_v[:BLOCK].transpose(0, 1),
+    )
+    server.store.follow(scheduled(new=[("a", BLOCK)]))
+    for count in counts:
+        server.step([(one, count)])
+
+
 def test_the_dtype_of_the_model_is_kept_and_sums_are_in_float32():
     server, one = Server(2, 8, torch.bfloat16), Request("a", 0, 0, 30, 0)
     for name in ("q", "k", "v", "coded_k", "coded_v"):

@@ -242,6 +242,8 @@ def _chunk(
         last = begin + own_queries.stop
         low = min(int(until[first]), last)
         keys = torch.cat([torch.arange(min(sinks, last)), sinks + torch.arange(low - band, max(low, last) - band)])
+        if not len(keys):  # of which the kernel cannot be asked
+            continue
         position, at = torch.arange(begin + first, last)[:, None], positions[keys]
         seen = (at <= position) & ((at < sinks) | (at >= until[own_queries, None]))
         q = query[own_queries].view(len(position), kv.shape[1], -1, kv.shape[-1]).permute(1, 2, 0, 3)
@@ -271,7 +273,7 @@ def softmax_over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) ->
     bias = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
     bias = bias.expand(len(q), 1, q.shape[2], k.shape[2])
     mean, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k.to(q.dtype), v.to(q.dtype), 0.0, False, attn_mask=bias, scale=scale
+        q, k, v, 0.0, False, attn_mask=bias, scale=scale
     )
     blind = ~seen.any(-1)
     return Attended(mean.float(), log_sum.masked_fill(blind.expand(log_sum.shape), -torch.inf))
