@@ -71,32 +71,28 @@ class Keys(NamedTuple):
 class ExactStep:
     """Where a step's exact tokens lie, the same for all layers.
 
-    Places count a layer's stored tokens, all requests together.
-
     Parameters
     ----------
-    sink, recent : int
-        Of the recipe.
-    base : tuple of int
-        Each sequence's first place: its sinks, then a ring of its recent tokens.
-    sources, places : Tensor
-        Which of the step's tokens are stored, and where, int64 [stored].
-    single : Tensor
-        Queries that are the only one of their sequence, int64 [singles].
-    single_places : Tensor
-        The places that each of them looks at, int64 [singles, sink + recent].
+    rows : Tensor
+        Of each sequence's request among all that have places, int64 [sequences].
+    sources, stored_rows, places : Tensor
+        Which of the step's tokens are stored, in which row, and at which of its places, int64 [stored].
+    single, single_rows : Tensor
+        Queries that are the only one of their sequence, and their rows, int64 [singles].
     single_seen : Tensor
-        Which of these it sees, bool [singles, sink + recent].
+        Which places each of them sees, bool [singles, places].
+    place : callable
+        Positions of recent tokens, int64, to their places.
     """
 
-    sink: int
-    recent: int
-    base: tuple[int, ...]
+    rows: Tensor
     sources: Tensor
+    stored_rows: Tensor
     places: Tensor
     single: Tensor
-    single_places: Tensor
+    single_rows: Tensor
     single_seen: Tensor
+    place: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -237,26 +233,24 @@ class Running:
         self.top, self.weight = q.new_full(shape, -torch.inf, dtype=torch.float32), self.q.new_zeros(shape)
         self.sum = self.q.new_zeros(*shape, width)
 
-    def attend(self, k: Tensor, v: Tensor, first: int, low: Tensor, high: Tensor) -> None:
+    def attend(self, k: Tensor, v: Tensor, first: int, until: Tensor) -> None:
         """Take in keys and values (`Keys`) of positions `first`, `first` + 1, ...
 
-        Each query sees those from `low` to `high` - 1, int64 [queries], of which neither falls from query to query.
+        Each query sees those below `until`, int64 [queries], which does not fall from query to query.
         """
         queries = self.q.shape[2]
         for start in range(0, queries, QUERIES):
             stop = min(start + QUERIES, queries)
-            # keys that some of these queries may see
-            begin, end = max(0, int(low[start]) - first), min(k.shape[1], int(high[stop - 1]) - first)
-            if begin < end:
-                own = slice(start, stop)
-                self._attend(own, k[:, begin:end], v[:, begin:end], first + begin, low[own], high[own])
+            seen = int(until[stop - 1]) - first  # keys that the last of these queries may see
+            if seen > 0:
+                self._attend(slice(start, stop), k[:, :seen], v[:, :seen], first, until[start:stop])
 
-    def _attend(self, rows: slice, k: Tensor, v: Tensor, first: int, low: Tensor, high: Tensor) -> None:
+    def _attend(self, rows: slice, k: Tensor, v: Tensor, first: int, until: Tensor) -> None:
         q = self.q[:, :, rows]
         scores = torch.bmm(q.flatten(1, 2), k.mT).view(*q.shape[:3], -1)
-        if first < int(low[-1]) or first + k.shape[1] > int(high[0]):
-            position = first + torch.arange(k.shape[1])
-            scores.masked_fill_((position < low[:, None]) | (position >= high[:, None]), -torch.inf)
+        if first + k.shape[1] > int(until[0]):
+            late = first + torch.arange(k.shape[1]) >= until[:, None]
+            scores.masked_fill_(late, -torch.inf)
         top = torch.maximum(self.top[:, :, rows], scores.amax(-1))
         least = top.masked_fill(top == -torch.inf, 0.0)  # a query may have seen no key yet
         kept = torch.exp(self.top[:, :, rows] - least)
@@ -306,11 +300,10 @@ def attend(
             at = 0
             for span in batch:
                 own, at = slice(at, at + span.last - span.first), at + span.last - span.first
-                queries, first = slice(step.starts[span.row], step.starts[span.row + 1]), step.first[span.row]
-                if span.first == first:
+                queries = slice(step.starts[span.row], step.starts[span.row + 1])
+                if span.first == step.first[span.row]:
                     running[span.row] = Running(query[queries], kv_heads, scale, v.shape[-1])
-                until = step.until[queries]
-                running[span.row].attend(k[:, own], v[:, own], span.first, torch.full_like(until, first), until)
+                running[span.row].attend(k[:, own], v[:, own], span.first, step.until[queries])
                 if span.last == step.last(span.row):
                     mean, log_sum = running.pop(span.row).result(finish)
                     found.mean[queries], found.log_sum[queries] = mean, log_sum

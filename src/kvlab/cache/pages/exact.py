@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlab.cache.pages.attention import Attended, ExactStep, Running, ServerStep, nothing
+from kvlab.cache.pages.attention import Attended, ExactStep, ServerStep, nothing
 from kvlab.codecs.shared.exact_tokens import ExactTokens as Ends
 from kvlab.core.errors import CapabilityError, CodecNotActive
-from kvlab.core.recipe import Recipe
+from kvlab.core.recipe import PAGES_EXACT, Recipe
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-MOST_SINK, MOST_RECENT = 16, 512  # tokens of a request that pages keep exact
+QUERIES = 128  # of a sequence that attend at once: each sees as many recent keys, and no more are looked at
 
 
 def kept_exact(recipe: Recipe, path: str) -> tuple[int, int]:
@@ -44,7 +44,7 @@ def kept_exact(recipe: Recipe, path: str) -> tuple[int, int]:
                 " give ragged: coded",
                 code="capability.ends",
             )
-        for name, most in (("sink", MOST_SINK), ("recent", MOST_RECENT)):
+        for name, most in PAGES_EXACT.items():
             if not 0 <= getattr(own, name) <= most:
                 raise CapabilityError(
                     f"{path}: {name} of stream {stream} is {getattr(own, name)}; allowed in coded pages: 0 to {most}",
@@ -91,7 +91,7 @@ class ExactStore:
         self, sink: int, recent: int, requests: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ):
         self.sink, self.recent, self.requests = sink, recent, requests
-        shape = (layers, 2, requests * self.tokens, kv_heads, head_dim)
+        shape = (layers, 2, requests, kv_heads, self.tokens, head_dim)
         self.bytes_per_request = layers * 2 * self.tokens * kv_heads * head_dim * dtype.itemsize
         # numpy's zeros are given by the system when they are first written to, torch's at once
         memory = np.zeros(self.nbytes, dtype=np.uint8)
@@ -168,33 +168,27 @@ class ExactStore:
         own = [self._places[name] for name in names]
         firsts = [place.first(self.sink, length) for place, length in zip(own, step.lengths, strict=True)]
         first, length = torch.tensor(firsts), torch.tensor(step.lengths)
-        base = torch.tensor([place.row * self.tokens for place in own])
+        rows = torch.tensor([place.row for place in own])
         low = torch.tensor([place.taken for place in own]).maximum(first)
         counts = torch.tensor(step.starts).diff()
-        row, position = torch.arange(len(names)).repeat_interleave(counts), step.positions()
-        until = torch.maximum(low[row], position + 1 - self.recent)
+        of, position = torch.arange(len(names)).repeat_interleave(counts), step.positions()
+        until = torch.maximum(low[of], position + 1 - self.recent)
 
-        sinks, recents = position < first[row], position >= length[row] - self.recent
-        ring = self.sink + position % max(1, self.recent)
+        sinks, recents = position < first[of], position >= length[of] - self.recent
         sources = torch.cat([sinks.nonzero()[:, 0], recents.nonzero()[:, 0]])
-        places = base[row[sources]] + torch.cat([position[sinks], ring[recents]])
+        places = torch.cat([position[sinks], self.place(position[recents])])
 
         single = torch.tensor(step.starts[:-1])[counts == 1]
         last, at = position[single][:, None], torch.arange(self.tokens)
         newest = last - (last + self.sink - at) % max(1, self.recent)  # of the tokens that this place of the ring had
-        as_sink = (at < first[row[single]][:, None]) & (at <= last)
+        as_sink = (at < first[of[single]][:, None]) & (at <= last)
         seen = torch.where(at < self.sink, as_sink, newest >= until[single][:, None])
-        exact = ExactStep(
-            self.sink,
-            self.recent,
-            tuple(base.tolist()),
-            sources,
-            places,
-            single,
-            base[row[single]][:, None] + at,
-            seen,
-        )
+        exact = ExactStep(rows, sources, rows[of[sources]], places, single, rows[of[single]], seen, self.place)
         return replace(step, first=tuple(firsts), until=until, exact=exact)
+
+    def place(self, position: Tensor) -> Tensor:
+        """Where a request's recent tokens at these positions lie among its places: a ring after its sinks."""
+        return self.sink + position % max(1, self.recent)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, store: Tensor, step: ServerStep, scale: float) -> Attended:
@@ -207,57 +201,79 @@ def attend(query: Tensor, key: Tensor, value: Tensor, store: Tensor, step: Serve
     key, value : Tensor
         Of the step's own tokens, as attention sees them [tokens, kv_heads, head_dim].
     store : Tensor
-        The exact K and V of one layer [2, places, kv_heads, head_dim] (`ExactStore.values`).
+        The exact K and V of one layer [2, requests, kv_heads, places, head_dim] (`ExactStore.values`).
     step : ServerStep
         With its `exact`.
     scale : float
         Of the scores.
     """
     exact, found = step.exact, nothing(query)
+    own = torch.stack([key, value])
     for row, (start, stop) in enumerate(zip(step.starts, step.starts[1:], strict=False)):
         if stop - start > 1:  # before the step's tokens are stored: they take the places of what its first ones see
-            own = slice(start, stop)
-            mean, log_sum = _chunk(query[own], (key[own], value[own]), store, step, row, scale)
-            found.mean[own], found.log_sum[own] = mean, log_sum
-    store[0, exact.places], store[1, exact.places] = key[exact.sources], value[exact.sources]
+            _chunk(query[start:stop], own[:, start:stop], store[:, exact.rows[row]], step, row, scale, found)
+    store[:, exact.stored_rows, :, exact.places] = own[:, exact.sources].transpose(0, 1)
     if len(exact.single):
-        mean, log_sum = _singles(query[exact.single], store, exact, scale)
-        found.mean[exact.single], found.log_sum[exact.single] = mean, log_sum
+        q = query[exact.single].view(len(exact.single), store.shape[2], -1, query.shape[-1])
+        k, v = store[:, exact.single_rows]
+        mean, log_sum = softmax_over(q, k, v, exact.single_seen[:, None, None], scale)
+        found.mean[exact.single], found.log_sum[exact.single] = mean.flatten(1, 2), log_sum.flatten(1)
     return found
 
 
-def _singles(query: Tensor, store: Tensor, exact: ExactStep, scale: float) -> Attended:
-    """Of queries that are alone, over their own places, all at once."""
-    n, heads, head_dim = query.shape
-    k, v = (part[exact.single_places].transpose(1, 2).float() for part in store)  # [n, kv_heads, places, head_dim]
-    q = (query.float() * scale).view(n, k.shape[1], -1, head_dim)
-    scores = (q @ k.mT).masked_fill_(~exact.single_seen[:, None, None], -torch.inf)
-    log_sum = scores.logsumexp(-1, keepdim=True)
-    weights = torch.exp(scores - log_sum.masked_fill(log_sum == -torch.inf, 0.0))
-    return Attended((weights @ v).view(n, heads, head_dim), log_sum.view(n, heads))
-
-
 def _chunk(
-    query: Tensor, own: tuple[Tensor, Tensor], store: Tensor, step: ServerStep, row: int, scale: float
-) -> Attended:
-    """Of one sequence's queries, over stored tokens and their own."""
-    exact, length, base = step.exact, step.lengths[row], step.exact.base[row]
-    begin, kv_heads = length - len(query), store.shape[2]
-    position = torch.arange(begin, length)
-    until = step.until[step.starts[row] : step.starts[row + 1]]
-    running = Running(query, kv_heads, scale, store.shape[-1])
+    query: Tensor, own: Tensor, stored: Tensor, step: ServerStep, row: int, scale: float, found: Attended
+) -> None:
+    """Of one sequence's queries, over stored tokens [2, kv_heads, places, head_dim] and their own, a few at a time."""
+    start, length, sinks = step.starts[row], step.lengths[row], step.first[row]
+    begin, heads = length - len(query), query.shape[1]
+    until = step.until[start : start + len(query)]
+    band = min(int(until[0]), length)  # where the recent tokens begin of which some query sees one
+    before = [torch.arange(min(sinks, begin)), step.exact.place(torch.arange(band, max(band, begin)))]
+    parts = [
+        stored[:, :, before[0]],
+        own[:, : max(0, sinks - begin)].transpose(1, 2),
+        stored[:, :, before[1]],
+        own[:, max(0, band - begin) :].transpose(1, 2),
+    ]
+    kv, positions = torch.cat(parts, dim=2), torch.cat([torch.arange(sinks), torch.arange(band, length)])
+    for first in range(0, len(query), QUERIES):
+        own_queries = slice(first, min(first + QUERIES, len(query)))
+        last = begin + own_queries.stop
+        low = min(int(until[first]), last)
+        keys = torch.cat([torch.arange(min(sinks, last)), sinks + torch.arange(low - band, max(low, last) - band)])
+        if not len(keys):  # of which the kernel cannot be asked
+            continue
+        position, at = torch.arange(begin + first, last)[:, None], positions[keys]
+        seen = (at <= position) & ((at < sinks) | (at >= until[own_queries, None]))
+        q = query[own_queries].view(len(position), kv.shape[1], -1, kv.shape[-1]).permute(1, 2, 0, 3)
+        mean, log_sum = softmax_over(q.flatten(1, 2)[None], *kv[:, None, :, keys], seen.repeat(q.shape[1], 1), scale)
+        rows = slice(start + first, start + own_queries.stop)
+        found.mean[rows] = mean.view(heads, len(position), -1).transpose(0, 1)
+        found.log_sum[rows] = log_sum.view(heads, -1).T
 
-    def attend_to(first: int, last: int, place: Callable[[Tensor], Tensor], low: Tensor) -> None:
-        """Positions `first` to `last` - 1: those before this step from their places, the step's own as they came."""
-        before = base + place(torch.arange(first, max(first, min(last, begin))))
-        new = slice(max(0, first - begin), max(0, last - begin))
-        k, v = (
-            torch.cat([part[before], mine[new]]).transpose(0, 1).float() for part, mine in zip(store, own, strict=True)
-        )
-        running.attend(k, v, first, low, position + 1)
 
-    if step.first[row]:
-        attend_to(0, step.first[row], lambda at: at, torch.zeros_like(position))
-    if exact.recent:
-        attend_to(int(until[0]), length, lambda at: exact.sink + at % exact.recent, until)
-    return running.result(None)
+def softmax_over(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Attended:
+    """Attention by torch's kernel for a CPU, which also gives the sum of a softmax and accumulates in float32.
+
+    Parameters
+    ----------
+    q : Tensor
+        [n, kv_heads, queries, head_dim].
+    k, v : Tensor
+        [n, kv_heads, keys, head_dim], of the same dtype.
+    seen : Tensor
+        Which keys each query sees, bool, of a shape that expands to [n, kv_heads, queries, keys].
+
+    Returns
+    -------
+    Attended
+        Of [n, kv_heads, queries].
+    """
+    bias = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
+    bias = bias.expand(len(q), 1, q.shape[2], k.shape[2])
+    mean, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=bias, scale=scale
+    )
+    blind = ~seen.any(-1)
+    return Attended(mean.float(), log_sum.masked_fill(blind.expand(log_sum.shape), -torch.inf))
